@@ -1,0 +1,113 @@
+# Everything that a person or a CI machine does here, one word each; `make` alone lists the words.
+#
+# The one idea: each word prepares what it needs and no more, in ./.venv, once. If $(PYTHON) has torch,
+# that torch is used, and what else is there is not installed again (nor is a network needed for it);
+# if not, TORCH is installed first. So
+#     make test PYTHON=/path/to/python     tests against that Python and its torch (after make distclean)
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TESTS ?= tests
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --retries 2 install --quiet
+CLANG_FORMAT := $(PY) -c 'import clang_format; clang_format.clang_format()'
+C_FILES = $(wildcard csrc/*.[ch] csrc/*.cpp cuda/*.h cuda/*.c cuda/*.cu cuda/*.cuh)
+
+.PHONY: help demo test bench lint format build sanitize clean distclean
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: build $(VENV)/.demo ## train a GPT on 2 ranks, and the same under DDP and FSDP2 (ARGS=...)
+	$(PY) examples/demo.py $(ARGS)
+
+test: build $(VENV)/.test ## the tests (TESTS=tests/test_layout.py, ARGS="-k name")
+	$(PY) -m pytest $(TESTS) $(ARGS)
+
+bench: build $(VENV)/.demo ## the benchmarks (ARGS=...)
+	$(PY) benchmarks/run.py $(ARGS)
+
+lint: build $(VENV)/.lint ## ruff, mypy, clang-format, and the stubs against the built module
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(CLANG_FORMAT) --dry-run --Werror $(C_FILES)
+	$(PY) -m mypy.stubtest zshard._core --mypy-config-file pyproject.toml
+
+format: $(VENV)/.lint ## apply what lint checks
+	$(PY) -m ruff check --fix-only --quiet .
+	$(PY) -m ruff format .
+	$(CLANG_FORMAT) -i $(C_FILES)
+
+build: $(VENV)/.zshard ## compile what changed, in place
+	@$(PY) setup.py -q build_ext --inplace
+
+# The sanitized package lies in build/sanitize and is found by PYTHONPATH, so that the usual build
+# stays as it is. Python is not sanitized: the runtime is preloaded, with libstdc++, whose throw it wraps.
+# Leaks are not looked for: CPython and torch keep much until the process ends.
+SANITIZED := $(CURDIR)/build/sanitize
+RUNTIME = $(shell cc -print-file-name=libasan.so) $(shell c++ -print-file-name=libstdc++.so.6)
+
+sanitize: build $(VENV)/.test ## the tests with AddressSanitizer and UndefinedBehaviorSanitizer (TESTS=...)
+	@ZSHARD_SANITIZE=1 $(PY) setup.py -q build --build-lib $(SANITIZED)
+	cd $(SANITIZED) && PYTHONPATH=$(SANITIZED) ZSHARD_SANITIZE=1 LD_PRELOAD="$(RUNTIME)" \
+	    ASAN_OPTIONS=detect_leaks=0:$$ASAN_OPTIONS UBSAN_OPTIONS=print_stacktrace=1 \
+	    $(CURDIR)/$(PY) -m pytest $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
+
+clean: ## remove what was built; ./.venv stays
+	rm -rf build dist *.egg-info zshard/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove ./.venv too
+	rm -rf $(VENV)
+
+# --- set-up, each step stamped when it is done ------------------------------------------------------
+
+# The Python. A virtual environment made from another one does not see that one's packages, so its
+# folders are listed in a .pth file; for a plain Python they are there already.
+FIND_TORCH := import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)
+FOLDERS := import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "zshard needs Python 3.10 or newer: make ... PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	    { echo "$(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
+	@if $(PYTHON) -c '$(FIND_TORCH)'; then \
+	    echo "set-up: ./$(VENV) with the torch of $$($(PYTHON) -c 'import sys; print(sys.prefix)')"; \
+	    $(PYTHON) -m venv --system-site-packages $(VENV) && \
+	    $(PYTHON) -c '$(FOLDERS)' > "$$($(PY) -c '$(PURELIB)')/torch-of-parent.pth"; \
+	else \
+	    echo "set-up: ./$(VENV) with $(TORCH)"; \
+	    $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH); \
+	fi
+	@$(PIP) 'setuptools>=77' wheel || \
+	    { echo "set-up: setuptools 77 or newer is needed and could not be installed" >&2; exit 1; }
+	@touch $@
+
+# zshard itself, editable: Python files are used where they lie, the extension is built in place.
+$(VENV)/.zshard: pyproject.toml $(VENV)/.python
+	@$(PY) setup.py -q build_ext --inplace
+	@$(PIP) --no-build-isolation --no-deps --no-index --editable .
+	@touch $@
+
+# The tools of one word: an extra of pyproject.toml. Only what is missing is fetched; where that is not
+# to be had, the tests run without some tools, but not without pytest.
+$(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.zshard
+	@if $(PIP) 'zshard[$*]'; then touch $@; \
+	elif test $* = test && $(PY) -c 'import pytest' 2>/dev/null; then \
+	    echo "set-up: some test tools could not be installed: going on without" >&2; \
+	else \
+	    echo "set-up: what \`make $*\` needs could not be installed" >&2; exit 1; \
+	fi
+
+# Progress bars and pictures: the demo runs without them.
+$(VENV)/.demo: $(VENV)/.zshard
+	@$(PIP) 'zshard[demo]' && touch $@ || \
+	    echo "set-up: no $$(sed -n 's/^demo = //p' pyproject.toml) to be had: going on without" >&2

@@ -1,0 +1,161 @@
+"""Host time: what wrapping adds to one unit's forward and backward.
+
+    python -m benchmarks.host_time [--ranks 1 2] [--sides ddp fsdp2 ...] [--rounds 40]
+
+The model is TINY_BLOCKS blocks with next to no arithmetic, so (a side's time - the plain
+module's) / TINY_BLOCKS is the library's own work per unit, with 2 ranks its waits too. A sample
+is the mean of STEPS steps; the optimizer and zero_grad are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks import harness
+from benchmarks.harness import Sample, Spread
+from benchmarks.models import TINY_BLOCKS, WORKLOADS
+from benchmarks.sides import SIDES, Side, build_side
+
+PLAIN = "compute"
+TARGET_SIDE = "zshard-full_shard"
+TARGETS: dict[int, dict[str, float]] = {1: {"fsdp2": 1 / 20, "ddp": 1.0}, 2: {"fsdp2": 1 / 5}}
+"""Ranks -> peer -> how much of what the peer adds TARGET_SIDE may add, at the median."""
+
+ALL_SIDES = ["ddp", "fsdp2", "zshard-full_shard", "zshard-no_shard"]
+QUICK_SIDES = ["ddp", "fsdp2", "zshard-full_shard"]
+STEPS = 10
+PARTS = ("forward", "backward", "total")
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = harness.parser("Microseconds that each library adds to a unit's forward and backward.")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="world sizes")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help=f"beside {PLAIN}, always there")
+    parser.add_argument("--rounds", type=int, help="samples a side (40; quick: 5)")
+    parser.add_argument("--warmup", type=int, default=2, help="unmeasured samples a side")
+    args = parser.parse_args(argv)
+    args.sides = args.sides or (QUICK_SIDES if args.quick else ALL_SIDES)
+    args.rounds = args.rounds or (5 if args.quick else 40)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    if harness.under_torchrun():
+        measure_as_rank(args)
+        return
+    flags = [f"--rounds={args.rounds}", f"--warmup={args.warmup}"]
+    results = [
+        harness.collect("benchmarks.host_time", ranks, ["--sides", *args.sides, *flags])
+        for ranks in args.ranks
+    ]
+    harness.finish(args, "host-time", results)
+
+
+def measure_as_rank(args: argparse.Namespace) -> None:
+    """One rank's part, whatever the world's size."""
+    with harness.process_group() as rank:
+        result = measure(args.sides, args.rounds, args.warmup)
+    if rank == 0:
+        show(result)
+        if args.out:
+            harness.write_json(args.out, result)
+
+
+def measure(names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
+    """Time all the sides and the plain module; returns the JSON record. Collective."""
+    workload = WORKLOADS["tiny32"]
+    turns = {name: turn_of(build_side(name, workload)) for name in dict.fromkeys([PLAIN, *names])}
+    samples = harness.interleave(turns, rounds, warmup)
+    ranks = dist.get_world_size()
+    return {
+        "model": workload.name,
+        "units": TINY_BLOCKS,
+        "ranks": ranks,
+        "plain_us": {
+            part: Spread.of([s.times[i] * 1e6 / TINY_BLOCKS for s in samples[PLAIN]]).as_dict()
+            for i, part in enumerate(PARTS)
+        },
+        "sides": {name: summarize(name, samples, ranks) for name in names if name != PLAIN},
+    }
+
+
+def turn_of(side: Side) -> harness.Turn:
+    """A turn of STEPS steps; its times are those of PARTS, each the mean of a step."""
+    batch = side.workload.batch(harness.generator())
+
+    def turn(_number: int) -> tuple[float, float, float]:
+        forward = backward = 0.0
+        for _ in range(STEPS):
+            begin = time.perf_counter()
+            loss = side.forward(batch)
+            middle = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+            end = time.perf_counter()
+            forward += middle - begin
+            backward += end - middle
+            side.zero_grad()
+        return forward / STEPS, backward / STEPS, (forward + backward) / STEPS
+
+    return turn
+
+
+def added(samples: Mapping[str, Sequence[Sample]], name: str, part: int) -> list[Sample]:
+    """What a side adds to one unit in each round, as samples of one time in seconds."""
+    return [
+        Sample(
+            ((mine.times[part] - plain.times[part]) / TINY_BLOCKS,),
+            max(mine.foreign, plain.foreign),
+        )
+        for mine, plain in zip(samples[name], samples[PLAIN], strict=True)
+    ]
+
+
+def summarize(name: str, samples: Mapping[str, list[Sample]], ranks: int) -> dict[str, Any]:
+    """One side's part of the record: microseconds added to a unit, and as a ratio to the peers."""
+    part_of = {part: added(samples, name, i) for i, part in enumerate(PARTS)}
+    clean = harness.clean_rounds(part_of["total"])
+    targets = TARGETS.get(ranks, {}) if name == TARGET_SIDE else {}
+    ratios: dict[str, Any] = {}
+    for peer in ("ddp", "fsdp2"):
+        if peer in samples and peer != name:
+            peers = added(samples, peer, PARTS.index("total"))
+            values = harness.same_round_ratios(part_of["total"], peers)
+            ratios[peer] = Spread.of(values).as_dict() if values else None
+    return {
+        "added_us": {
+            part: Spread.of([values[i].times[0] * 1e6 for i in clean]).as_dict()
+            for part, values in part_of.items()
+        },
+        "ratio": ratios,
+        "target": targets,
+    }
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the table of one world size."""
+    rows = []
+    for name, side in result["sides"].items():
+        spreads = [Spread(**side["added_us"][part]).text(1) for part in PARTS]
+        cells = []
+        for peer in ("ddp", "fsdp2"):
+            ratio = side["ratio"].get(peer)
+            cells.append(Spread(**ratio).text(3) if ratio else "")
+            cells.append(harness.verdict(ratio and ratio["median"], side["target"].get(peer)))
+        rows.append([name, *spreads, *cells])
+    plain = Spread(**result["plain_us"]["total"]).text(1)
+    harness.print_table(
+        f"{result['units']} tiny units, {result['ranks']} ranks; us added to a unit, min/med/max "
+        f"(the plain unit: {plain})",
+        ["side", *PARTS, "x ddp", "target", "x fsdp2", "target"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    harness.start(main)

@@ -1,0 +1,69 @@
+/* arena.c - see arena.h. */
+#include "arena.h"
+
+#include <stdlib.h>
+
+typedef struct slot {
+    zs_mem *mem; /* owned reference */
+    bool lent;
+} slot;
+
+struct zs_arena {
+    slot *slots; /* owned */
+    size_t n;
+};
+
+zs_status zs_arena_new(zs_arena **out)
+{
+    *out = calloc(1, sizeof **out);
+    return *out != NULL ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an arena");
+}
+
+void zs_arena_free(zs_arena *arena)
+{
+    if (arena == NULL) return;
+    for (size_t i = 0; i < arena->n; i++) zs_mem_release(arena->slots[i].mem);
+    free(arena->slots);
+    free(arena);
+}
+
+static slot *best_fit(zs_arena *arena, size_t bytes)
+{
+    slot *best = NULL;
+    for (size_t i = 0; i < arena->n; i++) {
+        slot *candidate = &arena->slots[i];
+        if (candidate->lent || candidate->mem->bytes < bytes) continue;
+        if (best == NULL || candidate->mem->bytes < best->mem->bytes) best = candidate;
+    }
+    return best;
+}
+
+zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **out)
+{
+    slot *found = best_fit(arena, bytes);
+    if (found == NULL) {
+        slot *grown = realloc(arena->slots, (arena->n + 1) * sizeof *grown);
+        if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for slot %zu", arena->n);
+        arena->slots = grown;
+        found = &grown[arena->n];
+        ZS_TRY(zs_mem_new_private(bytes, &found->mem));
+        arena->n++;
+    }
+    found->lent = true;
+    *out = found->mem;
+    return ZS_OK;
+}
+
+void zs_arena_give(zs_arena *arena, zs_mem *mem)
+{
+    for (size_t i = 0; i < arena->n; i++) {
+        if (arena->slots[i].mem == mem) arena->slots[i].lent = false;
+    }
+}
+
+size_t zs_arena_bytes(const zs_arena *arena)
+{
+    size_t total = 0;
+    for (size_t i = 0; i < arena->n; i++) total += arena->slots[i].mem->bytes;
+    return total;
+}

@@ -1,0 +1,29 @@
+/* arena.h - slots: regions that full buffers borrow and give back, so that no step allocates.
+ *
+ * The one idea: a slot is taken by best fit from those that are free, and made only when none fits; after the first step
+ * every take finds one. Fresh pages cost nothing until touched, so a slot may be larger than its first borrower needs.
+ */
+#ifndef ZS_ARENA_H
+#define ZS_ARENA_H
+
+#include "memory.h"
+#include "status.h"
+
+typedef struct zs_arena zs_arena;
+
+/* New empty arena. */
+zs_status zs_arena_new(zs_arena **out);
+
+/* Frees the arena; slots still lent out live on by their own references. NULL allowed. */
+void zs_arena_free(zs_arena *arena);
+
+/* Lends a slot of at least `bytes`. The arena keeps it reserved until zs_arena_give. */
+zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **slot);
+
+/* Takes a slot back. */
+void zs_arena_give(zs_arena *arena, zs_mem *slot);
+
+/* Bytes of all slots, lent or free. */
+size_t zs_arena_bytes(const zs_arena *arena);
+
+#endif

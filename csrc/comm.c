@@ -1,0 +1,160 @@
+/* comm.c - what is common to all transports: references, the order of calls in a round, private memory. */
+#define _GNU_SOURCE 1 /* strdup */
+#include "comm_local.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+static bool (*_Atomic wait_hook)(void);
+
+zs_comm *zs_comm_retain(zs_comm *comm)
+{
+    atomic_fetch_add_explicit(&comm->refs, 1, memory_order_relaxed);
+    return comm;
+}
+
+void zs_comm_release(zs_comm *comm)
+{
+    if (comm == NULL) return;
+    if (atomic_fetch_sub_explicit(&comm->refs, 1, memory_order_acq_rel) != 1) return;
+    comm->ops->close(comm);
+    comm->ops->destroy(comm);
+}
+
+void zs_comm_on_wait(bool (*interrupted)(void))
+{
+    atomic_store(&wait_hook, interrupted);
+}
+
+bool zs_comm_interrupted(void)
+{
+    bool (*hook)(void) = atomic_load(&wait_hook);
+    return hook != NULL && hook();
+}
+
+/* --- units ---------------------------------------------------------------------------------------------------------- */
+
+static zs_status check_spec(const zs_cunit_spec *spec)
+{
+    if (spec->n_slices < 0 || spec->n_slices > ZS_MAX_FLATS)
+        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' has %d trainable flats; at most %d are allowed", spec->name,
+                       spec->n_slices, (int)ZS_MAX_FLATS);
+    for (int f = 0; f < spec->n_slices; f++)
+        if (spec->slice_bytes[f] % 64 != 0)
+            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': a slice of %zu bytes is not a multiple of 64", spec->name,
+                           spec->slice_bytes[f]);
+    return ZS_OK;
+}
+
+zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, int world)
+{
+    ZS_TRY(check_spec(spec));
+    unit->spec = *spec;
+    unit->spec.name = strdup(spec->name);
+    unit->data = calloc((size_t)world, sizeof *unit->data);
+    unit->used = calloc((size_t)world, sizeof *unit->used);
+    if (unit->spec.name == NULL || unit->data == NULL || unit->used == NULL) {
+        zs_cunit_clear(unit);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+    }
+    unit->used_words = spec->n_params == 0 ? 1 : (spec->n_params + 63) / 64;
+    for (int f = 0; f < spec->n_slices; f++) unit->piece_bytes += spec->slice_bytes[f];
+    return ZS_OK;
+}
+
+void zs_cunit_clear(zs_cunit *unit)
+{
+    free((char *)unit->spec.name);
+    free(unit->data);
+    free(unit->used);
+    unit->spec.name = NULL;
+    unit->data = NULL;
+    unit->used = NULL;
+}
+
+zs_status zs_cunit_may_post(const zs_cunit *unit, const zs_bucket *bucket, int world)
+{
+    if (unit->state != ZS_ROUND_NONE)
+        return ZS_FAIL(ZS_ERR_STATE, "unit '%s': round %llu is posted before round %llu was released", unit->spec.name,
+                       (unsigned long long)unit->round + 1, (unsigned long long)unit->round);
+    if (bucket == NULL && unit->spec.mode == ZS_REDUCE_ALL)
+        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': without a bucket there is no room for the sum", unit->spec.name);
+    if (bucket != NULL && bucket->bytes < unit->piece_bytes * (size_t)world)
+        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': a bucket of %zu bytes is too small, %zu are needed", unit->spec.name,
+                       bucket->bytes, unit->piece_bytes * (size_t)world);
+    return ZS_OK;
+}
+
+zs_status zs_cunit_expect(const zs_cunit *unit, zs_round_state state, const char *call)
+{
+    static const char *const standing[] = {"nothing posted", "posted", "collected", "shared", "collected and shared"};
+    if (unit->state == state) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_STATE, "unit '%s', round %llu: %s came while the round was %s, not %s", unit->spec.name,
+                   (unsigned long long)unit->round, call, standing[unit->state], standing[state]);
+}
+
+zs_status zs_cunit_may_release(const zs_cunit *unit)
+{
+    bool all = unit->spec.mode == ZS_REDUCE_ALL;
+    return zs_cunit_expect(unit, all ? ZS_ROUND_GATHERED : ZS_ROUND_COLLECTED, "release");
+}
+
+void zs_cunit_sources(const zs_cunit *unit, zs_sources *out)
+{
+    out->data = unit->data;
+    out->used = unit->used;
+}
+
+/* --- private memory, and readers where nothing is mapped --------------------------------------------------------------- */
+
+/* Nothing to remember: no peer can read this rank's memory. */
+struct zs_reader {
+    char unused;
+};
+
+void zs_local_flat_free(zs_comm *comm, zs_flat_mem *flat)
+{
+    (void)comm;
+    zs_mem_release(flat->mem);
+    *flat = (zs_flat_mem){0};
+}
+
+zs_status zs_local_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
+{
+    (void)comm;
+    ZS_TRY(zs_mem_new_private(bytes, &out->mem));
+    out->ptr = out->mem->ptr;
+    out->bytes = bytes;
+    out->key = 0;
+    return ZS_OK;
+}
+
+void zs_local_bucket_free(zs_comm *comm, zs_bucket *bucket)
+{
+    (void)comm;
+    zs_mem_release(bucket->mem);
+    *bucket = (zs_bucket){0};
+}
+
+zs_status zs_local_reader_new(zs_comm *comm, const char *name, zs_reader **out)
+{
+    (void)comm;
+    *out = calloc(1, sizeof **out);
+    if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the reader of '%s'", name);
+    return ZS_OK;
+}
+
+void zs_local_reader_free(zs_comm *comm, zs_reader *reader)
+{
+    (void)comm;
+    free(reader);
+}
+
+zs_status zs_local_read(zs_comm *comm, zs_reader *reader, zs_phase phase)
+{
+    (void)comm;
+    (void)reader;
+    (void)phase;
+    return ZS_OK;
+}

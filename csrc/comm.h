@@ -1,0 +1,173 @@
+/* comm.h - how ranks exchange bytes: one table of functions, one implementation per transport.
+ *
+ * The one idea: a unit never names a transport. It asks for memory that the transport can share (flats and buckets),
+ * posts a full bucket, later collects pointers to every rank's part of its own slice, sums them itself (in rank order)
+ * and releases them. On `shm` the pointers lead straight into the peers' memory and nothing is copied; on `c10d` they
+ * lead into a receive buffer. And where a transport can map all ranks' shards side by side (shm), the mapping *is* the
+ * full buffer: an unshard moves no byte.
+ *
+ *   flat    memory of one dtype of a unit: this rank's shard and, if mapped, the whole full buffer
+ *   bucket  full-size gradient memory that peers can read
+ *   cunit   what the transport knows of a unit: its number (equal on all ranks), slice sizes, its post record
+ *   reader  a model's right to read the peers' shards: opened at a root forward or backward, closed at its end
+ *
+ * Rules for every transport: calls come from one thread at a time; a wait ends by the deadline (timeout) or within
+ * seconds when a peer died, with ZS_ERR_TIMEOUT / ZS_ERR_PEER and a message that names the rank, and what was waited
+ * for; nothing ever blocks without both.
+ */
+#ifndef ZS_COMM_H
+#define ZS_COMM_H
+
+#include "memory.h"
+#include "status.h"
+
+enum { ZS_MAX_FLATS = 8 }; /* dtype x trainable groups in one unit */
+
+typedef struct zs_comm zs_comm;
+typedef struct zs_cunit zs_cunit;
+typedef struct zs_reader zs_reader;
+
+/* One flat buffer. Full size is world * shard_bytes; rank r's shard is bytes [r*shard_bytes, (r+1)*shard_bytes). */
+typedef struct zs_flat_mem {
+    zs_mem *mem;        /* counted reference to the memory under `shard` (and `full`) */
+    char *shard;        /* this rank's shard, read-write, zeroed at birth */
+    char *full;         /* the whole full buffer if it is always addressable (shm, self), else NULL: gather it */
+    size_t shard_bytes; /* multiple of shard_align */
+} zs_flat_mem;
+
+/* Full-size gradient memory. */
+typedef struct zs_bucket {
+    char *ptr;      /* this rank's own packed gradients */
+    size_t bytes;   /* capacity */
+    uint64_t key;   /* the transport's own name for it */
+    zs_mem *mem;    /* counted reference */
+} zs_bucket;
+
+/* What collect() hands out, valid until release(). Rank-order arrays of length world. */
+typedef struct zs_sources {
+    const char **data;      /* [world]: base such that slice f of rank r starts at data[r] + slice_offset[f]; NULL: nothing posted */
+    const uint64_t **used;  /* [world]: bitmap of the parameters that had a gradient there; never NULL */
+} zs_sources;
+
+/* How gradients of a unit are reduced. */
+typedef enum zs_reduce_mode {
+    ZS_REDUCE_SCATTER, /* each rank gets its slice of the sum */
+    ZS_REDUCE_ALL,     /* each rank gets the whole sum: after collect, share() own slice, then collect_shared() */
+} zs_reduce_mode;
+
+typedef struct zs_cunit_spec {
+    const char *name;                   /* for messages; copied */
+    size_t n_params;                    /* length of the used bitmap in bits */
+    int n_slices;                       /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
+    size_t slice_bytes[ZS_MAX_FLATS];   /* one rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64 */
+    zs_reduce_mode mode;
+} zs_cunit_spec;
+/* Bucket layout: flat after flat, each world * slice_bytes[f] long: slice r of flat f starts at
+ * world * (slice_bytes[0] + ... + slice_bytes[f-1]) + r * slice_bytes[f]. */
+
+typedef enum zs_phase { ZS_PHASE_FORWARD, ZS_PHASE_BACKWARD } zs_phase;
+
+typedef struct zs_comm_ops {
+    const char *name;   /* "self", "shm", "c10d" */
+    size_t shard_align; /* flats' shard_bytes must be a multiple of this */
+    bool mapped;        /* flats come with `full` */
+
+    zs_status (*flat_new)(zs_comm *, size_t shard_bytes, zs_flat_mem *out);
+    void (*flat_free)(zs_comm *, zs_flat_mem *);
+    zs_status (*gather)(zs_comm *, const zs_flat_mem *, void *full); /* collective; NULL if mapped */
+
+    zs_status (*bucket_new)(zs_comm *, size_t bytes, zs_bucket *out);
+    void (*bucket_free)(zs_comm *, zs_bucket *);
+
+    zs_status (*cunit_new)(zs_comm *, const zs_cunit_spec *, zs_cunit **out);
+    void (*cunit_free)(zs_comm *, zs_cunit *);
+
+    zs_status (*post)(zs_comm *, zs_cunit *, const zs_bucket *bucket, const uint64_t *used);
+    zs_status (*collect)(zs_comm *, zs_cunit *, bool wait, bool *ready, zs_sources *out);
+    zs_status (*share)(zs_comm *, zs_cunit *);
+    zs_status (*collect_shared)(zs_comm *, zs_cunit *, bool wait, bool *ready, zs_sources *out);
+    zs_status (*release)(zs_comm *, zs_cunit *);
+    zs_status (*reusable)(zs_comm *, zs_cunit *, bool wait, bool *ready);
+
+    zs_status (*reader_new)(zs_comm *, const char *name, zs_reader **out);
+    void (*reader_free)(zs_comm *, zs_reader *);
+    zs_status (*read_begin)(zs_comm *, zs_reader *, zs_phase);
+    zs_status (*read_end)(zs_comm *, zs_reader *, zs_phase);
+
+    zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
+    zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
+    void (*abort)(zs_comm *, const char *reason);
+    void (*close)(zs_comm *);
+    void (*destroy)(zs_comm *); /* called by the last zs_comm_release only */
+} zs_comm_ops;
+
+/* Head of every transport's own struct. Reference-counted: units, readers and Python hold it. */
+struct zs_comm {
+    const zs_comm_ops *ops;
+    int rank, world;
+    double timeout;    /* seconds that one wait may last */
+    _Atomic long refs;
+};
+
+/* --- the calls; see the table for which exist where --------------------------------------------------------------- */
+
+/* Adds a reference; returns `comm`. */
+zs_comm *zs_comm_retain(zs_comm *comm);
+
+/* Gives a reference back; the last one closes and frees the transport. NULL allowed. */
+void zs_comm_release(zs_comm *comm);
+
+/* Has every wait of every transport that can (shm) ask `interrupted` about ten times a second. If it says true, the wait
+ * ends with ZS_ERR_TORCH (`interrupted` has set a Python exception, say KeyboardInterrupt). NULL: nobody is asked. */
+void zs_comm_on_wait(bool (*interrupted)(void));
+
+/* flat_new: `shard_bytes` per rank. Same calls in the same order on all ranks, but no meeting: a peer's part may be
+ *   read only inside a reader session (or after an exchange).
+ * flat_free: gives the memory back (peers' mappings of it stay valid, their content does not).
+ * gather: fills `full` (world * shard_bytes) from all ranks' shards. Collective, in the same order on all ranks.
+ * bucket_new: at least `bytes`; on shm peers map it by its key when they first collect from it.
+ * cunit_new: numbers units in creation order; all ranks create the same ones in the same order.
+ *
+ * Reducing, per unit and per round (a unit may go through several rounds in one backward; counted by the transport):
+ * post: hands the packed `bucket` (NULL if no parameter of the unit had a gradient here) and the `used` bitmap to the
+ *   peers. Never waits on shm; collective on c10d. The bucket must not be touched until reusable() says so.
+ * collect: *ready is set once all ranks have posted this round (if `wait`, only returns with it set or an error); `out`
+ *   then gives every rank's bytes, valid until release. Reads of rank r's slice f: data[r] + the slice's offset in the
+ *   bucket layout for slice = own rank. For c10d the bases are made so that the same formula works.
+ * share (ZS_REDUCE_ALL only): the caller has written the sum of its own slices into its own bucket, in place; says so
+ *   to the peers. In this mode post's bucket is never NULL: there must be room for the sum.
+ * collect_shared (ZS_REDUCE_ALL only): as collect, once all ranks have shared; data[r] + offset of slice r (of rank r) is
+ *   then rank r's finished sum.
+ * release: this rank has read all it needs of the round.
+ * reusable: *ready once every peer has released the round this rank posted last (true if none is out).
+ *
+ * reader_new: one per model (root), same order on all ranks. Owns the epoch: (reductions, forwards since).
+ * read_begin(FORWARD): raises the epoch's forward count, then waits until every owner's epoch has reached it or the
+ *   owner is inside a backward; then marks this rank as reading. read_begin(BACKWARD): same without raising.
+ * read_end(FORWARD): marks as not reading, and returns only when no peer reads this rank's shards.
+ * read_end(BACKWARD): the same, and counts one reduction. Call it when all rounds of the backward are released.
+ *   No-ops where shards are not mapped (self, c10d).
+ *
+ * exchange: small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all
+ *   ranks. broadcast: `data` of `root` to all.
+ * abort: tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent.
+ */
+
+/* World of one; every call is a no-op or a copy. */
+zs_status zs_comm_self_new(zs_comm **out);
+
+/* --- shm: one step at a time, because addresses travel over torch's store in between --------------------------------- */
+
+/* Opens a listening socket with a fresh abstract name, makes the memory file; `address` (size >= 108) gets the name. */
+zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, size_t size, zs_comm **out);
+
+/* Connects to all peers: `addresses` [world] as they were given out, `token` 16 bytes equal on all ranks. Exchanges
+ * memory files and pidfds. A failure leaves the comm fit only for release (the caller then falls back to c10d). */
+zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const unsigned char token[16]);
+
+/* --- c10d ---------------------------------------------------------------------------------------------------------- */
+
+/* Over the process group that torch registered under `group_name`; resolved in torch_c10d.cpp. */
+zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double timeout, zs_comm **out);
+
+#endif

@@ -1,0 +1,346 @@
+/* comm_shm.c - the transport for ranks on one host: everybody's memory is mapped everywhere.
+ *
+ * The one idea: a gather moves nothing. All ranks make their flats at the same offsets of their files, so each maps rank
+ * 0's region, rank 1's region, ... side by side, and that mapping is the full buffer. A reduction reads the peers' buckets
+ * where they lie. What remains to be said is when one may look: shm_reader.c (shards), shm_round.c (gradients).
+ *
+ *   shm_file.c   memory files and mappings      shm_wait.c    sleeping, deadlines, dead peers
+ *   shm_link.c   how ranks find each other      shm_report.c  the words of messages
+ */
+#define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
+#include "shm_link.h"
+#include "shm_wait.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434 /* the same on all architectures; older kernel headers lack it */
+#endif
+
+/* Raised when zs_shm_control or its protocol changes: ranks of different builds must not meet. */
+static const uint64_t protocol = 1;
+
+static const double meeting_seconds = 10.0;
+
+bool zs_shm_live(const zs_shm *shm)
+{
+    return shm->connected && !shm->closed && shm->lifetime == zs_shm_lifetime();
+}
+
+zs_status zs_shm_usable(const zs_shm *shm)
+{
+    if (zs_shm_live(shm)) return atomic_load(&shm->own->stopped) == 0 ? ZS_OK : zs_shm_check_stop(shm);
+    if (shm->lifetime != zs_shm_lifetime())
+        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot take part in its group", shm->base.rank);
+    return ZS_FAIL(ZS_ERR_STATE, "rank %d: the shared memory transport is %s", shm->base.rank,
+                   shm->closed ? "closed" : "not connected");
+}
+
+zs_status zs_shm_record(zs_shm *shm, size_t bytes, const char *name, uint32_t *record)
+{
+    ZS_TRY(zs_shm_usable(shm));
+    size_t need = zs_round_up(bytes, ZS_SHM_LINE);
+    if (need > ZS_SHM_HEAP - shm->heap_used)
+        return ZS_FAIL(ZS_ERR_MEMORY, "no room for '%s': the %d MiB for units' records are used up by %s", name,
+                       (int)(ZS_SHM_HEAP >> 20), "the models made so far in this process group");
+    *record = (uint32_t)shm->heap_used;
+    shm->heap_used += need;
+    snprintf(shm->own->heap + *record, ZS_SHM_NAME, "%s", name);
+    return ZS_OK;
+}
+
+/* --- memory ------------------------------------------------------------------------------------------------------------- */
+
+static zs_status shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    ZS_TRY(zs_shm_usable(shm));
+    ZS_TRY(zs_shm_map_flat(shm->flats, shm->flat_fds, comm->world, shard_bytes, &out->mem));
+    out->full = out->mem->ptr;
+    out->shard = out->full + (size_t)comm->rank * shard_bytes;
+    out->shard_bytes = shard_bytes;
+    return ZS_OK;
+}
+
+static zs_status shm_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    zs_shm_region region;
+    ZS_TRY(zs_shm_usable(shm));
+    ZS_TRY(zs_shm_map_bucket(shm->buckets, bytes, &region, &out->mem));
+    out->ptr = out->mem->ptr;
+    out->bytes = region.bytes;
+    out->key = region.index;
+    return ZS_OK;
+}
+
+/* --- small collectives ------------------------------------------------------------------------------------------------------ */
+
+static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    ZS_TRY(zs_shm_usable(shm));
+    if (bytes > ZS_SHM_MAIL) return ZS_FAIL(ZS_ERR_VALUE, "an exchange of %zu bytes is over the limit of 4096", bytes);
+    /* Two boxes do: to reach exchange n + 2 a peer needs our n + 1, which we give after reading its n. */
+    zs_shm_act act = {ZS_SHM_EXCHANGED, 0, ++shm->exchanges};
+    zs_shm_mailbox *box = &shm->own->mail[act.number % 2];
+    box->bytes = bytes;
+    memcpy(box->data, mine, bytes);
+    zs_shm_note(shm, act);
+    zs_shm_set(shm, &shm->own->exchanged, act.number);
+    ZS_TRY(zs_shm_wait(shm, act));
+    for (int r = 0; r < comm->world; r++) {
+        const zs_shm_mailbox *from = &shm->peers[r].control->mail[act.number % 2];
+        if (from->bytes != bytes)
+            return ZS_FAIL(ZS_ERR_DIVERGED, "exchange %llu: rank %d gave %zu bytes and rank %d %llu: different calls",
+                           (unsigned long long)act.number, comm->rank, bytes, r, (unsigned long long)from->bytes);
+        memcpy((char *)all + (size_t)r * bytes, from->data, bytes);
+    }
+    return ZS_OK;
+}
+
+/* The root's part of one piece: a free half of its stage is filled while the peers empty the other. */
+static zs_status send_piece(zs_shm *shm, const char *data, size_t bytes, size_t left)
+{
+    uint64_t piece = shm->pieces;
+    if (piece > 2) ZS_TRY(zs_shm_wait(shm, (zs_shm_act){ZS_SHM_TAKEN, 0, piece - 2}));
+    memcpy(shm->own->stage[piece % 2], data, bytes);
+    shm->own->sent_bytes[piece % 2] = left;
+    zs_shm_note(shm, (zs_shm_act){ZS_SHM_SENT, (uint32_t)shm->base.rank, piece});
+    zs_shm_set(shm, &shm->own->sent, piece);
+    zs_shm_set(shm, &shm->own->taken, piece); /* so that the next root, whoever it is, does not miss us */
+    return ZS_OK;
+}
+
+static zs_status take_piece(zs_shm *shm, char *data, size_t bytes, size_t left, int root)
+{
+    zs_shm_act act = {ZS_SHM_SENT, (uint32_t)root, shm->pieces};
+    const zs_shm_control *from = shm->peers[root].control;
+    ZS_TRY(zs_shm_wait(shm, act));
+    if (from->sent_bytes[act.number % 2] != left)
+        return ZS_FAIL(ZS_ERR_DIVERGED, "broadcast: rank %d expects %zu more bytes, root %d sends %llu: different calls",
+                       shm->base.rank, left, root, (unsigned long long)from->sent_bytes[act.number % 2]);
+    memcpy(data, from->stage[act.number % 2], bytes);
+    zs_shm_note(shm, (zs_shm_act){ZS_SHM_TAKEN, 0, act.number});
+    zs_shm_set(shm, &shm->own->taken, act.number);
+    return ZS_OK;
+}
+
+static zs_status shm_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    ZS_TRY(zs_shm_usable(shm));
+    if (root < 0 || root >= comm->world)
+        return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", root, comm->world);
+    for (size_t at = 0; at < bytes; at += ZS_SHM_STAGE) {
+        size_t left = bytes - at, piece = left < ZS_SHM_STAGE ? left : (size_t)ZS_SHM_STAGE;
+        shm->pieces++;
+        if (root == comm->rank)
+            ZS_TRY(send_piece(shm, (char *)data + at, piece, left));
+        else
+            ZS_TRY(take_piece(shm, (char *)data + at, piece, left, root));
+    }
+    return ZS_OK;
+}
+
+/* --- birth and end -------------------------------------------------------------------------------------------------------- */
+
+static void shm_abort(zs_comm *comm, const char *reason)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (zs_shm_live(shm)) zs_shm_stop(shm, ZS_ERR_PEER, reason);
+}
+
+static void shm_close(zs_comm *comm)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (shm->closed || shm->lifetime != zs_shm_lifetime()) return; /* a forked child leaves nobody */
+    shm->closed = true;
+    if (!shm->connected) return;
+    atomic_store(&shm->own->left, 1);
+    zs_shm_wake(shm);
+}
+
+static void close_fd(int fd)
+{
+    if (fd >= 0) close(fd);
+}
+
+static void forget_peer(zs_shm_peer *peer)
+{
+    for (size_t i = 0; i < peer->n_views; i++)
+        if (peer->views[i].ptr != NULL) munmap(peer->views[i].ptr, peer->views[i].bytes);
+    free(peer->views);
+    if (peer->control != NULL) munmap(peer->control, sizeof *peer->control);
+    close_fd(peer->pidfd);
+    close_fd(peer->buckets);
+}
+
+static void shm_destroy(zs_comm *comm)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    for (int r = 0; r < comm->world && shm->peers != NULL; r++) {
+        forget_peer(&shm->peers[r]);
+        if (r != comm->rank && shm->flat_fds != NULL) close_fd(shm->flat_fds[r]);
+    }
+    close_fd(shm->listener);
+    close_fd(shm->control_fd);
+    close_fd(shm->pidfd);
+    zs_shm_file_release(shm->flats);
+    zs_shm_file_release(shm->buckets);
+    free(shm->flat_fds);
+    free(shm->peers);
+    free(shm->polls);
+    free(shm);
+}
+
+static const zs_comm_ops shm_ops = {
+    .name = "shm",
+    .shard_align = ZS_SHM_PAGE,
+    .mapped = true,
+    .flat_new = shm_flat_new,
+    .flat_free = zs_local_flat_free,
+    .gather = NULL,
+    .bucket_new = shm_bucket_new,
+    .bucket_free = zs_local_bucket_free,
+    .cunit_new = zs_shm_cunit_new,
+    .cunit_free = zs_shm_cunit_free,
+    .post = zs_shm_post_round,
+    .collect = zs_shm_collect,
+    .share = zs_shm_share,
+    .collect_shared = zs_shm_collect_shared,
+    .release = zs_shm_release,
+    .reusable = zs_shm_reusable,
+    .reader_new = zs_shm_reader_new,
+    .reader_free = zs_shm_reader_free,
+    .read_begin = zs_shm_read_begin,
+    .read_end = zs_shm_read_end,
+    .exchange = shm_exchange,
+    .broadcast = shm_broadcast,
+    .abort = shm_abort,
+    .close = shm_close,
+    .destroy = shm_destroy,
+};
+
+/* Looks before a wait sleeps: none where ranks share cores, since then looking keeps the other from working. */
+static int choose_spins(int world)
+{
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    if (sched_getaffinity(0, sizeof cpus, &cpus) != 0) return 0;
+    return CPU_COUNT(&cpus) >= world ? 2000 : 0;
+}
+
+static zs_status map_control(int fd, zs_shm_control **out)
+{
+    void *ptr = mmap(NULL, sizeof(zs_shm_control), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (ptr == MAP_FAILED) return ZS_FAIL(ZS_ERR_MEMORY, "cannot map a control block: %s", strerror(errno));
+    madvise(ptr, sizeof(zs_shm_control), MADV_DONTDUMP);
+    *out = ptr;
+    return ZS_OK;
+}
+
+static zs_status allocate(zs_shm *shm)
+{
+    size_t world = (size_t)shm->base.world;
+    shm->peers = calloc(world, sizeof *shm->peers);
+    shm->flat_fds = malloc(world * sizeof *shm->flat_fds);
+    shm->polls = calloc(world, sizeof *shm->polls);
+    for (size_t r = 0; r < world && shm->flat_fds != NULL; r++) shm->flat_fds[r] = -1;
+    for (size_t r = 0; r < world && shm->peers != NULL; r++) {
+        shm->peers[r].pidfd = -1;
+        shm->peers[r].buckets = -1;
+    }
+    if (shm->peers == NULL || shm->flat_fds == NULL || shm->polls == NULL)
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %zu ranks", world);
+    return ZS_OK;
+}
+
+static zs_status make_own(zs_shm *shm, char *address, size_t size)
+{
+    ZS_TRY(allocate(shm));
+    ZS_TRY(zs_shm_memfd("zshard-control", sizeof(zs_shm_control), &shm->control_fd));
+    ZS_TRY(zs_shm_file_new("zshard-flats", &shm->flats));
+    ZS_TRY(zs_shm_file_new("zshard-buckets", &shm->buckets));
+    shm->pidfd = (int)syscall(SYS_pidfd_open, getpid(), 0);
+    if (shm->pidfd < 0) return ZS_FAIL_ERRNO("pidfd_open");
+    zs_shm_peer *self = &shm->peers[shm->base.rank];
+    self->pid = getpid();
+    ZS_TRY(map_control(shm->control_fd, &self->control));
+    shm->own = self->control;
+    shm->flat_fds[shm->base.rank] = zs_shm_file_fd(shm->flats);
+    return zs_link_listen(address, size, &shm->listener);
+}
+
+zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, size_t size, zs_comm **out)
+{
+    if (world < 1 || rank < 0 || rank >= world)
+        return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", rank, world);
+    if (size < 108) return ZS_FAIL(ZS_ERR_VALUE, "%zu bytes are too few for an address, 108 are needed", size);
+    zs_shm *shm = calloc(1, sizeof *shm);
+    if (shm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the shm transport");
+    shm->base.ops = &shm_ops;
+    shm->base.rank = rank;
+    shm->base.world = world;
+    shm->base.timeout = timeout;
+    atomic_init(&shm->base.refs, 1);
+    shm->lifetime = zs_shm_lifetime();
+    shm->listener = shm->control_fd = shm->pidfd = -1;
+    shm->spins = choose_spins(world);
+    zs_status status = make_own(shm, address, size);
+    if (status != ZS_OK) {
+        shm_destroy(&shm->base);
+        return status;
+    }
+    *out = &shm->base;
+    return ZS_OK;
+}
+
+/* Takes over the descriptors of a party that was met, and maps its control block. */
+static zs_status adopt(zs_shm *shm, int r, zs_link_party *party)
+{
+    zs_shm_peer *peer = &shm->peers[r];
+    peer->pid = party->pid;
+    peer->pidfd = party->fds[ZS_LINK_PIDFD];
+    peer->buckets = party->fds[ZS_LINK_BUCKETS];
+    shm->flat_fds[r] = party->fds[ZS_LINK_FLATS];
+    zs_status status = map_control(party->fds[ZS_LINK_CONTROL], &peer->control);
+    close(party->fds[ZS_LINK_CONTROL]); /* the mapping stays */
+    return status;
+}
+
+zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const unsigned char token[16])
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (shm->connected) return ZS_FAIL(ZS_ERR_STATE, "rank %d is connected already", comm->rank);
+    zs_link link = {.listener = shm->listener, .rank = comm->rank, .world = comm->world, .addresses = addresses};
+    memcpy(link.token, token, sizeof link.token);
+    link.seconds = comm->timeout < meeting_seconds ? comm->timeout : meeting_seconds;
+    link.layout = (uint64_t)sizeof(zs_shm_control) << 16 | protocol;
+    zs_link_party *parties = calloc((size_t)comm->world, sizeof *parties);
+    if (parties == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d ranks", comm->world);
+    parties[comm->rank] = (zs_link_party){shm->peers[comm->rank].pid,
+                                          {shm->control_fd, zs_shm_file_fd(shm->flats), zs_shm_file_fd(shm->buckets),
+                                           shm->pidfd}};
+    zs_status status = zs_link_meet(&link, parties);
+    bool met = status == ZS_OK;
+    for (int r = 0; r < comm->world && met; r++) { /* all of them, or descriptors would leak */
+        zs_status adopted = r == comm->rank ? ZS_OK : adopt(shm, r, &parties[r]);
+        if (status == ZS_OK) status = adopted;
+    }
+    free(parties);
+    close_fd(shm->listener);
+    close_fd(shm->control_fd);
+    close_fd(shm->pidfd);
+    shm->listener = shm->control_fd = shm->pidfd = -1;
+    shm->connected = status == ZS_OK;
+    return status;
+}

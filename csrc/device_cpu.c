@@ -1,0 +1,248 @@
+/* device_cpu.c - device.h on the CPU.
+ *
+ * The one idea: memory is the limit, so every byte passes once: a sum reads all its sources side by side.
+ * Whatever the number of threads and wherever the cuts fall, an element meets the same operations in the same order;
+ * norms are cut into parts that depend on the length alone. So the bits are the same on every run.
+ */
+#include "device.h"
+
+#include <math.h>
+
+#include "half.h"
+#include "simd.h"
+
+/* Elements below which another thread costs more than it helps. */
+enum { GRAIN = 1 << 15 };
+
+enum { DTYPES = ZS_BYTES }; /* the dtypes that are numbers */
+
+#define SAME(x) (x)
+#define BY_DTYPE(loop)                         \
+    {                                          \
+        [ZS_F32] = ZS_ISA_TABLE(loop##_f32),   \
+        [ZS_F64] = ZS_ISA_TABLE(loop##_f64),   \
+        [ZS_BF16] = ZS_ISA_TABLE(loop##_bf16), \
+        [ZS_F16] = ZS_ISA_TABLE(loop##_f16),   \
+    }
+#define FOR_EACH_DTYPE(LOOP, name)                                               \
+    ZS_FOR_EACH_ISA(LOOP, name##_f32, float, float, SAME, SAME)                  \
+    ZS_FOR_EACH_ISA(LOOP, name##_f64, double, double, SAME, SAME)                \
+    ZS_FOR_EACH_ISA(LOOP, name##_bf16, zs_bf16, float, zs_from_bf16, zs_to_bf16) \
+    ZS_FOR_EACH_ISA(LOOP, name##_f16, zs_f16, float, zs_from_f16, zs_to_f16)
+
+size_t zs_dtype_size(zs_dtype dtype)
+{
+    static const size_t sizes[] = {[ZS_F32] = 4, [ZS_F64] = 8, [ZS_BF16] = 2, [ZS_F16] = 2, [ZS_BYTES] = 1};
+    return sizes[dtype];
+}
+
+/* --- sum over ranks ----------------------------------------------------------------------------------------------------- */
+
+/* Elements whose partial sums stay in the first-level cache (8 KiB in double); of floats, one page of each source. */
+enum { BLOCK = 1024 };
+
+/* Sources that are added in registers in one pass. */
+enum { TOGETHER = 4 };
+
+typedef void sum_loop(const zs_sum *sum, int64_t begin, int64_t end);
+
+/* 1 to 4 sources and nothing to add to: one pass, straight to dst. dst may be a source, element upon element. */
+#define SUM_FEW(name, target, fused, T, R, load, store)                                                    \
+    target static void name(const zs_sum *sum, int64_t begin, int64_t end)                                 \
+    {                                                                                                      \
+        const R scale = (R)sum->scale;                                                                     \
+        const T *a = sum->src[0], *b = sum->src[sum->world > 1 ? 1 : 0];                                   \
+        const T *c = sum->src[sum->world > 2 ? 2 : 0], *d = sum->src[sum->world > 3 ? 3 : 0];              \
+        T *dst = sum->dst;                                                                                 \
+        if (sum->world == 1) {                                                                             \
+            _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) dst[i] = store(load(a[i]) * scale); \
+        } else if (sum->world == 2) {                                                                      \
+            _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) dst[i] =                            \
+                store(load(a[i]) * scale + load(b[i]) * scale);                                            \
+        } else if (sum->world == 3) {                                                                      \
+            _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) dst[i] =                            \
+                store(load(a[i]) * scale + load(b[i]) * scale + load(c[i]) * scale);                       \
+        } else {                                                                                           \
+            _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) dst[i] =                            \
+                store(load(a[i]) * scale + load(b[i]) * scale + load(c[i]) * scale + load(d[i]) * scale);  \
+        }                                                                                                  \
+    }
+
+/* Any number of sources, absent ones, accumulation: block by block, TOGETHER sources at a time. -0 is what adding does
+ * not change. */
+#define SUM_MANY(name, target, fused, T, R, load, store)                                                            \
+    target static void name(const zs_sum *sum, int64_t begin, int64_t end)                                          \
+    {                                                                                                               \
+        static const T zeros[BLOCK];                                                                                \
+        const R scale = (R)sum->scale;                                                                              \
+        R total[BLOCK], before[BLOCK];                                                                              \
+        for (int64_t at = begin; at < end; at += BLOCK) {                                                           \
+            T *dst = (T *)sum->dst + at;                                                                            \
+            const int n = (int)(end - at < BLOCK ? end - at : BLOCK);                                               \
+            for (int i = 0; i < n; i++)                                                                             \
+                total[i] = -(R)0;                                                                                   \
+            for (int i = 0; i < n; i++)                                                                             \
+                before[i] = sum->accumulate ? load(dst[i]) : -(R)0;                                                 \
+            for (int r = 0; r < sum->world; r += TOGETHER) {                                                        \
+                const T *in[TOGETHER];                                                                              \
+                const int sources = sum->world - r < TOGETHER ? sum->world - r : TOGETHER;                          \
+                for (int s = 0; s < sources; s++)                                                                   \
+                    in[s] = sum->src[r + s] ? (const T *)sum->src[r + s] + at : zeros;                              \
+                const T *a = in[0], *b = in[1], *c = in[2], *d = in[3];                                             \
+                if (sources == TOGETHER) {                                                                          \
+                    for (int i = 0; i < n; i++)                                                                     \
+                        total[i] = total[i] + (load(a[i]) + before[i]) * scale + (load(b[i]) + before[i]) * scale + \
+                                   (load(c[i]) + before[i]) * scale + (load(d[i]) + before[i]) * scale;             \
+                    continue;                                                                                       \
+                }                                                                                                   \
+                for (int s = 0; s < sources; s++) {                                                                 \
+                    const T *one = in[s];                                                                           \
+                    for (int i = 0; i < n; i++)                                                                     \
+                        total[i] += (load(one[i]) + before[i]) * scale;                                             \
+                }                                                                                                   \
+            }                                                                                                       \
+            for (int i = 0; i < n; i++)                                                                             \
+                dst[i] = store(total[i]);                                                                           \
+        }                                                                                                           \
+    }
+
+FOR_EACH_DTYPE(SUM_FEW, sum_few)
+FOR_EACH_DTYPE(SUM_MANY, sum_many)
+
+static void sum_part(void *ctx, int64_t begin, int64_t end)
+{
+    static sum_loop *const few[DTYPES][ZS_ISA_COUNT] = BY_DTYPE(sum_few);
+    static sum_loop *const many[DTYPES][ZS_ISA_COUNT] = BY_DTYPE(sum_many);
+    const zs_sum *sum = ctx;
+    bool plain = sum->world <= TOGETHER && !sum->accumulate;
+    for (int r = 0; r < sum->world; r++)
+        plain = plain && sum->src[r] != NULL;
+    (plain ? few : many)[sum->dtype][zs_isa_best()](sum, begin, end);
+}
+
+void zs_device_sum(const zs_sum *sum)
+{
+    zs_sum copy = *sum;
+    zs_parallel_for(sum->numel, GRAIN, sum_part, &copy);
+}
+
+/* --- norm --------------------------------------------------------------------------------------------------------------- */
+
+/* Parallel accumulators of a loop: the compiler may not reorder a sum, so the source already has it in lanes. */
+enum { LANES = 32 };
+
+/* A norm is taken in at most so many parts, of at least so many elements, whatever the number of threads. */
+enum { PARTS = 256, SMALLEST_PART = 1024 };
+
+typedef double norm_loop(const void *x, int64_t n);
+
+#define FOLD_SUM(total, value) ((total) + (value))
+#define FOLD_MAX(total, value) ((total) >= (value) || (total) != (total) ? (total) : (value)) /* NaN comes through */
+#define ABSOLUTE(value) fabs(value)
+#define SQUARE(value) ((value) * (value))
+
+#define NORM(name, target, T, load, measure, fold)            \
+    target static double name(const void *x, int64_t n)       \
+    {                                                         \
+        const T *in = x;                                      \
+        double lane[LANES] = {0};                             \
+        int64_t i = 0;                                        \
+        for (; i + LANES <= n; i += LANES) {                  \
+            for (int j = 0; j < LANES; j++) {                 \
+                const double value = (double)load(in[i + j]); \
+                const double measured = measure(value);       \
+                lane[j] = fold(lane[j], measured);            \
+            }                                                 \
+        }                                                     \
+        for (; i < n; i++) {                                  \
+            const double value = (double)load(in[i]);         \
+            const double measured = measure(value);           \
+            lane[0] = fold(lane[0], measured);                \
+        }                                                     \
+        double total = 0;                                     \
+        for (int j = 0; j < LANES; j++)                       \
+            total = fold(total, lane[j]);                     \
+        return total;                                         \
+    }
+#define NORM_ABS(name, target, fused, T, R, load, store) NORM(name, target, T, load, ABSOLUTE, FOLD_SUM)
+#define NORM_SQUARE(name, target, fused, T, R, load, store) NORM(name, target, T, load, SQUARE, FOLD_SUM)
+#define NORM_MAX(name, target, fused, T, R, load, store) NORM(name, target, T, load, ABSOLUTE, FOLD_MAX)
+
+FOR_EACH_DTYPE(NORM_ABS, norm_abs)
+FOR_EACH_DTYPE(NORM_SQUARE, norm_square)
+FOR_EACH_DTYPE(NORM_MAX, norm_max)
+
+typedef struct norm_job {
+    const char *x;
+    int64_t numel;
+    int64_t part; /* elements in a part */
+    size_t item;  /* bytes in an element */
+    norm_loop *loop;
+    double *parts; /* [PARTS] results */
+} norm_job;
+
+static void norm_parts(void *ctx, int64_t begin, int64_t end)
+{
+    const norm_job *job = ctx;
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t from = i * job->part, left = job->numel - from;
+        job->parts[i] = job->loop(job->x + (size_t)from * job->item, left < job->part ? left : job->part);
+    }
+}
+
+static norm_loop *norm_loop_for(double p, zs_dtype dtype)
+{
+    static norm_loop *const abs[DTYPES][ZS_ISA_COUNT] = BY_DTYPE(norm_abs);
+    static norm_loop *const square[DTYPES][ZS_ISA_COUNT] = BY_DTYPE(norm_square);
+    static norm_loop *const max[DTYPES][ZS_ISA_COUNT] = BY_DTYPE(norm_max);
+    return (isinf(p) ? max : p == 1 ? abs : square)[dtype][zs_isa_best()];
+}
+
+double zs_device_norm(const void *x, int64_t numel, zs_dtype dtype, double p)
+{
+    double parts[PARTS];
+    norm_job job = {.x = x, .numel = numel, .item = zs_dtype_size(dtype), .parts = parts};
+    job.loop = norm_loop_for(p, dtype);
+    job.part = (int64_t)zs_round_up((size_t)((numel + PARTS - 1) / PARTS), SMALLEST_PART);
+    const int64_t n_parts = numel > 0 ? (numel + job.part - 1) / job.part : 0;
+    if (n_parts > 0) zs_parallel_for(n_parts, 1 + GRAIN / job.part, norm_parts, &job);
+
+    double total = 0;
+    for (int64_t i = 0; i < n_parts; i++)
+        total = isinf(p) ? FOLD_MAX(total, parts[i]) : FOLD_SUM(total, parts[i]);
+    return total;
+}
+
+/* --- scale ---------------------------------------------------------------------------------------------------------------- */
+
+typedef struct scale_job {
+    void *x;
+    zs_dtype dtype;
+    double factor;
+} scale_job;
+
+typedef void scale_loop(const scale_job *job, int64_t begin, int64_t end);
+
+#define SCALE(name, target, fused, T, R, load, store)                         \
+    target static void name(const scale_job *job, int64_t begin, int64_t end) \
+    {                                                                         \
+        const R factor = (R)job->factor;                                      \
+        T *x = job->x;                                                        \
+        for (int64_t i = begin; i < end; i++)                                 \
+            x[i] = store(load(x[i]) * factor);                                \
+    }
+
+FOR_EACH_DTYPE(SCALE, scale)
+
+static void scale_part(void *ctx, int64_t begin, int64_t end)
+{
+    static scale_loop *const loops[DTYPES][ZS_ISA_COUNT] = BY_DTYPE(scale);
+    const scale_job *job = ctx;
+    loops[job->dtype][zs_isa_best()](job, begin, end);
+}
+
+void zs_device_scale(void *x, int64_t numel, zs_dtype dtype, double factor)
+{
+    scale_job job = {.x = x, .dtype = dtype, .factor = factor};
+    zs_parallel_for(numel, GRAIN, scale_part, &job);
+}

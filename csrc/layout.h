@@ -1,0 +1,50 @@
+/* layout.h - where each parameter of a unit lies in its flat buffer, and which part of it each rank owns.
+ *
+ * The one idea: parameters lie one after another, each from a 64-byte boundary on (the math libraries pick other kernels
+ * for other alignments, and then give other bits), and the whole is padded so that it cuts into `world` equal shards.
+ * A rank's shard is then one contiguous range, and its part of each parameter a contiguous range of the parameter's
+ * row-major elements. Pure arithmetic: no memory, no torch.
+ */
+#ifndef ZS_LAYOUT_H
+#define ZS_LAYOUT_H
+
+#include "status.h"
+
+enum { ZS_PARAM_ALIGN = 64 }; /* bytes */
+
+typedef struct zs_layout {
+    int64_t n;            /* number of parameters */
+    int64_t *offsets;     /* [n] first element of each, from the flat buffer's start; owned */
+    int64_t *numels;      /* [n] elements of each; owned */
+    int64_t shard_numel;  /* elements per rank */
+    size_t itemsize;      /* bytes per element */
+    int world;
+} zs_layout;
+
+/* A contiguous range of elements. */
+typedef struct zs_range {
+    int64_t begin; /* first element */
+    int64_t numel; /* may be 0 */
+} zs_range;
+
+/* Lays out `n` parameters of `numels` elements for `world` ranks; a shard's bytes are a multiple of `shard_align`
+ * (a power of two, at least 64). ZS_ERR_VALUE on sizes that overflow. Free with zs_layout_free. */
+zs_status zs_layout_new(const int64_t *numels, int64_t n, size_t itemsize, int world, size_t shard_align,
+                        zs_layout *out);
+
+/* Frees what zs_layout_new made; a zeroed layout is allowed. */
+void zs_layout_free(zs_layout *layout);
+
+/* Which elements of parameter `i` (counted in the parameter) rank `rank` owns. */
+zs_range zs_layout_owned(const zs_layout *layout, int64_t i, int rank);
+
+/* Where parameter `i` lies in the shard of `rank` (counted in the shard); same numel as zs_layout_owned. */
+zs_range zs_layout_in_shard(const zs_layout *layout, int64_t i, int rank);
+
+/* Bytes of one shard. */
+size_t zs_layout_shard_bytes(const zs_layout *layout);
+
+/* Bytes of the full buffer. */
+size_t zs_layout_full_bytes(const zs_layout *layout);
+
+#endif

@@ -1,0 +1,55 @@
+/* memory.c - see memory.h. */
+#define _GNU_SOURCE /* MAP_ANONYMOUS, madvise */
+#include "memory.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+/* Below this, a huge page would waste more than it saves in page faults. */
+enum { HUGE_PAGE = 2 << 20 };
+
+static void unmap_private(zs_mem *mem)
+{
+    munmap(mem->ptr, mem->bytes);
+}
+
+zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *owner, zs_mem **out)
+{
+    zs_mem *mem = malloc(sizeof *mem);
+    if (mem == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a block descriptor");
+    mem->ptr = ptr;
+    mem->bytes = bytes;
+    mem->refs = 1;
+    mem->destroy = destroy;
+    mem->owner = owner;
+    mem->role = ZS_MEM_PLAIN;
+    mem->user = NULL;
+    *out = mem;
+    return ZS_OK;
+}
+
+zs_status zs_mem_new_private(size_t bytes, zs_mem **out)
+{
+    size_t length = zs_round_up(bytes ? bytes : 1, 4096);
+    void *ptr = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (ptr == MAP_FAILED) return ZS_FAIL(ZS_ERR_MEMORY, "cannot map %zu bytes of memory", length);
+    if (length >= HUGE_PAGE) madvise(ptr, length, MADV_HUGEPAGE); /* advice: failing costs speed only */
+    zs_status status = zs_mem_wrap(ptr, length, unmap_private, NULL, out);
+    if (status != ZS_OK) munmap(ptr, length);
+    return status;
+}
+
+zs_mem *zs_mem_retain(zs_mem *mem)
+{
+    __atomic_fetch_add(&mem->refs, 1, __ATOMIC_RELAXED);
+    return mem;
+}
+
+void zs_mem_release(zs_mem *mem)
+{
+    if (mem == NULL) return;
+    if (__atomic_sub_fetch(&mem->refs, 1, __ATOMIC_ACQ_REL) != 0) return;
+    if (mem->destroy != NULL) mem->destroy(mem);
+    free(mem);
+}

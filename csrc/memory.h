@@ -1,0 +1,41 @@
+/* memory.h - reference-counted blocks of bytes.
+ *
+ * The one idea: parameters, graph nodes and user-held views can outlive the model, so the bytes under them are owned
+ * by counted references, never by a module. Whoever stores a pointer into a block keeps a reference to the block.
+ */
+#ifndef ZS_MEMORY_H
+#define ZS_MEMORY_H
+
+#include "status.h"
+
+typedef enum zs_mem_role { ZS_MEM_PLAIN, ZS_MEM_SHARD, ZS_MEM_GRAD_SHARD } zs_mem_role;
+
+typedef struct zs_mem {
+    void *ptr;                              /* first byte, at least 64-byte aligned */
+    size_t bytes;                           /* length */
+    long refs;                              /* counted references; __atomic access only */
+    void (*destroy)(struct zs_mem *mem);    /* releases what lies behind; does not free the struct */
+    void *owner;                            /* for destroy */
+    zs_mem_role role;                       /* what a unit uses it for, so that a tensor on it can be recognised */
+    void *user;                             /* that unit; NULL once it is gone */
+} zs_mem;
+
+/* New block of `bytes` private zeroed memory (mmap, huge pages advised). Pages cost nothing until touched. */
+zs_status zs_mem_new_private(size_t bytes, zs_mem **out);
+
+/* New block around existing memory; `destroy` (may be NULL) runs when the last reference goes. */
+zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *owner, zs_mem **out);
+
+/* Adds a reference; returns `mem`. */
+zs_mem *zs_mem_retain(zs_mem *mem);
+
+/* Gives a reference back; NULL is allowed. Any thread. */
+void zs_mem_release(zs_mem *mem);
+
+/* Bytes rounded up to a multiple of `align` (a power of two). */
+static inline size_t zs_round_up(size_t bytes, size_t align)
+{
+    return (bytes + align - 1) & ~(align - 1);
+}
+
+#endif

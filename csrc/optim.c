@@ -1,0 +1,280 @@
+/* optim.c - the plan: where everything lies at this step, joined into runs. See optim.h. */
+#include "optim.h"
+
+#include <stdlib.h>
+
+#include "device.h"
+
+/* Elements below which another thread costs more than it helps (some 10 us of memory traffic). */
+enum { GRAIN = 1 << 15 };
+
+/* Threads meet at multiples of this from the start of a run: a cache line of float, a whole vector of any dtype. */
+enum { CUT = 32 };
+
+/* What a member looks like at this step. */
+typedef struct view {
+    zs_run run;          /* constants not set yet */
+    double step;         /* number of this step */
+    void *step_data;     /* the step tensor's element, NULL without one */
+    zs_dtype step_dtype; /* ZS_F32 or ZS_F64 */
+    zs_verdict verdict;
+} view;
+
+struct zs_optim {
+    zs_rule rule;
+    int64_t capacity; /* members there is room for */
+    int64_t n_members;
+    zs_member *members;      /* [capacity] owned, with their handles */
+    view *views;             /* [capacity] owned */
+    zs_run *runs;            /* [capacity] owned */
+    int64_t *ends;           /* [capacity] owned: elements in runs[0..i] */
+    zs_constants *constants; /* [capacity] owned; runs point into it */
+    int64_t n_runs;
+    int64_t n_constants;
+    bool full; /* amsgrad or momentum at this step */
+};
+
+/* --- life ------------------------------------------------------------------------------------------------------------ */
+
+zs_status zs_optim_new(zs_rule rule, int64_t capacity, zs_optim **out)
+{
+    size_t n = capacity > 0 ? (size_t)capacity : 1;
+    zs_optim *plan = calloc(1, sizeof *plan);
+    if (plan == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an optimizer plan");
+    plan->rule = rule;
+    plan->capacity = capacity;
+    plan->members = calloc(n, sizeof *plan->members);
+    plan->views = calloc(n, sizeof *plan->views);
+    plan->runs = calloc(n, sizeof *plan->runs);
+    plan->ends = calloc(n, sizeof *plan->ends);
+    plan->constants = calloc(n, sizeof *plan->constants);
+    if (!plan->members || !plan->views || !plan->runs || !plan->ends || !plan->constants) {
+        zs_optim_free(plan);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an optimizer plan of %zu parameters", n);
+    }
+    *out = plan;
+    return ZS_OK;
+}
+
+void zs_optim_free(zs_optim *plan)
+{
+    if (plan == NULL) return;
+    for (int64_t i = 0; i < plan->n_members; i++) {
+        zs_tensor_free(plan->members[i].param);
+        zs_tensor_free(plan->members[i].step);
+        for (int s = 0; s < ZS_OPTIM_STATES; s++)
+            zs_tensor_free(plan->members[i].state[s]);
+    }
+    free(plan->members);
+    free(plan->views);
+    free(plan->runs);
+    free(plan->ends);
+    free(plan->constants);
+    free(plan);
+}
+
+void zs_optim_add(zs_optim *plan, const zs_member *member)
+{
+    plan->members[plan->n_members++] = *member;
+}
+
+zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index)
+{
+    return plan->views[index].verdict;
+}
+
+/* --- looking --------------------------------------------------------------------------------------------------------- */
+
+static int states_needed(zs_rule rule, bool full)
+{
+    if (rule == ZS_RULE_ADAM) return full ? 3 : 2;
+    return full ? 1 : 0;
+}
+
+/* Is this plain memory that a loop can run over? Then also says where. */
+static zs_status find_memory(const zs_tensor *tensor, zs_dtype *dtype, int64_t *numel, void **data, bool *plain)
+{
+    zs_tensor_info info;
+    ZS_TRY(zs_tensor_describe(tensor, &info));
+    *plain = info.on_cpu && info.contiguous && info.dtype != ZS_BYTES;
+    *dtype = info.dtype;
+    *numel = info.numel;
+    *data = NULL;
+    if (!*plain || info.numel == 0) return ZS_OK; /* an empty shard has no bytes to find */
+    return zs_tensor_data(tensor, data);
+}
+
+static bool has_state(const zs_optim *plan, const zs_member *member)
+{
+    int needed = states_needed(plan->rule, plan->full);
+    for (int s = 0; s < needed; s++) {
+        if (member->state[s] == NULL) return false;
+    }
+    return plan->rule != ZS_RULE_ADAM || member->step != NULL;
+}
+
+/* Finds the number of this step; FOREIGN where it is not one plain float or double. */
+static zs_status look_at_step(const zs_member *member, view *out)
+{
+    int64_t numel;
+    bool plain;
+    ZS_TRY(find_memory(member->step, &out->step_dtype, &numel, &out->step_data, &plain));
+    if (!plain || numel != 1 || (out->step_dtype != ZS_F32 && out->step_dtype != ZS_F64)) {
+        out->verdict = ZS_MEMBER_FOREIGN;
+        return ZS_OK;
+    }
+    out->step = 1 + (out->step_dtype == ZS_F32 ? (double)*(float *)out->step_data : *(double *)out->step_data);
+    return ZS_OK;
+}
+
+/* Finds a taken member's state; STATELESS where some is missing, FOREIGN where some does not fit the parameter. */
+static zs_status look_at_state(const zs_optim *plan, const zs_member *member, view *out)
+{
+    if (!has_state(plan, member)) {
+        out->verdict = ZS_MEMBER_STATELESS;
+        return ZS_OK;
+    }
+    zs_run *run = &out->run;
+    for (int s = 0; s < states_needed(plan->rule, plan->full); s++) {
+        zs_dtype dtype;
+        int64_t numel;
+        bool plain;
+        ZS_TRY(find_memory(member->state[s], &dtype, &numel, &run->state[s], &plain));
+        if (!plain || dtype != run->dtype || numel != run->numel) out->verdict = ZS_MEMBER_FOREIGN;
+    }
+    out->step_data = NULL;
+    return plan->rule == ZS_RULE_ADAM ? look_at_step(member, out) : ZS_OK;
+}
+
+static zs_status look_at(const zs_optim *plan, const zs_member *member, view *out)
+{
+    zs_grad_info grad;
+    ZS_TRY(zs_grad_describe(member->param, &grad));
+    out->verdict = ZS_MEMBER_IDLE;
+    if (!grad.defined) return ZS_OK;
+
+    zs_run *run = &out->run;
+    bool plain;
+    ZS_TRY(find_memory(member->param, &run->dtype, &run->numel, &run->param, &plain));
+    plain = plain && grad.dense && grad.dtype == run->dtype && grad.numel == run->numel;
+    run->grad = grad.data;
+    out->verdict = plain ? ZS_MEMBER_TAKEN : ZS_MEMBER_FOREIGN;
+    return plain ? look_at_state(plan, member, out) : ZS_OK;
+}
+
+/* --- joining --------------------------------------------------------------------------------------------------------- */
+
+/* The constants for this member: usually those of the member before. */
+static const zs_constants *constants_for(zs_optim *plan, const zs_hyper *hyper, double step, bool first)
+{
+    zs_constants *last = plan->n_constants > 0 ? &plan->constants[plan->n_constants - 1] : NULL;
+    bool adam = plan->rule == ZS_RULE_ADAM;
+    if (last != NULL && (adam ? last->step == step : last->first == first)) return last;
+
+    zs_constants *made = &plan->constants[plan->n_constants++];
+    made->step = step;
+    made->first = first;
+    if (adam) {
+        made->adam_f32 = zs_adam_at_f32(hyper, step);
+        made->adam_f64 = zs_adam_at_f64(hyper, step);
+    } else {
+        made->sgd_f32 = zs_sgd_of_f32(hyper, first);
+        made->sgd_f64 = zs_sgd_of_f64(hyper, first);
+    }
+    return made;
+}
+
+static bool follows(const void *next, const void *start, size_t bytes)
+{
+    return (const char *)next == (const char *)start + bytes;
+}
+
+/* Does `next` go on where `run` ends, in all its memory and with the same constants? */
+static bool adjoins(const zs_run *run, const zs_run *next, int n_states)
+{
+    if (run->constants != next->constants || run->dtype != next->dtype) return false;
+    size_t bytes = (size_t)run->numel * zs_dtype_size(run->dtype);
+    bool all = follows(next->param, run->param, bytes) && follows(next->grad, run->grad, bytes);
+    for (int s = 0; s < n_states; s++)
+        all = all && follows(next->state[s], run->state[s], bytes);
+    return all;
+}
+
+static void join(zs_optim *plan, const zs_run *next)
+{
+    if (next->numel == 0) return;
+    zs_run *last = plan->n_runs > 0 ? &plan->runs[plan->n_runs - 1] : NULL;
+    if (last != NULL && adjoins(last, next, states_needed(plan->rule, plan->full))) {
+        last->numel += next->numel;
+    } else {
+        plan->runs[plan->n_runs++] = *next;
+    }
+}
+
+zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper)
+{
+    plan->full = plan->rule == ZS_RULE_ADAM ? hyper->amsgrad : hyper->momentum != 0;
+    plan->n_runs = plan->n_constants = 0;
+    for (int64_t i = 0; i < plan->n_members; i++) {
+        view *found = &plan->views[i];
+        ZS_TRY(look_at(plan, &plan->members[i], found));
+        if (found->verdict != ZS_MEMBER_TAKEN) continue;
+        found->run.constants = constants_for(plan, hyper, found->step, plan->members[i].first);
+        join(plan, &found->run);
+    }
+    int64_t total = 0;
+    for (int64_t i = 0; i < plan->n_runs; i++)
+        plan->ends[i] = total += plan->runs[i].numel;
+    return ZS_OK;
+}
+
+/* --- stepping -------------------------------------------------------------------------------------------------------- */
+
+/* Index of the run that holds element `at`: the first whose end lies behind it. */
+static int64_t run_holding(const zs_optim *plan, int64_t at)
+{
+    int64_t low = 0, high = plan->n_runs;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (plan->ends[middle] > at) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
+/* Where a cut at element `at` of a run of `numel` elements is really made: at the next multiple of CUT. */
+static int64_t cut(int64_t at, int64_t numel)
+{
+    if (at <= 0) return 0;
+    int64_t rounded = (at + CUT - 1) / CUT * CUT;
+    return rounded < numel ? rounded : numel;
+}
+
+/* One thread's part: elements [begin, end) of all runs laid end to end. */
+static void update_part(void *ctx, int64_t begin, int64_t end)
+{
+    const zs_optim *plan = ctx;
+    for (int64_t i = run_holding(plan, begin); i < plan->n_runs; i++) {
+        const zs_run *run = &plan->runs[i];
+        int64_t start = plan->ends[i] - run->numel;
+        if (start >= end) break;
+        int64_t from = cut(begin - start, run->numel), to = cut(end - start, run->numel);
+        if (from < to) zs_run_loop_for(plan->rule, plan->full, run->dtype)(run, from, to);
+    }
+}
+
+void zs_optim_step(zs_optim *plan)
+{
+    if (plan->n_runs > 0) zs_parallel_for(plan->ends[plan->n_runs - 1], GRAIN, update_part, plan);
+    for (int64_t i = 0; i < plan->n_members; i++) {
+        const view *found = &plan->views[i];
+        if (found->verdict != ZS_MEMBER_TAKEN) continue;
+        if (found->step_data != NULL && found->step_dtype == ZS_F32) *(float *)found->step_data = (float)found->step;
+        if (found->step_data != NULL && found->step_dtype == ZS_F64) *(double *)found->step_data = found->step;
+        plan->members[i].first = false;
+        zs_tensor_bump_version(plan->members[i].param);
+    }
+}

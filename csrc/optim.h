@@ -1,0 +1,85 @@
+/* optim.h - one optimizer step over a group of parameters in one call.
+ *
+ * The one idea: a plan keeps handles to the parameters and their state tensors. At each step it looks where they and
+ * their gradients lie now, joins what is adjacent in memory into runs, and sends the threads over all runs at once, cut
+ * by elements and not by parameters. Looking changes nothing; only when all is known to be in order is anything written.
+ */
+#ifndef ZS_OPTIM_H
+#define ZS_OPTIM_H
+
+#include "tensor.h"
+#include "update.h"
+
+typedef enum zs_rule { ZS_RULE_ADAM, ZS_RULE_SGD } zs_rule;
+
+/* Most state tensors an element has. Adam: exp_avg, exp_avg_sq, max_exp_avg_sq. SGD: momentum_buffer. */
+enum { ZS_OPTIM_STATES = 3 };
+
+/* --- plan ------------------------------------------------------------------------------------------------------------ */
+
+typedef struct zs_optim zs_optim;
+
+/* A parameter and its state; all handles owned. Without state, `state` and `step` are NULL. */
+typedef struct zs_member {
+    zs_tensor *param;
+    zs_tensor *state[ZS_OPTIM_STATES];
+    zs_tensor *step; /* Adam: one float32 or float64, the number of steps done */
+    bool first;      /* SGD: momentum_buffer is new; its first value is the gradient */
+} zs_member;
+
+/* What a step does with a member. */
+typedef enum zs_verdict {
+    ZS_MEMBER_IDLE,      /* has no gradient: left alone */
+    ZS_MEMBER_TAKEN,     /* updated */
+    ZS_MEMBER_STATELESS, /* could be taken but lacks state that the rule needs: make it, then a new plan */
+    ZS_MEMBER_FOREIGN,   /* not plain dense CPU memory of one floating dtype: somebody else must update it */
+} zs_verdict;
+
+/* New plan for at most `capacity` members. */
+zs_status zs_optim_new(zs_rule rule, int64_t capacity, zs_optim **out);
+
+/* Frees the plan and its members' handles; NULL allowed. */
+void zs_optim_free(zs_optim *plan);
+
+/* Appends a member, whose handles the plan takes. Members beyond the capacity are a bug of the caller. */
+void zs_optim_add(zs_optim *plan, const zs_member *member);
+
+/* Looks at all members, without changing any, and prepares the step. ZS_ERR_TORCH where a tensor has no bytes. */
+zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper);
+
+/* What zs_optim_look found of member `index`. */
+zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index);
+
+/* Does the step for all members that were found TAKEN: counts `step`, updates, raises the parameters' versions. Only
+ * after zs_optim_look, with nothing in between. Needs no GIL. */
+void zs_optim_step(zs_optim *plan);
+
+/* --- loops (optim_cpu.c) -------------------------------------------------------------------------------------------------- */
+
+/* What is the same for all elements of a run. */
+typedef struct zs_constants {
+    double step; /* Adam: number of this step, from 1 on */
+    bool first;  /* SGD: as in zs_member */
+    zs_adam_f32 adam_f32;
+    zs_adam_f64 adam_f64;
+    zs_sgd_f32 sgd_f32;
+    zs_sgd_f64 sgd_f64;
+} zs_constants;
+
+/* Adjacent elements with equal constants; the pointers are borrowed for one step. */
+typedef struct zs_run {
+    void *param;
+    const void *grad;
+    void *state[ZS_OPTIM_STATES];
+    const zs_constants *constants;
+    int64_t numel;
+    zs_dtype dtype;
+} zs_run;
+
+/* Updates the elements [begin, end) of a run. */
+typedef void zs_run_loop(const zs_run *run, int64_t begin, int64_t end);
+
+/* The loop for `dtype` (any but ZS_BYTES) on this machine. `full`: Adam with amsgrad, SGD with momentum. */
+zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, zs_dtype dtype);
+
+#endif

@@ -1,0 +1,243 @@
+/* py_comm.c - _core.Comm: a transport between the ranks of one process group, as Python sees it. */
+#include "py_util.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct comm_object {
+    PyObject_HEAD
+    zs_comm *comm;     /* counted reference */
+    char address[128]; /* shm: where peers connect to */
+} comm_object;
+
+zs_comm *zs_py_comm(PyObject *object)
+{
+    if (Py_IS_TYPE(object, zs_py_get_state()->comm_type)) return ((comm_object *)object)->comm;
+    PyErr_Format(PyExc_TypeError, "expected a zshard._core.Comm, got %.100s", Py_TYPE(object)->tp_name);
+    return NULL;
+}
+
+static PyObject *wrap(PyTypeObject *type, zs_comm *comm, const char *address)
+{
+    comm_object *self = (comm_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        zs_comm_release(comm);
+        return NULL;
+    }
+    self->comm = comm;
+    memcpy(self->address, address, strlen(address) + 1); /* callers bring at most as much */
+    return (PyObject *)self;
+}
+
+static void comm_dealloc(comm_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    zs_comm_release(self->comm);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(comm_alone_doc, "alone()\n--\n\nA world of one: nothing is exchanged.");
+
+static PyObject *comm_alone(PyObject *type, PyObject *unused)
+{
+    (void)unused;
+    zs_comm *comm = NULL;
+    zs_clear_error();
+    if (zs_comm_self_new(&comm) != ZS_OK) return zs_py_raise(NULL);
+    return wrap((PyTypeObject *)type, comm, "");
+}
+
+PyDoc_STRVAR(comm_shm_doc, "shm(rank, world, timeout)\n--\n\nOpens this rank's end of a shared-memory transport; give `address` to "
+                           "the peers, then connect().");
+
+static PyObject *comm_shm(PyObject *type, PyObject *args)
+{
+    int rank, world;
+    double timeout;
+    char address[128] = "";
+    zs_comm *comm = NULL;
+    if (!PyArg_ParseTuple(args, "iid:shm", &rank, &world, &timeout)) return NULL;
+    zs_clear_error();
+    if (zs_comm_shm_new(rank, world, timeout, address, sizeof address, &comm) != ZS_OK) return zs_py_raise(NULL);
+    return wrap((PyTypeObject *)type, comm, address);
+}
+
+PyDoc_STRVAR(comm_c10d_doc, "c10d(group_name, rank, world, timeout)\n--\n\nA transport over a process group of torch.distributed.");
+
+static PyObject *comm_c10d(PyObject *type, PyObject *args)
+{
+    const char *name;
+    int rank, world;
+    double timeout;
+    zs_comm *comm = NULL;
+    if (!PyArg_ParseTuple(args, "siid:c10d", &name, &rank, &world, &timeout)) return NULL;
+    zs_clear_error();
+    if (zs_comm_c10d_new(name, rank, world, timeout, &comm) != ZS_OK) return zs_py_raise(NULL);
+    return wrap((PyTypeObject *)type, comm, "");
+}
+
+PyDoc_STRVAR(comm_connect_doc, "connect(addresses, token)\n--\n\nConnects to all ranks: their addresses in rank order, and 16 bytes "
+                               "that all of them share.");
+
+static PyObject *comm_connect(comm_object *self, PyObject *args)
+{
+    PyObject *list;
+    const char *token;
+    Py_ssize_t token_size;
+    if (!PyArg_ParseTuple(args, "O!y#:connect", &PyList_Type, &list, &token, &token_size)) return NULL;
+    if (PyList_GET_SIZE(list) != self->comm->world || token_size != 16) {
+        PyErr_SetString(PyExc_ValueError, "connect() takes one address per rank and a token of 16 bytes");
+        return NULL;
+    }
+    const char **addresses = calloc((size_t)self->comm->world, sizeof *addresses);
+    if (addresses == NULL) return PyErr_NoMemory();
+    zs_status status = ZS_OK;
+    for (int r = 0; r < self->comm->world && status == ZS_OK; r++) {
+        addresses[r] = PyUnicode_AsUTF8(PyList_GET_ITEM(list, r));
+        if (addresses[r] == NULL) status = ZS_ERR_TORCH;
+    }
+    if (status == ZS_OK) ZS_PY_NOGIL(status, zs_comm_shm_connect(self->comm, addresses, (const unsigned char *)token));
+    free(addresses);
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(comm_exchange_doc, "exchange(data)\n--\n\nGives every rank's bytes (all of one length, at most 4096), in rank order. "
+                                "Also a barrier.");
+
+static PyObject *comm_exchange(comm_object *self, PyObject *data)
+{
+    char *mine;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(data, &mine, &size) < 0) return NULL;
+    PyObject *all = PyBytes_FromStringAndSize(NULL, size * self->comm->world);
+    if (all == NULL) return NULL;
+    zs_status status;
+    ZS_PY_NOGIL(status, self->comm->ops->exchange(self->comm, mine, (size_t)size, PyBytes_AS_STRING(all)));
+    PyObject *list = status == ZS_OK ? PyList_New(self->comm->world) : zs_py_raise(NULL);
+    for (int r = 0; list != NULL && r < self->comm->world; r++) {
+        PyObject *item = PyBytes_FromStringAndSize(PyBytes_AS_STRING(all) + r * size, size);
+        if (item == NULL) Py_CLEAR(list);
+        else PyList_SET_ITEM(list, r, item);
+    }
+    Py_DECREF(all);
+    return list;
+}
+
+PyDoc_STRVAR(comm_broadcast_doc, "broadcast(tensor, root)\n--\n\nCopies the values of a contiguous CPU tensor from rank `root`.");
+
+static PyObject *comm_broadcast(comm_object *self, PyObject *args)
+{
+    PyObject *object;
+    int root;
+    if (!PyArg_ParseTuple(args, "Oi:broadcast", &object, &root)) return NULL;
+    zs_tensor *tensor = NULL;
+    zs_tensor_info info;
+    void *data = NULL;
+    zs_clear_error();
+    zs_status status = zs_py_tensor(object, &tensor);
+    if (status == ZS_OK) status = zs_tensor_describe(tensor, &info);
+    if (status == ZS_OK && !(info.contiguous && info.on_cpu))
+        status = ZS_FAIL(ZS_ERR_VALUE, "broadcast() takes a contiguous tensor on the CPU");
+    if (status == ZS_OK) status = zs_tensor_data(tensor, &data);
+    if (status == ZS_OK) {
+        size_t bytes = (size_t)info.numel * info.itemsize;
+        ZS_PY_NOGIL(status, self->comm->ops->broadcast(self->comm, data, bytes, root));
+    }
+    zs_tensor_free(tensor);
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(comm_abort_doc, "abort(reason)\n--\n\nTells the peers that this rank cannot go on; their waits fail with the reason.");
+
+static PyObject *comm_abort(comm_object *self, PyObject *reason)
+{
+    const char *text = PyUnicode_AsUTF8(reason);
+    if (text == NULL) return NULL;
+    self->comm->ops->abort(self->comm, text);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(comm_set_timeout_doc, "set_timeout(seconds)\n--\n\nHow long one wait may last from now on.");
+
+static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds)
+{
+    double value = PyFloat_AsDouble(seconds);
+    if (PyErr_Occurred()) return NULL;
+    if (!(value > 0)) return PyErr_Format(PyExc_ValueError, "a timeout is a positive number of seconds");
+    self->comm->timeout = value;
+    Py_RETURN_NONE;
+}
+
+static PyObject *comm_rank(comm_object *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(self->comm->rank);
+}
+
+static PyObject *comm_world(comm_object *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(self->comm->world);
+}
+
+static PyObject *comm_transport(comm_object *self, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(self->comm->ops->name);
+}
+
+static PyObject *comm_address(comm_object *self, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(self->address);
+}
+
+static PyObject *comm_timeout(comm_object *self, void *unused)
+{
+    (void)unused;
+    return PyFloat_FromDouble(self->comm->timeout);
+}
+
+static PyGetSetDef comm_getset[] = {
+    {"rank", (getter)comm_rank, NULL, "This rank.", NULL},
+    {"world", (getter)comm_world, NULL, "Number of ranks.", NULL},
+    {"transport", (getter)comm_transport, NULL, "'self', 'shm' or 'c10d'.", NULL},
+    {"address", (getter)comm_address, NULL, "Where peers connect to (shm).", NULL},
+    {"timeout", (getter)comm_timeout, NULL, "Longest wait in seconds.", NULL},
+    {0},
+};
+
+static PyMethodDef comm_methods[] = {
+    {"alone", comm_alone, METH_NOARGS | METH_CLASS, comm_alone_doc},
+    {"shm", comm_shm, METH_VARARGS | METH_CLASS, comm_shm_doc},
+    {"c10d", comm_c10d, METH_VARARGS | METH_CLASS, comm_c10d_doc},
+    {"connect", (PyCFunction)comm_connect, METH_VARARGS, comm_connect_doc},
+    {"exchange", (PyCFunction)comm_exchange, METH_O, comm_exchange_doc},
+    {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, comm_broadcast_doc},
+    {"set_timeout", (PyCFunction)comm_set_timeout, METH_O, comm_set_timeout_doc},
+    {"abort", (PyCFunction)comm_abort, METH_O, comm_abort_doc},
+    {0},
+};
+
+static PyType_Slot comm_slots[] = {
+    {Py_tp_doc, "A transport between the ranks of one process group."},
+    {Py_tp_dealloc, comm_dealloc},
+    {Py_tp_methods, comm_methods},
+    {Py_tp_getset, comm_getset},
+    {0, NULL},
+};
+
+static PyType_Spec comm_spec = {
+    .name = "zshard._core.Comm",
+    .basicsize = sizeof(comm_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = comm_slots,
+};
+
+int zs_py_comm_init(PyObject *module, zs_py_state *state)
+{
+    return zs_py_add_type(module, &comm_spec, &state->comm_type);
+}

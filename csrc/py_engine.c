@@ -1,0 +1,248 @@
+/* py_engine.c - _core.Engine: the schedule of one model, as Python sees it. Two objects of one engine compare equal. */
+#include "py_util.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+enum { MAX_NUMBERS = 256 }; /* doubles that fit into one exchange, with room to spare */
+
+typedef struct engine_object {
+    PyObject_HEAD
+    zs_engine *engine; /* counted reference */
+} engine_object;
+
+zs_engine *zs_py_engine(PyObject *object)
+{
+    if (Py_IS_TYPE(object, zs_py_get_state()->engine_type)) return ((engine_object *)object)->engine;
+    PyErr_Format(PyExc_TypeError, "expected a zshard._core.Engine, got %.100s", Py_TYPE(object)->tp_name);
+    return NULL;
+}
+
+static PyObject *new_object(PyTypeObject *type, zs_engine *engine)
+{
+    engine_object *self = (engine_object *)type->tp_alloc(type, 0);
+    if (self != NULL) self->engine = zs_engine_retain(engine);
+    return (PyObject *)self;
+}
+
+PyObject *zs_py_engine_wrap(zs_engine *engine)
+{
+    return new_object(zs_py_get_state()->engine_type, engine);
+}
+
+static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"comm", "name", NULL};
+    PyObject *comm_obj;
+    const char *name;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Os:Engine", names, &comm_obj, &name)) return NULL;
+    zs_comm *comm = zs_py_comm(comm_obj);
+    if (comm == NULL) return NULL;
+    zs_engine *engine = NULL;
+    zs_clear_error();
+    if (zs_engine_new(comm, name, &engine) != ZS_OK) return zs_py_raise(NULL);
+    PyObject *self = new_object(type, engine);
+    zs_engine_release(engine);
+    return self;
+}
+
+static void engine_dealloc(engine_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    zs_engine_release(self->engine);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *engine_compare(PyObject *self, PyObject *other, int op)
+{
+    if (!Py_IS_TYPE(other, Py_TYPE(self)) || (op != Py_EQ && op != Py_NE)) Py_RETURN_NOTIMPLEMENTED;
+    bool same = ((engine_object *)self)->engine == ((engine_object *)other)->engine;
+    return PyBool_FromLong(same == (op == Py_EQ));
+}
+
+static Py_hash_t engine_hash(engine_object *self)
+{
+    return (Py_hash_t)((uintptr_t)self->engine >> 4);
+}
+
+PyDoc_STRVAR(engine_adopt_doc, "adopt(unit)\n--\n\nTakes a unit over from the engine it has.");
+
+static PyObject *engine_adopt(engine_object *self, PyObject *object)
+{
+    zs_unit *unit = zs_py_unit(object);
+    if (unit == NULL) return NULL;
+    zs_clear_error();
+    if (zs_engine_adopt(self->engine, unit) != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(engine_set_order_doc, "set_order(units)\n--\n\nThe engine's units, parents before children, as modules appear.");
+
+static PyObject *engine_set_order(engine_object *self, PyObject *list)
+{
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "set_order() takes a list of units");
+    size_t n = (size_t)PyList_GET_SIZE(list);
+    zs_unit **units = calloc(n + 1, sizeof *units);
+    if (units == NULL) return PyErr_NoMemory();
+    bool good = true;
+    for (size_t i = 0; i < n && good; i++) {
+        units[i] = zs_py_unit(PyList_GET_ITEM(list, (Py_ssize_t)i));
+        good = units[i] != NULL;
+    }
+    zs_clear_error();
+    if (good && zs_engine_set_order(self->engine, units, n) != ZS_OK) {
+        zs_py_raise(NULL);
+        good = false;
+    }
+    free(units);
+    if (!good) return NULL;
+    Py_RETURN_NONE;
+}
+
+static void free_handles(zs_tensor **handles, size_t n)
+{
+    for (size_t i = 0; i < n; i++) zs_tensor_free(handles[i]);
+    free(handles);
+}
+
+PyDoc_STRVAR(engine_sync_buffers_doc, "sync_buffers(tensors)\n--\n\nHas these buffers copied from rank 0 at each forward.");
+
+static PyObject *engine_sync_buffers(engine_object *self, PyObject *list)
+{
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "sync_buffers() takes a list of tensors");
+    size_t n = (size_t)PyList_GET_SIZE(list);
+    zs_tensor **handles = calloc(n + 1, sizeof(zs_tensor *));
+    if (handles == NULL) return PyErr_NoMemory();
+    zs_clear_error();
+    for (size_t i = 0; i < n; i++) {
+        zs_tensor *strong = NULL;
+        if (zs_py_tensor(PyList_GET_ITEM(list, (Py_ssize_t)i), &strong) != ZS_OK) {
+            free_handles(handles, n);
+            return zs_py_raise(NULL);
+        }
+        handles[i] = zs_tensor_new_weak(strong);
+        zs_tensor_free(strong);
+    }
+    if (zs_engine_sync_buffers(self->engine, handles, n) != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(engine_open_doc, "open()\n--\n\nOpens a session in which units may be unsharded by hand; on all ranks together.");
+
+static PyObject *engine_open(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_open(self->engine));
+    if (status == ZS_OK) Py_RETURN_NONE;
+    (void)zs_engine_close(self->engine); /* the first failure is the one that is reported */
+    return zs_py_raise(NULL);
+}
+
+PyDoc_STRVAR(engine_close_doc, "close()\n--\n\nCloses what open() opened.");
+
+static PyObject *engine_close(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_close(self->engine));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+static double combine(double a, double b, bool max)
+{
+    if (!max) return a + b;
+    if (isnan(a) || isnan(b)) return NAN;
+    return a > b ? a : b;
+}
+
+static PyObject *reduce_numbers(zs_comm *comm, const double *mine, size_t n, bool max)
+{
+    double *all = calloc((size_t)comm->world * n + 1, sizeof *all);
+    if (all == NULL) return PyErr_NoMemory();
+    zs_status status;
+    ZS_PY_NOGIL(status, comm->ops->exchange(comm, mine, n * sizeof *mine, all));
+    PyObject *list = status == ZS_OK ? PyList_New((Py_ssize_t)n) : zs_py_raise(NULL);
+    for (size_t i = 0; list != NULL && i < n; i++) {
+        double value = all[i];
+        for (int r = 1; r < comm->world; r++) value = combine(value, all[(size_t)r * n + i], max);
+        PyObject *item = PyFloat_FromDouble(value);
+        if (item == NULL) Py_CLEAR(list);
+        else PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+    }
+    free(all);
+    return list;
+}
+
+static PyObject *over_ranks(engine_object *self, PyObject *numbers, bool max)
+{
+    double mine[MAX_NUMBERS];
+    if (!PyList_Check(numbers) || PyList_GET_SIZE(numbers) > MAX_NUMBERS)
+        return PyErr_Format(PyExc_ValueError, "expected a list of at most %d floats", MAX_NUMBERS);
+    size_t n = (size_t)PyList_GET_SIZE(numbers);
+    for (size_t i = 0; i < n; i++) {
+        mine[i] = PyFloat_AsDouble(PyList_GET_ITEM(numbers, (Py_ssize_t)i));
+        if (PyErr_Occurred()) return NULL;
+    }
+    return reduce_numbers(zs_engine_comm(self->engine), mine, n, max);
+}
+
+PyDoc_STRVAR(engine_sum_doc, "sum_over_ranks(numbers)\n--\n\nSums a list of floats over all ranks, in rank order.");
+
+static PyObject *engine_sum(engine_object *self, PyObject *numbers)
+{
+    return over_ranks(self, numbers, false);
+}
+
+PyDoc_STRVAR(engine_max_doc, "max_over_ranks(numbers)\n--\n\nThe largest of each float over all ranks; NaN if any is.");
+
+static PyObject *engine_max(engine_object *self, PyObject *numbers)
+{
+    return over_ranks(self, numbers, true);
+}
+
+PyDoc_STRVAR(engine_memory_doc, "memory()\n--\n\nBytes held on this rank: shards, grads, slots (full buffers), buckets.");
+
+static PyObject *engine_memory(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_engine_bytes bytes = zs_engine_memory(self->engine);
+    return Py_BuildValue("{s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes.shards, "grads", (Py_ssize_t)bytes.grads, "slots",
+                         (Py_ssize_t)bytes.slots, "buckets", (Py_ssize_t)bytes.buckets);
+}
+
+static PyMethodDef engine_methods[] = {
+    {"adopt", (PyCFunction)engine_adopt, METH_O, engine_adopt_doc},
+    {"set_order", (PyCFunction)engine_set_order, METH_O, engine_set_order_doc},
+    {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},
+    {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
+    {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},
+    {"sum_over_ranks", (PyCFunction)engine_sum, METH_O, engine_sum_doc},
+    {"max_over_ranks", (PyCFunction)engine_max, METH_O, engine_max_doc},
+    {"memory", (PyCFunction)engine_memory, METH_NOARGS, engine_memory_doc},
+    {0},
+};
+
+static PyType_Slot engine_slots[] = {
+    {Py_tp_doc, "Engine(comm, name)\n--\n\nThe schedule of one model."},
+    {Py_tp_new, engine_new},
+    {Py_tp_dealloc, engine_dealloc},
+    {Py_tp_richcompare, engine_compare},
+    {Py_tp_hash, engine_hash},
+    {Py_tp_methods, engine_methods},
+    {0, NULL},
+};
+
+static PyType_Spec engine_spec = {
+    .name = "zshard._core.Engine",
+    .basicsize = sizeof(engine_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = engine_slots,
+};
+
+int zs_py_engine_init(PyObject *module, zs_py_state *state)
+{
+    return zs_py_add_type(module, &engine_spec, &state->engine_type);
+}

@@ -1,0 +1,151 @@
+/* py_module.c - the module zshard._core: multi-phase init, exception classes, and how errors become exceptions.
+ *
+ * The one idea: Python exceptions are made here and nowhere else, from the thread's zs_status record.
+ */
+#include "py_util.h"
+
+/* Hooks that fail on an autograd thread have no module at hand. Borrowed; set while the module lives. */
+static zs_py_state *live_state;
+
+zs_py_state *zs_py_get_state(void)
+{
+    return live_state;
+}
+
+static PyObject *exception_for(zs_status status)
+{
+    switch (status) {
+    case ZS_ERR_VALUE:
+        return PyExc_ValueError;
+    case ZS_ERR_TYPE:
+        return PyExc_TypeError;
+    case ZS_ERR_UNSUPPORTED:
+        return PyExc_NotImplementedError;
+    case ZS_ERR_MEMORY:
+        return PyExc_MemoryError;
+    case ZS_ERR_SYSTEM:
+        return PyExc_OSError;
+    case ZS_ERR_PEER:
+        return live_state->peer_error;
+    case ZS_ERR_TIMEOUT:
+        return live_state->peer_timeout_error;
+    case ZS_ERR_DIVERGED:
+        return live_state->divergence_error;
+    default:
+        return PyExc_RuntimeError;
+    }
+}
+
+PyObject *zs_py_raise(PyObject *module)
+{
+    (void)module;
+    if (PyErr_Occurred()) {
+        zs_clear_error();
+        return NULL;
+    }
+    if (zs_last_status() == ZS_ERR_SYSTEM) {
+        PyObject *args = Py_BuildValue("(is)", zs_last_errno(), zs_last_message());
+        if (args != NULL) PyErr_SetObject(PyExc_OSError, args);
+        Py_XDECREF(args);
+    } else {
+        PyErr_SetString(exception_for(zs_last_status()), zs_last_message());
+    }
+    zs_clear_error();
+    return NULL;
+}
+
+static void raise_from_hook(void)
+{
+    zs_py_raise(NULL);
+}
+
+int zs_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type == NULL) return -1;
+    *slot = (PyTypeObject *)type;
+    return PyModule_AddType(module, *slot);
+}
+
+static int add_exception(PyObject *module, const char *name, const char *doc, PyObject *base, PyObject **slot)
+{
+    *slot = PyErr_NewExceptionWithDoc(name, doc, base, NULL);
+    if (*slot == NULL) return -1;
+    return PyModule_AddObjectRef(module, strrchr(name, '.') + 1, *slot);
+}
+
+static int add_exceptions(PyObject *module, zs_py_state *state)
+{
+    if (add_exception(module, "zshard.PeerError", "Another rank died, left or gave up; the message names it.",
+                      PyExc_RuntimeError, &state->peer_error) < 0)
+        return -1;
+    if (add_exception(module, "zshard.PeerTimeoutError", "Another rank did not come within the timeout.",
+                      state->peer_error, &state->peer_timeout_error) < 0)
+        return -1;
+    return add_exception(module, "zshard.DivergenceError",
+                         "The ranks did different things where they have to do the same.", PyExc_RuntimeError,
+                         &state->divergence_error);
+}
+
+static int module_exec(PyObject *module)
+{
+    zs_py_state *state = PyModule_GetState(module);
+    if (live_state != NULL) {
+        PyErr_SetString(PyExc_ImportError, "zshard._core can be loaded once per process: it holds torch's global hooks");
+        return -1;
+    }
+    if (add_exceptions(module, state) < 0 || zs_py_comm_init(module, state) < 0 || zs_py_engine_init(module, state) < 0 ||
+        zs_py_unit_init(module, state) < 0 || zs_py_optim_init(module) < 0)
+        return -1;
+    live_state = state;
+    zs_py_set_raiser(raise_from_hook);
+    return 0;
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    zs_py_state *state = PyModule_GetState(module);
+    Py_VISIT(state->peer_error);
+    Py_VISIT(state->peer_timeout_error);
+    Py_VISIT(state->divergence_error);
+    Py_VISIT(state->comm_type);
+    Py_VISIT(state->engine_type);
+    Py_VISIT(state->unit_type);
+    return 0;
+}
+
+/* Without tp_clear: hooks in a graph that outlives the module at shutdown still raise these exceptions. */
+static void module_free(void *module)
+{
+    zs_py_state *state = PyModule_GetState(module);
+    if (live_state == state) live_state = NULL;
+    Py_CLEAR(state->peer_error);
+    Py_CLEAR(state->peer_timeout_error);
+    Py_CLEAR(state->divergence_error);
+    Py_CLEAR(state->comm_type);
+    Py_CLEAR(state->engine_type);
+    Py_CLEAR(state->unit_type);
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+#if PY_VERSION_HEX >= 0x030C0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "zshard._core",
+    .m_doc = "The C core of zshard: units, transports, the step, the optimizers.",
+    .m_size = sizeof(zs_py_state),
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__core(void)
+{
+    return PyModuleDef_Init(&module_def);
+}

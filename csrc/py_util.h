@@ -1,0 +1,53 @@
+/* py_util.h - what the binding files share: errors into exceptions, types into the module, handles out of objects. */
+#ifndef ZS_PY_UTIL_H
+#define ZS_PY_UTIL_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "comm.h"
+#include "schedule.h"
+#include "status.h"
+#include "tensor_py.h"
+#include "unit.h"
+
+/* What the module keeps: its exception classes and types. All references are owned by the module. */
+typedef struct zs_py_state {
+    PyObject *peer_error, *peer_timeout_error, *divergence_error;
+    PyTypeObject *comm_type, *engine_type, *unit_type;
+} zs_py_state;
+
+/* Borrowed state of the one module of this process (torch is process-global, so is zshard). */
+zs_py_state *zs_py_get_state(void);
+
+/* Turns this thread's record into a Python exception; returns NULL. An exception that is already set is kept. `module` may
+ * be NULL. */
+PyObject *zs_py_raise(PyObject *module);
+
+/* Adds a heap type to `module` and keeps it in *slot; -1 with an exception on failure. */
+int zs_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
+
+/* Each binding file adds its own; -1 with an exception on failure. */
+int zs_py_comm_init(PyObject *module, zs_py_state *state);
+int zs_py_engine_init(PyObject *module, zs_py_state *state);
+int zs_py_unit_init(PyObject *module, zs_py_state *state);
+int zs_py_optim_init(PyObject *module);
+
+/* Borrowed handle behind a _core.Comm / Engine / Unit; NULL with TypeError. */
+zs_comm *zs_py_comm(PyObject *object);
+zs_engine *zs_py_engine(PyObject *object);
+zs_unit *zs_py_unit(PyObject *object);
+
+/* New _core.Engine around `engine` (adds a reference). */
+PyObject *zs_py_engine_wrap(zs_engine *engine);
+
+/* Runs `call` (an expression of type zs_status) without the GIL, into `status`. */
+#define ZS_PY_NOGIL(status, call)                                                                                      \
+    do {                                                                                                               \
+        zs_clear_error();                                                                                              \
+        Py_BEGIN_ALLOW_THREADS                                                                                         \
+        (status) = (call);                                                                                             \
+        Py_END_ALLOW_THREADS                                                                                           \
+    } while (0)
+
+#endif

@@ -1,0 +1,492 @@
+/* reduce.c - see reduce.h. */
+#include "reduce.h"
+
+#include "device.h"
+#include "schedule.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct zs_bucket_slot {
+    zs_bucket bucket;
+    zs_unit *user; /* borrowed: the unit that packs into it or whose posted round it carries; NULL if idle or lost */
+    bool posted;   /* peers may be reading it. Without a user: lost, since nobody can tell when they are done */
+    uint64_t posted_at; /* order of posting, to reuse the oldest */
+};
+
+struct zs_bucket_pool {
+    zs_comm *comm;          /* borrowed */
+    zs_bucket_slot **slots; /* owned */
+    size_t n;
+    uint64_t posts;
+    zs_unit *first_out;     /* units with a round out, in the order of posting; borrowed */
+    zs_unit *last_out;
+};
+
+static zs_status drain(zs_unit *unit, bool wait, bool *done);
+
+/* --- the queue of rounds that are out --------------------------------------------------------------------------------- */
+
+static void enqueue(zs_bucket_pool *pool, zs_unit *unit)
+{
+    unit->outstanding = true;
+    unit->next_out = NULL;
+    if (pool->first_out == NULL) pool->first_out = unit;
+    else pool->last_out->next_out = unit;
+    pool->last_out = unit;
+}
+
+static void dequeue(zs_bucket_pool *pool, zs_unit *unit)
+{
+    unit->outstanding = false;
+    zs_unit *before = NULL;
+    for (zs_unit *each = pool->first_out; each != unit; each = each->next_out) before = each;
+    if (before == NULL) pool->first_out = unit->next_out;
+    else before->next_out = unit->next_out;
+    if (pool->last_out == unit) pool->last_out = before;
+    unit->next_out = NULL;
+}
+
+/* Sums rounds in the order of posting until that of `unit` is (all of them if NULL). */
+static zs_status drain_up_to(zs_bucket_pool *pool, const zs_unit *unit)
+{
+    while (unit != NULL ? unit->outstanding : pool->first_out != NULL) {
+        bool done = false;
+        ZS_TRY(drain(pool->first_out, true, &done));
+    }
+    return ZS_OK;
+}
+
+zs_status zs_reduce_drain_all(zs_bucket_pool *pool)
+{
+    return drain_up_to(pool, NULL);
+}
+
+void zs_reduce_forget_all(zs_bucket_pool *pool)
+{
+    while (pool->first_out != NULL) dequeue(pool, pool->first_out);
+}
+
+/* --- the pool -------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_bucket_pool_new(zs_comm *comm, zs_bucket_pool **out)
+{
+    zs_bucket_pool *pool = calloc(1, sizeof *pool);
+    if (pool == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a pool of buckets");
+    pool->comm = comm;
+    *out = pool;
+    return ZS_OK;
+}
+
+void zs_bucket_pool_free(zs_bucket_pool *pool)
+{
+    if (pool == NULL) return;
+    for (size_t i = 0; i < pool->n; i++) {
+        pool->comm->ops->bucket_free(pool->comm, &pool->slots[i]->bucket);
+        free(pool->slots[i]);
+    }
+    free(pool->slots);
+    free(pool);
+}
+
+size_t zs_bucket_pool_bytes(const zs_bucket_pool *pool)
+{
+    size_t total = 0;
+    for (size_t i = 0; i < pool->n; i++) total += pool->slots[i]->bucket.bytes;
+    return total;
+}
+
+static zs_status add_slot(zs_bucket_pool *pool, size_t bytes, zs_bucket_slot **out)
+{
+    zs_bucket_slot **grown = realloc(pool->slots, (pool->n + 1) * sizeof *grown);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for bucket %zu", pool->n);
+    pool->slots = grown;
+    zs_bucket_slot *slot = calloc(1, sizeof *slot);
+    if (slot == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for bucket %zu", pool->n);
+    zs_status status = pool->comm->ops->bucket_new(pool->comm, bytes, &slot->bucket);
+    if (status != ZS_OK) {
+        free(slot);
+        return status;
+    }
+    pool->slots[pool->n++] = slot;
+    *out = slot;
+    return ZS_OK;
+}
+
+/* Makes a posted slot idle if its round is summed here and read by all peers. */
+static zs_status reclaim(zs_bucket_pool *pool, zs_bucket_slot *slot, bool wait)
+{
+    bool ready = false;
+    if (slot->user == NULL) return ZS_OK;
+    if (wait) ZS_TRY(drain_up_to(pool, slot->user));
+    else if (slot->user->outstanding) ZS_TRY(drain(slot->user, false, &ready));
+    if (slot->user->outstanding) return ZS_OK;
+    ZS_TRY(pool->comm->ops->reusable(pool->comm, slot->user->cunit, wait, &ready));
+    if (!ready) return ZS_OK;
+    slot->user->out = NULL;
+    slot->user = NULL;
+    slot->posted = false;
+    return ZS_OK;
+}
+
+zs_status zs_bucket_pool_settle(zs_bucket_pool *pool)
+{
+    for (size_t i = 0; i < pool->n; i++)
+        if (pool->slots[i]->posted) ZS_TRY(reclaim(pool, pool->slots[i], true));
+    return ZS_OK;
+}
+
+typedef struct pool_view {
+    zs_bucket_slot *idle;   /* smallest idle slot that is large enough */
+    zs_bucket_slot *oldest; /* large enough slot that was posted first */
+    int fitting;            /* slots that are large enough */
+} pool_view;
+
+static pool_view look(const zs_bucket_pool *pool, size_t bytes)
+{
+    pool_view view = {0};
+    for (size_t i = 0; i < pool->n; i++) {
+        zs_bucket_slot *slot = pool->slots[i];
+        if (slot->bucket.bytes < bytes) continue;
+        view.fitting++;
+        if (slot->user == NULL && !slot->posted && (view.idle == NULL || slot->bucket.bytes < view.idle->bucket.bytes)) view.idle = slot;
+        if (slot->user != NULL && slot->posted && (view.oldest == NULL || slot->posted_at < view.oldest->posted_at)) view.oldest = slot;
+    }
+    return view;
+}
+
+static zs_status take_slot(zs_bucket_pool *pool, size_t bytes, zs_bucket_slot **out)
+{
+    pool_view view = look(pool, bytes);
+    for (size_t i = 0; i < pool->n && view.idle == NULL; i++) {
+        if (pool->slots[i]->posted) ZS_TRY(reclaim(pool, pool->slots[i], false));
+    }
+    view = look(pool, bytes);
+    if (view.idle == NULL && view.fitting >= ZS_BUCKETS_OUT && view.oldest != NULL) {
+        /* Returns without the slot only if every rank is blocked: ranks that differ in order need one more each. */
+        ZS_TRY(reclaim(pool, view.oldest, true));
+        view = look(pool, bytes);
+    }
+    if (view.idle == NULL) ZS_TRY(add_slot(pool, bytes, &view.idle));
+    *out = view.idle;
+    return ZS_OK;
+}
+
+static zs_status open_round(zs_unit *unit)
+{
+    if (unit->bucket != NULL) return ZS_OK;
+    zs_bucket_pool *pool = zs_engine_buckets(unit->engine);
+    ZS_TRY(drain_up_to(pool, unit)); /* a second round in one backward: its sum goes on top of the first one's */
+    if (unit->out != NULL) ZS_TRY(reclaim(pool, unit->out, true));
+    ZS_TRY(take_slot(pool, zs_unit_bucket_bytes(unit), &unit->bucket));
+    unit->bucket->user = unit;
+    unit->bucket->posted = false;
+    memset(unit->used, 0, unit->used_words * sizeof *unit->used);
+    unit->n_arrived = 0;
+    return ZS_OK;
+}
+
+/* --- packing ------------------------------------------------------------------------------------------------------------ */
+
+static bool get_bit(const uint64_t *bits, int64_t i)
+{
+    return (bits[i / 64] >> (i % 64)) & 1;
+}
+
+static void set_bit(uint64_t *bits, int64_t i)
+{
+    bits[i / 64] |= UINT64_C(1) << (i % 64);
+}
+
+static char *in_bucket(const zs_unit *unit, const zs_param *param)
+{
+    const zs_flat *flat = &unit->flats[param->flat];
+    return unit->bucket->bucket.ptr + flat->bucket_offset + (size_t)param->offset * flat->layout.itemsize;
+}
+
+static zs_status set_aside(zs_unit *unit, zs_param *param)
+{
+    zs_grad_info grad;
+    ZS_TRY(zs_grad_describe(param->tensor, &grad));
+    param->has_grad = grad.defined;
+    if (!grad.defined) return ZS_OK;
+    const zs_flat *flat = &unit->flats[param->flat];
+    if (!zs_grad_is(param->tensor, param->grad)) {
+        if (!grad.dense || grad.dtype != flat->dtype || grad.numel != param->owned.numel)
+            return ZS_FAIL(ZS_ERR_VALUE,
+                           "parameter '%s' of unit '%s' has a .grad of %lld elements that is not this rank's slice of its "
+                           "gradient (%lld elements of the parameter's dtype); set it to None before backward",
+                           param->name, unit->name, (long long)grad.numel, (long long)param->owned.numel);
+        char *dst = (char *)flat->grad_mem->ptr + (size_t)param->in_shard.begin * flat->layout.itemsize;
+        memcpy(dst, grad.data, (size_t)grad.numel * flat->layout.itemsize);
+    }
+    zs_grad_set(param->tensor, NULL);
+    return ZS_OK;
+}
+
+zs_status zs_reduce_begin(zs_unit *unit, int64_t arriving)
+{
+    if (unit->in_backward) return ZS_OK;
+    unit->in_backward = true;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        param->has_grad = param->reduced = false;
+        /* Replicated gradients accumulate in place, as under DDP: shapes agree. */
+        if (param->grad == NULL || unit->replicated || i == arriving || !zs_tensor_alive(param->tensor)) continue;
+        ZS_TRY(set_aside(unit, param));
+    }
+    return ZS_OK;
+}
+
+static int64_t expected(const zs_unit *unit)
+{
+    int64_t n = 0;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        if (param->grad != NULL && zs_tensor_alive(param->tensor) && zs_tensor_requires_grad(param->tensor)) n++;
+    }
+    return n;
+}
+
+zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
+{
+    zs_param *param = &unit->params[i];
+    ZS_TRY(open_round(unit));
+    bool again = get_bit(unit->used, i);
+    ZS_TRY(zs_grad_copy(param->tensor, in_bucket(unit, param), unit->flats[param->flat].dtype, again));
+    zs_grad_set(param->tensor, NULL);
+    if (!again) unit->n_arrived++;
+    set_bit(unit->used, i);
+    *complete = unit->n_arrived == expected(unit);
+    return ZS_OK;
+}
+
+/* Fills what nobody packed, so that owners may sum whole slices: unused parameters count as zero, and padding must not
+ * carry another unit's bytes into the grad shard. */
+static zs_status fill_rest(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++) {
+        const zs_flat *flat = &unit->flats[f];
+        if (!flat->trainable) continue;
+        char *base = unit->bucket->bucket.ptr + flat->bucket_offset;
+        size_t filled = 0;
+        for (int64_t i = 0; i < unit->n_params; i++) {
+            const zs_param *param = &unit->params[i];
+            if (param->flat != f) continue;
+            size_t begin = (size_t)param->offset * flat->layout.itemsize;
+            size_t end = begin + (size_t)param->numel * flat->layout.itemsize;
+            memset(base + filled, 0, begin - filled);
+            filled = end;
+            if (get_bit(unit->used, i)) continue;
+            zs_grad_info grad = {0};
+            if (unit->replicated && zs_tensor_alive(param->tensor)) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+            if (grad.defined) { /* DDP's rule: what has been accumulated before takes part in the mean */
+                ZS_TRY(zs_grad_copy(param->tensor, base + begin, flat->dtype, false));
+            } else {
+                memset(base + begin, 0, end - begin);
+            }
+        }
+        memset(base + filled, 0, zs_layout_full_bytes(&flat->layout) - filled);
+    }
+    return ZS_OK;
+}
+
+zs_status zs_reduce_post(zs_unit *unit, bool give_up)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_bucket_pool *pool = zs_engine_buckets(unit->engine);
+    if (unit->bucket == NULL) {
+        ZS_TRY(drain_up_to(pool, unit));
+        memset(unit->used, 0, unit->used_words * sizeof *unit->used);
+        if (unit->replicated) ZS_TRY(open_round(unit)); /* there must be room for the sum */
+    }
+    if (give_up) set_bit(unit->used, unit->n_params);
+    if (unit->bucket != NULL) ZS_TRY(fill_rest(unit));
+    ZS_TRY(comm->ops->post(comm, unit->cunit, unit->bucket != NULL ? &unit->bucket->bucket : NULL, unit->used));
+    if (unit->bucket != NULL) {
+        unit->bucket->posted = true;
+        unit->bucket->posted_at = pool->posts++;
+        unit->out = unit->bucket;
+        unit->bucket = NULL;
+    }
+    unit->posted = true;
+    unit->shared = false;
+    enqueue(pool, unit);
+    return ZS_OK;
+}
+
+void zs_reduce_discard(zs_unit *unit)
+{
+    if (unit->bucket == NULL) return;
+    unit->bucket->user = NULL;
+    unit->bucket = NULL;
+}
+
+void zs_reduce_forget(zs_unit *unit)
+{
+    zs_reduce_discard(unit);
+    if (unit->outstanding) dequeue(zs_engine_buckets(unit->engine), unit);
+    if (unit->out != NULL) unit->out->user = NULL;
+    unit->out = NULL;
+}
+
+/* --- summing -------------------------------------------------------------------------------------------------------------- */
+
+typedef enum slice_class { SKIP, SET, ADD } slice_class; /* unused everywhere; first gradient; on top of one */
+
+typedef struct slice_run {
+    int64_t begin, end; /* elements, counted in this rank's slice */
+    slice_class class;
+} slice_run;
+
+typedef struct summing {
+    zs_unit *unit;
+    zs_sources *sources;
+    int rank, world;
+    double scale;
+} summing;
+
+static void sum_run(const summing *s, const zs_flat *flat, slice_run run)
+{
+    if (run.class == SKIP || run.end <= run.begin) return;
+    const size_t item = flat->layout.itemsize;
+    const void *src[s->world];
+    for (int r = 0; r < s->world; r++) {
+        const char *base = s->sources->data[r];
+        size_t at = flat->bucket_offset + (size_t)s->rank * flat->slice_bytes + (size_t)run.begin * item;
+        src[r] = base != NULL ? base + at : NULL;
+    }
+    char *target = flat->grad_mem->ptr;
+    if (s->unit->replicated) /* the sum goes into this rank's own bucket, for the peers to fetch */
+        target = s->unit->out->bucket.ptr + flat->bucket_offset + (size_t)s->rank * flat->slice_bytes;
+    zs_sum sum = {.src = src, .world = s->world, .dtype = flat->dtype, .scale = s->scale};
+    sum.dst = target + (size_t)run.begin * item;
+    sum.numel = run.end - run.begin;
+    sum.accumulate = run.class == ADD;
+    zs_device_sum(&sum);
+}
+
+static bool used_anywhere(const summing *s, int64_t i)
+{
+    for (int r = 0; r < s->world; r++)
+        if (get_bit(s->sources->used[r], i)) return true;
+    return false;
+}
+
+static slice_class classify(const summing *s, int64_t i)
+{
+    if (!used_anywhere(s, i)) return SKIP;
+    return s->unit->params[i].has_grad && !s->unit->replicated ? ADD : SET;
+}
+
+/* Sums the runs of neighbouring parameters that are treated alike, padding between them included. */
+static void sum_flat(const summing *s, int f)
+{
+    const zs_flat *flat = &s->unit->flats[f];
+    slice_run run = {0, 0, SKIP};
+    if (s->unit->replicated) { /* slices cut across parameters; all of it is summed, unused ones are zeros */
+        run = (slice_run){0, flat->layout.shard_numel, SET};
+    } else {
+        for (int64_t i = 0; i < s->unit->n_params; i++) {
+            const zs_param *param = &s->unit->params[i];
+            if (param->flat != f || param->in_shard.numel == 0) continue;
+            slice_class class = classify(s, i);
+            if (class != run.class) {
+                sum_run(s, flat, run);
+                run = (slice_run){param->in_shard.begin, param->in_shard.begin, class};
+            }
+            run.end = param->in_shard.begin + param->in_shard.numel;
+        }
+    }
+    sum_run(s, flat, run);
+}
+
+static zs_status check_gave_up(const summing *s)
+{
+    for (int r = 0; r < s->world; r++) {
+        if (r == s->rank || !get_bit(s->sources->used[r], s->unit->n_params)) continue;
+        if (zs_engine_gave_up(s->unit->engine)) continue; /* this rank did so too: nothing is lost */
+        return ZS_FAIL(ZS_ERR_DIVERGED,
+                       "rank %d gave up its backward (an exception there that was caught, most likely) before unit '%s', "
+                       "while rank %d went on; the gradients of this step are incomplete",
+                       r, s->unit->name, s->rank);
+    }
+    return ZS_OK;
+}
+
+/* (no_shard) Fetches every rank's finished slice into the whole gradient. */
+static void fetch_shared(const summing *s)
+{
+    for (int f = 0; f < s->unit->n_flats; f++) {
+        const zs_flat *flat = &s->unit->flats[f];
+        if (!flat->trainable) continue;
+        for (int64_t i = 0; i < s->unit->n_params; i++) {
+            const zs_param *param = &s->unit->params[i];
+            if (param->flat != f || !used_anywhere(s, i)) continue;
+            const size_t item = flat->layout.itemsize;
+            size_t begin = (size_t)param->offset * item;
+            const size_t end = begin + (size_t)param->numel * item;
+            while (begin < end) {
+                size_t owner = begin / flat->slice_bytes;
+                size_t stop = (owner + 1) * flat->slice_bytes < end ? (owner + 1) * flat->slice_bytes : end;
+                memcpy((char *)flat->grad_mem->ptr + begin, s->sources->data[owner] + flat->bucket_offset + begin,
+                       stop - begin);
+                begin = stop;
+            }
+        }
+    }
+}
+
+static zs_status sum_and_share(zs_unit *unit, summing *s, bool wait, bool *ready)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    if (!unit->shared) {
+        ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, s->sources));
+        if (!*ready) return ZS_OK;
+        for (int f = 0; f < unit->n_flats; f++)
+            if (unit->flats[f].trainable) sum_flat(s, f);
+        if (!unit->replicated) return ZS_OK;
+        ZS_TRY(comm->ops->share(comm, unit->cunit));
+        unit->shared = true;
+    }
+    ZS_TRY(comm->ops->collect_shared(comm, unit->cunit, wait, ready, s->sources));
+    if (*ready) fetch_shared(s);
+    return ZS_OK;
+}
+
+/* Sums this rank's slice of the unit's round once all ranks have posted theirs; *done says whether it happened. */
+static zs_status drain(zs_unit *unit, bool wait, bool *done)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_sources sources = {0};
+    summing s = {.unit = unit, .sources = &sources, .rank = comm->rank, .world = comm->world};
+    s.scale = 1.0 / comm->world;
+    ZS_TRY(zs_reduce_begin(unit, -1)); /* a unit that this rank did not use may have gradients set aside yet */
+    bool ready = false;
+    ZS_TRY(sum_and_share(unit, &s, wait, &ready));
+    if (!ready) return ZS_OK;
+    for (int64_t i = 0; i < unit->n_params; i++)
+        if (unit->params[i].grad != NULL && used_anywhere(&s, i)) unit->params[i].has_grad = unit->params[i].reduced = true;
+    zs_status status = check_gave_up(&s);
+    dequeue(zs_engine_buckets(unit->engine), unit);
+    ZS_TRY(comm->ops->release(comm, unit->cunit));
+    if (unit->state == ZS_REDUCING) ZS_TRY(zs_unit_move(unit, unit->replicated ? ZS_FULL : ZS_SHARDED));
+    *done = true;
+    return status;
+}
+
+zs_status zs_reduce_end(zs_unit *unit)
+{
+    zs_status status = ZS_OK;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (!zs_tensor_alive(param->tensor)) continue;
+        if (param->has_grad) zs_grad_set(param->tensor, param->grad);
+        if (param->reduced && status == ZS_OK && zs_hook_has_users(param->tensor))
+            status = zs_hook_run_users(param->tensor);
+        param->has_grad = param->reduced = false;
+    }
+    unit->in_backward = false;
+    unit->posted = false;
+    return status;
+}

@@ -1,0 +1,407 @@
+/* schedule.c - see schedule.h. */
+#include "schedule.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef enum engine_phase { IDLE, FORWARD, BACKWARD } engine_phase;
+
+struct zs_engine {
+    long refs;
+    zs_comm *comm;           /* counted reference */
+    zs_arena *arena;         /* owned */
+    zs_bucket_pool *buckets; /* owned */
+    zs_reader *reader;       /* owned */
+    zs_unit **units;         /* [n] borrowed: a unit takes itself off the list; parents before children */
+    size_t n;
+    engine_phase phase;
+    int depth;               /* forwards of units that are running, nested */
+    bool reading;            /* a reader session is open */
+    bool gave_up;            /* the backward being closed was abandoned here */
+    size_t next_post;        /* (collective transports) how many units have posted in this backward */
+    zs_tensor **buffers;     /* [n_buffers] owned weak handles */
+    size_t n_buffers;
+};
+
+/* --- birth, death, list of units ---------------------------------------------------------------------------------------- */
+
+zs_status zs_engine_new(zs_comm *comm, const char *name, zs_engine **out)
+{
+    zs_engine *engine = calloc(1, sizeof *engine);
+    if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an engine");
+    engine->refs = 1;
+    engine->comm = zs_comm_retain(comm);
+    zs_status status = ZS_OK;
+    ZS_TRY_GOTO(status, zs_arena_new(&engine->arena), fail);
+    ZS_TRY_GOTO(status, zs_bucket_pool_new(comm, &engine->buckets), fail);
+    ZS_TRY_GOTO(status, comm->ops->reader_new(comm, name, &engine->reader), fail);
+    *out = engine;
+    return ZS_OK;
+fail:
+    zs_engine_release(engine);
+    return status;
+}
+
+zs_engine *zs_engine_retain(zs_engine *engine)
+{
+    __atomic_fetch_add(&engine->refs, 1, __ATOMIC_RELAXED);
+    return engine;
+}
+
+static void free_buffers(zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n_buffers; i++) zs_tensor_free(engine->buffers[i]);
+    free(engine->buffers);
+    engine->buffers = NULL;
+    engine->n_buffers = 0;
+}
+
+void zs_engine_release(void *pointer)
+{
+    zs_engine *engine = pointer;
+    if (engine == NULL || __atomic_sub_fetch(&engine->refs, 1, __ATOMIC_ACQ_REL) != 0) return;
+    if (engine->reader != NULL) engine->comm->ops->reader_free(engine->comm, engine->reader);
+    zs_bucket_pool_free(engine->buckets);
+    zs_arena_free(engine->arena);
+    free_buffers(engine);
+    free(engine->units);
+    zs_comm_release(engine->comm);
+    free(engine);
+}
+
+zs_comm *zs_engine_comm(const zs_engine *engine)
+{
+    return engine->comm;
+}
+
+zs_arena *zs_engine_arena(const zs_engine *engine)
+{
+    return engine->arena;
+}
+
+zs_bucket_pool *zs_engine_buckets(const zs_engine *engine)
+{
+    return engine->buckets;
+}
+
+bool zs_engine_gave_up(const zs_engine *engine)
+{
+    return engine->gave_up;
+}
+
+zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
+{
+    zs_unit **grown = realloc(engine->units, (engine->n + 1) * sizeof *grown);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
+    engine->units = grown;
+    engine->units[engine->n++] = unit;
+    return ZS_OK;
+}
+
+void zs_engine_forget(zs_engine *engine, zs_unit *unit)
+{
+    for (size_t i = 0; i < engine->n; i++) {
+        if (engine->units[i] != unit) continue;
+        memmove(&engine->units[i], &engine->units[i + 1], (engine->n - i - 1) * sizeof *engine->units);
+        engine->n--;
+        return;
+    }
+}
+
+zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
+{
+    zs_engine *old = unit->engine;
+    if (old == engine) return ZS_OK;
+    if (old->phase != IDLE || engine->phase != IDLE)
+        return ZS_FAIL(ZS_ERR_STATE, "FSDP(...) was called while a forward or backward of unit '%s' is running", unit->name);
+    if (old->comm != engine->comm)
+        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' was wrapped with another process group or transport than the outer FSDP(...)",
+                       unit->name);
+    ZS_TRY(zs_engine_add(engine, unit));
+    zs_reduce_forget(unit);
+    zs_engine_forget(old, unit);
+    unit->engine = zs_engine_retain(engine);
+    zs_engine_release(old);
+    return ZS_OK;
+}
+
+zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n)
+{
+    if (n != engine->n) return ZS_FAIL(ZS_ERR_VALUE, "the order names %zu units of %zu", n, engine->n);
+    for (size_t i = 0; i < n; i++) {
+        if (units[i]->engine != engine) return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' is not of this engine", units[i]->name);
+    }
+    memcpy(engine->units, units, n * sizeof *units);
+    return ZS_OK;
+}
+
+zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n)
+{
+    free_buffers(engine);
+    engine->buffers = tensors;
+    engine->n_buffers = n;
+    return ZS_OK;
+}
+
+/* --- sessions ------------------------------------------------------------------------------------------------------------- */
+
+static zs_status broadcast_buffers(zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n_buffers; i++) {
+        if (!zs_tensor_alive(engine->buffers[i])) continue;
+        zs_tensor_info info;
+        void *data = NULL;
+        ZS_TRY(zs_tensor_describe(engine->buffers[i], &info));
+        if (info.numel == 0) continue;
+        if (!info.contiguous) return ZS_FAIL(ZS_ERR_UNSUPPORTED, "forward_sync_buffers needs contiguous buffers");
+        ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
+        ZS_TRY(engine->comm->ops->broadcast(engine->comm, data, (size_t)info.numel * info.itemsize, 0));
+    }
+    return ZS_OK;
+}
+
+static zs_status reshard_all(zs_engine *engine)
+{
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < engine->n; i++) {
+        zs_status one = zs_unit_reshard(engine->units[i], ZS_SHARDED);
+        if (status == ZS_OK) status = one;
+    }
+    return status;
+}
+
+static zs_status close_backward(zs_engine *engine);
+
+/* A backward that raised never reached its end: the peers still wait for this rank's gradients. Tell them that they will
+ * not come, finish the rounds, and be as after any backward. */
+static zs_status recover(zs_engine *engine)
+{
+    engine->gave_up = true;
+    for (size_t i = 0; i < engine->n; i++) zs_reduce_discard(engine->units[i]);
+    zs_status status = close_backward(engine);
+    engine->gave_up = false;
+    return status;
+}
+
+/* Are there shards that peers read? Replicated units need no meeting in forward. */
+static bool has_shards(const zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n; i++)
+        if (!engine->units[i]->replicated && engine->units[i]->n_params > 0) return true;
+    return false;
+}
+
+static zs_status begin_reading(zs_engine *engine, zs_phase phase)
+{
+    if (!has_shards(engine)) return ZS_OK;
+    ZS_TRY(engine->comm->ops->read_begin(engine->comm, engine->reader, phase));
+    engine->reading = true;
+    return ZS_OK;
+}
+
+static zs_status end_reading(zs_engine *engine, zs_phase phase)
+{
+    if (!engine->reading) return ZS_OK;
+    engine->reading = false;
+    return engine->comm->ops->read_end(engine->comm, engine->reader, phase);
+}
+
+static zs_status begin_session(zs_engine *engine)
+{
+    if (engine->phase == BACKWARD) ZS_TRY(recover(engine));
+    engine->phase = FORWARD;
+    ZS_TRY(reshard_all(engine)); /* left by a forward whose backward never came */
+    for (size_t i = 0; i < engine->n; i++) ZS_TRY(zs_unit_write_back(engine->units[i]));
+    ZS_TRY(broadcast_buffers(engine));
+    return begin_reading(engine, ZS_PHASE_FORWARD);
+}
+
+static zs_status end_session(zs_engine *engine)
+{
+    engine->phase = IDLE;
+    return end_reading(engine, ZS_PHASE_FORWARD);
+}
+
+zs_status zs_engine_open(zs_engine *engine)
+{
+    if (engine->phase == BACKWARD && zs_in_backward())
+        return ZS_FAIL(ZS_ERR_STATE, "whole parameters cannot be read during a backward");
+    return engine->depth++ == 0 ? begin_session(engine) : ZS_OK;
+}
+
+zs_status zs_engine_close(zs_engine *engine)
+{
+    return --engine->depth == 0 ? end_session(engine) : ZS_OK;
+}
+
+/* --- forward ---------------------------------------------------------------------------------------------------------------- */
+
+static bool recomputing(const zs_engine *engine)
+{
+    return engine->phase == BACKWARD && zs_in_backward();
+}
+
+zs_status zs_engine_pre_forward(zs_unit *unit)
+{
+    zs_engine *engine = unit->engine;
+    if (recomputing(engine)) return zs_unit_unshard(unit);
+    unit->inside++;
+    ZS_TRY(zs_engine_open(engine));
+    return zs_unit_unshard(unit);
+}
+
+/* Whether a unit stays FULL from its forward to its backward. Mapped full buffers cost nothing to come back to; where a
+ * gather costs, the outermost unit is wanted again at once. */
+static bool stays_full(const zs_unit *unit, bool keep)
+{
+    if (!keep) return false;
+    if (unit->strategy == ZS_SHARD_GRAD_OP) return true;
+    return !unit->engine->comm->ops->mapped && unit->engine->depth == 1;
+}
+
+zs_status zs_engine_post_forward(zs_unit *unit, bool keep)
+{
+    zs_engine *engine = unit->engine;
+    if (unit->inside == 0) return ZS_OK; /* recomputed in backward: stays FULL until its gradients are there */
+    zs_status status = ZS_OK;
+    if (--unit->inside == 0 && !stays_full(unit, keep)) status = zs_unit_reshard(unit, ZS_SHARDED);
+    zs_status closed = zs_engine_close(engine);
+    return status != ZS_OK ? status : closed;
+}
+
+/* --- backward --------------------------------------------------------------------------------------------------------------- */
+
+static zs_status backward_end_hook(void *engine, int64_t unused);
+
+static void retain_engine(void *engine)
+{
+    zs_engine_retain(engine);
+}
+
+static zs_status begin_backward(zs_engine *engine)
+{
+    if (engine->phase == BACKWARD) return ZS_OK;
+    zs_hook hook = {backward_end_hook, retain_engine, zs_engine_release, engine, 0};
+    ZS_TRY(zs_hook_backward_end(&hook));
+    engine->phase = BACKWARD;
+    engine->next_post = 0;
+    return begin_reading(engine, ZS_PHASE_BACKWARD);
+}
+
+static zs_status before_backward_hook(void *pointer, int64_t unused)
+{
+    (void)unused;
+    zs_unit *unit = pointer;
+    ZS_TRY(begin_backward(unit->engine));
+    ZS_TRY(zs_unit_unshard(unit));
+    return zs_reduce_begin(unit, -1);
+}
+
+zs_hook zs_engine_backward_hook(zs_unit *unit)
+{
+    return (zs_hook){before_backward_hook, zs_unit_retain, zs_unit_release, unit, 0};
+}
+
+static zs_status post_unit(zs_unit *unit)
+{
+    unit->packed = false;
+    return unit->cunit != NULL ? zs_reduce_post(unit, unit->engine->gave_up) : ZS_OK;
+}
+
+/* The i-th unit to post where all ranks must agree on an order: children before parents, last modules first. */
+static zs_unit *in_post_order(const zs_engine *engine, size_t i)
+{
+    return engine->units[engine->n - 1 - i];
+}
+
+static zs_status post_when_due(zs_unit *unit)
+{
+    zs_engine *engine = unit->engine;
+    if (engine->comm->ops->mapped) return post_unit(unit);
+    unit->packed = true;
+    while (engine->next_post < engine->n) {
+        zs_unit *next = in_post_order(engine, engine->next_post);
+        if (next->cunit != NULL && !next->packed) return ZS_OK;
+        ZS_TRY(post_unit(next));
+        engine->next_post++;
+    }
+    return ZS_OK;
+}
+
+static zs_status grad_ready_hook(void *pointer, int64_t i)
+{
+    zs_unit *unit = pointer;
+    if (!zs_unit_is_full(unit))
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "a gradient arrived for parameter '%s' while its unit '%s' is sharded: the parameter was used outside "
+                       "the unit's forward (a penalty over model.parameters(), a weight read by another module), or the "
+                       "forward's output was hidden in an object that zshard does not look into (return tensors, tuples, "
+                       "lists, dicts or dataclasses)",
+                       unit->params[i].name, unit->name);
+    ZS_TRY(begin_backward(unit->engine));
+    ZS_TRY(zs_reduce_begin(unit, i));
+    bool complete = false;
+    ZS_TRY(zs_reduce_pack(unit, i, &complete));
+    if (!complete) return ZS_OK;
+    ZS_TRY(zs_unit_reshard(unit, ZS_REDUCING));
+    return post_when_due(unit);
+}
+
+zs_status zs_unit_hook_param(zs_unit *unit, int64_t i)
+{
+    if (unit->params[i].grad == NULL) return ZS_OK;
+    zs_hook hook = {grad_ready_hook, zs_unit_retain, zs_unit_release, unit, i};
+    return zs_hook_grad_ready(unit->params[i].tensor, &hook);
+}
+
+static zs_status post_rest(zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n; i++) {
+        zs_unit *unit = in_post_order(engine, i);
+        if (unit->bucket != NULL || !unit->posted) ZS_TRY(post_unit(unit));
+    }
+    return ZS_OK;
+}
+
+/* What a failed pass leaves is put in order without the peers; they learn of it by their own waits. */
+static void forget_backward(zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n; i++) {
+        zs_reduce_discard(engine->units[i]);
+        (void)zs_reduce_end(engine->units[i]);
+    }
+    zs_reduce_forget_all(engine->buckets);
+}
+
+static zs_status close_backward(zs_engine *engine)
+{
+    zs_status status = post_rest(engine);
+    zs_status resharded = reshard_all(engine);
+    if (status == ZS_OK) status = zs_reduce_drain_all(engine->buckets);
+    if (status == ZS_OK) status = resharded;
+    engine->phase = IDLE;
+    if (status != ZS_OK) forget_backward(engine);
+    for (size_t i = 0; i < engine->n && status == ZS_OK; i++) status = zs_reduce_end(engine->units[i]);
+    zs_status ended = end_reading(engine, ZS_PHASE_BACKWARD);
+    if (status == ZS_OK) status = ended;
+    if (status == ZS_OK) status = zs_bucket_pool_settle(engine->buckets);
+    return status;
+}
+
+static zs_status backward_end_hook(void *pointer, int64_t unused)
+{
+    (void)unused;
+    return close_backward(pointer);
+}
+
+/* --- facts ------------------------------------------------------------------------------------------------------------------ */
+
+zs_engine_bytes zs_engine_memory(const zs_engine *engine)
+{
+    zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->arena), .buckets = zs_bucket_pool_bytes(engine->buckets)};
+    for (size_t i = 0; i < engine->n; i++) {
+        bytes.shards += zs_unit_shard_bytes(engine->units[i]);
+        bytes.grads += zs_unit_grad_bytes(engine->units[i]);
+    }
+    return bytes;
+}

@@ -1,0 +1,68 @@
+/* schedule.h - the engine of one model: what its hooks do, in which order, and when a pass begins and ends.
+ *
+ * The one idea: a forward session opens when the outermost unit's module is called and closes when it returns; a backward
+ * session opens with the first hook that autograd runs and closes in a callback at the end of that backward. Between
+ * sessions nobody reads this rank's shards, so optimizers and users may write them. Nothing here runs Python, and nothing
+ * in backward needs the GIL.
+ */
+#ifndef ZS_SCHEDULE_H
+#define ZS_SCHEDULE_H
+
+#include "arena.h"
+#include "comm.h"
+#include "reduce.h"
+#include "unit.h"
+
+/* New engine over `comm` (takes a reference). `name` is for messages. All ranks make the same ones in the same order. */
+zs_status zs_engine_new(zs_comm *comm, const char *name, zs_engine **out);
+
+/* Adds a reference; returns `engine`. */
+zs_engine *zs_engine_retain(zs_engine *engine);
+
+/* Gives one back; NULL allowed. Units hold their engine, the engine does not hold its units. */
+void zs_engine_release(void *engine);
+
+/* Borrowed parts. */
+zs_comm *zs_engine_comm(const zs_engine *engine);
+zs_arena *zs_engine_arena(const zs_engine *engine);
+zs_bucket_pool *zs_engine_buckets(const zs_engine *engine);
+
+/* Registers a unit / takes it off the list when it dies. */
+zs_status zs_engine_add(zs_engine *engine, zs_unit *unit);
+void zs_engine_forget(zs_engine *engine, zs_unit *unit);
+
+/* Takes a unit over from the engine it has, as an outer FSDP() does with inner ones. Not during a pass. */
+zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit);
+
+/* Sets the order of units: parents before children, as modules appear. Gradients leave in the reverse order where a
+ * transport needs one order on all ranks. `units` are this engine's, each once. */
+zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n);
+
+/* Has these tensors (buffers; weak handles, taken over) copied from rank 0 at each forward session. */
+zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n);
+
+/* Before / after the forward of a unit's module. `keep`: gradients will be wanted (autograd records and an output has
+ * history). post is to be called even if the forward raised. */
+zs_status zs_engine_pre_forward(zs_unit *unit);
+zs_status zs_engine_post_forward(zs_unit *unit, bool keep);
+
+/* Opens / closes a session by hand, for reading whole parameters outside of forward. Same meetings as a forward. */
+zs_status zs_engine_open(zs_engine *engine);
+zs_status zs_engine_close(zs_engine *engine);
+
+/* The hook to put before the backward of a unit's outputs. */
+zs_hook zs_engine_backward_hook(zs_unit *unit);
+
+/* Sets the gradient hook on parameter `i`; cheap if it is there. */
+zs_status zs_unit_hook_param(zs_unit *unit, int64_t i);
+
+/* Did this rank abandon the backward that is being closed? */
+bool zs_engine_gave_up(const zs_engine *engine);
+
+/* Memory held now, in bytes. */
+typedef struct zs_engine_bytes {
+    size_t shards, grads, slots, buckets;
+} zs_engine_bytes;
+zs_engine_bytes zs_engine_memory(const zs_engine *engine);
+
+#endif

@@ -1,0 +1,208 @@
+/* shm.h - the shm transport inside: what lies in shared memory, and what one rank keeps about the others.
+ *
+ * The one idea: every rank owns three memory files and is the only writer of its own words in them; the others map them
+ * and look. So no state word ever needs a lock or a compare-and-swap.
+ *
+ *   control  a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per reader. All ranks
+ *            make the same records in the same order, so a record has the same offset in every rank's heap.
+ *   flats    the shards, one region after the other, at the same offsets on all ranks
+ *   buckets  full gradients, at offsets that the owner tells with each post
+ *
+ * All atomics are sequentially consistent: sleeping and waking (shm_wait.c) and entering and leaving (shm_reader.c) are
+ * both "write mine, then read yours", which anything weaker breaks. On x86 that costs one locked store per change.
+ */
+#ifndef ZS_SHM_H
+#define ZS_SHM_H
+
+#include <stdalign.h>
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#include "comm_local.h"
+#include "shm_file.h"
+
+enum {
+    ZS_SHM_LINE = 64,             /* cache line: words with different writers lie on different ones */
+    ZS_SHM_MAIL = 4096,           /* most bytes of one exchange */
+    ZS_SHM_STAGE = 1 << 20,       /* bytes of one piece of a broadcast: small enough to stay in the cache */
+    ZS_SHM_HEAP = 64 << 20,       /* room for records; costs memory only where used */
+    ZS_SHM_NAME = 96,             /* longest name kept of a unit or reader */
+    ZS_SHM_TEXT = 512,            /* longest reason of an abort */
+};
+
+/* What a rank does or waits for. The names say what the peers must have done for the wait to end. */
+typedef enum zs_shm_what {
+    ZS_SHM_JOINED,    /* nothing yet */
+    ZS_SHM_POSTED,    /* record: unit, number: round */
+    ZS_SHM_SHARED,    /* likewise */
+    ZS_SHM_RELEASED,  /* likewise */
+    ZS_SHM_EXCHANGED, /* number: exchange */
+    ZS_SHM_SENT,      /* number: piece of a broadcast, record: root */
+    ZS_SHM_TAKEN,     /* number: piece of a broadcast */
+    ZS_SHM_FORWARD,   /* record: reader: peers admit a forward */
+    ZS_SHM_BACKWARD,  /* record: reader: peers admit a backward */
+    ZS_SHM_LEFT_ALONE /* record: reader: no peer reads this rank's shards */
+} zs_shm_what;
+
+typedef struct zs_shm_act {
+    zs_shm_what what;
+    uint32_t record; /* offset in the heap, or the root's rank */
+    uint64_t number;
+} zs_shm_act;
+
+typedef struct zs_shm_mailbox {
+    uint64_t bytes; /* length given by the sender: must be the same on all ranks */
+    char data[ZS_SHM_MAIL];
+} zs_shm_mailbox;
+
+/* Start of each rank's control file. "own" = written by its owner only. */
+typedef struct zs_shm_control {
+    /* Sleeping. wake is the one word that others write: they raise it after a change if asleep is set. */
+    alignas(ZS_SHM_LINE) _Atomic uint32_t wake;
+    _Atomic uint32_t asleep; /* own */
+
+    /* What the owner does. wait_id is odd while it waits for the act below; it changes with every wait. */
+    alignas(ZS_SHM_LINE) _Atomic uint64_t wait_id;
+    _Atomic uint64_t act_what; /* zs_shm_what << 32 | record */
+    _Atomic uint64_t act_number;
+
+    /* Exchanges and broadcasts: counts of what the owner has done, and sizes for checking. */
+    alignas(ZS_SHM_LINE) _Atomic uint64_t exchanged;
+    _Atomic uint64_t sent, taken;
+    uint64_t sent_bytes[2]; /* bytes left of the broadcast when piece n was sent, by parity of n */
+
+    /* The end. stopped is set after the text is complete. */
+    alignas(ZS_SHM_LINE) _Atomic uint32_t left; /* closed in an orderly way */
+    _Atomic uint32_t stopped;                   /* the zs_status of an abort, 0: none */
+    char stop_text[ZS_SHM_TEXT];
+
+    alignas(4096) zs_shm_mailbox mail[2]; /* by parity of the exchange's number */
+    alignas(4096) char stage[2][ZS_SHM_STAGE];
+    alignas(4096) char heap[ZS_SHM_HEAP];
+} zs_shm_control;
+
+/* One round's post. Two of them, by parity of the round: nobody posts round k + 2 before all have released round k,
+ * since posting k + 1 needs the own release of k, and posting k + 2 follows collecting k + 1 from all. */
+typedef struct zs_shm_post {
+    uint64_t present;      /* 0: nothing but the bitmap was posted */
+    uint64_t index;        /* bucket's number in its owner's file */
+    uint64_t offset;       /* its place there, constant for one index */
+    uint64_t bytes;        /* its capacity, constant likewise */
+} zs_shm_post;
+
+/* Head of a unit's record; two bitmaps follow. */
+typedef struct zs_shm_unit_record {
+    char name[ZS_SHM_NAME];
+    uint64_t n_params, piece_bytes; /* compared with the peers' before the first collect */
+    alignas(ZS_SHM_LINE) _Atomic uint64_t posted;
+    _Atomic uint64_t shared, released; /* rounds, counted from 1 */
+    alignas(ZS_SHM_LINE) zs_shm_post post[2];
+    uint64_t bitmaps[];
+} zs_shm_unit_record;
+
+/* A reader's record: its whole state is one word, see shm_reader.c. */
+typedef struct zs_shm_reader_record {
+    char name[ZS_SHM_NAME];
+    alignas(ZS_SHM_LINE) _Atomic uint64_t word;
+} zs_shm_reader_record;
+
+/* A peer's bucket as mapped here. */
+typedef struct zs_shm_view {
+    char *ptr; /* NULL: not mapped yet */
+    size_t bytes;
+} zs_shm_view;
+
+/* What this rank keeps about one rank (itself too). */
+typedef struct zs_shm_peer {
+    zs_shm_control *control; /* NULL until connected */
+    pid_t pid;               /* as that rank knows itself; for messages */
+    int pidfd;               /* readable once it is dead; -1 for ourselves */
+    int buckets;             /* its file of buckets; -1 for ourselves */
+    zs_shm_view *views;      /* its buckets by index */
+    size_t n_views;
+    bool dead;               /* pidfd has said so */
+} zs_shm_peer;
+
+typedef struct zs_shm {
+    zs_comm base;
+    unsigned lifetime;           /* zs_shm_lifetime() at birth: differs in forked children */
+    int listener;                /* socket, -1 once connected */
+    int control_fd, pidfd;       /* own */
+    zs_shm_file *flats, *buckets; /* own */
+    int *flat_fds;               /* [world], the files of flats; flat_fds[rank] is borrowed from `flats` */
+    zs_shm_peer *peers;          /* [world] */
+    struct pollfd *polls;        /* [world], for pidfds */
+    zs_shm_control *own;         /* peers[rank].control */
+    size_t heap_used;            /* bytes of the heap that have records */
+    uint64_t exchanges, pieces;  /* counts of exchanges and of pieces of broadcasts */
+    int spins;                   /* looks before a wait goes to sleep */
+    bool connected, closed;
+} zs_shm;
+
+static inline zs_shm_unit_record *zs_shm_unit_at(const zs_shm *shm, int rank, uint32_t record)
+{
+    return (zs_shm_unit_record *)(void *)(shm->peers[rank].control->heap + record);
+}
+
+static inline zs_shm_reader_record *zs_shm_reader_at(const zs_shm *shm, int rank, uint32_t record)
+{
+    return (zs_shm_reader_record *)(void *)(shm->peers[rank].control->heap + record);
+}
+
+/* Have calls a meaning: not before connecting, nor after closing, nor in a forked child. */
+bool zs_shm_live(const zs_shm *shm);
+
+/* The same as a status: ZS_ERR_STATE, saying which; and a rank that has aborted stays out (its peers' waits have failed,
+ * so what it would still say can only mislead them). */
+zs_status zs_shm_usable(const zs_shm *shm);
+
+/* Makes a record of `bytes` in the own heap, which starts with `name`; all ranks make the same ones in the same order. */
+zs_status zs_shm_record(zs_shm *shm, size_t bytes, const char *name, uint32_t *record);
+
+/* --- shm_reader.c: readers' part of the table, as comm.h has it --------------------------------------------------- */
+
+/* reader_new. */
+zs_status zs_shm_reader_new(zs_comm *comm, const char *name, zs_reader **out);
+
+/* reader_free; NULL allowed. */
+void zs_shm_reader_free(zs_comm *comm, zs_reader *reader);
+
+/* read_begin. A forward that begins inside another pass means that the pass before has failed, and ends it. */
+zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase);
+
+/* read_end; ZS_ERR_STATE if no such pass has begun. */
+zs_status zs_shm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
+
+/* May a reader whose word is `mine` read the shards of an owner whose word is `owner`? */
+bool zs_shm_admits(uint64_t owner, uint64_t mine);
+
+/* Must an owner whose word is `mine` wait before it returns to user code, because of a peer whose word is `peer`? */
+bool zs_shm_holds_up(uint64_t peer, uint64_t mine);
+
+/* --- shm_round.c: units' part of the table, as comm.h has it ------------------------------------------------------------- */
+
+/* cunit_new. */
+zs_status zs_shm_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);
+
+/* cunit_free; NULL allowed. Its record stays: peers may still look at it. */
+void zs_shm_cunit_free(zs_comm *comm, zs_cunit *cunit);
+
+/* post. Never waits. */
+zs_status zs_shm_post_round(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
+
+/* collect. */
+zs_status zs_shm_collect(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready, zs_sources *out);
+
+/* share. */
+zs_status zs_shm_share(zs_comm *comm, zs_cunit *cunit);
+
+/* collect_shared. */
+zs_status zs_shm_collect_shared(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready, zs_sources *out);
+
+/* release. */
+zs_status zs_shm_release(zs_comm *comm, zs_cunit *cunit);
+
+/* reusable. */
+zs_status zs_shm_reusable(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready);
+
+#endif

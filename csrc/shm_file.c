@@ -1,0 +1,276 @@
+/* shm_file.c - see shm_file.h. */
+#define _GNU_SOURCE 1 /* memfd_create, fallocate, F_SEAL_SHRINK */
+#include "shm_file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum { HUGE_PAGE = 2 << 20 };
+
+typedef struct bucket_slot {
+    uint64_t offset, bytes;
+    bool busy;
+} bucket_slot;
+
+struct zs_shm_file {
+    int fd;
+    unsigned lifetime;     /* of the process that made it: a forked child must not punch holes */
+    _Atomic long refs;     /* the maker's and one per region */
+    pthread_mutex_t lock;  /* over what follows: regions may be freed on any thread */
+    uint64_t end;          /* bytes given out so far */
+    bucket_slot *slots;    /* regions of map_bucket, by index */
+    size_t n_slots, room;
+};
+
+/* What a region's zs_mem needs to give it back. */
+typedef struct region_owner {
+    zs_shm_file *file;
+    uint64_t offset, bytes; /* of this rank's own region */
+    int64_t slot;           /* index among the buckets, -1: a flat */
+} region_owner;
+
+static _Atomic unsigned lifetime;
+
+static void count_fork(void)
+{
+    atomic_fetch_add(&lifetime, 1);
+}
+
+static void watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, count_fork);
+}
+
+unsigned zs_shm_lifetime(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+    return atomic_load(&lifetime);
+}
+
+/* --- files ---------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_shm_memfd(const char *name, size_t bytes, int *fd)
+{
+    int file = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (file < 0) return ZS_FAIL_ERRNO("memfd_create");
+    if (ftruncate(file, (off_t)bytes) != 0 || fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
+        zs_status status = ZS_FAIL_ERRNO("sizing a memory file");
+        close(file);
+        return status;
+    }
+    *fd = file;
+    return ZS_OK;
+}
+
+zs_status zs_shm_file_new(const char *name, zs_shm_file **out)
+{
+    zs_shm_file *file = calloc(1, sizeof *file);
+    if (file == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a memory file's descriptor");
+    zs_status status = zs_shm_memfd(name, 0, &file->fd);
+    if (status != ZS_OK) {
+        free(file);
+        return status;
+    }
+    file->lifetime = zs_shm_lifetime();
+    atomic_init(&file->refs, 1);
+    pthread_mutex_init(&file->lock, NULL);
+    *out = file;
+    return ZS_OK;
+}
+
+void zs_shm_file_release(zs_shm_file *file)
+{
+    if (file == NULL || atomic_fetch_sub(&file->refs, 1) != 1) return;
+    close(file->fd);
+    pthread_mutex_destroy(&file->lock);
+    free(file->slots);
+    free(file);
+}
+
+int zs_shm_file_fd(const zs_shm_file *file)
+{
+    return file->fd;
+}
+
+/* Larger regions start where a huge page may. */
+static size_t region_align(size_t bytes)
+{
+    return bytes % HUGE_PAGE == 0 ? HUGE_PAGE : ZS_SHM_PAGE;
+}
+
+/* Appends `bytes` to the file. The caller holds the lock. */
+static zs_status grow(zs_shm_file *file, size_t bytes, uint64_t *offset)
+{
+    uint64_t start = zs_round_up(file->end, region_align(bytes));
+    if (ftruncate(file->fd, (off_t)(start + bytes)) != 0) return ZS_FAIL_ERRNO("growing a memory file");
+    file->end = start + bytes;
+    *offset = start;
+    return ZS_OK;
+}
+
+/* --- regions ---------------------------------------------------------------------------------------------------------- */
+
+/* The last reference to a region is gone: the mapping goes, and the pages unless we are somebody's forked child. */
+static void free_region(zs_mem *mem)
+{
+    region_owner *owner = mem->owner;
+    zs_shm_file *file = owner->file;
+    munmap(mem->ptr, mem->bytes);
+    if (file->lifetime == zs_shm_lifetime()) {
+        fallocate(file->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)owner->offset, (off_t)owner->bytes);
+        if (owner->slot >= 0) {
+            pthread_mutex_lock(&file->lock);
+            file->slots[owner->slot].busy = false;
+            pthread_mutex_unlock(&file->lock);
+        }
+    }
+    zs_shm_file_release(file);
+    free(owner);
+}
+
+/* Wraps a mapping as a zs_mem that owns the region; unmaps it on failure. */
+static zs_status wrap_region(void *ptr, size_t mapped, region_owner made, zs_mem **out)
+{
+    region_owner *owner = malloc(sizeof *owner);
+    zs_status status = ZS_ERR_MEMORY;
+    if (owner != NULL) {
+        *owner = made;
+        status = zs_mem_wrap(ptr, mapped, free_region, owner, out);
+    }
+    if (status != ZS_OK) {
+        free(owner);
+        munmap(ptr, mapped);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a region's descriptor");
+    }
+    atomic_fetch_add(&made.file->refs, 1);
+    return ZS_OK;
+}
+
+/* Address space for `bytes`, aligned to `align`, that nothing else will be given. */
+static zs_status reserve(size_t bytes, size_t align, char **out)
+{
+    size_t slack = align > ZS_SHM_PAGE ? align : 0;
+    char *start =
+        mmap(NULL, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED)
+        return ZS_FAIL(ZS_ERR_MEMORY, "cannot reserve %zu bytes of address space: %s", bytes + slack, strerror(errno));
+    size_t front = slack == 0 ? 0 : (align - (uintptr_t)start % align) % align;
+    if (front > 0) munmap(start, front);
+    if (slack > front) munmap(start + front + bytes, slack - front);
+    *out = start + front;
+    return ZS_OK;
+}
+
+/* Maps every rank's region at `offset` into the reserved range, in rank order. */
+static zs_status map_side_by_side(const int *fds, int own_fd, int world, size_t shard_bytes, uint64_t offset,
+                                  char *base)
+{
+    for (int r = 0; r < world; r++) {
+        char *place = base + (size_t)r * shard_bytes;
+        /* Peers' parts are writable too: what user code writes into a gathered parameter must reach its owner, as it
+         * would reach the copy of a gathering transport, and must not be a SIGSEGV. */
+        void *got = mmap(place, shard_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fds[r],
+                         (off_t)offset);
+        if (got == MAP_FAILED)
+            return ZS_FAIL(ZS_ERR_MEMORY,
+                           "cannot map %zu bytes of rank %d's memory: %s (many units times many ranks may need a "
+                           "larger vm.max_map_count)",
+                           shard_bytes, r, strerror(errno));
+        if (shard_bytes % HUGE_PAGE == 0) madvise(place, shard_bytes, MADV_HUGEPAGE); /* advice, may fail */
+        if (fds[r] != own_fd) madvise(place, shard_bytes, MADV_DONTDUMP); /* a core dump holds the own shard */
+    }
+    return ZS_OK;
+}
+
+zs_status zs_shm_map_flat(zs_shm_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out)
+{
+    if (shard_bytes == 0 || shard_bytes % ZS_SHM_PAGE != 0)
+        return ZS_FAIL(ZS_ERR_VALUE, "a shard of %zu bytes is no multiple of %d", shard_bytes, (int)ZS_SHM_PAGE);
+    uint64_t offset = 0;
+    pthread_mutex_lock(&file->lock);
+    zs_status status = grow(file, shard_bytes, &offset);
+    pthread_mutex_unlock(&file->lock);
+    if (status != ZS_OK) return status;
+
+    size_t bytes = shard_bytes * (size_t)world;
+    char *base = NULL;
+    ZS_TRY(reserve(bytes, region_align(shard_bytes), &base));
+    status = map_side_by_side(fds, file->fd, world, shard_bytes, offset, base);
+    if (status != ZS_OK) {
+        munmap(base, bytes);
+        return status;
+    }
+    return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, -1}, out);
+}
+
+/* The smallest free slot that holds `bytes`, -1 if there is none. */
+static int64_t find_slot(const zs_shm_file *file, uint64_t bytes)
+{
+    int64_t best = -1;
+    for (size_t i = 0; i < file->n_slots; i++) {
+        const bucket_slot *slot = &file->slots[i];
+        if (slot->busy || slot->bytes < bytes) continue;
+        if (best < 0 || slot->bytes < file->slots[best].bytes) best = (int64_t)i;
+    }
+    return best;
+}
+
+/* A new slot at the end of the file. */
+static zs_status add_slot(zs_shm_file *file, size_t bytes, int64_t *index)
+{
+    if (file->n_slots == file->room) {
+        size_t room = file->room == 0 ? 16 : 2 * file->room;
+        bucket_slot *slots = realloc(file->slots, room * sizeof *slots);
+        if (slots == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the list of buckets");
+        file->slots = slots;
+        file->room = room;
+    }
+    bucket_slot *slot = &file->slots[file->n_slots];
+    *slot = (bucket_slot){.bytes = bytes};
+    ZS_TRY(grow(file, bytes, &slot->offset));
+    *index = (int64_t)file->n_slots++;
+    return ZS_OK;
+}
+
+zs_status zs_shm_map_bucket(zs_shm_file *file, size_t bytes, zs_shm_region *region, zs_mem **out)
+{
+    size_t need = zs_round_up(bytes ? bytes : 1, bytes >= HUGE_PAGE ? HUGE_PAGE : ZS_SHM_PAGE);
+    pthread_mutex_lock(&file->lock);
+    int64_t index = find_slot(file, need);
+    zs_status status = index >= 0 ? ZS_OK : add_slot(file, need, &index);
+    if (status == ZS_OK) file->slots[index].busy = true;
+    pthread_mutex_unlock(&file->lock);
+    if (status != ZS_OK) return status;
+
+    *region = zs_shm_file_region(file, (uint64_t)index);
+    void *ptr = mmap(NULL, region->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file->fd,
+                     (off_t)region->offset);
+    if (ptr == MAP_FAILED) {
+        status = ZS_FAIL(ZS_ERR_MEMORY, "cannot map a bucket of %zu bytes: %s", bytes, strerror(errno));
+    } else {
+        if (region->bytes % HUGE_PAGE == 0) madvise(ptr, region->bytes, MADV_HUGEPAGE); /* advice, may fail */
+        region_owner owner = {file, region->offset, region->bytes, index};
+        status = wrap_region(ptr, region->bytes, owner, out);
+    }
+    if (status != ZS_OK) {
+        pthread_mutex_lock(&file->lock);
+        file->slots[index].busy = false;
+        pthread_mutex_unlock(&file->lock);
+    }
+    return status;
+}
+
+zs_shm_region zs_shm_file_region(zs_shm_file *file, uint64_t index)
+{
+    pthread_mutex_lock(&file->lock);
+    zs_shm_region region = {index, file->slots[index].offset, file->slots[index].bytes};
+    pthread_mutex_unlock(&file->lock);
+    return region;
+}

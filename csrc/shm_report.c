@@ -1,0 +1,115 @@
+/* shm_report.c - the words in which the shm transport says what it waits for, and why it gives up waiting.
+ *
+ * The one idea: every act has one noun phrase that fits behind "rank 1's": it serves for the peer that is missed, for what
+ * a peer waits for itself, and for what it did last.
+ */
+#include "shm_wait.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { PHRASE = 192, SENTENCE = 320 };
+
+zs_shm_act zs_shm_act_of(const zs_shm *shm, int r, uint64_t *wait_id)
+{
+    const zs_shm_control *control = shm->peers[r].control;
+    *wait_id = atomic_load(&control->wait_id);
+    uint64_t what = atomic_load(&control->act_what);
+    return (zs_shm_act){(zs_shm_what)(what >> 32), (uint32_t)what, atomic_load(&control->act_number)};
+}
+
+void zs_shm_describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size)
+{
+    const char *name = shm->peers[who].control->heap + act.record; /* a record starts with its name */
+    unsigned long long number = act.number;
+    switch (act.what) {
+    case ZS_SHM_JOINED: snprintf(text, size, "joining"); return;
+    case ZS_SHM_POSTED: snprintf(text, size, "gradients of unit '%s' (round %llu)", name, number); return;
+    case ZS_SHM_SHARED: snprintf(text, size, "sum of unit '%s' (round %llu)", name, number); return;
+    case ZS_SHM_RELEASED: snprintf(text, size, "reading of unit '%s' (round %llu)", name, number); return;
+    case ZS_SHM_EXCHANGED: snprintf(text, size, "part in exchange %llu", number); return;
+    case ZS_SHM_SENT: snprintf(text, size, "sending of broadcast piece %llu", number); return;
+    case ZS_SHM_TAKEN: snprintf(text, size, "taking of broadcast piece %llu", number); return;
+    case ZS_SHM_FORWARD: snprintf(text, size, "forward of '%s' (number %llu since the step)", name, number); return;
+    case ZS_SHM_BACKWARD: snprintf(text, size, "backward of '%s'", name); return;
+    case ZS_SHM_LEFT_ALONE: snprintf(text, size, "end of its pass through '%s'", name); return;
+    }
+    snprintf(text, size, "unknown act");
+}
+
+void zs_shm_describe_rank(const zs_shm *shm, int r, char *text, size_t size)
+{
+    char phrase[PHRASE];
+    uint64_t wait_id = 0;
+    zs_shm_act act = zs_shm_act_of(shm, r, &wait_id);
+    zs_shm_describe(shm, r, act, phrase, sizeof phrase);
+    int pid = (int)shm->peers[r].pid;
+    int missing = wait_id % 2 == 1 ? zs_shm_missing(shm, r, act) : -1;
+    if (missing >= 0)
+        snprintf(text, size, "rank %d (pid %d) waits for rank %d's %s", r, pid, missing, phrase);
+    else
+        snprintf(text, size, "rank %d (pid %d) has done nothing here since its %s", r, pid, phrase);
+}
+
+zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int missing)
+{
+    char phrase[PHRASE], owner[32] = "its";
+    zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
+    if (dead != missing) snprintf(owner, sizeof owner, "rank %d's", missing);
+    return ZS_FAIL(ZS_ERR_PEER, "rank %d (pid %d) died while rank %d waited for %s %s", dead,
+                   (int)shm->peers[dead].pid, shm->base.rank, owner, phrase);
+}
+
+zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left)
+{
+    char phrase[PHRASE];
+    zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
+    return ZS_FAIL(ZS_ERR_PEER,
+                   "rank %d (pid %d) has left (its program ended or closed zshard) while rank %d waited for its %s",
+                   left, (int)shm->peers[left].pid, shm->base.rank, phrase);
+}
+
+/* Appends what the ranks missing for `act` are doing, as far as there is room. */
+static void append_missing(const zs_shm *shm, zs_shm_act act, char *text, size_t size)
+{
+    size_t length = strlen(text);
+    for (int r = 0; r < shm->base.world && length + 2 < size; r++) {
+        if (r == shm->base.rank || !zs_shm_is_missing(shm, r, act)) continue;
+        length += (size_t)snprintf(text + length, size - length, "; ");
+        if (length < size) zs_shm_describe_rank(shm, r, text + length, size - length);
+        length = strlen(text);
+    }
+}
+
+zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, double waited)
+{
+    char phrase[PHRASE], others[2 * SENTENCE] = "";
+    zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
+    append_missing(shm, act, others, sizeof others);
+    return ZS_FAIL(ZS_ERR_TIMEOUT, "rank %d waited %.1f s for rank %d's %s%s", shm->base.rank, waited,
+                   zs_shm_missing(shm, shm->base.rank, act), phrase, others);
+}
+
+zs_status zs_shm_fail_circle(const zs_shm *shm)
+{
+    char text[2 * SENTENCE] = "";
+    size_t length = 0;
+    for (int r = 0; r < shm->base.world && length + 3 < sizeof text; r++) {
+        zs_shm_describe_rank(shm, r, text + length, sizeof text - length);
+        length = strlen(text);
+        if (r + 1 < shm->base.world) length += (size_t)snprintf(text + length, sizeof text - length, "; ");
+    }
+    return ZS_FAIL(ZS_ERR_DIVERGED,
+                   "the ranks did different things and now wait for each other: %s. All ranks must run the same "
+                   "backwards and collective calls",
+                   text);
+}
+
+void zs_shm_print_stall(const zs_shm *shm, zs_shm_act act, double waited)
+{
+    char phrase[PHRASE], others[2 * SENTENCE] = "";
+    zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
+    append_missing(shm, act, others, sizeof others);
+    fprintf(stderr, "zshard: rank %d has been waiting for the %s for %.0f s%s\n", shm->base.rank, phrase, waited,
+            others);
+}

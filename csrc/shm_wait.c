@@ -1,0 +1,240 @@
+/* shm_wait.c - see shm_wait.h.
+ *
+ * Sleeping without lost wake-ups: the sleeper sets `asleep`, reads `wake`, looks once more, and sleeps only if `wake` is
+ * still what it read. The waker changes its word, then looks at `asleep`, then raises `wake`. All sequentially
+ * consistent: if the waker does not see `asleep`, its change came before, and the sleeper's last look finds it.
+ *
+ * Proof of a circle: while a rank waits, none of its words changes. If all ranks are found in a wait with somebody
+ * missing, and afterwards all are found in the very same wait (wait_id), then they all stood still in between, what was
+ * seen was one moment, and no rank can ever go on.
+ */
+#define _GNU_SOURCE 1 /* syscall */
+#include "shm_wait.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+static const double slice = 0.1;          /* longest sleep, seconds: dead peers are noticed after that */
+static const double check_every = 0.05;   /* between two looks at the peers' lives */
+static const double circle_after = 0.5;   /* a circle is rare and its proof costs W^2 reads */
+static const double grace = 1.0;          /* for others to finish when a rank died that was not missed */
+static const double stall_after = 10.0;   /* then the user is told, once */
+
+/* One wait that has gone to sleep. */
+typedef struct sleep_state {
+    double start, checked, died;
+    bool told;
+} sleep_state;
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static inline void pause_cpu(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* --- futex ---------------------------------------------------------------------------------------------------------- */
+
+static void futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds)
+{
+    struct timespec t = {.tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0); /* every outcome means: look again */
+}
+
+void zs_shm_wake(zs_shm *shm)
+{
+    for (int r = 0; r < shm->base.world; r++) {
+        zs_shm_control *peer = shm->peers[r].control;
+        if (r == shm->base.rank || atomic_load(&peer->asleep) == 0) continue;
+        atomic_fetch_add(&peer->wake, 1);
+        syscall(SYS_futex, &peer->wake, FUTEX_WAKE, 1, NULL, NULL, 0);
+    }
+}
+
+void zs_shm_set(zs_shm *shm, _Atomic uint64_t *word, uint64_t value)
+{
+    atomic_store(word, value);
+    zs_shm_wake(shm);
+}
+
+void zs_shm_note(zs_shm *shm, zs_shm_act act)
+{
+    zs_shm_control *own = shm->own;
+    atomic_store_explicit(&own->act_what, (uint64_t)act.what << 32 | act.record, memory_order_relaxed);
+    atomic_store_explicit(&own->act_number, act.number, memory_order_relaxed);
+}
+
+/* --- what is missing ---------------------------------------------------------------------------------------------------- */
+
+/* Has rank `r` done what rank `who` needs for `act`? */
+static bool done(const zs_shm *shm, int who, int r, zs_shm_act act)
+{
+    const zs_shm_control *peer = shm->peers[r].control;
+    switch (act.what) {
+    case ZS_SHM_JOINED: return true;
+    case ZS_SHM_POSTED: return atomic_load(&zs_shm_unit_at(shm, r, act.record)->posted) >= act.number;
+    case ZS_SHM_SHARED: return atomic_load(&zs_shm_unit_at(shm, r, act.record)->shared) >= act.number;
+    case ZS_SHM_RELEASED: return atomic_load(&zs_shm_unit_at(shm, r, act.record)->released) >= act.number;
+    case ZS_SHM_EXCHANGED: return atomic_load(&peer->exchanged) >= act.number;
+    case ZS_SHM_SENT: return r != (int)act.record || atomic_load(&peer->sent) >= act.number;
+    case ZS_SHM_TAKEN: return atomic_load(&peer->taken) >= act.number;
+    case ZS_SHM_FORWARD:
+    case ZS_SHM_BACKWARD:
+        return zs_shm_admits(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
+                             atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
+    case ZS_SHM_LEFT_ALONE:
+        return !zs_shm_holds_up(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
+                                atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
+    }
+    return true;
+}
+
+int zs_shm_missing(const zs_shm *shm, int who, zs_shm_act act)
+{
+    for (int r = 0; r < shm->base.world; r++)
+        if (r != who && !done(shm, who, r, act)) return r;
+    return -1;
+}
+
+bool zs_shm_is_missing(const zs_shm *shm, int r, zs_shm_act act)
+{
+    return !done(shm, shm->base.rank, r, act);
+}
+
+/* --- trouble ------------------------------------------------------------------------------------------------------------ */
+
+zs_status zs_shm_check_stop(const zs_shm *shm)
+{
+    for (int r = 0; r < shm->base.world; r++) {
+        const zs_shm_control *peer = shm->peers[r].control;
+        uint32_t status = atomic_load(&peer->stopped);
+        if (status == 0) continue;
+        return ZS_FAIL(status <= ZS_ERR_TORCH ? (zs_status)status : ZS_ERR_PEER, "rank %d (pid %d) gave up: %.*s", r,
+                       (int)shm->peers[r].pid, ZS_SHM_TEXT, peer->stop_text);
+    }
+    return ZS_OK;
+}
+
+void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason)
+{
+    zs_shm_control *own = shm->own;
+    if (atomic_load(&own->stopped) != 0) return;
+    snprintf(own->stop_text, sizeof own->stop_text, "%s", reason);
+    atomic_store(&own->stopped, (uint32_t)status);
+    zs_shm_wake(shm);
+}
+
+/* Asks the system which peers have died since. */
+static void look_at_lives(zs_shm *shm)
+{
+    for (int r = 0; r < shm->base.world; r++) /* a negative descriptor is skipped by poll */
+        shm->polls[r] = (struct pollfd){.fd = shm->peers[r].dead ? -1 : shm->peers[r].pidfd, .events = POLLIN};
+    if (poll(shm->polls, (nfds_t)shm->base.world, 0) <= 0) return;
+    for (int r = 0; r < shm->base.world; r++)
+        if (shm->polls[r].revents & POLLIN) shm->peers[r].dead = true;
+}
+
+/* Fails if the wait can no longer succeed because a peer is gone. */
+static zs_status check_lives(zs_shm *shm, zs_shm_act act, sleep_state *state, double time)
+{
+    look_at_lives(shm);
+    int missing = zs_shm_missing(shm, shm->base.rank, act); /* after the look: a peer may have served us, then gone */
+    if (missing < 0) return ZS_OK;
+    for (int r = 0; r < shm->base.world; r++) {
+        if (r == shm->base.rank) continue;
+        bool left = atomic_load(&shm->peers[r].control->left) != 0;
+        bool needed = zs_shm_is_missing(shm, r, act);
+        if (left && needed) return zs_shm_fail_left(shm, act, r);
+        if (!shm->peers[r].dead || left) continue;
+        if (needed) return zs_shm_fail_dead(shm, act, r, r);
+        if (state->died == 0) state->died = time;
+        if (time - state->died > grace) return zs_shm_fail_dead(shm, act, r, missing);
+    }
+    return ZS_OK;
+}
+
+/* Are all ranks waiting for each other? If so all are told, since the first to fail breaks the circle. */
+static zs_status check_circle(zs_shm *shm)
+{
+    int world = shm->base.world;
+    uint64_t *ids = malloc((size_t)world * sizeof *ids);
+    if (ids == NULL) return ZS_OK; /* then the deadline decides */
+    bool circle = true;
+    for (int r = 0; r < world && circle; r++) {
+        zs_shm_act act = zs_shm_act_of(shm, r, &ids[r]);
+        circle = ids[r] % 2 == 1 && zs_shm_missing(shm, r, act) >= 0;
+    }
+    for (int r = 0; r < world && circle; r++) circle = atomic_load(&shm->peers[r].control->wait_id) == ids[r];
+    free(ids);
+    if (!circle) return ZS_OK;
+    zs_status status = zs_shm_fail_circle(shm);
+    zs_shm_stop(shm, status, zs_last_message());
+    return status;
+}
+
+/* Everything that can end a wait but success. */
+static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
+{
+    ZS_TRY(zs_shm_check_stop(shm));
+    double time = now(), waited = time - state->start;
+    if (time - state->checked < check_every) return ZS_OK;
+    state->checked = time;
+    ZS_TRY(check_lives(shm, act, state, time));
+    if (waited >= circle_after) ZS_TRY(check_circle(shm));
+    if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
+    if (waited >= shm->base.timeout && zs_shm_missing(shm, shm->base.rank, act) >= 0)
+        return zs_shm_fail_timeout(shm, act, waited);
+    if (waited >= stall_after && !state->told) {
+        zs_shm_print_stall(shm, act, waited);
+        state->told = true;
+    }
+    return ZS_OK;
+}
+
+/* --- the wait --------------------------------------------------------------------------------------------------------- */
+
+static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act)
+{
+    zs_shm_control *own = shm->own;
+    sleep_state state = {.start = now()};
+    state.checked = state.start;
+    for (;;) {
+        uint32_t seen = atomic_load(&own->wake);
+        if (zs_shm_missing(shm, shm->base.rank, act) < 0) return ZS_OK;
+        ZS_TRY(check_trouble(shm, act, &state));
+        double left = state.start + shm->base.timeout - now();
+        futex_wait(&own->wake, seen, left < slice ? (left > 0.001 ? left : 0.001) : slice);
+    }
+}
+
+zs_status zs_shm_wait(zs_shm *shm, zs_shm_act act)
+{
+    for (int i = 0; i <= shm->spins; i++) {
+        if (zs_shm_missing(shm, shm->base.rank, act) < 0) return ZS_OK;
+        pause_cpu();
+    }
+    zs_shm_control *own = shm->own;
+    zs_shm_note(shm, act);
+    atomic_fetch_add(&own->wait_id, 1); /* odd: from here on the act above is a wait */
+    atomic_store(&own->asleep, 1);
+    zs_status status = sleep_until_done(shm, act);
+    atomic_store(&own->asleep, 0);
+    atomic_fetch_add(&own->wait_id, 1);
+    return status;
+}

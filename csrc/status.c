@@ -1,0 +1,70 @@
+/* status.c - the thread-local failure record behind status.h. First failure wins. */
+#include "status.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+typedef struct error_record {
+    zs_status status;
+    int native_errno;
+    char place[96];
+    char message[1024];
+} error_record;
+
+static _Thread_local error_record record;
+
+static void set_place(const char *file, int line)
+{
+    const char *base = strrchr(file, '/');
+    snprintf(record.place, sizeof record.place, "%s:%d", base ? base + 1 : file, line);
+}
+
+zs_status zs_fail_at(const char *file, int line, zs_status status, const char *fmt, ...)
+{
+    if (record.status != ZS_OK) return status;
+    record.status = status;
+    record.native_errno = 0;
+    set_place(file, line);
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(record.message, sizeof record.message, fmt, args);
+    va_end(args);
+    return status;
+}
+
+zs_status zs_fail_errno_at(const char *file, int line, int err, const char *what)
+{
+    if (record.status != ZS_OK) return ZS_ERR_SYSTEM;
+    record.status = ZS_ERR_SYSTEM;
+    record.native_errno = err;
+    set_place(file, line);
+    snprintf(record.message, sizeof record.message, "%s: %s", what, strerror(err));
+    return ZS_ERR_SYSTEM;
+}
+
+const char *zs_last_message(void)
+{
+    return record.status == ZS_OK ? "" : record.message;
+}
+
+const char *zs_last_place(void)
+{
+    return record.status == ZS_OK ? "" : record.place;
+}
+
+zs_status zs_last_status(void)
+{
+    return record.status;
+}
+
+int zs_last_errno(void)
+{
+    return record.native_errno;
+}
+
+void zs_clear_error(void)
+{
+    record.status = ZS_OK;
+    record.native_errno = 0;
+}

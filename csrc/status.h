@@ -1,0 +1,67 @@
+/* status.h - how every part of the C core reports failure.
+ *
+ * The one idea: a function that can fail returns a zs_status, and the first failure on a thread leaves a record (what,
+ * where, native text) that later failures on the way up do not overwrite. Python exceptions are made from that record
+ * in the py_*.c files only.
+ */
+#ifndef ZS_STATUS_H
+#define ZS_STATUS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum zs_status {
+    ZS_OK = 0,
+    ZS_ERR_VALUE,       /* bad input: Python ValueError */
+    ZS_ERR_TYPE,        /* wrong kind of input: TypeError */
+    ZS_ERR_STATE,       /* used in a way the state does not allow: RuntimeError */
+    ZS_ERR_UNSUPPORTED, /* a feature that is not there: NotImplementedError */
+    ZS_ERR_MEMORY,      /* out of memory or address space: MemoryError */
+    ZS_ERR_SYSTEM,      /* a system call failed: OSError */
+    ZS_ERR_PEER,        /* another rank died or left: zshard.PeerError */
+    ZS_ERR_TIMEOUT,     /* another rank did not come in time: zshard.PeerTimeoutError */
+    ZS_ERR_DIVERGED,    /* the ranks did different things: zshard.DivergenceError */
+    ZS_ERR_TORCH,       /* an exception out of torch; may be a Python one that is already set */
+} zs_status;
+
+/* Records a failure of kind `status` and returns it. printf-style `fmt`. A record that is already there is kept. */
+zs_status zs_fail_at(const char *file, int line, zs_status status, const char *fmt, ...)
+    __attribute__((format(printf, 4, 5)));
+
+/* Like zs_fail_at for a failed system call: appends strerror(err) and remembers errno value `err`. */
+zs_status zs_fail_errno_at(const char *file, int line, int err, const char *what);
+
+/* The message of this thread's record; "" where there is none. Borrowed, valid until the next call on this thread. */
+const char *zs_last_message(void);
+
+/* Where the record was made, as "file.c:123"; "" where there is none. Borrowed likewise. */
+const char *zs_last_place(void);
+
+/* The kind of this thread's record, ZS_OK where there is none. */
+zs_status zs_last_status(void);
+
+/* The errno of the record, 0 if it was no system call. */
+int zs_last_errno(void);
+
+/* Forgets this thread's record; call before an operation whose failure is to be reported afresh. */
+void zs_clear_error(void);
+
+#define ZS_FAIL(status, ...) zs_fail_at(__FILE__, __LINE__, (status), __VA_ARGS__)
+#define ZS_FAIL_ERRNO(what) zs_fail_errno_at(__FILE__, __LINE__, errno, (what))
+
+/* Return the failure of `call` to the caller. */
+#define ZS_TRY(call)                                                                                                   \
+    do {                                                                                                               \
+        zs_status zs_try_status_ = (call);                                                                             \
+        if (zs_try_status_ != ZS_OK) return zs_try_status_;                                                            \
+    } while (0)
+
+/* Keep the failure of `call` in `status` and jump to `label`. */
+#define ZS_TRY_GOTO(status, call, label)                                                                               \
+    do {                                                                                                               \
+        (status) = (call);                                                                                             \
+        if ((status) != ZS_OK) goto label;                                                                             \
+    } while (0)
+
+#endif

@@ -1,0 +1,178 @@
+/* tensor.h - the plain-C face of torch. Everything the core knows of tensors, storages and autograd is here.
+ *
+ * The one idea: torch_shim.cpp is the only file that sees ATen; behind this face a tensor is an opaque counted handle
+ * and every call returns a zs_status, with no C++ exception getting out.
+ *
+ * Ownership words: *new* (caller frees), *borrowed* (valid while its source lives), *steals*.
+ */
+#ifndef ZS_TENSOR_H
+#define ZS_TENSOR_H
+
+#include "memory.h"
+#include "status.h"
+
+typedef enum zs_dtype { ZS_F32, ZS_F64, ZS_BF16, ZS_F16, ZS_BYTES } zs_dtype; /* ZS_BYTES: moved, never summed */
+
+enum { ZS_MAX_DIM = 16 };
+
+typedef struct zs_tensor zs_tensor;   /* a strong reference to an at::Tensor */
+typedef struct zs_storage zs_storage; /* a strong reference to a c10::StorageImpl */
+
+typedef struct zs_tensor_info {
+    zs_dtype dtype;
+    size_t itemsize;             /* bytes per element */
+    int ndim;                    /* <= ZS_MAX_DIM */
+    int64_t sizes[ZS_MAX_DIM];   /* elements */
+    int64_t numel;
+    bool on_cpu;
+    bool is_meta;
+    bool contiguous;             /* row-major */
+    bool strided;                /* dense strided layout (not sparse, not quantised, not opaque) */
+    bool requires_grad;
+    bool is_leaf;
+} zs_tensor_info;
+
+/* --- tensors -------------------------------------------------------------------------------------------------------- */
+
+/* New handle to the same tensor. */
+zs_tensor *zs_tensor_retain(const zs_tensor *tensor);
+
+/* New handle that does not keep the tensor alive. A unit holds its parameters so: they hold the unit, through their
+ * hooks. Before each use of a weak handle ask zs_tensor_alive. */
+zs_tensor *zs_tensor_new_weak(const zs_tensor *tensor);
+
+/* Is the tensor behind the handle still there? Always true of a strong handle. */
+bool zs_tensor_alive(const zs_tensor *tensor);
+
+/* Are both handles of one tensor? */
+bool zs_tensor_same(const zs_tensor *a, const zs_tensor *b);
+
+/* Frees a handle; NULL allowed. */
+void zs_tensor_free(zs_tensor *tensor);
+
+/* Fills `info`. */
+zs_status zs_tensor_describe(const zs_tensor *tensor, zs_tensor_info *info);
+
+/* First element's address; ZS_ERR_TORCH where the storage has no bytes (then with torch's message). Borrowed. */
+zs_status zs_tensor_data(const zs_tensor *tensor, void **data);
+
+/* Copies elements [begin, begin + numel) of the tensor in row-major order, whatever its strides, to `dst`. */
+zs_status zs_tensor_read(const zs_tensor *tensor, int64_t begin, int64_t numel, void *dst);
+
+/* The block under a tensor whose storage was filled by zs_storage_fill, else NULL. Borrowed. */
+zs_mem *zs_tensor_mem(const zs_tensor *tensor);
+
+/* Raises the version counter, as an in-place write by torch would. */
+void zs_tensor_bump_version(const zs_tensor *tensor);
+
+/* Does the tensor want a gradient? */
+bool zs_tensor_requires_grad(const zs_tensor *tensor);
+
+/* The version counter now; 0 for tensors that have none (made under inference mode). */
+uint32_t zs_tensor_version(const zs_tensor *tensor);
+
+/* --- storages: one per flat for life, the bytes under it change -------------------------------------------------------- */
+
+/* New storage of `bytes` that has no bytes yet; touching it raises `message`. */
+zs_status zs_storage_new(size_t bytes, const char *message, zs_storage **out);
+
+/* Frees the reference; NULL allowed. */
+void zs_storage_free(zs_storage *storage);
+
+/* Puts bytes under the storage: `data` within `mem`, to which the storage takes a reference. */
+zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data);
+
+/* Takes the bytes away; from now on touching them raises the RuntimeError `message`. */
+zs_status zs_storage_clear(zs_storage *storage, const char *message);
+
+/* Points a tensor at `storage`: row-major `sizes` from element `offset` on. Its identity, autograd state, hooks and
+ * version stay. */
+zs_status zs_tensor_bind(zs_tensor *tensor, const zs_storage *storage, int64_t offset, int ndim, const int64_t *sizes);
+
+/* New tensor of `like`'s dtype on `storage`: row-major `sizes` from element `offset` on, without autograd history. */
+zs_status zs_tensor_new_on(const zs_storage *storage, const zs_tensor *like, int64_t offset, int ndim,
+                           const int64_t *sizes, zs_tensor **out);
+
+/* Does the tensor lie on this storage? False after `p.data = other`. */
+bool zs_tensor_on_storage(const zs_tensor *tensor, const zs_storage *storage);
+
+/* --- gradients -------------------------------------------------------------------------------------------------------- */
+
+/* Facts of tensor.grad, without touching Python. */
+typedef struct zs_grad_info {
+    bool defined;     /* is there a grad? */
+    zs_dtype dtype;
+    int64_t numel;
+    bool dense;       /* contiguous, strided, on CPU */
+    void *data;       /* borrowed: first element if dense, else NULL */
+} zs_grad_info;
+
+/* Fills `info` from tensor.grad. */
+zs_status zs_grad_describe(const zs_tensor *tensor, zs_grad_info *info);
+
+/* Copies tensor.grad (any strides, sparse too), row-major and cast to `dtype`, to `dst`; with `add`, adds it there. */
+zs_status zs_grad_copy(const zs_tensor *tensor, void *dst, zs_dtype dtype, bool add);
+
+/* Is tensor.grad this very tensor? */
+bool zs_grad_is(const zs_tensor *tensor, const zs_tensor *grad);
+
+/* tensor.grad = `grad` (shares the tensor; not checked against the parameter's shape). NULL: None. */
+void zs_grad_set(zs_tensor *tensor, const zs_tensor *grad);
+
+/* --- autograd hooks: run without the GIL, keep a counted reference to their context --------------------------------- */
+
+typedef struct zs_hook {
+    zs_status (*call)(void *ctx, int64_t arg);  /* a failure becomes a Python exception out of backward() */
+    void (*retain)(void *ctx);
+    void (*release)(void *ctx);
+    void *ctx;
+    int64_t arg;
+} zs_hook;
+
+/* Has `hook` run after each gradient of the leaf `tensor` is accumulated. A hook that is already in torch's one slot (a
+ * user's Python one) is kept and run by zs_hook_run_users. Cheap when ours is already there: call at every bind. */
+zs_status zs_hook_grad_ready(zs_tensor *tensor, const zs_hook *hook);
+
+/* Takes ours out again and puts the user's back. */
+void zs_hook_grad_remove(zs_tensor *tensor);
+
+/* Runs the user's post-accumulate hook that zs_hook_grad_ready kept, if any. */
+zs_status zs_hook_run_users(zs_tensor *tensor);
+
+/* Has this user hook slot anything to run? */
+bool zs_hook_has_users(const zs_tensor *tensor);
+
+/* Has `hook` run once at the end of the backward pass that is running now on this thread. */
+zs_status zs_hook_backward_end(const zs_hook *hook);
+
+/* Is a backward pass running on this thread right now? */
+bool zs_in_backward(void);
+
+/* Is autograd recording on this thread? */
+bool zs_grad_mode(void);
+
+/* --- torch's thread pool ---------------------------------------------------------------------------------------------- */
+
+/* Runs fn(ctx, begin, end) over [0, n) in pieces of at least `grain` on torch's intra-op threads; returns when done. */
+void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end), void *ctx);
+
+/* --- process groups (torch_c10d.cpp) ------------------------------------------------------------------------------------ */
+
+typedef struct zs_group zs_group;
+
+/* New handle to the process group registered under `name`. */
+zs_status zs_group_new(const char *name, zs_group **out);
+
+/* Frees it; NULL allowed. */
+void zs_group_free(zs_group *group);
+
+/* all_to_all of equal pieces: piece r of `in` goes to rank r; `out` holds rank r's piece at r * piece_bytes. Waits. */
+zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world);
+
+/* all_gather: `out` (world * bytes) gets every rank's `in`. Waits. `in` may be its own place in `out`. */
+zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world);
+
+/* Broadcast of `bytes` from `root`. Waits. */
+zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root);
+
+#endif

@@ -1,0 +1,24 @@
+/* tensor_py.h - the part of torch's face that deals in PyObjects; only py_*.c and torch_shim.cpp include it. */
+#ifndef ZS_TENSOR_PY_H
+#define ZS_TENSOR_PY_H
+
+#include <Python.h>
+
+#include "tensor.h"
+
+/* Is `object` a torch.Tensor (Parameters included)? */
+bool zs_py_is_tensor(PyObject *object);
+
+/* New handle to the tensor behind `object`; ZS_ERR_TYPE if it is none. */
+zs_status zs_py_tensor(PyObject *object, zs_tensor **out);
+
+/* New reference to the Python object of `tensor`; NULL with an exception set. */
+PyObject *zs_py_wrap(const zs_tensor *tensor);
+
+/* How a failed hook becomes a Python exception: `raise` is called with the GIL and sets one from this thread's record. */
+void zs_py_set_raiser(void (*raise)(void));
+
+/* Adds `hook` before the backward of the node that made tensor `object`; *hooked is false for tensors without history. */
+zs_status zs_py_hook_before_backward(PyObject *object, const zs_hook *hook, bool *hooked);
+
+#endif

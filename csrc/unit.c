@@ -1,0 +1,346 @@
+/* unit.c - birth and death of a unit: which flat a parameter goes to, its layout, its memory. See unit.h. */
+#define _GNU_SOURCE /* strdup */
+#include "unit.h"
+
+#include "reduce.h"
+#include "schedule.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* --- references --------------------------------------------------------------------------------------------------- */
+
+static void free_flat(zs_unit *unit, zs_flat *flat)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_storage_free(flat->full);
+    zs_storage_free(flat->shard);
+    zs_storage_free(flat->grads);
+    if (flat->mem.mem != NULL) {
+        flat->mem.mem->user = NULL;
+        comm->ops->flat_free(comm, &flat->mem);
+    }
+    if (flat->grad_mem != NULL) flat->grad_mem->user = NULL;
+    zs_mem_release(flat->grad_mem);
+    zs_mem_release(flat->full_mem);
+    zs_layout_free(&flat->layout);
+}
+
+static void free_unit(zs_unit *unit)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_reduce_forget(unit);
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        zs_tensor_free(param->tensor);
+        zs_tensor_free(param->grad);
+        free(param->name);
+        free(param->sizes);
+    }
+    for (int f = 0; f < unit->n_flats; f++) free_flat(unit, &unit->flats[f]);
+    if (unit->cunit != NULL) comm->ops->cunit_free(comm, unit->cunit);
+    free(unit->params);
+    free(unit->used);
+    free(unit->name);
+    free(unit->sharded_message);
+    zs_engine_forget(unit->engine, unit);
+    zs_engine_release(unit->engine);
+    free(unit);
+}
+
+void zs_unit_retain(void *unit)
+{
+    __atomic_fetch_add(&((zs_unit *)unit)->refs, 1, __ATOMIC_RELAXED);
+}
+
+void zs_unit_release(void *unit)
+{
+    if (unit != NULL && __atomic_sub_fetch(&((zs_unit *)unit)->refs, 1, __ATOMIC_ACQ_REL) == 0) free_unit(unit);
+}
+
+/* --- which flat each parameter goes to ------------------------------------------------------------------------------ */
+
+static zs_status check_param(const zs_unit_spec *spec, int64_t i, const zs_tensor_info *info)
+{
+    const char *name = spec->names[i];
+    if (info->is_meta)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' is on the meta device, so it has no values to shard; initialise the model on the "
+                       "CPU (or call module.to_empty(device='cpu') and initialise it) before FSDP(...)",
+                       name);
+    if (!info->on_cpu)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' of unit '%s' is not on the CPU; all parameters of a model have to be on one "
+                       "device, here the CPU: model.cpu() before FSDP(...)",
+                       name, spec->name);
+    if (!info->strided)
+        return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a dense tensor; pass its module in ignored_modules", name);
+    if (!info->is_leaf)
+        return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is the result of a computation, not a leaf; detach it first", name);
+    if (info->requires_grad && info->dtype == ZS_BYTES)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' is trainable and of a dtype whose gradients cannot be summed; float32, float64, "
+                       "bfloat16 and float16 can",
+                       name);
+    return ZS_OK;
+}
+
+static zs_status find_flat(zs_unit *unit, const zs_tensor_info *info, int *index)
+{
+    for (int f = 0; f < unit->n_flats; f++) {
+        const zs_flat *flat = &unit->flats[f];
+        if (flat->dtype == info->dtype && flat->trainable == info->requires_grad &&
+            flat->layout.itemsize == info->itemsize) {
+            *index = f;
+            return ZS_OK;
+        }
+    }
+    if (unit->n_flats == ZS_MAX_FLATS)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "unit '%s' has parameters of more than %d kinds (dtype, trainable or not)",
+                       unit->name, ZS_MAX_FLATS);
+    zs_flat *flat = &unit->flats[unit->n_flats];
+    flat->dtype = info->dtype;
+    flat->trainable = info->requires_grad;
+    flat->layout.itemsize = info->itemsize;
+    *index = unit->n_flats++;
+    return ZS_OK;
+}
+
+static zs_status describe_params(zs_unit *unit, const zs_unit_spec *spec)
+{
+    for (int64_t i = 0; i < spec->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        zs_tensor_info info;
+        ZS_TRY(zs_tensor_describe(spec->tensors[i], &info));
+        ZS_TRY(check_param(spec, i, &info));
+        ZS_TRY(find_flat(unit, &info, &param->flat));
+        param->tensor = zs_tensor_new_weak(spec->tensors[i]);
+        param->numel = info.numel;
+        param->ndim = info.ndim;
+        param->name = strdup(spec->names[i]);
+        param->sizes = calloc((size_t)info.ndim + 1, sizeof *param->sizes);
+        if (param->name == NULL || param->sizes == NULL)
+            return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for parameter '%s'", spec->names[i]);
+        memcpy(param->sizes, info.sizes, (size_t)info.ndim * sizeof *param->sizes);
+    }
+    return ZS_OK;
+}
+
+/* --- layout and memory ------------------------------------------------------------------------------------------------ */
+
+static zs_status lay_out_flat(zs_unit *unit, int f)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_flat *flat = &unit->flats[f];
+    int64_t *numels = calloc((size_t)unit->n_params, sizeof *numels);
+    if (numels == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the layout of unit '%s'", unit->name);
+    int64_t n = 0;
+    for (int64_t i = 0; i < unit->n_params; i++)
+        if (unit->params[i].flat == f) numels[n++] = unit->params[i].numel;
+    size_t align = unit->replicated ? ZS_PARAM_ALIGN : comm->ops->shard_align;
+    zs_status status = zs_layout_new(numels, n, flat->layout.itemsize, comm->world, align, &flat->layout);
+    free(numels);
+    ZS_TRY(status);
+    int64_t k = 0;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (param->flat != f) continue;
+        param->offset = flat->layout.offsets[k];
+        param->owned = unit->replicated ? (zs_range){0, param->numel} : zs_layout_owned(&flat->layout, k, comm->rank);
+        param->in_shard = unit->replicated ? (zs_range){param->offset, param->numel}
+                                           : zs_layout_in_shard(&flat->layout, k, comm->rank);
+        k++;
+    }
+    return ZS_OK;
+}
+
+static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    size_t full_bytes = zs_layout_full_bytes(&flat->layout);
+    ZS_TRY(zs_storage_new(full_bytes, unit->sharded_message, &flat->full));
+    if (unit->replicated) {
+        ZS_TRY(zs_mem_new_private(full_bytes, &flat->full_mem));
+        return zs_storage_fill(flat->full, flat->full_mem, flat->full_mem->ptr);
+    }
+    size_t shard_bytes = zs_layout_shard_bytes(&flat->layout);
+    ZS_TRY(comm->ops->flat_new(comm, shard_bytes, &flat->mem));
+    flat->mem.mem->role = ZS_MEM_SHARD;
+    flat->mem.mem->user = unit;
+    ZS_TRY(zs_storage_new(shard_bytes, "", &flat->shard));
+    return zs_storage_fill(flat->shard, flat->mem.mem, flat->mem.shard);
+}
+
+/* A sharded parameter keeps its number of dimensions, so that `p.ndim >= 2` in users' code stays true. */
+static int local_sizes(const zs_unit *unit, const zs_param *param, int64_t *sizes)
+{
+    if (unit->replicated) {
+        memcpy(sizes, param->sizes, (size_t)param->ndim * sizeof *sizes);
+        return param->ndim;
+    }
+    if (param->ndim == 0 && param->owned.numel == 1) return 0;
+    int ndim = param->ndim > 0 ? param->ndim : 1;
+    sizes[0] = param->owned.numel;
+    for (int d = 1; d < ndim; d++) sizes[d] = 1;
+    return ndim;
+}
+
+zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
+{
+    int64_t sizes[ZS_MAX_DIM];
+    int ndim = local_sizes(unit, param, sizes);
+    const zs_flat *flat = &unit->flats[param->flat];
+    return zs_tensor_bind(param->tensor, unit->replicated ? flat->full : flat->shard, param->in_shard.begin, ndim, sizes);
+}
+
+/* Whether the gradients of this unit ever leave this rank. In a world of one they stay where autograd puts them. */
+static bool reduces(const zs_unit *unit)
+{
+    return zs_engine_comm(unit->engine)->world > 1;
+}
+
+static zs_status make_gradients(zs_unit *unit)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + 1};
+    spec.mode = unit->replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
+    size_t offset = 0;
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (!flat->trainable) continue;
+        flat->slice_bytes = zs_layout_shard_bytes(&flat->layout);
+        flat->bucket_offset = offset;
+        offset += zs_layout_full_bytes(&flat->layout);
+        spec.slice_bytes[spec.n_slices++] = flat->slice_bytes;
+        size_t bytes = unit->replicated ? zs_layout_full_bytes(&flat->layout) : flat->slice_bytes;
+        ZS_TRY(zs_mem_new_private(bytes, &flat->grad_mem));
+        flat->grad_mem->role = unit->replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
+        flat->grad_mem->user = unit;
+        ZS_TRY(zs_storage_new(bytes, "", &flat->grads));
+        ZS_TRY(zs_storage_fill(flat->grads, flat->grad_mem, flat->grad_mem->ptr));
+    }
+    if (spec.n_slices == 0) return ZS_OK;
+    unit->used_words = ((size_t)unit->n_params + 64) / 64;
+    unit->used = calloc(unit->used_words, sizeof *unit->used);
+    if (unit->used == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
+    return comm->ops->cunit_new(comm, &spec, &unit->cunit);
+}
+
+static zs_status make_grad_views(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        const zs_flat *flat = &unit->flats[param->flat];
+        if (flat->grads == NULL) continue;
+        int64_t sizes[ZS_MAX_DIM];
+        int ndim = local_sizes(unit, param, sizes);
+        ZS_TRY(zs_tensor_new_on(flat->grads, param->tensor, param->in_shard.begin, ndim, sizes, &param->grad));
+    }
+    return ZS_OK;
+}
+
+static zs_status take_values(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        const zs_flat *flat = &unit->flats[param->flat];
+        char *base = unit->replicated ? flat->full_mem->ptr : flat->mem.shard;
+        char *dst = base + (size_t)param->in_shard.begin * flat->layout.itemsize;
+        ZS_TRY(zs_tensor_read(param->tensor, param->owned.begin, param->owned.numel, dst));
+    }
+    return ZS_OK;
+}
+
+static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
+{
+    ZS_TRY(describe_params(unit, spec));
+    for (int f = 0; f < unit->n_flats; f++) {
+        ZS_TRY(lay_out_flat(unit, f));
+        ZS_TRY(make_flat_memory(unit, &unit->flats[f]));
+    }
+    if (reduces(unit)) {
+        ZS_TRY(make_gradients(unit));
+        ZS_TRY(make_grad_views(unit));
+    }
+    ZS_TRY(take_values(unit));
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        zs_grad_set(param->tensor, NULL);
+        ZS_TRY(zs_unit_bind_local(unit, param));
+        if (reduces(unit)) ZS_TRY(zs_unit_hook_param(unit, i));
+    }
+    return ZS_OK;
+}
+
+static char *message_for(const char *name)
+{
+    static const char text[] =
+        "the parameters of unit '%s' are sharded now: they are whole only inside the unit's forward and its backward. "
+        "Call the module itself, or read them by model.state_dict() (on all ranks)";
+    size_t size = sizeof text + strlen(name);
+    char *message = malloc(size);
+    if (message != NULL) snprintf(message, size, text, *name ? name : "(root)");
+    return message;
+}
+
+zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out)
+{
+    zs_unit *unit = calloc(1, sizeof *unit);
+    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+    unit->refs = 1;
+    unit->engine = zs_engine_retain(engine);
+    unit->strategy = spec->strategy;
+    unit->replicated = spec->strategy == ZS_NO_SHARD || zs_engine_comm(engine)->world == 1;
+    unit->state = unit->replicated ? ZS_FULL : ZS_SHARDED;
+    unit->n_params = spec->n_params;
+    unit->name = strdup(spec->name);
+    unit->sharded_message = message_for(spec->name);
+    unit->params = calloc((size_t)spec->n_params + 1, sizeof *unit->params);
+    zs_status status = ZS_OK;
+    if (unit->name == NULL || unit->sharded_message == NULL || unit->params == NULL)
+        status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+    if (status == ZS_OK) status = build(unit, spec);
+    if (status == ZS_OK) status = zs_engine_add(engine, unit);
+    if (status != ZS_OK) {
+        zs_unit_release(unit);
+        return status;
+    }
+    *out = unit;
+    return ZS_OK;
+}
+
+/* --- sizes ------------------------------------------------------------------------------------------------------------ */
+
+size_t zs_unit_shard_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats; f++) {
+        const zs_layout *layout = &unit->flats[f].layout;
+        total += unit->replicated ? zs_layout_full_bytes(layout) : zs_layout_shard_bytes(layout);
+    }
+    return total;
+}
+
+size_t zs_unit_full_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats; f++) total += zs_layout_full_bytes(&unit->flats[f].layout);
+    return total;
+}
+
+size_t zs_unit_bucket_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].slice_bytes > 0) total += zs_layout_full_bytes(&unit->flats[f].layout);
+    return total;
+}
+
+size_t zs_unit_grad_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].grad_mem != NULL) total += unit->flats[f].grad_mem->bytes;
+    return total;
+}

@@ -1,0 +1,138 @@
+/* unit.h - a unit: the parameters that are gathered and reduced together.
+ *
+ * The one idea: a unit never moves a parameter object. Its parameters are rebound in place, between steps to their
+ * slice of this rank's shard, while it is FULL to their place in the full buffer. Each flat (one dtype, trainable or
+ * not) has one storage for either, for life; only the bytes under the full one come and go, so views that autograd
+ * saved see them again after the next gather.
+ *
+ *   SHARDED --> GATHERING --> FULL --> SHARDED     forward: gather, use, give back
+ *                              |
+ *                              +-----> REDUCING --> SHARDED    backward: gradients posted, then summed
+ *                                        |
+ *                                        +--> GATHERING        a checkpointed block that is recomputed once more
+ *
+ * A replicated unit (no_shard, or a world of one) has its parameters in private full memory and stays FULL.
+ */
+#ifndef ZS_UNIT_H
+#define ZS_UNIT_H
+
+#include "comm.h"
+#include "layout.h"
+#include "tensor.h"
+
+typedef struct zs_unit zs_unit;
+typedef struct zs_engine zs_engine;
+typedef struct zs_bucket_slot zs_bucket_slot;
+
+typedef enum zs_strategy { ZS_FULL_SHARD, ZS_SHARD_GRAD_OP, ZS_NO_SHARD } zs_strategy;
+
+typedef enum zs_unit_state { ZS_SHARDED, ZS_GATHERING, ZS_FULL, ZS_REDUCING } zs_unit_state;
+
+/* One parameter of a unit. */
+typedef struct zs_param {
+    char *name;          /* dotted name in the model; owned */
+    zs_tensor *tensor;   /* weak handle: the parameter's hook holds the unit, not the other way round */
+    zs_tensor *grad;     /* the .grad it gets: a view of the grad shard; NULL for frozen ones; owned */
+    int flat;            /* index into flats */
+    int64_t offset;      /* first element in the flat's full buffer */
+    int64_t numel;       /* elements, whole */
+    int ndim;            /* dimensions, whole */
+    int64_t *sizes;      /* [ndim] whole shape; owned */
+    zs_range owned;      /* which of its elements this rank owns */
+    zs_range in_shard;   /* where they lie in the shard */
+    uint32_t version;    /* version counter when the unit became FULL: an in-place write there would be lost */
+    bool has_grad;       /* its grad shard holds a gradient (set aside, or reduced in this backward) */
+    bool reduced;        /* a new gradient was reduced in this backward */
+} zs_param;
+
+/* Parameters of one dtype, all trainable or all frozen. */
+typedef struct zs_flat {
+    zs_dtype dtype;
+    bool trainable;
+    zs_layout layout;
+    zs_flat_mem mem;          /* shard, and full if the transport maps it; for replicated units: unused */
+    zs_mem *full_mem;         /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
+    zs_storage *full;         /* owned */
+    zs_storage *shard;        /* owned; NULL if replicated */
+    zs_mem *grad_mem;         /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
+    zs_storage *grads;        /* storage on grad_mem; owned */
+    size_t slice_bytes;       /* bytes of one rank's slice in the bucket; 0 if frozen */
+    size_t bucket_offset;     /* where this flat begins in the bucket */
+} zs_flat;
+
+struct zs_unit {
+    long refs;               /* counted references; __atomic access only */
+    zs_engine *engine;       /* counted reference; changes when an outer FSDP() takes the unit over */
+    char *name;              /* owned */
+    char *sharded_message;   /* what touching a sharded full buffer raises; owned */
+    zs_strategy strategy;
+    bool replicated;         /* parameters stay whole on this rank */
+    zs_unit_state state;
+    int inside;              /* forwards of its module that are running */
+    bool in_backward;        /* this backward has reached it: gradients set aside */
+    zs_param *params;        /* [n_params]; owned */
+    int64_t n_params;
+    zs_flat flats[ZS_MAX_FLATS];
+    int n_flats;
+    zs_cunit *cunit;         /* NULL if nothing is ever reduced */
+    /* the round of gradients that is being packed or is out; see reduce.h */
+    zs_bucket_slot *bucket;  /* bucket being packed, NULL if none */
+    zs_bucket_slot *out;     /* bucket that is posted and not yet summed, NULL if none or an empty post */
+    uint64_t *used;          /* bitmap of parameters packed in this round, one more bit: this rank gave up; owned */
+    size_t used_words;
+    int64_t n_arrived;       /* gradients packed in this round */
+    bool packed;             /* (collective transports) the round is packed and waits for its turn */
+    bool posted;             /* something was posted in this backward */
+    bool outstanding;        /* a posted round is not yet summed; then it stands in the pool's queue */
+    zs_unit *next_out;       /* next in that queue; borrowed */
+    bool shared;             /* (no_shard) own slice is summed and shared */
+};
+
+typedef struct zs_unit_spec {
+    const char *name;             /* dotted name of the module, "" for the root; copied */
+    zs_strategy strategy;
+    int64_t n_params;
+    const char *const *names;     /* [n_params] dotted names in the model; copied */
+    zs_tensor *const *tensors;    /* [n_params] strong handles; borrowed */
+} zs_unit_spec;
+
+/* New unit of `engine`: makes flats and shards, copies this rank's part of each parameter into its shard, rebinds the
+ * parameters. All ranks make the same units in the same order. ZS_ERR_VALUE for what cannot be sharded (not on the CPU,
+ * meta, sparse), naming the parameter; the parameters are then as before. */
+zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out);
+
+/* Adds a reference / gives one back (the last one frees). Shapes fit zs_hook. */
+void zs_unit_retain(void *unit);
+void zs_unit_release(void *unit);
+
+/* The only place that changes unit->state; ZS_ERR_STATE on a transition that the picture above does not show. */
+zs_status zs_unit_move(zs_unit *unit, zs_unit_state next);
+
+/* Are the parameters whole right now? */
+bool zs_unit_is_full(const zs_unit *unit);
+
+/* Makes the unit FULL: gathers if needed and rebinds. No-op if FULL. */
+zs_status zs_unit_unshard(zs_unit *unit);
+
+/* Gives the full buffer back and rebinds to the shard; `next` is ZS_SHARDED or ZS_REDUCING. */
+zs_status zs_unit_reshard(zs_unit *unit, zs_unit_state next);
+
+/* Finds parameters that were moved off their storage (`p.data = t`, load_state_dict(assign=True), .to()) and writes them
+ * back, or fails with ZS_ERR_VALUE naming the parameter. Call where no peer reads. */
+zs_status zs_unit_write_back(zs_unit *unit);
+
+/* Binds one parameter to where it lives at rest. */
+zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param);
+
+/* Copies the unit's whole parameter `i` to `dst` (row-major). The unit must be FULL. */
+zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst);
+
+/* Bytes: this rank's parameters at rest; the whole full buffer; the bucket. */
+size_t zs_unit_shard_bytes(const zs_unit *unit);
+size_t zs_unit_full_bytes(const zs_unit *unit);
+size_t zs_unit_bucket_bytes(const zs_unit *unit);
+
+/* Bytes of this rank's gradients. */
+size_t zs_unit_grad_bytes(const zs_unit *unit);
+
+#endif

@@ -1,0 +1,192 @@
+/* unit_bind.c - what a unit's parameters point to: rebinding, gathering, and finding parameters that users moved.
+ *
+ * The one idea: storage identity tells everything. A parameter that no longer lies on the storage that its unit bound
+ * it to was replaced by the user; one whose version counter moved while its unit was FULL was written to in a place
+ * that is about to be given back.
+ */
+#include "schedule.h"
+#include "unit.h"
+
+#include <string.h>
+
+static bool allowed(const zs_unit *unit, zs_unit_state next)
+{
+    switch (unit->state) {
+    case ZS_SHARDED:
+        return next == ZS_GATHERING;
+    case ZS_GATHERING:
+        return next == ZS_FULL || next == ZS_SHARDED; /* SHARDED: the gather failed */
+    case ZS_FULL:
+        return next == ZS_SHARDED || next == ZS_REDUCING;
+    case ZS_REDUCING:
+        return next == ZS_SHARDED || next == ZS_GATHERING || (unit->replicated && next == ZS_FULL);
+    }
+    return false;
+}
+
+zs_status zs_unit_move(zs_unit *unit, zs_unit_state next)
+{
+    static const char *const names[] = {"SHARDED", "GATHERING", "FULL", "REDUCING"};
+    if (!allowed(unit, next))
+        return ZS_FAIL(ZS_ERR_STATE, "unit '%s' cannot go from %s to %s; please report this with the script", unit->name,
+                       names[unit->state], names[next]);
+    unit->state = next;
+    return ZS_OK;
+}
+
+bool zs_unit_is_full(const zs_unit *unit)
+{
+    return unit->replicated || unit->state == ZS_FULL;
+}
+
+/* --- binding ------------------------------------------------------------------------------------------------------- */
+
+static zs_status fill_full_storage(zs_unit *unit, zs_flat *flat)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    if (flat->mem.full != NULL) return zs_storage_fill(flat->full, flat->mem.mem, flat->mem.full);
+    zs_mem *slot = NULL;
+    ZS_TRY(zs_arena_take(zs_engine_arena(unit->engine), zs_layout_full_bytes(&flat->layout), &slot));
+    zs_status status = comm->ops->gather(comm, &flat->mem, slot->ptr);
+    if (status == ZS_OK) status = zs_storage_fill(flat->full, slot, slot->ptr);
+    if (status != ZS_OK) {
+        zs_arena_give(zs_engine_arena(unit->engine), slot);
+        return status;
+    }
+    flat->full_mem = zs_mem_retain(slot);
+    return ZS_OK;
+}
+
+static void clear_full_storage(zs_unit *unit, zs_flat *flat)
+{
+    /* Clearing only drops bytes and sets a message; it can fail on memory for that message alone, and then the old
+     * bytes are gone all the same. */
+    (void)zs_storage_clear(flat->full, unit->sharded_message);
+    if (flat->full_mem == NULL) return;
+    zs_arena_give(zs_engine_arena(unit->engine), flat->full_mem);
+    zs_mem_release(flat->full_mem);
+    flat->full_mem = NULL;
+}
+
+static zs_status moved_error(const zs_unit *unit, const zs_param *param, const char *when)
+{
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "parameter '%s' of unit '%s' was replaced %s (p.data = ..., .to(), load_state_dict(assign=True)); "
+                   "change it outside of forward and backward, or cast the model before FSDP(...)",
+                   param->name, unit->name, when);
+}
+
+static zs_status bind_full(zs_unit *unit, int64_t i)
+{
+    zs_param *param = &unit->params[i];
+    zs_flat *flat = &unit->flats[param->flat];
+    if (!zs_tensor_on_storage(param->tensor, flat->shard)) return moved_error(unit, param, "between forward and backward");
+    ZS_TRY(zs_tensor_bind(param->tensor, flat->full, param->offset, param->ndim, param->sizes));
+    param->version = zs_tensor_version(param->tensor);
+    return zs_unit_hook_param(unit, i);
+}
+
+zs_status zs_unit_unshard(zs_unit *unit)
+{
+    if (zs_unit_is_full(unit)) return ZS_OK;
+    ZS_TRY(zs_unit_move(unit, ZS_GATHERING));
+    zs_status status = ZS_OK;
+    for (int f = 0; f < unit->n_flats && status == ZS_OK; f++) status = fill_full_storage(unit, &unit->flats[f]);
+    for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++)
+        if (zs_tensor_alive(unit->params[i].tensor)) status = bind_full(unit, i);
+    if (status == ZS_OK) return zs_unit_move(unit, ZS_FULL);
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (zs_tensor_alive(param->tensor) && zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full))
+            (void)zs_unit_bind_local(unit, param);
+    }
+    for (int f = 0; f < unit->n_flats; f++) clear_full_storage(unit, &unit->flats[f]);
+    (void)zs_unit_move(unit, ZS_SHARDED);
+    return status;
+}
+
+static zs_status bind_sharded(zs_unit *unit, zs_param *param)
+{
+    zs_flat *flat = &unit->flats[param->flat];
+    bool moved = !zs_tensor_on_storage(param->tensor, flat->full);
+    bool written = !moved && zs_tensor_version(param->tensor) != param->version;
+    ZS_TRY(zs_unit_bind_local(unit, param));
+    if (moved) return moved_error(unit, param, "inside its unit's forward or backward");
+    if (written)
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "parameter '%s' of unit '%s' was changed in place inside its unit's forward or backward, where each "
+                       "rank would change it on its own; do it between steps on the sharded parameter instead (elementwise "
+                       "changes work there; Embedding(max_norm=...) is such a change)",
+                       param->name, unit->name);
+    return ZS_OK;
+}
+
+zs_status zs_unit_reshard(zs_unit *unit, zs_unit_state next)
+{
+    if (unit->replicated) return next == unit->state || next == ZS_SHARDED ? ZS_OK : zs_unit_move(unit, next);
+    if (unit->state != ZS_FULL) return ZS_OK;
+    zs_status status = ZS_OK;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (!zs_tensor_alive(param->tensor)) continue;
+        zs_status one = bind_sharded(unit, param);
+        if (status == ZS_OK) status = one;
+    }
+    for (int f = 0; f < unit->n_flats; f++) clear_full_storage(unit, &unit->flats[f]);
+    ZS_TRY(zs_unit_move(unit, next));
+    return status;
+}
+
+/* --- parameters that users moved ------------------------------------------------------------------------------------- */
+
+static bool same_sizes(const zs_tensor_info *info, int ndim, const int64_t *sizes)
+{
+    return info->ndim == ndim && memcmp(info->sizes, sizes, (size_t)ndim * sizeof *sizes) == 0;
+}
+
+static zs_status write_back_param(zs_unit *unit, zs_param *param)
+{
+    zs_flat *flat = &unit->flats[param->flat];
+    zs_tensor_info info;
+    ZS_TRY(zs_tensor_describe(param->tensor, &info));
+    if (info.dtype != flat->dtype || info.itemsize != flat->layout.itemsize || !info.on_cpu || !info.strided)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' of unit '%s' got another dtype or device after FSDP(...) (by .to(), .double(), "
+                       ".half(), p.data = ...); cast the model before wrapping it",
+                       param->name, unit->name);
+    char *base = unit->replicated ? flat->full_mem->ptr : flat->mem.shard;
+    char *dst = base + (size_t)param->in_shard.begin * flat->layout.itemsize;
+    bool whole = same_sizes(&info, param->ndim, param->sizes);
+    if (!whole && info.numel != param->owned.numel)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' of unit '%s' was replaced by a tensor of %lld elements; it has %lld, of which %lld are "
+                       "on this rank: give it its whole shape, or this rank's slice",
+                       param->name, unit->name, (long long)info.numel, (long long)param->numel,
+                       (long long)param->owned.numel);
+    ZS_TRY(zs_tensor_read(param->tensor, whole ? param->owned.begin : 0, param->owned.numel, dst));
+    return zs_unit_bind_local(unit, param);
+}
+
+zs_status zs_unit_write_back(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        const zs_flat *flat = &unit->flats[param->flat];
+        if (!zs_tensor_alive(param->tensor)) continue;
+        const zs_storage *home = zs_unit_is_full(unit) ? flat->full : flat->shard;
+        if (zs_tensor_on_storage(param->tensor, home)) continue;
+        ZS_TRY(write_back_param(unit, param));
+    }
+    return ZS_OK;
+}
+
+zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst)
+{
+    const zs_param *param = &unit->params[i];
+    const zs_flat *flat = &unit->flats[param->flat];
+    const char *base = flat->mem.full != NULL ? flat->mem.full : flat->full_mem != NULL ? flat->full_mem->ptr : NULL;
+    if (base == NULL || !zs_unit_is_full(unit))
+        return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not gathered", unit->name);
+    memcpy(dst, base + (size_t)param->offset * flat->layout.itemsize, (size_t)param->numel * flat->layout.itemsize);
+    return ZS_OK;
+}

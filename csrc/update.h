@@ -1,0 +1,50 @@
+/* update.h - the update rules of AdamW, Adam and SGD for one element, compiled by gcc and by nvcc.
+ *
+ * The one idea: every rounding is written down. Where torch multiplies and adds in one rounding (its loops are compiled
+ * for machines with FMA), so does MADD here; everywhere else a product is rounded before it is used, and the build
+ * forbids the compiler to fuse on its own (-ffp-contract=off, nvcc -fmad=false). So the CPU's tests test the GPU's arithmetic, and SGD and the moments of
+ * Adam come out with torch.optim's bits.
+ *
+ * The rules are in update_rules.h, once for float and once for double.
+ */
+#ifndef ZS_UPDATE_H
+#define ZS_UPDATE_H
+
+#include <math.h>
+#include <stdbool.h>
+
+#include "half.h"
+
+/* The hyper-parameters of one step, as the user gave them. */
+typedef struct zs_hyper {
+    double lr;
+    double weight_decay;
+    double beta1, beta2, eps;   /* Adam */
+    double momentum, dampening; /* SGD */
+    bool decoupled;             /* AdamW: decay the parameter, not the gradient */
+    bool amsgrad;
+    bool nesterov;
+    bool maximize;
+} zs_hyper;
+
+#define ZS_REAL float
+#define ZS_NAME(name) name##_f32
+#define ZS_FMA(a, b, c) __builtin_fmaf(a, b, c)
+#define ZS_SQRT(x) __builtin_sqrtf(x)
+#include "update_rules.h"
+#undef ZS_REAL
+#undef ZS_NAME
+#undef ZS_FMA
+#undef ZS_SQRT
+
+#define ZS_REAL double
+#define ZS_NAME(name) name##_f64
+#define ZS_FMA(a, b, c) __builtin_fma(a, b, c)
+#define ZS_SQRT(x) __builtin_sqrt(x)
+#include "update_rules.h"
+#undef ZS_REAL
+#undef ZS_NAME
+#undef ZS_FMA
+#undef ZS_SQRT
+
+#endif

@@ -1,0 +1,122 @@
+"""The corpus: the sources of Python's own standard library, text that every machine with Python has.
+
+The one idea: nothing is downloaded and nothing is left to chance. Files are taken in sorted order,
+each file goes to the train or the held-out side by a hash of its name, and every batch is a function
+of (seed, rank, step) alone: two libraries given the same seed see the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FILE_END = b"\0"  # stands between files: a byte that no source text contains
+HELD_OUT_SHARE = 16  # one file in so many is held out
+SKIPPED = {  # installed packages, tests, caches, and long tables that read like no program
+    *("site-packages", "dist-packages", "__pycache__", "ensurepip"),
+    *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"),
+    *("encodings", "pydoc_data"),
+}
+
+
+class CorpusError(RuntimeError):
+    """No text to train on; the message says where it was sought."""
+
+
+def source_files(root: Path | None = None) -> list[Path]:
+    """The corpus's files below `root` (the standard library if None), sorted, relative to `root`.
+
+    Raises CorpusError if there are none.
+    """
+    root = root or _standard_library()
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    kept = [Path(name) for name in names if _is_wanted(Path(name))]
+    if not kept:
+        raise CorpusError(
+            f"no Python sources below {root}: this Python was installed without its library's .py "
+            "files (a zipped or stripped one?); use another Python or give another root"
+        )
+    return kept
+
+
+def is_held_out(name: Path) -> bool:
+    """Whether a file belongs to the held-out side: decided by its relative name alone."""
+    digest = hashlib.sha256(name.as_posix().encode()).digest()
+    return digest[0] % HELD_OUT_SHARE == 0
+
+
+def load(root: Path | None = None) -> tuple[Tensor, Tensor]:
+    """The train and the held-out text, each uint8 of shape (bytes,).
+
+    Raises CorpusError if a side is empty or a file cannot be read.
+    """
+    root = root or _standard_library()
+    sides: tuple[list[bytes], list[bytes]] = ([], [])
+    for name in source_files(root):
+        try:
+            text = (root / name).read_bytes()
+        except OSError as error:
+            raise CorpusError(f"cannot read {root / name}: {error.strerror}") from error
+        sides[is_held_out(name)].append(text)
+    train, held_out = (_as_tensor(texts) for texts in sides)
+    for side, text in (("train", train), ("held-out", held_out)):
+        if text.numel() == 0:
+            raise CorpusError(f"the {side} side of the corpus below {root} is empty: too few files")
+    return train, held_out
+
+
+def train_batches(
+    text: Tensor, batch: int, context: int, *, seed: int, rank: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless random windows of `text`: (inputs, targets), each int64 of shape (batch, context).
+
+    Ranks draw from generators of their own. Raises CorpusError if `text` is shorter than a window.
+    """
+    _require_window(text, context)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+    while True:
+        starts = torch.randint(text.numel() - context, (batch,), generator=generator)
+        yield _windows(text, starts, context)
+
+
+def held_out_batches(
+    text: Tensor, batch: int, context: int, count: int, *, rank: int, world: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`count` batches of this rank: windows spread evenly over the held-out text, none shared.
+
+    Shapes as train_batches. The same windows on every call. Raises CorpusError if `text` is short.
+    """
+    _require_window(text, context)
+    total = batch * count * world
+    starts = torch.linspace(0, text.numel() - context - 1, total, dtype=torch.float64).long()
+    for mine in starts[rank::world].split(batch):
+        yield _windows(text, mine, context)
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _is_wanted(name: Path) -> bool:
+    """Build settings are left out too: they hold paths of this machine, not text."""
+    return SKIPPED.isdisjoint(name.parts) and not name.name.startswith("_sysconfigdata")
+
+
+def _as_tensor(texts: list[bytes]) -> Tensor:
+    joined = bytearray(FILE_END.join(texts))  # a bytearray: frombuffer wants writable memory
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0).byte()
+
+
+def _require_window(text: Tensor, context: int) -> None:
+    if text.numel() <= context:
+        raise CorpusError(f"a text of {text.numel()} bytes is too short for a context of {context}")
+
+
+def _windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    windows = text[starts[:, None] + torch.arange(context + 1)].long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

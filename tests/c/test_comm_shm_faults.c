@@ -1,0 +1,363 @@
+/* test_comm_shm_faults.c - what the shm transport does when things go wrong: no wait hangs, every message names who.
+ *
+ * The expected times are wide (2 s where 0.15 s is usual), because the tests' machine may be busy.
+ */
+#include "ranks.h"
+
+#include <fcntl.h>
+
+static const char *const unit_name = "blocks.3";
+
+/* Units stay until the process ends, as in a program that fails; reachable, so that no leak is reported. */
+static zs_cunit *units[4];
+static int n_units;
+
+static zs_cunit *make_unit(rank_env *env, const char *name, size_t slice_bytes)
+{
+    zs_cunit_spec spec = {.name = name, .n_params = 3, .n_slices = 1, .slice_bytes = {slice_bytes}};
+    OK(env->comm->ops->cunit_new(env->comm, &spec, &units[n_units]));
+    return units[n_units++];
+}
+
+static zs_status post_empty(rank_env *env, zs_cunit *unit)
+{
+    uint64_t used[1] = {0};
+    return env->comm->ops->post(env->comm, unit, NULL, used);
+}
+
+static zs_status collect(rank_env *env, zs_cunit *unit)
+{
+    bool ready = false;
+    zs_sources from;
+    zs_status status = env->comm->ops->collect(env->comm, unit, true, &ready, &from);
+    CHECK(ready == (status == ZS_OK));
+    return status;
+}
+
+static void run_round(rank_env *env, zs_cunit *unit)
+{
+    OK(post_empty(env, unit));
+    OK(collect(env, unit));
+    OK(env->comm->ops->release(env->comm, unit));
+}
+
+static zs_status meet(rank_env *env)
+{
+    char mine = 0, all[MAX_RANKS];
+    return env->comm->ops->exchange(env->comm, &mine, 1, all);
+}
+
+/* Marks that this rank is through with what it had to see. */
+static void arrive(rank_env *env)
+{
+    atomic_fetch_add(&env->board->step, 1);
+}
+
+static void wait_for_arrivals(rank_env *env, int count)
+{
+    while (atomic_load(&env->board->step) < count) sleep_us(1000);
+}
+
+/* --- peers that are gone ------------------------------------------------------------------------------------------------ */
+
+static void killed_while_missed(rank_env *env)
+{
+    zs_cunit *unit = make_unit(env, unit_name, 64);
+    run_round(env, unit);
+    if (env->rank == 1) {
+        sleep_us(100000);
+        kill(getpid(), SIGKILL);
+    }
+    double start = now();
+    OK(post_empty(env, unit));
+    FAILS(collect(env, unit), ZS_ERR_PEER, "rank 1 (pid ");
+    CHECK(now() - start < 2.0);
+    zs_clear_error();
+    FAILS(collect(env, unit), ZS_ERR_PEER, "its gradients of unit 'blocks.3' (round 2)"); /* asked again: the same */
+}
+
+/* Rank 0 waits for rank 2, and rank 1, which it does not wait for, dies. */
+static void killed_while_another_is_missed(rank_env *env)
+{
+    zs_cunit *unit = make_unit(env, unit_name, 64);
+    OK(meet(env));
+    if (env->rank == 2) {
+        wait_for_arrivals(env, 1);
+        return;
+    }
+    OK(post_empty(env, unit));
+    if (env->rank == 1) kill(getpid(), SIGKILL);
+    double start = now();
+    FAILS(collect(env, unit), ZS_ERR_PEER, "waited for rank 2's gradients");
+    CHECK(now() - start < 3.0);
+    arrive(env);
+}
+
+static void served_by_the_dead(rank_env *env)
+{
+    zs_cunit *unit = make_unit(env, unit_name, 64);
+    OK(post_empty(env, unit));
+    if (env->rank == 1) {
+        arrive(env);
+        kill(getpid(), SIGKILL);
+    }
+    wait_for_arrivals(env, 1);
+    sleep_us(50000);
+    OK(collect(env, unit)); /* what it gave before it died is there */
+}
+
+static void leaving_is_not_dying(rank_env *env)
+{
+    if (env->rank == 1) {
+        env->comm->ops->close(env->comm);
+        FAILS(meet(env), ZS_ERR_STATE, "closed");
+        wait_for_arrivals(env, env->world - 1);
+        return;
+    }
+    double start = now();
+    FAILS(meet(env), ZS_ERR_PEER, "has left");
+    CHECK(strstr(zs_last_message(), "died") == NULL && now() - start < 2.0);
+    arrive(env);
+}
+
+static void killed_in_a_reader_wait(rank_env *env)
+{
+    zs_reader *reader = NULL;
+    OK(env->comm->ops->reader_new(env->comm, "gpt", &reader));
+    if (env->rank == 1) {
+        sleep_us(100000);
+        kill(getpid(), SIGKILL);
+    }
+    double start = now();
+    FAILS(env->comm->ops->read_begin(env->comm, reader, ZS_PHASE_FORWARD), ZS_ERR_PEER, "its forward of 'gpt'");
+    CHECK(now() - start < 2.0);
+    env->comm->ops->reader_free(env->comm, reader);
+}
+
+/* --- deadlines ------------------------------------------------------------------------------------------------------------ */
+
+static void deadline_names_the_late(rank_env *env)
+{
+    zs_cunit *unit = make_unit(env, unit_name, 64);
+    run_round(env, unit);
+    env->comm->timeout = 0.4;
+    if (env->rank == 1) {
+        wait_for_arrivals(env, env->world - 1);
+        return;
+    }
+    OK(post_empty(env, unit));
+    double start = now();
+    FAILS(collect(env, unit), ZS_ERR_TIMEOUT, "s for rank 1's gradients of unit 'blocks.3' (round 2); rank 1 (pid ");
+    CHECK(now() - start >= 0.4 && now() - start < 2.0);
+    FAILS(collect(env, unit), ZS_ERR_TIMEOUT, "has done nothing here since its reading of unit 'blocks.3' (round 1)");
+    arrive(env);
+}
+
+static void stall_is_told_once(rank_env *env)
+{
+    if (env->rank == 1) {
+        sleep_us(10700000);
+        OK(meet(env));
+        return;
+    }
+    char text[2048] = "";
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    fflush(stderr);
+    int old = dup(STDERR_FILENO);
+    dup2(ends[1], STDERR_FILENO);
+    zs_status status = meet(env);
+    fflush(stderr);
+    dup2(old, STDERR_FILENO);
+    close(ends[1]);
+    OK(status);
+    CHECK(read(ends[0], text, sizeof text - 1) > 0);
+    const char *first = strstr(text, "part in exchange 1 for 10 s; rank 1 (pid ");
+    CHECK(first != NULL && strstr(first, "since its joining\n") != NULL && strchr(first, '\n')[1] == 0);
+}
+
+static bool interrupt_now(void)
+{
+    return true;
+}
+
+static void waits_can_be_interrupted(rank_env *env)
+{
+    OK(meet(env));
+    if (env->rank == 0) {
+        zs_comm_on_wait(interrupt_now);
+        FAILS(meet(env), ZS_ERR_TORCH, "interrupted");
+        arrive(env);
+    }
+    wait_for_arrivals(env, 1);
+}
+
+/* --- aborts and divergence --------------------------------------------------------------------------------------------------- */
+
+static void abort_text_travels(rank_env *env)
+{
+    zs_cunit *unit = make_unit(env, unit_name, 64);
+    OK(post_empty(env, unit));
+    if (env->rank == 1) {
+        sleep_us(50000);
+        env->comm->ops->abort(env->comm, "ValueError: bad batch in epoch 3");
+        env->comm->ops->abort(env->comm, "a second reason");
+        arrive(env);
+    } else {
+        double start = now();
+        FAILS(meet(env), ZS_ERR_PEER, "gave up: ValueError: bad batch in epoch 3");
+        CHECK(strstr(zs_last_message(), "second") == NULL && now() - start < 1.0);
+    }
+    wait_for_arrivals(env, 1);
+    FAILS(meet(env), ZS_ERR_PEER, "rank 1"); /* for the rank that gave up, too */
+}
+
+/* A poll that is not ready hears of an abort as well, though it does not wait. */
+static void abort_ends_polling(rank_env *env)
+{
+    zs_cunit *unit = make_unit(env, unit_name, 64);
+    if (env->rank == 1) {
+        env->comm->ops->abort(env->comm, "no more");
+        return;
+    }
+    OK(post_empty(env, unit));
+    zs_status status = ZS_OK;
+    bool ready = false;
+    zs_sources from;
+    for (double start = now(); status == ZS_OK && now() - start < 5.0;)
+        status = env->comm->ops->collect(env->comm, unit, false, &ready, &from);
+    CHECK(status == ZS_ERR_PEER && !ready);
+}
+
+/* Each waits for something that the others will never do: proven at once, long before the deadline, and on all ranks. */
+static void circle_is_found(rank_env *env)
+{
+    zs_cunit *unit = make_unit(env, unit_name, 64);
+    zs_cunit *other = make_unit(env, "blocks.4", 64);
+    double start = now();
+    zs_status status = ZS_OK;
+    if (env->rank == 0) {
+        OK(post_empty(env, unit));
+        status = collect(env, unit);
+    } else if (env->rank == 1) {
+        status = meet(env);
+    } else {
+        OK(post_empty(env, other));
+        status = collect(env, other);
+    }
+    CHECK(status == ZS_ERR_DIVERGED);
+    CHECK(strstr(zs_last_message(), "waits for rank 1's gradients of unit 'blocks.3' (round 1)") != NULL);
+    CHECK(strstr(zs_last_message(), "waits for rank 0's part in exchange 1") != NULL);
+    CHECK(now() - start < 5.0);
+}
+
+/* All wait for a rank that is busy: slow is no fault. */
+static void slow_is_not_a_circle(rank_env *env)
+{
+    if (env->rank == 1) sleep_us(2000000);
+    OK(meet(env));
+}
+
+static void models_that_differ(rank_env *env)
+{
+    zs_cunit *unit = make_unit(env, env->rank == 0 ? "encoder" : "decoder", 64);
+    OK(post_empty(env, unit));
+    FAILS(collect(env, unit), ZS_ERR_DIVERGED, env->rank == 0 ? "has 'decoder'" : "has 'encoder'");
+    OK(meet(env));
+    unit = make_unit(env, "head", env->rank == 0 ? 64 : 128);
+    OK(post_empty(env, unit));
+    FAILS(collect(env, unit), ZS_ERR_DIVERGED, "128 bytes");
+    OK(meet(env));
+}
+
+static void exchanges_that_differ(rank_env *env)
+{
+    char data[16 * MAX_RANKS] = "";
+    size_t bytes = env->rank == 0 ? 8 : 16;
+    FAILS(env->comm->ops->exchange(env->comm, data, bytes, data), ZS_ERR_DIVERGED, "rank 0");
+    if (env->rank == 0) OK(env->comm->ops->broadcast(env->comm, data, 8, 0));
+    if (env->rank != 0) FAILS(env->comm->ops->broadcast(env->comm, data, 16, 0), ZS_ERR_DIVERGED, "16 more bytes");
+    OK(meet(env)); /* so that rank 0 stays until all have taken */
+}
+
+/* --- joining ------------------------------------------------------------------------------------------------------------------- */
+
+static zs_status try_to_join(rank_env *env, const char *token, bool unknown, zs_comm **comm)
+{
+    char own[128];
+    const char *addresses[MAX_RANKS];
+    OK(zs_comm_shm_new(env->rank, env->world, 1.0, own, sizeof own, comm));
+    CHECK(strlen(own) < 108);
+    strcpy(env->board->addresses[env->rank], unknown && env->rank == 0 ? "zshard-nobody" : own);
+    arrive(env);
+    wait_for_arrivals(env, env->world);
+    for (int r = 0; r < env->world; r++) addresses[r] = env->board->addresses[r];
+    return zs_comm_shm_connect(*comm, addresses, (const unsigned char *)token);
+}
+
+static void unreachable_peers(rank_env *env)
+{
+    zs_comm *comm = NULL;
+    double start = now();
+    zs_status status = try_to_join(env, "0123456789abcdef", true, &comm);
+    CHECK(status == ZS_ERR_UNSUPPORTED && now() - start < 5.0);
+    const char *words = env->rank == 0 ? "rank 0 heard from 0 of" : "cannot reach rank 0 through shared memory";
+    CHECK(strstr(zs_last_message(), words) != NULL);
+    zs_flat_mem flat;
+    FAILS(comm->ops->flat_new(comm, 4096, &flat), ZS_ERR_STATE, "not connected");
+    zs_comm_release(comm);
+}
+
+static void wrong_token(rank_env *env)
+{
+    zs_comm *comm = NULL;
+    double start = now();
+    zs_status status = try_to_join(env, env->rank == 0 ? "0123456789abcdef" : "0123456789abcdeX", false, &comm);
+    CHECK(env->rank != 0 || status == ZS_ERR_UNSUPPORTED);
+    CHECK(env->rank != 1 || status == ZS_ERR_UNSUPPORTED);
+    CHECK(now() - start < 5.0);
+    zs_comm_release(comm);
+}
+
+static int open_descriptors(void)
+{
+    int count = 0;
+    for (int fd = 0; fd < 256; fd++) count += fcntl(fd, F_GETFD) >= 0;
+    return count;
+}
+
+static void nothing_is_left_open(rank_env *env)
+{
+    int before = open_descriptors();
+    zs_comm *comm = join_ranks(env, 5.0);
+    CHECK(open_descriptors() == before + 2 + 3 * (env->world - 1));
+    zs_comm_release(comm);
+    CHECK(open_descriptors() == before);
+}
+
+/* --- the list ------------------------------------------------------------------------------------------------------------------ */
+
+static const rank_test tests[] = {
+    TEST(killed_while_missed, .least = 2, .killed = 1),
+    TEST(killed_while_another_is_missed, .least = 3, .killed = 1),
+    TEST(served_by_the_dead, .least = 2, .killed = 1),
+    TEST(leaving_is_not_dying, .least = 2),
+    TEST(killed_in_a_reader_wait, .least = 2, .killed = 1),
+    TEST(deadline_names_the_late, .least = 2),
+    TEST(stall_is_told_once, .least = 2, .slow = true),
+    TEST(waits_can_be_interrupted, .least = 2),
+    TEST(abort_text_travels, .least = 2),
+    TEST(abort_ends_polling, .least = 2),
+    TEST(circle_is_found, .least = 2),
+    TEST(slow_is_not_a_circle, .least = 2),
+    TEST(models_that_differ, .least = 2),
+    TEST(exchanges_that_differ, .least = 2),
+    TEST(unreachable_peers, .least = 2, .joins_itself = true),
+    TEST(wrong_token, .least = 2, .joins_itself = true),
+    TEST(nothing_is_left_open, .least = 2, .joins_itself = true),
+};
+
+int main(int argc, char **argv)
+{
+    return run_tests(tests, sizeof tests / sizeof tests[0], argc, argv);
+}

@@ -1,0 +1,57 @@
+"""Fixtures for all tests: pools of ranks that live as long as the session (see spawn.py)."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+from spawn import RankPool
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # Examples share cores with standing ranks: a time limit on each would only measure that.
+    settings.register_profile("zshard", deadline=None)
+    settings.load_profile("zshard")
+
+
+def pytest_report_header() -> str:
+    """Which build is tested: in place, installed or sanitized."""
+    spec = importlib.util.find_spec("zshard")
+    return f"zshard: {spec.origin if spec else 'not importable; run `make test`'}"
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """The session's pools by world size; each starts its ranks when it is first used."""
+    made: dict[int, RankPool] = {}
+    yield made
+    for pool in made.values():
+        pool.close(patience=5.0)
+
+
+def _pool(world: int, pools: dict[int, RankPool]) -> RankPool:
+    return pools.setdefault(world, RankPool(world))
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, pools: dict[int, RankPool]) -> RankPool:
+    """The pool of the size that `@ranks(...)` gave."""
+    return _pool(request.param, pools)
+
+
+@pytest.fixture
+def pool2(pools: dict[int, RankPool]) -> RankPool:
+    """The pool of two ranks."""
+    return _pool(2, pools)
+
+
+@pytest.fixture
+def pool3(pools: dict[int, RankPool]) -> RankPool:
+    """The pool of three ranks."""
+    return _pool(3, pools)
+
+
+@pytest.fixture
+def pool4(pools: dict[int, RankPool]) -> RankPool:
+    """The pool of four ranks."""
+    return _pool(4, pools)

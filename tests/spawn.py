@@ -1,0 +1,365 @@
+"""Runs test functions on several ranks: fresh ones (`run_ranks`) or a standing pool (`RankPool`).
+
+The one idea: the parent hosts the rendezvous store and only hands out its port, as torchrun's agent
+does, so that no port is guessed and tests that run side by side cannot meet. Ranks are plain
+subprocesses. Every run has a hard limit; the first rank that fails ends the run, and its output is
+the assertion's message. This file is also the ranks' entry point (`_main`).
+
+    from spawn import ranks, run_ranks
+
+    def mean(x):  # a module-level function: each rank imports this module and calls it
+        ...
+        return value  # pickled back
+
+    @ranks(2, 3)  # a pool of 2, then one of 3; torch.distributed (gloo) is up in its ranks
+    def test_mean(pool):
+        assert pool.run(mean, 1.0) == [1.0] * pool.world
+
+    def test_dies():  # fresh processes, nothing initialised: for crashes, environments, start-up
+        results = run_ranks(mean, 2, 1.0, check=False)
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import inspect
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GRACE = 2.0  # seconds that the other ranks have to end by themselves after one failed
+LEAVE = 10.0  # seconds from a rank's answer to the end of its process
+TAIL = 4000  # characters of a rank's output that a message shows
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not come back in time; the message has its output."""
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank of `run_ranks` ended; `returncode` is None if it was ended at the time limit."""
+
+    rank: int
+    returncode: int | None
+    stdout: str
+    stderr: str
+    value: Any  # what the function returned; None for a script or a rank that failed
+
+
+def ranks(*worlds: int) -> pytest.MarkDecorator:
+    """Runs a test once per world size, with the session's pool of that size as argument `pool`."""
+    return pytest.mark.parametrize("pool", worlds, indirect=True, ids=lambda world: f"{world}ranks")
+
+
+# --- the parent's side ---------------------------------------------------------------------------
+
+
+def _python_path() -> str:
+    """PYTHONPATH with which ranks import the very zshard that this process would."""
+    old = os.environ.get("PYTHONPATH", "")
+    spec = importlib.util.find_spec("zshard")
+    if spec is None or spec.origin is None or "site-packages" in spec.origin:
+        return old
+    return os.pathsep.join(filter(None, [str(Path(spec.origin).parent.parent), old]))
+
+
+class _Ranks:
+    """`world` subprocesses of this file, their torchrun-like environment and output files."""
+
+    def __init__(self, world: int, mode: str, env: dict[str, str | None] | None = None) -> None:
+        from torch.distributed import TCPStore
+
+        self.world = world
+        self.folder = tempfile.TemporaryDirectory(prefix="zshard-ranks-")
+        # Port 0 and this process as server: the kernel finds the port, and nobody can take it.
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins our store, it makes none
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": _python_path(),
+        }
+        self.pipes: list[Connection] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(world):
+            ours, theirs = socket.socketpair()
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ZSHARD_TEST_PIPE": theirs.fileno()}
+            merged = {**os.environ, **common, **own, **(env or {})}
+            with self.path(rank, "out").open("wb") as out, self.path(rank, "err").open("wb") as err:
+                process = subprocess.Popen(
+                    [sys.executable, "-u", __file__, mode],
+                    env={name: str(value) for name, value in merged.items() if value is not None},
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # so that what a rank starts ends with it
+                )
+            theirs.close()
+            self.pipes.append(Connection(ours.detach()))
+            self.processes.append(process)
+
+    def send(self, task: bytes) -> None:
+        """Gives every rank its task; that one is dead already is for `_collect` to find."""
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                pipe.send_bytes(task)
+
+    def path(self, rank: int, what: str) -> Path:
+        """The file with what `rank` wrote; `what` is "out" or "err"."""
+        return Path(self.folder.name, f"rank{rank}.{what}")
+
+    def output(self, rank: int, what: str, start: int = 0) -> str:
+        """What `rank` wrote from byte `start` on."""
+        return self.path(rank, what).read_bytes()[start:].decode(errors="replace")
+
+    def show_stacks(self) -> None:
+        """Has each living rank write its Python stacks to its stderr (see `_main`)."""
+        living = [process for process in self.processes if process.poll() is None]
+        for process in living:
+            process.send_signal(signal.SIGUSR1)
+        if living:
+            time.sleep(0.3)
+
+    def end(self, patience: float = 0.0) -> None:
+        """Hangs up; after `patience` s kills what still runs, and what it started."""
+        for pipe in self.pipes:
+            pipe.close()
+        deadline = time.monotonic() + patience
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self.folder.cleanup()
+
+
+def _task(fn_or_path: Any, args: tuple[Any, ...]) -> bytes:
+    """A module-level function (by its module's file) or a script, with its arguments, as bytes."""
+    if callable(fn_or_path):
+        name = fn_or_path.__qualname__
+        if "<" in name:
+            raise TypeError(f"{name}: ranks can only import functions at module level")
+        what = ("call", inspect.getsourcefile(fn_or_path), fn_or_path.__module__, name)
+    else:
+        what = ("script", str(Path(fn_or_path).resolve()), "", "")
+    return pickle.dumps((*what, args))
+
+
+def _failure(group: _Ranks, first: int, reason: str, starts: dict[str, list[int]]) -> RankFailure:
+    """The exception for rank `first`: its output since `starts`, and the end of the others'."""
+    if "no answer" in reason:
+        group.show_stacks()
+    lines = [f"rank {first} of {group.world} {reason}"]
+    for what in ("out", "err"):
+        text = group.output(first, what, starts[what][first]).strip()
+        if text:
+            lines += [f"--- rank {first} std{what}", text[-TAIL:]]
+    for rank in range(group.world):
+        text = group.output(rank, "err", starts["err"][rank]).strip()
+        if rank != first and text:
+            lines += [f"--- rank {rank} stderr, its end", text[-TAIL // 4 :]]
+    return RankFailure("\n".join(lines))
+
+
+def _collect(group: _Ranks, timeout: float, stop_early: bool) -> tuple[dict[int, Any], str, int]:
+    """Waits for one answer per rank: ({rank: (ok, value)}, what went wrong or "", rank of that).
+
+    A rank that dies without an answer has none. With `stop_early`, others get GRACE seconds after
+    the first failure; without, all have until `timeout`.
+    """
+    answers: dict[int, Any] = {}
+    reason, first = "", 0
+    waiting = dict(zip(group.pipes, range(group.world), strict=True))
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            if not reason:
+                first = min(waiting.values())
+                reason = f"gave no answer within {timeout:g} s"
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                answers[rank] = pickle.loads(pipe.recv_bytes())
+                wrong = "" if answers[rank][0] else "failed"
+            except (EOFError, ConnectionResetError):
+                wrong = f"died with exit status {group.processes[rank].wait()}"
+            if wrong and not reason:
+                reason, first = wrong, rank
+                if stop_early:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+    return answers, reason, first
+
+
+def run_ranks(
+    fn_or_path: Any,
+    world: int,
+    *args: Any,
+    timeout: float = 120,
+    env: dict[str, str | None] | None = None,
+    check: bool = True,
+) -> list[RankResult]:
+    """Runs a module-level function `fn(*args)`, or a script with arguments, on fresh ranks.
+
+    timeout: seconds, start-up included (torch's import costs about 2); what runs then is killed.
+    env: added to the environment; None removes a variable.
+    check: raise RankFailure as soon as a rank fails. Without it, all ranks run to their end or the
+        limit, and the results tell.
+    """
+    task = _task(fn_or_path, args)
+    group = _Ranks(world, "once", env)
+    try:
+        group.send(task)
+        answers, reason, first = _collect(group, timeout, stop_early=check)
+        results = []
+        for rank in range(world):
+            results.append(_result(group, rank, answers.get(rank), wait=not (check and reason)))
+            if not reason and results[rank].returncode != 0:
+                reason, first = f"returned, but then ended with {results[rank].returncode}", rank
+        if check and reason:
+            raise _failure(group, first, reason, {"out": [0] * world, "err": [0] * world})
+        return results
+    finally:
+        group.end()
+
+
+def _result(group: _Ranks, rank: int, answer: Any, wait: bool) -> RankResult:
+    """How `rank` ended, given its (ok, value); one that has answered is about to leave: `wait`."""
+    try:
+        code = group.processes[rank].wait(LEAVE if answer and wait else 0)
+    except subprocess.TimeoutExpired:
+        code = None
+    ok, value = answer or (False, None)
+    out, err = group.output(rank, "out"), group.output(rank, "err")
+    return RankResult(rank, code, out, err, value if ok else None)
+
+
+class RankPool:
+    """Ranks that stay alive and run many functions, with torch.distributed (gloo) initialised once.
+
+    They start at the first `run`, and again after one that failed: a rank that missed a collective
+    is of no use to the next test.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._group: _Ranks | None = None
+
+    def run(self, fn: Any, *args: Any, timeout: float = 120) -> list[Any]:
+        """[fn(*args) of rank 0, 1, ...]; RankFailure if one raises, dies or takes over `timeout` s.
+
+        Each call starts with torch.manual_seed(0) on every rank.
+        """
+        task = _task(fn, args)
+        if self._group is None:
+            self._group = _Ranks(self.world, "pool")
+        group = self._group
+        starts = {
+            what: [group.path(rank, what).stat().st_size for rank in range(self.world)]
+            for what in ("out", "err")
+        }
+        try:
+            group.send(task)
+            answers, reason, first = _collect(group, timeout, stop_early=True)
+            if reason:
+                raise _failure(group, first, reason, starts)
+            return [answers[rank][1] for rank in range(self.world)]
+        except BaseException:  # also KeyboardInterrupt and pytest-timeout: the ranks are mid-way
+            self.close()
+            raise
+
+    def close(self, patience: float = 0.0) -> None:
+        """Ends the ranks, giving them `patience` s to leave; the next `run` starts new ones."""
+        if self._group is not None:
+            self._group.end(patience)
+            self._group = None
+
+
+# --- the ranks' side -----------------------------------------------------------------------------
+
+
+def _perform(task: bytes) -> Any:
+    """Runs what `_task` named; a script runs as __main__ with its arguments in sys.argv."""
+    kind, file, module, name, args = pickle.loads(task)
+    folder = str(Path(file).parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    if kind == "script":
+        sys.argv = [file, *map(str, args)]
+        runpy.run_path(file, run_name="__main__")
+        return None
+    return getattr(importlib.import_module(module), name)(*args)
+
+
+def _answer(pipe: Connection, task: bytes) -> int:
+    """Performs `task`, sends (ok, value), returns an exit status; a traceback goes to stderr."""
+    status = 0
+    try:
+        reply = pickle.dumps((True, _perform(task)))
+    except SystemExit as leave:
+        status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        reply = pickle.dumps((status == 0, None))
+    except BaseException:
+        traceback.print_exc()
+        status, reply = 1, pickle.dumps((False, None))
+    sys.stdout.flush()
+    pipe.send_bytes(reply)
+    return status
+
+
+def _serve(pipe: Connection) -> None:
+    """A pool rank's life: process group once, then task after task until the parent hangs up."""
+    import gc
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    while True:
+        try:
+            task = pipe.recv_bytes()
+        except EOFError:
+            dist.destroy_process_group()
+            return
+        torch.manual_seed(0)
+        _answer(pipe, task)
+        gc.collect()  # one test's models and their shared memory must not lie in the next one's way
+
+
+def _main(mode: str) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans if pytest is killed
+    pipe = Connection(int(os.environ.pop("ZSHARD_TEST_PIPE")))
+    os.register_at_fork(after_in_child=pipe.close)  # else a forked worker hides this rank's death
+    if mode == "pool":
+        _serve(pipe)
+    else:
+        sys.exit(_answer(pipe, pipe.recv_bytes()))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,243 @@
+"""The build: what the extension exports and links, and what setup.py remakes when.
+
+What setup.py does is tried on a copy of it with a small project: three C files and a C++ file that
+includes nothing of torch, so that a whole build takes a second.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PROJECT = {
+    "zshard/__init__.py": "",
+    "csrc/answer.h": "int zs_answer(void);\nint zs_plus(int a);\n",
+    "csrc/answer.c": '#include "answer.h"\nint zs_answer(void) { return zs_plus(41); }\n',
+    "csrc/alone.c": "int zs_alone(void);\nint zs_alone(void) { return 0; }\n",
+    "csrc/plus.cpp": 'extern "C" {\n#include "answer.h"\nint zs_plus(int a) { return a + 1; }\n}\n',
+    "csrc/py_module.c": """\
+#include <Python.h>
+#include "answer.h"
+static PyObject *answer(PyObject *module, PyObject *none)
+{
+    (void)module, (void)none;
+    return PyLong_FromLong(zs_answer());
+}
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core", .m_methods = methods};
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&module); }
+""",
+}
+
+
+# Would change the builds below; `make sanitize` sets some of them.
+FLAGS = {"CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "LD_PRELOAD", "PYTHONPATH"} | {
+    f"ZSHARD_{variant}" for variant in ("DEBUG", "SANITIZE", "COVERAGE")
+}
+
+
+class Project:
+    """A copy of setup.py and pyproject.toml with the sources above."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, text in PROJECT.items():
+            self.write(name, text)
+        for name in ("setup.py", "pyproject.toml", "LICENSE"):
+            shutil.copy(ROOT / name, folder)
+        self.write("README.md", "A project for tests.\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Makes or replaces a file; with another text, or it would not count as an edit."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+    def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs Python with `words` in the project's folder."""
+        plain = {name: value for name, value in os.environ.items() if name not in FLAGS}
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=self.folder,
+            env={**plain, **env},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def build(self, **env: str) -> set[str]:
+        """Builds in place; returns what was remade."""
+        done = self.run("setup.py", "-q", "build_ext", "--inplace", **env)
+        assert done.returncode == 0, done.stdout
+        made = [line.split() for line in done.stdout.splitlines()]
+        return {words[-1] for words in made if words[0] in ("cc", "c++")}
+
+    def answer(self) -> str:
+        """What the built extension answers, in a process of its own."""
+        return self.run("-c", "import zshard._core as c; print(c.answer())").stdout.strip()
+
+
+EVERYTHING = {"answer.c", "alone.c", "plus.cpp", "py_module.c", "_core"}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def test_only_what_changed_is_remade(project: Project) -> None:
+    assert project.build() == EVERYTHING
+    assert project.answer() == "42"
+    assert project.build() == set()
+    project.write("csrc/answer.c", PROJECT["csrc/answer.c"].replace("41", "42"))
+    assert project.build() == {"answer.c", "_core"}
+    assert project.answer() == "43"
+    project.write("csrc/answer.h", PROJECT["csrc/answer.h"] + "/* edited */\n")
+    assert project.build() == {"answer.c", "plus.cpp", "py_module.c", "_core"}
+    assert project.build(CXXFLAGS="-DEDITED") == {"plus.cpp", "_core"}
+    assert project.build(LDFLAGS="-s") == {"plus.cpp", "_core"}
+
+
+def test_variants_lie_apart_and_switching_costs_nothing(project: Project) -> None:
+    assert project.build() == EVERYTHING
+    assert project.build(ZSHARD_DEBUG="1") == EVERYTHING
+    core = project.folder / f"zshard/_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    debug = core.read_bytes()
+    assert project.build(ZSHARD_DEBUG="0") == set()
+    assert b".debug_info" in debug and b".debug_info" not in core.read_bytes()
+    assert project.answer() == "42"
+
+
+def test_failed_compile_names_the_command_and_is_tried_again(project: Project) -> None:
+    project.build()
+    project.write("csrc/alone.c", "int zs_alone(void);\nint zs_alone(void) { return unknown; }\n")
+    for _ in range(2):
+        done = project.run("setup.py", "-q", "build_ext", "--inplace")
+        assert done.returncode == 1
+        assert "csrc/alone.c:2" in done.stdout and "unknown" in done.stdout
+        assert "-Werror" in done.stdout and "Traceback" not in done.stdout
+    project.write("csrc/alone.c", PROJECT["csrc/alone.c"])
+    assert project.build() == {"alone.c", "_core"}
+
+
+def test_warning_in_c_is_an_error(project: Project) -> None:
+    project.write("csrc/alone.c", "int zs_alone(long);\nint zs_alone(long a) { return a; }\n")
+    done = project.run("setup.py", "-q", "build_ext", "--inplace")
+    assert done.returncode == 1 and "-Werror=conversion" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("torch", "says"),
+    [(None, "none here"), ("2.9.1+cu128", "torch 2.9.1+cu128"), ("2.11.0a0+git1", "")],
+)
+def test_missing_or_old_torch_is_named_with_the_fix(
+    project: Project, torch: str | None, says: str
+) -> None:
+    if torch:
+        project.write("torch/__init__.py", "raise SystemExit('the build must not import torch')\n")
+        project.write("torch/version.py", f"__version__ = {torch!r}\n")
+        hide = "pass"
+    else:
+        hide = "sys.modules['torch'] = None"
+    script = f"import runpy, sys; {hide}; sys.path.insert(0, '')\nsys.argv[0] = 'setup.py'\n"
+    script += "setup = runpy.run_path('setup.py')\nprint('found', setup['find_torch']()[1])\n"
+    done = project.run("-c", script)
+    if says:
+        assert done.returncode == 1 and says in done.stdout
+        assert "pip install 'torch>=2.11'" in done.stdout and "--no-build-isolation" in done.stdout
+    else:
+        assert f"found {torch}" in done.stdout
+
+
+def test_wheel_has_the_extension_and_its_types(project: Project) -> None:
+    project.write("zshard/_core.pyi", "def answer() -> int: ...\n")
+    project.write("zshard/py.typed", "")
+    pip = ["-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
+    done = project.run(*pip, "--target", "site", ".")
+    assert done.returncode == 0, done.stdout
+    installed = {path.name for path in (project.folder / "site/zshard").iterdir()} - {"__pycache__"}
+    core = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    assert installed == {"__init__.py", "_core.pyi", "py.typed", core}
+    site = str(project.folder / "site")
+    script = "import sys; del sys.path[0]; import zshard._core as c; print(c.answer())"
+    done = project.run("-c", script, PYTHONPATH=site)
+    assert done.stdout.strip() == "42"
+
+
+# --- the real extension --------------------------------------------------------------------------
+
+
+def symbols(path: Path, *options: str) -> list[tuple[str, str]]:
+    """(kind, name) of the symbols that nm lists for `path`."""
+    listed = subprocess.run(["nm", *options, str(path)], text=True, capture_output=True, check=True)
+    return [tuple(line.split()[-2:]) for line in listed.stdout.splitlines() if line.strip()]  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def core() -> Path:
+    """The extension that this session tests."""
+    parent = importlib.util.find_spec("zshard")
+    spec = importlib.util.find_spec("zshard._core") if parent else None
+    assert spec and spec.origin, "zshard._core is not built; run `make test`"
+    return Path(spec.origin)
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[str, Path]:
+    """The objects of the last release build by the names of their sources."""
+    import torch
+
+    tag = f"objects-{sysconfig.get_config_var('SOABI')}-torch{torch.__version__}-release"
+    found = {path.name.removesuffix(".o"): path for path in (ROOT / "build" / tag).glob("*.o")}
+    if not found:
+        pytest.skip("no release build here")
+    return {name: path for name, path in found.items() if (ROOT / "csrc" / name).exists()}
+
+
+def test_extension_exports_its_init_function_alone(core: Path) -> None:
+    # Weak and unique symbols (W, V, u) are templates and inline statics out of torch's headers.
+    strong = [name for kind, name in symbols(core, "-D", "--defined-only") if kind in "TDBR"]
+    assert [name for name in strong if not name.startswith(("_", "__"))] == ["PyInit__core"]
+
+
+def test_extension_finds_torch_beside_itself_and_where_it_was_built(core: Path) -> None:
+    import torch
+
+    dynamic = subprocess.run(["readelf", "-d", core], text=True, capture_output=True, check=True)
+    libraries = Path(torch.__file__).parent / "lib"
+    assert f"[$ORIGIN/../torch/lib:{libraries}]" in dynamic.stdout
+
+
+def test_every_symbol_of_the_c_core_is_ours(objects: dict[str, Path]) -> None:
+    wrong = [
+        f"{source}: {name}"
+        for source, path in objects.items()
+        if source.endswith(".c")
+        for kind, name in symbols(path, "--defined-only")
+        if kind in "TDBRC" and not name.startswith("zs_") and name != "PyInit__core"
+    ]
+    assert not wrong, "non-static symbols that do not start with zs_: " + ", ".join(wrong)
+
+
+def test_c_core_needs_neither_python_nor_torch(objects: dict[str, Path]) -> None:
+    core = {name: path for name, path in objects.items() if not name.startswith(("py_", "torch_"))}
+    assert core, "no C core"
+    wrong = [
+        f"{source}: {name}"
+        for source, path in core.items()
+        for _, name in symbols(path, "--undefined-only")
+        if name.startswith(("Py", "_Py", "_Z", "aoti_", "torch_"))
+    ]
+    assert not wrong, "the C core calls: " + ", ".join(wrong)
+
+
+def test_arithmetic_of_the_c_core_is_not_contracted(objects: dict[str, Path]) -> None:
+    command = (next(iter(objects.values())).parent / "status.c.o.cmd").read_text()
+    assert "-ffp-contract=off" in command and "-ffast-math" not in command

@@ -1,0 +1,134 @@
+"""The helpers that run tests on ranks: they must notice every way in which a rank can fail."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from spawn import RankFailure, RankPool, ranks, run_ranks
+
+
+def rank_and_sum(start):
+    """This rank's number, and the sum of all ranks' (start + rank) over torch.distributed."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    total = torch.tensor([start + dist.get_rank()])
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total)
+
+
+def seed_and_pid():
+    import torch
+
+    return float(torch.rand(1)), os.getpid()
+
+
+def environment(name):
+    return os.environ.get(name)
+
+
+def fail_on(rank, how):
+    print("a word on stdout")
+    if int(os.environ["RANK"]) != rank:
+        return "fine"
+    if how == "raise":
+        raise ValueError("planted")
+    if how == "exit":
+        sys.exit(3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        time.sleep(3600)
+    if how == "late":
+        import atexit
+
+        atexit.register(os._exit, 7)
+    return "fine"
+
+
+@ranks(1, 2, 3)
+def test_pool_runs_collectives_in_rank_order(pool):
+    expected = 10 * pool.world + sum(range(pool.world))
+    assert pool.run(rank_and_sum, 10) == [(rank, expected) for rank in range(pool.world)]
+
+
+def test_pool_keeps_its_ranks_and_seeds_each_call(pool2):
+    first, second = pool2.run(seed_and_pid), pool2.run(seed_and_pid)
+    assert first == second
+    assert first[0][0] == first[1][0] and first[0][1] != first[1][1]
+
+
+def test_fresh_ranks_rendezvous_and_report():
+    results = run_ranks(rank_and_sum, 2, 5)
+    assert [result.value for result in results] == [(0, 11), (1, 11)]
+    assert [(result.rank, result.returncode) for result in results] == [(0, 0), (1, 0)]
+
+
+def test_environment_is_added_and_removed(monkeypatch):
+    monkeypatch.setenv("ZSHARD_TEST_OLD", "old")
+    assert run_ranks(environment, 1, "ZSHARD_TEST_OLD")[0].value == "old"
+    changed = {"ZSHARD_TEST_OLD": None, "ZSHARD_TEST_NEW": "new"}
+    assert run_ranks(environment, 1, "ZSHARD_TEST_OLD", env=changed)[0].value is None
+    assert run_ranks(environment, 1, "ZSHARD_TEST_NEW", env=changed)[0].value == "new"
+
+
+def test_script_gets_its_arguments(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint(os.environ['RANK'], sys.argv[1:], __name__)\n")
+    assert [result.stdout for result in run_ranks(script, 2, "a", 7)] == [
+        "0 ['a', '7'] __main__\n",
+        "1 ['a', '7'] __main__\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "code"),
+    [
+        ("raise", "rank 1 of 2 failed\n(.|\n)*ValueError: planted", 1),
+        ("exit", "rank 1 of 2 failed\n(.|\n)*a word on stdout", 3),
+        ("kill", "rank 1 of 2 died with exit status -9", -9),
+        ("late", "rank 1 of 2 returned, but then ended with 7", 7),
+    ],
+)
+def test_every_failure_is_found(how, reason, code):
+    with pytest.raises(RankFailure, match=reason):
+        run_ranks(fail_on, 2, 1, how)
+    results = run_ranks(fail_on, 2, 1, how, check=False)
+    assert [result.returncode for result in results] == [0, code]
+    assert results[0].value == "fine"
+
+
+def test_hanging_rank_is_ended_and_shows_where_it_was():
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 .* no answer within 3 s(.|\n)*in fail_on"):
+        run_ranks(fail_on, 2, 1, "hang", timeout=3)
+    assert time.monotonic() - started < 10
+    assert run_ranks(fail_on, 2, 1, "hang", timeout=3, check=False)[1].returncode is None
+
+
+def test_pool_is_remade_after_each_failure():
+    pool = RankPool(2)
+    try:
+        pids = {pid for _, pid in pool.run(seed_and_pid)}
+        for how, reason in (("raise", "ValueError: planted"), ("kill", "died with exit status -9")):
+            with pytest.raises(RankFailure, match=f"rank 1 of 2 (.|\n)*{reason}"):
+                pool.run(fail_on, 1, how)
+            fresh = {pid for _, pid in pool.run(seed_and_pid)}
+            assert not pids & fresh
+            pids |= fresh
+        with pytest.raises(RankFailure, match="no answer within 1 s"):
+            pool.run(fail_on, 1, "hang", timeout=1)
+    finally:
+        pool.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_functions_that_ranks_cannot_import_are_refused():
+    with pytest.raises(TypeError, match="module level"):
+        run_ranks(lambda: None, 1)

@@ -1,0 +1,460 @@
+"""The wrap policies, manual wrapping, and which unit gets which parameter."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp.wrap as torch_wrap
+from torch import nn
+from torch.nn.utils import parametrize
+
+import zshard.wrap as zwrap
+from zshard.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    UnitSpec,
+    assign_parameters,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    plan_units,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap,
+)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2", ""]
+
+
+def names(units: list[UnitSpec]) -> list[str]:
+    return [unit.name for unit in units]
+
+
+def check_partition(root: nn.Module, units: list[UnitSpec]) -> None:
+    """Each parameter is in one unit, under the names that the unit's module knows it by."""
+    held = [id(ref.param) for unit in units for ref in unit.params]
+    assert sorted(held) == sorted(id(param) for param in root.parameters())
+    assert units[-1].module is root
+    for unit in units:
+        assert root.get_submodule(unit.name) is unit.module
+        own = {id(ref.param) for ref in unit.params}
+        first = [(name, id(p)) for name, p in unit.module.named_parameters() if id(p) in own]
+        assert [(ref.names[0], id(ref.param)) for ref in unit.params] == first
+        for ref in unit.params:
+            every = unit.module.named_parameters(remove_duplicate=False)
+            assert sorted(ref.names) == sorted(name for name, p in every if p is ref.param)
+            assert all(getattr(module, attr) is ref.param for module, attr in ref.owners)
+
+
+# Policies
+
+
+def is_block(module: nn.Module) -> bool:
+    return isinstance(module, Block)
+
+
+def positional(m: nn.Module, r: bool, unwrapped: int) -> bool:
+    return r or is_block(m)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "auto",
+        {Block},
+        frozenset({Block}),
+        [Block],
+        (Block,),
+        ModuleWrapPolicy({Block}),
+        ModuleWrapPolicy([Block, nn.Conv2d]),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        functools.partial(lambda_auto_wrap_policy, lambda_fn=is_block),
+        functools.partial(size_based_auto_wrap_policy, min_num_params=500),
+        functools.partial(
+            zwrap._or_policy,
+            policies=[
+                ModuleWrapPolicy({nn.Conv2d}),
+                functools.partial(lambda_auto_wrap_policy, lambda_fn=is_block),
+            ],
+        ),
+        CustomPolicy(is_block),
+        is_block,
+        lambda module: isinstance(module, Block),
+        positional,
+        torch_wrap.ModuleWrapPolicy({Block}),
+        torch_wrap.CustomPolicy(is_block),
+        functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=500),
+        functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=is_block),
+    ],
+    ids=repr,
+)
+def test_every_spelling_of_a_policy_finds_the_blocks(policy: Any) -> None:
+    model = Net()
+    units = plan_units(model, policy)
+    wanted = ["embed", *BLOCKS[:3], "head", ""] if policy == "auto" else BLOCKS
+    assert names(units) == wanted
+    check_partition(model, units)
+
+
+def test_none_makes_one_unit() -> None:
+    model = Net()
+    units = plan_units(model, None)
+    assert names(units) == [""]
+    assert units[0].numel == sum(p.numel() for p in model.parameters())
+    check_partition(model, units)
+
+
+def test_always_wrap_policy_makes_a_unit_of_each_module_with_parameters() -> None:
+    model = Net(1)
+    units = plan_units(model, zwrap.always_wrap_policy)
+    inner = ["blocks.0.norm", "blocks.0.up", "blocks.0.down"]
+    assert names(units) == ["embed", *inner, "head", ""]  # no ModuleList, no emptied Block
+    check_partition(model, units)
+
+
+@pytest.mark.parametrize("least", [1, 30, 100, 300, 600, 2000])
+@pytest.mark.parametrize("make", [Net, lambda: nn.Transformer(8, 2, 2, 2, 16)])
+def test_size_based_policy_chooses_what_fsdp1_does(make: Any, least: int) -> None:
+    theirs: set[str] = set()
+    model = make()
+    name_of = {module: name for name, module in model.named_modules()}
+
+    def record(module: nn.Module) -> nn.Module:
+        theirs.add(name_of[module])
+        return module
+
+    policy = functools.partial(
+        size_based_auto_wrap_policy,
+        min_num_params=least,
+        force_leaf_modules={
+            nn.MultiheadAttention,
+            nn.TransformerEncoderLayer,
+            nn.TransformerDecoderLayer,
+        },
+    )
+    torch_wrap._recursive_wrap(model, policy, record, set(), set(), only_wrap_children=True)
+    assert set(names(plan_units(model, policy))) - {""} == theirs
+
+
+def test_default_leaf_and_excluded_classes_can_be_extended() -> None:
+    excluded = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES | {Block}
+    policy = functools.partial(
+        size_based_auto_wrap_policy, min_num_params=250, exclude_wrap_modules=excluded
+    )
+    assert "blocks.0" not in names(plan_units(Net(), policy))
+    assert {nn.MultiheadAttention} == size_based_auto_wrap_policy.FORCE_LEAF_MODULES
+
+
+def test_custom_policy_carries_overrides() -> None:
+    model = Net()
+
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        if module is model.head:
+            return {"sharding_strategy": "shard_grad_op"}
+        return {} if module is model.embed else isinstance(module, Block)
+
+    for policy in (CustomPolicy(choose), torch_wrap.CustomPolicy(choose)):
+        units = plan_units(model, policy)
+        assert names(units) == [*BLOCKS[:3], "head", ""]
+        assert [u.overrides for u in units] == [{}] * 3 + [
+            {"sharding_strategy": "shard_grad_op"},
+            {},
+        ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "words"),
+    [
+        ("blocks", ValueError, "'blocks'"),
+        (3, TypeError, "3 is not a policy"),
+        (Block, TypeError, "a set of nn.Module classes"),
+        (Net(1), TypeError, "is not a policy"),
+        ({"Block"}, TypeError, "'Block'"),
+        ([int], TypeError, "int"),
+        (set(), ValueError, "empty"),
+        (lambda: True, TypeError, r"takes \(\)"),
+        (lambda a, b: True, TypeError, r"takes \(a, b\)"),
+        (CustomPolicy(lambda module: "yes"), TypeError, "'yes'"),  # type: ignore[arg-type, return-value]
+    ],
+)
+def test_what_is_no_policy_is_named(policy: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        plan_units(Net(), policy)
+
+
+def test_classes_that_find_nothing_are_reported() -> None:
+    with pytest.warns(UserWarning, match=r"Conv2d.*no such module"):
+        assert names(plan_units(Net(), {nn.Conv2d})) == [""]
+    with pytest.warns(UserWarning, match=r"ModuleList.*cannot be units"):
+        assert names(plan_units(Net(), {nn.ModuleList})) == [""]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert names(plan_units(Block(), {Block})) == [""]  # the root itself is one
+
+
+# What no policy may split
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+def parametrized() -> nn.Module:
+    return parametrize.register_parametrization(nn.Linear(4, 4), "weight", nn.Linear(4, 4))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("policy", [{nn.Linear}, zwrap.always_wrap_policy, "auto"], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.MultiheadAttention(4, 2),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8),
+        lambda: nn.TransformerDecoderLayer(4, 2, 8),
+        lambda: nn.LSTM(4, 4, proj_size=2),
+        parametrized,
+        scripted,
+    ],
+)
+def test_nothing_below_a_sealed_module_becomes_a_unit(make: Any, policy: Any) -> None:
+    model = nn.Sequential(make(), nn.Linear(64, 64), make(), nn.Linear(64, 64))
+    assert {name.split(".")[0] for name in names(plan_units(model, policy))} >= {"1", "3"}
+    for unit in plan_units(model, policy):
+        assert unit.name.count(".") == 0
+
+
+# Which unit gets which parameter
+
+
+def random_graph(rng: random.Random) -> nn.Module:
+    """Modules that hold each other and parameters at random, some in several places."""
+    made: list[nn.Module] = []
+    shared = [nn.Parameter(torch.zeros(k)) for k in range(1, 4)]
+    for _ in range(rng.randint(2, 12)):
+        module = nn.Identity()
+        for k in range(rng.randint(0, 2)):
+            param = rng.choice(shared) if rng.random() < 0.3 else nn.Parameter(torch.zeros(2))
+            module.register_parameter(f"p{k}", param)
+        for child in rng.sample(made, min(len(made), rng.randint(0, 3))):
+            module.add_module(f"m{len(module._modules)}", child)
+        made.append(module)
+    return made[-1]
+
+
+def innermost_unit(root: nn.Module, units: list[nn.Module], param: nn.Parameter) -> nn.Module:
+    """The rule itself: of the units on every way from the root to `param`, the last."""
+    ways = []
+    for name, found in root.named_parameters(remove_duplicate=False):
+        if found is param:
+            parts = name.split(".")[:-1]
+            way = [root.get_submodule(".".join(parts[:k])) for k in range(len(parts) + 1)]
+            ways.append([module for module in way if module is root or module in units])
+    return next(m for m in reversed(ways[0]) if all(m in way for way in ways))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_parameter_belongs_to_the_innermost_unit_around_all_its_places(seed: int) -> None:
+    rng = random.Random(seed)
+    root = random_graph(rng)
+    inner = list(root.modules())[1:]
+    chosen = rng.sample(inner, rng.randint(0, len(inner)))
+    units = assign_parameters(root, chosen)
+    check_partition(root, units)
+    for unit in units:
+        for ref in unit.params:
+            assert innermost_unit(root, chosen, ref.param) is unit.module
+    ranks = {unit.module: rank for rank, unit in enumerate(units)}
+    for unit in units:
+        assert all(ranks.get(m, -1) <= ranks[unit.module] for m in unit.module.modules())
+
+
+def test_tied_weights_go_to_the_unit_around_them() -> None:
+    model = Net()
+    model.head.weight = model.embed.weight
+    model.blocks[0].up.bias = model.blocks[0].down.bias  # inside one unit
+    model.blocks[1].norm.weight = model.blocks[2].norm.weight  # across two
+    units = plan_units(model, {Block, nn.Embedding})
+    assert names(units) == BLOCKS
+    by_name = {ref.names: ref for unit in units for ref in unit.params}
+    assert ("up.bias", "down.bias") in by_name
+    assert ("blocks.1.norm.weight", "blocks.2.norm.weight") in by_name
+    assert by_name["embed.weight", "head.weight"].owners == (
+        (model.embed, "weight"),
+        (model.head, "weight"),
+    )
+    check_partition(model, units)
+
+
+def test_a_shared_module_is_one_unit() -> None:
+    model = Net()
+    model.blocks[2] = model.blocks[0]
+    units = plan_units(model, {Block})
+    assert names(units) == ["blocks.0", "blocks.1", ""]
+    assert units[0].params[0].names == ("norm.weight",)
+    check_partition(model, units)
+
+
+def test_a_module_that_contains_itself_is_walked_once() -> None:
+    model = Net()
+    model.blocks[0].parent = model.blocks
+    assert names(plan_units(model, {Block})) == BLOCKS
+
+
+def test_ignored_modules_and_parameters_are_left_out() -> None:
+    model = Net()
+    model.head.weight = model.embed.weight  # ignored in one place, ignored in all
+    units = plan_units(
+        model, {Block}, {model.blocks[1], model.embed}, {model.blocks[0].norm.weight}
+    )
+    assert names(units) == ["blocks.0", "blocks.2", ""]
+    assert units[0].params[0].names == ("norm.bias",)
+    assert [ref.names for ref in units[2].params] == [("head.bias",)]
+
+
+def mark_wrapped(module: nn.Module) -> nn.Module:
+    module.__dict__["_zshard_unit"] = object()
+    return module
+
+
+def test_wrapped_modules_are_left_alone() -> None:
+    model = Net()
+    mark_wrapped(model.blocks[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        units = plan_units(model, {Block})
+        assert names(plan_units(model, {nn.Conv2d})) == [""]
+    assert names(units) == ["blocks.1", "blocks.2", ""]
+    inside = {id(param) for param in model.blocks[0].parameters()}
+    assert not any(id(ref.param) in inside for unit in units for ref in unit.params)
+    with pytest.raises(ValueError, match="Block is already wrapped"):
+        plan_units(model.blocks[0])
+
+
+def test_a_parameter_shared_with_a_wrapped_module_is_refused() -> None:
+    model = Net()
+    model.head.weight = model.embed.weight
+    mark_wrapped(model.head)
+    with pytest.raises(ValueError, match=r"'embed.weight' .*'head.weight'.* wrap the module"):
+        plan_units(model)
+    plan_units(model, ignored_modules={model.embed})
+
+
+def test_a_lazy_parameter_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'1.weight' of a lazy module"):
+        plan_units(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
+
+
+def test_a_unit_must_lie_below_the_root() -> None:
+    with pytest.raises(ValueError, match="Block given as a unit is not a module of this Net"):
+        assign_parameters(Net(), [Block()])
+
+
+def test_planning_does_not_change_the_model() -> None:
+    model = Net()
+    before = [(m, list(m.__dict__), list(m._forward_pre_hooks)) for m in model.modules()]
+    plan_units(model)
+    assert before == [(m, list(m.__dict__), list(m._forward_pre_hooks)) for m in model.modules()]
+
+
+def seconds_to_plan(blocks: int) -> float:
+    with torch.device("meta"):
+        model = Net(blocks)
+    times = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            start = time.process_time()
+            plan_units(model)
+            times.append(time.process_time() - start)
+    finally:
+        gc.enable()
+    return min(times)
+
+
+def test_time_grows_with_the_number_of_modules_only() -> None:
+    assert seconds_to_plan(2500) < 10 * seconds_to_plan(500) + 0.05  # 10,000 and 2,000 modules
+
+
+# Manual wrapping
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__()
+        self.inner, self.kwargs = module, kwargs
+
+
+def test_wrap_outside_of_the_context_does_nothing() -> None:
+    layer = nn.Linear(2, 2)
+    assert wrap(layer, strategy="no_shard") is layer
+
+
+def test_wrap_takes_the_contexts_arguments_and_its_own() -> None:
+    with enable_wrap(wrapper_cls=Wrapped, strategy="full_shard", timeout=3):
+        first = wrap(nn.Linear(2, 2))
+        second = wrap(nn.Linear(2, 2), strategy="no_shard")
+        with enable_wrap(wrapper_cls=Wrapped, strategy="zero1"):
+            third = wrap(nn.Linear(2, 2))
+        fourth = wrap(nn.Linear(2, 2))
+    assert [m.kwargs for m in (first, second, third, fourth)] == [
+        {"strategy": "full_shard", "timeout": 3},
+        {"strategy": "no_shard", "timeout": 3},
+        {"strategy": "zero1"},
+        {"strategy": "full_shard", "timeout": 3},
+    ]
+
+
+def test_the_context_ends_with_an_exception() -> None:
+    with pytest.raises(RuntimeError), enable_wrap(wrapper_cls=Wrapped):
+        raise RuntimeError
+    assert isinstance(wrap(nn.Linear(2, 2)), nn.Linear)
+
+
+def test_the_context_is_its_threads_own() -> None:
+    inside, seen = threading.Event(), []
+
+    def other() -> None:
+        inside.wait(10)
+        seen.append(type(wrap(nn.Linear(2, 2))))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with enable_wrap(wrapper_cls=Wrapped):
+        inside.set()
+        thread.join()
+        assert isinstance(wrap(nn.Linear(2, 2)), Wrapped)
+    assert seen == [nn.Linear]

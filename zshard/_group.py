@@ -1,0 +1,206 @@
+"""Ranks: the process group, and the transport between its members.
+
+The one idea: one transport per process group and process, made on first use by all members together
+and kept. Without torchrun there is a world of one and no process group at all.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zshard import _core
+
+TRANSPORTS = ("auto", "shm", "c10d")
+
+
+@dataclass
+class _Entry:
+    group: Any  # the process group: kept, so that its id stays its own
+    comm: _core.Comm
+
+
+_entries: dict[tuple[int, str], _Entry] = {}
+_alone: _core.Comm | None = None
+
+
+def resolve_group(process_group: Any) -> Any | None:
+    """The process group to shard over; None for a world of one.
+
+    Makes the default group (gloo) under torchrun if the script has not. Raises ValueError for an
+    environment that does not fit together, NotImplementedError for pairs of groups.
+    """
+    if isinstance(process_group, tuple):
+        raise NotImplementedError(
+            "a pair of process groups is for hybrid sharding, which is not in this version of zshard"
+        )
+    if process_group is not None:
+        return process_group if dist.get_world_size(process_group) > 1 else None
+    if not dist.is_available() or (not dist.is_initialized() and not _launched()):
+        return None
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
+def _launched() -> bool:
+    """Did torchrun (or something like it) start more than one rank?"""
+    world = _env_int("WORLD_SIZE")
+    rank = _env_int("RANK")
+    if world is None or rank is None:
+        return False
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK={rank} is not below WORLD_SIZE={world}; start ranks with torchrun")
+    return world > 1
+
+
+def _env_int(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None or text == "":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the environment has {name}={text!r}, which is no number") from None
+
+
+def comm_for(group: Any | None, transport: str | None, timeout: float | None) -> _core.Comm:
+    """The transport of `group`, made on first use; collective over the group then.
+
+    transport: "auto" (None), "shm" or "c10d"; ZSHARD_TRANSPORT where None.
+    timeout: seconds that one wait may last; ZSHARD_TIMEOUT, then the group's own where None.
+    Raises ValueError for unknown names, RuntimeError where a forced transport cannot be had.
+    """
+    wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"unknown transport {wanted!r}; there are {', '.join(TRANSPORTS)}")
+    if group is None:
+        return _comm_alone()
+    _drop_dead_entries()
+    entry = _entries.get((id(group), wanted))
+    if entry is None:
+        entry = _Entry(group, _connect(group, wanted, _timeout_of(group, timeout)))
+        _entries[(id(group), wanted)] = entry
+        if entry.comm.transport != wanted:  # "auto": the forced name means the same from now on
+            _entries.setdefault((id(group), entry.comm.transport), entry)
+        elif (id(group), "auto") not in _entries:
+            _entries[(id(group), "auto")] = entry
+    elif timeout is not None:
+        entry.comm.set_timeout(timeout)
+    return entry.comm
+
+
+def _comm_alone() -> _core.Comm:
+    global _alone
+    if _alone is None:
+        _alone = _core.Comm.alone()
+    return _alone
+
+
+def _drop_dead_entries() -> None:
+    alive = {id(group) for group in dist.distributed_c10d._world.pg_map}
+    for key in [key for key in _entries if key[0] not in alive]:
+        del _entries[key]
+
+
+def _timeout_of(group: Any, timeout: float | None) -> float:
+    if timeout is None and os.environ.get("ZSHARD_TIMEOUT"):
+        try:
+            timeout = float(os.environ["ZSHARD_TIMEOUT"])
+        except ValueError:
+            raise ValueError(
+                f"ZSHARD_TIMEOUT={os.environ['ZSHARD_TIMEOUT']!r} is no number of seconds"
+            ) from None
+    if timeout is not None:
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
+        return float(timeout)
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    limit = getattr(options, "_timeout", None)
+    return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
+
+
+def _connect(group: Any, wanted: str, timeout: float) -> _core.Comm:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    _report_crashes()
+    if wanted != "c10d":
+        comm, reason = _try_shm(group, rank, world, timeout)
+        if comm is not None:
+            return comm
+        if wanted == "shm":
+            raise RuntimeError(
+                f"transport='shm' cannot be had: {reason}. It needs all ranks on one host in one "
+                "pid and network namespace; transport='c10d' works anywhere"
+            )
+    name = _new_group(group).group_name
+    return _core.Comm.c10d(name, rank, world, timeout)
+
+
+def _new_group(group: Any) -> Any:
+    """A group of its own, so that zshard's collectives never mix with the script's."""
+    ranks = dist.get_process_group_ranks(group)
+    whole = len(ranks) == dist.get_world_size()
+    return dist.new_group(ranks, use_local_synchronization=not whole)
+
+
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _try_shm(
+    group: Any, rank: int, world: int, timeout: float
+) -> tuple[_core.Comm | None, str | None]:
+    """The shm transport if every rank could connect to every other; else None and the reason."""
+    comm, problem = None, None
+    try:
+        comm = _core.Comm.shm(rank, world, timeout)
+    except OSError as error:
+        problem = str(error)
+    offers: list[Any] = [None] * world
+    mine = (_host(), comm.address if comm else None, os.urandom(16), problem)
+    dist.all_gather_object(offers, mine, group=group)
+    hosts = {offer[0] for offer in offers}
+    problems = [f"rank {r}: {offer[3]}" for r, offer in enumerate(offers) if offer[3]]
+    if len(hosts) > 1:
+        return None, f"the ranks are on {len(hosts)} hosts"
+    if problems or comm is None:
+        return None, "; ".join(problems)
+    try:
+        comm.connect([offer[1] for offer in offers], offers[0][2])
+    except (OSError, RuntimeError, ValueError) as error:
+        problem = str(error)
+    results: list[Any] = [None] * world
+    dist.all_gather_object(results, problem, group=group)
+    problems = [f"rank {r}: {text}" for r, text in enumerate(results) if text]
+    return (None, "; ".join(problems)) if problems else (comm, None)
+
+
+_reporting = False
+
+
+def _report_crashes() -> None:
+    """Has an uncaught exception told to the peers: their waits then fail with its text."""
+    global _reporting
+    if _reporting:
+        return
+    _reporting = True
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        for entry in _entries.values():
+            entry.comm.abort(f"{kind.__name__}: {value}")
+        previous(kind, value, trace)
+
+    sys.excepthook = hook

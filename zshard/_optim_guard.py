@@ -1,0 +1,143 @@
+"""Stops optimizers that would compute something else on slices of parameters than on whole ones.
+
+The one idea: a sharded parameter is a flat slice. An elementwise rule (AdamW, SGD, ...) does the
+same on a slice as on the whole; one that needs the matrix (Muon, Adafactor, Shampoo) or a norm
+over the parameter or the model (LAMB, LARS, LBFGS) steps without complaint and is wrong. A hook
+that torch runs before every optimizer's step refuses the second kind by name and warns once of a
+class it does not know. It costs a dictionary look-up, and for an optimizer that is not known to be
+elementwise one cheap question per parameter until the first shard is met.
+
+With strategy "no_shard" and in a world of one parameters are whole, and everything passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from zshard import _core
+
+__all__ = ["install"]
+
+
+class _Kind(Enum):
+    ELEMENTWISE = "elementwise"
+    REFUSED = "refused"
+    UNKNOWN = "unknown"
+
+
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")
+_ELEMENTWISE += ("RMSprop", "Rprop", "SGD", "SparseAdam")
+"""Classes of torch.optim (and, of those names, of zshard)."""
+
+_MATRIX = "it works on whole matrices, and a shard is a flat slice of them"
+_PARAM_NORM = "it scales each update by norms over whole parameters"
+_ALL_NORM = "it needs dot products over all parameters of the model"
+
+_REFUSED = {
+    "adafactor": _MATRIX,
+    "came": _MATRIX,
+    "galore": _MATRIX,
+    "kfac": _MATRIX,
+    "muon": _MATRIX,
+    "shampoo": _MATRIX,
+    "soap": _MATRIX,
+    "sm3": _MATRIX,
+    "lamb": _PARAM_NORM,
+    "lars": _PARAM_NORM,
+    "novograd": _PARAM_NORM,
+    "dadapt": _ALL_NORM,
+    "lbfgs": _ALL_NORM,
+    "prodigy": _ALL_NORM,
+}
+"""Words of a class's name, in lower case, and why it is refused."""
+
+_kinds: dict[type, _Kind] = {}
+_handle: RemovableHandle | None = None
+
+
+def install() -> None:
+    """Start watching every optimizer's step; once is enough, more does nothing."""
+    global _handle
+    if _handle is None:
+        _handle = register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Torch's pre-hook. RuntimeError for an optimizer that is wrong on the shards it holds."""
+    cls = type(optimizer)
+    kind = _kinds.get(cls)
+    if kind is None:
+        kind = _kinds[cls] = _kind_of(cls)
+    if kind is _Kind.ELEMENTWISE or not _holds_shards(optimizer):
+        return
+    if kind is _Kind.REFUSED:
+        raise RuntimeError(
+            f"{cls.__name__} cannot update sharded parameters: {_reason(cls)}. Use an elementwise "
+            'optimizer (zshard.AdamW, torch.optim.SGD, ...), or FSDP(..., strategy="no_shard"), '
+            "which leaves parameters whole"
+        )
+    _kinds[cls] = _Kind.ELEMENTWISE  # warned once; the user has decided
+    warnings.warn(
+        f"{cls.__module__}.{cls.__qualname__} updates sharded parameters, which are flat slices "
+        "of shape (k, 1, ..., 1): that is right only if it treats every element by itself, "
+        "without norms over parameters and without their shapes",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _kind_of(cls: type) -> _Kind:
+    if _step_of(cls) in _elementwise_steps():
+        return _Kind.ELEMENTWISE
+    return _Kind.UNKNOWN if _reason(cls) is None else _Kind.REFUSED
+
+
+def _reason(cls: type) -> str | None:
+    """Why the class or one it is derived from is refused; None if none is."""
+    for base in cls.__mro__:
+        for word, reason in _REFUSED.items():
+            if _has_word(base.__name__, word):
+                return reason
+    return None
+
+
+def _has_word(name: str, word: str) -> bool:
+    """Whether CamelCase `name` contains `word` from the start of one of its words on.
+
+    So that SOAP, DistributedShampoo and DAdaptAdam are found, and a Clamber is no Lamb.
+    """
+    at = name.lower().find(word)
+    return at == 0 or (at > 0 and name[at].isupper())
+
+
+def _elementwise_steps() -> Iterator[Callable[..., Any]]:
+    """The step functions that are known to be elementwise.
+
+    Functions and not classes: a subclass that brings its own step is another optimizer.
+    """
+    from zshard import optim
+
+    for home in (torch.optim, optim):
+        for name in _ELEMENTWISE:
+            if hasattr(home, name):
+                yield _step_of(getattr(home, name))
+
+
+def _step_of(cls: type) -> Callable[..., Any]:
+    """The class's step without the wrapper that torch puts around it for profiling and hooks."""
+    step: Callable[..., Any] = inspect.unwrap(getattr(cls, "step"))  # noqa: B009
+    return step
+
+
+def _holds_shards(optimizer: torch.optim.Optimizer) -> bool:
+    return any(_core.is_shard(p) for group in optimizer.param_groups for p in group["params"])

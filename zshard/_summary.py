@@ -1,0 +1,48 @@
+"""The table that model.summary() prints."""
+
+from __future__ import annotations
+
+from zshard import _core
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in _UNITS[:-1]:
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} {_UNITS[-1]}"
+
+
+def summary_of(units: list[_core.Unit], comm: _core.Comm) -> str:
+    """One line per unit, then totals."""
+    rows = [("unit", "parameters", "whole", "per rank", "strategy")]
+    numel = whole = local = 0
+    for unit in units:
+        count = sum(_product(unit.param(i)["shape"]) for i in range(unit.n_params))
+        sizes = unit.bytes
+        numel, whole, local = numel + count, whole + sizes["full"], local + sizes["shard"]
+        name = unit.name or "(root)"
+        cells = (f"{count:,}", format_bytes(sizes["full"]), format_bytes(sizes["shard"]))
+        rows.append((name, *cells, unit.strategy))
+    rows.append((f"{len(units)} units", f"{numel:,}", format_bytes(whole), format_bytes(local), ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [_line(row, widths) for row in rows]
+    rule = "-" * len(lines[0])
+    head = f"zshard: rank {comm.rank} of {comm.world}, transport {comm.transport}"
+    return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    cells = [row[0].ljust(widths[0])]
+    cells += [row[i].rjust(widths[i]) for i in (1, 2, 3)]
+    return "  ".join([*cells, row[4].ljust(widths[4])]).rstrip()
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result

@@ -1,0 +1,359 @@
+"""`FSDP(module)`: the one entry. It wraps a module in place and hands the work to the C core.
+
+The one idea: the module stays the same object with the same parameters and names; its class is
+swapped to a subclass of (FSDP, its class), and two C callables become its forward hooks. Everything
+that happens per step happens behind those hooks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zshard import _core
+from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
+from zshard._clip import clip_grad_norm
+from zshard._group import comm_for, resolve_group
+from zshard._plan import UnitSpec
+from zshard._state import SliceOnLoad, fill_state_dict
+from zshard._summary import summary_of
+from zshard.strategy import ShardingStrategy, parse_strategy
+from zshard.wrap import plan_units
+
+_classes: dict[type[nn.Module], type[FSDP]] = {}
+
+
+class _State:
+    """What a unit's module remembers. Lives in the module's __dict__ as `_zshard_state`."""
+
+    def __init__(self, unit: _core.Unit, spec: UnitSpec, comm: _core.Comm) -> None:
+        self.unit = unit
+        self.spec = spec
+        self.comm = comm
+        self.hooks: list[Any] = []
+
+
+class FSDP(nn.Module):
+    """Wraps `module` for sharded data-parallel training; returns the same module object.
+
+    Arguments, in FSDP1's order and with its names:
+
+    process_group: ranks to shard over; the default group if None (made with gloo under torchrun if
+        the script has made none; a world of one without torchrun).
+    sharding_strategy (short: strategy): "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2) or
+        "no_shard" (DDP), or an enum member of that name.
+    auto_wrap_policy: which submodules are gathered on their own. "auto" finds the repeated blocks;
+        else a set of module classes, a policy or callable from zshard.wrap, or None for one unit.
+    ignored_modules, ignored_states: modules (or parameters) that are left alone on every rank.
+    device_id: None or "cpu".
+    sync_module_states: take parameters and buffers from rank 0 (default). If False, ranks whose
+        values differ are an error.
+    transport: "shm" (ranks of one host), "c10d" (anything torch.distributed reaches) or "auto".
+    timeout: seconds that a wait for another rank may last; the process group's own if None.
+    forward_sync_buffers: copy buffers from rank 0 at each forward, as DDP does by default.
+
+    Between steps each parameter holds this rank's slice, of shape (k, 1, ..., 1); inside forward
+    and backward it is whole. `zshard.shard_info(p)` gives its whole shape.
+
+    Raises ValueError or TypeError for what cannot be wrapped, naming it; NotImplementedError for
+    arguments whose feature is still to come; DivergenceError (on every rank) if the ranks' models
+    differ; PeerError if a rank is gone.
+    """
+
+    def __new__(  # noqa: D102 - documented on the class
+        cls,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: Any = None,
+        cpu_offload: Any = None,
+        auto_wrap_policy: Any = "auto",
+        backward_prefetch: Any = "backward_pre",
+        mixed_precision: Any = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Any = None,
+        device_id: Any = None,
+        sync_module_states: bool = True,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+        *,
+        strategy: Any = None,
+        transport: str | None = None,
+        timeout: float | None = None,
+        forward_sync_buffers: bool = False,
+    ) -> Any:
+        if cls is not FSDP:  # type(model)(...) makes another module of the original class
+            raise TypeError(f"{cls.__name__} is made by FSDP(module), not called")
+        _refuse_later_features(
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            device_mesh=device_mesh,
+            forward_prefetch=forward_prefetch,
+        )
+        _check_fixed_arguments(backward_prefetch, limit_all_gathers, use_orig_params, device_id)
+        chosen = _choose_strategy(sharding_strategy, strategy)
+        _check_module(module)
+        ignored = _split_ignored(ignored_modules, ignored_states)
+        specs = plan_units(module, auto_wrap_policy, *ignored)
+        group = resolve_group(process_group)
+        comm = comm_for(group, transport, timeout)
+        facts = _facts(module, specs, chosen, not sync_module_states)
+        check_agreement(comm, group, facts)
+        if sync_module_states and comm.world > 1:
+            _take_from_rank_0(comm, module, specs, ignored)
+        return _wrap(module, specs, comm, chosen, forward_sync_buffers)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # FSDP(module) returns an existing module; it must not be initialised again.
+        pass
+
+    @property
+    def module(self) -> Any:
+        """The model itself, for scripts that come from DDP or FSDP1; a child called so wins."""
+        return self._modules.get("module", self)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all gradients so that their global norm is at most `max_norm`; in place.
+
+        Returns the norm before, a 0-dim tensor, the same bits on every rank. Collective. Raises
+        RuntimeError with `error_if_nonfinite` for a norm that is NaN or infinite.
+        """
+        return clip_grad_norm(list(self.parameters()), max_norm, norm_type, error_if_nonfinite)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole plain tensors under plain names; collective: call it on all ranks.
+
+        Arguments as nn.Module.state_dict. Each rank gets the whole dict.
+        """
+        state = super().state_dict(*args, **kwargs)
+        own = _state_of(self)
+        if own.comm.world > 1 and own.unit.strategy != "no_shard":
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
+            fill_state_dict(own.unit, own.spec, state, prefix, keep_vars)
+        return state
+
+    def summary(self) -> str:
+        """A table of the units: name, parameters, bytes whole and per rank, strategy, transport."""
+        return summary_of([state.unit for _, state in _units(self)], _state_of(self).comm)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that zshard holds on this rank now: shards, grads, slots, buckets."""
+        return dict(_state_of(self).unit.engine.memory())
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDP]:
+        """The modules under (and including) `module` that are units, parents first."""
+        found = [m for m in module.modules() if isinstance(m, FSDP)]
+        if not root_only:
+            return found
+        inner = {id(child) for unit in found for child in unit.modules() if child is not unit}
+        return [unit for unit in found if id(unit) not in inner]
+
+    def extra_repr(self) -> str:
+        own = super().extra_repr()
+        state = self.__dict__.get("_zshard_state")
+        if state is None:
+            return own
+        note = f"unit={state.unit.name or '(root)'!r}, {state.unit.strategy}, {state.comm.transport}"
+        return f"{own}, {note}" if own else note
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise NotImplementedError(
+            "copying a sharded model is not in this version of zshard; copy the plain model before "
+            "FSDP(...), or load model.state_dict() into a plain one"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a sharded model cannot be pickled; save model.state_dict() instead")
+
+
+def shard_info(param: torch.Tensor) -> dict[str, Any] | None:
+    """Facts of a sharded parameter: name, unit, whole shape, and the (begin, numel) of its
+    row-major elements that this rank owns. None for any other tensor."""
+    return _core.shard_info(param)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _refuse_later_features(**values: Any) -> None:
+    for name, value in values.items():
+        off = value is None or value is False
+        if name == "cpu_offload" and getattr(value, "offload_params", None) is False:
+            off = True
+        if not off:
+            raise NotImplementedError(
+                f"FSDP({name}=...) is not in this version of zshard; leave it out"
+            )
+
+
+def _check_fixed_arguments(
+    backward_prefetch: Any, limit_all_gathers: bool, use_orig_params: bool, device_id: Any
+) -> None:
+    prefetch = backward_prefetch
+    name = prefetch.name if isinstance(prefetch, enum.Enum) else prefetch
+    if not isinstance(name, str) or name.lower() != "backward_pre":
+        raise NotImplementedError(
+            f"FSDP(backward_prefetch={backward_prefetch!r}) is not in this version of zshard; "
+            "leave it at its default"
+        )
+    if not limit_all_gathers:
+        raise NotImplementedError("FSDP(limit_all_gathers=False) is not in this version of zshard")
+    if not use_orig_params:
+        raise NotImplementedError(
+            "FSDP(use_orig_params=False): zshard always keeps the original parameters; leave it out"
+        )
+    if device_id is not None and torch.device(device_id).type != "cpu":
+        raise NotImplementedError(f"FSDP(device_id={device_id!r}): this version trains on the CPU")
+
+
+def _choose_strategy(sharding_strategy: Any, strategy: Any) -> ShardingStrategy:
+    if sharding_strategy is not None and strategy is not None:
+        raise ValueError("give sharding_strategy or its short name strategy, not both")
+    given = strategy if strategy is not None else sharding_strategy
+    return ShardingStrategy.FULL_SHARD if given is None else parse_strategy(given)
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FSDP takes an nn.Module, not {type(module).__name__}")
+    if isinstance(module, FSDP):
+        raise ValueError(
+            f"this {type(module).__name__} is wrapped already; call FSDP once on each module "
+            "(inner modules first if you wrap by hand)"
+        )
+    devices: dict[torch.device, str] = {}
+    for name, param in module.named_parameters():
+        devices.setdefault(param.device, name)
+    if len(devices) > 1:
+        places = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
+        raise ValueError(f"all parameters have to be on one device; there are {places}")
+
+
+def _split_ignored(
+    modules: Iterable[nn.Module] | None,
+    states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    ignored_modules, ignored_params = set(modules or ()), set()
+    for item in states or ():
+        if isinstance(item, nn.Module):
+            ignored_modules.add(item)
+        elif isinstance(item, nn.Parameter):
+            ignored_params.add(item)
+        else:
+            raise TypeError(f"ignored_states holds modules or parameters, not {item!r}")
+    for module in ignored_modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"ignored_modules holds modules, not {module!r}")
+    return ignored_modules, ignored_params
+
+
+# --- agreement and values -------------------------------------------------------------------------
+
+
+def _facts(
+    module: nn.Module, specs: list[UnitSpec], strategy: ShardingStrategy, values: bool
+) -> list[Fact]:
+    facts: list[Fact] = [("the strategy", strategy.value), ("torch", torch.__version__)]
+    for spec in specs:
+        facts.append((f"unit '{spec.name}'", type(spec.module).__name__))
+        for ref in spec.params:
+            name = _join(spec.name, ref.names[0])
+            facts.append(tensor_fact("parameter", name, ref.param))
+            if values and not ref.param.is_meta:
+                facts.append(value_fact(name, ref.param))
+    facts.extend(tensor_fact("buffer", name, b) for name, b in module.named_buffers())
+    return facts
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _take_from_rank_0(
+    comm: _core.Comm,
+    module: nn.Module,
+    specs: list[UnitSpec],
+    ignored: tuple[set[nn.Module], set[nn.Parameter]],
+) -> None:
+    left_alone = {id(b) for m in ignored[0] for b in m.buffers()}
+    tensors = [ref.param.detach() for spec in specs for ref in spec.params]
+    tensors += [b.detach() for b in module.buffers() if id(b) not in left_alone]
+    for tensor in tensors:
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
+            continue  # the unit names what cannot be sharded
+        plain = tensor.contiguous()
+        comm.broadcast(plain, 0)
+        if plain is not tensor:
+            tensor.copy_(plain)
+
+
+# --- wrapping -------------------------------------------------------------------------------------
+
+
+def _wrap(
+    module: nn.Module,
+    specs: list[UnitSpec],
+    comm: _core.Comm,
+    strategy: ShardingStrategy,
+    sync_buffers: bool,
+) -> nn.Module:
+    engine = _core.Engine(comm, type(module).__name__)
+    inner = [state.unit for _, state in _units(module)]
+    for spec in specs:
+        names = [_join(spec.name, ref.names[0]) for ref in spec.params]
+        override = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
+        own = strategy if override is None else parse_strategy(override)
+        tensors = [ref.param for ref in spec.params]
+        unit = _core.Unit(engine, spec.name, own.value, names, tensors)
+        _install(spec, unit, comm)
+    for nested in inner:
+        engine.adopt(nested)
+    engine.set_order([state.unit for _, state in _units(module)])
+    if sync_buffers and comm.world > 1:
+        engine.sync_buffers(list(module.buffers()))
+    return module
+
+
+def _install(spec: UnitSpec, unit: _core.Unit, comm: _core.Comm) -> None:
+    module = spec.module
+    state = _State(unit, spec, comm)
+    if comm.world > 1:
+        state.hooks = [
+            module.register_forward_pre_hook(unit.pre_forward, prepend=True),
+            module.register_forward_hook(unit.post_forward, always_call=True),
+        ]
+        if unit.strategy != "no_shard":
+            state.hooks.append(module.register_load_state_dict_pre_hook(SliceOnLoad(unit, spec)))
+    module.__dict__["_zshard_unit"] = unit
+    module.__dict__["_zshard_state"] = state
+    module.__class__ = _class_for(type(module))
+
+
+def _class_for(original: type[nn.Module]) -> type[FSDP]:
+    if original not in _classes:
+        name = f"FSDP{original.__name__}"
+        _classes[original] = type(name, (FSDP, original), {"__module__": original.__module__})
+    return _classes[original]
+
+
+def _state_of(module: nn.Module) -> _State:
+    state: _State = module.__dict__["_zshard_state"]
+    return state
+
+
+def _units(module: nn.Module) -> Iterator[tuple[nn.Module, _State]]:
+    """The wrapped modules under `module`, parents before children, as modules appear."""
+    for each in module.modules():
+        if "_zshard_state" in each.__dict__:
+            yield each, _state_of(each)

@@ -1,0 +1,60 @@
+"""What is sharded, and for how long: the values of `sharding_strategy`.
+
+The one idea: a strategy has one name, whoever spells it: a string, `zshard.ShardingStrategy`, or
+torch's own `torch.distributed.fsdp.ShardingStrategy`, so that scripts move by changing the import.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+
+class ShardingStrategy(str, enum.Enum):
+    """The strategies. Each is also taken as its string value.
+
+    FULL_SHARD: parameters, gradients and optimizer state sharded (ZeRO-3).
+    SHARD_GRAD_OP: the same, but parameters stay whole from forward to backward (ZeRO-2).
+    NO_SHARD: everything on every rank, gradients averaged (DDP).
+    """
+
+    FULL_SHARD = "full_shard"
+    SHARD_GRAD_OP = "shard_grad_op"
+    NO_SHARD = "no_shard"
+
+
+_LATER = (
+    "zero1",
+    "hybrid_shard",
+    "hybrid_shard_zero2",
+    "hybrid_full",
+    "_hybrid_shard_zero2",
+)
+_ALIASES = {
+    "zero3": ShardingStrategy.FULL_SHARD,
+    "zero2": ShardingStrategy.SHARD_GRAD_OP,
+    "ddp": ShardingStrategy.NO_SHARD,
+}
+
+
+def parse_strategy(value: Any) -> ShardingStrategy:
+    """The strategy that `value` names (a string, or an enum member with such a name).
+
+    Raises ValueError for an unknown one, NotImplementedError for one that is still to come.
+    """
+    name = value.name if isinstance(value, enum.Enum) else value
+    if not isinstance(name, str):
+        raise TypeError(f"sharding_strategy is a string or an enum member, not {value!r}")
+    key = name.lower()
+    if key in _ALIASES:
+        return _ALIASES[key]
+    if key in _LATER:
+        raise NotImplementedError(
+            f"sharding_strategy {name!r} is not in this version of zshard; "
+            f"there are {', '.join(repr(s.value) for s in ShardingStrategy)}"
+        )
+    try:
+        return ShardingStrategy(key)
+    except ValueError:
+        known = ", ".join(repr(s.value) for s in ShardingStrategy)
+        raise ValueError(f"unknown sharding_strategy {name!r}; there are {known}") from None

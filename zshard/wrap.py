@@ -1,0 +1,318 @@
+"""Which modules become units: the wrap policies, manual wrapping, and `plan_units`.
+
+The one idea: every policy, whatever its spelling, comes down to a choice of nodes in the module
+tree (`_plan.py`), and one function gives the parameters to them. "auto" (`_auto_wrap.py`) makes the
+choice from the model's shape. The names and signatures are those of torch.distributed.fsdp.wrap, so
+that scripts move by changing the import; torch's own policy objects are taken as well.
+
+No policy can make a unit of a container that has no forward, nor of anything below a module that
+uses its children's weights without calling the children (nn.MultiheadAttention and its like): such
+a module's parameters stay with the unit above.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from zshard._auto_wrap import auto_units
+from zshard._plan import ModuleTree, Node, ParamRef, UnitSpec, assign_parameters
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "ParamRef",
+    "UnitSpec",
+    "always_wrap_policy",
+    "assign_parameters",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "plan_units",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+ModuleClasses = Iterable[type[nn.Module]]
+_Choice = dict[Node, dict[str, Any]]
+
+_ACCEPTED = (
+    'accepted are "auto", None (one unit), a set of nn.Module classes, ModuleWrapPolicy, '
+    "CustomPolicy, a callable (module, recurse, nonwrapped_numel) -> bool such as "
+    "functools.partial(size_based_auto_wrap_policy, min_num_params=...), and a callable "
+    "(module) -> bool"
+)
+
+
+class ModuleWrapPolicy:
+    """Makes a unit of each module that is an instance of one of `module_classes`.
+
+    Raises TypeError for anything but nn.Module classes, ValueError for none at all.
+    """
+
+    def __init__(self, module_classes: ModuleClasses) -> None:
+        self._classes = _checked_classes(module_classes)
+
+    def __call__(self, module: nn.Module, recurse: bool = False, *_: Any, **__: Any) -> bool:
+        return recurse or isinstance(module, self._classes)
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({{{', '.join(cls.__name__ for cls in self._classes)}}})"
+
+
+class CustomPolicy:
+    """Asks `lambda_fn(module)` about each module.
+
+    True makes a unit of it, a dict does so with these FSDP arguments in place of the root's, False
+    or an empty dict leaves it to the unit above.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def overrides(self, module: nn.Module) -> dict[str, Any] | None:
+        """The overrides for `module` as a unit, None where it is none. Raises TypeError if the
+        function returned neither a bool nor a dict."""
+        answer = self._lambda_fn(module)
+        if not isinstance(answer, bool | dict):
+            raise TypeError(
+                f"the function of CustomPolicy returned {answer!r} for a {type(module).__name__}; "
+                "it must return False, True or a dict of FSDP arguments"
+            )
+        if not answer:
+            return None
+        return dict(answer) if isinstance(answer, dict) else {}
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Makes a unit of every module that has parameters of its own."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Makes a unit of each module for which `lambda_fn(module)` is true. For functools.partial."""
+    return recurse or bool(lambda_fn(module))
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: ModuleClasses,
+) -> bool:
+    """Makes a unit of each instance of `transformer_layer_cls`. For functools.partial."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+_FORCE_LEAF_MODULES: set[type[nn.Module]] = {nn.MultiheadAttention}
+_EXCLUDE_WRAP_MODULES: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: ModuleClasses | None = None,
+    exclude_wrap_modules: ModuleClasses | None = None,
+) -> bool:
+    """Makes a unit, from the leaves up, wherever at least `min_num_params` elements are in no unit
+    yet. For functools.partial.
+
+    Nothing below `force_leaf_modules` (default: MultiheadAttention) becomes a unit, nor any
+    instance of `exclude_wrap_modules` (default: ModuleList, ModuleDict).
+    """
+    if recurse:
+        barred = _FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    else:
+        barred = _EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(barred))
+
+
+# FSDP1 scripts extend the default sets by these names.
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = _FORCE_LEAF_MODULES  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = _EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
+
+
+def _or_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    policies: Iterable[Callable[..., bool]],
+) -> bool:
+    """Makes a unit of each module that one of `policies` would. For functools.partial."""
+    return any(
+        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        for policy in policies
+    )
+
+
+_manual: ContextVar[tuple[Callable[..., nn.Module], Mapping[str, Any]] | None] = ContextVar(
+    "zshard_enable_wrap", default=None
+)
+
+
+@contextlib.contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside this context `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`.
+
+    It holds for the current thread (or asyncio task) only; of nested contexts the innermost counts.
+    """
+    token = _manual.set((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _manual.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wraps `module` as the surrounding `enable_wrap(...)` says, with `wrap_overrides` in place of
+    that context's arguments; outside of one, returns it as it is."""
+    manual = _manual.get()
+    if manual is None:
+        return module
+    wrapper_cls, wrapper_kwargs = manual
+    return wrapper_cls(module, **{**wrapper_kwargs, **wrap_overrides})
+
+
+def plan_units(
+    root: nn.Module,
+    policy: Any = "auto",
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
+) -> list[UnitSpec]:
+    """Chooses the units of `root` and gives each of its parameters to exactly one.
+
+    Returns them children first, in module order; the last is `root` itself, which holds what no
+    other unit does (possibly nothing). Every other unit has parameters. Modules that are units of
+    an earlier FSDP call are left alone, with their parameters.
+
+    Raises TypeError or ValueError for a policy that is none, and ValueError for a root that is
+    wrapped already, for a parameter shared with a nested module that is, and for a lazy parameter
+    that has no shape yet.
+    """
+    choose = _chooser(policy)
+    tree = ModuleTree(root, ignored_modules, ignored_params)
+    return tree.assign(choose(tree, ignored_modules))
+
+
+def _chooser(policy: Any) -> Callable[[ModuleTree, Collection[nn.Module]], _Choice]:
+    """The function that chooses the nodes; checks the policy before any module is looked at."""
+    if policy is None:
+        return lambda tree, ignored: {}
+    if isinstance(policy, str):
+        if policy != "auto":
+            raise ValueError(f"auto_wrap_policy={policy!r} is unknown; {_ACCEPTED}")
+        return lambda tree, ignored: {node: {} for node in auto_units(tree)}
+    if isinstance(policy, set | frozenset | list | tuple):
+        policy = ModuleWrapPolicy(policy)
+    if isinstance(policy, ModuleWrapPolicy):
+        return lambda tree, ignored: _by_class(tree, policy)
+    if isinstance(policy, CustomPolicy):
+        return lambda tree, ignored: _by_overrides(tree, policy)
+    if hasattr(policy, "_run_policy"):  # torch.distributed.fsdp.wrap's policy objects
+        return lambda tree, ignored: _by_torch_policy(tree, policy, ignored)
+    if isinstance(policy, type | nn.Module) or not callable(policy):
+        raise TypeError(f"auto_wrap_policy={policy!r} is not a policy; {_ACCEPTED}")
+    ask = _fsdp1_signature(policy)
+    return lambda tree, ignored: _by_recursion(tree, ask)
+
+
+def _by_class(tree: ModuleTree, policy: ModuleWrapPolicy) -> _Choice:
+    matching = [node for node in tree.nodes if policy(node.module)]
+    choice: _Choice = {node: {} for node in matching if node.may_be_unit}
+    if not choice and tree.root.numel and not tree.has_wrapped:
+        why = "no such module is there" if not matching else "those modules cannot be units"
+        warnings.warn(
+            f"{policy!r} finds no unit in this {type(tree.root.module).__name__} ({why}): all its "
+            'parameters are gathered at once, which saves no memory; auto_wrap_policy="auto" finds '
+            "the units by itself",
+            stacklevel=2,
+        )
+    return choice
+
+
+def _by_overrides(tree: ModuleTree, policy: CustomPolicy) -> _Choice:
+    choice: _Choice = {}
+    for node in tree.nodes:
+        overrides = policy.overrides(node.module) if node.may_be_unit else None
+        if overrides is not None:
+            choice[node] = overrides
+    return choice
+
+
+def _by_torch_policy(tree: ModuleTree, policy: Any, ignored: Collection[nn.Module]) -> _Choice:
+    chosen = policy._run_policy(tree.root.module, set(ignored), {})
+    choice: _Choice = {}
+    for module, overrides in chosen.items():
+        node = tree.find(module)
+        if node is not None and node.may_be_unit:
+            choice[node] = overrides
+    return choice
+
+
+def _by_recursion(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], bool]) -> _Choice:
+    """FSDP1's recursion: `ask(module, True, numel)` whether to look below a module, then
+    `ask(module, False, rest)` whether to make a unit of what is in none yet."""
+    choice: _Choice = {}
+
+    def descend(node: Node) -> int:
+        """Returns how many elements are in units at or below `node`."""
+        if not ask(node.module, True, node.numel):
+            return 0
+        held = sum(descend(child) for child in node.children if not child.barred)
+        may_be_unit = node is not tree.root and node.may_be_unit
+        if not may_be_unit or not ask(node.module, False, node.numel - held):
+            return held
+        choice[node] = {}
+        return node.numel
+
+    descend(tree.root)
+    return choice
+
+
+def _fsdp1_signature(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], bool]:
+    """`policy` as a function of (module, recurse, nonwrapped_numel), whichever way it takes its
+    arguments. Raises TypeError where it takes neither these nor one module."""
+    try:
+        signature = inspect.signature(policy)
+    except (TypeError, ValueError):
+        raise TypeError(f"auto_wrap_policy={policy!r} has no signature; {_ACCEPTED}") from None
+
+    def takes(*args: Any, **kwargs: Any) -> bool:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
+
+    if takes(module=None, recurse=None, nonwrapped_numel=None):
+        return lambda module, recurse, numel: bool(
+            policy(module=module, recurse=recurse, nonwrapped_numel=numel)
+        )
+    if takes(None):
+        return lambda module, recurse, numel: recurse or bool(policy(module))
+    if takes(None, None, None):
+        return lambda module, recurse, numel: bool(policy(module, recurse, numel))
+    raise TypeError(f"auto_wrap_policy={policy!r} takes {signature}; {_ACCEPTED}")
+
+
+def _checked_classes(classes: ModuleClasses) -> tuple[type[nn.Module], ...]:
+    checked = tuple(classes)
+    for cls in checked:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"{cls!r} in the wrap policy's classes is not an nn.Module class")
+    if not checked:
+        raise ValueError("the wrap policy's set of classes is empty; pass None for a single unit")
+    return tuple(dict.fromkeys(checked))
