@@ -33,6 +33,18 @@ bool zs_comm_interrupted(void)
     return hook != NULL && hook();
 }
 
+zs_status zs_check_exchange(size_t bytes)
+{
+    if (bytes <= 4096) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_VALUE, "an exchange of %zu bytes is over the limit of 4096", bytes);
+}
+
+zs_status zs_check_root(const zs_comm *comm, int root)
+{
+    if (root >= 0 && root < comm->world) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", root, comm->world);
+}
+
 /* --- units ---------------------------------------------------------------------------------------------------------- */
 
 static zs_status check_spec(const zs_cunit_spec *spec)

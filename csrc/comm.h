@@ -67,6 +67,14 @@ typedef struct zs_cunit_spec {
 
 typedef enum zs_phase { ZS_PHASE_FORWARD, ZS_PHASE_BACKWARD } zs_phase;
 
+/* How patient a call is that looks for its peers. (false and true mean the first two.) */
+typedef enum zs_wait {
+    ZS_WAIT_NOT,      /* only looks */
+    ZS_WAIT,          /* comes back with it, or with an error; ZS_ERR_DIVERGED where all ranks wait for each other */
+    ZS_WAIT_OR_YIELD, /* like ZS_WAIT, but where all ranks wait for each other it comes back without it: one that yields can
+                       * take another bucket and so let the others go on */
+} zs_wait;
+
 typedef struct zs_comm_ops {
     const char *name;   /* "self", "shm", "c10d" */
     size_t shard_align; /* flats' shard_bytes must be a multiple of this */
@@ -83,11 +91,11 @@ typedef struct zs_comm_ops {
     void (*cunit_free)(zs_comm *, zs_cunit *);
 
     zs_status (*post)(zs_comm *, zs_cunit *, const zs_bucket *bucket, const uint64_t *used);
-    zs_status (*collect)(zs_comm *, zs_cunit *, bool wait, bool *ready, zs_sources *out);
+    zs_status (*collect)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready, zs_sources *out);
     zs_status (*share)(zs_comm *, zs_cunit *);
-    zs_status (*collect_shared)(zs_comm *, zs_cunit *, bool wait, bool *ready, zs_sources *out);
+    zs_status (*collect_shared)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready, zs_sources *out);
     zs_status (*release)(zs_comm *, zs_cunit *);
-    zs_status (*reusable)(zs_comm *, zs_cunit *, bool wait, bool *ready);
+    zs_status (*reusable)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
 
     zs_status (*reader_new)(zs_comm *, const char *name, zs_reader **out);
     void (*reader_free)(zs_comm *, zs_reader *);
@@ -131,7 +139,7 @@ void zs_comm_on_wait(bool (*interrupted)(void));
  * Reducing, per unit and per round (a unit may go through several rounds in one backward; counted by the transport):
  * post: hands the packed `bucket` (NULL if no parameter of the unit had a gradient here) and the `used` bitmap to the
  *   peers. Never waits on shm; collective on c10d. The bucket must not be touched until reusable() says so.
- * collect: *ready is set once all ranks have posted this round (if `wait`, only returns with it set or an error); `out`
+ * collect: *ready is set once all ranks have posted this round; see zs_wait for how long to wait for that; `out`
  *   then gives every rank's bytes, valid until release. Reads of rank r's slice f: data[r] + the slice's offset in the
  *   bucket layout for slice = own rank. For c10d the bases are made so that the same formula works.
  * share (ZS_REDUCE_ALL only): the caller has written the sum of its own slices into its own bucket, in place; says so

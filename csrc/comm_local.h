@@ -46,6 +46,10 @@ zs_status zs_cunit_may_release(const zs_cunit *unit);
 /* Hands the unit's arrays out as `out`. */
 void zs_cunit_sources(const zs_cunit *unit, zs_sources *out);
 
+/* Arguments of exchange and broadcast: ZS_ERR_VALUE if `bytes` is over 4096, or there is no rank `root`. */
+zs_status zs_check_exchange(size_t bytes);
+zs_status zs_check_root(const zs_comm *comm, int root);
+
 /* Asks the hook of zs_comm_on_wait: has the user interrupted? Called by waits, a few times a second. */
 bool zs_comm_interrupted(void);
 

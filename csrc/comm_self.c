@@ -58,7 +58,7 @@ static zs_status self_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *buck
     return ZS_OK;
 }
 
-static zs_status self_collect(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready, zs_sources *out)
+static zs_status self_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
 {
     (void)comm;
     (void)wait;
@@ -77,7 +77,7 @@ static zs_status self_share(zs_comm *comm, zs_cunit *cunit)
     return ZS_OK;
 }
 
-static zs_status self_collect_shared(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready, zs_sources *out)
+static zs_status self_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
 {
     (void)comm;
     (void)wait;
@@ -96,7 +96,7 @@ static zs_status self_release(zs_comm *comm, zs_cunit *cunit)
     return ZS_OK;
 }
 
-static zs_status self_reusable(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready)
+static zs_status self_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
     (void)comm;
     (void)cunit;
@@ -108,17 +108,16 @@ static zs_status self_reusable(zs_comm *comm, zs_cunit *cunit, bool wait, bool *
 static zs_status self_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     (void)comm;
+    ZS_TRY(zs_check_exchange(bytes));
     memmove(all, mine, bytes);
     return ZS_OK;
 }
 
 static zs_status self_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
-    (void)comm;
     (void)data;
     (void)bytes;
-    if (root != 0) return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of one", root);
-    return ZS_OK;
+    return zs_check_root(comm, root);
 }
 
 static void self_abort(zs_comm *comm, const char *reason)

@@ -88,9 +88,9 @@ static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, voi
 {
     zs_shm *shm = (zs_shm *)comm;
     ZS_TRY(zs_shm_usable(shm));
-    if (bytes > ZS_SHM_MAIL) return ZS_FAIL(ZS_ERR_VALUE, "an exchange of %zu bytes is over the limit of 4096", bytes);
+    ZS_TRY(zs_check_exchange(bytes));
     /* Two boxes do: to reach exchange n + 2 a peer needs our n + 1, which we give after reading its n. */
-    zs_shm_act act = {ZS_SHM_EXCHANGED, 0, ++shm->exchanges};
+    zs_shm_act act = zs_shm_act_make(ZS_SHM_EXCHANGED, 0, ++shm->exchanges);
     zs_shm_mailbox *box = &shm->own->mail[act.number % 2];
     box->bytes = bytes;
     memcpy(box->data, mine, bytes);
@@ -111,10 +111,10 @@ static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, voi
 static zs_status send_piece(zs_shm *shm, const char *data, size_t bytes, size_t left)
 {
     uint64_t piece = shm->pieces;
-    if (piece > 2) ZS_TRY(zs_shm_wait(shm, (zs_shm_act){ZS_SHM_TAKEN, 0, piece - 2}));
+    if (piece > 2) ZS_TRY(zs_shm_wait(shm, zs_shm_act_make(ZS_SHM_TAKEN, 0, piece - 2)));
     memcpy(shm->own->stage[piece % 2], data, bytes);
     shm->own->sent_bytes[piece % 2] = left;
-    zs_shm_note(shm, (zs_shm_act){ZS_SHM_SENT, (uint32_t)shm->base.rank, piece});
+    zs_shm_note(shm, zs_shm_act_make(ZS_SHM_SENT, (uint32_t)shm->base.rank, piece));
     zs_shm_set(shm, &shm->own->sent, piece);
     zs_shm_set(shm, &shm->own->taken, piece); /* so that the next root, whoever it is, does not miss us */
     return ZS_OK;
@@ -122,14 +122,14 @@ static zs_status send_piece(zs_shm *shm, const char *data, size_t bytes, size_t 
 
 static zs_status take_piece(zs_shm *shm, char *data, size_t bytes, size_t left, int root)
 {
-    zs_shm_act act = {ZS_SHM_SENT, (uint32_t)root, shm->pieces};
+    zs_shm_act act = zs_shm_act_make(ZS_SHM_SENT, (uint32_t)root, shm->pieces);
     const zs_shm_control *from = shm->peers[root].control;
     ZS_TRY(zs_shm_wait(shm, act));
     if (from->sent_bytes[act.number % 2] != left)
         return ZS_FAIL(ZS_ERR_DIVERGED, "broadcast: rank %d expects %zu more bytes, root %d sends %llu: different calls",
                        shm->base.rank, left, root, (unsigned long long)from->sent_bytes[act.number % 2]);
     memcpy(data, from->stage[act.number % 2], bytes);
-    zs_shm_note(shm, (zs_shm_act){ZS_SHM_TAKEN, 0, act.number});
+    zs_shm_note(shm, zs_shm_act_make(ZS_SHM_TAKEN, 0, act.number));
     zs_shm_set(shm, &shm->own->taken, act.number);
     return ZS_OK;
 }
@@ -138,8 +138,7 @@ static zs_status shm_broadcast(zs_comm *comm, void *data, size_t bytes, int root
 {
     zs_shm *shm = (zs_shm *)comm;
     ZS_TRY(zs_shm_usable(shm));
-    if (root < 0 || root >= comm->world)
-        return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", root, comm->world);
+    ZS_TRY(zs_check_root(comm, root));
     for (size_t at = 0; at < bytes; at += ZS_SHM_STAGE) {
         size_t left = bytes - at, piece = left < ZS_SHM_STAGE ? left : (size_t)ZS_SHM_STAGE;
         shm->pieces++;

@@ -32,6 +32,12 @@ ZS_HD float zs_bits_float(uint32_t bits)
     return value;
 }
 
+/* a if `which`, else b; in bits, because gcc makes branches of nested ?: and then does not vectorise. */
+ZS_HD uint32_t zs_choose(int which, uint32_t a, uint32_t b)
+{
+    return b ^ ((a ^ b) & (0u - (uint32_t)which));
+}
+
 /* Exact. */
 ZS_HD float zs_from_bf16(zs_bf16 half)
 {
@@ -43,7 +49,7 @@ ZS_HD zs_bf16 zs_to_bf16(float value)
 {
     uint32_t bits = zs_float_bits(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (zs_bf16)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    return (zs_bf16)zs_choose((bits & 0x7fffffffu) > 0x7f800000u, 0x7fc0u, rounded);
 }
 
 /* Exact. */
@@ -54,8 +60,8 @@ ZS_HD float zs_from_f16(zs_f16 half)
     uint32_t normal = (rest << 13) + (112u << 23); /* exponent bias 15 -> 127 */
     uint32_t special = (rest << 13) | 0x7f800000u;
     uint32_t tiny = zs_float_bits((float)(int32_t)rest * 0x1p-24f); /* subnormals count in units of 2^-24 */
-    uint32_t bits = rest >= 0x7c00u ? special : rest >= 0x0400u ? normal : tiny;
-    return zs_bits_float(bits | sign);
+    uint32_t finite = zs_choose(rest < 0x0400u, tiny, normal);
+    return zs_bits_float(zs_choose(rest >= 0x7c00u, special, finite) | sign);
 }
 
 /* Rounds; NaN stays NaN (quiet), 65520 and more becomes infinity. */
@@ -66,8 +72,9 @@ ZS_HD zs_f16 zs_to_f16(float value)
     uint32_t normal = (rest - (112u << 23) + 0xfffu + ((rest >> 13) & 1u)) >> 13;
     /* Below 2^-14: 0.5 has a unit in the last place of 2^-24, so the adder rounds the subnormal for us. */
     uint32_t tiny = zs_float_bits(zs_bits_float(rest) + 0.5f) - zs_float_bits(0.5f);
-    uint32_t special = rest > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    uint32_t half = rest >= 0x477ff000u ? special : rest >= 0x38800000u ? normal : tiny;
+    uint32_t special = zs_choose(rest > 0x7f800000u, 0x7e00u, 0x7c00u);
+    uint32_t finite = zs_choose(rest < 0x38800000u, tiny, normal);
+    uint32_t half = zs_choose(rest >= 0x477ff000u, special, finite);
     return (zs_f16)(half | ((bits >> 16) & 0x8000u));
 }
 

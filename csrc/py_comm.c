@@ -37,7 +37,7 @@ static void comm_dealloc(comm_object *self)
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(comm_alone_doc, "alone()\n--\n\nA world of one: nothing is exchanged.");
+PyDoc_STRVAR(comm_alone_doc, "alone($type, /)\n--\n\nA world of one: nothing is exchanged.");
 
 static PyObject *comm_alone(PyObject *type, PyObject *unused)
 {
@@ -48,7 +48,7 @@ static PyObject *comm_alone(PyObject *type, PyObject *unused)
     return wrap((PyTypeObject *)type, comm, "");
 }
 
-PyDoc_STRVAR(comm_shm_doc, "shm(rank, world, timeout)\n--\n\nOpens this rank's end of a shared-memory transport; give `address` to "
+PyDoc_STRVAR(comm_shm_doc, "shm($type, rank, world, timeout, /)\n--\n\nOpens this rank's end of a shared-memory transport; give `address` to "
                            "the peers, then connect().");
 
 static PyObject *comm_shm(PyObject *type, PyObject *args)
@@ -63,7 +63,7 @@ static PyObject *comm_shm(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, address);
 }
 
-PyDoc_STRVAR(comm_c10d_doc, "c10d(group_name, rank, world, timeout)\n--\n\nA transport over a process group of torch.distributed.");
+PyDoc_STRVAR(comm_c10d_doc, "c10d($type, group_name, rank, world, timeout, /)\n--\n\nA transport over a process group of torch.distributed.");
 
 static PyObject *comm_c10d(PyObject *type, PyObject *args)
 {
@@ -77,7 +77,7 @@ static PyObject *comm_c10d(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, "");
 }
 
-PyDoc_STRVAR(comm_connect_doc, "connect(addresses, token)\n--\n\nConnects to all ranks: their addresses in rank order, and 16 bytes "
+PyDoc_STRVAR(comm_connect_doc, "connect($self, addresses, token, /)\n--\n\nConnects to all ranks: their addresses in rank order, and 16 bytes "
                                "that all of them share.");
 
 static PyObject *comm_connect(comm_object *self, PyObject *args)
@@ -103,7 +103,7 @@ static PyObject *comm_connect(comm_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_exchange_doc, "exchange(data)\n--\n\nGives every rank's bytes (all of one length, at most 4096), in rank order. "
+PyDoc_STRVAR(comm_exchange_doc, "exchange($self, data, /)\n--\n\nGives every rank's bytes (all of one length, at most 4096), in rank order. "
                                 "Also a barrier.");
 
 static PyObject *comm_exchange(comm_object *self, PyObject *data)
@@ -125,7 +125,7 @@ static PyObject *comm_exchange(comm_object *self, PyObject *data)
     return list;
 }
 
-PyDoc_STRVAR(comm_broadcast_doc, "broadcast(tensor, root)\n--\n\nCopies the values of a contiguous CPU tensor from rank `root`.");
+PyDoc_STRVAR(comm_broadcast_doc, "broadcast($self, tensor, root, /)\n--\n\nCopies the values of a contiguous CPU tensor from rank `root`.");
 
 static PyObject *comm_broadcast(comm_object *self, PyObject *args)
 {
@@ -150,7 +150,7 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_abort_doc, "abort(reason)\n--\n\nTells the peers that this rank cannot go on; their waits fail with the reason.");
+PyDoc_STRVAR(comm_abort_doc, "abort($self, reason, /)\n--\n\nTells the peers that this rank cannot go on; their waits fail with the reason.");
 
 static PyObject *comm_abort(comm_object *self, PyObject *reason)
 {
@@ -160,7 +160,7 @@ static PyObject *comm_abort(comm_object *self, PyObject *reason)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_set_timeout_doc, "set_timeout(seconds)\n--\n\nHow long one wait may last from now on.");
+PyDoc_STRVAR(comm_set_timeout_doc, "set_timeout($self, seconds, /)\n--\n\nHow long one wait may last from now on.");
 
 static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds)
 {

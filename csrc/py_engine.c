@@ -66,7 +66,7 @@ static Py_hash_t engine_hash(engine_object *self)
     return (Py_hash_t)((uintptr_t)self->engine >> 4);
 }
 
-PyDoc_STRVAR(engine_adopt_doc, "adopt(unit)\n--\n\nTakes a unit over from the engine it has.");
+PyDoc_STRVAR(engine_adopt_doc, "adopt($self, unit, /)\n--\n\nTakes a unit over from the engine it has.");
 
 static PyObject *engine_adopt(engine_object *self, PyObject *object)
 {
@@ -77,7 +77,7 @@ static PyObject *engine_adopt(engine_object *self, PyObject *object)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_set_order_doc, "set_order(units)\n--\n\nThe engine's units, parents before children, as modules appear.");
+PyDoc_STRVAR(engine_set_order_doc, "set_order($self, units, /)\n--\n\nThe engine's units, parents before children, as modules appear.");
 
 static PyObject *engine_set_order(engine_object *self, PyObject *list)
 {
@@ -106,7 +106,7 @@ static void free_handles(zs_tensor **handles, size_t n)
     free(handles);
 }
 
-PyDoc_STRVAR(engine_sync_buffers_doc, "sync_buffers(tensors)\n--\n\nHas these buffers copied from rank 0 at each forward.");
+PyDoc_STRVAR(engine_sync_buffers_doc, "sync_buffers($self, tensors, /)\n--\n\nHas these buffers copied from rank 0 at each forward.");
 
 static PyObject *engine_sync_buffers(engine_object *self, PyObject *list)
 {
@@ -128,7 +128,7 @@ static PyObject *engine_sync_buffers(engine_object *self, PyObject *list)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_open_doc, "open()\n--\n\nOpens a session in which units may be unsharded by hand; on all ranks together.");
+PyDoc_STRVAR(engine_open_doc, "open($self, /)\n--\n\nOpens a session in which units may be unsharded by hand; on all ranks together.");
 
 static PyObject *engine_open(engine_object *self, PyObject *unused)
 {
@@ -140,7 +140,7 @@ static PyObject *engine_open(engine_object *self, PyObject *unused)
     return zs_py_raise(NULL);
 }
 
-PyDoc_STRVAR(engine_close_doc, "close()\n--\n\nCloses what open() opened.");
+PyDoc_STRVAR(engine_close_doc, "close($self, /)\n--\n\nCloses what open() opened.");
 
 static PyObject *engine_close(engine_object *self, PyObject *unused)
 {
@@ -189,21 +189,21 @@ static PyObject *over_ranks(engine_object *self, PyObject *numbers, bool max)
     return reduce_numbers(zs_engine_comm(self->engine), mine, n, max);
 }
 
-PyDoc_STRVAR(engine_sum_doc, "sum_over_ranks(numbers)\n--\n\nSums a list of floats over all ranks, in rank order.");
+PyDoc_STRVAR(engine_sum_doc, "sum_over_ranks($self, numbers, /)\n--\n\nSums a list of floats over all ranks, in rank order.");
 
 static PyObject *engine_sum(engine_object *self, PyObject *numbers)
 {
     return over_ranks(self, numbers, false);
 }
 
-PyDoc_STRVAR(engine_max_doc, "max_over_ranks(numbers)\n--\n\nThe largest of each float over all ranks; NaN if any is.");
+PyDoc_STRVAR(engine_max_doc, "max_over_ranks($self, numbers, /)\n--\n\nThe largest of each float over all ranks; NaN if any is.");
 
 static PyObject *engine_max(engine_object *self, PyObject *numbers)
 {
     return over_ranks(self, numbers, true);
 }
 
-PyDoc_STRVAR(engine_memory_doc, "memory()\n--\n\nBytes held on this rank: shards, grads, slots (full buffers), buckets.");
+PyDoc_STRVAR(engine_memory_doc, "memory($self, /)\n--\n\nBytes held on this rank: shards, grads, slots (full buffers), buckets.");
 
 static PyObject *engine_memory(engine_object *self, PyObject *unused)
 {

@@ -114,7 +114,7 @@ static void unit_dealloc(unit_object *self)
 
 /* --- forward hooks ------------------------------------------------------------------------------------------------------ */
 
-PyDoc_STRVAR(unit_pre_forward_doc, "pre_forward(module, args)\n--\n\nForward-pre-hook of the unit's module.");
+PyDoc_STRVAR(unit_pre_forward_doc, "pre_forward($self, module, args, /)\n--\n\nForward-pre-hook of the unit's module.");
 
 static PyObject *unit_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
 {
@@ -179,7 +179,7 @@ static int hook_outputs(output_walk *walk, PyObject *object, int depth)
     return hook_attributes(walk, object, depth);
 }
 
-PyDoc_STRVAR(unit_post_forward_doc, "post_forward(module, args, output)\n--\n\nForward-hook of the unit's module; called even "
+PyDoc_STRVAR(unit_post_forward_doc, "post_forward($self, module, args, output, /)\n--\n\nForward-hook of the unit's module; called even "
                                     "if the forward raised (output is then None).");
 
 static PyObject *unit_post_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
@@ -194,7 +194,7 @@ static PyObject *unit_post_forward(unit_object *self, PyObject *const *args, Py_
 
 /* --- by hand ---------------------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(unit_unshard_doc, "unshard()\n--\n\nMakes the parameters whole; inside an engine's session.");
+PyDoc_STRVAR(unit_unshard_doc, "unshard($self, /)\n--\n\nMakes the parameters whole; inside an engine's session.");
 
 static PyObject *unit_unshard(unit_object *self, PyObject *unused)
 {
@@ -205,7 +205,7 @@ static PyObject *unit_unshard(unit_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(unit_reshard_doc, "reshard()\n--\n\nGives the full buffer back.");
+PyDoc_STRVAR(unit_reshard_doc, "reshard($self, /)\n--\n\nGives the full buffer back.");
 
 static PyObject *unit_reshard(unit_object *self, PyObject *unused)
 {
@@ -239,7 +239,7 @@ static int64_t check_index(const zs_unit *unit, Py_ssize_t i)
     return -1;
 }
 
-PyDoc_STRVAR(unit_read_param_doc, "read_param(index, out)\n--\n\nCopies a whole parameter into a contiguous tensor of its shape and "
+PyDoc_STRVAR(unit_read_param_doc, "read_param($self, index, out, /)\n--\n\nCopies a whole parameter into a contiguous tensor of its shape and "
                                   "dtype. The unit must be unsharded.");
 
 static PyObject *unit_read_param(unit_object *self, PyObject *args)
@@ -268,7 +268,7 @@ static PyObject *describe_param(const zs_unit *unit, const zs_param *param)
                          (long long)param->owned.begin, "numel", (long long)param->owned.numel);
 }
 
-PyDoc_STRVAR(unit_param_doc, "param(index)\n--\n\nFacts of a parameter: name, unit, whole shape, and which elements (begin, numel) of "
+PyDoc_STRVAR(unit_param_doc, "param($self, index, /)\n--\n\nFacts of a parameter: name, unit, whole shape, and which elements (begin, numel) of "
                              "its row-major order this rank owns.");
 
 static PyObject *unit_param(unit_object *self, PyObject *index)
@@ -331,7 +331,7 @@ static zs_unit *user_of(PyObject *object, zs_mem_role role, zs_tensor **handle)
     return mem != NULL && mem->role == role ? mem->user : NULL;
 }
 
-PyDoc_STRVAR(shard_info_doc, "shard_info(tensor)\n--\n\nFacts of a sharded parameter as Unit.param() gives them, or None for any other "
+PyDoc_STRVAR(shard_info_doc, "shard_info($module, tensor, /)\n--\n\nFacts of a sharded parameter as Unit.param() gives them, or None for any other "
                              "tensor.");
 
 static PyObject *shard_info(PyObject *module, PyObject *object)
@@ -350,7 +350,7 @@ static PyObject *shard_info(PyObject *module, PyObject *object)
     return result;
 }
 
-PyDoc_STRVAR(is_shard_doc, "is_shard(tensor)\n--\n\nDoes the tensor lie on a unit's shard (or its mapped full buffer)?");
+PyDoc_STRVAR(is_shard_doc, "is_shard($module, tensor, /)\n--\n\nDoes the tensor lie on a unit's shard (or its mapped full buffer)?");
 
 static PyObject *is_shard(PyObject *module, PyObject *object)
 {
@@ -361,7 +361,7 @@ static PyObject *is_shard(PyObject *module, PyObject *object)
     return PyErr_Occurred() ? NULL : PyBool_FromLong(found);
 }
 
-PyDoc_STRVAR(grad_owner_doc, "grad_owner(tensor)\n--\n\nThe Engine whose grad shard the tensor lies on, or None.");
+PyDoc_STRVAR(grad_owner_doc, "grad_owner($module, tensor, /)\n--\n\nThe Engine whose grad shard the tensor lies on, or None.");
 
 static PyObject *grad_owner(PyObject *module, PyObject *object)
 {

@@ -23,7 +23,7 @@ struct zs_bucket_pool {
     zs_unit *last_out;
 };
 
-static zs_status drain(zs_unit *unit, bool wait, bool *done);
+static zs_status drain(zs_unit *unit, zs_wait wait, bool *done);
 
 /* --- the queue of rounds that are out --------------------------------------------------------------------------------- */
 
@@ -47,19 +47,17 @@ static void dequeue(zs_bucket_pool *pool, zs_unit *unit)
     unit->next_out = NULL;
 }
 
-/* Sums rounds in the order of posting until that of `unit` is (all of them if NULL). */
-static zs_status drain_up_to(zs_bucket_pool *pool, const zs_unit *unit)
+/* Sums rounds in the order of posting until that of `unit` is (all of them if NULL), or until a wait yields. */
+static zs_status drain_up_to(zs_bucket_pool *pool, const zs_unit *unit, zs_wait wait)
 {
-    while (unit != NULL ? unit->outstanding : pool->first_out != NULL) {
-        bool done = false;
-        ZS_TRY(drain(pool->first_out, true, &done));
-    }
+    bool done = true;
+    while (done && (unit != NULL ? unit->outstanding : pool->first_out != NULL)) ZS_TRY(drain(pool->first_out, wait, &done));
     return ZS_OK;
 }
 
 zs_status zs_reduce_drain_all(zs_bucket_pool *pool)
 {
-    return drain_up_to(pool, NULL);
+    return drain_up_to(pool, NULL, ZS_WAIT);
 }
 
 void zs_reduce_forget_all(zs_bucket_pool *pool)
@@ -114,12 +112,12 @@ static zs_status add_slot(zs_bucket_pool *pool, size_t bytes, zs_bucket_slot **o
 }
 
 /* Makes a posted slot idle if its round is summed here and read by all peers. */
-static zs_status reclaim(zs_bucket_pool *pool, zs_bucket_slot *slot, bool wait)
+static zs_status reclaim(zs_bucket_pool *pool, zs_bucket_slot *slot, zs_wait wait)
 {
     bool ready = false;
     if (slot->user == NULL) return ZS_OK;
-    if (wait) ZS_TRY(drain_up_to(pool, slot->user));
-    else if (slot->user->outstanding) ZS_TRY(drain(slot->user, false, &ready));
+    if (wait != ZS_WAIT_NOT) ZS_TRY(drain_up_to(pool, slot->user, wait));
+    else if (slot->user->outstanding) ZS_TRY(drain(slot->user, wait, &ready));
     if (slot->user->outstanding) return ZS_OK;
     ZS_TRY(pool->comm->ops->reusable(pool->comm, slot->user->cunit, wait, &ready));
     if (!ready) return ZS_OK;
@@ -132,7 +130,7 @@ static zs_status reclaim(zs_bucket_pool *pool, zs_bucket_slot *slot, bool wait)
 zs_status zs_bucket_pool_settle(zs_bucket_pool *pool)
 {
     for (size_t i = 0; i < pool->n; i++)
-        if (pool->slots[i]->posted) ZS_TRY(reclaim(pool, pool->slots[i], true));
+        if (pool->slots[i]->posted) ZS_TRY(reclaim(pool, pool->slots[i], ZS_WAIT));
     return ZS_OK;
 }
 
@@ -159,12 +157,12 @@ static zs_status take_slot(zs_bucket_pool *pool, size_t bytes, zs_bucket_slot **
 {
     pool_view view = look(pool, bytes);
     for (size_t i = 0; i < pool->n && view.idle == NULL; i++) {
-        if (pool->slots[i]->posted) ZS_TRY(reclaim(pool, pool->slots[i], false));
+        if (pool->slots[i]->posted) ZS_TRY(reclaim(pool, pool->slots[i], ZS_WAIT_NOT));
     }
     view = look(pool, bytes);
     if (view.idle == NULL && view.fitting >= ZS_BUCKETS_OUT && view.oldest != NULL) {
-        /* Returns without the slot only if every rank is blocked: ranks that differ in order need one more each. */
-        ZS_TRY(reclaim(pool, view.oldest, true));
+        /* Comes back without it only if all ranks wait: ranks that differ in order need one slot more. */
+        ZS_TRY(reclaim(pool, view.oldest, ZS_WAIT_OR_YIELD));
         view = look(pool, bytes);
     }
     if (view.idle == NULL) ZS_TRY(add_slot(pool, bytes, &view.idle));
@@ -176,8 +174,8 @@ static zs_status open_round(zs_unit *unit)
 {
     if (unit->bucket != NULL) return ZS_OK;
     zs_bucket_pool *pool = zs_engine_buckets(unit->engine);
-    ZS_TRY(drain_up_to(pool, unit)); /* a second round in one backward: its sum goes on top of the first one's */
-    if (unit->out != NULL) ZS_TRY(reclaim(pool, unit->out, true));
+    ZS_TRY(drain_up_to(pool, unit, ZS_WAIT)); /* a second round in one backward: its sum goes on top of the first one's */
+    if (unit->out != NULL) ZS_TRY(reclaim(pool, unit->out, ZS_WAIT));
     ZS_TRY(take_slot(pool, zs_unit_bucket_bytes(unit), &unit->bucket));
     unit->bucket->user = unit;
     unit->bucket->posted = false;
@@ -228,24 +226,16 @@ zs_status zs_reduce_begin(zs_unit *unit, int64_t arriving)
 {
     if (unit->in_backward) return ZS_OK;
     unit->in_backward = true;
+    unit->n_expected = 0;
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         param->has_grad = param->reduced = false;
+        if (param->grad == NULL || !zs_tensor_alive(param->tensor)) continue;
+        if (zs_tensor_requires_grad(param->tensor)) unit->n_expected++;
         /* Replicated gradients accumulate in place, as under DDP: shapes agree. */
-        if (param->grad == NULL || unit->replicated || i == arriving || !zs_tensor_alive(param->tensor)) continue;
-        ZS_TRY(set_aside(unit, param));
+        if (!unit->replicated && i != arriving) ZS_TRY(set_aside(unit, param));
     }
     return ZS_OK;
-}
-
-static int64_t expected(const zs_unit *unit)
-{
-    int64_t n = 0;
-    for (int64_t i = 0; i < unit->n_params; i++) {
-        const zs_param *param = &unit->params[i];
-        if (param->grad != NULL && zs_tensor_alive(param->tensor) && zs_tensor_requires_grad(param->tensor)) n++;
-    }
-    return n;
 }
 
 zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
@@ -257,7 +247,7 @@ zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
     zs_grad_set(param->tensor, NULL);
     if (!again) unit->n_arrived++;
     set_bit(unit->used, i);
-    *complete = unit->n_arrived == expected(unit);
+    *complete = unit->n_arrived == unit->n_expected;
     return ZS_OK;
 }
 
@@ -296,7 +286,7 @@ zs_status zs_reduce_post(zs_unit *unit, bool give_up)
     zs_comm *comm = zs_engine_comm(unit->engine);
     zs_bucket_pool *pool = zs_engine_buckets(unit->engine);
     if (unit->bucket == NULL) {
-        ZS_TRY(drain_up_to(pool, unit));
+        ZS_TRY(drain_up_to(pool, unit, ZS_WAIT));
         memset(unit->used, 0, unit->used_words * sizeof *unit->used);
         if (unit->replicated) ZS_TRY(open_round(unit)); /* there must be room for the sum */
     }
@@ -437,7 +427,7 @@ static void fetch_shared(const summing *s)
     }
 }
 
-static zs_status sum_and_share(zs_unit *unit, summing *s, bool wait, bool *ready)
+static zs_status sum_and_share(zs_unit *unit, summing *s, zs_wait wait, bool *ready)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
     if (!unit->shared) {
@@ -455,7 +445,7 @@ static zs_status sum_and_share(zs_unit *unit, summing *s, bool wait, bool *ready
 }
 
 /* Sums this rank's slice of the unit's round once all ranks have posted theirs; *done says whether it happened. */
-static zs_status drain(zs_unit *unit, bool wait, bool *done)
+static zs_status drain(zs_unit *unit, zs_wait wait, bool *done)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
     zs_sources sources = {0};

@@ -48,7 +48,14 @@ typedef struct zs_shm_act {
     zs_shm_what what;
     uint32_t record; /* offset in the heap, or the root's rank */
     uint64_t number;
+    bool yields; /* a wait for it gives up if all ranks wait for each other, see zs_wait */
 } zs_shm_act;
+
+/* An act that does not yield. */
+static inline zs_shm_act zs_shm_act_make(zs_shm_what what, uint32_t record, uint64_t number)
+{
+    return (zs_shm_act){.what = what, .record = record, .number = number};
+}
 
 typedef struct zs_shm_mailbox {
     uint64_t bytes; /* length given by the sender: must be the same on all ranks */
@@ -63,7 +70,7 @@ typedef struct zs_shm_control {
 
     /* What the owner does. wait_id is odd while it waits for the act below; it changes with every wait. */
     alignas(ZS_SHM_LINE) _Atomic uint64_t wait_id;
-    _Atomic uint64_t act_what; /* zs_shm_what << 32 | record */
+    _Atomic uint64_t act_what; /* yields << 63 | zs_shm_what << 32 | record */
     _Atomic uint64_t act_number;
 
     /* Exchanges and broadcasts: counts of what the owner has done, and sizes for checking. */
@@ -191,18 +198,18 @@ void zs_shm_cunit_free(zs_comm *comm, zs_cunit *cunit);
 zs_status zs_shm_post_round(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
 
 /* collect. */
-zs_status zs_shm_collect(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready, zs_sources *out);
+zs_status zs_shm_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
 
 /* share. */
 zs_status zs_shm_share(zs_comm *comm, zs_cunit *cunit);
 
 /* collect_shared. */
-zs_status zs_shm_collect_shared(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready, zs_sources *out);
+zs_status zs_shm_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
 
 /* release. */
 zs_status zs_shm_release(zs_comm *comm, zs_cunit *cunit);
 
 /* reusable. */
-zs_status zs_shm_reusable(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready);
+zs_status zs_shm_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
 #endif

@@ -15,7 +15,10 @@ zs_shm_act zs_shm_act_of(const zs_shm *shm, int r, uint64_t *wait_id)
     const zs_shm_control *control = shm->peers[r].control;
     *wait_id = atomic_load(&control->wait_id);
     uint64_t what = atomic_load(&control->act_what);
-    return (zs_shm_act){(zs_shm_what)(what >> 32), (uint32_t)what, atomic_load(&control->act_number)};
+    return (zs_shm_act){.what = (zs_shm_what)(what >> 32 & 0x7fffffff),
+                        .record = (uint32_t)what,
+                        .number = atomic_load(&control->act_number),
+                        .yields = what >> 63 != 0};
 }
 
 void zs_shm_describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size)

@@ -19,7 +19,7 @@ typedef struct shm_unit {
 
 static zs_shm_act act_of(const shm_unit *unit, zs_shm_what what)
 {
-    return (zs_shm_act){what, unit->record, unit->base.round};
+    return zs_shm_act_make(what, unit->record, unit->base.round);
 }
 
 static uint64_t *bitmap(zs_shm_unit_record *record, const zs_cunit *unit)
@@ -145,19 +145,20 @@ static zs_status fill_sources(zs_shm *shm, shm_unit *unit)
     return ZS_OK;
 }
 
-/* Sets *ready once nobody is missing for `act`; with `wait` only then returns. */
-static zs_status reach(zs_shm *shm, zs_shm_act act, bool wait, bool *ready)
+/* Sets *ready if nobody is missing for `act`, after waiting for that as `wait` says. */
+static zs_status reach(zs_shm *shm, zs_shm_act act, zs_wait wait, bool *ready)
 {
     ZS_TRY(zs_shm_usable(shm));
     *ready = zs_shm_missing(shm, shm->base.rank, act) < 0;
     if (*ready) return ZS_OK;
-    if (!wait) return zs_shm_check_stop(shm);
-    ZS_TRY(zs_shm_wait(shm, act));
-    *ready = true;
-    return ZS_OK;
+    if (wait == ZS_WAIT_NOT) return zs_shm_check_stop(shm);
+    if (wait == ZS_WAIT_OR_YIELD) return zs_shm_wait_or_yield(shm, act, ready);
+    zs_status status = zs_shm_wait(shm, act);
+    *ready = status == ZS_OK;
+    return status;
 }
 
-zs_status zs_shm_collect(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready, zs_sources *out)
+zs_status zs_shm_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
 {
     zs_shm *shm = (zs_shm *)comm;
     shm_unit *unit = (shm_unit *)cunit;
@@ -186,7 +187,7 @@ zs_status zs_shm_share(zs_comm *comm, zs_cunit *cunit)
     return ZS_OK;
 }
 
-zs_status zs_shm_collect_shared(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready, zs_sources *out)
+zs_status zs_shm_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
 {
     zs_shm *shm = (zs_shm *)comm;
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_SHARED, "collect_shared"));
@@ -209,7 +210,7 @@ zs_status zs_shm_release(zs_comm *comm, zs_cunit *cunit)
     return ZS_OK;
 }
 
-zs_status zs_shm_reusable(zs_comm *comm, zs_cunit *cunit, bool wait, bool *ready)
+zs_status zs_shm_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
     zs_shm *shm = (zs_shm *)comm;
     return reach(shm, act_of((shm_unit *)cunit, ZS_SHM_RELEASED), wait, ready);

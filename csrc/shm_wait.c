@@ -24,13 +24,16 @@
 static const double slice = 0.1;          /* longest sleep, seconds: dead peers are noticed after that */
 static const double check_every = 0.05;   /* between two looks at the peers' lives */
 static const double circle_after = 0.5;   /* a circle is rare and its proof costs W^2 reads */
+static const double yield_slice = 0.002;  /* of a wait that yields: everybody stands still until it does */
 static const double grace = 1.0;          /* for others to finish when a rank died that was not missed */
 static const double stall_after = 10.0;   /* then the user is told, once */
 
 /* One wait that has gone to sleep. */
 typedef struct sleep_state {
-    double start, checked, died;
-    bool told;
+    double start, checked; /* seconds on the monotonic clock */
+    double died;           /* when a peer was seen dead that is not missed, 0: none */
+    bool told;             /* of the stall */
+    bool yielded;
 } sleep_state;
 
 static double now(void)
@@ -76,7 +79,7 @@ void zs_shm_set(zs_shm *shm, _Atomic uint64_t *word, uint64_t value)
 void zs_shm_note(zs_shm *shm, zs_shm_act act)
 {
     zs_shm_control *own = shm->own;
-    atomic_store_explicit(&own->act_what, (uint64_t)act.what << 32 | act.record, memory_order_relaxed);
+    atomic_store_explicit(&own->act_what, (uint64_t)act.yields << 63 | (uint64_t)act.what << 32 | act.record, memory_order_relaxed);
     atomic_store_explicit(&own->act_number, act.number, memory_order_relaxed);
 }
 
@@ -169,20 +172,32 @@ static zs_status check_lives(zs_shm *shm, zs_shm_act act, sleep_state *state, do
     return ZS_OK;
 }
 
-/* Are all ranks waiting for each other? If so all are told, since the first to fail breaks the circle. */
-static zs_status check_circle(zs_shm *shm)
+typedef enum circle { NO_CIRCLE, CIRCLE, CIRCLE_THAT_YIELDS } circle;
+
+/* Are all ranks waiting for each other, and if so, does one of them yield? */
+static circle find_circle(const zs_shm *shm, uint64_t *ids)
 {
-    int world = shm->base.world;
-    uint64_t *ids = malloc((size_t)world * sizeof *ids);
-    if (ids == NULL) return ZS_OK; /* then the deadline decides */
-    bool circle = true;
-    for (int r = 0; r < world && circle; r++) {
+    circle found = CIRCLE;
+    for (int r = 0; r < shm->base.world; r++) {
         zs_shm_act act = zs_shm_act_of(shm, r, &ids[r]);
-        circle = ids[r] % 2 == 1 && zs_shm_missing(shm, r, act) >= 0;
+        if (ids[r] % 2 == 0 || zs_shm_missing(shm, r, act) < 0) return NO_CIRCLE;
+        if (act.yields) found = CIRCLE_THAT_YIELDS;
     }
-    for (int r = 0; r < world && circle; r++) circle = atomic_load(&shm->peers[r].control->wait_id) == ids[r];
+    for (int r = 0; r < shm->base.world; r++)
+        if (atomic_load(&shm->peers[r].control->wait_id) != ids[r]) return NO_CIRCLE;
+    return found;
+}
+
+/* Ends the wait if it is part of a circle that nobody else will open. Then all are told, as the first to fail hides the
+ * circle from the others. */
+static zs_status check_circle(zs_shm *shm, zs_shm_act act, sleep_state *state)
+{
+    uint64_t *ids = malloc((size_t)shm->base.world * sizeof *ids);
+    if (ids == NULL) return ZS_OK; /* then the deadline decides */
+    circle found = find_circle(shm, ids);
     free(ids);
-    if (!circle) return ZS_OK;
+    state->yielded = found == CIRCLE_THAT_YIELDS && act.yields;
+    if (found != CIRCLE) return ZS_OK;
     zs_status status = zs_shm_fail_circle(shm);
     zs_shm_stop(shm, status, zs_last_message());
     return status;
@@ -192,11 +207,15 @@ static zs_status check_circle(zs_shm *shm)
 static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
 {
     ZS_TRY(zs_shm_check_stop(shm));
+    if (act.yields) {
+        ZS_TRY(check_circle(shm, act, state));
+        if (state->yielded) return ZS_OK;
+    }
     double time = now(), waited = time - state->start;
     if (time - state->checked < check_every) return ZS_OK;
     state->checked = time;
     ZS_TRY(check_lives(shm, act, state, time));
-    if (waited >= circle_after) ZS_TRY(check_circle(shm));
+    if (waited >= circle_after) ZS_TRY(check_circle(shm, act, state));
     if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
     if (waited >= shm->base.timeout && zs_shm_missing(shm, shm->base.rank, act) >= 0)
         return zs_shm_fail_timeout(shm, act, waited);
@@ -209,22 +228,25 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
 
 /* --- the wait --------------------------------------------------------------------------------------------------------- */
 
-static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act)
+static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act, bool *reached)
 {
     zs_shm_control *own = shm->own;
     sleep_state state = {.start = now()};
     state.checked = state.start;
     for (;;) {
         uint32_t seen = atomic_load(&own->wake);
-        if (zs_shm_missing(shm, shm->base.rank, act) < 0) return ZS_OK;
+        *reached = zs_shm_missing(shm, shm->base.rank, act) < 0;
+        if (*reached) return ZS_OK;
         ZS_TRY(check_trouble(shm, act, &state));
-        double left = state.start + shm->base.timeout - now();
-        futex_wait(&own->wake, seen, left < slice ? (left > 0.001 ? left : 0.001) : slice);
+        if (state.yielded) return ZS_OK;
+        double left = state.start + shm->base.timeout - now(), most = act.yields ? yield_slice : slice;
+        futex_wait(&own->wake, seen, left < most ? (left > 0.001 ? left : 0.001) : most);
     }
 }
 
-zs_status zs_shm_wait(zs_shm *shm, zs_shm_act act)
+static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
 {
+    *reached = true;
     for (int i = 0; i <= shm->spins; i++) {
         if (zs_shm_missing(shm, shm->base.rank, act) < 0) return ZS_OK;
         pause_cpu();
@@ -233,8 +255,22 @@ zs_status zs_shm_wait(zs_shm *shm, zs_shm_act act)
     zs_shm_note(shm, act);
     atomic_fetch_add(&own->wait_id, 1); /* odd: from here on the act above is a wait */
     atomic_store(&own->asleep, 1);
-    zs_status status = sleep_until_done(shm, act);
+    zs_status status = sleep_until_done(shm, act, reached);
     atomic_store(&own->asleep, 0);
     atomic_fetch_add(&own->wait_id, 1);
+    return status;
+}
+
+zs_status zs_shm_wait(zs_shm *shm, zs_shm_act act)
+{
+    bool reached;
+    return wait_for(shm, act, &reached);
+}
+
+zs_status zs_shm_wait_or_yield(zs_shm *shm, zs_shm_act act, bool *reached)
+{
+    act.yields = true;
+    zs_status status = wait_for(shm, act, reached);
+    *reached = *reached && status == ZS_OK;
     return status;
 }

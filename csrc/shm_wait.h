@@ -28,6 +28,9 @@ bool zs_shm_is_missing(const zs_shm *shm, int r, zs_shm_act act);
  * wait for each other), ZS_ERR_TIMEOUT, or ZS_ERR_TORCH (interrupted). */
 zs_status zs_shm_wait(zs_shm *shm, zs_shm_act act);
 
+/* The same, but instead of ZS_ERR_DIVERGED it comes back with *reached false. */
+zs_status zs_shm_wait_or_yield(zs_shm *shm, zs_shm_act act, bool *reached);
+
 /* Has somebody aborted? For calls that do not wait. */
 zs_status zs_shm_check_stop(const zs_shm *shm);
 

@@ -166,6 +166,10 @@ zs_status zs_group_new(const char *name, zs_group **out);
 /* Frees it; NULL allowed. */
 void zs_group_free(zs_group *group);
 
+/* How long each of the calls below may take from now on. They fail with ZS_ERR_TIMEOUT after that, with ZS_ERR_PEER where a
+ * rank has gone, else with ZS_ERR_TORCH; all with the process group's own words. */
+void zs_group_set_timeout(zs_group *group, double seconds);
+
 /* all_to_all of equal pieces: piece r of `in` goes to rank r; `out` holds rank r's piece at r * piece_bytes. Waits. */
 zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world);
 

@@ -81,6 +81,7 @@ struct zs_unit {
     uint64_t *used;          /* bitmap of parameters packed in this round, one more bit: this rank gave up; owned */
     size_t used_words;
     int64_t n_arrived;       /* gradients packed in this round */
+    int64_t n_expected;      /* parameters that want a gradient in this backward */
     bool packed;             /* (collective transports) the round is packed and waits for its turn */
     bool posted;             /* something was posted in this backward */
     bool outstanding;        /* a posted round is not yet summed; then it stands in the pool's queue */

@@ -1,8 +1,8 @@
-"""The corpus: the sources of Python's own standard library, text that every machine with Python has.
+"""The corpus: the sources of Python's own standard library, text that every machine has.
 
 The one idea: nothing is downloaded and nothing is left to chance. Files are taken in sorted order,
-each file goes to the train or the held-out side by a hash of its name, and every batch is a function
-of (seed, rank, step) alone: two libraries given the same seed see the same bytes.
+each file goes to the train or the held-out side by a hash of its name, and every batch is a
+function of (seed, rank, step) alone: two libraries given the same seed see the same bytes.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def load(root: Path | None = None) -> tuple[Tensor, Tensor]:
             raise CorpusError(f"cannot read {root / name}: {error.strerror}") from error
         sides[is_held_out(name)].append(text)
     train, held_out = (_as_tensor(texts) for texts in sides)
-    for side, text in (("train", train), ("held-out", held_out)):
-        if text.numel() == 0:
+    for side, joined in (("train", train), ("held-out", held_out)):
+        if joined.numel() == 0:
             raise CorpusError(f"the {side} side of the corpus below {root} is empty: too few files")
     return train, held_out
 

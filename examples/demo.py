@@ -3,9 +3,9 @@
     python examples/demo.py            # about five minutes on two cores
     python examples/demo.py --quick    # a tiny model and a few steps, to see that everything runs
 
-Each run is a `torchrun` of train_gpt.py, one after another so that none slows the others; the numbers
-come from the run.json that each leaves. What a run writes to stderr goes to a file beside it, and its
-end is shown if the run fails.
+Each run is a `torchrun` of train_gpt.py, one after another so that none slows the others; the
+numbers come from the run.json that each leaves. What a run writes to stderr goes to a file beside
+it, and its end is shown if the run fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     sample: int
 
 
-FULL = Plan(("--size", "10m", "--batch", "4", "--lr", "1e-3"), 360, 40, 300)
+FULL = Plan(("--size", "10m", "--batch", "4", "--lr", "2e-3"), 400, 40, 300)
 QUICK = Plan(("--size", "tiny", "--batch", "2", "--eval-batches", "2"), 8, 4, 16)
 
 
@@ -59,22 +59,30 @@ def run(plan: Plan, library: str, out: Path, stop_after: int, sample: int) -> di
     errors = out / "stderr.log"
     with errors.open("wb") as stderr:
         # A session of its own: Ctrl-C reaches this process alone, which then ends the ranks.
-        child = subprocess.Popen(
-            command, stderr=stderr, env=environment(), start_new_session=True
-        )
+        child = subprocess.Popen(command, stderr=stderr, env=environment(), start_new_session=True)
         try:
             status = child.wait()
         finally:
             stop(child)
     if status != 0:
-        tail = errors.read_text(errors="replace").splitlines()[-ERROR_LINES:]
-        raise RunFailed("\n".join([f"{library} failed with status {status}; {errors} ends:", *tail]))
-    return json.loads((out / "run.json").read_text())
+        tail = last_words(errors.read_text(errors="replace"))
+        raise RunFailed(
+            "\n".join([f"{library} failed with status {status}; {errors} ends:", *tail])
+        )
+    numbers: dict[str, Any] = json.loads((out / "run.json").read_text())
+    return numbers
+
+
+def last_words(errors: str) -> list[str]:
+    """The end of what the ranks wrote; torchrun's own report if they wrote nothing before it."""
+    lines = errors.splitlines()
+    report = (at for at, line in enumerate(lines) if "elastic/multiprocessing/api.py" in line)
+    return (lines[: next(report, None)] or lines)[-ERROR_LINES:]
 
 
 def environment() -> dict[str, str]:
     """One thread a rank unless the caller says otherwise: two ranks then fill two cores."""
-    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+    return {"OMP_NUM_THREADS": "1", **os.environ}
 
 
 def stop(child: subprocess.Popen[bytes]) -> None:
@@ -109,7 +117,9 @@ def demo(plan: Plan, libraries: list[str], out: Path) -> None:
     for library in libraries:
         heading(f"{library}: the first {plan.compared_steps} of these steps, to compare")
         short[library] = run(plan, library, out / library, plan.compared_steps, 0)
-    heading(f"the first {plan.compared_steps} steps, {RANKS} ranks, {long['parameters']:,} parameters")
+    heading(
+        f"the first {plan.compared_steps} steps, {RANKS} ranks, {long['parameters']:,} parameters"
+    )
     show_table(COLUMNS, [row(numbers, short) for numbers in short.values()])
     print(
         f"\n{first} after all {plan.steps} steps: held-out loss {long['held_out'][-1][1]:.3f}, "
@@ -185,7 +195,9 @@ def parse() -> argparse.Namespace:
         default=list(LIBRARIES),
         help="which to compare; the first one makes the long run",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), help="folder for the results"
+    )
     return parser.parse_args()
 
 

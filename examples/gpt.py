@@ -1,8 +1,8 @@
 """A byte-level GPT in plain PyTorch: nothing here knows that it will be sharded.
 
 The vocabulary is the 256 bytes, so there is no tokenizer: text goes in as `bytes` and comes out as
-`bytes`. The one idea to take from this file is what it does not contain: the model is written as for
-one process, and `FSDP(model)` in train_gpt.py finds the repeated blocks by itself.
+`bytes`. The one idea to take from this file is what it does not contain: the model is written as
+for one process, and `FSDP(model)` finds the repeated blocks by itself.
 
 Shapes use B (batch), T (time, at most the context), D (width), H (heads) and V = 256.
 """
@@ -10,6 +10,7 @@ Shapes use B (batch), T (time, at most the context), D (width), H (heads) and V 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +31,8 @@ class Config:
     def parameter_count(self) -> int:
         """How many parameters `GPT(self)` has."""
         block = 12 * self.width**2 + 13 * self.width  # weights, then biases and the two norms
-        embeddings = (2 * VOCABULARY + self.context) * self.width
-        return self.layers * block + embeddings + 2 * self.width
+        ends = 2 * VOCABULARY * self.width + 2 * self.width  # embedding, head, last norm
+        return self.layers * block + ends
 
 
 SIZES = {
@@ -42,8 +43,36 @@ SIZES = {
 }
 
 
+class Rotation(NamedTuple):
+    """Rotary positions: the cosines and sines of a position's angles, each (T, D / H / 2)."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    @classmethod
+    def of(cls, time: int, size: int, device: torch.device) -> Rotation:
+        """`time` positions, heads of (even) `size`; pair i turns 10,000^(-2i / size) a step."""
+        rates = 10_000.0 ** (-torch.arange(0, size, 2, device=device) / size)
+        angles = torch.arange(time, device=device)[:, None] * rates
+        return cls(angles.cos(), angles.sin())
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Turn each pair (x[i], x[i + half]) of (B, H, T, D / H) by its position's angle.
+
+        The product of a turned query and a turned key then depends on their distance alone.
+        """
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat(
+            (
+                first * self.cosines - second * self.sines,
+                first * self.sines + second * self.cosines,
+            ),
+            dim=-1,
+        )
+
+
 class Attention(nn.Module):
-    """Causal self-attention: (B, T, D) -> (B, T, D)."""
+    """Causal self-attention with rotary positions: (B, T, D) -> (B, T, D)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -51,10 +80,11 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(config.width, 3 * config.width)
         self.output = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         batch, time, width = x.shape
         heads = self.query_key_value(x).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D / H)
+        query, key = rotation.turn(query), rotation.turn(key)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(mixed.transpose(1, 2).reshape(batch, time, width))
 
@@ -81,27 +111,34 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
-    """Bytes (B, T) int64 -> logits (B, T, V); with `targets` (B, T), the mean loss in nats a byte."""
+    """Bytes (B, T) int64 -> logits (B, T, V); with targets (B, T), the mean loss in nats a byte."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         self.byte_embedding = nn.Embedding(VOCABULARY, config.width)
-        self.position_embedding = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        blocks = [Block(config) for _ in range(config.layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
-        self.apply(_initialize)
-        # Each block adds two terms to the residual stream: its variance then does not grow with depth.
-        for block in self.blocks:
+        self._initialize(blocks)
+
+    def _initialize(self, blocks: list[Block]) -> None:
+        """Variances that neither depth nor width changes; a small head: the first guess is flat."""
+        depth = 2 * len(blocks)  # terms that the blocks add to the residual stream
+        for block in blocks:
+            for layer in (block.attention.query_key_value, block.mlp.inner):
+                _draw(layer, std=layer.in_features**-0.5)
             for layer in (block.attention.output, block.mlp.output):
-                nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
+                _draw(layer, std=(depth * layer.in_features) ** -0.5)
+        nn.init.normal_(self.byte_embedding.weight)
+        nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         time = tokens.shape[1]
@@ -109,18 +146,17 @@ class GPT(nn.Module):
             raise ValueError(
                 f"{time} bytes do not fit into the model's context of {self.config.context}"
             )
-        positions = torch.arange(time, device=tokens.device)
-        x = self.byte_embedding(tokens) + self.position_embedding(positions)
+        head_size = self.config.width // self.config.heads
+        rotation = Rotation.of(time, head_size, tokens.device)
+        x = self.byte_embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, rotation)
         logits = self.head(self.norm(x))
         if targets is None:
             return logits
         return F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
 
 
-def _initialize(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+def _draw(layer: nn.Linear, std: float) -> None:
+    nn.init.normal_(layer.weight, std=std)
+    nn.init.zeros_(layer.bias)

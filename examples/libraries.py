@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from gpt import GPT, Block
 from torch import Tensor, nn
 
 BETAS = (0.9, 0.95)
@@ -20,7 +21,7 @@ WEIGHT_DECAY = 0.1
 
 
 class Sharded(NamedTuple):
-    """A model made ready by a library; `clip(max_norm)` returns the global gradient norm before it."""
+    """A model made ready by a library; `clip(max_norm)` returns the gradients' norm before it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -36,32 +37,32 @@ class Options(NamedTuple):
     auto_wrap: bool = True
 
 
-def use_zshard(model: nn.Module, options: Options) -> Sharded:
+def use_zshard(model: GPT, options: Options) -> Sharded:
     """zshard: the repeated blocks are found by itself, parameters keep names and dimensions."""
     from zshard import FSDP, AdamW
 
-    model = FSDP(
+    sharded = FSDP(
         model,
         strategy=options.strategy,
         transport=options.transport,
         auto_wrap_policy="auto" if options.auto_wrap else None,
     )
-    optimizer = AdamW(decay_groups(model), lr=options.lr, betas=BETAS)
-    return Sharded(model, optimizer, model.clip_grad_norm_)
+    optimizer = AdamW(decay_groups(sharded), lr=options.lr, betas=BETAS)
+    return Sharded(sharded, optimizer, sharded.clip_grad_norm_)
 
 
-def use_ddp(model: nn.Module, options: Options) -> Sharded:
+def use_ddp(model: GPT, options: Options) -> Sharded:
     """torch's DistributedDataParallel: every rank holds everything."""
-    model = nn.parallel.DistributedDataParallel(model)
-    return Sharded(model, _fused_adamw(decay_groups(model), options.lr), _clip(model))
+    replica = nn.parallel.DistributedDataParallel(model)
+    return Sharded(replica, _fused_adamw(decay_groups(replica), options.lr), _clip(replica))
 
 
-def use_fsdp2(model: nn.Module, options: Options) -> Sharded:
+def use_fsdp2(model: GPT, options: Options) -> Sharded:
     """torch's fully_shard, called for each block and then for the rest, as its manual says."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    settings = {
+    settings: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
         "reshard_after_forward": options.strategy == "full_shard",
     }
@@ -71,7 +72,7 @@ def use_fsdp2(model: nn.Module, options: Options) -> Sharded:
     return Sharded(model, _fused_adamw(decay_groups(model), options.lr), _clip(model))
 
 
-def use_fsdp1(model: nn.Module, options: Options) -> Sharded:
+def use_fsdp1(model: GPT, options: Options) -> Sharded:
     """torch's FullyShardedDataParallel with one flat parameter a block."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -80,7 +81,7 @@ def use_fsdp1(model: nn.Module, options: Options) -> Sharded:
     wrapped = FullyShardedDataParallel(
         model,
         sharding_strategy=ShardingStrategy[options.strategy.upper()],
-        auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}) if options.auto_wrap else None,
+        auto_wrap_policy=ModuleWrapPolicy({Block}) if options.auto_wrap else None,
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
@@ -90,7 +91,7 @@ def use_fsdp1(model: nn.Module, options: Options) -> Sharded:
 class Library(NamedTuple):
     """How to wrap, and the strategies that the library has; the first is the default."""
 
-    use: Callable[[nn.Module, Options], Sharded]
+    use: Callable[[GPT, Options], Sharded]
     strategies: tuple[str, ...]
 
 
@@ -120,8 +121,8 @@ def process_group() -> Iterator[tuple[int, int]]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.get_rank(), dist.get_world_size()
-        # gloo's threads drop the last collective's tensors a moment after it ends. If Python is shutting
-        # down by then the process aborts; a barrier, which has no tensors, lets that moment pass.
+        # gloo's threads drop the last collective's tensors a moment after it ends. If Python is
+        # shutting down by then, the process aborts; a barrier, which holds none, lets it pass.
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -135,7 +136,7 @@ def mean_over_ranks(values: list[float]) -> list[float]:
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
-    """The ranks' values (anything that pickles) in rank order; all ranks must call this together."""
+    """The ranks' values (anything that pickles), by rank; all ranks must call this together."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

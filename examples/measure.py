@@ -26,7 +26,7 @@ SAMPLE_SECONDS = 0.05
 class PeakMemory:
     """Samples this process's memory in a thread while it is entered; `mib` is the highest seen.
 
-    PSS where Linux tells it; elsewhere the kernel's own high-water mark of RSS, since process start.
+    PSS where Linux tells it; elsewhere the kernel's own high-water mark of RSS since the start.
     """
 
     def __init__(self) -> None:
@@ -110,10 +110,8 @@ class Meter:
         """The last ten steps' loss on this rank and speed of all ranks, and the memory's peak."""
         recent = self.losses[-10:]
         speed = self.tokens_per_step * len(recent) / sum(self.seconds[-10:])
-        return (
-            f"loss {sum(recent) / len(recent):.3f}  {speed:,.0f} tokens/s  "
-            f"{self.memory.kind} peak {self.memory.mib:,.0f} MiB"
-        )
+        loss = sum(recent) / len(recent)
+        return f"loss {loss:.3f}, {speed:,.0f} tokens/s, peak {self.memory.mib:,.0f} MiB"
 
 
 def surroundings() -> dict[str, Any]:
@@ -180,14 +178,14 @@ def _peak_rss_bytes() -> int:
 
 def _terminal_bar(steps: int, title: str) -> Any:
     """A tqdm bar on a terminal; None in a log or without tqdm: lines are printed then."""
-    if not sys.stdout.isatty():
-        return None
+    if not sys.stdout.isatty() or 0 in os.get_terminal_size(sys.stdout.fileno()):
+        return None  # a terminal that knows no size is some tool's: tqdm would draw nothing there
     try:
         from tqdm import tqdm
     except ImportError:
         return None
-    form = "{desc} {percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
-    return tqdm(total=steps, desc=title, bar_format=form, file=sys.stdout)
+    form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+    return tqdm(total=steps, desc=title, bar_format=form, dynamic_ncols=True, file=sys.stdout)
 
 
 def _smoothed(values: list[float]) -> list[float]:

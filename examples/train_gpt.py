@@ -4,9 +4,9 @@
     python examples/train_gpt.py --size tiny                  # one process, the same script
     torchrun ... examples/train_gpt.py --library ddp          # the same run under a peer
 
-The one idea: the loop below is the loop of a script for one process. Which library shards the model
-is one line (`library.use`, see libraries.py); seeds, data and start are the same for all of them, so
-the loss curves are to be the same too.
+The one idea: the loop below is the loop of a script for one process. Which library shards the
+model is one line (`LIBRARIES[...].use`, see libraries.py); seeds, data and start are the same for
+all of them, so the loss curves are to be the same too.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class Trainer:
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Linear warmup, then a cosine down to a tenth, over --steps (not --stop-after)."""
     if step <= args.warmup:
-        return args.lr * step / args.warmup
+        return float(args.lr * step / args.warmup)
     done = (step - args.warmup) / max(1, args.steps - args.warmup)
-    return args.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+    return float(args.lr * (0.55 + 0.45 * math.cos(math.pi * done)))
 
 
 def config_of(args: argparse.Namespace) -> Config:
@@ -142,11 +142,11 @@ def run(args: argparse.Namespace, rank: int, world: int) -> None:
 def describe(trainer: Trainer) -> str:
     """What is about to run, for the top of the log."""
     args, config = trainer.args, trainer.config
-    text = (trainer.train_text.numel() / MIB, trainer.held_out_text.numel() / MIB)
+    train, held_out = trainer.train_text.numel() / MIB, trainer.held_out_text.numel() / MIB
     lines = [
         f"{args.library} {args.strategy}, {trainer.world} rank(s): GPT {args.size}, "
         f"{config.parameter_count():,} parameters, batch {args.batch} x {config.context} a rank",
-        f"corpus: Python's standard library, {text[0]:.1f} MiB to train on, {text[1]:.1f} MiB held out",
+        f"corpus: Python's standard library, {train:.1f} MiB to train on, {held_out:.1f} held out",
     ]
     summary = getattr(trainer.sharded.model, "summary", None)
     return "\n".join(lines + ([summary()] if summary else []))
@@ -160,7 +160,10 @@ def report(trainer: Trainer, meter: Meter, numbers: dict[str, Any]) -> None:
     seconds = sorted(meter.seconds)
     median = seconds[len(seconds) // 2]
     numbers |= {
-        "config": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "config": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(args).items()
+        },
         "parameters": trainer.config.parameter_count(),
         "ranks": trainer.world,
         "held_out": trainer.held_out,

@@ -171,11 +171,9 @@ class _AutoWrap:
         one."""
         if node in self._units:
             return []
-        if (
-            self._could_be_unit(node)
-            and node not in self._above
-            and id(node.module) in self._bypassed
-        ):
+        is_bypassed = self._could_be_unit(node) and id(node.module) in self._bypassed
+        is_plain_list = type(node.module) is nn.Sequential  # its layers are worth naming
+        if is_bypassed and node not in self._above and not is_plain_list:
             return [node]
         return [kept for child in node.children for kept in self._kept_by_bypass(child)]
 

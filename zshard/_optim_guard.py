@@ -31,10 +31,13 @@ class _Kind(Enum):
     ELEMENTWISE = "elementwise"
     REFUSED = "refused"
     UNKNOWN = "unknown"
+    WARNED_OF = "unknown, and the user has been told"
 
 
-_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")
-_ELEMENTWISE += ("RMSprop", "Rprop", "SGD", "SparseAdam")
+_ELEMENTWISE = (
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+)
 """Classes of torch.optim (and, of those names, of zshard)."""
 
 _MATRIX = "it works on whole matrices, and a shard is a flat slice of them"
@@ -78,7 +81,7 @@ def _before_step(
     kind = _kinds.get(cls)
     if kind is None:
         kind = _kinds[cls] = _kind_of(cls)
-    if kind is _Kind.ELEMENTWISE or not _holds_shards(optimizer):
+    if kind in (_Kind.ELEMENTWISE, _Kind.WARNED_OF) or not _holds_shards(optimizer):
         return
     if kind is _Kind.REFUSED:
         raise RuntimeError(
@@ -86,7 +89,7 @@ def _before_step(
             'optimizer (zshard.AdamW, torch.optim.SGD, ...), or FSDP(..., strategy="no_shard"), '
             "which leaves parameters whole"
         )
-    _kinds[cls] = _Kind.ELEMENTWISE  # warned once; the user has decided
+    _kinds[cls] = _Kind.WARNED_OF
     warnings.warn(
         f"{cls.__module__}.{cls.__qualname__} updates sharded parameters, which are flat slices "
         "of shape (k, 1, ..., 1): that is right only if it treats every element by itself, "
@@ -112,12 +115,15 @@ def _reason(cls: type) -> str | None:
 
 
 def _has_word(name: str, word: str) -> bool:
-    """Whether CamelCase `name` contains `word` from the start of one of its words on.
+    """Whether `word` is a word of the CamelCase `name`, or several.
 
-    So that SOAP, DistributedShampoo and DAdaptAdam are found, and a Clamber is no Lamb.
+    So that SOAP, DistributedShampoo and DAdaptAdam are found, and LambdaSGD is no LAMB.
     """
     at = name.lower().find(word)
-    return at == 0 or (at > 0 and name[at].isupper())
+    if at < 0:
+        return False
+    starts = at == 0 or name[at].isupper()
+    return starts and not name[at + len(word) :][:1].islower()
 
 
 def _elementwise_steps() -> Iterator[Callable[..., Any]]:

@@ -122,7 +122,7 @@ ADAM_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class _AdamInOneCall(_InOneCall):
-    """What Adam and AdamW share: they differ in `decoupled_weight_decay`, an option of the group."""
+    """Adam and AdamW: what tells them apart is an option of the group, decoupled_weight_decay."""
 
     _rule = "adam"
 

@@ -143,7 +143,7 @@ static inline bool run_test(const rank_test *test, int world)
     return passed;
 }
 
-/* main() of a test program: runs all tests that are not slow, or the one named by the first argument. */
+/* main() of a test program: runs all tests that are not slow, or the one named by the first argument. 0: all passed. */
 static inline int run_tests(const rank_test *tests, size_t count, int argc, char **argv)
 {
     bool good = true, any = false;
@@ -156,7 +156,7 @@ static inline int run_tests(const rank_test *tests, size_t count, int argc, char
         any = true;
     }
     if (!any) fprintf(stderr, "there is no test '%s'\n", argv[1]);
-    return good && any ? 0 : 1;
+    return !any ? 2 : good ? 0 : 1;
 }
 
 #endif

@@ -140,7 +140,7 @@ static void deadline_names_the_late(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
     run_round(env, unit);
-    env->comm->timeout = 0.4;
+    env->comm->timeout = 0.3;
     if (env->rank == 1) {
         wait_for_arrivals(env, env->world - 1);
         return;
@@ -148,7 +148,7 @@ static void deadline_names_the_late(rank_env *env)
     OK(post_empty(env, unit));
     double start = now();
     FAILS(collect(env, unit), ZS_ERR_TIMEOUT, "s for rank 1's gradients of unit 'blocks.3' (round 2); rank 1 (pid ");
-    CHECK(now() - start >= 0.4 && now() - start < 2.0);
+    CHECK(now() - start >= 0.3 && now() - start < 2.0);
     FAILS(collect(env, unit), ZS_ERR_TIMEOUT, "has done nothing here since its reading of unit 'blocks.3' (round 1)");
     arrive(env);
 }
@@ -254,7 +254,7 @@ static void circle_is_found(rank_env *env)
 /* All wait for a rank that is busy: slow is no fault. */
 static void slow_is_not_a_circle(rank_env *env)
 {
-    if (env->rank == 1) sleep_us(2000000);
+    if (env->rank == 1) sleep_us(1000000);
     OK(meet(env));
 }
 
@@ -286,7 +286,7 @@ static zs_status try_to_join(rank_env *env, const char *token, bool unknown, zs_
 {
     char own[128];
     const char *addresses[MAX_RANKS];
-    OK(zs_comm_shm_new(env->rank, env->world, 1.0, own, sizeof own, comm));
+    OK(zs_comm_shm_new(env->rank, env->world, 0.5, own, sizeof own, comm));
     CHECK(strlen(own) < 108);
     strcpy(env->board->addresses[env->rank], unknown && env->rank == 0 ? "zshard-nobody" : own);
     arrive(env);

@@ -1,0 +1,199 @@
+"""Adam: a step of zshard.AdamW beside torch's three and a plain C loop over the same memory.
+
+    python -m benchmarks.adam [--threads 1 2] [--elements 50000000] [--tensors 1] [--rounds 15]
+
+An AdamW step reads parameter, gradient and two moments and writes all but the gradient: 28 bytes
+an element in float32, so at this size the memory sets the pace. All sides work on the same
+tensors, hence on the same pages. `stream` (stream.c, compiled when this starts) passes the 28
+bytes with next to no arithmetic: the most there is to get.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zshard
+from benchmarks import harness
+from benchmarks.harness import Sample, Spread
+
+OURS = "zshard"
+STREAM = "stream"
+BYTES = 28
+TARGETS = {"torch-fused": 1.03, STREAM: 1 / 0.9}
+"""Side -> how much of its time OURS may take, at the median."""
+
+Step = Callable[[], Any]
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = harness.parser("Time of an AdamW step, beside torch's and a plain C loop.")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="thread counts")
+    parser.add_argument("--elements", type=int, help="in all tensors (50 M; quick: 2 M)")
+    parser.add_argument("--tensors", type=int, default=1, help="equal tensors they are cut into")
+    parser.add_argument("--rounds", type=int, help="samples a side (15; quick: 5)")
+    parser.add_argument("--warmup", type=int, default=2, help="unmeasured samples a side")
+    args = parser.parse_args(argv)
+    args.elements = args.elements or (2_000_000 if args.quick else 50_000_000)
+    args.rounds = args.rounds or (5 if args.quick else 15)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    if harness.under_torchrun():
+        measure_as_rank(args)
+        return
+    flags = [
+        f"--{name}={getattr(args, name)}" for name in ("elements", "tensors", "rounds", "warmup")
+    ]
+    results = [
+        harness.collect(
+            "benchmarks.adam",
+            1,
+            [f"--threads={threads}", *flags],
+            {"OMP_NUM_THREADS": str(threads)},
+        )
+        for threads in args.threads
+    ]
+    harness.finish(args, "adam", results)
+
+
+def measure_as_rank(args: argparse.Namespace) -> None:
+    """The one rank's part: a process of its own for each thread count."""
+    with harness.process_group(), tempfile.TemporaryDirectory() as folder:
+        result = measure(args, Path(folder))
+    show(result)
+    if args.out:
+        harness.write_json(args.out, result)
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Time all sides; returns the JSON record."""
+    threads = args.threads[0]
+    torch.set_num_threads(threads)
+    params, states = tensors(args.elements, args.tensors)
+    steps = {name: optimizer.step for name, optimizer in optimizers(params, states).items()}
+    steps[STREAM] = stream_over(params, states, threads, folder)
+    turns = {name: turn_of(step) for name, step in steps.items()}
+    samples = harness.interleave(turns, args.rounds, args.warmup)
+    elements = sum(p.numel() for p in params)
+    return {
+        "threads": threads,
+        "elements": elements,
+        "tensors": args.tensors,
+        "sides": {name: summarize(name, samples, elements) for name in samples},
+    }
+
+
+def tensors(elements: int, count: int) -> tuple[list[nn.Parameter], list[dict[str, Tensor]]]:
+    """`count` equal float32 parameters with gradients, and AdamW's state of each."""
+    numel = elements // count
+    params = [nn.Parameter(torch.randn(numel)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.randn(numel)
+    moments = [{"exp_avg": torch.zeros(numel), "exp_avg_sq": torch.ones(numel)} for _ in params]
+    return params, [{"step": torch.tensor(1.0), **two} for two in moments]
+
+
+def optimizers(
+    params: list[nn.Parameter], states: list[dict[str, Tensor]]
+) -> dict[str, torch.optim.Optimizer]:
+    """The sides that are optimizers, each with the same parameters and state tensors."""
+    made: dict[str, torch.optim.Optimizer] = {
+        OURS: zshard.AdamW(params),
+        "torch-fused": torch.optim.AdamW(params, fused=True),
+        "torch-foreach": torch.optim.AdamW(params, foreach=True),
+        "torch-default": torch.optim.AdamW(params),
+    }
+    for optimizer in made.values():
+        for param, state in zip(params, states, strict=True):
+            optimizer.state[param] = dict(state)
+    return made
+
+
+def stream_over(
+    params: list[nn.Parameter], states: list[dict[str, Tensor]], threads: int, folder: Path
+) -> Step:
+    """A call that streams over the same memory; SystemExit where there is no C compiler."""
+    library = folder / "stream.so"
+    flags = ["-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
+    source = harness.ROOT / "benchmarks" / "stream.c"
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    try:
+        subprocess.run([*compiler, *flags, str(source), "-o", str(library)], check=True)
+    except OSError as error:
+        raise SystemExit(f"no C compiler for {source}: {error}; set CC") from error
+    stream = ctypes.CDLL(str(library)).stream
+    calls = [
+        [
+            ctypes.c_void_p(t.data_ptr())
+            for t in (p, p.grad, s["exp_avg"], s["exp_avg_sq"])
+            if t is not None
+        ]
+        for p, s in zip(params, states, strict=True)
+    ]
+    numel = ctypes.c_int64(params[0].numel())
+
+    def step() -> None:
+        for pointers in calls:
+            if stream(*pointers, numel, ctypes.c_int(threads)) != 0:
+                raise SystemExit("stream could not start its threads")
+
+    return step
+
+
+def turn_of(step: Step) -> harness.Turn:
+    """A turn of one step."""
+
+    def turn(_number: int) -> tuple[float, ...]:
+        begin = time.perf_counter()
+        step()
+        return (time.perf_counter() - begin,)
+
+    return turn
+
+
+def summarize(name: str, samples: Mapping[str, list[Sample]], elements: int) -> dict[str, Any]:
+    """One side's part of the record: milliseconds, GB/s, and OURS in terms of it."""
+    seconds = [samples[name][i].times[0] for i in harness.clean_rounds(samples[name])]
+    ratios = harness.same_round_ratios(samples[OURS], samples[name])
+    return {
+        "ms": Spread.of([1e3 * s for s in seconds]).as_dict(),
+        "gb_per_s": Spread.of([BYTES * elements / s / 1e9 for s in seconds]).as_dict(),
+        "zshard_ratio": None if name == OURS else Spread.of(ratios).as_dict(),
+        "target": TARGETS.get(name),
+    }
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the table of one thread count."""
+    rows = []
+    for name, side in result["sides"].items():
+        ratio = side["zshard_ratio"]
+        rows.append(
+            [
+                name,
+                Spread(**side["ms"]).text(2),
+                Spread(**side["gb_per_s"]).text(1),
+                Spread(**ratio).text(3) if ratio else "",
+                harness.verdict(ratio and ratio["median"], side["target"]),
+            ]
+        )
+    title = f"AdamW, {result['elements']:,} elements, {result['threads']} threads (min/median/max)"
+    harness.print_table(title, ["side", "ms", "GB/s", "zshard / side", "target"], rows)
+
+
+if __name__ == "__main__":
+    harness.start(main)

@@ -1,0 +1,138 @@
+// torch_c10d.cpp - torch's process groups behind the plain-C face of tensor.h; the only file that sees c10d.
+//
+// The one idea: a process group moves bytes. Every call wraps its pointers as byte tensors, runs one collective, and waits;
+// no dtype, no sum (sums are ours, in rank order, so that all transports give the same bits).
+//
+// Nothing here needs the GIL. A Python process group takes it by itself, so callers must not hold it.
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+extern "C" {
+#include "tensor.h"
+}
+
+struct zs_group {
+    c10::intrusive_ptr<c10d::ProcessGroup> group;
+    std::chrono::milliseconds timeout;
+};
+
+namespace {
+
+at::Tensor bytes_at(const void *data, size_t bytes)
+{
+    return at::from_blob(const_cast<void *>(data), {static_cast<int64_t>(bytes)}, at::kByte);
+}
+
+// Process groups have no error codes: the kind of a failure is in its words (gloo's, MPI's, the store's).
+zs_status kind_of(const std::string &words)
+{
+    for (const char *late : {"Timed out", "timed out", "timeout", "Timeout"})
+        if (words.find(late) != std::string::npos) return ZS_ERR_TIMEOUT;
+    for (const char *gone : {"closed by peer", "Connection reset", "Broken pipe", "Connection refused",
+                             "Connection closed", "Socket closed"})
+        if (words.find(gone) != std::string::npos) return ZS_ERR_PEER;
+    return ZS_ERR_TORCH;
+}
+
+zs_status fail(const char *where, const std::string &words)
+{
+    return zs_fail_at(__FILE__, __LINE__, kind_of(words), "%s: %s", where, words.c_str());
+}
+
+// Runs `body` with no exception getting out. Python's dispatch modes (a FLOP counter, a fake mode) of the user are kept out
+// too: these are our bytes, not the user's tensors.
+template <typename Body> zs_status guarded(const char *where, Body body)
+{
+    try {
+        c10::impl::ExcludeDispatchKeyGuard no_modes(
+            c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+        body();
+        return ZS_OK;
+    } catch (const c10::Error &error) {
+        return fail(where, error.what_without_backtrace());
+    } catch (const std::exception &error) {
+        return fail(where, error.what());
+    } catch (...) {
+        return fail(where, "unknown C++ exception");
+    }
+}
+
+// torch 2.13 gave these two collectives new names and deprecated the old ones.
+template <typename Group>
+auto all_gather_bytes(Group &group, at::Tensor &out, at::Tensor &in, const c10d::AllgatherOptions &options)
+{
+    if constexpr (requires { group.all_gather_single(out, in, options); })
+        return group.all_gather_single(out, in, options);
+    else
+        return group._allgather_base(out, in, options);
+}
+
+template <typename Group>
+auto all_to_all_bytes(Group &group, at::Tensor &out, at::Tensor &in, const c10d::AllToAllOptions &options)
+{
+    std::vector<int64_t> equal; // no sizes: pieces of one size
+    if constexpr (requires { group.all_to_all_single(out, in, equal, equal, options); })
+        return group.all_to_all_single(out, in, equal, equal, options);
+    else
+        return group.alltoall_base(out, in, equal, equal, options);
+}
+
+} // namespace
+
+extern "C" {
+
+zs_status zs_group_new(const char *name, zs_group **out)
+{
+    return guarded("process group", [&] {
+        *out = new zs_group{c10d::resolve_process_group(name), std::chrono::milliseconds(-1)};
+    });
+}
+
+void zs_group_free(zs_group *group)
+{
+    delete group;
+}
+
+void zs_group_set_timeout(zs_group *group, double seconds)
+{
+    // -1 is the process group's own timeout; longer than a month is as good as that
+    group->timeout = std::chrono::milliseconds(seconds < 3e6 ? static_cast<int64_t>(seconds * 1e3) : -1);
+}
+
+zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world)
+{
+    return guarded("all_to_all", [&] {
+        size_t bytes = piece_bytes * static_cast<size_t>(world);
+        at::Tensor source = bytes_at(in, bytes), target = bytes_at(out, bytes);
+        c10d::AllToAllOptions options;
+        options.timeout = group->timeout;
+        all_to_all_bytes(*group->group, target, source, options)->wait();
+    });
+}
+
+zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world)
+{
+    return guarded("all_gather", [&] {
+        at::Tensor source = bytes_at(in, bytes), target = bytes_at(out, bytes * static_cast<size_t>(world));
+        c10d::AllgatherOptions options;
+        options.timeout = group->timeout;
+        all_gather_bytes(*group->group, target, source, options)->wait();
+    });
+}
+
+zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root)
+{
+    return guarded("broadcast", [&] {
+        std::vector<at::Tensor> tensors{bytes_at(data, bytes)};
+        c10d::BroadcastOptions options;
+        options.rootRank = root;
+        options.timeout = group->timeout;
+        group->group->broadcast(tensors, options)->wait();
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,357 @@
+/* test_core.c - the parts of the core that need neither ranks nor torch: status, memory, arena, layout.
+ *
+ * The one idea: one process runs one test, `test_core NAME`, so that a crash is the failure of that test alone;
+ * tests/test_c_core.py reads the names from the list at the end and builds this file with and without sanitizers.
+ */
+#define _GNU_SOURCE 1
+#include "arena.h"
+#include "layout.h"
+#include "memory.h"
+#include "status.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s\n    last error: %s\n", __FILE__, __LINE__, #condition, zs_last_message());     \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+#define OK(call) CHECK((call) == ZS_OK)
+
+/* No allocation of this size succeeds, and none overflows when it is rounded up. */
+static const size_t too_large = (size_t)1 << 60;
+
+/* --- status ------------------------------------------------------------------------------------------------------- */
+
+static void no_failure_no_record(void)
+{
+    CHECK(zs_last_status() == ZS_OK && zs_last_errno() == 0);
+    CHECK(strcmp(zs_last_message(), "") == 0 && strcmp(zs_last_place(), "") == 0);
+}
+
+static void record_says_what_and_where(void)
+{
+    CHECK(ZS_FAIL(ZS_ERR_VALUE, "rank %d of %s", 3, "four") == ZS_ERR_VALUE);
+    char place[64];
+    snprintf(place, sizeof place, "test_core.c:%d", __LINE__ - 2);
+    CHECK(zs_last_status() == ZS_ERR_VALUE);
+    CHECK(strcmp(zs_last_message(), "rank 3 of four") == 0);
+    CHECK(strcmp(zs_last_place(), place) == 0); /* without the folders */
+    zs_clear_error();
+    no_failure_no_record();
+}
+
+static void first_failure_wins(void)
+{
+    CHECK(ZS_FAIL(ZS_ERR_PEER, "the cause") == ZS_ERR_PEER);
+    CHECK(ZS_FAIL(ZS_ERR_STATE, "what came of it") == ZS_ERR_STATE); /* each caller gets its own kind */
+    errno = ENOENT;
+    CHECK(ZS_FAIL_ERRNO("open") == ZS_ERR_SYSTEM);
+    CHECK(zs_last_status() == ZS_ERR_PEER && zs_last_errno() == 0);
+    CHECK(strcmp(zs_last_message(), "the cause") == 0);
+}
+
+static void system_calls_keep_errno(void)
+{
+    errno = ENOENT;
+    CHECK(ZS_FAIL_ERRNO("opening a file") == ZS_ERR_SYSTEM);
+    CHECK(zs_last_errno() == ENOENT);
+    CHECK(strcmp(zs_last_message(), "opening a file: No such file or directory") == 0);
+    zs_clear_error();
+    CHECK(zs_last_errno() == 0);
+}
+
+static void long_messages_are_cut(void)
+{
+    char *name = malloc(100000);
+    CHECK(name != NULL);
+    memset(name, 'x', 99999);
+    name[99999] = '\0';
+    CHECK(zs_fail_at(name, 1, ZS_ERR_VALUE, "parameter '%s'", name) == ZS_ERR_VALUE);
+    size_t length = strlen(zs_last_message());
+    CHECK(length > 500 && length < 5000 && strncmp(zs_last_message(), "parameter 'xxx", 14) == 0);
+    CHECK(strlen(zs_last_place()) < 200);
+    free(name);
+}
+
+static void *fail_on_other_thread(void *unused)
+{
+    (void)unused;
+    no_failure_no_record();
+    CHECK(ZS_FAIL(ZS_ERR_TORCH, "of the other thread") == ZS_ERR_TORCH);
+    return NULL;
+}
+
+static void records_are_per_thread(void)
+{
+    CHECK(ZS_FAIL(ZS_ERR_VALUE, "of the main thread") == ZS_ERR_VALUE);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, fail_on_other_thread, NULL) == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(strcmp(zs_last_message(), "of the main thread") == 0);
+}
+
+static zs_status try_twice(zs_status first, zs_status second, int *reached)
+{
+    zs_status status = ZS_OK;
+    ZS_TRY(first);
+    *reached = 1;
+    ZS_TRY_GOTO(status, second, out);
+    *reached = 2;
+out:
+    return status;
+}
+
+static void try_stops_at_the_first_failure(void)
+{
+    int reached = 0;
+    CHECK(try_twice(ZS_ERR_VALUE, ZS_OK, &reached) == ZS_ERR_VALUE && reached == 0);
+    CHECK(try_twice(ZS_OK, ZS_ERR_PEER, &reached) == ZS_ERR_PEER && reached == 1);
+    CHECK(try_twice(ZS_OK, ZS_OK, &reached) == ZS_OK && reached == 2);
+}
+
+/* --- memory ------------------------------------------------------------------------------------------------------- */
+
+static void private_memory_is_zero_and_aligned(void)
+{
+    const size_t sizes[] = {0, 1, 63, 4096, 4097, 5 << 20}; /* the last is over the size of a huge page */
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        zs_mem *mem = NULL;
+        OK(zs_mem_new_private(sizes[i], &mem));
+        CHECK(mem->bytes >= sizes[i] && mem->bytes > 0 && mem->refs == 1);
+        CHECK((uintptr_t)mem->ptr % 64 == 0);
+        CHECK(mem->role == ZS_MEM_PLAIN && mem->user == NULL);
+        unsigned char *bytes = mem->ptr;
+        for (size_t at = 0; at < mem->bytes; at++) CHECK(bytes[at] == 0);
+        memset(bytes, 0xff, mem->bytes);
+        zs_mem_release(mem);
+    }
+}
+
+static void memory_that_is_not_there(void)
+{
+    zs_mem *mem = NULL;
+    CHECK(zs_mem_new_private(too_large, &mem) == ZS_ERR_MEMORY);
+    CHECK(mem == NULL && strstr(zs_last_message(), "cannot map") != NULL);
+}
+
+static int destroyed;
+
+static void count_destroy(zs_mem *mem)
+{
+    CHECK(mem->owner == &destroyed && mem->refs == 0);
+    destroyed++;
+}
+
+static void last_release_destroys(void)
+{
+    char bytes[8];
+    zs_mem *mem = NULL;
+    OK(zs_mem_wrap(bytes, sizeof bytes, count_destroy, &destroyed, &mem));
+    CHECK(mem->ptr == bytes && mem->bytes == sizeof bytes && mem->role == ZS_MEM_PLAIN);
+    CHECK(zs_mem_retain(mem) == mem);
+    zs_mem_release(mem);
+    CHECK(destroyed == 0);
+    zs_mem_release(mem);
+    CHECK(destroyed == 1);
+    zs_mem_release(NULL);
+    OK(zs_mem_wrap(bytes, sizeof bytes, NULL, NULL, &mem)); /* nothing to run */
+    zs_mem_release(mem);
+}
+
+static void *retain_and_release(void *mem)
+{
+    for (int i = 0; i < 20000; i++) zs_mem_release(zs_mem_retain(mem));
+    zs_mem_release(mem);
+    return NULL;
+}
+
+static void references_count_on_many_threads(void)
+{
+    enum { THREADS = 4 };
+    pthread_t threads[THREADS];
+    zs_mem *mem = NULL;
+    OK(zs_mem_wrap(&destroyed, 0, count_destroy, &destroyed, &mem));
+    for (int t = 0; t < THREADS; t++) CHECK(pthread_create(&threads[t], NULL, retain_and_release, zs_mem_retain(mem)) == 0);
+    for (int t = 0; t < THREADS; t++) CHECK(pthread_join(threads[t], NULL) == 0);
+    CHECK(destroyed == 0 && mem->refs == 1);
+    zs_mem_release(mem);
+    CHECK(destroyed == 1);
+}
+
+static void rounding_up(void)
+{
+    CHECK(zs_round_up(0, 64) == 0 && zs_round_up(1, 64) == 64 && zs_round_up(64, 64) == 64);
+    CHECK(zs_round_up(65, 64) == 128 && zs_round_up(7, 1) == 7);
+}
+
+/* --- arena -------------------------------------------------------------------------------------------------------- */
+
+static void given_slots_are_lent_again(void)
+{
+    zs_arena *arena = NULL;
+    zs_mem *first = NULL, *second = NULL, *again = NULL;
+    OK(zs_arena_new(&arena));
+    CHECK(zs_arena_bytes(arena) == 0);
+    OK(zs_arena_take(arena, 10000, &first));
+    OK(zs_arena_take(arena, 10000, &second));
+    CHECK(first != second && first->bytes >= 10000);
+    size_t bytes = zs_arena_bytes(arena);
+    CHECK(bytes == first->bytes + second->bytes);
+    for (int i = 0; i < 1000; i++) {
+        zs_arena_give(arena, first);
+        OK(zs_arena_take(arena, 9000, &again));
+        CHECK(again == first && zs_arena_bytes(arena) == bytes);
+    }
+    zs_arena_free(arena);
+}
+
+static void smallest_that_fits_is_lent(void)
+{
+    static const size_t sizes[] = {3 << 20, 1 << 20, 2 << 20, 4 << 20};
+    zs_arena *arena = NULL;
+    zs_mem *slots[4], *slot = NULL;
+    OK(zs_arena_new(&arena));
+    for (int i = 0; i < 4; i++) OK(zs_arena_take(arena, sizes[i], &slots[i]));
+    for (int i = 0; i < 4; i++) zs_arena_give(arena, slots[i]);
+    OK(zs_arena_take(arena, (1 << 20) + 1, &slot));
+    CHECK(slot == slots[2]);
+    OK(zs_arena_take(arena, (1 << 20) + 1, &slot)); /* that one is lent: the next larger one */
+    CHECK(slot == slots[0]);
+    OK(zs_arena_take(arena, 1, &slot));
+    CHECK(slot == slots[1]);
+    size_t before = zs_arena_bytes(arena);
+    OK(zs_arena_take(arena, 5 << 20, &slot)); /* none fits */
+    CHECK(zs_arena_bytes(arena) == before + slot->bytes);
+    zs_arena_free(arena);
+}
+
+static void lent_slot_outlives_the_arena(void)
+{
+    zs_arena *arena = NULL;
+    zs_mem *slot = NULL;
+    OK(zs_arena_new(&arena));
+    OK(zs_arena_take(arena, 4096, &slot));
+    zs_mem_retain(slot);
+    zs_arena_free(arena);
+    memset(slot->ptr, 1, slot->bytes);
+    CHECK(slot->refs == 1);
+    zs_mem_release(slot);
+    zs_arena_free(NULL);
+}
+
+static void arena_survives_a_failure(void)
+{
+    zs_arena *arena = NULL;
+    zs_mem *slot = NULL;
+    OK(zs_arena_new(&arena));
+    CHECK(zs_arena_take(arena, too_large, &slot) == ZS_ERR_MEMORY);
+    CHECK(slot == NULL && zs_arena_bytes(arena) == 0);
+    zs_clear_error();
+    OK(zs_arena_take(arena, 100, &slot));
+    CHECK(zs_arena_bytes(arena) == slot->bytes);
+    zs_arena_free(arena);
+}
+
+/* --- layout (tests/test_c_core.py has its properties; here are the edges) ----------------------------------------- */
+
+static void layout_by_hand(void)
+{
+    const int64_t numels[] = {20, 0, 1, 40}; /* fp32: 16 elements from one boundary to the next */
+    zs_layout layout;
+    OK(zs_layout_new(numels, 4, 4, 2, 64, &layout));
+    const int64_t offsets[] = {0, 32, 32, 48}; /* the end, 96, cuts into two times 48 */
+    for (int i = 0; i < 4; i++) CHECK(layout.offsets[i] == offsets[i] && layout.numels[i] == numels[i]);
+    CHECK(layout.shard_numel == 48);
+    CHECK(zs_layout_shard_bytes(&layout) == 192 && zs_layout_full_bytes(&layout) == 384);
+    zs_range owned = zs_layout_owned(&layout, 0, 0);
+    CHECK(owned.begin == 0 && owned.numel == 20);
+    owned = zs_layout_owned(&layout, 0, 1);
+    CHECK(owned.numel == 0);
+    owned = zs_layout_owned(&layout, 3, 1);
+    CHECK(owned.begin == 0 && owned.numel == 40);
+    zs_range in_shard = zs_layout_in_shard(&layout, 2, 0);
+    CHECK(in_shard.begin == 32 && in_shard.numel == 1);
+    zs_layout_free(&layout);
+    CHECK(layout.offsets == NULL && layout.numels == NULL);
+    zs_layout_free(&layout); /* twice does no harm */
+}
+
+static void layout_of_nothing(void)
+{
+    zs_layout layout;
+    OK(zs_layout_new(NULL, 0, 4, 3, 4096, &layout));
+    CHECK(layout.shard_numel == 0 && zs_layout_full_bytes(&layout) == 0);
+    zs_layout_free(&layout);
+}
+
+static void refuse(const int64_t *numels, int64_t n, size_t itemsize, int world, const char *part)
+{
+    zs_layout layout;
+    zs_clear_error();
+    CHECK(zs_layout_new(numels, n, itemsize, world, 64, &layout) == ZS_ERR_VALUE);
+    CHECK(strstr(zs_last_message(), part) != NULL);
+    CHECK(layout.offsets == NULL && layout.numels == NULL); /* nothing is left to free */
+}
+
+static void layouts_that_cannot_be(void)
+{
+    const int64_t huge[] = {INT64_MAX}, many[] = {INT64_MAX / 16 / 2, INT64_MAX / 16 / 2, INT64_MAX / 16 / 2};
+    const int64_t negative[] = {4, -1}, one[] = {1};
+    refuse(huge, 1, 1, 2, "too large");
+    refuse(huge, 1, 4, 2, "9223372036854775807 elements");
+    refuse(many, 3, 4, 2, "too large"); /* only together */
+    refuse(negative, 2, 4, 2, "-1 elements");
+    refuse(one, 1, 4, 0, "0 ranks");
+    refuse(one, 1, 0, 2, "0 bytes");
+    refuse(one, 1, 3, 2, "3 bytes"); /* does not divide the alignment */
+    refuse(one, 1, 128, 2, "128 bytes");
+}
+
+/* --- the list ----------------------------------------------------------------------------------------------------- */
+
+#define TEST(function) {#function, function}
+
+static const struct {
+    const char *name;
+    void (*body)(void);
+} tests[] = {
+    TEST(no_failure_no_record),
+    TEST(record_says_what_and_where),
+    TEST(first_failure_wins),
+    TEST(system_calls_keep_errno),
+    TEST(long_messages_are_cut),
+    TEST(records_are_per_thread),
+    TEST(try_stops_at_the_first_failure),
+    TEST(private_memory_is_zero_and_aligned),
+    TEST(memory_that_is_not_there),
+    TEST(last_release_destroys),
+    TEST(references_count_on_many_threads),
+    TEST(rounding_up),
+    TEST(given_slots_are_lent_again),
+    TEST(smallest_that_fits_is_lent),
+    TEST(lent_slot_outlives_the_arena),
+    TEST(arena_survives_a_failure),
+    TEST(layout_by_hand),
+    TEST(layout_of_nothing),
+    TEST(layouts_that_cannot_be),
+};
+
+int main(int argc, char **argv)
+{
+    for (size_t i = 0; argc == 2 && i < sizeof tests / sizeof tests[0]; i++) {
+        if (strcmp(tests[i].name, argv[1]) != 0) continue;
+        tests[i].body();
+        printf("%s: ok\n", argv[1]);
+        return 0;
+    }
+    fprintf(stderr, "usage: %s NAME, with a test's name\n", argv[0]);
+    return 2;
+}

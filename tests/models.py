@@ -1,0 +1,389 @@
+"""Small models that the tests share, the loop that trains them under any library, and the gradients
+that sharded ones should have.
+
+The one idea: what a sharded model has to compute is known without any library: every rank can make
+all ranks' batches, so it can compute each rank's gradient with a plain model and average. DDP, where
+it can run a case at all, must come to the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zshard
+from zshard import FSDP
+
+# Strategies and transports of which each combination has to give the same bits.
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+TRANSPORTS = ("shm", "c10d")
+COMBINATIONS = [(strategy, transport) for transport in TRANSPORTS for strategy in STRATEGIES]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """Odd sizes everywhere: no parameter cuts evenly into 2, 3 or 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.second = nn.Linear(13, 29, bias=False)
+        self.third = nn.Linear(29, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(F.gelu(self.second(torch.tanh(self.first(x)))))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Nested(nn.Module):
+    """A block with blocks inside, and a weight of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(Block(width) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.inner:
+            x = block(x) * self.gain
+        return x
+
+
+class Net(nn.Module):
+    """Embedding, nested blocks, LayerNorm, head: (batch, length) numbers below 31 -> logits."""
+
+    def __init__(self, width: int = 11, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, width)
+        self.blocks = nn.ModuleList(Nested(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Tied(nn.Module):
+    """Tied weights: embedding and head over the whole model, two linears within each block."""
+
+    class Twin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(9, 9)
+            self.two = nn.Linear(9, 9)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.two(torch.tanh(self.one(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 9)
+        self.twins = nn.ModuleList(Tied.Twin() for _ in range(3))
+        self.head = nn.Linear(9, 17, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for twin in self.twins:
+            x = twin(x)
+        return self.head(x)
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(*(self._stage(3 if i == 0 else 5) for i in range(3)))
+        self.head = nn.Linear(5, 3)
+
+    @staticmethod
+    def _stage(channels: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(x).mean((2, 3)))
+
+
+class Odds(nn.Module):
+    """Parameters of 0 dimensions, without elements, and not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.rand(()) + 1.0)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.across = nn.Parameter(torch.randn(5, 4).t())
+        self.last = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Made contiguous, so that sums run in the same order whichever way it is held.
+        rows = self.linear(x)[:, :, None] * self.across.contiguous()
+        return rows * self.scale + self.last + self.empty.sum()
+
+
+class Dtypes(nn.Module):
+    """Parameters of three dtypes in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual = nn.Linear(7, 7)
+        self.coarse = nn.Linear(7, 5).to(torch.bfloat16)
+        self.fine = nn.Linear(5, 3).to(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.usual(x)).to(torch.bfloat16)
+        return self.fine(self.coarse(x).double())
+
+
+class Frozen(nn.Module):
+    """Frozen and trainable parameters side by side, as with LoRA; one block is frozen wholly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(9) for _ in range(3))
+        self.head = nn.Linear(9, 2)
+        self.blocks[1].requires_grad_(False)
+        for block in self.blocks:
+            block.up.weight.requires_grad_(False)
+            block.norm.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Attention(nn.Module):
+    """torch's own encoder layers: MultiheadAttention reads weights of a child it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps its weights in a list as well, and a weight-normed head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 7, num_layers=2, batch_first=True)
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(7, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+class Unused(nn.Module):
+    """`spare` (a unit of its own) and `aside` (in the root's) take no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(9) for _ in range(2))
+        self.spare = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
+        self.aside = nn.Parameter(torch.randn(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+# --- cases: a model and what it is fed ------------------------------------------------------------
+
+
+def _floats(*shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randn(shape, generator=generator)
+
+
+def _numbers(below: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randint(0, below, (3, 5), generator=generator)
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module]
+    draw: Callable[[torch.Generator], Tensor]
+    policy: Any = "auto"
+    unused: bool = False  # DDP has to be told that not all parameters are used
+
+    def batch(self, step: int, rank: int) -> Tensor:
+        """The input of `rank` at `step`: the same wherever it is made."""
+        return self.draw(torch.Generator().manual_seed(1000 * step + rank))
+
+
+CASES = {
+    "mlp": Case(Mlp, _floats(5, 7), {nn.Linear}),
+    "net": Case(Net, _numbers(31), {Nested, Block, nn.Embedding}),
+    "auto": Case(Net, _numbers(31)),
+    "one unit": Case(Net, _numbers(31), None),
+    "tied": Case(Tied, _numbers(17), {Tied.Twin}),
+    "conv": Case(Conv, _floats(4, 3, 7, 7)),
+    "odds": Case(Odds, _floats(3, 6), {nn.Linear}),
+    "dtypes": Case(Dtypes, _floats(3, 7), None),
+    "frozen": Case(Frozen, _floats(4, 9), {Block}),
+    "attention": Case(Attention, _floats(2, 4, 12)),
+    "recurrent": Case(Recurrent, _floats(2, 4, 6)),
+    "unused": Case(Unused, _floats(4, 9), {Block, nn.Sequential}, unused=True),
+}
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output.float() - 0.5).square().mean()
+
+
+def make(build: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
+    """A model of weights that depend on `seed` alone."""
+    torch.manual_seed(seed)
+    return build()
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer by name: "zshard" or "torch", a dot, its class."""
+    library, cls = name.split(".")
+    momentum = {"momentum": 0.9} if cls == "SGD" else {}
+    home = torch.optim if library == "torch" else zshard
+    return getattr(home, cls)(list(model.parameters()), lr=0.01, weight_decay=0.1, **momentum)
+
+
+def train(
+    model: nn.Module, case: Case, optimizer: torch.optim.Optimizer, rank: int, steps: int = 4
+) -> list[float]:
+    """Trains on the batches of `rank`; returns the loss of each step."""
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(case.batch(step, rank)))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def ddp(model: nn.Module, sync_buffers: bool = False, **options: Any) -> nn.Module:
+    """torch's DDP; buffers stay local by default, as zshard's do."""
+    cls = nn.parallel.DistributedDataParallel
+    known = inspect.signature(cls).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return cls(model, **{name: sync_buffers}, **options)
+
+
+def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    """What differs between two state dicts: names, or values by so much as a bit."""
+    found = [f"only one has {name}" for name in ours.keys() ^ theirs.keys()]
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name], theirs[name]
+        if a.dtype != b.dtype or a.shape != b.shape:
+            found.append(f"{name}: {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}")
+        elif not torch.equal(a, b):
+            found.append(f"{name}: by {float((a.double() - b.double()).abs().max()):.3g}")
+    return sorted(found)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+Run = Callable[[nn.Module, int], Any]  # forwards and backwards of one rank: (model, rank)
+Grads = dict[str, Tensor | None]
+
+
+def whole_grads(model: nn.Module) -> Grads:
+    """The reduced gradients of a sharded model, put together from all ranks' shards."""
+    mine: dict[str, tuple[int, Tensor | None]] = {}
+    shapes: dict[str, torch.Size] = {}
+    for name, param in model.named_parameters():
+        info = zshard.shard_info(param) or {"begin": 0, "shape": param.shape}
+        grad = param.grad
+        if grad is not None and grad.shape != param.shape:
+            raise AssertionError(f"{name}: .grad of {grad.shape} for a slice of {param.shape}")
+        mine[name] = info["begin"], None if grad is None else grad.flatten().clone()
+        shapes[name] = torch.Size(info["shape"])
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: _joined(name, [part[name] for part in everyone], shapes[name]) for name in mine}
+
+
+def _joined(name: str, parts: list[tuple[int, Tensor | None]], shape: torch.Size) -> Tensor | None:
+    grads = [grad for _, grad in parts if grad is not None]
+    if not grads:
+        return None
+    if len(grads) < len(parts):
+        raise AssertionError(f"{name} has a .grad on some ranks only")
+    if all(grad.numel() == shape.numel() for grad in grads):  # not sharded
+        if not all(torch.equal(grad, grads[0]) for grad in grads):
+            raise AssertionError(f"{name} has another .grad on another rank")
+        return grads[0].reshape(shape)
+    if sum(grad.numel() for grad in grads) != shape.numel():
+        raise AssertionError(f"{name}: the ranks' slices are not the whole")
+    whole = torch.full((shape.numel(),), torch.nan, dtype=grads[0].dtype)
+    for begin, grad in parts:
+        if grad is not None:
+            whole[begin : begin + grad.numel()] = grad
+    return whole.reshape(shape)
+
+
+def mean_grads(build: Callable[[], nn.Module], run: Run) -> Grads:
+    """What the gradients have to be: each rank's, by a plain model, and their mean; one that is
+    used on some ranks only counts as zero on the others."""
+    world = dist.get_world_size()
+    models = [make(build) for _ in range(world)]
+    for rank, model in enumerate(models):
+        run(model, rank)
+    total: Grads = {}
+    for name, param in models[0].named_parameters():
+        grads = [dict(model.named_parameters())[name].grad for model in models]
+        if all(grad is None for grad in grads):
+            total[name] = None
+            continue
+        summed = torch.zeros(param.shape, dtype=param.dtype)
+        for grad in grads:
+            summed = summed if grad is None else summed + grad.detach()
+        total[name] = summed / world
+    return total
+
+
+def wrong_grads(ours: Grads, expected: Grads) -> list[str]:
+    """The names whose gradient differs in any bit, or is there where none should be."""
+    found = [f"only one has {name}" for name in ours.keys() ^ expected.keys()]
+    for name in ours.keys() & expected.keys():
+        a, b = ours[name], expected[name]
+        if a is None or b is None:
+            if a is not b:
+                found.append(f"{name}: {'None' if a is None else 'a gradient'}, expected not")
+        elif not torch.equal(a, b):
+            found.append(f"{name}: by {float((a.double() - b.double()).abs().max()):.3g}")
+    return sorted(found)
+
+
+def wrapped(build: Callable[[], nn.Module], combination: tuple[str, str], **options: Any) -> Any:
+    """A sharded model of the weights that `make` gives."""
+    strategy, transport = combination
+    return FSDP(make(build), strategy=strategy, transport=transport, **options)

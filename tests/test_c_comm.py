@@ -1,0 +1,95 @@
+"""The transports in C, with real processes (tests/c/test_comm_*.c): shm, its failures, c10d, self.
+
+The one idea: a transport is libc only (the process group below c10d is played by shm), so each test
+forks its ranks in a small program that the compiler makes in a second, plain and sanitized. In those
+programs ranks come late, come in any order, get killed and disagree, which Python's ranks cannot do
+at will. What torch's own process groups do is in test_transports.py.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_c_core import ROOT, compile_c
+
+SHM = ["status.c", "memory.c", "comm.c", "comm_self.c", "comm_shm.c"]
+SHM += sorted(path.name for path in (ROOT / "csrc").glob("shm_*.c"))
+PROGRAMS = {
+    "test_comm_shm": SHM,
+    "test_comm_shm_faults": SHM,
+    "test_comm_c10d": [*SHM, "comm_c10d.c"],
+}
+BUILDS = {
+    "release": ["-O2"],
+    "sanitized": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    # Sees the threads of one process; between processes it sees nothing.
+    "threads": ["-O1", "-g", "-fsanitize=thread"],
+}
+TEST = re.compile(r"^    TEST\((\w+), (.*)\),$", re.MULTILINE)
+
+
+def cases() -> list:
+    """Every test of every program, in every build that tells something about it."""
+    found = []
+    for program in PROGRAMS:
+        for name, fields in TEST.findall((ROOT / "tests" / "c" / f"{program}.c").read_text()):
+            slow = ".slow = true" in fields
+            for build in BUILDS:
+                if build == "threads" and "thread" not in name:
+                    continue
+                if build == "sanitized" and slow:
+                    continue
+                marks = [pytest.mark.slow] if slow else []
+                found.append(pytest.param(program, build, name, marks=marks))
+    return found
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Compiled programs by name and build; filled by the tests."""
+    return {("", ""): tmp_path_factory.mktemp("comm")}
+
+
+def program_of(programs: dict[tuple[str, str], Path], name: str, build: str) -> Path:
+    """The program, compiled when it is first asked for."""
+    if (name, build) not in programs:
+        target = programs["", ""] / f"{name}_{build}"
+        sources = [ROOT / "tests" / "c" / f"{name}.c"]
+        sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
+        programs[name, build] = compile_c(target, sources, BUILDS[build])
+    return programs[name, build]
+
+
+def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
+    # A sanitized program cannot start below another's preloaded runtime (`make sanitize`).
+    env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    return subprocess.run(
+        [str(program), name], capture_output=True, text=True, timeout=120, env=env
+    )
+
+
+@pytest.mark.parametrize(("program", "build", "name"), cases())
+def test_in_c(
+    programs: dict[tuple[str, str], Path], program: str, build: str, name: str
+) -> None:
+    if build == "threads":
+        skip_without_thread_sanitizer(programs[("", "")])
+    done = run(program_of(programs, program, build), name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"^{name} +\d ranks  ok", done.stdout, re.MULTILINE)
+
+
+def test_program_knows_what_it_does_not_have(programs: dict[tuple[str, str], Path]) -> None:
+    assert run(program_of(programs, "test_comm_shm", "release"), "no_such_test").returncode == 2
+
+
+def skip_without_thread_sanitizer(folder: Path) -> None:
+    """Some kernels give processes addresses that gcc's runtime cannot live with."""
+    source, probe = folder / "probe.c", folder / "probe"
+    if not probe.exists():
+        source.write_text("int main(void) { return 0; }\n")
+        subprocess.run(["cc", "-fsanitize=thread", str(source), "-o", str(probe)], check=False)
+    if not probe.exists() or subprocess.run([str(probe)], check=False).returncode != 0:
+        pytest.skip("ThreadSanitizer does not run here")

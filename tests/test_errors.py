@@ -1,0 +1,393 @@
+"""Bad input: each mistake is a Python exception of the right type that names the thing and the fix.
+
+The one idea: a message is part of the interface, so each test names the words that must be in it.
+What concerns one process is tried in a world of one; what concerns ranks that differ must be the
+same error on every rank, since a rank that goes on alone would hang.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import ranks, run_ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP, DivergenceError
+
+
+def error_of(function, *args, **kwargs):
+    """(name of the exception's type, its message) of a call that must fail."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError(f"{function.__name__} raised nothing")
+
+
+def check(outcome, kind, *words):
+    """`outcome` is of `error_of`: the type is `kind`, and all `words` are in the message."""
+    name, message = outcome
+    assert name == kind.__name__, f"{name}: {message}"
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{missing} not in: {message}"
+
+
+# --- what cannot be wrapped -----------------------------------------------------------------------
+
+
+def two_linears():
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+class Holder(nn.Module):
+    """Its one parameter is `param`."""
+
+    def __init__(self, param, **kwargs):
+        super().__init__()
+        self.odd = nn.Parameter(param, **kwargs)
+
+    def forward(self):
+        return self.odd.sum()
+
+
+def many_kinds():
+    model = nn.Module()
+    for i, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float16)):
+        for trainable in (False, True):
+            param = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=trainable)
+            model.register_parameter(f"p{i}_{trainable}", param)
+    model.ninth = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    model.forward = lambda: None
+    return model
+
+
+@pytest.mark.parametrize("thing", [None, "model", torch.ones(2), [nn.Linear(1, 1)], nn.Linear])
+def test_no_module(thing):
+    check(error_of(FSDP, thing), TypeError, "nn.Module", type(thing).__name__)
+
+
+def test_parameters_on_two_devices():
+    model = two_linears()
+    model[1].to("meta")
+    words = ("one device", "'0.weight' on cpu", "'1.weight' on meta")
+    check(error_of(FSDP, model), ValueError, *words)
+
+
+def test_meta_parameters_without_values():
+    model = two_linears().to("meta")
+    check(error_of(FSDP, model), ValueError, "'0.weight'", "meta device", "to_empty")
+
+
+def test_lazy_parameters():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    check(error_of(FSDP, model), ValueError, "'1.weight'", "lazy", "run one forward")
+
+
+def test_trainable_complex_parameters():
+    model = Holder(torch.ones(3, dtype=torch.complex64))
+    check(error_of(FSDP, model), ValueError, "'odd'", "cannot be summed", "float32, float64")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int64, torch.bool])
+def test_frozen_parameters_may_be_of_any_dtype(dtype):
+    values = torch.tensor([0, 1, 1]).to(dtype)
+    model = FSDP(Holder(values.clone(), requires_grad=False))
+    assert torch.equal(model.odd, values)
+
+
+def test_sparse_parameters():
+    model = Holder(torch.eye(3).to_sparse())
+    check(error_of(FSDP, model), ValueError, "'odd'", "not a dense tensor", "ignored_modules")
+
+
+def test_too_many_dimensions():
+    model = Holder(torch.ones([1] * 17))
+    check(error_of(FSDP, model), NotImplementedError, "'odd'", "17 dimensions", "16")
+
+
+def test_too_many_kinds_of_parameters():
+    check(error_of(FSDP, many_kinds()), NotImplementedError, "more than 8 kinds", "dtype")
+
+
+def test_a_wrapped_module():
+    model = FSDP(two_linears())
+    check(error_of(FSDP, model), ValueError, "Sequential", "wrapped already", "once")
+
+
+def test_a_wrapped_class_is_not_called():
+    model = FSDP(nn.Linear(2, 2))
+    check(error_of(type(model), 2, 2), TypeError, "FSDPLinear", "FSDP(module)")
+
+
+def test_parameter_shared_with_a_wrapped_module():
+    outer = two_linears()
+    inner = FSDP(nn.Linear(2, 3))
+    outer[0].weight = inner.weight
+    outer.append(inner)
+    words = ("'0.weight'", "'2.weight'", "holds already", "auto_wrap_policy")
+    check(error_of(FSDP, outer), ValueError, *words)
+
+
+def test_a_refused_model_is_left_as_it_was():
+    model = nn.Sequential(nn.Linear(2, 2), Holder(torch.ones(2, dtype=torch.complex64)))
+    before = {name: (param, param.clone()) for name, param in model.named_parameters()}
+    check(error_of(FSDP, model, auto_wrap_policy={nn.Linear}), ValueError, "'1.odd'")
+    assert type(model) is nn.Sequential and type(model[0]) is nn.Linear
+    assert not model[0]._forward_pre_hooks and not model[0]._forward_hooks
+    for name, param in model.named_parameters():
+        assert param is before[name][0] and torch.equal(param, before[name][1])
+    model.pop(1)
+    FSDP(model, auto_wrap_policy={nn.Linear})(torch.ones(1, 2)).sum().backward()
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sharding_strategy", "strategy"])
+def test_unknown_strategy(name):
+    outcome = error_of(FSDP, two_linears(), **{name: "full_shrad"})
+    check(outcome, ValueError, "'full_shrad'", "'full_shard', 'shard_grad_op', 'no_shard'")
+
+
+def test_strategy_of_another_type():
+    check(error_of(FSDP, two_linears(), strategy=3), TypeError, "sharding_strategy", "string", "3")
+
+
+def test_strategy_given_twice():
+    outcome = error_of(FSDP, two_linears(), sharding_strategy="no_shard", strategy="no_shard")
+    check(outcome, ValueError, "sharding_strategy", "strategy", "not both")
+
+
+@pytest.mark.parametrize("policy", ["blocks", 3, nn.Linear(1, 1), {"Linear"}, set()])
+def test_unknown_policy(policy):
+    name, message = error_of(FSDP, two_linears(), auto_wrap_policy=policy)
+    assert name in ("ValueError", "TypeError")
+    assert "policy" in message and ("accepted are" in message or "class" in message)
+
+
+def test_unknown_transport():
+    words = ("'tcp'", "auto, shm, c10d")
+    check(error_of(FSDP, two_linears(), transport="tcp"), ValueError, "unknown transport", *words)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "soon"])
+def test_timeouts_that_are_none(timeout):
+    name, message = error_of(FSDP, two_linears(), timeout=timeout)
+    assert name in ("ValueError", "TypeError") and "timeout" in message and repr(timeout) in message
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("cpu_offload", True),
+        ("mixed_precision", torch.bfloat16),
+        ("param_init_fn", lambda module: None),
+        ("device_mesh", object()),
+        ("forward_prefetch", True),
+        ("backward_prefetch", None),
+        ("backward_prefetch", "backward_post"),
+        ("limit_all_gathers", False),
+        ("use_orig_params", False),
+        ("device_id", "cuda:0"),
+        ("sharding_strategy", "zero1"),
+        ("sharding_strategy", "hybrid_shard"),
+        ("process_group", (None, None)),
+    ],
+)
+def test_what_comes_later_is_refused_not_ignored(argument, value):
+    outcome = error_of(FSDP, two_linears(), **{argument: value})
+    assert outcome[0] == "NotImplementedError", outcome
+    named = value if argument == "sharding_strategy" else argument.replace("_", " ")
+    assert str(named).rstrip("s") in outcome[1].replace("_", " ") or str(named) in outcome[1]
+
+
+def test_unknown_argument():
+    check(error_of(FSDP, two_linears(), transprot="shm"), TypeError, "transprot")
+
+
+@pytest.mark.parametrize("argument", ["ignored_states", "ignored_modules"])
+def test_ignored_things_of_another_type(argument):
+    outcome = error_of(FSDP, two_linears(), **{argument: ["0.weight"]})
+    check(outcome, TypeError, argument, "'0.weight'")
+
+
+# --- the environment ------------------------------------------------------------------------------
+
+NONE_SET = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZSHARD_TIMEOUT"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, ("RANK=2", "WORLD_SIZE=2", "torchrun")),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, ("RANK=-1", "WORLD_SIZE=2", "torchrun")),
+        ({"RANK": "first", "WORLD_SIZE": "2"}, ("RANK='first'", "no number")),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, ("WORLD_SIZE='two'", "no number")),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ("MASTER_ADDR",)),
+    ],
+)
+def test_environment_that_does_not_fit_together(monkeypatch, variables, words):
+    for name, value in {**NONE_SET, **variables}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    check(error_of(FSDP, two_linears()), ValueError, *words)
+
+
+def test_world_of_one_by_the_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "rank 0 of 1, transport self" in FSDP(two_linears()).summary()
+
+
+def wrap_here(**kwargs):
+    """Whatever comes of wrapping on this rank."""
+    model = two_linears()
+    return error_of(lambda: FSDP(model, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"ZSHARD_TIMEOUT": "soon"}, ("ZSHARD_TIMEOUT='soon'", "seconds")),
+        ({"ZSHARD_TIMEOUT": "-3"}, ("timeout", "-3", "positive")),
+        ({"ZSHARD_TRANSPORT": "tcp"}, ("'tcp'", "auto, shm, c10d")),
+    ],
+)
+def test_bad_settings_are_errors_on_every_rank(variables, words):
+    for result in run_ranks(wrap_here, 2, env=variables):
+        check(result.value, ValueError, *words)
+
+
+# --- ranks that differ ----------------------------------------------------------------------------
+
+
+def different(what, model):
+    """Changes `model` on the rank that is to be the odd one."""
+    if what == "shape":
+        model[1] = nn.Linear(3, 5)
+    elif what == "dtype":
+        model[1] = model[1].double()
+    elif what == "name":
+        model[1] = nn.Linear(3, 2, bias=False)
+        model[1].register_parameter("offset", nn.Parameter(torch.zeros(2)))
+    elif what == "more":
+        model[1].register_parameter("scale", nn.Parameter(torch.ones(2)))
+    elif what == "fewer":
+        model[1].bias = None
+    elif what == "requires_grad":
+        model[1].weight.requires_grad_(False)
+    elif what == "class":
+        model[1] = type("Line", (nn.Linear,), {})(3, 2)
+    elif what == "buffer":
+        model[1].register_buffer("mean", torch.zeros(2))
+    elif what == "value":
+        with torch.no_grad():
+            model[1].weight[1, 2] += 1
+    return model
+
+
+def wrap_different(what):
+    """Wraps a model that is another one on the last rank; then an equal one, which must work."""
+    torch.manual_seed(0)
+    model, kwargs = two_linears(), {"auto_wrap_policy": {nn.Linear}}
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model = different(what, model)
+        if what == "strategy":
+            kwargs["strategy"] = "no_shard"
+        if what == "policy":
+            kwargs["auto_wrap_policy"] = None
+    outcome = error_of(FSDP, model, sync_module_states=what != "value", **kwargs)
+    assert type(model) is nn.Sequential
+    FSDP(two_linears())(torch.ones(1, 2)).sum().backward()
+    return outcome
+
+
+DIFFERENCES = {
+    "shape": ("'1.weight'", "(2, 3)", "(5, 3)"),
+    "dtype": ("'1.weight'", "torch.float32", "torch.float64"),
+    "name": ("'1.bias'", "'1.offset'"),
+    "more": ("'1.scale'",),
+    "fewer": ("'1.bias'",),
+    "requires_grad": ("'1.weight'", "trainable"),
+    "class": ("unit '1'", "Linear", "Line"),
+    "buffer": ("buffer '1.mean'",),
+    "value": ("the value of '1.weight'",),
+    "strategy": ("strategy", "full_shard", "no_shard"),
+    "policy": ("unit '0'",),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+@ranks(2)
+def test_models_that_differ_are_an_error_on_every_rank(pool, what):
+    outcomes = pool.run(wrap_different, what)
+    for outcome in outcomes:
+        check(outcome, DivergenceError, "differ between ranks", "rank 0", *DIFFERENCES[what])
+    assert len(set(outcomes)) == 1, "the ranks name different things"
+
+
+@ranks(3)
+def test_the_odd_one_of_three_ranks_is_named(pool):
+    for outcome in pool.run(wrap_different, "shape"):
+        check(outcome, DivergenceError, "on rank 0", "on rank 2", *DIFFERENCES["shape"])
+
+
+# --- parameters that users change -------------------------------------------------------------------
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+
+
+def change_and_use(what, strategy):
+    """What a wrapped model's next forward says to a change; and the output after it is undone."""
+    torch.manual_seed(0)
+    x = torch.ones(1, 2)
+    model = two_linears()
+    expected = model(x).detach()
+    FSDP(model, strategy=strategy, auto_wrap_policy={nn.Linear})
+    param = model[1].weight
+    old = param.data
+    if what == "shape":
+        param.data = torch.zeros(100)
+    elif what == "double":
+        model.double()
+    elif what == "meta":
+        param.data = torch.empty(param.shape, device="meta")
+    elif what == "parameter":
+        model[1].weight = nn.Parameter(torch.ones(2, 3))
+    outcome = error_of(model, x)
+    if what == "parameter":
+        model[1].weight = param
+    elif what == "double":
+        model.float()
+    else:
+        param.data = old
+    return outcome, torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("shape", ValueError, ("'1.weight'", "100 elements", "6", "its whole shape")),
+        ("double", ValueError, ("'0.weight'", "another dtype", "before wrapping")),
+        ("meta", ValueError, ("'1.weight'", "another dtype or device", "before wrapping")),
+        ("parameter", RuntimeError, ("'1.weight'", "replaced", "FSDP(")),
+    ],
+)
+def test_changed_parameters_are_named_and_can_be_put_back(pool2, what, kind, words, strategy):
+    for outcome, works_again in pool2.run(change_and_use, what, strategy):
+        check(outcome, kind, *words)
+        assert works_again
+
+
+def test_exceptions_have_the_bases_that_scripts_catch():
+    assert issubclass(zshard.PeerTimeoutError, zshard.PeerError)
+    for kind in (zshard.PeerError, zshard.DivergenceError):
+        assert issubclass(kind, RuntimeError) and kind.__module__ == "zshard" and kind.__doc__
+
+
+def test_ranks_are_not_set_here():
+    assert "RANK" not in os.environ, "the tests above need a process that torchrun did not start"

@@ -1,0 +1,310 @@
+"""The examples: corpus, model and reports by themselves, then whole runs as a user starts them."""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import zshard
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))  # the examples import each other by plain names, as scripts do
+
+STATED_SIZES = {"tiny": 132_864, "10m": 10_844_160, "85m": 85_449_216, "350m": 353_220_608}
+
+
+def example(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small library: 64 files of text, and some that are to be skipped."""
+    for index in range(64):
+        (tmp_path / f"module_{index}.py").write_text(f"number = {index}\n" * 20)
+    for name in ("test/test_x.py", "package/tests/test_y.py", "encodings/table.py", "notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("skipped = True\n")
+    (tmp_path / "_sysconfigdata_here.py").write_text("skipped = True\n")
+    return tmp_path
+
+
+# --- corpus ---------------------------------------------------------------------------------------
+
+
+def test_corpus_is_split_by_file() -> None:
+    corpus = example("corpus")
+    names = corpus.source_files()
+    held_out = [name for name in names if corpus.is_held_out(name)]
+    assert names == sorted(names, key=lambda name: name.as_posix())
+    assert len(set(names)) == len(names)
+    assert 0.02 < len(held_out) / len(names) < 0.15
+    train, held_out_text = corpus.load()
+    separators = len(names) - 2  # each side's files are joined by one byte
+    library = corpus._standard_library()
+    sizes = sum((library / name).stat().st_size for name in names)
+    assert train.numel() + held_out_text.numel() == sizes + separators
+    assert train.dtype == held_out_text.dtype == torch.uint8
+
+
+def test_corpus_depends_on_names_and_bytes_alone(tree: Path) -> None:
+    corpus = example("corpus")
+    first = corpus.load(tree)
+    assert all(torch.equal(one, other) for one, other in zip(first, corpus.load(tree), strict=True))
+    moved = [name for name in corpus.source_files(tree) if corpus.is_held_out(name)]
+    (tree / moved[0]).write_text("changed\n")
+    assert [name for name in corpus.source_files(tree) if corpus.is_held_out(name)] == moved
+    assert not torch.equal(first[1][:100], corpus.load(tree)[1][:100])
+
+
+def test_corpus_sides_hold_their_own_files(tree: Path) -> None:
+    corpus = example("corpus")
+    names = corpus.source_files(tree)
+    assert len(names) == 64
+    for side, text in zip((False, True), corpus.load(tree), strict=True):
+        files = bytes(text.tolist()).split(corpus.FILE_END)
+        expected = [(tree / n).read_bytes() for n in names if corpus.is_held_out(n) == side]
+        assert files == expected
+
+
+def test_no_sources_is_an_error_that_names_the_place(tmp_path: Path) -> None:
+    corpus = example("corpus")
+    with pytest.raises(corpus.CorpusError, match=str(tmp_path)):
+        corpus.load(tmp_path)
+    (tmp_path / "only.py").write_text("x = 1\n")
+    with pytest.raises(corpus.CorpusError, match="side of the corpus"):
+        corpus.load(tmp_path)
+
+
+def test_train_batches_follow_seed_and_rank() -> None:
+    corpus = example("corpus")
+    text = torch.arange(256, dtype=torch.uint8).repeat(8)
+
+    def batch(seed: int, rank: int, skip: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        batches = corpus.train_batches(text, 4, 32, seed=seed, rank=rank)
+        for _ in range(skip):
+            next(batches)
+        return next(batches)
+
+    inputs, targets = batch(0, 0)
+    assert inputs.shape == targets.shape == (4, 32)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets[:, :-1], inputs[:, 1:])
+    assert torch.equal(targets, (inputs + 1) % 256)
+    assert torch.equal(inputs, batch(0, 0)[0])
+    for other in (batch(0, 1), batch(1, 0), batch(0, 0, skip=1)):
+        assert not torch.equal(inputs, other[0])
+    with pytest.raises(corpus.CorpusError, match="too short"):
+        next(corpus.train_batches(text, 4, text.numel(), seed=0, rank=0))
+
+
+def test_held_out_batches_are_shared_out() -> None:
+    corpus = example("corpus")
+    text = torch.arange(20_000).remainder(251).byte()
+
+    def windows(rank: int, world: int) -> list[tuple[int, ...]]:
+        batches = corpus.held_out_batches(text, 4, 32, 3, rank=rank, world=world)
+        return [tuple(row) for inputs, _ in batches for row in inputs.tolist()]
+
+    both = [windows(rank, 2) for rank in range(2)]
+    assert [len(mine) for mine in both] == [12, 12]
+    assert set(both[0]).isdisjoint(both[1])
+    assert both[0] == windows(0, 2)
+
+
+# --- model ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", STATED_SIZES)
+def test_parameter_counts(size: str) -> None:
+    gpt = example("gpt")
+    assert set(gpt.SIZES) == set(STATED_SIZES)
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.SIZES[size])
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == gpt.SIZES[size].parameter_count() == STATED_SIZES[size]
+
+
+def test_model_is_causal_and_starts_flat() -> None:
+    gpt = example("gpt")
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.SIZES["tiny"])
+    tokens = torch.randint(256, (2, 64))
+    changed = tokens.clone()
+    changed[:, 40:] = 7
+    logits, other = model(tokens), model(changed)
+    assert torch.equal(logits[:, :40], other[:, :40])
+    assert not torch.equal(logits[:, 40:], other[:, 40:])
+    assert model(tokens, tokens).item() == pytest.approx(math.log(256), abs=0.2)
+    with pytest.raises(ValueError, match="context of 64"):
+        model(torch.zeros(1, 65, dtype=torch.int64))
+
+
+def test_rotation_knows_distances_only() -> None:
+    gpt = example("gpt")
+    rotation = gpt.Rotation.of(20, 48, torch.device("cpu"))
+    query, key = torch.randn(2, 48).unbind()
+    scores = rotation.turn(query.expand(20, 48)) @ rotation.turn(key.expand(20, 48)).T
+    for distance in range(-5, 6):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
+    assert scores[0].std() > 0.1
+
+
+# --- the training script's parts ------------------------------------------------------------------
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    train_gpt = example("train_gpt")
+    args = argparse.Namespace(lr=2.0, warmup=10, steps=110)
+    rates = [train_gpt.learning_rate(step, args) for step in range(1, 111)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[9] == 2.0
+    assert rates[59] == pytest.approx(1.1)
+    assert rates[-1] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--library", "ddp", "--strategy", "full_shard"], "ddp has no_shard, not full_shard"),
+        (["--library", "fsdp2", "--transport", "shm"], "--transport is zshard's"),
+        (["--batch", "0"], "--batch must be at least 1"),
+    ],
+)
+def test_flags_that_cannot_be_meant(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        example("train_gpt").parse(flags)
+    assert said in capsys.readouterr().err
+
+
+def test_peak_memory_sees_what_is_gone_again() -> None:
+    measure = example("measure")
+    with measure.PeakMemory() as memory:
+        time.sleep(3 * measure.SAMPLE_SECONDS)
+        before = memory.mib
+        block = bytearray(b"x") * (64 * measure.MIB)
+        time.sleep(3 * measure.SAMPLE_SECONDS)
+        del block
+    assert memory.kind == "PSS"
+    assert memory.mib - before > 60
+
+
+def test_plain_table_lines_up() -> None:
+    demo = example("demo")
+    lines = demo.plain_table(("name", "n"), [("longer name", "1"), ("x", "22")]).splitlines()
+    assert lines == ["name         n", "-----------  --", "longer name  1", "x            22"]
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, str]:
+    """The children import the zshard that is tested here, built in place or elsewhere."""
+    paths = [str(Path(zshard.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+
+
+def train(out: Path, *flags: str, ranks: int = 2) -> dict:
+    """Run train_gpt.py with the tiny model and return its run.json."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), str(EXAMPLES / "train_gpt.py")]
+    command += ["--size", "tiny", "--batch", "2", "--steps", "10", "--warmup", "2"]
+    command += ["--eval-every", "5", "--eval-batches", "2", "--sample", "8", "--out", str(out)]
+    done = subprocess.run(
+        [*command, *flags], env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((out / "run.json").read_text())
+
+
+@pytest.mark.slow
+def test_loss_curves_equal_ddp_bit_for_bit(tmp_path: Path) -> None:
+    # Without clipping: the norm of shards is summed in another order than the norm of parameters.
+    ddp = train(tmp_path / "ddp", "--library", "ddp", "--clip", "0")
+    ours = train(tmp_path / "zshard", "--library", "zshard", "--clip", "0")
+    assert ours["config"]["strategy"] == "full_shard"
+    assert ours["loss"] == ddp["loss"]
+    assert ours["held_out"] == ddp["held_out"]
+    assert ours["loss"][-1] < ours["loss"][0] - 0.2
+    assert ours["samples"] == ddp["samples"]
+
+
+@pytest.mark.slow
+def test_one_process_without_torchrun(tmp_path: Path) -> None:
+    numbers = train(tmp_path, ranks=1)
+    assert numbers["ranks"] == 1
+    assert len(numbers["loss"]) == 10
+    assert [step for step, _ in numbers["held_out"]] == [5, 10]
+    assert numbers["loss"][-1] < numbers["loss"][0] - 0.2
+    assert numbers["samples"][0].startswith("class ")
+
+
+@pytest.mark.slow
+def test_quick_demo(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = done.stdout[done.stdout.rindex("===") :]
+    for library in ("zshard", "ddp", "fsdp2"):
+        numbers = json.loads((tmp_path / library / "run.json").read_text())
+        assert f"{numbers['held_out'][-1][1]:.4f}" in table
+        assert len(numbers["peak_memory_mib"]) == numbers["ranks"] == 2
+        assert numbers["tokens_per_second"] > 0
+    long, short = (
+        json.loads((tmp_path / name / "run.json").read_text()) for name in ("long", "zshard")
+    )
+    assert long["loss"][: len(short["loss"])] == short["loss"]
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "long" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_demo_shows_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = example("demo")
+    monkeypatch.setattr(os, "environ", environment())
+    with pytest.raises(demo.RunFailed, match="--transport is zshard's") as raised:
+        plan = demo.QUICK._replace(flags=(*demo.QUICK.flags, "--transport", "shm"))
+        demo.run(plan, "ddp", tmp_path, 1, 0)
+    assert "ddp failed with status 1" in str(raised.value)
+
+
+@pytest.mark.slow
+def test_demo_leaves_no_process_behind(tmp_path: Path) -> None:
+    demo = example("demo")
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(tmp_path)]
+    command += ["--libraries", "ddp"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while not (line := process.stdout.readline()).startswith("corpus:"):
+            assert line, "the demo ended before it trained"
+        started = list(demo.descendants(process.pid))
+        assert len(started) >= 3  # torchrun and its two ranks
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    alive = [pid for pid in started if is_running(pid)]
+    assert not alive
+
+
+def is_running(pid: int) -> bool:
+    """A process that ended and awaits its parent's wait() counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,133 @@
+"""The global gradient norm, for model.clip_grad_norm_ and for torch.nn.utils.clip_grad_norm_.
+
+The one idea: a rank holds slices of the gradients, so a norm over what it holds is the norm of
+nothing. Gradients that lie on a shard are known by their storage (`_core.grad_owner`); their power
+sums are exchanged and added in rank order, so that every rank scales by the same bits. All
+torch.nn.utils functions that need a total norm get it from `clip_grad._get_total_norm`, which is
+replaced here; without sharded gradients in its list it is torch's own.
+
+The other gradients in a list (of ignored modules, or with strategy "no_shard") are the same on all
+ranks and counted once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from zshard import _core
+
+__all__ = ["clip_grad_norm", "install"]
+
+_torchs_total_norm = clip_grad._get_total_norm
+
+
+def install() -> None:
+    """Give torch.nn.utils the global norm; once is enough, more does nothing."""
+    for home in (clip_grad, torch.nn.utils):
+        for name in ("_get_total_norm", "get_total_norm"):
+            if getattr(home, name, None) is _torchs_total_norm:
+                setattr(home, name, _get_total_norm)
+
+
+def clip_grad_norm(
+    params: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients of `params` in place so that their global norm is at most `max_norm`.
+
+    Returns the norm before: a 0-dim tensor of the gradients' dtype (at least float32), with the
+    same bits on every rank. Collective if any parameter is sharded. Raises RuntimeError where the
+    gradient of a sharded parameter is not the one zshard put there, since its part of the norm
+    could not be told from the others'; with `error_if_nonfinite`, for a norm that is NaN or
+    infinite; ValueError for a `norm_type` of zero or less.
+    """
+    held = [p for p in params if p.grad is not None]
+    for param in held:
+        if _is_foreign(param):
+            raise RuntimeError(
+                f"the .grad of a sharded parameter of shape {tuple(param.shape)} was replaced by "
+                "another tensor; write into it instead: p.grad.copy_(...), p.grad.mul_(...)"
+            )
+    grads = [p.grad for p in held if p.grad is not None]
+    total = _get_total_norm(grads, norm_type, error_if_nonfinite)
+    if not max_norm / (total + 1e-6) >= 1:  # so that a norm of NaN reaches the gradients, as in torch
+        clip_grad._clip_grads_with_norm_(held, max_norm, total)
+    return total
+
+
+def _is_foreign(param: Tensor) -> bool:
+    grad = param.grad
+    if grad is None or grad.numel() == 0:
+        return False
+    return bool(_core.is_shard(param)) and _core.grad_owner(grad) is None
+
+
+@functools.wraps(_torchs_total_norm)
+@torch.no_grad()
+def _get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    sharded: dict[_core.Engine, list[Tensor]] = {}
+    whole: list[Tensor] = []
+    for grad in grads:
+        owner = _core.grad_owner(grad)
+        (whole if owner is None else sharded.setdefault(owner, [])).append(grad)
+    if not sharded:
+        return _torchs_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+
+    norm = _norm(sharded, whole, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be "
+            "clipped; with error_if_nonfinite=False they are scaled by it all the same"
+        )
+    dtype = functools.reduce(torch.promote_types, (g.dtype for g in grads), torch.float32)
+    return torch.tensor(norm, dtype=dtype, device=grads[0].device)
+
+
+def _norm(
+    sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
+) -> float:
+    """The norm over all ranks' parts of the sharded gradients, and the whole ones once."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be a number above 0, or inf; got {norm_type}")
+    total = _power_sum(whole, norm_type)
+    for engine, grads in sharded.items():  # in the order of the list, which is that of all ranks
+        part = _power_sum(grads, norm_type)
+        if math.isinf(norm_type):
+            total = _larger(total, engine.max_over_ranks([part])[0])
+        else:
+            total += engine.sum_over_ranks([part])[0]
+    return total if math.isinf(norm_type) else total ** (1 / norm_type)
+
+
+def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
+    """Sum of |x|**norm_type, in double; for inf the largest |x|. NaN and inf come through."""
+    plain = [t for t in tensors if t.layout == torch.strided and t.device.type == "cpu"]
+    if len(plain) == len(tensors) and norm_type in (1.0, 2.0, math.inf):
+        return float(_core.power_sum([t.contiguous() for t in tensors], norm_type))
+    total = 0.0
+    for tensor in tensors:
+        if math.isinf(norm_type):
+            largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+            total = _larger(total, largest)
+        else:
+            total += float(tensor.double().abs().pow(norm_type).sum())
+    return total
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger of two numbers; NaN if either is."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
