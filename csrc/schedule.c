@@ -1,6 +1,8 @@
 /* schedule.c - see schedule.h. */
 #include "schedule.h"
 
+#include "reduce.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -118,7 +120,7 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
         return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' was wrapped with another process group or transport than the outer FSDP(...)",
                        unit->name);
     ZS_TRY(zs_engine_add(engine, unit));
-    zs_reduce_forget(unit);
+    zs_bucket_forget(old->buckets, unit);
     zs_engine_forget(old, unit);
     unit->engine = zs_engine_retain(engine);
     zs_engine_release(old);
@@ -177,7 +179,7 @@ static zs_status close_backward(zs_engine *engine);
 static zs_status recover(zs_engine *engine)
 {
     engine->gave_up = true;
-    for (size_t i = 0; i < engine->n; i++) zs_reduce_discard(engine->units[i]);
+    for (size_t i = 0; i < engine->n; i++) zs_bucket_drop(engine->units[i]);
     zs_status status = close_backward(engine);
     engine->gave_up = false;
     return status;
@@ -367,24 +369,24 @@ static zs_status post_rest(zs_engine *engine)
 static void forget_backward(zs_engine *engine)
 {
     for (size_t i = 0; i < engine->n; i++) {
-        zs_reduce_discard(engine->units[i]);
+        zs_bucket_drop(engine->units[i]);
         (void)zs_reduce_end(engine->units[i]);
     }
-    zs_reduce_forget_all(engine->buckets);
+    zs_bucket_forget_rounds(engine->buckets);
 }
 
 static zs_status close_backward(zs_engine *engine)
 {
     zs_status status = post_rest(engine);
     zs_status resharded = reshard_all(engine);
-    if (status == ZS_OK) status = zs_reduce_drain_all(engine->buckets);
+    if (status == ZS_OK) status = zs_bucket_drain(engine->buckets, NULL, ZS_WAIT);
     if (status == ZS_OK) status = resharded;
     engine->phase = IDLE;
     if (status != ZS_OK) forget_backward(engine);
     for (size_t i = 0; i < engine->n && status == ZS_OK; i++) status = zs_reduce_end(engine->units[i]);
     zs_status ended = end_reading(engine, ZS_PHASE_BACKWARD);
     if (status == ZS_OK) status = ended;
-    if (status == ZS_OK) status = zs_bucket_pool_settle(engine->buckets);
+    if (status == ZS_OK) status = zs_bucket_settle_all(engine->buckets);
     return status;
 }
 

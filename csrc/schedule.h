@@ -9,8 +9,8 @@
 #define ZS_SCHEDULE_H
 
 #include "arena.h"
+#include "bucket.h"
 #include "comm.h"
-#include "reduce.h"
 #include "unit.h"
 
 /* New engine over `comm` (takes a reference). `name` is for messages. All ranks make the same ones in the same order. */

@@ -2,7 +2,7 @@
 #define _GNU_SOURCE /* strdup */
 #include "unit.h"
 
-#include "reduce.h"
+#include "bucket.h"
 #include "schedule.h"
 
 #include <stdio.h>
@@ -30,7 +30,7 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
 static void free_unit(zs_unit *unit)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
-    zs_reduce_forget(unit);
+    zs_bucket_forget(zs_engine_buckets(unit->engine), unit);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         zs_tensor_free(param->tensor);

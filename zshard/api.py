@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -110,9 +110,10 @@ class FSDP(nn.Module):
             _take_from_rank_0(comm, module, specs, ignored)
         return _wrap(module, specs, comm, chosen, forward_sync_buffers)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # FSDP(module) returns an existing module; it must not be initialised again.
-        pass
+    if not TYPE_CHECKING:  # type checkers are to see the arguments of __new__
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass  # FSDP(module) returns an existing module; it must not be initialised again
 
     @property
     def module(self) -> Any:
