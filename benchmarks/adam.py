@@ -84,7 +84,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     threads = args.threads[0]
     torch.set_num_threads(threads)
     params, states = tensors(args.elements, args.tensors)
-    steps = {name: optimizer.step for name, optimizer in optimizers(params, states).items()}
+    steps: dict[str, Step] = {
+        name: optimizer.step for name, optimizer in optimizers(params, states).items()
+    }
     steps[STREAM] = stream_over(params, states, threads, folder)
     turns = {name: turn_of(step) for name, step in steps.items()}
     samples = harness.interleave(turns, args.rounds, args.warmup)

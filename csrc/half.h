@@ -18,6 +18,7 @@
 typedef uint16_t zs_bf16; /* the upper half of a float */
 typedef uint16_t zs_f16;  /* IEEE binary16 */
 
+/* The bits of a float. */
 ZS_HD uint32_t zs_float_bits(float value)
 {
     uint32_t bits;
@@ -25,6 +26,7 @@ ZS_HD uint32_t zs_float_bits(float value)
     return bits;
 }
 
+/* The float of these bits. */
 ZS_HD float zs_bits_float(uint32_t bits)
 {
     float value;

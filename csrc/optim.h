@@ -10,6 +10,7 @@
 #include "tensor.h"
 #include "update.h"
 
+/* Which update rule; Adam is AdamW too. */
 typedef enum zs_rule { ZS_RULE_ADAM, ZS_RULE_SGD } zs_rule;
 
 /* Most state tensors an element has. Adam: exp_avg, exp_avg_sq, max_exp_avg_sq. SGD: momentum_buffer. */

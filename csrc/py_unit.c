@@ -1,19 +1,8 @@
-/* py_unit.c - _core.Unit: one unit as Python sees it, and the two forward hooks that nn.Module calls.
- *
- * The one idea: pre_forward and post_forward are plain C methods bound to the unit, so a module's forward pays two C
- * calls and no Python frame. Backward needs nothing from here: its hooks are C all the way.
- */
-#include "py_util.h"
+/* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
+#include "py_unit.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-enum { MAX_OUTPUT_DEPTH = 8 }; /* nesting of containers in a forward's output that is searched for tensors */
-
-typedef struct unit_object {
-    PyObject_HEAD
-    zs_unit *unit; /* counted reference */
-} unit_object;
 
 zs_unit *zs_py_unit(PyObject *object)
 {
@@ -75,23 +64,50 @@ static int read_lists(PyObject *names, PyObject *tensors, param_lists *out)
     return 0;
 }
 
+static void fill_spec(zs_unit_spec *spec, const param_lists *lists)
+{
+    spec->n_params = lists->n;
+    spec->names = lists->names;
+    spec->tensors = lists->tensors;
+}
+
+/* Keeps the places (index, dict, key) of a list; -1 with an exception. */
+static int take_places(unit_object *self, PyObject *list)
+{
+    self->places = calloc((size_t)PyList_GET_SIZE(list) + 1, sizeof *self->places);
+    if (self->places == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        long long index;
+        PyObject *dict, *key;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "LO!O", &index, &PyDict_Type, &dict, &key)) return -1;
+        PyObject *param = PyDict_GetItemWithError(dict, key);
+        if (param == NULL || index < 0 || index >= self->unit->n_params) {
+            if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, key);
+            return -1;
+        }
+        self->places[self->n_places++] = (param_place){Py_NewRef(dict), Py_NewRef(key), Py_NewRef(param), index};
+    }
+    return 0;
+}
+
 static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"engine", "name", "strategy", "names", "tensors", NULL};
-    PyObject *engine_obj, *names, *tensors;
+    static char *keywords[] = {"engine", "name", "strategy", "names", "tensors", "places", NULL};
+    PyObject *engine_obj, *names, *tensors, *places;
     const char *strategy;
     zs_unit_spec spec = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!:Unit", keywords, &engine_obj, &spec.name, &strategy, &PyList_Type,
-                                     &names, &PyList_Type, &tensors))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!O!:Unit", keywords, &engine_obj, &spec.name, &strategy, &PyList_Type,
+                                     &names, &PyList_Type, &tensors, &PyList_Type, &places))
         return NULL;
     zs_engine *engine = zs_py_engine(engine_obj);
     if (engine == NULL || parse_strategy(strategy, &spec.strategy) < 0) return NULL;
     param_lists lists = {0};
     zs_unit *unit = NULL;
     if (read_lists(names, tensors, &lists) == 0) {
-        spec.n_params = lists.n;
-        spec.names = lists.names;
-        spec.tensors = lists.tensors;
+        fill_spec(&spec, &lists);
         zs_status status;
         ZS_PY_NOGIL(status, zs_unit_new(engine, &spec, &unit));
         if (status != ZS_OK) zs_py_raise(NULL);
@@ -99,97 +115,49 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     free_lists(&lists);
     if (unit == NULL) return NULL;
     unit_object *self = (unit_object *)type->tp_alloc(type, 0);
-    if (self == NULL) zs_unit_release(unit);
-    else self->unit = unit;
+    if (self == NULL) {
+        zs_unit_release(unit);
+        return NULL;
+    }
+    self->unit = unit;
+    if (take_places(self, places) < 0) Py_CLEAR(self);
     return (PyObject *)self;
+}
+
+PyDoc_STRVAR(unit_check_doc, "check($type, name, names, tensors, /)\n--\n\nRaises what Unit(...) would raise for these parameters; "
+                             "changes nothing.");
+
+static PyObject *unit_check(PyObject *type, PyObject *args)
+{
+    (void)type;
+    PyObject *names, *tensors;
+    zs_unit_spec spec = {0};
+    if (!PyArg_ParseTuple(args, "sO!O!:check", &spec.name, &PyList_Type, &names, &PyList_Type, &tensors)) return NULL;
+    param_lists lists = {0};
+    bool good = read_lists(names, tensors, &lists) == 0;
+    if (good) {
+        fill_spec(&spec, &lists);
+        zs_clear_error();
+        good = zs_unit_check(&spec) == ZS_OK;
+        if (!good) zs_py_raise(NULL);
+    }
+    free_lists(&lists);
+    if (!good) return NULL;
+    Py_RETURN_NONE;
 }
 
 static void unit_dealloc(unit_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     zs_unit_release(self->unit);
+    for (Py_ssize_t i = 0; i < self->n_places; i++) {
+        Py_DECREF(self->places[i].dict);
+        Py_DECREF(self->places[i].key);
+        Py_DECREF(self->places[i].param);
+    }
+    free(self->places);
     type->tp_free(self);
     Py_DECREF(type);
-}
-
-/* --- forward hooks ------------------------------------------------------------------------------------------------------ */
-
-PyDoc_STRVAR(unit_pre_forward_doc, "pre_forward($self, module, args, /)\n--\n\nForward-pre-hook of the unit's module.");
-
-static PyObject *unit_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
-{
-    (void)args;
-    (void)n;
-    zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
-}
-
-typedef struct output_walk {
-    zs_hook hook;
-    bool hooked; /* an output with history was found */
-} output_walk;
-
-static int hook_outputs(output_walk *walk, PyObject *object, int depth);
-
-static int hook_values(output_walk *walk, PyObject *dict, int depth)
-{
-    PyObject *key, *value;
-    Py_ssize_t at = 0;
-    while (PyDict_Next(dict, &at, &key, &value))
-        if (hook_outputs(walk, value, depth + 1) < 0) return -1;
-    return 0;
-}
-
-/* Dataclasses and plain result objects: their attributes. Modules and classes are no results. */
-static int hook_attributes(output_walk *walk, PyObject *object, int depth)
-{
-    if (PyType_Check(object) || PyCallable_Check(object)) return 0;
-    PyObject *dict = PyObject_GetAttrString(object, "__dict__");
-    if (dict == NULL) {
-        PyErr_Clear();
-        return 0;
-    }
-    int result = PyDict_Check(dict) ? hook_values(walk, dict, depth) : 0;
-    Py_DECREF(dict);
-    return result;
-}
-
-static int hook_outputs(output_walk *walk, PyObject *object, int depth)
-{
-    if (object == Py_None || depth > MAX_OUTPUT_DEPTH) return 0;
-    if (zs_py_is_tensor(object)) {
-        bool hooked = false;
-        zs_clear_error();
-        if (zs_py_hook_before_backward(object, &walk->hook, &hooked) != ZS_OK) {
-            zs_py_raise(NULL);
-            return -1;
-        }
-        walk->hooked |= hooked;
-        return 0;
-    }
-    if (PyTuple_Check(object) || PyList_Check(object)) {
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++)
-            if (hook_outputs(walk, PySequence_Fast_GET_ITEM(object, i), depth + 1) < 0) return -1;
-        return 0;
-    }
-    if (PyDict_Check(object)) return hook_values(walk, object, depth);
-    if (PyUnicode_Check(object) || PyLong_Check(object) || PyFloat_Check(object)) return 0;
-    return hook_attributes(walk, object, depth);
-}
-
-PyDoc_STRVAR(unit_post_forward_doc, "post_forward($self, module, args, output, /)\n--\n\nForward-hook of the unit's module; called even "
-                                    "if the forward raised (output is then None).");
-
-static PyObject *unit_post_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
-{
-    output_walk walk = {.hook = zs_engine_backward_hook(self->unit)};
-    if (zs_grad_mode() && n > 2 && hook_outputs(&walk, args[2], 0) < 0) return NULL;
-    zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_post_forward(self->unit, walk.hooked));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
 }
 
 /* --- by hand ---------------------------------------------------------------------------------------------------------------- */
@@ -252,22 +220,6 @@ static PyObject *unit_read_param(unit_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *describe_param(const zs_unit *unit, const zs_param *param)
-{
-    PyObject *shape = PyTuple_New(param->ndim);
-    if (shape == NULL) return NULL;
-    for (int d = 0; d < param->ndim; d++) {
-        PyObject *size = PyLong_FromLongLong(param->sizes[d]);
-        if (size == NULL) {
-            Py_DECREF(shape);
-            return NULL;
-        }
-        PyTuple_SET_ITEM(shape, d, size);
-    }
-    return Py_BuildValue("{s:s,s:s,s:N,s:L,s:L}", "name", param->name, "unit", unit->name, "shape", shape, "begin",
-                         (long long)param->owned.begin, "numel", (long long)param->owned.numel);
-}
-
 PyDoc_STRVAR(unit_param_doc, "param($self, index, /)\n--\n\nFacts of a parameter: name, unit, whole shape, and which elements (begin, numel) of "
                              "its row-major order this rank owns.");
 
@@ -275,7 +227,7 @@ static PyObject *unit_param(unit_object *self, PyObject *index)
 {
     Py_ssize_t i = PyNumber_AsSsize_t(index, PyExc_IndexError);
     if ((i == -1 && PyErr_Occurred()) || check_index(self->unit, i) < 0) return NULL;
-    return describe_param(self->unit, &self->unit->params[i]);
+    return zs_py_describe_param(self->unit, &self->unit->params[i]);
 }
 
 static PyObject *unit_sizes(unit_object *self, void *unused)
@@ -317,63 +269,6 @@ static PyObject *unit_engine(unit_object *self, void *unused)
     return zs_py_engine_wrap(self->unit->engine);
 }
 
-/* --- questions about tensors -------------------------------------------------------------------------------------------------- */
-
-/* The unit that uses the memory under a tensor in `role`; NULL without exception if none does. */
-static zs_unit *user_of(PyObject *object, zs_mem_role role, zs_tensor **handle)
-{
-    zs_clear_error();
-    if (zs_py_tensor(object, handle) != ZS_OK) {
-        zs_py_raise(NULL);
-        return NULL;
-    }
-    const zs_mem *mem = zs_tensor_mem(*handle);
-    return mem != NULL && mem->role == role ? mem->user : NULL;
-}
-
-PyDoc_STRVAR(shard_info_doc, "shard_info($module, tensor, /)\n--\n\nFacts of a sharded parameter as Unit.param() gives them, or None for any other "
-                             "tensor.");
-
-static PyObject *shard_info(PyObject *module, PyObject *object)
-{
-    (void)module;
-    zs_tensor *handle = NULL;
-    zs_unit *unit = user_of(object, ZS_MEM_SHARD, &handle);
-    PyObject *result = NULL;
-    for (int64_t i = 0; unit != NULL && result == NULL && i < unit->n_params; i++) {
-        if (!zs_tensor_same(unit->params[i].tensor, handle)) continue;
-        result = describe_param(unit, &unit->params[i]);
-        if (result == NULL) break;
-    }
-    zs_tensor_free(handle);
-    if (result == NULL && !PyErr_Occurred()) Py_RETURN_NONE;
-    return result;
-}
-
-PyDoc_STRVAR(is_shard_doc, "is_shard($module, tensor, /)\n--\n\nDoes the tensor lie on a unit's shard (or its mapped full buffer)?");
-
-static PyObject *is_shard(PyObject *module, PyObject *object)
-{
-    (void)module;
-    zs_tensor *handle = NULL;
-    bool found = user_of(object, ZS_MEM_SHARD, &handle) != NULL;
-    zs_tensor_free(handle);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(found);
-}
-
-PyDoc_STRVAR(grad_owner_doc, "grad_owner($module, tensor, /)\n--\n\nThe Engine whose grad shard the tensor lies on, or None.");
-
-static PyObject *grad_owner(PyObject *module, PyObject *object)
-{
-    (void)module;
-    zs_tensor *handle = NULL;
-    zs_unit *unit = user_of(object, ZS_MEM_GRAD_SHARD, &handle);
-    zs_tensor_free(handle);
-    if (PyErr_Occurred()) return NULL;
-    if (unit == NULL) Py_RETURN_NONE;
-    return zs_py_engine_wrap(unit->engine);
-}
-
 /* --- type ----------------------------------------------------------------------------------------------------------------------- */
 
 static PyGetSetDef unit_getset[] = {
@@ -387,17 +282,18 @@ static PyGetSetDef unit_getset[] = {
 };
 
 static PyMethodDef unit_methods[] = {
-    {"pre_forward", (PyCFunction)(void (*)(void))unit_pre_forward, METH_FASTCALL, unit_pre_forward_doc},
-    {"post_forward", (PyCFunction)(void (*)(void))unit_post_forward, METH_FASTCALL, unit_post_forward_doc},
+    {"pre_forward", (PyCFunction)(void (*)(void))zs_py_pre_forward, METH_FASTCALL, zs_py_pre_forward_doc},
+    {"post_forward", (PyCFunction)(void (*)(void))zs_py_post_forward, METH_FASTCALL, zs_py_post_forward_doc},
     {"unshard", (PyCFunction)unit_unshard, METH_NOARGS, unit_unshard_doc},
     {"reshard", (PyCFunction)unit_reshard, METH_NOARGS, unit_reshard_doc},
     {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},
+    {"check", unit_check, METH_VARARGS | METH_CLASS, unit_check_doc},
     {"param", (PyCFunction)unit_param, METH_O, unit_param_doc},
     {0},
 };
 
 static PyType_Slot unit_slots[] = {
-    {Py_tp_doc, "Unit(engine, name, strategy, names, tensors)\n--\n\nParameters that are gathered and reduced together."},
+    {Py_tp_doc, "Unit(engine, name, strategy, names, tensors, places)\n--\n\nParameters that are gathered and reduced together."},
     {Py_tp_new, unit_new},
     {Py_tp_dealloc, unit_dealloc},
     {Py_tp_methods, unit_methods},
@@ -412,15 +308,7 @@ static PyType_Spec unit_type_spec = {
     .slots = unit_slots,
 };
 
-static PyMethodDef functions[] = {
-    {"shard_info", shard_info, METH_O, shard_info_doc},
-    {"is_shard", is_shard, METH_O, is_shard_doc},
-    {"grad_owner", grad_owner, METH_O, grad_owner_doc},
-    {0},
-};
-
 int zs_py_unit_init(PyObject *module, zs_py_state *state)
 {
-    if (zs_py_add_type(module, &unit_type_spec, &state->unit_type) < 0) return -1;
-    return PyModule_AddFunctions(module, functions);
+    return zs_py_add_type(module, &unit_type_spec, &state->unit_type);
 }

@@ -9,18 +9,17 @@
 
 #include <stdbool.h>
 
+/* An instruction set; each includes the ones before. */
 typedef enum zs_isa { ZS_ISA_BASE, ZS_ISA_AVX2, ZS_ISA_AVX512, ZS_ISA_COUNT } zs_isa;
 
 /* The best set of this machine; less if the environment variable ZSHARD_ISA names one of base, avx2, avx512 (tests run
  * all of them on one machine). Read once. */
 zs_isa zs_isa_best(void);
 
-#define ZS_ALWAYS_INLINE static inline __attribute__((always_inline))
-
 #if defined(__x86_64__)
 #define ZS_TARGET_BASE
-#define ZS_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define ZS_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define ZS_TARGET_AVX2 __attribute__((target("avx2,fma")))
+#define ZS_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #else /* one set, under all three names */
 #define ZS_TARGET_BASE
 #define ZS_TARGET_AVX2

@@ -21,7 +21,7 @@ typedef struct zs_storage zs_storage; /* a strong reference to a c10::StorageImp
 typedef struct zs_tensor_info {
     zs_dtype dtype;
     size_t itemsize;             /* bytes per element */
-    int ndim;                    /* <= ZS_MAX_DIM */
+    int ndim;                    /* beyond ZS_MAX_DIM, sizes are cut off */
     int64_t sizes[ZS_MAX_DIM];   /* elements */
     int64_t numel;
     bool on_cpu;

@@ -1,167 +1,18 @@
-// torch_shim.cpp - the only file that sees ATen and autograd; the implementation of tensor.h.
+// torch_shim.cpp - tensors and storages: the part of tensor.h that is ATen's.
 //
 // The one idea: C++ ends here. Every function is extern "C", catches everything, and turns it into a zs_status with
-// torch's own text; every object it hands out is a counted handle. It owns no flat memory and does not know units.
-//
-// Hooks run on autograd's threads without the GIL. When one fails, the raiser that the binding registered makes the
-// Python exception, and it leaves through autograd as a python_error, so that backward() raises it unchanged.
-#include <torch/csrc/python_headers.h>
+// torch's own text; every object it hands out is a counted handle. The shim (torch_*.cpp) owns no flat memory and does not
+// know units.
+#include "torch_internal.hpp"
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <cstring>
-#include <memory>
-#include <optional>
-#include <string>
-
-extern "C" {
-#include "tensor_py.h"
-}
-
-// A weak handle keeps only torch's weak count; its `tensor` is a borrowed pointer, given up uncounted at the end.
-struct zs_tensor {
-    explicit zs_tensor(at::Tensor strong) : tensor(std::move(strong)) {}
-    explicit zs_tensor(c10::weak_intrusive_ptr<at::TensorImpl> target)
-        : tensor(c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>::reclaim(target._unsafe_get_target())),
-          weak(std::move(target))
-    {
-    }
-    zs_tensor(const zs_tensor &) = delete;
-    zs_tensor &operator=(const zs_tensor &) = delete;
-    ~zs_tensor()
-    {
-        if (weak) tensor.unsafeReleaseIntrusivePtr().release();
-    }
-
-    at::Tensor tensor;
-    std::optional<c10::weak_intrusive_ptr<at::TensorImpl>> weak;
-};
-
-struct zs_storage {
-    c10::Storage storage;
-};
-
 namespace {
 
-namespace ag = torch::autograd;
-
-void (*raise_from_record)(void) = nullptr;
-
-zs_status fail_torch(const char *where, const char *what)
-{
-    return zs_fail_at(where, 0, ZS_ERR_TORCH, "%s", what);
-}
-
-// Runs `body`, turning any exception into a status. A python_error is left set as the current Python exception.
-template <typename Body> zs_status guarded(const char *where, Body body) noexcept
-{
-    try {
-        return body();
-    } catch (python_error &error) {
-        PyGILState_STATE gil = PyGILState_Ensure();
-        error.restore();
-        PyGILState_Release(gil);
-        return fail_torch(where, "a Python exception was raised");
-    } catch (const c10::Error &error) {
-        return fail_torch(where, error.what_without_backtrace());
-    } catch (const std::exception &error) {
-        return fail_torch(where, error.what());
-    } catch (...) {
-        return fail_torch(where, "unknown C++ exception");
-    }
-}
-
-// A counted reference to the hook's context.
-class HookRef {
-  public:
-    explicit HookRef(const zs_hook &hook) : hook_(hook) { hook_.retain(hook_.ctx); }
-    HookRef(const HookRef &other) : hook_(other.hook_) { hook_.retain(hook_.ctx); }
-    HookRef &operator=(const HookRef &) = delete;
-    ~HookRef() { hook_.release(hook_.ctx); }
-
-    bool same_as(const zs_hook &other) const { return hook_.ctx == other.ctx && hook_.arg == other.arg; }
-
-    void run() const
-    {
-        zs_clear_error();
-        if (hook_.call(hook_.ctx, hook_.arg) == ZS_OK) return;
-        PyGILState_STATE gil = PyGILState_Ensure();
-        if (!PyErr_Occurred()) raise_from_record();
-        python_error error;
-        error.persist();
-        PyGILState_Release(gil);
-        throw error;
-    }
-
-  private:
-    zs_hook hook_;
-};
-
-struct BeforeBackward final : ag::FunctionPreHook {
-    explicit BeforeBackward(const zs_hook &hook) : ref(hook) {}
-    ag::variable_list operator()(const ag::variable_list &grads) override
-    {
-        ref.run();
-        return grads;
-    }
-    HookRef ref;
-};
-
-// torch has one slot per tensor for this kind of hook; a user's goes on living in `users`.
-struct GradReady final : ag::PostAccumulateGradHook {
-    GradReady(const zs_hook &hook, std::unique_ptr<ag::PostAccumulateGradHook> users_)
-        : ref(hook), users(std::move(users_))
-    {
-    }
-    void operator()(const ag::Variable &) override { ref.run(); }
-    HookRef ref;
-    std::unique_ptr<ag::PostAccumulateGradHook> users;
-};
-
-GradReady *our_hook(const at::Tensor &tensor)
-{
-    if (ag::impl::get_autograd_meta(tensor) == nullptr) return nullptr;
-    return dynamic_cast<GradReady *>(ag::impl::post_acc_grad_hooks(tensor).get());
-}
-
-zs_dtype dtype_of(at::ScalarType type)
-{
-    switch (type) {
-    case at::kFloat:
-        return ZS_F32;
-    case at::kDouble:
-        return ZS_F64;
-    case at::kBFloat16:
-        return ZS_BF16;
-    case at::kHalf:
-        return ZS_F16;
-    default:
-        return ZS_BYTES;
-    }
-}
-
-at::ScalarType scalar_type_of(zs_dtype dtype, at::ScalarType otherwise)
-{
-    switch (dtype) {
-    case ZS_F32:
-        return at::kFloat;
-    case ZS_F64:
-        return at::kDouble;
-    case ZS_BF16:
-        return at::kBFloat16;
-    case ZS_F16:
-        return at::kHalf;
-    default:
-        return otherwise;
-    }
-}
+using zs::copy_bytes;
+using zs::dtype_of;
+using zs::guarded;
 
 void row_major(int ndim, const int64_t *sizes, int64_t *strides)
 {
@@ -190,38 +41,6 @@ c10::weak_intrusive_ptr<at::TensorImpl> weak_to(const at::Tensor &tensor)
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     c10::raw::intrusive_ptr::incref(impl);
     return c10::weak_intrusive_ptr<at::TensorImpl>(c10::intrusive_ptr<at::TensorImpl>::reclaim(impl));
-}
-
-bool plain_dense(const at::Tensor &tensor)
-{
-    return tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_contiguous();
-}
-
-// Large copies are split over torch's threads: one core does not reach the machine's memory bandwidth.
-void copy_bytes(void *dst, const void *src, size_t bytes)
-{
-    constexpr int64_t grain = 1 << 20;
-    at::parallel_for(0, static_cast<int64_t>(bytes), grain, [&](int64_t begin, int64_t end) {
-        memcpy(static_cast<char *>(dst) + begin, static_cast<const char *>(src) + begin,
-               static_cast<size_t>(end - begin));
-    });
-}
-
-void copy_elements(void *dst, const at::Tensor &src, at::IntArrayRef sizes, at::ScalarType type, bool add)
-{
-    if (!add && plain_dense(src) && src.scalar_type() == type) {
-        copy_bytes(dst, src.const_data_ptr(), src.nbytes());
-        return;
-    }
-    at::NoGradGuard no_grad;
-    at::Tensor target = at::from_blob(dst, sizes, at::TensorOptions().dtype(type));
-    const bool sparse = src.layout() != at::kStrided;
-    if (sparse && !add) target.zero_();
-    if (sparse || add) {
-        target.add_(src);
-    } else {
-        target.copy_(src);
-    }
 }
 
 } // namespace
@@ -267,11 +86,8 @@ zs_status zs_tensor_describe(const zs_tensor *handle, zs_tensor_info *info)
         info->requires_grad = tensor.requires_grad();
         info->is_leaf = tensor.is_leaf();
         info->numel = tensor.numel();
-        if (tensor.dim() > ZS_MAX_DIM)
-            return ZS_FAIL(ZS_ERR_UNSUPPORTED, "a tensor of %d dimensions; at most %d are supported",
-                           static_cast<int>(tensor.dim()), ZS_MAX_DIM);
         info->ndim = static_cast<int>(tensor.dim());
-        for (int d = 0; d < info->ndim; d++) info->sizes[d] = tensor.size(d);
+        for (int d = 0; d < std::min<int>(info->ndim, ZS_MAX_DIM); d++) info->sizes[d] = tensor.size(d);
         info->contiguous = info->strided && tensor.is_contiguous();
         return ZS_OK;
     });
@@ -306,7 +122,7 @@ zs_mem *zs_tensor_mem(const zs_tensor *handle)
 
 void zs_tensor_bump_version(const zs_tensor *handle)
 {
-    ag::impl::bump_version(handle->tensor);
+    torch::autograd::impl::bump_version(handle->tensor);
 }
 
 uint32_t zs_tensor_version(const zs_tensor *handle)
@@ -389,114 +205,12 @@ bool zs_tensor_on_storage(const zs_tensor *handle, const zs_storage *storage)
                storage->storage.unsafeGetStorageImpl();
 }
 
-// --- gradients -----------------------------------------------------------------------------------------------------------
-
-zs_status zs_grad_describe(const zs_tensor *handle, zs_grad_info *info)
-{
-    return guarded("zs_grad_describe", [&] {
-        const at::Tensor &grad = handle->tensor.grad();
-        *info = zs_grad_info{};
-        if (!grad.defined()) return ZS_OK;
-        info->defined = true;
-        info->dtype = dtype_of(grad.scalar_type());
-        info->numel = grad.numel();
-        info->dense = plain_dense(grad);
-        if (info->dense) info->data = grad.data_ptr();
-        return ZS_OK;
-    });
-}
-
-zs_status zs_grad_copy(const zs_tensor *handle, void *dst, zs_dtype dtype, bool add)
-{
-    return guarded("zs_grad_copy", [&] {
-        const at::Tensor &grad = handle->tensor.grad();
-        copy_elements(dst, grad, handle->tensor.sizes(), scalar_type_of(dtype, grad.scalar_type()), add);
-        return ZS_OK;
-    });
-}
-
-void zs_grad_set(zs_tensor *handle, const zs_tensor *grad)
-{
-    handle->tensor.mutable_grad() = grad == nullptr ? at::Tensor() : grad->tensor;
-}
-
-bool zs_grad_is(const zs_tensor *handle, const zs_tensor *grad)
-{
-    return handle->tensor.grad().is_same(grad->tensor);
-}
-
-// --- hooks -----------------------------------------------------------------------------------------------------------------
-
-zs_status zs_hook_grad_ready(zs_tensor *handle, const zs_hook *hook)
-{
-    return guarded("zs_hook_grad_ready", [&] {
-        const at::Tensor &tensor = handle->tensor;
-        GradReady *ours = our_hook(tensor);
-        if (ours != nullptr && ours->ref.same_as(*hook)) return ZS_OK;
-        std::unique_ptr<ag::PostAccumulateGradHook> users;
-        if (ours != nullptr) {
-            users = std::move(ours->users);
-        } else if (ag::impl::get_autograd_meta(tensor) != nullptr) {
-            users = std::move(ag::impl::post_acc_grad_hooks(tensor));
-        }
-        ag::impl::set_post_acc_grad_hooks(tensor, std::make_unique<GradReady>(*hook, std::move(users)));
-        return ZS_OK;
-    });
-}
-
-void zs_hook_grad_remove(zs_tensor *handle)
-{
-    GradReady *ours = our_hook(handle->tensor);
-    if (ours == nullptr) return;
-    std::unique_ptr<ag::PostAccumulateGradHook> users = std::move(ours->users);
-    ag::impl::set_post_acc_grad_hooks(handle->tensor, std::move(users));
-}
-
-bool zs_hook_has_users(const zs_tensor *handle)
-{
-    GradReady *ours = our_hook(handle->tensor);
-    return ours != nullptr && ours->users != nullptr;
-}
-
-zs_status zs_hook_run_users(zs_tensor *handle)
-{
-    return guarded("zs_hook_run_users", [&] {
-        GradReady *ours = our_hook(handle->tensor);
-        if (ours != nullptr && ours->users != nullptr) (*ours->users)(handle->tensor);
-        return ZS_OK;
-    });
-}
-
-zs_status zs_hook_backward_end(const zs_hook *hook)
-{
-    return guarded("zs_hook_backward_end", [&] {
-        HookRef ref(*hook);
-        ag::Engine::get_default_engine().queue_callback([ref] { ref.run(); });
-        return ZS_OK;
-    });
-}
-
-bool zs_in_backward(void)
-{
-    return ag::get_current_graph_task_id() != -1;
-}
-
-bool zs_grad_mode(void)
-{
-    return at::GradMode::is_enabled();
-}
-
 void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *ctx)
 {
     at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { fn(ctx, begin, end); });
 }
 
 // --- PyObjects ---------------------------------------------------------------------------------------------------------------
-
-void zs_py_set_raiser(void (*raise)(void))
-{
-    raise_from_record = raise;
-}
 
 bool zs_py_is_tensor(PyObject *object)
 {
@@ -516,15 +230,5 @@ zs_status zs_py_tensor(PyObject *object, zs_tensor **out)
 PyObject *zs_py_wrap(const zs_tensor *handle)
 {
     return THPVariable_Wrap(handle->tensor);
-}
-
-zs_status zs_py_hook_before_backward(PyObject *object, const zs_hook *hook, bool *hooked)
-{
-    return guarded("zs_py_hook_before_backward", [&] {
-        const auto &node = THPVariable_Unpack(object).grad_fn();
-        *hooked = node != nullptr;
-        if (node) node->add_pre_hook(std::make_unique<BeforeBackward>(*hook));
-        return ZS_OK;
-    });
 }
 }

@@ -76,6 +76,9 @@ static zs_status check_param(const zs_unit_spec *spec, int64_t i, const zs_tenso
                        name, spec->name);
     if (!info->strided)
         return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a dense tensor; pass its module in ignored_modules", name);
+    if (info->ndim > ZS_MAX_DIM)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "parameter '%s' has %d dimensions; at most %d are supported", name, info->ndim,
+                       ZS_MAX_DIM);
     if (!info->is_leaf)
         return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is the result of a computation, not a leaf; detach it first", name);
     if (info->requires_grad && info->dtype == ZS_BYTES)
@@ -104,6 +107,19 @@ static zs_status find_flat(zs_unit *unit, const zs_tensor_info *info, int *index
     flat->trainable = info->requires_grad;
     flat->layout.itemsize = info->itemsize;
     *index = unit->n_flats++;
+    return ZS_OK;
+}
+
+zs_status zs_unit_check(const zs_unit_spec *spec)
+{
+    zs_unit scratch = {.name = (char *)(uintptr_t)spec->name};
+    for (int64_t i = 0; i < spec->n_params; i++) {
+        zs_tensor_info info;
+        int flat;
+        ZS_TRY(zs_tensor_describe(spec->tensors[i], &info));
+        ZS_TRY(check_param(spec, i, &info));
+        ZS_TRY(find_flat(&scratch, &info, &flat));
+    }
     return ZS_OK;
 }
 

@@ -97,6 +97,9 @@ typedef struct zs_unit_spec {
     zs_tensor *const *tensors;    /* [n_params] strong handles; borrowed */
 } zs_unit_spec;
 
+/* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */
+zs_status zs_unit_check(const zs_unit_spec *spec);
+
 /* New unit of `engine`: makes flats and shards, copies this rank's part of each parameter into its shard, rebinds the
  * parameters. All ranks make the same units in the same order. ZS_ERR_VALUE for what cannot be sharded (not on the CPU,
  * meta, sparse), naming the parameter; the parameters are then as before. */

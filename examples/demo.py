@@ -39,7 +39,12 @@ class Plan(NamedTuple):
 
 
 FULL = Plan(("--size", "10m", "--batch", "4", "--lr", "2e-3"), 400, 40, 300)
-QUICK = Plan(("--size", "tiny", "--batch", "2", "--eval-batches", "2"), 8, 4, 16)
+QUICK = Plan(  # unclipped, so that no bit differs: the norm of shards is summed in another order
+    ("--size", "tiny", "--batch", "2", "--warmup", "2", "--eval-batches", "2", "--clip", "0"),
+    8,
+    5,
+    16,
+)
 
 
 class RunFailed(RuntimeError):

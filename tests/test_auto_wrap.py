@@ -244,9 +244,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, list[str]]] = {
         [""],
     ),
     "parametrized blocks": (
-        lambda: Stack(*(parametrizations.weight_norm(nn.Linear(16, 16)) for _ in range(5))),
+        lambda: Stack(*(parametrizations.weight_norm(nn.Linear(16, 16)) for _ in range(120))),
         torch.randn(2, 16),
-        [*numbered("layers.#", 5), ""],
+        [*numbered("layers.#", 120), ""],
     ),
     "no parameters": (lambda: nn.Sequential(nn.ReLU(), nn.Flatten()), torch.randn(2, 4), [""]),
 }

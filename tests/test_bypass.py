@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from unit_watch import uses_while_sharded
 
+from zshard._bypass import bypassed_modules
 from zshard.wrap import UnitSpec, plan_units
 
 Tensor = torch.Tensor
@@ -30,6 +32,9 @@ class Pair(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
+
+    def first_only(self, x: Tensor) -> Tensor:
+        return self[0](x)
 
 
 class Bypass(nn.Module):
@@ -52,116 +57,171 @@ class Bypass(nn.Module):
         return self.side.weight
 
 
-class ReadsChild(Bypass):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.layers(x), self.side.weight)
+def reads_child(self: Any, x: Tensor) -> Tensor:
+    return F.linear(self.layers(x), self.side.weight)
 
 
-class ReadsThroughName(Bypass):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers(x)
-        side, other = self.side, self.extra["side"]
-        return F.linear(x, side.weight) + other(x)
+def reads_through_names(self: Any, x: Tensor) -> Tensor:
+    side, layers = self.side, self.layers
+    return F.linear(layers(x), side.weight) + F.linear(
+        x, (other := self.extra["side"]).weight, other.bias
+    )
 
 
-class ReadsThroughMethod(Bypass):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.layers(x), self.side_weight())
+def reads_through_method(self: Any, x: Tensor) -> Tensor:
+    return F.linear(self.layers(x), self.side_weight())
 
 
-class ReadsThroughGetter(Bypass):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.layers(x), self.get_side().weight)
+def reads_through_getter(self: Any, x: Tensor) -> Tensor:
+    return F.linear(self.layers(x), self.get_side().weight)
 
 
-class ReadsInSuper(ReadsChild):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 1
+def reads_through_getattr(self: Any, x: Tensor) -> Tensor:
+    return F.linear(self.layers(x), getattr(self, "side").weight)  # noqa: B009
 
 
-class ReadsInClosure(Bypass):
-    def forward(self, x: Tensor) -> Tensor:
-        return (lambda y: F.linear(y, self.side.weight))(self.layers(x))
+def reads_either(self: Any, x: Tensor) -> Tensor:
+    chosen = self.side if len(x) else self.extra["side"]
+    return F.linear(self.layers(x), chosen.weight)
 
 
-class ReadsDictEntry(Bypass):
-    def forward(self, x: Tensor) -> Tensor:
-        for _, side in self.extra.items():
-            x = F.linear(x, side.weight)
-        return self.side(self.layers(x))
+def reads_in_closure(self: Any, x: Tensor) -> Tensor:
+    return (lambda y: F.linear(y, self.side.weight))(self.layers(x))
 
 
-class CallsForward(Bypass):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.side.forward(self.layers(x))
+def reads_dict_items(self: Any, x: Tensor) -> Tensor:
+    for _, side in self.extra.items():
+        x = F.linear(x, side.weight)
+    return self.side(self.layers(x))
 
 
-class CallsInsideBlock(Bypass):
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer[1](layer[0](x)) + number
-        return self.side(x)
+def reads_dict_values(self: Any, x: Tensor) -> Tensor:
+    sides = [F.linear(x, side.weight) for side in self.extra.values()]
+    return self.side(self.layers(sides[0]))
 
 
-class CallsInsideFirst(Bypass):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first[0](x)
-        for layer, _ in zip(self.layers[1:], range(9), strict=False):
-            x = layer(x)
-        return self.side(x)
+def calls_forward(self: Any, x: Tensor) -> Tensor:
+    return self.side.forward(self.layers(x))
 
 
-class CheckpointsParts(Bypass):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer[0], x, use_reentrant=False)
-        return checkpoint_sequential(self.layers[1], 2, self.side(x), use_reentrant=False)
+def calls_other_method(self: Any, x: Tensor) -> Tensor:
+    return self.side(self.layers(self.layers[3].first_only(x)))
 
 
-class Careful(Bypass):
-    """Looks at weights in ways that a sharded model allows."""
+def calls_inside(self: Any, x: Tensor) -> Tensor:
+    for number, layer in enumerate(self.layers):
+        x = layer[1](layer[0](x)) + number
+    return self.side(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.side.weight.dtype)
-        if self.side.bias is not None and self.layers[0][0].weight.device == x.device:
-            x = checkpoint(self.layers, x, use_reentrant=False)
-        for layer in self.layers:
-            x = layer(x)
-        return self.side(x)
+
+def calls_inside_listed(self: Any, x: Tensor) -> Tensor:
+    layers = list(self.layers)
+    for layer in reversed(layers):
+        x = layer[0](x)
+    return self.side(x)
+
+
+def calls_inside_one(self: Any, x: Tensor) -> Tensor:
+    x = self.first[0](x)
+    for layer, _ in zip(self.layers[1:], range(9), strict=False):
+        x = layer(x)
+    return self.side(x)
+
+
+def calls_inside_some(self: Any, x: Tensor) -> Tensor:
+    for _, layer in zip(range(4), self.layers, strict=False):
+        x = layer[-1](x)
+    return self.side(x)
+
+
+def calls_slice(self: Any, x: Tensor) -> Tensor:
+    return self.side(self.layers[:2](x))
+
+
+def checkpoints_inside(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers:
+        x = checkpoint(layer[0], x, use_reentrant=False)
+    return self.side(x)
+
+
+def checkpoints_elements(self: Any, x: Tensor) -> Tensor:
+    return self.side(checkpoint_sequential(self.layers[1], 2, self.layers(x), use_reentrant=False))
+
+
+def is_careful(self: Any, x: Tensor) -> Tensor:
+    """Looks at weights only in ways that a sharded model allows."""
+    x = x.to(self.side.weight.dtype)
+    if self.side.bias is not None and self.layers[0][0].weight.device == x.device:
+        x = checkpoint(self.layers, x, use_reentrant=False)
+    for layer in self.layers:
+        x = layer(x)
+    return self.side(x)
 
 
 LAYERS = [f"layers.{k}" for k in range(4)]
-BYPASSES: list[tuple[type[Bypass], set[str]]] = [
-    (ReadsChild, {"side"}),
-    (ReadsThroughName, {"side"}),
-    (ReadsThroughMethod, {"side"}),
-    (ReadsThroughGetter, {"side"}),
-    (ReadsInSuper, {"side"}),
-    (ReadsInClosure, {"side"}),
-    (ReadsDictEntry, {"extra.side"}),
-    (CallsForward, {"side"}),
-    (CallsInsideBlock, set(LAYERS)),
-    (CallsInsideFirst, {"layers.0"}),
-    (CheckpointsParts, set(LAYERS)),
-    (Careful, set()),
+BYPASSES: list[tuple[Callable[..., Tensor], set[str]]] = [
+    (reads_child, {"side"}),
+    (reads_through_names, {"side", "extra.side"}),
+    (reads_through_method, {"side"}),
+    (reads_through_getter, {"side"}),
+    (reads_through_getattr, {"side"}),
+    (reads_either, {"side", "extra.side"}),
+    (reads_in_closure, {"side"}),
+    (reads_dict_items, {"extra.side"}),
+    (reads_dict_values, {"extra.side"}),
+    (calls_forward, {"side"}),
+    (calls_other_method, {"layers.3"}),
+    (calls_inside, set(LAYERS)),
+    (calls_inside_listed, set(LAYERS)),
+    (calls_inside_one, {"layers.0"}),
+    (calls_inside_some, set(LAYERS)),
+    (calls_slice, {"layers"}),
+    (checkpoints_inside, set(LAYERS)),
+    (checkpoints_elements, {"layers.1"}),
+    (is_careful, set()),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:auto_wrap_policy")
-@pytest.mark.parametrize(("kind", "spared"), BYPASSES)
+@pytest.mark.parametrize(("forward", "reached"), BYPASSES)
 def test_modules_that_are_reached_through_are_no_units(
-    kind: type[Bypass], spared: set[str]
+    forward: Callable[..., Tensor], reached: set[str]
 ) -> None:
-    model = kind()
-    found = set(names(plan_units(model)))
-    assert not found & spared
-    assert {"side", "extra.side", *LAYERS} - spared <= found
-    assert uses_while_sharded(plan_units(model), torch.randn(2, 8)) == []
-    if spared:  # the check above can fail: it does when those are units after all
-        careless = plan_units(
-            model, lambda module: any(module is model.get_submodule(name) for name in spared)
-        )
+    model = type("Model", (Bypass,), {"forward": forward})()
+    bypassed = bypassed_modules(model.modules())
+    candidates = {"side", "extra.side", *LAYERS}
+    found = {name for name in candidates if id(model.get_submodule(name)) in bypassed}
+    assert found == reached - {"layers"}
+    assert ("layers" in reached) <= (id(model.layers) in bypassed)
+    units = plan_units(model)
+    assert not set(names(units)) & reached
+    assert uses_while_sharded(units, torch.randn(2, 8)) == []
+    if reached:  # if those were units after all, the line above would have failed
+        wrong = {id(model.get_submodule(name)) for name in reached}
+        careless = plan_units(model, lambda module: id(module) in wrong)
         assert uses_while_sharded(careless, torch.randn(2, 8)) != []
+
+
+def test_an_inherited_forward_is_read_too() -> None:
+    class Base(Bypass):
+        forward = reads_child
+
+    class Derived(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    model = Derived()
+    units = plan_units(model)
+    assert "side" not in names(units)
+    assert uses_while_sharded(units, torch.randn(2, 8)) == []
+
+
+def test_a_traced_forward_is_read_too() -> None:
+    traced = fx.symbolic_trace(type("Model", (Bypass,), {"forward": reads_child})())
+    units = plan_units(traced)
+    assert "side" not in names(units)
+    assert len(units) > 1
+    assert uses_while_sharded(units, torch.randn(2, 8)) == []
 
 
 def test_blocks_that_are_reached_through_are_reported() -> None:

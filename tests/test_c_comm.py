@@ -1,9 +1,9 @@
 """The transports in C, with real processes (tests/c/test_comm_*.c): shm, its failures, c10d, self.
 
 The one idea: a transport is libc only (the process group below c10d is played by shm), so each test
-forks its ranks in a small program that the compiler makes in a second, plain and sanitized. In those
-programs ranks come late, come in any order, get killed and disagree, which Python's ranks cannot do
-at will. What torch's own process groups do is in test_transports.py.
+forks its ranks in a small program that the compiler makes in a second, plain and sanitized. There,
+ranks come late, come in any order, get killed and disagree, which Python's ranks cannot do at will.
+What torch's own process groups do is in test_transports.py.
 """
 
 import os
@@ -34,32 +34,28 @@ def cases() -> list:
     """Every test of every program, in every build that tells something about it."""
     found = []
     for program in PROGRAMS:
-        for name, fields in TEST.findall((ROOT / "tests" / "c" / f"{program}.c").read_text()):
-            slow = ".slow = true" in fields
-            for build in BUILDS:
-                if build == "threads" and "thread" not in name:
-                    continue
-                if build == "sanitized" and slow:
+        text = (ROOT / "tests" / "c" / f"{program}.c").read_text()
+        for build in BUILDS:
+            for name, fields in TEST.findall(text):
+                slow = ".slow = true" in fields
+                if (build == "threads" and "thread" not in name) or (build == "sanitized" and slow):
                     continue
                 marks = [pytest.mark.slow] if slow else []
-                found.append(pytest.param(program, build, name, marks=marks))
+                case = f"{program}-{build}-{name}"
+                found.append(pytest.param((program, build), name, marks=marks, id=case))
     return found
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """Compiled programs by name and build; filled by the tests."""
-    return {("", ""): tmp_path_factory.mktemp("comm")}
-
-
-def program_of(programs: dict[tuple[str, str], Path], name: str, build: str) -> Path:
-    """The program, compiled when it is first asked for."""
-    if (name, build) not in programs:
-        target = programs["", ""] / f"{name}_{build}"
-        sources = [ROOT / "tests" / "c" / f"{name}.c"]
-        sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
-        programs[name, build] = compile_c(target, sources, BUILDS[build])
-    return programs[name, build]
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled program of (name, build)."""
+    name, build = request.param
+    folder = tmp_path_factory.mktemp(name)
+    if build == "threads":
+        skip_without_thread_sanitizer(folder)
+    sources = [ROOT / "tests" / "c" / f"{name}.c"]
+    sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
+    return compile_c(folder / f"{name}_{build}", sources, BUILDS[build])
 
 
 def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
@@ -70,19 +66,16 @@ def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(("program", "build", "name"), cases())
-def test_in_c(
-    programs: dict[tuple[str, str], Path], program: str, build: str, name: str
-) -> None:
-    if build == "threads":
-        skip_without_thread_sanitizer(programs[("", "")])
-    done = run(program_of(programs, program, build), name)
+@pytest.mark.parametrize(("program", "name"), cases(), indirect=["program"], scope="module")
+def test_in_c(program: Path, name: str) -> None:
+    done = run(program, name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"^{name} +\d ranks  ok", done.stdout, re.MULTILINE)
 
 
-def test_program_knows_what_it_does_not_have(programs: dict[tuple[str, str], Path]) -> None:
-    assert run(program_of(programs, "test_comm_shm", "release"), "no_such_test").returncode == 2
+@pytest.mark.parametrize("program", [("test_comm_shm", "release")], indirect=True, scope="module")
+def test_program_knows_what_it_does_not_have(program: Path) -> None:
+    assert run(program, "no_such_test").returncode == 2
 
 
 def skip_without_thread_sanitizer(folder: Path) -> None:

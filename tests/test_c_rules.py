@@ -18,14 +18,14 @@ FILES = sorted(
     path
     for folder in ("csrc", "cuda")
     for path in (ROOT / folder).glob("*")
-    if path.suffix in (".c", ".h", ".cpp", ".cu", ".cuh")
+    if path.suffix in (".c", ".h", ".cpp", ".hpp", ".cu", ".cuh")
 )
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 MAX_FILE_LINES = 450
 
-SEES_PYTHON = ("py_*.c", "py_*.h", "*_py.h", "torch_*.cpp")
-SEES_TORCH = ("torch_*.cpp",)
+SEES_TORCH = ("torch_*.cpp", "torch_*.hpp")
+SEES_PYTHON = ("py_*.c", "py_*.h", "*_py.h", *SEES_TORCH)
 
 Rule = Callable[[str, str], list[str]]
 
@@ -158,14 +158,14 @@ def _is(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def torch_stays_in_the_shim(name: str, text: str) -> list[str]:
-    """Only torch_*.cpp includes torch, ATen and c10."""
+    """Only the shim, torch_*.cpp and .hpp, includes torch, ATen and c10."""
     if _is(name, SEES_TORCH):
         return []
     return [f"includes {inc}" for inc in includes_of(text) if re.match(r"(torch|ATen|c10)/", inc)]
 
 
 def python_stays_in_the_binding(name: str, text: str) -> list[str]:
-    """Only py_*.c, the headers for them and torch_*.cpp include Python.h, directly or not."""
+    """Only py_*.c, the headers for them and the shim include Python.h, directly or not."""
     if _is(name, SEES_PYTHON):
         return []
     found = [inc for inc in includes_of(text) if inc == "Python.h" or _is(inc, SEES_PYTHON)]
@@ -245,8 +245,8 @@ def files_say_what_they_are(name: str, text: str) -> list[str]:
 
 def headers_are_commented(name: str, text: str) -> list[str]:
     """In headers, functions have a comment above (one may stand for lines without a gap), types one
-    above, beside or inside."""
-    if not name.endswith((".h", ".cuh")):
+    above, beside or inside. A class's members are its own affair."""
+    if not name.endswith((".h", ".hpp", ".cuh")):
         return []
     lines = text.splitlines()
     complaints, covered = [], -1  # covered: the last line that a comment above speaks for
@@ -258,7 +258,8 @@ def headers_are_commented(name: str, text: str) -> list[str]:
         is_type = bool(item.body) and "(" not in item.head and "=" not in item.head
         is_function = "(" in item.head and not re.match(r"_Static_assert|typedef", item.head)
         silent = covered != item.last and not (is_type and re.search(r"/\*|//", own))
-        if (is_type or is_function) and silent:
+        member = any(re.match("class|struct", scope) for scope in item.scopes)
+        if (is_type or is_function) and silent and not member:
             complaints.append(f"line {item.first}: no comment above `{item.head[:60]}`")
     return complaints
 

@@ -75,16 +75,20 @@ def test_two_ranks_have_the_bits_of_ddp(pool2, name, optimizer):
         assert not any(found.values()), f"rank {rank}: {found}"
 
 
+def relative(a, b):
+    """The largest difference, in units of b's size or of 1 where b is smaller."""
+    a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    return float(((a - b).abs() / b.abs().clamp(min=1)).max()) if b.numel() else 0.0
+
+
 def distances_from_ddp(name, optimizer):
     """({combination: what differs from the first combination}, largest distance from DDP)."""
     losses, state = train_by_ddp(name, optimizer)
     first, *others = COMBINATIONS
     our_losses, ours = train_sharded(name, optimizer, first)
     assert ours.keys() == state.keys()
-    distance = max(abs(a - b) for a, b in zip(losses, our_losses, strict=True))
-    for key, value in ours.items():
-        if value.numel():
-            distance = max(distance, float((value.double() - state[key].double()).abs().max()))
+    distance = max(relative(ours[key], value) for key, value in state.items())
+    distance = max(distance, relative(our_losses, losses))
     found = {}
     for combination in others:
         more_losses, more = train_sharded(name, optimizer, combination)

@@ -107,7 +107,9 @@ count: int = units[0].summary()  # error: assignment
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is a tool of `make lint`")
+@pytest.mark.skipif(
+    importlib.util.find_spec("mypy") is None, reason="mypy is a tool of `make lint`"
+)
 def test_mypy_knows_the_public_names(tmp_path: Path) -> None:
     script = tmp_path / "user.py"
     script.write_text(USER)

@@ -16,11 +16,11 @@ import ast
 import functools
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 
-from torch import fx, nn
+from torch import nn
 
 Path = tuple[str, ...]
 
@@ -77,10 +77,6 @@ class _Follower:
         self._seen: set[tuple[object, ...]] = set()
 
     def start(self, module: nn.Module) -> None:
-        if isinstance(module, fx.GraphModule):
-            for use in _graph_uses(module):
-                self._follow(module, use.path, use.called, ())
-            return
         own = _function(module.__dict__.get("forward"))
         for function in [own] if own else _methods(module, "forward")[:1]:
             self._enter(module, function, ())
@@ -188,12 +184,6 @@ def _function(value: object) -> FunctionType | None:
         value = value.__func__
     value = inspect.unwrap(value) if isinstance(value, FunctionType) else value
     return value if isinstance(value, FunctionType) else None
-
-
-def _graph_uses(module: fx.GraphModule) -> Iterator[_Use]:
-    for node in module.graph.nodes:
-        if node.op in ("call_module", "get_attr"):
-            yield _Use(tuple(str(node.target).split(".")), node.op == "call_module")
 
 
 def _uses_of(function: FunctionType) -> _Uses:

@@ -59,7 +59,10 @@ class Unit:
         strategy: str,
         names: list[str],
         tensors: list[nn.Parameter],
+        places: list[tuple[int, dict[str, nn.Parameter | None], str]],
     ) -> Unit: ...
+    @classmethod
+    def check(cls, name: str, names: list[str], tensors: list[nn.Parameter], /) -> None: ...
     @property
     def name(self) -> str: ...
     @property

@@ -83,19 +83,20 @@ def comm_for(group: Any | None, transport: str | None, timeout: float | None) ->
     wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
     if wanted not in TRANSPORTS:
         raise ValueError(f"unknown transport {wanted!r}; there are {', '.join(TRANSPORTS)}")
+    seconds = _check_timeout(timeout)
     if group is None:
         return _comm_alone()
     _drop_dead_entries()
     entry = _entries.get((id(group), wanted))
     if entry is None:
-        entry = _Entry(group, _connect(group, wanted, _timeout_of(group, timeout)))
+        entry = _Entry(group, _connect(group, wanted, _timeout_of(group, seconds)))
         _entries[(id(group), wanted)] = entry
         if entry.comm.transport != wanted:  # "auto": the forced name means the same from now on
             _entries.setdefault((id(group), entry.comm.transport), entry)
         elif (id(group), "auto") not in _entries:
             _entries[(id(group), "auto")] = entry
     elif timeout is not None:
-        entry.comm.set_timeout(timeout)
+        entry.comm.set_timeout(float(timeout))
     return entry.comm
 
 
@@ -112,18 +113,25 @@ def _drop_dead_entries() -> None:
         del _entries[key]
 
 
+def _check_timeout(timeout: float | None) -> float | None:
+    """Seconds from the argument or ZSHARD_TIMEOUT; None where neither is given."""
+    name, value = "timeout", timeout
+    if value is None and os.environ.get("ZSHARD_TIMEOUT"):
+        name, value = "ZSHARD_TIMEOUT", os.environ["ZSHARD_TIMEOUT"]  # type: ignore[assignment]
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is no number of seconds") from None
+    if not seconds > 0:
+        raise ValueError(f"{name}={value!r} must be a positive number of seconds")
+    return seconds
+
+
 def _timeout_of(group: Any, timeout: float | None) -> float:
-    if timeout is None and os.environ.get("ZSHARD_TIMEOUT"):
-        try:
-            timeout = float(os.environ["ZSHARD_TIMEOUT"])
-        except ValueError:
-            raise ValueError(
-                f"ZSHARD_TIMEOUT={os.environ['ZSHARD_TIMEOUT']!r} is no number of seconds"
-            ) from None
     if timeout is not None:
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
-        return float(timeout)
+        return timeout
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     limit = getattr(options, "_timeout", None)
     return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0

@@ -311,12 +311,19 @@ def _wrap(
 ) -> nn.Module:
     engine = _core.Engine(comm, type(module).__name__)
     inner = [state.unit for _, state in _units(module)]
+    for spec in specs:  # all of them first: a model that is refused stays as it was
+        _core.Unit.check(spec.name, _names(spec), [ref.param for ref in spec.params])
+        _class_for(type(spec.module))
     for spec in specs:
-        names = [_join(spec.name, ref.names[0]) for ref in spec.params]
         override = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
         own = strategy if override is None else parse_strategy(override)
         tensors = [ref.param for ref in spec.params]
-        unit = _core.Unit(engine, spec.name, own.value, names, tensors)
+        places = [
+            (i, owner._parameters, attribute)
+            for i, ref in enumerate(spec.params)
+            for owner, attribute in ref.owners
+        ]
+        unit = _core.Unit(engine, spec.name, own.value, _names(spec), tensors, places)
         _install(spec, unit, comm)
     for nested in inner:
         engine.adopt(nested)
@@ -324,6 +331,10 @@ def _wrap(
     if sync_buffers and comm.world > 1:
         engine.sync_buffers(list(module.buffers()))
     return module
+
+
+def _names(spec: UnitSpec) -> list[str]:
+    return [_join(spec.name, ref.names[0]) for ref in spec.params]
 
 
 def _install(spec: UnitSpec, unit: _core.Unit, comm: _core.Comm) -> None:

@@ -62,7 +62,7 @@ static inline size_t slice_start(const test_unit *unit, int f, int r, int world)
 static inline void make_units(rank_env *env, test_unit *units, zs_reduce_mode mode)
 {
     for (int u = 0; u < UNITS; u++) {
-        char name[16];
+        char name[32];
         snprintf(name, sizeof name, "blocks.%d", u);
         units[u] = (test_unit){.slice = {(size_t)(u + 1) * 512, 64}};
         zs_cunit_spec spec = {.name = name, .n_params = PARAMS, .n_slices = SLICES, .mode = mode};

@@ -1,0 +1,106 @@
+/* py_forward.c - the two hooks that nn.Module calls around a unit's forward.
+ *
+ * The one idea: they are plain C methods bound to the unit, so a module's forward pays two C calls and no Python frame.
+ * Backward needs nothing from here: its hooks are C all the way.
+ */
+#include "py_unit.h"
+
+enum { MAX_OUTPUT_DEPTH = 8 }; /* nesting of containers in a forward's output that is searched for tensors */
+
+/* A module's parameter that was replaced by another object would train alone on each rank. */
+static int check_places(const unit_object *self)
+{
+    for (Py_ssize_t i = 0; i < self->n_places; i++) {
+        const param_place *place = &self->places[i];
+        PyObject *now = PyDict_GetItemWithError(place->dict, place->key);
+        if (now == place->param) continue;
+        if (now == NULL && PyErr_Occurred()) return -1;
+        const char *name = self->unit->params[place->index].name;
+        PyErr_Format(PyExc_ValueError,
+                     "parameter '%s' of unit '%s' was %s after FSDP(...), so its values and gradients would no longer be shared; "
+                     "write into the parameter instead (with torch.no_grad(): p.copy_(...)), or change the model before "
+                     "wrapping it",
+                     name, self->unit->name, now == NULL ? "removed" : "replaced by another object");
+        return -1;
+    }
+    return 0;
+}
+
+const char zs_py_pre_forward_doc[] = PyDoc_STR( "pre_forward($self, module, args, /)\n--\n\nForward-pre-hook of the unit's module.");
+
+PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
+{
+    (void)args;
+    (void)n;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit));
+    if (status == ZS_OK && check_places(self) < 0) return NULL;
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+typedef struct output_walk {
+    zs_hook hook;
+    bool hooked; /* an output with history was found */
+} output_walk;
+
+static int hook_outputs(output_walk *walk, PyObject *object, int depth);
+
+static int hook_values(output_walk *walk, PyObject *dict, int depth)
+{
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(dict, &at, &key, &value))
+        if (hook_outputs(walk, value, depth + 1) < 0) return -1;
+    return 0;
+}
+
+/* Dataclasses and plain result objects: their attributes. Modules and classes are no results. */
+static int hook_attributes(output_walk *walk, PyObject *object, int depth)
+{
+    if (PyType_Check(object) || PyCallable_Check(object)) return 0;
+    PyObject *dict = PyObject_GetAttrString(object, "__dict__");
+    if (dict == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    int result = PyDict_Check(dict) ? hook_values(walk, dict, depth) : 0;
+    Py_DECREF(dict);
+    return result;
+}
+
+static int hook_outputs(output_walk *walk, PyObject *object, int depth)
+{
+    if (object == Py_None || depth > MAX_OUTPUT_DEPTH) return 0;
+    if (zs_py_is_tensor(object)) {
+        bool hooked = false;
+        zs_clear_error();
+        if (zs_py_hook_before_backward(object, &walk->hook, &hooked) != ZS_OK) {
+            zs_py_raise(NULL);
+            return -1;
+        }
+        walk->hooked |= hooked;
+        return 0;
+    }
+    if (PyTuple_Check(object) || PyList_Check(object)) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++)
+            if (hook_outputs(walk, PySequence_Fast_GET_ITEM(object, i), depth + 1) < 0) return -1;
+        return 0;
+    }
+    if (PyDict_Check(object)) return hook_values(walk, object, depth);
+    if (PyUnicode_Check(object) || PyLong_Check(object) || PyFloat_Check(object)) return 0;
+    return hook_attributes(walk, object, depth);
+}
+
+const char zs_py_post_forward_doc[] = PyDoc_STR( "post_forward($self, module, args, output, /)\n--\n\nForward-hook of the unit's module; called even "
+                                    "if the forward raised (output is then None).");
+
+PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
+{
+    output_walk walk = {.hook = zs_engine_backward_hook(self->unit)};
+    if (zs_grad_mode() && n > 2 && hook_outputs(&walk, args[2], 0) < 0) return NULL;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_post_forward(self->unit, walk.hooked));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}

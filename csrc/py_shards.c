@@ -1,0 +1,88 @@
+/* py_shards.c - questions about tensors: is this a shard, whose gradient is that?
+ *
+ * The one idea: a tensor is known by the block of memory it lies on, which names its unit; no registry has to be kept.
+ */
+#include "py_unit.h"
+
+PyObject *zs_py_describe_param(const zs_unit *unit, const zs_param *param)
+{
+    PyObject *shape = PyTuple_New(param->ndim);
+    if (shape == NULL) return NULL;
+    for (int d = 0; d < param->ndim; d++) {
+        PyObject *size = PyLong_FromLongLong(param->sizes[d]);
+        if (size == NULL) {
+            Py_DECREF(shape);
+            return NULL;
+        }
+        PyTuple_SET_ITEM(shape, d, size);
+    }
+    return Py_BuildValue("{s:s,s:s,s:N,s:L,s:L}", "name", param->name, "unit", unit->name, "shape", shape, "begin",
+                         (long long)param->owned.begin, "numel", (long long)param->owned.numel);
+}
+
+/* The unit that uses the memory under a tensor in `role`; NULL without exception if none does. */
+static zs_unit *user_of(PyObject *object, zs_mem_role role, zs_tensor **handle)
+{
+    zs_clear_error();
+    if (zs_py_tensor(object, handle) != ZS_OK) {
+        zs_py_raise(NULL);
+        return NULL;
+    }
+    const zs_mem *mem = zs_tensor_mem(*handle);
+    return mem != NULL && mem->role == role ? mem->user : NULL;
+}
+
+PyDoc_STRVAR(shard_info_doc, "shard_info($module, tensor, /)\n--\n\nFacts of a sharded parameter as Unit.param() gives them, or None for any other "
+                             "tensor.");
+
+static PyObject *shard_info(PyObject *module, PyObject *object)
+{
+    (void)module;
+    zs_tensor *handle = NULL;
+    zs_unit *unit = user_of(object, ZS_MEM_SHARD, &handle);
+    PyObject *result = NULL;
+    for (int64_t i = 0; unit != NULL && result == NULL && i < unit->n_params; i++) {
+        if (!zs_tensor_same(unit->params[i].tensor, handle)) continue;
+        result = zs_py_describe_param(unit, &unit->params[i]);
+        if (result == NULL) break;
+    }
+    zs_tensor_free(handle);
+    if (result == NULL && !PyErr_Occurred()) Py_RETURN_NONE;
+    return result;
+}
+
+PyDoc_STRVAR(is_shard_doc, "is_shard($module, tensor, /)\n--\n\nDoes the tensor lie on a unit's shard (or its mapped full buffer)?");
+
+static PyObject *is_shard(PyObject *module, PyObject *object)
+{
+    (void)module;
+    zs_tensor *handle = NULL;
+    bool found = user_of(object, ZS_MEM_SHARD, &handle) != NULL;
+    zs_tensor_free(handle);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(found);
+}
+
+PyDoc_STRVAR(grad_owner_doc, "grad_owner($module, tensor, /)\n--\n\nThe Engine whose grad shard the tensor lies on, or None.");
+
+static PyObject *grad_owner(PyObject *module, PyObject *object)
+{
+    (void)module;
+    zs_tensor *handle = NULL;
+    zs_unit *unit = user_of(object, ZS_MEM_GRAD_SHARD, &handle);
+    zs_tensor_free(handle);
+    if (PyErr_Occurred()) return NULL;
+    if (unit == NULL) Py_RETURN_NONE;
+    return zs_py_engine_wrap(unit->engine);
+}
+
+static PyMethodDef functions[] = {
+    {"shard_info", shard_info, METH_O, shard_info_doc},
+    {"is_shard", is_shard, METH_O, is_shard_doc},
+    {"grad_owner", grad_owner, METH_O, grad_owner_doc},
+    {0},
+};
+
+int zs_py_shards_init(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

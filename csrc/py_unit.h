@@ -1,0 +1,33 @@
+/* py_unit.h - the object behind _core.Unit, for the binding files that share it. */
+#ifndef ZS_PY_UNIT_H
+#define ZS_PY_UNIT_H
+
+#include "py_util.h"
+
+/* Where a module keeps a parameter. */
+typedef struct param_place {
+    PyObject *dict;  /* the module's _parameters; owned reference */
+    PyObject *key;   /* owned reference */
+    PyObject *param; /* what stood there at wrap time; owned reference */
+    int64_t index;   /* which parameter of the unit */
+} param_place;
+
+typedef struct unit_object {
+    PyObject_HEAD
+    zs_unit *unit;       /* counted reference */
+    param_place *places; /* [n_places] owned */
+    Py_ssize_t n_places;
+} unit_object;
+
+/* Methods of _core.Unit that nn.Module calls around a forward (METH_FASTCALL). */
+PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n);
+PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_t n);
+
+/* Their docstrings. */
+extern const char zs_py_pre_forward_doc[];
+extern const char zs_py_post_forward_doc[];
+
+/* New dict of facts of a parameter: name, unit, whole shape, begin and numel of what this rank owns. */
+PyObject *zs_py_describe_param(const zs_unit *unit, const zs_param *param);
+
+#endif

@@ -1,0 +1,224 @@
+// torch_autograd.cpp - gradients and hooks: the part of tensor.h that is autograd's.
+//
+// Hooks run on autograd's threads without the GIL and keep a counted reference to their context. When one fails, the
+// raiser that the binding registered makes the Python exception, and it leaves through autograd as a python_error, so that
+// backward() raises it unchanged.
+#include "torch_internal.hpp"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+
+namespace {
+
+namespace ag = torch::autograd;
+using zs::guarded;
+
+void (*raise_from_record)(void) = nullptr;
+
+// A counted reference to the hook's context.
+class HookRef {
+  public:
+    explicit HookRef(const zs_hook &hook) : hook_(hook) { hook_.retain(hook_.ctx); }
+    HookRef(const HookRef &other) : hook_(other.hook_) { hook_.retain(hook_.ctx); }
+    HookRef &operator=(const HookRef &) = delete;
+    ~HookRef() { hook_.release(hook_.ctx); }
+
+    bool same_as(const zs_hook &other) const { return hook_.ctx == other.ctx && hook_.arg == other.arg; }
+
+    void run() const
+    {
+        zs_clear_error();
+        if (hook_.call(hook_.ctx, hook_.arg) == ZS_OK) return;
+        PyGILState_STATE gil = PyGILState_Ensure();
+        if (!PyErr_Occurred()) raise_from_record();
+        python_error error;
+        error.persist();
+        PyGILState_Release(gil);
+        throw error;
+    }
+
+  private:
+    zs_hook hook_;
+};
+
+struct BeforeBackward final : ag::FunctionPreHook {
+    explicit BeforeBackward(const zs_hook &hook) : ref(hook) {}
+    ag::variable_list operator()(const ag::variable_list &grads) override
+    {
+        ref.run();
+        return grads;
+    }
+    HookRef ref;
+};
+
+// torch has one slot per tensor for this kind of hook; a user's goes on living in `users`.
+struct GradReady final : ag::PostAccumulateGradHook {
+    GradReady(const zs_hook &hook, std::unique_ptr<ag::PostAccumulateGradHook> users_)
+        : ref(hook), users(std::move(users_))
+    {
+    }
+    void operator()(const ag::Variable &) override { ref.run(); }
+    HookRef ref;
+    std::unique_ptr<ag::PostAccumulateGradHook> users;
+};
+
+GradReady *our_hook(const at::Tensor &tensor)
+{
+    if (ag::impl::get_autograd_meta(tensor) == nullptr) return nullptr;
+    return dynamic_cast<GradReady *>(ag::impl::post_acc_grad_hooks(tensor).get());
+}
+
+at::ScalarType scalar_type_of(zs_dtype dtype, at::ScalarType otherwise)
+{
+    switch (dtype) {
+    case ZS_F32:
+        return at::kFloat;
+    case ZS_F64:
+        return at::kDouble;
+    case ZS_BF16:
+        return at::kBFloat16;
+    case ZS_F16:
+        return at::kHalf;
+    default:
+        return otherwise;
+    }
+}
+
+void copy_elements(void *dst, const at::Tensor &src, at::IntArrayRef sizes, at::ScalarType type, bool add)
+{
+    if (!add && zs::plain_dense(src) && src.scalar_type() == type) {
+        zs::copy_bytes(dst, src.const_data_ptr(), src.nbytes());
+        return;
+    }
+    at::NoGradGuard no_grad;
+    at::Tensor target = at::from_blob(dst, sizes, at::TensorOptions().dtype(type));
+    const bool sparse = src.layout() != at::kStrided;
+    if (sparse && !add) target.zero_();
+    if (sparse || add) {
+        target.add_(src);
+    } else {
+        target.copy_(src);
+    }
+}
+
+} // namespace
+
+extern "C" {
+
+// --- gradients -----------------------------------------------------------------------------------------------------------
+
+zs_status zs_grad_describe(const zs_tensor *handle, zs_grad_info *info)
+{
+    return guarded("zs_grad_describe", [&] {
+        const at::Tensor &grad = handle->tensor.grad();
+        *info = zs_grad_info{};
+        if (!grad.defined()) return ZS_OK;
+        info->defined = true;
+        info->dtype = zs::dtype_of(grad.scalar_type());
+        info->numel = grad.numel();
+        info->dense = zs::plain_dense(grad);
+        if (info->dense) info->data = grad.data_ptr();
+        return ZS_OK;
+    });
+}
+
+zs_status zs_grad_copy(const zs_tensor *handle, void *dst, zs_dtype dtype, bool add)
+{
+    return guarded("zs_grad_copy", [&] {
+        const at::Tensor &grad = handle->tensor.grad();
+        copy_elements(dst, grad, handle->tensor.sizes(), scalar_type_of(dtype, grad.scalar_type()), add);
+        return ZS_OK;
+    });
+}
+
+void zs_grad_set(zs_tensor *handle, const zs_tensor *grad)
+{
+    handle->tensor.mutable_grad() = grad == nullptr ? at::Tensor() : grad->tensor;
+}
+
+bool zs_grad_is(const zs_tensor *handle, const zs_tensor *grad)
+{
+    return handle->tensor.grad().is_same(grad->tensor);
+}
+
+// --- hooks -----------------------------------------------------------------------------------------------------------------
+
+zs_status zs_hook_grad_ready(zs_tensor *handle, const zs_hook *hook)
+{
+    return guarded("zs_hook_grad_ready", [&] {
+        const at::Tensor &tensor = handle->tensor;
+        GradReady *ours = our_hook(tensor);
+        if (ours != nullptr && ours->ref.same_as(*hook)) return ZS_OK;
+        std::unique_ptr<ag::PostAccumulateGradHook> users;
+        if (ours != nullptr) {
+            users = std::move(ours->users);
+        } else if (ag::impl::get_autograd_meta(tensor) != nullptr) {
+            users = std::move(ag::impl::post_acc_grad_hooks(tensor));
+        }
+        ag::impl::set_post_acc_grad_hooks(tensor, std::make_unique<GradReady>(*hook, std::move(users)));
+        return ZS_OK;
+    });
+}
+
+void zs_hook_grad_remove(zs_tensor *handle)
+{
+    GradReady *ours = our_hook(handle->tensor);
+    if (ours == nullptr) return;
+    std::unique_ptr<ag::PostAccumulateGradHook> users = std::move(ours->users);
+    ag::impl::set_post_acc_grad_hooks(handle->tensor, std::move(users));
+}
+
+bool zs_hook_has_users(const zs_tensor *handle)
+{
+    GradReady *ours = our_hook(handle->tensor);
+    return ours != nullptr && ours->users != nullptr;
+}
+
+zs_status zs_hook_run_users(zs_tensor *handle)
+{
+    return guarded("zs_hook_run_users", [&] {
+        GradReady *ours = our_hook(handle->tensor);
+        if (ours != nullptr && ours->users != nullptr) (*ours->users)(handle->tensor);
+        return ZS_OK;
+    });
+}
+
+zs_status zs_hook_backward_end(const zs_hook *hook)
+{
+    return guarded("zs_hook_backward_end", [&] {
+        HookRef ref(*hook);
+        ag::Engine::get_default_engine().queue_callback([ref] { ref.run(); });
+        return ZS_OK;
+    });
+}
+
+bool zs_in_backward(void)
+{
+    return ag::get_current_graph_task_id() != -1;
+}
+
+bool zs_grad_mode(void)
+{
+    return at::GradMode::is_enabled();
+}
+
+void zs_py_set_raiser(void (*raise)(void))
+{
+    raise_from_record = raise;
+}
+
+zs_status zs_py_hook_before_backward(PyObject *object, const zs_hook *hook, bool *hooked)
+{
+    return guarded("zs_py_hook_before_backward", [&] {
+        const auto &node = THPVariable_Unpack(object).grad_fn();
+        *hooked = node != nullptr;
+        if (node) node->add_pre_hook(std::make_unique<BeforeBackward>(*hook));
+        return ZS_OK;
+    });
+}
+}

@@ -1,0 +1,100 @@
+// torch_internal.hpp - what the C++ files of the shim share: the handles, and how an exception becomes a status.
+#ifndef ZS_TORCH_INTERNAL_HPP
+#define ZS_TORCH_INTERNAL_HPP
+
+#include <torch/csrc/python_headers.h>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <cstring>
+#include <optional>
+
+extern "C" {
+#include "tensor_py.h"
+}
+
+// A weak handle keeps only torch's weak count; its `tensor` is a borrowed pointer, given up uncounted at the end.
+struct zs_tensor {
+    explicit zs_tensor(at::Tensor strong) : tensor(std::move(strong)) {}
+    explicit zs_tensor(c10::weak_intrusive_ptr<at::TensorImpl> target)
+        : tensor(c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>::reclaim(target._unsafe_get_target())),
+          weak(std::move(target))
+    {
+    }
+    zs_tensor(const zs_tensor &) = delete;
+    zs_tensor &operator=(const zs_tensor &) = delete;
+    ~zs_tensor()
+    {
+        if (weak) tensor.unsafeReleaseIntrusivePtr().release();
+    }
+
+    at::Tensor tensor;
+    std::optional<c10::weak_intrusive_ptr<at::TensorImpl>> weak;
+};
+
+struct zs_storage {
+    c10::Storage storage;
+};
+
+namespace zs {
+
+inline zs_status fail_torch(const char *where, const char *what)
+{
+    return zs_fail_at(where, 0, ZS_ERR_TORCH, "%s", what);
+}
+
+// Runs `body`, turning any exception into a status. A python_error is left set as the current Python exception.
+template <typename Body> zs_status guarded(const char *where, Body body) noexcept
+{
+    try {
+        return body();
+    } catch (python_error &error) {
+        PyGILState_STATE gil = PyGILState_Ensure();
+        error.restore();
+        PyGILState_Release(gil);
+        return fail_torch(where, "a Python exception was raised");
+    } catch (const c10::Error &error) {
+        return fail_torch(where, error.what_without_backtrace());
+    } catch (const std::exception &error) {
+        return fail_torch(where, error.what());
+    } catch (...) {
+        return fail_torch(where, "unknown C++ exception");
+    }
+}
+
+inline zs_dtype dtype_of(at::ScalarType type)
+{
+    switch (type) {
+    case at::kFloat:
+        return ZS_F32;
+    case at::kDouble:
+        return ZS_F64;
+    case at::kBFloat16:
+        return ZS_BF16;
+    case at::kHalf:
+        return ZS_F16;
+    default:
+        return ZS_BYTES;
+    }
+}
+
+inline bool plain_dense(const at::Tensor &tensor)
+{
+    return tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_contiguous();
+}
+
+// Large copies are split over torch's threads: one core does not reach the machine's memory bandwidth.
+inline void copy_bytes(void *dst, const void *src, size_t bytes)
+{
+    constexpr int64_t grain = 1 << 20;
+    at::parallel_for(0, static_cast<int64_t>(bytes), grain, [&](int64_t begin, int64_t end) {
+        memcpy(static_cast<char *>(dst) + begin, static_cast<const char *>(src) + begin,
+               static_cast<size_t>(end - begin));
+    });
+}
+
+} // namespace zs
+
+#endif

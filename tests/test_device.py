@@ -1,0 +1,207 @@
+"""device_cpu.c against torch: sums in rank order, norms, scaling; every dtype and instruction set.
+
+The one idea: the file needs nothing of torch but zs_parallel_for, so the compiler alone can build
+it (with UndefinedBehaviorSanitizer too) and ctypes can call it on a tensor's memory. The oracle is
+the contract of device.h, one rounding after the other, in torch.
+"""
+
+import ctypes
+import math
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = [
+    *(ROOT / "csrc" / name for name in ("device_cpu.c", "simd.c", "memory.c", "status.c")),
+    ROOT / "tests" / "c" / "serial_parallel_for.c",
+]
+STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"]
+FLAGS = ["-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off"]
+BUILDS = {
+    "base": ["-O3"],
+    "avx2": ["-O3"],
+    "avx512": ["-O3"],
+    "sanitized": ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"],
+}
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+LENGTHS = [0, 1, 31, 32, 1023, 1024, 1025, 100_003]
+
+
+class Sum(ctypes.Structure):
+    """zs_sum."""
+
+    _fields_ = (
+        ("src", ctypes.POINTER(ctypes.c_void_p)),
+        ("world", ctypes.c_int),
+        ("dst", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("dtype", ctypes.c_int),
+        ("scale", ctypes.c_double),
+        ("accumulate", ctypes.c_bool),
+    )
+
+
+class Device:
+    """The functions of device.h, on tensors."""
+
+    def __init__(self, library: Path) -> None:
+        self._lib = ctypes.CDLL(str(library))
+        self._lib.zs_device_norm.restype = ctypes.c_double
+
+    def sum(self, sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> None:
+        pointers = [None if s is None else s.data_ptr() for s in sources]
+        array = (ctypes.c_void_p * len(pointers))(*pointers)
+        dtype = DTYPES[dst.dtype]
+        job = Sum(array, len(pointers), dst.data_ptr(), dst.numel(), dtype, scale, add)
+        self._lib.zs_device_sum(ctypes.byref(job))
+
+    def norm(self, x: Tensor, p: float) -> float:
+        numel = ctypes.c_int64(x.numel())
+        pointer = ctypes.c_void_p(x.data_ptr())
+        return float(self._lib.zs_device_norm(pointer, numel, DTYPES[x.dtype], ctypes.c_double(p)))
+
+    def scale(self, x: Tensor, factor: float) -> None:
+        numel = ctypes.c_int64(x.numel())
+        pointer = ctypes.c_void_p(x.data_ptr())
+        self._lib.zs_device_scale(pointer, numel, DTYPES[x.dtype], ctypes.c_double(factor))
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Device:
+    """A library of its own for each instruction set: the choice is made once per library."""
+    target = tmp_path_factory.mktemp("device") / f"device_{request.param}.so"
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    command = [*compiler, *STRICT, *FLAGS, *BUILDS[request.param], f"-I{ROOT / 'csrc'}"]
+    done = subprocess.run(
+        [*command, *map(str, SOURCES), "-o", str(target), "-lm"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    before = os.environ.get("ZSHARD_ISA")
+    os.environ["ZSHARD_ISA"] = request.param
+    try:
+        made = Device(target)
+        made.scale(torch.ones(1), 1.0)  # makes the choice
+    finally:
+        os.environ.pop("ZSHARD_ISA")
+        if before is not None:
+            os.environ["ZSHARD_ISA"] = before
+    return made
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def expected_sum(sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> Tensor:
+    total = None
+    for source in sources:
+        term = (torch.zeros_like(dst) if source is None else source).to(wide(dst.dtype))
+        if add:
+            term = term + dst.to(term.dtype)
+        term = term * torch.tensor(scale, dtype=term.dtype)
+        total = term if total is None else total + term
+    assert total is not None
+    return total.to(dst.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8, 11])
+def test_sum_in_rank_order(device: Device, dtype: torch.dtype, world: int) -> None:
+    torch.manual_seed(world)
+    for numel in LENGTHS:
+        for add in (False, True):
+            sources = [torch.randn(numel).to(dtype) for _ in range(world)]
+            dst = torch.randn(numel).to(dtype)
+            want = expected_sum(sources, dst, 1 / 3, add)
+            device.sum(sources, dst, 1 / 3, add)
+            assert torch.equal(dst, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_absent_sources_count_as_zeros(device: Device, dtype: torch.dtype) -> None:
+    for absent in ([0], [1], [0, 1, 2], [2, 3, 4, 5]):
+        for add in (False, True):
+            sources: list[Tensor | None] = [torch.randn(2050).to(dtype) for _ in range(6)]
+            for rank in absent:
+                sources[rank] = None
+            dst = torch.randn(2050).to(dtype)
+            want = expected_sum(sources, dst, 0.25, add)
+            device.sum(sources, dst, 0.25, add)
+            assert torch.equal(dst, want)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 7])
+def test_the_sum_may_go_into_one_of_its_sources(device: Device, world: int) -> None:
+    for into in range(world):
+        sources = [torch.randn(70_001) for _ in range(world)]
+        want = expected_sum(sources, sources[into], 0.5, False)
+        device.sum(sources, sources[into], 0.5, False)
+        assert torch.equal(sources[into], want)
+
+
+def test_a_sum_keeps_the_sign_of_zero(device: Device) -> None:
+    for world in (2, 6):
+        dst = torch.ones(40)
+        device.sum([torch.full((40,), -0.0) for _ in range(world)], dst, 0.5, False)
+        assert torch.equal(dst.signbit(), torch.ones(40, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_norm(device: Device, dtype: torch.dtype, p: float) -> None:
+    for numel in LENGTHS:
+        x = torch.randn(numel).to(dtype)
+        exact = x.double().abs()
+        want = exact.max() if numel and p == math.inf else exact.pow(min(p, 9)).sum()
+        assert device.norm(x, p) == pytest.approx(float(want), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_norm_lets_nan_and_inf_through(device: Device, dtype: torch.dtype, p: float) -> None:
+    for at in (0, 31, 32, 1024, 5000, 100_002):
+        x = torch.randn(100_003).to(dtype)
+        x[at] = -math.inf
+        assert device.norm(x, p) == math.inf
+        x[at] = math.nan
+        assert math.isnan(device.norm(x, p))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scale(device: Device, dtype: torch.dtype) -> None:
+    for numel in LENGTHS:
+        x = torch.randn(numel).to(dtype)
+        want = (x.to(wide(dtype)) * torch.tensor(0.37, dtype=wide(dtype))).to(dtype)
+        device.scale(x, 0.37)
+        assert torch.equal(x, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_half_number_goes_to_float_and_back(device: Device, dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    there = every.clone()
+    device.scale(there, 1.0)
+    assert torch.equal(there.isnan(), every.isnan())
+    numbers = ~every.isnan()
+    assert torch.equal(there.view(torch.int16)[numbers], every.view(torch.int16)[numbers])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_to_half_is_torchs(device: Device, dtype: torch.dtype) -> None:
+    """Sums of two halves fall between halves, on ties, below the smallest and above the largest."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for step in (1, 77, 4099):
+        a, b, dst = every, every.roll(step).contiguous(), torch.empty_like(every)
+        device.sum([a, b], dst, 0.5, False)
+        want = (a.float() * 0.5 + b.float() * 0.5).to(dtype)
+        numbers = ~want.isnan()
+        assert torch.equal(dst.isnan(), want.isnan())
+        assert torch.equal(dst.view(torch.int16)[numbers], want.view(torch.int16)[numbers])
