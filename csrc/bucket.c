@@ -28,7 +28,15 @@ static void enqueue(zs_bucket_pool *pool, zs_unit *unit)
 zs_status zs_bucket_drain(zs_bucket_pool *pool, const zs_unit *unit, zs_wait wait)
 {
     bool done = true;
-    while (done && (unit != NULL ? unit->outstanding : pool->first_out != NULL)) ZS_TRY(zs_reduce_drain(pool->first_out, wait, &done));
+    while (done && unit->outstanding) ZS_TRY(zs_reduce_drain(pool->first_out, wait, &done));
+    return ZS_OK;
+}
+
+zs_status zs_bucket_drain_all(zs_bucket_pool *pool)
+{
+    bool done = false;
+    for (zs_unit *unit = pool->first_out; unit != NULL; unit = unit->next_out) ZS_TRY(zs_reduce_share(unit));
+    while (pool->first_out != NULL) ZS_TRY(zs_reduce_drain(pool->first_out, ZS_WAIT, &done));
     return ZS_OK;
 }
 

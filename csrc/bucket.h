@@ -47,9 +47,13 @@ zs_status zs_bucket_settle(zs_bucket_pool *pool, zs_unit *unit);
 /* The same for all units. */
 zs_status zs_bucket_settle_all(zs_bucket_pool *pool);
 
-/* Sums rounds in the order of posting until that of `unit` is (all of them if NULL), or until a wait yields. One order on
- * all ranks, so that no two of them wait for each other. */
+/* Sums rounds in the order of posting until that of `unit` is, or until a wait yields. One order on all ranks, so that
+ * ranks in step never wait for each other. */
 zs_status zs_bucket_drain(zs_bucket_pool *pool, const zs_unit *unit, zs_wait wait);
+
+/* Sums all rounds. All ranks must have posted, or be about to post without waiting for this one; their orders may differ:
+ * what a peer may wait for is shared first. */
+zs_status zs_bucket_drain_all(zs_bucket_pool *pool);
 
 /* Takes the unit out of the pool, whatever it has there: it dies, or goes to another engine. */
 void zs_bucket_forget(zs_bucket_pool *pool, zs_unit *unit);

@@ -71,7 +71,8 @@ zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, int world)
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
     }
     unit->used_words = spec->n_params == 0 ? 1 : (spec->n_params + 63) / 64;
-    for (int f = 0; f < spec->n_slices; f++) unit->piece_bytes += spec->slice_bytes[f];
+    for (int f = 0; f < spec->n_slices; f++)
+        unit->piece_bytes += spec->slice_bytes[f];
     return ZS_OK;
 }
 

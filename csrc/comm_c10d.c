@@ -6,6 +6,8 @@
  *
  *   piece for rank d:  slice d of flat 0 | slice d of flat 1 | ... | tail
  *
+ * post starts it and collect ends it, so bytes travel while the backward computes.
+ *
  * Collectives pair up by order. The tail shows when the ranks' orders differ: an error on all ranks, not a wrong sum.
  */
 #include "comm_local.h"
@@ -35,17 +37,17 @@ typedef struct c10d_area {
 typedef struct c10d_comm {
     zs_comm base;
     zs_group *group;
-    uint64_t units;     /* created so far */
-    c10d_area *areas;   /* grows to what one backward has out at a time */
+    uint64_t units;   /* created so far */
+    c10d_area *areas; /* grows to what one backward has out at a time */
     size_t n_areas;
 } c10d_comm;
 
 typedef struct c10d_unit {
     zs_cunit base;
     uint64_t number;
-    size_t tail_bytes;      /* tail and bitmap */
-    char *bucket;           /* of the round that is out; borrowed */
-    int received, spread;   /* areas of that round, -1: none */
+    size_t tail_bytes;    /* tail and bitmap */
+    char *bucket;         /* of the round that is out; borrowed */
+    int received, spread; /* areas of that round, -1: none */
 } c10d_unit;
 
 /* --- areas -------------------------------------------------------------------------------------------------------------- */
@@ -80,6 +82,13 @@ static void return_area(c10d_comm *comm, int *index)
 {
     if (*index >= 0) comm->areas[*index].busy = false;
     *index = -1;
+}
+
+static void return_all_areas(c10d_comm *comm, c10d_unit *unit)
+{
+    return_area(comm, &unit->sent);
+    return_area(comm, &unit->received);
+    return_area(comm, &unit->spread);
 }
 
 /* --- errors --------------------------------------------------------------------------------------------------------------- */
@@ -125,8 +134,8 @@ static void c10d_cunit_free(zs_comm *comm, zs_cunit *cunit)
 {
     if (cunit == NULL) return;
     c10d_unit *unit = (c10d_unit *)cunit;
-    return_area((c10d_comm *)comm, &unit->received);
-    return_area((c10d_comm *)comm, &unit->spread);
+    if (unit->work != NULL) (void)zs_work_wait(unit->work); /* it writes into our memory until then */
+    return_all_areas((c10d_comm *)comm, unit);
     zs_cunit_clear(cunit);
     free(cunit);
 }
@@ -135,7 +144,7 @@ static zs_status c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cun
 {
     c10d_unit *unit = calloc(1, sizeof *unit);
     if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
-    unit->received = unit->spread = -1;
+    unit->sent = unit->received = unit->spread = -1;
     zs_status status = zs_cunit_init(&unit->base, spec, comm->world);
     if (status != ZS_OK) {
         c10d_cunit_free(comm, &unit->base);
@@ -151,7 +160,8 @@ static zs_status c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cun
 static size_t slice_at(const zs_cunit *unit, int f, int r, int world)
 {
     size_t before = 0;
-    for (int g = 0; g < f; g++) before += unit->spec.slice_bytes[g];
+    for (int g = 0; g < f; g++)
+        before += unit->spec.slice_bytes[g];
     return before * (size_t)world + (size_t)r * unit->spec.slice_bytes[f];
 }
 
@@ -170,36 +180,49 @@ static void pack_piece(const c10d_unit *unit, int r, int world, const uint64_t *
     memcpy(at + sizeof tail, used, unit->base.used_words * sizeof *used);
 }
 
+/* From one piece to the next. */
+static size_t stride_of(const c10d_unit *unit)
+{
+    return unit->base.piece_bytes + unit->tail_bytes;
+}
+
+/* What rank `r` sent in this round. */
+static const char *piece_of(const c10d_comm *comm, const c10d_unit *unit, int r)
+{
+    return area_at(comm, unit->received) + (size_t)r * stride_of(unit);
+}
+
 static const c10d_tail *tail_of(const c10d_unit *unit, const char *piece)
 {
     return (const c10d_tail *)(const void *)(piece + unit->base.piece_bytes);
 }
 
 /* Did all ranks mean this unit and this round? */
-static zs_status check_tails(const c10d_comm *comm, const c10d_unit *unit, const char *received, size_t stride)
+static zs_status check_tails(const c10d_comm *comm, const c10d_unit *unit)
 {
     for (int r = 0; r < comm->base.world; r++) {
-        const c10d_tail *tail = tail_of(unit, received + (size_t)r * stride);
+        const c10d_tail *tail = tail_of(unit, piece_of(comm, unit, r));
         if (tail->number == unit->number && tail->round == unit->base.round) continue;
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "rank %d reduced unit '%s' (round %llu) while rank %d reduced unit '%.*s' (round %llu): over c10d all "
-                       "ranks must run their units in one order",
-                       comm->base.rank, unit->base.spec.name, (unsigned long long)unit->base.round, r, TAIL_NAME - 1,
-                       tail->name, (unsigned long long)tail->round);
+        return ZS_FAIL(
+            ZS_ERR_DIVERGED,
+            "rank %d reduced unit '%s' (round %llu) while rank %d reduced unit '%.*s' (round %llu): over c10d all "
+            "ranks must run their units in one order",
+            comm->base.rank, unit->base.spec.name, (unsigned long long)unit->base.round, r, TAIL_NAME - 1, tail->name,
+            (unsigned long long)tail->round);
     }
     return ZS_OK;
 }
 
 /* Several flats: moves rank r's slices to where the bucket layout has this rank's. The room for that is address space, of
  * which only the slices' own pages are touched. */
-static zs_status spread_slices(c10d_comm *comm, c10d_unit *unit, size_t stride)
+static zs_status spread_slices(c10d_comm *comm, c10d_unit *unit)
 {
     zs_cunit *base = &unit->base;
     int world = comm->base.world;
     size_t whole = base->piece_bytes * (size_t)world;
     ZS_TRY(borrow_area(comm, whole * (size_t)world, &unit->spread));
     for (int r = 0; r < world; r++) {
-        const char *from = area_at(comm, unit->received) + (size_t)r * stride;
+        const char *from = piece_of(comm, unit, r);
         char *to = area_at(comm, unit->spread) + (size_t)r * whole;
         base->data[r] = to;
         for (int f = 0; f < base->spec.n_slices; f++) {
@@ -211,66 +234,78 @@ static zs_status spread_slices(c10d_comm *comm, c10d_unit *unit, size_t stride)
 }
 
 /* Fills the sources from what was received. */
-static zs_status find_sources(c10d_comm *comm, c10d_unit *unit, size_t stride)
+static zs_status find_sources(c10d_comm *comm, c10d_unit *unit)
 {
     zs_cunit *base = &unit->base;
-    const char *received = area_at(comm, unit->received);
     size_t own = slice_at(base, 0, comm->base.rank, comm->base.world);
     for (int r = 0; r < comm->base.world; r++) /* as a number: the base may lie before the area */
-        base->data[r] = (const char *)((uintptr_t)(received + (size_t)r * stride) - own);
-    if (base->spec.n_slices > 1) ZS_TRY(spread_slices(comm, unit, stride));
+        base->data[r] = (const char *)((uintptr_t)piece_of(comm, unit, r) - own);
+    if (base->spec.n_slices > 1) ZS_TRY(spread_slices(comm, unit));
     for (int r = 0; r < comm->base.world; r++) {
-        const c10d_tail *tail = tail_of(unit, received + (size_t)r * stride);
+        const c10d_tail *tail = tail_of(unit, piece_of(comm, unit, r));
         base->used[r] = (const uint64_t *)(const void *)(tail + 1);
         if (!tail->present) base->data[r] = NULL;
     }
     return ZS_OK;
 }
 
-/* The collective of one round: own pieces out, everybody's pieces of the own slice in. */
-static zs_status swap_pieces(zs_comm *comm, c10d_unit *unit, const uint64_t *used, size_t stride)
+/* Starts the collective of one round: own pieces out, everybody's pieces of the own slice in. */
+static zs_status swap_pieces(zs_comm *comm, c10d_unit *unit, const uint64_t *used)
 {
     c10d_comm *self = (c10d_comm *)comm;
-    int sent = -1;
+    size_t stride = stride_of(unit);
     ZS_TRY(borrow_area(self, stride * (size_t)comm->world, &unit->received));
-    ZS_TRY(borrow_area(self, stride * (size_t)comm->world, &sent));
+    ZS_TRY(borrow_area(self, stride * (size_t)comm->world, &unit->sent));
+    char *sent = area_at(self, unit->sent);
     for (int r = 0; r < comm->world; r++)
-        pack_piece(unit, r, comm->world, used, area_at(self, sent) + (size_t)r * stride);
-    zs_status status = zs_group_all_to_all(group_of(comm), area_at(self, sent), area_at(self, unit->received), stride,
-                                           comm->world);
-    return_area(self, &sent);
+        pack_piece(unit, r, comm->world, used, sent + (size_t)r * stride);
+    zs_status status =
+        zs_group_all_to_all(group_of(comm), sent, area_at(self, unit->received), stride, comm->world, &unit->work);
     return explain(status, comm->rank, "reducing gradients of unit", unit->base.spec.name);
 }
 
 static zs_status c10d_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
 {
-    c10d_comm *self = (c10d_comm *)comm;
     c10d_unit *unit = (c10d_unit *)cunit;
     ZS_TRY(zs_cunit_may_post(cunit, bucket, comm->world));
-    size_t stride = cunit->piece_bytes + unit->tail_bytes;
     cunit->round++;
     unit->bucket = bucket == NULL ? NULL : bucket->ptr;
-    zs_status status = swap_pieces(comm, unit, used, stride);
-    if (status == ZS_OK) status = check_tails(self, unit, area_at(self, unit->received), stride);
-    if (status == ZS_OK) status = find_sources(self, unit, stride);
-    if (status != ZS_OK) {
-        return_area(self, &unit->received);
-        return_area(self, &unit->spread);
-        return status;
-    }
-    cunit->state = ZS_ROUND_POSTED;
-    return ZS_OK;
+    zs_status status = swap_pieces(comm, unit, used);
+    if (status == ZS_OK)
+        cunit->state = ZS_ROUND_POSTED;
+    else
+        return_all_areas((c10d_comm *)comm, unit);
+    return status;
+}
+
+/* Waits for the round's collective and looks at what came. */
+static zs_status end_swap(zs_comm *comm, c10d_unit *unit)
+{
+    c10d_comm *self = (c10d_comm *)comm;
+    zs_status status = zs_work_wait(unit->work);
+    unit->work = NULL;
+    return_area(self, &unit->sent);
+    ZS_TRY(explain(status, comm->rank, "reducing gradients of unit", unit->base.spec.name));
+    ZS_TRY(check_tails(self, unit));
+    return find_sources(self, unit);
 }
 
 static zs_status c10d_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
 {
-    (void)comm;
-    (void)wait; /* post has waited */
+    c10d_unit *unit = (c10d_unit *)cunit;
+    *ready = false;
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
-    cunit->state = ZS_ROUND_COLLECTED;
-    zs_cunit_sources(cunit, out);
-    *ready = true;
-    return ZS_OK;
+    /* In ZS_REDUCE_ALL a collective follows, so the ranks must come through here in one order: no looking first. */
+    bool only_look = wait == ZS_WAIT_NOT && cunit->spec.mode == ZS_REDUCE_SCATTER;
+    if (only_look && !zs_work_done(unit->work)) return ZS_OK;
+    zs_status status = end_swap(comm, unit);
+    *ready = status == ZS_OK;
+    cunit->state = *ready ? ZS_ROUND_COLLECTED : ZS_ROUND_NONE; /* a failed collective cannot be had again */
+    if (*ready)
+        zs_cunit_sources(cunit, out);
+    else
+        return_all_areas((c10d_comm *)comm, unit);
+    return status;
 }
 
 static zs_status c10d_share(zs_comm *comm, zs_cunit *cunit)
@@ -278,11 +313,13 @@ static zs_status c10d_share(zs_comm *comm, zs_cunit *cunit)
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_COLLECTED, "share"));
     char *bucket = ((c10d_unit *)cunit)->bucket;
     for (int f = 0; f < cunit->spec.n_slices; f++) {
-        char *flat = bucket + slice_at(cunit, f, 0, comm->world), *own = bucket + slice_at(cunit, f, comm->rank, comm->world);
+        char *flat = bucket + slice_at(cunit, f, 0, comm->world),
+             *own = bucket + slice_at(cunit, f, comm->rank, comm->world);
         zs_status status = zs_group_all_gather(group_of(comm), own, flat, cunit->spec.slice_bytes[f], comm->world);
         ZS_TRY(explain(status, comm->rank, "sharing the gradients of unit", cunit->spec.name));
     }
-    for (int r = 0; r < comm->world; r++) cunit->data[r] = bucket;
+    for (int r = 0; r < comm->world; r++)
+        cunit->data[r] = bucket;
     cunit->state = ZS_ROUND_SHARED;
     return ZS_OK;
 }
@@ -302,8 +339,7 @@ static zs_status c10d_release(zs_comm *comm, zs_cunit *cunit)
 {
     c10d_unit *unit = (c10d_unit *)cunit;
     ZS_TRY(zs_cunit_may_release(cunit));
-    return_area((c10d_comm *)comm, &unit->received);
-    return_area((c10d_comm *)comm, &unit->spread);
+    return_all_areas((c10d_comm *)comm, unit);
     cunit->state = ZS_ROUND_NONE;
     return ZS_OK;
 }
@@ -360,7 +396,8 @@ static void c10d_close(zs_comm *comm)
 static void c10d_destroy(zs_comm *comm)
 {
     c10d_comm *self = (c10d_comm *)comm;
-    for (size_t i = 0; i < self->n_areas; i++) zs_mem_release(self->areas[i].mem);
+    for (size_t i = 0; i < self->n_areas; i++)
+        zs_mem_release(self->areas[i].mem);
     free(self->areas);
     zs_group_free(self->group);
     free(self);

@@ -126,8 +126,9 @@ static zs_status take_piece(zs_shm *shm, char *data, size_t bytes, size_t left, 
     const zs_shm_control *from = shm->peers[root].control;
     ZS_TRY(zs_shm_wait(shm, act));
     if (from->sent_bytes[act.number % 2] != left)
-        return ZS_FAIL(ZS_ERR_DIVERGED, "broadcast: rank %d expects %zu more bytes, root %d sends %llu: different calls",
-                       shm->base.rank, left, root, (unsigned long long)from->sent_bytes[act.number % 2]);
+        return ZS_FAIL(ZS_ERR_DIVERGED,
+                       "broadcast: rank %d expects %zu more bytes, root %d sends %llu: different calls", shm->base.rank,
+                       left, root, (unsigned long long)from->sent_bytes[act.number % 2]);
     memcpy(data, from->stage[act.number % 2], bytes);
     zs_shm_note(shm, zs_shm_act_make(ZS_SHM_TAKEN, 0, act.number));
     zs_shm_set(shm, &shm->own->taken, act.number);
@@ -253,7 +254,8 @@ static zs_status allocate(zs_shm *shm)
     shm->peers = calloc(world, sizeof *shm->peers);
     shm->flat_fds = malloc(world * sizeof *shm->flat_fds);
     shm->polls = calloc(world, sizeof *shm->polls);
-    for (size_t r = 0; r < world && shm->flat_fds != NULL; r++) shm->flat_fds[r] = -1;
+    for (size_t r = 0; r < world && shm->flat_fds != NULL; r++)
+        shm->flat_fds[r] = -1;
     for (size_t r = 0; r < world && shm->peers != NULL; r++) {
         shm->peers[r].pidfd = -1;
         shm->peers[r].buckets = -1;
@@ -326,9 +328,9 @@ zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const
     link.layout = (uint64_t)sizeof(zs_shm_control) << 16 | protocol;
     zs_link_party *parties = calloc((size_t)comm->world, sizeof *parties);
     if (parties == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d ranks", comm->world);
-    parties[comm->rank] = (zs_link_party){shm->peers[comm->rank].pid,
-                                          {shm->control_fd, zs_shm_file_fd(shm->flats), zs_shm_file_fd(shm->buckets),
-                                           shm->pidfd}};
+    parties[comm->rank] =
+        (zs_link_party){shm->peers[comm->rank].pid,
+                        {shm->control_fd, zs_shm_file_fd(shm->flats), zs_shm_file_fd(shm->buckets), shm->pidfd}};
     zs_status status = zs_link_meet(&link, parties);
     bool met = status == ZS_OK;
     for (int r = 0; r < comm->world && met; r++) { /* all of them, or descriptors would leak */

@@ -1,14 +1,15 @@
 /* optim.c - the plan: where everything lies at this step, joined into runs. See optim.h. */
 #include "optim.h"
 
+#include <assert.h>
 #include <stdlib.h>
 
 #include "device.h"
 
-/* Elements below which another thread costs more than it helps (some 10 us of memory traffic). */
+/* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
 enum { GRAIN = 1 << 15 };
 
-/* Threads meet at multiples of this from the start of a run: a cache line of float, a whole vector of any dtype. */
+/* Threads meet at multiples of this from the start of a run: whole vectors and cache lines, whatever the dtype. */
 enum { CUT = 32 };
 
 /* What a member looks like at this step. */
@@ -75,6 +76,7 @@ void zs_optim_free(zs_optim *plan)
 
 void zs_optim_add(zs_optim *plan, const zs_member *member)
 {
+    assert(plan->n_members < plan->capacity);
     plan->members[plan->n_members++] = *member;
 }
 

@@ -242,18 +242,43 @@ static void fetch_shared(const summing *s)
     }
 }
 
-static zs_status sum_and_share(zs_unit *unit, summing *s, zs_wait wait, bool *ready)
+static summing summing_of(zs_unit *unit, zs_sources *sources)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
-    if (!unit->shared) {
-        ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, s->sources));
-        if (!*ready) return ZS_OK;
-        for (int f = 0; f < unit->n_flats; f++)
-            if (unit->flats[f].trainable) sum_flat(s, f);
-        if (!unit->replicated) return ZS_OK;
-        ZS_TRY(comm->ops->share(comm, unit->cunit));
-        unit->shared = true;
-    }
+    return (summing){unit, sources, comm->rank, comm->world, 1.0 / comm->world};
+}
+
+/* First half: this rank's slice of the sum, once all ranks have posted. In replicated units it is then shared. */
+static zs_status sum_own_slice(summing *s, zs_wait wait, bool *ready)
+{
+    zs_unit *unit = s->unit;
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    ZS_TRY(zs_reduce_begin(unit, -1)); /* a unit that this rank did not use may have gradients set aside yet */
+    ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, s->sources));
+    if (!*ready) return ZS_OK;
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].trainable) sum_flat(s, f);
+    if (!unit->replicated) return ZS_OK;
+    unit->shared = true;
+    return comm->ops->share(comm, unit->cunit);
+}
+
+zs_status zs_reduce_share(zs_unit *unit)
+{
+    if (!unit->replicated || unit->shared) return ZS_OK;
+    zs_sources sources = {0};
+    summing s = summing_of(unit, &sources);
+    bool ready = false;
+    return sum_own_slice(&s, ZS_WAIT, &ready);
+}
+
+/* Both halves; on success the sources tell who used what. */
+static zs_status complete_round(summing *s, zs_wait wait, bool *ready)
+{
+    zs_unit *unit = s->unit;
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    if (!unit->shared) ZS_TRY(sum_own_slice(s, wait, ready));
+    if (!unit->shared) return ZS_OK;
     ZS_TRY(comm->ops->collect_shared(comm, unit->cunit, wait, ready, s->sources));
     if (*ready) fetch_shared(s);
     return ZS_OK;
@@ -263,19 +288,16 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
     zs_sources sources = {0};
-    summing s = {.unit = unit, .sources = &sources, .rank = comm->rank, .world = comm->world};
-    s.scale = 1.0 / comm->world;
-    ZS_TRY(zs_reduce_begin(unit, -1)); /* a unit that this rank did not use may have gradients set aside yet */
-    bool ready = false;
-    ZS_TRY(sum_and_share(unit, &s, wait, &ready));
-    if (!ready) return ZS_OK;
+    summing s = summing_of(unit, &sources);
+    *done = false;
+    ZS_TRY(complete_round(&s, wait, done));
+    if (!*done) return ZS_OK;
     for (int64_t i = 0; i < unit->n_params; i++)
         if (unit->params[i].grad != NULL && used_anywhere(&s, i)) unit->params[i].has_grad = unit->params[i].reduced = true;
     zs_status status = check_gave_up(&s);
     zs_bucket_summed(zs_engine_buckets(unit->engine), unit);
     ZS_TRY(comm->ops->release(comm, unit->cunit));
     if (unit->state == ZS_REDUCING) ZS_TRY(zs_unit_move(unit, unit->replicated ? ZS_FULL : ZS_SHARDED));
-    *done = true;
     return status;
 }
 

@@ -307,7 +307,10 @@ zs_hook zs_engine_backward_hook(zs_unit *unit)
 static zs_status post_unit(zs_unit *unit)
 {
     unit->packed = false;
-    return unit->cunit != NULL ? zs_reduce_post(unit, unit->engine->gave_up) : ZS_OK;
+    if (unit->cunit == NULL) return ZS_OK;
+    ZS_TRY(zs_reduce_post(unit, unit->engine->gave_up));
+    /* Where posting met the peers already, summing at once keeps one order of collectives on all ranks. */
+    return unit->engine->comm->ops->mapped ? ZS_OK : zs_bucket_drain_all(unit->engine->buckets);
 }
 
 /* The i-th unit to post where all ranks must agree on an order: children before parents, last modules first. */
@@ -379,7 +382,7 @@ static zs_status close_backward(zs_engine *engine)
 {
     zs_status status = post_rest(engine);
     zs_status resharded = reshard_all(engine);
-    if (status == ZS_OK) status = zs_bucket_drain(engine->buckets, NULL, ZS_WAIT);
+    if (status == ZS_OK) status = zs_bucket_drain_all(engine->buckets);
     if (status == ZS_OK) status = resharded;
     engine->phase = IDLE;
     if (status != ZS_OK) forget_backward(engine);

@@ -22,12 +22,12 @@
 #include "shm_file.h"
 
 enum {
-    ZS_SHM_LINE = 64,             /* cache line: words with different writers lie on different ones */
-    ZS_SHM_MAIL = 4096,           /* most bytes of one exchange */
-    ZS_SHM_STAGE = 1 << 20,       /* bytes of one piece of a broadcast: small enough to stay in the cache */
-    ZS_SHM_HEAP = 64 << 20,       /* room for records; costs memory only where used */
-    ZS_SHM_NAME = 96,             /* longest name kept of a unit or reader */
-    ZS_SHM_TEXT = 512,            /* longest reason of an abort */
+    ZS_SHM_LINE = 64,       /* cache line: words with different writers lie on different ones */
+    ZS_SHM_MAIL = 4096,     /* most bytes of one exchange */
+    ZS_SHM_STAGE = 1 << 20, /* bytes of one piece of a broadcast: small enough to stay in the cache */
+    ZS_SHM_HEAP = 64 << 20, /* room for records; costs memory only where used */
+    ZS_SHM_NAME = 96,       /* longest name kept of a unit or reader */
+    ZS_SHM_TEXT = 512,      /* longest reason of an abort */
 };
 
 /* What a rank does or waits for. The names say what the peers must have done for the wait to end. */
@@ -91,10 +91,10 @@ typedef struct zs_shm_control {
 /* One round's post. Two of them, by parity of the round: nobody posts round k + 2 before all have released round k,
  * since posting k + 1 needs the own release of k, and posting k + 2 follows collecting k + 1 from all. */
 typedef struct zs_shm_post {
-    uint64_t present;      /* 0: nothing but the bitmap was posted */
-    uint64_t index;        /* bucket's number in its owner's file */
-    uint64_t offset;       /* its place there, constant for one index */
-    uint64_t bytes;        /* its capacity, constant likewise */
+    uint64_t present; /* 0: nothing but the bitmap was posted */
+    uint64_t index;   /* bucket's number in its owner's file */
+    uint64_t offset;  /* its place there, constant for one index */
+    uint64_t bytes;   /* its capacity, constant likewise */
 } zs_shm_post;
 
 /* Head of a unit's record; two bitmaps follow. */
@@ -127,22 +127,22 @@ typedef struct zs_shm_peer {
     int buckets;             /* its file of buckets; -1 for ourselves */
     zs_shm_view *views;      /* its buckets by index */
     size_t n_views;
-    bool dead;               /* pidfd has said so */
+    bool dead; /* pidfd has said so */
 } zs_shm_peer;
 
 typedef struct zs_shm {
     zs_comm base;
-    unsigned lifetime;           /* zs_shm_lifetime() at birth: differs in forked children */
-    int listener;                /* socket, -1 once connected */
-    int control_fd, pidfd;       /* own */
+    unsigned lifetime;            /* zs_shm_lifetime() at birth: differs in forked children */
+    int listener;                 /* socket, -1 once connected */
+    int control_fd, pidfd;        /* own */
     zs_shm_file *flats, *buckets; /* own */
-    int *flat_fds;               /* [world], the files of flats; flat_fds[rank] is borrowed from `flats` */
-    zs_shm_peer *peers;          /* [world] */
-    struct pollfd *polls;        /* [world], for pidfds */
-    zs_shm_control *own;         /* peers[rank].control */
-    size_t heap_used;            /* bytes of the heap that have records */
-    uint64_t exchanges, pieces;  /* counts of exchanges and of pieces of broadcasts */
-    int spins;                   /* looks before a wait goes to sleep */
+    int *flat_fds;                /* [world], the files of flats; flat_fds[rank] is borrowed from `flats` */
+    zs_shm_peer *peers;           /* [world] */
+    struct pollfd *polls;         /* [world], for pidfds */
+    zs_shm_control *own;          /* peers[rank].control */
+    size_t heap_used;             /* bytes of the heap that have records */
+    uint64_t exchanges, pieces;   /* counts of exchanges and of pieces of broadcasts */
+    int spins;                    /* looks before a wait goes to sleep */
     bool connected, closed;
 } zs_shm;
 

@@ -20,11 +20,11 @@ typedef struct bucket_slot {
 
 struct zs_shm_file {
     int fd;
-    unsigned lifetime;     /* of the process that made it: a forked child must not punch holes */
-    _Atomic long refs;     /* the maker's and one per region */
-    pthread_mutex_t lock;  /* over what follows: regions may be freed on any thread */
-    uint64_t end;          /* bytes given out so far */
-    bucket_slot *slots;    /* regions of map_bucket, by index */
+    unsigned lifetime;    /* of the process that made it: a forked child must not punch holes */
+    _Atomic long refs;    /* the maker's and one per region */
+    pthread_mutex_t lock; /* over what follows: regions may be freed on any thread */
+    uint64_t end;         /* bytes given out so far */
+    bucket_slot *slots;   /* regions of map_bucket, by index */
     size_t n_slots, room;
 };
 
@@ -157,8 +157,7 @@ static zs_status wrap_region(void *ptr, size_t mapped, region_owner made, zs_mem
 static zs_status reserve(size_t bytes, size_t align, char **out)
 {
     size_t slack = align > ZS_SHM_PAGE ? align : 0;
-    char *start =
-        mmap(NULL, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *start = mmap(NULL, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED)
         return ZS_FAIL(ZS_ERR_MEMORY, "cannot reserve %zu bytes of address space: %s", bytes + slack, strerror(errno));
     size_t front = slack == 0 ? 0 : (align - (uintptr_t)start % align) % align;
@@ -250,8 +249,8 @@ zs_status zs_shm_map_bucket(zs_shm_file *file, size_t bytes, zs_shm_region *regi
     if (status != ZS_OK) return status;
 
     *region = zs_shm_file_region(file, (uint64_t)index);
-    void *ptr = mmap(NULL, region->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file->fd,
-                     (off_t)region->offset);
+    void *ptr =
+        mmap(NULL, region->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file->fd, (off_t)region->offset);
     if (ptr == MAP_FAILED) {
         status = ZS_FAIL(ZS_ERR_MEMORY, "cannot map a bucket of %zu bytes: %s", bytes, strerror(errno));
     } else {

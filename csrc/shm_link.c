@@ -127,7 +127,8 @@ static bool take_descriptors(struct msghdr *header, zs_link_party *party)
     int got[ZS_LINK_FDS];
     if (count > ZS_LINK_FDS) count = ZS_LINK_FDS; /* the buffer holds no more: the kernel has dropped the rest */
     memcpy(got, CMSG_DATA(rights), count * sizeof(int));
-    for (size_t i = 0; i < count; i++) party->fds[i] = got[i];
+    for (size_t i = 0; i < count; i++)
+        party->fds[i] = got[i];
     if (count == ZS_LINK_FDS) return true;
     close_party(party);
     return false;
@@ -141,11 +142,11 @@ static bool receive_hello(const zs_link *link, int fd, int *rank, zs_link_party 
     ancillary control;
     struct msghdr header = {
         .msg_iov = &data, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
-    for (int i = 0; i < ZS_LINK_FDS; i++) party->fds[i] = -1;
+    for (int i = 0; i < ZS_LINK_FDS; i++)
+        party->fds[i] = -1;
     ssize_t length = recvmsg(fd, &header, MSG_CMSG_CLOEXEC);
     if (length <= 0 || !take_descriptors(&header, party)) return false;
-    bool ours = length == (ssize_t)sizeof message && same_user(fd) &&
-                memcmp(message.magic, magic, sizeof magic) == 0 &&
+    bool ours = length == (ssize_t)sizeof message && same_user(fd) && memcmp(message.magic, magic, sizeof magic) == 0 &&
                 memcmp(message.token, link->token, sizeof message.token) == 0 && message.world == link->world &&
                 message.layout == link->layout && message.rank >= 0 && message.rank < link->world;
     if (!ours) {
@@ -247,7 +248,8 @@ zs_status zs_link_meet(const zs_link *link, zs_link_party *parties)
     for (int r = 0; r < link->world; r++) {
         lines[r] = -1;
         if (r == link->rank) continue;
-        for (int i = 0; i < ZS_LINK_FDS; i++) parties[r].fds[i] = -1;
+        for (int i = 0; i < ZS_LINK_FDS; i++)
+            parties[r].fds[i] = -1;
     }
     zs_status status = meet(link, parties, lines, now() + link->seconds);
     for (int r = 0; r < link->world; r++) {

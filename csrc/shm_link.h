@@ -20,17 +20,17 @@ typedef enum zs_link_fd { ZS_LINK_CONTROL, ZS_LINK_FLATS, ZS_LINK_BUCKETS, ZS_LI
 
 /* One rank as its peers get to know it. */
 typedef struct zs_link_party {
-    pid_t pid;               /* as it knows itself */
-    int fds[ZS_LINK_FDS];    /* -1: none */
+    pid_t pid;            /* as it knows itself */
+    int fds[ZS_LINK_FDS]; /* -1: none */
 } zs_link_party;
 
 typedef struct zs_link {
-    int listener;                      /* from zs_link_listen */
+    int listener; /* from zs_link_listen */
     int rank, world;
-    const char *const *addresses;      /* [world] */
+    const char *const *addresses; /* [world] */
     unsigned char token[ZS_LINK_TOKEN];
-    double seconds;                    /* how long to wait for the others */
-    uint64_t layout;                   /* must be the same on all ranks: guards against mixed builds */
+    double seconds;  /* how long to wait for the others */
+    uint64_t layout; /* must be the same on all ranks: guards against mixed builds */
 } zs_link;
 
 /* Listens on a fresh abstract unix socket; `address` (>= 108 bytes) gets its name, *fd the socket. */

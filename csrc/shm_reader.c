@@ -137,7 +137,8 @@ zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase)
     _Atomic uint64_t *word = &zs_shm_reader_at(shm, comm->rank, reader->record)->word;
     uint64_t epoch = epoch_of(atomic_load(word)) + (phase == ZS_PHASE_FORWARD);
     uint64_t forwards = epoch & ((UINT64_C(1) << FORWARD_BITS) - 1);
-    zs_shm_act act = zs_shm_act_make(phase == ZS_PHASE_FORWARD ? ZS_SHM_FORWARD : ZS_SHM_BACKWARD, reader->record, forwards);
+    zs_shm_act act =
+        zs_shm_act_make(phase == ZS_PHASE_FORWARD ? ZS_SHM_FORWARD : ZS_SHM_BACKWARD, reader->record, forwards);
     zs_shm_note(shm, act);
     zs_shm_set(shm, word, make_word(epoch, phase == ZS_PHASE_FORWARD ? WANTS : BACKWARD));
     zs_status status = zs_shm_wait(shm, act);

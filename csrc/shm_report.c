@@ -59,8 +59,8 @@ zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int miss
     char phrase[PHRASE], owner[32] = "its";
     zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     if (dead != missing) snprintf(owner, sizeof owner, "rank %d's", missing);
-    return ZS_FAIL(ZS_ERR_PEER, "rank %d (pid %d) died while rank %d waited for %s %s", dead,
-                   (int)shm->peers[dead].pid, shm->base.rank, owner, phrase);
+    return ZS_FAIL(ZS_ERR_PEER, "rank %d (pid %d) died while rank %d waited for %s %s", dead, (int)shm->peers[dead].pid,
+                   shm->base.rank, owner, phrase);
 }
 
 zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left)

@@ -100,8 +100,7 @@ static zs_status view_bucket(zs_shm *shm, int r, const zs_shm_post *post, const 
     zs_shm_view *view = &peer->views[post->index];
     if (view->ptr == NULL) {
         void *ptr = mmap(NULL, post->bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, peer->buckets, (off_t)post->offset);
-        if (ptr == MAP_FAILED)
-            return ZS_FAIL(ZS_ERR_MEMORY, "cannot map a bucket of rank %d: %s", r, strerror(errno));
+        if (ptr == MAP_FAILED) return ZS_FAIL(ZS_ERR_MEMORY, "cannot map a bucket of rank %d: %s", r, strerror(errno));
         madvise(ptr, post->bytes, MADV_DONTDUMP);
         *view = (zs_shm_view){ptr, post->bytes};
     }
@@ -118,12 +117,12 @@ static zs_status compare_records(const zs_shm *shm, const shm_unit *unit)
         if (strncmp(mine->name, other->name, ZS_SHM_NAME) == 0 && mine->n_params == other->n_params &&
             mine->piece_bytes == other->piece_bytes)
             continue;
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "the ranks' models differ: unit '%s' of rank %d (%llu parameters, %llu bytes a slice) stands where "
-                       "rank %d has '%.*s' (%llu parameters, %llu bytes)",
-                       mine->name, shm->base.rank, (unsigned long long)mine->n_params,
-                       (unsigned long long)mine->piece_bytes, r, ZS_SHM_NAME - 1, other->name,
-                       (unsigned long long)other->n_params, (unsigned long long)other->piece_bytes);
+        return ZS_FAIL(
+            ZS_ERR_DIVERGED,
+            "the ranks' models differ: unit '%s' of rank %d (%llu parameters, %llu bytes a slice) stands where "
+            "rank %d has '%.*s' (%llu parameters, %llu bytes)",
+            mine->name, shm->base.rank, (unsigned long long)mine->n_params, (unsigned long long)mine->piece_bytes, r,
+            ZS_SHM_NAME - 1, other->name, (unsigned long long)other->n_params, (unsigned long long)other->piece_bytes);
     }
     return ZS_OK;
 }

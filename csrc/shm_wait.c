@@ -21,12 +21,12 @@
 #include <time.h>
 #include <unistd.h>
 
-static const double slice = 0.1;          /* longest sleep, seconds: dead peers are noticed after that */
-static const double check_every = 0.05;   /* between two looks at the peers' lives */
-static const double circle_after = 0.5;   /* a circle is rare and its proof costs W^2 reads */
-static const double yield_slice = 0.002;  /* of a wait that yields: everybody stands still until it does */
-static const double grace = 1.0;          /* for others to finish when a rank died that was not missed */
-static const double stall_after = 10.0;   /* then the user is told, once */
+static const double slice = 0.1;         /* longest sleep, seconds: dead peers are noticed after that */
+static const double check_every = 0.05;  /* between two looks at the peers' lives */
+static const double circle_after = 0.5;  /* a circle is rare and its proof costs W^2 reads */
+static const double yield_slice = 0.002; /* of a wait that yields: everybody stands still until it does */
+static const double grace = 1.0;         /* for others to finish when a rank died that was not missed */
+static const double stall_after = 10.0;  /* then the user is told, once */
 
 /* One wait that has gone to sleep. */
 typedef struct sleep_state {
@@ -79,7 +79,8 @@ void zs_shm_set(zs_shm *shm, _Atomic uint64_t *word, uint64_t value)
 void zs_shm_note(zs_shm *shm, zs_shm_act act)
 {
     zs_shm_control *own = shm->own;
-    atomic_store_explicit(&own->act_what, (uint64_t)act.yields << 63 | (uint64_t)act.what << 32 | act.record, memory_order_relaxed);
+    atomic_store_explicit(&own->act_what, (uint64_t)act.yields << 63 | (uint64_t)act.what << 32 | act.record,
+                          memory_order_relaxed);
     atomic_store_explicit(&own->act_number, act.number, memory_order_relaxed);
 }
 

@@ -170,8 +170,17 @@ void zs_group_free(zs_group *group);
  * rank has gone, else with ZS_ERR_TORCH; all with the process group's own words. */
 void zs_group_set_timeout(zs_group *group, double seconds);
 
-/* all_to_all of equal pieces: piece r of `in` goes to rank r; `out` holds rank r's piece at r * piece_bytes. Waits. */
-zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world);
+typedef struct zs_work zs_work; /* a collective that is under way */
+
+/* Starts an all_to_all of equal pieces: piece r of `in` goes to rank r; `out` gets rank r's piece at r * piece_bytes. Both
+ * must stay as they are until zs_work_wait(*work). */
+zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world, zs_work **work);
+
+/* Has it ended, well or not? */
+bool zs_work_done(const zs_work *work);
+
+/* Waits for its end, frees `work`, and says how it ended. */
+zs_status zs_work_wait(zs_work *work);
 
 /* all_gather: `out` (world * bytes) gets every rank's `in`. Waits. `in` may be its own place in `out`. */
 zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world);

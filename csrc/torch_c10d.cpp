@@ -1,13 +1,14 @@
 // torch_c10d.cpp - torch's process groups behind the plain-C face of tensor.h; the only file that sees c10d.
 //
-// The one idea: a process group moves bytes. Every call wraps its pointers as byte tensors, runs one collective, and waits;
-// no dtype, no sum (sums are ours, in rank order, so that all transports give the same bits).
+// The one idea: a process group moves bytes. Every call wraps its pointers as byte tensors and runs one collective; no dtype,
+// no sum (sums are ours, in rank order, so that all transports give the same bits).
 //
 // Nothing here needs the GIL. A Python process group takes it by itself, so callers must not hold it.
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,11 @@ extern "C" {
 struct zs_group {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     std::chrono::milliseconds timeout;
+};
+
+struct zs_work {
+    c10::intrusive_ptr<c10d::Work> work;
+    at::Tensor source, target; // some process groups keep only references
 };
 
 namespace {
@@ -87,9 +93,8 @@ extern "C" {
 
 zs_status zs_group_new(const char *name, zs_group **out)
 {
-    return guarded("process group", [&] {
-        *out = new zs_group{c10d::resolve_process_group(name), std::chrono::milliseconds(-1)};
-    });
+    return guarded("process group",
+                   [&] { *out = new zs_group{c10d::resolve_process_group(name), std::chrono::milliseconds(-1)}; });
 }
 
 void zs_group_free(zs_group *group)
@@ -103,15 +108,31 @@ void zs_group_set_timeout(zs_group *group, double seconds)
     group->timeout = std::chrono::milliseconds(seconds < 3e6 ? static_cast<int64_t>(seconds * 1e3) : -1);
 }
 
-zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world)
+zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world, zs_work **work)
 {
     return guarded("all_to_all", [&] {
         size_t bytes = piece_bytes * static_cast<size_t>(world);
-        at::Tensor source = bytes_at(in, bytes), target = bytes_at(out, bytes);
+        auto started = std::make_unique<zs_work>(zs_work{{}, bytes_at(in, bytes), bytes_at(out, bytes)});
         c10d::AllToAllOptions options;
         options.timeout = group->timeout;
-        all_to_all_bytes(*group->group, target, source, options)->wait();
+        started->work = all_to_all_bytes(*group->group, started->target, started->source, options);
+        *work = started.release();
     });
+}
+
+bool zs_work_done(const zs_work *work)
+{
+    try {
+        return work->work->isCompleted();
+    } catch (...) {
+        return true; // the wait will say what is wrong
+    }
+}
+
+zs_status zs_work_wait(zs_work *work)
+{
+    std::unique_ptr<zs_work> owner(work);
+    return guarded("all_to_all", [&] { owner->work->wait(); });
 }
 
 zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from unit_watch import uses_while_sharded
 
-from zshard._bypass import bypassed_modules
+from zshard._bypass import _Bindings, bypassed_modules
 from zshard.wrap import UnitSpec, plan_units
 
 Tensor = torch.Tensor
@@ -63,9 +64,7 @@ def reads_child(self: Any, x: Tensor) -> Tensor:
 
 def reads_through_names(self: Any, x: Tensor) -> Tensor:
     side, layers = self.side, self.layers
-    return F.linear(layers(x), side.weight) + F.linear(
-        x, (other := self.extra["side"]).weight, other.bias
-    )
+    return F.linear(layers(x), side.weight) + F.linear(x, (_ := self.extra["side"]).weight)
 
 
 def reads_through_method(self: Any, x: Tensor) -> Tensor:
@@ -249,6 +248,15 @@ def test_a_replaced_forward_is_the_one_that_is_read() -> None:
 
     model.forward = functools.partial(forward, model, 2.0)  # type: ignore[method-assign]
     assert "side" not in names(plan_units(model))
+
+
+def test_a_name_that_is_bound_over_and_over_costs_little() -> None:
+    lines = ["def f(self):", " w = self.side.weight", *(f" w = w.view{k}()" for k in range(50))]
+    definition = ast.parse("\n".join(lines)).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    paths = _Bindings(definition, "self").paths(ast.Name("w"))
+    assert ("side", "weight") in paths
+    assert len(paths) < 200
 
 
 def test_code_without_source_counts_as_well_behaved() -> None:

@@ -41,21 +41,39 @@ def cases() -> list:
                 if (build == "threads" and "thread" not in name) or (build == "sanitized" and slow):
                     continue
                 marks = [pytest.mark.slow] if slow else []
-                case = f"{program}-{build}-{name}"
-                found.append(pytest.param((program, build), name, marks=marks, id=case))
+                found.append(pytest.param(program, build, name, marks=marks))
     return found
 
 
+class Programs:
+    """The programs, each compiled in each build when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[tuple[str, str], Path | AssertionError] = {}
+
+    def get(self, name: str, build: str) -> Path:
+        """The program's path; what does not compile fails every test, after one attempt."""
+        made = self._made.get((name, build)) or self._compile(name, build)
+        self._made[name, build] = made
+        if isinstance(made, AssertionError):
+            raise made
+        return made
+
+    def _compile(self, name: str, build: str) -> Path | AssertionError:
+        if build == "threads":
+            skip_without_thread_sanitizer(self._folder)
+        sources = [ROOT / "tests" / "c" / f"{name}.c"]
+        sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
+        try:
+            return compile_c(self._folder / f"{name}_{build}", sources, BUILDS[build])
+        except AssertionError as error:
+            return error
+
+
 @pytest.fixture(scope="module")
-def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled program of (name, build)."""
-    name, build = request.param
-    folder = tmp_path_factory.mktemp(name)
-    if build == "threads":
-        skip_without_thread_sanitizer(folder)
-    sources = [ROOT / "tests" / "c" / f"{name}.c"]
-    sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
-    return compile_c(folder / f"{name}_{build}", sources, BUILDS[build])
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(tmp_path_factory.mktemp("comm"))
 
 
 def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
@@ -66,16 +84,15 @@ def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(("program", "name"), cases(), indirect=["program"], scope="module")
-def test_in_c(program: Path, name: str) -> None:
-    done = run(program, name)
+@pytest.mark.parametrize(("program", "build", "name"), cases())
+def test_in_c(programs: Programs, program: str, build: str, name: str) -> None:
+    done = run(programs.get(program, build), name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"^{name} +\d ranks  ok", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("program", [("test_comm_shm", "release")], indirect=True, scope="module")
-def test_program_knows_what_it_does_not_have(program: Path) -> None:
-    assert run(program, "no_such_test").returncode == 2
+def test_program_knows_what_it_does_not_have(programs: Programs) -> None:
+    assert run(programs.get("test_comm_shm", "release"), "no_such_test").returncode == 2
 
 
 def skip_without_thread_sanitizer(folder: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from nursery import fork_ranks
 from torch import nn
 
 import zshard
@@ -105,7 +105,10 @@ def step_once(model, optimizer, misdeed, step):
 
 
 def wrap(model, transport, timeout=None, strategy="full_shard"):
-    return FSDP(model, strategy, auto_wrap_policy={nn.Linear}, transport=transport, timeout=timeout)
+    policy = {nn.Linear}
+    return FSDP(
+        model, strategy=strategy, auto_wrap_policy=policy, transport=transport, timeout=timeout
+    )
 
 
 def train(deed, place, folder, transport, timeout=60.0, strategy="full_shard"):
@@ -151,7 +154,7 @@ def check_survivors(results, kinds, *words, within=5.0):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("place", "world"), [("forward", 2), ("backward", 3), ("step", 4)])
 def test_killed_rank_is_named_within_seconds(place, world, transport, tmp_path):
-    results = run_ranks(train, world, "kill", place, tmp_path, transport, check=False, timeout=60)
+    results = fork_ranks(train, world, "kill", place, tmp_path, transport)
     assert results[-1].returncode == -signal.SIGKILL
     check_survivors(results, ("PeerError",), f"rank {world - 1}")
     assert processes_of(int((tmp_path / "pid").read_text())) == []
@@ -160,27 +163,19 @@ def test_killed_rank_is_named_within_seconds(place, world, transport, tmp_path):
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
 def test_killed_rank_is_named_with_other_strategies(strategy, tmp_path):
     arguments = ("kill", "forward", tmp_path, "shm", 60.0, strategy)
-    results = run_ranks(train, 2, *arguments, check=False, timeout=60)
+    results = fork_ranks(train, 2, *arguments)
     check_survivors(results, ("PeerError",), "rank 1")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_rank_that_leaves_early_is_named(transport, tmp_path):
-    results = run_ranks(train, 2, "exit", "step", tmp_path, transport, check=False, timeout=60)
+    results = fork_ranks(train, 2, "exit", "step", tmp_path, transport)
     assert results[-1].returncode == 0
     check_survivors(results, ("PeerError",), "rank 1")
 
 
-def train_as_a_program(*arguments):
-    """`train` in a fresh interpreter that takes the place of this process: one whose uncaught
-    exceptions end it as they end a script (here they would be caught by spawn.py)."""
-    words = [str(argument) for argument in arguments]
-    code = "import sys, test_failures; test_failures.program(*sys.argv[1:])"
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    os.execv(sys.executable, [sys.executable, "-c", code, *words])
-
-
-def program(deed, place, folder, transport):
+def train_uncaught(deed, place, folder, transport):
+    """As `train`, but an exception ends the program."""
     misdeed = Misdeed(deed, place, folder)
     model = wrap(make_model(misdeed), transport, 60.0)
     optimizer = zshard.SGD(model.parameters(), lr=0.01)
@@ -194,7 +189,7 @@ def program(deed, place, folder, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_rank_that_raises_ends_the_others(transport, tmp_path):
     arguments = ("raise", "forward", tmp_path, transport)
-    results = run_ranks(train_as_a_program, 2, *arguments, check=False, timeout=60)
+    results = fork_ranks(train_uncaught, 2, *arguments)
     assert results[1].returncode == 1 and f"ValueError: {PLANTED}" in results[1].stderr
     assert results[0].returncode == 1 and "PeerError" in results[0].stderr
     assert "rank 1" in results[0].stderr
@@ -218,7 +213,7 @@ def raise_before_wrapping(folder):
 
 
 def test_rank_that_never_wraps_ends_the_others(tmp_path):
-    results = run_ranks(raise_before_wrapping, 2, tmp_path, check=False, timeout=30)
+    results = fork_ranks(raise_before_wrapping, 2, tmp_path)
     assert results[1].returncode == 1
     assert results[0].returncode == 0 and results[0].value.kind, "it went on alone"
 
@@ -239,7 +234,7 @@ def wrap_again_and_die(folder, transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_rank_killed_before_wrapping_is_named(transport, tmp_path):
-    results = run_ranks(wrap_again_and_die, 2, tmp_path, transport, check=False, timeout=60)
+    results = fork_ranks(wrap_again_and_die, 2, tmp_path, transport)
     check_survivors(results, ("PeerError",), "rank 1")
 
 
@@ -257,7 +252,7 @@ def train_and_wake(folder, transport):
 
 @pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("c10d", 2)])
 def test_stopped_rank_is_named_after_the_timeout(transport, world, tmp_path):
-    results = run_ranks(train_and_wake, world, tmp_path, transport, check=False, timeout=60)
+    results = fork_ranks(train_and_wake, world, tmp_path, transport)
     check_survivors(results, ("PeerTimeoutError",), f"rank {world - 1}")
     for result in results[:-1]:
         assert result.value.seconds >= 1.9, "it did not wait for the timeout"
@@ -338,7 +333,7 @@ def skip_a_backward(folder, transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_skipped_backward_is_an_error_not_a_hang(transport, tmp_path):
-    results = run_ranks(skip_a_backward, 2, tmp_path, transport, check=False, timeout=60)
+    results = fork_ranks(skip_a_backward, 2, tmp_path, transport)
     kinds = ("DivergenceError", "PeerError", "PeerTimeoutError")
     check_survivors(results, kinds, "rank 1", within=8.0)
     assert results[1].returncode == 0
@@ -362,7 +357,7 @@ def diverge(folder):
 
 
 def test_ranks_that_wait_for_each_other_are_told_at_once(tmp_path):
-    for result in run_ranks(diverge, 2, tmp_path, check=False, timeout=60):
+    for result in fork_ranks(diverge, 2, tmp_path):
         assert result.returncode == 0 and result.value.kind == "DivergenceError", result
         assert "rank 0 (pid" in result.value.message and "rank 1 (pid" in result.value.message
 
@@ -397,7 +392,7 @@ def interrupt(folder, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_interrupt_ends_a_wait(transport, tmp_path):
     started = time.monotonic()
-    results = run_ranks(interrupt, 2, tmp_path, transport, check=False, timeout=60)
+    results = fork_ranks(interrupt, 2, tmp_path, transport)
     interrupted = float((tmp_path / "time").read_text())
     assert interrupted > started and results[0].value.kind == "KeyboardInterrupt", results
     assert results[0].value.seconds < 2.0
@@ -441,7 +436,7 @@ def kill_beside_workers(folder):
 
 
 def test_rank_killed_beside_its_workers_is_named(tmp_path):
-    results = run_ranks(kill_beside_workers, 2, tmp_path, check=False, timeout=60)
+    results = fork_ranks(kill_beside_workers, 2, tmp_path)
     assert results[-1].returncode == -signal.SIGKILL
     check_survivors(results, ("PeerError",), "rank 1")
 

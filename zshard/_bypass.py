@@ -27,8 +27,8 @@ Path = tuple[str, ...]
 # Path steps that are no attribute names: any element of a container ("[0]", "['key']" is a known
 # one), a slice of it, and the mark after the name of a method of which the path is the result.
 _ANY, _SLICE, _RESULT = "[*]", "[:]", "()"
-# No real path is longer; a loop that walks `node = node.next` would make them so.
-_LONGEST = 12
+# A name with so many paths gets no more: each `w = w.t()` on a weight would double them.
+_MANY = 64
 
 # What may be asked of a sharded parameter: its storage is not touched, nor its sizes.
 _HARMLESS = frozenset(
@@ -222,7 +222,7 @@ class _Bindings:
     def paths(self, expr: ast.expr) -> set[Path]:
         """The paths that `expr` may stand for; none where it is no path from `self`."""
         if isinstance(expr, ast.Name):
-            return self._names.get(expr.id, set())
+            return set(self._names.get(expr.id, ()))
         if isinstance(expr, ast.Attribute):
             return {(*path, expr.attr) for path in self.paths(expr.value)}
         if isinstance(expr, ast.Subscript):
@@ -238,9 +238,9 @@ class _Bindings:
     def _paths_of_call(self, call: ast.Call) -> set[Path]:
         name = _callee(call)
         if name == "getattr" and len(call.args) >= 2:
-            attribute = call.args[1]
-            known = isinstance(attribute, ast.Constant) and isinstance(attribute.value, str)
-            step = str(attribute.value) if known else _ANY  # type: ignore[attr-defined]
+            key, step = call.args[1], _ANY
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                step = key.value
             return {(*path, step) for path in self.paths(call.args[0])}
         if name in ("list", "tuple", "iter", "reversed") and len(call.args) == 1:
             return self.paths(call.args[0])
@@ -284,9 +284,9 @@ class _Bindings:
             self._add(target, {(*path, _ANY) for path in self.paths(iterable)})
 
     def _add(self, target: ast.Name, paths: set[Path]) -> None:
-        paths = {path for path in paths if len(path) <= _LONGEST}
-        if paths:
-            self._names.setdefault(target.id, set()).update(paths)
+        known = self._names.setdefault(target.id, set())
+        if len(known) < _MANY:
+            known.update(paths)
 
 
 class _Reader(ast.NodeVisitor):
@@ -348,7 +348,7 @@ def _index(expr: ast.expr) -> str:
         return _SLICE
     try:
         key = ast.literal_eval(expr)
-    except ValueError:
+    except (TypeError, ValueError):
         return _ANY
     return f"[{key!r}]" if isinstance(key, int | str) else _ANY
 

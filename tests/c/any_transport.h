@@ -9,7 +9,8 @@
 
 static inline void fill_pattern(char *at, size_t bytes, unsigned seed)
 {
-    for (size_t i = 0; i < bytes / sizeof(unsigned); i++) ((unsigned *)(void *)at)[i] = seed + (unsigned)i * 2654435761u;
+    for (size_t i = 0; i < bytes / sizeof(unsigned); i++)
+        ((unsigned *)(void *)at)[i] = seed + (unsigned)i * 2654435761u;
 }
 
 static inline bool has_pattern(const char *at, size_t bytes, unsigned seed)
@@ -23,7 +24,8 @@ static inline void meet(rank_env *env)
 {
     char mine = (char)env->rank, all[MAX_RANKS];
     OK(env->comm->ops->exchange(env->comm, &mine, 1, all));
-    for (int r = 0; r < env->world; r++) CHECK(all[r] == r);
+    for (int r = 0; r < env->world; r++)
+        CHECK(all[r] == r);
 }
 
 /* --- rounds ---------------------------------------------------------------------------------------------------------- */
@@ -92,7 +94,8 @@ static inline void post_unit(rank_env *env, test_unit *unit, int u, bool always)
     for (int f = 0; f < SLICES && present; f++)
         for (int r = 0; r < env->world; r++) {
             float *to = (float *)(void *)(unit->bucket.ptr + slice_start(unit, f, r, env->world));
-            for (size_t i = 0; i < unit->slice[f] / sizeof *to; i++) to[i] = p.base + (float)(f * 10 + r) + (float)i;
+            for (size_t i = 0; i < unit->slice[f] / sizeof *to; i++)
+                to[i] = p.base + (float)(f * 10 + r) + (float)i;
         }
     OK(env->comm->ops->post(env->comm, unit->cunit, present ? &unit->bucket : NULL, p.used));
 }
@@ -199,7 +202,8 @@ static inline void exchanges_storm(rank_env *env)
         memset(mine, env->rank * 50 + i % 50, bytes);
         OK(env->comm->ops->exchange(env->comm, mine, bytes, all));
         for (int r = 0; r < env->world; r++)
-            for (size_t j = 0; j < bytes; j++) CHECK(all[(size_t)r * bytes + j] == (char)(r * 50 + i % 50));
+            for (size_t j = 0; j < bytes; j++)
+                CHECK(all[(size_t)r * bytes + j] == (char)(r * 50 + i % 50));
         if (i % 64 == 0) jitter(env);
     }
     CHECK(now() - start < 30.0); /* a lost wake-up costs 0.1 s each time: it would be minutes */

@@ -18,24 +18,24 @@
 
 #include "comm.h"
 
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n    last error: %s\n", __FILE__, __LINE__, #condition, zs_last_message());     \
-            _exit(1);                                                                                                  \
-        }                                                                                                              \
+#define CHECK(condition)                                                                                           \
+    do {                                                                                                           \
+        if (!(condition)) {                                                                                        \
+            fprintf(stderr, "%s:%d: %s\n    last error: %s\n", __FILE__, __LINE__, #condition, zs_last_message()); \
+            _exit(1);                                                                                              \
+        }                                                                                                          \
     } while (0)
 
 #define OK(call) CHECK((call) == ZS_OK)
 
 /* The call fails with `kind`, and the message has `part`. */
-#define FAILS(call, kind, part)                                                                                        \
-    do {                                                                                                               \
-        zs_clear_error();                                                                                              \
-        CHECK((call) == (kind));                                                                                       \
-        if (strstr(zs_last_message(), (part)) == NULL) fprintf(stderr, "expected: %s\n", (part));                      \
-        CHECK(strstr(zs_last_message(), (part)) != NULL);                                                              \
-        zs_clear_error();                                                                                              \
+#define FAILS(call, kind, part)                                                                   \
+    do {                                                                                          \
+        zs_clear_error();                                                                         \
+        CHECK((call) == (kind));                                                                  \
+        if (strstr(zs_last_message(), (part)) == NULL) fprintf(stderr, "expected: %s\n", (part)); \
+        CHECK(strstr(zs_last_message(), (part)) != NULL);                                         \
+        zs_clear_error();                                                                         \
     } while (0)
 
 enum { MAX_RANKS = 4 };
@@ -87,9 +87,11 @@ static inline zs_comm *join_ranks(rank_env *env, double timeout)
     zs_comm *comm = NULL;
     OK(zs_comm_shm_new(env->rank, env->world, timeout, env->board->addresses[env->rank], 128, &comm));
     atomic_fetch_add(&env->board->listening, 1);
-    while (atomic_load(&env->board->listening) < env->world) sleep_us(200);
+    while (atomic_load(&env->board->listening) < env->world)
+        sleep_us(200);
     const char *addresses[MAX_RANKS];
-    for (int r = 0; r < env->world; r++) addresses[r] = env->board->addresses[r];
+    for (int r = 0; r < env->world; r++)
+        addresses[r] = env->board->addresses[r];
     OK(zs_comm_shm_connect(comm, addresses, token));
     return comm;
 }

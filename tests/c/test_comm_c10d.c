@@ -14,10 +14,14 @@ struct zs_group {
     double timeout;
 };
 
-static zs_comm *wire;          /* what the group runs over */
-static int calls;              /* collectives so far */
-static zs_status failure;      /* what the next collective fails with */
-static const char *complaint;  /* and its words */
+struct zs_work {
+    int looks; /* so often zs_work_done has said no */
+};
+
+static zs_comm *wire;         /* what the group runs over */
+static int calls;             /* collectives so far */
+static zs_status failure;     /* what the next collective fails with */
+static const char *complaint; /* and its words */
 
 zs_status zs_group_new(const char *name, zs_group **out)
 {
@@ -52,7 +56,8 @@ static void gather_all(const char *in, char *out, size_t bytes, size_t stride)
     for (size_t at = 0; at < bytes; at += 4096) {
         size_t part = bytes - at < 4096 ? bytes - at : 4096;
         OK(wire->ops->exchange(wire, in + at, part, box));
-        for (int r = 0; r < wire->world; r++) memcpy(out + (size_t)r * stride + at, box + (size_t)r * part, part);
+        for (int r = 0; r < wire->world; r++)
+            memcpy(out + (size_t)r * stride + at, box + (size_t)r * part, part);
     }
 }
 
@@ -64,7 +69,7 @@ zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t
     return ZS_OK;
 }
 
-zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world)
+zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world, zs_work **work)
 {
     CHECK(world == wire->world);
     ZS_TRY(count_call(group));
@@ -76,6 +81,22 @@ zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t
         memcpy((char *)out + (size_t)r * piece_bytes, all + (size_t)r * whole + (size_t)wire->rank * piece_bytes,
                piece_bytes);
     free(all);
+    *work = calloc(1, sizeof **work);
+    CHECK(*work != NULL);
+    under_way++;
+    return ZS_OK;
+}
+
+bool zs_work_done(const zs_work *work)
+{
+    return ((zs_work *)work)->looks++ >= 2;
+}
+
+zs_status zs_work_wait(zs_work *work)
+{
+    under_way--;
+    free(work);
+    if (late_failure != ZS_OK) return ZS_FAIL(late_failure, "%s", complaint);
     return ZS_OK;
 }
 
@@ -108,14 +129,14 @@ static void run_alone(rank_env *env, rank_body body)
     zs_comm_release(alone.comm);
 }
 
-#define IN_BOTH(body)                                                                                                  \
-    static void c10d_##body(rank_env *env)                                                                             \
-    {                                                                                                                  \
-        run_over_c10d(env, body);                                                                                      \
-    }                                                                                                                  \
-    static void self_##body(rank_env *env)                                                                             \
-    {                                                                                                                  \
-        if (env->rank == 0) run_alone(env, body);                                                                      \
+#define IN_BOTH(body)                             \
+    static void c10d_##body(rank_env *env)        \
+    {                                             \
+        run_over_c10d(env, body);                 \
+    }                                             \
+    static void self_##body(rank_env *env)        \
+    {                                             \
+        if (env->rank == 0) run_alone(env, body); \
     }
 
 IN_BOTH(rounds_in_a_row)
@@ -136,7 +157,8 @@ static void gather_fills_the_full_buffer(rank_env *env)
     CHECK(flat.full == NULL && flat.shard[0] == 0 && flat.shard[BYTES - 1] == 0);
     fill_pattern(flat.shard, BYTES, (unsigned)env->rank);
     OK(env->comm->ops->gather(env->comm, &flat, full));
-    for (int r = 0; r < env->world; r++) CHECK(has_pattern(full + r * BYTES, BYTES, (unsigned)r));
+    for (int r = 0; r < env->world; r++)
+        CHECK(has_pattern(full + r * BYTES, BYTES, (unsigned)r));
     env->comm->ops->flat_free(env->comm, &flat);
     free(full);
 }
@@ -166,14 +188,44 @@ static void c10d_one_collective_a_round(rank_env *env)
     run_over_c10d(env, one_collective_a_round);
 }
 
+/* Looking does not wait, unless a collective has to follow in the same place on all ranks. */
+static void looking(rank_env *env)
+{
+    for (int all = 0; all < 2; all++) {
+        test_unit units[UNITS];
+        bool ready = false;
+        zs_sources from;
+        int looks = 0;
+        make_units(env, units, all ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER);
+        post_unit(env, &units[0], 0, true);
+        while (!ready) {
+            OK(env->comm->ops->collect(env->comm, units[0].cunit, ZS_WAIT_NOT, &ready, &from));
+            looks++;
+        }
+        CHECK(looks == (all ? 1 : 3));
+        read_sources(env, &units[0], 0, &from, true);
+        post_unit(env, &units[1], 1, true);
+        CHECK(under_way == 1);
+        free_units(env, units); /* waits for what is under way */
+        CHECK(under_way == 0);
+    }
+}
+
+static void c10d_looking(rank_env *env)
+{
+    run_over_c10d(env, looking);
+}
+
 /* Two units' rounds out at a time, as a backward has them: each keeps its own receive buffer. */
 static void rounds_overlap(rank_env *env)
 {
     test_unit units[UNITS];
     make_units(env, units, ZS_REDUCE_SCATTER);
     for (int round = 0; round < 20; round++) {
-        for (int u = 0; u < UNITS; u++) post_unit(env, &units[u], u, false);
-        for (int u = 0; u < UNITS; u++) finish_unit(env, &units[(u + round) % UNITS], (u + round) % UNITS);
+        for (int u = 0; u < UNITS; u++)
+            post_unit(env, &units[u], u, false);
+        for (int u = 0; u < UNITS; u++)
+            finish_unit(env, &units[(u + round) % UNITS], (u + round) % UNITS);
     }
     free_units(env, units);
 }
@@ -193,10 +245,15 @@ static void orders_that_differ(rank_env *env)
         OK(env->comm->ops->cunit_new(env->comm, &spec, &units[u]));
     }
     int mine = env->rank == 0;
-    FAILS(env->comm->ops->post(env->comm, units[mine], NULL, used), ZS_ERR_DIVERGED,
+    bool ready = true;
+    zs_sources from;
+    OK(env->comm->ops->post(env->comm, units[mine], NULL, used));
+    FAILS(env->comm->ops->collect(env->comm, units[mine], ZS_WAIT, &ready, &from), ZS_ERR_DIVERGED,
           mine ? "rank 0 reduced unit 'right' (round 1) while rank 1 reduced unit 'left' (round 1)"
                : "reduced unit 'left' (round 1) while rank 0 reduced unit 'right' (round 1)");
-    for (int u = 0; u < 2; u++) env->comm->ops->cunit_free(env->comm, units[u]);
+    CHECK(!ready);
+    for (int u = 0; u < 2; u++)
+        env->comm->ops->cunit_free(env->comm, units[u]);
 }
 
 static void c10d_orders_that_differ(rank_env *env)
@@ -217,6 +274,15 @@ static void errors_name_the_unit(rank_env *env)
     FAILS(env->comm->ops->post(env->comm, units[3].cunit, NULL, used), ZS_ERR_PEER,
           "reducing gradients of unit 'blocks.3': Connection closed by peer [10.0.0.1]:4711");
     FAILS(env->comm->ops->gather(env->comm, &flat, all), ZS_ERR_PEER, "gathering parameters: Connection closed");
+    failure = ZS_OK;
+    late_failure = ZS_ERR_PEER;
+    bool ready = true;
+    zs_sources from;
+    OK(env->comm->ops->post(env->comm, units[2].cunit, NULL, used));
+    FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_PEER, "unit 'blocks.2'");
+    CHECK(!ready);
+    FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_STATE, "nothing posted");
+    late_failure = ZS_OK;
     failure = ZS_ERR_TIMEOUT;
     FAILS(env->comm->ops->exchange(env->comm, &byte, 1, all), ZS_ERR_TIMEOUT, "exchanging a message");
     FAILS(env->comm->ops->broadcast(env->comm, &byte, 1, 0), ZS_ERR_TIMEOUT, "broadcasting");
@@ -240,6 +306,7 @@ static const rank_test tests[] = {
     TEST(c10d_broadcasts_from_all_roots, .least = 2),
     TEST(c10d_gather, .least = 2),
     TEST(c10d_one_collective_a_round, .least = 2),
+    TEST(c10d_looking, .least = 2),
     TEST(c10d_rounds_overlap, .least = 2),
     TEST(c10d_orders_that_differ, .least = 2),
     TEST(c10d_errors_name_the_unit, .least = 2),

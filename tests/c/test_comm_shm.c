@@ -32,7 +32,8 @@ static void flats_are_side_by_side(rank_env *env)
     meet(env);
     CHECK(flats[1].full[0] == 7);
     meet(env); /* freeing takes the content away from the peers too */
-    for (unsigned i = 0; i < COUNT; i++) ops->flat_free(env->comm, &flats[i]);
+    for (unsigned i = 0; i < COUNT; i++)
+        ops->flat_free(env->comm, &flats[i]);
     CHECK(flats[0].mem == NULL);
     FAILS(ops->flat_new(env->comm, 100, &flats[0]), ZS_ERR_VALUE, "100 bytes");
 }
@@ -78,16 +79,19 @@ static void memory_outlives_the_transport(rank_env *env)
     meet(env);
     zs_comm_release(env->comm);
     env->comm = NULL;
-    for (int r = 0; r < env->world; r++) CHECK(flat.full[(size_t)r * 4096] == r + 1);
+    for (int r = 0; r < env->world; r++)
+        CHECK(flat.full[(size_t)r * 4096] == r + 1);
     atomic_fetch_add(&env->board->step, 1);
-    while (atomic_load(&env->board->step) < env->world) sleep_us(200);
+    while (atomic_load(&env->board->step) < env->world)
+        sleep_us(200);
     zs_mem_release(flat.mem);
 }
 
 static void *release_regions(void *pointer)
 {
     zs_mem **regions = pointer;
-    for (int i = 0; i < 200; i++) zs_mem_release(regions[i]);
+    for (int i = 0; i < 200; i++)
+        zs_mem_release(regions[i]);
     return NULL;
 }
 
@@ -104,7 +108,7 @@ static void memory_may_die_on_any_thread(rank_env *env)
             if (i % 2 == 0) OK(ops->flat_new(env->comm, 4096, &flat));
             if (i % 2 == 1) OK(ops->bucket_new(env->comm, 4096, &bucket));
             regions[i] = i % 2 == 0 ? flat.mem : bucket.mem;
-            *(char *)regions[i]->ptr = 1;
+            *(i % 2 == 0 ? flat.shard : bucket.ptr) = 1; /* not `full`: rank 0's region may not exist yet */
         }
         CHECK(pthread_create(&thread, NULL, release_regions, regions) == 0);
         for (int i = 0; i < 200; i++) {
@@ -246,7 +250,8 @@ static void run_backward(rank_env *env, model *m, uint32_t version)
         read_version(env, m, version);
         post_unit(env, &m->units[u], u, false);
     }
-    for (int u = 0; u < 2; u++) finish_unit(env, &m->units[u], u);
+    for (int u = 0; u < 2; u++)
+        finish_unit(env, &m->units[u], u);
     read_version(env, m, version); /* the others may be at the end already */
     OK(env->comm->ops->read_end(env->comm, m->reader, ZS_PHASE_BACKWARD));
 }
@@ -281,9 +286,11 @@ static void readers_never_see_a_wrong_version(rank_env *env)
         unsigned alone = (unsigned)rand_r(&common) % 8;
         bool lonely = alone < (unsigned)env->world && (unsigned)env->rank == alone;
         bool before = (unsigned)rand_r(&common) % 2 == 0;
-        for (unsigned i = draw(env, 3); lonely && before && i > 0; i--) run_forward(env, &m, version);
+        for (unsigned i = draw(env, 3); lonely && before && i > 0; i--)
+            run_forward(env, &m, version);
         run_forward(env, &m, version);
-        for (unsigned i = draw(env, 3); lonely && !before && i > 0; i--) run_forward(env, &m, version);
+        for (unsigned i = draw(env, 3); lonely && !before && i > 0; i--)
+            run_forward(env, &m, version);
         run_backward(env, &m, version);
     }
     free_model(env, &m);
@@ -334,7 +341,8 @@ static void forked_children_are_harmless(rank_env *env)
         int status = 0;
         CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
         meet(env);
-        for (int r = 0; r < env->world; r++) CHECK(flat.full[(size_t)r * 4096] == r + 1);
+        for (int r = 0; r < env->world; r++)
+            CHECK(flat.full[(size_t)r * 4096] == r + 1);
     }
     meet(env);
     env->comm->ops->flat_free(env->comm, &flat);

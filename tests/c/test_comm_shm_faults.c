@@ -55,7 +55,8 @@ static void arrive(rank_env *env)
 
 static void wait_for_arrivals(rank_env *env, int count)
 {
-    while (atomic_load(&env->board->step) < count) sleep_us(1000);
+    while (atomic_load(&env->board->step) < count)
+        sleep_us(1000);
 }
 
 /* --- peers that are gone ------------------------------------------------------------------------------------------------ */
@@ -291,7 +292,8 @@ static zs_status try_to_join(rank_env *env, const char *token, bool unknown, zs_
     strcpy(env->board->addresses[env->rank], unknown && env->rank == 0 ? "zshard-nobody" : own);
     arrive(env);
     wait_for_arrivals(env, env->world);
-    for (int r = 0; r < env->world; r++) addresses[r] = env->board->addresses[r];
+    for (int r = 0; r < env->world; r++)
+        addresses[r] = env->board->addresses[r];
     return zs_comm_shm_connect(*comm, addresses, (const unsigned char *)token);
 }
 
@@ -322,7 +324,8 @@ static void wrong_token(rank_env *env)
 static int open_descriptors(void)
 {
     int count = 0;
-    for (int fd = 0; fd < 256; fd++) count += fcntl(fd, F_GETFD) >= 0;
+    for (int fd = 0; fd < 256; fd++)
+        count += fcntl(fd, F_GETFD) >= 0;
     return count;
 }
 

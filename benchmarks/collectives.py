@@ -1,0 +1,284 @@
+"""Collectives: the shm transport alone, against gloo and against memcpy.
+
+    python -m benchmarks.collectives [--ranks 2 4] [--mib 0.0625 1 16 64 256] [--rounds 12]
+
+Over shm a gather moves nothing: an unshard is permission to read (`unshard`), and what it hands
+out is the peers' own memory. So that this is not taken for a gather for nothing, reading it is
+measured too: `copy` is the full buffer copied out of the mapping, all that a copying transport
+would have to do, and `memcpy` is a copy of as many bytes within one process. For the reduction
+`copy` is the bytes it must at least fetch, moved but not summed.
+
+Before each operation the owner rewrites what its peers will read, as an optimizer or a backward
+does, and all ranks meet; neither is timed. A sample is the mean of several operations, on the
+slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import harness
+from benchmarks.harness import Sample, Spread, Turn
+
+MODULE = "benchmarks.collectives"
+SOURCES = ["status", "memory", "comm", "comm_self", "comm_shm", "device_cpu", "simd"]
+FLAGS = ["-std=c11", "-O3", "-DNDEBUG", "-fno-math-errno", "-ffp-contract=off", "-pthread"]
+
+SIZES = [0.0625, 1.0, 16.0, 64.0, 256.0]
+QUICK_SIZES = [0.0625, 16.0]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SAMPLE = 0.15
+"""Seconds that a sample is to last, operations and preparation together."""
+
+SIDES = {"gather": ("gloo", "copy", "memcpy", "unshard"), "reduce": ("gloo", "shm", "copy")}
+PAIRS = {
+    "gather": [("gloo", "copy"), ("copy", "memcpy"), ("gloo", "unshard")],
+    "reduce": [("gloo", "shm"), ("shm", "copy")],
+}
+OPERATIONS = {
+    ("gather", "copy"): "copy_mapped",
+    ("gather", "memcpy"): "copy_private",
+    ("gather", "unshard"): "unshard",
+    ("reduce", "shm"): "reduce",
+    ("reduce", "copy"): "copy_slices",
+}
+TARGETS = {"gather": ("gloo", "copy", 10.0), "reduce": ("gloo", "shm", 5.0)}
+"""what -> (slow, fast, how many times as long slow should take, at 16 MiB and 2 ranks)."""
+
+# torch 2.13 gave its collectives new names, and warns of the old ones.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = harness.parser("Gather and reduce-scatter of shm, against gloo and memcpy.")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="world sizes")
+    parser.add_argument("--mib", nargs="+", type=float, help="sizes of the full tensor")
+    parser.add_argument("--rounds", type=int, help="samples a side (12; quick: 3)")
+    parser.add_argument("--warmup", type=int, default=1, help="unmeasured samples a side")
+    parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.mib = args.mib or (QUICK_SIZES if args.quick else SIZES)
+    args.rounds = args.rounds or (3 if args.quick else 12)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    if harness.under_torchrun():
+        measure_as_rank(args)
+        return
+    library = build(harness.ROOT / "build" / "benchmarks")
+    flags = [f"--rounds={args.rounds}", f"--warmup={args.warmup}", f"--library={library}"]
+    flags += ["--mib", *map(str, args.mib)]
+    results = [part for ranks in args.ranks for part in harness.collect(MODULE, ranks, flags)]
+    harness.finish(args, "collectives", results)
+
+
+def build(folder: Path) -> Path:
+    """Compile the transport with the driver; the library's path."""
+    source = harness.ROOT / "csrc"
+    files = [harness.ROOT / "benchmarks" / "collectives_driver.c", *sorted(source.glob("shm_*.c"))]
+    files += [source / f"{name}.c" for name in SOURCES]
+    target = folder / "collectives_driver.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    command = [*compiler, *FLAGS, "-shared", "-fPIC", f"-I{source}", *map(str, files), "-lm"]
+    subprocess.run([*command, "-o", str(target)], check=True)
+    return target
+
+
+# --------------------------------------------------------------------------------------
+# Sides
+
+
+class Driver:
+    """collectives_driver.c on this rank, connected to its peers. Collective."""
+
+    def __init__(self, path: Path) -> None:
+        self._lib = ctypes.CDLL(str(path))
+        pointer, text = ctypes.c_void_p, ctypes.c_char_p
+        for name, result, arguments in [
+            ("error", text, []),
+            ("open", pointer, [ctypes.c_int, ctypes.c_int, text]),
+            ("connect", ctypes.c_int, [pointer, ctypes.POINTER(text)]),
+            ("barrier", ctypes.c_int, [pointer]),
+            ("new", pointer, [pointer, ctypes.c_size_t, ctypes.c_int]),
+            ("free", None, [pointer]),
+            ("run", ctypes.c_double, [pointer, text, ctypes.c_int]),
+        ]:
+            function = getattr(self._lib, f"zsb_{name}")
+            function.restype, function.argtypes = result, arguments
+        world = dist.get_world_size()
+        address = ctypes.create_string_buffer(128)
+        self._comm = self._lib.zsb_open(dist.get_rank(), world, address)
+        self._check(self._comm is not None)
+        addresses: list[Any] = [None] * world
+        dist.all_gather_object(addresses, address.value)
+        self._check(self._lib.zsb_connect(self._comm, (text * world)(*addresses)) == 0)
+
+    def barrier(self) -> None:
+        """Microseconds, where gloo's takes a fraction of a millisecond."""
+        self._check(self._lib.zsb_barrier(self._comm) == 0)
+
+    def memory(self, nbytes: int, bfloat16: bool) -> int:
+        """What one size needs; give it to `free`. Collective."""
+        made: int | None = self._lib.zsb_new(self._comm, nbytes, bfloat16)
+        if made is None:
+            raise self._error()
+        return made
+
+    def free(self, memory: int) -> None:
+        self._lib.zsb_free(memory)
+
+    def run(self, memory: int, operation: str, count: int) -> float:
+        """Mean seconds of an operation."""
+        seconds: float = self._lib.zsb_run(memory, operation.encode(), count)
+        self._check(seconds >= 0)
+        return seconds
+
+    def _check(self, good: bool) -> None:
+        if not good:
+            raise self._error()
+
+    def _error(self) -> SystemExit:
+        return SystemExit(f"shm transport: {self._lib.zsb_error().decode()}")
+
+
+def gloo_turn(driver: Driver, what: str, nbytes: int, dtype: torch.dtype) -> Callable[[int], float]:
+    """Mean seconds of torch's collective over gloo, prepared as the driver's operations are."""
+    full = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
+    part = torch.zeros(full.numel() // dist.get_world_size(), dtype=dtype)
+    gather = what == "gather"
+
+    def run(count: int) -> float:
+        total = 0.0
+        for _ in range(count):
+            (part if gather else full).zero_()
+            driver.barrier()
+            start = time.perf_counter()
+            if gather:
+                all_gather(full, part)
+            else:
+                reduce_scatter(part, full)
+            total += time.perf_counter() - start
+        return total / count
+
+    return run
+
+
+def repeated(run: Callable[[int], float]) -> Turn:
+    """A turn of as many operations as fit into SAMPLE; the same number on all ranks."""
+    start = time.perf_counter()
+    run(2)  # the first touch of memory, and gloo's first connection
+    run(2)
+    each = torch.tensor([(time.perf_counter() - start) / 4], dtype=torch.float64)
+    dist.all_reduce(each, dist.ReduceOp.MAX)
+    count = max(2, min(2000, int(SAMPLE / each.item())))
+    return lambda number: (run(count),)
+
+
+# --------------------------------------------------------------------------------------
+# Measurement
+
+
+def measure_as_rank(args: argparse.Namespace) -> None:
+    """One rank's part, whatever the world's size."""
+    results = []
+    with harness.process_group() as rank:
+        driver = Driver(args.library)
+        for what, dtypes in (("gather", ["fp32"]), ("reduce", list(DTYPES))):
+            for dtype in dtypes:
+                sizes = [
+                    measure(driver, what, dtype, int(mib * harness.MIB), args) for mib in args.mib
+                ]
+                table = {"what": what, "dtype": dtype, "ranks": dist.get_world_size()}
+                results.append({**table, "sizes": sizes})
+                if rank == 0:
+                    show(results[-1])
+    if rank == 0 and args.out:
+        harness.write_json(args.out, results)
+
+
+def measure(
+    driver: Driver, what: str, dtype: str, nbytes: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """All sides at one size; returns the JSON record. Collective."""
+    memory = driver.memory(nbytes, dtype == "bf16")
+    turns: dict[str, Turn] = {}
+    for side in SIDES[what]:
+        if side == "gloo":
+            turns[side] = repeated(gloo_turn(driver, what, nbytes, DTYPES[dtype]))
+        else:
+            turns[side] = repeated(driver_turn(driver, memory, OPERATIONS[what, side]))
+    samples = harness.interleave(turns, args.rounds, args.warmup)
+    driver.free(memory)
+    return {
+        "bytes": nbytes,
+        "us": {name: summary(taken).as_dict() for name, taken in samples.items()},
+        "ratios": {
+            f"{slow}/{fast}": Spread.of(harness.same_round_ratios(samples[slow], taken)).as_dict()
+            for slow in samples
+            for fast, taken in samples.items()
+            if slow != fast
+        },
+    }
+
+
+def driver_turn(driver: Driver, memory: int, operation: str) -> Callable[[int], float]:
+    return lambda count: driver.run(memory, operation, count)
+
+
+def summary(samples: Sequence[Sample]) -> Spread:
+    """Microseconds."""
+    return Spread.of([samples[i].times[0] * 1e6 for i in harness.clean_rounds(samples)])
+
+
+# --------------------------------------------------------------------------------------
+# Tables
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print one table: medians in microseconds, then the ratios that matter."""
+    what, ranks = result["what"], result["ranks"]
+    pairs = PAIRS[what]
+    header = [
+        "full size",
+        *(f"{side} us" for side in SIDES[what]),
+        *(f"{a} / {b}" for a, b in pairs),
+    ]
+    rows = []
+    for size in result["sizes"]:
+        row = [f"{size['bytes'] / harness.MIB:g} MiB"]
+        row += [f"{size['us'][side]['median']:.1f}" for side in SIDES[what]]
+        for slow, fast in pairs:
+            spread = Spread(**size["ratios"][f"{slow}/{fast}"])
+            row.append(spread.text(0 if spread.median >= 100 else 1))
+        row.append(judge(what, ranks, size))
+        rows.append(row)
+    title = f"{what} of {result['dtype']}, {ranks} ranks (medians; ratios min/median/max)"
+    harness.print_table(title, [*header, "target"], rows)
+
+
+def judge(what: str, ranks: int, size: dict[str, Any]) -> str:
+    """The target and whether it is met, where there is one."""
+    slow, fast, least = TARGETS[what]
+    if ranks != 2 or size["bytes"] != 16 * harness.MIB:
+        return ""
+    got = size["ratios"][f"{slow}/{fast}"]["median"]
+    return f"{slow} / {fast} >= {least:g}: {'met' if got >= least else 'MISSED'}"
+
+
+if __name__ == "__main__":
+    harness.start(main)

@@ -1,0 +1,159 @@
+"""Fresh ranks within milliseconds: forked from a process that has imported torch and zshard.
+
+The one idea: `run_ranks` of spawn.py starts interpreters, whose imports cost each rank seconds; tests
+that end ranks badly need dozens of them. Here one process, the nursery, imports once and does nothing
+else (no thread, no tensor), so that its forks are as good as new. A rank lives and ends as a script
+does: an uncaught exception is printed and is exit status 1, `sys.exit` and SIGKILL are what they are.
+
+    from nursery import fork_ranks
+
+    results = fork_ranks(function, 2, *arguments)  # RankResults, as of run_ranks(..., check=False)
+"""
+
+import atexit
+import ctypes
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from spawn import RankResult, _python_path, _task
+
+SLACK = 30.0  # seconds that the nursery may take beyond the ranks' limit
+
+
+class _Nursery:
+    """The parent's end: one subprocess of this file, started at the first use."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": _python_path()}
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", __file__, str(theirs.fileno())],
+            env={**os.environ, **quiet},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self.pipe = Connection(ours.detach())
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+
+_nursery: _Nursery | None = None
+
+
+def fork_ranks(fn: Any, world: int, *args: Any, timeout: float = 60) -> list[RankResult]:
+    """Runs a module-level function `fn(*args)` on `world` forked ranks; how each of them ended.
+
+    timeout: seconds; ranks that still run then are killed, and their returncode is None.
+    """
+    global _nursery
+    from torch.distributed import TCPStore
+
+    if _nursery is None:
+        _nursery = _Nursery()
+        atexit.register(_nursery.close)
+    # Port 0 and this process as server, as in spawn.py: nobody can take the port.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="zshard-forked-") as folder:
+        try:
+            _nursery.pipe.send((_task(fn, args), world, store.port, folder, timeout))
+            if not _nursery.pipe.poll(timeout + SLACK):
+                raise TimeoutError("the nursery does not answer")
+            codes = _nursery.pipe.recv()
+        except BaseException:  # also KeyboardInterrupt: what it answers later is for nobody
+            _nursery.close()
+            _nursery = None
+            raise
+        return [_result(Path(folder), rank, code) for rank, code in enumerate(codes)]
+
+
+def _result(folder: Path, rank: int, code: int | None) -> RankResult:
+    texts = [(folder / f"{rank}.{what}").read_text(errors="replace") for what in ("out", "err")]
+    answer = folder / f"{rank}.value"
+    value = pickle.loads(answer.read_bytes()) if answer.exists() and code == 0 else None
+    return RankResult(rank, code, *texts, value)
+
+
+# --- the nursery's side ---------------------------------------------------------------------------
+
+
+def _fork_rank(task: bytes, rank: int, world: int, port: int, folder: str) -> int | None:
+    """Forks a rank: its pid here; None in the rank, once it is done."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()  # so that what a rank starts ends with it
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans if pytest is killed
+    for descriptor, what in ((1, "out"), (2, "err")):
+        with open(Path(folder, f"{rank}.{what}"), "wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(
+        {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 joins our store, it makes none
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    _, _, module, name, args = pickle.loads(task)
+    value = getattr(importlib.import_module(module), name)(*args)
+    Path(folder, f"{rank}.value").write_bytes(pickle.dumps(value))
+    return None
+
+
+def _wait(pids: list[int], timeout: float) -> list[int | None]:
+    """The ranks' exit codes; after `timeout` s kills what still runs."""
+    codes: dict[int, int | None] = {}
+    deadline = time.monotonic() + timeout
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() < deadline:
+            time.sleep(0.005)
+        else:
+            for late in set(pids) - set(codes):
+                os.killpg(late, signal.SIGKILL)
+                os.waitpid(late, 0)
+                codes[late] = None
+    return [codes[pid] for pid in pids]
+
+
+def _serve(pipe: Connection) -> None:
+    """Forks ranks until the parent hangs up; comes back in each rank that is done, too."""
+    while True:
+        try:
+            task, world, port, folder, timeout = pipe.recv()
+        except EOFError:
+            return
+        _, file, module, _, _ = pickle.loads(task)
+        if str(Path(file).parent) not in sys.path:
+            sys.path.insert(0, str(Path(file).parent))
+        importlib.import_module(module)  # here, for all ranks to come
+        pids: list[int] = []
+        for rank in range(world):
+            pid = _fork_rank(task, rank, world, port, folder)
+            if pid is None:
+                return
+            pids.append(pid)
+        pipe.send(_wait(pids, timeout))
+
+
+if __name__ == "__main__":
+    import zshard  # noqa: F401 - torch with it
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    _serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,214 @@
+"""The transports as Python gets them: the same bytes, the same errors, over shm and over gloo.
+
+The one idea: what a transport does by itself is tested in C (test_c_comm.py). Here it meets torch:
+process groups by name, their exceptions, dispatch modes, and the choice between the two.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import RankPool, ranks, run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+both = pytest.mark.parametrize("transport", ["shm", "c10d"])
+
+
+def connect(transport: str, timeout: float | None = None) -> Any:
+    """This rank's transport over all ranks."""
+    from zshard._group import comm_for, resolve_group
+
+    return comm_for(resolve_group(None), transport, timeout)
+
+
+# --- what arrives --------------------------------------------------------------------------------
+
+
+def exchange(transport: str) -> list[list[bytes]]:
+    comm = connect(transport)
+    assert (comm.transport, comm.rank, comm.world) == (
+        transport,
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
+    sizes = [0, 1, 63, 64, 4096]
+    return [comm.exchange(bytes([comm.rank + 1]) * size) for size in sizes]
+
+
+@both
+@ranks(2, 3)
+def test_exchange(pool: RankPool, transport: str) -> None:
+    wanted = [
+        [bytes([rank + 1]) * size for rank in range(pool.world)] for size in (0, 1, 63, 64, 4096)
+    ]
+    assert pool.run(exchange, transport) == [wanted] * pool.world
+
+
+def broadcast(transport: str, numel: int, root: int) -> bool:
+    comm = connect(transport)
+    wanted = torch.randn(numel, generator=torch.Generator().manual_seed(root))
+    tensor = wanted.clone() if comm.rank == root else torch.zeros(numel)
+    comm.broadcast(tensor, root)
+    return torch.equal(tensor, wanted)
+
+
+@both
+@pytest.mark.parametrize("numel", [0, 1, 700_001])
+@ranks(2, 3)
+def test_broadcast(pool: RankPool, transport: str, numel: int) -> None:
+    for root in range(pool.world):
+        assert pool.run(broadcast, transport, numel, root) == [True] * pool.world
+
+
+def refuse(transport: str) -> None:
+    comm = connect(transport)
+    with pytest.raises(ValueError, match="4097 bytes"):
+        comm.exchange(bytes(4097))
+    with pytest.raises(ValueError, match="no rank"):
+        comm.broadcast(torch.zeros(1), comm.world)
+    with pytest.raises(ValueError, match="contiguous"):
+        comm.broadcast(torch.zeros(4, 4).t(), 0)
+    comm.exchange(b"still in step")
+
+
+@both
+def test_bad_arguments_leave_it_usable(pool2: RankPool, transport: str) -> None:
+    pool2.run(refuse, transport)
+
+
+class Deny(TorchDispatchMode):
+    """A mode that no operation gets through."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was dispatched")
+
+
+def exchange_under_a_mode(transport: str) -> list[bytes]:
+    comm = connect(transport)
+    tensor = torch.zeros(8)
+    with Deny():
+        comm.broadcast(tensor, 0)
+        return comm.exchange(b"x")
+
+
+@both
+def test_dispatch_modes_do_not_see_our_bytes(pool2: RankPool, transport: str) -> None:
+    assert pool2.run(exchange_under_a_mode, transport) == [[b"x", b"x"]] * 2
+
+
+def c10d_without_a_group() -> None:
+    from zshard import _core
+
+    with pytest.raises(RuntimeError, match="no such group"):
+        _core.Comm.c10d("no such group", 0, 2, 1.0)
+
+
+def test_unknown_group(pool2: RankPool) -> None:
+    pool2.run(c10d_without_a_group)
+
+
+# --- peers that do not come ----------------------------------------------------------------------
+
+
+def wait_in_vain(transport: str, fault: str) -> tuple[str, str, float]:
+    """Rank 1 fails in the way of `fault`; what rank 0 gets, and after how long."""
+    comm = connect(transport, timeout=3.0 if fault == "late" else 60.0)
+    comm.exchange(b"all are there")
+    if comm.rank == 1:
+        time.sleep(0.2)
+        if fault == "late":
+            time.sleep(6.0)
+        if fault == "raises":
+            raise LookupError("batch 7 is gone")
+        os._exit(3)
+    start = time.monotonic()
+    try:
+        comm.exchange(b"in vain")
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", 0.0
+
+
+def outcome(transport: str, fault: str) -> tuple[str, str, float]:
+    result = run_ranks(wait_in_vain, 2, transport, fault, check=False)[0]
+    assert result.value is not None, result.stderr
+    return result.value
+
+
+@both
+def test_a_dead_peer_is_an_error_soon(transport: str) -> None:
+    kind, words, seconds = outcome(transport, "dies")
+    assert kind == "PeerError" and seconds < 5
+    assert ("rank 1 (pid " if transport == "shm" else "rank 0, exchanging a message") in words
+
+
+@both
+def test_a_late_peer_is_a_timeout(transport: str) -> None:
+    kind, words, seconds = outcome(transport, "late")
+    assert kind == "PeerTimeoutError" and 2.5 < seconds < 6
+    assert ("rank 1's part in exchange" if transport == "shm" else "exchanging") in words
+
+
+def interrupted() -> bool:
+    """Ctrl-C reaches a rank that waits in C."""
+    import signal
+
+    comm = connect("shm")
+    comm.exchange(b"all are there")
+    if comm.rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            comm.exchange(b"in vain")
+        return time.monotonic() - start < 2
+    time.sleep(3)
+    return True
+
+
+def test_waiting_can_be_interrupted() -> None:
+    assert [result.value for result in run_ranks(interrupted, 2)] == [True, True]
+
+
+# --- the same training over both ------------------------------------------------------------------
+
+
+def losses(transport: str, strategy: str, dtype: str) -> list[float]:
+    """A few steps of a small model; every rank its own batches."""
+    from zshard import FSDP
+
+    torch.manual_seed(0)
+    layers: list[Callable] = []
+    for width in (24, 40, 16):
+        layers += [torch.nn.LazyLinear(width), torch.nn.GELU(), torch.nn.LayerNorm(width)]
+    model = torch.nn.Sequential(*layers)
+    model(torch.zeros(2, 12))
+    model = FSDP(model.to(getattr(torch, dtype)), strategy=strategy, transport=transport)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    source = torch.Generator().manual_seed(100 + dist.get_rank())
+    values = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (
+            model(torch.randn(4, 12, generator=source).to(getattr(torch, dtype)))
+            .float()
+            .pow(2)
+            .mean()
+        )
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    return values
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2, 3)
+def test_same_bits(pool: RankPool, strategy: str, dtype: str) -> None:
+    shm, c10d = (pool.run(losses, transport, strategy, dtype) for transport in ("shm", "c10d"))
+    assert shm == c10d
+    assert all(len(set(values)) == 5 for values in shm)
