@@ -105,7 +105,8 @@ static zs_status fill_rest(zs_unit *unit)
             filled = end;
             if (get_bit(unit->used, i)) continue;
             zs_grad_info grad = {0};
-            if (unit->replicated && zs_tensor_alive(param->tensor)) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+            bool first = unit->replicated && !unit->posted; /* later rounds of a backward carry only what is new */
+            if (first && zs_tensor_alive(param->tensor)) ZS_TRY(zs_grad_describe(param->tensor, &grad));
             if (grad.defined) { /* DDP's rule: what has been accumulated before takes part in the mean */
                 ZS_TRY(zs_grad_copy(param->tensor, base + begin, flat->dtype, false));
             } else {
@@ -219,25 +220,35 @@ static zs_status check_gave_up(const summing *s)
     return ZS_OK;
 }
 
+/* Takes bytes [begin, stop) of a flat's whole sum from the rank that owns them; on top of an earlier round's, if any. */
+static void fetch_piece(const summing *s, const zs_flat *flat, size_t begin, size_t stop, bool add)
+{
+    const char *base = s->sources->data[begin / flat->slice_bytes];
+    const void *src = base + flat->bucket_offset + begin;
+    char *dst = (char *)flat->grad_mem->ptr + begin;
+    if (!add) {
+        memcpy(dst, src, stop - begin);
+        return;
+    }
+    zs_sum sum = {.src = &src, .world = 1, .dst = dst, .dtype = flat->dtype, .scale = 1.0, .accumulate = true};
+    sum.numel = (int64_t)((stop - begin) / flat->layout.itemsize);
+    zs_device_sum(&sum);
+}
+
 /* (no_shard) Fetches every rank's finished slice into the whole gradient. */
 static void fetch_shared(const summing *s)
 {
-    for (int f = 0; f < s->unit->n_flats; f++) {
-        const zs_flat *flat = &s->unit->flats[f];
-        if (!flat->trainable) continue;
-        for (int64_t i = 0; i < s->unit->n_params; i++) {
-            const zs_param *param = &s->unit->params[i];
-            if (param->flat != f || !used_anywhere(s, i)) continue;
-            const size_t item = flat->layout.itemsize;
-            size_t begin = (size_t)param->offset * item;
-            const size_t end = begin + (size_t)param->numel * item;
-            while (begin < end) {
-                size_t owner = begin / flat->slice_bytes;
-                size_t stop = (owner + 1) * flat->slice_bytes < end ? (owner + 1) * flat->slice_bytes : end;
-                memcpy((char *)flat->grad_mem->ptr + begin, s->sources->data[owner] + flat->bucket_offset + begin,
-                       stop - begin);
-                begin = stop;
-            }
+    for (int64_t i = 0; i < s->unit->n_params; i++) {
+        const zs_param *param = &s->unit->params[i];
+        const zs_flat *flat = &s->unit->flats[param->flat];
+        if (!flat->trainable || !used_anywhere(s, i)) continue;
+        size_t begin = (size_t)param->offset * flat->layout.itemsize;
+        const size_t end = begin + (size_t)param->numel * flat->layout.itemsize;
+        while (begin < end) {
+            size_t border = (begin / flat->slice_bytes + 1) * flat->slice_bytes;
+            size_t stop = border < end ? border : end;
+            fetch_piece(s, flat, begin, stop, param->reduced);
+            begin = stop;
         }
     }
 }

@@ -144,8 +144,13 @@ def test_stack_gradients_are_not_denormal() -> None:
 def quick(module: str, out: Path, *flags: str) -> dict[str, Any]:
     """Run a benchmark as its user does, and return its record after checking the frame."""
     command = [sys.executable, "-m", f"benchmarks.{module}", "--quick", f"--out={out}", *flags]
-    done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    with subprocess.Popen(command, cwd=harness.ROOT, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            _, errors = child.communicate(timeout=240)
+        except BaseException:
+            child.terminate()  # and not kill: it has ranks to end
+            raise
+    assert child.returncode == 0, errors
     record: dict[str, Any] = json.loads(out.read_text())
     assert set(record) == {"benchmark", "machine", "settings", "results"}
     assert set(record["machine"]) >= MACHINE

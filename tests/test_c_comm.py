@@ -19,7 +19,7 @@ SHM += sorted(path.name for path in (ROOT / "csrc").glob("shm_*.c"))
 PROGRAMS = {
     "test_comm_shm": SHM,
     "test_comm_shm_faults": SHM,
-    "test_comm_c10d": [*SHM, "comm_c10d.c"],
+    "test_comm_c10d": [*SHM, "comm_c10d.c", "c10d_round.c"],
 }
 BUILDS = {
     "release": ["-O2"],

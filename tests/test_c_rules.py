@@ -212,6 +212,9 @@ def gil_regions_are_clean(name: str, text: str) -> list[str]:
             elif inside and word in ("return", "goto"):
                 complaints.append(f"{where} {word} leaves without taking the GIL back")
         complaints += [f"{where} a region never ends"] if inside else []
+        for call in re.findall(r"\bZS_PY_NOGIL\(([^;]*);", function.item.body):
+            found = re.findall(r"\b_?Py(?!Mem_Raw)\w*", call)
+            complaints += [f"{where} {word} without the GIL" for word in found]
     return complaints
 
 
@@ -302,6 +305,7 @@ BRACES = "/* a } */ static char c = '}';\n__attribute__((cold))\nvoid pack(void)
 METHOD = f"namespace {{\nclass A {{\n{LONG}}};\n}}\n"
 REGION = "static int f(void)\n{{\n    {}\n    go();\n    {}\n    {}\n}}\n"
 BEGIN, END = "Py_BEGIN_ALLOW_THREADS", "Py_END_ALLOW_THREADS"
+MACRO = "static int f(void)\n{\n    ZS_PY_NOGIL(s, zs_go(PyLong_AsLong(x)));\n}\n"
 GAP = "/* a */\nint zs_a(void);\n\nint zs_b(int x,\n         int y);\n"
 
 BAD: list[tuple[Rule, str, str, str]] = [
@@ -318,6 +322,7 @@ BAD: list[tuple[Rule, str, str, str]] = [
     (gil_regions_are_clean, "py_a.c", REGION.format(BEGIN, BEGIN, END), "in one another"),
     (gil_regions_are_clean, "py_a.c", REGION.format(BEGIN, "", ""), "never ends"),
     (gil_regions_are_clean, "py_a.c", REGION.format("", "", END), "never began"),
+    (gil_regions_are_clean, "py_a.c", MACRO, "PyLong_AsLong without the GIL"),
     (functions_are_short, "unit.c", LONG, "line 1: f has 63 lines"),
     (functions_are_short, "torch_a.cpp", METHOD, "line 3: f has 63 lines"),
     (functions_are_short, "unit.c", WIDE, "f takes 7 parameters"),

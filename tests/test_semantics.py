@@ -472,3 +472,770 @@ ON_SHM = [(strategy, transport) for strategy, transport in COMBINATIONS if trans
 def test_ranks_may_run_different_units(pool2, run, exact):
     combinations = [*ON_SHM, ("no_shard", "c10d")]
     assert pool2.run(wrong_in, Detours, run, exact, combinations) == [{}, {}]
+
+
+# --- after a failure -------------------------------------------------------------------------------
+
+
+class Planted(RuntimeError):
+    pass
+
+
+def fail_in_forward(model, rank):
+    def fail(*_):
+        raise Planted
+
+    handle = model.blocks[1].down.register_forward_hook(fail)
+    with pytest.raises(Planted):
+        model(floats(rank))
+    handle.remove()
+
+
+def fail_in_backward(model, rank):
+    def fail(*_):
+        raise Planted
+
+    handle = model.blocks[1].up.weight.register_hook(fail)
+    with pytest.raises(Planted):
+        loss_of(model(floats(rank))).backward()
+    handle.remove()
+
+
+def after_failures(combination):
+    """The wrong gradients of a right backward that follows failed passes."""
+    expected = mean_grads(Stack, forward_backward)
+    model = wrapped(Stack, combination)
+    found = []
+    for fail in (fail_in_forward, fail_in_backward, fail_in_backward, fail_in_forward):
+        fail(model, dist.get_rank())
+        model.zero_grad()
+        forward_backward(model, dist.get_rank())
+        found += wrong_grads(whole_grads(model), expected)
+    return found
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_training_goes_on_after_exceptions(pool2, combination):
+    assert pool2.run(after_failures, combination) == [[], []]
+
+
+def fail_in_a_users_hook(combination):
+    """A hook that sees the reduced gradient raises; then a right step."""
+
+    def fail(_):
+        raise Planted
+
+    model = wrapped(Stack, combination)
+    handle = model.head.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(Planted):
+        forward_backward(model, dist.get_rank())
+    handle.remove()
+    model.zero_grad()
+    forward_backward(model, dist.get_rank())
+    return wrong_grads(whole_grads(model), mean_grads(Stack, forward_backward))
+
+
+def test_training_goes_on_after_an_exception_in_a_users_hook(pool2):
+    assert pool2.run(fail_in_a_users_hook, FULL) == [[], []]
+
+
+def failing_on_rank_1_only(fail):
+    """Rank 1 catches an exception in its backward and goes on: what each rank is told."""
+    model = wrapped(Stack, FULL)
+    rank = dist.get_rank()
+    message = ""
+    try:
+        (fail if rank == 1 else forward_backward)(model, rank)
+        model.zero_grad()
+        forward_backward(model, rank)
+    except zshard.DivergenceError as error:
+        message = str(error)
+    model.zero_grad()
+    forward_backward(model, rank)
+    return message, wrong_grads(whole_grads(model), mean_grads(Stack, forward_backward))
+
+
+def test_a_backward_given_up_on_one_rank_is_told_to_the_others(pool2):
+    told, gave_up = pool2.run(failing_on_rank_1_only, fail_in_backward)
+    assert "rank 1 gave up its backward" in told[0]
+    assert gave_up[0] == ""
+    assert told[1] == gave_up[1] == []
+
+
+# --- hooks and optimizers of the user --------------------------------------------------------------
+
+
+def tensor_hooks(combination, early):
+    """What a hook on a weight sees, set before or after wrapping: the full local gradient?"""
+    rank, seen = dist.get_rank(), []
+    model = make(Stack)
+
+    def hook(grad):
+        seen.append(grad.clone())
+        return grad * 2
+
+    if early:
+        model.blocks[1].up.weight.register_hook(hook)
+    model = FSDP(model, strategy=combination[0], transport=combination[1])
+    if not early:
+        model.blocks[1].up.weight.register_hook(hook)
+    forward_backward(model, rank)
+
+    plain = make(Stack)
+    forward_backward(plain, rank)
+    local = plain.blocks[1].up.weight.grad
+    expected = mean_grads(Stack, forward_backward)
+    expected["blocks.1.up.weight"] *= 2
+    return len(seen), torch.equal(seen[0], local), wrong_grads(whole_grads(model), expected)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_tensor_hooks_see_the_full_local_gradient(pool2, combination, early):
+    assert pool2.run(tensor_hooks, combination, early) == [(1, True, [])] * 2
+
+
+def accumulate_hooks(combination, early):
+    """(calls of a post-accumulate hook per backward, wrong gradients it saw)."""
+    rank, seen = dist.get_rank(), []
+    model = make(Stack)
+
+    def watch():
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda p, name=name: seen.append((name, p.grad.shape == p.shape, p.grad.clone()))
+            )
+
+    if early:
+        watch()
+    model = FSDP(model, strategy=combination[0], transport=combination[1])
+    if not early:
+        watch()
+    problems = []
+    for step in range(3):
+        seen.clear()
+        model.zero_grad()
+        loss_of(model(floats(rank, step))).backward()
+        grads = {name: grad for name, _, grad in seen}
+        counts = sorted(name for name, _, _ in seen)
+        if counts != sorted(name for name, _ in model.named_parameters()):
+            problems.append(f"step {step}: called for {counts}")
+        problems += [f"{name}: not its slice" for name, fits, _ in seen if not fits]
+        for name, param in model.named_parameters():
+            if not torch.equal(grads[name], param.grad):
+                problems.append(f"step {step}: {name} was not final")
+    return problems
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_post_accumulate_hooks_run_once_with_the_reduced_shard(pool2, combination, early):
+    assert pool2.run(accumulate_hooks, combination, early) == [[], []]
+
+
+def optimizer_in_backward():
+    """Stepping each parameter from its own hook (then .grad is None) trains as one step does."""
+    rank, case = dist.get_rank(), CASES["net"]
+    plain, model = make(case.make), wrapped(case.make, FULL)
+    parallel = ddp(plain)
+    optimizers = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
+
+    def step(param):
+        optimizers[param].step()
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    whole = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    for number in range(3):
+        loss_of(model(case.batch(number, rank))).backward()
+        whole.zero_grad()
+        loss_of(parallel(case.batch(number, rank))).backward()
+        whole.step()
+    return differences(model.state_dict(), plain.state_dict())
+
+
+def test_optimizer_steps_in_post_accumulate_hooks(pool2):
+    assert pool2.run(optimizer_in_backward) == [[], []]
+
+
+def early_optimizer(combination, cls):
+    """What differs from DDP if the optimizer was made before the model was wrapped."""
+    rank, case = dist.get_rank(), CASES["net"]
+    plain, model = make(case.make), make(case.make)
+    optimizer = cls(model.parameters(), lr=0.01)
+    before = list(model.parameters())
+    model = FSDP(model, strategy=combination[0], transport=combination[1])
+    same = all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    train(model, case, optimizer, rank)
+    train(ddp(plain), case, cls(plain.parameters(), lr=0.01), rank)
+    return same, differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, zshard.SGD])
+def test_optimizer_made_before_wrapping_trains(pool2, combination, cls):
+    assert pool2.run(early_optimizer, combination, cls) == [(True, [])] * 2
+
+
+def grouped_by_ndim(combination):
+    """What differs from DDP if only matrices are decayed."""
+    rank, case = dist.get_rank(), CASES["net"]
+    plain, model = make(case.make), wrapped(case.make, combination)
+
+    def optimizer_of(model):
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.5},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    dims = [p.ndim for p in plain.parameters()] == [p.ndim for p in model.parameters()]
+    train(model, case, optimizer_of(model), rank)
+    train(ddp(plain), case, optimizer_of(plain), rank)
+    return dims, differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_groups_by_ndim(pool2, combination):
+    assert pool2.run(grouped_by_ndim, combination) == [(True, [])] * 2
+
+
+def scheduled():
+    """What differs from DDP under a learning-rate schedule and momentum."""
+    rank, case = dist.get_rank(), CASES["mlp"]
+    plain, model = make(case.make), wrapped(case.make, FULL)
+    for each, forward in ((model, model), (plain, ddp(plain))):
+        optimizer = zshard.AdamW(each.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(forward(case.batch(step, rank))).backward()
+            optimizer.step()
+            schedule.step()
+    return differences(model.state_dict(), plain.state_dict())
+
+
+def test_schedulers_drive_the_optimizer(pool2):
+    assert pool2.run(scheduled) == [[], []]
+
+
+# --- what is used where it must not be -------------------------------------------------------------
+
+
+def message_of(action, kind=Exception):
+    """The text of the exception that `action` raises; fails if it raises none."""
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
+
+
+class Reader(nn.Module):
+    """A root that reads a weight of a unit without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return F.linear(self.other(x), self.part.weight)
+
+
+def read_outside(transport):
+    """Messages for weights read where their unit is sharded; and training goes on after each."""
+    rank = dist.get_rank()
+    model = FSDP(make(Reader), transport=transport, auto_wrap_policy={nn.Linear})
+    messages = [message_of(lambda: model(floats(rank)))]
+
+    stack = wrapped(Stack, ("full_shard", transport))
+    weight = stack.blocks[1].up.weight
+    messages.append(message_of(lambda: floats(rank) @ weight.t()))
+    forward_backward(stack, rank)
+    return messages, wrong_grads(whole_grads(stack), mean_grads(Stack, forward_backward))
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_reading_a_sharded_weight_is_an_error(pool2, transport):
+    for messages, wrong in pool2.run(read_outside, transport):
+        assert "'part'" in messages[0] and "part.weight" in messages[0]
+        assert all(messages)
+        assert wrong == []
+
+
+def kept_view(combination):
+    """A whole weight that was kept from a forward is read after it: an error, with the unit."""
+    rank, kept = dist.get_rank(), []
+    model = wrapped(Stack, combination)
+    model.blocks[1].register_forward_pre_hook(lambda m, _: kept.append(m.up.weight.view(-1)))
+    forward_backward(model, rank)
+    return message_of(lambda: kept[0].sum(), RuntimeError)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_reading_a_view_from_an_earlier_forward_is_an_error(pool2, transport):
+    for message in pool2.run(kept_view, ("full_shard", transport)):
+        assert "'blocks.1'" in message and "sharded" in message
+
+
+def penalty(combination):
+    """The message for a penalty over model.parameters(), beside a real loss or alone; then a right
+    step."""
+    rank = dist.get_rank()
+    model = wrapped(Stack, combination)
+
+    def beside():
+        loss = loss_of(model(floats(rank)))
+        (loss + sum(p.square().sum() for p in model.parameters())).backward()
+
+    def alone():
+        sum(p.square().sum() for p in model.parameters()).backward()
+
+    messages = [message_of(beside, RuntimeError), message_of(alone, RuntimeError)]
+    model.zero_grad()
+    forward_backward(model, rank)
+    return messages, wrong_grads(whole_grads(model), mean_grads(Stack, forward_backward))
+
+
+@pytest.mark.parametrize(
+    "combination", [c for c in COMBINATIONS if c[0] != "no_shard"], ids="-".join
+)
+def test_penalty_over_parameters_is_an_error(pool2, combination):
+    for messages, wrong in pool2.run(penalty, combination):
+        for message in messages:
+            assert "parameter" in message
+        assert wrong == []
+
+
+def penalty_without_sharding(model, rank):
+    loss = loss_of(model(floats(rank)))
+    (loss + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+
+
+def test_penalty_without_sharding_is_right(pool2):
+    combinations = [c for c in COMBINATIONS if c[0] == "no_shard"]
+    assert pool2.run(wrong_in, Stack, penalty_without_sharding, False, combinations) == [{}, {}]
+
+
+def changed_in_forward():
+    model = make(Stack)
+
+    def forward(x, block=model.blocks[1], plain=model.blocks[1].forward):
+        with torch.no_grad():
+            block.up.weight.mul_(0.5)
+        return plain(x)
+
+    model.blocks[1].forward = forward
+    model = FSDP(model, auto_wrap_policy={Block})
+    return message_of(lambda: forward_backward(model, dist.get_rank()), RuntimeError)
+
+
+def test_weight_changed_inside_forward_is_an_error(pool2):
+    for message in pool2.run(changed_in_forward):
+        assert "'blocks.1.up.weight'" in message and "changed in place" in message
+
+
+# --- lifetimes -------------------------------------------------------------------------------------
+
+
+def orphaned_loss(combination):
+    """A backward after the model is gone: no crash; and the next model trains."""
+    model = wrapped(Stack, combination)
+    loss = loss_of(model(floats(dist.get_rank())))
+    del model
+    gc.collect()
+    loss.backward()
+    del loss
+    model = wrapped(Stack, combination)
+    forward_backward(model, dist.get_rank())
+    return wrong_grads(whole_grads(model), mean_grads(Stack, forward_backward))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_loss_may_outlive_the_model(pool2, combination):
+    assert pool2.run(orphaned_loss, combination) == [[], []]
+
+
+def orphaned_parameters(combination):
+    """Parameters and gradients kept by an optimizer after the model is gone can be read."""
+    model = wrapped(Stack, combination)
+    forward_backward(model, dist.get_rank())
+    kept = list(model.parameters())
+    values = [(p.detach().clone(), p.grad.clone()) for p in kept]
+    del model
+    gc.collect()
+    return all(
+        torch.equal(p, value) and torch.equal(p.grad, grad)
+        for p, (value, grad) in zip(kept, values, strict=True)
+    )
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_parameters_may_outlive_the_model(pool2, combination):
+    assert pool2.run(orphaned_parameters, combination) == [True, True]
+
+
+def two_models(combination):
+    """What differs from DDP for two models that train on each other's outputs, as GANs do."""
+    rank = dist.get_rank()
+
+    def trained(maker, learner, forward):
+        slow, fast = torch.optim.SGD(maker.parameters(), 0.05), torch.optim.SGD(learner.parameters(), 0.1)
+        for step in range(3):
+            made = forward[0](floats(rank, step))
+            fast.zero_grad()
+            loss_of(forward[1](made.detach())).backward()
+            fast.step()
+            slow.zero_grad()
+            loss_of(forward[1](made)).backward()  # reaches into the maker
+            slow.step()
+        return [*maker.state_dict().values(), *learner.state_dict().values()]
+
+    plain = make(lambda: Detours()), make(Stack, seed=2)
+    expected = trained(*plain, [ddp(each) for each in plain])
+    strategy, transport = combination
+    ours = [
+        FSDP(make(Detours), strategy=strategy, transport=transport),
+        FSDP(make(Stack, seed=2), strategy=strategy, transport=transport),
+    ]
+    return [torch.equal(a, b) for a, b in zip(trained(*ours, ours), expected, strict=True)]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_two_models_train_on_one_another(pool2, combination):
+    for same in pool2.run(two_models, combination):
+        assert all(same)
+
+
+# --- how it is wrapped -----------------------------------------------------------------------------
+
+
+class WrapsItself(nn.Module):
+    """Nested FSDP(...) in __init__, as scripts for FSDP1 have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(FSDP(Block(WIDTH)) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+
+    forward = Stack.forward
+
+
+class WrapsInContext(nn.Module):
+    """enable_wrap and wrap."""
+
+    def __init__(self):
+        super().__init__()
+        with enable_wrap(wrapper_cls=FSDP):
+            self.blocks = nn.ModuleList(wrap(Block(WIDTH)) for _ in range(3))
+            self.head = wrap(nn.Linear(WIDTH, 2))
+
+    forward = Stack.forward
+
+
+def trained_state(build, **options):
+    """(names of the units, state dict after some steps)."""
+    rank = dist.get_rank()
+    model = FSDP(make(build), **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(floats(rank, step))).backward()
+        optimizer.step()
+    named = {module: name for name, module in model.named_modules()}
+    return [named[unit] for unit in FSDP.fsdp_modules(model)], model.state_dict()
+
+
+BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
+POLICIES = {
+    "auto": ("auto", BLOCKS),
+    "none": (None, [""]),
+    "classes": ({Block, nn.LayerNorm}, None),
+    "module policy": (ModuleWrapPolicy({Block}), BLOCKS),
+    "custom": (CustomPolicy(lambda m: isinstance(m, Block)), BLOCKS),
+    "override": (
+        CustomPolicy(lambda m: isinstance(m, Block) and {"sharding_strategy": "shard_grad_op"}),
+        BLOCKS,
+    ),
+    "size": (functools.partial(size_based_auto_wrap_policy, min_num_params=300), BLOCKS),
+    "transformer": (
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        BLOCKS,
+    ),
+    "lambda policy": (
+        functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block)),
+        BLOCKS,
+    ),
+    "lambda": (lambda m: isinstance(m, Block), BLOCKS),
+    "always": (always_wrap_policy, None),
+}
+
+
+def train_with_each_policy():
+    """{policy: (units, what differs from DDP)}."""
+    rank = dist.get_rank()
+    plain = make(Stack)
+    parallel = ddp(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(parallel(floats(rank, step))).backward()
+        optimizer.step()
+    found = {}
+    for name, (policy, _) in POLICIES.items():
+        units, state = trained_state(Stack, auto_wrap_policy=policy)
+        found[name] = units, differences(state, plain.state_dict())
+    for build in (WrapsItself, WrapsInContext):
+        for policy in (None, "auto"):
+            units, state = trained_state(build, auto_wrap_policy=policy)
+            found[f"{build.__name__}, {policy}"] = units, differences(state, plain.state_dict())
+    return found
+
+
+def test_all_ways_to_wrap_train_alike(pool2):
+    for found in pool2.run(train_with_each_policy):
+        assert {name: wrong for name, (_, wrong) in found.items() if wrong} == {}
+        for name, (_, units) in POLICIES.items():
+            if units is not None:
+                assert found[name][0] == units, name
+        assert len(found["always"][0]) == 1 + 3 * 4 + 1  # and no unit for a Block: nothing is left
+        assert found["WrapsItself, None"][0] == BLOCKS
+        assert found["WrapsInContext, None"][0] == [*BLOCKS, "head"]
+
+
+# --- ranks that differ in what they do, or when ------------------------------------------------------
+
+
+def evaluate_on_rank_0(combination):
+    """Rank 0 evaluates on its own between steps, while rank 1 trains on: what differs from DDP."""
+    rank, case = dist.get_rank(), CASES["net"]
+    plain, model = make(case.make), wrapped(case.make, combination)
+    right = True
+    for each, forward in ((plain, ddp(plain)), (model, model)):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(forward(case.batch(step, rank))).backward()
+            optimizer.step()
+            if rank != 0 or each is plain:
+                continue
+            with torch.no_grad():
+                alone = loss_of(model(case.batch(100, 0)))
+            right &= bool(torch.isfinite(alone))
+    return right, differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_one_rank_evaluates_while_the_other_trains(pool2, strategy):
+    assert pool2.run(evaluate_on_rank_0, (strategy, "shm")) == [(True, [])] * 2
+
+
+def evaluate_alone_at_the_end(combination):
+    """The loss of rank 0 evaluating alone, after which both train; and the plain model's."""
+    rank, case = dist.get_rank(), CASES["net"]
+    plain, model = make(case.make), wrapped(case.make, combination)
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
+    train(ddp(plain), case, torch.optim.SGD(plain.parameters(), 0.1), rank)
+    with torch.no_grad():
+        losses = []
+        if rank == 0:
+            losses = [float(loss_of(each(case.batch(100, 0)))) for each in (model, plain)]
+    dist.barrier()
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
+    train(ddp(plain), case, torch.optim.SGD(plain.parameters(), 0.1), rank)
+    return losses, differences(model.state_dict(), plain.state_dict())
+
+
+def test_evaluation_by_one_rank_has_the_right_numbers(pool2):
+    (losses, wrong), (_, other) = pool2.run(evaluate_alone_at_the_end, FULL)
+    assert losses[0] == losses[1]
+    assert wrong == other == []
+
+
+def slow_rank(combination):
+    """(seconds that a backward took, wrong gradients) where rank 1 comes a second late."""
+    rank = dist.get_rank()
+    model = wrapped(Stack, combination)
+    dist.barrier()
+    started = time.monotonic()
+    if rank == 1:
+        time.sleep(1)
+    forward_backward(model, rank)
+    return time.monotonic() - started, wrong_grads(
+        whole_grads(model), mean_grads(Stack, forward_backward)
+    )
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_slow_rank_is_waited_for(pool2, combination):
+    (fast, wrong), (_, other) = pool2.run(slow_rank, combination)
+    assert fast >= 0.9, "rank 0 cannot have had rank 1's gradients"
+    assert wrong == other == []
+
+
+def swap_in_the_average(combination):
+    """Training with an average of the weights that is swapped in for evaluation; what differs from
+    DDP in it: the evaluations' losses, or the state in the end."""
+    rank, case = dist.get_rank(), CASES["net"]
+
+    def trained(model, forward):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        averages = [p.detach().clone() for p in model.parameters()]
+        losses = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(forward(case.batch(step, rank))).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for average, param in zip(averages, model.parameters(), strict=True):
+                    average.lerp_(param, 0.1)
+                kept = [p.detach().clone() for p in model.parameters()]
+                for average, param in zip(averages, model.parameters(), strict=True):
+                    param.data.copy_(average)
+                losses.append(float(loss_of(forward(case.batch(50, rank)))))
+                for value, param in zip(kept, model.parameters(), strict=True):
+                    param.data.copy_(value)
+        return losses
+
+    plain, model = make(case.make), wrapped(case.make, combination)
+    same = trained(model, model) == trained(plain, ddp(plain))
+    return same, differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_averaged_weights_can_be_swapped_in(pool2, combination):
+    assert pool2.run(swap_in_the_average, combination) == [(True, [])] * 2
+
+
+def replaced_data(whole):
+    """p.data = tensor between steps, of the whole shape or of the slice's; what differs then."""
+    model, plain = wrapped(Stack, FULL), make(Stack)
+    param, other = model.head.weight, plain.head.weight
+    value = torch.randn(other.shape, generator=torch.Generator().manual_seed(5))
+    other.data = value.clone()
+    if whole:
+        param.data = value.clone()
+    else:
+        info = zshard.shard_info(param)
+        part = value.flatten()[info["begin"] : info["begin"] + info["numel"]]
+        param.data = part.reshape(param.shape).clone()
+    rank = dist.get_rank()
+    same = torch.equal(model(floats(rank)), plain(floats(rank)))
+    return same, differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_replaced_data_is_written_back(pool2, whole):
+    assert pool2.run(replaced_data, whole) == [(True, [])] * 2
+
+
+def cast_after_wrapping():
+    model = wrapped(Stack, FULL)
+    model.double()
+    return message_of(lambda: model(floats(dist.get_rank()).double()), ValueError)
+
+
+def test_cast_after_wrapping_is_an_error(pool2):
+    for message in pool2.run(cast_after_wrapping):
+        assert "'blocks.0.norm.weight'" in message and "before wrapping" in message
+
+
+# --- buffers and the start ---------------------------------------------------------------------------
+
+
+def train_with_buffers(combination, sync):
+    """(what differs from DDP with the same choice, are the buffers equal on all ranks?)."""
+    rank, case = dist.get_rank(), CASES["conv"]
+    strategy, transport = combination
+    plain, model = make(case.make, seed=1 + rank), make(case.make, seed=1 + rank)
+    if rank == 1:  # both take rank 0's
+        for each in (plain, model):
+            for buffer in each.buffers():
+                buffer.fill_(7)
+    model = FSDP(model, strategy=strategy, transport=transport, forward_sync_buffers=sync)
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
+    parallel = ddp(plain, sync_buffers=sync)
+    train(parallel, case, torch.optim.SGD(plain.parameters(), 0.1), rank)
+    model.eval()
+    parallel.eval()
+    with torch.no_grad():
+        evaluated = torch.equal(model(case.batch(9, rank)), parallel(case.batch(9, rank)))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {n: b.clone() for n, b in model.named_buffers()})
+    same = differences(everyone[0], everyone[1]) == []
+    return evaluated, differences(model.state_dict(), plain.state_dict()), same
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["synced", "local"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_buffers_are_those_of_ddp(pool2, combination, sync):
+    for evaluated, wrong, same in pool2.run(train_with_buffers, combination, sync):
+        assert evaluated and wrong == []
+        assert same is sync
+
+
+def start_of(combination, sync):
+    """This rank's values before and after wrapping, whole."""
+    model = make(Net, seed=1 + dist.get_rank())
+    model.register_buffer("offset", torch.full((3,), float(dist.get_rank())))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    strategy, transport = combination
+    model = FSDP(model, strategy=strategy, transport=transport, sync_module_states=sync)
+    return before, model.state_dict()
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_everything_starts_from_rank_0(pool2, combination):
+    (first, start), (second, other) = pool2.run(start_of, combination, True)
+    assert differences(first, second), "the ranks have to start from different values"
+    assert differences(start, first) == differences(other, first) == []
+
+
+def unequal_start():
+    return message_of(lambda: start_of(FULL, False), zshard.DivergenceError)
+
+
+def test_unequal_starts_are_an_error_if_nothing_is_taken_from_rank_0(pool2):
+    for message in pool2.run(unequal_start):
+        assert "'embed.weight'" in message and "rank 1" in message
+
+
+def unequal_models(what):
+    """The message where rank 1 has another model."""
+    rank = dist.get_rank()
+    model = make(Stack)
+    if rank == 1 and what == "shape":
+        model.blocks[1].up = nn.Linear(WIDTH, 2 * WIDTH + 1)
+    if rank == 1 and what == "name":
+        model.tail = model.head
+        del model.head
+    if rank == 1 and what == "dtype":
+        model.blocks[2].norm.double()
+    if rank == 1 and what == "frozen":
+        model.blocks[0].norm.bias.requires_grad_(False)
+    if rank == 1 and what == "more":
+        model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    if rank == 1 and what == "buffer":
+        model.register_buffer("extra", torch.zeros(1))
+    options = {"strategy": "no_shard"} if rank == 1 and what == "strategy" else {}
+    message = message_of(lambda: FSDP(model, auto_wrap_policy={Block}, **options))
+    forward_backward(wrapped(Stack, FULL), rank)  # the transport is as good as before
+    return message
+
+
+@pytest.mark.parametrize(
+    ("what", "part"),
+    [
+        ("shape", "blocks.1.up.weight"),
+        ("name", "tail"),
+        ("dtype", "blocks.2.norm.weight"),
+        ("frozen", "blocks.0.norm.bias"),
+        ("more", "extra"),
+        ("buffer", "extra"),
+        ("strategy", "no_shard"),
+    ],
+)
+def test_ranks_with_different_models_are_told_the_first_difference(pool2, what, part):
+    first, second = pool2.run(unequal_models, what)
+    assert first == second
+    assert part in first and "rank 1" in first

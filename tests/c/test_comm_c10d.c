@@ -18,10 +18,12 @@ struct zs_work {
     int looks; /* so often zs_work_done has said no */
 };
 
-static zs_comm *wire;         /* what the group runs over */
-static int calls;             /* collectives so far */
-static zs_status failure;     /* what the next collective fails with */
-static const char *complaint; /* and its words */
+static zs_comm *wire;          /* what the group runs over */
+static int calls;              /* collectives so far */
+static int under_way;          /* works that nobody has waited for yet */
+static zs_status failure;      /* what the next collective fails with */
+static zs_status late_failure; /* what the next wait for one fails with */
+static const char *complaint;  /* and the words */
 
 zs_status zs_group_new(const char *name, zs_group **out)
 {
