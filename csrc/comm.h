@@ -65,6 +65,7 @@ typedef struct zs_cunit_spec {
 /* Bucket layout: flat after flat, each world * slice_bytes[f] long: slice r of flat f starts at
  * world * (slice_bytes[0] + ... + slice_bytes[f-1]) + r * slice_bytes[f]. */
 
+/* Which pass a reader session belongs to. */
 typedef enum zs_phase { ZS_PHASE_FORWARD, ZS_PHASE_BACKWARD } zs_phase;
 
 /* How patient a call is that looks for its peers. (false and true mean the first two.) */

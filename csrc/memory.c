@@ -40,6 +40,11 @@ zs_status zs_mem_new_private(size_t bytes, zs_mem **out)
     return status;
 }
 
+void zs_mem_discard(zs_mem *mem)
+{
+    madvise(mem->ptr, mem->bytes, MADV_DONTNEED); /* advice: failing keeps the pages */
+}
+
 zs_mem *zs_mem_retain(zs_mem *mem)
 {
     __atomic_fetch_add(&mem->refs, 1, __ATOMIC_RELAXED);

@@ -8,6 +8,7 @@
 
 #include "status.h"
 
+/* What a unit uses a block for. */
 typedef enum zs_mem_role { ZS_MEM_PLAIN, ZS_MEM_SHARD, ZS_MEM_GRAD_SHARD } zs_mem_role;
 
 typedef struct zs_mem {
@@ -25,6 +26,9 @@ zs_status zs_mem_new_private(size_t bytes, zs_mem **out);
 
 /* New block around existing memory; `destroy` (may be NULL) runs when the last reference goes. */
 zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *owner, zs_mem **out);
+
+/* Gives the pages of a private block back to the system; they read as zeros from then on. */
+void zs_mem_discard(zs_mem *mem);
 
 /* Adds a reference; returns `mem`. */
 zs_mem *zs_mem_retain(zs_mem *mem);

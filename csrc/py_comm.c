@@ -113,11 +113,12 @@ static PyObject *comm_exchange(comm_object *self, PyObject *data)
     if (PyBytes_AsStringAndSize(data, &mine, &size) < 0) return NULL;
     PyObject *all = PyBytes_FromStringAndSize(NULL, size * self->comm->world);
     if (all == NULL) return NULL;
+    char *space = PyBytes_AS_STRING(all);
     zs_status status;
-    ZS_PY_NOGIL(status, self->comm->ops->exchange(self->comm, mine, (size_t)size, PyBytes_AS_STRING(all)));
+    ZS_PY_NOGIL(status, self->comm->ops->exchange(self->comm, mine, (size_t)size, space));
     PyObject *list = status == ZS_OK ? PyList_New(self->comm->world) : zs_py_raise(NULL);
     for (int r = 0; list != NULL && r < self->comm->world; r++) {
-        PyObject *item = PyBytes_FromStringAndSize(PyBytes_AS_STRING(all) + r * size, size);
+        PyObject *item = PyBytes_FromStringAndSize(space + r * size, size);
         if (item == NULL) Py_CLEAR(list);
         else PyList_SET_ITEM(list, r, item);
     }

@@ -318,7 +318,10 @@ zs_status zs_reduce_end(zs_unit *unit)
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (!zs_tensor_alive(param->tensor)) continue;
-        if (param->has_grad) zs_grad_set(param->tensor, param->grad);
+        if (param->has_grad) {
+            zs_grad_set(param->tensor, param->grad);
+            unit->grads_held = true;
+        }
         if (param->reduced && status == ZS_OK && zs_hook_has_users(param->tensor))
             status = zs_hook_run_users(param->tensor);
         param->has_grad = param->reduced = false;
@@ -326,4 +329,28 @@ zs_status zs_reduce_end(zs_unit *unit)
     unit->in_backward = false;
     unit->posted = false;
     return status;
+}
+
+/* Is any of the flat's gradients still somebody's? Besides its own handle and its parameters' views nobody should be. */
+static bool grads_wanted(const zs_unit *unit, int f)
+{
+    int64_t own = 1;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        if (param->flat != f || param->grad == NULL) continue;
+        if (zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad)) return true;
+        own++;
+    }
+    return zs_storage_users(unit->flats[f].grads) > own;
+}
+
+void zs_reduce_release_grads(zs_unit *unit)
+{
+    if (!unit->grads_held) return;
+    unit->grads_held = false;
+    for (int f = 0; f < unit->n_flats; f++) {
+        if (unit->flats[f].grads == NULL) continue;
+        if (grads_wanted(unit, f)) unit->grads_held = true;
+        else zs_mem_discard(unit->flats[f].grad_mem);
+    }
 }

@@ -213,7 +213,10 @@ static zs_status begin_session(zs_engine *engine)
     if (engine->phase == BACKWARD) ZS_TRY(recover(engine));
     engine->phase = FORWARD;
     ZS_TRY(reshard_all(engine)); /* left by a forward whose backward never came */
-    for (size_t i = 0; i < engine->n; i++) ZS_TRY(zs_unit_write_back(engine->units[i]));
+    for (size_t i = 0; i < engine->n; i++) {
+        ZS_TRY(zs_unit_write_back(engine->units[i]));
+        zs_reduce_release_grads(engine->units[i]);
+    }
     ZS_TRY(broadcast_buffers(engine));
     return begin_reading(engine, ZS_PHASE_FORWARD);
 }
@@ -287,6 +290,7 @@ static zs_status begin_backward(zs_engine *engine)
     ZS_TRY(zs_hook_backward_end(&hook));
     engine->phase = BACKWARD;
     engine->next_post = 0;
+    for (size_t i = 0; i < engine->n; i++) zs_reduce_release_grads(engine->units[i]);
     return begin_reading(engine, ZS_PHASE_BACKWARD);
 }
 

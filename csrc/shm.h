@@ -146,11 +146,13 @@ typedef struct zs_shm {
     bool connected, closed;
 } zs_shm;
 
+/* Rank `rank`'s copy of the unit's record at offset `record`. */
 static inline zs_shm_unit_record *zs_shm_unit_at(const zs_shm *shm, int rank, uint32_t record)
 {
     return (zs_shm_unit_record *)(void *)(shm->peers[rank].control->heap + record);
 }
 
+/* Rank `rank`'s copy of the reader's record at offset `record`. */
 static inline zs_shm_reader_record *zs_shm_reader_at(const zs_shm *shm, int rank, uint32_t record)
 {
     return (zs_shm_reader_record *)(void *)(shm->peers[rank].control->heap + record);

@@ -8,7 +8,7 @@
 
 #include "memory.h"
 
-enum { ZS_SHM_PAGE = 4096 };
+enum { ZS_SHM_PAGE = 4096 }; /* flats are a multiple of it, so that regions can be mapped side by side */
 
 typedef struct zs_shm_file zs_shm_file;
 

@@ -13,7 +13,7 @@
 
 #include "status.h"
 
-enum { ZS_LINK_TOKEN = 16 };
+enum { ZS_LINK_TOKEN = 16 }; /* bytes */
 
 /* The descriptors that a rank gives to its peers. */
 typedef enum zs_link_fd { ZS_LINK_CONTROL, ZS_LINK_FLATS, ZS_LINK_BUCKETS, ZS_LINK_PIDFD, ZS_LINK_FDS } zs_link_fd;

@@ -11,9 +11,10 @@
 #include "memory.h"
 #include "status.h"
 
+/* Element types that are told apart. */
 typedef enum zs_dtype { ZS_F32, ZS_F64, ZS_BF16, ZS_F16, ZS_BYTES } zs_dtype; /* ZS_BYTES: moved, never summed */
 
-enum { ZS_MAX_DIM = 16 };
+enum { ZS_MAX_DIM = 16 }; /* dimensions of a parameter, at most */
 
 typedef struct zs_tensor zs_tensor;   /* a strong reference to an at::Tensor */
 typedef struct zs_storage zs_storage; /* a strong reference to a c10::StorageImpl */
@@ -78,6 +79,9 @@ zs_status zs_storage_new(size_t bytes, const char *message, zs_storage **out);
 
 /* Frees the reference; NULL allowed. */
 void zs_storage_free(zs_storage *storage);
+
+/* How many tensors and handles share the storage. */
+int64_t zs_storage_users(const zs_storage *storage);
 
 /* Puts bytes under the storage: `data` within `mem`, to which the storage takes a reference. */
 zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data);

@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <cstring>
@@ -40,6 +41,7 @@ struct zs_storage {
 
 namespace zs {
 
+// Records a failure inside torch.
 inline zs_status fail_torch(const char *where, const char *what)
 {
     return zs_fail_at(where, 0, ZS_ERR_TORCH, "%s", what);
@@ -64,6 +66,7 @@ template <typename Body> zs_status guarded(const char *where, Body body) noexcep
     }
 }
 
+// The element type as the core tells it.
 inline zs_dtype dtype_of(at::ScalarType type)
 {
     switch (type) {
@@ -80,6 +83,7 @@ inline zs_dtype dtype_of(at::ScalarType type)
     }
 }
 
+// Row-major memory on the CPU?
 inline bool plain_dense(const at::Tensor &tensor)
 {
     return tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_contiguous();

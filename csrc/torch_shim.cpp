@@ -155,6 +155,11 @@ void zs_storage_free(zs_storage *storage)
     delete storage;
 }
 
+int64_t zs_storage_users(const zs_storage *storage)
+{
+    return static_cast<int64_t>(storage->storage.use_count());
+}
+
 zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data)
 {
     return guarded("zs_storage_fill", [&] {

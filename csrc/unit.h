@@ -24,8 +24,10 @@ typedef struct zs_unit zs_unit;
 typedef struct zs_engine zs_engine;
 typedef struct zs_bucket_slot zs_bucket_slot;
 
+/* What is sharded, and for how long. */
 typedef enum zs_strategy { ZS_FULL_SHARD, ZS_SHARD_GRAD_OP, ZS_NO_SHARD } zs_strategy;
 
+/* See the picture above. */
 typedef enum zs_unit_state { ZS_SHARDED, ZS_GATHERING, ZS_FULL, ZS_REDUCING } zs_unit_state;
 
 /* One parameter of a unit. */
@@ -83,6 +85,7 @@ struct zs_unit {
     int64_t n_arrived;       /* gradients packed in this round */
     int64_t n_expected;      /* parameters that want a gradient in this backward */
     bool packed;             /* (collective transports) the round is packed and waits for its turn */
+    bool grads_held;         /* some grad shard has been written since its pages were given back */
     bool posted;             /* something was posted in this backward */
     bool outstanding;        /* a posted round is not yet summed; then it stands in the pool's queue */
     zs_unit *next_out;       /* next in that queue; borrowed */

@@ -121,9 +121,7 @@ def surroundings() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": {
             "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "cores": os.cpu_count(),
             "system": platform.platform(),
         },
         "versions": {"python": platform.python_version()}

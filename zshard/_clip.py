@@ -58,7 +58,7 @@ def clip_grad_norm(
             )
     grads = [p.grad for p in held if p.grad is not None]
     total = _get_total_norm(grads, norm_type, error_if_nonfinite)
-    if not max_norm / (total + 1e-6) >= 1:  # so that a norm of NaN reaches the gradients, as in torch
+    if not max_norm / (total + 1e-6) >= 1:  # not < 1: NaN reaches the gradients, as in torch
         clip_grad._clip_grads_with_norm_(held, max_norm, total)
     return total
 

@@ -100,7 +100,7 @@ static inline void post_unit(rank_env *env, test_unit *unit, int u, bool always)
     OK(env->comm->ops->post(env->comm, unit->cunit, present ? &unit->bucket : NULL, p.used));
 }
 
-/* Checks every byte of the own slices of all ranks, then sums them into the own bucket if `sum`. */
+/* Checks every byte of the own slices of all ranks; `all`: everybody posted a bucket. */
 static inline void read_sources(rank_env *env, test_unit *unit, int u, const zs_sources *from, bool all)
 {
     for (int r = 0; r < env->world; r++) {
