@@ -31,8 +31,9 @@ VARIANTS = {
     "coverage": ["-O0", "-g", "--coverage"],
 }
 # Same bits on every machine: the compiler may vectorise, but not fuse a multiply with an add that
-# the source keeps apart. (-fno-math-errno lets it vectorise sqrtf, and changes no value.)
-COMMON = ["-fPIC", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off"]
+# the source keeps apart. (The last two let it vectorise sqrtf and casts, and change no value.)
+COMMON = ["-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
+COMMON += ["-fno-math-errno", "-fno-trapping-math"]
 C = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 CXX = ["-std=c++20", "-Wall", "-Wextra"]  # torch itself is C++20 from 2.12 on; 2.11 accepts it
 TORCH_LIBS = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]

@@ -22,7 +22,8 @@ zs_status zs_arena_new(zs_arena **out)
 void zs_arena_free(zs_arena *arena)
 {
     if (arena == NULL) return;
-    for (size_t i = 0; i < arena->n; i++) zs_mem_release(arena->slots[i].mem);
+    for (size_t i = 0; i < arena->n; i++)
+        zs_mem_release(arena->slots[i].mem);
     free(arena->slots);
     free(arena);
 }
@@ -64,6 +65,7 @@ void zs_arena_give(zs_arena *arena, zs_mem *mem)
 size_t zs_arena_bytes(const zs_arena *arena)
 {
     size_t total = 0;
-    for (size_t i = 0; i < arena->n; i++) total += arena->slots[i].mem->bytes;
+    for (size_t i = 0; i < arena->n; i++)
+        total += arena->slots[i].mem->bytes;
     return total;
 }

@@ -10,7 +10,7 @@ struct zs_bucket_pool {
     zs_bucket_slot **slots; /* owned */
     size_t n;
     uint64_t posts;
-    zs_unit *first_out;     /* units with a round out, in the order of posting; borrowed */
+    zs_unit *first_out; /* units with a round out, in the order of posting; borrowed */
     zs_unit *last_out;
 };
 
@@ -20,23 +20,28 @@ static void enqueue(zs_bucket_pool *pool, zs_unit *unit)
 {
     unit->outstanding = true;
     unit->next_out = NULL;
-    if (pool->first_out == NULL) pool->first_out = unit;
-    else pool->last_out->next_out = unit;
+    if (pool->first_out == NULL)
+        pool->first_out = unit;
+    else
+        pool->last_out->next_out = unit;
     pool->last_out = unit;
 }
 
 zs_status zs_bucket_drain(zs_bucket_pool *pool, const zs_unit *unit, zs_wait wait)
 {
     bool done = true;
-    while (done && unit->outstanding) ZS_TRY(zs_reduce_drain(pool->first_out, wait, &done));
+    while (done && unit->outstanding)
+        ZS_TRY(zs_reduce_drain(pool->first_out, wait, &done));
     return ZS_OK;
 }
 
 zs_status zs_bucket_drain_all(zs_bucket_pool *pool)
 {
     bool done = false;
-    for (zs_unit *unit = pool->first_out; unit != NULL; unit = unit->next_out) ZS_TRY(zs_reduce_share(unit));
-    while (pool->first_out != NULL) ZS_TRY(zs_reduce_drain(pool->first_out, ZS_WAIT, &done));
+    for (zs_unit *unit = pool->first_out; unit != NULL; unit = unit->next_out)
+        ZS_TRY(zs_reduce_share(unit));
+    while (pool->first_out != NULL)
+        ZS_TRY(zs_reduce_drain(pool->first_out, ZS_WAIT, &done));
     return ZS_OK;
 }
 
@@ -44,16 +49,20 @@ void zs_bucket_summed(zs_bucket_pool *pool, zs_unit *unit)
 {
     unit->outstanding = false;
     zs_unit *before = NULL;
-    for (zs_unit *each = pool->first_out; each != unit; each = each->next_out) before = each;
-    if (before == NULL) pool->first_out = unit->next_out;
-    else before->next_out = unit->next_out;
+    for (zs_unit *each = pool->first_out; each != unit; each = each->next_out)
+        before = each;
+    if (before == NULL)
+        pool->first_out = unit->next_out;
+    else
+        before->next_out = unit->next_out;
     if (pool->last_out == unit) pool->last_out = before;
     unit->next_out = NULL;
 }
 
 void zs_bucket_forget_rounds(zs_bucket_pool *pool)
 {
-    while (pool->first_out != NULL) zs_bucket_summed(pool, pool->first_out);
+    while (pool->first_out != NULL)
+        zs_bucket_summed(pool, pool->first_out);
 }
 
 /* --- the pool -------------------------------------------------------------------------------------------------------- */
@@ -81,7 +90,8 @@ void zs_bucket_pool_free(zs_bucket_pool *pool)
 size_t zs_bucket_pool_bytes(const zs_bucket_pool *pool)
 {
     size_t total = 0;
-    for (size_t i = 0; i < pool->n; i++) total += pool->slots[i]->bucket.bytes;
+    for (size_t i = 0; i < pool->n; i++)
+        total += pool->slots[i]->bucket.bytes;
     return total;
 }
 
@@ -107,8 +117,10 @@ static zs_status reclaim(zs_bucket_pool *pool, zs_bucket_slot *slot, zs_wait wai
 {
     bool ready = false;
     if (slot->user == NULL) return ZS_OK;
-    if (wait != ZS_WAIT_NOT) ZS_TRY(zs_bucket_drain(pool, slot->user, wait));
-    else if (slot->user->outstanding) ZS_TRY(zs_reduce_drain(slot->user, wait, &ready));
+    if (wait != ZS_WAIT_NOT)
+        ZS_TRY(zs_bucket_drain(pool, slot->user, wait));
+    else if (slot->user->outstanding)
+        ZS_TRY(zs_reduce_drain(slot->user, wait, &ready));
     if (slot->user->outstanding) return ZS_OK;
     ZS_TRY(pool->comm->ops->reusable(pool->comm, slot->user->cunit, wait, &ready));
     if (!ready) return ZS_OK;
@@ -143,8 +155,10 @@ static pool_view look(const zs_bucket_pool *pool, size_t bytes)
         zs_bucket_slot *slot = pool->slots[i];
         if (slot->bucket.bytes < bytes) continue;
         view.fitting++;
-        if (slot->user == NULL && !slot->posted && (view.idle == NULL || slot->bucket.bytes < view.idle->bucket.bytes)) view.idle = slot;
-        if (slot->user != NULL && slot->posted && (view.oldest == NULL || slot->posted_at < view.oldest->posted_at)) view.oldest = slot;
+        if (slot->user == NULL && !slot->posted && (view.idle == NULL || slot->bucket.bytes < view.idle->bucket.bytes))
+            view.idle = slot;
+        if (slot->user != NULL && slot->posted && (view.oldest == NULL || slot->posted_at < view.oldest->posted_at))
+            view.oldest = slot;
     }
     return view;
 }

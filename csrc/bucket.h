@@ -13,8 +13,8 @@ enum { ZS_BUCKETS_OUT = 2 }; /* buckets of one size that may be out before a ran
 
 struct zs_bucket_slot {
     zs_bucket bucket;
-    zs_unit *user;      /* borrowed: the unit that packs into it or whose posted round it carries; NULL if idle or lost */
-    bool posted;        /* peers may be reading it. Without a user: lost, since nobody can tell when they are done */
+    zs_unit *user; /* borrowed: the unit that packs into it or whose posted round it carries; NULL if idle or lost */
+    bool posted;   /* peers may be reading it. Without a user: lost, since nobody can tell when they are done */
     uint64_t posted_at; /* order of posting, to reuse the oldest */
 };
 

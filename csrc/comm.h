@@ -37,16 +37,17 @@ typedef struct zs_flat_mem {
 
 /* Full-size gradient memory. */
 typedef struct zs_bucket {
-    char *ptr;      /* this rank's own packed gradients */
-    size_t bytes;   /* capacity */
-    uint64_t key;   /* the transport's own name for it */
-    zs_mem *mem;    /* counted reference */
+    char *ptr;    /* this rank's own packed gradients */
+    size_t bytes; /* capacity */
+    uint64_t key; /* the transport's own name for it */
+    zs_mem *mem;  /* counted reference */
 } zs_bucket;
 
 /* What collect() hands out, valid until release(). Rank-order arrays of length world. */
 typedef struct zs_sources {
-    const char **data;      /* [world]: base such that slice f of rank r starts at data[r] + slice_offset[f]; NULL: nothing posted */
-    const uint64_t **used;  /* [world]: bitmap of the parameters that had a gradient there; never NULL */
+    const char *
+        *data; /* [world]: base such that slice f of rank r starts at data[r] + slice_offset[f]; NULL: nothing posted */
+    const uint64_t **used; /* [world]: bitmap of the parameters that had a gradient there; never NULL */
 } zs_sources;
 
 /* How gradients of a unit are reduced. */
@@ -56,10 +57,11 @@ typedef enum zs_reduce_mode {
 } zs_reduce_mode;
 
 typedef struct zs_cunit_spec {
-    const char *name;                   /* for messages; copied */
-    size_t n_params;                    /* length of the used bitmap in bits */
-    int n_slices;                       /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
-    size_t slice_bytes[ZS_MAX_FLATS];   /* one rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64 */
+    const char *name; /* for messages; copied */
+    size_t n_params;  /* length of the used bitmap in bits */
+    int n_slices;     /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
+    size_t
+        slice_bytes[ZS_MAX_FLATS]; /* one rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64 */
     zs_reduce_mode mode;
 } zs_cunit_spec;
 /* Bucket layout: flat after flat, each world * slice_bytes[f] long: slice r of flat f starts at
@@ -114,7 +116,7 @@ typedef struct zs_comm_ops {
 struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
-    double timeout;    /* seconds that one wait may last */
+    double timeout; /* seconds that one wait may last */
     _Atomic long refs;
 };
 

@@ -13,11 +13,11 @@
 enum { ZS_PARAM_ALIGN = 64 }; /* bytes */
 
 typedef struct zs_layout {
-    int64_t n;            /* number of parameters */
-    int64_t *offsets;     /* [n] first element of each, from the flat buffer's start; owned */
-    int64_t *numels;      /* [n] elements of each; owned */
-    int64_t shard_numel;  /* elements per rank */
-    size_t itemsize;      /* bytes per element */
+    int64_t n;           /* number of parameters */
+    int64_t *offsets;    /* [n] first element of each, from the flat buffer's start; owned */
+    int64_t *numels;     /* [n] elements of each; owned */
+    int64_t shard_numel; /* elements per rank */
+    size_t itemsize;     /* bytes per element */
     int world;
 } zs_layout;
 

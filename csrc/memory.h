@@ -12,13 +12,13 @@
 typedef enum zs_mem_role { ZS_MEM_PLAIN, ZS_MEM_SHARD, ZS_MEM_GRAD_SHARD } zs_mem_role;
 
 typedef struct zs_mem {
-    void *ptr;                              /* first byte, at least 64-byte aligned */
-    size_t bytes;                           /* length */
-    long refs;                              /* counted references; __atomic access only */
-    void (*destroy)(struct zs_mem *mem);    /* releases what lies behind; does not free the struct */
-    void *owner;                            /* for destroy */
-    zs_mem_role role;                       /* what a unit uses it for, so that a tensor on it can be recognised */
-    void *user;                             /* that unit; NULL once it is gone */
+    void *ptr;                           /* first byte, at least 64-byte aligned */
+    size_t bytes;                        /* length */
+    long refs;                           /* counted references; __atomic access only */
+    void (*destroy)(struct zs_mem *mem); /* releases what lies behind; does not free the struct */
+    void *owner;                         /* for destroy */
+    zs_mem_role role;                    /* what a unit uses it for, so that a tensor on it can be recognised */
+    void *user;                          /* that unit; NULL once it is gone */
 } zs_mem;
 
 /* New block of `bytes` private zeroed memory (mmap, huge pages advised). Pages cost nothing until touched. */

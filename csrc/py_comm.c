@@ -48,8 +48,10 @@ static PyObject *comm_alone(PyObject *type, PyObject *unused)
     return wrap((PyTypeObject *)type, comm, "");
 }
 
-PyDoc_STRVAR(comm_shm_doc, "shm($type, rank, world, timeout, /)\n--\n\nOpens this rank's end of a shared-memory transport; give `address` to "
-                           "the peers, then connect().");
+PyDoc_STRVAR(
+    comm_shm_doc,
+    "shm($type, rank, world, timeout, /)\n--\n\nOpens this rank's end of a shared-memory transport; give `address` to "
+    "the peers, then connect().");
 
 static PyObject *comm_shm(PyObject *type, PyObject *args)
 {
@@ -63,7 +65,9 @@ static PyObject *comm_shm(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, address);
 }
 
-PyDoc_STRVAR(comm_c10d_doc, "c10d($type, group_name, rank, world, timeout, /)\n--\n\nA transport over a process group of torch.distributed.");
+PyDoc_STRVAR(
+    comm_c10d_doc,
+    "c10d($type, group_name, rank, world, timeout, /)\n--\n\nA transport over a process group of torch.distributed.");
 
 static PyObject *comm_c10d(PyObject *type, PyObject *args)
 {
@@ -77,8 +81,10 @@ static PyObject *comm_c10d(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, "");
 }
 
-PyDoc_STRVAR(comm_connect_doc, "connect($self, addresses, token, /)\n--\n\nConnects to all ranks: their addresses in rank order, and 16 bytes "
-                               "that all of them share.");
+PyDoc_STRVAR(
+    comm_connect_doc,
+    "connect($self, addresses, token, /)\n--\n\nConnects to all ranks: their addresses in rank order, and 16 bytes "
+    "that all of them share.");
 
 static PyObject *comm_connect(comm_object *self, PyObject *args)
 {
@@ -103,8 +109,10 @@ static PyObject *comm_connect(comm_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_exchange_doc, "exchange($self, data, /)\n--\n\nGives every rank's bytes (all of one length, at most 4096), in rank order. "
-                                "Also a barrier.");
+PyDoc_STRVAR(
+    comm_exchange_doc,
+    "exchange($self, data, /)\n--\n\nGives every rank's bytes (all of one length, at most 4096), in rank order. "
+    "Also a barrier.");
 
 static PyObject *comm_exchange(comm_object *self, PyObject *data)
 {
@@ -119,14 +127,17 @@ static PyObject *comm_exchange(comm_object *self, PyObject *data)
     PyObject *list = status == ZS_OK ? PyList_New(self->comm->world) : zs_py_raise(NULL);
     for (int r = 0; list != NULL && r < self->comm->world; r++) {
         PyObject *item = PyBytes_FromStringAndSize(space + r * size, size);
-        if (item == NULL) Py_CLEAR(list);
-        else PyList_SET_ITEM(list, r, item);
+        if (item == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, r, item);
     }
     Py_DECREF(all);
     return list;
 }
 
-PyDoc_STRVAR(comm_broadcast_doc, "broadcast($self, tensor, root, /)\n--\n\nCopies the values of a contiguous CPU tensor from rank `root`.");
+PyDoc_STRVAR(comm_broadcast_doc,
+             "broadcast($self, tensor, root, /)\n--\n\nCopies the values of a contiguous CPU tensor from rank `root`.");
 
 static PyObject *comm_broadcast(comm_object *self, PyObject *args)
 {
@@ -151,13 +162,24 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_abort_doc, "abort($self, reason, /)\n--\n\nTells the peers that this rank cannot go on; their waits fail with the reason.");
+PyDoc_STRVAR(
+    comm_abort_doc,
+    "abort($self, reason, /)\n--\n\nTells the peers that this rank cannot go on; their waits fail with the reason.");
 
 static PyObject *comm_abort(comm_object *self, PyObject *reason)
 {
     const char *text = PyUnicode_AsUTF8(reason);
     if (text == NULL) return NULL;
     self->comm->ops->abort(self->comm, text);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(comm_close_doc, "close($self, /)\n--\n\nLeaves the peers in good order. Every later call on it fails.");
+
+static PyObject *comm_close(comm_object *self, PyObject *unused)
+{
+    (void)unused;
+    self->comm->ops->close(self->comm);
     Py_RETURN_NONE;
 }
 
@@ -218,6 +240,7 @@ static PyMethodDef comm_methods[] = {
     {"connect", (PyCFunction)comm_connect, METH_VARARGS, comm_connect_doc},
     {"exchange", (PyCFunction)comm_exchange, METH_O, comm_exchange_doc},
     {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, comm_broadcast_doc},
+    {"close", (PyCFunction)comm_close, METH_NOARGS, comm_close_doc},
     {"set_timeout", (PyCFunction)comm_set_timeout, METH_O, comm_set_timeout_doc},
     {"abort", (PyCFunction)comm_abort, METH_O, comm_abort_doc},
     {0},

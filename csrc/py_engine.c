@@ -77,7 +77,8 @@ static PyObject *engine_adopt(engine_object *self, PyObject *object)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_set_order_doc, "set_order($self, units, /)\n--\n\nThe engine's units, parents before children, as modules appear.");
+PyDoc_STRVAR(engine_set_order_doc,
+             "set_order($self, units, /)\n--\n\nThe engine's units, parents before children, as modules appear.");
 
 static PyObject *engine_set_order(engine_object *self, PyObject *list)
 {
@@ -102,11 +103,13 @@ static PyObject *engine_set_order(engine_object *self, PyObject *list)
 
 static void free_handles(zs_tensor **handles, size_t n)
 {
-    for (size_t i = 0; i < n; i++) zs_tensor_free(handles[i]);
+    for (size_t i = 0; i < n; i++)
+        zs_tensor_free(handles[i]);
     free(handles);
 }
 
-PyDoc_STRVAR(engine_sync_buffers_doc, "sync_buffers($self, tensors, /)\n--\n\nHas these buffers copied from rank 0 at each forward.");
+PyDoc_STRVAR(engine_sync_buffers_doc,
+             "sync_buffers($self, tensors, /)\n--\n\nHas these buffers copied from rank 0 at each forward.");
 
 static PyObject *engine_sync_buffers(engine_object *self, PyObject *list)
 {
@@ -128,7 +131,8 @@ static PyObject *engine_sync_buffers(engine_object *self, PyObject *list)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_open_doc, "open($self, /)\n--\n\nOpens a session in which units may be unsharded by hand; on all ranks together.");
+PyDoc_STRVAR(engine_open_doc,
+             "open($self, /)\n--\n\nOpens a session in which units may be unsharded by hand; on all ranks together.");
 
 static PyObject *engine_open(engine_object *self, PyObject *unused)
 {
@@ -167,10 +171,13 @@ static PyObject *reduce_numbers(zs_comm *comm, const double *mine, size_t n, boo
     PyObject *list = status == ZS_OK ? PyList_New((Py_ssize_t)n) : zs_py_raise(NULL);
     for (size_t i = 0; list != NULL && i < n; i++) {
         double value = all[i];
-        for (int r = 1; r < comm->world; r++) value = combine(value, all[(size_t)r * n + i], max);
+        for (int r = 1; r < comm->world; r++)
+            value = combine(value, all[(size_t)r * n + i], max);
         PyObject *item = PyFloat_FromDouble(value);
-        if (item == NULL) Py_CLEAR(list);
-        else PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+        if (item == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
     }
     free(all);
     return list;
@@ -189,28 +196,31 @@ static PyObject *over_ranks(engine_object *self, PyObject *numbers, bool max)
     return reduce_numbers(zs_engine_comm(self->engine), mine, n, max);
 }
 
-PyDoc_STRVAR(engine_sum_doc, "sum_over_ranks($self, numbers, /)\n--\n\nSums a list of floats over all ranks, in rank order.");
+PyDoc_STRVAR(engine_sum_doc,
+             "sum_over_ranks($self, numbers, /)\n--\n\nSums a list of floats over all ranks, in rank order.");
 
 static PyObject *engine_sum(engine_object *self, PyObject *numbers)
 {
     return over_ranks(self, numbers, false);
 }
 
-PyDoc_STRVAR(engine_max_doc, "max_over_ranks($self, numbers, /)\n--\n\nThe largest of each float over all ranks; NaN if any is.");
+PyDoc_STRVAR(engine_max_doc,
+             "max_over_ranks($self, numbers, /)\n--\n\nThe largest of each float over all ranks; NaN if any is.");
 
 static PyObject *engine_max(engine_object *self, PyObject *numbers)
 {
     return over_ranks(self, numbers, true);
 }
 
-PyDoc_STRVAR(engine_memory_doc, "memory($self, /)\n--\n\nBytes held on this rank: shards, grads, slots (full buffers), buckets.");
+PyDoc_STRVAR(engine_memory_doc,
+             "memory($self, /)\n--\n\nBytes held on this rank: shards, grads, slots (full buffers), buckets.");
 
 static PyObject *engine_memory(engine_object *self, PyObject *unused)
 {
     (void)unused;
     zs_engine_bytes bytes = zs_engine_memory(self->engine);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes.shards, "grads", (Py_ssize_t)bytes.grads, "slots",
-                         (Py_ssize_t)bytes.slots, "buckets", (Py_ssize_t)bytes.buckets);
+    return Py_BuildValue("{s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes.shards, "grads", (Py_ssize_t)bytes.grads,
+                         "slots", (Py_ssize_t)bytes.slots, "buckets", (Py_ssize_t)bytes.buckets);
 }
 
 static PyMethodDef engine_methods[] = {

@@ -15,24 +15,15 @@ zs_py_state *zs_py_get_state(void)
 static PyObject *exception_for(zs_status status)
 {
     switch (status) {
-    case ZS_ERR_VALUE:
-        return PyExc_ValueError;
-    case ZS_ERR_TYPE:
-        return PyExc_TypeError;
-    case ZS_ERR_UNSUPPORTED:
-        return PyExc_NotImplementedError;
-    case ZS_ERR_MEMORY:
-        return PyExc_MemoryError;
-    case ZS_ERR_SYSTEM:
-        return PyExc_OSError;
-    case ZS_ERR_PEER:
-        return live_state->peer_error;
-    case ZS_ERR_TIMEOUT:
-        return live_state->peer_timeout_error;
-    case ZS_ERR_DIVERGED:
-        return live_state->divergence_error;
-    default:
-        return PyExc_RuntimeError;
+    case ZS_ERR_VALUE: return PyExc_ValueError;
+    case ZS_ERR_TYPE: return PyExc_TypeError;
+    case ZS_ERR_UNSUPPORTED: return PyExc_NotImplementedError;
+    case ZS_ERR_MEMORY: return PyExc_MemoryError;
+    case ZS_ERR_SYSTEM: return PyExc_OSError;
+    case ZS_ERR_PEER: return live_state->peer_error;
+    case ZS_ERR_TIMEOUT: return live_state->peer_timeout_error;
+    case ZS_ERR_DIVERGED: return live_state->divergence_error;
+    default: return PyExc_RuntimeError;
     }
 }
 
@@ -52,6 +43,15 @@ PyObject *zs_py_raise(PyObject *module)
     }
     zs_clear_error();
     return NULL;
+}
+
+/* Asked by waits, which run without the GIL: has Ctrl-C been pressed? Then the exception is set. */
+static bool interrupted(void)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    bool yes = PyErr_CheckSignals() != 0;
+    PyGILState_Release(gil);
+    return yes;
 }
 
 static void raise_from_hook(void)
@@ -91,14 +91,17 @@ static int module_exec(PyObject *module)
 {
     zs_py_state *state = PyModule_GetState(module);
     if (live_state != NULL) {
-        PyErr_SetString(PyExc_ImportError, "zshard._core can be loaded once per process: it holds torch's global hooks");
+        PyErr_SetString(PyExc_ImportError,
+                        "zshard._core can be loaded once per process: it holds torch's global hooks");
         return -1;
     }
-    if (add_exceptions(module, state) < 0 || zs_py_comm_init(module, state) < 0 || zs_py_engine_init(module, state) < 0 ||
-        zs_py_unit_init(module, state) < 0 || zs_py_shards_init(module) < 0 || zs_py_optim_init(module) < 0)
+    if (add_exceptions(module, state) < 0 || zs_py_comm_init(module, state) < 0 ||
+        zs_py_engine_init(module, state) < 0 || zs_py_unit_init(module, state) < 0 || zs_py_shards_init(module) < 0 ||
+        zs_py_optim_init(module) < 0)
         return -1;
     live_state = state;
     zs_py_set_raiser(raise_from_hook);
+    zs_comm_on_wait(interrupted);
     return 0;
 }
 

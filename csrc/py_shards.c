@@ -32,7 +32,8 @@ static zs_unit *user_of(PyObject *object, zs_mem_role role, zs_tensor **handle)
     return mem != NULL && mem->role == role ? mem->user : NULL;
 }
 
-PyDoc_STRVAR(shard_info_doc, "shard_info($module, tensor, /)\n--\n\nFacts of a sharded parameter as Unit.param() gives them, or None for any other "
+PyDoc_STRVAR(shard_info_doc, "shard_info($module, tensor, /)\n--\n\nFacts of a sharded parameter as Unit.param() gives "
+                             "them, or None for any other "
                              "tensor.");
 
 static PyObject *shard_info(PyObject *module, PyObject *object)
@@ -51,7 +52,8 @@ static PyObject *shard_info(PyObject *module, PyObject *object)
     return result;
 }
 
-PyDoc_STRVAR(is_shard_doc, "is_shard($module, tensor, /)\n--\n\nDoes the tensor lie on a unit's shard (or its mapped full buffer)?");
+PyDoc_STRVAR(is_shard_doc,
+             "is_shard($module, tensor, /)\n--\n\nDoes the tensor lie on a unit's shard (or its mapped full buffer)?");
 
 static PyObject *is_shard(PyObject *module, PyObject *object)
 {
@@ -62,7 +64,8 @@ static PyObject *is_shard(PyObject *module, PyObject *object)
     return PyErr_Occurred() ? NULL : PyBool_FromLong(found);
 }
 
-PyDoc_STRVAR(grad_owner_doc, "grad_owner($module, tensor, /)\n--\n\nThe Engine whose grad shard the tensor lies on, or None.");
+PyDoc_STRVAR(grad_owner_doc,
+             "grad_owner($module, tensor, /)\n--\n\nThe Engine whose grad shard the tensor lies on, or None.");
 
 static PyObject *grad_owner(PyObject *module, PyObject *object)
 {

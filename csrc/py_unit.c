@@ -27,14 +27,15 @@ static int parse_strategy(const char *text, zs_strategy *out)
 }
 
 typedef struct param_lists {
-    const char **names;   /* [n] borrowed from the list of names */
-    zs_tensor **tensors;  /* [n] owned handles */
+    const char **names;  /* [n] borrowed from the list of names */
+    zs_tensor **tensors; /* [n] owned handles */
     Py_ssize_t n;
 } param_lists;
 
 static void free_lists(param_lists *lists)
 {
-    for (Py_ssize_t i = 0; lists->tensors != NULL && i < lists->n; i++) zs_tensor_free(lists->tensors[i]);
+    for (Py_ssize_t i = 0; lists->tensors != NULL && i < lists->n; i++)
+        zs_tensor_free(lists->tensors[i]);
     free(lists->tensors);
     free(lists->names);
 }
@@ -99,8 +100,8 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *engine_obj, *names, *tensors, *places;
     const char *strategy;
     zs_unit_spec spec = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!O!:Unit", keywords, &engine_obj, &spec.name, &strategy, &PyList_Type,
-                                     &names, &PyList_Type, &tensors, &PyList_Type, &places))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!O!:Unit", keywords, &engine_obj, &spec.name, &strategy,
+                                     &PyList_Type, &names, &PyList_Type, &tensors, &PyList_Type, &places))
         return NULL;
     zs_engine *engine = zs_py_engine(engine_obj);
     if (engine == NULL || parse_strategy(strategy, &spec.strategy) < 0) return NULL;
@@ -124,8 +125,9 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-PyDoc_STRVAR(unit_check_doc, "check($type, name, names, tensors, /)\n--\n\nRaises what Unit(...) would raise for these parameters; "
-                             "changes nothing.");
+PyDoc_STRVAR(unit_check_doc,
+             "check($type, name, names, tensors, /)\n--\n\nRaises what Unit(...) would raise for these parameters; "
+             "changes nothing.");
 
 static PyObject *unit_check(PyObject *type, PyObject *args)
 {
@@ -207,8 +209,10 @@ static int64_t check_index(const zs_unit *unit, Py_ssize_t i)
     return -1;
 }
 
-PyDoc_STRVAR(unit_read_param_doc, "read_param($self, index, out, /)\n--\n\nCopies a whole parameter into a contiguous tensor of its shape and "
-                                  "dtype. The unit must be unsharded.");
+PyDoc_STRVAR(
+    unit_read_param_doc,
+    "read_param($self, index, out, /)\n--\n\nCopies a whole parameter into a contiguous tensor of its shape and "
+    "dtype. The unit must be unsharded.");
 
 static PyObject *unit_read_param(unit_object *self, PyObject *args)
 {
@@ -220,8 +224,10 @@ static PyObject *unit_read_param(unit_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(unit_param_doc, "param($self, index, /)\n--\n\nFacts of a parameter: name, unit, whole shape, and which elements (begin, numel) of "
-                             "its row-major order this rank owns.");
+PyDoc_STRVAR(
+    unit_param_doc,
+    "param($self, index, /)\n--\n\nFacts of a parameter: name, unit, whole shape, and which elements (begin, numel) of "
+    "its row-major order this rank owns.");
 
 static PyObject *unit_param(unit_object *self, PyObject *index)
 {
@@ -293,7 +299,8 @@ static PyMethodDef unit_methods[] = {
 };
 
 static PyType_Slot unit_slots[] = {
-    {Py_tp_doc, "Unit(engine, name, strategy, names, tensors, places)\n--\n\nParameters that are gathered and reduced together."},
+    {Py_tp_doc,
+     "Unit(engine, name, strategy, names, tensors, places)\n--\n\nParameters that are gathered and reduced together."},
     {Py_tp_new, unit_new},
     {Py_tp_dealloc, unit_dealloc},
     {Py_tp_methods, unit_methods},

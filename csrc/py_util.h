@@ -43,12 +43,12 @@ zs_unit *zs_py_unit(PyObject *object);
 PyObject *zs_py_engine_wrap(zs_engine *engine);
 
 /* Runs `call` (an expression of type zs_status) without the GIL, into `status`. */
-#define ZS_PY_NOGIL(status, call)                                                                                      \
-    do {                                                                                                               \
-        zs_clear_error();                                                                                              \
-        Py_BEGIN_ALLOW_THREADS                                                                                         \
-        (status) = (call);                                                                                             \
-        Py_END_ALLOW_THREADS                                                                                           \
+#define ZS_PY_NOGIL(status, call)      \
+    do {                               \
+        zs_clear_error();              \
+        Py_BEGIN_ALLOW_THREADS(status) \
+        = (call);                      \
+        Py_END_ALLOW_THREADS           \
     } while (0)
 
 #endif

@@ -12,7 +12,8 @@ static zs_status open_round(zs_unit *unit)
 {
     if (unit->bucket != NULL) return ZS_OK;
     zs_bucket_pool *pool = zs_engine_buckets(unit->engine);
-    ZS_TRY(zs_bucket_drain(pool, unit, ZS_WAIT)); /* a second round in one backward goes on top of the first one's sum */
+    ZS_TRY(
+        zs_bucket_drain(pool, unit, ZS_WAIT)); /* a second round in one backward goes on top of the first one's sum */
     ZS_TRY(zs_bucket_settle(pool, unit));
     ZS_TRY(zs_bucket_take(pool, unit, zs_unit_bucket_bytes(unit)));
     memset(unit->used, 0, unit->used_words * sizeof *unit->used);
@@ -47,10 +48,11 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
     const zs_flat *flat = &unit->flats[param->flat];
     if (!zs_grad_is(param->tensor, param->grad)) {
         if (!grad.dense || grad.dtype != flat->dtype || grad.numel != param->owned.numel)
-            return ZS_FAIL(ZS_ERR_VALUE,
-                           "parameter '%s' of unit '%s' has a .grad of %lld elements that is not this rank's slice of its "
-                           "gradient (%lld elements of the parameter's dtype); set it to None before backward",
-                           param->name, unit->name, (long long)grad.numel, (long long)param->owned.numel);
+            return ZS_FAIL(
+                ZS_ERR_VALUE,
+                "parameter '%s' of unit '%s' has a .grad of %lld elements that is not this rank's slice of its "
+                "gradient (%lld elements of the parameter's dtype); set it to None before backward",
+                param->name, unit->name, (long long)grad.numel, (long long)param->owned.numel);
         char *dst = (char *)flat->grad_mem->ptr + (size_t)param->in_shard.begin * flat->layout.itemsize;
         memcpy(dst, grad.data, (size_t)grad.numel * flat->layout.itemsize);
     }
@@ -212,10 +214,11 @@ static zs_status check_gave_up(const summing *s)
     for (int r = 0; r < s->world; r++) {
         if (r == s->rank || !get_bit(s->sources->used[r], s->unit->n_params)) continue;
         if (zs_engine_gave_up(s->unit->engine)) continue; /* this rank did so too: nothing is lost */
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "rank %d gave up its backward (an exception there that was caught, most likely) before unit '%s', "
-                       "while rank %d went on; the gradients of this step are incomplete",
-                       r, s->unit->name, s->rank);
+        return ZS_FAIL(
+            ZS_ERR_DIVERGED,
+            "rank %d gave up its backward (an exception there that was caught, most likely) before unit '%s', "
+            "while rank %d went on; the gradients of this step are incomplete",
+            r, s->unit->name, s->rank);
     }
     return ZS_OK;
 }
@@ -304,7 +307,8 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
     ZS_TRY(complete_round(&s, wait, done));
     if (!*done) return ZS_OK;
     for (int64_t i = 0; i < unit->n_params; i++)
-        if (unit->params[i].grad != NULL && used_anywhere(&s, i)) unit->params[i].has_grad = unit->params[i].reduced = true;
+        if (unit->params[i].grad != NULL && used_anywhere(&s, i))
+            unit->params[i].has_grad = unit->params[i].reduced = true;
     zs_status status = check_gave_up(&s);
     zs_bucket_summed(zs_engine_buckets(unit->engine), unit);
     ZS_TRY(comm->ops->release(comm, unit->cunit));
@@ -350,7 +354,9 @@ void zs_reduce_release_grads(zs_unit *unit)
     unit->grads_held = false;
     for (int f = 0; f < unit->n_flats; f++) {
         if (unit->flats[f].grads == NULL) continue;
-        if (grads_wanted(unit, f)) unit->grads_held = true;
-        else zs_mem_discard(unit->flats[f].grad_mem);
+        if (grads_wanted(unit, f))
+            unit->grads_held = true;
+        else
+            zs_mem_discard(unit->flats[f].grad_mem);
     }
 }

@@ -17,11 +17,11 @@ struct zs_engine {
     zs_unit **units;         /* [n] borrowed: a unit takes itself off the list; parents before children */
     size_t n;
     engine_phase phase;
-    int depth;               /* forwards of units that are running, nested */
-    bool reading;            /* a reader session is open */
-    bool gave_up;            /* the backward being closed was abandoned here */
-    size_t next_post;        /* (collective transports) how many units have posted in this backward */
-    zs_tensor **buffers;     /* [n_buffers] owned weak handles */
+    int depth;           /* forwards of units that are running, nested */
+    bool reading;        /* a reader session is open */
+    bool gave_up;        /* the backward being closed was abandoned here */
+    size_t next_post;    /* (collective transports) how many units have posted in this backward */
+    zs_tensor **buffers; /* [n_buffers] owned weak handles */
     size_t n_buffers;
 };
 
@@ -52,7 +52,8 @@ zs_engine *zs_engine_retain(zs_engine *engine)
 
 static void free_buffers(zs_engine *engine)
 {
-    for (size_t i = 0; i < engine->n_buffers; i++) zs_tensor_free(engine->buffers[i]);
+    for (size_t i = 0; i < engine->n_buffers; i++)
+        zs_tensor_free(engine->buffers[i]);
     free(engine->buffers);
     engine->buffers = NULL;
     engine->n_buffers = 0;
@@ -115,9 +116,11 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
     zs_engine *old = unit->engine;
     if (old == engine) return ZS_OK;
     if (old->phase != IDLE || engine->phase != IDLE)
-        return ZS_FAIL(ZS_ERR_STATE, "FSDP(...) was called while a forward or backward of unit '%s' is running", unit->name);
+        return ZS_FAIL(ZS_ERR_STATE, "FSDP(...) was called while a forward or backward of unit '%s' is running",
+                       unit->name);
     if (old->comm != engine->comm)
-        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' was wrapped with another process group or transport than the outer FSDP(...)",
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "unit '%s' was wrapped with another process group or transport than the outer FSDP(...)",
                        unit->name);
     ZS_TRY(zs_engine_add(engine, unit));
     zs_bucket_forget(old->buckets, unit);
@@ -179,7 +182,8 @@ static zs_status close_backward(zs_engine *engine);
 static zs_status recover(zs_engine *engine)
 {
     engine->gave_up = true;
-    for (size_t i = 0; i < engine->n; i++) zs_bucket_drop(engine->units[i]);
+    for (size_t i = 0; i < engine->n; i++)
+        zs_bucket_drop(engine->units[i]);
     zs_status status = close_backward(engine);
     engine->gave_up = false;
     return status;
@@ -290,7 +294,8 @@ static zs_status begin_backward(zs_engine *engine)
     ZS_TRY(zs_hook_backward_end(&hook));
     engine->phase = BACKWARD;
     engine->next_post = 0;
-    for (size_t i = 0; i < engine->n; i++) zs_reduce_release_grads(engine->units[i]);
+    for (size_t i = 0; i < engine->n; i++)
+        zs_reduce_release_grads(engine->units[i]);
     return begin_reading(engine, ZS_PHASE_BACKWARD);
 }
 
@@ -313,8 +318,9 @@ static zs_status post_unit(zs_unit *unit)
     unit->packed = false;
     if (unit->cunit == NULL) return ZS_OK;
     ZS_TRY(zs_reduce_post(unit, unit->engine->gave_up));
-    /* Where posting met the peers already, summing at once keeps one order of collectives on all ranks. */
-    return unit->engine->comm->ops->mapped ? ZS_OK : zs_bucket_drain_all(unit->engine->buckets);
+    /* Where sharing is a collective too, doing it at once keeps one order of collectives on all ranks. */
+    bool at_once = unit->replicated && !unit->engine->comm->ops->mapped;
+    return at_once ? zs_bucket_drain_all(unit->engine->buckets) : ZS_OK;
 }
 
 /* The i-th unit to post where all ranks must agree on an order: children before parents, last modules first. */
@@ -341,12 +347,13 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
 {
     zs_unit *unit = pointer;
     if (!zs_unit_is_full(unit))
-        return ZS_FAIL(ZS_ERR_STATE,
-                       "a gradient arrived for parameter '%s' while its unit '%s' is sharded: the parameter was used outside "
-                       "the unit's forward (a penalty over model.parameters(), a weight read by another module), or the "
-                       "forward's output was hidden in an object that zshard does not look into (return tensors, tuples, "
-                       "lists, dicts or dataclasses)",
-                       unit->params[i].name, unit->name);
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "a gradient arrived for parameter '%s' while its unit '%s' is sharded: the parameter was used outside "
+            "the unit's forward (a penalty over model.parameters(), a weight read by another module), or the "
+            "forward's output was hidden in an object that zshard does not look into (return tensors, tuples, "
+            "lists, dicts or dataclasses)",
+            unit->params[i].name, unit->name);
     ZS_TRY(begin_backward(unit->engine));
     ZS_TRY(zs_reduce_begin(unit, i));
     bool complete = false;
@@ -390,7 +397,8 @@ static zs_status close_backward(zs_engine *engine)
     if (status == ZS_OK) status = resharded;
     engine->phase = IDLE;
     if (status != ZS_OK) forget_backward(engine);
-    for (size_t i = 0; i < engine->n && status == ZS_OK; i++) status = zs_reduce_end(engine->units[i]);
+    for (size_t i = 0; i < engine->n && status == ZS_OK; i++)
+        status = zs_reduce_end(engine->units[i]);
     zs_status ended = end_reading(engine, ZS_PHASE_BACKWARD);
     if (status == ZS_OK) status = ended;
     if (status == ZS_OK) status = zs_bucket_settle_all(engine->buckets);

@@ -51,17 +51,17 @@ void zs_clear_error(void);
 #define ZS_FAIL_ERRNO(what) zs_fail_errno_at(__FILE__, __LINE__, errno, (what))
 
 /* Return the failure of `call` to the caller. */
-#define ZS_TRY(call)                                                                                                   \
-    do {                                                                                                               \
-        zs_status zs_try_status_ = (call);                                                                             \
-        if (zs_try_status_ != ZS_OK) return zs_try_status_;                                                            \
+#define ZS_TRY(call)                                        \
+    do {                                                    \
+        zs_status zs_try_status_ = (call);                  \
+        if (zs_try_status_ != ZS_OK) return zs_try_status_; \
     } while (0)
 
 /* Keep the failure of `call` in `status` and jump to `label`. */
-#define ZS_TRY_GOTO(status, call, label)                                                                               \
-    do {                                                                                                               \
-        (status) = (call);                                                                                             \
-        if ((status) != ZS_OK) goto label;                                                                             \
+#define ZS_TRY_GOTO(status, call, label)   \
+    do {                                   \
+        (status) = (call);                 \
+        if ((status) != ZS_OK) goto label; \
     } while (0)
 
 #endif

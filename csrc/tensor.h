@@ -21,14 +21,14 @@ typedef struct zs_storage zs_storage; /* a strong reference to a c10::StorageImp
 
 typedef struct zs_tensor_info {
     zs_dtype dtype;
-    size_t itemsize;             /* bytes per element */
-    int ndim;                    /* beyond ZS_MAX_DIM, sizes are cut off */
-    int64_t sizes[ZS_MAX_DIM];   /* elements */
+    size_t itemsize;           /* bytes per element */
+    int ndim;                  /* beyond ZS_MAX_DIM, sizes are cut off */
+    int64_t sizes[ZS_MAX_DIM]; /* elements */
     int64_t numel;
     bool on_cpu;
     bool is_meta;
-    bool contiguous;             /* row-major */
-    bool strided;                /* dense strided layout (not sparse, not quantised, not opaque) */
+    bool contiguous; /* row-major */
+    bool strided;    /* dense strided layout (not sparse, not quantised, not opaque) */
     bool requires_grad;
     bool is_leaf;
 } zs_tensor_info;
@@ -104,11 +104,11 @@ bool zs_tensor_on_storage(const zs_tensor *tensor, const zs_storage *storage);
 
 /* Facts of tensor.grad, without touching Python. */
 typedef struct zs_grad_info {
-    bool defined;     /* is there a grad? */
+    bool defined; /* is there a grad? */
     zs_dtype dtype;
     int64_t numel;
-    bool dense;       /* contiguous, strided, on CPU */
-    void *data;       /* borrowed: first element if dense, else NULL */
+    bool dense; /* contiguous, strided, on CPU */
+    void *data; /* borrowed: first element if dense, else NULL */
 } zs_grad_info;
 
 /* Fills `info` from tensor.grad. */
@@ -126,7 +126,7 @@ void zs_grad_set(zs_tensor *tensor, const zs_tensor *grad);
 /* --- autograd hooks: run without the GIL, keep a counted reference to their context --------------------------------- */
 
 typedef struct zs_hook {
-    zs_status (*call)(void *ctx, int64_t arg);  /* a failure becomes a Python exception out of backward() */
+    zs_status (*call)(void *ctx, int64_t arg); /* a failure becomes a Python exception out of backward() */
     void (*retain)(void *ctx);
     void (*release)(void *ctx);
     void *ctx;
@@ -178,7 +178,8 @@ typedef struct zs_work zs_work; /* a collective that is under way */
 
 /* Starts an all_to_all of equal pieces: piece r of `in` goes to rank r; `out` gets rank r's piece at r * piece_bytes. Both
  * must stay as they are until zs_work_wait(*work). */
-zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world, zs_work **work);
+zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world,
+                              zs_work **work);
 
 /* Has it ended, well or not? */
 bool zs_work_done(const zs_work *work);

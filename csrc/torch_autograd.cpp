@@ -76,16 +76,11 @@ GradReady *our_hook(const at::Tensor &tensor)
 at::ScalarType scalar_type_of(zs_dtype dtype, at::ScalarType otherwise)
 {
     switch (dtype) {
-    case ZS_F32:
-        return at::kFloat;
-    case ZS_F64:
-        return at::kDouble;
-    case ZS_BF16:
-        return at::kBFloat16;
-    case ZS_F16:
-        return at::kHalf;
-    default:
-        return otherwise;
+    case ZS_F32: return at::kFloat;
+    case ZS_F64: return at::kDouble;
+    case ZS_BF16: return at::kBFloat16;
+    case ZS_F16: return at::kHalf;
+    default: return otherwise;
     }
 }
 

@@ -70,16 +70,11 @@ template <typename Body> zs_status guarded(const char *where, Body body) noexcep
 inline zs_dtype dtype_of(at::ScalarType type)
 {
     switch (type) {
-    case at::kFloat:
-        return ZS_F32;
-    case at::kDouble:
-        return ZS_F64;
-    case at::kBFloat16:
-        return ZS_BF16;
-    case at::kHalf:
-        return ZS_F16;
-    default:
-        return ZS_BYTES;
+    case at::kFloat: return ZS_F32;
+    case at::kDouble: return ZS_F64;
+    case at::kBFloat16: return ZS_BF16;
+    case at::kHalf: return ZS_F16;
+    default: return ZS_BYTES;
     }
 }
 

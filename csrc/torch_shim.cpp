@@ -10,6 +10,29 @@
 
 namespace {
 
+// torch 2.11 can mark a storage as having no bytes, but has no call that takes the mark away. Naming a private member as a
+// template argument is the one way that the language leaves to it.
+template <auto Flag, auto Refresh> struct StorageMark {
+    friend void take_mark_away(c10::StorageImpl &impl)
+    {
+        impl.*Flag = false;
+        impl.get_extra_meta().custom_data_ptr_error_msg_ = std::nullopt;
+        (impl.*Refresh)();
+    }
+};
+void take_mark_away(c10::StorageImpl &impl);
+template struct StorageMark<&c10::StorageImpl::throw_on_immutable_data_ptr_,
+                            &c10::StorageImpl::refresh_has_data_ptr_check>;
+
+template <typename Impl> void clear_mark(Impl &impl)
+{
+    if constexpr (requires { impl.clear_data_ptr_access_error_msg_(); }) {
+        impl.clear_data_ptr_access_error_msg_();
+    } else {
+        take_mark_away(impl);
+    }
+}
+
 using zs::copy_bytes;
 using zs::dtype_of;
 using zs::guarded;
@@ -87,7 +110,8 @@ zs_status zs_tensor_describe(const zs_tensor *handle, zs_tensor_info *info)
         info->is_leaf = tensor.is_leaf();
         info->numel = tensor.numel();
         info->ndim = static_cast<int>(tensor.dim());
-        for (int d = 0; d < std::min<int>(info->ndim, ZS_MAX_DIM); d++) info->sizes[d] = tensor.size(d);
+        for (int d = 0; d < std::min<int>(info->ndim, ZS_MAX_DIM); d++)
+            info->sizes[d] = tensor.size(d);
         info->contiguous = info->strided && tensor.is_contiguous();
         return ZS_OK;
     });
@@ -141,9 +165,9 @@ bool zs_tensor_requires_grad(const zs_tensor *handle)
 zs_status zs_storage_new(size_t bytes, const char *message, zs_storage **out)
 {
     return guarded("zs_storage_new", [&] {
-        auto impl = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
-                                                          static_cast<int64_t>(bytes),
-                                                          at::DataPtr(nullptr, at::kCPU), nullptr, false);
+        auto impl =
+            c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(bytes),
+                                                  at::DataPtr(nullptr, at::kCPU), nullptr, false);
         impl->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
         *out = new zs_storage{c10::Storage(std::move(impl))};
         return ZS_OK;
@@ -165,7 +189,7 @@ zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data)
     return guarded("zs_storage_fill", [&] {
         c10::StorageImpl *impl = storage->storage.unsafeGetStorageImpl();
         impl->set_data_ptr_noswap(at::DataPtr(data, zs_mem_retain(mem), release_mem, at::kCPU));
-        impl->clear_data_ptr_access_error_msg_();
+        clear_mark(*impl);
         return ZS_OK;
     });
 }

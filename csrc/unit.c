@@ -38,7 +38,8 @@ static void free_unit(zs_unit *unit)
         free(param->name);
         free(param->sizes);
     }
-    for (int f = 0; f < unit->n_flats; f++) free_flat(unit, &unit->flats[f]);
+    for (int f = 0; f < unit->n_flats; f++)
+        free_flat(unit, &unit->flats[f]);
     if (unit->cunit != NULL) comm->ops->cunit_free(comm, unit->cunit);
     free(unit->params);
     free(unit->used);
@@ -65,10 +66,11 @@ static zs_status check_param(const zs_unit_spec *spec, int64_t i, const zs_tenso
 {
     const char *name = spec->names[i];
     if (info->is_meta)
-        return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' is on the meta device, so it has no values to shard; initialise the model on the "
-                       "CPU (or call module.to_empty(device='cpu') and initialise it) before FSDP(...)",
-                       name);
+        return ZS_FAIL(
+            ZS_ERR_VALUE,
+            "parameter '%s' is on the meta device, so it has no values to shard; initialise the model on the "
+            "CPU (or call module.to_empty(device='cpu') and initialise it) before FSDP(...)",
+            name);
     if (!info->on_cpu)
         return ZS_FAIL(ZS_ERR_VALUE,
                        "parameter '%s' of unit '%s' is not on the CPU; all parameters of a model have to be on one "
@@ -77,10 +79,11 @@ static zs_status check_param(const zs_unit_spec *spec, int64_t i, const zs_tenso
     if (!info->strided)
         return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a dense tensor; pass its module in ignored_modules", name);
     if (info->ndim > ZS_MAX_DIM)
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "parameter '%s' has %d dimensions; at most %d are supported", name, info->ndim,
-                       ZS_MAX_DIM);
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "parameter '%s' has %d dimensions; at most %d are supported", name,
+                       info->ndim, ZS_MAX_DIM);
     if (!info->is_leaf)
-        return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is the result of a computation, not a leaf; detach it first", name);
+        return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is the result of a computation, not a leaf; detach it first",
+                       name);
     if (info->requires_grad && info->dtype == ZS_BYTES)
         return ZS_FAIL(ZS_ERR_VALUE,
                        "parameter '%s' is trainable and of a dtype whose gradients cannot be summed; float32, float64, "
@@ -198,7 +201,8 @@ static int local_sizes(const zs_unit *unit, const zs_param *param, int64_t *size
     if (param->ndim == 0 && param->owned.numel == 1) return 0;
     int ndim = param->ndim > 0 ? param->ndim : 1;
     sizes[0] = param->owned.numel;
-    for (int d = 1; d < ndim; d++) sizes[d] = 1;
+    for (int d = 1; d < ndim; d++)
+        sizes[d] = 1;
     return ndim;
 }
 
@@ -207,7 +211,8 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
     int64_t sizes[ZS_MAX_DIM];
     int ndim = local_sizes(unit, param, sizes);
     const zs_flat *flat = &unit->flats[param->flat];
-    return zs_tensor_bind(param->tensor, unit->replicated ? flat->full : flat->shard, param->in_shard.begin, ndim, sizes);
+    return zs_tensor_bind(param->tensor, unit->replicated ? flat->full : flat->shard, param->in_shard.begin, ndim,
+                          sizes);
 }
 
 /* Whether the gradients of this unit ever leave this rank. In a world of one they stay where autograd puts them. */
@@ -341,7 +346,8 @@ size_t zs_unit_shard_bytes(const zs_unit *unit)
 size_t zs_unit_full_bytes(const zs_unit *unit)
 {
     size_t total = 0;
-    for (int f = 0; f < unit->n_flats; f++) total += zs_layout_full_bytes(&unit->flats[f].layout);
+    for (int f = 0; f < unit->n_flats; f++)
+        total += zs_layout_full_bytes(&unit->flats[f].layout);
     return total;
 }
 

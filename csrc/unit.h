@@ -32,19 +32,19 @@ typedef enum zs_unit_state { ZS_SHARDED, ZS_GATHERING, ZS_FULL, ZS_REDUCING } zs
 
 /* One parameter of a unit. */
 typedef struct zs_param {
-    char *name;          /* dotted name in the model; owned */
-    zs_tensor *tensor;   /* weak handle: the parameter's hook holds the unit, not the other way round */
-    zs_tensor *grad;     /* the .grad it gets: a view of the grad shard; NULL for frozen ones; owned */
-    int flat;            /* index into flats */
-    int64_t offset;      /* first element in the flat's full buffer */
-    int64_t numel;       /* elements, whole */
-    int ndim;            /* dimensions, whole */
-    int64_t *sizes;      /* [ndim] whole shape; owned */
-    zs_range owned;      /* which of its elements this rank owns */
-    zs_range in_shard;   /* where they lie in the shard */
-    uint32_t version;    /* version counter when the unit became FULL: an in-place write there would be lost */
-    bool has_grad;       /* its grad shard holds a gradient (set aside, or reduced in this backward) */
-    bool reduced;        /* a new gradient was reduced in this backward */
+    char *name;        /* dotted name in the model; owned */
+    zs_tensor *tensor; /* weak handle: the parameter's hook holds the unit, not the other way round */
+    zs_tensor *grad;   /* the .grad it gets: a view of the grad shard; NULL for frozen ones; owned */
+    int flat;          /* index into flats */
+    int64_t offset;    /* first element in the flat's full buffer */
+    int64_t numel;     /* elements, whole */
+    int ndim;          /* dimensions, whole */
+    int64_t *sizes;    /* [ndim] whole shape; owned */
+    zs_range owned;    /* which of its elements this rank owns */
+    zs_range in_shard; /* where they lie in the shard */
+    uint32_t version;  /* version counter when the unit became FULL: an in-place write there would be lost */
+    bool has_grad;     /* its grad shard holds a gradient (set aside, or reduced in this backward) */
+    bool reduced;      /* a new gradient was reduced in this backward */
 } zs_param;
 
 /* Parameters of one dtype, all trainable or all frozen. */
@@ -52,52 +52,52 @@ typedef struct zs_flat {
     zs_dtype dtype;
     bool trainable;
     zs_layout layout;
-    zs_flat_mem mem;          /* shard, and full if the transport maps it; for replicated units: unused */
-    zs_mem *full_mem;         /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
-    zs_storage *full;         /* owned */
-    zs_storage *shard;        /* owned; NULL if replicated */
-    zs_mem *grad_mem;         /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
-    zs_storage *grads;        /* storage on grad_mem; owned */
-    size_t slice_bytes;       /* bytes of one rank's slice in the bucket; 0 if frozen */
-    size_t bucket_offset;     /* where this flat begins in the bucket */
+    zs_flat_mem mem;      /* shard, and full if the transport maps it; for replicated units: unused */
+    zs_mem *full_mem;     /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
+    zs_storage *full;     /* owned */
+    zs_storage *shard;    /* owned; NULL if replicated */
+    zs_mem *grad_mem;     /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
+    zs_storage *grads;    /* storage on grad_mem; owned */
+    size_t slice_bytes;   /* bytes of one rank's slice in the bucket; 0 if frozen */
+    size_t bucket_offset; /* where this flat begins in the bucket */
 } zs_flat;
 
 struct zs_unit {
-    long refs;               /* counted references; __atomic access only */
-    zs_engine *engine;       /* counted reference; changes when an outer FSDP() takes the unit over */
-    char *name;              /* owned */
-    char *sharded_message;   /* what touching a sharded full buffer raises; owned */
+    long refs;             /* counted references; __atomic access only */
+    zs_engine *engine;     /* counted reference; changes when an outer FSDP() takes the unit over */
+    char *name;            /* owned */
+    char *sharded_message; /* what touching a sharded full buffer raises; owned */
     zs_strategy strategy;
-    bool replicated;         /* parameters stay whole on this rank */
+    bool replicated; /* parameters stay whole on this rank */
     zs_unit_state state;
-    int inside;              /* forwards of its module that are running */
-    bool in_backward;        /* this backward has reached it: gradients set aside */
-    zs_param *params;        /* [n_params]; owned */
+    int inside;       /* forwards of its module that are running */
+    bool in_backward; /* this backward has reached it: gradients set aside */
+    zs_param *params; /* [n_params]; owned */
     int64_t n_params;
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
-    zs_cunit *cunit;         /* NULL if nothing is ever reduced */
+    zs_cunit *cunit; /* NULL if nothing is ever reduced */
     /* the round of gradients that is being packed or is out; see reduce.h */
-    zs_bucket_slot *bucket;  /* bucket being packed, NULL if none */
-    zs_bucket_slot *out;     /* bucket that is posted and not yet summed, NULL if none or an empty post */
-    uint64_t *used;          /* bitmap of parameters packed in this round, one more bit: this rank gave up; owned */
+    zs_bucket_slot *bucket; /* bucket being packed, NULL if none */
+    zs_bucket_slot *out;    /* bucket that is posted and not yet summed, NULL if none or an empty post */
+    uint64_t *used;         /* bitmap of parameters packed in this round, one more bit: this rank gave up; owned */
     size_t used_words;
-    int64_t n_arrived;       /* gradients packed in this round */
-    int64_t n_expected;      /* parameters that want a gradient in this backward */
-    bool packed;             /* (collective transports) the round is packed and waits for its turn */
-    bool grads_held;         /* some grad shard has been written since its pages were given back */
-    bool posted;             /* something was posted in this backward */
-    bool outstanding;        /* a posted round is not yet summed; then it stands in the pool's queue */
-    zs_unit *next_out;       /* next in that queue; borrowed */
-    bool shared;             /* (no_shard) own slice is summed and shared */
+    int64_t n_arrived;  /* gradients packed in this round */
+    int64_t n_expected; /* parameters that want a gradient in this backward */
+    bool packed;        /* (collective transports) the round is packed and waits for its turn */
+    bool grads_held;    /* some grad shard has been written since its pages were given back */
+    bool posted;        /* something was posted in this backward */
+    bool outstanding;   /* a posted round is not yet summed; then it stands in the pool's queue */
+    zs_unit *next_out;  /* next in that queue; borrowed */
+    bool shared;        /* (no_shard) own slice is summed and shared */
 };
 
 typedef struct zs_unit_spec {
-    const char *name;             /* dotted name of the module, "" for the root; copied */
+    const char *name; /* dotted name of the module, "" for the root; copied */
     zs_strategy strategy;
     int64_t n_params;
-    const char *const *names;     /* [n_params] dotted names in the model; copied */
-    zs_tensor *const *tensors;    /* [n_params] strong handles; borrowed */
+    const char *const *names;  /* [n_params] dotted names in the model; copied */
+    zs_tensor *const *tensors; /* [n_params] strong handles; borrowed */
 } zs_unit_spec;
 
 /* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */

@@ -12,14 +12,10 @@
 static bool allowed(const zs_unit *unit, zs_unit_state next)
 {
     switch (unit->state) {
-    case ZS_SHARDED:
-        return next == ZS_GATHERING;
-    case ZS_GATHERING:
-        return next == ZS_FULL || next == ZS_SHARDED; /* SHARDED: the gather failed */
-    case ZS_FULL:
-        return next == ZS_SHARDED || next == ZS_REDUCING;
-    case ZS_REDUCING:
-        return next == ZS_SHARDED || next == ZS_GATHERING || (unit->replicated && next == ZS_FULL);
+    case ZS_SHARDED: return next == ZS_GATHERING;
+    case ZS_GATHERING: return next == ZS_FULL || next == ZS_SHARDED; /* SHARDED: the gather failed */
+    case ZS_FULL: return next == ZS_SHARDED || next == ZS_REDUCING;
+    case ZS_REDUCING: return next == ZS_SHARDED || next == ZS_GATHERING || (unit->replicated && next == ZS_FULL);
     }
     return false;
 }
@@ -28,8 +24,8 @@ zs_status zs_unit_move(zs_unit *unit, zs_unit_state next)
 {
     static const char *const names[] = {"SHARDED", "GATHERING", "FULL", "REDUCING"};
     if (!allowed(unit, next))
-        return ZS_FAIL(ZS_ERR_STATE, "unit '%s' cannot go from %s to %s; please report this with the script", unit->name,
-                       names[unit->state], names[next]);
+        return ZS_FAIL(ZS_ERR_STATE, "unit '%s' cannot go from %s to %s; please report this with the script",
+                       unit->name, names[unit->state], names[next]);
     unit->state = next;
     return ZS_OK;
 }
@@ -80,7 +76,8 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
 {
     zs_param *param = &unit->params[i];
     zs_flat *flat = &unit->flats[param->flat];
-    if (!zs_tensor_on_storage(param->tensor, flat->shard)) return moved_error(unit, param, "between forward and backward");
+    if (!zs_tensor_on_storage(param->tensor, flat->shard))
+        return moved_error(unit, param, "between forward and backward");
     ZS_TRY(zs_tensor_bind(param->tensor, flat->full, param->offset, param->ndim, param->sizes));
     param->version = zs_tensor_version(param->tensor);
     return zs_unit_hook_param(unit, i);
@@ -91,7 +88,8 @@ zs_status zs_unit_unshard(zs_unit *unit)
     if (zs_unit_is_full(unit)) return ZS_OK;
     ZS_TRY(zs_unit_move(unit, ZS_GATHERING));
     zs_status status = ZS_OK;
-    for (int f = 0; f < unit->n_flats && status == ZS_OK; f++) status = fill_full_storage(unit, &unit->flats[f]);
+    for (int f = 0; f < unit->n_flats && status == ZS_OK; f++)
+        status = fill_full_storage(unit, &unit->flats[f]);
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++)
         if (zs_tensor_alive(unit->params[i].tensor)) status = bind_full(unit, i);
     if (status == ZS_OK) return zs_unit_move(unit, ZS_FULL);
@@ -100,7 +98,8 @@ zs_status zs_unit_unshard(zs_unit *unit)
         if (zs_tensor_alive(param->tensor) && zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full))
             (void)zs_unit_bind_local(unit, param);
     }
-    for (int f = 0; f < unit->n_flats; f++) clear_full_storage(unit, &unit->flats[f]);
+    for (int f = 0; f < unit->n_flats; f++)
+        clear_full_storage(unit, &unit->flats[f]);
     (void)zs_unit_move(unit, ZS_SHARDED);
     return status;
 }
@@ -113,11 +112,12 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
     ZS_TRY(zs_unit_bind_local(unit, param));
     if (moved) return moved_error(unit, param, "inside its unit's forward or backward");
     if (written)
-        return ZS_FAIL(ZS_ERR_STATE,
-                       "parameter '%s' of unit '%s' was changed in place inside its unit's forward or backward, where each "
-                       "rank would change it on its own; do it between steps on the sharded parameter instead (elementwise "
-                       "changes work there; Embedding(max_norm=...) is such a change)",
-                       param->name, unit->name);
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "parameter '%s' of unit '%s' was changed in place inside its unit's forward or backward, where each "
+            "rank would change it on its own; do it between steps on the sharded parameter instead (elementwise "
+            "changes work there; Embedding(max_norm=...) is such a change)",
+            param->name, unit->name);
     return ZS_OK;
 }
 
@@ -132,7 +132,8 @@ zs_status zs_unit_reshard(zs_unit *unit, zs_unit_state next)
         zs_status one = bind_sharded(unit, param);
         if (status == ZS_OK) status = one;
     }
-    for (int f = 0; f < unit->n_flats; f++) clear_full_storage(unit, &unit->flats[f]);
+    for (int f = 0; f < unit->n_flats; f++)
+        clear_full_storage(unit, &unit->flats[f]);
     ZS_TRY(zs_unit_move(unit, next));
     return status;
 }
@@ -158,11 +159,11 @@ static zs_status write_back_param(zs_unit *unit, zs_param *param)
     char *dst = base + (size_t)param->in_shard.begin * flat->layout.itemsize;
     bool whole = same_sizes(&info, param->ndim, param->sizes);
     if (!whole && info.numel != param->owned.numel)
-        return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' of unit '%s' was replaced by a tensor of %lld elements; it has %lld, of which %lld are "
-                       "on this rank: give it its whole shape, or this rank's slice",
-                       param->name, unit->name, (long long)info.numel, (long long)param->numel,
-                       (long long)param->owned.numel);
+        return ZS_FAIL(
+            ZS_ERR_VALUE,
+            "parameter '%s' of unit '%s' was replaced by a tensor of %lld elements; it has %lld, of which %lld are "
+            "on this rank: give it its whole shape, or this rank's slice",
+            param->name, unit->name, (long long)info.numel, (long long)param->numel, (long long)param->owned.numel);
     ZS_TRY(zs_tensor_read(param->tensor, whole ? param->owned.begin : 0, param->owned.numel, dst));
     return zs_unit_bind_local(unit, param);
 }
@@ -185,8 +186,7 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst)
     const zs_param *param = &unit->params[i];
     const zs_flat *flat = &unit->flats[param->flat];
     const char *base = flat->mem.full != NULL ? flat->mem.full : flat->full_mem != NULL ? flat->full_mem->ptr : NULL;
-    if (base == NULL || !zs_unit_is_full(unit))
-        return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not gathered", unit->name);
+    if (base == NULL || !zs_unit_is_full(unit)) return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not gathered", unit->name);
     memcpy(dst, base + (size_t)param->offset * flat->layout.itemsize, (size_t)param->numel * flat->layout.itemsize);
     return ZS_OK;
 }

@@ -1,13 +1,14 @@
 """Fresh ranks within milliseconds: forked from a process that has imported torch and zshard.
 
-The one idea: `run_ranks` of spawn.py starts interpreters, whose imports cost each rank seconds; tests
-that end ranks badly need dozens of them. Here one process, the nursery, imports once and does nothing
-else (no thread, no tensor), so that its forks are as good as new. A rank lives and ends as a script
-does: an uncaught exception is printed and is exit status 1, `sys.exit` and SIGKILL are what they are.
+The one idea: `run_ranks` of spawn.py starts interpreters, whose imports cost each rank seconds;
+tests that end ranks badly need dozens of them. Here one process, the nursery, imports once and does
+nothing else (no thread, no tensor), so that its forks are as good as new. A rank lives and ends as
+a script does: an uncaught exception is printed, with exit status 1; `sys.exit` and SIGKILL are what
+they are.
 
     from nursery import fork_ranks
 
-    results = fork_ranks(function, 2, *arguments)  # RankResults, as of run_ranks(..., check=False)
+    results = fork_ranks(function, 2, *arguments)  # as run_ranks(..., check=False)
 """
 
 import atexit
@@ -153,7 +154,9 @@ def _serve(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    import zshard  # noqa: F401 - torch with it
+    import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
+
+    import zshard  # noqa: F401
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     _serve(Connection(int(sys.argv[1])))

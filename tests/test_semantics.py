@@ -20,7 +20,6 @@ from models import (
     CASES,
     COMBINATIONS,
     Block,
-    Mlp,
     Net,
     Unused,
     ddp,
@@ -880,7 +879,10 @@ def two_models(combination):
     rank = dist.get_rank()
 
     def trained(maker, learner, forward):
-        slow, fast = torch.optim.SGD(maker.parameters(), 0.05), torch.optim.SGD(learner.parameters(), 0.1)
+        slow, fast = (
+            torch.optim.SGD(maker.parameters(), 0.05),
+            torch.optim.SGD(learner.parameters(), 0.1),
+        )
         for step in range(3):
             made = forward[0](floats(rank, step))
             fast.zero_grad()

@@ -6,6 +6,7 @@ and kept. Without torchrun there is a world of one and no process group at all.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -139,7 +140,7 @@ def _timeout_of(group: Any, timeout: float | None) -> float:
 
 def _connect(group: Any, wanted: str, timeout: float) -> _core.Comm:
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    _report_crashes()
+    _report_ends()
     if wanted != "c10d":
         comm, reason = _try_shm(group, rank, world, timeout)
         if comm is not None:
@@ -185,7 +186,7 @@ def _try_shm(
         return None, "; ".join(problems)
     try:
         comm.connect([offer[1] for offer in offers], offers[0][2])
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, MemoryError) as error:
         problem = str(error)
     results: list[Any] = [None] * world
     dist.all_gather_object(results, problem, group=group)
@@ -196,19 +197,25 @@ def _try_shm(
 _reporting = False
 
 
-def _report_crashes() -> None:
-    """Has an uncaught exception told to the peers: their waits then fail with its text."""
+def _report_ends() -> None:
+    """Has the peers told how this rank ends: by an exception (their waits fail with its text), or in order."""
     global _reporting
     if _reporting:
         return
     _reporting = True
     previous = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], value: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         for entry in _entries.values():
             entry.comm.abort(f"{kind.__name__}: {value}")
         previous(kind, value, trace)
 
     sys.excepthook = hook
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """An orderly end: the peers are told that this rank left, rather than finding it dead."""
+    for entry in _entries.values():
+        entry.comm.close()
+    _entries.clear()

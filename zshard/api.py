@@ -64,7 +64,7 @@ class FSDP(nn.Module):
     differ; PeerError if a rank is gone.
     """
 
-    def __new__(  # noqa: D102 - documented on the class
+    def __new__(
         cls,
         module: nn.Module,
         process_group: Any = None,
@@ -165,7 +165,9 @@ class FSDP(nn.Module):
         state = self.__dict__.get("_zshard_state")
         if state is None:
             return own
-        note = f"unit={state.unit.name or '(root)'!r}, {state.unit.strategy}, {state.comm.transport}"
+        note = (
+            f"unit={state.unit.name or '(root)'!r}, {state.unit.strategy}, {state.comm.transport}"
+        )
         return f"{own}, {note}" if own else note
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -15,12 +15,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n    last error: %s\n", __FILE__, __LINE__, #condition, zs_last_message());     \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
+#define CHECK(condition)                                                                                           \
+    do {                                                                                                           \
+        if (!(condition)) {                                                                                        \
+            fprintf(stderr, "%s:%d: %s\n    last error: %s\n", __FILE__, __LINE__, #condition, zs_last_message()); \
+            exit(1);                                                                                               \
+        }                                                                                                          \
     } while (0)
 
 #define OK(call) CHECK((call) == ZS_OK)
@@ -129,7 +129,8 @@ static void private_memory_is_zero_and_aligned(void)
         CHECK((uintptr_t)mem->ptr % 64 == 0);
         CHECK(mem->role == ZS_MEM_PLAIN && mem->user == NULL);
         unsigned char *bytes = mem->ptr;
-        for (size_t at = 0; at < mem->bytes; at++) CHECK(bytes[at] == 0);
+        for (size_t at = 0; at < mem->bytes; at++)
+            CHECK(bytes[at] == 0);
         memset(bytes, 0xff, mem->bytes);
         zs_mem_release(mem);
     }
@@ -168,7 +169,8 @@ static void last_release_destroys(void)
 
 static void *retain_and_release(void *mem)
 {
-    for (int i = 0; i < 20000; i++) zs_mem_release(zs_mem_retain(mem));
+    for (int i = 0; i < 20000; i++)
+        zs_mem_release(zs_mem_retain(mem));
     zs_mem_release(mem);
     return NULL;
 }
@@ -179,8 +181,10 @@ static void references_count_on_many_threads(void)
     pthread_t threads[THREADS];
     zs_mem *mem = NULL;
     OK(zs_mem_wrap(&destroyed, 0, count_destroy, &destroyed, &mem));
-    for (int t = 0; t < THREADS; t++) CHECK(pthread_create(&threads[t], NULL, retain_and_release, zs_mem_retain(mem)) == 0);
-    for (int t = 0; t < THREADS; t++) CHECK(pthread_join(threads[t], NULL) == 0);
+    for (int t = 0; t < THREADS; t++)
+        CHECK(pthread_create(&threads[t], NULL, retain_and_release, zs_mem_retain(mem)) == 0);
+    for (int t = 0; t < THREADS; t++)
+        CHECK(pthread_join(threads[t], NULL) == 0);
     CHECK(destroyed == 0 && mem->refs == 1);
     zs_mem_release(mem);
     CHECK(destroyed == 1);
@@ -219,8 +223,10 @@ static void smallest_that_fits_is_lent(void)
     zs_arena *arena = NULL;
     zs_mem *slots[4], *slot = NULL;
     OK(zs_arena_new(&arena));
-    for (int i = 0; i < 4; i++) OK(zs_arena_take(arena, sizes[i], &slots[i]));
-    for (int i = 0; i < 4; i++) zs_arena_give(arena, slots[i]);
+    for (int i = 0; i < 4; i++)
+        OK(zs_arena_take(arena, sizes[i], &slots[i]));
+    for (int i = 0; i < 4; i++)
+        zs_arena_give(arena, slots[i]);
     OK(zs_arena_take(arena, (1 << 20) + 1, &slot));
     CHECK(slot == slots[2]);
     OK(zs_arena_take(arena, (1 << 20) + 1, &slot)); /* that one is lent: the next larger one */
@@ -268,7 +274,8 @@ static void layout_by_hand(void)
     zs_layout layout;
     OK(zs_layout_new(numels, 4, 4, 2, 64, &layout));
     const int64_t offsets[] = {0, 32, 32, 48}; /* the end, 96, cuts into two times 48 */
-    for (int i = 0; i < 4; i++) CHECK(layout.offsets[i] == offsets[i] && layout.numels[i] == numels[i]);
+    for (int i = 0; i < 4; i++)
+        CHECK(layout.offsets[i] == offsets[i] && layout.numels[i] == numels[i]);
     CHECK(layout.shard_numel == 48);
     CHECK(zs_layout_shard_bytes(&layout) == 192 && zs_layout_full_bytes(&layout) == 384);
     zs_range owned = zs_layout_owned(&layout, 0, 0);
