@@ -69,3 +69,60 @@ size_t zs_arena_bytes(const zs_arena *arena)
         total += arena->slots[i].mem->bytes;
     return total;
 }
+
+/* --- blocks for life --------------------------------------------------------------------------------------------------- */
+
+enum { CHUNK = 64 << 20 }; /* bytes of address space; memory only where touched */
+
+struct zs_pool {
+    zs_mem **chunks; /* owned references; blocks are cut off the last one */
+    size_t n;
+    size_t used; /* bytes of the last chunk */
+};
+
+zs_status zs_pool_new(zs_pool **out)
+{
+    *out = calloc(1, sizeof **out);
+    return *out != NULL ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a pool");
+}
+
+void zs_pool_free(zs_pool *pool)
+{
+    if (pool == NULL) return;
+    for (size_t i = 0; i < pool->n; i++)
+        zs_mem_release(pool->chunks[i]);
+    free(pool->chunks);
+    free(pool);
+}
+
+static zs_status add_chunk(zs_pool *pool, size_t bytes)
+{
+    zs_mem **grown = realloc(pool->chunks, (pool->n + 1) * sizeof *grown);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for chunk %zu", pool->n);
+    pool->chunks = grown;
+    ZS_TRY(zs_mem_new_private(bytes > CHUNK ? bytes : CHUNK, &grown[pool->n]));
+    pool->n++;
+    pool->used = 0;
+    return ZS_OK;
+}
+
+static void release_chunk(zs_mem *block)
+{
+    zs_mem_release(block->owner);
+}
+
+zs_status zs_pool_take(zs_pool *pool, size_t bytes, zs_mem **out)
+{
+    if (pool->n == 0 || pool->chunks[pool->n - 1]->bytes - pool->used < bytes) ZS_TRY(add_chunk(pool, bytes));
+    zs_mem *chunk = pool->chunks[pool->n - 1];
+    ZS_TRY(zs_mem_wrap((char *)chunk->ptr + pool->used, bytes, release_chunk, chunk, out));
+    zs_mem_retain(chunk);
+    pool->used += bytes;
+    return ZS_OK;
+}
+
+void zs_pool_discard(zs_pool *pool)
+{
+    for (size_t i = 0; i < pool->n; i++)
+        zs_mem_discard(pool->chunks[i]);
+}

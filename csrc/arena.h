@@ -26,4 +26,22 @@ void zs_arena_give(zs_arena *arena, zs_mem *slot);
 /* Bytes of all slots, lent or free. */
 size_t zs_arena_bytes(const zs_arena *arena);
 
+/* --- blocks for life ----------------------------------------------------------------------------------------------------- */
+
+/* Many blocks, packed into few large chunks: only ranges of megabytes get huge pages, without which giving pages back and
+ * touching them again costs more than the gradients' sum. */
+typedef struct zs_pool zs_pool;
+
+/* New empty pool. */
+zs_status zs_pool_new(zs_pool **out);
+
+/* Frees the pool; blocks keep their chunk alive. NULL allowed. */
+void zs_pool_free(zs_pool *pool);
+
+/* New zeroed block of exactly `bytes` (a multiple of 64) with a counted reference of its own. Its place is not used again. */
+zs_status zs_pool_take(zs_pool *pool, size_t bytes, zs_mem **out);
+
+/* Gives the pages of all blocks back to the system; they read as zeros from then on. */
+void zs_pool_discard(zs_pool *pool);
+
 #endif

@@ -29,11 +29,23 @@ zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *
     return ZS_OK;
 }
 
+/* Maps `length` bytes from a huge page's border on: only such ranges get huge pages. */
+static void *map_aligned(size_t length)
+{
+    size_t room = length + HUGE_PAGE;
+    char *ptr = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (ptr == MAP_FAILED) return NULL;
+    size_t before = zs_round_up((size_t)(uintptr_t)ptr, HUGE_PAGE) - (size_t)(uintptr_t)ptr;
+    if (before > 0) munmap(ptr, before);
+    if (before < HUGE_PAGE) munmap(ptr + before + length, HUGE_PAGE - before);
+    return ptr + before;
+}
+
 zs_status zs_mem_new_private(size_t bytes, zs_mem **out)
 {
     size_t length = zs_round_up(bytes ? bytes : 1, 4096);
-    void *ptr = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (ptr == MAP_FAILED) return ZS_FAIL(ZS_ERR_MEMORY, "cannot map %zu bytes of memory", length);
+    void *ptr = map_aligned(length);
+    if (ptr == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "cannot map %zu bytes of memory", length);
     if (length >= HUGE_PAGE) madvise(ptr, length, MADV_HUGEPAGE); /* advice: failing costs speed only */
     zs_status status = zs_mem_wrap(ptr, length, unmap_private, NULL, out);
     if (status != ZS_OK) munmap(ptr, length);

@@ -348,15 +348,9 @@ static bool grads_wanted(const zs_unit *unit, int f)
     return zs_storage_users(unit->flats[f].grads) > own;
 }
 
-void zs_reduce_release_grads(zs_unit *unit)
+bool zs_reduce_grads_wanted(const zs_unit *unit)
 {
-    if (!unit->grads_held) return;
-    unit->grads_held = false;
-    for (int f = 0; f < unit->n_flats; f++) {
-        if (unit->flats[f].grads == NULL) continue;
-        if (grads_wanted(unit, f))
-            unit->grads_held = true;
-        else
-            zs_mem_discard(unit->flats[f].grad_mem);
-    }
+    for (int f = 0; f < unit->n_flats && unit->grads_held; f++)
+        if (unit->flats[f].grads != NULL && grads_wanted(unit, f)) return true;
+    return false;
 }

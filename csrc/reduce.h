@@ -27,8 +27,8 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done);
 /* (Replicated units) Sums and shares this rank's slice of the posted round, waiting for the peers' posts; no-op if done. */
 zs_status zs_reduce_share(zs_unit *unit);
 
-/* Gives the pages of grad shards back that no .grad refers to any more (after zero_grad): activations need the room. */
-void zs_reduce_release_grads(zs_unit *unit);
+/* Does any .grad, or a view of one, refer to the unit's grad shards? */
+bool zs_reduce_grads_wanted(const zs_unit *unit);
 
 /* Gives each parameter that has a gradient its .grad, runs users' post-accumulate hooks on the new ones, and forgets the
  * backward's marks. */

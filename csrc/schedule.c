@@ -12,6 +12,8 @@ struct zs_engine {
     long refs;
     zs_comm *comm;           /* counted reference */
     zs_arena *arena;         /* owned */
+    zs_pool *grads;          /* owned: memory of its units' gradients */
+    bool lent_grads;         /* units that went to another engine have gradients in that memory */
     zs_bucket_pool *buckets; /* owned */
     zs_reader *reader;       /* owned */
     zs_unit **units;         /* [n] borrowed: a unit takes itself off the list; parents before children */
@@ -35,6 +37,7 @@ zs_status zs_engine_new(zs_comm *comm, const char *name, zs_engine **out)
     engine->comm = zs_comm_retain(comm);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, zs_arena_new(&engine->arena), fail);
+    ZS_TRY_GOTO(status, zs_pool_new(&engine->grads), fail);
     ZS_TRY_GOTO(status, zs_bucket_pool_new(comm, &engine->buckets), fail);
     ZS_TRY_GOTO(status, comm->ops->reader_new(comm, name, &engine->reader), fail);
     *out = engine;
@@ -66,6 +69,7 @@ void zs_engine_release(void *pointer)
     if (engine->reader != NULL) engine->comm->ops->reader_free(engine->comm, engine->reader);
     zs_bucket_pool_free(engine->buckets);
     zs_arena_free(engine->arena);
+    zs_pool_free(engine->grads);
     free_buffers(engine);
     free(engine->units);
     zs_comm_release(engine->comm);
@@ -80,6 +84,11 @@ zs_comm *zs_engine_comm(const zs_engine *engine)
 zs_arena *zs_engine_arena(const zs_engine *engine)
 {
     return engine->arena;
+}
+
+zs_pool *zs_engine_grads(const zs_engine *engine)
+{
+    return engine->grads;
 }
 
 zs_bucket_pool *zs_engine_buckets(const zs_engine *engine)
@@ -125,6 +134,7 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
     ZS_TRY(zs_engine_add(engine, unit));
     zs_bucket_forget(old->buckets, unit);
     zs_engine_forget(old, unit);
+    old->lent_grads = true;
     unit->engine = zs_engine_retain(engine);
     zs_engine_release(old);
     return ZS_OK;
@@ -189,6 +199,20 @@ static zs_status recover(zs_engine *engine)
     return status;
 }
 
+/* Between zero_grad() and the next gradients their memory is free for activations. */
+static void discard_dead_grads(zs_engine *engine)
+{
+    bool held = false;
+    for (size_t i = 0; i < engine->n; i++) {
+        if (zs_reduce_grads_wanted(engine->units[i])) return;
+        held |= engine->units[i]->grads_held;
+    }
+    if (!held || engine->lent_grads) return;
+    for (size_t i = 0; i < engine->n; i++)
+        engine->units[i]->grads_held = false;
+    zs_pool_discard(engine->grads);
+}
+
 /* Are there shards that peers read? Replicated units need no meeting in forward. */
 static bool has_shards(const zs_engine *engine)
 {
@@ -217,10 +241,9 @@ static zs_status begin_session(zs_engine *engine)
     if (engine->phase == BACKWARD) ZS_TRY(recover(engine));
     engine->phase = FORWARD;
     ZS_TRY(reshard_all(engine)); /* left by a forward whose backward never came */
-    for (size_t i = 0; i < engine->n; i++) {
+    for (size_t i = 0; i < engine->n; i++)
         ZS_TRY(zs_unit_write_back(engine->units[i]));
-        zs_reduce_release_grads(engine->units[i]);
-    }
+    discard_dead_grads(engine);
     ZS_TRY(broadcast_buffers(engine));
     return begin_reading(engine, ZS_PHASE_FORWARD);
 }
@@ -294,8 +317,7 @@ static zs_status begin_backward(zs_engine *engine)
     ZS_TRY(zs_hook_backward_end(&hook));
     engine->phase = BACKWARD;
     engine->next_post = 0;
-    for (size_t i = 0; i < engine->n; i++)
-        zs_reduce_release_grads(engine->units[i]);
+    discard_dead_grads(engine);
     return begin_reading(engine, ZS_PHASE_BACKWARD);
 }
 

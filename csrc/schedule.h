@@ -25,6 +25,7 @@ void zs_engine_release(void *engine);
 /* Borrowed parts. */
 zs_comm *zs_engine_comm(const zs_engine *engine);
 zs_arena *zs_engine_arena(const zs_engine *engine);
+zs_pool *zs_engine_grads(const zs_engine *engine);
 zs_bucket_pool *zs_engine_buckets(const zs_engine *engine);
 
 /* Registers a unit / takes it off the list when it dies. */

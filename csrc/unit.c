@@ -235,7 +235,7 @@ static zs_status make_gradients(zs_unit *unit)
         offset += zs_layout_full_bytes(&flat->layout);
         spec.slice_bytes[spec.n_slices++] = flat->slice_bytes;
         size_t bytes = unit->replicated ? zs_layout_full_bytes(&flat->layout) : flat->slice_bytes;
-        ZS_TRY(zs_mem_new_private(bytes, &flat->grad_mem));
+        ZS_TRY(zs_pool_take(zs_engine_grads(unit->engine), bytes, &flat->grad_mem));
         flat->grad_mem->role = unit->replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
         flat->grad_mem->user = unit;
         ZS_TRY(zs_storage_new(bytes, "", &flat->grads));

@@ -1,4 +1,4 @@
-"""The torch-free parts of the C core: unit tests in C (tests/c/test_core.c), properties of the layout.
+"""The torch-free parts of the C core: unit tests in C (tests/c/test_core.c), and the layout.
 
 The one idea: status.c, memory.c, arena.c and layout.c need nothing but libc, so the compiler alone
 can build and test them, plain and with AddressSanitizer and UndefinedBehaviorSanitizer, in seconds.

@@ -335,7 +335,7 @@ def test_the_odd_one_of_three_ranks_is_named(pool):
         check(outcome, DivergenceError, "on rank 0", "on rank 2", *DIFFERENCES["shape"])
 
 
-# --- parameters that users change -------------------------------------------------------------------
+# --- parameters that users change -----------------------------------------------------------------
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 

@@ -1,4 +1,4 @@
-"""Nothing grows: not over a thousand steps, not over fifty models, not where a loss outlives its model.
+"""Nothing grows: over a thousand steps, over fifty models, when a loss outlives its model.
 
 The one idea: everything that could leak has a counter that stands still: reference counts, objects
 known to the garbage collector, bytes that malloc has handed out (mallinfo2, exact: a leak of one
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import run_ranks
+from nursery import fork_ranks
 from torch import nn
 
 import zshard
@@ -35,7 +35,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def heap_bytes():
-    """Bytes that malloc has handed out and not got back, over all arenas; 0 where libc cannot say."""
+    """Bytes that malloc has given out and not got back, in all arenas; 0 where libc cannot say."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return 0
@@ -173,7 +173,7 @@ def run_steps(transport, strategy, steps):
 
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
 def test_a_thousand_steps_keep_nothing(world, transport):
-    for result in run_ranks(run_steps, world, transport, "full_shard", STEPS, timeout=200):
+    for result in fork_ranks(run_steps, world, transport, "full_shard", STEPS, timeout=200):
         grown = result.value
         assert grown.pop("heap", 0) < PER_STEP * STEPS
         assert grown.pop("resident", 0) < 2 * MB
@@ -183,7 +183,7 @@ def test_a_thousand_steps_keep_nothing(world, transport):
 
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
 def test_steps_of_other_strategies_keep_nothing(strategy):
-    for result in run_ranks(run_steps, 2, "shm", strategy, 200, timeout=200):
+    for result in fork_ranks(run_steps, 2, "shm", strategy, 200, timeout=200):
         grown = result.value
         assert grown.pop("heap", 0) < PER_STEP * 200
         assert grown.pop("resident", 0) < 2 * MB
@@ -222,7 +222,7 @@ def make_and_drop_models(transport, models):
 
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
 def test_dropped_models_are_freed(world, transport):
-    for result in run_ranks(make_and_drop_models, world, transport, 50, timeout=200):
+    for result in fork_ranks(make_and_drop_models, world, transport, 50, timeout=200):
         alive, grown = result.value
         assert alive == 0
         assert grown.pop("resident", 0) < 8 * MB  # of 50 times four, at least
@@ -261,7 +261,7 @@ def outlive_the_model(transport):
 
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
 def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):
-    for result in run_ranks(outlive_the_model, world, transport, timeout=100):
+    for result in fork_ranks(outlive_the_model, world, transport, timeout=100):
         facts, grown = result.value
         assert facts == {
             "model died": True,
@@ -275,7 +275,7 @@ def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):
         assert not grown, grown
 
 
-# --- process groups come and go ---------------------------------------------------------------------
+# --- process groups come and go -------------------------------------------------------------------
 
 
 def make_and_drop_groups(transport, groups):
@@ -297,7 +297,7 @@ def make_and_drop_groups(transport, groups):
 
 @pytest.mark.parametrize("transport", ["shm"])
 def test_dropped_groups_give_their_descriptors_and_mappings_back(transport):
-    for result in run_ranks(make_and_drop_groups, 2, transport, 5, timeout=100):
+    for result in fork_ranks(make_and_drop_groups, 2, transport, 5, timeout=100):
         grown = result.value
         ours = [name for name in grown if "zshard" in name or "pidfd" in name]
         assert not ours, grown

@@ -82,7 +82,7 @@ def test_runtime_and_build_are_the_sanitized_ones(environment):
 
 
 class Odd(nn.Module):
-    """Sizes that cut nowhere evenly, a sparse gradient, a frozen, an unused and a 0-dim parameter."""
+    """Sizes that cut nowhere evenly, a sparse gradient, a frozen, an unused, a 0-dim parameter."""
 
     def __init__(self):
         super().__init__()

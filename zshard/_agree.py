@@ -21,7 +21,7 @@ Fact = tuple[str, str]  # (what it is about, what it says)
 
 
 def check_agreement(comm: _core.Comm, group: Any | None, facts: Sequence[Fact]) -> None:
-    """Raises DivergenceError on every rank, naming the first fact that differs between two ranks."""
+    """Raises DivergenceError on every rank, naming the first fact that differs."""
     if group is None:
         return
     digest = hashlib.sha256(repr(list(facts)).encode()).digest()
@@ -36,7 +36,7 @@ def check_agreement(comm: _core.Comm, group: Any | None, facts: Sequence[Fact]) 
 
 
 def _first_difference(ours: list[Fact], theirs: list[Fact], rank: int) -> str | None:
-    for mine, other in zip(ours, theirs):
+    for mine, other in zip(ours, theirs, strict=False):
         if mine == other:
             continue
         if mine[0] != other[0]:

@@ -42,7 +42,7 @@ def resolve_group(process_group: Any) -> Any | None:
     """
     if isinstance(process_group, tuple):
         raise NotImplementedError(
-            "a pair of process groups is for hybrid sharding, which is not in this version of zshard"
+            "a pair of process groups is for hybrid sharding, which this version does not have"
         )
     if process_group is not None:
         return process_group if dist.get_world_size(process_group) > 1 else None
@@ -198,7 +198,7 @@ _reporting = False
 
 
 def _report_ends() -> None:
-    """Has the peers told how this rank ends: by an exception (their waits fail with its text), or in order."""
+    """Has the peers told how this rank ends: in order, or by an exception with its text."""
     global _reporting
     if _reporting:
         return

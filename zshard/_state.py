@@ -38,7 +38,7 @@ def fill_state_dict(
     engine = unit.engine
     engine.open()
     try:
-        for ref, copy in zip(spec.params, whole_params(unit, spec)):
+        for ref, copy in zip(spec.params, whole_params(unit, spec), strict=True):
             if keep_vars:
                 copy.requires_grad_(ref.param.requires_grad)
             for name in ref.names:

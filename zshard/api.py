@@ -348,7 +348,8 @@ def _install(spec: UnitSpec, unit: _core.Unit, comm: _core.Comm) -> None:
             module.register_forward_hook(unit.post_forward, always_call=True),
         ]
         if unit.strategy != "no_shard":
-            state.hooks.append(module.register_load_state_dict_pre_hook(SliceOnLoad(unit, spec)))
+            hook = SliceOnLoad(unit, spec)
+            state.hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
     module.__dict__["_zshard_unit"] = unit
     module.__dict__["_zshard_state"] = state
     module.__class__ = _class_for(type(module))
