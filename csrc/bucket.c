@@ -37,12 +37,16 @@ zs_status zs_bucket_drain(zs_bucket_pool *pool, const zs_unit *unit, zs_wait wai
 
 zs_status zs_bucket_drain_all(zs_bucket_pool *pool)
 {
-    bool done = false;
+    zs_status status = ZS_OK;
     for (zs_unit *unit = pool->first_out; unit != NULL; unit = unit->next_out)
         ZS_TRY(zs_reduce_share(unit));
-    while (pool->first_out != NULL)
-        ZS_TRY(zs_reduce_drain(pool->first_out, ZS_WAIT, &done));
-    return ZS_OK;
+    while (pool->first_out != NULL) {
+        bool done = false;
+        zs_status one = zs_reduce_drain(pool->first_out, ZS_WAIT, &done);
+        if (one != ZS_OK && !done) return one;
+        if (status == ZS_OK) status = one; /* a round that a peer gave up is over; the others are to be ended too */
+    }
+    return status;
 }
 
 void zs_bucket_summed(zs_bucket_pool *pool, zs_unit *unit)

@@ -267,9 +267,10 @@ static zs_status sum_own_slice(summing *s, zs_wait wait, bool *ready)
 {
     zs_unit *unit = s->unit;
     zs_comm *comm = zs_engine_comm(unit->engine);
-    ZS_TRY(zs_reduce_begin(unit, -1)); /* a unit that this rank did not use may have gradients set aside yet */
+    bool given_up = zs_engine_gave_up(unit->engine); /* then .grad is the user's again: it is not touched */
+    if (!given_up) ZS_TRY(zs_reduce_begin(unit, -1)); /* a unit that was not used here may have gradients to set aside */
     ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, s->sources));
-    if (!*ready) return ZS_OK;
+    if (!*ready || (given_up && !unit->replicated)) return ZS_OK;
     for (int f = 0; f < unit->n_flats; f++)
         if (unit->flats[f].trainable) sum_flat(s, f);
     if (!unit->replicated) return ZS_OK;
@@ -294,7 +295,7 @@ static zs_status complete_round(summing *s, zs_wait wait, bool *ready)
     if (!unit->shared) ZS_TRY(sum_own_slice(s, wait, ready));
     if (!unit->shared) return ZS_OK;
     ZS_TRY(comm->ops->collect_shared(comm, unit->cunit, wait, ready, s->sources));
-    if (*ready) fetch_shared(s);
+    if (*ready && !zs_engine_gave_up(unit->engine)) fetch_shared(s);
     return ZS_OK;
 }
 
@@ -306,7 +307,7 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
     *done = false;
     ZS_TRY(complete_round(&s, wait, done));
     if (!*done) return ZS_OK;
-    for (int64_t i = 0; i < unit->n_params; i++)
+    for (int64_t i = 0; i < unit->n_params && !zs_engine_gave_up(unit->engine); i++)
         if (unit->params[i].grad != NULL && used_anywhere(&s, i))
             unit->params[i].has_grad = unit->params[i].reduced = true;
     zs_status status = check_gave_up(&s);
@@ -316,21 +317,28 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
     return status;
 }
 
+void zs_reduce_hand_out(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (!param->has_grad || !zs_tensor_alive(param->tensor)) continue;
+        zs_grad_set(param->tensor, param->grad);
+        unit->grads_held = true;
+        param->has_grad = false;
+    }
+    unit->in_backward = false;
+}
+
 zs_status zs_reduce_end(zs_unit *unit)
 {
     zs_status status = ZS_OK;
+    zs_reduce_hand_out(unit);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
-        if (!zs_tensor_alive(param->tensor)) continue;
-        if (param->has_grad) {
-            zs_grad_set(param->tensor, param->grad);
-            unit->grads_held = true;
-        }
-        if (param->reduced && status == ZS_OK && zs_hook_has_users(param->tensor))
-            status = zs_hook_run_users(param->tensor);
+        bool run = param->reduced && zs_tensor_alive(param->tensor) && zs_hook_has_users(param->tensor);
+        if (run && status == ZS_OK) status = zs_hook_run_users(param->tensor);
         param->has_grad = param->reduced = false;
     }
-    unit->in_backward = false;
     unit->posted = false;
     return status;
 }

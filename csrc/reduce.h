@@ -30,7 +30,10 @@ zs_status zs_reduce_share(zs_unit *unit);
 /* Does any .grad, or a view of one, refer to the unit's grad shards? */
 bool zs_reduce_grads_wanted(const zs_unit *unit);
 
-/* Gives each parameter that has a gradient its .grad, runs users' post-accumulate hooks on the new ones, and forgets the
+/* Gives each parameter that has a gradient its .grad. */
+void zs_reduce_hand_out(zs_unit *unit);
+
+/* The same, runs users' post-accumulate hooks on the new ones, and forgets the
  * backward's marks. */
 zs_status zs_reduce_end(zs_unit *unit);
 

@@ -427,10 +427,22 @@ static zs_status close_backward(zs_engine *engine)
     return status;
 }
 
-static zs_status backward_end_hook(void *pointer, int64_t unused)
+/* A backward has raised. What needs no peer is done at once, so that a zero_grad() that follows means what it says; the
+ * peers are told by recover(), at the next forward. */
+static void abandon_backward(zs_engine *engine)
 {
-    (void)unused;
-    return close_backward(pointer);
+    (void)reshard_all(engine);
+    for (size_t i = 0; i < engine->n; i++) {
+        zs_bucket_drop(engine->units[i]);
+        zs_reduce_hand_out(engine->units[i]);
+    }
+}
+
+static zs_status backward_end_hook(void *pointer, int64_t arg)
+{
+    if (arg != ZS_BACKWARD_ABANDONED) return close_backward(pointer);
+    abandon_backward(pointer);
+    return ZS_OK;
 }
 
 /* --- facts ------------------------------------------------------------------------------------------------------------------ */

@@ -146,7 +146,11 @@ zs_status zs_hook_run_users(zs_tensor *tensor);
 /* Has this user hook slot anything to run? */
 bool zs_hook_has_users(const zs_tensor *tensor);
 
-/* Has `hook` run once at the end of the backward pass that is running now on this thread. */
+/* What the hook below gets for `arg` if its backward raised. */
+enum { ZS_BACKWARD_ABANDONED = -1 };
+
+/* Has `hook` run once at the end of the backward pass that is running now on this thread; if that raises instead, the hook
+ * runs with ZS_BACKWARD_ABANDONED when the pass is given up, and its status is ignored. */
 zs_status zs_hook_backward_end(const zs_hook *hook);
 
 /* Is a backward pass running on this thread right now? */

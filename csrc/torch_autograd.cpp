@@ -42,6 +42,14 @@ class HookRef {
         throw error;
     }
 
+    // For where nothing may be raised.
+    void run_quietly(int64_t arg) const
+    {
+        zs_clear_error();
+        (void)hook_.call(hook_.ctx, arg);
+        zs_clear_error();
+    }
+
   private:
     zs_hook hook_;
 };
@@ -65,6 +73,28 @@ struct GradReady final : ag::PostAccumulateGradHook {
     void operator()(const ag::Variable &) override { ref.run(); }
     HookRef ref;
     std::unique_ptr<ag::PostAccumulateGradHook> users;
+};
+
+// A backward that raises never runs its callbacks, it only drops them: that is when this one learns of it.
+class BackwardEnd {
+  public:
+    explicit BackwardEnd(const zs_hook &hook) : ref(hook) {}
+    BackwardEnd(const BackwardEnd &) = delete;
+    BackwardEnd &operator=(const BackwardEnd &) = delete;
+    ~BackwardEnd()
+    {
+        if (!ran) ref.run_quietly(ZS_BACKWARD_ABANDONED);
+    }
+
+    void run()
+    {
+        ran = true;
+        ref.run();
+    }
+
+  private:
+    HookRef ref;
+    bool ran = false;
 };
 
 GradReady *our_hook(const at::Tensor &tensor)
@@ -186,8 +216,8 @@ zs_status zs_hook_run_users(zs_tensor *handle)
 zs_status zs_hook_backward_end(const zs_hook *hook)
 {
     return guarded("zs_hook_backward_end", [&] {
-        HookRef ref(*hook);
-        ag::Engine::get_default_engine().queue_callback([ref] { ref.run(); });
+        auto end = std::make_shared<BackwardEnd>(*hook);
+        ag::Engine::get_default_engine().queue_callback([end] { end->run(); });
         return ZS_OK;
     });
 }

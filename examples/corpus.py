@@ -87,13 +87,14 @@ def train_batches(
 def held_out_batches(
     text: Tensor, batch: int, context: int, count: int, *, rank: int, world: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """`count` batches of this rank: windows spread evenly over the held-out text, none shared.
+    """This rank's `count` windows, spread evenly over the held-out text, none shared with others.
 
-    Shapes as train_batches. The same windows on every call. Raises CorpusError if `text` is short.
+    Shapes as train_batches, the last batch may be smaller. The same windows on every call. Raises
+    CorpusError if `text` is shorter than a window.
     """
     _require_window(text, context)
-    total = batch * count * world
-    starts = torch.linspace(0, text.numel() - context - 1, total, dtype=torch.float64).long()
+    last = text.numel() - context - 1
+    starts = torch.linspace(0, last, count * world, dtype=torch.float64).long()
     for mine in starts[rank::world].split(batch):
         yield _windows(text, mine, context)
 

@@ -38,12 +38,17 @@ class Plan(NamedTuple):
     sample: int
 
 
-FULL = Plan(("--size", "10m", "--batch", "4", "--lr", "2e-3"), 400, 40, 300)
+FULL = Plan(
+    ("--size", "10m", "--batch", "4", "--lr", "2e-3"),
+    steps=400,
+    compared_steps=40,
+    sample=300,
+)
 QUICK = Plan(  # unclipped, so that no bit differs: the norm of shards is summed in another order
-    ("--size", "tiny", "--batch", "2", "--warmup", "2", "--eval-batches", "2", "--clip", "0"),
-    8,
-    5,
-    16,
+    ("--size", "tiny", "--batch", "2", "--warmup", "2", "--eval-sequences", "3", "--clip", "0"),
+    steps=8,
+    compared_steps=5,
+    sample=16,
 )
 
 

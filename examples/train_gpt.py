@@ -87,12 +87,12 @@ class Trainer:
             self.held_out_text,
             self.args.batch,
             self.config.context,
-            self.args.eval_batches,
+            self.args.eval_sequences,
             rank=self.rank,
             world=self.world,
         )
-        losses = [self.sharded.model(*batch).item() for batch in batches]
-        return mean_over_ranks([sum(losses) / len(losses)])[0]
+        summed = sum(self.sharded.model(*batch).item() * len(batch[0]) for batch in batches)
+        return mean_over_ranks([summed / self.args.eval_sequences])[0]
 
     @torch.no_grad()
     def sample(self, length: int) -> str:
@@ -200,7 +200,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
     add("--seed", type=int, default=0)
     add("--eval-every", type=int, default=50, help="steps between held-out losses")
-    add("--eval-batches", type=int, default=8, help="held-out batches a rank")
+    add("--eval-sequences", type=int, default=64, help="held-out sequences a rank")
     add("--sample", type=int, default=300, help="bytes of text to write at the end; 0: none")
     add("--temperature", type=float, default=0.7, help="of that text")
     add("--transport", help="zshard only: shm or c10d (default: the fastest that works)")
@@ -219,7 +219,7 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"{args.library} has {', '.join(strategies)}, not {args.strategy}")
     if args.transport and args.library != "zshard":
         parser.error(f"--transport is zshard's: {args.library} has no such choice")
-    for name in ("steps", "batch", "eval_every", "eval_batches"):
+    for name in ("steps", "batch", "eval_every", "eval_sequences"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     args.stop_after = min(args.stop_after or args.steps, args.steps)

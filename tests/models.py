@@ -262,9 +262,13 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def make(build: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
-    """A model of weights that depend on `seed` alone."""
+    """A model of weights that depend on `seed` alone, also where modules start from ones or zeros."""
     torch.manual_seed(seed)
-    return build()
+    model = build()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    return model
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -297,12 +301,14 @@ def ddp(model: nn.Module, sync_buffers: bool = False, **options: Any) -> nn.Modu
     return cls(model, **{name: sync_buffers}, **options)
 
 
-def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """What differs between two state dicts: names, or values by so much as a bit."""
     found = [f"only one has {name}" for name in ours.keys() ^ theirs.keys()]
     for name in ours.keys() & theirs.keys():
         a, b = ours[name], theirs[name]
-        if a.dtype != b.dtype or a.shape != b.shape:
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            found += [] if a == b else [f"{name}: {a!r}, not {b!r}"]
+        elif a.dtype != b.dtype or a.shape != b.shape:
             found.append(f"{name}: {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}")
         elif not torch.equal(a, b):
             found.append(f"{name}: by {float((a.double() - b.double()).abs().max()):.3g}")

@@ -114,11 +114,11 @@ def test_held_out_batches_are_shared_out() -> None:
     text = torch.arange(20_000).remainder(251).byte()
 
     def windows(rank: int, world: int) -> list[tuple[int, ...]]:
-        batches = corpus.held_out_batches(text, 4, 32, 3, rank=rank, world=world)
+        batches = corpus.held_out_batches(text, 4, 32, 10, rank=rank, world=world)
         return [tuple(row) for inputs, _ in batches for row in inputs.tolist()]
 
     both = [windows(rank, 2) for rank in range(2)]
-    assert [len(mine) for mine in both] == [12, 12]
+    assert [len(mine) for mine in both] == [10, 10]
     assert set(both[0]).isdisjoint(both[1])
     assert both[0] == windows(0, 2)
 
@@ -268,7 +268,7 @@ def test_loss_curves_are_equal_bit_for_bit(quick_demo: tuple[Path, str]) -> None
 def test_one_process_without_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--out", str(tmp_path)]
     command += ["--size", "tiny", "--batch", "2", "--steps", "10", "--warmup", "2"]
-    command += ["--eval-every", "4", "--eval-batches", "2", "--sample", "8"]
+    command += ["--eval-every", "4", "--eval-sequences", "3", "--sample", "8"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = numbers_of(tmp_path)

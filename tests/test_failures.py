@@ -238,6 +238,19 @@ def test_rank_killed_before_wrapping_is_named(transport, tmp_path):
     check_survivors(results, ("PeerError",), "rank 1")
 
 
+def just_train(transport):
+    """A script that knows nothing of process groups."""
+    model = wrap(make_model(Misdeed("", "", ".")), transport)
+    model(batch(0)).sum().backward()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("attempt", range(3))
+def test_script_that_just_ends_ends_well(transport, attempt):
+    for result in fork_ranks(just_train, 2, transport):
+        assert result.returncode == 0 and not result.stderr, result
+
+
 # --- a rank that is late --------------------------------------------------------------------------
 
 

@@ -26,7 +26,9 @@ from zshard import FSDP
 
 WORLDS = [pytest.param(1, "auto", id="alone"), (2, "shm"), (2, "c10d")]
 STEPS = 1000
-PER_STEP = 16  # bytes: less than the smallest thing that malloc gives out
+# Bytes: less than the smallest thing that malloc gives out; over gloo, which has threads with caches
+# of their own, less than a smallest thing in each of a step's dozens of collectives.
+PER_STEP = {"auto": 16, "shm": 16, "c10d": 96}
 MB = 1 << 20
 
 
@@ -99,10 +101,14 @@ def growth(before, after):
     return grown
 
 
+def settle():
+    """To be called first on each rank: removes what would hide leaks, or take long."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps the last 2,000 collectives
+    gc.freeze()  # a collection need not look at all of torch, a hundred times
+
+
 def make_model(width=8):
     torch.manual_seed(0)
-    if not gc.get_freeze_count():
-        gc.freeze()  # collections need not look at all of torch, a hundred times
     return nn.Sequential(nn.Linear(width, width), nn.Sequential(nn.ReLU(), nn.Linear(width, width)))
 
 
@@ -145,6 +151,7 @@ def all_paths(model, optimizer, x):
 
 def run_steps(transport, strategy, steps):
     """What has grown over `steps` steps."""
+    settle()
     model = make_model()
     model.append(Stumble())
     model = wrap(model, transport, strategy)
@@ -171,24 +178,25 @@ def run_steps(transport, strategy, steps):
     return growth(before, count(**watched))
 
 
+def check_steps(grown, steps, transport):
+    """Nothing may grow but noise that does not depend on the number of steps."""
+    assert grown.pop("heap", 0) < PER_STEP[transport] * steps, grown
+    assert grown.pop("resident", 0) < 2 * MB, grown
+    assert grown.pop("objects", 0) < 10, grown  # the counters themselves
+    assert grown.pop("mappings", 0) < 10, grown  # malloc's
+    assert not grown, grown
+
+
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
 def test_a_thousand_steps_keep_nothing(world, transport):
-    for result in fork_ranks(run_steps, world, transport, "full_shard", STEPS, timeout=200):
-        grown = result.value
-        assert grown.pop("heap", 0) < PER_STEP * STEPS
-        assert grown.pop("resident", 0) < 2 * MB
-        assert grown.pop("objects", 0) < 10  # the counters themselves
-        assert not grown, grown
+    for result in fork_ranks(run_steps, world, transport, "full_shard", STEPS, timeout=120):
+        check_steps(result.value, STEPS, transport)
 
 
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
 def test_steps_of_other_strategies_keep_nothing(strategy):
-    for result in fork_ranks(run_steps, 2, "shm", strategy, 200, timeout=200):
-        grown = result.value
-        assert grown.pop("heap", 0) < PER_STEP * 200
-        assert grown.pop("resident", 0) < 2 * MB
-        assert grown.pop("objects", 0) < 10
-        assert not grown, grown
+    for result in fork_ranks(run_steps, 2, "shm", strategy, 200, timeout=120):
+        check_steps(result.value, 200, "shm")
 
 
 # --- models come and go ---------------------------------------------------------------------------
@@ -209,6 +217,7 @@ def train_and_drop(transport, keep=None):
 
 def make_and_drop_models(transport, models):
     """How many of the models live on after the garbage collector ran; what has grown."""
+    settle()
     for _ in range(5):
         train_and_drop(transport)
     before = count()
@@ -222,10 +231,10 @@ def make_and_drop_models(transport, models):
 
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
 def test_dropped_models_are_freed(world, transport):
-    for result in fork_ranks(make_and_drop_models, world, transport, 50, timeout=200):
+    for result in fork_ranks(make_and_drop_models, world, transport, 50, timeout=120):
         alive, grown = result.value
         assert alive == 0
-        assert grown.pop("resident", 0) < 8 * MB  # of 50 times four, at least
+        assert grown.pop("resident", 0) < 32 * MB  # of 50 times two, at least
         assert grown.pop("heap", 0) < 50 * 1024
         assert grown.pop("objects", 0) < 60  # the references to the models
         assert grown.pop("mappings", 0) < 10
@@ -233,46 +242,49 @@ def test_dropped_models_are_freed(world, transport):
 
 
 def outlive_the_model(transport):
-    """A loss is all that is left of a model; then it goes too. Facts about that."""
-    for _ in range(3):
-        keep = []
-        train_and_drop(transport, keep)
-        keep.pop().backward()
-    before = count()
-    keep, facts = [], {}
+    """A loss is all that is left of a model; it is used, and then goes too. Facts about that."""
+    keep = []
     model = train_and_drop(transport, keep)
     gc.collect()
-    facts["model died"] = model() is None
     loss = keep.pop()
     leaf = loss.grad_fn
     while leaf.next_functions:  # down to the gradient of the last bias
         leaf = next(node for node, _ in leaf.next_functions if node is not None)
     param = leaf.variable
-    name = zshard.shard_info(param)["name"] if transport != "auto" else "1.1.bias"
     loss.backward()
-    facts["gradient"] = param.grad is not None and bool((param.grad == 2).all())
-    facts["name"] = name
+    facts = {"model died": model() is None, "gradients": param.grad.tolist()}
+    facts["name"] = zshard.shard_info(param)["name"] if transport != "auto" else "1.1.bias"
     parameter = weakref.ref(param)
     del loss, leaf, param
     gc.collect()
     facts["parameter died"] = parameter() is None
+    return facts
+
+
+def outlive_models(transport, models):
+    """The facts of the last model, and what has grown over them all."""
+    settle()
+    for _ in range(3):
+        outlive_the_model(transport)
+    before = count()
+    for _ in range(models):
+        facts = outlive_the_model(transport)
     return facts, growth(before, count())
 
 
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
 def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):
-    for result in fork_ranks(outlive_the_model, world, transport, timeout=100):
+    gradients = []
+    for result in fork_ranks(outlive_models, world, transport, 40):
         facts, grown = result.value
-        assert facts == {
-            "model died": True,
-            "gradient": True,
-            "name": "1.1.bias",
-            "parameter died": True,
-        }
-        assert grown.pop("resident", 0) < 2 * MB
-        assert grown.pop("heap", 0) < 16 * 1024
-        assert grown.pop("objects", 0) < 20
+        gradients += facts.pop("gradients")
+        assert facts == {"model died": True, "parameter died": True, "name": "1.1.bias"}
+        assert grown.pop("resident", 0) < 16 * MB, grown  # of 40 times one, at least
+        assert grown.pop("heap", 0) < 50 * 1024, grown
+        assert grown.pop("objects", 0) < 20, grown
+        assert grown.pop("mappings", 0) < 10, grown
         assert not grown, grown
+    assert gradients == [4.0] * WIDE
 
 
 # --- process groups come and go -------------------------------------------------------------------
@@ -280,6 +292,7 @@ def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):
 
 def make_and_drop_groups(transport, groups):
     """What has grown after models on process groups of their own, which were destroyed."""
+    settle()
     dist.init_process_group("gloo")
     for number in range(groups + 2):
         if number == 2:
@@ -297,7 +310,7 @@ def make_and_drop_groups(transport, groups):
 
 @pytest.mark.parametrize("transport", ["shm"])
 def test_dropped_groups_give_their_descriptors_and_mappings_back(transport):
-    for result in fork_ranks(make_and_drop_groups, 2, transport, 5, timeout=100):
+    for result in fork_ranks(make_and_drop_groups, 2, transport, 5):
         grown = result.value
         ours = [name for name in grown if "zshard" in name or "pidfd" in name]
         assert not ours, grown

@@ -26,6 +26,7 @@ SANITIZED = ROOT / "build" / "sanitize"
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # the first build, on a busy machine
     pytest.mark.skipif(
         os.environ.get("ZSHARD_SANITIZE", "0") != "0", reason="all of this run is sanitized"
     ),

@@ -1,0 +1,260 @@
+"""What a rank holds: 1/W of parameters, gradients and optimizer state, and a bounded rest.
+
+The one idea: the layout's arithmetic is written down once more here, and the bytes that units,
+tensors and the kernel report have to agree with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, COMBINATIONS, Net, Nested, loss_of, make, train, wrapped
+from spawn import ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+MIB = 1 << 20
+PARAM_ALIGN = 64  # bytes from one parameter's start to the next are a multiple of it
+SHARD_ALIGN = {"shm": 4096, "c10d": 64, "self": 64}  # and so are the bytes of a shard
+
+
+def units_of(model):
+    return [module._zshard_state.unit for module in FSDP.fsdp_modules(model)]
+
+
+def round_up(number, step):
+    return -(-number // step) * step
+
+
+def predicted(unit, params, world, transport):
+    """{"shard", "full", "bucket", "grad"}: bytes of a unit whose parameters were `params`, a list of
+    (shape, dtype, trainable)."""
+    replicated = unit.strategy == "no_shard" or world == 1
+    align = PARAM_ALIGN if replicated else SHARD_ALIGN[transport]
+    flats = {}
+    for shape, dtype, trainable in params:
+        size = round_up(shape.numel() * dtype.itemsize, PARAM_ALIGN)
+        flats[dtype, trainable] = flats.get((dtype, trainable), 0) + size
+    shard = {kind: round_up(-(-size // world), align) for kind, size in flats.items()}
+    full = {kind: size * world for kind, size in shard.items()}
+    trained = [kind for kind in shard if kind[1] and world > 1]
+    own = full if replicated else shard
+    return {
+        "shard": sum(own.values()),
+        "full": sum(full.values()),
+        "bucket": sum(full[kind] for kind in trained),
+        "grad": sum(own[kind] for kind in trained),
+    }
+
+
+def facts_of(model, policy):
+    """[(shape, dtype, trainable) of each parameter] for each unit, read before wrapping."""
+    specs = {spec.name: spec for spec in zshard.wrap.plan_units(model, policy)}
+    return {
+        name: [(ref.param.shape, ref.param.dtype, ref.param.requires_grad) for ref in spec.params]
+        for name, spec in specs.items()
+    }
+
+
+def reported_and_predicted(name):
+    """{combination: [(unit, bytes it reports, bytes predicted)]} where the two differ, or where the
+    whole is not what the units say."""
+    case, world = CASES[name], dist.get_world_size()
+    facts = facts_of(make(case.make), case.policy)
+    found = {}
+    for strategy, transport in COMBINATIONS:
+        model = wrapped(case.make, (strategy, transport), auto_wrap_policy=case.policy)
+        train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=2)
+        units = units_of(model)
+        expected = {u.name: predicted(u, facts[u.name], world, transport) for u in units}
+        wrong = [(u.name, u.bytes, expected[u.name]) for u in units if u.bytes != expected[u.name]]
+        held = model.memory()
+        for key, part in (("shards", "shard"), ("grads", "grad")):
+            total = sum(each[part] for each in expected.values())
+            if held[key] != total:
+                wrong.append((key, held[key], total))
+        if wrong:
+            found[strategy, transport] = wrong
+    return found
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", ["net", "tied", "odds", "dtypes", "frozen", "one unit"])
+def test_units_hold_what_the_layout_predicts(pool, name):
+    assert pool.run(reported_and_predicted, name) == [{}] * pool.world
+
+
+def storages(tensors):
+    """The bytes under tensors, each storage counted once."""
+    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())
+
+
+def shares(combination):
+    """Bytes as tensors see them: of the model whole, and on this rank."""
+    case, rank = CASES["net"], dist.get_rank()
+    plain = make(case.make)
+    whole = sum(p.numel() * p.itemsize for p in plain.parameters())
+    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
+    optimizer = zshard.AdamW(model.parameters())
+    train(model, case, optimizer, rank, steps=2)
+    params = list(model.parameters())
+    state = [optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq")]
+    return {
+        "whole": whole,
+        "elements": sum(p.numel() * p.itemsize for p in params),
+        "grad elements": sum(p.grad.numel() * p.itemsize for p in params),
+        "state elements": sum(t.numel() * t.itemsize for t in state),
+        "params": storages(params),
+        "grads": storages([p.grad for p in params]),
+        "padding": len(params) * PARAM_ALIGN + len(units_of(model)) * SHARD_ALIGN[combination[1]],
+        "memory": model.memory(),
+    }
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+@ranks(2, 3)
+def test_a_rank_has_its_share(pool, combination):
+    found = pool.run(shares, combination)
+    for part in ("elements", "grad elements"):  # the slices are the whole, each element once
+        assert sum(each[part] for each in found) == found[0]["whole"]
+    assert sum(each["state elements"] for each in found) == 2 * found[0]["whole"]
+    for each in found:
+        share = each["whole"] / pool.world + each["padding"]
+        assert each["elements"] <= share
+        assert each["state elements"] <= 2 * share
+        assert each["params"] == each["memory"]["shards"] <= share
+        assert each["grads"] == each["memory"]["grads"] <= share
+
+
+def temporary(combination, width):
+    """(bytes of slots and buckets after some steps, the most that they may be)."""
+    model = wrapped(lambda: Net(width, 5), combination, auto_wrap_policy={Nested, nn.Embedding})
+    train(model, CASES["net"], torch.optim.SGD(model.parameters(), 0.1), dist.get_rank())
+    root, *others = units_of(model)
+    limits = {}
+    for key, part in (("slots", "full"), ("buckets", "bucket")):
+        limits[key] = root.bytes[part] + 2 * max(unit.bytes[part] for unit in others)
+    return model.memory(), limits
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_full_buffers_and_buckets_are_two_and_the_roots(pool2, combination):
+    strategy, transport = combination
+    for held, limits in pool2.run(temporary, combination, 33):
+        if strategy != "shard_grad_op":  # which keeps all units whole from forward to backward
+            assert held["slots"] <= limits["slots"]
+        assert held["buckets"] <= limits["buckets"]
+        assert held["buckets"] > 0
+        assert (held["slots"] > 0) == (transport == "c10d" and strategy != "no_shard")
+
+
+def over_time(combination):
+    """What memory() says after each of ten steps, with scheduled and skipped parts."""
+    model = wrapped(Net, combination)
+    case, optimizer = CASES["net"], zshard.AdamW(model.parameters())
+    seen = []
+    for step in range(10):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss_of(model(case.batch(step, dist.get_rank()))).backward()
+        if step % 3 == 0:
+            with torch.no_grad():
+                model(case.batch(step, dist.get_rank()))
+        optimizer.step()
+        seen.append(model.memory())
+    return seen
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_nothing_is_allocated_after_the_second_step(pool2, combination):
+    for seen in pool2.run(over_time, combination):
+        assert all(held == seen[1] for held in seen[2:])
+
+
+# --- as the kernel sees it -----------------------------------------------------------------------
+
+
+def held_bytes():
+    """This process's share of memory that is no file's: PSS counts a page of several processes in
+    parts, so that windows into peers are not counted twice."""
+    gc.collect()
+    text = Path("/proc/self/smaps_rollup").read_text()
+    kib = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE)
+    return 1024 * sum(map(int, kib))
+
+
+WIDTH, DEPTH = 1024, 10  # 4 MiB a layer
+
+
+def measured(combination):
+    """(bytes added by the model and three steps, by seven more, bytes of a layer)."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+    x = torch.randn(8, WIDTH)
+
+    def steps(model, number):
+        for _ in range(number):
+            model.zero_grad()
+            loss_of(model(x)).backward()
+
+    build = nn.Sequential
+    steps(FSDP(build(nn.Linear(WIDTH, WIDTH)), transport=combination[1]), 2)  # warms libraries up
+    dist.barrier()
+    before = held_bytes()
+    model = wrapped(
+        lambda: build(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))),
+        combination,
+        auto_wrap_policy={nn.Linear},
+    )
+    steps(model, 3)
+    dist.barrier()
+    after = held_bytes()
+    dist.barrier()
+    steps(model, 7)
+    dist.barrier()
+    later = held_bytes()
+    dist.barrier()
+    return after - before, later - after, units_of(model)[1].bytes["full"]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_what_the_kernel_counts(pool2, combination):
+    strategy, transport = combination
+    for added, more, layer in pool2.run(measured, combination):
+        share = 1 if strategy == "no_shard" else 2
+        whole = 2 * DEPTH * layer / share  # parameters and gradients
+        two_units = 2 * (2 * layer)  # full buffers and buckets of two units
+        assert 0.9 * whole <= added <= whole + two_units + 2 * MIB, f"{added / MIB:.1f} MiB"
+        assert more <= MIB, f"{more / MIB:.1f} MiB"
+
+
+def freed(transport):
+    """Bytes that stay after a model is gone."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)
+    x = torch.randn(8, WIDTH)
+    held = []
+    for _ in range(3):
+        model = FSDP(
+            nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))),
+            transport=transport,
+            auto_wrap_policy={nn.Linear},
+        )
+        loss_of(model(x)).backward()
+        del model
+        dist.barrier()
+        held.append(held_bytes())
+        dist.barrier()
+    return held[-1] - held[0]
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_models_memory_goes_with_it(pool2, transport):
+    for left in pool2.run(freed, transport):
+        assert left <= MIB, f"{left / MIB:.1f} MiB"
