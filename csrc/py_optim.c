@@ -229,7 +229,7 @@ static PyObject *members_with(const plan_object *self, Py_ssize_t n, zs_verdict 
     return result;
 }
 
-PyDoc_STRVAR(step_doc, "step(group, state) -> tuple[int, ...] | None\n\n"
+PyDoc_STRVAR(step_doc, "step($self, group, state, /)\n--\n\n"
                        "Updates the group's parameters that have a gradient. Returns the indices of those it could\n"
                        "not take (not plain dense CPU memory of one floating dtype), which the caller updates; or\n"
                        "None, with nothing done, where this plan is out of date: make state and a new plan.");
@@ -346,7 +346,7 @@ static zs_status add_power_sum(PyObject *object, double p, double *total)
     return status;
 }
 
-PyDoc_STRVAR(power_sum_doc, "power_sum(tensors, p) -> float\n\n"
+PyDoc_STRVAR(power_sum_doc, "power_sum($module, tensors, p, /)\n--\n\n"
                             "Sum of |x|**p over all elements of a list of contiguous CPU tensors, taken in double and\n"
                             "in an order that depends on their lengths alone, for p = 1 or 2; for p = inf the largest\n"
                             "|x|. 0.0 of nothing. NaN and inf come through. TypeError for other tensors.");

@@ -268,7 +268,8 @@ static zs_status sum_own_slice(summing *s, zs_wait wait, bool *ready)
     zs_unit *unit = s->unit;
     zs_comm *comm = zs_engine_comm(unit->engine);
     bool given_up = zs_engine_gave_up(unit->engine); /* then .grad is the user's again: it is not touched */
-    if (!given_up) ZS_TRY(zs_reduce_begin(unit, -1)); /* a unit that was not used here may have gradients to set aside */
+    if (!given_up)
+        ZS_TRY(zs_reduce_begin(unit, -1)); /* a unit that was not used here may have gradients to set aside */
     ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, s->sources));
     if (!*ready || (given_up && !unit->replicated)) return ZS_OK;
     for (int f = 0; f < unit->n_flats; f++)

@@ -1,10 +1,5 @@
-"""Small models that the tests share, the loop that trains them under any library, and the gradients
-that sharded ones should have.
-
-The one idea: what a sharded model has to compute is known without any library: every rank can make
-all ranks' batches, so it can compute each rank's gradient with a plain model and average. DDP, where
-it can run a case at all, must come to the same.
-"""
+"""Small models that the tests share, what they are fed, and the loop that trains them under any
+library."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -310,80 +304,6 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
             found += [] if a == b else [f"{name}: {a!r}, not {b!r}"]
         elif a.dtype != b.dtype or a.shape != b.shape:
             found.append(f"{name}: {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}")
-        elif not torch.equal(a, b):
-            found.append(f"{name}: by {float((a.double() - b.double()).abs().max()):.3g}")
-    return sorted(found)
-
-
-# --- gradients ------------------------------------------------------------------------------------
-
-Run = Callable[[nn.Module, int], Any]  # forwards and backwards of one rank: (model, rank)
-Grads = dict[str, Tensor | None]
-
-
-def whole_grads(model: nn.Module) -> Grads:
-    """The reduced gradients of a sharded model, put together from all ranks' shards."""
-    mine: dict[str, tuple[int, Tensor | None]] = {}
-    shapes: dict[str, torch.Size] = {}
-    for name, param in model.named_parameters():
-        info = zshard.shard_info(param) or {"begin": 0, "shape": param.shape}
-        grad = param.grad
-        if grad is not None and grad.shape != param.shape:
-            raise AssertionError(f"{name}: .grad of {grad.shape} for a slice of {param.shape}")
-        mine[name] = info["begin"], None if grad is None else grad.flatten().clone()
-        shapes[name] = torch.Size(info["shape"])
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {name: _joined(name, [part[name] for part in everyone], shapes[name]) for name in mine}
-
-
-def _joined(name: str, parts: list[tuple[int, Tensor | None]], shape: torch.Size) -> Tensor | None:
-    grads = [grad for _, grad in parts if grad is not None]
-    if not grads:
-        return None
-    if len(grads) < len(parts):
-        raise AssertionError(f"{name} has a .grad on some ranks only")
-    if all(grad.numel() == shape.numel() for grad in grads):  # not sharded
-        if not all(torch.equal(grad, grads[0]) for grad in grads):
-            raise AssertionError(f"{name} has another .grad on another rank")
-        return grads[0].reshape(shape)
-    if sum(grad.numel() for grad in grads) != shape.numel():
-        raise AssertionError(f"{name}: the ranks' slices are not the whole")
-    whole = torch.full((shape.numel(),), torch.nan, dtype=grads[0].dtype)
-    for begin, grad in parts:
-        if grad is not None:
-            whole[begin : begin + grad.numel()] = grad
-    return whole.reshape(shape)
-
-
-def mean_grads(build: Callable[[], nn.Module], run: Run) -> Grads:
-    """What the gradients have to be: each rank's, by a plain model, and their mean; one that is
-    used on some ranks only counts as zero on the others."""
-    world = dist.get_world_size()
-    models = [make(build) for _ in range(world)]
-    for rank, model in enumerate(models):
-        run(model, rank)
-    total: Grads = {}
-    for name, param in models[0].named_parameters():
-        grads = [dict(model.named_parameters())[name].grad for model in models]
-        if all(grad is None for grad in grads):
-            total[name] = None
-            continue
-        summed = torch.zeros(param.shape, dtype=param.dtype)
-        for grad in grads:
-            summed = summed if grad is None else summed + grad.detach()
-        total[name] = summed / world
-    return total
-
-
-def wrong_grads(ours: Grads, expected: Grads) -> list[str]:
-    """The names whose gradient differs in any bit, or is there where none should be."""
-    found = [f"only one has {name}" for name in ours.keys() ^ expected.keys()]
-    for name in ours.keys() & expected.keys():
-        a, b = ours[name], expected[name]
-        if a is None or b is None:
-            if a is not b:
-                found.append(f"{name}: {'None' if a is None else 'a gradient'}, expected not")
         elif not torch.equal(a, b):
             found.append(f"{name}: by {float((a.double() - b.double()).abs().max()):.3g}")
     return sorted(found)

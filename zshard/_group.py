@@ -124,9 +124,9 @@ def _check_timeout(timeout: float | None) -> float | None:
     try:
         seconds = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} is no number of seconds") from None
+        raise ValueError(f"the timeout {name}={value!r} is no number of seconds") from None
     if not seconds > 0:
-        raise ValueError(f"{name}={value!r} must be a positive number of seconds")
+        raise ValueError(f"the timeout {name}={value!r} must be a positive number of seconds")
     return seconds
 
 

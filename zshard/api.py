@@ -216,7 +216,7 @@ def _check_fixed_arguments(
         raise NotImplementedError(
             "FSDP(use_orig_params=False): zshard always keeps the original parameters; leave it out"
         )
-    if device_id is not None and torch.device(device_id).type != "cpu":
+    if isinstance(device_id, int) or torch.device(device_id or "cpu").type != "cpu":
         raise NotImplementedError(f"FSDP(device_id={device_id!r}): this version trains on the CPU")
 
 

@@ -1,0 +1,148 @@
+/* engine.c - what an engine has: its units and their order, memory, buffers. See schedule.h. */
+#include "engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* --- birth, death, list of units ---------------------------------------------------------------------------------------- */
+
+zs_status zs_engine_new(zs_comm *comm, const char *name, zs_engine **out)
+{
+    zs_engine *engine = calloc(1, sizeof *engine);
+    if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an engine");
+    engine->refs = 1;
+    engine->comm = zs_comm_retain(comm);
+    zs_status status = ZS_OK;
+    ZS_TRY_GOTO(status, zs_arena_new(&engine->arena), fail);
+    ZS_TRY_GOTO(status, zs_pool_new(&engine->grads), fail);
+    ZS_TRY_GOTO(status, zs_bucket_pool_new(comm, &engine->buckets), fail);
+    ZS_TRY_GOTO(status, comm->ops->reader_new(comm, name, &engine->reader), fail);
+    *out = engine;
+    return ZS_OK;
+fail:
+    zs_engine_release(engine);
+    return status;
+}
+
+zs_engine *zs_engine_retain(zs_engine *engine)
+{
+    __atomic_fetch_add(&engine->refs, 1, __ATOMIC_RELAXED);
+    return engine;
+}
+
+static void free_buffers(zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n_buffers; i++)
+        zs_tensor_free(engine->buffers[i]);
+    free(engine->buffers);
+    engine->buffers = NULL;
+    engine->n_buffers = 0;
+}
+
+void zs_engine_release(void *pointer)
+{
+    zs_engine *engine = pointer;
+    if (engine == NULL || __atomic_sub_fetch(&engine->refs, 1, __ATOMIC_ACQ_REL) != 0) return;
+    if (engine->reader != NULL) engine->comm->ops->reader_free(engine->comm, engine->reader);
+    zs_bucket_pool_free(engine->buckets);
+    zs_arena_free(engine->arena);
+    zs_pool_free(engine->grads);
+    free_buffers(engine);
+    free(engine->units);
+    zs_comm_release(engine->comm);
+    free(engine);
+}
+
+zs_comm *zs_engine_comm(const zs_engine *engine)
+{
+    return engine->comm;
+}
+
+zs_arena *zs_engine_arena(const zs_engine *engine)
+{
+    return engine->arena;
+}
+
+zs_pool *zs_engine_grads(const zs_engine *engine)
+{
+    return engine->grads;
+}
+
+zs_bucket_pool *zs_engine_buckets(const zs_engine *engine)
+{
+    return engine->buckets;
+}
+
+bool zs_engine_gave_up(const zs_engine *engine)
+{
+    return engine->gave_up;
+}
+
+zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
+{
+    zs_unit **grown = realloc(engine->units, (engine->n + 1) * sizeof *grown);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
+    engine->units = grown;
+    engine->units[engine->n++] = unit;
+    return ZS_OK;
+}
+
+void zs_engine_forget(zs_engine *engine, zs_unit *unit)
+{
+    for (size_t i = 0; i < engine->n; i++) {
+        if (engine->units[i] != unit) continue;
+        memmove(&engine->units[i], &engine->units[i + 1], (engine->n - i - 1) * sizeof *engine->units);
+        engine->n--;
+        return;
+    }
+}
+
+zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
+{
+    zs_engine *old = unit->engine;
+    if (old == engine) return ZS_OK;
+    if (old->phase != IDLE || engine->phase != IDLE)
+        return ZS_FAIL(ZS_ERR_STATE, "FSDP(...) was called while a forward or backward of unit '%s' is running",
+                       unit->name);
+    if (old->comm != engine->comm)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "unit '%s' was wrapped with another process group or transport than the outer FSDP(...)",
+                       unit->name);
+    ZS_TRY(zs_engine_add(engine, unit));
+    zs_bucket_forget(old->buckets, unit);
+    zs_engine_forget(old, unit);
+    old->lent_grads = true;
+    unit->engine = zs_engine_retain(engine);
+    zs_engine_release(old);
+    return ZS_OK;
+}
+
+zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n)
+{
+    if (n != engine->n) return ZS_FAIL(ZS_ERR_VALUE, "the order names %zu units of %zu", n, engine->n);
+    for (size_t i = 0; i < n; i++) {
+        if (units[i]->engine != engine) return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' is not of this engine", units[i]->name);
+    }
+    memcpy(engine->units, units, n * sizeof *units);
+    return ZS_OK;
+}
+
+zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n)
+{
+    free_buffers(engine);
+    engine->buffers = tensors;
+    engine->n_buffers = n;
+    return ZS_OK;
+}
+
+/* --- facts ------------------------------------------------------------------------------------------------------------------ */
+
+zs_engine_bytes zs_engine_memory(const zs_engine *engine)
+{
+    zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->arena), .buckets = zs_bucket_pool_bytes(engine->buckets)};
+    for (size_t i = 0; i < engine->n; i++) {
+        bytes.shards += zs_unit_shard_bytes(engine->units[i]);
+        bytes.grads += zs_unit_grad_bytes(engine->units[i]);
+    }
+    return bytes;
+}

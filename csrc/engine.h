@@ -1,0 +1,32 @@
+/* engine.h - the inside of an engine, for the two files that make it up: engine.c (what it has) and schedule.c (what it
+ * does). Everybody else sees schedule.h.
+ */
+#ifndef ZS_ENGINE_H
+#define ZS_ENGINE_H
+
+#include "schedule.h"
+
+/* Which pass is running. */
+typedef enum engine_phase { IDLE, FORWARD, BACKWARD } engine_phase;
+
+/* See schedule.h. */
+struct zs_engine {
+    long refs;
+    zs_comm *comm;           /* counted reference */
+    zs_arena *arena;         /* owned */
+    zs_pool *grads;          /* owned: memory of its units' gradients */
+    bool lent_grads;         /* units that went to another engine have gradients in that memory */
+    zs_bucket_pool *buckets; /* owned */
+    zs_reader *reader;       /* owned */
+    zs_unit **units;         /* [n] borrowed: a unit takes itself off the list; parents before children */
+    size_t n;
+    engine_phase phase;
+    int depth;           /* forwards of units that are running, nested */
+    bool reading;        /* a reader session is open */
+    bool gave_up;        /* the backward being closed was abandoned here */
+    size_t next_post;    /* (collective transports) how many units have posted in this backward */
+    zs_tensor **buffers; /* [n_buffers] owned weak handles */
+    size_t n_buffers;
+};
+
+#endif

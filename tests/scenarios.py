@@ -1,0 +1,153 @@
+"""Scenarios: forwards and backwards of one rank as a script may do them, and what must come of them.
+
+The one idea: what a sharded model has to compute is known without any library. Every rank can make
+all ranks' batches, so it runs each rank's scenario on a plain model and takes the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import COMBINATIONS, Block, loss_of, make, wrapped
+from torch import Tensor, nn
+
+import zshard
+
+WIDTH = 9
+FULL = ("full_shard", "shm")
+
+Run = Callable[[nn.Module, int], Any]  # a scenario: (model, rank)
+Grads = dict[str, "Tensor | None"]
+
+
+def floats(rank, step=0, rows=4):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+class Stack(nn.Module):
+    """Blocks one after another, each a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def forward_backward(model, rank):
+    loss_of(model(floats(rank))).backward()
+
+
+def square_sum(model):
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def message_of(action, kind=Exception):
+    """The text of the exception that `action` raises; fails if it raises none."""
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
+
+
+def whole_grads(model: nn.Module) -> Grads:
+    """The reduced gradients of a sharded model, put together from all ranks' shards."""
+    mine: dict[str, tuple[int, Tensor | None]] = {}
+    shapes: dict[str, torch.Size] = {}
+    for name, param in model.named_parameters():
+        info = zshard.shard_info(param) or {"begin": 0, "shape": param.shape}
+        grad = param.grad
+        if grad is not None and grad.shape != param.shape:
+            raise AssertionError(f"{name}: .grad of {grad.shape} for a slice of {param.shape}")
+        mine[name] = info["begin"], None if grad is None else grad.flatten().clone()
+        shapes[name] = torch.Size(info["shape"])
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: _joined(name, [part[name] for part in everyone], shapes[name]) for name in mine}
+
+
+def _joined(name: str, parts: list[tuple[int, Tensor | None]], shape: torch.Size) -> Tensor | None:
+    grads = [grad for _, grad in parts if grad is not None]
+    if not grads:
+        return None
+    if len(grads) < len(parts):
+        raise AssertionError(f"{name} has a .grad on some ranks only")
+    if all(grad.numel() == shape.numel() for grad in grads):  # not sharded
+        if not all(torch.equal(grad, grads[0]) for grad in grads):
+            raise AssertionError(f"{name} has another .grad on another rank")
+        return grads[0].reshape(shape)
+    if sum(grad.numel() for grad in grads) != shape.numel():
+        raise AssertionError(f"{name}: the ranks' slices are not the whole")
+    whole = torch.full((shape.numel(),), torch.nan, dtype=grads[0].dtype)
+    for begin, grad in parts:
+        if grad is not None:
+            whole[begin : begin + grad.numel()] = grad
+    return whole.reshape(shape)
+
+
+def mean_grads(build: Callable[[], nn.Module], run: Run) -> Grads:
+    """What the gradients have to be: each rank's, by a plain model, and their mean; one that is
+    used on some ranks only counts as zero on the others."""
+    world = dist.get_world_size()
+    models = [make(build) for _ in range(world)]
+    for rank, model in enumerate(models):
+        run(model, rank)
+    total: Grads = {}
+    for name, param in models[0].named_parameters():
+        grads = [dict(model.named_parameters())[name].grad for model in models]
+        if all(grad is None for grad in grads):
+            total[name] = None
+            continue
+        summed = torch.zeros(param.shape, dtype=param.dtype)
+        for grad in grads:
+            summed = summed if grad is None else summed + grad.detach()
+        total[name] = summed / world
+    return total
+
+
+def wrong_grads(ours: Grads, expected: Grads) -> list[str]:
+    """The names whose gradient differs in any bit, or is there where none should be."""
+    found = [f"only one has {name}" for name in ours.keys() ^ expected.keys()]
+    for name in ours.keys() & expected.keys():
+        a, b = ours[name], expected[name]
+        if a is None or b is None:
+            if a is not b:
+                found.append(f"{name}: {'None' if a is None else 'a gradient'}, expected not")
+        elif not torch.equal(a, b):
+            found.append(f"{name}: by {float((a.double() - b.double()).abs().max()):.3g}")
+    return sorted(found)
+
+
+def wrong_in(build, run, exact, combinations=COMBINATIONS):
+    """{combination: the gradients that are not the mean of the ranks'}; {} if all is right.
+
+    exact: to the bit. Else to 1e-6: where sums of several backwards are reduced one by one, the
+    plain model adds them up in another order.
+    """
+    expected = mean_grads(build, run)
+    assert any(grad is not None and grad.abs().sum() > 0 for grad in expected.values())
+    found = {}
+    for combination in combinations:
+        model = wrapped(build, combination)
+        run(model, dist.get_rank())
+        ours = whole_grads(model)
+        if not exact:
+            ours = {name: near(ours[name], expected.get(name)) for name in ours}
+        wrong = wrong_grads(ours, expected)
+        if wrong:
+            found[combination] = wrong
+    return found
+
+
+def near(ours, expected):
+    """`expected` itself where `ours` is no farther from it than rounding."""
+    both = ours is not None and expected is not None
+    close = both and torch.allclose(ours, expected, rtol=2e-6, atol=1e-6)
+    return expected if close else ours

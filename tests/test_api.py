@@ -1,0 +1,412 @@
+"""The face of FSDP(model): what it takes (test_errors.py has what it refuses), what the model is
+afterwards, and what it tells about itself."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from models import Block, Conv, Mlp, Nested, Net, Tied, loss_of, make, wrapped
+from torch import nn
+
+import zshard
+from zshard import FSDP, ShardingStrategy
+
+FULL = ("full_shard", "shm")
+
+
+def units(model):
+    """{name: strategy} of a model's units, parents first."""
+    return {
+        m._zshard_state.unit.name: m._zshard_state.unit.strategy for m in FSDP.fsdp_modules(model)
+    }
+
+
+# --- arguments -------------------------------------------------------------------------------------
+
+
+def test_arguments_have_the_names_order_and_defaults_of_fsdp1():
+    ours = inspect.signature(FSDP).parameters
+    theirs = inspect.signature(torch_fsdp.FullyShardedDataParallel).parameters
+    positional = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == list(theirs)
+    changed = {name for name in theirs if ours[name].default != theirs[name].default}
+    assert changed == {
+        "auto_wrap_policy",  # "auto": a bare FSDP(model) saves memory
+        "backward_prefetch",  # a string for torch's member
+        "sync_module_states",  # as DDP
+        "use_orig_params",  # always
+    }
+    assert all(p.kind is p.KEYWORD_ONLY for n, p in ours.items() if n not in positional)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *((s.value, s.value) for s in ShardingStrategy),
+        *((s, s.value) for s in ShardingStrategy),
+        *((s.name, s.value) for s in ShardingStrategy),
+        (torch_fsdp.ShardingStrategy.FULL_SHARD, "full_shard"),
+        (torch_fsdp.ShardingStrategy.SHARD_GRAD_OP, "shard_grad_op"),
+        (torch_fsdp.ShardingStrategy.NO_SHARD, "no_shard"),
+        ("zero3", "full_shard"),
+        ("ZeRO2", "shard_grad_op"),
+        ("ddp", "no_shard"),
+        (None, "full_shard"),
+    ],
+)
+@pytest.mark.parametrize("argument", ["sharding_strategy", "strategy"])
+def test_spellings_of_a_strategy(argument, value, expected):
+    assert units(FSDP(Mlp(), auto_wrap_policy=None, **{argument: value})) == {"": expected}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch_fsdp.ShardingStrategy.HYBRID_SHARD, torch_fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2],
+)
+def test_torchs_other_strategies_are_still_to_come(value):
+    with pytest.raises(NotImplementedError, match=value.name):
+        FSDP(Mlp(), sharding_strategy=value)
+
+
+def test_torchs_argument_objects_that_change_nothing_are_taken():
+    FSDP(
+        Mlp(),
+        None,
+        torch_fsdp.ShardingStrategy.FULL_SHARD,
+        torch_fsdp.CPUOffload(offload_params=False),
+        backward_prefetch=torch_fsdp.BackwardPrefetch.BACKWARD_PRE,
+        device_id=torch.device("cpu"),
+        forward_prefetch=False,
+        limit_all_gathers=True,
+        use_orig_params=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"cpu_offload": torch_fsdp.CPUOffload(offload_params=True)},
+        {"backward_prefetch": torch_fsdp.BackwardPrefetch.BACKWARD_POST},
+        {"mixed_precision": torch_fsdp.MixedPrecision(param_dtype=torch.bfloat16)},
+        {"device_id": 0},
+    ],
+)
+def test_torchs_argument_objects_of_later_features_are_refused(arguments):
+    (name,) = arguments
+    with pytest.raises(NotImplementedError, match=name):
+        FSDP(Mlp(), **arguments)
+
+
+def test_one_unit_may_differ_in_its_strategy():
+    policy = zshard.wrap.CustomPolicy(
+        lambda m: {"sharding_strategy": "no_shard"} if isinstance(m, Nested) else False
+    )
+    model = FSDP(Net(), auto_wrap_policy=policy)
+    assert units(model) == {"": "full_shard", **{f"blocks.{n}": "no_shard" for n in range(3)}}
+
+
+def ignored(how):
+    """(infos, units) where a module or a parameter is left alone, and its gradient after a pass."""
+    model = make(Net)
+    ignored = {
+        "modules": {"ignored_modules": [model.blocks[1]]},
+        "states": {"ignored_states": list(model.blocks[1].parameters())},
+        "modules as states": {"ignored_states": [model.blocks[1]]},
+    }[how]
+    rank = dist.get_rank()
+    before = {name: value.clone() for name, value in model.blocks[1].named_parameters()}
+    if rank == 1:  # not taken from rank 0 either
+        model.blocks[1].gain.data.fill_(5)
+    model = FSDP(model, auto_wrap_policy={Nested}, **ignored)
+    ids = torch.arange(6).reshape(2, 3) + rank
+    loss_of(model(ids)).backward()
+    part = model.blocks[1]
+    untouched = all(p.shape == before[n].shape for n, p in part.named_parameters())
+    grads = [p.grad.sum().item() for p in part.parameters()]
+    infos = [zshard.shard_info(p) for p in part.parameters()]
+    return (
+        untouched,
+        float(part.gain[0]),
+        grads,
+        infos,
+        list(units(model)),
+        list(model.state_dict()),
+    )
+
+
+@pytest.mark.parametrize("how", ["modules", "states", "modules as states"])
+def test_what_is_ignored_is_left_alone(pool2, how):
+    first, second = pool2.run(ignored, how)
+    for untouched, _, _, infos, names, keys in (first, second):
+        assert untouched and set(infos) == {None}
+        assert names == ["", "blocks.0", "blocks.2"]
+        assert keys == list(make(Net).state_dict())
+    assert first[1] != second[1] == 5
+    assert first[2] != second[2], "gradients of ignored parameters are not reduced"
+
+
+# --- what the model is -----------------------------------------------------------------------------
+
+
+class WithExtras(Net):
+    """A class with things of its own."""
+
+    kind = "extra"
+
+    def __init__(self, width=11):
+        super().__init__(width)
+        self.calls = 0
+
+    def forward(self, ids, *, twice=False):
+        self.calls += 1
+        return super().forward(ids) * (2 if twice else 1)
+
+    def describe(self):
+        return f"{type(self).__name__} of {len(self.blocks)}"
+
+
+def test_the_model_stays_itself():
+    plain = make(WithExtras)
+    params, modules = list(plain.parameters()), list(plain.modules())
+    names = [name for name, _ in plain.named_parameters()]
+    model = FSDP(plain)
+    assert model is plain
+    assert (
+        isinstance(model, FSDP) and isinstance(model, WithExtras) and isinstance(model, nn.Module)
+    )
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert (
+        type(model).__name__ == "FSDPWithExtras" and type(model).__module__ == WithExtras.__module__
+    )
+    assert type(model) is type(FSDP(make(WithExtras))), "one class for each class"
+    assert model.kind == "extra" and model.describe() == "FSDPWithExtras of 3"
+    ids = torch.arange(4)[None]
+    assert torch.equal(model(ids, twice=True), 2 * model(ids))
+    assert model.calls == 2
+
+
+def test_module_is_the_model_itself():
+    model = FSDP(make(Net))
+    assert model.module is model
+    model.module.head.bias.data.fill_(3)
+    assert float(model.head.bias.detach()[0]) == 3
+
+
+def test_a_child_called_module_wins():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.module(x)
+
+    model = FSDP(Holder())
+    assert isinstance(model.module, nn.Linear)
+    assert model(torch.ones(1, 2)).shape == (1, 3)
+
+
+def test_train_eval_apply_and_attributes_work():
+    model = FSDP(make(Conv))
+    assert not model.eval().training and not model.stages[0][1].training
+    assert model.train().training
+    seen = []
+    model.apply(lambda module: seen.append(type(module)))
+    assert len(seen) == len(list(model.modules()))
+    model.note = "set"
+    model.register_buffer("extra", torch.ones(2))
+    assert model.note == "set" and "extra" in model.state_dict()
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+
+
+def test_hooks_of_the_user_surround_the_forward():
+    order = []
+    model = make(Mlp)
+    model.register_forward_pre_hook(lambda *_: order.append("before 1"))
+    model.register_forward_hook(lambda *_: order.append("after 1"))
+    model = FSDP(model)
+    model.register_forward_pre_hook(lambda *_: order.append("before 2"))
+    handle = model.register_forward_hook(lambda module, args, output: output * 0 + 7)
+    assert bool((model(torch.ones(1, 7)) == 7).all())
+    assert order == ["before 1", "before 2", "after 1"]
+    handle.remove()
+    assert not bool((model(torch.ones(1, 7)) == 7).any())
+
+
+def whole_in_hooks():
+    """The weight's shape in users' forward hooks, set before or after wrapping."""
+    shapes = []
+
+    def look(module, *_):
+        shapes.append(tuple(module.up.weight.shape))
+
+    model = make(Net)
+    inner = model.blocks[0].inner[0]
+    inner.register_forward_pre_hook(look)
+    inner.register_forward_hook(look)
+    model = FSDP(model, auto_wrap_policy={Block})
+    inner.register_forward_pre_hook(look)
+    model(torch.arange(3)[None])
+    return shapes, inner.up.weight.ndim, inner.up.weight.shape[1:]
+
+
+def test_hooks_of_the_user_see_whole_weights(pool2):
+    assert pool2.run(whole_in_hooks) == [([(22, 11)] * 3, 2, (1,))] * 2
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.blocks[0]])
+def test_copies_are_refused(part):
+    model = FSDP(make(Net), auto_wrap_policy={Nested})
+    with pytest.raises(NotImplementedError, match=r"state_dict\(\)"):
+        copy.deepcopy(part(model))
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.blocks[0]])
+@pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, "/dev/null")])
+def test_pickling_is_refused(save, part):
+    model = FSDP(make(Net), auto_wrap_policy={Nested})
+    with pytest.raises(TypeError, match=r"state_dict\(\)"):
+        save(part(model))
+
+
+def test_copying_a_list_that_holds_the_model_is_refused():
+    with pytest.raises(NotImplementedError):
+        copy.deepcopy({"model": FSDP(make(Mlp))})
+
+
+def test_each_module_is_wrapped_once():
+    model = FSDP(make(Net), auto_wrap_policy={Nested})
+    for part in (model, model.blocks[1]):
+        with pytest.raises(ValueError, match="wrapped already"):
+            FSDP(part)
+    outer = FSDP(nn.Sequential(model, nn.Linear(31, 2)), auto_wrap_policy=None)
+    assert list(FSDP.fsdp_modules(outer))[1] is model
+
+
+# --- what it tells ---------------------------------------------------------------------------------
+
+
+def test_fsdp_modules():
+    model = FSDP(make(Net), auto_wrap_policy={Nested, nn.Embedding})
+    assert FSDP.fsdp_modules(model) == [model, model.embed, *model.blocks]
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+    assert FSDP.fsdp_modules(model.blocks[1]) == [model.blocks[1]]
+    both = nn.ModuleList([model, FSDP(make(Mlp), auto_wrap_policy=None)])
+    assert FSDP.fsdp_modules(both, root_only=True) == list(both)
+    assert FSDP.fsdp_modules(nn.Linear(1, 1)) == []
+
+
+def facts(combination):
+    model = wrapped(Net, combination, auto_wrap_policy={Nested})
+    shown = {name: zshard.shard_info(p) for name, p in model.named_parameters()}
+    return (
+        shown,
+        {n: tuple(p.shape) for n, p in model.named_parameters()},
+        model.summary(),
+        repr(model),
+    )
+
+
+@pytest.mark.parametrize("combination", [FULL, ("shard_grad_op", "c10d")])
+def test_shard_info(pool2, combination):
+    results = pool2.run(facts, combination)
+    plain = {name: tuple(p.shape) for name, p in make(Net).named_parameters()}
+    ends = dict.fromkeys(plain, 0)
+    for shown, shapes, *_ in results:
+        for name, info in shown.items():
+            assert info["name"] == name
+            assert info["unit"] == (re.match(r"blocks\.\d+", name) or [""])[0]
+            assert info["shape"] == plain[name]
+            assert shapes[name] == (info["numel"], *[1] * (len(plain[name]) - 1))
+            if info["numel"]:
+                assert info["begin"] == ends[name], "ranks own the elements in their order"
+            ends[name] += info["numel"]
+    assert all(end == torch.Size(plain[name]).numel() for name, end in ends.items())
+
+
+def test_shard_info_of_other_tensors(pool2):
+    assert zshard.shard_info(torch.ones(3)) is None
+    assert zshard.shard_info(nn.Parameter(torch.ones(3))) is None
+    ((shown, shapes, *_), _) = pool2.run(facts, ("no_shard", "shm"))
+    assert set(shown.values()) == {None}
+    assert shapes == {name: tuple(p.shape) for name, p in make(Net).named_parameters()}
+
+
+def test_summary_lists_the_units(pool2):
+    for rank, (_, _, summary, _) in enumerate(pool2.run(facts, FULL)):
+        lines = summary.splitlines()
+        assert lines[0] == f"zshard: rank {rank} of 2, transport shm"
+        assert lines[1].split() == ["unit", "parameters", "whole", "per", "rank", "strategy"]
+        rows = {line.split()[0]: line.split() for line in lines[3:-2]}
+        assert list(rows) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+        block = make(Net).blocks[0]
+        count = sum(p.numel() for p in block.parameters())
+        assert rows["blocks.1"][1] == f"{count:,}" and rows["blocks.1"][-1] == "full_shard"
+        total = sum(p.numel() for p in make(Net).parameters())
+        assert lines[-1].startswith("4 units") and f" {total:,} " in lines[-1]
+
+
+def sizes_told():
+    """The last line of a summary, and what it should say."""
+    model = wrapped(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), FULL,
+                    auto_wrap_policy={nn.Linear})  # fmt: skip
+    return model.summary().splitlines()[-1]
+
+
+def test_summary_tells_sizes_whole_and_per_rank(pool2):
+    # 4 x (1 MiB of weight and 2 KiB of bias, rounded up to whole pages for each of two ranks)
+    for line in pool2.run(sizes_told):
+        assert re.split(r"\s{2,}", line.strip()) == ["5 units", "1,050,624", "4.0 MiB", "2.0 MiB"]
+
+
+def test_printing_shows_the_units(pool2):
+    for _, _, _, text in pool2.run(facts, FULL):
+        assert text.startswith("FSDPNet(\n  unit='(root)', full_shard, shm")
+        assert text.count("unit=") == 4
+        assert "(1): FSDPNested(\n      unit='blocks.1', full_shard, shm" in text
+        assert "(norm): LayerNorm((11,), eps=1e-05, elementwise_affine=True" in text
+
+
+def test_printing_keeps_the_modules_own_words():
+    text = repr(FSDP(nn.Linear(3, 5)))
+    assert (
+        text
+        == "FSDPLinear(in_features=3, out_features=5, bias=True, unit='(root)', full_shard, self)"
+    )
+
+
+def test_tied_weights_count_once():
+    model = FSDP(make(Tied), auto_wrap_policy=None)
+    count = sum(p.numel() for p in model.parameters())
+    assert f" {count:,} " in model.summary().splitlines()[-1]
+
+
+def test_memory_has_its_keys():
+    assert set(FSDP(make(Mlp)).memory()) == {"shards", "grads", "slots", "buckets"}
+
+
+def test_a_model_without_parameters():
+    model = FSDP(nn.Sequential(nn.ReLU(), nn.Flatten()))
+    assert torch.equal(model(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]))
+    assert model.summary().splitlines()[-1].startswith("1 unit")
+
+
+def without_parameters():
+    model = FSDP(nn.Sequential(nn.ReLU(), nn.Flatten()))
+    x = torch.ones(2, 3, requires_grad=True)
+    model(x).sum().backward()
+    return bool((x.grad == 1).all()), dict(model.state_dict()), model.memory()["shards"]
+
+
+def test_a_model_without_parameters_on_two_ranks(pool2):
+    assert pool2.run(without_parameters) == [(True, {}, 0)] * 2

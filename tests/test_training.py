@@ -1,0 +1,300 @@
+"""Training as scripts set it up: ways to wrap, evaluation between steps, swapped weights, buffers."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, COMBINATIONS, Block, Net, ddp, differences, loss_of, make, train, wrapped
+from scenarios import FULL, WIDTH, Stack, floats, message_of
+from spawn import run_ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP
+from zshard.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap,
+)
+
+# --- how it is wrapped -----------------------------------------------------------------------------
+
+
+class WrapsItself(nn.Module):
+    """Nested FSDP(...) in __init__, as scripts for FSDP1 have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(FSDP(Block(WIDTH)) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+
+    forward = Stack.forward
+
+
+class WrapsInContext(nn.Module):
+    """enable_wrap and wrap."""
+
+    def __init__(self):
+        super().__init__()
+        with enable_wrap(wrapper_cls=FSDP):
+            self.blocks = nn.ModuleList(wrap(Block(WIDTH)) for _ in range(3))
+            self.head = wrap(nn.Linear(WIDTH, 2))
+
+    forward = Stack.forward
+
+
+def trained_state(build, **options):
+    """(names of the units, state dict after some steps)."""
+    rank = dist.get_rank()
+    model = FSDP(make(build), **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(floats(rank, step))).backward()
+        optimizer.step()
+    named = {module: name for name, module in model.named_modules()}
+    return [named[unit] for unit in FSDP.fsdp_modules(model)], model.state_dict()
+
+
+BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
+POLICIES = {
+    "auto": ("auto", [*BLOCKS, "head"]),
+    "none": (None, [""]),
+    "classes": ({Block, nn.LayerNorm}, None),
+    "module policy": (ModuleWrapPolicy({Block}), BLOCKS),
+    "custom": (CustomPolicy(lambda m: isinstance(m, Block)), BLOCKS),
+    "override": (
+        CustomPolicy(lambda m: isinstance(m, Block) and {"sharding_strategy": "shard_grad_op"}),
+        BLOCKS,
+    ),
+    "size": (functools.partial(size_based_auto_wrap_policy, min_num_params=300), BLOCKS),
+    "transformer": (
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        BLOCKS,
+    ),
+    "lambda policy": (
+        functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block)),
+        BLOCKS,
+    ),
+    "lambda": (lambda m: isinstance(m, Block), BLOCKS),
+    "always": (always_wrap_policy, None),
+}
+
+
+def train_with_each_policy():
+    """{policy: (units, what differs from DDP)}."""
+    rank = dist.get_rank()
+    plain = make(Stack)
+    parallel = ddp(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(parallel(floats(rank, step))).backward()
+        optimizer.step()
+    found = {}
+    for name, (policy, _) in POLICIES.items():
+        units, state = trained_state(Stack, auto_wrap_policy=policy)
+        found[name] = units, differences(state, plain.state_dict())
+    for build in (WrapsItself, WrapsInContext):
+        for policy in (None, "auto"):
+            units, state = trained_state(build, auto_wrap_policy=policy)
+            found[f"{build.__name__}, {policy}"] = units, differences(state, plain.state_dict())
+    return found
+
+
+def test_all_ways_to_wrap_train_alike(pool2):
+    for found in pool2.run(train_with_each_policy):
+        assert {name: wrong for name, (_, wrong) in found.items() if wrong} == {}
+        for name, (_, units) in POLICIES.items():
+            if units is not None:
+                assert found[name][0] == units, name
+        assert len(found["always"][0]) == 1 + 3 * 3 + 1  # and no unit for a Block: nothing is left
+        assert found["WrapsItself, None"][0] == BLOCKS
+        assert found["WrapsInContext, None"][0] == [*BLOCKS, "head"]
+
+
+# --- ranks that differ in what they do, or when ------------------------------------------------------
+
+
+def evaluate_on_rank_0(combination):
+    """Rank 0 evaluates alone between the steps: (right losses?, what differs from DDP)."""
+    rank, case = dist.get_rank(), CASES["net"]
+
+    def trained(model, forward):
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+        for step in range(4):
+            if step > 0 and rank == 0:
+                with torch.no_grad():
+                    losses += [float(loss_of(model(case.batch(100 + n, 0)))) for n in range(step)]
+            optimizer.zero_grad()
+            loss_of(forward(case.batch(step, rank))).backward()
+            optimizer.step()
+        return losses
+
+    plain, model = make(case.make), wrapped(case.make, combination)
+    same = trained(plain, ddp(plain)) == trained(model, model)
+    return same, differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_one_rank_evaluates_while_the_other_trains(pool2, strategy):
+    assert pool2.run(evaluate_on_rank_0, (strategy, "shm"), timeout=30) == [(True, [])] * 2
+
+
+def evaluate_while_the_other_waits():
+    """Rank 0 evaluates alone while rank 1 stands at a barrier: (message, what differs from DDP after
+    both have trained on)."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    rank, case, message = dist.get_rank(), CASES["net"], ""
+    plain = make(case.make)
+    model = wrapped(case.make, FULL, timeout=3)
+    parallel = ddp(plain)
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
+    train(parallel, case, torch.optim.SGD(plain.parameters(), 0.1), rank)
+    if rank == 0:
+        with torch.no_grad():
+            message = message_of(lambda: model(case.batch(100, 0)), zshard.PeerTimeoutError)
+    dist.barrier()
+    return message
+
+
+def test_evaluation_by_one_rank_ends_where_the_other_never_comes(pool2):
+    # Nobody can tell it from an evaluation by all for which rank 1 is late.
+    message = run_ranks(evaluate_while_the_other_waits, 2)[0].value
+    assert "rank 1" in message and "3.0 s" in message and "forward" in message
+
+
+def swap_in_the_average(combination):
+    """Training with an average of the weights that is swapped in for evaluation; what differs from
+    DDP in it: the evaluations' losses, or the state in the end."""
+    rank, case = dist.get_rank(), CASES["net"]
+
+    def trained(model, forward):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        averages = [p.detach().clone() for p in model.parameters()]
+        losses = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(forward(case.batch(step, rank))).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for average, param in zip(averages, model.parameters(), strict=True):
+                    average.lerp_(param, 0.1)
+                kept = [p.detach().clone() for p in model.parameters()]
+                for average, param in zip(averages, model.parameters(), strict=True):
+                    param.data.copy_(average)
+                losses.append(float(loss_of(forward(case.batch(50, rank)))))
+                for value, param in zip(kept, model.parameters(), strict=True):
+                    param.data.copy_(value)
+        return losses
+
+    plain, model = make(case.make), wrapped(case.make, combination)
+    same = trained(model, model) == trained(plain, ddp(plain))
+    return same, differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_averaged_weights_can_be_swapped_in(pool2, combination):
+    assert pool2.run(swap_in_the_average, combination) == [(True, [])] * 2
+
+
+def replaced_data(whole):
+    """p.data = tensor between steps, of the whole shape or of the slice's; what differs then."""
+    model, plain = wrapped(Stack, FULL), make(Stack)
+    param, other = model.head.weight, plain.head.weight
+    value = torch.randn(other.shape, generator=torch.Generator().manual_seed(5))
+    other.data = value.clone()
+    if whole:
+        param.data = value.clone()
+    else:
+        info = zshard.shard_info(param)
+        part = value.flatten()[info["begin"] : info["begin"] + info["numel"]]
+        param.data = part.reshape(param.shape).clone()
+    rank = dist.get_rank()
+    same = torch.equal(model(floats(rank)), plain(floats(rank)))
+    return same, differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_replaced_data_is_written_back(pool2, whole):
+    assert pool2.run(replaced_data, whole) == [(True, [])] * 2
+
+
+def cast_after_wrapping():
+    model = wrapped(Stack, FULL)
+    model.double()
+    return message_of(lambda: model(floats(dist.get_rank()).double()), ValueError)
+
+
+def test_cast_after_wrapping_is_an_error(pool2):
+    for message in pool2.run(cast_after_wrapping):
+        assert "'blocks.0.norm.weight'" in message and "before wrapping" in message
+
+
+# --- buffers and the start ---------------------------------------------------------------------------
+
+
+def train_with_buffers(combination, sync):
+    """(what differs from DDP with the same choice, are the buffers equal on all ranks?)."""
+    rank, case = dist.get_rank(), CASES["conv"]
+    strategy, transport = combination
+    plain, model = make(case.make, seed=1 + rank), make(case.make, seed=1 + rank)
+    if rank == 1:  # both take rank 0's
+        for each in (plain, model):
+            for buffer in each.buffers():
+                buffer.fill_(7)
+    model = FSDP(model, strategy=strategy, transport=transport, forward_sync_buffers=sync)
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
+    parallel = ddp(plain, sync_buffers=sync)
+    train(parallel, case, torch.optim.SGD(plain.parameters(), 0.1), rank)
+    model.eval()
+    parallel.eval()
+    with torch.no_grad():
+        evaluated = torch.equal(model(case.batch(9, rank)), parallel(case.batch(9, rank)))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {n: b.clone() for n, b in model.named_buffers()})
+    same = differences(everyone[0], everyone[1]) == []
+    return evaluated, differences(model.state_dict(), plain.state_dict()), same
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["synced", "local"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_buffers_are_those_of_ddp(pool2, combination, sync):
+    for evaluated, wrong, same in pool2.run(train_with_buffers, combination, sync):
+        assert evaluated and wrong == []
+        assert same is sync
+
+
+def start_of(combination, sync):
+    """This rank's values before and after wrapping, whole."""
+    model = make(Net, seed=1 + dist.get_rank())
+    model.register_buffer("offset", torch.full((3,), float(dist.get_rank())))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    strategy, transport = combination
+    model = FSDP(model, strategy=strategy, transport=transport, sync_module_states=sync)
+    return before, model.state_dict()
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_everything_starts_from_rank_0(pool2, combination):
+    (first, start), (second, other) = pool2.run(start_of, combination, True)
+    assert differences(first, second), "the ranks have to start from different values"
+    assert differences(start, first) == differences(other, first) == []
+
+
+def unequal_start():
+    return message_of(lambda: start_of(FULL, False), zshard.DivergenceError)
+
+
+def test_unequal_starts_are_an_error_if_nothing_is_taken_from_rank_0(pool2):
+    for message in pool2.run(unequal_start):
+        assert "'embed.weight'" in message and "rank 1" in message
