@@ -355,7 +355,7 @@ UNUSUAL = [
     (CalledTwice, (), accumulate, False),
     *((Checkpointed, (reentrant, inside), forward_backward, True)
       for reentrant in (True, False) for inside in (True, False)),
-    (Checkpointed, (True, False), two_forwards_one_backward, True),
+    (Checkpointed, (True, False), two_forwards_one_backward, False),
     (CheckpointedInTwoLevels, (), forward_backward, True),
     (CheckpointedInTwoLevels, (), accumulate, False),
     (Unused, (), forward_backward, True),
