@@ -1,7 +1,9 @@
 /* c10d.h - the c10d transport inside.
  *
  *   comm_c10d.c   the table, flats, small collectives
+ *   c10d_turn.c   before each collective: do all ranks mean the same one? and the wait for it
  *   c10d_round.c  reducing
+ *   c10d_peers.c  who is gone, and why
  */
 #ifndef ZS_C10D_H
 #define ZS_C10D_H
@@ -15,19 +17,87 @@ typedef struct zs_c10d_area {
     bool busy;
 } zs_c10d_area;
 
+/* Who runs a rank, as far as this process can find out. */
+typedef struct zs_c10d_peer {
+    int pid;
+    int pidfd; /* -1: on another host, or in another namespace of pids */
+} zs_c10d_peer;
+
+typedef enum zs_c10d_kind {
+    ZS_C10D_GATHER = 1,
+    ZS_C10D_POST,
+    ZS_C10D_SHARE,
+    ZS_C10D_EXCHANGE,
+    ZS_C10D_BROADCAST,
+    ZS_C10D_GIVE_UP, /* nothing follows; ranks that said something else hear that their backward is over */
+} zs_c10d_kind;
+
+/* What a rank is about to do. Ranks that mean the same say the same, byte for byte. */
+typedef struct zs_c10d_turn {
+    uint64_t kind;   /* a zs_c10d_kind */
+    uint64_t number; /* which flat, unit, exchange or broadcast */
+    uint64_t round;  /* of the unit's gradients; the root of a broadcast; else 0 */
+    uint64_t bytes;  /* that each rank brings */
+    char name[96];   /* of the unit, cut off; for messages */
+} zs_c10d_turn;
+
+/* A collective that was not waited for to its end, and what torch's threads may still write to. */
+typedef struct zs_c10d_stray {
+    zs_work *work;
+    zs_mem *memory; /* NULL: an area */
+    struct zs_c10d_stray *next;
+} zs_c10d_stray;
+
 typedef struct zs_c10d_comm {
     zs_comm base;
     zs_group *group;
-    uint64_t units;      /* created so far */
-    zs_c10d_area *areas; /* grows to what one backward has out at a time */
+    uint64_t flats, units, messages; /* so many so far */
+    zs_c10d_peer *peers;             /* [world] */
+    int gone;                        /* the peer that was first seen to be gone, the cause of what follows; -1: none */
+    zs_c10d_area *areas;             /* grows to what one backward has out at a time */
     size_t n_areas;
+    bool told; /* this rank has left its last words */
+    zs_c10d_stray *strays;
+    struct zs_c10d_comm *next; /* in the list of those that are kept for their strays' sake */
+    char *lost;                /* why no collective can follow any more; NULL: all is well */
 } zs_c10d_comm;
 
-/* The process group, set to the transport's timeout. Borrowed. */
-zs_group *zs_c10d_group(zs_comm *comm);
+/* --- c10d_turn.c ------------------------------------------------------------------------------------------------------ */
 
-/* Says in this thread's record what the failed collective was for: "rank 0, `what` 'name': its words". `name` may be "". */
-zs_status zs_c10d_explain(zs_status status, int rank, const char *what, const char *name);
+/* A turn of this kind; what is not given is 0. `name` may be NULL. */
+zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, const char *name);
+
+/* Says `turn` to all ranks and waits for theirs. ZS_ERR_DIVERGED on every rank if they differ; the transport is fit for
+ * use after that. Without this, a process group pairs up whatever comes next: wrong sums, or an abort inside gloo. */
+zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn);
+
+/* Waits for the end of `work` (and frees it). A wait that is broken off (Ctrl-C, a peer that died) leaves the collective
+ * running: the transport is then lost, and what it may still write to is kept for ever: all areas, and `memory` if it is
+ * none of them (else NULL). */
+zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory);
+
+/* Fails with this thread's record, put into the words of `turn`; looks for the rank that is to blame. */
+zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status);
+
+/* Memory for one collective; `index` is to be given to zs_c10d_return_area. */
+zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, int *index);
+void zs_c10d_return_area(zs_c10d_comm *comm, int *index);
+zs_mem *zs_c10d_area_mem(const zs_c10d_comm *comm, int index);
+
+/* --- c10d_peers.c ------------------------------------------------------------------------------------------------------- */
+
+/* Learns who the peers are; collective. */
+zs_status zs_c10d_peers_meet(zs_c10d_comm *comm);
+
+/* Frees what that made. */
+void zs_c10d_peers_free(zs_c10d_comm *comm);
+
+/* Looks for a rank that is gone: one that left word (see the table's abort), or whose process has ended. Writes a
+ * sentence about it that goes on with "while ..."; false: none was found. */
+bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_t size);
+
+/* The ranks that may have to do with a failure whose cause was not found, as "rank 1" or "one of ranks 1, 2, 3". */
+void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size);
 
 /* --- c10d_round.c: units' part of the table, as comm.h has it ------------------------------------------------------- */
 

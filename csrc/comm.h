@@ -33,6 +33,7 @@ typedef struct zs_flat_mem {
     char *shard;        /* this rank's shard, read-write, zeroed at birth */
     char *full;         /* the whole full buffer if it is always addressable (shm, self), else NULL: gather it */
     size_t shard_bytes; /* multiple of shard_align */
+    uint64_t key;       /* the transport's own name for it */
 } zs_flat_mem;
 
 /* Full-size gradient memory. */
@@ -85,7 +86,8 @@ typedef struct zs_comm_ops {
 
     zs_status (*flat_new)(zs_comm *, size_t shard_bytes, zs_flat_mem *out);
     void (*flat_free)(zs_comm *, zs_flat_mem *);
-    zs_status (*gather)(zs_comm *, const zs_flat_mem *, void *full); /* collective; NULL if mapped */
+    zs_status (*gather)(zs_comm *, const zs_flat_mem *, const char *unit,
+                        zs_mem *full); /* collective; NULL if mapped */
 
     zs_status (*bucket_new)(zs_comm *, size_t bytes, zs_bucket *out);
     void (*bucket_free)(zs_comm *, zs_bucket *);
@@ -104,6 +106,7 @@ typedef struct zs_comm_ops {
     void (*reader_free)(zs_comm *, zs_reader *);
     zs_status (*read_begin)(zs_comm *, zs_reader *, zs_phase);
     zs_status (*read_end)(zs_comm *, zs_reader *, zs_phase);
+    zs_status (*give_up)(zs_comm *); /* collective; NULL if mapped */
 
     zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
     zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
@@ -117,6 +120,7 @@ struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
     double timeout; /* seconds that one wait may last */
+    bool heard;     /* a peer's give_up ended a collective here; cleared by who has acted on it */
     _Atomic long refs;
 };
 
@@ -135,7 +139,8 @@ void zs_comm_on_wait(bool (*interrupted)(void));
 /* flat_new: `shard_bytes` per rank. Same calls in the same order on all ranks, but no meeting: a peer's part may be
  *   read only inside a reader session (or after an exchange).
  * flat_free: gives the memory back (peers' mappings of it stay valid, their content does not).
- * gather: fills `full` (world * shard_bytes) from all ranks' shards. Collective, in the same order on all ranks.
+ * gather: fills `full` (world * shard_bytes) from all ranks' shards. Collective, in the same order on all ranks; `unit` is
+ *   the name of the flat's unit, for messages.
  * bucket_new: at least `bytes`; on shm peers map it by its key when they first collect from it.
  * cunit_new: numbers units in creation order; all ranks create the same ones in the same order.
  *
@@ -158,6 +163,9 @@ void zs_comm_on_wait(bool (*interrupted)(void));
  * read_end(FORWARD): marks as not reading, and returns only when no peer reads this rank's shards.
  * read_end(BACKWARD): the same, and counts one reduction. Call it when all rounds of the backward are released.
  *   No-ops where shards are not mapped (self, c10d).
+ * give_up: tells the peers that this rank will not finish the backward that they are in: the collective that they come to
+ *   next fails with ZS_ERR_DIVERGED, and `heard` is set; here it succeeds. What was posted before can still be collected.
+ *   (Where shards are mapped, a bit in the `used` bitmap of an empty post says so.)
  *
  * exchange: small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all
  *   ranks. broadcast: `data` of `root` to all.

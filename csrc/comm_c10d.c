@@ -1,84 +1,110 @@
 /* comm_c10d.c - the transport over a process group of torch.distributed: anything that gloo or MPI reaches.
  *
- * The one idea: everything is a collective, and collectives pair up by order: all ranks gather and reduce their units in
- * one order (the schedule sees to it), and errors come in the process group's words with what it was for put before.
+ * The one idea: everything is a collective, and collectives pair up by order. The schedule sees to it that all ranks
+ * gather and reduce their units in one order; c10d_turn.c makes sure before each.
  */
 #include "c10d.h"
 
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-/* --- errors --------------------------------------------------------------------------------------------------------------- */
-
-/* Says in this thread's record what the failed collective was for. */
-zs_status zs_c10d_explain(zs_status status, int rank, const char *what, const char *name)
-{
-    char words[640];
-    if (status == ZS_OK) return ZS_OK;
-    snprintf(words, sizeof words, "%s", zs_last_message());
-    zs_clear_error();
-    return ZS_FAIL(status, "rank %d, %s%s%s%s: %s", rank, what, name[0] ? " '" : "", name, name[0] ? "'" : "", words);
-}
-
-zs_group *zs_c10d_group(zs_comm *comm)
-{
-    zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    zs_group_set_timeout(self->group, comm->timeout);
-    return self->group;
-}
 
 /* --- flats ---------------------------------------------------------------------------------------------------------------- */
 
 static zs_status c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
-    (void)comm;
     ZS_TRY(zs_mem_new_private(shard_bytes, &out->mem));
     out->shard = out->mem->ptr;
     out->full = NULL;
     out->shard_bytes = shard_bytes;
+    out->key = ((zs_c10d_comm *)comm)->flats++;
     return ZS_OK;
 }
 
-static zs_status c10d_gather(zs_comm *comm, const zs_flat_mem *flat, void *full)
+static zs_status c10d_gather(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_mem *full)
 {
-    zs_status status = zs_group_all_gather(zs_c10d_group(comm), flat->shard, full, flat->shard_bytes, comm->world);
-    return zs_c10d_explain(status, comm->rank, "gathering parameters", "");
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GATHER, flat->key, flat->shard_bytes, name);
+    zs_work *work = NULL;
+    ZS_TRY(zs_c10d_agree(self, &turn));
+    zs_status status = zs_group_all_gather(self->group, flat->shard, full->ptr, flat->shard_bytes, comm->world, &work);
+    return status == ZS_OK ? zs_c10d_finish(self, &turn, work, full) : zs_c10d_fail(self, &turn, status);
 }
 
 /* --- small collectives, birth and end --------------------------------------------------------------------------------------- */
 
+/* The bytes go through an area: the caller's memory may be gone when a wait was broken off and the collective was not. */
+static zs_status exchange_in(zs_c10d_comm *self, const zs_c10d_turn *turn, const void *mine, zs_mem *area)
+{
+    char *all = area->ptr, *own = all + (size_t)self->base.world * turn->bytes;
+    zs_work *work = NULL;
+    memcpy(own, mine, turn->bytes);
+    zs_status status = zs_group_all_gather(self->group, own, all, turn->bytes, self->base.world, &work);
+    return status == ZS_OK ? zs_c10d_finish(self, turn, work, NULL) : zs_c10d_fail(self, turn, status);
+}
+
 static zs_status c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
     ZS_TRY(zs_check_exchange(bytes));
-    /* A barrier even without bytes to say; a private copy, since `mine` may lie in `all`. */
-    char box[4097] = "";
-    memcpy(box, mine, bytes);
-    if (bytes > 0) {
-        zs_status status = zs_group_all_gather(zs_c10d_group(comm), box, all, bytes, comm->world);
-        return zs_c10d_explain(status, comm->rank, "exchanging a message", "");
+    zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_EXCHANGE, self->messages, bytes, NULL);
+    ZS_TRY(zs_c10d_agree(self, &turn)); /* a barrier already */
+    self->messages++;
+    if (bytes == 0) return ZS_OK;
+    int area = -1;
+    ZS_TRY(zs_c10d_borrow_area(self, (size_t)(comm->world + 1) * bytes, &area));
+    zs_mem *memory = zs_c10d_area_mem(self, area);
+    zs_status status = exchange_in(self, &turn, mine, memory);
+    if (status == ZS_OK) memcpy(all, memory->ptr, (size_t)comm->world * bytes);
+    zs_c10d_return_area(self, &area);
+    return status;
+}
+
+enum { PIECE = 4 << 20 }; /* bytes of a broadcast at a time */
+
+static zs_status broadcast_in(zs_c10d_comm *self, const zs_c10d_turn *turn, char *data, zs_mem *area)
+{
+    int root = (int)turn->round;
+    for (size_t at = 0; at < turn->bytes; at += PIECE) {
+        size_t bytes = turn->bytes - at < PIECE ? turn->bytes - at : PIECE;
+        zs_work *work = NULL;
+        if (self->base.rank == root) memcpy(area->ptr, data + at, bytes);
+        zs_status status = zs_group_broadcast(self->group, area->ptr, bytes, root, &work);
+        if (status != ZS_OK) return zs_c10d_fail(self, turn, status);
+        ZS_TRY(zs_c10d_finish(self, turn, work, NULL));
+        if (self->base.rank != root) memcpy(data + at, area->ptr, bytes);
     }
-    char *signs = malloc((size_t)comm->world);
-    if (signs == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a barrier");
-    zs_status status = zs_group_all_gather(zs_c10d_group(comm), box, signs, 1, comm->world);
-    free(signs);
-    return zs_c10d_explain(status, comm->rank, "waiting at a barrier", "");
+    return ZS_OK;
 }
 
 static zs_status c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
     ZS_TRY(zs_check_root(comm, root));
     if (bytes == 0) return ZS_OK;
-    zs_status status = zs_group_broadcast(zs_c10d_group(comm), data, bytes, root);
-    return zs_c10d_explain(status, comm->rank, "broadcasting", "");
+    zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_BROADCAST, self->messages, bytes, NULL);
+    turn.round = (uint64_t)root;
+    ZS_TRY(zs_c10d_agree(self, &turn));
+    self->messages++;
+    int area = -1;
+    ZS_TRY(zs_c10d_borrow_area(self, bytes < PIECE ? bytes : PIECE, &area));
+    zs_status status = broadcast_in(self, &turn, data, zs_c10d_area_mem(self, area));
+    zs_c10d_return_area(self, &area);
+    return status;
 }
 
-/* A process group has no way to tell: the peers hear it when this process ends, or by the deadline. */
+static zs_status c10d_give_up(zs_comm *comm)
+{
+    zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GIVE_UP, 0, 0, NULL);
+    return zs_c10d_agree((zs_c10d_comm *)comm, &turn);
+}
+
+/* A process group has no way to tell, its store has: the peers look there when they wait for long or find us gone. */
 static void c10d_abort(zs_comm *comm, const char *reason)
 {
-    (void)comm;
-    (void)reason;
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    if (!self->told) zs_group_leave_words(self->group, comm->rank, reason);
+    self->told = true;
 }
 
 /* The process group is torch's. */
@@ -87,12 +113,27 @@ static void c10d_close(zs_comm *comm)
     (void)comm;
 }
 
+/* Transports with collectives that never ended. */
+static _Atomic(zs_c10d_comm *) kept;
+
+static void keep(zs_c10d_comm *self)
+{
+    self->next = atomic_load(&kept);
+    while (!atomic_compare_exchange_weak(&kept, &self->next, self)) {}
+}
+
 static void c10d_destroy(zs_comm *comm)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    if (self->strays != NULL) {
+        keep(self);
+        return;
+    }
     for (size_t i = 0; i < self->n_areas; i++)
         zs_mem_release(self->areas[i].mem);
     free(self->areas);
+    free(self->lost);
+    zs_c10d_peers_free(self);
     zs_group_free(self->group);
     free(self);
 }
@@ -118,6 +159,7 @@ static const zs_comm_ops c10d_ops = {
     .reader_free = zs_local_reader_free,
     .read_begin = zs_local_read,
     .read_end = zs_local_read,
+    .give_up = c10d_give_up,
     .exchange = c10d_exchange,
     .broadcast = c10d_broadcast,
     .abort = c10d_abort,
@@ -135,10 +177,12 @@ zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double t
     comm->base.rank = rank;
     comm->base.world = world;
     comm->base.timeout = timeout;
+    comm->gone = -1;
     atomic_init(&comm->base.refs, 1);
     zs_status status = zs_group_new(group_name, &comm->group);
+    if (status == ZS_OK) status = zs_c10d_peers_meet(comm);
     if (status != ZS_OK) {
-        free(comm);
+        c10d_destroy(&comm->base);
         return status;
     }
     *out = &comm->base;

@@ -31,13 +31,20 @@ static zs_status reshard_all(zs_engine *engine)
 
 static zs_status close_backward(zs_engine *engine);
 
+/* Gradients that are packed and not posted never will be. */
+static void drop_packed(zs_unit *unit)
+{
+    unit->packed = false;
+    zs_bucket_drop(unit);
+}
+
 /* A backward that raised never reached its end: the peers still wait for this rank's gradients. Tell them that they will
  * not come, finish the rounds, and be as after any backward. */
 static zs_status recover(zs_engine *engine)
 {
     engine->gave_up = true;
     for (size_t i = 0; i < engine->n; i++)
-        zs_bucket_drop(engine->units[i]);
+        drop_packed(engine->units[i]);
     zs_status status = close_backward(engine);
     engine->gave_up = false;
     return status;
@@ -161,6 +168,7 @@ static zs_status begin_backward(zs_engine *engine)
     ZS_TRY(zs_hook_backward_end(&hook));
     engine->phase = BACKWARD;
     engine->next_post = 0;
+    engine->comm->heard = false;
     discard_dead_grads(engine);
     return begin_reading(engine, ZS_PHASE_BACKWARD);
 }
@@ -209,17 +217,32 @@ static zs_status post_when_due(zs_unit *unit)
     return ZS_OK;
 }
 
+static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_what)
+{
+    return ZS_FAIL(
+        ZS_ERR_STATE,
+        "a gradient%s arrived for parameter '%s', and its unit '%s' is sharded: the parameter was used "
+        "outside the unit's forward (a penalty over model.parameters(), a weight read by another module), or "
+        "the forward's output was hidden in an object that zshard does not look into (return tensors, "
+        "tuples, lists, dicts or dataclasses)",
+        of_what, unit->params[i].name, unit->name);
+}
+
+/* A graph that was made of the slice gives the slice's gradient, whatever the parameter is by now. */
+static zs_status check_whole(const zs_unit *unit, int64_t i)
+{
+    zs_grad_info grad;
+    ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
+    if (grad.numel == unit->params[i].numel) return ZS_OK;
+    zs_grad_set(unit->params[i].tensor, NULL);
+    return used_outside(unit, i, " of this rank's slice");
+}
+
 static zs_status grad_ready_hook(void *pointer, int64_t i)
 {
     zs_unit *unit = pointer;
-    if (!zs_unit_is_full(unit))
-        return ZS_FAIL(
-            ZS_ERR_STATE,
-            "a gradient arrived for parameter '%s' while its unit '%s' is sharded: the parameter was used outside "
-            "the unit's forward (a penalty over model.parameters(), a weight read by another module), or the "
-            "forward's output was hidden in an object that zshard does not look into (return tensors, tuples, "
-            "lists, dicts or dataclasses)",
-            unit->params[i].name, unit->name);
+    if (!zs_unit_is_full(unit)) return used_outside(unit, i, "");
+    ZS_TRY(check_whole(unit, i));
     ZS_TRY(begin_backward(unit->engine));
     ZS_TRY(zs_reduce_begin(unit, i));
     bool complete = false;
@@ -236,8 +259,18 @@ zs_status zs_unit_hook_param(zs_unit *unit, int64_t i)
     return zs_hook_grad_ready(unit->params[i].tensor, &hook);
 }
 
+/* Collective transports: whatever this rank has not posted, it will not. */
+static zs_status tell_gave_up(zs_engine *engine)
+{
+    zs_comm *comm = engine->comm;
+    bool told = comm->heard || engine->next_post == engine->n;
+    comm->heard = false;
+    return told ? ZS_OK : comm->ops->give_up(comm);
+}
+
 static zs_status post_rest(zs_engine *engine)
 {
+    if (engine->gave_up && !engine->comm->ops->mapped) return tell_gave_up(engine);
     for (size_t i = 0; i < engine->n; i++) {
         zs_unit *unit = in_post_order(engine, i);
         if (unit->bucket != NULL || !unit->posted) ZS_TRY(post_unit(unit));
@@ -249,10 +282,19 @@ static zs_status post_rest(zs_engine *engine)
 static void forget_backward(zs_engine *engine)
 {
     for (size_t i = 0; i < engine->n; i++) {
-        zs_bucket_drop(engine->units[i]);
+        drop_packed(engine->units[i]);
         (void)zs_reduce_end(engine->units[i]);
     }
     zs_bucket_forget_rounds(engine->buckets);
+}
+
+/* The rounds that all ranks have posted can be ended in order, though their sums are of no use. */
+static void end_rounds(zs_engine *engine)
+{
+    bool before = engine->gave_up;
+    engine->gave_up = true;
+    (void)zs_bucket_drain_all(engine->buckets);
+    engine->gave_up = before;
 }
 
 static zs_status close_backward(zs_engine *engine)
@@ -262,6 +304,7 @@ static zs_status close_backward(zs_engine *engine)
     if (status == ZS_OK) status = zs_bucket_drain_all(engine->buckets);
     if (status == ZS_OK) status = resharded;
     engine->phase = IDLE;
+    if (status == ZS_ERR_DIVERGED) end_rounds(engine);
     if (status != ZS_OK) forget_backward(engine);
     for (size_t i = 0; i < engine->n && status == ZS_OK; i++)
         status = zs_reduce_end(engine->units[i]);
@@ -277,7 +320,7 @@ static void abandon_backward(zs_engine *engine)
 {
     (void)reshard_all(engine);
     for (size_t i = 0; i < engine->n; i++) {
-        zs_bucket_drop(engine->units[i]);
+        drop_packed(engine->units[i]);
         zs_reduce_hand_out(engine->units[i]);
     }
 }

@@ -134,7 +134,8 @@ typedef struct zs_hook {
 } zs_hook;
 
 /* Has `hook` run after each gradient of the leaf `tensor` is accumulated. A hook that is already in torch's one slot (a
- * user's Python one) is kept and run by zs_hook_run_users. Cheap when ours is already there: call at every bind. */
+ * user's Python one) is kept and run by zs_hook_run_users. Cheap when ours is already there: call at every bind, as this
+ * also drops torch's gradient node of a tensor that has another shape now. */
 zs_status zs_hook_grad_ready(zs_tensor *tensor, const zs_hook *hook);
 
 /* Takes ours out again and puts the user's back. */
@@ -180,21 +181,29 @@ void zs_group_set_timeout(zs_group *group, double seconds);
 
 typedef struct zs_work zs_work; /* a collective that is under way */
 
-/* Starts an all_to_all of equal pieces: piece r of `in` goes to rank r; `out` gets rank r's piece at r * piece_bytes. Both
- * must stay as they are until zs_work_wait(*work). */
+/* Each of these three starts a collective; the memory must stay as it is until zs_work_wait says that it is done.
+ * all_to_all: piece r of `in` goes to rank r; `out` gets rank r's piece at r * piece_bytes.
+ * all_gather: `out` (world * bytes) gets every rank's `in`, which may be its own place in `out`.
+ * broadcast: `data` of `root` to all. */
 zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world,
                               zs_work **work);
+zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work);
+zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root, zs_work **work);
 
 /* Has it ended, well or not? */
 bool zs_work_done(const zs_work *work);
 
-/* Waits for its end, frees `work`, and says how it ended. */
-zs_status zs_work_wait(zs_work *work);
+/* Waits up to `seconds` for its end; `done` says whether it came, and then the status how. (Process groups other than gloo
+ * cannot wait for a while only: it comes back when all is over.) */
+zs_status zs_work_wait(zs_work *work, double seconds, bool *done);
 
-/* all_gather: `out` (world * bytes) gets every rank's `in`. Waits. `in` may be its own place in `out`. */
-zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world);
+/* Frees the handle of a collective that is done. */
+void zs_work_free(zs_work *work);
 
-/* Broadcast of `bytes` from `root`. Waits. */
-zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root);
+/* Leaves a text for the other ranks in the group's store; fails silently, as the store may be gone too. */
+void zs_group_leave_words(zs_group *group, int rank, const char *words);
+
+/* Reads what `rank` has left there; "" if nothing. */
+void zs_group_read_words(zs_group *group, int rank, char *words, size_t size);
 
 #endif

@@ -97,6 +97,22 @@ class BackwardEnd {
     bool ran = false;
 };
 
+// torch 2.13 counts nodes by itself, earlier ones with std::shared_ptr: the type of a weak reference is the setter's.
+template <typename Weak> void forget_node(const at::Tensor &tensor, void (*set)(const ag::Variable &, Weak))
+{
+    decltype(ag::impl::try_get_grad_accumulator(tensor)) none;
+    set(tensor, Weak(none));
+}
+
+// The node that accumulates into a leaf is made once and remembers the leaf's shape. One that was made while a parameter had
+// the shape of its slice (a statistic that somebody keeps with its graph) would refuse every whole gradient after that.
+void forget_node_of_other_shape(const at::Tensor &tensor)
+{
+    if (ag::impl::get_autograd_meta(tensor) == nullptr) return;
+    auto node = ag::impl::try_get_grad_accumulator(tensor);
+    if (node && !node->input_metadata(0).is_same_shape(tensor)) forget_node(tensor, &ag::impl::set_grad_accumulator);
+}
+
 GradReady *our_hook(const at::Tensor &tensor)
 {
     if (ag::impl::get_autograd_meta(tensor) == nullptr) return nullptr;
@@ -177,6 +193,7 @@ zs_status zs_hook_grad_ready(zs_tensor *handle, const zs_hook *hook)
 {
     return guarded("zs_hook_grad_ready", [&] {
         const at::Tensor &tensor = handle->tensor;
+        forget_node_of_other_shape(tensor);
         GradReady *ours = our_hook(tensor);
         if (ours != nullptr && ours->ref.same_as(*hook)) return ZS_OK;
         std::unique_ptr<ag::PostAccumulateGradHook> users;

@@ -22,8 +22,10 @@ struct zs_group {
 };
 
 struct zs_work {
+    const char *where;
     c10::intrusive_ptr<c10d::Work> work;
-    at::Tensor source, target; // some process groups keep only references
+    std::vector<at::Tensor> tensors; // some process groups keep only references
+    bool can_wait_a_while;           // wait(timeout) comes back at the timeout, and the work goes on
 };
 
 namespace {
@@ -87,6 +89,34 @@ auto all_to_all_bytes(Group &group, at::Tensor &out, at::Tensor &in, const c10d:
         return group.alltoall_base(out, in, equal, equal, options);
 }
 
+// Keeps what body(tensors) has started, with the tensors.
+template <typename Body>
+zs_status start(const char *where, const zs_group *group, std::vector<at::Tensor> tensors, zs_work **work, Body body)
+{
+    return guarded(where, [&] {
+        auto started = std::make_unique<zs_work>();
+        started->where = where;
+        started->tensors = std::move(tensors);
+        started->can_wait_a_while = group->group->getBackendName() == "gloo";
+        started->work = body(started->tensors);
+        *work = started.release();
+    });
+}
+
+// The store of a process group, where its class gives it away.
+template <typename Group> c10::intrusive_ptr<c10d::Store> store_of(const Group &group)
+{
+    if constexpr (requires { group.getStore(); })
+        return group.getStore();
+    else
+        return {};
+}
+
+std::string words_key(int rank)
+{
+    return "zshard/last_words/" + std::to_string(rank);
+}
+
 } // namespace
 
 extern "C" {
@@ -110,13 +140,31 @@ void zs_group_set_timeout(zs_group *group, double seconds)
 
 zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world, zs_work **work)
 {
-    return guarded("all_to_all", [&] {
-        size_t bytes = piece_bytes * static_cast<size_t>(world);
-        auto started = std::make_unique<zs_work>(zs_work{{}, bytes_at(in, bytes), bytes_at(out, bytes)});
+    size_t bytes = piece_bytes * static_cast<size_t>(world);
+    return start("all_to_all", group, {bytes_at(in, bytes), bytes_at(out, bytes)}, work, [&](auto &tensors) {
         c10d::AllToAllOptions options;
         options.timeout = group->timeout;
-        started->work = all_to_all_bytes(*group->group, started->target, started->source, options);
-        *work = started.release();
+        return all_to_all_bytes(*group->group, tensors[1], tensors[0], options);
+    });
+}
+
+zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work)
+{
+    at::Tensor target = bytes_at(out, bytes * static_cast<size_t>(world));
+    return start("all_gather", group, {bytes_at(in, bytes), target}, work, [&](auto &tensors) {
+        c10d::AllgatherOptions options;
+        options.timeout = group->timeout;
+        return all_gather_bytes(*group->group, tensors[1], tensors[0], options);
+    });
+}
+
+zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root, zs_work **work)
+{
+    return start("broadcast", group, {bytes_at(data, bytes)}, work, [&](auto &tensors) {
+        c10d::BroadcastOptions options;
+        options.rootRank = root;
+        options.timeout = group->timeout;
+        return group->group->broadcast(tensors, options);
     });
 }
 
@@ -129,31 +177,49 @@ bool zs_work_done(const zs_work *work)
     }
 }
 
-zs_status zs_work_wait(zs_work *work)
+zs_status zs_work_wait(zs_work *work, double seconds, bool *done)
 {
-    std::unique_ptr<zs_work> owner(work);
-    return guarded("all_to_all", [&] { owner->work->wait(); });
-}
-
-zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world)
-{
-    return guarded("all_gather", [&] {
-        at::Tensor source = bytes_at(in, bytes), target = bytes_at(out, bytes * static_cast<size_t>(world));
-        c10d::AllgatherOptions options;
-        options.timeout = group->timeout;
-        all_gather_bytes(*group->group, target, source, options)->wait();
+    *done = true;
+    return guarded(work->where, [&] {
+        if (!work->can_wait_a_while) {
+            work->work->wait();
+            return;
+        }
+        try {
+            work->work->wait(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
+        } catch (...) {
+            *done = work->work->isCompleted();
+            if (*done) throw;
+        }
     });
 }
 
-zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root)
+void zs_work_free(zs_work *work)
 {
-    return guarded("broadcast", [&] {
-        std::vector<at::Tensor> tensors{bytes_at(data, bytes)};
-        c10d::BroadcastOptions options;
-        options.rootRank = root;
-        options.timeout = group->timeout;
-        group->group->broadcast(tensors, options)->wait();
+    delete work;
+}
+
+// --- last words ------------------------------------------------------------------------------------------------------------
+
+void zs_group_leave_words(zs_group *group, int rank, const char *words)
+{
+    if (auto store = store_of(*group->group)) {
+        (void)guarded("store", [&] { store->set(words_key(rank), std::string(words)); });
+        zs_clear_error();
+    }
+}
+
+void zs_group_read_words(zs_group *group, int rank, char *words, size_t size)
+{
+    words[0] = 0;
+    auto store = store_of(*group->group);
+    if (!store) return;
+    (void)guarded("store", [&] {
+        if (!store->check({words_key(rank)})) return;
+        std::string text = store->get_to_str(words_key(rank));
+        snprintf(words, size, "%s", text.c_str());
     });
+    zs_clear_error();
 }
 
 } // extern "C"

@@ -43,7 +43,7 @@ static zs_status fill_full_storage(zs_unit *unit, zs_flat *flat)
     if (flat->mem.full != NULL) return zs_storage_fill(flat->full, flat->mem.mem, flat->mem.full);
     zs_mem *slot = NULL;
     ZS_TRY(zs_arena_take(zs_engine_arena(unit->engine), zs_layout_full_bytes(&flat->layout), &slot));
-    zs_status status = comm->ops->gather(comm, &flat->mem, slot->ptr);
+    zs_status status = comm->ops->gather(comm, &flat->mem, unit->name, slot);
     if (status == ZS_OK) status = zs_storage_fill(flat->full, slot, slot->ptr);
     if (status != ZS_OK) {
         zs_arena_give(zs_engine_arena(unit->engine), slot);

@@ -22,11 +22,6 @@ def pytest_report_header() -> str:
 
 # Wanted, written down as tests, and not there yet: not run, so that nothing hangs on them.
 OPEN = (  # (file, or "" for any; word in the test's name; what is missing)
-    ("test_failures.py", "c10d", "c10d failures do not name the rank yet, and gloo may abort"),
-    ("", "kept_statistics", "a gradient node made on a slice outlives it"),
-    ("", "penalty_and_loss", "a gradient node made on a slice outlives it"),
-    ("", "part_that_is_no_unit", "state_dict() of a module below a unit gives slices"),
-    ("", "hooks_work_on_whole", "users' state_dict hooks see slices"),
     ("test_memory.py", "what_the_kernel_counts", "memory() leaves out c10d's areas"),
     ("", "test_all_ways_to_wrap", "not looked into yet"),
     (

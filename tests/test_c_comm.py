@@ -16,10 +16,11 @@ from test_c_core import ROOT, compile_c
 
 SHM = ["status.c", "memory.c", "comm.c", "comm_self.c", "comm_shm.c"]
 SHM += sorted(path.name for path in (ROOT / "csrc").glob("shm_*.c"))
+C10D = sorted(path.name for path in (ROOT / "csrc").glob("c10d_*.c"))
 PROGRAMS = {
     "test_comm_shm": SHM,
     "test_comm_shm_faults": SHM,
-    "test_comm_c10d": [*SHM, "comm_c10d.c", "c10d_round.c"],
+    "test_comm_c10d": [*SHM, "comm_c10d.c", *C10D],
 }
 BUILDS = {
     "release": ["-O2"],

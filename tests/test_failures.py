@@ -193,8 +193,7 @@ def test_rank_that_raises_ends_the_others(transport, tmp_path):
     assert results[1].returncode == 1 and f"ValueError: {PLANTED}" in results[1].stderr
     assert results[0].returncode == 1 and "PeerError" in results[0].stderr
     assert "rank 1" in results[0].stderr
-    if transport == "shm":  # a process group can only tell that the other is gone
-        assert f"gave up: ValueError: {PLANTED}" in results[0].stderr
+    assert f"gave up: ValueError: {PLANTED}" in results[0].stderr
     assert float(results[0].stdout.split()[1]) < 5.0
 
 

@@ -122,8 +122,8 @@ def wait_in_vain(transport: str, fault: str) -> tuple[str, str, float]:
         time.sleep(0.2)
         if fault == "late":
             time.sleep(6.0)
-        if fault == "raises":
-            raise LookupError("batch 7 is gone")
+        if fault == "gives up":
+            comm.abort("LookupError: batch 7 is gone")
         os._exit(3)
     start = time.monotonic()
     try:
@@ -143,7 +143,14 @@ def outcome(transport: str, fault: str) -> tuple[str, str, float]:
 def test_a_dead_peer_is_an_error_soon(transport: str) -> None:
     kind, words, seconds = outcome(transport, "dies")
     assert kind == "PeerError" and seconds < 5
-    assert ("rank 1 (pid " if transport == "shm" else "rank 0, exchanging a message") in words
+    assert words.startswith("rank 1 (pid ") and "while rank 0" in words
+
+
+@both
+def test_a_peer_that_gives_up_is_quoted(transport: str) -> None:
+    kind, words, seconds = outcome(transport, "gives up")
+    assert kind == "PeerError" and seconds < 5
+    assert "rank 1" in words and "gave up: LookupError: batch 7 is gone" in words
 
 
 @both
@@ -153,11 +160,11 @@ def test_a_late_peer_is_a_timeout(transport: str) -> None:
     assert ("rank 1's part in exchange" if transport == "shm" else "exchanging") in words
 
 
-def interrupted() -> bool:
+def interrupted(transport: str) -> bool:
     """Ctrl-C reaches a rank that waits in C."""
     import signal
 
-    comm = connect("shm")
+    comm = connect(transport)
     comm.exchange(b"all are there")
     if comm.rank == 0:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -170,8 +177,9 @@ def interrupted() -> bool:
     return True
 
 
-def test_waiting_can_be_interrupted() -> None:
-    assert [result.value for result in run_ranks(interrupted, 2)] == [True, True]
+@both
+def test_waiting_can_be_interrupted(transport: str) -> None:
+    assert [result.value for result in run_ranks(interrupted, 2, transport)] == [True, True]
 
 
 # --- the same training over both ------------------------------------------------------------------

@@ -15,15 +15,21 @@ struct zs_group {
 };
 
 struct zs_work {
-    int looks; /* so often zs_work_done has said no */
+    int looks;        /* so often zs_work_done has said no */
+    int waits;        /* so many waits are still in vain */
+    zs_status status; /* how it ends */
 };
 
-static zs_comm *wire;          /* what the group runs over */
-static int calls;              /* collectives so far */
-static int under_way;          /* works that nobody has waited for yet */
-static zs_status failure;      /* what the next collective fails with */
-static zs_status late_failure; /* what the next wait for one fails with */
-static const char *complaint;  /* and the words */
+static zs_comm *wire;         /* what the group runs over */
+static int calls;             /* collectives so far */
+static int under_way;         /* works that have not been waited for to their end */
+static int fail_at;           /* the how-many-th collective from now on fails at its start; 0: none */
+static int fail_late_at;      /* likewise, at its end */
+static int last_forever_at;   /* likewise, never ends */
+static zs_status failure;     /* with what */
+static const char *complaint; /* and the words */
+static char last_words[128];  /* of this rank, as the store would have them */
+static int speaker = -1;      /* the rank that has left `last_words` */
 
 zs_status zs_group_new(const char *name, zs_group **out)
 {
@@ -43,11 +49,23 @@ void zs_group_set_timeout(zs_group *group, double seconds)
     group->timeout = seconds;
 }
 
-static zs_status count_call(const zs_group *group)
+/* Is this the collective that `*countdown` was set to? */
+static bool is_due(int *countdown)
+{
+    return *countdown > 0 && --*countdown == 0;
+}
+
+/* Every collective goes through here. */
+static zs_status begin(const zs_group *group, zs_work **work)
 {
     calls++;
     CHECK(group->timeout == wire->timeout);
-    if (failure != ZS_OK) return ZS_FAIL(failure, "%s", complaint);
+    bool late = is_due(&fail_late_at), forever = is_due(&last_forever_at);
+    if (is_due(&fail_at)) return ZS_FAIL(failure, "%s", complaint);
+    *work = calloc(1, sizeof **work);
+    CHECK(*work != NULL);
+    **work = (zs_work){.waits = forever ? 1 << 30 : 0, .status = late ? failure : ZS_OK};
+    under_way++;
     return ZS_OK;
 }
 
@@ -63,18 +81,19 @@ static void gather_all(const char *in, char *out, size_t bytes, size_t stride)
     }
 }
 
-zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world)
+zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work)
 {
     CHECK(world == wire->world);
-    ZS_TRY(count_call(group));
-    gather_all(in, out, bytes, bytes);
+    ZS_TRY(begin(group, work));
+    if ((*work)->waits == 0 && (*work)->status == ZS_OK) gather_all(in, out, bytes, bytes);
     return ZS_OK;
 }
 
 zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world, zs_work **work)
 {
     CHECK(world == wire->world);
-    ZS_TRY(count_call(group));
+    ZS_TRY(begin(group, work));
+    if ((*work)->waits != 0 || (*work)->status != ZS_OK) return ZS_OK;
     size_t whole = piece_bytes * (size_t)world;
     char *all = malloc(whole * (size_t)world);
     CHECK(all != NULL);
@@ -83,10 +102,14 @@ zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t
         memcpy((char *)out + (size_t)r * piece_bytes, all + (size_t)r * whole + (size_t)wire->rank * piece_bytes,
                piece_bytes);
     free(all);
-    *work = calloc(1, sizeof **work);
-    CHECK(*work != NULL);
-    under_way++;
     return ZS_OK;
+}
+
+zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root, zs_work **work)
+{
+    ZS_TRY(begin(group, work));
+    if ((*work)->waits != 0 || (*work)->status != ZS_OK) return ZS_OK;
+    return wire->ops->broadcast(wire, data, bytes, root);
 }
 
 bool zs_work_done(const zs_work *work)
@@ -94,18 +117,34 @@ bool zs_work_done(const zs_work *work)
     return ((zs_work *)work)->looks++ >= 2;
 }
 
-zs_status zs_work_wait(zs_work *work)
+zs_status zs_work_wait(zs_work *work, double seconds, bool *done)
 {
+    *done = work->waits == 0;
+    if (!*done) {
+        work->waits--;
+        sleep_us((long)(seconds * 1e6));
+        return ZS_OK;
+    }
     under_way--;
-    free(work);
-    if (late_failure != ZS_OK) return ZS_FAIL(late_failure, "%s", complaint);
-    return ZS_OK;
+    return work->status == ZS_OK ? ZS_OK : ZS_FAIL(work->status, "%s", complaint);
 }
 
-zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root)
+void zs_work_free(zs_work *work)
 {
-    ZS_TRY(count_call(group));
-    return wire->ops->broadcast(wire, data, bytes, root);
+    free(work);
+}
+
+void zs_group_leave_words(zs_group *group, int rank, const char *words)
+{
+    (void)group;
+    speaker = rank;
+    snprintf(last_words, sizeof last_words, "%s", words);
+}
+
+void zs_group_read_words(zs_group *group, int rank, char *words, size_t size)
+{
+    (void)group;
+    snprintf(words, size, "%s", rank == speaker ? last_words : "");
 }
 
 /* --- the common tests, here -------------------------------------------------------------------------------------------- */
@@ -152,17 +191,17 @@ IN_BOTH(broadcasts_from_all_roots)
 static void gather_fills_the_full_buffer(rank_env *env)
 {
     enum { BYTES = 10 * 1024 };
-    char *full = malloc((size_t)env->world * BYTES);
+    zs_mem *full = NULL;
     zs_flat_mem flat;
-    CHECK(full != NULL);
+    OK(zs_mem_new_private((size_t)env->world * BYTES, &full));
     OK(env->comm->ops->flat_new(env->comm, BYTES, &flat));
     CHECK(flat.full == NULL && flat.shard[0] == 0 && flat.shard[BYTES - 1] == 0);
     fill_pattern(flat.shard, BYTES, (unsigned)env->rank);
-    OK(env->comm->ops->gather(env->comm, &flat, full));
+    OK(env->comm->ops->gather(env->comm, &flat, "layer", full));
     for (int r = 0; r < env->world; r++)
-        CHECK(has_pattern(full + r * BYTES, BYTES, (unsigned)r));
+        CHECK(has_pattern((char *)full->ptr + r * BYTES, BYTES, (unsigned)r));
     env->comm->ops->flat_free(env->comm, &flat);
-    free(full);
+    zs_mem_release(full);
 }
 
 static void c10d_gather(rank_env *env)
@@ -171,7 +210,7 @@ static void c10d_gather(rank_env *env)
 }
 
 /* The bitmap and the order's check cost no collective of their own, nor does a unit with several flats. */
-static void one_collective_a_round(rank_env *env)
+static void rounds_cost_one_collective(rank_env *env)
 {
     test_unit units[UNITS];
     make_units(env, units, ZS_REDUCE_SCATTER);
@@ -180,14 +219,14 @@ static void one_collective_a_round(rank_env *env)
             int before = calls;
             post_unit(env, &units[u], u, false);
             finish_unit(env, &units[u], u);
-            CHECK(calls == before + 1);
+            CHECK(calls == before + 2); /* one of a few bytes, to agree on it */
         }
     free_units(env, units);
 }
 
-static void c10d_one_collective_a_round(rank_env *env)
+static void c10d_rounds_cost_one_collective(rank_env *env)
 {
-    run_over_c10d(env, one_collective_a_round);
+    run_over_c10d(env, rounds_cost_one_collective);
 }
 
 /* Looking does not wait, unless a collective has to follow in the same place on all ranks. */
@@ -237,7 +276,7 @@ static void c10d_rounds_overlap(rank_env *env)
     run_over_c10d(env, rounds_overlap);
 }
 
-/* Equal sizes, another order: the bytes would fit. */
+/* Equal sizes, another order: the bytes would fit. All hear of it, and can go on. */
 static void orders_that_differ(rank_env *env)
 {
     zs_cunit *units[2];
@@ -247,58 +286,155 @@ static void orders_that_differ(rank_env *env)
         OK(env->comm->ops->cunit_new(env->comm, &spec, &units[u]));
     }
     int mine = env->rank == 0;
-    bool ready = true;
-    zs_sources from;
-    OK(env->comm->ops->post(env->comm, units[mine], NULL, used));
-    FAILS(env->comm->ops->collect(env->comm, units[mine], ZS_WAIT, &ready, &from), ZS_ERR_DIVERGED,
-          mine ? "rank 0 reduced unit 'right' (round 1) while rank 1 reduced unit 'left' (round 1)"
-               : "reduced unit 'left' (round 1) while rank 0 reduced unit 'right' (round 1)");
-    CHECK(!ready);
+    FAILS(env->comm->ops->post(env->comm, units[mine], NULL, used), ZS_ERR_DIVERGED,
+          mine ? "rank 0 was reducing gradients of unit 'right' (round 1) while rank 1 was reducing gradients of unit "
+                 "'left'"
+               : "reducing gradients of unit 'left' (round 1) while rank 0 was reducing gradients of unit 'right' "
+                 "(round 1)");
     for (int u = 0; u < 2; u++)
         env->comm->ops->cunit_free(env->comm, units[u]);
+    char byte = (char)env->rank, all[MAX_RANKS];
+    OK(env->comm->ops->exchange(env->comm, &byte, 1, all));
+    CHECK(all[env->world - 1] == env->world - 1);
 }
 
-static void c10d_orders_that_differ(rank_env *env)
+/* Ranks that are about to start collectives of different kinds and sizes. */
+static void steps_that_differ(rank_env *env)
 {
-    run_over_c10d(env, orders_that_differ);
+    zs_flat_mem flat;
+    zs_mem *full = NULL;
+    char data[256] = "";
+    OK(env->comm->ops->flat_new(env->comm, 64, &flat));
+    OK(zs_mem_new_private(64 * MAX_RANKS, &full));
+    const char *words = env->rank == 0
+                            ? "rank 0 was gathering parameters of unit 'head' (64 bytes) while rank 1 was broad"
+                            : "broadcasting 256 bytes from rank 0 (message 1) while rank 0 was gathering";
+    zs_clear_error();
+    zs_status status = env->rank == 0 ? env->comm->ops->gather(env->comm, &flat, "head", full)
+                                      : env->comm->ops->broadcast(env->comm, data, sizeof data, 0);
+    CHECK(status == ZS_ERR_DIVERGED && strstr(zs_last_message(), words) != NULL);
+    env->comm->ops->flat_free(env->comm, &flat);
+    zs_mem_release(full);
 }
 
-static void errors_name_the_unit(rank_env *env)
+/* All ranks wait here, below the transport, so that none is found gone before the others have looked. */
+static void stay(rank_env *env)
+{
+    char none[1] = "";
+    (void)env;
+    OK(wire->ops->exchange(wire, none, 0, none));
+}
+
+/* A failure of the process group is put into words, and ends the transport. */
+static void failures_are_explained(rank_env *env)
 {
     test_unit units[UNITS];
     uint64_t used[2] = {0};
-    zs_flat_mem flat;
-    char byte = 0, all[MAX_RANKS];
     make_units(env, units, ZS_REDUCE_SCATTER);
-    OK(env->comm->ops->flat_new(env->comm, 64, &flat));
-    failure = ZS_ERR_PEER;
-    complaint = "Connection closed by peer [10.0.0.1]:4711";
-    FAILS(env->comm->ops->post(env->comm, units[3].cunit, NULL, used), ZS_ERR_PEER,
-          "reducing gradients of unit 'blocks.3': Connection closed by peer [10.0.0.1]:4711");
-    FAILS(env->comm->ops->gather(env->comm, &flat, all), ZS_ERR_PEER, "gathering parameters: Connection closed");
-    failure = ZS_OK;
-    late_failure = ZS_ERR_PEER;
+    failure = ZS_ERR_TIMEOUT;
+    complaint = "Timed out waiting";
+    fail_late_at = 2; /* the first one agrees on it */
     bool ready = true;
     zs_sources from;
     OK(env->comm->ops->post(env->comm, units[2].cunit, NULL, used));
-    FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_PEER, "unit 'blocks.2'");
-    CHECK(!ready);
+    FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_TIMEOUT,
+          "while reducing gradients of unit 'blocks.2' (round 1): Timed out waiting");
+    CHECK(!ready && under_way == 0);
+    stay(env);
     FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_STATE, "nothing posted");
-    late_failure = ZS_OK;
-    failure = ZS_ERR_TIMEOUT;
-    FAILS(env->comm->ops->exchange(env->comm, &byte, 1, all), ZS_ERR_TIMEOUT, "exchanging a message");
-    FAILS(env->comm->ops->broadcast(env->comm, &byte, 1, 0), ZS_ERR_TIMEOUT, "broadcasting");
-    failure = ZS_OK;
-    env->comm->ops->flat_free(env->comm, &flat);
-    free_units(env, units);
+    FAILS(env->comm->ops->broadcast(env->comm, &ready, 1, 0), ZS_ERR_PEER, "no collective can follow");
+    FAILS(env->comm->ops->broadcast(env->comm, &ready, 1, 0), ZS_ERR_PEER, "blocks.2");
+    for (int u = 0; u < UNITS; u++) {
+        env->comm->ops->cunit_free(env->comm, units[u].cunit);
+        env->comm->ops->bucket_free(env->comm, &units[u].bucket);
+    }
     zs_comm *none = NULL;
     FAILS(zs_comm_c10d_new("nobody", 0, 2, 1.0, &none), ZS_ERR_TORCH, "nobody");
 }
 
-static void c10d_errors_name_the_unit(rank_env *env)
+/* A collective that fails at its start, and a peer of which nothing is known. */
+static void unknown_peers_are_listed(rank_env *env)
 {
-    run_over_c10d(env, errors_name_the_unit);
+    zs_flat_mem flat;
+    zs_mem *full = NULL;
+    OK(env->comm->ops->flat_new(env->comm, 64, &flat));
+    OK(zs_mem_new_private(64 * MAX_RANKS, &full));
+    failure = ZS_ERR_PEER;
+    complaint = "Connection closed by peer [10.0.0.1]:4711";
+    fail_at = 1;
+    const char *who = env->world == 2 ? env->rank == 0 ? "rank 1 has gone" : "rank 0 has gone" : "one of ranks";
+    zs_clear_error();
+    CHECK(env->comm->ops->gather(env->comm, &flat, "head", full) == ZS_ERR_PEER);
+    CHECK(strstr(zs_last_message(), who) != NULL && strstr(zs_last_message(), "4711") != NULL);
+    stay(env);
+    env->comm->ops->flat_free(env->comm, &flat);
+    zs_mem_release(full);
 }
+
+/* What a rank said before it gave up is what the others say. */
+static void last_words_are_told(rank_env *env)
+{
+    char byte = 0, all[MAX_RANKS];
+    env->comm->ops->abort(env->comm, "of this rank, which does not hear itself");
+    CHECK(speaker == env->rank);
+    speaker = (env->rank + 1) % env->world;
+    snprintf(last_words, sizeof last_words, "ValueError: no data");
+    env->comm->ops->abort(env->comm, "a second time is not said");
+    failure = ZS_ERR_PEER;
+    complaint = "Connection closed";
+    fail_at = 2;
+    zs_clear_error();
+    CHECK(env->comm->ops->exchange(env->comm, &byte, 1, all) == ZS_ERR_PEER);
+    CHECK(strstr(zs_last_message(), "gave up: ValueError: no data, while rank") != NULL);
+    CHECK(strstr(zs_last_message(), "exchanging message 1 (1 bytes): Connection closed") != NULL);
+    stay(env);
+}
+
+/* Rank 1 dies in a collective that then never ends: the others notice by themselves, and name it. */
+static void dead_rank_is_found(rank_env *env)
+{
+    char byte = 0, all[MAX_RANKS];
+    if (env->rank == 1) raise(SIGKILL);
+    double start = now();
+    last_forever_at = 1;
+    zs_clear_error();
+    CHECK(env->comm->ops->exchange(env->comm, &byte, 1, all) == ZS_ERR_PEER);
+
+    CHECK(strstr(zs_last_message(), "rank 1 (pid ") != NULL && strstr(zs_last_message(), "has ended") != NULL);
+    CHECK(now() - start < 4.0);
+    exit(0); /* the wire has lost a rank, too */
+}
+
+static bool always(void)
+{
+    return true;
+}
+
+/* Ctrl-C ends a wait; what is under way cannot be taken back. */
+static void interrupted_wait_ends_the_transport(rank_env *env)
+{
+    char byte = 0, all[MAX_RANKS];
+    zs_comm_on_wait(always);
+    last_forever_at = 1;
+    FAILS(env->comm->ops->exchange(env->comm, &byte, 1, all), ZS_ERR_TORCH, "interrupted");
+    FAILS(env->comm->ops->exchange(env->comm, &byte, 1, all), ZS_ERR_PEER, "interrupted (Ctrl-C)");
+    stay(env);
+    zs_comm_on_wait(NULL);
+}
+
+#define OVER_C10D(body)                    \
+    static void c10d_##body(rank_env *env) \
+    {                                      \
+        run_over_c10d(env, body);          \
+    }
+
+OVER_C10D(orders_that_differ)
+OVER_C10D(steps_that_differ)
+OVER_C10D(failures_are_explained)
+OVER_C10D(unknown_peers_are_listed)
+OVER_C10D(last_words_are_told)
+OVER_C10D(dead_rank_is_found)
+OVER_C10D(interrupted_wait_ends_the_transport)
 
 static const rank_test tests[] = {
     TEST(c10d_rounds_in_a_row, .least = 2),
@@ -307,11 +443,16 @@ static const rank_test tests[] = {
     TEST(c10d_exchanges_storm, .least = 2),
     TEST(c10d_broadcasts_from_all_roots, .least = 2),
     TEST(c10d_gather, .least = 2),
-    TEST(c10d_one_collective_a_round, .least = 2),
+    TEST(c10d_rounds_cost_one_collective, .least = 2),
     TEST(c10d_looking, .least = 2),
     TEST(c10d_rounds_overlap, .least = 2),
     TEST(c10d_orders_that_differ, .least = 2),
-    TEST(c10d_errors_name_the_unit, .least = 2),
+    TEST(c10d_steps_that_differ, .least = 2),
+    TEST(c10d_failures_are_explained, .least = 2),
+    TEST(c10d_unknown_peers_are_listed, .least = 2),
+    TEST(c10d_last_words_are_told, .least = 2),
+    TEST(c10d_dead_rank_is_found, .least = 2, .killed = 1),
+    TEST(c10d_interrupted_wait_ends_the_transport, .least = 2),
     TEST(self_rounds_in_a_row, .least = MAX_RANKS),
     TEST(self_sums_are_shared, .least = MAX_RANKS),
     TEST(self_rounds_have_an_order, .least = MAX_RANKS),

@@ -1,0 +1,109 @@
+/* c10d_peers.c - who is gone, and why. See c10d.h.
+ *
+ * The one idea: a process group only says that a connection broke. Two other sources know more: the kernel, for ranks on
+ * this host (a pidfd becomes readable when its process ends), and the process group's store, in which a rank that gives up
+ * leaves its last words.
+ */
+#define _GNU_SOURCE /* syscall */
+#include "c10d.h"
+
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434 /* the same on all architectures; older kernel headers lack it */
+#endif
+
+enum { WORDS = 384 };
+
+/* How ranks find out which of them are processes of one kernel. */
+typedef struct card {
+    char boot[40]; /* the kernel's boot id */
+    uint64_t pids; /* its namespace of pids */
+    int64_t pid;
+} card;
+
+static card own_card(void)
+{
+    card own;
+    memset(&own, 0, sizeof own);
+    struct stat info;
+    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    if (file != NULL) {
+        if (fgets(own.boot, sizeof own.boot, file) == NULL) own.boot[0] = 0;
+        fclose(file);
+    }
+    if (stat("/proc/self/ns/pid", &info) == 0) own.pids = info.st_ino;
+    own.pid = getpid();
+    return own;
+}
+
+zs_status zs_c10d_peers_meet(zs_c10d_comm *comm)
+{
+    int world = comm->base.world;
+    card own = own_card(), *cards = calloc((size_t)world, sizeof *cards);
+    comm->peers = calloc((size_t)world, sizeof *comm->peers);
+    if (cards == NULL || comm->peers == NULL) {
+        free(cards);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d peers", world);
+    }
+    for (int r = 0; r < world; r++)
+        comm->peers[r].pidfd = -1;
+    zs_status status = comm->base.ops->exchange(&comm->base, &own, sizeof own, cards);
+    for (int r = 0; r < world && status == ZS_OK; r++) {
+        comm->peers[r].pid = (int)cards[r].pid;
+        bool near = own.boot[0] != 0 && strcmp(cards[r].boot, own.boot) == 0 && cards[r].pids == own.pids;
+        if (near && r != comm->base.rank) comm->peers[r].pidfd = (int)syscall(SYS_pidfd_open, comm->peers[r].pid, 0);
+    }
+    free(cards);
+    return status;
+}
+
+void zs_c10d_peers_free(zs_c10d_comm *comm)
+{
+    for (int r = 0; comm->peers != NULL && r < comm->base.world; r++)
+        if (comm->peers[r].pidfd >= 0) close(comm->peers[r].pidfd);
+    free(comm->peers);
+}
+
+static bool has_ended(const zs_c10d_peer *peer)
+{
+    struct pollfd look = {.fd = peer->pidfd, .events = POLLIN};
+    return peer->pidfd >= 0 && poll(&look, 1, 0) > 0 && (look.revents & POLLIN) != 0;
+}
+
+/* Writes the sentence about rank `r`; false if it is not gone, as far as is known. */
+static bool tell_of(const zs_c10d_comm *comm, int r, bool ask_store, char *sentence, size_t size)
+{
+    char words[WORDS] = "";
+    bool ended = has_ended(&comm->peers[r]);
+    if (ask_store || ended) zs_group_read_words(comm->group, r, words, sizeof words);
+    int pid = comm->peers[r].pid;
+    if (words[0] != 0)
+        snprintf(sentence, size, "rank %d (pid %d) gave up: %s,", r, pid, words);
+    else if (ended)
+        snprintf(sentence, size, "rank %d (pid %d) has ended (it died, or its program came to its end)", r, pid);
+    return ended || words[0] != 0;
+}
+
+bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_t size)
+{
+    for (int r = 0; r < comm->base.world && comm->gone < 0 && comm->peers != NULL; r++)
+        if (r != comm->base.rank && tell_of(comm, r, ask_store, sentence, size)) comm->gone = r;
+    return comm->gone >= 0 && tell_of(comm, comm->gone, true, sentence, size);
+}
+
+void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size)
+{
+    int world = comm->base.world;
+    size_t length = (size_t)snprintf(text, size, world == 2 ? "rank" : "one of ranks");
+    for (int r = 0, told = 0; r < world && length + 16 < size; r++) {
+        if (r == comm->base.rank) continue;
+        length += (size_t)snprintf(text + length, size - length, "%s%d", told++ == 0 ? " " : ", ", r);
+    }
+}

@@ -1,0 +1,234 @@
+/* c10d_turn.c - before each collective: do all ranks mean the same one? and the wait for it. See c10d.h.
+ *
+ * The one idea: a process group pairs collectives up by their order alone. So each is preceded by a small gather, always of
+ * one size, in which every rank says what comes next. Ranks that went different ways (a backward skipped, another model)
+ * get an error that says which; without it they would sum what does not belong together, or gloo, finding a message of
+ * another length, would end the process.
+ */
+#define _GNU_SOURCE /* strdup */
+#include "c10d.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* Seconds: one look at the peers' lives and for Ctrl-C; between two looks for last words; that the end of a process may
+ * come later than the end of its connections; from finding a peer gone until a wait that goes on is given up. */
+static const double slice = 0.1, ask_every = 2.0, straggle = 2.0, grace = 1.0;
+
+enum { PHRASE = 256, WORDS = 512 };
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* --- turns -------------------------------------------------------------------------------------------------------------- */
+
+zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, const char *name)
+{
+    zs_c10d_turn turn;
+    memset(&turn, 0, sizeof turn); /* compared byte for byte */
+    turn.kind = kind;
+    turn.number = number;
+    turn.bytes = bytes;
+    if (name != NULL) snprintf(turn.name, sizeof turn.name, "%s", *name ? name : "(root)");
+    return turn;
+}
+
+/* What a rank does, fit to stand behind "rank 0 was". */
+static void describe(const zs_c10d_turn *turn, char *text, size_t size)
+{
+    unsigned long long number = turn->number, round = turn->round, bytes = turn->bytes;
+    switch ((zs_c10d_kind)turn->kind) {
+    case ZS_C10D_GATHER:
+        snprintf(text, size, "gathering parameters of unit '%s' (%llu bytes)", turn->name, bytes);
+        return;
+    case ZS_C10D_POST: snprintf(text, size, "reducing gradients of unit '%s' (round %llu)", turn->name, round); return;
+    case ZS_C10D_SHARE: snprintf(text, size, "sharing gradients of unit '%s' (round %llu)", turn->name, round); return;
+    case ZS_C10D_EXCHANGE: snprintf(text, size, "exchanging message %llu (%llu bytes)", number, bytes); return;
+    case ZS_C10D_BROADCAST:
+        snprintf(text, size, "broadcasting %llu bytes from rank %llu (message %llu)", bytes, round, number);
+        return;
+    case ZS_C10D_GIVE_UP: snprintf(text, size, "giving up its backward"); return;
+    }
+    snprintf(text, size, "in an unknown collective (another version of zshard?)");
+}
+
+/* Has a rank given up the backward in which this one is? */
+static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    const zs_c10d_turn *own = &turns[comm->base.rank];
+    for (int r = 0; r < comm->base.world; r++) {
+        if (turns[r].kind != ZS_C10D_GIVE_UP) continue;
+        char phrase[PHRASE];
+        describe(own, phrase, sizeof phrase);
+        comm->base.heard = true;
+        return ZS_FAIL(
+            ZS_ERR_DIVERGED,
+            "rank %d gave up its backward (an exception there that was caught, most likely) while rank %d was "
+            "%s; the gradients of this step are incomplete",
+            r, comm->base.rank, phrase);
+    }
+    return ZS_OK;
+}
+
+static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    int own = comm->base.rank;
+    if (turns[own].kind == ZS_C10D_GIVE_UP) return ZS_OK; /* whatever the others are at, they hear of it */
+    ZS_TRY(check_gave_up(comm, turns));
+    for (int r = 0; r < comm->base.world; r++) {
+        if (memcmp(&turns[r], &turns[own], sizeof *turns) == 0) continue;
+        char ours[PHRASE], theirs[PHRASE];
+        describe(&turns[own], ours, sizeof ours);
+        describe(&turns[r], theirs, sizeof theirs);
+        return ZS_FAIL(ZS_ERR_DIVERGED,
+                       "the ranks did different things: rank %d was %s while rank %d was %s. All ranks must run the "
+                       "same forwards, backwards and collective calls; over c10d also their units in one order",
+                       own, ours, r, theirs);
+    }
+    return ZS_OK;
+}
+
+zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
+{
+    if (comm->lost != NULL)
+        return ZS_FAIL(ZS_ERR_PEER, "no collective can follow on this process group: %s", comm->lost);
+    int area = -1;
+    ZS_TRY(zs_c10d_borrow_area(comm, (size_t)(comm->base.world + 1) * sizeof *turn, &area));
+    zs_c10d_turn *turns = zs_c10d_area_mem(comm, area)->ptr, *mine = turns + comm->base.world;
+    *mine = *turn;
+    zs_work *work = NULL;
+    zs_group_set_timeout(comm->group, comm->base.timeout);
+    zs_status status = zs_group_all_gather(comm->group, mine, turns, sizeof *turn, comm->base.world, &work);
+    status = status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);
+    if (status == ZS_OK) status = compare(comm, turns);
+    zs_c10d_return_area(comm, &area);
+    return status;
+}
+
+/* --- failures ----------------------------------------------------------------------------------------------------------- */
+
+/* Looks for who is gone; the end of a process may show a little later than the end of its connections. */
+static bool look_for_gone(zs_c10d_comm *comm, double patience, char *sentence, size_t size)
+{
+    double end = now() + patience;
+    for (;;) {
+        bool last = now() >= end;
+        if (zs_c10d_find_gone(comm, last || patience == 0, sentence, size)) return true;
+        if (last) return false;
+        nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    }
+}
+
+zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status)
+{
+    char words[WORDS], phrase[PHRASE], who[WORDS];
+    snprintf(words, sizeof words, "%s", zs_last_message());
+    zs_clear_error();
+    describe(turn, phrase, sizeof phrase);
+    int own = comm->base.rank;
+    if (look_for_gone(comm, status == ZS_ERR_PEER ? straggle : 0, who, sizeof who)) {
+        status = ZS_FAIL(ZS_ERR_PEER, "%s while rank %d was %s: %s", who, own, phrase, words);
+    } else {
+        zs_c10d_name_others(comm, who, sizeof who);
+        if (status == ZS_ERR_TIMEOUT)
+            status = ZS_FAIL(status, "rank %d waited %.1f s for %s while %s: %s", own, comm->base.timeout, who, phrase,
+                             words);
+        else if (status == ZS_ERR_PEER)
+            status =
+                ZS_FAIL(status, "%s has gone or cannot be reached while rank %d was %s: %s", who, own, phrase, words);
+        else
+            status = ZS_FAIL(status, "rank %d, %s: %s", own, phrase, words);
+    }
+    if (comm->lost == NULL) comm->lost = strdup(zs_last_message());
+    return status;
+}
+
+/* --- waiting -------------------------------------------------------------------------------------------------------------- */
+
+/* What a wait has seen so far, in seconds of now(). */
+typedef struct patience {
+    double asked; /* the store, last */
+    double gone;  /* a peer was first seen to be gone; 0: none */
+} patience;
+
+/* Fails if the wait is to be broken off. */
+static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
+{
+    char who[WORDS];
+    double time = now();
+    if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
+    bool ask = time - seen->asked > ask_every;
+    if (ask) seen->asked = time;
+    if (!zs_c10d_find_gone(comm, ask, who, sizeof who)) return ZS_OK;
+    if (seen->gone == 0) seen->gone = time;
+    if (time - seen->gone < grace) return ZS_OK; /* what it has sent before may be enough for us */
+    return ZS_FAIL(ZS_ERR_PEER, "it waits for a rank that is gone");
+}
+
+/* torch's threads will write to the memory whenever the missing peer comes. */
+static void leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
+{
+    zs_c10d_stray *stray = malloc(sizeof *stray);
+    if (stray == NULL) return; /* lost without a trace is as good */
+    *stray = (zs_c10d_stray){work, memory != NULL ? zs_mem_retain(memory) : NULL, comm->strays};
+    comm->strays = stray;
+}
+
+zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory)
+{
+    patience seen = {.asked = now()};
+    for (;;) {
+        bool done = false;
+        zs_status status = zs_work_wait(work, slice, &done);
+        if (done) zs_work_free(work);
+        if (done && status == ZS_OK) return ZS_OK;
+        if (done) return zs_c10d_fail(comm, turn, status);
+        status = check_wait(comm, &seen);
+        if (status == ZS_OK) continue;
+        leave_behind(comm, work, memory);
+        if (status == ZS_ERR_PEER) return zs_c10d_fail(comm, turn, status);
+        if (comm->lost == NULL)
+            comm->lost = strdup("a wait was interrupted (Ctrl-C), and its collective is still under way");
+        return status;
+    }
+}
+
+/* --- areas ---------------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, int *index)
+{
+    int best = -1;
+    for (size_t i = 0; i < comm->n_areas; i++) {
+        const zs_c10d_area *area = &comm->areas[i];
+        if (area->busy || area->mem->bytes < bytes) continue;
+        if (best < 0 || area->mem->bytes < comm->areas[best].mem->bytes) best = (int)i;
+    }
+    if (best < 0) {
+        zs_c10d_area *areas = realloc(comm->areas, (comm->n_areas + 1) * sizeof *areas);
+        if (areas == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the list of receive buffers");
+        comm->areas = areas;
+        areas[comm->n_areas] = (zs_c10d_area){0};
+        ZS_TRY(zs_mem_new_private(bytes, &areas[comm->n_areas].mem));
+        best = (int)comm->n_areas++;
+    }
+    comm->areas[best].busy = true;
+    *index = best;
+    return ZS_OK;
+}
+
+void zs_c10d_return_area(zs_c10d_comm *comm, int *index)
+{
+    if (*index >= 0) comm->areas[*index].busy = false;
+    *index = -1;
+}
+
+zs_mem *zs_c10d_area_mem(const zs_c10d_comm *comm, int index)
+{
+    return comm->areas[index].mem;
+}
