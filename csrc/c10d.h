@@ -59,7 +59,6 @@ typedef struct zs_c10d_comm {
     bool told; /* this rank has left its last words */
     zs_c10d_stray *strays;
     struct zs_c10d_comm *next; /* in the list of those that are kept for their strays' sake */
-    char *lost;                /* why no collective can follow any more; NULL: all is well */
 } zs_c10d_comm;
 
 /* --- c10d_turn.c ------------------------------------------------------------------------------------------------------ */

@@ -96,8 +96,8 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
-    if (comm->lost != NULL)
-        return ZS_FAIL(ZS_ERR_PEER, "no collective can follow on this process group: %s", comm->lost);
+    if (comm->base.lost != NULL)
+        return ZS_FAIL(ZS_ERR_PEER, "no collective can follow on this process group: %s", comm->base.lost);
     int area = -1;
     ZS_TRY(zs_c10d_borrow_area(comm, (size_t)(comm->base.world + 1) * sizeof *turn, &area));
     zs_c10d_turn *turns = zs_c10d_area_mem(comm, area)->ptr, *mine = turns + comm->base.world;
@@ -145,7 +145,7 @@ zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status s
         else
             status = ZS_FAIL(status, "rank %d, %s: %s", own, phrase, words);
     }
-    if (comm->lost == NULL) comm->lost = strdup(zs_last_message());
+    if (comm->base.lost == NULL) comm->base.lost = strdup(zs_last_message());
     return status;
 }
 
@@ -193,8 +193,8 @@ zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *
         if (status == ZS_OK) continue;
         leave_behind(comm, work, memory);
         if (status == ZS_ERR_PEER) return zs_c10d_fail(comm, turn, status);
-        if (comm->lost == NULL)
-            comm->lost = strdup("a wait was interrupted (Ctrl-C), and its collective is still under way");
+        if (comm->base.lost == NULL)
+            comm->base.lost = strdup("a wait was interrupted (Ctrl-C), and its collective is still under way");
         return status;
     }
 }

@@ -120,6 +120,7 @@ struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
     double timeout; /* seconds that one wait may last */
+    char *lost;     /* (c10d) why no call can follow any more, NULL: all is well; owned */
     bool heard;     /* a peer's give_up ended a collective here; cleared by who has acted on it */
     _Atomic long refs;
 };

@@ -132,7 +132,7 @@ static void c10d_destroy(zs_comm *comm)
     for (size_t i = 0; i < self->n_areas; i++)
         zs_mem_release(self->areas[i].mem);
     free(self->areas);
-    free(self->lost);
+    free(self->base.lost);
     zs_c10d_peers_free(self);
     zs_group_free(self->group);
     free(self);

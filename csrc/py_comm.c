@@ -224,12 +224,20 @@ static PyObject *comm_timeout(comm_object *self, void *unused)
     return PyFloat_FromDouble(self->comm->timeout);
 }
 
+static PyObject *comm_lost(comm_object *self, void *unused)
+{
+    (void)unused;
+    const char *why = self->comm->lost;
+    return why != NULL ? PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace") : PyUnicode_FromString("");
+}
+
 static PyGetSetDef comm_getset[] = {
     {"rank", (getter)comm_rank, NULL, "This rank.", NULL},
     {"world", (getter)comm_world, NULL, "Number of ranks.", NULL},
     {"transport", (getter)comm_transport, NULL, "'self', 'shm' or 'c10d'.", NULL},
     {"address", (getter)comm_address, NULL, "Where peers connect to (shm).", NULL},
     {"timeout", (getter)comm_timeout, NULL, "Longest wait in seconds.", NULL},
+    {"lost", (getter)comm_lost, NULL, "Why no call can follow any more (c10d); '' if one can.", NULL},
     {0},
 };
 

@@ -50,6 +50,7 @@ def resolve_group(process_group: Any) -> Any | None:
         return None
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+        atexit.register(_destroy_own_group)  # runs after _leave, which is registered later
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
@@ -195,6 +196,7 @@ def _try_shm(
 
 
 _reporting = False
+_failed = False  # an exception ends this program
 
 
 def _report_ends() -> None:
@@ -206,6 +208,8 @@ def _report_ends() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        global _failed
+        _failed = True
         for entry in _entries.values():
             entry.comm.abort(f"{kind.__name__}: {value}")
         previous(kind, value, trace)
@@ -216,6 +220,16 @@ def _report_ends() -> None:
 
 def _leave() -> None:
     """An orderly end: the peers are told that this rank left, rather than finding it dead."""
+    global _failed
     for entry in _entries.values():
+        _failed = _failed or bool(entry.comm.lost)
         entry.comm.close()
     _entries.clear()
+
+
+def _destroy_own_group() -> None:
+    """torch wants a process group destroyed before Python ends: its threads may need Python.
+
+    Not where a collective may be under way still: this would wait for it."""
+    if not _failed and dist.is_initialized():
+        dist.destroy_process_group()
