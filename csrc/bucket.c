@@ -170,7 +170,10 @@ static pool_view look(const zs_bucket_pool *pool, size_t bytes)
 zs_status zs_bucket_take(zs_bucket_pool *pool, zs_unit *unit, size_t bytes)
 {
     pool_view view = look(pool, bytes);
-    for (size_t i = 0; i < pool->n && view.idle == NULL; i++) {
+    /* Collectives end in the order of posting, the oldest first. To look for others would only leave it to timing how
+     * many buckets there are in the end. */
+    bool any_may_be_done = pool->comm->ops->mapped;
+    for (size_t i = 0; i < pool->n && any_may_be_done && view.idle == NULL; i++) {
         if (pool->slots[i]->posted) ZS_TRY(reclaim(pool, pool->slots[i], ZS_WAIT_NOT));
     }
     view = look(pool, bytes);

@@ -54,7 +54,8 @@ typedef struct zs_c10d_comm {
     uint64_t flats, units, messages; /* so many so far */
     zs_c10d_peer *peers;             /* [world] */
     int gone;                        /* the peer that was first seen to be gone, the cause of what follows; -1: none */
-    zs_c10d_area *areas;             /* grows to what one backward has out at a time */
+    size_t living;                   /* units that are not freed */
+    zs_c10d_area *areas;             /* grows to what one backward has out at a time; goes with the last unit */
     size_t n_areas;
     bool told; /* this rank has left its last words */
     zs_c10d_stray *strays;
@@ -82,6 +83,9 @@ zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status s
 zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, int *index);
 void zs_c10d_return_area(zs_c10d_comm *comm, int *index);
 zs_mem *zs_c10d_area_mem(const zs_c10d_comm *comm, int index);
+
+/* Gives all areas back, unless a collective that was not waited for may still write there. */
+void zs_c10d_free_areas(zs_c10d_comm *comm);
 
 /* --- c10d_peers.c ------------------------------------------------------------------------------------------------------- */
 

@@ -257,9 +257,11 @@ void zs_c10d_cunit_free(zs_comm *comm, zs_cunit *cunit)
     c10d_unit *unit = (c10d_unit *)cunit;
     if (unit->work != NULL) (void)end_swap((zs_c10d_comm *)comm, unit); /* it writes into our memory until then */
     zs_clear_error();
-    return_all_areas((zs_c10d_comm *)comm, unit);
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    return_all_areas(self, unit);
     zs_cunit_clear(cunit);
     free(cunit);
+    if (--self->living == 0) zs_c10d_free_areas(self); /* the transport lives as long as the process group */
 }
 
 zs_status zs_c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
@@ -267,6 +269,7 @@ zs_status zs_c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit *
     c10d_unit *unit = calloc(1, sizeof *unit);
     if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
     unit->sent = unit->received = unit->spread = -1;
+    ((zs_c10d_comm *)comm)->living++;
     zs_status status = zs_cunit_init(&unit->base, spec, comm->world);
     if (status != ZS_OK) {
         zs_c10d_cunit_free(comm, &unit->base);

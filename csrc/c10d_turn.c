@@ -232,3 +232,13 @@ zs_mem *zs_c10d_area_mem(const zs_c10d_comm *comm, int index)
 {
     return comm->areas[index].mem;
 }
+
+void zs_c10d_free_areas(zs_c10d_comm *comm)
+{
+    if (comm->strays != NULL) return;
+    for (size_t i = 0; i < comm->n_areas; i++)
+        zs_mem_release(comm->areas[i].mem);
+    free(comm->areas);
+    comm->areas = NULL;
+    comm->n_areas = 0;
+}

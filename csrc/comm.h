@@ -108,6 +108,8 @@ typedef struct zs_comm_ops {
     zs_status (*read_end)(zs_comm *, zs_reader *, zs_phase);
     zs_status (*give_up)(zs_comm *); /* collective; NULL if mapped */
 
+    size_t (*bytes)(const zs_comm *);
+
     zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
     zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
     void (*abort)(zs_comm *, const char *reason);
@@ -167,6 +169,9 @@ void zs_comm_on_wait(bool (*interrupted)(void));
  * give_up: tells the peers that this rank will not finish the backward that they are in: the collective that they come to
  *   next fails with ZS_ERR_DIVERGED, and `heard` is set; here it succeeds. What was posted before can still be collected.
  *   (Where shards are mapped, a bit in the `used` bitmap of an empty post says so.)
+ *
+ * bytes: memory that the transport itself has on this rank, besides flats and buckets: of all its models together. As
+ *   there, what has never been touched is counted too.
  *
  * exchange: small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all
  *   ranks. broadcast: `data` of `root` to all.

@@ -31,6 +31,15 @@ static zs_status c10d_gather(zs_comm *comm, const zs_flat_mem *flat, const char 
     return status == ZS_OK ? zs_c10d_finish(self, &turn, work, full) : zs_c10d_fail(self, &turn, status);
 }
 
+static size_t c10d_bytes(const zs_comm *comm)
+{
+    const zs_c10d_comm *self = (const zs_c10d_comm *)comm;
+    size_t total = 0;
+    for (size_t i = 0; i < self->n_areas; i++)
+        total += self->areas[i].mem->bytes;
+    return total;
+}
+
 /* --- small collectives, birth and end --------------------------------------------------------------------------------------- */
 
 /* The bytes go through an area: the caller's memory may be gone when a wait was broken off and the collective was not. */
@@ -129,9 +138,7 @@ static void c10d_destroy(zs_comm *comm)
         keep(self);
         return;
     }
-    for (size_t i = 0; i < self->n_areas; i++)
-        zs_mem_release(self->areas[i].mem);
-    free(self->areas);
+    zs_c10d_free_areas(self);
     free(self->base.lost);
     zs_c10d_peers_free(self);
     zs_group_free(self->group);
@@ -160,6 +167,7 @@ static const zs_comm_ops c10d_ops = {
     .read_begin = zs_local_read,
     .read_end = zs_local_read,
     .give_up = c10d_give_up,
+    .bytes = c10d_bytes,
     .exchange = c10d_exchange,
     .broadcast = c10d_broadcast,
     .abort = c10d_abort,

@@ -82,6 +82,12 @@ static zs_status shm_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
     return ZS_OK;
 }
 
+/* The control block, of its heap the records. (What maps the peers' counts as theirs.) */
+static size_t shm_bytes(const zs_comm *comm)
+{
+    return offsetof(zs_shm_control, heap) + ((const zs_shm *)comm)->heap_used;
+}
+
 /* --- small collectives ------------------------------------------------------------------------------------------------------ */
 
 static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
@@ -223,6 +229,7 @@ static const zs_comm_ops shm_ops = {
     .reader_free = zs_shm_reader_free,
     .read_begin = zs_shm_read_begin,
     .read_end = zs_shm_read_end,
+    .bytes = shm_bytes,
     .exchange = shm_exchange,
     .broadcast = shm_broadcast,
     .abort = shm_abort,

@@ -139,7 +139,9 @@ zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t 
 
 zs_engine_bytes zs_engine_memory(const zs_engine *engine)
 {
-    zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->arena), .buckets = zs_bucket_pool_bytes(engine->buckets)};
+    zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->arena),
+                             .buckets = zs_bucket_pool_bytes(engine->buckets),
+                             .transport = engine->comm->ops->bytes(engine->comm)};
     for (size_t i = 0; i < engine->n; i++) {
         bytes.shards += zs_unit_shard_bytes(engine->units[i]);
         bytes.grads += zs_unit_grad_bytes(engine->units[i]);

@@ -213,14 +213,16 @@ static PyObject *engine_max(engine_object *self, PyObject *numbers)
 }
 
 PyDoc_STRVAR(engine_memory_doc,
-             "memory($self, /)\n--\n\nBytes held on this rank: shards, grads, slots (full buffers), buckets.");
+             "memory($self, /)\n--\n\nBytes held on this rank: shards, grads, slots (full buffers), buckets, and "
+             "transport (the transport's own, for all models that use it).");
 
 static PyObject *engine_memory(engine_object *self, PyObject *unused)
 {
     (void)unused;
     zs_engine_bytes bytes = zs_engine_memory(self->engine);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes.shards, "grads", (Py_ssize_t)bytes.grads,
-                         "slots", (Py_ssize_t)bytes.slots, "buckets", (Py_ssize_t)bytes.buckets);
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes.shards, "grads", (Py_ssize_t)bytes.grads,
+                         "slots", (Py_ssize_t)bytes.slots, "buckets", (Py_ssize_t)bytes.buckets, "transport",
+                         (Py_ssize_t)bytes.transport);
 }
 
 static PyMethodDef engine_methods[] = {

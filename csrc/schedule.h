@@ -63,6 +63,7 @@ bool zs_engine_gave_up(const zs_engine *engine);
 /* Memory held now, in bytes. */
 typedef struct zs_engine_bytes {
     size_t shards, grads, slots, buckets;
+    size_t transport; /* the transport's own, for all models that use it */
 } zs_engine_bytes;
 zs_engine_bytes zs_engine_memory(const zs_engine *engine);
 

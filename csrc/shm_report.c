@@ -10,15 +10,16 @@
 
 enum { PHRASE = 192, SENTENCE = 320 };
 
-zs_shm_act zs_shm_act_of(const zs_shm *shm, int r, uint64_t *wait_id)
+zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r)
 {
     const zs_shm_control *control = shm->peers[r].control;
-    *wait_id = atomic_load(&control->wait_id);
+    zs_shm_moment moment = {.wait_id = atomic_load(&control->wait_id), .missing = -1};
     uint64_t what = atomic_load(&control->act_what);
-    return (zs_shm_act){.what = (zs_shm_what)(what >> 32 & 0x7fffffff),
-                        .record = (uint32_t)what,
-                        .number = atomic_load(&control->act_number),
-                        .yields = what >> 63 != 0};
+    moment.act = (zs_shm_act){.what = (zs_shm_what)(what >> 32 & 0x7fffffff),
+                              .record = (uint32_t)what,
+                              .number = atomic_load(&control->act_number),
+                              .yields = what >> 63 != 0};
+    return moment;
 }
 
 void zs_shm_describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size)
@@ -40,16 +41,13 @@ void zs_shm_describe(const zs_shm *shm, int who, zs_shm_act act, char *text, siz
     snprintf(text, size, "unknown act");
 }
 
-void zs_shm_describe_rank(const zs_shm *shm, int r, char *text, size_t size)
+void zs_shm_describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment, char *text, size_t size)
 {
     char phrase[PHRASE];
-    uint64_t wait_id = 0;
-    zs_shm_act act = zs_shm_act_of(shm, r, &wait_id);
-    zs_shm_describe(shm, r, act, phrase, sizeof phrase);
+    zs_shm_describe(shm, r, moment->act, phrase, sizeof phrase);
     int pid = (int)shm->peers[r].pid;
-    int missing = wait_id % 2 == 1 ? zs_shm_missing(shm, r, act) : -1;
-    if (missing >= 0)
-        snprintf(text, size, "rank %d (pid %d) waits for rank %d's %s", r, pid, missing, phrase);
+    if (moment->missing >= 0)
+        snprintf(text, size, "rank %d (pid %d) waits for rank %d's %s", r, pid, moment->missing, phrase);
     else
         snprintf(text, size, "rank %d (pid %d) has done nothing here since its %s", r, pid, phrase);
 }
@@ -79,26 +77,28 @@ static void append_missing(const zs_shm *shm, zs_shm_act act, char *text, size_t
     for (int r = 0; r < shm->base.world && length + 2 < size; r++) {
         if (r == shm->base.rank || !zs_shm_is_missing(shm, r, act)) continue;
         length += (size_t)snprintf(text + length, size - length, "; ");
-        if (length < size) zs_shm_describe_rank(shm, r, text + length, size - length);
+        zs_shm_moment moment = zs_shm_look_at(shm, r);
+        if (moment.wait_id % 2 == 1) moment.missing = zs_shm_missing(shm, r, moment.act);
+        if (length < size) zs_shm_describe_rank(shm, r, &moment, text + length, size - length);
         length = strlen(text);
     }
 }
 
-zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, double waited)
+zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, int missing, double waited)
 {
     char phrase[PHRASE], others[2 * SENTENCE] = "";
     zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     append_missing(shm, act, others, sizeof others);
-    return ZS_FAIL(ZS_ERR_TIMEOUT, "rank %d waited %.1f s for rank %d's %s%s", shm->base.rank, waited,
-                   zs_shm_missing(shm, shm->base.rank, act), phrase, others);
+    return ZS_FAIL(ZS_ERR_TIMEOUT, "rank %d waited %.1f s for rank %d's %s%s", shm->base.rank, waited, missing, phrase,
+                   others);
 }
 
-zs_status zs_shm_fail_circle(const zs_shm *shm)
+zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments)
 {
     char text[2 * SENTENCE] = "";
     size_t length = 0;
     for (int r = 0; r < shm->base.world && length + 3 < sizeof text; r++) {
-        zs_shm_describe_rank(shm, r, text + length, sizeof text - length);
+        zs_shm_describe_rank(shm, r, &moments[r], text + length, sizeof text - length);
         length = strlen(text);
         if (r + 1 < shm->base.world) length += (size_t)snprintf(text + length, sizeof text - length, "; ");
     }

@@ -4,9 +4,10 @@
  * still what it read. The waker changes its word, then looks at `asleep`, then raises `wake`. All sequentially
  * consistent: if the waker does not see `asleep`, its change came before, and the sleeper's last look finds it.
  *
- * Proof of a circle: while a rank waits, none of its words changes. If all ranks are found in a wait with somebody
- * missing, and afterwards all are found in the very same wait (wait_id), then they all stood still in between, what was
- * seen was one moment, and no rank can ever go on.
+ * Proof of a circle: while a rank waits, none of its words changes. If all ranks are found in a wait, then each with
+ * somebody missing, and after that all in the very same wait (wait_id), then all stood still while it was asked who is
+ * missing: the answers are of one moment, and no rank can ever go on. (To ask about a rank before the next one is known
+ * to wait would prove nothing: that one may just be doing what the first waits for.)
  */
 #define _GNU_SOURCE 1 /* syscall */
 #include "shm_wait.h"
@@ -164,8 +165,10 @@ static zs_status check_lives(zs_shm *shm, zs_shm_act act, sleep_state *state, do
         if (r == shm->base.rank) continue;
         bool left = atomic_load(&shm->peers[r].control->left) != 0;
         bool needed = zs_shm_is_missing(shm, r, act);
+        if (!left && !shm->peers[r].dead) continue;
+        ZS_TRY(zs_shm_check_stop(shm)); /* it may have said why since we looked */
         if (left && needed) return zs_shm_fail_left(shm, act, r);
-        if (!shm->peers[r].dead || left) continue;
+        if (left) continue;
         if (needed) return zs_shm_fail_dead(shm, act, r, r);
         if (state->died == 0) state->died = time;
         if (time - state->died > grace) return zs_shm_fail_dead(shm, act, r, missing);
@@ -176,16 +179,20 @@ static zs_status check_lives(zs_shm *shm, zs_shm_act act, sleep_state *state, do
 typedef enum circle { NO_CIRCLE, CIRCLE, CIRCLE_THAT_YIELDS } circle;
 
 /* Are all ranks waiting for each other, and if so, does one of them yield? */
-static circle find_circle(const zs_shm *shm, uint64_t *ids)
+static circle find_circle(const zs_shm *shm, zs_shm_moment *moments)
 {
     circle found = CIRCLE;
     for (int r = 0; r < shm->base.world; r++) {
-        zs_shm_act act = zs_shm_act_of(shm, r, &ids[r]);
-        if (ids[r] % 2 == 0 || zs_shm_missing(shm, r, act) < 0) return NO_CIRCLE;
-        if (act.yields) found = CIRCLE_THAT_YIELDS;
+        moments[r] = zs_shm_look_at(shm, r);
+        if (moments[r].wait_id % 2 == 0) return NO_CIRCLE;
+        if (moments[r].act.yields) found = CIRCLE_THAT_YIELDS;
+    }
+    for (int r = 0; r < shm->base.world; r++) {
+        moments[r].missing = zs_shm_missing(shm, r, moments[r].act);
+        if (moments[r].missing < 0) return NO_CIRCLE;
     }
     for (int r = 0; r < shm->base.world; r++)
-        if (atomic_load(&shm->peers[r].control->wait_id) != ids[r]) return NO_CIRCLE;
+        if (atomic_load(&shm->peers[r].control->wait_id) != moments[r].wait_id) return NO_CIRCLE;
     return found;
 }
 
@@ -193,14 +200,16 @@ static circle find_circle(const zs_shm *shm, uint64_t *ids)
  * circle from the others. */
 static zs_status check_circle(zs_shm *shm, zs_shm_act act, sleep_state *state)
 {
-    uint64_t *ids = malloc((size_t)shm->base.world * sizeof *ids);
-    if (ids == NULL) return ZS_OK; /* then the deadline decides */
-    circle found = find_circle(shm, ids);
-    free(ids);
+    zs_shm_moment *moments = malloc((size_t)shm->base.world * sizeof *moments);
+    if (moments == NULL) return ZS_OK; /* then the deadline decides */
+    circle found = find_circle(shm, moments);
     state->yielded = found == CIRCLE_THAT_YIELDS && act.yields;
-    if (found != CIRCLE) return ZS_OK;
-    zs_status status = zs_shm_fail_circle(shm);
-    zs_shm_stop(shm, status, zs_last_message());
+    zs_status status = ZS_OK;
+    if (found == CIRCLE) {
+        status = zs_shm_fail_circle(shm, moments);
+        zs_shm_stop(shm, status, zs_last_message());
+    }
+    free(moments);
     return status;
 }
 
@@ -218,8 +227,8 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
     ZS_TRY(check_lives(shm, act, state, time));
     if (waited >= circle_after) ZS_TRY(check_circle(shm, act, state));
     if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
-    if (waited >= shm->base.timeout && zs_shm_missing(shm, shm->base.rank, act) >= 0)
-        return zs_shm_fail_timeout(shm, act, waited);
+    int missing = waited >= shm->base.timeout ? zs_shm_missing(shm, shm->base.rank, act) : -1;
+    if (missing >= 0) return zs_shm_fail_timeout(shm, act, missing, waited);
     if (waited >= stall_after && !state->told) {
         zs_shm_print_stall(shm, act, waited);
         state->told = true;

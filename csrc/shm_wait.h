@@ -42,17 +42,26 @@ void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason);
 /* What a peer has to give for `act` of rank `who`, as in "rank 1's ...": "gradients of unit 'a' (round 2)". */
 void zs_shm_describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size);
 
-/* What rank `r` is doing: "rank 1 (pid 7) waits itself for ..." or "... has done nothing since its ...". */
-void zs_shm_describe_rank(const zs_shm *shm, int r, char *text, size_t size);
+/* Where a rank was seen. */
+typedef struct zs_shm_moment {
+    zs_shm_act act;   /* as published: what it waits for, or has done last */
+    uint64_t wait_id; /* odd: it waits */
+    int missing;      /* the rank it waits for, -1: none */
+} zs_shm_moment;
 
-/* The act that rank `r` published, and its wait_id (odd: it waits). */
-zs_shm_act zs_shm_act_of(const zs_shm *shm, int r, uint64_t *wait_id);
+/* What rank `r` has published, without `missing`. */
+zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r);
 
-/* Failures, worded: a peer's death, an orderly leave, a deadline, a circle. `missing` is the rank waited for. */
+/* What rank `r` was doing at that moment: "rank 1 (pid 7) waits for rank 0's ..." or "... has done nothing here since
+ * its ...". */
+void zs_shm_describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment, char *text, size_t size);
+
+/* Failures, worded: a peer's death, an orderly leave, a deadline, a circle. `missing` is the rank waited for; `moments`
+ * [world] are those of the proof, as the ranks may be elsewhere by the time that it is put into words. */
 zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int missing);
 zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left);
-zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, double waited);
-zs_status zs_shm_fail_circle(const zs_shm *shm);
+zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, int missing, double waited);
+zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments);
 
 /* One line on stderr about a wait that takes long. */
 void zs_shm_print_stall(const zs_shm *shm, zs_shm_act act, double waited);

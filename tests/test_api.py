@@ -392,7 +392,8 @@ def test_tied_weights_count_once():
 
 
 def test_memory_has_its_keys():
-    assert set(FSDP(make(Mlp)).memory()) == {"shards", "grads", "slots", "buckets"}
+    held = FSDP(make(Mlp)).memory()
+    assert set(held) == {"shards", "grads", "slots", "buckets", "transport"}
 
 
 def test_a_model_without_parameters():

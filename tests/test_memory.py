@@ -7,8 +7,10 @@ tensors and the kernel report have to agree with it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
+from zshard.wrap import always_wrap_policy, size_based_auto_wrap_policy
 
 MIB = 1 << 20
 PARAM_ALIGN = 64  # bytes from one parameter's start to the next are a multiple of it
@@ -181,6 +184,28 @@ def test_nothing_is_allocated_after_the_second_step(pool2, combination):
         assert all(held == seen[1] for held in seen[2:])
 
 
+def transports_share(transport):
+    """What two models over one transport say of it: after one has trained, (first's, second's); the
+    bytes that the first's largest round packs."""
+    case = CASES["net"]
+    first, second = (wrapped(case.make, ("full_shard", transport)) for _ in range(2))
+    train(first, case, torch.optim.SGD(first.parameters(), 0.1), dist.get_rank(), steps=2)
+    told = [model.memory()["transport"] for model in (first, second)]
+    return told, max(unit.bytes["bucket"] for unit in units_of(first))
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_models_share_what_the_transport_holds(pool2, transport):
+    for (first, second), bucket in pool2.run(transports_share, transport):
+        assert first == second > 0
+        if transport == "c10d":
+            assert first >= 2 * bucket  # sent and received
+
+
+def test_alone_there_is_no_transport_to_speak_of():
+    assert FSDP(make(Net)).memory()["transport"] == 0
+
+
 # --- as the kernel sees it -----------------------------------------------------------------------
 
 
@@ -194,11 +219,12 @@ def held_bytes():
 
 
 WIDTH, DEPTH = 1024, 10  # 4 MiB a layer
+HUGE_PAGE = 2 * MIB
 
 
 def measured(combination):
-    """Bytes: {"added": by the model and three steps, "more": by seven more, "layer": of one, "told":
-    what memory() says}."""
+    """Bytes: {"added": by the model and three steps, "more": by seven more, "layer": of one, "told"
+    and "told more": what memory() says of these}."""
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
     x = torch.randn(8, WIDTH)
 
@@ -218,7 +244,7 @@ def measured(combination):
     )
     steps(model, 3)
     dist.barrier()
-    after = held_bytes()
+    after, told = held_bytes(), sum(model.memory().values())
     dist.barrier()
     steps(model, 7)
     dist.barrier()
@@ -228,7 +254,8 @@ def measured(combination):
         "added": after - before,
         "more": later - after,
         "layer": units_of(model)[1].bytes["full"],
-        "told": sum(model.memory().values()),
+        "told": told,
+        "told more": sum(model.memory().values()) - told,
     }
 
 
@@ -239,13 +266,14 @@ def test_what_the_kernel_counts(pool2, combination):
         layers = 2 * DEPTH / (1 if strategy == "no_shard" else 2)  # parameters and gradients
         rest = 4  # full buffers and buckets of two units
         if transport == "c10d":
-            rest += 2  # what is sent and what is received
+            rest += 4  # what is sent and what is received, of the two that are out
             rest += DEPTH if strategy == "shard_grad_op" else 0  # whole from forward to backward
         text = ", ".join(f"{key}: {value / MIB:.1f} MiB" for key, value in held.items())
         assert 0.9 * layers * held["layer"] <= held["added"], text
-        assert held["added"] <= (layers + rest) * held["layer"] + 2 * MIB, text
-        assert held["added"] <= held["told"] + 2 * MIB, text
-        assert held["more"] <= MIB, text
+        assert held["added"] + held["more"] <= (layers + rest) * held["layer"] + 2 * MIB, text
+        assert held["added"] <= held["told"] + 2 * MIB + HUGE_PAGE, text  # where gradients end
+        # Over shm, whether and when first a second bucket is wanted is a matter of timing.
+        assert held["more"] <= held["told more"] + MIB, text
 
 
 def freed(transport):
@@ -271,3 +299,33 @@ def freed(transport):
 def test_a_models_memory_goes_with_it(pool2, transport):
     for left in pool2.run(freed, transport):
         assert left <= MIB, f"{left / MIB:.1f} MiB"
+
+
+BIG = functools.partial(size_based_auto_wrap_policy, min_num_params=100)
+
+
+def used_and_dropped(transport, policy):
+    """Weak references to a model and parts of it."""
+    case = CASES["net"]
+    model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=policy)
+    model.load_state_dict(model.state_dict())
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=1)
+    seen = {"model": model, "head": model.head, "parameter": model.head.weight}
+    return {name: weakref.ref(thing) for name, thing in seen.items()}
+
+
+def freed_at_once(transport, policy):
+    """What is left of a model without a look for cycles."""
+    used_and_dropped(transport, policy)  # torch's first optimizer leaves a cycle
+    gc.disable()
+    try:
+        alive = used_and_dropped(transport, policy)
+        return [name for name, reference in alive.items() if reference() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("policy", ["auto", None, {nn.Embedding}, BIG, always_wrap_policy])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_dropped_model_is_freed_at_once(pool2, transport, policy):
+    assert pool2.run(freed_at_once, transport, policy) == [[], []]

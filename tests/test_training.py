@@ -29,11 +29,12 @@ from zshard.wrap import (
 
 
 class WrapsItself(nn.Module):
-    """Nested FSDP(...) in __init__, as scripts for FSDP1 have it."""
+    """Nested FSDP(...) in __init__, as scripts for FSDP1 have it; there None is the default."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(FSDP(Block(WIDTH)) for _ in range(3))
+        blocks = [FSDP(Block(WIDTH), auto_wrap_policy=None) for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(WIDTH, 2)
 
     forward = Stack.forward
@@ -44,7 +45,7 @@ class WrapsInContext(nn.Module):
 
     def __init__(self):
         super().__init__()
-        with enable_wrap(wrapper_cls=FSDP):
+        with enable_wrap(wrapper_cls=FSDP, auto_wrap_policy=None):
             self.blocks = nn.ModuleList(wrap(Block(WIDTH)) for _ in range(3))
             self.head = wrap(nn.Linear(WIDTH, 2))
 
@@ -54,7 +55,9 @@ class WrapsInContext(nn.Module):
 def trained_state(build, **options):
     """(names of the units, state dict after some steps)."""
     rank = dist.get_rank()
-    model = FSDP(make(build), **options)
+    model = build()
+    model.load_state_dict(make(Stack).state_dict())  # whole values, also where slices are already
+    model = FSDP(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(3):
         optimizer.zero_grad()

@@ -19,7 +19,7 @@ from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
 from zshard._clip import clip_grad_norm
 from zshard._group import comm_for, resolve_group
 from zshard._plan import UnitSpec
-from zshard._state import SliceOnLoad, fill_state_dict
+from zshard._state import attach, whole_state_dict
 from zshard._summary import summary_of
 from zshard.strategy import ShardingStrategy, parse_strategy
 from zshard.wrap import plan_units
@@ -133,15 +133,10 @@ class FSDP(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole plain tensors under plain names; collective: call it on all ranks.
 
-        Arguments as nn.Module.state_dict. Each rank gets the whole dict.
+        Arguments as nn.Module.state_dict. Each rank gets the whole dict. Raises RuntimeError where
+        it cannot give a parameter whole, naming it; PeerError if a rank is gone.
         """
-        state = super().state_dict(*args, **kwargs)
-        own = _state_of(self)
-        if own.comm.world > 1 and own.unit.strategy != "no_shard":
-            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-            keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
-            fill_state_dict(own.unit, own.spec, state, prefix, keep_vars)
-        return state
+        return whole_state_dict(self, super().state_dict, args, kwargs)
 
     def summary(self) -> str:
         """A table of the units: name, parameters, bytes whole and per rank, strategy, transport."""
@@ -348,8 +343,7 @@ def _install(spec: UnitSpec, unit: _core.Unit, comm: _core.Comm) -> None:
             module.register_forward_hook(unit.post_forward, always_call=True),
         ]
         if unit.strategy != "no_shard":
-            hook = SliceOnLoad(unit, spec)
-            state.hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            attach(unit, spec)
     module.__dict__["_zshard_unit"] = unit
     module.__dict__["_zshard_state"] = state
     module.__class__ = _class_for(type(module))
