@@ -20,26 +20,6 @@ def pytest_report_header() -> str:
     return f"zshard: {spec.origin if spec else 'not importable; run `make test`'}"
 
 
-# Wanted, written down as tests, and not there yet: not run, so that nothing hangs on them.
-OPEN = (  # (file, or "" for any; word in the test's name; what is missing)
-    ("test_memory.py", "what_the_kernel_counts", "memory() leaves out c10d's areas"),
-    ("", "test_all_ways_to_wrap", "not looked into yet"),
-    (
-        "test_memory.py",
-        "a_models_memory_goes_with_it",
-        "some memory of a deleted model stays (shm)",
-    ),
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is known to be open as expected to fail, with the reason."""
-    for item in items:
-        for file, word, reason in OPEN:
-            if word in item.nodeid and file in ("", item.path.name):
-                item.add_marker(pytest.mark.xfail(run=False, reason=reason))
-
-
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, RankPool]]:
     """The session's pools by world size; each starts its ranks when it is first used."""

@@ -172,6 +172,12 @@ class ModuleTree:
             specs[unit].params.append(self._ref(entry, unit))
         return [spec for node, spec in specs.items() if spec.params or node is self.root]
 
+    def fell(self) -> None:
+        """Takes the tree apart once it has served: its cycles would keep the model alive, with all
+        its memory, until Python next looks for cycles."""
+        for node in self.nodes:
+            node.children.clear()
+
     def _visit(self, module: nn.Module) -> Node:
         node = Node(module)
         self._by_id[id(module)] = node
@@ -285,7 +291,9 @@ def assign_parameters(
                 f"{type(root).__name__}, or is wrapped already"
             )
         chosen[node] = {}
-    return tree.assign(chosen)
+    specs = tree.assign(chosen)
+    tree.fell()
+    return specs
 
 
 def _join(prefix: str, name: str) -> str:

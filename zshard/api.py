@@ -28,11 +28,14 @@ _classes: dict[type[nn.Module], type[FSDP]] = {}
 
 
 class _State:
-    """What a unit's module remembers. Lives in the module's __dict__ as `_zshard_state`."""
+    """What a unit's module remembers. Lives in the module's __dict__ as `_zshard_state`.
 
-    def __init__(self, unit: _core.Unit, spec: UnitSpec, comm: _core.Comm) -> None:
+    Nothing in it leads back to the module: a model that is dropped gives its memory back at once,
+    not when Python next looks for cycles.
+    """
+
+    def __init__(self, unit: _core.Unit, comm: _core.Comm) -> None:
         self.unit = unit
-        self.spec = spec
         self.comm = comm
         self.hooks: list[Any] = []
 
@@ -143,7 +146,12 @@ class FSDP(nn.Module):
         return summary_of([state.unit for _, state in _units(self)], _state_of(self).comm)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that zshard holds on this rank now: shards, grads, slots, buckets."""
+        """Bytes that zshard holds on this rank now: shards, grads, slots, buckets, transport.
+
+        All but the last are this model's. "transport" is what the ranks' transport has for itself
+        (over c10d, what is sent and received; over shm, the ranks' letter boxes): it is made once
+        per process group and serves all models there, so do not add it up over models.
+        """
         return dict(_state_of(self).unit.engine.memory())
 
     @staticmethod
@@ -336,7 +344,7 @@ def _names(spec: UnitSpec) -> list[str]:
 
 def _install(spec: UnitSpec, unit: _core.Unit, comm: _core.Comm) -> None:
     module = spec.module
-    state = _State(unit, spec, comm)
+    state = _State(unit, comm)
     if comm.world > 1:
         state.hooks = [
             module.register_forward_pre_hook(unit.pre_forward, prepend=True),

@@ -204,7 +204,10 @@ def plan_units(
     """
     choose = _chooser(policy)
     tree = ModuleTree(root, ignored_modules, ignored_params)
-    return tree.assign(choose(tree, ignored_modules))
+    try:
+        return tree.assign(choose(tree, ignored_modules))
+    finally:
+        tree.fell()
 
 
 def _chooser(policy: Any) -> Callable[[ModuleTree, Collection[nn.Module]], _Choice]:
@@ -266,20 +269,21 @@ def _by_recursion(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], bool])
     """FSDP1's recursion: `ask(module, True, numel)` whether to look below a module, then
     `ask(module, False, rest)` whether to make a unit of what is in none yet."""
     choice: _Choice = {}
-
-    def descend(node: Node) -> int:
-        """Returns how many elements are in units at or below `node`."""
-        if not ask(node.module, True, node.numel):
-            return 0
-        held = sum(descend(child) for child in node.children if not child.barred)
-        may_be_unit = node is not tree.root and node.may_be_unit
-        if not may_be_unit or not ask(node.module, False, node.numel - held):
-            return held
-        choice[node] = {}
-        return node.numel
-
-    descend(tree.root)
+    _descend(tree.root, ask, choice)
     return choice
+
+
+def _descend(node: Node, ask: Callable[[nn.Module, bool, int], bool], choice: _Choice) -> int:
+    """Returns how many elements are in units at or below `node`."""
+    if not ask(node.module, True, node.numel):
+        return 0
+    held = sum(_descend(child, ask, choice) for child in node.children if not child.barred)
+    if node.parent is None or not node.may_be_unit:
+        return held
+    if not ask(node.module, False, node.numel - held):
+        return held
+    choice[node] = {}
+    return node.numel
 
 
 def _fsdp1_signature(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], bool]:
