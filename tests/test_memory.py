@@ -270,8 +270,9 @@ def test_what_the_kernel_counts(pool2, combination):
             rest += DEPTH if strategy == "shard_grad_op" else 0  # whole from forward to backward
         text = ", ".join(f"{key}: {value / MIB:.1f} MiB" for key, value in held.items())
         assert 0.9 * layers * held["layer"] <= held["added"], text
-        assert held["added"] + held["more"] <= (layers + rest) * held["layer"] + 2 * MIB, text
-        assert held["added"] <= held["told"] + 2 * MIB + HUGE_PAGE, text  # where gradients end
+        noise = 2 * MIB + HUGE_PAGE  # the one in which the gradients end
+        assert held["added"] + held["more"] <= (layers + rest) * held["layer"] + noise, text
+        assert held["added"] <= held["told"] + noise, text
         # Over shm, whether and when first a second bucket is wanted is a matter of timing.
         assert held["more"] <= held["told more"] + MIB, text
 
