@@ -52,6 +52,16 @@ def find_torch():
     return home, version
 
 
+def threads_flag(compiler):
+    """What lets at::parallel_for, a header, use torch's threads; without, it silently runs on one.
+
+    Only compiled with it, not linked: GNU's calls find the OpenMP library that torch has loaded. A
+    second one would have threads of its own. Other compilers call functions that it may not have.
+    """
+    said = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+    return ["-fopenmp"] if "Free Software Foundation" in said.stdout else []
+
+
 def up_to_date(target, record, words, inputs):
     """Was `target` made by the command `words`, as `record` has it, after all `inputs` changed?"""
     try:
@@ -89,11 +99,12 @@ class BuildCore(build_ext):
         flags = COMMON + (RELEASE if not on else [word for name in on for word in VARIANTS[name]])
         tools = {"CC": "cc", "CXX": "c++", "CFLAGS": "", "CXXFLAGS": "", "LDFLAGS": ""}
         env = {name: shlex.split(os.environ.get(name, usual)) for name, usual in tools.items()}
+        threads = threads_flag(env["CXX"])
         python = ["-isystem", sysconfig.get_path("include")]
         aten = [f"-isystem{torch}/include", f"-isystem{torch}/include/torch/csrc/api/include"]
         recipes = {
             ".c": [*env["CC"], *C, *flags, *python, *env["CFLAGS"]],
-            ".cpp": [*env["CXX"], *CXX, *flags, *python, *aten, *env["CXXFLAGS"]],
+            ".cpp": [*env["CXX"], *CXX, *threads, *flags, *python, *aten, *env["CXXFLAGS"]],
         }
 
         def compile_one(source):

@@ -7,6 +7,7 @@ torch's fused step, and stay within 3e-7 of its default step, whose square root 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,6 +107,35 @@ def test_every_instruction_set(isa):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
+
+
+def ticks_by_thread() -> dict[str, int]:
+    """Processor time of each thread of this process, in clock ticks."""
+    times = {}
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        fields = stat.read_text().rpartition(")")[2].split()
+        times[stat.parent.name] = int(fields[11])
+    return times
+
+
+def test_a_step_runs_on_torchs_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        param = torch.nn.Parameter(torch.zeros(1 << 22))
+        param.grad = torch.ones_like(param)
+        optimizer = zshard.AdamW([param])
+        optimizer.step()
+        start = ticks_by_thread()
+        while sum(worked := added(start)) < 20:
+            optimizer.step()
+        assert sorted(worked)[-2] >= 5, f"one thread does it all: {worked} ticks"
+    finally:
+        torch.set_num_threads(before)
+
+
+def added(start: dict[str, int]) -> list[int]:
+    return [ticks - start.get(thread, 0) for thread, ticks in ticks_by_thread().items()]
 
 
 def test_threads_do_not_change_bits():
