@@ -275,6 +275,24 @@ static PyObject *unit_engine(unit_object *self, void *unused)
     return zs_py_engine_wrap(self->unit->engine);
 }
 
+static PyObject *unit_sync(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->unit->sync);
+}
+
+static int unit_set_sync(unit_object *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    int on = value == NULL ? -1 : PyObject_IsTrue(value);
+    if (on < 0) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "sync cannot be deleted");
+        return -1;
+    }
+    self->unit->sync = on != 0;
+    return 0;
+}
+
 /* --- type ----------------------------------------------------------------------------------------------------------------------- */
 
 static PyGetSetDef unit_getset[] = {
@@ -283,6 +301,7 @@ static PyGetSetDef unit_getset[] = {
     {"is_full", (getter)unit_is_full, NULL, "Are the parameters whole right now?", NULL},
     {"n_params", (getter)unit_n_params, NULL, "Number of parameters.", NULL},
     {"bytes", (getter)unit_sizes, NULL, "Bytes: shard, full, bucket, grad.", NULL},
+    {"sync", (getter)unit_sync, (setter)unit_set_sync, "Are gradients of the next backwards reduced?", NULL},
     {"engine", (getter)unit_engine, NULL, "The engine it belongs to now.", NULL},
     {0},
 };

@@ -3,20 +3,33 @@
 
 #include "bucket.h"
 #include "device.h"
+#include "local_grads.h"
 #include "schedule.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-static zs_status open_round(zs_unit *unit)
+static void clear_bits(const zs_unit *unit, uint64_t *bits)
 {
-    if (unit->bucket != NULL) return ZS_OK;
+    memset(bits, 0, unit->used_words * sizeof *bits);
+}
+
+static zs_status take_bucket(zs_unit *unit)
+{
     zs_bucket_pool *pool = zs_engine_buckets(unit->engine);
     ZS_TRY(
         zs_bucket_drain(pool, unit, ZS_WAIT)); /* a second round in one backward goes on top of the first one's sum */
     ZS_TRY(zs_bucket_settle(pool, unit));
-    ZS_TRY(zs_bucket_take(pool, unit, zs_unit_bucket_bytes(unit)));
-    memset(unit->used, 0, unit->used_words * sizeof *unit->used);
+    return zs_bucket_take(pool, unit, zs_unit_bucket_bytes(unit));
+}
+
+/* Makes room for gradients: a bucket, or where they stay local, memory for that. */
+static zs_status open_round(zs_unit *unit)
+{
+    if (unit->bucket != NULL || unit->local != NULL) return ZS_OK;
+    ZS_TRY(unit->syncs ? take_bucket(unit) : zs_local_grads_new(unit));
+    clear_bits(unit, unit->used);
+    clear_bits(unit, unit->arrived);
     unit->n_arrived = 0;
     return ZS_OK;
 }
@@ -33,10 +46,17 @@ static void set_bit(uint64_t *bits, int64_t i)
     bits[i / 64] |= UINT64_C(1) << (i % 64);
 }
 
-static char *in_bucket(const zs_unit *unit, const zs_param *param)
+static void clear_bit(uint64_t *bits, int64_t i)
+{
+    bits[i / 64] &= ~(UINT64_C(1) << (i % 64));
+}
+
+/* Where the round that is being packed has its gradient. */
+static char *in_round(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
-    return unit->bucket->bucket.ptr + flat->bucket_offset + (size_t)param->offset * flat->layout.itemsize;
+    char *base = unit->local != NULL ? unit->local->ptr : unit->bucket->bucket.ptr;
+    return base + flat->bucket_offset + (size_t)param->offset * flat->layout.itemsize;
 }
 
 static zs_status set_aside(zs_unit *unit, zs_param *param)
@@ -60,20 +80,43 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
     return ZS_OK;
 }
 
+/* Readies one parameter for a new gradient: .grad becomes None, what it was is kept. */
+static zs_status put_away(zs_unit *unit, int64_t i)
+{
+    zs_param *param = &unit->params[i];
+    bool below = param->below;
+    param->below = false;
+    if (zs_local_grads_hide(param)) {
+        param->has_grad = below;
+        return ZS_OK;
+    }
+    if (unit->local != NULL) clear_bit(unit->used, i); /* zero_grad() since: what was summed up here is not wanted */
+    return set_aside(unit, param);
+}
+
 zs_status zs_reduce_begin(zs_unit *unit, int64_t arriving)
 {
     if (unit->in_backward) return ZS_OK;
     unit->in_backward = true;
     unit->n_expected = 0;
+    if (unit->local != NULL) {
+        clear_bits(unit, unit->arrived);
+        unit->n_arrived = 0;
+    }
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         param->has_grad = param->reduced = false;
         if (param->grad == NULL || !zs_tensor_alive(param->tensor)) continue;
         if (zs_tensor_requires_grad(param->tensor)) unit->n_expected++;
         /* Replicated gradients accumulate in place, as under DDP: shapes agree. */
-        if (!unit->replicated && i != arriving) ZS_TRY(set_aside(unit, param));
+        if (!unit->replicated && i != arriving) ZS_TRY(put_away(unit, i));
     }
     return ZS_OK;
+}
+
+void zs_reduce_keep(zs_unit *unit, int64_t i)
+{
+    set_bit(unit->kept, i);
 }
 
 zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
@@ -81,9 +124,10 @@ zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
     zs_param *param = &unit->params[i];
     ZS_TRY(open_round(unit));
     bool again = get_bit(unit->used, i);
-    ZS_TRY(zs_grad_copy(param->tensor, in_bucket(unit, param), unit->flats[param->flat].dtype, again));
+    ZS_TRY(zs_grad_copy(param->tensor, in_round(unit, param), unit->flats[param->flat].dtype, again));
     zs_grad_set(param->tensor, NULL);
-    if (!again) unit->n_arrived++;
+    if (!get_bit(unit->arrived, i)) unit->n_arrived++;
+    set_bit(unit->arrived, i);
     set_bit(unit->used, i);
     *complete = unit->n_arrived == unit->n_expected;
     return ZS_OK;
@@ -120,21 +164,61 @@ static zs_status fill_rest(zs_unit *unit)
     return ZS_OK;
 }
 
-zs_status zs_reduce_post(zs_unit *unit, bool give_up)
+/* The gradients that stayed here go out with this round. */
+static zs_status post_local(zs_unit *unit)
+{
+    ZS_TRY(zs_reduce_begin(unit, -1)); /* it may not have been used in this backward */
+    ZS_TRY(take_bucket(unit));
+    memcpy(unit->bucket->bucket.ptr, unit->local->ptr, zs_unit_bucket_bytes(unit));
+    zs_local_grads_free(unit);
+    return ZS_OK;
+}
+
+/* A replicated unit's .grad has them: it counts as used, if the user has left it there. */
+static zs_status count_kept(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_grad_info grad = {0};
+        if (!get_bit(unit->kept, i) || !zs_tensor_alive(unit->params[i].tensor)) continue;
+        ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
+        if (grad.defined) set_bit(unit->used, i);
+    }
+    clear_bits(unit, unit->kept);
+    return ZS_OK;
+}
+
+/* A round without gradients; what stayed local stays so. */
+static zs_status post_nothing(zs_unit *unit, uint64_t *used)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
-    zs_bucket_pool *pool = zs_engine_buckets(unit->engine);
-    if (unit->bucket == NULL) {
-        ZS_TRY(zs_bucket_drain(pool, unit, ZS_WAIT));
-        memset(unit->used, 0, unit->used_words * sizeof *unit->used);
-        if (unit->replicated) ZS_TRY(open_round(unit)); /* there must be room for the sum */
+    ZS_TRY(zs_bucket_drain(zs_engine_buckets(unit->engine), unit, ZS_WAIT));
+    clear_bits(unit, used);
+    if (zs_engine_gave_up(unit->engine)) set_bit(used, unit->n_params);
+    return comm->ops->post(comm, unit->cunit, NULL, used);
+}
+
+static zs_status post_bucket(zs_unit *unit)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    if (unit->bucket == NULL) { /* replicated: there must be room for the sum */
+        ZS_TRY(take_bucket(unit));
+        clear_bits(unit, unit->used);
     }
-    if (give_up) set_bit(unit->used, unit->n_params);
-    if (unit->bucket != NULL) ZS_TRY(fill_rest(unit));
-    ZS_TRY(comm->ops->post(comm, unit->cunit, unit->bucket != NULL ? &unit->bucket->bucket : NULL, unit->used));
+    if (zs_engine_gave_up(unit->engine)) set_bit(unit->used, unit->n_params);
+    ZS_TRY(fill_rest(unit));
+    ZS_TRY(count_kept(unit));
+    return comm->ops->post(comm, unit->cunit, &unit->bucket->bucket, unit->used);
+}
+
+zs_status zs_reduce_post(zs_unit *unit)
+{
+    bool give_up = zs_engine_gave_up(unit->engine);
+    if (unit->local != NULL && !give_up) ZS_TRY(post_local(unit));
+    bool nothing = unit->bucket == NULL && !unit->replicated;
+    ZS_TRY(nothing ? post_nothing(unit, unit->local != NULL ? unit->arrived : unit->used) : post_bucket(unit));
     unit->posted = true;
     unit->shared = false;
-    zs_bucket_posted(pool, unit);
+    zs_bucket_posted(zs_engine_buckets(unit->engine), unit);
     return ZS_OK;
 }
 
@@ -322,9 +406,14 @@ void zs_reduce_hand_out(zs_unit *unit)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
-        if (!param->has_grad || !zs_tensor_alive(param->tensor)) continue;
-        zs_grad_set(param->tensor, param->grad);
-        unit->grads_held = true;
+        if (!zs_tensor_alive(param->tensor)) continue;
+        bool local = param->local != NULL && get_bit(unit->used, i);
+        if (param->has_grad) unit->grads_held = true;
+        if (local)
+            zs_local_grads_show(param);
+        else if (param->has_grad)
+            zs_grad_set(param->tensor, param->grad);
+        if (unit->in_backward) param->below = local && param->has_grad;
         param->has_grad = false;
     }
     unit->in_backward = false;
@@ -351,6 +440,7 @@ static bool grads_wanted(const zs_unit *unit, int f)
     for (int64_t i = 0; i < unit->n_params; i++) {
         const zs_param *param = &unit->params[i];
         if (param->flat != f || param->grad == NULL) continue;
+        if (param->below) return true;
         if (zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad)) return true;
         own++;
     }

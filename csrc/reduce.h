@@ -17,8 +17,12 @@ zs_status zs_reduce_begin(zs_unit *unit, int64_t arriving);
 /* Packs parameter `i`'s .grad into the unit's bucket and drops it; *complete when the round has all it expects. */
 zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete);
 
-/* Posts the round, packed or empty. With `give_up`, tells the peers that this rank abandoned its backward. */
-zs_status zs_reduce_post(zs_unit *unit, bool give_up);
+/* (Replicated units) Parameter `i`'s .grad stays as it is, to be reduced with a later backward's. */
+void zs_reduce_keep(zs_unit *unit, int64_t i);
+
+/* Posts the round, packed or empty, with what stayed local before. Where the engine gave up its backward it tells the peers
+ * so. */
+zs_status zs_reduce_post(zs_unit *unit);
 
 /* Sums this rank's slice of the posted round into the grad shard once all ranks have posted theirs; *done says whether it
  * happened. Call it in the order of posting: zs_bucket_drain does. */

@@ -169,6 +169,8 @@ static zs_status begin_backward(zs_engine *engine)
     engine->phase = BACKWARD;
     engine->next_post = 0;
     engine->comm->heard = false;
+    for (size_t i = 0; i < engine->n; i++)
+        engine->units[i]->syncs = engine->units[i]->sync;
     discard_dead_grads(engine);
     return begin_reading(engine, ZS_PHASE_BACKWARD);
 }
@@ -190,8 +192,8 @@ zs_hook zs_engine_backward_hook(zs_unit *unit)
 static zs_status post_unit(zs_unit *unit)
 {
     unit->packed = false;
-    if (unit->cunit == NULL) return ZS_OK;
-    ZS_TRY(zs_reduce_post(unit, unit->engine->gave_up));
+    if (unit->cunit == NULL || !unit->syncs) return ZS_OK;
+    ZS_TRY(zs_reduce_post(unit));
     /* Where sharing is a collective too, doing it at once keeps one order of collectives on all ranks. */
     bool at_once = unit->replicated && !unit->engine->comm->ops->mapped;
     return at_once ? zs_bucket_drain_all(unit->engine->buckets) : ZS_OK;
@@ -210,7 +212,7 @@ static zs_status post_when_due(zs_unit *unit)
     unit->packed = true;
     while (engine->next_post < engine->n) {
         zs_unit *next = in_post_order(engine, engine->next_post);
-        if (next->cunit != NULL && !next->packed) return ZS_OK;
+        if (next->cunit != NULL && next->syncs && !next->packed) return ZS_OK;
         ZS_TRY(post_unit(next));
         engine->next_post++;
     }
@@ -244,11 +246,15 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
     if (!zs_unit_is_full(unit)) return used_outside(unit, i, "");
     ZS_TRY(check_whole(unit, i));
     ZS_TRY(begin_backward(unit->engine));
+    if (unit->replicated && !unit->syncs) {
+        zs_reduce_keep(unit, i);
+        return ZS_OK;
+    }
     ZS_TRY(zs_reduce_begin(unit, i));
     bool complete = false;
     ZS_TRY(zs_reduce_pack(unit, i, &complete));
     if (!complete) return ZS_OK;
-    ZS_TRY(zs_unit_reshard(unit, ZS_REDUCING));
+    ZS_TRY(zs_unit_reshard(unit, unit->syncs ? ZS_REDUCING : ZS_SHARDED));
     return post_when_due(unit);
 }
 
@@ -273,7 +279,7 @@ static zs_status post_rest(zs_engine *engine)
     if (engine->gave_up && !engine->comm->ops->mapped) return tell_gave_up(engine);
     for (size_t i = 0; i < engine->n; i++) {
         zs_unit *unit = in_post_order(engine, i);
-        if (unit->bucket != NULL || !unit->posted) ZS_TRY(post_unit(unit));
+        if (unit->bucket != NULL || !unit->posted) ZS_TRY(post_unit(unit)); /* no-op for those that stay local */
     }
     return ZS_OK;
 }

@@ -3,6 +3,7 @@
 #include "unit.h"
 
 #include "bucket.h"
+#include "local_grads.h"
 #include "schedule.h"
 
 #include <stdio.h>
@@ -31,6 +32,7 @@ static void free_unit(zs_unit *unit)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
     zs_bucket_forget(zs_engine_buckets(unit->engine), unit);
+    zs_local_grads_free(unit);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         zs_tensor_free(param->tensor);
@@ -243,8 +245,10 @@ static zs_status make_gradients(zs_unit *unit)
     }
     if (spec.n_slices == 0) return ZS_OK;
     unit->used_words = ((size_t)unit->n_params + 64) / 64;
-    unit->used = calloc(unit->used_words, sizeof *unit->used);
+    unit->used = calloc(3 * unit->used_words, sizeof *unit->used);
     if (unit->used == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
+    unit->arrived = unit->used + unit->used_words;
+    unit->kept = unit->arrived + unit->used_words;
     return comm->ops->cunit_new(comm, &spec, &unit->cunit);
 }
 
@@ -312,6 +316,7 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
     unit->refs = 1;
     unit->engine = zs_engine_retain(engine);
     unit->strategy = spec->strategy;
+    unit->sync = unit->syncs = true;
     unit->replicated = spec->strategy == ZS_NO_SHARD || zs_engine_comm(engine)->world == 1;
     unit->state = unit->replicated ? ZS_FULL : ZS_SHARDED;
     unit->n_params = spec->n_params;
@@ -364,5 +369,5 @@ size_t zs_unit_grad_bytes(const zs_unit *unit)
     size_t total = 0;
     for (int f = 0; f < unit->n_flats; f++)
         if (unit->flats[f].grad_mem != NULL) total += unit->flats[f].grad_mem->bytes;
-    return total;
+    return total + (unit->local != NULL ? unit->local->bytes : 0);
 }

@@ -43,6 +43,9 @@ typedef struct zs_param {
     zs_range owned;    /* which of its elements this rank owns */
     zs_range in_shard; /* where they lie in the shard */
     uint32_t version;  /* version counter when the unit became FULL: an in-place write there would be lost */
+    zs_tensor *local;  /* the .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole;
+                        * NULL if there are none; owned */
+    bool below;        /* under `local`, the grad shard holds an earlier, reduced gradient */
     bool has_grad;     /* its grad shard holds a gradient (set aside, or reduced in this backward) */
     bool reduced;      /* a new gradient was reduced in this backward */
 } zs_param;
@@ -60,6 +63,7 @@ typedef struct zs_flat {
     zs_storage *grads;    /* storage on grad_mem; owned */
     size_t slice_bytes;   /* bytes of one rank's slice in the bucket; 0 if frozen */
     size_t bucket_offset; /* where this flat begins in the bucket */
+    zs_storage *local;    /* storage on the unit's local gradients, NULL if there are none; owned */
 } zs_flat;
 
 struct zs_unit {
@@ -81,7 +85,12 @@ struct zs_unit {
     zs_bucket_slot *bucket; /* bucket being packed, NULL if none */
     zs_bucket_slot *out;    /* bucket that is posted and not yet summed, NULL if none or an empty post */
     uint64_t *used;         /* bitmap of parameters packed in this round, one more bit: this rank gave up; owned */
+    uint64_t *arrived;      /* [used_words] those of them that came in this backward; part of `used`'s memory */
+    uint64_t *kept;         /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
     size_t used_words;
+    bool sync;      /* the user wants gradients reduced (not in no_sync()) */
+    bool syncs;     /* what that was when this backward began */
+    zs_mem *local;  /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
     int64_t n_arrived;  /* gradients packed in this round */
     int64_t n_expected; /* parameters that want a gradient in this backward */
     bool packed;        /* (collective transports) the round is packed and waits for its turn */

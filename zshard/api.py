@@ -7,6 +7,7 @@ that happens per step happens behind those hooks.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -132,6 +133,34 @@ class FSDP(nn.Module):
         RuntimeError with `error_if_nonfinite` for a norm that is NaN or infinite.
         """
         return clip_grad_norm(list(self.parameters()), max_norm, norm_type, error_if_nonfinite)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which backward leaves gradients on their rank, as in DDP and FSDP1.
+
+        There, `.grad` is this rank's own gradient, whole, summed up over the backwards; that takes
+        memory for the whole model's gradients. The next backward outside reduces the sum. For all
+        ranks together; not inside a backward. Without it, each backward reduces and the sum stays
+        sharded, which costs no more memory and gives the same gradient.
+        """
+        before = [(state.unit, state.unit.sync) for _, state in _units(self)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, sync in before:
+                unit.sync = sync
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backwards from now on reduce gradients (FSDP2's spelling of no_sync).
+
+        recurse: units below this one as well. Takes effect at the next backward.
+        """
+        for module, state in _units(self):
+            if recurse or module is self:
+                state.unit.sync = requires_gradient_sync
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole plain tensors under plain names; collective: call it on all ranks.

@@ -1,0 +1,25 @@
+/* local_grads.h - gradients that stay on their rank for a while: no_sync().
+ *
+ * The one idea: while gradients are not reduced, they are summed in memory of the bucket's layout that belongs to this rank
+ * alone, and `.grad` shows them whole. The round that comes at last packs into the same memory, and posts a copy of it.
+ * What the user does with a `.grad` in between counts: None, and its gradients are gone.
+ */
+#ifndef ZS_LOCAL_GRADS_H
+#define ZS_LOCAL_GRADS_H
+
+#include "unit.h"
+
+/* Makes the memory. Sharded units only: replicated ones keep theirs in `.grad`, as always. */
+zs_status zs_local_grads_new(zs_unit *unit);
+
+/* Gives it back; no-op if there is none. */
+void zs_local_grads_free(zs_unit *unit);
+
+/* Takes a parameter's `.grad` away if it is the view of its local gradient; false if it is anything else, as the user may
+ * have put there. */
+bool zs_local_grads_hide(zs_param *param);
+
+/* Gives a parameter the view of its local gradient as `.grad`. */
+void zs_local_grads_show(zs_param *param);
+
+#endif

@@ -1,0 +1,324 @@
+"""no_sync() and set_requires_gradient_sync(): gradients that stay on their rank for a while."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, COMBINATIONS, Block, ddp, differences, loss_of, make, wrapped
+from scenarios import WIDTH, Stack, floats, message_of, whole_grads, wrong_in
+from spawn import ranks
+from torch import nn
+
+import zshard
+
+
+def unsynced(model):
+    """no_sync() of a model that has it; a plain model sums its gradients up anyway."""
+    return getattr(model, "no_sync", contextlib.nullcontext)()
+
+
+def step(model, rank, number):
+    loss_of(model(floats(rank, number))).backward()
+
+
+# --- the gradients ---------------------------------------------------------------------------------
+
+
+def sum_up(model, rank):
+    with unsynced(model):
+        step(model, rank, 0)
+        step(model, rank, 1)
+    step(model, rank, 2)
+
+
+def sum_up_twice(model, rank):
+    sum_up(model, rank)
+    model.zero_grad()
+    sum_up(model, rank)
+
+
+def on_top_of_reduced_ones(model, rank):
+    step(model, rank, 0)
+    with unsynced(model):
+        step(model, rank, 1)
+    step(model, rank, 2)
+
+
+def zero_grad_between(model, rank):
+    for number, set_to_none in enumerate((True, False)):
+        with unsynced(model):
+            step(model, rank, number)
+        model.zero_grad(set_to_none=set_to_none)
+        with unsynced(model):
+            step(model, rank, 2 + number)
+        step(model, rank, 4 + number)
+
+
+def scale_between(model, rank):
+    with unsynced(model):
+        step(model, rank, 0)
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+    step(model, rank, 1)
+
+
+def drop_some_between(model, rank):
+    with unsynced(model):
+        step(model, rank, 0)
+    for name, param in model.named_parameters():
+        if "up" in name:
+            param.grad = None
+    step(model, rank, 1)
+
+
+def blocks_alone(model, rank):
+    blocks = list(model.blocks)
+    with contextlib.ExitStack() as stack:
+        for block in blocks[1:]:
+            stack.enter_context(unsynced(block))
+        step(model, rank, 0)
+    step(model, rank, 1)
+
+
+def by_the_switch(model, rank):
+    switch = getattr(model, "set_requires_gradient_sync", lambda on: None)
+    switch(False)
+    step(model, rank, 0)
+    switch(True)
+    step(model, rank, 1)
+
+
+def evaluate_between(model, rank):
+    with unsynced(model):
+        step(model, rank, 0)
+        with torch.no_grad():
+            model(floats(rank, 5))
+    step(model, rank, 1)
+
+
+def frozen_between(model, rank):
+    with unsynced(model):
+        step(model, rank, 0)
+    model.head.weight.requires_grad_(False)
+    step(model, rank, 1)
+    model.head.weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("run", "exact"),
+    [
+        (sum_up, True),
+        (sum_up_twice, True),
+        (on_top_of_reduced_ones, False),
+        (zero_grad_between, False),
+        (scale_between, True),
+        (drop_some_between, True),
+        (blocks_alone, False),
+        (by_the_switch, True),
+        (evaluate_between, True),
+        (frozen_between, True),
+    ],
+)
+def test_gradients_are_the_mean_of_the_sums(pool2, run, exact):
+    assert pool2.run(wrong_in, Stack, run, exact) == [{}, {}]
+
+
+@ranks(3, 4)
+def test_gradients_on_more_ranks(pool):
+    assert pool.run(wrong_in, Stack, sum_up_twice, False) == [{}] * pool.world
+
+
+class Optional(nn.Module):
+    """Its block is used when asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block(WIDTH)
+        self.other = Block(WIDTH)
+        self.head = nn.Linear(WIDTH, 2)
+        self.used = True
+
+    def forward(self, x):
+        x = self.block(x) if self.used else x
+        return self.head(self.other(x))
+
+
+def used_only_before(model, rank):
+    with unsynced(model):
+        step(model, rank, 0)
+    model.used = False
+    step(model, rank, 1)
+    model.used = True
+
+
+def used_on_one_rank_only_before(model, rank):
+    model.used = rank == 0
+    with unsynced(model):
+        step(model, rank, 0)
+    model.used = False
+    step(model, rank, 1)
+
+
+@pytest.mark.parametrize("run", [used_only_before, used_on_one_rank_only_before])
+def test_what_the_last_backward_does_not_use_is_reduced_too(pool2, run):
+    assert pool2.run(wrong_in, Optional, run, True, ONE_ORDER[run]) == [{}, {}]
+
+
+# Over c10d under full_shard all ranks have to run the same forwards.
+ONE_ORDER = {
+    used_only_before: COMBINATIONS,
+    used_on_one_rank_only_before: [c for c in COMBINATIONS if c[1] == "shm" or c[0] == "no_shard"],
+}
+
+
+def trained_with_micro_batches(model, parallel, rank, case):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for number in range(9):
+        waits = number % 3 < 2
+        with parallel.no_sync() if waits else contextlib.nullcontext():
+            loss_of(parallel(case.batch(number, rank))).backward()
+        if not waits:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+def differences_from_ddp(name):
+    case, rank = CASES[name], dist.get_rank()
+    plain = make(case.make)
+    parallel = ddp(plain, find_unused_parameters=case.unused)
+    expected = trained_with_micro_batches(plain, parallel, rank, case)
+    found = {}
+    for combination in COMBINATIONS:
+        model = wrapped(case.make, combination)
+        found[combination] = differences(
+            trained_with_micro_batches(model, model, rank, case), expected
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", ["mlp", "net", "odds"])
+def test_training_has_the_bits_of_ddps_no_sync(pool2, name):
+    for found in pool2.run(differences_from_ddp, name):
+        assert not any(found.values()), found
+
+
+# --- what lies in .grad ------------------------------------------------------------------------------
+
+
+def grads_in_between(combination):
+    """Is .grad, after a backward in no_sync, this rank's own, whole; and after the last, a slice?"""
+    rank = dist.get_rank()
+    plain, model = make(Stack), wrapped(Stack, combination)
+    for net in (plain, model):
+        with unsynced(net):
+            step(net, rank, 0)
+            step(net, rank, 1)
+    own = dict(plain.named_parameters())
+    wrong = [n for n, p in model.named_parameters() if not torch.equal(p.grad, own[n].grad)]
+    step(model, rank, 2)
+    return wrong, all(p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_grad_is_the_ranks_own_and_whole(pool2, combination):
+    assert pool2.run(grads_in_between, combination) == [([], True)] * 2
+
+
+def clip_too_early(combination):
+    model = wrapped(Stack, combination)
+    with model.no_sync():
+        step(model, dist.get_rank(), 0)
+    optimizer = zshard.AdamW(model.parameters())
+    return [
+        message_of(lambda: model.clip_grad_norm_(1.0)),
+        message_of(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+        message_of(optimizer.step),
+        message_of(torch.optim.AdamW(model.parameters()).step),
+    ]
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+def test_what_needs_reduced_gradients_says_so(pool2, combination):
+    for messages in pool2.run(clip_too_early, combination):
+        for message in messages:
+            assert "no_sync()" in message and "unit '" in message, messages
+
+
+def memory_over_time(combination):
+    model = wrapped(Stack, combination)
+    rank, held = dist.get_rank(), []
+    step(model, rank, 0)
+    for number in range(3):
+        model.zero_grad()
+        held.append(model.memory()["grads"])
+        with model.no_sync():
+            step(model, rank, 0)
+            held.append(model.memory()["grads"])
+        step(model, rank, number)
+    return held, sum(unit.bytes["bucket"] for unit in units_of(model))
+
+
+def units_of(model):
+    return [module._zshard_state.unit for module in zshard.FSDP.fsdp_modules(model)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_memory_for_whole_gradients_is_there_only_while_they_are(pool2, transport):
+    for held, whole in pool2.run(memory_over_time, ("full_shard", transport)):
+        first = held[0]
+        assert held == [first, first + whole] * 3
+
+
+# --- trouble -------------------------------------------------------------------------------------
+
+
+def raise_in_between(combination):
+    """An exception on all ranks in a backward in no_sync leaves the earlier sum; the gradients after
+    a zero_grad() and another try are right."""
+    rank = dist.get_rank()
+    model, fresh = wrapped(Stack, combination), wrapped(Stack, combination)
+    with model.no_sync():
+        step(model, rank, 0)
+        with contextlib.suppress(ZeroDivisionError):
+            out = model(floats(rank, 1))
+            out.register_hook(lambda grad: 1 // 0)
+            loss_of(out).backward()
+    step(model, rank, 2)
+    with fresh.no_sync():
+        step(fresh, rank, 0)
+    step(fresh, rank, 2)
+    ours, expected = whole_grads(model), whole_grads(fresh)
+    return [name for name in ours if not torch.equal(ours[name], expected[name])]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_exception_in_between_leaves_the_sum(pool2, combination):
+    assert pool2.run(raise_in_between, combination) == [[], []]
+
+
+def switched():
+    model = wrapped(Stack, ("full_shard", "shm"))
+    names = {unit.name: unit for unit in units_of(model)}
+    model.set_requires_gradient_sync(False, recurse=False)
+    alone = {name for name, unit in names.items() if not unit.sync}
+    with pytest.raises(KeyError), model.no_sync():
+        everywhere = {name for name, unit in names.items() if not unit.sync}
+        raise KeyError
+    return alone, everywhere == set(names), {n for n, unit in names.items() if not unit.sync}
+
+
+def test_the_switch_is_put_back(pool2):
+    for alone, everywhere, after in pool2.run(switched):
+        assert alone == {""} and everywhere and after == {""}
+
+
+def test_in_a_world_of_one_nothing_changes():
+    plain, model = make(Stack), zshard.FSDP(make(Stack))
+    for net in (plain, model):
+        sum_up(net, 0)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
