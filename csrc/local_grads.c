@@ -1,6 +1,17 @@
 /* local_grads.c - see local_grads.h. */
 #include "local_grads.h"
 
+#include <stdatomic.h>
+#include <string.h>
+
+/* Units of this process that have local gradients. */
+static _Atomic long holders;
+
+bool zs_local_grads_any(void)
+{
+    return atomic_load(&holders) > 0;
+}
+
 static zs_status make_views(zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++) {
@@ -23,6 +34,7 @@ zs_status zs_local_grads_new(zs_unit *unit)
     ZS_TRY(zs_mem_new_private(zs_unit_bucket_bytes(unit), &unit->local));
     unit->local->role = ZS_MEM_LOCAL_GRAD;
     unit->local->user = unit;
+    atomic_fetch_add(&holders, 1);
     zs_status status = make_views(unit);
     if (status != ZS_OK) zs_local_grads_free(unit);
     return status;
@@ -38,19 +50,39 @@ void zs_local_grads_free(zs_unit *unit)
         zs_storage_free(unit->flats[f].local);
         unit->flats[f].local = NULL;
     }
-    if (unit->local != NULL) unit->local->user = NULL; /* the user may hold views */
+    if (unit->local == NULL) return;
+    unit->local->user = NULL; /* the user may hold views */
     zs_mem_release(unit->local);
     unit->local = NULL;
+    atomic_fetch_sub(&holders, 1);
 }
 
-bool zs_local_grads_hide(zs_param *param)
+static bool is_zero(const zs_unit *unit, const zs_param *param)
 {
-    if (param->local == NULL || !zs_grad_is(param->tensor, param->local)) return false;
+    const zs_flat *flat = &unit->flats[param->flat];
+    const char *at = (const char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->layout.itemsize;
+    size_t bytes = (size_t)param->numel * flat->layout.itemsize;
+    return bytes == 0 || (at[0] == 0 && memcmp(at, at + 1, bytes - 1) == 0);
+}
+
+zs_status zs_local_grads_hide(const zs_unit *unit, zs_param *param, bool *hidden)
+{
+    *hidden = param->local != NULL && zs_grad_is(param->tensor, param->local);
+    if (!*hidden) return ZS_OK;
     zs_grad_set(param->tensor, NULL);
-    return true;
+    if (!param->below || zs_tensor_version(param->local) == param->shown) return ZS_OK;
+    if (!is_zero(unit, param))
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "the .grad of parameter '%s' of unit '%s' was changed in place in no_sync(), while the gradient of "
+                       "earlier backwards, which is reduced and sharded, lies under it and is not changed with it; make "
+                       "all backwards but the last in no_sync(), or change gradients after the last",
+                       param->name, unit->name);
+    param->below = false;
+    return ZS_OK;
 }
 
 void zs_local_grads_show(zs_param *param)
 {
     zs_grad_set(param->tensor, param->local);
+    param->shown = zs_tensor_version(param->local);
 }

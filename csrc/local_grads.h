@@ -12,12 +12,16 @@
 /* Makes the memory. Sharded units only: replicated ones keep theirs in `.grad`, as always. */
 zs_status zs_local_grads_new(zs_unit *unit);
 
+/* Does any unit of this process have such memory? */
+bool zs_local_grads_any(void);
+
 /* Gives it back; no-op if there is none. */
 void zs_local_grads_free(zs_unit *unit);
 
-/* Takes a parameter's `.grad` away if it is the view of its local gradient; false if it is anything else, as the user may
- * have put there. */
-bool zs_local_grads_hide(zs_param *param);
+/* Takes a parameter's `.grad` away if it is the view of its local gradient; *hidden is false if it is anything else, as the
+ * user may have put there. What the user has done to it holds for the reduced gradient under it as well: `below` becomes
+ * false if it is zero now; ZS_ERR_VALUE for other changes, which only the owner of a slice could repeat. */
+zs_status zs_local_grads_hide(const zs_unit *unit, zs_param *param, bool *hidden);
 
 /* Gives a parameter the view of its local gradient as `.grad`. */
 void zs_local_grads_show(zs_param *param);

@@ -2,6 +2,7 @@
  *
  * The one idea: a tensor is known by the block of memory it lies on, which names its unit; no registry has to be kept.
  */
+#include "local_grads.h"
 #include "py_unit.h"
 
 PyObject *zs_py_describe_param(const zs_unit *unit, const zs_param *param)
@@ -94,7 +95,18 @@ static PyObject *grad_owner(PyObject *module, PyObject *object)
     return zs_py_engine_wrap(unit->engine);
 }
 
+PyDoc_STRVAR(has_local_grads_doc,
+             "has_local_grads($module, /)\n--\n\nIs there any unit whose gradients no_sync() has kept on this rank?");
+
+static PyObject *has_local_grads(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(zs_local_grads_any());
+}
+
 static PyMethodDef functions[] = {
+    {"has_local_grads", has_local_grads, METH_NOARGS, has_local_grads_doc},
     {"shard_info", shard_info, METH_O, shard_info_doc},
     {"is_shard", is_shard, METH_O, is_shard_doc},
     {"grad_owner", grad_owner, METH_O, grad_owner_doc},

@@ -84,12 +84,11 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
 static zs_status put_away(zs_unit *unit, int64_t i)
 {
     zs_param *param = &unit->params[i];
-    bool below = param->below;
+    bool hidden;
+    ZS_TRY(zs_local_grads_hide(unit, param, &hidden));
+    param->has_grad = param->below;
     param->below = false;
-    if (zs_local_grads_hide(param)) {
-        param->has_grad = below;
-        return ZS_OK;
-    }
+    if (hidden) return ZS_OK;
     if (unit->local != NULL) clear_bit(unit->used, i); /* zero_grad() since: what was summed up here is not wanted */
     return set_aside(unit, param);
 }

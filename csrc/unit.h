@@ -46,6 +46,7 @@ typedef struct zs_param {
     zs_tensor *local;  /* the .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole;
                         * NULL if there are none; owned */
     bool below;        /* under `local`, the grad shard holds an earlier, reduced gradient */
+    uint32_t shown;    /* version of `local` when it became .grad */
     bool has_grad;     /* its grad shard holds a gradient (set aside, or reduced in this backward) */
     bool reduced;      /* a new gradient was reduced in this backward */
 } zs_param;

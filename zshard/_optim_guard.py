@@ -76,7 +76,10 @@ def install() -> None:
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Torch's pre-hook. RuntimeError for an optimizer that is wrong on the shards it holds."""
+    """Torch's pre-hook. RuntimeError for an optimizer that is wrong on the shards it holds, and for
+    gradients that have not been reduced."""
+    if _core.has_local_grads():
+        _refuse_local_grads(optimizer)
     cls = type(optimizer)
     kind = _kinds.get(cls)
     if kind is None:
@@ -97,6 +100,13 @@ def _before_step(
         UserWarning,
         stacklevel=3,
     )
+
+
+def _refuse_local_grads(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                _core.grad_owner(param.grad)  # which refuses them
 
 
 def _kind_of(cls: type) -> _Kind:
