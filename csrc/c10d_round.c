@@ -4,7 +4,7 @@
  * rank order and in fp32, so the bits are those of shm. What else the peers must know of a post (the bitmap of
  * used parameters) rides in a tail behind each piece.
  *
- *   piece for rank d:  slice d of flat 0 | slice d of flat 1 | ... | tail
+ *   piece for rank d:  its slice of flat 0 | its slice of flat 1 | ... | tail
  *
  * post starts it and collect ends it, so bytes travel while the backward computes.
  */
@@ -43,23 +43,24 @@ static void return_all_areas(zs_c10d_comm *comm, c10d_unit *unit)
     zs_c10d_return_area(comm, &unit->spread);
 }
 
-/* Offset of slice `r` of flat `f` in the bucket layout. */
-static size_t slice_at(const zs_cunit *unit, int f, int r, int world)
+/* Offset of slice `part` of flat `f` in the bucket layout. */
+static size_t slice_at(const zs_cunit *unit, int f, int part)
 {
     size_t before = 0;
     for (int g = 0; g < f; g++)
         before += unit->spec.slice_bytes[g];
-    return before * (size_t)world + (size_t)r * unit->spec.slice_bytes[f];
+    return before * (size_t)unit->spec.parts + (size_t)part * unit->spec.slice_bytes[f];
 }
 
 /* Packs the piece for rank `r`. */
-static void pack_piece(const c10d_unit *unit, int r, int world, const uint64_t *used, char *to)
+static void pack_piece(const c10d_unit *unit, int r, const uint64_t *used, char *to)
 {
     c10d_tail tail = {.present = unit->bucket != NULL};
     char *at = to;
     for (int f = 0; f < unit->base.spec.n_slices; f++) {
         size_t bytes = unit->base.spec.slice_bytes[f];
-        if (unit->bucket != NULL) memcpy(at, unit->bucket->ptr + slice_at(&unit->base, f, r, world), bytes);
+        if (unit->bucket != NULL)
+            memcpy(at, unit->bucket->ptr + slice_at(&unit->base, f, unit->base.spec.part_of[r]), bytes);
         at += bytes;
     }
     memcpy(at, &tail, sizeof tail);
@@ -89,14 +90,15 @@ static zs_status spread_slices(zs_c10d_comm *comm, c10d_unit *unit)
 {
     zs_cunit *base = &unit->base;
     int world = comm->base.world;
-    size_t whole = base->piece_bytes * (size_t)world;
+    int part = base->spec.part_of[comm->base.rank];
+    size_t whole = base->piece_bytes * (size_t)base->spec.parts;
     ZS_TRY(zs_c10d_borrow_area(comm, whole * (size_t)world, &unit->spread));
     for (int r = 0; r < world; r++) {
         const char *from = piece_of(comm, unit, r);
         char *to = area_at(comm, unit->spread) + (size_t)r * whole;
         base->data[r] = to;
         for (int f = 0; f < base->spec.n_slices; f++) {
-            memcpy(to + slice_at(base, f, comm->base.rank, world), from, base->spec.slice_bytes[f]);
+            memcpy(to + slice_at(base, f, part), from, base->spec.slice_bytes[f]);
             from += base->spec.slice_bytes[f];
         }
     }
@@ -107,7 +109,7 @@ static zs_status spread_slices(zs_c10d_comm *comm, c10d_unit *unit)
 static zs_status find_sources(zs_c10d_comm *comm, c10d_unit *unit)
 {
     zs_cunit *base = &unit->base;
-    size_t own = slice_at(base, 0, comm->base.rank, comm->base.world);
+    size_t own = slice_at(base, 0, base->spec.part_of[comm->base.rank]);
     for (int r = 0; r < comm->base.world; r++) /* as a number: the base may lie before the area */
         base->data[r] = (const char *)((uintptr_t)piece_of(comm, unit, r) - own);
     if (base->spec.n_slices > 1) ZS_TRY(spread_slices(comm, unit));
@@ -136,7 +138,7 @@ static zs_status swap_pieces(zs_c10d_comm *comm, c10d_unit *unit, const uint64_t
     ZS_TRY(zs_c10d_borrow_area(comm, stride * world, &unit->sent));
     char *sent = area_at(comm, unit->sent);
     for (size_t r = 0; r < world; r++)
-        pack_piece(unit, (int)r, (int)world, used, sent + r * stride);
+        pack_piece(unit, (int)r, used, sent + r * stride);
     zs_status status =
         zs_group_all_to_all(comm->group, sent, area_at(comm, unit->received), stride, (int)world, &unit->work);
     return status == ZS_OK ? ZS_OK : zs_c10d_fail(comm, &turn, status);
@@ -152,7 +154,7 @@ static void take_round_back(zs_c10d_comm *comm, c10d_unit *unit)
 zs_status zs_c10d_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
 {
     c10d_unit *unit = (c10d_unit *)cunit;
-    ZS_TRY(zs_cunit_may_post(cunit, bucket, comm->world));
+    ZS_TRY(zs_cunit_may_post(cunit, bucket));
     cunit->round++;
     unit->bucket = bucket;
     zs_status status = swap_pieces((zs_c10d_comm *)comm, unit, used);
@@ -200,7 +202,7 @@ static zs_status share_flat(zs_c10d_comm *comm, const c10d_unit *unit, int f)
     int rank = comm->base.rank, world = comm->base.world;
     zs_c10d_turn turn = turn_of(unit, ZS_C10D_SHARE);
     zs_work *work = NULL;
-    char *own = flat + slice_at(base, f, rank, world), *all = flat + slice_at(base, f, 0, world);
+    char *own = flat + slice_at(base, f, rank), *all = flat + slice_at(base, f, 0);
     zs_status status = zs_group_all_gather(comm->group, own, all, base->spec.slice_bytes[f], world, &work);
     return status == ZS_OK ? zs_c10d_finish(comm, &turn, work, unit->bucket->mem) : zs_c10d_fail(comm, &turn, status);
 }

@@ -47,8 +47,22 @@ zs_status zs_check_root(const zs_comm *comm, int root)
 
 /* --- units ---------------------------------------------------------------------------------------------------------- */
 
-static zs_status check_spec(const zs_cunit_spec *spec)
+static zs_status check_parts(const zs_cunit_spec *spec, int world)
 {
+    if (spec->part_of == NULL && (spec->parts == 0 || spec->parts == world)) return ZS_OK;
+    if (spec->part_of == NULL || spec->parts < 1 || spec->mode != ZS_REDUCE_SCATTER)
+        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': %d slices for %d ranks, and no word on who sums which", spec->name,
+                       spec->parts, world);
+    for (int r = 0; r < world; r++)
+        if (spec->part_of[r] < 0 || spec->part_of[r] >= spec->parts)
+            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': there is no slice %d for rank %d", spec->name, spec->part_of[r],
+                           r);
+    return ZS_OK;
+}
+
+static zs_status check_spec(const zs_cunit_spec *spec, int world)
+{
+    ZS_TRY(check_parts(spec, world));
     if (spec->n_slices < 0 || spec->n_slices > ZS_MAX_FLATS)
         return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' has %d trainable flats; at most %d are allowed", spec->name,
                        spec->n_slices, (int)ZS_MAX_FLATS);
@@ -59,14 +73,25 @@ static zs_status check_spec(const zs_cunit_spec *spec)
     return ZS_OK;
 }
 
+/* Which slice each rank sums. */
+static int *parts_of_ranks(const zs_cunit_spec *spec, int world)
+{
+    int *part_of = calloc((size_t)world, sizeof *part_of);
+    for (int r = 0; part_of != NULL && r < world; r++)
+        part_of[r] = spec->part_of != NULL ? spec->part_of[r] : r;
+    return part_of;
+}
+
 zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, int world)
 {
-    ZS_TRY(check_spec(spec));
+    ZS_TRY(check_spec(spec, world));
     unit->spec = *spec;
     unit->spec.name = strdup(spec->name);
+    unit->spec.parts = spec->parts > 0 ? spec->parts : world;
+    unit->spec.part_of = parts_of_ranks(spec, world);
     unit->data = calloc((size_t)world, sizeof *unit->data);
     unit->used = calloc((size_t)world, sizeof *unit->used);
-    if (unit->spec.name == NULL || unit->data == NULL || unit->used == NULL) {
+    if (unit->spec.name == NULL || unit->spec.part_of == NULL || unit->data == NULL || unit->used == NULL) {
         zs_cunit_clear(unit);
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
     }
@@ -79,23 +104,25 @@ zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, int world)
 void zs_cunit_clear(zs_cunit *unit)
 {
     free((char *)unit->spec.name);
+    free((int *)(uintptr_t)unit->spec.part_of);
     free(unit->data);
     free(unit->used);
     unit->spec.name = NULL;
+    unit->spec.part_of = NULL;
     unit->data = NULL;
     unit->used = NULL;
 }
 
-zs_status zs_cunit_may_post(const zs_cunit *unit, const zs_bucket *bucket, int world)
+zs_status zs_cunit_may_post(const zs_cunit *unit, const zs_bucket *bucket)
 {
     if (unit->state != ZS_ROUND_NONE)
         return ZS_FAIL(ZS_ERR_STATE, "unit '%s': round %llu is posted before round %llu was released", unit->spec.name,
                        (unsigned long long)unit->round + 1, (unsigned long long)unit->round);
     if (bucket == NULL && unit->spec.mode == ZS_REDUCE_ALL)
         return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': without a bucket there is no room for the sum", unit->spec.name);
-    if (bucket != NULL && bucket->bytes < unit->piece_bytes * (size_t)world)
+    if (bucket != NULL && bucket->bytes < unit->piece_bytes * (size_t)unit->spec.parts)
         return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': a bucket of %zu bytes is too small, %zu are needed", unit->spec.name,
-                       bucket->bytes, unit->piece_bytes * (size_t)world);
+                       bucket->bytes, unit->piece_bytes * (size_t)unit->spec.parts);
     return ZS_OK;
 }
 

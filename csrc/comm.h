@@ -46,8 +46,9 @@ typedef struct zs_bucket {
 
 /* What collect() hands out, valid until release(). Rank-order arrays of length world. */
 typedef struct zs_sources {
-    const char *
-        *data; /* [world]: base such that slice f of rank r starts at data[r] + slice_offset[f]; NULL: nothing posted */
+    const char **
+        data; /* [world]: base such that this rank's slice of flat f, as rank r has it, starts at data[r] + its offset in the
+               * bucket layout; NULL: nothing posted */
     const uint64_t **used; /* [world]: bitmap of the parameters that had a gradient there; never NULL */
 } zs_sources;
 
@@ -64,9 +65,13 @@ typedef struct zs_cunit_spec {
     size_t
         slice_bytes[ZS_MAX_FLATS]; /* one rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64 */
     zs_reduce_mode mode;
+    int parts; /* slices that a bucket is cut into; 0: one for each rank */
+    const int
+        *part_of; /* [world] which slice a rank sums, where several ranks sum the same (hybrid); copied; NULL: rank
+                         * r sums slice r. ZS_REDUCE_SCATTER only */
 } zs_cunit_spec;
-/* Bucket layout: flat after flat, each world * slice_bytes[f] long: slice r of flat f starts at
- * world * (slice_bytes[0] + ... + slice_bytes[f-1]) + r * slice_bytes[f]. */
+/* Bucket layout: flat after flat, each parts * slice_bytes[f] long: slice p of flat f starts at
+ * parts * (slice_bytes[0] + ... + slice_bytes[f-1]) + p * slice_bytes[f]. */
 
 /* Which pass a reader session belongs to. */
 typedef enum zs_phase { ZS_PHASE_FORWARD, ZS_PHASE_BACKWARD } zs_phase;

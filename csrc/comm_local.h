@@ -19,7 +19,7 @@ typedef enum zs_round_state {
 
 /* Head of every transport's own unit. */
 struct zs_cunit {
-    zs_cunit_spec spec;    /* as given; `name` is the unit's own copy */
+    zs_cunit_spec spec;    /* as given; `name` and `part_of` are the unit's own copies, `parts` and `part_of` never 0 */
     uint64_t round;        /* number of the round posted last, from 1 on; 0: none yet */
     zs_round_state state;  /* where that round stands here */
     size_t used_words;     /* length of the used bitmap in 64-bit words, at least 1 */
@@ -35,7 +35,7 @@ zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, int world);
 void zs_cunit_clear(zs_cunit *unit);
 
 /* Start of post: ZS_ERR_STATE while the round before is still out, ZS_ERR_VALUE for a bucket that does not fit. */
-zs_status zs_cunit_may_post(const zs_cunit *unit, const zs_bucket *bucket, int world);
+zs_status zs_cunit_may_post(const zs_cunit *unit, const zs_bucket *bucket);
 
 /* ZS_ERR_STATE, naming `call` and the unit, unless the round stands at `state`. */
 zs_status zs_cunit_expect(const zs_cunit *unit, zs_round_state state, const char *call);

@@ -49,7 +49,8 @@ static zs_status self_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cun
 static zs_status self_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
 {
     self_unit *unit = (self_unit *)cunit;
-    ZS_TRY(zs_cunit_may_post(cunit, bucket, comm->world));
+    (void)comm;
+    ZS_TRY(zs_cunit_may_post(cunit, bucket));
     memcpy(unit->bitmap, used, cunit->used_words * sizeof *used);
     cunit->data[0] = bucket == NULL ? NULL : bucket->ptr;
     cunit->used[0] = unit->bitmap;

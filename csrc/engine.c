@@ -6,17 +6,40 @@
 
 /* --- birth, death, list of units ---------------------------------------------------------------------------------------- */
 
-zs_status zs_engine_new(zs_comm *comm, const char *name, zs_engine **out)
+/* Learns which part of the model each rank has. */
+static zs_status find_parts(zs_engine *engine)
+{
+    int world = engine->comm->world, parts = engine->shards->world;
+    engine->part_of = calloc((size_t)world, sizeof *engine->part_of);
+    if (engine->part_of == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an engine");
+    for (int r = 0; r < world; r++)
+        engine->part_of[r] = r;
+    if (engine->shards == engine->comm) return ZS_OK;
+    int mine[2] = {engine->shards->rank, parts}, all[2 * world];
+    ZS_TRY(engine->comm->ops->exchange(engine->comm, mine, sizeof mine, all));
+    for (int r = 0; r < world; r++) {
+        if (all[2 * r + 1] != parts || world % parts != 0)
+            return ZS_FAIL(ZS_ERR_VALUE,
+                           "the groups to shard over differ in size: %d ranks here, %d at rank %d, of %d in all", parts,
+                           all[2 * r + 1], r, world);
+        engine->part_of[r] = all[2 * r];
+    }
+    return ZS_OK;
+}
+
+zs_status zs_engine_new(zs_comm *comm, zs_comm *shards, const char *name, zs_engine **out)
 {
     zs_engine *engine = calloc(1, sizeof *engine);
     if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an engine");
     engine->refs = 1;
     engine->comm = zs_comm_retain(comm);
+    engine->shards = zs_comm_retain(shards);
     zs_status status = ZS_OK;
+    ZS_TRY_GOTO(status, find_parts(engine), fail);
     ZS_TRY_GOTO(status, zs_arena_new(&engine->arena), fail);
     ZS_TRY_GOTO(status, zs_pool_new(&engine->grads), fail);
     ZS_TRY_GOTO(status, zs_bucket_pool_new(comm, &engine->buckets), fail);
-    ZS_TRY_GOTO(status, comm->ops->reader_new(comm, name, &engine->reader), fail);
+    ZS_TRY_GOTO(status, shards->ops->reader_new(shards, name, &engine->reader), fail);
     *out = engine;
     return ZS_OK;
 fail:
@@ -43,12 +66,14 @@ void zs_engine_release(void *pointer)
 {
     zs_engine *engine = pointer;
     if (engine == NULL || __atomic_sub_fetch(&engine->refs, 1, __ATOMIC_ACQ_REL) != 0) return;
-    if (engine->reader != NULL) engine->comm->ops->reader_free(engine->comm, engine->reader);
+    if (engine->reader != NULL) engine->shards->ops->reader_free(engine->shards, engine->reader);
     zs_bucket_pool_free(engine->buckets);
     zs_arena_free(engine->arena);
     zs_pool_free(engine->grads);
     free_buffers(engine);
     free(engine->units);
+    free(engine->part_of);
+    zs_comm_release(engine->shards);
     zs_comm_release(engine->comm);
     free(engine);
 }
@@ -56,6 +81,16 @@ void zs_engine_release(void *pointer)
 zs_comm *zs_engine_comm(const zs_engine *engine)
 {
     return engine->comm;
+}
+
+zs_comm *zs_engine_shards(const zs_engine *engine)
+{
+    return engine->shards;
+}
+
+const int *zs_engine_part_of(const zs_engine *engine)
+{
+    return engine->part_of;
 }
 
 zs_arena *zs_engine_arena(const zs_engine *engine)
@@ -104,7 +139,7 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
     if (old->phase != IDLE || engine->phase != IDLE)
         return ZS_FAIL(ZS_ERR_STATE, "FSDP(...) was called while a forward or backward of unit '%s' is running",
                        unit->name);
-    if (old->comm != engine->comm)
+    if (old->comm != engine->comm || old->shards != engine->shards)
         return ZS_FAIL(ZS_ERR_VALUE,
                        "unit '%s' was wrapped with another process group or transport than the outer FSDP(...)",
                        unit->name);
@@ -142,6 +177,7 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
     zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->arena),
                              .buckets = zs_bucket_pool_bytes(engine->buckets),
                              .transport = engine->comm->ops->bytes(engine->comm)};
+    if (engine->shards != engine->comm) bytes.transport += engine->shards->ops->bytes(engine->shards);
     for (size_t i = 0; i < engine->n; i++) {
         bytes.shards += zs_unit_shard_bytes(engine->units[i]);
         bytes.grads += zs_unit_grad_bytes(engine->units[i]);

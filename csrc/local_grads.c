@@ -60,7 +60,8 @@ void zs_local_grads_free(zs_unit *unit)
 static bool is_zero(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
-    const char *at = (const char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->layout.itemsize;
+    const char *at =
+        (const char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->layout.itemsize;
     size_t bytes = (size_t)param->numel * flat->layout.itemsize;
     return bytes == 0 || (at[0] == 0 && memcmp(at, at + 1, bytes - 1) == 0);
 }
@@ -72,11 +73,12 @@ zs_status zs_local_grads_hide(const zs_unit *unit, zs_param *param, bool *hidden
     zs_grad_set(param->tensor, NULL);
     if (!param->below || zs_tensor_version(param->local) == param->shown) return ZS_OK;
     if (!is_zero(unit, param))
-        return ZS_FAIL(ZS_ERR_VALUE,
-                       "the .grad of parameter '%s' of unit '%s' was changed in place in no_sync(), while the gradient of "
-                       "earlier backwards, which is reduced and sharded, lies under it and is not changed with it; make "
-                       "all backwards but the last in no_sync(), or change gradients after the last",
-                       param->name, unit->name);
+        return ZS_FAIL(
+            ZS_ERR_VALUE,
+            "the .grad of parameter '%s' of unit '%s' was changed in place in no_sync(), while the gradient of "
+            "earlier backwards, which is reduced and sharded, lies under it and is not changed with it; make "
+            "all backwards but the last in no_sync(), or change gradients after the last",
+            param->name, unit->name);
     param->below = false;
     return ZS_OK;
 }

@@ -32,15 +32,17 @@ PyObject *zs_py_engine_wrap(zs_engine *engine)
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm", "name", NULL};
-    PyObject *comm_obj;
+    static char *names[] = {"comm", "name", "shards", NULL};
+    PyObject *comm_obj, *shards_obj = NULL;
     const char *name;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Os:Engine", names, &comm_obj, &name)) return NULL;
-    zs_comm *comm = zs_py_comm(comm_obj);
-    if (comm == NULL) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Os|O:Engine", names, &comm_obj, &name, &shards_obj)) return NULL;
+    zs_comm *comm = zs_py_comm(comm_obj), *shards = comm;
+    if (shards_obj != NULL) shards = zs_py_comm(shards_obj);
+    if (comm == NULL || shards == NULL) return NULL;
     zs_engine *engine = NULL;
-    zs_clear_error();
-    if (zs_engine_new(comm, name, &engine) != ZS_OK) return zs_py_raise(NULL);
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_new(comm, shards, name, &engine));
+    if (status != ZS_OK) return zs_py_raise(NULL);
     PyObject *self = new_object(type, engine);
     zs_engine_release(engine);
     return self;
@@ -193,7 +195,7 @@ static PyObject *over_ranks(engine_object *self, PyObject *numbers, bool max)
         mine[i] = PyFloat_AsDouble(PyList_GET_ITEM(numbers, (Py_ssize_t)i));
         if (PyErr_Occurred()) return NULL;
     }
-    return reduce_numbers(zs_engine_comm(self->engine), mine, n, max);
+    return reduce_numbers(zs_engine_shards(self->engine), mine, n, max);
 }
 
 PyDoc_STRVAR(engine_sum_doc,

@@ -65,9 +65,10 @@ static PyObject *is_shard(PyObject *module, PyObject *object)
     return PyErr_Occurred() ? NULL : PyBool_FromLong(found);
 }
 
-PyDoc_STRVAR(grad_owner_doc,
-             "grad_owner($module, tensor, /)\n--\n\nThe Engine whose grad shard the tensor lies on, or None. RuntimeError "
-             "for a gradient that no_sync() has kept on this rank.");
+PyDoc_STRVAR(
+    grad_owner_doc,
+    "grad_owner($module, tensor, /)\n--\n\nThe Engine whose grad shard the tensor lies on, or None. RuntimeError "
+    "for a gradient that no_sync() has kept on this rank.");
 
 /* -1 with an exception for a gradient that has not been reduced. */
 static int check_reduced(PyObject *object)
@@ -76,10 +77,11 @@ static int check_reduced(PyObject *object)
     const zs_unit *unit = user_of(object, ZS_MEM_LOCAL_GRAD, &handle);
     zs_tensor_free(handle);
     if (unit != NULL)
-        PyErr_Format(PyExc_RuntimeError,
-                     "a gradient of unit '%s' is this rank's own: it was made in no_sync() and has not been reduced; run "
-                     "the last backward before clipping or the optimizer's step outside of no_sync()",
-                     unit->name);
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "a gradient of unit '%s' is this rank's own: it was made in no_sync() and has not been reduced; run "
+            "the last backward before clipping or the optimizer's step outside of no_sync()",
+            unit->name);
     return PyErr_Occurred() ? -1 : 0;
 }
 

@@ -263,6 +263,12 @@ static PyObject *unit_is_full(unit_object *self, void *unused)
     return PyBool_FromLong(zs_unit_is_full(self->unit));
 }
 
+static PyObject *unit_replicated(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->unit->replicated);
+}
+
 static PyObject *unit_n_params(unit_object *self, void *unused)
 {
     (void)unused;
@@ -299,6 +305,7 @@ static PyGetSetDef unit_getset[] = {
     {"name", (getter)unit_name, NULL, "Dotted name of the module; '' for the root.", NULL},
     {"strategy", (getter)unit_strategy, NULL, "'full_shard', 'shard_grad_op' or 'no_shard'.", NULL},
     {"is_full", (getter)unit_is_full, NULL, "Are the parameters whole right now?", NULL},
+    {"replicated", (getter)unit_replicated, NULL, "Are the parameters whole on this rank all the time?", NULL},
     {"n_params", (getter)unit_n_params, NULL, "Number of parameters.", NULL},
     {"bytes", (getter)unit_sizes, NULL, "Bytes: shard, full, bucket, grad.", NULL},
     {"sync", (getter)unit_sync, (setter)unit_set_sync, "Are gradients of the next backwards reduced?", NULL},

@@ -244,12 +244,12 @@ static void sum_run(const summing *s, const zs_flat *flat, slice_run run)
     const void *src[s->world];
     for (int r = 0; r < s->world; r++) {
         const char *base = s->sources->data[r];
-        size_t at = flat->bucket_offset + (size_t)s->rank * flat->slice_bytes + (size_t)run.begin * item;
+        size_t at = flat->bucket_offset + (size_t)s->unit->part * flat->slice_bytes + (size_t)run.begin * item;
         src[r] = base != NULL ? base + at : NULL;
     }
     char *target = flat->grad_mem->ptr;
     if (s->unit->replicated) /* the sum goes into this rank's own bucket, for the peers to fetch */
-        target = s->unit->out->bucket.ptr + flat->bucket_offset + (size_t)s->rank * flat->slice_bytes;
+        target = s->unit->out->bucket.ptr + flat->bucket_offset + (size_t)s->unit->part * flat->slice_bytes;
     zs_sum sum = {.src = src, .world = s->world, .dtype = flat->dtype, .scale = s->scale};
     sum.dst = target + (size_t)run.begin * item;
     sum.numel = run.end - run.begin;

@@ -75,7 +75,7 @@ static bool has_shards(const zs_engine *engine)
 static zs_status begin_reading(zs_engine *engine, zs_phase phase)
 {
     if (!has_shards(engine)) return ZS_OK;
-    ZS_TRY(engine->comm->ops->read_begin(engine->comm, engine->reader, phase));
+    ZS_TRY(engine->shards->ops->read_begin(engine->shards, engine->reader, phase));
     engine->reading = true;
     return ZS_OK;
 }
@@ -84,7 +84,7 @@ static zs_status end_reading(zs_engine *engine, zs_phase phase)
 {
     if (!engine->reading) return ZS_OK;
     engine->reading = false;
-    return engine->comm->ops->read_end(engine->comm, engine->reader, phase);
+    return engine->shards->ops->read_end(engine->shards, engine->reader, phase);
 }
 
 static zs_status begin_session(zs_engine *engine)
@@ -139,7 +139,7 @@ static bool stays_full(const zs_unit *unit, bool keep)
 {
     if (!keep) return false;
     if (unit->strategy == ZS_SHARD_GRAD_OP) return true;
-    return !unit->engine->comm->ops->mapped && unit->engine->depth == 1;
+    return !unit->engine->shards->ops->mapped && unit->engine->depth == 1;
 }
 
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep)

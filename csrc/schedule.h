@@ -13,8 +13,10 @@
 #include "comm.h"
 #include "unit.h"
 
-/* New engine over `comm` (takes a reference). `name` is for messages. All ranks make the same ones in the same order. */
-zs_status zs_engine_new(zs_comm *comm, const char *name, zs_engine **out);
+/* New engine over `comm` (takes a reference). `shards`: the ranks of it that one copy of the model is cut over, each group
+ * of them another copy (hybrid); `comm` itself if there is one. `name` is for messages. All ranks make the same ones in
+ * the same order; collective if the two differ. ZS_ERR_VALUE if the groups are not of one size. */
+zs_status zs_engine_new(zs_comm *comm, zs_comm *shards, const char *name, zs_engine **out);
 
 /* Adds a reference; returns `engine`. */
 zs_engine *zs_engine_retain(zs_engine *engine);
@@ -24,6 +26,8 @@ void zs_engine_release(void *engine);
 
 /* Borrowed parts. */
 zs_comm *zs_engine_comm(const zs_engine *engine);
+zs_comm *zs_engine_shards(const zs_engine *engine);
+const int *zs_engine_part_of(const zs_engine *engine);
 zs_arena *zs_engine_arena(const zs_engine *engine);
 zs_pool *zs_engine_grads(const zs_engine *engine);
 zs_bucket_pool *zs_engine_buckets(const zs_engine *engine);

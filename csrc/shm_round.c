@@ -63,7 +63,7 @@ zs_status zs_shm_post_round(zs_comm *comm, zs_cunit *cunit, const zs_bucket *buc
     zs_shm *shm = (zs_shm *)comm;
     shm_unit *unit = (shm_unit *)cunit;
     ZS_TRY(zs_shm_usable(shm));
-    ZS_TRY(zs_cunit_may_post(cunit, bucket, comm->world));
+    ZS_TRY(zs_cunit_may_post(cunit, bucket));
     cunit->round++;
     zs_shm_unit_record *own = zs_shm_unit_at(shm, comm->rank, unit->record);
     zs_shm_post *post = &own->post[cunit->round % 2];

@@ -14,7 +14,7 @@
 
 static void free_flat(zs_unit *unit, zs_flat *flat)
 {
-    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_comm *comm = zs_engine_shards(unit->engine);
     zs_storage_free(flat->full);
     zs_storage_free(flat->shard);
     zs_storage_free(flat->grads);
@@ -150,9 +150,15 @@ static zs_status describe_params(zs_unit *unit, const zs_unit_spec *spec)
 
 /* --- layout and memory ------------------------------------------------------------------------------------------------ */
 
+/* The ranks that the unit's flat buffers are cut over: to hold them, or if replicated, to share the sums. */
+static zs_comm *ranks_of_parts(const zs_unit *unit)
+{
+    return unit->replicated ? zs_engine_comm(unit->engine) : zs_engine_shards(unit->engine);
+}
+
 static zs_status lay_out_flat(zs_unit *unit, int f)
 {
-    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_comm *comm = ranks_of_parts(unit);
     zs_flat *flat = &unit->flats[f];
     int64_t *numels = calloc((size_t)unit->n_params, sizeof *numels);
     if (numels == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the layout of unit '%s'", unit->name);
@@ -178,7 +184,7 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
 
 static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
 {
-    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_comm *comm = zs_engine_shards(unit->engine);
     size_t full_bytes = zs_layout_full_bytes(&flat->layout);
     ZS_TRY(zs_storage_new(full_bytes, unit->sharded_message, &flat->full));
     if (unit->replicated) {
@@ -228,6 +234,8 @@ static zs_status make_gradients(zs_unit *unit)
     zs_comm *comm = zs_engine_comm(unit->engine);
     zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + 1};
     spec.mode = unit->replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
+    spec.parts = ranks_of_parts(unit)->world;
+    if (!unit->replicated) spec.part_of = zs_engine_part_of(unit->engine);
     size_t offset = 0;
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
@@ -317,7 +325,8 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
     unit->engine = zs_engine_retain(engine);
     unit->strategy = spec->strategy;
     unit->sync = unit->syncs = true;
-    unit->replicated = spec->strategy == ZS_NO_SHARD || zs_engine_comm(engine)->world == 1;
+    unit->replicated = spec->strategy == ZS_NO_SHARD || zs_engine_shards(engine)->world == 1;
+    unit->part = ranks_of_parts(unit)->rank;
     unit->state = unit->replicated ? ZS_FULL : ZS_SHARDED;
     unit->n_params = spec->n_params;
     unit->name = strdup(spec->name);

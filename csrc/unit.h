@@ -43,12 +43,13 @@ typedef struct zs_param {
     zs_range owned;    /* which of its elements this rank owns */
     zs_range in_shard; /* where they lie in the shard */
     uint32_t version;  /* version counter when the unit became FULL: an in-place write there would be lost */
-    zs_tensor *local;  /* the .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole;
+    zs_tensor
+        *local;     /* the .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole;
                         * NULL if there are none; owned */
-    bool below;        /* under `local`, the grad shard holds an earlier, reduced gradient */
-    uint32_t shown;    /* version of `local` when it became .grad */
-    bool has_grad;     /* its grad shard holds a gradient (set aside, or reduced in this backward) */
-    bool reduced;      /* a new gradient was reduced in this backward */
+    bool below;     /* under `local`, the grad shard holds an earlier, reduced gradient */
+    uint32_t shown; /* version of `local` when it became .grad */
+    bool has_grad;  /* its grad shard holds a gradient (set aside, or reduced in this backward) */
+    bool reduced;   /* a new gradient was reduced in this backward */
 } zs_param;
 
 /* Parameters of one dtype, all trainable or all frozen. */
@@ -74,6 +75,7 @@ struct zs_unit {
     char *sharded_message; /* what touching a sharded full buffer raises; owned */
     zs_strategy strategy;
     bool replicated; /* parameters stay whole on this rank */
+    int part;        /* which slice of each flat buffer this rank holds, or if replicated, sums */
     zs_unit_state state;
     int inside;       /* forwards of its module that are running */
     bool in_backward; /* this backward has reached it: gradients set aside */
@@ -89,10 +91,10 @@ struct zs_unit {
     uint64_t *arrived;      /* [used_words] those of them that came in this backward; part of `used`'s memory */
     uint64_t *kept;         /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
     size_t used_words;
-    bool sync;      /* the user wants gradients reduced (not in no_sync()) */
-    bool syncs;     /* what that was when this backward began */
-    zs_mem *local;  /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
-    int64_t n_arrived;  /* gradients packed in this round */
+    bool sync;         /* the user wants gradients reduced (not in no_sync()) */
+    bool syncs;        /* what that was when this backward began */
+    zs_mem *local;     /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
+    int64_t n_arrived; /* gradients packed in this round */
     int64_t n_expected; /* parameters that want a gradient in this backward */
     bool packed;        /* (collective transports) the round is packed and waits for its turn */
     bool grads_held;    /* some grad shard has been written since its pages were given back */

@@ -39,7 +39,7 @@ bool zs_unit_is_full(const zs_unit *unit)
 
 static zs_status fill_full_storage(zs_unit *unit, zs_flat *flat)
 {
-    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_comm *comm = zs_engine_shards(unit->engine);
     if (flat->mem.full != NULL) return zs_storage_fill(flat->full, flat->mem.mem, flat->mem.full);
     zs_mem *slot = NULL;
     ZS_TRY(zs_arena_take(zs_engine_arena(unit->engine), zs_layout_full_bytes(&flat->layout), &slot));

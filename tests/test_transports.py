@@ -20,9 +20,9 @@ both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 def connect(transport: str, timeout: float | None = None) -> Any:
     """This rank's transport over all ranks."""
-    from zshard._group import comm_for, resolve_group
+    from zshard._group import comm_for, resolve_groups
 
-    return comm_for(resolve_group(None), transport, timeout)
+    return comm_for(resolve_groups(None, None, False).world, transport, timeout)
 
 
 # --- what arrives --------------------------------------------------------------------------------

@@ -34,16 +34,109 @@ _entries: dict[tuple[int, str], _Entry] = {}
 _alone: _core.Comm | None = None
 
 
-def resolve_group(process_group: Any) -> Any | None:
-    """The process group to shard over; None for a world of one.
+@dataclass(frozen=True)
+class Groups:
+    """Who takes part: all ranks, and of them those that one copy of the model is cut over. None: a
+    world of one. The same object twice: one copy."""
 
-    Makes the default group (gloo) under torchrun if the script has not. Raises ValueError for an
-    environment that does not fit together, NotImplementedError for pairs of groups.
+    world: Any | None
+    shards: Any | None
+
+
+def resolve_groups(process_group: Any, device_mesh: Any, hybrid: bool) -> Groups:
+    """The process groups that FSDP's arguments mean.
+
+    process_group: one group; for a hybrid strategy a pair (to shard over, to replicate over).
+    device_mesh: of one dimension (to shard over) or two (replicate, shard), in place of the former.
+    hybrid: without either, shards over each host's ranks, as torchrun's LOCAL_WORLD_SIZE has them.
+
+    Makes the default group (gloo) under torchrun if the script has not. Raises ValueError for what
+    does not fit together, TypeError for what is no group. Collective where a group has to be made.
     """
+    if device_mesh is not None:
+        if process_group is not None:
+            raise ValueError("give process_group or device_mesh, not both")
+        process_group = _groups_of_mesh(device_mesh, hybrid)
     if isinstance(process_group, tuple):
-        raise NotImplementedError(
-            "a pair of process groups is for hybrid sharding, which this version does not have"
+        return _resolve_pair(process_group, hybrid)
+    if hybrid and process_group is not None:
+        raise ValueError(
+            "a hybrid strategy needs two groups: process_group=(to shard over, to replicate over), "
+            "or a device_mesh of two dimensions (replicate, shard)"
         )
+    world = _resolve_one(process_group)
+    return _split_by_host(world) if hybrid and world is not None else Groups(world, world)
+
+
+def _groups_of_mesh(mesh: Any, hybrid: bool) -> Any:
+    if mesh.ndim == 1 and not hybrid:
+        return mesh.get_group()
+    if mesh.ndim == 2:
+        return mesh.get_group(1), mesh.get_group(0)
+    raise ValueError(
+        f"device_mesh has {mesh.ndim} dimension(s); it takes one to shard over, or two (replicate, "
+        "shard) for a hybrid strategy"
+    )
+
+
+def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
+    if not hybrid:
+        raise ValueError(
+            "two process groups, or a mesh of two dimensions, mean a hybrid strategy: "
+            'sharding_strategy="hybrid_shard" or "hybrid_shard_zero2"'
+        )
+    if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
+        raise TypeError(f"process_group takes a pair of process groups, not {pair!r}")
+    shard, replicate = pair
+    world = _union(shard, replicate)
+    if dist.get_world_size(replicate) == 1:
+        return Groups(_resolve_one(shard), _resolve_one(shard))
+    return Groups(world, _resolve_one(shard))
+
+
+_unions: dict[tuple[int, ...], Any] = {}
+
+
+def _union(shard: Any, replicate: Any) -> Any:
+    """The group of all ranks of a mesh, given this rank's two groups of it."""
+    rows: list[Any] = [None] * dist.get_world_size(replicate)
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    ranks = tuple(sorted(rank for row in rows for rank in row))
+    if len(set(ranks)) < len(ranks) or any(len(row) != len(rows[0]) for row in rows):
+        raise ValueError(
+            f"the process groups are no mesh: those to shard over are {rows}; they have to be of "
+            "one size and without common ranks"
+        )
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    known = _unions.get(ranks)
+    if known is None or known not in dist.distributed_c10d._world.pg_map:
+        known = _unions[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return known
+
+
+_hosts: dict[int, Any] = {}  # by size: this rank's group of that many neighbours
+
+
+def _split_by_host(world: Any) -> Groups:
+    size = _env_int("LOCAL_WORLD_SIZE") or dist.get_world_size(world)
+    whole = dist.get_world_size(world)
+    if size >= whole:
+        return Groups(world, world)
+    if whole % size != 0:
+        raise ValueError(
+            f"{whole} ranks do not divide into hosts of LOCAL_WORLD_SIZE={size}; give "
+            "process_group=(to shard over, to replicate over) or device_mesh"
+        )
+    if size == 1:
+        return Groups(world, None)
+    if _hosts.get(size) not in dist.distributed_c10d._world.pg_map:
+        _hosts[size] = dist.new_subgroups(size)[0]
+    return Groups(world, _hosts[size])
+
+
+def _resolve_one(process_group: Any) -> Any | None:
+    """The group to use for `process_group`; None for a world of one."""
     if process_group is not None:
         return process_group if dist.get_world_size(process_group) > 1 else None
     if not dist.is_available() or (not dist.is_initialized() and not _launched()):

@@ -16,8 +16,8 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
-def summary_of(units: list[_core.Unit], comm: _core.Comm) -> str:
-    """One line per unit, then totals."""
+def summary_of(units: list[_core.Unit], comm: _core.Comm, shards: _core.Comm) -> str:
+    """One line per unit, then totals. `shards`: the ranks that one copy of the model is cut over."""
     rows = [("unit", "parameters", "whole", "per rank", "strategy")]
     numel = whole = local = 0
     for unit in units:
@@ -32,6 +32,9 @@ def summary_of(units: list[_core.Unit], comm: _core.Comm) -> str:
     lines = [_line(row, widths) for row in rows]
     rule = "-" * len(lines[0])
     head = f"zshard: rank {comm.rank} of {comm.world}, transport {comm.transport}"
+    if shards.world < comm.world:
+        copies = comm.world // shards.world
+        head += f"; {copies} copies, each over {shards.world} ranks, transport {shards.transport}"
     return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 

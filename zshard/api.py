@@ -18,7 +18,7 @@ from torch import nn
 from zshard import _core
 from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
 from zshard._clip import clip_grad_norm
-from zshard._group import comm_for, resolve_group
+from zshard._group import comm_for, resolve_groups
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._summary import summary_of
@@ -35,9 +35,10 @@ class _State:
     not when Python next looks for cycles.
     """
 
-    def __init__(self, unit: _core.Unit, comm: _core.Comm) -> None:
+    def __init__(self, unit: _core.Unit, comm: _core.Comm, shards: _core.Comm) -> None:
         self.unit = unit
         self.comm = comm
+        self.shards = shards
         self.hooks: list[Any] = []
 
 
@@ -47,9 +48,13 @@ class FSDP(nn.Module):
     Arguments, in FSDP1's order and with its names:
 
     process_group: ranks to shard over; the default group if None (made with gloo under torchrun if
-        the script has made none; a world of one without torchrun).
-    sharding_strategy (short: strategy): "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2) or
-        "no_shard" (DDP), or an enum member of that name.
+        the script has made none; a world of one without torchrun). For a hybrid strategy a pair:
+        ranks to shard over, ranks to replicate over; if None, each host's ranks hold one copy.
+    device_mesh: instead of process_group, a mesh to shard over, or (replicate, shard) for a hybrid
+        strategy.
+    sharding_strategy (short: strategy): "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2),
+        "no_shard" (DDP), "hybrid_shard" or "hybrid_shard_zero2" (HSDP), or an enum member of that
+        name.
     auto_wrap_policy: which submodules are gathered on their own. "auto" finds the repeated blocks;
         else a set of module classes, a policy or callable from zshard.wrap, or None for one unit.
     ignored_modules, ignored_states: modules (or parameters) that are left alone on every rank.
@@ -98,7 +103,6 @@ class FSDP(nn.Module):
             cpu_offload=cpu_offload,
             mixed_precision=mixed_precision,
             param_init_fn=param_init_fn,
-            device_mesh=device_mesh,
             forward_prefetch=forward_prefetch,
         )
         _check_fixed_arguments(backward_prefetch, limit_all_gathers, use_orig_params, device_id)
@@ -106,13 +110,20 @@ class FSDP(nn.Module):
         _check_module(module)
         ignored = _split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
-        group = resolve_group(process_group)
-        comm = comm_for(group, transport, timeout)
+        groups = resolve_groups(process_group, device_mesh, chosen.is_hybrid)
+        comm = comm_for(groups.world, transport, timeout)
         facts = _facts(module, specs, chosen, not sync_module_states)
-        check_agreement(comm, group, facts)
+        check_agreement(comm, groups.world, facts)
+        shards = comm
+        if groups.shards is not groups.world:
+            shards = comm_for(groups.shards, transport, timeout)
         if sync_module_states and comm.world > 1:
             _take_from_rank_0(comm, module, specs, ignored)
-        return _wrap(module, specs, comm, chosen, forward_sync_buffers)
+        engine = _core.Engine(comm, type(module).__name__, shards)
+        _wrap(module, specs, engine, (comm, shards), chosen)
+        if forward_sync_buffers and comm.world > 1:
+            engine.sync_buffers(list(module.buffers()))
+        return module
 
     if not TYPE_CHECKING:  # type checkers are to see the arguments of __new__
 
@@ -172,7 +183,8 @@ class FSDP(nn.Module):
 
     def summary(self) -> str:
         """A table of the units: name, parameters, bytes whole and per rank, strategy, transport."""
-        return summary_of([state.unit for _, state in _units(self)], _state_of(self).comm)
+        own = _state_of(self)
+        return summary_of([state.unit for _, state in _units(self)], own.comm, own.shards)
 
     def memory(self) -> dict[str, int]:
         """Bytes that zshard holds on this rank now: shards, grads, slots, buckets, transport.
@@ -339,18 +351,17 @@ def _take_from_rank_0(
 def _wrap(
     module: nn.Module,
     specs: list[UnitSpec],
-    comm: _core.Comm,
+    engine: _core.Engine,
+    comms: tuple[_core.Comm, _core.Comm],
     strategy: ShardingStrategy,
-    sync_buffers: bool,
-) -> nn.Module:
-    engine = _core.Engine(comm, type(module).__name__)
+) -> None:
     inner = [state.unit for _, state in _units(module)]
     for spec in specs:  # all of them first: a model that is refused stays as it was
         _core.Unit.check(spec.name, _names(spec), [ref.param for ref in spec.params])
         _class_for(type(spec.module))
     for spec in specs:
         override = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
-        own = strategy if override is None else parse_strategy(override)
+        own = (strategy if override is None else parse_strategy(override)).in_group
         tensors = [ref.param for ref in spec.params]
         places = [
             (i, owner._parameters, attribute)
@@ -358,28 +369,25 @@ def _wrap(
             for owner, attribute in ref.owners
         ]
         unit = _core.Unit(engine, spec.name, own.value, _names(spec), tensors, places)
-        _install(spec, unit, comm)
+        _install(spec, unit, *comms)
     for nested in inner:
         engine.adopt(nested)
     engine.set_order([state.unit for _, state in _units(module)])
-    if sync_buffers and comm.world > 1:
-        engine.sync_buffers(list(module.buffers()))
-    return module
 
 
 def _names(spec: UnitSpec) -> list[str]:
     return [_join(spec.name, ref.names[0]) for ref in spec.params]
 
 
-def _install(spec: UnitSpec, unit: _core.Unit, comm: _core.Comm) -> None:
+def _install(spec: UnitSpec, unit: _core.Unit, comm: _core.Comm, shards: _core.Comm) -> None:
     module = spec.module
-    state = _State(unit, comm)
+    state = _State(unit, comm, shards)
     if comm.world > 1:
         state.hooks = [
             module.register_forward_pre_hook(unit.pre_forward, prepend=True),
             module.register_forward_hook(unit.post_forward, always_call=True),
         ]
-        if unit.strategy != "no_shard":
+        if not unit.replicated:
             attach(unit, spec)
     module.__dict__["_zshard_unit"] = unit
     module.__dict__["_zshard_state"] = state

@@ -16,21 +16,35 @@ class ShardingStrategy(str, enum.Enum):
     FULL_SHARD: parameters, gradients and optimizer state sharded (ZeRO-3).
     SHARD_GRAD_OP: the same, but parameters stay whole from forward to backward (ZeRO-2).
     NO_SHARD: everything on every rank, gradients averaged (DDP).
+    HYBRID_SHARD: FULL_SHARD within groups of ranks (the ranks of a host, say), each group a whole
+        copy of the model; gradients averaged over all ranks (HSDP).
+    HYBRID_SHARD_ZERO2: the same with SHARD_GRAD_OP in the groups.
     """
 
     FULL_SHARD = "full_shard"
     SHARD_GRAD_OP = "shard_grad_op"
     NO_SHARD = "no_shard"
+    HYBRID_SHARD = "hybrid_shard"
+    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Is the model sharded within groups that are copies of each other?"""
+        return self in _IN_GROUPS
+
+    @property
+    def in_group(self) -> ShardingStrategy:
+        """What happens among the ranks that one copy of the model is cut over."""
+        return _IN_GROUPS.get(self, self)
 
 
-_LATER = (
-    "zero1",
-    "hybrid_shard",
-    "hybrid_shard_zero2",
-    "hybrid_full",
-    "_hybrid_shard_zero2",
-)
+_IN_GROUPS = {
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.HYBRID_SHARD_ZERO2: ShardingStrategy.SHARD_GRAD_OP,
+}
+_LATER = ("zero1", "hybrid_full")
 _ALIASES = {
+    "_hybrid_shard_zero2": ShardingStrategy.HYBRID_SHARD_ZERO2,
     "zero3": ShardingStrategy.FULL_SHARD,
     "zero2": ShardingStrategy.SHARD_GRAD_OP,
     "ddp": ShardingStrategy.NO_SHARD,
