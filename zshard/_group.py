@@ -131,7 +131,7 @@ def _split_by_host(world: Any) -> Groups:
     if size == 1:
         return Groups(world, None)
     if _hosts.get(size) not in dist.distributed_c10d._world.pg_map:
-        _hosts[size] = dist.new_subgroups(size)[0]
+        _hosts[size] = dist.new_subgroups(size)[0]  # type: ignore[no-untyped-call]
     return Groups(world, _hosts[size])
 
 

@@ -17,7 +17,7 @@ def format_bytes(count: float) -> str:
 
 
 def summary_of(units: list[_core.Unit], comm: _core.Comm, shards: _core.Comm) -> str:
-    """One line per unit, then totals. `shards`: the ranks that one copy of the model is cut over."""
+    """One line per unit, then totals. `shards`: the ranks that one copy of the model lies on."""
     rows = [("unit", "parameters", "whole", "per rank", "strategy")]
     numel = whole = local = 0
     for unit in units:

@@ -1,0 +1,186 @@
+/* reduce_sum.c - the other half of a round: this rank's slice of all ranks' buckets, summed in rank order. See reduce.h. */
+#include "bits.h"
+#include "bucket.h"
+#include "device.h"
+#include "reduce.h"
+#include "schedule.h"
+
+#include <string.h>
+
+typedef enum slice_class { SKIP, SET, ADD } slice_class; /* unused everywhere; first gradient; on top of one */
+
+typedef struct slice_run {
+    int64_t begin, end; /* elements, counted in this rank's slice */
+    slice_class class;
+} slice_run;
+
+typedef struct summing {
+    zs_unit *unit;
+    zs_sources *sources;
+    int rank, world;
+    double scale;
+} summing;
+
+static void sum_run(const summing *s, const zs_flat *flat, slice_run run)
+{
+    if (run.class == SKIP || run.end <= run.begin) return;
+    const size_t item = flat->layout.itemsize;
+    const void *src[s->world];
+    for (int r = 0; r < s->world; r++) {
+        const char *base = s->sources->data[r];
+        size_t at = flat->bucket_offset + (size_t)s->unit->part * flat->slice_bytes + (size_t)run.begin * item;
+        src[r] = base != NULL ? base + at : NULL;
+    }
+    char *target = flat->grad_mem->ptr;
+    if (s->unit->replicated) /* the sum goes into this rank's own bucket, for the peers to fetch */
+        target = s->unit->out->bucket.ptr + flat->bucket_offset + (size_t)s->unit->part * flat->slice_bytes;
+    zs_sum sum = {.src = src, .world = s->world, .dtype = flat->dtype, .scale = s->scale};
+    sum.dst = target + (size_t)run.begin * item;
+    sum.numel = run.end - run.begin;
+    sum.accumulate = run.class == ADD;
+    zs_device_sum(&sum);
+}
+
+static bool used_anywhere(const summing *s, int64_t i)
+{
+    for (int r = 0; r < s->world; r++)
+        if (zs_get_bit(s->sources->used[r], i)) return true;
+    return false;
+}
+
+static slice_class classify(const summing *s, int64_t i)
+{
+    if (!used_anywhere(s, i)) return SKIP;
+    return s->unit->params[i].has_grad && !s->unit->replicated ? ADD : SET;
+}
+
+/* Sums the runs of neighbouring parameters that are treated alike, padding between them included. */
+static void sum_flat(const summing *s, int f)
+{
+    const zs_flat *flat = &s->unit->flats[f];
+    slice_run run = {0, 0, SKIP};
+    if (s->unit->replicated) { /* slices cut across parameters; all of it is summed, unused ones are zeros */
+        run = (slice_run){0, flat->layout.shard_numel, SET};
+    } else {
+        for (int64_t i = 0; i < s->unit->n_params; i++) {
+            const zs_param *param = &s->unit->params[i];
+            if (param->flat != f || param->in_shard.numel == 0) continue;
+            slice_class class = classify(s, i);
+            if (class != run.class) {
+                sum_run(s, flat, run);
+                run = (slice_run){param->in_shard.begin, param->in_shard.begin, class};
+            }
+            run.end = param->in_shard.begin + param->in_shard.numel;
+        }
+    }
+    sum_run(s, flat, run);
+}
+
+static zs_status check_gave_up(const summing *s)
+{
+    for (int r = 0; r < s->world; r++) {
+        if (r == s->rank || !zs_get_bit(s->sources->used[r], s->unit->n_params)) continue;
+        if (zs_engine_gave_up(s->unit->engine)) continue; /* this rank did so too: nothing is lost */
+        return ZS_FAIL(
+            ZS_ERR_DIVERGED,
+            "rank %d gave up its backward (an exception there that was caught, most likely) before unit '%s', "
+            "while rank %d went on; the gradients of this step are incomplete",
+            r, s->unit->name, s->rank);
+    }
+    return ZS_OK;
+}
+
+/* Takes bytes [begin, stop) of a flat's whole sum from the rank that owns them; on top of an earlier round's, if any. */
+static void fetch_piece(const summing *s, const zs_flat *flat, size_t begin, size_t stop, bool add)
+{
+    const char *base = s->sources->data[begin / flat->slice_bytes];
+    const void *src = base + flat->bucket_offset + begin;
+    char *dst = (char *)flat->grad_mem->ptr + begin;
+    if (!add) {
+        memcpy(dst, src, stop - begin);
+        return;
+    }
+    zs_sum sum = {.src = &src, .world = 1, .dst = dst, .dtype = flat->dtype, .scale = 1.0, .accumulate = true};
+    sum.numel = (int64_t)((stop - begin) / flat->layout.itemsize);
+    zs_device_sum(&sum);
+}
+
+/* (no_shard) Fetches every rank's finished slice into the whole gradient. */
+static void fetch_shared(const summing *s)
+{
+    for (int64_t i = 0; i < s->unit->n_params; i++) {
+        const zs_param *param = &s->unit->params[i];
+        const zs_flat *flat = &s->unit->flats[param->flat];
+        if (!flat->trainable || !used_anywhere(s, i)) continue;
+        size_t begin = (size_t)param->offset * flat->layout.itemsize;
+        const size_t end = begin + (size_t)param->numel * flat->layout.itemsize;
+        while (begin < end) {
+            size_t border = (begin / flat->slice_bytes + 1) * flat->slice_bytes;
+            size_t stop = border < end ? border : end;
+            fetch_piece(s, flat, begin, stop, param->reduced);
+            begin = stop;
+        }
+    }
+}
+
+static summing summing_of(zs_unit *unit, zs_sources *sources)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    return (summing){unit, sources, comm->rank, comm->world, 1.0 / comm->world};
+}
+
+/* First half: this rank's slice of the sum, once all ranks have posted. In replicated units it is then shared. */
+static zs_status sum_own_slice(summing *s, zs_wait wait, bool *ready)
+{
+    zs_unit *unit = s->unit;
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    bool given_up = zs_engine_gave_up(unit->engine); /* then .grad is the user's again: it is not touched */
+    if (!given_up)
+        ZS_TRY(zs_reduce_begin(unit, -1)); /* a unit that was not used here may have gradients to set aside */
+    ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, s->sources));
+    if (!*ready || (given_up && !unit->replicated)) return ZS_OK;
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].trainable) sum_flat(s, f);
+    if (!unit->replicated) return ZS_OK;
+    unit->shared = true;
+    return comm->ops->share(comm, unit->cunit);
+}
+
+zs_status zs_reduce_share(zs_unit *unit)
+{
+    if (!unit->replicated || unit->shared) return ZS_OK;
+    zs_sources sources = {0};
+    summing s = summing_of(unit, &sources);
+    bool ready = false;
+    return sum_own_slice(&s, ZS_WAIT, &ready);
+}
+
+/* Both halves; on success the sources tell who used what. */
+static zs_status complete_round(summing *s, zs_wait wait, bool *ready)
+{
+    zs_unit *unit = s->unit;
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    if (!unit->shared) ZS_TRY(sum_own_slice(s, wait, ready));
+    if (!unit->shared) return ZS_OK;
+    ZS_TRY(comm->ops->collect_shared(comm, unit->cunit, wait, ready, s->sources));
+    if (*ready && !zs_engine_gave_up(unit->engine)) fetch_shared(s);
+    return ZS_OK;
+}
+
+zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_sources sources = {0};
+    summing s = summing_of(unit, &sources);
+    *done = false;
+    ZS_TRY(complete_round(&s, wait, done));
+    if (!*done) return ZS_OK;
+    for (int64_t i = 0; i < unit->n_params && !zs_engine_gave_up(unit->engine); i++)
+        if (unit->params[i].grad != NULL && used_anywhere(&s, i))
+            unit->params[i].has_grad = unit->params[i].reduced = true;
+    zs_status status = check_gave_up(&s);
+    zs_bucket_summed(zs_engine_buckets(unit->engine), unit);
+    ZS_TRY(comm->ops->release(comm, unit->cunit));
+    if (unit->state == ZS_REDUCING) ZS_TRY(zs_unit_move(unit, unit->replicated ? ZS_FULL : ZS_SHARDED));
+    return status;
+}
