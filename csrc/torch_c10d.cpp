@@ -187,9 +187,9 @@ zs_status zs_work_wait(zs_work *work, double seconds, bool *done)
         }
         try {
             work->work->wait(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
-        } catch (...) {
+        } catch (...) { // too late, or the collective's own failure; it may also have ended since
             *done = work->work->isCompleted();
-            if (*done) throw;
+            if (*done) work->work->wait();
         }
     });
 }
