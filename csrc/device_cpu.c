@@ -70,19 +70,19 @@ typedef void sum_loop(const zs_sum *sum, int64_t begin, int64_t end);
 
 /* Any number of sources, absent ones, accumulation: block by block, TOGETHER sources at a time. -0 is what adding does
  * not change. */
-#define SUM_MANY(name, target, fused, T, R, load, store)                                                            \
+#define SUM_MANY(name, target, fused, T, load, D, load_to, store, R)                                                \
     target static void name(const zs_sum *sum, int64_t begin, int64_t end)                                          \
     {                                                                                                               \
         static const T zeros[BLOCK];                                                                                \
         const R scale = (R)sum->scale;                                                                              \
         R total[BLOCK], before[BLOCK];                                                                              \
         for (int64_t at = begin; at < end; at += BLOCK) {                                                           \
-            T *dst = (T *)sum->dst + at;                                                                            \
+            D *dst = (D *)sum->dst + at;                                                                            \
             const int n = (int)(end - at < BLOCK ? end - at : BLOCK);                                               \
             for (int i = 0; i < n; i++)                                                                             \
                 total[i] = -(R)0;                                                                                   \
             for (int i = 0; i < n; i++)                                                                             \
-                before[i] = sum->accumulate ? load(dst[i]) : -(R)0;                                                 \
+                before[i] = sum->accumulate ? load_to(dst[i]) : -(R)0;                                              \
             for (int r = 0; r < sum->world; r += TOGETHER) {                                                        \
                 const T *in[TOGETHER];                                                                              \
                 const int sources = sum->world - r < TOGETHER ? sum->world - r : TOGETHER;                          \
@@ -106,24 +106,86 @@ typedef void sum_loop(const zs_sum *sum, int64_t begin, int64_t end);
         }                                                                                                           \
     }
 
+/* From each dtype to each; in double where one of the two is. */
+#define FROM_EACH(LOOP, name, to, D, load_to, store, R, R64)                             \
+    ZS_FOR_EACH_ISA(LOOP, name##_f32_##to, float, SAME, D, load_to, store, R)            \
+    ZS_FOR_EACH_ISA(LOOP, name##_f64_##to, double, SAME, D, load_to, store, R64)         \
+    ZS_FOR_EACH_ISA(LOOP, name##_bf16_##to, zs_bf16, zs_from_bf16, D, load_to, store, R) \
+    ZS_FOR_EACH_ISA(LOOP, name##_f16_##to, zs_f16, zs_from_f16, D, load_to, store, R)
+#define FROM_EACH_TO_EACH(LOOP, name)                                          \
+    FROM_EACH(LOOP, name, f32, float, SAME, SAME_FLOAT, float, double)         \
+    FROM_EACH(LOOP, name, f64, double, SAME, SAME, double, double)             \
+    FROM_EACH(LOOP, name, bf16, zs_bf16, zs_from_bf16, TO_BF16, float, double) \
+    FROM_EACH(LOOP, name, f16, zs_f16, zs_from_f16, TO_F16, float, double)
+#define BY_SOURCE(loop, to)                         \
+    {                                               \
+        [ZS_F32] = ZS_ISA_TABLE(loop##_f32_##to),   \
+        [ZS_F64] = ZS_ISA_TABLE(loop##_f64_##to),   \
+        [ZS_BF16] = ZS_ISA_TABLE(loop##_bf16_##to), \
+        [ZS_F16] = ZS_ISA_TABLE(loop##_f16_##to),   \
+    }
+#define BY_TARGET(loop)                    \
+    {                                      \
+        [ZS_F32] = BY_SOURCE(loop, f32),   \
+        [ZS_F64] = BY_SOURCE(loop, f64),   \
+        [ZS_BF16] = BY_SOURCE(loop, bf16), \
+        [ZS_F16] = BY_SOURCE(loop, f16),   \
+    }
+#define SAME_FLOAT(x) ((float)(x))
+#define TO_BF16(x) zs_to_bf16((float)(x))
+#define TO_F16(x) zs_to_f16((float)(x))
+
 FOR_EACH_DTYPE(SUM_FEW, sum_few)
-FOR_EACH_DTYPE(SUM_MANY, sum_many)
+FROM_EACH_TO_EACH(SUM_MANY, sum_many)
 
 static void sum_part(void *ctx, int64_t begin, int64_t end)
 {
     static sum_loop *const few[DTYPES][ZS_ISA_COUNT] = BY_DTYPE(sum_few);
-    static sum_loop *const many[DTYPES][ZS_ISA_COUNT] = BY_DTYPE(sum_many);
+    static sum_loop *const many[DTYPES][DTYPES][ZS_ISA_COUNT] = BY_TARGET(sum_many);
     const zs_sum *sum = ctx;
-    bool plain = sum->world <= TOGETHER && !sum->accumulate;
+    bool plain = sum->world <= TOGETHER && !sum->accumulate && sum->to == sum->dtype;
     for (int r = 0; r < sum->world; r++)
         plain = plain && sum->src[r] != NULL;
-    (plain ? few : many)[sum->dtype][zs_isa_best()](sum, begin, end);
+    (plain ? few[sum->dtype] : many[sum->to][sum->dtype])[zs_isa_best()](sum, begin, end);
 }
 
 void zs_device_sum(const zs_sum *sum)
 {
     zs_sum copy = *sum;
     zs_parallel_for(sum->numel, GRAIN, sum_part, &copy);
+}
+
+/* --- casts ------------------------------------------------------------------------------------------------------------- */
+
+typedef struct casting {
+    void *dst;
+    const void *src;
+    zs_dtype to, from;
+} casting;
+
+typedef void cast_loop(const casting *job, int64_t begin, int64_t end);
+
+#define CAST(name, target, fused, T, load, D, load_to, store, R)                                       \
+    target static void name(const casting *job, int64_t begin, int64_t end)                            \
+    {                                                                                                  \
+        const T *restrict src = job->src;                                                              \
+        D *restrict dst = job->dst;                                                                    \
+        _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) dst[i] = (D)store((R)load(src[i])); \
+    }
+
+FROM_EACH_TO_EACH(CAST, cast)
+
+static void cast_part(void *ctx, int64_t begin, int64_t end)
+{
+    static cast_loop *const loops[DTYPES][DTYPES][ZS_ISA_COUNT] = BY_TARGET(cast);
+    const casting *job = ctx;
+    loops[job->to][job->from][zs_isa_best()](job, begin, end);
+}
+
+void zs_device_cast(void *dst, zs_dtype to, const void *src, zs_dtype from, int64_t numel)
+{
+    casting job = {dst, src, to, from};
+    zs_parallel_for(numel, GRAIN, cast_part, &job);
 }
 
 /* --- norm --------------------------------------------------------------------------------------------------------------- */

@@ -52,6 +52,16 @@ zs_status zs_layout_new(const int64_t *numels, int64_t n, size_t itemsize, int w
     return ZS_OK;
 }
 
+void zs_layout_widen(zs_layout *layout, size_t itemsize)
+{
+    layout->itemsize = itemsize;
+}
+
+int64_t zs_layout_full_numel(const zs_layout *layout)
+{
+    return layout->shard_numel * layout->world;
+}
+
 void zs_layout_free(zs_layout *layout)
 {
     free(layout->offsets);

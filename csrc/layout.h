@@ -32,6 +32,12 @@ typedef struct zs_range {
 zs_status zs_layout_new(const int64_t *numels, int64_t n, size_t itemsize, int world, size_t shard_align,
                         zs_layout *out);
 
+/* Has a layout of small elements serve for larger ones as well: what is aligned for these is for those. */
+void zs_layout_widen(zs_layout *layout, size_t itemsize);
+
+/* Elements of the full buffer. */
+int64_t zs_layout_full_numel(const zs_layout *layout);
+
 /* Frees what zs_layout_new made; a zeroed layout is allowed. */
 void zs_layout_free(zs_layout *layout);
 

@@ -17,14 +17,15 @@ static zs_status make_views(zs_unit *unit)
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
-        ZS_TRY(zs_storage_new(zs_layout_full_bytes(&flat->layout), "", &flat->local));
+        ZS_TRY(zs_storage_new(zs_flat_wire_bytes(flat), "", &flat->local));
         ZS_TRY(zs_storage_fill(flat->local, unit->local, (char *)unit->local->ptr + flat->bucket_offset));
     }
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (param->grad == NULL) continue;
-        const zs_storage *storage = unit->flats[param->flat].local;
-        ZS_TRY(zs_tensor_new_on(storage, param->grad, param->offset, param->ndim, param->sizes, &param->local));
+        const zs_flat *flat = &unit->flats[param->flat];
+        zs_place place = {flat->local, param->offset, param->ndim, param->sizes, flat->wire};
+        ZS_TRY(zs_tensor_new_on(&place, param->grad, &param->local));
     }
     return ZS_OK;
 }
@@ -60,9 +61,8 @@ void zs_local_grads_free(zs_unit *unit)
 static bool is_zero(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
-    const char *at =
-        (const char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->layout.itemsize;
-    size_t bytes = (size_t)param->numel * flat->layout.itemsize;
+    const char *at = (const char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
+    size_t bytes = (size_t)param->numel * flat->wire_size;
     return bytes == 0 || (at[0] == 0 && memcmp(at, at + 1, bytes - 1) == 0);
 }
 

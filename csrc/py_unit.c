@@ -26,9 +26,28 @@ static int parse_strategy(const char *text, zs_strategy *out)
     return -1;
 }
 
+/* A dtype by torch's name for it; None: ZS_BYTES. */
+static int parse_dtype(PyObject *name, zs_dtype *out)
+{
+    static const char *const names[] = {
+        [ZS_F32] = "float32", [ZS_F64] = "float64", [ZS_BF16] = "bfloat16", [ZS_F16] = "float16"};
+    *out = ZS_BYTES;
+    if (name == NULL || name == Py_None) return 0;
+    const char *text = PyUnicode_AsUTF8(name);
+    if (text == NULL) return -1;
+    for (int i = 0; i < ZS_BYTES; i++) {
+        if (strcmp(text, names[i]) != 0) continue;
+        *out = (zs_dtype)i;
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "parameters cannot be computed with in '%s'", text);
+    return -1;
+}
+
 typedef struct param_lists {
     const char **names;  /* [n] borrowed from the list of names */
     zs_tensor **tensors; /* [n] owned handles */
+    bool *keep;          /* [n] owned */
     Py_ssize_t n;
 } param_lists;
 
@@ -38,6 +57,25 @@ static void free_lists(param_lists *lists)
         zs_tensor_free(lists->tensors[i]);
     free(lists->tensors);
     free(lists->names);
+    free(lists->keep);
+}
+
+/* Which parameters keep their dtype: a set of indices, or NULL for none. */
+static int read_keep(PyObject *indices, param_lists *lists)
+{
+    lists->keep = calloc((size_t)lists->n + 1, sizeof *lists->keep);
+    if (lists->keep == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; indices != NULL && i < lists->n; i++) {
+        PyObject *index = PyLong_FromSsize_t(i);
+        int found = index != NULL ? PySet_Contains(indices, index) : -1;
+        Py_XDECREF(index);
+        if (found < 0) return -1;
+        lists->keep[i] = found != 0;
+    }
+    return 0;
 }
 
 static int read_lists(PyObject *names, PyObject *tensors, param_lists *out)
@@ -70,6 +108,7 @@ static void fill_spec(zs_unit_spec *spec, const param_lists *lists)
     spec->n_params = lists->n;
     spec->names = lists->names;
     spec->tensors = lists->tensors;
+    spec->keep = lists->keep;
 }
 
 /* Keeps the places (index, dict, key) of a list; -1 with an exception. */
@@ -96,18 +135,21 @@ static int take_places(unit_object *self, PyObject *list)
 
 static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"engine", "name", "strategy", "names", "tensors", "places", NULL};
-    PyObject *engine_obj, *names, *tensors, *places;
+    static char *keywords[] = {"engine", "name",    "strategy", "names", "tensors",
+                               "places", "compute", "wire",     "keep",  NULL};
+    PyObject *engine_obj, *names, *tensors, *places, *compute = NULL, *wire = NULL, *keep = NULL;
     const char *strategy;
     zs_unit_spec spec = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!O!:Unit", keywords, &engine_obj, &spec.name, &strategy,
-                                     &PyList_Type, &names, &PyList_Type, &tensors, &PyList_Type, &places))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!O!|OOO!:Unit", keywords, &engine_obj, &spec.name, &strategy,
+                                     &PyList_Type, &names, &PyList_Type, &tensors, &PyList_Type, &places, &compute,
+                                     &wire, &PySet_Type, &keep))
         return NULL;
+    if (parse_dtype(compute, &spec.precision.compute) < 0 || parse_dtype(wire, &spec.precision.wire) < 0) return NULL;
     zs_engine *engine = zs_py_engine(engine_obj);
     if (engine == NULL || parse_strategy(strategy, &spec.strategy) < 0) return NULL;
     param_lists lists = {0};
     zs_unit *unit = NULL;
-    if (read_lists(names, tensors, &lists) == 0) {
+    if (read_lists(names, tensors, &lists) == 0 && read_keep(keep, &lists) == 0) {
         fill_spec(&spec, &lists);
         zs_status status;
         ZS_PY_NOGIL(status, zs_unit_new(engine, &spec, &unit));
@@ -133,7 +175,7 @@ static PyObject *unit_check(PyObject *type, PyObject *args)
 {
     (void)type;
     PyObject *names, *tensors;
-    zs_unit_spec spec = {0};
+    zs_unit_spec spec = {.precision = {ZS_BYTES, ZS_BYTES}};
     if (!PyArg_ParseTuple(args, "sO!O!:check", &spec.name, &PyList_Type, &names, &PyList_Type, &tensors)) return NULL;
     param_lists lists = {0};
     bool good = read_lists(names, tensors, &lists) == 0;
@@ -164,13 +206,16 @@ static void unit_dealloc(unit_object *self)
 
 /* --- by hand ---------------------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(unit_unshard_doc, "unshard($self, /)\n--\n\nMakes the parameters whole; inside an engine's session.");
+PyDoc_STRVAR(unit_unshard_doc,
+             "unshard($self, exact=False, /)\n--\n\nMakes the parameters whole; inside an engine's session. exact: in "
+             "their own dtype, where forward has them in another.");
 
-static PyObject *unit_unshard(unit_object *self, PyObject *unused)
+static PyObject *unit_unshard(unit_object *self, PyObject *args)
 {
-    (void)unused;
+    int exact = 0;
+    if (!PyArg_ParseTuple(args, "|p:unshard", &exact)) return NULL;
     zs_status status;
-    ZS_PY_NOGIL(status, zs_unit_unshard(self->unit));
+    ZS_PY_NOGIL(status, exact ? zs_unit_unshard_exact(self->unit) : zs_unit_unshard(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -269,6 +314,12 @@ static PyObject *unit_replicated(unit_object *self, void *unused)
     return PyBool_FromLong(self->unit->replicated);
 }
 
+static PyObject *unit_is_hooked(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(zs_engine_comm(self->unit->engine)->world > 1 || !self->unit->fixed);
+}
+
 static PyObject *unit_n_params(unit_object *self, void *unused)
 {
     (void)unused;
@@ -306,6 +357,7 @@ static PyGetSetDef unit_getset[] = {
     {"strategy", (getter)unit_strategy, NULL, "'full_shard', 'shard_grad_op' or 'no_shard'.", NULL},
     {"is_full", (getter)unit_is_full, NULL, "Are the parameters whole right now?", NULL},
     {"replicated", (getter)unit_replicated, NULL, "Are the parameters whole on this rank all the time?", NULL},
+    {"is_hooked", (getter)unit_is_hooked, NULL, "Does anything happen to it in forward and backward?", NULL},
     {"n_params", (getter)unit_n_params, NULL, "Number of parameters.", NULL},
     {"bytes", (getter)unit_sizes, NULL, "Bytes: shard, full, bucket, grad.", NULL},
     {"sync", (getter)unit_sync, (setter)unit_set_sync, "Are gradients of the next backwards reduced?", NULL},
@@ -316,7 +368,7 @@ static PyGetSetDef unit_getset[] = {
 static PyMethodDef unit_methods[] = {
     {"pre_forward", (PyCFunction)(void (*)(void))zs_py_pre_forward, METH_FASTCALL, zs_py_pre_forward_doc},
     {"post_forward", (PyCFunction)(void (*)(void))zs_py_post_forward, METH_FASTCALL, zs_py_post_forward_doc},
-    {"unshard", (PyCFunction)unit_unshard, METH_NOARGS, unit_unshard_doc},
+    {"unshard", (PyCFunction)unit_unshard, METH_VARARGS, unit_unshard_doc},
     {"reshard", (PyCFunction)unit_reshard, METH_NOARGS, unit_reshard_doc},
     {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},
     {"check", unit_check, METH_VARARGS | METH_CLASS, unit_check_doc},
@@ -326,7 +378,10 @@ static PyMethodDef unit_methods[] = {
 
 static PyType_Slot unit_slots[] = {
     {Py_tp_doc,
-     "Unit(engine, name, strategy, names, tensors, places)\n--\n\nParameters that are gathered and reduced together."},
+     "Unit(engine, name, strategy, names, tensors, places, compute=None, wire=None, keep=set())\n--\n\nParameters that "
+     "are gathered and reduced together. compute, wire: dtypes, as 'bfloat16', in forward and backward, and of "
+     "gradients "
+     "on their way; keep: indices of parameters that keep theirs."},
     {Py_tp_new, unit_new},
     {Py_tp_dealloc, unit_dealloc},
     {Py_tp_methods, unit_methods},

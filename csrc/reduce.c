@@ -41,7 +41,7 @@ static char *in_round(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
     char *base = unit->local != NULL ? unit->local->ptr : unit->bucket->bucket.ptr;
-    return base + flat->bucket_offset + (size_t)param->offset * flat->layout.itemsize;
+    return base + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
 }
 
 static zs_status set_aside(zs_unit *unit, zs_param *param)
@@ -108,7 +108,7 @@ zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
     zs_param *param = &unit->params[i];
     ZS_TRY(open_round(unit));
     bool again = zs_get_bit(unit->used, i);
-    ZS_TRY(zs_grad_copy(param->tensor, in_round(unit, param), unit->flats[param->flat].dtype, again));
+    ZS_TRY(zs_grad_copy(param->tensor, in_round(unit, param), unit->flats[param->flat].wire, again));
     zs_grad_set(param->tensor, NULL);
     if (!zs_get_bit(unit->arrived, i)) unit->n_arrived++;
     zs_set_bit(unit->arrived, i);
@@ -129,8 +129,8 @@ static zs_status fill_rest(zs_unit *unit)
         for (int64_t i = 0; i < unit->n_params; i++) {
             const zs_param *param = &unit->params[i];
             if (param->flat != f) continue;
-            size_t begin = (size_t)param->offset * flat->layout.itemsize;
-            size_t end = begin + (size_t)param->numel * flat->layout.itemsize;
+            size_t begin = (size_t)param->offset * flat->wire_size;
+            size_t end = begin + (size_t)param->numel * flat->wire_size;
             memset(base + filled, 0, begin - filled);
             filled = end;
             if (zs_get_bit(unit->used, i)) continue;
@@ -138,12 +138,12 @@ static zs_status fill_rest(zs_unit *unit)
             bool first = unit->replicated && !unit->posted; /* later rounds of a backward carry only what is new */
             if (first && zs_tensor_alive(param->tensor)) ZS_TRY(zs_grad_describe(param->tensor, &grad));
             if (grad.defined) { /* DDP's rule: what has been accumulated before takes part in the mean */
-                ZS_TRY(zs_grad_copy(param->tensor, base + begin, flat->dtype, false));
+                ZS_TRY(zs_grad_copy(param->tensor, base + begin, flat->wire, false));
             } else {
                 memset(base + begin, 0, end - begin);
             }
         }
-        memset(base + filled, 0, zs_layout_full_bytes(&flat->layout) - filled);
+        memset(base + filled, 0, zs_flat_wire_bytes(flat) - filled);
     }
     return ZS_OK;
 }

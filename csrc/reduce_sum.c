@@ -24,18 +24,19 @@ typedef struct summing {
 static void sum_run(const summing *s, const zs_flat *flat, slice_run run)
 {
     if (run.class == SKIP || run.end <= run.begin) return;
-    const size_t item = flat->layout.itemsize;
     const void *src[s->world];
     for (int r = 0; r < s->world; r++) {
         const char *base = s->sources->data[r];
-        size_t at = flat->bucket_offset + (size_t)s->unit->part * flat->slice_bytes + (size_t)run.begin * item;
+        size_t at =
+            flat->bucket_offset + (size_t)s->unit->part * flat->slice_bytes + (size_t)run.begin * flat->wire_size;
         src[r] = base != NULL ? base + at : NULL;
     }
     char *target = flat->grad_mem->ptr;
     if (s->unit->replicated) /* the sum goes into this rank's own bucket, for the peers to fetch */
         target = s->unit->out->bucket.ptr + flat->bucket_offset + (size_t)s->unit->part * flat->slice_bytes;
-    zs_sum sum = {.src = src, .world = s->world, .dtype = flat->dtype, .scale = s->scale};
-    sum.dst = target + (size_t)run.begin * item;
+    zs_sum sum = {.src = src, .world = s->world, .dtype = flat->wire, .scale = s->scale};
+    sum.to = s->unit->replicated ? flat->wire : flat->dtype;
+    sum.dst = target + (size_t)run.begin * (s->unit->replicated ? flat->wire_size : flat->layout.itemsize);
     sum.numel = run.end - run.begin;
     sum.accumulate = run.class == ADD;
     zs_device_sum(&sum);
@@ -100,7 +101,8 @@ static void fetch_piece(const summing *s, const zs_flat *flat, size_t begin, siz
         memcpy(dst, src, stop - begin);
         return;
     }
-    zs_sum sum = {.src = &src, .world = 1, .dst = dst, .dtype = flat->dtype, .scale = 1.0, .accumulate = true};
+    zs_sum sum = {.src = &src, .world = 1, .dst = dst, .dtype = flat->wire, .scale = 1.0, .accumulate = true};
+    sum.to = flat->wire;
     sum.numel = (int64_t)((stop - begin) / flat->layout.itemsize);
     zs_device_sum(&sum);
 }
@@ -181,6 +183,6 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
     zs_status status = check_gave_up(&s);
     zs_bucket_summed(zs_engine_buckets(unit->engine), unit);
     ZS_TRY(comm->ops->release(comm, unit->cunit));
-    if (unit->state == ZS_REDUCING) ZS_TRY(zs_unit_move(unit, unit->replicated ? ZS_FULL : ZS_SHARDED));
+    if (unit->state == ZS_REDUCING) ZS_TRY(zs_unit_move(unit, unit->fixed ? ZS_FULL : ZS_SHARDED));
     return status;
 }

@@ -94,6 +94,8 @@ static zs_status begin_session(zs_engine *engine)
     ZS_TRY(reshard_all(engine)); /* left by a forward whose backward never came */
     for (size_t i = 0; i < engine->n; i++)
         ZS_TRY(zs_unit_write_back(engine->units[i]));
+    for (size_t i = 0; i < engine->n; i++)
+        zs_unit_cast(engine->units[i]);
     discard_dead_grads(engine);
     ZS_TRY(broadcast_buffers(engine));
     return begin_reading(engine, ZS_PHASE_FORWARD);

@@ -89,13 +89,20 @@ zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data);
 /* Takes the bytes away; from now on touching them raises the RuntimeError `message`. */
 zs_status zs_storage_clear(zs_storage *storage, const char *message);
 
-/* Points a tensor at `storage`: row-major `sizes` from element `offset` on. Its identity, autograd state, hooks and
- * version stay. */
-zs_status zs_tensor_bind(zs_tensor *tensor, const zs_storage *storage, int64_t offset, int ndim, const int64_t *sizes);
+/* Where a tensor's elements lie: row-major. */
+typedef struct zs_place {
+    const zs_storage *storage;
+    int64_t offset; /* first element */
+    int ndim;
+    const int64_t *sizes;
+    zs_dtype dtype; /* ZS_BYTES: the tensor's own */
+} zs_place;
 
-/* New tensor of `like`'s dtype on `storage`: row-major `sizes` from element `offset` on, without autograd history. */
-zs_status zs_tensor_new_on(const zs_storage *storage, const zs_tensor *like, int64_t offset, int ndim,
-                           const int64_t *sizes, zs_tensor **out);
+/* Points a tensor at a place. Its identity, autograd state, hooks and version stay. */
+zs_status zs_tensor_bind(zs_tensor *tensor, const zs_place *place);
+
+/* New tensor there, of `like`'s dtype if the place does not say, without autograd history. */
+zs_status zs_tensor_new_on(const zs_place *place, const zs_tensor *like, zs_tensor **out);
 
 /* Does the tensor lie on this storage? False after `p.data = other`. */
 bool zs_tensor_on_storage(const zs_tensor *tensor, const zs_storage *storage);

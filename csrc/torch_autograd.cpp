@@ -104,30 +104,22 @@ template <typename Weak> void forget_node(const at::Tensor &tensor, void (*set)(
     set(tensor, Weak(none));
 }
 
-// The node that accumulates into a leaf is made once and remembers the leaf's shape. One that was made while a parameter had
+// The node that accumulates into a leaf is made once and remembers the leaf's shape and dtype. One that was made while a parameter had
 // the shape of its slice (a statistic that somebody keeps with its graph) would refuse every whole gradient after that.
-void forget_node_of_other_shape(const at::Tensor &tensor)
+void forget_node_of_other_form(const at::Tensor &tensor)
 {
     if (ag::impl::get_autograd_meta(tensor) == nullptr) return;
     auto node = ag::impl::try_get_grad_accumulator(tensor);
-    if (node && !node->input_metadata(0).is_same_shape(tensor)) forget_node(tensor, &ag::impl::set_grad_accumulator);
+    if (!node) return;
+    const auto &seen = node->input_metadata(0);
+    if (!seen.is_same_shape(tensor) || seen.options().dtype() != tensor.dtype())
+        forget_node(tensor, &ag::impl::set_grad_accumulator);
 }
 
 GradReady *our_hook(const at::Tensor &tensor)
 {
     if (ag::impl::get_autograd_meta(tensor) == nullptr) return nullptr;
     return dynamic_cast<GradReady *>(ag::impl::post_acc_grad_hooks(tensor).get());
-}
-
-at::ScalarType scalar_type_of(zs_dtype dtype, at::ScalarType otherwise)
-{
-    switch (dtype) {
-    case ZS_F32: return at::kFloat;
-    case ZS_F64: return at::kDouble;
-    case ZS_BF16: return at::kBFloat16;
-    case ZS_F16: return at::kHalf;
-    default: return otherwise;
-    }
 }
 
 void copy_elements(void *dst, const at::Tensor &src, at::IntArrayRef sizes, at::ScalarType type, bool add)
@@ -172,7 +164,7 @@ zs_status zs_grad_copy(const zs_tensor *handle, void *dst, zs_dtype dtype, bool 
 {
     return guarded("zs_grad_copy", [&] {
         const at::Tensor &grad = handle->tensor.grad();
-        copy_elements(dst, grad, handle->tensor.sizes(), scalar_type_of(dtype, grad.scalar_type()), add);
+        copy_elements(dst, grad, handle->tensor.sizes(), zs::scalar_type_of(dtype, grad.scalar_type()), add);
         return ZS_OK;
     });
 }
@@ -193,7 +185,7 @@ zs_status zs_hook_grad_ready(zs_tensor *handle, const zs_hook *hook)
 {
     return guarded("zs_hook_grad_ready", [&] {
         const at::Tensor &tensor = handle->tensor;
-        forget_node_of_other_shape(tensor);
+        forget_node_of_other_form(tensor);
         GradReady *ours = our_hook(tensor);
         if (ours != nullptr && ours->ref.same_as(*hook)) return ZS_OK;
         std::unique_ptr<ag::PostAccumulateGradHook> users;

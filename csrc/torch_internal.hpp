@@ -78,6 +78,18 @@ inline zs_dtype dtype_of(at::ScalarType type)
     }
 }
 
+// Its opposite; `otherwise` for ZS_BYTES, which is no type.
+inline at::ScalarType scalar_type_of(zs_dtype dtype, at::ScalarType otherwise)
+{
+    switch (dtype) {
+    case ZS_F32: return at::kFloat;
+    case ZS_F64: return at::kDouble;
+    case ZS_BF16: return at::kBFloat16;
+    case ZS_F16: return at::kHalf;
+    default: return otherwise;
+    }
+}
+
 // Row-major memory on the CPU?
 inline bool plain_dense(const at::Tensor &tensor)
 {

@@ -54,6 +54,14 @@ void set_geometry(c10::TensorImpl *impl, int64_t offset, int ndim, const int64_t
     impl->set_sizes_and_strides({sizes, length}, {strides, length}, offset);
 }
 
+void put(const at::Tensor &tensor, const zs_place &place)
+{
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    const at::ScalarType type = zs::scalar_type_of(place.dtype, tensor.scalar_type());
+    impl->set_storage_and_dtype(place.storage->storage, c10::scalarTypeToTypeMeta(type));
+    set_geometry(impl, place.offset, place.ndim, place.sizes);
+}
+
 void release_mem(void *context)
 {
     zs_mem_release(static_cast<zs_mem *>(context));
@@ -204,24 +212,20 @@ zs_status zs_storage_clear(zs_storage *storage, const char *message)
     });
 }
 
-zs_status zs_tensor_bind(zs_tensor *handle, const zs_storage *storage, int64_t offset, int ndim, const int64_t *sizes)
+zs_status zs_tensor_bind(zs_tensor *handle, const zs_place *place)
 {
     return guarded("zs_tensor_bind", [&] {
-        c10::TensorImpl *impl = handle->tensor.unsafeGetTensorImpl();
-        impl->set_storage_keep_dtype(storage->storage);
-        set_geometry(impl, offset, ndim, sizes);
+        put(handle->tensor, *place);
         return ZS_OK;
     });
 }
 
-zs_status zs_tensor_new_on(const zs_storage *storage, const zs_tensor *like, int64_t offset, int ndim,
-                           const int64_t *sizes, zs_tensor **out)
+zs_status zs_tensor_new_on(const zs_place *place, const zs_tensor *like, zs_tensor **out)
 {
     return guarded("zs_tensor_new_on", [&] {
         at::NoGradGuard no_grad;
         at::Tensor tensor = at::empty({0}, like->tensor.options());
-        tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage->storage);
-        set_geometry(tensor.unsafeGetTensorImpl(), offset, ndim, sizes);
+        put(tensor, *place);
         *out = new zs_tensor(std::move(tensor));
         return ZS_OK;
     });

@@ -3,6 +3,7 @@
 #include "unit.h"
 
 #include "bucket.h"
+#include "device.h"
 #include "local_grads.h"
 #include "schedule.h"
 
@@ -18,10 +19,13 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
     zs_storage_free(flat->full);
     zs_storage_free(flat->shard);
     zs_storage_free(flat->grads);
-    if (flat->mem.mem != NULL) {
-        flat->mem.mem->user = NULL;
+    if (flat->mem.mem != NULL) flat->mem.mem->user = NULL;
+    if (flat->low.mem != NULL) flat->low.mem->user = NULL;
+    if (unit->replicated)
+        zs_mem_release(flat->mem.mem);
+    else if (flat->mem.mem != NULL)
         comm->ops->flat_free(comm, &flat->mem);
-    }
+    if (flat->low.mem != NULL) comm->ops->flat_free(comm, &flat->low);
     if (flat->grad_mem != NULL) flat->grad_mem->user = NULL;
     zs_mem_release(flat->grad_mem);
     zs_mem_release(flat->full_mem);
@@ -94,12 +98,29 @@ static zs_status check_param(const zs_unit_spec *spec, int64_t i, const zs_tenso
     return ZS_OK;
 }
 
-static zs_status find_flat(zs_unit *unit, const zs_tensor_info *info, int *index)
+static bool is_lowered(const zs_unit_spec *spec, int64_t i, const zs_tensor_info *info)
+{
+    return info->dtype != ZS_BYTES && !(spec->keep != NULL && spec->keep[i]);
+}
+
+/* In which dtype a parameter is computed with, and its gradient sent. */
+static zs_precision precision_of(const zs_unit *unit, const zs_unit_spec *spec, int64_t i, const zs_tensor_info *info)
+{
+    zs_precision own = {info->dtype, info->dtype};
+    if (!is_lowered(spec, i, info)) return own;
+    if (spec->precision.compute != ZS_BYTES) own.compute = own.wire = spec->precision.compute;
+    if (spec->precision.wire != ZS_BYTES) own.wire = spec->precision.wire;
+    /* What is shared of a sum is the sum itself, not what it would be after another rounding. */
+    if (unit->replicated) own.wire = info->dtype;
+    return own;
+}
+
+static zs_status find_flat(zs_unit *unit, const zs_tensor_info *info, zs_precision own, int *index)
 {
     for (int f = 0; f < unit->n_flats; f++) {
         const zs_flat *flat = &unit->flats[f];
         if (flat->dtype == info->dtype && flat->trainable == info->requires_grad &&
-            flat->layout.itemsize == info->itemsize) {
+            flat->layout.itemsize == info->itemsize && flat->compute == own.compute) {
             *index = f;
             return ZS_OK;
         }
@@ -109,6 +130,10 @@ static zs_status find_flat(zs_unit *unit, const zs_tensor_info *info, int *index
                        unit->name, ZS_MAX_FLATS);
     zs_flat *flat = &unit->flats[unit->n_flats];
     flat->dtype = info->dtype;
+    flat->compute = own.compute;
+    flat->wire = own.wire;
+    flat->compute_size = own.compute == info->dtype ? info->itemsize : zs_dtype_size(own.compute);
+    flat->wire_size = own.wire == info->dtype ? info->itemsize : zs_dtype_size(own.wire);
     flat->trainable = info->requires_grad;
     flat->layout.itemsize = info->itemsize;
     *index = unit->n_flats++;
@@ -123,7 +148,7 @@ zs_status zs_unit_check(const zs_unit_spec *spec)
         int flat;
         ZS_TRY(zs_tensor_describe(spec->tensors[i], &info));
         ZS_TRY(check_param(spec, i, &info));
-        ZS_TRY(find_flat(&scratch, &info, &flat));
+        ZS_TRY(find_flat(&scratch, &info, precision_of(&scratch, spec, i, &info), &flat));
     }
     return ZS_OK;
 }
@@ -135,7 +160,7 @@ static zs_status describe_params(zs_unit *unit, const zs_unit_spec *spec)
         zs_tensor_info info;
         ZS_TRY(zs_tensor_describe(spec->tensors[i], &info));
         ZS_TRY(check_param(spec, i, &info));
-        ZS_TRY(find_flat(unit, &info, &param->flat));
+        ZS_TRY(find_flat(unit, &info, precision_of(unit, spec, i, &info), &param->flat));
         param->tensor = zs_tensor_new_weak(spec->tensors[i]);
         param->numel = info.numel;
         param->ndim = info.ndim;
@@ -156,6 +181,13 @@ static zs_comm *ranks_of_parts(const zs_unit *unit)
     return unit->replicated ? zs_engine_comm(unit->engine) : zs_engine_shards(unit->engine);
 }
 
+static size_t smallest_size(const zs_flat *flat)
+{
+    size_t size = flat->layout.itemsize;
+    if (flat->compute_size < size) size = flat->compute_size;
+    return flat->wire_size < size ? flat->wire_size : size;
+}
+
 static zs_status lay_out_flat(zs_unit *unit, int f)
 {
     zs_comm *comm = ranks_of_parts(unit);
@@ -166,7 +198,9 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
     for (int64_t i = 0; i < unit->n_params; i++)
         if (unit->params[i].flat == f) numels[n++] = unit->params[i].numel;
     size_t align = unit->replicated ? ZS_PARAM_ALIGN : comm->ops->shard_align;
-    zs_status status = zs_layout_new(numels, n, flat->layout.itemsize, comm->world, align, &flat->layout);
+    size_t itemsize = flat->layout.itemsize, smallest = smallest_size(flat);
+    zs_status status = zs_layout_new(numels, n, smallest, comm->world, align, &flat->layout);
+    zs_layout_widen(&flat->layout, itemsize);
     free(numels);
     ZS_TRY(status);
     int64_t k = 0;
@@ -182,19 +216,33 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
     return ZS_OK;
 }
 
-static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
+static zs_status take_flat(zs_unit *unit, size_t shard_bytes, zs_flat_mem *out)
 {
     zs_comm *comm = zs_engine_shards(unit->engine);
+    ZS_TRY(comm->ops->flat_new(comm, shard_bytes, out));
+    out->mem->role = ZS_MEM_SHARD;
+    out->mem->user = unit;
+    return ZS_OK;
+}
+
+static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
+{
+    size_t widest = flat->compute_size > flat->layout.itemsize ? flat->compute_size : flat->layout.itemsize;
     size_t full_bytes = zs_layout_full_bytes(&flat->layout);
-    ZS_TRY(zs_storage_new(full_bytes, unit->sharded_message, &flat->full));
-    if (unit->replicated) {
+    ZS_TRY(zs_storage_new((size_t)zs_layout_full_numel(&flat->layout) * widest, unit->sharded_message, &flat->full));
+    if (unit->fixed) {
         ZS_TRY(zs_mem_new_private(full_bytes, &flat->full_mem));
         return zs_storage_fill(flat->full, flat->full_mem, flat->full_mem->ptr);
     }
-    size_t shard_bytes = zs_layout_shard_bytes(&flat->layout);
-    ZS_TRY(comm->ops->flat_new(comm, shard_bytes, &flat->mem));
-    flat->mem.mem->role = ZS_MEM_SHARD;
-    flat->mem.mem->user = unit;
+    size_t shard_bytes = unit->replicated ? full_bytes : zs_layout_shard_bytes(&flat->layout);
+    if (unit->replicated) {
+        ZS_TRY(zs_mem_new_private(full_bytes, &flat->mem.mem));
+        flat->mem.shard = flat->mem.mem->ptr;
+    } else {
+        ZS_TRY(take_flat(unit, shard_bytes, &flat->mem));
+        size_t low_bytes = (size_t)flat->layout.shard_numel * flat->compute_size;
+        if (flat->compute != flat->dtype) ZS_TRY(take_flat(unit, low_bytes, &flat->low));
+    }
     ZS_TRY(zs_storage_new(shard_bytes, "", &flat->shard));
     return zs_storage_fill(flat->shard, flat->mem.mem, flat->mem.shard);
 }
@@ -219,14 +267,15 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
     int64_t sizes[ZS_MAX_DIM];
     int ndim = local_sizes(unit, param, sizes);
     const zs_flat *flat = &unit->flats[param->flat];
-    return zs_tensor_bind(param->tensor, unit->replicated ? flat->full : flat->shard, param->in_shard.begin, ndim,
-                          sizes);
+    zs_place place = {unit->fixed ? flat->full : flat->shard, param->in_shard.begin, ndim, sizes, flat->dtype};
+    return zs_tensor_bind(param->tensor, &place);
 }
 
-/* Whether the gradients of this unit ever leave this rank. In a world of one they stay where autograd puts them. */
+/* Whether the gradients of this unit ever leave this rank. In a world of one they stay where autograd puts them,
+ * unless they have to be cast. */
 static bool reduces(const zs_unit *unit)
 {
-    return zs_engine_comm(unit->engine)->world > 1;
+    return zs_engine_comm(unit->engine)->world > 1 || !unit->fixed;
 }
 
 static zs_status make_gradients(zs_unit *unit)
@@ -240,11 +289,11 @@ static zs_status make_gradients(zs_unit *unit)
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
-        flat->slice_bytes = zs_layout_shard_bytes(&flat->layout);
+        flat->slice_bytes = (size_t)flat->layout.shard_numel * flat->wire_size;
         flat->bucket_offset = offset;
-        offset += zs_layout_full_bytes(&flat->layout);
+        offset += zs_flat_wire_bytes(flat);
         spec.slice_bytes[spec.n_slices++] = flat->slice_bytes;
-        size_t bytes = unit->replicated ? zs_layout_full_bytes(&flat->layout) : flat->slice_bytes;
+        size_t bytes = unit->replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
         ZS_TRY(zs_pool_take(zs_engine_grads(unit->engine), bytes, &flat->grad_mem));
         flat->grad_mem->role = unit->replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
         flat->grad_mem->user = unit;
@@ -268,7 +317,8 @@ static zs_status make_grad_views(zs_unit *unit)
         if (flat->grads == NULL) continue;
         int64_t sizes[ZS_MAX_DIM];
         int ndim = local_sizes(unit, param, sizes);
-        ZS_TRY(zs_tensor_new_on(flat->grads, param->tensor, param->in_shard.begin, ndim, sizes, &param->grad));
+        zs_place place = {flat->grads, param->in_shard.begin, ndim, sizes, flat->dtype};
+        ZS_TRY(zs_tensor_new_on(&place, param->tensor, &param->grad));
     }
     return ZS_OK;
 }
@@ -278,8 +328,7 @@ static zs_status take_values(zs_unit *unit)
     for (int64_t i = 0; i < unit->n_params; i++) {
         const zs_param *param = &unit->params[i];
         const zs_flat *flat = &unit->flats[param->flat];
-        char *base = unit->replicated ? flat->full_mem->ptr : flat->mem.shard;
-        char *dst = base + (size_t)param->in_shard.begin * flat->layout.itemsize;
+        char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
         ZS_TRY(zs_tensor_read(param->tensor, param->owned.begin, param->owned.numel, dst));
     }
     return ZS_OK;
@@ -306,6 +355,17 @@ static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
     return ZS_OK;
 }
 
+/* Is any of the parameters computed with in another dtype than its own? */
+static bool lowers(const zs_unit *unit, const zs_unit_spec *spec)
+{
+    for (int64_t i = 0; i < spec->n_params; i++) {
+        zs_tensor_info info;
+        if (zs_tensor_describe(spec->tensors[i], &info) != ZS_OK) continue; /* building the unit will tell */
+        if (precision_of(unit, spec, i, &info).compute != info.dtype) return true;
+    }
+    return false;
+}
+
 static char *message_for(const char *name)
 {
     static const char text[] =
@@ -327,7 +387,8 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
     unit->sync = unit->syncs = true;
     unit->replicated = spec->strategy == ZS_NO_SHARD || zs_engine_shards(engine)->world == 1;
     unit->part = ranks_of_parts(unit)->rank;
-    unit->state = unit->replicated ? ZS_FULL : ZS_SHARDED;
+    unit->fixed = unit->replicated && !lowers(unit, spec);
+    unit->state = unit->fixed ? ZS_FULL : ZS_SHARDED;
     unit->n_params = spec->n_params;
     unit->name = strdup(spec->name);
     unit->sharded_message = message_for(spec->name);
@@ -351,8 +412,9 @@ size_t zs_unit_shard_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats; f++) {
-        const zs_layout *layout = &unit->flats[f].layout;
-        total += unit->replicated ? zs_layout_full_bytes(layout) : zs_layout_shard_bytes(layout);
+        const zs_flat *flat = &unit->flats[f];
+        total += unit->replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
+        if (flat->low.mem != NULL) total += flat->low.shard_bytes;
     }
     return total;
 }
@@ -361,7 +423,7 @@ size_t zs_unit_full_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats; f++)
-        total += zs_layout_full_bytes(&unit->flats[f].layout);
+        total += (size_t)zs_layout_full_numel(&unit->flats[f].layout) * unit->flats[f].compute_size;
     return total;
 }
 
@@ -369,7 +431,7 @@ size_t zs_unit_bucket_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].slice_bytes > 0) total += zs_layout_full_bytes(&unit->flats[f].layout);
+        if (unit->flats[f].slice_bytes > 0) total += zs_flat_wire_bytes(&unit->flats[f]);
     return total;
 }
 

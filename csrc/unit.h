@@ -11,7 +11,8 @@
  *                                        |
  *                                        +--> GATHERING        a checkpointed block that is recomputed once more
  *
- * A replicated unit (no_shard, or a world of one) has its parameters in private full memory and stays FULL.
+ * A replicated unit (no_shard, or a world of one) has its parameters in private full memory and stays FULL; with mixed
+ * precision it goes through the states as others do, and a gather is a cast.
  */
 #ifndef ZS_UNIT_H
 #define ZS_UNIT_H
@@ -52,15 +53,20 @@ typedef struct zs_param {
     bool reduced;   /* a new gradient was reduced in this backward */
 } zs_param;
 
-/* Parameters of one dtype, all trainable or all frozen. */
+/* Parameters of one dtype, all trainable or all frozen. With mixed precision they are computed with in another dtype: then
+ * `low` has this rank's shard cast to it, made anew for each forward, and the full buffer is of that dtype. */
 typedef struct zs_flat {
-    zs_dtype dtype;
+    zs_dtype dtype;                 /* of the parameters at rest, their gradients and the optimizer's state */
+    zs_dtype compute;               /* of the full buffer, in forward and backward */
+    zs_dtype wire;                  /* in which gradients travel */
+    size_t compute_size, wire_size; /* bytes per element */
     bool trainable;
     zs_layout layout;
-    zs_flat_mem mem;      /* shard, and full if the transport maps it; for replicated units: unused */
+    zs_flat_mem mem;      /* shard, and full if the transport maps it; for units that are always whole: unused */
+    zs_flat_mem low;      /* the same in `compute`, if that is another dtype; for replicated units: unused */
     zs_mem *full_mem;     /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
     zs_storage *full;     /* owned */
-    zs_storage *shard;    /* owned; NULL if replicated */
+    zs_storage *shard;    /* where parameters are at rest; owned; NULL if they are always whole */
     zs_mem *grad_mem;     /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
     zs_storage *grads;    /* storage on grad_mem; owned */
     size_t slice_bytes;   /* bytes of one rank's slice in the bucket; 0 if frozen */
@@ -68,13 +74,27 @@ typedef struct zs_flat {
     zs_storage *local;    /* storage on the unit's local gradients, NULL if there are none; owned */
 } zs_flat;
 
+/* Bytes of a flat's gradients in a bucket. */
+static inline size_t zs_flat_wire_bytes(const zs_flat *flat)
+{
+    return (size_t)zs_layout_full_numel(&flat->layout) * flat->wire_size;
+}
+
+/* Where the parameters that this rank holds lie at rest. */
+static inline char *zs_flat_home(const zs_flat *flat)
+{
+    return flat->mem.shard != NULL ? flat->mem.shard : flat->full_mem->ptr;
+}
+
 struct zs_unit {
     long refs;             /* counted references; __atomic access only */
     zs_engine *engine;     /* counted reference; changes when an outer FSDP() takes the unit over */
     char *name;            /* owned */
     char *sharded_message; /* what touching a sharded full buffer raises; owned */
     zs_strategy strategy;
-    bool replicated; /* parameters stay whole on this rank */
+    bool replicated; /* this rank holds all of its parameters */
+    bool fixed;      /* and computes with them where they lie: they are whole all the time */
+    bool exact;      /* gathered by hand: the full buffer is of the parameters' own dtype for now */
     int part;        /* which slice of each flat buffer this rank holds, or if replicated, sums */
     zs_unit_state state;
     int inside;       /* forwards of its module that are running */
@@ -104,12 +124,20 @@ struct zs_unit {
     bool shared;        /* (no_shard) own slice is summed and shared */
 };
 
+/* Mixed precision; ZS_BYTES: the parameters' own. */
+typedef struct zs_precision {
+    zs_dtype compute; /* of parameters in forward and backward */
+    zs_dtype wire;    /* of gradients on their way; the default is `compute` */
+} zs_precision;
+
 typedef struct zs_unit_spec {
     const char *name; /* dotted name of the module, "" for the root; copied */
     zs_strategy strategy;
     int64_t n_params;
     const char *const *names;  /* [n_params] dotted names in the model; copied */
     zs_tensor *const *tensors; /* [n_params] strong handles; borrowed */
+    zs_precision precision;    /* of its floating-point parameters */
+    const bool *keep;          /* [n_params] those that keep their own dtype all the same; NULL: none */
 } zs_unit_spec;
 
 /* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */
@@ -133,6 +161,12 @@ bool zs_unit_is_full(const zs_unit *unit);
 /* Makes the unit FULL: gathers if needed and rebinds. No-op if FULL. */
 zs_status zs_unit_unshard(zs_unit *unit);
 
+/* The same in the parameters' own dtype, for reading them. ZS_ERR_STATE if a forward has it FULL in another. */
+zs_status zs_unit_unshard_exact(zs_unit *unit);
+
+/* (Mixed precision) Casts this rank's shards to the dtype that is computed with. Call where no peer reads. */
+void zs_unit_cast(const zs_unit *unit);
+
 /* Gives the full buffer back and rebinds to the shard; `next` is ZS_SHARDED or ZS_REDUCING. */
 zs_status zs_unit_reshard(zs_unit *unit, zs_unit_state next);
 
@@ -146,7 +180,7 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param);
 /* Copies the unit's whole parameter `i` to `dst` (row-major). The unit must be FULL. */
 zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst);
 
-/* Bytes: this rank's parameters at rest; the whole full buffer; the bucket. */
+/* Bytes: this rank's parameters at rest, with what is cast; the whole full buffer; the bucket. */
 size_t zs_unit_shard_bytes(const zs_unit *unit);
 size_t zs_unit_full_bytes(const zs_unit *unit);
 size_t zs_unit_bucket_bytes(const zs_unit *unit);

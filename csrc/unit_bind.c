@@ -4,6 +4,7 @@
  * it to was replaced by the user; one whose version counter moved while its unit was FULL was written to in a place
  * that is about to be given back.
  */
+#include "device.h"
 #include "schedule.h"
 #include "unit.h"
 
@@ -15,7 +16,7 @@ static bool allowed(const zs_unit *unit, zs_unit_state next)
     case ZS_SHARDED: return next == ZS_GATHERING;
     case ZS_GATHERING: return next == ZS_FULL || next == ZS_SHARDED; /* SHARDED: the gather failed */
     case ZS_FULL: return next == ZS_SHARDED || next == ZS_REDUCING;
-    case ZS_REDUCING: return next == ZS_SHARDED || next == ZS_GATHERING || (unit->replicated && next == ZS_FULL);
+    case ZS_REDUCING: return next == ZS_SHARDED || next == ZS_GATHERING || (unit->fixed && next == ZS_FULL);
     }
     return false;
 }
@@ -32,18 +33,50 @@ zs_status zs_unit_move(zs_unit *unit, zs_unit_state next)
 
 bool zs_unit_is_full(const zs_unit *unit)
 {
-    return unit->replicated || unit->state == ZS_FULL;
+    return unit->fixed || unit->state == ZS_FULL;
 }
 
 /* --- binding ------------------------------------------------------------------------------------------------------- */
 
-static zs_status fill_full_storage(zs_unit *unit, zs_flat *flat)
+/* Of which dtype the full buffer is now. */
+static zs_dtype full_dtype(const zs_unit *unit, const zs_flat *flat)
+{
+    return unit->exact ? flat->dtype : flat->compute;
+}
+
+static void cast(const zs_flat *flat, void *dst, int64_t numel)
+{
+    zs_device_cast(dst, flat->compute, flat->mem.shard, flat->dtype, numel);
+}
+
+void zs_unit_cast(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].low.mem != NULL)
+            cast(&unit->flats[f], unit->flats[f].low.shard, unit->flats[f].layout.shard_numel);
+}
+
+/* Fills a slot: a gather, or where this rank has everything, a cast. */
+static zs_status fill_slot(zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from, zs_mem *slot)
 {
     zs_comm *comm = zs_engine_shards(unit->engine);
-    if (flat->mem.full != NULL) return zs_storage_fill(flat->full, flat->mem.mem, flat->mem.full);
+    if (!unit->replicated) return comm->ops->gather(comm, from, unit->name, slot);
+    if (full_dtype(unit, flat) == flat->dtype)
+        memcpy(slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
+    else
+        cast(flat, slot->ptr, zs_layout_full_numel(&flat->layout));
+    return ZS_OK;
+}
+
+static zs_status fill_full_storage(zs_unit *unit, zs_flat *flat)
+{
+    bool lowered = full_dtype(unit, flat) != flat->dtype;
+    const zs_flat_mem *from = lowered ? &flat->low : &flat->mem;
+    if (from->full != NULL) return zs_storage_fill(flat->full, from->mem, from->full);
+    size_t itemsize = lowered ? flat->compute_size : flat->layout.itemsize;
     zs_mem *slot = NULL;
-    ZS_TRY(zs_arena_take(zs_engine_arena(unit->engine), zs_layout_full_bytes(&flat->layout), &slot));
-    zs_status status = comm->ops->gather(comm, &flat->mem, unit->name, slot);
+    ZS_TRY(zs_arena_take(zs_engine_arena(unit->engine), (size_t)zs_layout_full_numel(&flat->layout) * itemsize, &slot));
+    zs_status status = fill_slot(unit, flat, from, slot);
     if (status == ZS_OK) status = zs_storage_fill(flat->full, slot, slot->ptr);
     if (status != ZS_OK) {
         zs_arena_give(zs_engine_arena(unit->engine), slot);
@@ -78,9 +111,27 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
     zs_flat *flat = &unit->flats[param->flat];
     if (!zs_tensor_on_storage(param->tensor, flat->shard))
         return moved_error(unit, param, "between forward and backward");
-    ZS_TRY(zs_tensor_bind(param->tensor, flat->full, param->offset, param->ndim, param->sizes));
+    zs_place place = {flat->full, param->offset, param->ndim, param->sizes, full_dtype(unit, flat)};
+    ZS_TRY(zs_tensor_bind(param->tensor, &place));
     param->version = zs_tensor_version(param->tensor);
     return zs_unit_hook_param(unit, i);
+}
+
+zs_status zs_unit_unshard_exact(zs_unit *unit)
+{
+    bool lowered = false;
+    for (int f = 0; f < unit->n_flats; f++)
+        lowered |= unit->flats[f].compute != unit->flats[f].dtype;
+    if (lowered && zs_unit_is_full(unit) && !unit->exact)
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "unit '%s' is inside its forward, where its parameters are of another dtype; read them before or "
+            "after",
+            unit->name);
+    unit->exact = true;
+    zs_status status = zs_unit_unshard(unit);
+    if (!zs_unit_is_full(unit)) unit->exact = false;
+    return status;
 }
 
 zs_status zs_unit_unshard(zs_unit *unit)
@@ -123,7 +174,7 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
 
 zs_status zs_unit_reshard(zs_unit *unit, zs_unit_state next)
 {
-    if (unit->replicated) return next == unit->state || next == ZS_SHARDED ? ZS_OK : zs_unit_move(unit, next);
+    if (unit->fixed) return next == unit->state || next == ZS_SHARDED ? ZS_OK : zs_unit_move(unit, next);
     if (unit->state != ZS_FULL) return ZS_OK;
     zs_status status = ZS_OK;
     for (int64_t i = 0; i < unit->n_params; i++) {
@@ -134,6 +185,7 @@ zs_status zs_unit_reshard(zs_unit *unit, zs_unit_state next)
     }
     for (int f = 0; f < unit->n_flats; f++)
         clear_full_storage(unit, &unit->flats[f]);
+    unit->exact = false;
     ZS_TRY(zs_unit_move(unit, next));
     return status;
 }
@@ -155,8 +207,7 @@ static zs_status write_back_param(zs_unit *unit, zs_param *param)
                        "parameter '%s' of unit '%s' got another dtype or device after FSDP(...) (by .to(), .double(), "
                        ".half(), p.data = ...); cast the model before wrapping it",
                        param->name, unit->name);
-    char *base = unit->replicated ? flat->full_mem->ptr : flat->mem.shard;
-    char *dst = base + (size_t)param->in_shard.begin * flat->layout.itemsize;
+    char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
     bool whole = same_sizes(&info, param->ndim, param->sizes);
     if (!whole && info.numel != param->owned.numel)
         return ZS_FAIL(
@@ -186,7 +237,8 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst)
     const zs_param *param = &unit->params[i];
     const zs_flat *flat = &unit->flats[param->flat];
     const char *base = flat->mem.full != NULL ? flat->mem.full : flat->full_mem != NULL ? flat->full_mem->ptr : NULL;
-    if (base == NULL || !zs_unit_is_full(unit)) return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not gathered", unit->name);
+    bool readable = zs_unit_is_full(unit) && full_dtype(unit, flat) == flat->dtype;
+    if (base == NULL || !readable) return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not gathered", unit->name);
     memcpy(dst, base + (size_t)param->offset * flat->layout.itemsize, (size_t)param->numel * flat->layout.itemsize);
     return ZS_OK;
 }

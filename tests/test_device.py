@@ -43,6 +43,7 @@ class Sum(ctypes.Structure):
         ("dst", ctypes.c_void_p),
         ("numel", ctypes.c_int64),
         ("dtype", ctypes.c_int),
+        ("to", ctypes.c_int),
         ("scale", ctypes.c_double),
         ("accumulate", ctypes.c_bool),
     )
@@ -58,9 +59,13 @@ class Device:
     def sum(self, sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> None:
         pointers = [None if s is None else s.data_ptr() for s in sources]
         array = (ctypes.c_void_p * len(pointers))(*pointers)
-        dtype = DTYPES[dst.dtype]
-        job = Sum(array, len(pointers), dst.data_ptr(), dst.numel(), dtype, scale, add)
+        dtypes = DTYPES[source_dtype(sources, dst)], DTYPES[dst.dtype]
+        job = Sum(array, len(pointers), dst.data_ptr(), dst.numel(), *dtypes, scale, add)
         self._lib.zs_device_sum(ctypes.byref(job))
+
+    def cast(self, dst: Tensor, src: Tensor) -> None:
+        ends = [(ctypes.c_void_p(t.data_ptr()), DTYPES[t.dtype]) for t in (dst, src)]
+        self._lib.zs_device_cast(*ends[0], *ends[1], ctypes.c_int64(src.numel()))
 
     def norm(self, x: Tensor, p: float) -> float:
         numel = ctypes.c_int64(x.numel())
@@ -95,15 +100,20 @@ def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def source_dtype(sources: Sequence[Tensor | None], dst: Tensor) -> torch.dtype:
+    return next((s.dtype for s in sources if s is not None), dst.dtype)
+
+
+def wide(*dtypes: torch.dtype) -> torch.dtype:
     """What sums are taken in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def expected_sum(sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> Tensor:
     total = None
     for source in sources:
-        term = (torch.zeros_like(dst) if source is None else source).to(wide(dst.dtype))
+        plain = torch.zeros_like(dst) if source is None else source
+        term = plain.to(wide(dst.dtype, source_dtype(sources, dst)))
         if add:
             term = term + dst.to(term.dtype)
         term = term * torch.tensor(scale, dtype=term.dtype)
@@ -123,6 +133,38 @@ def test_sum_in_rank_order(device: Device, dtype: torch.dtype, world: int) -> No
             want = expected_sum(sources, dst, 1 / 3, add)
             device.sum(sources, dst, 1 / 3, add)
             assert torch.equal(dst, want)
+
+
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_into_another_dtype(device: Device, dtype: torch.dtype, to: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for world in (1, 2, 5):
+        for numel in LENGTHS:
+            for add in (False, True):
+                sources: list[Tensor | None] = [torch.randn(numel).to(dtype) for _ in range(world)]
+                sources[world // 2 :: 3] = [None] * len(sources[world // 2 :: 3])
+                dst = torch.randn(numel).to(to)
+                if all(source is None for source in sources):
+                    sources[0] = torch.randn(numel).to(dtype)
+                want = expected_sum(sources, dst, 0.25, add)
+                device.sum(sources, dst, 0.25, add)
+                assert torch.equal(dst, want)
+
+
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cast(device: Device, dtype: torch.dtype, to: torch.dtype) -> None:
+    torch.manual_seed(0)
+    special = torch.tensor(
+        [0.0, -0.0, 1e-41, 65520.0, 1e30, math.inf, -math.inf, math.nan, 1 + 2**-9]
+    )
+    for numel in LENGTHS:
+        src = torch.cat([torch.randn(numel), special]).to(dtype)
+        dst = torch.full_like(src, 7, dtype=to)
+        device.cast(dst, src)
+        want = src.to(torch.float32).to(to) if to.itemsize == 2 else src.to(to)
+        assert torch.equal(dst.nan_to_num(nan=-5.0), want.nan_to_num(nan=-5.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

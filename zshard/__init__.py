@@ -13,6 +13,7 @@ from zshard import _clip, _optim_guard, wrap
 from zshard._core import DivergenceError, PeerError, PeerTimeoutError
 from zshard.api import FSDP, shard_info
 from zshard.optim import SGD, Adam, AdamW
+from zshard.precision import MixedPrecision, MixedPrecisionPolicy
 from zshard.strategy import ShardingStrategy
 
 __version__ = "0.1.0"
@@ -23,6 +24,8 @@ __all__ = [
     "Adam",
     "AdamW",
     "DivergenceError",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
     "PeerError",
     "PeerTimeoutError",
     "ShardingStrategy",

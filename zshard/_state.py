@@ -84,7 +84,7 @@ class _UnitParams:
         engine.open()
         try:
             held = self.unit.is_full  # by a forward that is running and goes on with it
-            self.unit.unshard()
+            self.unit.unshard(True)
             try:
                 chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
                 return {id(param): self._copy(i, param) for i, param in chosen}

@@ -22,6 +22,14 @@ from zshard._group import comm_for, resolve_groups
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._summary import summary_of
+from zshard.precision import (
+    Precision,
+    cast_buffers,
+    install_casts,
+    install_kept,
+    name_of,
+    parse_precision,
+)
 from zshard.strategy import ShardingStrategy, parse_strategy
 from zshard.wrap import plan_units
 
@@ -57,6 +65,7 @@ class FSDP(nn.Module):
         name.
     auto_wrap_policy: which submodules are gathered on their own. "auto" finds the repeated blocks;
         else a set of module classes, a policy or callable from zshard.wrap, or None for one unit.
+    mixed_precision: a zshard.MixedPrecision or MixedPrecisionPolicy, or torch's; None: no casts.
     ignored_modules, ignored_states: modules (or parameters) that are left alone on every rank.
     device_id: None or "cpu".
     sync_module_states: take parameters and buffers from rank 0 (default). If False, ranks whose
@@ -101,26 +110,28 @@ class FSDP(nn.Module):
             raise TypeError(f"{cls.__name__} is made by FSDP(module), not called")
         _refuse_later_features(
             cpu_offload=cpu_offload,
-            mixed_precision=mixed_precision,
             param_init_fn=param_init_fn,
             forward_prefetch=forward_prefetch,
         )
         _check_fixed_arguments(backward_prefetch, limit_all_gathers, use_orig_params, device_id)
         chosen = _choose_strategy(sharding_strategy, strategy)
+        precision = parse_precision(mixed_precision)
         _check_module(module)
         ignored = _split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         groups = resolve_groups(process_group, device_mesh, chosen.is_hybrid)
         comm = comm_for(groups.world, transport, timeout)
         facts = _facts(module, specs, chosen, not sync_module_states)
+        facts.append(("mixed precision", repr(precision)))
         check_agreement(comm, groups.world, facts)
         shards = comm
         if groups.shards is not groups.world:
             shards = comm_for(groups.shards, transport, timeout)
         if sync_module_states and comm.world > 1:
             _take_from_rank_0(comm, module, specs, ignored)
+        cast_buffers(module.modules(), precision)
         engine = _core.Engine(comm, type(module).__name__, shards)
-        _wrap(module, specs, engine, (comm, shards), chosen)
+        _wrap(module, specs, engine, (comm, shards), (chosen, precision))
         if forward_sync_buffers and comm.world > 1:
             engine.sync_buffers(list(module.buffers()))
         return module
@@ -353,8 +364,9 @@ def _wrap(
     specs: list[UnitSpec],
     engine: _core.Engine,
     comms: tuple[_core.Comm, _core.Comm],
-    strategy: ShardingStrategy,
+    options: tuple[ShardingStrategy, Precision],
 ) -> None:
+    strategy, usual = options
     inner = [state.unit for _, state in _units(module)]
     for spec in specs:  # all of them first: a model that is refused stays as it was
         _core.Unit.check(spec.name, _names(spec), [ref.param for ref in spec.params])
@@ -368,8 +380,18 @@ def _wrap(
             for i, ref in enumerate(spec.params)
             for owner, attribute in ref.owners
         ]
-        unit = _core.Unit(engine, spec.name, own.value, _names(spec), tensors, places)
+        given = spec.overrides.get("mixed_precision")
+        precision = usual if given is None else parse_precision(given)
+        keep = {
+            i
+            for i, ref in enumerate(spec.params)
+            if all(precision.keeps(owner) for owner, _ in ref.owners)
+        }
+        dtypes = (name_of(precision.compute), name_of(precision.wire), keep)
+        unit = _core.Unit(engine, spec.name, own.value, _names(spec), tensors, places, *dtypes)
         _install(spec, unit, *comms)
+        install_casts(spec.module, precision, spec.module is module)
+        install_kept({owner for ref in spec.params for owner, _ in ref.owners}, precision)
     for nested in inner:
         engine.adopt(nested)
     engine.set_order([state.unit for _, state in _units(module)])
@@ -382,7 +404,7 @@ def _names(spec: UnitSpec) -> list[str]:
 def _install(spec: UnitSpec, unit: _core.Unit, comm: _core.Comm, shards: _core.Comm) -> None:
     module = spec.module
     state = _State(unit, comm, shards)
-    if comm.world > 1:
+    if unit.is_hooked:
         state.hooks = [
             module.register_forward_pre_hook(unit.pre_forward, prepend=True),
             module.register_forward_hook(unit.post_forward, always_call=True),

@@ -1,0 +1,312 @@
+"""Mixed precision: computed with in one dtype, summed in float32, at rest in the model's own.
+
+The one idea: what has to come out is known without any library. Every rank's gradients are made by a
+plain copy of the model that is cast as a whole, and summed in float32 in rank order (`reference`).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
+from scenarios import WIDTH, Stack, floats, message_of
+from spawn import ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP, MixedPrecision, MixedPrecisionPolicy
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+POLICIES = {
+    "bf16": BF16,
+    "fp16": MixedPrecision(param_dtype=torch.float16),
+    "bf16, reduced in fp32": MixedPrecision(torch.bfloat16, torch.float32),
+    "fp32, reduced in bf16": MixedPrecision(reduce_dtype=torch.bfloat16),
+    "policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    "fp64": MixedPrecision(param_dtype=torch.float64),
+}
+
+
+def own_grads(model, policy, rank, step):
+    """The gradients of one rank's batch by a plain copy that is cast as a whole."""
+    low = copy.deepcopy(model)
+    compute = policy.param_dtype or torch.float32
+    low.to(compute)
+    loss_of(low(floats(rank, step).to(compute))).backward()
+    wire = policy.reduce_dtype or compute
+    return [p.grad.to(wire) for p in low.parameters()]
+
+
+def summed(parts):
+    """The mean over ranks, in float32 and rank order (float64 if that travels)."""
+    kind = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    total = torch.zeros(parts[0].shape, dtype=kind)
+    for part in parts:
+        total += part.to(kind) / len(parts)
+    return total.float()
+
+
+def reference(build, policy, steps=3):
+    """The state dict after some steps of SGD with momentum."""
+    model = make(build)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for step in range(steps):
+        grads = [own_grads(model, policy, rank, step) for rank in range(world)]
+        for param, *parts in zip(model.parameters(), *grads, strict=True):
+            param.grad = summed(parts)
+        optimizer.step()
+    return model.state_dict()
+
+
+def trained(build, policy, combination, steps=3):
+    model = wrapped(build, combination, mixed_precision=policy)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model(floats(rank, step))).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def wrong(name, combinations=COMBINATIONS):
+    policy = POLICIES[name]
+    expected = reference(Stack, policy)
+    found = {c: differences(trained(Stack, policy, c), expected) for c in combinations}
+    return {c: names for c, names in found.items() if names}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_gradients_are_summed_in_float32(pool2, name):
+    combinations = COMBINATIONS
+    if name in (
+        "fp32, reduced in bf16",
+        "fp64",
+    ):  # no_shard sends and sums in the model's own dtype
+        combinations = [c for c in COMBINATIONS if c[0] != "no_shard"]
+    assert pool2.run(wrong, name, combinations) == [{}, {}]
+
+
+@ranks(4)
+def test_on_four_ranks(pool):
+    assert pool.run(wrong, "bf16") == [{}] * 4
+
+
+def test_in_a_world_of_one():
+    for name in ("bf16", "fp16", "bf16, reduced in fp32"):
+        ours = trained(Stack, POLICIES[name], ("full_shard", None))
+        assert differences(ours, reference(Stack, POLICIES[name])) == []
+
+
+class Look(nn.Module):
+    """Remembers what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.seen = {}
+
+    def forward(self, x, *, bias, mask):
+        self.seen = {
+            "weight": self.linear.weight.dtype,
+            "norm": self.norm.weight.dtype,
+            "x": x.dtype,
+            "bias": bias.dtype,
+            "mask": mask.dtype,
+            "buffer": self.scale.dtype,
+        }
+        y = self.linear(x) * self.scale
+        self.seen["y"] = y.dtype
+        z = self.norm(y)
+        self.seen["z"] = z.dtype
+        return z + bias
+
+
+def look(combination, policy):
+    model = wrapped(Look, combination, mixed_precision=policy, auto_wrap_policy=None)
+    bias, mask = torch.zeros(WIDTH), torch.ones(4, dtype=torch.bool)
+    out = model(floats(0), bias=bias, mask=mask)
+    out.float().square().sum().backward()
+    optimizer = zshard.AdamW(model.parameters())
+    optimizer.step()
+    rest = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
+    moments = {t.dtype for state in optimizer.state.values() for t in state.values()}
+    return model.seen, out.dtype, rest | moments, model.scale.dtype, model.norm.running_mean.dtype
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_who_sees_which_dtype(pool2, combination):
+    low, full = torch.bfloat16, torch.float32
+    policy = MixedPrecision(low, full, buffer_dtype=low)
+    for seen, out, rest, buffer, mean in pool2.run(look, combination, policy):
+        assert seen == {
+            **dict.fromkeys(("weight", "x", "bias", "buffer", "y", "z"), low),
+            "norm": full,
+            "mask": torch.bool,
+        }
+        assert (out, rest, buffer, mean) == (low, {full}, low, full)
+
+
+def outputs():
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    model = FSDP(make(Stack), mixed_precision=policy)
+    plain = FSDP(make(Stack), mixed_precision=MixedPrecisionPolicy(torch.bfloat16))
+    uncast = MixedPrecision(torch.bfloat16, cast_root_forward_inputs=False)
+    refuses = message_of(lambda: FSDP(make(Stack), mixed_precision=uncast)(floats(0)))
+    return model(floats(0)).dtype, plain(floats(0)).dtype, refuses
+
+
+def test_outputs_are_cast_and_inputs_if_wanted(pool2):
+    for cast, plain, refuses in pool2.run(outputs):
+        assert (cast, plain) == (torch.float32, torch.bfloat16)
+        assert "dtype" in refuses
+
+
+def state_is_exact(combination):
+    """Is the state dict in the model's own dtype, before a backward as well?"""
+    model = wrapped(Stack, combination, mixed_precision=BF16)
+    expected = make(Stack).state_dict()
+    before = differences(model.state_dict(), expected)
+    out = model(floats(dist.get_rank()))
+    between = differences(model.state_dict(), expected)
+    loss_of(out).backward()
+    model.load_state_dict({name: value + 1 for name, value in expected.items()})
+    after = model.state_dict()
+    loaded = all(torch.equal(after[name], value + 1) for name, value in expected.items())
+    return before, between, loaded
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_state_dict_has_the_models_own_dtype(pool2, combination):
+    assert pool2.run(state_is_exact, combination) == [([], [], True)] * 2
+
+
+def sums_before(combination):
+    """no_sync() sums up in the dtype that travels."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain = make(Stack)
+    parts = []
+    for each in range(world):
+        first, second = (own_grads(plain, BF16, each, step) for step in range(2))
+        parts.append([a + b for a, b in zip(first, second, strict=True)])
+    model = wrapped(Stack, combination, mixed_precision=BF16)
+    with model.no_sync():
+        loss_of(model(floats(rank, 0))).backward()
+    loss_of(model(floats(rank, 1))).backward()
+    model.clip_grad_norm_(1e9)
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    for param, *own in zip(plain.parameters(), *parts, strict=True):
+        param.grad = summed(own)
+    torch.optim.SGD(plain.parameters(), 1.0).step()
+    return differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+def test_no_sync_sums_in_the_dtype_that_travels(pool2, combination):
+    assert pool2.run(sums_before, combination) == [[], []]
+
+
+class Part(nn.Module):
+    """A unit that keeps float32 within a model that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block(WIDTH)
+        self.exact = FSDP(nn.Linear(WIDTH, WIDTH), mixed_precision=MixedPrecision())
+        self.dtypes = ()
+
+    def forward(self, x):
+        y = self.block(x)
+        z = self.exact(y.float())
+        self.dtypes = y.dtype, z.dtype
+        return z
+
+
+def per_unit():
+    model = FSDP(Part(), mixed_precision=BF16)
+    loss_of(model(floats(0))).backward()
+    return model.dtypes, all(p.grad is not None for p in model.parameters())
+
+
+def test_units_have_their_own_policies(pool2):
+    assert pool2.run(per_unit) == [((torch.bfloat16, torch.float32), True)] * 2
+
+
+def held(policy):
+    model = FSDP(
+        nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]),
+        mixed_precision=policy,
+        transport="c10d",
+    )
+    for _ in range(2):
+        model(torch.randn(4, 256)).float().square().sum().backward()
+        model.zero_grad()
+    return model.memory()
+
+
+def test_full_buffers_and_buckets_are_of_the_low_dtype(pool2):
+    (full, *_), (low, *_) = pool2.run(held, None), pool2.run(held, BF16)
+    assert 0.45 < low["slots"] / full["slots"] < 0.55
+    assert 0.45 < low["buckets"] / full["buckets"] < 0.55
+    assert low["grads"] == full["grads"]
+    assert 1.45 < low["shards"] / full["shards"] < 1.55  # beside the shards, a cast copy
+
+
+def mistakes():
+    return [
+        message_of(lambda: FSDP(make(Stack), mixed_precision=torch.bfloat16), TypeError),
+        message_of(
+            lambda: FSDP(make(Stack), mixed_precision=MixedPrecision(torch.int8)), ValueError
+        ),
+        message_of(
+            lambda: FSDP(
+                make(Stack),
+                mixed_precision=MixedPrecision(torch.bfloat16, keep_low_precision_grads=True),
+            ),
+            NotImplementedError,
+        ),
+    ]
+
+
+def test_mistakes_are_named():
+    first, second, third = mistakes()
+    assert "MixedPrecisionPolicy" in first
+    assert "param_dtype=torch.int8" in second and "torch.bfloat16" in second
+    assert "keep_low_precision_grads" in third
+
+
+def test_torchs_own_classes_are_taken():
+    from torch.distributed.fsdp import MixedPrecision as Fsdp1
+    from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2
+
+    for policy in (Fsdp1(param_dtype=torch.bfloat16), Fsdp2(param_dtype=torch.bfloat16)):
+        ours = trained(Stack, policy, ("full_shard", None))
+        assert differences(ours, reference(Stack, BF16)) == []
+
+
+def learn(combination):
+    """Losses of a fit in bf16, first and last."""
+    model = wrapped(Stack, combination, mixed_precision=BF16)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    target = floats(7, rows=4)[:, :2]
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (model(floats(dist.get_rank())).float() - target).square().mean()
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses[0], losses[-1]
+
+
+def test_a_model_learns_in_bf16(pool2):
+    for first, last in pool2.run(learn, ("full_shard", "shm")):
+        assert last < 0.1 * first

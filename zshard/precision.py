@@ -1,0 +1,173 @@
+"""Mixed precision: in which dtypes parameters are computed with, and gradients travel.
+
+The one idea: at rest nothing changes. Parameters, gradients and optimizer state keep the dtype
+that the model has (float32, say); a unit's forward and backward see a cast copy, and a gradient is
+sent in the reduce dtype and summed in float32.
+
+Both of torch's spellings are taken, its own classes as well: FSDP1's `MixedPrecision` and FSDP2's
+`MixedPrecisionPolicy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """FSDP1's spelling; None: the model's own dtype.
+
+    param_dtype: of parameters in forward and backward.
+    reduce_dtype: of gradients on their way; param_dtype if None. Sums are taken in float32.
+    buffer_dtype: to which floating-point buffers are cast when the model is wrapped.
+    cast_forward_inputs: cast floating-point arguments of each unit's forward to param_dtype.
+    cast_root_forward_inputs: the same for the root alone.
+    _module_classes_to_ignore: modules of these classes keep their parameters' and buffers' dtype;
+        their arguments are cast to it, their results to param_dtype.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: tuple[type[nn.Module], ...] = (_BatchNorm,)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """FSDP2's spelling; None: the model's own dtype.
+
+    param_dtype, reduce_dtype, cast_forward_inputs: as in MixedPrecision.
+    output_dtype: to which floating-point results of each unit's forward are cast.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What both of them come to."""
+
+    compute: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+    cast_inputs: bool = False
+    cast_root_inputs: bool = False
+    keep: tuple[type[nn.Module], ...] = ()
+
+    def keeps(self, module: nn.Module) -> bool:
+        """Do the module's own parameters keep their dtype?"""
+        return isinstance(module, self.keep)
+
+
+def parse_precision(value: Any) -> Precision:
+    """What `mixed_precision` means; None: nothing is cast.
+
+    Raises TypeError for what is no such object, ValueError for dtypes that are no floating-point
+    ones, NotImplementedError for keep_low_precision_grads.
+    """
+    if value is None:
+        return Precision()
+    if not hasattr(value, "param_dtype") or not hasattr(value, "reduce_dtype"):
+        raise TypeError(
+            f"mixed_precision is a zshard.MixedPrecision or MixedPrecisionPolicy, not {value!r}"
+        )
+    if getattr(value, "keep_low_precision_grads", False):
+        raise NotImplementedError(
+            "MixedPrecision(keep_low_precision_grads=True): gradients are kept in the parameters' "
+            "dtype; leave it out"
+        )
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+        dtype = getattr(value, name, None)
+        if dtype is not None and dtype not in _FLOATS:
+            known = ", ".join(str(each) for each in _FLOATS)
+            raise ValueError(f"{name}={dtype!r} is none of {known}")
+    casts = bool(value.cast_forward_inputs)
+    keep = getattr(value, "_module_classes_to_ignore", None)
+    return Precision(
+        compute=value.param_dtype,
+        wire=value.reduce_dtype,
+        buffers=getattr(value, "buffer_dtype", None),
+        outputs=getattr(value, "output_dtype", None),
+        cast_inputs=casts,
+        cast_root_inputs=casts or bool(getattr(value, "cast_root_forward_inputs", False)),
+        keep=(_BatchNorm,) if keep is None else tuple(keep),
+    )
+
+
+def name_of(dtype: torch.dtype | None) -> str | None:
+    """torch.bfloat16 -> "bfloat16"."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def install_casts(module: nn.Module, precision: Precision, is_root: bool) -> None:
+    """Has the arguments and results of a unit's forward cast, and those of the modules below it
+    that keep their dtype."""
+    inputs = precision.cast_root_inputs if is_root else precision.cast_inputs
+    if precision.compute is not None and inputs:
+        module.register_forward_pre_hook(
+            _CastInputs(precision.compute), prepend=True, with_kwargs=True
+        )
+    if precision.outputs is not None:
+        module.register_forward_hook(_CastOutputs(precision.outputs))
+
+
+def install_kept(modules: Iterable[nn.Module], precision: Precision) -> None:
+    """Has modules that keep their dtype called with it."""
+    if precision.compute is None:
+        return
+    for module in modules:
+        own = next((p.dtype for p in module.parameters(recurse=False)), None)
+        if own is not None and precision.keeps(module):
+            module.register_forward_pre_hook(_CastInputs(own), with_kwargs=True)
+            module.register_forward_hook(_CastOutputs(precision.compute))
+
+
+def cast_buffers(modules: Iterable[nn.Module], precision: Precision) -> None:
+    """Casts the floating-point buffers, in place of the old ones."""
+    if precision.buffers is None:
+        return
+    for module in modules:
+        if precision.keeps(module):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(precision.buffers)
+
+
+@dataclass(frozen=True)
+class _CastInputs:
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast(args, self.dtype), _cast(kwargs, self.dtype)
+
+
+@dataclass(frozen=True)
+class _CastOutputs:
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, self.dtype)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def one(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, one, tree)
