@@ -37,7 +37,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     const char *name;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Os|O:Engine", names, &comm_obj, &name, &shards_obj)) return NULL;
     zs_comm *comm = zs_py_comm(comm_obj), *shards = comm;
-    if (shards_obj != NULL) shards = zs_py_comm(shards_obj);
+    if (shards_obj != NULL && shards_obj != Py_None) shards = zs_py_comm(shards_obj);
     if (comm == NULL || shards == NULL) return NULL;
     zs_engine *engine = NULL;
     zs_status status;
@@ -240,7 +240,7 @@ static PyMethodDef engine_methods[] = {
 };
 
 static PyType_Slot engine_slots[] = {
-    {Py_tp_doc, "Engine(comm, name)\n--\n\nThe schedule of one model."},
+    {Py_tp_doc, "Engine(comm, name, shards=None)\n--\n\nThe schedule of one model."},
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
     {Py_tp_richcompare, engine_compare},

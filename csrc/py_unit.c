@@ -314,6 +314,17 @@ static PyObject *unit_replicated(unit_object *self, void *unused)
     return PyBool_FromLong(self->unit->replicated);
 }
 
+static PyObject *unit_params(unit_object *self, void *unused)
+{
+    (void)unused;
+    PyObject *list = PyList_New((Py_ssize_t)self->unit->n_params);
+    for (Py_ssize_t i = self->n_places; list != NULL && i-- > 0;) {
+        const param_place *place = &self->places[i];
+        PyList_SetItem(list, (Py_ssize_t)place->index, Py_NewRef(place->param));
+    }
+    return list;
+}
+
 static PyObject *unit_is_hooked(unit_object *self, void *unused)
 {
     (void)unused;
@@ -357,6 +368,7 @@ static PyGetSetDef unit_getset[] = {
     {"strategy", (getter)unit_strategy, NULL, "'full_shard', 'shard_grad_op' or 'no_shard'.", NULL},
     {"is_full", (getter)unit_is_full, NULL, "Are the parameters whole right now?", NULL},
     {"replicated", (getter)unit_replicated, NULL, "Are the parameters whole on this rank all the time?", NULL},
+    {"params", (getter)unit_params, NULL, "Its parameters, in order.", NULL},
     {"is_hooked", (getter)unit_is_hooked, NULL, "Does anything happen to it in forward and backward?", NULL},
     {"n_params", (getter)unit_n_params, NULL, "Number of parameters.", NULL},
     {"bytes", (getter)unit_sizes, NULL, "Bytes: shard, full, bucket, grad.", NULL},

@@ -3,7 +3,6 @@ afterwards, and what it tells about itself."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import pickle
 import re
@@ -49,12 +48,14 @@ def test_arguments_have_the_names_order_and_defaults_of_fsdp1():
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        *((s.value, s.value) for s in ShardingStrategy),
-        *((s, s.value) for s in ShardingStrategy),
-        *((s.name, s.value) for s in ShardingStrategy),
+        *((s.value, s.in_group.value) for s in ShardingStrategy),
+        *((s, s.in_group.value) for s in ShardingStrategy),
+        *((s.name, s.in_group.value) for s in ShardingStrategy),
         (torch_fsdp.ShardingStrategy.FULL_SHARD, "full_shard"),
         (torch_fsdp.ShardingStrategy.SHARD_GRAD_OP, "shard_grad_op"),
         (torch_fsdp.ShardingStrategy.NO_SHARD, "no_shard"),
+        (torch_fsdp.ShardingStrategy.HYBRID_SHARD, "full_shard"),
+        (torch_fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2, "shard_grad_op"),
         ("zero3", "full_shard"),
         ("ZeRO2", "shard_grad_op"),
         ("ddp", "no_shard"),
@@ -66,12 +67,9 @@ def test_spellings_of_a_strategy(argument, value, expected):
     assert units(FSDP(Mlp(), auto_wrap_policy=None, **{argument: value})) == {"": expected}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [torch_fsdp.ShardingStrategy.HYBRID_SHARD, torch_fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2],
-)
-def test_torchs_other_strategies_are_still_to_come(value):
-    with pytest.raises(NotImplementedError, match=value.name):
+@pytest.mark.parametrize("value", ["zero1", "hybrid_full"])
+def test_other_strategies_are_still_to_come(value):
+    with pytest.raises(NotImplementedError, match=value):
         FSDP(Mlp(), sharding_strategy=value)
 
 
@@ -94,7 +92,6 @@ def test_torchs_argument_objects_that_change_nothing_are_taken():
     [
         {"cpu_offload": torch_fsdp.CPUOffload(offload_params=True)},
         {"backward_prefetch": torch_fsdp.BackwardPrefetch.BACKWARD_POST},
-        {"mixed_precision": torch_fsdp.MixedPrecision(param_dtype=torch.bfloat16)},
         {"device_id": 0},
     ],
 )
@@ -265,23 +262,11 @@ def test_hooks_of_the_user_see_whole_weights(pool2):
 
 
 @pytest.mark.parametrize("part", [lambda model: model, lambda model: model.blocks[0]])
-def test_copies_are_refused(part):
-    model = FSDP(make(Net), auto_wrap_policy={Nested})
-    with pytest.raises(NotImplementedError, match=r"state_dict\(\)"):
-        copy.deepcopy(part(model))
-
-
-@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.blocks[0]])
 @pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, "/dev/null")])
 def test_pickling_is_refused(save, part):
     model = FSDP(make(Net), auto_wrap_policy={Nested})
     with pytest.raises(TypeError, match=r"state_dict\(\)"):
         save(part(model))
-
-
-def test_copying_a_list_that_holds_the_model_is_refused():
-    with pytest.raises(NotImplementedError):
-        copy.deepcopy({"model": FSDP(make(Mlp))})
 
 
 def test_each_module_is_wrapped_once():

@@ -11,7 +11,7 @@ import torch  # noqa: F401 - its libraries have to be loaded before the core tha
 
 from zshard import _clip, _optim_guard, wrap
 from zshard._core import DivergenceError, PeerError, PeerTimeoutError
-from zshard.api import FSDP, shard_info
+from zshard.api import FSDP, register_forward_method, shard_info
 from zshard.optim import SGD, Adam, AdamW
 from zshard.precision import MixedPrecision, MixedPrecisionPolicy
 from zshard.strategy import ShardingStrategy
@@ -29,6 +29,7 @@ __all__ = [
     "PeerError",
     "PeerTimeoutError",
     "ShardingStrategy",
+    "register_forward_method",
     "shard_info",
     "wrap",
 ]

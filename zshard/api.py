@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,14 @@ from torch import nn
 from zshard import _core
 from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
 from zshard._clip import clip_grad_norm
+from zshard._copy import copy_module, copy_plain, copy_slices, is_within
 from zshard._group import comm_for, resolve_groups
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._summary import summary_of
 from zshard.precision import (
     Precision,
+    cast_arguments,
     cast_buffers,
     install_casts,
     install_kept,
@@ -31,7 +34,12 @@ from zshard.precision import (
     parse_precision,
 )
 from zshard.strategy import ShardingStrategy, parse_strategy
-from zshard.wrap import plan_units
+from zshard.wrap import CustomPolicy, plan_units
+
+_Comms = tuple[
+    _core.Comm, _core.Comm
+]  # all ranks, and those that one copy of the model is cut over
+_Options = tuple[ShardingStrategy, Precision]
 
 _classes: dict[type[nn.Module], type[FSDP]] = {}
 
@@ -43,10 +51,11 @@ class _State:
     not when Python next looks for cycles.
     """
 
-    def __init__(self, unit: _core.Unit, comm: _core.Comm, shards: _core.Comm) -> None:
+    def __init__(self, unit: _core.Unit, comms: _Comms, options: _Options) -> None:
         self.unit = unit
-        self.comm = comm
-        self.shards = shards
+        self.comm, self.shards = comms
+        self.options = options
+        self.sync_buffers = False  # the root's: from rank 0, at each forward
         self.hooks: list[Any] = []
 
 
@@ -132,8 +141,8 @@ class FSDP(nn.Module):
         cast_buffers(module.modules(), precision)
         engine = _core.Engine(comm, type(module).__name__, shards)
         _wrap(module, specs, engine, (comm, shards), (chosen, precision))
-        if forward_sync_buffers and comm.world > 1:
-            engine.sync_buffers(list(module.buffers()))
+        if forward_sync_buffers:
+            _sync_buffers(module)
         return module
 
     if not TYPE_CHECKING:  # type checkers are to see the arguments of __new__
@@ -226,13 +235,44 @@ class FSDP(nn.Module):
         return f"{own}, {note}" if own else note
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError(
-            "copying a sharded model is not in this version of zshard; copy the plain model before "
-            "FSDP(...), or load model.state_dict() into a plain one"
-        )
+        """Another sharded model with the same values, over the same ranks; without gradients, as
+        nn.Parameter copies. For all ranks together (a moving average of the weights, say)."""
+        return copy_module(self, memo) if is_within() else _copy_model(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a sharded model cannot be pickled; save model.state_dict() instead")
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Has another method of a unit's module do what its forward does: gather the unit's parameters,
+    and take care of their gradients. For `forward_features`, `encode` and the like; a method that
+    calls the modules, as transformers' `generate` does, needs nothing.
+
+    For all modules of that class. A module that FSDP has not wrapped is left alone. Raises
+    AttributeError where there is no such method.
+    """
+    if not isinstance(module, FSDP):
+        return
+    original = getattr(type(module), method_name)
+    if hasattr(original, "_zshard_original"):
+        return
+
+    @functools.wraps(original)
+    def method(self: FSDP, *args: Any, **kwargs: Any) -> Any:
+        unit = _state_of(self).unit
+        if not unit.is_hooked:
+            return original(self, *args, **kwargs)
+        args, kwargs = cast_arguments(self, args, kwargs)
+        unit.pre_forward(self, args)
+        output = None
+        try:
+            output = original(self, *args, **kwargs)
+        finally:
+            unit.post_forward(self, args, output)
+        return output
+
+    method._zshard_original = original  # type: ignore[attr-defined]
+    setattr(type(module), method_name, method)
 
 
 def shard_info(param: torch.Tensor) -> dict[str, Any] | None:
@@ -363,8 +403,8 @@ def _wrap(
     module: nn.Module,
     specs: list[UnitSpec],
     engine: _core.Engine,
-    comms: tuple[_core.Comm, _core.Comm],
-    options: tuple[ShardingStrategy, Precision],
+    comms: _Comms,
+    options: _Options,
 ) -> None:
     strategy, usual = options
     inner = [state.unit for _, state in _units(module)]
@@ -373,7 +413,7 @@ def _wrap(
         _class_for(type(spec.module))
     for spec in specs:
         override = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
-        own = (strategy if override is None else parse_strategy(override)).in_group
+        own = strategy if override is None else parse_strategy(override)
         tensors = [ref.param for ref in spec.params]
         places = [
             (i, owner._parameters, attribute)
@@ -388,9 +428,11 @@ def _wrap(
             if all(precision.keeps(owner) for owner, _ in ref.owners)
         }
         dtypes = (name_of(precision.compute), name_of(precision.wire), keep)
-        unit = _core.Unit(engine, spec.name, own.value, _names(spec), tensors, places, *dtypes)
-        _install(spec, unit, *comms)
-        install_casts(spec.module, precision, spec.module is module)
+        kind = own.in_group.value
+        unit = _core.Unit(engine, spec.name, kind, _names(spec), tensors, places, *dtypes)
+        state = _State(unit, comms, (own, precision))
+        _install(spec, state)
+        state.hooks += install_casts(spec.module, precision, spec.module is module)
         install_kept({owner for ref in spec.params for owner, _ in ref.owners}, precision)
     for nested in inner:
         engine.adopt(nested)
@@ -401,9 +443,37 @@ def _names(spec: UnitSpec) -> list[str]:
     return [_join(spec.name, ref.names[0]) for ref in spec.params]
 
 
-def _install(spec: UnitSpec, unit: _core.Unit, comm: _core.Comm, shards: _core.Comm) -> None:
-    module = spec.module
-    state = _State(unit, comm, shards)
+def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
+    """A sharded model like `model`; ignored parameters and buffers are copied as they are."""
+    units = [(module, state) for module, state in _units(model)]
+    own = _state_of(model)
+    copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
+    overrides = {
+        id(made): dict(zip(("strategy", "mixed_precision"), state.options, strict=True))
+        for (_, state), (_, made) in zip(units, copied.units, strict=True)
+    }
+    policy = CustomPolicy(lambda module: overrides.get(id(module), False))
+    specs = plan_units(copied.module, policy, (), copied.others)
+    engine = _core.Engine(own.comm, type(model).__name__, own.shards)
+    _wrap(copied.module, specs, engine, (own.comm, own.shards), own.options)
+    if own.sync_buffers:
+        _sync_buffers(copied.module)
+    own.unit.engine.open()  # what a forward has left whole is resharded
+    own.unit.engine.close()
+    for unit, made in copied.units:
+        copy_slices(unit, _state_of(made).unit)
+    return copied.module
+
+
+def _sync_buffers(module: nn.Module) -> None:
+    state = _state_of(module)
+    state.sync_buffers = True
+    if state.comm.world > 1:
+        state.unit.engine.sync_buffers(list(module.buffers()))
+
+
+def _install(spec: UnitSpec, state: _State) -> None:
+    module, unit = spec.module, state.unit
     if unit.is_hooked:
         state.hooks = [
             module.register_forward_pre_hook(unit.pre_forward, prepend=True),

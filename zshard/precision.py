@@ -81,8 +81,8 @@ def parse_precision(value: Any) -> Precision:
     Raises TypeError for what is no such object, ValueError for dtypes that are no floating-point
     ones, NotImplementedError for keep_low_precision_grads.
     """
-    if value is None:
-        return Precision()
+    if value is None or isinstance(value, Precision):
+        return value or Precision()
     if not hasattr(value, "param_dtype") or not hasattr(value, "reduce_dtype"):
         raise TypeError(
             f"mixed_precision is a zshard.MixedPrecision or MixedPrecisionPolicy, not {value!r}"
@@ -115,16 +115,26 @@ def name_of(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def install_casts(module: nn.Module, precision: Precision, is_root: bool) -> None:
-    """Has the arguments and results of a unit's forward cast, and those of the modules below it
-    that keep their dtype."""
+def install_casts(
+    module: nn.Module, precision: Precision, is_root: bool
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Has the arguments and results of a unit's forward cast; returns the hooks."""
+    hooks = []
     inputs = precision.cast_root_inputs if is_root else precision.cast_inputs
     if precision.compute is not None and inputs:
-        module.register_forward_pre_hook(
-            _CastInputs(precision.compute), prepend=True, with_kwargs=True
-        )
+        cast = _CastInputs(precision.compute)
+        hooks.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
     if precision.outputs is not None:
-        module.register_forward_hook(_CastOutputs(precision.outputs))
+        hooks.append(module.register_forward_hook(_CastOutputs(precision.outputs)))
+    return hooks
+
+
+def cast_arguments(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments as the forward of a unit's module would get them."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _CastInputs):
+            args, kwargs = hook(module, args, kwargs)
+    return args, kwargs
 
 
 def install_kept(modules: Iterable[nn.Module], precision: Precision) -> None:
@@ -133,7 +143,8 @@ def install_kept(modules: Iterable[nn.Module], precision: Precision) -> None:
         return
     for module in modules:
         own = next((p.dtype for p in module.parameters(recurse=False)), None)
-        if own is not None and precision.keeps(module):
+        known = any(isinstance(h, _CastInputs) for h in module._forward_pre_hooks.values())
+        if own is not None and precision.keeps(module) and not known:
             module.register_forward_pre_hook(_CastInputs(own), with_kwargs=True)
             module.register_forward_hook(_CastOutputs(precision.compute))
 

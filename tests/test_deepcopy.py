@@ -1,0 +1,156 @@
+"""copy.deepcopy of a sharded model is another one: a moving average of weights, as scripts have it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, COMBINATIONS, Block, differences, loss_of, make, train, wrapped
+from scenarios import WIDTH, Stack, floats
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import zshard
+from zshard import FSDP, MixedPrecision
+
+
+def copies_are_equal_and_apart(name, combination):
+    """(what differs right away, whether training one leaves the other alone, and trains alike)."""
+    case, rank = CASES[name], dist.get_rank()
+    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
+    before = copy.deepcopy(model.state_dict())
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model) and twin is not model
+    same = differences(twin.state_dict(), before)
+    losses = train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
+    apart = differences(twin.state_dict(), before)
+    again = train(twin, case, torch.optim.SGD(twin.parameters(), 0.1), rank)
+    alike = differences(twin.state_dict(), model.state_dict())
+    return same, apart, alike, losses == again
+
+
+@pytest.mark.parametrize("name", ["mlp", "net", "odds", "tied"])
+def test_a_copy_is_a_model_of_its_own(pool2, name):
+    for combination in COMBINATIONS:
+        for same, apart, alike, losses in pool2.run(copies_are_equal_and_apart, name, combination):
+            assert (same, apart, alike, losses) == ([], [], [], True), combination
+
+
+def averaged(combination):
+    """What differs between the average of a sharded model's weights and of a plain one's."""
+    plain = make(Stack)
+    model = wrapped(Stack, combination)
+    means = []
+    for net in (plain, model):
+        mean = AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net(floats(0, step))).backward()
+            optimizer.step()
+            mean.update_parameters(net)
+        means.append(mean)
+    theirs, ours = (mean.module.state_dict() for mean in means)
+    with torch.no_grad():
+        close = torch.allclose(means[1](floats(5)), means[0](floats(5)), atol=1e-6)
+    return differences(ours, theirs), close
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_moving_average(pool2, combination):
+    assert pool2.run(averaged, combination) == [([], True)] * 2
+
+
+class Special(nn.Module):
+    """Buffers, hooks, attributes, a frozen and an ignored part, units wrapped by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = FSDP(Block(WIDTH), auto_wrap_policy=None)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.alone = nn.Linear(WIDTH, 2)
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+        self.calls = []
+        self.register_forward_hook(count)
+        self.frozen.weight.tag = "a user's"
+
+    def forward(self, x):
+        return self.alone(self.frozen(self.block(x)) * self.scale)
+
+
+def count(module, args, output):
+    module.calls.append("called")
+
+
+def what_is_kept():
+    model = Special()
+    model = FSDP(model, auto_wrap_policy=None, ignored_modules=[model.alone])
+    model(floats(0))
+    twin = copy.deepcopy(model)
+    twin(floats(0))
+    alike = torch.equal(twin(floats(1)), model(floats(1)))
+    return (
+        alike,
+        (len(model.calls), len(twin.calls)),
+        [unit.name for unit in map(unit_of, FSDP.fsdp_modules(twin))],
+        twin.frozen.weight.requires_grad,
+        twin.frozen.weight.tag,
+        zshard.shard_info(twin.alone.weight),
+        twin.scale is not model.scale,
+    )
+
+
+def unit_of(module):
+    return module._zshard_state.unit
+
+
+def test_what_a_copy_has_of_its_own(pool2):
+    for facts in pool2.run(what_is_kept):
+        assert facts == (True, (2, 3), ["", "block"], False, "a user's", None, True)
+
+
+def in_the_middle(strategy):
+    """A copy between forward and backward, and of a model within a plain one."""
+    model = FSDP(make(Stack), strategy=strategy)
+    holder = nn.ModuleDict({"student": model, "head": nn.Linear(2, 2)})
+    loss = loss_of(model(floats(0)))
+    twin = copy.deepcopy(holder)["student"]
+    loss.backward()
+    fresh = FSDP(make(Stack), strategy=strategy)
+    loss_of(fresh(floats(0))).backward()
+    good = [
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(model.parameters(), fresh.parameters(), strict=True)
+    ]
+    return all(good), differences(twin.state_dict(), make(Stack).state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_copy_between_forward_and_backward(pool2, strategy):
+    assert pool2.run(in_the_middle, strategy) == [(True, [])] * 2
+
+
+def lowered():
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FSDP(make(Stack), mixed_precision=policy)
+    twin = copy.deepcopy(model)
+    return torch.equal(model(floats(0)), twin(floats(0))), twin(floats(0)).dtype
+
+
+def test_a_copy_computes_in_the_same_dtypes(pool2):
+    assert pool2.run(lowered) == [(True, torch.bfloat16)] * 2
+
+
+def test_in_a_world_of_one():
+    model = FSDP(make(Stack))
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(floats(0)), model(floats(0)))
+    assert differences(twin.state_dict(), model.state_dict()) == []
+
+
+def test_pickling_is_refused():
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(FSDP(make(Stack)))

@@ -1,0 +1,105 @@
+"""Methods other than forward: registered, they gather and reduce as forward does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import COMBINATIONS, Block, loss_of, make
+from scenarios import WIDTH, floats, mean_grads, message_of, near, whole_grads, wrong_grads
+from torch import nn
+
+import zshard
+from zshard import FSDP, MixedPrecision
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def encode(self, x, *, scale=1.0):
+        """Uses a parameter of the root, and blocks that are units."""
+        for block in self.blocks:
+            x = block(x) * self.gain
+        return x * scale
+
+    def forward(self, x):
+        return self.head(self.encode(x))
+
+    def fail(self, x):
+        raise LookupError("planted")
+
+
+def encode_and_learn(model, rank):
+    loss_of(model.encode(floats(rank), scale=2.0)).backward()
+    loss_of(model(floats(rank, 1))).backward()
+
+
+def wrapped(combination, **options):
+    strategy, transport = combination
+    model = FSDP(make(Encoder), strategy=strategy, transport=transport, **options)
+    zshard.register_forward_method(model, "encode")
+    zshard.register_forward_method(model, "encode")  # twice is once
+    return model
+
+
+def wrong_with(combination):
+    expected = mean_grads(Encoder, encode_and_learn)
+    model = wrapped(combination)
+    encode_and_learn(model, dist.get_rank())
+    ours = {name: near(grad, expected[name]) for name, grad in whole_grads(model).items()}
+    twin = copy.deepcopy(model)
+    alike = torch.equal(twin.encode(floats(0)), model.encode(floats(0)))
+    return wrong_grads(ours, expected), alike
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_gradients_through_a_method(pool2, combination):
+    assert pool2.run(wrong_with, combination) == [([], True)] * 2
+
+
+def without():
+    """Whether a method that is not registered fails; that one that raises leaves the model as it was."""
+
+    class Fresh(Encoder):
+        pass
+
+    model = FSDP(make(Fresh))
+    failed = False  # not on the rank that happens to have all of `gain`
+    with contextlib.suppress(RuntimeError):
+        failed = True
+        model.encode(floats(0))
+        failed = False
+    zshard.register_forward_method(model, "fail")
+    raised = message_of(lambda: model.fail(floats(0)), LookupError)
+    plain = make(Fresh)
+    zshard.register_forward_method(plain, "encode")  # not wrapped: nothing
+    message_of(lambda: zshard.register_forward_method(model, "no_such"), AttributeError)
+    return failed, raised, torch.equal(model(floats(0)), plain(floats(0)))
+
+
+def test_what_is_not_registered_says_so(pool2):
+    results = pool2.run(without)
+    assert any(failed for failed, _, _ in results)
+    for _, raised, alike in results:
+        assert raised == "planted" and alike
+
+
+def lowered():
+    model = wrapped(("full_shard", None), mixed_precision=MixedPrecision(torch.bfloat16))
+    return model.encode(floats(0)).dtype
+
+
+def test_arguments_are_cast_as_forwards_are(pool2):
+    assert pool2.run(lowered) == [torch.bfloat16] * 2
+
+
+def test_in_a_world_of_one():
+    model = wrapped(("full_shard", None))
+    assert torch.equal(model.encode(floats(0)), make(Encoder).encode(floats(0)))

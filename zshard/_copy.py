@@ -1,0 +1,106 @@
+"""copy.deepcopy of a sharded model: another sharded model, for a moving average of weights, say.
+
+The one idea: nothing is gathered. The modules are copied with parameters that have whole shapes
+and no memory; the copy is wrapped with the same units over the same ranks; and each rank copies its
+own slices.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zshard import _core
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+_OURS = ("_zshard_unit", "_zshard_state")
+
+_within: ContextVar[bool] = ContextVar("zshard_deepcopy", default=False)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A plain copy of a sharded model: `module`, the copy of each of its units' modules by the
+    unit, and the parameters that are in no unit."""
+
+    module: nn.Module
+    units: list[tuple[_core.Unit, nn.Module]]
+    others: list[nn.Parameter]
+
+
+def is_within() -> bool:
+    """Is a model that holds this one being copied?"""
+    return _within.get()
+
+
+def copy_plain(
+    root: nn.Module, units: list[tuple[nn.Module, _core.Unit]], memo: dict[int, Any]
+) -> Copied:
+    """Copies the modules; parameters of `units` have their whole shape and no values."""
+    held = set()
+    for _, unit in units:
+        for index, param in enumerate(unit.params):
+            held.add(id(param))
+            memo[id(param)] = _outline(param, unit.param(index)["shape"])
+    token = _within.set(True)
+    try:
+        made = copy_module(root, memo)
+    finally:
+        _within.reset(token)
+    pairs = [(unit, memo[id(module)]) for module, unit in units]
+    others = [memo[id(p)] for p in root.parameters() if id(p) not in held]
+    return Copied(made, pairs, others)
+
+
+def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy of one unit's module, of its own class and without what zshard has put there."""
+    original: type[nn.Module] = type(module).__bases__[1]
+    made = original.__new__(original)
+    memo[id(module)] = made
+    state = {key: value for key, value in vars(module).items() if not _is_ours(key, value)}
+    hooks = {handle.id for handle in module.__dict__["_zshard_state"].hooks}
+    for table in _HOOK_TABLES:
+        kept = {key: hook for key, hook in state[table].items() if key not in hooks}
+        state[table] = type(state[table])(kept)
+    made.__dict__.update(copy.deepcopy(state, memo))
+    return made
+
+
+def _is_ours(key: str, value: Any) -> bool:
+    return key in _OURS or type(value).__module__ == "zshard._state"
+
+
+def _outline(param: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
+    data = torch.zeros((), dtype=param.dtype, device=param.device).expand(shape)
+    made = nn.Parameter(data, requires_grad=param.requires_grad)
+    vars(made).update(vars(param))
+    return made
+
+
+def copy_slices(source: _core.Unit, target: _core.Unit) -> None:
+    """Copies what this rank holds of a unit's values. Raises RuntimeError where the copy's unit has
+    other parameters, or another part of them."""
+
+    def parts(unit: _core.Unit) -> list[tuple[Any, ...]]:
+        facts = [unit.param(index) for index in range(unit.n_params)]
+        return [(fact["shape"], fact["begin"], fact["numel"]) for fact in facts]
+
+    if parts(source) != parts(target):
+        raise RuntimeError(
+            f"unit '{source.name}' cannot be copied: its copy would hold other parameters (did "
+            "modules or ties change after FSDP(...)?)"
+        )
+    with torch.no_grad():
+        for theirs, ours in zip(source.params, target.params, strict=True):
+            ours.copy_(theirs)
