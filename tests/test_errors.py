@@ -182,9 +182,7 @@ def test_timeouts_that_are_none(timeout):
     ("argument", "value"),
     [
         ("cpu_offload", True),
-        ("mixed_precision", torch.bfloat16),
         ("param_init_fn", lambda module: None),
-        ("device_mesh", object()),
         ("forward_prefetch", True),
         ("backward_prefetch", None),
         ("backward_prefetch", "backward_post"),
@@ -192,8 +190,7 @@ def test_timeouts_that_are_none(timeout):
         ("use_orig_params", False),
         ("device_id", "cuda:0"),
         ("sharding_strategy", "zero1"),
-        ("sharding_strategy", "hybrid_shard"),
-        ("process_group", (None, None)),
+        ("sharding_strategy", "hybrid_full"),
     ],
 )
 def test_what_comes_later_is_refused_not_ignored(argument, value):
@@ -201,6 +198,19 @@ def test_what_comes_later_is_refused_not_ignored(argument, value):
     assert outcome[0] == "NotImplementedError", outcome
     named = value if argument == "sharding_strategy" else argument.replace("_", " ")
     assert str(named).rstrip("s") in outcome[1].replace("_", " ") or str(named) in outcome[1]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "kind"),
+    [
+        ("mixed_precision", torch.bfloat16, TypeError),
+        ("device_mesh", object(), TypeError),
+        ("process_group", (None, None), ValueError),
+    ],
+)
+def test_arguments_of_another_kind(argument, value, kind):
+    outcome = error_of(FSDP, two_linears(), **{argument: value})
+    check(outcome, kind, argument.replace("_", " ").split()[-1])
 
 
 def test_unknown_argument():

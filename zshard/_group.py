@@ -69,6 +69,8 @@ def resolve_groups(process_group: Any, device_mesh: Any, hybrid: bool) -> Groups
 
 
 def _groups_of_mesh(mesh: Any, hybrid: bool) -> Any:
+    if not isinstance(mesh, dist.DeviceMesh):
+        raise TypeError(f"device_mesh takes a torch.distributed.DeviceMesh, not {mesh!r}")
     if mesh.ndim == 1 and not hybrid:
         return mesh.get_group()
     if mesh.ndim == 2:
@@ -168,6 +170,15 @@ def _env_int(name: str) -> int | None:
         raise ValueError(f"the environment has {name}={text!r}, which is no number") from None
 
 
+def check_settings(transport: str | None, timeout: float | None) -> tuple[str, float | None]:
+    """The transport's name and the seconds that the arguments or the environment ask for; ValueError
+    for what is neither. To be asked before ranks meet: the others are spared a broken connection."""
+    wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"unknown transport {wanted!r}; there are {', '.join(TRANSPORTS)}")
+    return wanted, _check_timeout(timeout)
+
+
 def comm_for(group: Any | None, transport: str | None, timeout: float | None) -> _core.Comm:
     """The transport of `group`, made on first use; collective over the group then.
 
@@ -175,10 +186,7 @@ def comm_for(group: Any | None, transport: str | None, timeout: float | None) ->
     timeout: seconds that one wait may last; ZSHARD_TIMEOUT, then the group's own where None.
     Raises ValueError for unknown names, RuntimeError where a forced transport cannot be had.
     """
-    wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
-    if wanted not in TRANSPORTS:
-        raise ValueError(f"unknown transport {wanted!r}; there are {', '.join(TRANSPORTS)}")
-    seconds = _check_timeout(timeout)
+    wanted, seconds = check_settings(transport, timeout)
     if group is None:
         return _comm_alone()
     _drop_dead_entries()

@@ -20,7 +20,7 @@ from zshard import _core
 from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
 from zshard._clip import clip_grad_norm
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within
-from zshard._group import comm_for, resolve_groups
+from zshard._group import check_settings, comm_for, resolve_groups
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._summary import summary_of
@@ -128,6 +128,7 @@ class FSDP(nn.Module):
         _check_module(module)
         ignored = _split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
+        check_settings(transport, timeout)
         groups = resolve_groups(process_group, device_mesh, chosen.is_hybrid)
         comm = comm_for(groups.world, transport, timeout)
         facts = _facts(module, specs, chosen, not sync_module_states)
