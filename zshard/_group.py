@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 
@@ -69,7 +70,7 @@ def resolve_groups(process_group: Any, device_mesh: Any, hybrid: bool) -> Groups
 
 
 def _groups_of_mesh(mesh: Any, hybrid: bool) -> Any:
-    if not isinstance(mesh, dist.DeviceMesh):
+    if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"device_mesh takes a torch.distributed.DeviceMesh, not {mesh!r}")
     if mesh.ndim == 1 and not hybrid:
         return mesh.get_group()
@@ -171,8 +172,11 @@ def _env_int(name: str) -> int | None:
 
 
 def check_settings(transport: str | None, timeout: float | None) -> tuple[str, float | None]:
-    """The transport's name and the seconds that the arguments or the environment ask for; ValueError
-    for what is neither. To be asked before ranks meet: the others are spared a broken connection."""
+    """The transport's name and the seconds that the arguments or the environment ask for.
+
+    Raises ValueError for what is neither. To be asked before ranks meet, so that none of them finds
+    the connection to another broken.
+    """
     wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
     if wanted not in TRANSPORTS:
         raise ValueError(f"unknown transport {wanted!r}; there are {', '.join(TRANSPORTS)}")
