@@ -3,6 +3,7 @@
 #include "unit.h"
 
 #include "bucket.h"
+#include "hold.h"
 #include "local_grads.h"
 #include "schedule.h"
 
@@ -33,6 +34,7 @@ static void free_unit(zs_unit *unit)
     zs_comm *comm = zs_engine_comm(unit->engine);
     zs_bucket_forget(zs_engine_buckets(unit->engine), unit);
     zs_local_grads_free(unit);
+    zs_hold_end(unit);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         zs_tensor_free(param->tensor);

@@ -78,6 +78,8 @@ struct zs_unit {
     int part;        /* which slice of each flat buffer this rank holds, or if replicated, sums */
     zs_unit_state state;
     int inside;       /* forwards of its module that are running */
+    bool held;        /* whole by hand, see hold.h */
+    double divisor;   /* what sums of gradients are divided by; 0: the number of ranks */
     bool in_backward; /* this backward has reached it: gradients set aside */
     zs_param *params; /* [n_params]; owned */
     int64_t n_params;

@@ -9,9 +9,16 @@ See README.md for what it does, ARCHITECTURE.md for how.
 
 import torch  # noqa: F401 - its libraries have to be loaded before the core that links to them
 
-from zshard import _clip, _optim_guard, wrap
+from zshard import _clip, _optim_guard, grad_scaler, wrap
 from zshard._core import DivergenceError, PeerError, PeerTimeoutError
 from zshard.api import FSDP, shard_info
+from zshard.fully_shard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from zshard.grad_scaler import GradScaler
 from zshard.optim import SGD, Adam, AdamW
 from zshard.strategy import ShardingStrategy
 
@@ -22,13 +29,19 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "CPUOffloadPolicy",
     "DivergenceError",
+    "GradScaler",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "PeerError",
     "PeerTimeoutError",
     "ShardingStrategy",
+    "fully_shard",
     "shard_info",
     "wrap",
 ]
 
 _optim_guard.install()
 _clip.install()
+grad_scaler.install()

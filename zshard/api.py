@@ -18,6 +18,7 @@ from torch import nn
 from zshard import _core
 from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
 from zshard._clip import clip_grad_norm
+from zshard._controls import Controls
 from zshard._group import comm_for, resolve_groups
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
@@ -42,7 +43,7 @@ class _State:
         self.hooks: list[Any] = []
 
 
-class FSDP(nn.Module):
+class FSDP(Controls):
     """Wraps `module` for sharded data-parallel training; returns the same module object.
 
     Arguments, in FSDP1's order and with its names:
