@@ -108,8 +108,7 @@ static PyObject *has_local_grads(PyObject *module, PyObject *unused)
     return PyBool_FromLong(zs_local_grads_any());
 }
 
-PyDoc_STRVAR(has_held_units_doc,
-             "has_held_units($module, /)\n--\n\nIs there any unit that unshard() has made whole?");
+PyDoc_STRVAR(has_held_units_doc, "has_held_units($module, /)\n--\n\nIs there any unit that unshard() has made whole?");
 
 static PyObject *has_held_units(PyObject *module, PyObject *unused)
 {
@@ -118,8 +117,9 @@ static PyObject *has_held_units(PyObject *module, PyObject *unused)
     return PyBool_FromLong(zs_hold_any());
 }
 
-PyDoc_STRVAR(held_unit_doc, "held_unit($module, tensor, /)\n--\n\nThe name of the unit that unshard() has made whole and "
-                            "that the tensor is of, or None.");
+PyDoc_STRVAR(held_unit_doc,
+             "held_unit($module, tensor, /)\n--\n\nThe name of the unit that unshard() has made whole and "
+             "that the tensor is of, or None.");
 
 static PyObject *held_unit(PyObject *module, PyObject *object)
 {

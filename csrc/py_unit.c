@@ -275,6 +275,17 @@ static PyObject *unit_name(unit_object *self, void *unused)
     return PyUnicode_FromString(self->unit->name);
 }
 
+static int unit_set_name(unit_object *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    const char *text = value != NULL ? PyUnicode_AsUTF8(value) : "";
+    if (text == NULL) return -1;
+    zs_clear_error();
+    if (zs_unit_rename(self->unit, text) == ZS_OK) return 0;
+    zs_py_raise(NULL);
+    return -1;
+}
+
 static PyObject *unit_strategy(unit_object *self, void *unused)
 {
     (void)unused;
@@ -372,8 +383,9 @@ static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
 /* --- type ----------------------------------------------------------------------------------------------------------------------- */
 
 static PyGetSetDef unit_getset[] = {
-    {"name", (getter)unit_name, NULL, "Dotted name of the module; '' for the root.", NULL},
-    {"strategy", (getter)unit_strategy, (setter)unit_set_strategy, "'full_shard', 'shard_grad_op' or 'no_shard'.", NULL},
+    {"name", (getter)unit_name, (setter)unit_set_name, "Dotted name of the module; '' for the root.", NULL},
+    {"strategy", (getter)unit_strategy, (setter)unit_set_strategy, "'full_shard', 'shard_grad_op' or 'no_shard'.",
+     NULL},
     {"divisor", (getter)unit_divisor, (setter)unit_set_divisor, "What sums of gradients are divided by.", NULL},
     {"is_full", (getter)unit_is_full, NULL, "Are the parameters whole right now?", NULL},
     {"replicated", (getter)unit_replicated, NULL, "Are the parameters whole on this rank all the time?", NULL},

@@ -126,6 +126,9 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
 void zs_unit_retain(void *unit);
 void zs_unit_release(void *unit);
 
+/* Gives the unit, and with it its parameters, the name that it has in an outer model. */
+zs_status zs_unit_rename(zs_unit *unit, const char *name);
+
 /* The only place that changes unit->state; ZS_ERR_STATE on a transition that the picture above does not show. */
 zs_status zs_unit_move(zs_unit *unit, zs_unit_state next);
 

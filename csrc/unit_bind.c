@@ -115,7 +115,8 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
     if (written)
         return ZS_FAIL(
             ZS_ERR_STATE,
-            "parameter '%s' of unit '%s' was changed in place while it was whole (inside its unit's forward or backward, "
+            "parameter '%s' of unit '%s' was changed in place while it was whole (inside its unit's forward or "
+            "backward, "
             "or after unshard()), where each rank would change it on its own; do it between steps on the sharded "
             "parameter instead (elementwise changes work there; Embedding(max_norm=...) is such a change)",
             param->name, unit->name);

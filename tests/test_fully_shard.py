@@ -119,7 +119,7 @@ def test_a_mesh_of_one_dimension_is_sharded_over(pool2):
         assert gap == 0.0 and "copies" not in head
 
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 
 import torch
@@ -178,7 +178,7 @@ for step in range(6):
     optimizer.zero_grad()
     print(f"{loss.item():.6f}")
 dist.destroy_process_group()
-'''
+"""
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -193,6 +193,17 @@ def test_a_script_of_fsdp2_trains_as_with_torch(tmp_path, transport):
         assert [float(line) for line in ours[rank].stdout.split()] == pytest.approx(
             losses, abs=2e-6
         )
+
+
+@contextlib.contextmanager
+def in_backward(model, action):
+    """Has the forwards within run `action(grad)` in the midst of their backwards."""
+    first = model.blocks[0]
+    handle = first.norm.register_forward_hook(
+        lambda m, args, out: (out.register_hook(action), out)[1]
+    )
+    yield
+    handle.remove()
 
 
 # --- unshard and reshard ---------------------------------------------------------------------------
@@ -215,14 +226,14 @@ def held_through_a_step(model, rank):
 
 
 def penalty_of_a_held_weight(model, rank):
-    hold(model, model.blocks[1])
+    hold(model.head, model.blocks[1])
     loss = loss_of(model(floats(rank)))
     (loss + model.head.weight.square().sum() + model.blocks[1].up.weight.abs().sum()).backward()
 
 
 def held_between_forward_and_backward(model, rank):
     out = model(floats(rank))
-    hold(model, model.blocks[2])
+    hold(model.head, model.blocks[2])
     (loss_of(out) + model.head.weight.square().sum()).backward()
 
 
@@ -397,9 +408,9 @@ def wrong_moments(transport):
             messages.append(message_of(action, RuntimeError))
 
     inside = block.norm.register_forward_hook(lambda *_: note(block.reshard))
-    out = model(floats(rank))
+    with in_backward(model, lambda grad: note(block.unshard, block.reshard, model.state_dict)):
+        out = model(floats(rank))
     inside.remove()
-    out.register_hook(lambda grad: note(block.unshard, block.reshard, model.state_dict))
     loss_of(out).backward()
     forward_backward(other, rank)
     for number in range(3):  # what the others write has to be seen: sessions are opened as before
@@ -462,8 +473,8 @@ def raise_while_held(transport):
         model, other = stack(), stack()
     rank = dist.get_rank()
     model.blocks[0].unshard()
-    out = model(floats(rank))
-    out.register_hook(lambda grad: 1 // 0)
+    with in_backward(model, lambda grad: 1 // 0):
+        out = model(floats(rank))
     with contextlib.suppress(ZeroDivisionError):
         loss_of(out).backward()
     held = _core.has_held_units()
@@ -554,6 +565,24 @@ def divided_in_part():
 
 def test_the_factor_is_of_one_unit(pool2):
     assert pool2.run(divided_in_part) == [[], []]
+
+
+def names():
+    """What units and parameters that were wrapped from the leaves up are called from the root."""
+    model = stack()
+    block, held = model.blocks[2], []
+    block.up.register_forward_hook(lambda *_: held.append(block.up.weight.view(-1)))
+    model(floats(0))
+    facts = zshard.shard_info(block.norm.weight)
+    message = message_of(lambda: held[0] + 1, RuntimeError)
+    return [unit.name for unit in units_of(model)], facts["name"], facts["unit"], message
+
+
+def test_units_are_named_from_the_root(pool2):
+    for units, param, unit, message in pool2.run(names):
+        assert units == ["", "blocks.0", "blocks.1", "blocks.2"]
+        assert (param, unit) == ("blocks.2.norm.weight", "blocks.2")
+        assert "unit 'blocks.2' are sharded now" in message
 
 
 # --- arguments and mistakes ------------------------------------------------------------------------

@@ -66,8 +66,7 @@ class Unit:
     ) -> Unit: ...
     @classmethod
     def check(cls, name: str, names: list[str], tensors: list[nn.Parameter], /) -> None: ...
-    @property
-    def name(self) -> str: ...
+    name: str
     strategy: str
     divisor: float
     @property

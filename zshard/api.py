@@ -373,7 +373,16 @@ def _wrap(
         _install(spec, unit, *comms)
     for nested in inner:
         engine.adopt(nested)
+    _rename_units(module)
     engine.set_order([state.unit for _, state in _units(module)])
+
+
+def _rename_units(module: nn.Module) -> None:
+    """Inner units were named from their own root; from now on it is this one."""
+    for name, each in module.named_modules():
+        unit = each.__dict__.get("_zshard_unit")
+        if unit is not None and unit.name != name:
+            unit.name = name
 
 
 def _names(spec: UnitSpec) -> list[str]:

@@ -1,8 +1,8 @@
 """`fully_shard(module)`: FSDP2's spelling of FSDP(module).
 
-The one idea: nothing is done here that FSDP(...) could not do; this file says what FSDP2's arguments
-mean in its terms. One call makes one unit, of the parameters that no earlier call on an inner module
-has taken, so a script calls it from the leaves up:
+The one idea: nothing is done here that FSDP(...) could not do; this file says what FSDP2's
+arguments mean in its terms. One call makes one unit, of the parameters that no earlier call on an
+inner module has taken, so a script calls it from the leaves up:
 
     for layer in model.layers:
         fully_shard(layer)
@@ -124,7 +124,8 @@ def _dimensions(mesh: Any) -> int:
         raise TypeError(f"mesh takes a DeviceMesh, not {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"mesh has {mesh.ndim} dimensions; it takes one to shard over, or two (replicate, shard)"
+            f"mesh has {mesh.ndim} dimensions; it takes one to shard over, or two "
+            "(replicate, shard)"
         )
     if mesh.device_type != "cpu":
         raise NotImplementedError(

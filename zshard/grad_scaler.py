@@ -10,7 +10,6 @@ replaced here; for an optimizer without sharded gradients it is torch's own.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
@@ -85,4 +84,4 @@ class GradScaler(torch.amp.GradScaler):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
-    _unscale_grads_ = _unscale_grads_
+    _unscale_grads_ = _unscale_grads_  # type: ignore[assignment]
