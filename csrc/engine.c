@@ -1,6 +1,8 @@
 /* engine.c - what an engine has: its units and their order, memory, buffers. See schedule.h. */
 #include "engine.h"
 
+#include "hold.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -181,6 +183,7 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
     for (size_t i = 0; i < engine->n; i++) {
         bytes.shards += zs_unit_shard_bytes(engine->units[i]);
         bytes.grads += zs_unit_grad_bytes(engine->units[i]);
+        bytes.slots += zs_hold_bytes(engine->units[i]);
     }
     return bytes;
 }

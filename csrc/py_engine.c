@@ -141,9 +141,8 @@ static PyObject *engine_open(engine_object *self, PyObject *unused)
     (void)unused;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_open(self->engine));
-    if (status == ZS_OK) Py_RETURN_NONE;
-    (void)zs_engine_close(self->engine); /* the first failure is the one that is reported */
-    return zs_py_raise(NULL);
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(engine_close_doc, "close($self, /)\n--\n\nCloses what open() opened.");

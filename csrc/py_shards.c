@@ -2,6 +2,7 @@
  *
  * The one idea: a tensor is known by the block of memory it lies on, which names its unit; no registry has to be kept.
  */
+#include "hold.h"
 #include "local_grads.h"
 #include "py_unit.h"
 
@@ -107,7 +108,33 @@ static PyObject *has_local_grads(PyObject *module, PyObject *unused)
     return PyBool_FromLong(zs_local_grads_any());
 }
 
+PyDoc_STRVAR(has_held_units_doc, "has_held_units($module, /)\n--\n\nIs there any unit that unshard() has made whole?");
+
+static PyObject *has_held_units(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(zs_hold_any());
+}
+
+PyDoc_STRVAR(held_unit_doc,
+             "held_unit($module, tensor, /)\n--\n\nThe name of the unit that unshard() has made whole and "
+             "that the tensor is of, or None.");
+
+static PyObject *held_unit(PyObject *module, PyObject *object)
+{
+    (void)module;
+    zs_tensor *handle = NULL;
+    const zs_unit *unit = user_of(object, ZS_MEM_HELD, &handle);
+    zs_tensor_free(handle);
+    if (PyErr_Occurred()) return NULL;
+    if (unit == NULL) Py_RETURN_NONE;
+    return PyUnicode_FromString(unit->name);
+}
+
 static PyMethodDef functions[] = {
+    {"has_held_units", has_held_units, METH_NOARGS, has_held_units_doc},
+    {"held_unit", held_unit, METH_O, held_unit_doc},
     {"has_local_grads", has_local_grads, METH_NOARGS, has_local_grads_doc},
     {"shard_info", shard_info, METH_O, shard_info_doc},
     {"is_shard", is_shard, METH_O, is_shard_doc},

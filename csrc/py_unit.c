@@ -1,6 +1,7 @@
 /* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
 #include "py_unit.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -231,6 +232,29 @@ static PyObject *unit_reshard(unit_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(unit_hold_doc, "hold($self, /)\n--\n\nMakes the parameters whole until let_go() or the end of the next "
+                            "backward; on all ranks together.");
+
+static PyObject *unit_hold(unit_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_unshard(self->unit));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(unit_let_go_doc, "let_go($self, /)\n--\n\nGives back what hold() or a forward has kept whole.");
+
+static PyObject *unit_let_go(unit_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
 static zs_status read_into(const zs_unit *unit, int64_t i, PyObject *object)
 {
     zs_tensor *out = NULL;
@@ -296,10 +320,38 @@ static PyObject *unit_name(unit_object *self, void *unused)
     return PyUnicode_FromString(self->unit->name);
 }
 
+static int unit_set_name(unit_object *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    const char *text = value != NULL ? PyUnicode_AsUTF8(value) : "";
+    if (text == NULL) return -1;
+    zs_clear_error();
+    if (zs_unit_rename(self->unit, text) == ZS_OK) return 0;
+    zs_py_raise(NULL);
+    return -1;
+}
+
 static PyObject *unit_strategy(unit_object *self, void *unused)
 {
     (void)unused;
     return PyUnicode_FromString(strategy_names[self->unit->strategy]);
+}
+
+/* Sharded units may change over between full_shard and shard_grad_op at any time: it says what a forward leaves. */
+static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    const char *text = value != NULL ? PyUnicode_AsUTF8(value) : "";
+    zs_strategy strategy;
+    if (text == NULL || parse_strategy(text, &strategy) < 0) return -1;
+    zs_unit *unit = self->unit;
+    if ((strategy == ZS_NO_SHARD) == (unit->strategy == ZS_NO_SHARD)) {
+        unit->strategy = strategy;
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "unit '%s' has the strategy %s, which cannot become %s any more", unit->name,
+                 strategy_names[unit->strategy], text);
+    return -1;
 }
 
 static PyObject *unit_is_full(unit_object *self, void *unused)
@@ -361,11 +413,42 @@ static int unit_set_sync(unit_object *self, PyObject *value, void *unused)
     return 0;
 }
 
+static PyObject *unit_divisor(unit_object *self, void *unused)
+{
+    (void)unused;
+    const zs_unit *unit = self->unit;
+    return PyFloat_FromDouble(unit->divisor != 0.0 ? unit->divisor : zs_engine_comm(unit->engine)->world);
+}
+
+static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    double divisor = value != NULL ? PyFloat_AsDouble(value) : 0.0;
+    if (PyErr_Occurred()) return -1;
+    zs_unit *unit = self->unit;
+    int world = zs_engine_comm(unit->engine)->world;
+    if (!(divisor > 0.0 && isfinite(divisor))) {
+        PyErr_SetString(PyExc_ValueError, "gradients are divided by a positive number");
+        return -1;
+    }
+    if (unit->replicated && divisor != world) {
+        PyErr_Format(PyExc_NotImplementedError,
+                     "unit '%s' is not sharded: its gradients are divided by the number of ranks (%d), nothing else; "
+                     "scale the loss instead",
+                     unit->name, world);
+        return -1;
+    }
+    unit->divisor = divisor;
+    return 0;
+}
+
 /* --- type ----------------------------------------------------------------------------------------------------------------------- */
 
 static PyGetSetDef unit_getset[] = {
-    {"name", (getter)unit_name, NULL, "Dotted name of the module; '' for the root.", NULL},
-    {"strategy", (getter)unit_strategy, NULL, "'full_shard', 'shard_grad_op' or 'no_shard'.", NULL},
+    {"name", (getter)unit_name, (setter)unit_set_name, "Dotted name of the module; '' for the root.", NULL},
+    {"strategy", (getter)unit_strategy, (setter)unit_set_strategy, "'full_shard', 'shard_grad_op' or 'no_shard'.",
+     NULL},
+    {"divisor", (getter)unit_divisor, (setter)unit_set_divisor, "What sums of gradients are divided by.", NULL},
     {"is_full", (getter)unit_is_full, NULL, "Are the parameters whole right now?", NULL},
     {"replicated", (getter)unit_replicated, NULL, "Are the parameters whole on this rank all the time?", NULL},
     {"params", (getter)unit_params, NULL, "Its parameters, in order.", NULL},
@@ -382,6 +465,8 @@ static PyMethodDef unit_methods[] = {
     {"post_forward", (PyCFunction)(void (*)(void))zs_py_post_forward, METH_FASTCALL, zs_py_post_forward_doc},
     {"unshard", (PyCFunction)unit_unshard, METH_VARARGS, unit_unshard_doc},
     {"reshard", (PyCFunction)unit_reshard, METH_NOARGS, unit_reshard_doc},
+    {"hold", (PyCFunction)unit_hold, METH_NOARGS, unit_hold_doc},
+    {"let_go", (PyCFunction)unit_let_go, METH_NOARGS, unit_let_go_doc},
     {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},
     {"check", unit_check, METH_VARARGS | METH_CLASS, unit_check_doc},
     {"param", (PyCFunction)unit_param, METH_O, unit_param_doc},

@@ -19,6 +19,7 @@ typedef struct summing {
     zs_sources *sources;
     int rank, world;
     double scale;
+    double again; /* for what is there before: all ranks' sources are added to it, and scaled with it */
 } summing;
 
 static void sum_run(const summing *s, const zs_flat *flat, slice_run run)
@@ -39,6 +40,7 @@ static void sum_run(const summing *s, const zs_flat *flat, slice_run run)
     sum.dst = target + (size_t)run.begin * (s->unit->replicated ? flat->wire_size : flat->layout.itemsize);
     sum.numel = run.end - run.begin;
     sum.accumulate = run.class == ADD;
+    if (sum.accumulate && s->again != 1.0) zs_device_scale(sum.dst, sum.numel, sum.to, s->again);
     zs_device_sum(&sum);
 }
 
@@ -128,7 +130,8 @@ static void fetch_shared(const summing *s)
 static summing summing_of(zs_unit *unit, zs_sources *sources)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
-    return (summing){unit, sources, comm->rank, comm->world, 1.0 / comm->world};
+    double divisor = unit->divisor != 0.0 ? unit->divisor : comm->world;
+    return (summing){unit, sources, comm->rank, comm->world, 1.0 / divisor, divisor / comm->world};
 }
 
 /* First half: this rank's slice of the sum, once all ranks have posted. In replicated units it is then shared. */

@@ -1,5 +1,6 @@
 /* schedule.c - see schedule.h. */
 #include "engine.h"
+#include "hold.h"
 #include "reduce.h"
 
 /* --- sessions ------------------------------------------------------------------------------------------------------------- */
@@ -19,10 +20,12 @@ static zs_status broadcast_buffers(zs_engine *engine)
     return ZS_OK;
 }
 
-static zs_status reshard_all(zs_engine *engine)
+/* `held`: those that are whole by hand as well. */
+static zs_status reshard_all(zs_engine *engine, bool held)
 {
     zs_status status = ZS_OK;
     for (size_t i = 0; i < engine->n; i++) {
+        if (engine->units[i]->held && !held) continue;
         zs_status one = zs_unit_reshard(engine->units[i], ZS_SHARDED);
         if (status == ZS_OK) status = one;
     }
@@ -91,7 +94,7 @@ static zs_status begin_session(zs_engine *engine)
 {
     if (engine->phase == BACKWARD) ZS_TRY(recover(engine));
     engine->phase = FORWARD;
-    ZS_TRY(reshard_all(engine)); /* left by a forward whose backward never came */
+    ZS_TRY(reshard_all(engine, false)); /* left by a forward whose backward never came */
     for (size_t i = 0; i < engine->n; i++)
         ZS_TRY(zs_unit_write_back(engine->units[i]));
     for (size_t i = 0; i < engine->n; i++)
@@ -111,12 +114,35 @@ zs_status zs_engine_open(zs_engine *engine)
 {
     if (engine->phase == BACKWARD && zs_in_backward())
         return ZS_FAIL(ZS_ERR_STATE, "whole parameters cannot be read during a backward");
-    return engine->depth++ == 0 ? begin_session(engine) : ZS_OK;
+    zs_status status = engine->depth == 0 ? begin_session(engine) : ZS_OK;
+    if (status == ZS_OK)
+        engine->depth++;
+    else
+        (void)end_session(engine); /* the first failure is the one that is reported */
+    return status;
 }
 
 zs_status zs_engine_close(zs_engine *engine)
 {
     return --engine->depth == 0 ? end_session(engine) : ZS_OK;
+}
+
+zs_status zs_engine_unshard(zs_unit *unit)
+{
+    if (unit->fixed || unit->held) return ZS_OK;
+    ZS_TRY(zs_engine_open(unit->engine));
+    zs_status status = zs_hold(unit);
+    zs_status closed = zs_engine_close(unit->engine);
+    return status != ZS_OK ? status : closed;
+}
+
+zs_status zs_engine_reshard(zs_unit *unit)
+{
+    bool running = unit->engine->phase == BACKWARD && zs_in_backward();
+    if (unit->inside > 0 || running)
+        return ZS_FAIL(ZS_ERR_STATE, "reshard() of unit '%s' in %s, which needs its parameters whole", unit->name,
+                       running ? "a backward" : "its own forward");
+    return zs_unit_reshard(unit, ZS_SHARDED);
 }
 
 /* --- forward ---------------------------------------------------------------------------------------------------------------- */
@@ -130,8 +156,8 @@ zs_status zs_engine_pre_forward(zs_unit *unit)
 {
     zs_engine *engine = unit->engine;
     if (recomputing(engine)) return zs_unit_unshard(unit);
+    ZS_TRY(zs_engine_open(engine)); /* if it fails, the post-forward hook finds nothing to close */
     unit->inside++;
-    ZS_TRY(zs_engine_open(engine));
     return zs_unit_unshard(unit);
 }
 
@@ -139,6 +165,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit)
  * gather costs, the outermost unit is wanted again at once. */
 static bool stays_full(const zs_unit *unit, bool keep)
 {
+    if (unit->held) return true;
     if (!keep) return false;
     if (unit->strategy == ZS_SHARD_GRAD_OP) return true;
     return !unit->engine->shards->ops->mapped && unit->engine->depth == 1;
@@ -308,7 +335,7 @@ static void end_rounds(zs_engine *engine)
 static zs_status close_backward(zs_engine *engine)
 {
     zs_status status = post_rest(engine);
-    zs_status resharded = reshard_all(engine);
+    zs_status resharded = reshard_all(engine, true);
     if (status == ZS_OK) status = zs_bucket_drain_all(engine->buckets);
     if (status == ZS_OK) status = resharded;
     engine->phase = IDLE;
@@ -326,7 +353,7 @@ static zs_status close_backward(zs_engine *engine)
  * peers are told by recover(), at the next forward. */
 static void abandon_backward(zs_engine *engine)
 {
-    (void)reshard_all(engine);
+    (void)reshard_all(engine, true);
     for (size_t i = 0; i < engine->n; i++) {
         drop_packed(engine->units[i]);
         zs_reduce_hand_out(engine->units[i]);

@@ -51,9 +51,16 @@ zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t 
 zs_status zs_engine_pre_forward(zs_unit *unit);
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep);
 
-/* Opens / closes a session by hand, for reading whole parameters outside of forward. Same meetings as a forward. */
+/* Opens / closes a session by hand, for reading whole parameters outside of forward. Same meetings as a forward. If open
+ * fails, nothing is open that was not before. */
 zs_status zs_engine_open(zs_engine *engine);
 zs_status zs_engine_close(zs_engine *engine);
+
+/* Makes a unit whole by hand, and sharded again. It stays whole until then, through forwards, or to the end of the next
+ * backward. unshard is collective, reshard is not. No-ops for replicated units. ZS_ERR_STATE in a backward, and for reshard
+ * in the unit's forward. */
+zs_status zs_engine_unshard(zs_unit *unit);
+zs_status zs_engine_reshard(zs_unit *unit);
 
 /* The hook to put before the backward of a unit's outputs. */
 zs_hook zs_engine_backward_hook(zs_unit *unit);

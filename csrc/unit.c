@@ -4,6 +4,7 @@
 
 #include "bucket.h"
 #include "device.h"
+#include "hold.h"
 #include "local_grads.h"
 #include "schedule.h"
 
@@ -37,6 +38,7 @@ static void free_unit(zs_unit *unit)
     zs_comm *comm = zs_engine_comm(unit->engine);
     zs_bucket_forget(zs_engine_buckets(unit->engine), unit);
     zs_local_grads_free(unit);
+    zs_hold_end(unit);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         zs_tensor_free(param->tensor);
@@ -375,6 +377,36 @@ static char *message_for(const char *name)
     char *message = malloc(size);
     if (message != NULL) snprintf(message, size, text, *name ? name : "(root)");
     return message;
+}
+
+/* `name` with `to` in place of its first `prefix` characters; new. */
+static char *renamed(const char *name, size_t prefix, const char *to)
+{
+    const char *rest = name + prefix + (prefix > 0);
+    size_t size = strlen(to) + strlen(rest) + 2;
+    char *made = malloc(size);
+    if (made != NULL) snprintf(made, size, "%s%s%s", to, *to ? "." : "", rest);
+    return made;
+}
+
+static zs_status replace(char **text, char *made)
+{
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a name");
+    free(*text);
+    *text = made;
+    return ZS_OK;
+}
+
+zs_status zs_unit_rename(zs_unit *unit, const char *name)
+{
+    size_t prefix = strlen(unit->name);
+    for (int64_t i = 0; i < unit->n_params; i++)
+        ZS_TRY(replace(&unit->params[i].name, renamed(unit->params[i].name, prefix, name)));
+    ZS_TRY(replace(&unit->name, strdup(name)));
+    ZS_TRY(replace(&unit->sharded_message, message_for(name)));
+    for (int f = 0; f < unit->n_flats && !zs_unit_is_full(unit); f++)
+        ZS_TRY(zs_storage_clear(unit->flats[f].full, unit->sharded_message));
+    return ZS_OK;
 }
 
 zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out)

@@ -98,6 +98,8 @@ struct zs_unit {
     int part;        /* which slice of each flat buffer this rank holds, or if replicated, sums */
     zs_unit_state state;
     int inside;       /* forwards of its module that are running */
+    bool held;        /* whole by hand, see hold.h */
+    double divisor;   /* what sums of gradients are divided by; 0: the number of ranks */
     bool in_backward; /* this backward has reached it: gradients set aside */
     zs_param *params; /* [n_params]; owned */
     int64_t n_params;
@@ -151,6 +153,9 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
 /* Adds a reference / gives one back (the last one frees). Shapes fit zs_hook. */
 void zs_unit_retain(void *unit);
 void zs_unit_release(void *unit);
+
+/* Gives the unit, and with it its parameters, the name that it has in an outer model. */
+zs_status zs_unit_rename(zs_unit *unit, const char *name);
 
 /* The only place that changes unit->state; ZS_ERR_STATE on a transition that the picture above does not show. */
 zs_status zs_unit_move(zs_unit *unit, zs_unit_state next);

@@ -5,6 +5,7 @@
  * that is about to be given back.
  */
 #include "device.h"
+#include "hold.h"
 #include "schedule.h"
 #include "unit.h"
 
@@ -161,13 +162,14 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
     bool moved = !zs_tensor_on_storage(param->tensor, flat->full);
     bool written = !moved && zs_tensor_version(param->tensor) != param->version;
     ZS_TRY(zs_unit_bind_local(unit, param));
-    if (moved) return moved_error(unit, param, "inside its unit's forward or backward");
+    if (moved) return moved_error(unit, param, "while it was whole");
     if (written)
         return ZS_FAIL(
             ZS_ERR_STATE,
-            "parameter '%s' of unit '%s' was changed in place inside its unit's forward or backward, where each "
-            "rank would change it on its own; do it between steps on the sharded parameter instead (elementwise "
-            "changes work there; Embedding(max_norm=...) is such a change)",
+            "parameter '%s' of unit '%s' was changed in place while it was whole (inside its unit's forward or "
+            "backward, "
+            "or after unshard()), where each rank would change it on its own; do it between steps on the sharded "
+            "parameter instead (elementwise changes work there; Embedding(max_norm=...) is such a change)",
             param->name, unit->name);
     return ZS_OK;
 }
@@ -176,6 +178,7 @@ zs_status zs_unit_reshard(zs_unit *unit, zs_unit_state next)
 {
     if (unit->fixed) return next == unit->state || next == ZS_SHARDED ? ZS_OK : zs_unit_move(unit, next);
     if (unit->state != ZS_FULL) return ZS_OK;
+    zs_hold_end(unit);
     zs_status status = ZS_OK;
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
@@ -227,6 +230,7 @@ zs_status zs_unit_write_back(zs_unit *unit)
         if (!zs_tensor_alive(param->tensor)) continue;
         const zs_storage *home = zs_unit_is_full(unit) ? flat->full : flat->shard;
         if (zs_tensor_on_storage(param->tensor, home)) continue;
+        if (unit->held) return moved_error(unit, param, "after unshard()");
         ZS_TRY(write_back_param(unit, param));
     }
     return ZS_OK;

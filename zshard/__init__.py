@@ -9,9 +9,11 @@ See README.md for what it does, ARCHITECTURE.md for how.
 
 import torch  # noqa: F401 - its libraries have to be loaded before the core that links to them
 
-from zshard import _clip, _optim_guard, wrap
+from zshard import _clip, _optim_guard, grad_scaler, wrap
 from zshard._core import DivergenceError, PeerError, PeerTimeoutError
 from zshard.api import FSDP, register_forward_method, shard_info
+from zshard.fully_shard import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from zshard.grad_scaler import GradScaler
 from zshard.optim import SGD, Adam, AdamW
 from zshard.precision import MixedPrecision, MixedPrecisionPolicy
 from zshard.strategy import ShardingStrategy
@@ -23,12 +25,16 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "CPUOffloadPolicy",
     "DivergenceError",
+    "GradScaler",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "PeerError",
     "PeerTimeoutError",
     "ShardingStrategy",
+    "fully_shard",
     "register_forward_method",
     "shard_info",
     "wrap",
@@ -36,3 +42,4 @@ __all__ = [
 
 _optim_guard.install()
 _clip.install()
+grad_scaler.install()

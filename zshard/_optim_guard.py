@@ -76,10 +76,12 @@ def install() -> None:
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Torch's pre-hook. RuntimeError for an optimizer that is wrong on the shards it holds, and for
-    gradients that have not been reduced."""
+    """Torch's pre-hook. RuntimeError for an optimizer that is wrong on the shards it holds, for
+    gradients that have not been reduced, and for parameters that unshard() has made whole."""
     if _core.has_local_grads():
         _refuse_local_grads(optimizer)
+    if _core.has_held_units():
+        _refuse_held_units(optimizer)
     cls = type(optimizer)
     kind = _kinds.get(cls)
     if kind is None:
@@ -107,6 +109,18 @@ def _refuse_local_grads(optimizer: torch.optim.Optimizer) -> None:
         for param in group["params"]:
             if param.grad is not None:
                 _core.grad_owner(param.grad)  # which refuses them
+
+
+def _refuse_held_units(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = _core.held_unit(param)
+            if name is not None:
+                raise RuntimeError(
+                    f"the parameters of unit '{name or '(root)'}' are whole copies, made by "
+                    "unshard(): an update of them would be lost; call reshard() on its module "
+                    "before the optimizer's step"
+                )
 
 
 def _kind_of(cls: type) -> _Kind:

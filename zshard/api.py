@@ -19,6 +19,7 @@ from torch import nn
 from zshard import _core
 from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
 from zshard._clip import clip_grad_norm
+from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within
 from zshard._group import check_settings, comm_for, resolve_groups
 from zshard._plan import UnitSpec
@@ -59,7 +60,7 @@ class _State:
         self.hooks: list[Any] = []
 
 
-class FSDP(nn.Module):
+class FSDP(Controls):
     """Wraps `module` for sharded data-parallel training; returns the same module object.
 
     Arguments, in FSDP1's order and with its names:
@@ -437,7 +438,16 @@ def _wrap(
         install_kept({owner for ref in spec.params for owner, _ in ref.owners}, precision)
     for nested in inner:
         engine.adopt(nested)
+    _rename_units(module)
     engine.set_order([state.unit for _, state in _units(module)])
+
+
+def _rename_units(module: nn.Module) -> None:
+    """Inner units were named from their own root; from now on it is this one."""
+    for name, each in module.named_modules():
+        unit = each.__dict__.get("_zshard_unit")
+        if unit is not None and unit.name != name:
+            unit.name = name
 
 
 def _names(spec: UnitSpec) -> list[str]:

@@ -1,0 +1,117 @@
+"""What a script may set of a sharded module, or do with it by hand, in FSDP2's words.
+
+The one idea: these methods are for the unit of the module that they are called on, unless they say
+`recurse`; each of them changes what happens from the next forward or backward on. The class FSDP
+has them, so that both spellings, FSDP(module) and fully_shard(module), give the same modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from zshard import _core
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns. The parameters are whole already."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+class Controls(nn.Module):
+    """The part of FSDP that FSDP2's scripts know."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Makes this unit's parameters whole, until `reshard()` or the end of the next backward.
+
+        For all ranks together; units below this one stay as they are. Forwards in between use the
+        same values, and the parameters may be used outside of the unit's forward as well. They are
+        copies: an in-place change is a RuntimeError at the end, and so is an optimizer's step
+        before it. Takes memory for the unit's whole parameters.
+
+        async_op: return a handle with wait(); there is nothing left to wait for.
+        Raises RuntimeError in a backward; PeerError if a rank is gone.
+        """
+        _own_unit(self).hold()
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Gives this unit's whole parameters back, whether from `unshard()` or kept by a forward.
+
+        Units below this one stay as they are. Raises RuntimeError in the unit's forward and in a
+        backward, and where a parameter was changed in place since `unshard()`.
+        """
+        _own_unit(self).let_go()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are given back after each forward ("full_shard") or kept for the
+        backward ("shard_grad_op"), from the next forward on.
+
+        recurse: units below this one as well. Over c10d the outermost unit is kept either way, as
+        its backward comes first. Raises TypeError for anything but a bool; ValueError for a unit of
+        the strategy "no_shard".
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"reshard_after_forward is a bool, not {reshard_after_forward!r}")
+        units = list(_units_below(self)) if recurse else [_own_unit(self)]
+        for unit in units:
+            if unit.strategy == "no_shard":
+                raise ValueError(
+                    f"unit '{unit.name or '(root)'}' has the strategy no_shard: its parameters are "
+                    "always whole, there is nothing to reshard"
+                )
+        for unit in units:
+            unit.strategy = "full_shard" if reshard_after_forward else "shard_grad_op"
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of the ranks' gradients is divided by, in place of the number of ranks.
+
+        For this unit, from the next backward on; give all ranks the same. Gradients that are there
+        already (accumulation) stay as they are. Raises ValueError unless `factor` is a positive
+        number; NotImplementedError for another one than the number of ranks where a unit is not
+        sharded ("no_shard", a world of one).
+        """
+        _own_unit(self).divisor = factor
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Taken and without effect: each backward ends all its reductions, the last or not."""
+        if not isinstance(is_last_backward, bool):
+            raise TypeError(f"is_last_backward is a bool, not {is_last_backward!r}")
+
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Checked and without effect: over shm no gather moves a byte, so there is nothing to fetch
+        early; over c10d each gather is waited for where it is needed.
+
+        Raises TypeError for anything but a list of sharded modules.
+        """
+        _check_units(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Checked and without effect, as `set_modules_to_forward_prefetch`."""
+        _check_units(modules)
+
+
+def _own_unit(module: nn.Module) -> _core.Unit:
+    unit: _core.Unit = module.__dict__["_zshard_unit"]
+    return unit
+
+
+def _units_below(module: nn.Module) -> Iterator[_core.Unit]:
+    """The units at and below `module`, parents first."""
+    for each in module.modules():
+        if "_zshard_unit" in each.__dict__:
+            yield _own_unit(each)
+
+
+def _check_units(modules: Iterable[nn.Module]) -> None:
+    if isinstance(modules, nn.Module):
+        raise TypeError("modules to prefetch are a list of sharded modules, not one module")
+    for module in modules:
+        if not isinstance(module, Controls):
+            raise TypeError(
+                f"modules to prefetch are sharded modules; {type(module).__name__} is not one: "
+                "call fully_shard(...) on it first"
+            )

@@ -1,0 +1,157 @@
+"""`fully_shard(module)`: FSDP2's spelling of FSDP(module).
+
+The one idea: nothing is done here that FSDP(...) could not do; this file says what FSDP2's
+arguments mean in its terms. One call makes one unit, of the parameters that no earlier call on an
+inner module has taken, so a script calls it from the leaves up:
+
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+Policy objects are known by what they have and are called, so torch's own are taken as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zshard._plan import has_forward
+from zshard.api import FSDP
+from zshard.precision import MixedPrecisionPolicy
+from zshard.strategy import ShardingStrategy
+
+
+@dataclass
+class OffloadPolicy:
+    """FSDP2's: parameters stay on their device."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """FSDP2's: shards live in the CPU's memory. pin_memory: in pages that a device can read."""
+
+    pin_memory: bool = True
+
+
+_NO_CASTS = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = _NO_CASTS,
+    offload_policy: Any = _NO_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> Any:
+    """Makes one unit of the parameters of `module` that are in no unit yet; returns the module.
+
+    Its class becomes a subclass of zshard.FSDP, which has FSDP2's methods. Between steps a
+    parameter is this rank's slice, a plain tensor of shape (k, 1, ..., 1), not a DTensor. Values
+    and buffers are taken from rank 0. Collective.
+
+    mesh: a DeviceMesh of one dimension, to shard over, or of two, (replicate, shard); all ranks if
+        None (the default process group is made under torchrun if the script has made none).
+    reshard_after_forward: True gives the whole parameters back after forward ("full_shard"), False
+        keeps them for the backward ("shard_grad_op"). None is True but for the outermost module;
+        here it is the same as True: over shm resharding costs nothing, and over c10d the outermost
+        module is kept always. A number of ranks to reshard to is not supported.
+    shard_placement_fn: not supported; units are cut as flat buffers.
+    mp_policy: a MixedPrecisionPolicy, zshard's or torch's.
+    offload_policy: zshard's or torch's; only one that asks for nothing.
+    ignored_params: parameters that are left alone on every rank.
+
+    Raises ValueError or TypeError for what cannot be sharded, NotImplementedError for an argument
+    whose feature is not in this version, naming it; DivergenceError (on every rank) if the ranks'
+    models differ.
+    """
+    _check_module(module)
+    if shard_placement_fn is not None:
+        raise NotImplementedError(
+            "fully_shard(shard_placement_fn=...) is not in this version of zshard: a unit's "
+            "parameters are cut as one flat buffer; leave it out"
+        )
+    _check_offload(offload_policy)
+    return FSDP(
+        module,
+        device_mesh=mesh,
+        strategy=_strategy(reshard_after_forward, hybrid=_dimensions(mesh) == 2),
+        mixed_precision=mp_policy,
+        auto_wrap_policy=None,
+        ignored_states=_params(ignored_params),
+    )
+
+
+def _check_module(module: Any) -> None:
+    if isinstance(module, list | tuple):
+        raise NotImplementedError(
+            "fully_shard([...]) of several modules is not in this version of zshard: call it on "
+            "each, or on a module that contains them"
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes an nn.Module, not {type(module).__name__}")
+    if not has_forward(module):
+        raise ValueError(
+            f"a {type(module).__name__} has no forward, so nothing could make its parameters whole "
+            "in time: call fully_shard on each module in it"
+        )
+
+
+def _dimensions(mesh: Any) -> int:
+    """How many dimensions the mesh has; 1 where there is none."""
+    if mesh is None:
+        return 1
+    if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
+        raise TypeError(f"mesh takes a DeviceMesh, not {type(mesh).__name__}")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions; it takes one to shard over, or two "
+            "(replicate, shard)"
+        )
+    if mesh.device_type != "cpu":
+        raise NotImplementedError(
+            f"fully_shard(mesh=...) of device type {mesh.device_type!r}: this version trains on "
+            "the CPU"
+        )
+    return int(mesh.ndim)
+
+
+def _strategy(reshard_after_forward: Any, hybrid: bool) -> ShardingStrategy:
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        raise NotImplementedError(
+            f"fully_shard(reshard_after_forward={reshard_after_forward}), to fewer ranks, is not "
+            "in this version of zshard; give True or False"
+        )
+    if reshard_after_forward not in (None, True, False):
+        raise TypeError(
+            f"reshard_after_forward is True, False or None, not {reshard_after_forward!r}"
+        )
+    if reshard_after_forward is False:
+        return ShardingStrategy.HYBRID_SHARD_ZERO2 if hybrid else ShardingStrategy.SHARD_GRAD_OP
+    return ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
+
+
+def _check_offload(policy: Any) -> None:
+    names = {cls.__name__ for cls in type(policy).__mro__}
+    if "CPUOffloadPolicy" in names:
+        raise NotImplementedError(
+            "fully_shard(offload_policy=CPUOffloadPolicy()) is not in this version of zshard, "
+            "which trains on the CPU: all shards are in its memory; leave it out"
+        )
+    if policy is not None and "OffloadPolicy" not in names:
+        raise TypeError(f"offload_policy takes an OffloadPolicy, not {policy!r}")
+
+
+def _params(ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    params = list(ignored or ())
+    for param in params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(f"ignored_params holds parameters, not {type(param).__name__}")
+    return params

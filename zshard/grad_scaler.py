@@ -1,0 +1,87 @@
+"""Loss scaling over shards: zshard.GradScaler, and torch.amp.GradScaler taught the same.
+
+The one idea: a scaler skips a step when it finds inf or NaN in the gradients, and a rank sees only
+its slices. One rank that skips while the others step has another model from then on, and another
+scale. So what a rank has found is exchanged with the ranks that hold the other slices, before
+anybody acts on it. All ways of torch's scaler to look for inf lead through one method, which is
+replaced here; for an optimizer without sharded gradients it is torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from zshard import _core
+
+__all__ = ["GradScaler", "install"]
+
+_torchs_unscale = torch.amp.GradScaler._unscale_grads_
+
+
+@functools.wraps(_torchs_unscale)
+def _unscale_grads_(
+    self: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, torch.Tensor]:
+    engines = _owners(optimizer)  # first: it refuses gradients that are not reduced
+    found = _torchs_unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+    if engines:
+        largest = max((float(flag) for flag in found.values()), default=0.0)
+        for engine in engines:
+            largest = engine.max_over_ranks([largest])[0]
+        for flag in found.values():
+            flag.fill_(largest)
+    return found
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
+    """The engines that the optimizer's gradients are of, in the order of its parameters, which is
+    that of all ranks. Raises RuntimeError for a gradient that no_sync() has kept on this rank."""
+    owners: dict[_core.Engine, None] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is None or param.grad.layout != torch.strided:
+                continue
+            owner = _core.grad_owner(param.grad)
+            if owner is not None:
+                owners[owner] = None
+    return list(owners)
+
+
+def install() -> None:
+    """Have torch's scaler ask all ranks; once is enough, more does nothing."""
+    if torch.amp.GradScaler._unscale_grads_ is _torchs_unscale:
+        torch.amp.GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler for sharded models: all ranks skip a step, or none does.
+
+    Arguments, methods and state_dict as torch's; `device` is "cpu" by default, or "cuda".
+    `unscale_` and `step` are then for all ranks together. torch.amp.GradScaler does the same as
+    soon as zshard is imported; this one does so whatever another library makes of torch's.
+
+    Raises ValueError for another device, and for a gradient that is not reduced RuntimeError.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"GradScaler's device is 'cpu' or 'cuda', not {device!r}")
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+
+    _unscale_grads_ = _unscale_grads_  # type: ignore[assignment]
