@@ -370,6 +370,8 @@ def _wrap(
         ]
         unit = _core.Unit(engine, spec.name, own.value, _names(spec), tensors, places)
         _install(spec, unit, *comms)
+        if comms[0].world > 1 and not unit.replicated:
+            _guard_parts(spec, unit, module if len(specs) > 1 else None)
     for nested in inner:
         engine.adopt(nested)
     engine.set_order([state.unit for _, state in _units(module)])
@@ -392,6 +394,21 @@ def _install(spec: UnitSpec, unit: _core.Unit, comm: _core.Comm, shards: _core.C
     module.__dict__["_zshard_unit"] = unit
     module.__dict__["_zshard_state"] = state
     module.__class__ = _class_for(type(module))
+
+
+def _guard_parts(spec: UnitSpec, unit: _core.Unit, root: nn.Module | None) -> None:
+    """Has some parts of a unit make it whole as well: scripts call parts by themselves, as
+    `model.encoder(ids)` does in generate(), with a shared embedding that is in the root's unit.
+
+    Those are what lies in the `root` of several units, little as a rule, and all embeddings: most
+    modules refuse weights of a slice's shape, an embedding would silently look up in it.
+    """
+    owners = {id(owner): owner for ref in spec.params for owner, _ in ref.owners}
+    for owner in owners.values():
+        is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+        if owner is not spec.module and (spec.module is root or is_embedding):
+            owner.register_forward_pre_hook(unit.pre_forward, prepend=True)
+            owner.register_forward_hook(unit.post_forward, always_call=True)
 
 
 def _class_for(original: type[nn.Module]) -> type[FSDP]:
