@@ -132,7 +132,7 @@ POSITIONS = {"max_position_embeddings": 32}
 VISION = {**sizes(), "image_size": 32, "patch_size": 8}
 T5 = {
     **{"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48},
-    **{"num_layers": 2, "num_decoder_layers": 3, "num_heads": 4},
+    **{"num_layers": 3, "num_decoder_layers": 3, "num_heads": 4},
 }
 BART = {
     **{"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3},
@@ -144,6 +144,13 @@ DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], **POSITIO
 ALBERT = {"embedding_size": 16, "num_hidden_groups": 1, **POSITIONS}
 SWITCH = {
     **{**T5, "num_experts": 4, "expert_capacity": 8, "router_jitter_noise": 0.0},
+    **{"num_layers": 4, "num_decoder_layers": 4},
+    **{"num_sparse_encoder_layers": 4, "num_sparse_decoder_layers": 4},
+}
+# One layer of experts holds so much of this model that each expert becomes a unit: ranks whose tokens
+# take other experts run other units, which only shm allows.
+SWITCH_OF_FEW_LAYERS = {
+    **{**SWITCH, "num_layers": 2, "num_decoder_layers": 2},
     **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
 }
 QWEN_MIXTURE = {
@@ -239,6 +246,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mixtral": _causal("Mixtral", sizes(num_key_value_heads=2, num_local_experts=4)),
     "qwen2_moe": _causal("Qwen2Moe", sizes(**QWEN_MIXTURE)),
     "switch": _seq2seq("SwitchTransformers", SWITCH, unused=True),
+    "switch, few layers": _seq2seq("SwitchTransformers", SWITCH_OF_FEW_LAYERS, unused=True),
     # vision
     "vit": _vision("ViT", VISION),
     "swin": _vision("Swin", SWIN),

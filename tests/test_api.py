@@ -12,7 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from models import Block, Conv, Mlp, Nested, Net, Tied, loss_of, make, wrapped
+from models import (
+    COMBINATIONS,
+    Block,
+    Conv,
+    Mlp,
+    Nested,
+    Net,
+    Tied,
+    differences,
+    loss_of,
+    make,
+    wrapped,
+)
 from torch import nn
 
 import zshard
@@ -196,9 +208,67 @@ def test_the_model_stays_itself():
 
 def test_module_is_the_model_itself():
     model = FSDP(make(Net))
-    assert model.module is model
-    model.module.head.bias.data.fill_(3)
+    plain = model.module
+    assert type(plain) is Net
+    assert plain.head is model.head
+    plain.head.bias.data.fill_(3)
     assert float(model.head.bias.detach()[0]) == 3
+    plain.eval()
+    plain.kind = "set by way of .module"
+    assert (model.training, model.kind) == (False, plain.kind)
+    assert differences(plain.state_dict(), model.state_dict()) == []
+    ids = torch.arange(4)[None]
+    assert torch.equal(plain(ids), model(ids))
+
+
+def test_code_that_unwraps_models_comes_to_an_end():
+    model = FSDP(make(Net))
+    while hasattr(model, "module"):
+        model = model.module
+    assert type(model) is Net
+
+
+def part_by_itself(combination):
+    """How far a part is off that is called by itself and uses the root's weights, (without, with
+    gradients): an embedding so large that each rank has a slice that it could look up in."""
+    plain, ids = make(Translator), torch.arange(6).reshape(2, 3)
+    model = FSDP(make(Translator), strategy=combination[0], transport=combination[1])
+    with torch.no_grad():
+        first = (model.encoder(ids) - plain.encoder(ids)).abs().max().item()
+    second = (model.encoder(ids) - plain.encoder(ids)).abs().max().item()
+    loss_of(model(ids)).backward()
+    return first, second
+
+
+class Translator(nn.Module):
+    """An encoder whose embedding is the head's weight, and whose blocks are units."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(3000, 9)
+            self.blocks = nn.ModuleList(Block(9) for _ in range(3))
+            self.norm = nn.LayerNorm(9)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x + torch.zeros(9))  # which spreads a column of width 1
+            return self.norm(x)
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Translator.Encoder()
+        self.head = nn.Linear(9, 3000, bias=False)
+        self.head.weight = self.encoder.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.encoder(ids))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
+def test_a_part_called_by_itself_has_whole_weights(pool2, combination):
+    assert pool2.run(part_by_itself, combination) == [(0.0, 0.0)] * 2
 
 
 def test_a_child_called_module_wins():

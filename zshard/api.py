@@ -132,8 +132,16 @@ class FSDP(nn.Module):
 
     @property
     def module(self) -> Any:
-        """The model itself, for scripts that come from DDP or FSDP1; a child called so wins."""
-        return self._modules.get("module", self)
+        """The model as its original class, for scripts that come from DDP or FSDP1; a child called
+        so wins. All that it has is this module's; only `module` it has not, so that code which
+        unwraps models until there is none comes to an end."""
+        if "module" in self._modules:
+            return self._modules["module"]
+        lineage = type(self).__mro__
+        original: type[nn.Module] = lineage[lineage.index(FSDP) + 1]
+        plain = object.__new__(original)
+        plain.__dict__ = self.__dict__
+        return plain
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
