@@ -69,32 +69,39 @@ def differences_from_ddp(name, combinations):
     return found, min(units)
 
 
-# A rank whose tokens take no part in some expert has that unit's gradients ready only at the end of
-# backward, its peer at once: one reduces while the other gathers the next unit.
-RESTING_EXPERTS = ("switch", [("full_shard", "c10d")])
+# Not yet: why training cannot be done, by model and combination.
+LATER = {
+    ("switch", ("full_shard", "c10d")): (
+        "when a unit's gradients are reduced depends on which of its experts a rank used, so one rank "
+        "reduces while the other gathers the next unit (schedule.c, post_when_due): DivergenceError"
+    ),
+    ("switch", ("shard_grad_op", "c10d")): (
+        "each block returns block 0's position bias, whose node in the graph so has the pre-hooks of all "
+        "blocks: those that are reduced already are gathered once more (schedule.c, "
+        "before_backward_hook), and which those are depends on the experts used: DivergenceError"
+    ),
+}
 
 
 def combinations_of(name):
     if name not in IN_ALL_WAYS:
         return FULL
-    return [c for c in COMBINATIONS if name != RESTING_EXPERTS[0] or c not in RESTING_EXPERTS[1]]
+    return [combination for combination in COMBINATIONS if (name, combination) not in LATER]
 
 
 @pytest.mark.parametrize(
     ("name", "combinations"),
     [
-        *((name, combinations_of(name)) for name in ARCHITECTURES),
-        pytest.param(
-            *RESTING_EXPERTS,
-            marks=pytest.mark.xfail(
-                reason="full_shard over c10d: when a unit's gradients are reduced depends on which of "
-                "its weights a rank used, so the ranks' collectives get another order "
-                "(schedule.c: post_when_due): DivergenceError",
-                raises=AssertionError,
-            ),
+        *(pytest.param(name, combinations_of(name), id=name) for name in ARCHITECTURES),
+        *(
+            pytest.param(
+                *(name, [combination]),
+                marks=pytest.mark.xfail(reason=reason, raises=AssertionError),
+                id=f"{name}, {' '.join(combination)}",
+            )
+            for (name, combination), reason in LATER.items()
         ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_training_has_the_bits_of_ddp(pool2, name, combinations):
     for rank, (found, units) in enumerate(pool2.run(differences_from_ddp, name, combinations)):
