@@ -30,4 +30,10 @@ extern const char zs_py_post_forward_doc[];
 /* New dict of facts of a parameter: name, unit, whole shape, begin and numel of what this rank owns. */
 PyObject *zs_py_describe_param(const zs_unit *unit, const zs_param *param);
 
+/* The attributes of the type. */
+extern PyGetSetDef zs_py_unit_getset[];
+
+/* The strategy called `text`; -1 with an exception. */
+int zs_py_parse_strategy(const char *text, zs_strategy *out);
+
 #endif

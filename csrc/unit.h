@@ -185,6 +185,9 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param);
 /* Copies the unit's whole parameter `i` to `dst` (row-major). The unit must be FULL. */
 zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst);
 
+/* What touching the sharded full buffer of a unit called `name` raises; new, NULL if out of memory. */
+char *zs_unit_message(const char *name);
+
 /* Bytes: this rank's parameters at rest, with what is cast; the whole full buffer; the bucket. */
 size_t zs_unit_shard_bytes(const zs_unit *unit);
 size_t zs_unit_full_bytes(const zs_unit *unit);

@@ -11,7 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from models import Block, Conv, Mlp, Nested, Net, Tied, loss_of, make, wrapped
+from models import (
+    Block,
+    Conv,
+    Mlp,
+    Nested,
+    Net,
+    Tied,
+    differences,
+    loss_of,
+    make,
+    wrapped,
+)
 from torch import nn
 
 import zshard
@@ -193,9 +204,24 @@ def test_the_model_stays_itself():
 
 def test_module_is_the_model_itself():
     model = FSDP(make(Net))
-    assert model.module is model
-    model.module.head.bias.data.fill_(3)
+    plain = model.module
+    assert type(plain) is Net
+    assert plain.head is model.head
+    plain.head.bias.data.fill_(3)
     assert float(model.head.bias.detach()[0]) == 3
+    plain.eval()
+    plain.kind = "set by way of .module"
+    assert (model.training, model.kind) == (False, plain.kind)
+    assert differences(plain.state_dict(), model.state_dict()) == []
+    ids = torch.arange(4)[None]
+    assert torch.equal(plain(ids), model(ids))
+
+
+def test_code_that_unwraps_models_comes_to_an_end():
+    model = FSDP(make(Net))
+    while hasattr(model, "module"):
+        model = model.module
+    assert type(model) is Net
 
 
 def test_a_child_called_module_wins():

@@ -68,7 +68,10 @@ def test_stub_function_takes_what_the_docstring_says(path: str) -> None:
     if isinstance(real, types.ClassMethodDescriptorType):
         first = "$type"
     arguments = FUNCTIONS[path].args
-    written = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
+    both = [*arguments.posonlyargs, *arguments.args]
+    defaults = [""] * (len(both) - len(arguments.defaults))
+    defaults += [f"={ast.unparse(default)}" for default in arguments.defaults]
+    written = [each.arg + default for each, default in zip(both, defaults, strict=True)]
     names = [first, *(written[1:] if owner else written), "/"]
     # C functions take their arguments by position; the signature is the docstring's first line.
     assert real.__text_signature__ == f"({', '.join(names)})"

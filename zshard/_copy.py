@@ -7,7 +7,10 @@ own slices.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,8 @@ _HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
+# A module, and the id of one of our hooks on it.
+Guard = tuple["weakref.ref[nn.Module]", int]
 _OURS = ("_zshard_unit", "_zshard_state")
 
 _within: ContextVar[bool] = ContextVar("zshard_deepcopy", default=False)
@@ -42,6 +47,25 @@ class Copied:
 def is_within() -> bool:
     """Is a model that holds this one being copied?"""
     return _within.get()
+
+
+@contextlib.contextmanager
+def without(guards: list[Guard]) -> Iterator[None]:
+    """Takes hooks off their modules for a while; they come back in their old places."""
+    before = []
+    for reference, number in guards:
+        module = reference()
+        for name in _HOOK_TABLES if module is not None else ():
+            table = getattr(module, name)
+            if number in table:
+                before.append((table, list(table.items())))
+                del table[number]
+    try:
+        yield
+    finally:
+        for table, items in reversed(before):
+            table.clear()
+            table.update(items)
 
 
 def copy_plain(

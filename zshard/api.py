@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from zshard import _core
 from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
 from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
-from zshard._copy import copy_module, copy_plain, copy_slices, is_within
+from zshard._copy import Guard, copy_module, copy_plain, copy_slices, is_within, without
 from zshard._group import check_settings, comm_for, resolve_groups
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
@@ -56,6 +57,7 @@ class _State:
         self.unit = unit
         self.comm, self.shards = comms
         self.options = options
+        self.guards: list[Guard] = []
         self.sync_buffers = False  # the root's: from rank 0, at each forward
         self.hooks: list[Any] = []
 
@@ -154,8 +156,15 @@ class FSDP(Controls):
 
     @property
     def module(self) -> Any:
-        """The model itself, for scripts that come from DDP or FSDP1; a child called so wins."""
-        return self._modules.get("module", self)
+        """The model as its original class, for scripts that come from DDP or FSDP1; a child called
+        so wins. All that it has is this module's; only `module` it has not, so that code which
+        unwraps models until there is none comes to an end."""
+        if "module" in self._modules:
+            return self._modules["module"]
+        original: type[nn.Module] = type(self).__bases__[1]
+        plain = object.__new__(original)
+        plain.__dict__ = self.__dict__
+        return plain
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -436,6 +445,8 @@ def _wrap(
         _install(spec, state)
         state.hooks += install_casts(spec.module, precision, spec.module is module)
         install_kept({owner for ref in spec.params for owner, _ in ref.owners}, precision)
+        if unit.is_hooked and not unit.replicated:
+            state.guards = _guard_parts(spec, unit, module if len(specs) > 1 else None)
     for nested in inner:
         engine.adopt(nested)
     _rename_units(module)
@@ -458,7 +469,9 @@ def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
     """A sharded model like `model`; ignored parameters and buffers are copied as they are."""
     units = [(module, state) for module, state in _units(model)]
     own = _state_of(model)
-    copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
+    guards = [guard for _, state in units for guard in state.guards]
+    with without(guards):
+        copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
     overrides = {
         id(made): dict(zip(("strategy", "mixed_precision"), state.options, strict=True))
         for (_, state), (_, made) in zip(units, copied.units, strict=True)
@@ -495,6 +508,25 @@ def _install(spec: UnitSpec, state: _State) -> None:
     module.__dict__["_zshard_unit"] = unit
     module.__dict__["_zshard_state"] = state
     module.__class__ = _class_for(type(module))
+
+
+def _guard_parts(spec: UnitSpec, unit: _core.Unit, root: nn.Module | None) -> list[Guard]:
+    """Has some parts of a unit make it whole as well: scripts call parts by themselves, as
+    `model.encoder(ids)` does in generate(), with a shared embedding that is in the root's unit.
+
+    Those are what lies in the `root` of several units, little as a rule, and all embeddings: most
+    modules refuse weights of a slice's shape, an embedding would silently look up in it. Returns
+    each such part with a hook.
+    """
+    guards = []
+    owners = {id(owner): owner for ref in spec.params for owner, _ in ref.owners}
+    for owner in owners.values():
+        is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+        if owner is not spec.module and (spec.module is root or is_embedding):
+            before = owner.register_forward_pre_hook(unit.pre_forward, prepend=True)
+            after = owner.register_forward_hook(unit.post_forward, always_call=True)
+            guards += [(weakref.ref(owner), before.id), (weakref.ref(owner), after.id)]
+    return guards
 
 
 def _class_for(original: type[nn.Module]) -> type[FSDP]:

@@ -1,0 +1,170 @@
+/* py_unit_facts.c - the attributes of _core.Unit. */
+#include "py_unit.h"
+
+#include <string.h>
+
+static const char *const strategy_names[] = {"full_shard", "shard_grad_op", "no_shard"};
+
+int zs_py_parse_strategy(const char *text, zs_strategy *out)
+{
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(text, strategy_names[i]) != 0) continue;
+        *out = (zs_strategy)i;
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "unknown strategy '%s'", text);
+    return -1;
+}
+
+static PyObject *unit_sizes(unit_object *self, void *unused)
+{
+    (void)unused;
+    const zs_unit *unit = self->unit;
+    return Py_BuildValue("{s:n,s:n,s:n,s:n}", "shard", (Py_ssize_t)zs_unit_shard_bytes(unit), "full",
+                         (Py_ssize_t)zs_unit_full_bytes(unit), "bucket", (Py_ssize_t)zs_unit_bucket_bytes(unit), "grad",
+                         (Py_ssize_t)zs_unit_grad_bytes(unit));
+}
+
+static PyObject *unit_name(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(self->unit->name);
+}
+
+static int unit_set_name(unit_object *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    const char *text = value != NULL ? PyUnicode_AsUTF8(value) : "";
+    if (text == NULL) return -1;
+    zs_clear_error();
+    if (zs_unit_rename(self->unit, text) == ZS_OK) return 0;
+    zs_py_raise(NULL);
+    return -1;
+}
+
+static PyObject *unit_strategy(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(strategy_names[self->unit->strategy]);
+}
+
+/* Sharded units may change over between full_shard and shard_grad_op at any time: it says what a forward leaves. */
+static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    const char *text = value != NULL ? PyUnicode_AsUTF8(value) : "";
+    zs_strategy strategy;
+    if (text == NULL || zs_py_parse_strategy(text, &strategy) < 0) return -1;
+    zs_unit *unit = self->unit;
+    if ((strategy == ZS_NO_SHARD) == (unit->strategy == ZS_NO_SHARD)) {
+        unit->strategy = strategy;
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "unit '%s' has the strategy %s, which cannot become %s any more", unit->name,
+                 strategy_names[unit->strategy], text);
+    return -1;
+}
+
+static PyObject *unit_is_full(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(zs_unit_is_full(self->unit));
+}
+
+static PyObject *unit_replicated(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->unit->replicated);
+}
+
+static PyObject *unit_params(unit_object *self, void *unused)
+{
+    (void)unused;
+    PyObject *list = PyList_New((Py_ssize_t)self->unit->n_params);
+    for (Py_ssize_t i = self->n_places; list != NULL && i-- > 0;) {
+        const param_place *place = &self->places[i];
+        PyList_SetItem(list, (Py_ssize_t)place->index, Py_NewRef(place->param));
+    }
+    return list;
+}
+
+static PyObject *unit_is_hooked(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(zs_engine_comm(self->unit->engine)->world > 1 || !self->unit->fixed);
+}
+
+static PyObject *unit_n_params(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(self->unit->n_params);
+}
+
+static PyObject *unit_engine(unit_object *self, void *unused)
+{
+    (void)unused;
+    return zs_py_engine_wrap(self->unit->engine);
+}
+
+static PyObject *unit_sync(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->unit->sync);
+}
+
+static int unit_set_sync(unit_object *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    int on = value == NULL ? -1 : PyObject_IsTrue(value);
+    if (on < 0) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "sync cannot be deleted");
+        return -1;
+    }
+    self->unit->sync = on != 0;
+    return 0;
+}
+
+static PyObject *unit_divisor(unit_object *self, void *unused)
+{
+    (void)unused;
+    const zs_unit *unit = self->unit;
+    return PyFloat_FromDouble(unit->divisor != 0.0 ? unit->divisor : zs_engine_comm(unit->engine)->world);
+}
+
+static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    double divisor = value != NULL ? PyFloat_AsDouble(value) : 0.0;
+    if (PyErr_Occurred()) return -1;
+    zs_unit *unit = self->unit;
+    int world = zs_engine_comm(unit->engine)->world;
+    if (!(divisor > 0.0 && isfinite(divisor))) {
+        PyErr_SetString(PyExc_ValueError, "gradients are divided by a positive number");
+        return -1;
+    }
+    if (unit->replicated && divisor != world) {
+        PyErr_Format(PyExc_NotImplementedError,
+                     "unit '%s' is not sharded: its gradients are divided by the number of ranks (%d), nothing else; "
+                     "scale the loss instead",
+                     unit->name, world);
+        return -1;
+    }
+    unit->divisor = divisor;
+    return 0;
+}
+
+PyGetSetDef zs_py_unit_getset[] = {
+    {"name", (getter)unit_name, (setter)unit_set_name, "Dotted name of the module; '' for the root.", NULL},
+    {"strategy", (getter)unit_strategy, (setter)unit_set_strategy, "'full_shard', 'shard_grad_op' or 'no_shard'.",
+     NULL},
+    {"divisor", (getter)unit_divisor, (setter)unit_set_divisor, "What sums of gradients are divided by.", NULL},
+    {"is_full", (getter)unit_is_full, NULL, "Are the parameters whole right now?", NULL},
+    {"replicated", (getter)unit_replicated, NULL, "Are the parameters whole on this rank all the time?", NULL},
+    {"params", (getter)unit_params, NULL, "Its parameters, in order.", NULL},
+    {"is_hooked", (getter)unit_is_hooked, NULL, "Does anything happen to it in forward and backward?", NULL},
+    {"n_params", (getter)unit_n_params, NULL, "Number of parameters.", NULL},
+    {"bytes", (getter)unit_sizes, NULL, "Bytes: shard, full, bucket, grad.", NULL},
+    {"sync", (getter)unit_sync, (setter)unit_set_sync, "Are gradients of the next backwards reduced?", NULL},
+    {"engine", (getter)unit_engine, NULL, "The engine it belongs to now.", NULL},
+    {0},
+};

@@ -1,0 +1,87 @@
+/* unit_facts.c - what a unit is called, and how large it is. See unit.h. */
+#define _GNU_SOURCE /* strdup */
+#include "unit.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* --- names ------------------------------------------------------------------------------------------------------------ */
+
+char *zs_unit_message(const char *name)
+{
+    static const char text[] =
+        "the parameters of unit '%s' are sharded now: they are whole only inside the unit's forward and its backward. "
+        "Call the module itself, or read them by model.state_dict() (on all ranks)";
+    size_t size = sizeof text + strlen(name);
+    char *message = malloc(size);
+    if (message != NULL) snprintf(message, size, text, *name ? name : "(root)");
+    return message;
+}
+
+/* `name` with `to` in place of its first `prefix` characters; new. */
+static char *renamed(const char *name, size_t prefix, const char *to)
+{
+    const char *rest = name + prefix + (prefix > 0);
+    size_t size = strlen(to) + strlen(rest) + 2;
+    char *made = malloc(size);
+    if (made != NULL) snprintf(made, size, "%s%s%s", to, *to ? "." : "", rest);
+    return made;
+}
+
+static zs_status replace(char **text, char *made)
+{
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a name");
+    free(*text);
+    *text = made;
+    return ZS_OK;
+}
+
+zs_status zs_unit_rename(zs_unit *unit, const char *name)
+{
+    size_t prefix = strlen(unit->name);
+    for (int64_t i = 0; i < unit->n_params; i++)
+        ZS_TRY(replace(&unit->params[i].name, renamed(unit->params[i].name, prefix, name)));
+    ZS_TRY(replace(&unit->name, strdup(name)));
+    ZS_TRY(replace(&unit->sharded_message, zs_unit_message(name)));
+    for (int f = 0; f < unit->n_flats && !zs_unit_is_full(unit); f++)
+        ZS_TRY(zs_storage_clear(unit->flats[f].full, unit->sharded_message));
+    return ZS_OK;
+}
+
+/* --- sizes ------------------------------------------------------------------------------------------------------------ */
+
+size_t zs_unit_shard_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats; f++) {
+        const zs_flat *flat = &unit->flats[f];
+        total += unit->replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
+        if (flat->low.mem != NULL) total += flat->low.shard_bytes;
+    }
+    return total;
+}
+
+size_t zs_unit_full_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats; f++)
+        total += (size_t)zs_layout_full_numel(&unit->flats[f].layout) * unit->flats[f].compute_size;
+    return total;
+}
+
+size_t zs_unit_bucket_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].slice_bytes > 0) total += zs_flat_wire_bytes(&unit->flats[f]);
+    return total;
+}
+
+size_t zs_unit_grad_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].grad_mem != NULL) total += unit->flats[f].grad_mem->bytes;
+    return total + (unit->local != NULL ? unit->local->bytes : 0);
+}
