@@ -83,6 +83,7 @@ zs_status zs_reduce_begin(zs_unit *unit, int64_t arriving)
     if (unit->in_backward) return ZS_OK;
     unit->in_backward = true;
     unit->n_expected = 0;
+    unit->has_frozen = false;
     if (unit->local != NULL) {
         clear_bits(unit, unit->arrived);
         unit->n_arrived = 0;
@@ -90,8 +91,11 @@ zs_status zs_reduce_begin(zs_unit *unit, int64_t arriving)
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         param->has_grad = param->reduced = false;
-        if (param->grad == NULL || !zs_tensor_alive(param->tensor)) continue;
-        if (zs_tensor_requires_grad(param->tensor)) unit->n_expected++;
+        if (!zs_tensor_alive(param->tensor)) continue;
+        bool wanted = zs_tensor_requires_grad(param->tensor);
+        unit->has_frozen |= !wanted;
+        if (param->grad == NULL) continue;
+        if (wanted) unit->n_expected++;
         /* Replicated gradients accumulate in place, as under DDP: shapes agree. */
         if (!unit->replicated && i != arriving) ZS_TRY(put_away(unit, i));
     }

@@ -283,7 +283,9 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
     bool complete = false;
     ZS_TRY(zs_reduce_pack(unit, i, &complete));
     if (!complete) return ZS_OK;
-    ZS_TRY(zs_unit_reshard(unit, unit->syncs ? ZS_REDUCING : ZS_SHARDED));
+    /* An adapter's gradients may all be there before backward goes through the frozen layer under it: then the unit stays
+     * whole until the end. */
+    if (!unit->has_frozen) ZS_TRY(zs_unit_reshard(unit, unit->syncs ? ZS_REDUCING : ZS_SHARDED));
     return post_when_due(unit);
 }
 

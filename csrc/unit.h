@@ -118,6 +118,7 @@ struct zs_unit {
     zs_mem *local;     /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
     int64_t n_arrived; /* gradients packed in this round */
     int64_t n_expected; /* parameters that want a gradient in this backward */
+    bool has_frozen;    /* others do not: backward may need those after the last gradient has come */
     bool packed;        /* (collective transports) the round is packed and waits for its turn */
     bool grads_held;    /* some grad shard has been written since its pages were given back */
     bool posted;        /* something was posted in this backward */

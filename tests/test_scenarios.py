@@ -388,3 +388,34 @@ ON_SHM = [(strategy, transport) for strategy, transport in COMBINATIONS if trans
 def test_ranks_may_run_different_units(pool2, run, exact):
     combinations = [*ON_SHM, ("no_shard", "c10d")]
     assert pool2.run(wrong_in, Detours, run, exact, combinations) == [{}, {}]
+
+
+class Adapted(nn.Module):
+    """Blocks of a frozen layer, and behind it a trainable one (LoRA): the block's own gradients are
+    there before backward goes through its frozen weight."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            self.down = nn.Linear(WIDTH, 2, bias=False)
+            self.up = nn.Linear(2, WIDTH, bias=False)
+
+        def forward(self, x):
+            y = torch.tanh(self.base(x))
+            return x + y + self.up(self.down(y))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted.Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2).requires_grad_(False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("run", "exact"), [(forward_backward, True), (accumulate, False)])
+def test_adapters_on_frozen_layers(pool2, run, exact):
+    assert pool2.run(wrong_in, Adapted, run, exact) == [{}, {}]
