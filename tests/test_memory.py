@@ -156,8 +156,9 @@ def test_full_buffers_and_buckets_are_two_and_the_roots(pool2, combination):
     for held, root, largest in pool2.run(temporary, combination, 33):
         if strategy != "shard_grad_op":  # which keeps all units whole from forward to backward
             assert held["slots"] <= root["full"] + 2 * largest["full"]
-        # Over no_shard's sums, which all ranks pass on, a rank takes one more rather than wait.
-        most = 3 if strategy == "no_shard" else 2
+        # One more where every rank would otherwise wait for every other (see bucket.h): over shm that
+        # is a matter of timing, over no_shard's sums, which all ranks pass on, the rule.
+        most = 3 if transport == "shm" or strategy == "no_shard" else 2
         assert 0 < held["buckets"] <= root["bucket"] + most * largest["bucket"]
         assert (held["slots"] > 0) == (transport == "c10d" and strategy != "no_shard")
 
