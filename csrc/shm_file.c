@@ -209,16 +209,13 @@ zs_status zs_shm_map_flat(zs_shm_file *file, const int *fds, int world, size_t s
     return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, -1}, out);
 }
 
-/* The smallest free slot that holds `bytes`, -1 if there is none. */
+/* A free slot of exactly `bytes`, -1 if there is none. A larger one would do, and would make a unit's bucket as large as
+ * that of whatever model was there before; a free slot costs nothing but its place in the file. */
 static int64_t find_slot(const zs_shm_file *file, uint64_t bytes)
 {
-    int64_t best = -1;
-    for (size_t i = 0; i < file->n_slots; i++) {
-        const bucket_slot *slot = &file->slots[i];
-        if (slot->busy || slot->bytes < bytes) continue;
-        if (best < 0 || slot->bytes < file->slots[best].bytes) best = (int64_t)i;
-    }
-    return best;
+    for (size_t i = 0; i < file->n_slots; i++)
+        if (!file->slots[i].busy && file->slots[i].bytes == bytes) return (int64_t)i;
+    return -1;
 }
 
 /* A new slot at the end of the file. */

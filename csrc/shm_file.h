@@ -38,7 +38,7 @@ typedef struct zs_shm_region {
     uint64_t bytes;  /* capacity, constant likewise */
 } zs_shm_region;
 
-/* Region for a bucket of at least `bytes`, mapped: a free one of `file` if it is large enough, else a new one. */
+/* Region for a bucket of `bytes`, rounded up to pages, mapped: a free one of `file` of that size, else a new one. */
 zs_status zs_shm_map_bucket(zs_shm_file *file, size_t bytes, zs_shm_region *region, zs_mem **out);
 
 /* Where the region `index` of map_bucket lies. */

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, COMBINATIONS, Nested, Net, loss_of, make, train, wrapped
+from nursery import fork_ranks
 from spawn import ranks
 from torch import nn
 
@@ -156,11 +157,27 @@ def test_full_buffers_and_buckets_are_two_and_the_roots(pool2, combination):
     for held, root, largest in pool2.run(temporary, combination, 33):
         if strategy != "shard_grad_op":  # which keeps all units whole from forward to backward
             assert held["slots"] <= root["full"] + 2 * largest["full"]
-        # One more where every rank would otherwise wait for every other (see bucket.h): over shm that
-        # is a matter of timing, over no_shard's sums, which all ranks pass on, the rule.
-        most = 3 if transport == "shm" or strategy == "no_shard" else 2
+        # no_shard's sums are passed on by all ranks: one more, where every rank would wait for every
+        # other (see bucket.h).
+        most = 3 if strategy == "no_shard" else 2
         assert 0 < held["buckets"] <= root["bucket"] + most * largest["bucket"]
         assert (held["slots"] > 0) == (transport == "c10d" and strategy != "no_shard")
+
+
+def after_a_larger_model(strategy):
+    """temporary() on fresh ranks, where a larger model came and went."""
+    dist.init_process_group("gloo")
+    temporary((strategy, "shm"), 131)
+    gc.collect()
+    return temporary((strategy, "shm"), 33)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_dropped_model_leaves_its_buckets_to_none_that_needs_less(strategy):
+    for result in fork_ranks(after_a_larger_model, 2, strategy):
+        held, root, largest = result.value
+        most = 3 if strategy == "no_shard" else 2
+        assert 0 < held["buckets"] <= root["bucket"] + most * largest["bucket"]
 
 
 def over_time(combination):
