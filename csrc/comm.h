@@ -91,8 +91,8 @@ typedef struct zs_comm_ops {
 
     zs_status (*flat_new)(zs_comm *, size_t shard_bytes, zs_flat_mem *out);
     void (*flat_free)(zs_comm *, zs_flat_mem *);
-    zs_status (*gather)(zs_comm *, const zs_flat_mem *, const char *unit,
-                        zs_mem *full); /* collective; NULL if mapped */
+    zs_status (*gather)(zs_comm *, const zs_flat_mem *, const char *unit, zs_mem *mem,
+                        char *full); /* collective; NULL if mapped */
 
     zs_status (*bucket_new)(zs_comm *, size_t bytes, zs_bucket *out);
     void (*bucket_free)(zs_comm *, zs_bucket *);
@@ -147,8 +147,8 @@ void zs_comm_on_wait(bool (*interrupted)(void));
 /* flat_new: `shard_bytes` per rank. Same calls in the same order on all ranks, but no meeting: a peer's part may be
  *   read only inside a reader session (or after an exchange).
  * flat_free: gives the memory back (peers' mappings of it stay valid, their content does not).
- * gather: fills `full` (world * shard_bytes) from all ranks' shards. Collective, in the same order on all ranks; `unit` is
- *   the name of the flat's unit, for messages.
+ * gather: fills `full` (world * shard_bytes, within `mem`) from all ranks' shards. Collective, in the same order on all
+ *   ranks; `unit` is the name of the flat's unit, for messages. The flat may be another comm's of this transport.
  * bucket_new: at least `bytes`; on shm peers map it by its key when they first collect from it.
  * cunit_new: numbers units in creation order; all ranks create the same ones in the same order.
  *

@@ -21,14 +21,14 @@ static zs_status c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *o
     return ZS_OK;
 }
 
-static zs_status c10d_gather(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_mem *full)
+static zs_status c10d_gather(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_mem *mem, char *full)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GATHER, flat->key, flat->shard_bytes, name);
     zs_work *work = NULL;
     ZS_TRY(zs_c10d_agree(self, &turn));
-    zs_status status = zs_group_all_gather(self->group, flat->shard, full->ptr, flat->shard_bytes, comm->world, &work);
-    return status == ZS_OK ? zs_c10d_finish(self, &turn, work, full) : zs_c10d_fail(self, &turn, status);
+    zs_status status = zs_group_all_gather(self->group, flat->shard, full, flat->shard_bytes, comm->world, &work);
+    return status == ZS_OK ? zs_c10d_finish(self, &turn, work, mem) : zs_c10d_fail(self, &turn, status);
 }
 
 static size_t c10d_bytes(const zs_comm *comm)

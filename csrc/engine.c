@@ -2,23 +2,43 @@
 #include "engine.h"
 
 #include "hold.h"
+#include "kept.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 /* --- birth, death, list of units ---------------------------------------------------------------------------------------- */
 
+/* Those that have the same part of what is kept must have the same place among their near ranks. */
+static zs_status check_mesh(const zs_ranks *ranks)
+{
+    if (ranks->far == NULL) return ZS_OK;
+    int mine[2] = {ranks->near->rank, ranks->near->world}, all[2 * ranks->far->world];
+    ZS_TRY(ranks->far->ops->exchange(ranks->far, mine, sizeof mine, all));
+    for (int r = 0; r < ranks->far->world; r++)
+        if (memcmp(&all[2 * r], mine, sizeof mine) != 0)
+            return ZS_FAIL(ZS_ERR_VALUE,
+                           "the process groups are no mesh: a rank that is number %d of %d in its group to shard over "
+                           "has to replicate with the number %d of the others, not with a number %d of %d",
+                           mine[0], mine[1], mine[0], all[2 * r], all[2 * r + 1]);
+    return ZS_OK;
+}
+
 /* Learns which part of the model each rank has. */
 static zs_status find_parts(zs_engine *engine)
 {
-    int world = engine->comm->world, parts = engine->shards->world;
+    const zs_ranks *ranks = &engine->ranks;
+    int world = ranks->all->world, parts = ranks->shards->world;
+    engine->n_parts = parts;
+    engine->part = ranks->far == NULL ? ranks->shards->rank : ranks->near->rank * ranks->far->world + ranks->far->rank;
     engine->part_of = calloc((size_t)world, sizeof *engine->part_of);
     if (engine->part_of == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an engine");
     for (int r = 0; r < world; r++)
         engine->part_of[r] = r;
-    if (engine->shards == engine->comm) return ZS_OK;
-    int mine[2] = {engine->shards->rank, parts}, all[2 * world];
-    ZS_TRY(engine->comm->ops->exchange(engine->comm, mine, sizeof mine, all));
+    if (ranks->shards == ranks->all && ranks->far == NULL) return ZS_OK;
+    ZS_TRY(check_mesh(ranks));
+    int mine[2] = {engine->part, parts}, all[2 * world];
+    ZS_TRY(ranks->all->ops->exchange(ranks->all, mine, sizeof mine, all));
     for (int r = 0; r < world; r++) {
         if (all[2 * r + 1] != parts || world % parts != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
@@ -29,19 +49,36 @@ static zs_status find_parts(zs_engine *engine)
     return ZS_OK;
 }
 
-zs_status zs_engine_new(zs_comm *comm, zs_comm *shards, const char *name, zs_engine **out)
+static void retain_ranks(const zs_ranks *ranks)
+{
+    zs_comm_retain(ranks->all);
+    zs_comm_retain(ranks->shards);
+    zs_comm_retain(ranks->near);
+    if (ranks->far != NULL) zs_comm_retain(ranks->far);
+}
+
+static void release_ranks(const zs_ranks *ranks)
+{
+    zs_comm_release(ranks->far);
+    zs_comm_release(ranks->near);
+    zs_comm_release(ranks->shards);
+    zs_comm_release(ranks->all);
+}
+
+zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out)
 {
     zs_engine *engine = calloc(1, sizeof *engine);
     if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an engine");
     engine->refs = 1;
-    engine->comm = zs_comm_retain(comm);
-    engine->shards = zs_comm_retain(shards);
+    engine->ranks = *ranks;
+    engine->comm = ranks->all;
+    retain_ranks(ranks);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);
     ZS_TRY_GOTO(status, zs_arena_new(&engine->arena), fail);
     ZS_TRY_GOTO(status, zs_pool_new(&engine->grads), fail);
-    ZS_TRY_GOTO(status, zs_bucket_pool_new(comm, &engine->buckets), fail);
-    ZS_TRY_GOTO(status, shards->ops->reader_new(shards, name, &engine->reader), fail);
+    ZS_TRY_GOTO(status, zs_bucket_pool_new(ranks->all, &engine->buckets), fail);
+    ZS_TRY_GOTO(status, ranks->near->ops->reader_new(ranks->near, name, &engine->reader), fail);
     *out = engine;
     return ZS_OK;
 fail:
@@ -68,15 +105,14 @@ void zs_engine_release(void *pointer)
 {
     zs_engine *engine = pointer;
     if (engine == NULL || __atomic_sub_fetch(&engine->refs, 1, __ATOMIC_ACQ_REL) != 0) return;
-    if (engine->reader != NULL) engine->shards->ops->reader_free(engine->shards, engine->reader);
+    if (engine->reader != NULL) engine->ranks.near->ops->reader_free(engine->ranks.near, engine->reader);
     zs_bucket_pool_free(engine->buckets);
     zs_arena_free(engine->arena);
     zs_pool_free(engine->grads);
     free_buffers(engine);
     free(engine->units);
     free(engine->part_of);
-    zs_comm_release(engine->shards);
-    zs_comm_release(engine->comm);
+    release_ranks(&engine->ranks);
     free(engine);
 }
 
@@ -85,9 +121,19 @@ zs_comm *zs_engine_comm(const zs_engine *engine)
     return engine->comm;
 }
 
-zs_comm *zs_engine_shards(const zs_engine *engine)
+const zs_ranks *zs_engine_ranks(const zs_engine *engine)
 {
-    return engine->shards;
+    return &engine->ranks;
+}
+
+int zs_engine_n_parts(const zs_engine *engine)
+{
+    return engine->n_parts;
+}
+
+int zs_engine_part(const zs_engine *engine)
+{
+    return engine->part;
 }
 
 const int *zs_engine_part_of(const zs_engine *engine)
@@ -141,9 +187,10 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
     if (old->phase != IDLE || engine->phase != IDLE)
         return ZS_FAIL(ZS_ERR_STATE, "FSDP(...) was called while a forward or backward of unit '%s' is running",
                        unit->name);
-    if (old->comm != engine->comm || old->shards != engine->shards)
+    if (memcmp(&old->ranks, &engine->ranks, sizeof old->ranks) != 0)
         return ZS_FAIL(ZS_ERR_VALUE,
-                       "unit '%s' was wrapped with another process group or transport than the outer FSDP(...)",
+                       "unit '%s' was wrapped with another process group, transport or kind of strategy than the outer "
+                       "FSDP(...): zero1, hybrid_full and a number of ranks to reshard to are for all units or none",
                        unit->name);
     ZS_TRY(zs_engine_add(engine, unit));
     zs_bucket_forget(old->buckets, unit);
@@ -174,14 +221,28 @@ zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t 
 
 /* --- facts ------------------------------------------------------------------------------------------------------------------ */
 
+/* Of each transport once. */
+static size_t transport_bytes(const zs_ranks *ranks)
+{
+    zs_comm *comms[] = {ranks->all, ranks->shards, ranks->near, ranks->far};
+    size_t total = 0;
+    for (int i = 0; i < 4; i++) {
+        bool counted = comms[i] == NULL;
+        for (int k = 0; k < i; k++)
+            counted |= comms[k] == comms[i];
+        if (!counted) total += comms[i]->ops->bytes(comms[i]);
+    }
+    return total;
+}
+
 zs_engine_bytes zs_engine_memory(const zs_engine *engine)
 {
     zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->arena),
                              .buckets = zs_bucket_pool_bytes(engine->buckets),
-                             .transport = engine->comm->ops->bytes(engine->comm)};
-    if (engine->shards != engine->comm) bytes.transport += engine->shards->ops->bytes(engine->shards);
+                             .transport = transport_bytes(&engine->ranks)};
     for (size_t i = 0; i < engine->n; i++) {
         bytes.shards += zs_unit_shard_bytes(engine->units[i]);
+        bytes.kept += zs_kept_bytes(engine->units[i]);
         bytes.grads += zs_unit_grad_bytes(engine->units[i]);
         bytes.slots += zs_hold_bytes(engine->units[i]);
     }

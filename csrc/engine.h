@@ -12,12 +12,14 @@ typedef enum engine_phase { IDLE, FORWARD, BACKWARD } engine_phase;
 /* See schedule.h. */
 struct zs_engine {
     long refs;
-    zs_comm *comm;   /* all ranks, which reduce; counted reference */
-    zs_comm *shards; /* those that one copy of the model is cut over, which gather; counted reference, same if all */
-    int *part_of;    /* [comm->world] each rank's rank in its own `shards`; owned */
-    zs_arena *arena; /* owned */
-    zs_pool *grads;  /* owned: memory of its units' gradients */
-    bool lent_grads; /* units that went to another engine have gradients in that memory */
+    zs_comm *comm;           /* ranks.all */
+    zs_ranks ranks;          /* counted references */
+    int n_parts;             /* slices of a copy of the model */
+    int part;                /* this rank's */
+    int *part_of;            /* [comm->world] each rank's; owned */
+    zs_arena *arena;         /* owned */
+    zs_pool *grads;          /* owned: memory of its units' gradients */
+    bool lent_grads;         /* units that went to another engine have gradients in that memory */
     zs_bucket_pool *buckets; /* owned */
     zs_reader *reader;       /* owned */
     zs_unit **units;         /* [n] borrowed: a unit takes itself off the list; parents before children */

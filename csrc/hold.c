@@ -22,7 +22,7 @@ static zs_status hold_flat(zs_unit *unit, zs_flat *flat)
 {
     if (flat->full_mem == NULL) {
         zs_mem *copy = NULL;
-        const char *mapped = flat->low.full != NULL ? flat->low.full : flat->mem.full;
+        const char *mapped = zs_flat_source(flat, flat->compute != flat->dtype)->full;
         ZS_TRY(zs_mem_new_private(compute_bytes(flat), &copy));
         memcpy(copy->ptr, mapped, compute_bytes(flat));
         zs_status status = zs_storage_fill(flat->full, copy, copy->ptr);
@@ -67,6 +67,7 @@ size_t zs_hold_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats && unit->held; f++)
-        if (unit->flats[f].mem.full != NULL) total += compute_bytes(&unit->flats[f]);
+        if (zs_flat_source(&unit->flats[f], unit->flats[f].low.mem != NULL)->full != NULL)
+            total += compute_bytes(&unit->flats[f]);
     return total;
 }

@@ -32,16 +32,17 @@ PyObject *zs_py_engine_wrap(zs_engine *engine)
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm", "name", "shards", NULL};
-    PyObject *comm_obj, *shards_obj = NULL;
+    static char *names[] = {"name", "all", "shards", "near", "far", NULL};
+    PyObject *all, *shards, *near, *far;
     const char *name;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Os|O:Engine", names, &comm_obj, &name, &shards_obj)) return NULL;
-    zs_comm *comm = zs_py_comm(comm_obj), *shards = comm;
-    if (shards_obj != NULL && shards_obj != Py_None) shards = zs_py_comm(shards_obj);
-    if (comm == NULL || shards == NULL) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOOO:Engine", names, &name, &all, &shards, &near, &far))
+        return NULL;
+    zs_ranks ranks = {zs_py_comm(all), zs_py_comm(shards), zs_py_comm(near), NULL};
+    if (far != Py_None) ranks.far = zs_py_comm(far);
+    if (PyErr_Occurred()) return NULL;
     zs_engine *engine = NULL;
     zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_new(comm, shards, name, &engine));
+    ZS_PY_NOGIL(status, zs_engine_new(&ranks, name, &engine));
     if (status != ZS_OK) return zs_py_raise(NULL);
     PyObject *self = new_object(type, engine);
     zs_engine_release(engine);
@@ -194,7 +195,7 @@ static PyObject *over_ranks(engine_object *self, PyObject *numbers, bool max)
         mine[i] = PyFloat_AsDouble(PyList_GET_ITEM(numbers, (Py_ssize_t)i));
         if (PyErr_Occurred()) return NULL;
     }
-    return reduce_numbers(zs_engine_shards(self->engine), mine, n, max);
+    return reduce_numbers(zs_engine_ranks(self->engine)->shards, mine, n, max);
 }
 
 PyDoc_STRVAR(engine_sum_doc,
@@ -213,17 +214,17 @@ static PyObject *engine_max(engine_object *self, PyObject *numbers)
     return over_ranks(self, numbers, true);
 }
 
-PyDoc_STRVAR(engine_memory_doc,
-             "memory($self, /)\n--\n\nBytes held on this rank: shards, grads, slots (full buffers), buckets, and "
-             "transport (the transport's own, for all models that use it).");
+PyDoc_STRVAR(engine_memory_doc, "memory($self, /)\n--\n\nBytes held on this rank: shards, kept (a copy between steps), "
+                                "grads, slots (full buffers), buckets, and "
+                                "transport (the transport's own, for all models that use it).");
 
 static PyObject *engine_memory(engine_object *self, PyObject *unused)
 {
     (void)unused;
     zs_engine_bytes bytes = zs_engine_memory(self->engine);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes.shards, "grads", (Py_ssize_t)bytes.grads,
-                         "slots", (Py_ssize_t)bytes.slots, "buckets", (Py_ssize_t)bytes.buckets, "transport",
-                         (Py_ssize_t)bytes.transport);
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes.shards, "kept",
+                         (Py_ssize_t)bytes.kept, "grads", (Py_ssize_t)bytes.grads, "slots", (Py_ssize_t)bytes.slots,
+                         "buckets", (Py_ssize_t)bytes.buckets, "transport", (Py_ssize_t)bytes.transport);
 }
 
 static PyMethodDef engine_methods[] = {
@@ -239,7 +240,11 @@ static PyMethodDef engine_methods[] = {
 };
 
 static PyType_Slot engine_slots[] = {
-    {Py_tp_doc, "Engine(comm, name, shards=None)\n--\n\nThe schedule of one model."},
+    {Py_tp_doc,
+     "Engine(name, all, shards, near, far)\n--\n\nThe schedule of one model. all: the transport of the ranks that "
+     "reduce; shards: of "
+     "those that one copy is cut over; near: of those that gather from each other; far: of those that have the same "
+     "part of what is kept between steps, or None."},
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
     {Py_tp_richcompare, engine_compare},

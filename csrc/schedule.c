@@ -1,6 +1,7 @@
 /* schedule.c - see schedule.h. */
 #include "engine.h"
 #include "hold.h"
+#include "kept.h"
 #include "reduce.h"
 
 /* --- sessions ------------------------------------------------------------------------------------------------------------- */
@@ -78,7 +79,7 @@ static bool has_shards(const zs_engine *engine)
 static zs_status begin_reading(zs_engine *engine, zs_phase phase)
 {
     if (!has_shards(engine)) return ZS_OK;
-    ZS_TRY(engine->shards->ops->read_begin(engine->shards, engine->reader, phase));
+    ZS_TRY(engine->ranks.near->ops->read_begin(engine->ranks.near, engine->reader, phase));
     engine->reading = true;
     return ZS_OK;
 }
@@ -87,7 +88,7 @@ static zs_status end_reading(zs_engine *engine, zs_phase phase)
 {
     if (!engine->reading) return ZS_OK;
     engine->reading = false;
-    return engine->shards->ops->read_end(engine->shards, engine->reader, phase);
+    return engine->ranks.near->ops->read_end(engine->ranks.near, engine->reader, phase);
 }
 
 static zs_status begin_session(zs_engine *engine)
@@ -99,6 +100,7 @@ static zs_status begin_session(zs_engine *engine)
         ZS_TRY(zs_unit_write_back(engine->units[i]));
     for (size_t i = 0; i < engine->n; i++)
         zs_unit_cast(engine->units[i]);
+    if (engine->ranks.far != NULL) ZS_TRY(zs_kept_refresh(engine->ranks.far, engine->units, engine->n));
     discard_dead_grads(engine);
     ZS_TRY(broadcast_buffers(engine));
     return begin_reading(engine, ZS_PHASE_FORWARD);
@@ -168,7 +170,7 @@ static bool stays_full(const zs_unit *unit, bool keep)
     if (unit->held) return true;
     if (!keep) return false;
     if (unit->strategy == ZS_SHARD_GRAD_OP) return true;
-    return !unit->engine->shards->ops->mapped && unit->engine->depth == 1;
+    return !unit->engine->ranks.near->ops->mapped && unit->engine->depth == 1;
 }
 
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep)

@@ -13,10 +13,19 @@
 #include "comm.h"
 #include "unit.h"
 
-/* New engine over `comm` (takes a reference). `shards`: the ranks of it that one copy of the model is cut over, each group
- * of them another copy (hybrid); `comm` itself if there is one. `name` is for messages. All ranks make the same ones in
- * the same order; collective if the two differ. ZS_ERR_VALUE if the groups are not of one size. */
-zs_status zs_engine_new(zs_comm *comm, zs_comm *shards, const char *name, zs_engine **out);
+/* Who takes part in what. */
+typedef struct zs_ranks {
+    zs_comm *all;    /* they reduce */
+    zs_comm *shards; /* those of them that one copy of the model is cut over, each group of them another copy (hybrid);
+                      * `all` if there is one */
+    zs_comm
+        *near; /* those that gather from each other: `shards`, or where a copy is kept (kept.h) those that share it */
+    zs_comm *far; /* those that have the same part of that copy; NULL if none is kept */
+} zs_ranks;
+
+/* New engine (takes references). `name` is for messages. All ranks make the same ones in the same order; collective if the
+ * ranks differ. ZS_ERR_VALUE if the groups are not of one size, or no mesh. */
+zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out);
 
 /* Adds a reference; returns `engine`. */
 zs_engine *zs_engine_retain(zs_engine *engine);
@@ -24,10 +33,16 @@ zs_engine *zs_engine_retain(zs_engine *engine);
 /* Gives one back; NULL allowed. Units hold their engine, the engine does not hold its units. */
 void zs_engine_release(void *engine);
 
-/* Borrowed parts. */
-zs_comm *zs_engine_comm(const zs_engine *engine);
-zs_comm *zs_engine_shards(const zs_engine *engine);
+/* Who takes part: borrowed. */
+const zs_ranks *zs_engine_ranks(const zs_engine *engine);
+zs_comm *zs_engine_comm(const zs_engine *engine); /* all ranks */
+
+/* How many slices one copy of the model is cut into, which of them this rank has, and which each rank has [all->world]. */
+int zs_engine_n_parts(const zs_engine *engine);
+int zs_engine_part(const zs_engine *engine);
 const int *zs_engine_part_of(const zs_engine *engine);
+
+/* Memory: borrowed. */
 zs_arena *zs_engine_arena(const zs_engine *engine);
 zs_pool *zs_engine_grads(const zs_engine *engine);
 zs_bucket_pool *zs_engine_buckets(const zs_engine *engine);
@@ -73,7 +88,7 @@ bool zs_engine_gave_up(const zs_engine *engine);
 
 /* Memory held now, in bytes. */
 typedef struct zs_engine_bytes {
-    size_t shards, grads, slots, buckets;
+    size_t shards, kept, grads, slots, buckets;
     size_t transport; /* the transport's own, for all models that use it */
 } zs_engine_bytes;
 zs_engine_bytes zs_engine_memory(const zs_engine *engine);

@@ -5,6 +5,7 @@
 #include "bucket.h"
 #include "device.h"
 #include "hold.h"
+#include "kept.h"
 #include "local_grads.h"
 #include "schedule.h"
 
@@ -16,7 +17,7 @@
 
 static void free_flat(zs_unit *unit, zs_flat *flat)
 {
-    zs_comm *comm = zs_engine_shards(unit->engine);
+    zs_comm *comm = zs_engine_ranks(unit->engine)->shards, *near = zs_engine_ranks(unit->engine)->near;
     zs_storage_free(flat->full);
     zs_storage_free(flat->shard);
     zs_storage_free(flat->grads);
@@ -27,6 +28,7 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
     else if (flat->mem.mem != NULL)
         comm->ops->flat_free(comm, &flat->mem);
     if (flat->low.mem != NULL) comm->ops->flat_free(comm, &flat->low);
+    if (flat->kept.mem != NULL) near->ops->flat_free(near, &flat->kept);
     if (flat->grad_mem != NULL) flat->grad_mem->user = NULL;
     zs_mem_release(flat->grad_mem);
     zs_mem_release(flat->full_mem);
@@ -177,10 +179,19 @@ static zs_status describe_params(zs_unit *unit, const zs_unit_spec *spec)
 
 /* --- layout and memory ------------------------------------------------------------------------------------------------ */
 
-/* The ranks that the unit's flat buffers are cut over: to hold them, or if replicated, to share the sums. */
-static zs_comm *ranks_of_parts(const zs_unit *unit)
+/* How many slices the unit's flat buffers are cut into: for ranks to hold, or if replicated, to sum. */
+static int parts_of(const zs_unit *unit)
 {
-    return unit->replicated ? zs_engine_comm(unit->engine) : zs_engine_shards(unit->engine);
+    return unit->replicated ? zs_engine_comm(unit->engine)->world : zs_engine_n_parts(unit->engine);
+}
+
+/* To which multiple of bytes. */
+static size_t shard_align(const zs_unit *unit)
+{
+    const zs_ranks *ranks = zs_engine_ranks(unit->engine);
+    if (unit->replicated) return ZS_PARAM_ALIGN;
+    size_t align = ranks->shards->ops->shard_align, near = ranks->near->ops->shard_align;
+    return near > align ? near : align;
 }
 
 static size_t smallest_size(const zs_flat *flat)
@@ -192,16 +203,14 @@ static size_t smallest_size(const zs_flat *flat)
 
 static zs_status lay_out_flat(zs_unit *unit, int f)
 {
-    zs_comm *comm = ranks_of_parts(unit);
     zs_flat *flat = &unit->flats[f];
     int64_t *numels = calloc((size_t)unit->n_params, sizeof *numels);
     if (numels == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the layout of unit '%s'", unit->name);
     int64_t n = 0;
     for (int64_t i = 0; i < unit->n_params; i++)
         if (unit->params[i].flat == f) numels[n++] = unit->params[i].numel;
-    size_t align = unit->replicated ? ZS_PARAM_ALIGN : comm->ops->shard_align;
     size_t itemsize = flat->layout.itemsize, smallest = smallest_size(flat);
-    zs_status status = zs_layout_new(numels, n, smallest, comm->world, align, &flat->layout);
+    zs_status status = zs_layout_new(numels, n, smallest, parts_of(unit), shard_align(unit), &flat->layout);
     zs_layout_widen(&flat->layout, itemsize);
     free(numels);
     ZS_TRY(status);
@@ -210,9 +219,9 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
         zs_param *param = &unit->params[i];
         if (param->flat != f) continue;
         param->offset = flat->layout.offsets[k];
-        param->owned = unit->replicated ? (zs_range){0, param->numel} : zs_layout_owned(&flat->layout, k, comm->rank);
+        param->owned = unit->replicated ? (zs_range){0, param->numel} : zs_layout_owned(&flat->layout, k, unit->part);
         param->in_shard = unit->replicated ? (zs_range){param->offset, param->numel}
-                                           : zs_layout_in_shard(&flat->layout, k, comm->rank);
+                                           : zs_layout_in_shard(&flat->layout, k, unit->part);
         k++;
     }
     return ZS_OK;
@@ -220,7 +229,7 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
 
 static zs_status take_flat(zs_unit *unit, size_t shard_bytes, zs_flat_mem *out)
 {
-    zs_comm *comm = zs_engine_shards(unit->engine);
+    zs_comm *comm = zs_engine_ranks(unit->engine)->shards;
     ZS_TRY(comm->ops->flat_new(comm, shard_bytes, out));
     out->mem->role = ZS_MEM_SHARD;
     out->mem->user = unit;
@@ -244,6 +253,7 @@ static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
         ZS_TRY(take_flat(unit, shard_bytes, &flat->mem));
         size_t low_bytes = (size_t)flat->layout.shard_numel * flat->compute_size;
         if (flat->compute != flat->dtype) ZS_TRY(take_flat(unit, low_bytes, &flat->low));
+        ZS_TRY(zs_kept_new(unit, flat));
     }
     ZS_TRY(zs_storage_new(shard_bytes, "", &flat->shard));
     return zs_storage_fill(flat->shard, flat->mem.mem, flat->mem.shard);
@@ -285,7 +295,7 @@ static zs_status make_gradients(zs_unit *unit)
     zs_comm *comm = zs_engine_comm(unit->engine);
     zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + 1};
     spec.mode = unit->replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
-    spec.parts = ranks_of_parts(unit)->world;
+    spec.parts = parts_of(unit);
     if (!unit->replicated) spec.part_of = zs_engine_part_of(unit->engine);
     size_t offset = 0;
     for (int f = 0; f < unit->n_flats; f++) {
@@ -376,8 +386,8 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
     unit->engine = zs_engine_retain(engine);
     unit->strategy = spec->strategy;
     unit->sync = unit->syncs = true;
-    unit->replicated = spec->strategy == ZS_NO_SHARD || zs_engine_shards(engine)->world == 1;
-    unit->part = ranks_of_parts(unit)->rank;
+    unit->replicated = spec->strategy == ZS_NO_SHARD || zs_engine_n_parts(engine) == 1;
+    unit->part = unit->replicated ? zs_engine_comm(engine)->rank : zs_engine_part(engine);
     unit->fixed = unit->replicated && !lowers(unit, spec);
     unit->state = unit->fixed ? ZS_FULL : ZS_SHARDED;
     unit->n_params = spec->n_params;

@@ -64,6 +64,8 @@ typedef struct zs_flat {
     zs_layout layout;
     zs_flat_mem mem;      /* shard, and full if the transport maps it; for units that are always whole: unused */
     zs_flat_mem low;      /* the same in `compute`, if that is another dtype; for replicated units: unused */
+    zs_flat_mem kept;     /* what is gathered from instead, where a copy is kept between steps; see kept.h */
+    bool spoiled;         /* `kept` may hold anything */
     zs_mem *full_mem;     /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
     zs_storage *full;     /* owned */
     zs_storage *shard;    /* where parameters are at rest; owned; NULL if they are always whole */
@@ -78,6 +80,14 @@ typedef struct zs_flat {
 static inline size_t zs_flat_wire_bytes(const zs_flat *flat)
 {
     return (size_t)zs_layout_full_numel(&flat->layout) * flat->wire_size;
+}
+
+/* What the full buffer is made of, if it is to be of the dtype that is computed with (`lowered`, if that is another one
+ * than the parameters' own). */
+static inline const zs_flat_mem *zs_flat_source(const zs_flat *flat, bool lowered)
+{
+    if (flat->kept.mem != NULL && lowered == (flat->compute != flat->dtype)) return &flat->kept;
+    return lowered ? &flat->low : &flat->mem;
 }
 
 /* Where the parameters that this rank holds lie at rest. */

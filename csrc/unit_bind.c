@@ -6,6 +6,7 @@
  */
 #include "device.h"
 #include "hold.h"
+#include "kept.h"
 #include "schedule.h"
 #include "unit.h"
 
@@ -60,8 +61,10 @@ void zs_unit_cast(const zs_unit *unit)
 /* Fills a slot: a gather, or where this rank has everything, a cast. */
 static zs_status fill_slot(zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from, zs_mem *slot)
 {
-    zs_comm *comm = zs_engine_shards(unit->engine);
-    if (!unit->replicated) return comm->ops->gather(comm, from, unit->name, slot);
+    zs_comm *near = zs_engine_ranks(unit->engine)->near;
+    if (!unit->replicated && flat->kept.mem != NULL && from != &flat->kept)
+        return zs_kept_gather_exact(unit, flat, slot);
+    if (!unit->replicated) return near->ops->gather(near, from, unit->name, slot, slot->ptr);
     if (full_dtype(unit, flat) == flat->dtype)
         memcpy(slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
     else
@@ -72,7 +75,7 @@ static zs_status fill_slot(zs_unit *unit, const zs_flat *flat, const zs_flat_mem
 static zs_status fill_full_storage(zs_unit *unit, zs_flat *flat)
 {
     bool lowered = full_dtype(unit, flat) != flat->dtype;
-    const zs_flat_mem *from = lowered ? &flat->low : &flat->mem;
+    const zs_flat_mem *from = zs_flat_source(flat, lowered);
     if (from->full != NULL) return zs_storage_fill(flat->full, from->mem, from->full);
     size_t itemsize = lowered ? flat->compute_size : flat->layout.itemsize;
     zs_mem *slot = NULL;
@@ -162,6 +165,7 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
     bool moved = !zs_tensor_on_storage(param->tensor, flat->full);
     bool written = !moved && zs_tensor_version(param->tensor) != param->version;
     ZS_TRY(zs_unit_bind_local(unit, param));
+    if (written) zs_kept_spoil(unit);
     if (moved) return moved_error(unit, param, "while it was whole");
     if (written)
         return ZS_FAIL(
@@ -240,7 +244,8 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst)
 {
     const zs_param *param = &unit->params[i];
     const zs_flat *flat = &unit->flats[param->flat];
-    const char *base = flat->mem.full != NULL ? flat->mem.full : flat->full_mem != NULL ? flat->full_mem->ptr : NULL;
+    const char *base = zs_flat_source(flat, false)->full;
+    if (base == NULL && flat->full_mem != NULL) base = flat->full_mem->ptr;
     bool readable = zs_unit_is_full(unit) && full_dtype(unit, flat) == flat->dtype;
     if (base == NULL || !readable) return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not gathered", unit->name);
     memcpy(dst, base + (size_t)param->offset * flat->layout.itemsize, (size_t)param->numel * flat->layout.itemsize);

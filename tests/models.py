@@ -19,6 +19,7 @@ from zshard import FSDP
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 TRANSPORTS = ("shm", "c10d")
 COMBINATIONS = [(strategy, transport) for transport in TRANSPORTS for strategy in STRATEGIES]
+COMBINATIONS.append(("zero1", "c10d"))  # over shm it is full_shard
 
 
 # --- models ---------------------------------------------------------------------------------------

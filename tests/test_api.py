@@ -78,12 +78,6 @@ def test_spellings_of_a_strategy(argument, value, expected):
     assert units(FSDP(Mlp(), auto_wrap_policy=None, **{argument: value})) == {"": expected}
 
 
-@pytest.mark.parametrize("value", ["zero1", "hybrid_full"])
-def test_other_strategies_are_still_to_come(value):
-    with pytest.raises(NotImplementedError, match=value):
-        FSDP(Mlp(), sharding_strategy=value)
-
-
 def test_torchs_argument_objects_that_change_nothing_are_taken():
     FSDP(
         Mlp(),

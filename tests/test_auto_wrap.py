@@ -298,7 +298,7 @@ def test_tied_embedding_stays_with_the_root() -> None:
 
 def test_wrapped_and_ignored_blocks_do_not_count() -> None:
     model: Any = gpt()
-    model.blocks.layers[0].__dict__["_zshard_unit"] = object()
+    model.blocks.layers[0].__dict__["_zshard_state"] = object()
     units = plan_units(model, "auto", ignored_modules={model.blocks.layers[1], model.head})
     assert names(units) == ["embed", *numbered("blocks.layers.#", 6)[2:], ""]
 

@@ -439,7 +439,7 @@ def units_full_after(way, reentrant, combination):
     model = wrapped(functools.partial(Stack, way, reentrant), combination)
     three_steps(model, 0)
     modules = type(model).fsdp_modules(model)
-    return len(modules), sum(module._zshard_unit.is_full for module in modules)
+    return len(modules), sum(module._zshard_state.unit.is_full for module in modules)
 
 
 @KINDS

@@ -189,15 +189,12 @@ def test_timeouts_that_are_none(timeout):
         ("limit_all_gathers", False),
         ("use_orig_params", False),
         ("device_id", "cuda:0"),
-        ("sharding_strategy", "zero1"),
-        ("sharding_strategy", "hybrid_full"),
     ],
 )
 def test_what_comes_later_is_refused_not_ignored(argument, value):
     outcome = error_of(FSDP, two_linears(), **{argument: value})
     assert outcome[0] == "NotImplementedError", outcome
-    named = value if argument == "sharding_strategy" else argument.replace("_", " ")
-    assert str(named).rstrip("s") in outcome[1].replace("_", " ") or str(named) in outcome[1]
+    assert argument in outcome[1]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def over(transport):
 
 
 def unit_of(module):
-    return module.__dict__["_zshard_unit"]
+    return module._zshard_state.unit
 
 
 def units_of(model):
@@ -623,7 +623,6 @@ LATER = [
     ({"offload_policy": zshard.CPUOffloadPolicy()}, "offload_policy"),
     ({"offload_policy": torchs.CPUOffloadPolicy()}, "offload_policy"),
     ({"shard_placement_fn": lambda param: None}, "shard_placement_fn"),
-    ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
 ]
 
 

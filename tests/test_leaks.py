@@ -159,7 +159,7 @@ def run_steps(transport, strategy, steps):
     model = wrap(model, transport, strategy)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-3)
     x = torch.ones(2, 8)
-    unit = model[0].__dict__["_zshard_unit"]
+    unit = model[0]._zshard_state.unit
     hooks = [*model[0]._forward_pre_hooks.values(), *model[0]._forward_hooks.values()]
     watched = {
         "model": model,

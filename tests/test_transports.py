@@ -20,9 +20,11 @@ both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 def connect(transport: str, timeout: float | None = None) -> Any:
     """This rank's transport over all ranks."""
+    from zshard import ShardingStrategy
     from zshard._group import comm_for, resolve_groups
 
-    return comm_for(resolve_groups(None, None, False).world, transport, timeout)
+    groups = resolve_groups(None, None, ShardingStrategy.FULL_SHARD)
+    return comm_for(groups.world, transport, timeout)
 
 
 # --- what arrives --------------------------------------------------------------------------------

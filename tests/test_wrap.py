@@ -348,7 +348,7 @@ def test_ignored_modules_and_parameters_are_left_out() -> None:
 
 
 def mark_wrapped(module: nn.Module) -> nn.Module:
-    module.__dict__["_zshard_unit"] = object()
+    module.__dict__["_zshard_state"] = object()
     return module
 
 

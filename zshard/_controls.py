@@ -7,11 +7,11 @@ has them, so that both spellings, FSDP(module) and fully_shard(module), give the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from torch import nn
 
-from zshard import _core
+from zshard._units import state_of, units_of
 
 
 class UnshardHandle:
@@ -35,7 +35,7 @@ class Controls(nn.Module):
         async_op: return a handle with wait(); there is nothing left to wait for.
         Raises RuntimeError in a backward; PeerError if a rank is gone.
         """
-        _own_unit(self).hold()
+        state_of(self).unit.hold()
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
@@ -44,7 +44,7 @@ class Controls(nn.Module):
         Units below this one stay as they are. Raises RuntimeError in the unit's forward and in a
         backward, and where a parameter was changed in place since `unshard()`.
         """
-        _own_unit(self).let_go()
+        state_of(self).unit.let_go()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are given back after each forward ("full_shard") or kept for the
@@ -56,7 +56,7 @@ class Controls(nn.Module):
         """
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"reshard_after_forward is a bool, not {reshard_after_forward!r}")
-        units = list(_units_below(self)) if recurse else [_own_unit(self)]
+        units = [state.unit for _, state in units_of(self)] if recurse else [state_of(self).unit]
         for unit in units:
             if unit.strategy == "no_shard":
                 raise ValueError(
@@ -74,7 +74,7 @@ class Controls(nn.Module):
         number; NotImplementedError for another one than the number of ranks where a unit is not
         sharded ("no_shard", a world of one).
         """
-        _own_unit(self).divisor = factor
+        state_of(self).unit.divisor = factor
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Taken and without effect: each backward ends all its reductions, the last or not."""
@@ -92,18 +92,6 @@ class Controls(nn.Module):
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """Checked and without effect, as `set_modules_to_forward_prefetch`."""
         _check_units(modules)
-
-
-def _own_unit(module: nn.Module) -> _core.Unit:
-    unit: _core.Unit = module.__dict__["_zshard_unit"]
-    return unit
-
-
-def _units_below(module: nn.Module) -> Iterator[_core.Unit]:
-    """The units at and below `module`, parents first."""
-    for each in module.modules():
-        if "_zshard_unit" in each.__dict__:
-            yield _own_unit(each)
 
 
 def _check_units(modules: Iterable[nn.Module]) -> None:

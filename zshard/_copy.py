@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard._units import ATTRIBUTE, Hook
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -27,9 +27,6 @@ _HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-# A module, and the id of one of our hooks on it.
-Guard = tuple["weakref.ref[nn.Module]", int]
-_OURS = ("_zshard_unit", "_zshard_state")
 
 _within: ContextVar[bool] = ContextVar("zshard_deepcopy", default=False)
 
@@ -50,10 +47,10 @@ def is_within() -> bool:
 
 
 @contextlib.contextmanager
-def without(guards: list[Guard]) -> Iterator[None]:
+def without(hooks: list[Hook]) -> Iterator[None]:
     """Takes hooks off their modules for a while; they come back in their old places."""
     before = []
-    for reference, number in guards:
+    for reference, number in hooks:
         module = reference()
         for name in _HOOK_TABLES if module is not None else ():
             table = getattr(module, name)
@@ -88,21 +85,18 @@ def copy_plain(
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of one unit's module, of its own class and without what zshard has put there."""
+    """A copy of one unit's module, of its own class and without what zshard has put there but for
+    hooks: see without()."""
     original: type[nn.Module] = type(module).__bases__[1]
     made = original.__new__(original)
     memo[id(module)] = made
     state = {key: value for key, value in vars(module).items() if not _is_ours(key, value)}
-    hooks = {handle.id for handle in module.__dict__["_zshard_state"].hooks}
-    for table in _HOOK_TABLES:
-        kept = {key: hook for key, hook in state[table].items() if key not in hooks}
-        state[table] = type(state[table])(kept)
     made.__dict__.update(copy.deepcopy(state, memo))
     return made
 
 
 def _is_ours(key: str, value: Any) -> bool:
-    return key in _OURS or type(value).__module__ == "zshard._state"
+    return key == ATTRIBUTE or type(value).__module__ == "zshard._state"
 
 
 def _outline(param: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
+from zshard._units import Comms
+from zshard.strategy import ShardingStrategy
 
 TRANSPORTS = ("auto", "shm", "c10d")
 
@@ -37,23 +39,25 @@ _alone: _core.Comm | None = None
 
 @dataclass(frozen=True)
 class Groups:
-    """Who takes part: all ranks, and of them those that one copy of the model is cut over. None: a
-    world of one. The same object twice: one copy."""
+    """The process groups of a model; None: a world of one. Equal ones are the same object."""
 
-    world: Any | None
-    shards: Any | None
+    world: Any | None  # all ranks
+    near: Any | None  # those that gather from each other
+    far: Any | None  # for a strategy that keeps: those that have the same part of what is kept
 
 
-def resolve_groups(process_group: Any, device_mesh: Any, hybrid: bool) -> Groups:
+def resolve_groups(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> Groups:
     """The process groups that FSDP's arguments mean.
 
     process_group: one group; for a hybrid strategy a pair (to shard over, to replicate over).
     device_mesh: of one dimension (to shard over) or two (replicate, shard), in place of the former.
-    hybrid: without either, shards over each host's ranks, as torchrun's LOCAL_WORLD_SIZE has them.
+    strategy: a hybrid one, without either, gathers within each host's ranks, as torchrun's
+        LOCAL_WORLD_SIZE has them.
 
     Makes the default group (gloo) under torchrun if the script has not. Raises ValueError for what
     does not fit together, TypeError for what is no group. Collective where a group has to be made.
     """
+    hybrid = strategy.is_hybrid
     if device_mesh is not None:
         if process_group is not None:
             raise ValueError("give process_group or device_mesh, not both")
@@ -66,7 +70,12 @@ def resolve_groups(process_group: Any, device_mesh: Any, hybrid: bool) -> Groups
             "or a device_mesh of two dimensions (replicate, shard)"
         )
     world = _resolve_one(process_group)
-    return _split_by_host(world) if hybrid and world is not None else Groups(world, world)
+    if world is None:
+        return Groups(None, None, None)
+    if hybrid:
+        return _split_by_host(world)
+    near = None if strategy is ShardingStrategy.ZERO1 else world
+    return Groups(world, near, world)
 
 
 def _groups_of_mesh(mesh: Any, hybrid: bool) -> Any:
@@ -86,15 +95,16 @@ def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
     if not hybrid:
         raise ValueError(
             "two process groups, or a mesh of two dimensions, mean a hybrid strategy: "
-            'sharding_strategy="hybrid_shard" or "hybrid_shard_zero2"'
+            'sharding_strategy="hybrid_shard", "hybrid_shard_zero2" or "hybrid_full"'
         )
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
         raise TypeError(f"process_group takes a pair of process groups, not {pair!r}")
     shard, replicate = pair
     world = _union(shard, replicate)
     if dist.get_world_size(replicate) == 1:
-        return Groups(_resolve_one(shard), _resolve_one(shard))
-    return Groups(world, _resolve_one(shard))
+        alone = _resolve_one(shard)
+        return Groups(alone, alone, None)
+    return Groups(world, _resolve_one(shard), replicate)
 
 
 _unions: dict[tuple[int, ...], Any] = {}
@@ -118,24 +128,40 @@ def _union(shard: Any, replicate: Any) -> Any:
     return known
 
 
-_hosts: dict[int, Any] = {}  # by size: this rank's group of that many neighbours
+_blocks: dict[tuple[tuple[int, ...], int], tuple[Any, Any]] = {}
+
+
+def blocks(group: Any, size: int) -> tuple[Any, Any]:
+    """(this rank's block of `size` neighbours in `group`, the ranks at its place in all blocks).
+
+    Collective over the group on first use. `size` divides the group's.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    known = _blocks.get((tuple(ranks), size))
+    if known is None or any(each not in dist.distributed_c10d._world.pg_map for each in known):
+        place = dist.get_rank(group)
+        first = place - place % size
+        block, column = ranks[first : first + size], ranks[place % size :: size]
+        known = (
+            dist.new_group(block, use_local_synchronization=True),
+            dist.new_group(column, use_local_synchronization=True),
+        )
+        _blocks[tuple(ranks), size] = known
+    return known
 
 
 def _split_by_host(world: Any) -> Groups:
     size = _env_int("LOCAL_WORLD_SIZE") or dist.get_world_size(world)
     whole = dist.get_world_size(world)
     if size >= whole:
-        return Groups(world, world)
+        return Groups(world, world, None)
     if whole % size != 0:
         raise ValueError(
             f"{whole} ranks do not divide into hosts of LOCAL_WORLD_SIZE={size}; give "
             "process_group=(to shard over, to replicate over) or device_mesh"
         )
-    if size == 1:
-        return Groups(world, None)
-    if _hosts.get(size) not in dist.distributed_c10d._world.pg_map:
-        _hosts[size] = dist.new_subgroups(size)[0]  # type: ignore[no-untyped-call]
-    return Groups(world, _hosts[size])
+    near, far = blocks(world, size)
+    return Groups(world, near if size > 1 else None, far)
 
 
 def _resolve_one(process_group: Any) -> Any | None:
@@ -169,6 +195,22 @@ def _env_int(name: str) -> int | None:
         return int(text)
     except ValueError:
         raise ValueError(f"the environment has {name}={text!r}, which is no number") from None
+
+
+def comms_for(
+    groups: Groups, strategy: ShardingStrategy, comm: _core.Comm, settings: tuple[Any, Any]
+) -> Comms:
+    """The transports of a model's groups; `comm` is that of all ranks. Collective on first use.
+
+    settings: comm_for's transport and timeout. Over shm nothing is kept: see ShardingStrategy.
+    """
+    if strategy.keeps:
+        if comm.transport == "shm" or groups.near is groups.world:
+            return Comms(comm, comm, comm, None)
+        far = comm if groups.far is groups.world else comm_for(groups.far, "c10d", settings[1])
+        return Comms(comm, comm, comm_for(groups.near, *settings), far)
+    near = comm if groups.near is groups.world else comm_for(groups.near, *settings)
+    return Comms(comm, near, near, None)
 
 
 def check_settings(transport: str | None, timeout: float | None) -> tuple[str, float | None]:

@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from zshard._units import is_unit
+
 # Below these nothing may be a unit: they use their children's weights without calling the children
 # (MultiheadAttention its out_proj, the transformer layers in their fast path), keep the weights in
 # lists of their own (RNNBase), or run their children where no hook fires (ScriptModule).
@@ -111,7 +113,7 @@ class ModuleTree:
         ignored_modules: Collection[nn.Module] = (),
         ignored_params: Collection[nn.Parameter] = (),
     ) -> None:
-        if is_wrapped(root):
+        if is_unit(root):
             raise ValueError(f"this {type(root).__name__} is already wrapped by FSDP")
         self._ignored_modules = {id(module) for module in ignored_modules}
         self._ignored_params = {id(param) for param in ignored_params}
@@ -184,7 +186,7 @@ class ModuleTree:
         for attribute, child in module._modules.items():
             if child is None or id(child) in self._ignored_modules:
                 continue
-            if is_wrapped(child):
+            if is_unit(child):
                 self._wrapped.append((child, node, attribute))
                 continue
             known = self.find(child)
@@ -258,11 +260,6 @@ class ModuleTree:
         )
         owners = tuple((owner.module, attribute) for owner, attribute in entry.owners)
         return ParamRef(names, entry.param, owners)
-
-
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether `module` is a unit of an earlier FSDP(...) call."""
-    return "_zshard_unit" in module.__dict__
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -30,7 +30,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zshard import _core
-from zshard._plan import UnitSpec, is_wrapped
+from zshard._plan import UnitSpec
+from zshard._units import is_unit
 
 
 def attach(unit: _core.Unit, spec: UnitSpec) -> None:
@@ -43,9 +44,9 @@ def attach(unit: _core.Unit, spec: UnitSpec) -> None:
         for owner, attribute in ref.owners:
             _places_of(owner)[attribute] = _Place(params, index)
     for module in spec.module.modules():
-        is_unit = module is spec.module or is_wrapped(module)
+        is_top = module is spec.module or is_unit(module)
         is_leaf = not module._modules  # one call asks it alone
-        if not (is_unit or is_leaf or isinstance(module.__dict__.get(_Whole.name), _Whole)):
+        if not (is_top or is_leaf or isinstance(module.__dict__.get(_Whole.name), _Whole)):
             module.__dict__[_Whole.name] = _Whole(module)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zshard import _core
+from zshard._units import Comms
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -16,8 +17,9 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
-def summary_of(units: list[_core.Unit], comm: _core.Comm, shards: _core.Comm) -> str:
-    """One line per unit, then totals. `shards`: the ranks that one copy of the model lies on."""
+def summary_of(units: list[_core.Unit], comms: Comms) -> str:
+    """One line per unit, then totals."""
+    comm, shards, near, far = comms
     rows = [("unit", "parameters", "whole", "per rank", "strategy")]
     numel = whole = local = 0
     for unit in units:
@@ -35,6 +37,8 @@ def summary_of(units: list[_core.Unit], comm: _core.Comm, shards: _core.Comm) ->
     if shards.world < comm.world:
         copies = comm.world // shards.world
         head += f"; {copies} copies, each over {shards.world} ranks, transport {shards.transport}"
+    if far is not None:
+        head += f"; kept between steps over {near.world} ranks, transport {near.transport}"
     return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 

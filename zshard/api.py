@@ -8,7 +8,6 @@ that happens per step happens behind those hooks.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -16,16 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
 from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
+from zshard._arguments import (
+    check_fixed_arguments,
+    check_module,
+    choose_strategy,
+    refuse_later_features,
+    split_ignored,
+)
 from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
-from zshard._copy import Guard, copy_module, copy_plain, copy_slices, is_within, without
-from zshard._group import check_settings, comm_for, resolve_groups
+from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
+from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._summary import summary_of
+from zshard._units import ATTRIBUTE, Comms, Hook, State, is_unit, state_of, units_of
 from zshard.precision import (
     Precision,
     cast_arguments,
@@ -38,28 +46,7 @@ from zshard.precision import (
 from zshard.strategy import ShardingStrategy, parse_strategy
 from zshard.wrap import CustomPolicy, plan_units
 
-_Comms = tuple[
-    _core.Comm, _core.Comm
-]  # all ranks, and those that one copy of the model is cut over
-_Options = tuple[ShardingStrategy, Precision]
-
 _classes: dict[type[nn.Module], type[FSDP]] = {}
-
-
-class _State:
-    """What a unit's module remembers. Lives in the module's __dict__ as `_zshard_state`.
-
-    Nothing in it leads back to the module: a model that is dropped gives its memory back at once,
-    not when Python next looks for cycles.
-    """
-
-    def __init__(self, unit: _core.Unit, comms: _Comms, options: _Options) -> None:
-        self.unit = unit
-        self.comm, self.shards = comms
-        self.options = options
-        self.guards: list[Guard] = []
-        self.sync_buffers = False  # the root's: from rank 0, at each forward
-        self.hooks: list[Any] = []
 
 
 class FSDP(Controls):
@@ -73,8 +60,8 @@ class FSDP(Controls):
     device_mesh: instead of process_group, a mesh to shard over, or (replicate, shard) for a hybrid
         strategy.
     sharding_strategy (short: strategy): "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2),
-        "no_shard" (DDP), "hybrid_shard" or "hybrid_shard_zero2" (HSDP), or an enum member of that
-        name.
+        "zero1", "no_shard" (DDP), "hybrid_shard" or "hybrid_shard_zero2" (HSDP), "hybrid_full"
+        (HFSDP), or an enum member of that name; see zshard.ShardingStrategy.
     auto_wrap_policy: which submodules are gathered on their own. "auto" finds the repeated blocks;
         else a set of module classes, a policy or callable from zshard.wrap, or None for one unit.
     mixed_precision: a zshard.MixedPrecision or MixedPrecisionPolicy, or torch's; None: no casts.
@@ -120,31 +107,28 @@ class FSDP(Controls):
     ) -> Any:
         if cls is not FSDP:  # type(model)(...) makes another module of the original class
             raise TypeError(f"{cls.__name__} is made by FSDP(module), not called")
-        _refuse_later_features(
+        refuse_later_features(
             cpu_offload=cpu_offload,
             param_init_fn=param_init_fn,
             forward_prefetch=forward_prefetch,
         )
-        _check_fixed_arguments(backward_prefetch, limit_all_gathers, use_orig_params, device_id)
-        chosen = _choose_strategy(sharding_strategy, strategy)
+        check_fixed_arguments(backward_prefetch, limit_all_gathers, use_orig_params, device_id)
+        chosen = choose_strategy(sharding_strategy, strategy)
         precision = parse_precision(mixed_precision)
-        _check_module(module)
-        ignored = _split_ignored(ignored_modules, ignored_states)
+        check_module(module)
+        ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         check_settings(transport, timeout)
-        groups = resolve_groups(process_group, device_mesh, chosen.is_hybrid)
+        groups = resolve_groups(process_group, device_mesh, chosen)
         comm = comm_for(groups.world, transport, timeout)
         facts = _facts(module, specs, chosen, not sync_module_states)
         facts.append(("mixed precision", repr(precision)))
         check_agreement(comm, groups.world, facts)
-        shards = comm
-        if groups.shards is not groups.world:
-            shards = comm_for(groups.shards, transport, timeout)
+        comms = _inner_comms(module, comms_for(groups, chosen, comm, (transport, timeout)))
         if sync_module_states and comm.world > 1:
             _take_from_rank_0(comm, module, specs, ignored)
         cast_buffers(module.modules(), precision)
-        engine = _core.Engine(comm, type(module).__name__, shards)
-        _wrap(module, specs, engine, (comm, shards), (chosen, precision))
+        _wrap(module, specs, comms, (chosen, precision))
         if forward_sync_buffers:
             _sync_buffers(module)
         return module
@@ -185,7 +169,7 @@ class FSDP(Controls):
         ranks together; not inside a backward. Without it, each backward reduces and the sum stays
         sharded, which costs no more memory and gives the same gradient.
         """
-        before = [(state.unit, state.unit.sync) for _, state in _units(self)]
+        before = [(state.unit, state.unit.sync) for _, state in units_of(self)]
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -200,7 +184,7 @@ class FSDP(Controls):
 
         recurse: units below this one as well. Takes effect at the next backward.
         """
-        for module, state in _units(self):
+        for module, state in units_of(self):
             if recurse or module is self:
                 state.unit.sync = requires_gradient_sync
 
@@ -214,8 +198,8 @@ class FSDP(Controls):
 
     def summary(self) -> str:
         """A table of the units: name, parameters, bytes whole and per rank, strategy, transport."""
-        own = _state_of(self)
-        return summary_of([state.unit for _, state in _units(self)], own.comm, own.shards)
+        own = state_of(self)
+        return summary_of([state.unit for _, state in units_of(self)], own.comms)
 
     def memory(self) -> dict[str, int]:
         """Bytes that zshard holds on this rank now: shards, grads, slots, buckets, transport.
@@ -224,7 +208,7 @@ class FSDP(Controls):
         (over c10d, what is sent and received; over shm, the ranks' letter boxes): it is made once
         per process group and serves all models there, so do not add it up over models.
         """
-        return dict(_state_of(self).unit.engine.memory())
+        return dict(state_of(self).unit.engine.memory())
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDP]:
@@ -237,12 +221,11 @@ class FSDP(Controls):
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
-        state = self.__dict__.get("_zshard_state")
-        if state is None:
+        if not is_unit(self):
             return own
-        note = (
-            f"unit={state.unit.name or '(root)'!r}, {state.unit.strategy}, {state.comm.transport}"
-        )
+        state = state_of(self)
+        name, transport = state.unit.name or "(root)", state.comms.all.transport
+        note = f"unit={name!r}, {state.unit.strategy}, {transport}"
         return f"{own}, {note}" if own else note
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -270,7 +253,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(self: FSDP, *args: Any, **kwargs: Any) -> Any:
-        unit = _state_of(self).unit
+        unit = state_of(self).unit
         if not unit.is_hooked:
             return original(self, *args, **kwargs)
         args, kwargs = cast_arguments(self, args, kwargs)
@@ -290,81 +273,6 @@ def shard_info(param: torch.Tensor) -> dict[str, Any] | None:
     """Facts of a sharded parameter: name, unit, whole shape, and the (begin, numel) of its
     row-major elements that this rank owns. None for any other tensor."""
     return _core.shard_info(param)
-
-
-# --- arguments ------------------------------------------------------------------------------------
-
-
-def _refuse_later_features(**values: Any) -> None:
-    for name, value in values.items():
-        off = value is None or value is False
-        if name == "cpu_offload" and getattr(value, "offload_params", None) is False:
-            off = True
-        if not off:
-            raise NotImplementedError(
-                f"FSDP({name}=...) is not in this version of zshard; leave it out"
-            )
-
-
-def _check_fixed_arguments(
-    backward_prefetch: Any, limit_all_gathers: bool, use_orig_params: bool, device_id: Any
-) -> None:
-    prefetch = backward_prefetch
-    name = prefetch.name if isinstance(prefetch, enum.Enum) else prefetch
-    if not isinstance(name, str) or name.lower() != "backward_pre":
-        raise NotImplementedError(
-            f"FSDP(backward_prefetch={backward_prefetch!r}) is not in this version of zshard; "
-            "leave it at its default"
-        )
-    if not limit_all_gathers:
-        raise NotImplementedError("FSDP(limit_all_gathers=False) is not in this version of zshard")
-    if not use_orig_params:
-        raise NotImplementedError(
-            "FSDP(use_orig_params=False): zshard always keeps the original parameters; leave it out"
-        )
-    if isinstance(device_id, int) or torch.device(device_id or "cpu").type != "cpu":
-        raise NotImplementedError(f"FSDP(device_id={device_id!r}): this version trains on the CPU")
-
-
-def _choose_strategy(sharding_strategy: Any, strategy: Any) -> ShardingStrategy:
-    if sharding_strategy is not None and strategy is not None:
-        raise ValueError("give sharding_strategy or its short name strategy, not both")
-    given = strategy if strategy is not None else sharding_strategy
-    return ShardingStrategy.FULL_SHARD if given is None else parse_strategy(given)
-
-
-def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"FSDP takes an nn.Module, not {type(module).__name__}")
-    if isinstance(module, FSDP):
-        raise ValueError(
-            f"this {type(module).__name__} is wrapped already; call FSDP once on each module "
-            "(inner modules first if you wrap by hand)"
-        )
-    devices: dict[torch.device, str] = {}
-    for name, param in module.named_parameters():
-        devices.setdefault(param.device, name)
-    if len(devices) > 1:
-        places = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
-        raise ValueError(f"all parameters have to be on one device; there are {places}")
-
-
-def _split_ignored(
-    modules: Iterable[nn.Module] | None,
-    states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
-) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    ignored_modules, ignored_params = set(modules or ()), set()
-    for item in states or ():
-        if isinstance(item, nn.Module):
-            ignored_modules.add(item)
-        elif isinstance(item, nn.Parameter):
-            ignored_params.add(item)
-        else:
-            raise TypeError(f"ignored_states holds modules or parameters, not {item!r}")
-    for module in ignored_modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"ignored_modules holds modules, not {module!r}")
-    return ignored_modules, ignored_params
 
 
 # --- agreement and values -------------------------------------------------------------------------
@@ -413,18 +321,17 @@ def _take_from_rank_0(
 def _wrap(
     module: nn.Module,
     specs: list[UnitSpec],
-    engine: _core.Engine,
-    comms: _Comms,
-    options: _Options,
+    comms: Comms,
+    options: tuple[ShardingStrategy, Precision],
 ) -> None:
     strategy, usual = options
-    inner = [state.unit for _, state in _units(module)]
+    engine = _core.Engine(type(module).__name__, *comms)
+    inner = [state.unit for _, state in units_of(module)]
     for spec in specs:  # all of them first: a model that is refused stays as it was
         _core.Unit.check(spec.name, _names(spec), [ref.param for ref in spec.params])
         _class_for(type(spec.module))
     for spec in specs:
-        override = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
-        own = strategy if override is None else parse_strategy(override)
+        own = _strategy_for(spec, strategy)
         tensors = [ref.param for ref in spec.params]
         places = [
             (i, owner._parameters, attribute)
@@ -441,24 +348,43 @@ def _wrap(
         dtypes = (name_of(precision.compute), name_of(precision.wire), keep)
         kind = own.in_group.value
         unit = _core.Unit(engine, spec.name, kind, _names(spec), tensors, places, *dtypes)
-        state = _State(unit, comms, (own, precision))
+        state = State(unit, comms, own, precision)
         _install(spec, state)
-        state.hooks += install_casts(spec.module, precision, spec.module is module)
+        casts = install_casts(spec.module, precision, spec.module is module)
+        state.hooks += _known(spec.module, casts)
         install_kept({owner for ref in spec.params for owner, _ in ref.owners}, precision)
         if unit.is_hooked and not unit.replicated:
-            state.guards = _guard_parts(spec, unit, module if len(specs) > 1 else None)
+            state.hooks += _guard_parts(spec, unit, module if len(specs) > 1 else None)
     for nested in inner:
         engine.adopt(nested)
     _rename_units(module)
-    engine.set_order([state.unit for _, state in _units(module)])
+    engine.set_order([state.unit for _, state in units_of(module)])
+
+
+def _inner_comms(module: nn.Module, comms: Comms) -> Comms:
+    """What is kept between steps is so for a whole model: inner units that keep decide for it."""
+    for _, state in units_of(module):
+        if comms.far is None and state.comms.far is not None and state.comms.all is comms.all:
+            return state.comms
+    return comms
+
+
+def _strategy_for(spec: UnitSpec, usual: ShardingStrategy) -> ShardingStrategy:
+    override = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
+    own = usual if override is None else parse_strategy(override)
+    if own is not usual and (own.is_hybrid or own.keeps):
+        raise ValueError(
+            f"unit '{spec.name}' asks for the strategy {own.value!r}, the model for "
+            f"{usual.value!r}: strategies with groups or copies of their own are for whole models"
+        )
+    return own
 
 
 def _rename_units(module: nn.Module) -> None:
     """Inner units were named from their own root; from now on it is this one."""
     for name, each in module.named_modules():
-        unit = each.__dict__.get("_zshard_unit")
-        if unit is not None and unit.name != name:
-            unit.name = name
+        if is_unit(each) and state_of(each).unit.name != name:
+            state_of(each).unit.name = name
 
 
 def _names(spec: UnitSpec) -> list[str]:
@@ -467,50 +393,44 @@ def _names(spec: UnitSpec) -> list[str]:
 
 def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
     """A sharded model like `model`; ignored parameters and buffers are copied as they are."""
-    units = [(module, state) for module, state in _units(model)]
-    own = _state_of(model)
-    guards = [guard for _, state in units for guard in state.guards]
-    with without(guards):
+    units = [(module, state) for module, state in units_of(model)]
+    own = state_of(model)
+    with without([hook for _, state in units for hook in state.hooks]):
         copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
     overrides = {
-        id(made): dict(zip(("strategy", "mixed_precision"), state.options, strict=True))
+        id(made): {"strategy": state.strategy, "mixed_precision": state.precision}
         for (_, state), (_, made) in zip(units, copied.units, strict=True)
     }
     policy = CustomPolicy(lambda module: overrides.get(id(module), False))
     specs = plan_units(copied.module, policy, (), copied.others)
-    engine = _core.Engine(own.comm, type(model).__name__, own.shards)
-    _wrap(copied.module, specs, engine, (own.comm, own.shards), own.options)
+    _wrap(copied.module, specs, own.comms, (own.strategy, own.precision))
     if own.sync_buffers:
         _sync_buffers(copied.module)
     own.unit.engine.open()  # what a forward has left whole is resharded
     own.unit.engine.close()
     for unit, made in copied.units:
-        copy_slices(unit, _state_of(made).unit)
+        copy_slices(unit, state_of(made).unit)
     return copied.module
 
 
 def _sync_buffers(module: nn.Module) -> None:
-    state = _state_of(module)
+    state = state_of(module)
     state.sync_buffers = True
-    if state.comm.world > 1:
+    if state.comms.all.world > 1:
         state.unit.engine.sync_buffers(list(module.buffers()))
 
 
-def _install(spec: UnitSpec, state: _State) -> None:
+def _install(spec: UnitSpec, state: State) -> None:
     module, unit = spec.module, state.unit
     if unit.is_hooked:
-        state.hooks = [
-            module.register_forward_pre_hook(unit.pre_forward, prepend=True),
-            module.register_forward_hook(unit.post_forward, always_call=True),
-        ]
+        state.hooks += _hook(module, unit)
         if not unit.replicated:
             attach(unit, spec)
-    module.__dict__["_zshard_unit"] = unit
-    module.__dict__["_zshard_state"] = state
+    module.__dict__[ATTRIBUTE] = state
     module.__class__ = _class_for(type(module))
 
 
-def _guard_parts(spec: UnitSpec, unit: _core.Unit, root: nn.Module | None) -> list[Guard]:
+def _guard_parts(spec: UnitSpec, unit: _core.Unit, root: nn.Module | None) -> list[Hook]:
     """Has some parts of a unit make it whole as well: scripts call parts by themselves, as
     `model.encoder(ids)` does in generate(), with a shared embedding that is in the root's unit.
 
@@ -518,15 +438,24 @@ def _guard_parts(spec: UnitSpec, unit: _core.Unit, root: nn.Module | None) -> li
     modules refuse weights of a slice's shape, an embedding would silently look up in it. Returns
     each such part with a hook.
     """
-    guards = []
+    hooks = []
     owners = {id(owner): owner for ref in spec.params for owner, _ in ref.owners}
     for owner in owners.values():
         is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
         if owner is not spec.module and (spec.module is root or is_embedding):
-            before = owner.register_forward_pre_hook(unit.pre_forward, prepend=True)
-            after = owner.register_forward_hook(unit.post_forward, always_call=True)
-            guards += [(weakref.ref(owner), before.id), (weakref.ref(owner), after.id)]
-    return guards
+            hooks += _hook(owner, unit)
+    return hooks
+
+
+def _hook(module: nn.Module, unit: _core.Unit) -> list[Hook]:
+    """Makes the unit whole in the forward of `module`."""
+    before = module.register_forward_pre_hook(unit.pre_forward, prepend=True)
+    after = module.register_forward_hook(unit.post_forward, always_call=True)
+    return _known(module, [before, after])
+
+
+def _known(module: nn.Module, handles: list[RemovableHandle]) -> list[Hook]:
+    return [(weakref.ref(module), handle.id) for handle in handles]
 
 
 def _class_for(original: type[nn.Module]) -> type[FSDP]:
@@ -534,15 +463,3 @@ def _class_for(original: type[nn.Module]) -> type[FSDP]:
         name = f"FSDP{original.__name__}"
         _classes[original] = type(name, (FSDP, original), {"__module__": original.__module__})
     return _classes[original]
-
-
-def _state_of(module: nn.Module) -> _State:
-    state: _State = module.__dict__["_zshard_state"]
-    return state
-
-
-def _units(module: nn.Module) -> Iterator[tuple[nn.Module, _State]]:
-    """The wrapped modules under `module`, parents before children, as modules appear."""
-    for each in module.modules():
-        if "_zshard_state" in each.__dict__:
-            yield each, _state_of(each)

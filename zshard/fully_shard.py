@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from zshard._group import blocks, resolve_groups
 from zshard._plan import has_forward
 from zshard.api import FSDP
 from zshard.precision import MixedPrecisionPolicy
@@ -62,7 +64,11 @@ def fully_shard(
     reshard_after_forward: True gives the whole parameters back after forward ("full_shard"), False
         keeps them for the backward ("shard_grad_op"). None is True but for the outermost module;
         here it is the same as True: over shm resharding costs nothing, and over c10d the outermost
-        module is kept always. A number of ranks to reshard to is not supported.
+        module is kept always. A number of ranks, a host's say, which divides the ranks to shard
+        over: so many neighbours keep a copy of the parameters cut over them, from which forward and
+        backward gather ("hybrid_full"; FSDP2 and ZeRO++ do so for the backward). The innermost call
+        decides for all that holds it. Over shm it makes no difference: all ranks read the shards
+        where they lie.
     shard_placement_fn: not supported; units are cut as flat buffers.
     mp_policy: a MixedPrecisionPolicy, zshard's or torch's.
     offload_policy: zshard's or torch's; only one that asks for nothing.
@@ -79,10 +85,13 @@ def fully_shard(
             "parameters are cut as one flat buffer; leave it out"
         )
     _check_offload(offload_policy)
+    hybrid = _dimensions(mesh) == 2
+    groups = _groups_to_keep_in(reshard_after_forward, mesh, hybrid)
     return FSDP(
         module,
-        device_mesh=mesh,
-        strategy=_strategy(reshard_after_forward, hybrid=_dimensions(mesh) == 2),
+        groups,
+        _strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
+        device_mesh=mesh if groups is None else None,
         mixed_precision=mp_policy,
         auto_wrap_policy=None,
         ignored_states=_params(ignored_params),
@@ -123,17 +132,36 @@ def _dimensions(mesh: Any) -> int:
     return int(mesh.ndim)
 
 
-def _strategy(reshard_after_forward: Any, hybrid: bool) -> ShardingStrategy:
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+def _groups_to_keep_in(reshard_after_forward: Any, mesh: Any, hybrid: bool) -> Any:
+    """The process groups that a number of ranks means; None where it is none, or all ranks, or
+    one."""
+    number = reshard_after_forward
+    if not isinstance(number, int) or isinstance(number, bool):
+        return None
+    if hybrid:
         raise NotImplementedError(
-            f"fully_shard(reshard_after_forward={reshard_after_forward}), to fewer ranks, is not "
-            "in this version of zshard; give True or False"
+            f"fully_shard(reshard_after_forward={number}) with a mesh of two dimensions is not in "
+            "this version of zshard; give True or False"
         )
-    if reshard_after_forward not in (None, True, False):
+    group = resolve_groups(None, mesh, ShardingStrategy.FULL_SHARD).world
+    world = 1 if group is None else dist.get_world_size(group)
+    if number < 1 or world % number != 0:
+        raise ValueError(
+            f"reshard_after_forward={number} does not divide the {world} ranks to shard over"
+        )
+    return None if number in (1, world) else blocks(group, number)
+
+
+def _strategy(reshard_after_forward: Any, hybrid: bool) -> ShardingStrategy:
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
         raise TypeError(
-            f"reshard_after_forward is True, False or None, not {reshard_after_forward!r}"
+            "reshard_after_forward is True, False, None or a number of ranks, not "
+            f"{reshard_after_forward!r}"
         )
-    if reshard_after_forward is False:
+    keep = reshard_after_forward is False
+    if reshard_after_forward == 1 and reshard_after_forward is not True:
+        keep = True  # to one rank: whole
+    if keep:
         return ShardingStrategy.HYBRID_SHARD_ZERO2 if hybrid else ShardingStrategy.SHARD_GRAD_OP
     return ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
 

@@ -19,6 +19,13 @@ class ShardingStrategy(str, enum.Enum):
     HYBRID_SHARD: FULL_SHARD within groups of ranks (the ranks of a host, say), each group a whole
         copy of the model; gradients averaged over all ranks (HSDP).
     HYBRID_SHARD_ZERO2: the same with SHARD_GRAD_OP in the groups.
+    ZERO1: as FULL_SHARD, and each rank keeps the parameters whole: they are gathered once after
+        each optimizer step (ZeRO-1).
+    HYBRID_FULL: the same within groups: parameters are kept sharded over the ranks of a group,
+        slices and optimizer state lie over all ranks (HFSDP; ZeRO++'s hpZ).
+
+    Over shm the last two are FULL_SHARD: all parameters can be read where they lie, so that keeping
+    another copy would only cost memory.
     """
 
     FULL_SHARD = "full_shard"
@@ -26,11 +33,18 @@ class ShardingStrategy(str, enum.Enum):
     NO_SHARD = "no_shard"
     HYBRID_SHARD = "hybrid_shard"
     HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
+    ZERO1 = "zero1"
+    HYBRID_FULL = "hybrid_full"
 
     @property
     def is_hybrid(self) -> bool:
-        """Is the model sharded within groups that are copies of each other?"""
-        return self in _IN_GROUPS
+        """Is the model gathered within groups that each have a copy of it?"""
+        return self in _HYBRIDS
+
+    @property
+    def keeps(self) -> bool:
+        """Does a copy of the parameters stay between steps, besides the slices?"""
+        return self in (ShardingStrategy.ZERO1, ShardingStrategy.HYBRID_FULL)
 
     @property
     def in_group(self) -> ShardingStrategy:
@@ -41,8 +55,14 @@ class ShardingStrategy(str, enum.Enum):
 _IN_GROUPS = {
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy.FULL_SHARD,
     ShardingStrategy.HYBRID_SHARD_ZERO2: ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.ZERO1: ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.HYBRID_FULL: ShardingStrategy.FULL_SHARD,
 }
-_LATER = ("zero1", "hybrid_full")
+_HYBRIDS = {
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.HYBRID_SHARD_ZERO2,
+    ShardingStrategy.HYBRID_FULL,
+}
 _ALIASES = {
     "_hybrid_shard_zero2": ShardingStrategy.HYBRID_SHARD_ZERO2,
     "zero3": ShardingStrategy.FULL_SHARD,
@@ -54,7 +74,7 @@ _ALIASES = {
 def parse_strategy(value: Any) -> ShardingStrategy:
     """The strategy that `value` names (a string, or an enum member with such a name).
 
-    Raises ValueError for an unknown one, NotImplementedError for one that is still to come.
+    Raises ValueError for an unknown one, TypeError for what is no name.
     """
     name = value.name if isinstance(value, enum.Enum) else value
     if not isinstance(name, str):
@@ -62,11 +82,6 @@ def parse_strategy(value: Any) -> ShardingStrategy:
     key = name.lower()
     if key in _ALIASES:
         return _ALIASES[key]
-    if key in _LATER:
-        raise NotImplementedError(
-            f"sharding_strategy {name!r} is not in this version of zshard; "
-            f"there are {', '.join(repr(s.value) for s in ShardingStrategy)}"
-        )
     try:
         return ShardingStrategy(key)
     except ValueError:

@@ -1,0 +1,119 @@
+/* kept.c - see kept.h. */
+#include "kept.h"
+
+#include "schedule.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { EXCHANGED = 4096 }; /* bytes that one exchange takes */
+
+/* What this rank gives to the copy. */
+static const zs_flat_mem *source_of(const zs_flat *flat)
+{
+    return flat->low.mem != NULL ? &flat->low : &flat->mem;
+}
+
+zs_status zs_kept_new(zs_unit *unit, zs_flat *flat)
+{
+    zs_comm *far = zs_engine_ranks(unit->engine)->far, *near = zs_engine_ranks(unit->engine)->near;
+    if (far == NULL) return ZS_OK;
+    size_t slice_bytes = (size_t)flat->layout.shard_numel * flat->compute_size;
+    return near->ops->flat_new(near, slice_bytes * (size_t)far->world, &flat->kept);
+}
+
+static bool is_stale(const zs_flat *flat, const zs_comm *far)
+{
+    const zs_flat_mem *own = source_of(flat);
+    const char *given = flat->kept.shard + (size_t)far->rank * own->shard_bytes;
+    return flat->spoiled || memcmp(given, own->shard, own->shard_bytes) != 0;
+}
+
+/* One byte for each flat that is kept, in the units' order, which is that of all ranks: must it be renewed? */
+static size_t look(const zs_comm *far, zs_unit *const *units, size_t n, unsigned char *stale)
+{
+    size_t found = 0;
+    for (size_t i = 0; i < n; i++) {
+        for (int f = 0; f < units[i]->n_flats; f++) {
+            const zs_flat *flat = &units[i]->flats[f];
+            if (flat->kept.mem == NULL) continue;
+            if (stale != NULL) stale[found] = is_stale(flat, far);
+            found++;
+        }
+    }
+    return found;
+}
+
+/* Has each rank know what any of them must renew. */
+static zs_status agree(zs_comm *far, unsigned char *stale, size_t n)
+{
+    unsigned char *all = malloc((size_t)far->world * EXCHANGED);
+    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to compare parameters");
+    zs_status status = ZS_OK;
+    for (size_t begin = 0; begin < n && status == ZS_OK; begin += EXCHANGED) {
+        size_t size = n - begin < EXCHANGED ? n - begin : EXCHANGED;
+        status = far->ops->exchange(far, stale + begin, size, all);
+        for (size_t i = 0; i < (size_t)far->world * size && status == ZS_OK; i++)
+            stale[begin + i % size] |= all[i];
+    }
+    free(all);
+    return status;
+}
+
+static zs_status renew(zs_comm *far, const zs_unit *unit, zs_flat *flat)
+{
+    flat->spoiled = true;
+    ZS_TRY(far->ops->gather(far, source_of(flat), unit->name, flat->kept.mem, flat->kept.shard));
+    flat->spoiled = false;
+    return ZS_OK;
+}
+
+static zs_status renew_all(zs_comm *far, zs_unit *const *units, size_t n, const unsigned char *stale)
+{
+    for (size_t i = 0; i < n; i++) {
+        for (int f = 0; f < units[i]->n_flats; f++)
+            if (units[i]->flats[f].kept.mem != NULL && *stale++) ZS_TRY(renew(far, units[i], &units[i]->flats[f]));
+    }
+    return ZS_OK;
+}
+
+zs_status zs_kept_refresh(zs_comm *far, zs_unit *const *units, size_t n)
+{
+    size_t n_flats = look(far, units, n, NULL);
+    unsigned char *stale = malloc(n_flats + 1);
+    if (stale == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to compare parameters");
+    look(far, units, n, stale);
+    zs_status status = agree(far, stale, n_flats);
+    if (status == ZS_OK) status = renew_all(far, units, n, stale);
+    free(stale);
+    return status;
+}
+
+/* Slices come in the order of ranks, and are wanted in the order of parts. */
+zs_status zs_kept_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot)
+{
+    zs_comm *shards = zs_engine_ranks(unit->engine)->shards;
+    const int *part_of = zs_engine_part_of(unit->engine);
+    size_t bytes = flat->mem.shard_bytes;
+    zs_mem *ordered = NULL;
+    ZS_TRY(zs_mem_new_private(bytes * (size_t)shards->world, &ordered));
+    zs_status status = shards->ops->gather(shards, &flat->mem, unit->name, ordered, ordered->ptr);
+    for (int r = 0; r < shards->world && status == ZS_OK; r++)
+        memcpy((char *)slot->ptr + (size_t)part_of[r] * bytes, (char *)ordered->ptr + (size_t)r * bytes, bytes);
+    zs_mem_release(ordered);
+    return status;
+}
+
+void zs_kept_spoil(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++)
+        unit->flats[f].spoiled = true;
+}
+
+size_t zs_kept_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].kept.mem != NULL) total += unit->flats[f].kept.shard_bytes;
+    return total;
+}

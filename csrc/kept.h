@@ -1,0 +1,29 @@
+/* kept.h - a second copy of the parameters that stays between steps, within fewer ranks.
+ *
+ * The one idea: slices lie over all ranks, for the optimizer's sake; forward and backward gather from a copy that only the
+ * `near` ranks share (a host's, or with zero1 each rank for itself). It is renewed by the `far` ranks, which have the same
+ * part of it, when slices have changed. Nobody has to say that they have: what a rank gave last lies in the copy, and is
+ * compared.
+ */
+#ifndef ZS_KEPT_H
+#define ZS_KEPT_H
+
+#include "unit.h"
+
+/* Makes the flat's copy, of no values yet, if its engine keeps one. */
+zs_status zs_kept_new(zs_unit *unit, zs_flat *flat);
+
+/* Renews the copies of those flats of which a slice has changed on any rank of `far`. Collective there; call where no peer
+ * reads. On failure the copies are as good as none, and the next call renews them. */
+zs_status zs_kept_refresh(zs_comm *far, zs_unit *const *units, size_t n);
+
+/* Fills `slot` with the whole parameters in their own dtype, where the copy is of another. Collective over all ranks. */
+zs_status zs_kept_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot);
+
+/* Forgets the unit's copies: something else than a refresh has written to them. */
+void zs_kept_spoil(zs_unit *unit);
+
+/* Bytes of the unit's copies on this rank. */
+size_t zs_kept_bytes(const zs_unit *unit);
+
+#endif

@@ -1,0 +1,325 @@
+"""zero1, hybrid_full, a number of ranks to reshard to: a copy of the parameters stays between steps.
+
+The one idea: whoever keeps what, the bits are those of full_shard; and how often a copy is renewed
+is counted by watching the collectives of the ranks that have the same part of it.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, ddp, differences, make, train
+from scenarios import Stack, forward_backward, loss_of, message_of, whole_grads
+from spawn import ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP, MixedPrecision, _group, fully_shard
+
+KEEPING = ("zero1", "hybrid_full")
+
+
+def mesh_of(replicate, shard):
+    return dist.init_device_mesh("cpu", (replicate, shard))
+
+
+def wrap(name, strategy, **options):
+    case = CASES[name]
+    options.setdefault("transport", "c10d")
+    made = make(case.make, seed=1 + dist.get_rank())
+    return FSDP(made, strategy=strategy, auto_wrap_policy=case.policy, **options)
+
+
+def trained(model, name):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    losses = train(model, CASES[name], optimizer, dist.get_rank())
+    return losses, model.state_dict()
+
+
+def groups_for(strategy, shape):
+    return {"device_mesh": mesh_of(*shape)} if strategy == "hybrid_full" else {}
+
+
+def compare(name, strategy, shape, precision=None):
+    """What differs in bits from full_shard over shm."""
+    options = {"mixed_precision": precision}
+    losses, state = trained(wrap(name, "full_shard", transport="shm", **options), name)
+    model = wrap(name, strategy, **groups_for(strategy, shape), **options)
+    ours_losses, ours = trained(model, name)
+    return differences(ours, state) + ([] if losses == ours_losses else ["losses"])
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_zero1_has_the_bits_of_full_shard(pool2, name):
+    assert pool2.run(compare, name, "zero1", None) == [[], []]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_hybrid_full_has_the_bits_of_full_shard(pool4, name):
+    assert pool4.run(compare, name, "hybrid_full", (2, 2)) == [[]] * 4
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_meshes_of_one_row_or_column(pool, strategy):
+    for shape in ((pool.world, 1), (1, pool.world)):
+        assert pool.run(compare, "net", strategy, shape) == [[]] * pool.world, shape
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_in_bfloat16_too(pool4, strategy):
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert pool4.run(compare, "net", strategy, (2, 2), low) == [[]] * 4
+
+
+def against_ddp(name):
+    case, rank = CASES[name], dist.get_rank()
+    plain = make(case.make, seed=1 + rank)
+    parallel = ddp(plain, find_unused_parameters=case.unused)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    losses = train(parallel, case, optimizer, rank)
+    ours_losses, ours = trained(wrap(name, "zero1"), name)
+    return differences(ours, plain.state_dict()), losses == ours_losses
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_zero1_has_the_bits_of_ddp(pool2, name):
+    assert pool2.run(against_ddp, name) == [([], True)] * 2
+
+
+# --- when the copy is renewed ---------------------------------------------------------------------
+
+
+class Gathers:
+    """Counts all-gathers of parameters, of all groups: what ranks tell each other is smaller."""
+
+    def __enter__(self):
+        self.profile = torch.profiler.profile(record_shapes=True)
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *args):
+        self.profile.__exit__(*args)
+        sizes = [
+            event.input_shapes[0]
+            for event in self.profile.events()
+            if event.name == "c10d::_allgather_base_" and event.input_shapes
+        ]
+        self.count = sum(len(size) == 1 and size[0] > 4096 for size in sizes)
+
+
+def step(model, optimizer, x):
+    loss_of(model(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def renewals(strategy, shape):
+    """How many gathers a step takes, an accumulation's second backward, an evaluation, and a forward
+    after a change that no counter of torch sees; what the last one gives."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    options = {"transport": "c10d", "auto_wrap_policy": {nn.Linear}, **groups_for(strategy, shape)}
+    model = FSDP(model, strategy=strategy, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.ones(2, 64)
+    step(model, optimizer, x)
+    counts = []
+
+    def counted(act):
+        with Gathers() as gathers:
+            result = act()
+        counts.append(gathers.count)
+        return result
+
+    counted(lambda: step(model, optimizer, x))
+    model(x)
+    counted(lambda: loss_of(model(x)).backward())
+    counted(lambda: model(x))
+    with torch.no_grad():
+        before = model(x)
+        for param in model.parameters():
+            param.data.mul_(2)  # no version is counted
+        after = counted(lambda: model(x))
+    return counts, torch.equal(before, after)
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_the_copy_is_renewed_once_for_each_change(pool4, strategy):
+    # zero1 has everything; with hybrid_full each pass gathers the 4 units within the group.
+    near = 0 if strategy == "zero1" else 4
+    for counts, same in pool4.run(renewals, strategy, (2, 2)):
+        assert counts == [4 + 2 * near, 2 * near, near, 4 + near] and not same
+
+
+def frozen_body():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    model = FSDP(model, strategy="zero1", transport="c10d", auto_wrap_policy={nn.Linear})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step(model, optimizer, torch.ones(2, 64))
+    with Gathers() as gathers:
+        step(model, optimizer, torch.ones(2, 64))
+    return gathers.count
+
+
+def test_what_is_frozen_is_gathered_once_for_all(pool2):
+    assert pool2.run(frozen_body) == [1, 1]
+
+
+def changed_in_place():
+    """A forward that writes to whole parameters is an error; the values are then those before."""
+
+    class Writer(nn.Linear):
+        write = True
+
+        def forward(self, x):
+            if self.write:
+                with torch.no_grad():
+                    self.weight.mul_(dist.get_rank() + 2)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(Writer(8, 8)), strategy="zero1", transport="c10d")
+    before = copy.deepcopy(model.state_dict())
+    message = message_of(lambda: model(torch.ones(2, 8)), RuntimeError)
+    model[0].write = False
+    after = model(torch.ones(2, 8))
+    wanted = nn.functional.linear(torch.ones(2, 8), before["0.weight"], before["0.bias"])
+    return "changed in place" in message, torch.equal(after, wanted)
+
+
+def test_a_write_to_the_copy_is_an_error_and_undone(pool2):
+    assert pool2.run(changed_in_place) == [(True, True)] * 2
+
+
+# --- memory and groups ----------------------------------------------------------------------------
+
+
+def held(strategy, shape, transport="c10d"):
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
+    groups = groups_for(strategy, shape)
+    model = FSDP(model, strategy=strategy, transport=transport, **groups)
+    optimizer = zshard.AdamW(model.parameters())
+    step(model, optimizer, torch.ones(2, 128))
+    state = sum(s["exp_avg"].numel() * 4 for s in optimizer.state.values())
+    return model.memory(), state, model.summary().splitlines()[0].split("; ")[-1]
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_memory_is_a_slice_of_state_and_the_part_that_is_kept(pool4, strategy):
+    whole = 4 * 4 * (128 * 128 + 128)
+    for memory, state, head in pool4.run(held, strategy, (2, 2)):
+        kept = whole if strategy == "zero1" else whole / 2
+        assert kept <= memory["kept"] < 1.1 * kept
+        assert memory["shards"] < 1.1 * whole / 4 and memory["grads"] < 1.1 * whole / 4
+        assert state < 1.1 * whole / 4
+        near = 1 if strategy == "zero1" else 2
+        assert f"kept between steps over {near} ranks" in head
+
+
+@pytest.mark.parametrize("strategy", KEEPING)
+def test_over_shm_nothing_is_kept(pool4, strategy):
+    for memory, _, head in pool4.run(held, strategy, (2, 2), "shm"):
+        assert memory["kept"] == memory["slots"] == 0
+        assert "kept" not in head
+
+
+def on_two_hosts(precision):
+    """Ranks 0, 1 and 2, 3 believe to be on two hosts: the copy is read by shm."""
+    host, known = _group._host, dict(_group._entries)
+    _group._host = lambda: f"host{dist.get_rank() // 2}"
+    _group._entries.clear()
+    try:
+        options = {"transport": None, "mixed_precision": precision}
+        model = wrap("net", "hybrid_full", device_mesh=mesh_of(2, 2), **options)
+        head = model.summary().splitlines()[0]
+        other = wrap("net", "full_shard", mixed_precision=precision)
+        wrong = differences(trained(model, "net")[1], trained(other, "net")[1])
+        return head, wrong, model.memory()["slots"]
+    finally:
+        _group._host = host
+        _group._entries.update(known)
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
+def test_the_copy_is_read_by_shm_where_the_ranks_of_a_host_keep_it(pool4, precision):
+    for head, wrong, slots in pool4.run(on_two_hosts, precision):
+        assert wrong == []
+        assert "transport c10d; kept between steps over 2 ranks, transport shm" in head
+        assert slots == 0 or precision is not None  # state_dict() gathers what is not kept
+
+
+def by_number(number):
+    """fully_shard(reshard_after_forward=number) of the layers alone: what differs from True."""
+    found = []
+    for given in (True, number):
+        model = make(Stack)
+        for layer in model.blocks:
+            fully_shard(layer, reshard_after_forward=given)
+        fully_shard(model)
+        forward_backward(model, dist.get_rank())
+        found.append((whole_grads(model), model.summary().splitlines()[0]))
+    (expected, _), (ours, head) = found
+    return [name for name in expected if not torch.equal(expected[name], ours[name])], head
+
+
+def test_a_number_of_ranks_to_reshard_to(pool4):
+    for wrong, head in pool4.run(with_environment, by_number, 2):
+        assert wrong == [] and "kept between steps over 2 ranks" in head
+    for wrong, head in pool4.run(with_environment, by_number, 4):
+        assert wrong == [] and "kept" not in head
+
+
+def with_environment(function, *args):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("ZSHARD_TRANSPORT", "c10d")
+    try:
+        return function(*args)
+    finally:
+        patch.undo()
+
+
+def mistakes():
+    def override(module):
+        return {"strategy": "zero1"} if isinstance(module, nn.Linear) else False
+
+    world = dist.group.WORLD
+    crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])][dist.get_rank() in (1, 2)]
+    near = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    policy = zshard.wrap.CustomPolicy(override)
+    return [
+        message_of(lambda: fully_shard(make(Stack), reshard_after_forward=3), ValueError),
+        message_of(lambda: FSDP(make(Stack), auto_wrap_policy=policy), ValueError),
+        message_of(lambda: FSDP(make(Stack), world, "hybrid_full"), ValueError),
+        message_of(
+            lambda: FSDP(make(Stack), (near, crossed), "hybrid_full", transport="c10d"), ValueError
+        ),
+    ]
+
+
+def test_mistakes_are_named(pool4):
+    expected = ["does not divide the 4 ranks", "for whole models", "two groups", "no mesh"]
+    for messages in pool4.run(mistakes):
+        for word, message in zip(expected, messages, strict=True):
+            assert word in message
+
+
+def copied():
+    model = wrap("net", "zero1")
+    average = copy.deepcopy(model)
+    trained(model, "net")
+    before = average.state_dict()
+    trained(average, "net")
+    return (
+        average.memory()["kept"] > 0,
+        differences(average.state_dict(), model.state_dict()),
+        [name for name in before if torch.equal(before[name], model.state_dict()[name])]
+        != list(before),
+    )
+
+
+def test_a_copied_model_keeps_too(pool2):
+    assert pool2.run(copied) == [(True, [], True)] * 2

@@ -1,0 +1,92 @@
+"""FSDP's arguments: what they may be, and what is refused.
+
+The one idea: nothing is ignored silently. A value that asks for something that zshard does not do
+is an error that names the argument, before any rank has met another.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zshard._units import is_unit
+from zshard.strategy import ShardingStrategy, parse_strategy
+
+Ignored = tuple[set[nn.Module], set[nn.Parameter]]
+
+
+def refuse_later_features(**values: Any) -> None:
+    """NotImplementedError for an argument that is given and whose feature is still to come."""
+    for name, value in values.items():
+        off = value is None or value is False
+        if name == "cpu_offload" and getattr(value, "offload_params", None) is False:
+            off = True
+        if not off:
+            raise NotImplementedError(
+                f"FSDP({name}=...) is not in this version of zshard; leave it out"
+            )
+
+
+def check_fixed_arguments(
+    backward_prefetch: Any, limit_all_gathers: bool, use_orig_params: bool, device_id: Any
+) -> None:
+    prefetch = backward_prefetch
+    name = prefetch.name if isinstance(prefetch, enum.Enum) else prefetch
+    if not isinstance(name, str) or name.lower() != "backward_pre":
+        raise NotImplementedError(
+            f"FSDP(backward_prefetch={backward_prefetch!r}) is not in this version of zshard; "
+            "leave it at its default"
+        )
+    if not limit_all_gathers:
+        raise NotImplementedError("FSDP(limit_all_gathers=False) is not in this version of zshard")
+    if not use_orig_params:
+        raise NotImplementedError(
+            "FSDP(use_orig_params=False): zshard always keeps the original parameters; leave it out"
+        )
+    if isinstance(device_id, int) or torch.device(device_id or "cpu").type != "cpu":
+        raise NotImplementedError(f"FSDP(device_id={device_id!r}): this version trains on the CPU")
+
+
+def choose_strategy(sharding_strategy: Any, strategy: Any) -> ShardingStrategy:
+    if sharding_strategy is not None and strategy is not None:
+        raise ValueError("give sharding_strategy or its short name strategy, not both")
+    given = strategy if strategy is not None else sharding_strategy
+    return ShardingStrategy.FULL_SHARD if given is None else parse_strategy(given)
+
+
+def check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FSDP takes an nn.Module, not {type(module).__name__}")
+    if is_unit(module):
+        raise ValueError(
+            f"this {type(module).__name__} is wrapped already; call FSDP once on each module "
+            "(inner modules first if you wrap by hand)"
+        )
+    devices: dict[torch.device, str] = {}
+    for name, param in module.named_parameters():
+        devices.setdefault(param.device, name)
+    if len(devices) > 1:
+        places = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
+        raise ValueError(f"all parameters have to be on one device; there are {places}")
+
+
+def split_ignored(
+    modules: Iterable[nn.Module] | None,
+    states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    ignored_modules, ignored_params = set(modules or ()), set()
+    for item in states or ():
+        if isinstance(item, nn.Module):
+            ignored_modules.add(item)
+        elif isinstance(item, nn.Parameter):
+            ignored_params.add(item)
+        else:
+            raise TypeError(f"ignored_states holds modules or parameters, not {item!r}")
+    for module in ignored_modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"ignored_modules holds modules, not {module!r}")
+    return ignored_modules, ignored_params

@@ -1,0 +1,67 @@
+"""What zshard knows of a module that is a unit.
+
+The one idea: it lives in the module's __dict__, under one name, and a model's units are found by
+walking its modules; nothing else has a list of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from zshard import _core
+from zshard.precision import Precision
+from zshard.strategy import ShardingStrategy
+
+ATTRIBUTE = "_zshard_state"
+
+# A module that one of our hooks is on, and the hook's id.
+Hook = tuple["weakref.ref[nn.Module]", int]
+
+
+class Comms(NamedTuple):
+    """Who takes part in what; the order of Engine's arguments."""
+
+    all: _core.Comm  # they reduce
+    shards: _core.Comm  # of them, those that one copy of the model is cut over
+    near: _core.Comm  # those that gather from each other
+    far: _core.Comm | None  # those that have the same part of what is kept between steps
+
+
+class State:
+    """What a unit's module remembers.
+
+    Nothing in it leads back to the module: a model that is dropped gives its memory back at once,
+    not when Python next looks for cycles.
+    """
+
+    def __init__(
+        self, unit: _core.Unit, comms: Comms, strategy: ShardingStrategy, precision: Precision
+    ) -> None:
+        self.unit = unit
+        self.comms = comms
+        self.strategy = strategy
+        self.precision = precision
+        self.hooks: list[Hook] = []  # on the module, and on parts of it
+        self.sync_buffers = False  # the root's: from rank 0, at each forward
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether an FSDP(...) call has made a unit of `module`."""
+    return ATTRIBUTE in module.__dict__
+
+
+def state_of(module: nn.Module) -> State:
+    """Raises KeyError for a module that is no unit."""
+    state: State = module.__dict__[ATTRIBUTE]
+    return state
+
+
+def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
+    """The units at and below `module`, parents before children, as modules appear."""
+    for each in module.modules():
+        if is_unit(each):
+            yield each, state_of(each)
