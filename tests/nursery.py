@@ -13,6 +13,7 @@ they are.
 
 import atexit
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -144,6 +145,7 @@ def _serve(pipe: Connection) -> None:
         if str(Path(file).parent) not in sys.path:
             sys.path.insert(0, str(Path(file).parent))
         importlib.import_module(module)  # here, for all ranks to come
+        gc.freeze()  # so that a rank's end does not look at all of torch: most of a second
         pids: list[int] = []
         for rank in range(world):
             pid = _fork_rank(task, rank, world, port, folder)
