@@ -23,8 +23,8 @@ from models import (
     make,
     train,
 )
+from nursery import fork_ranks
 from scenarios import Stack, floats, forward_backward, loss_of, message_of, whole_grads
-from spawn import run_ranks
 from torch import nn
 
 import zshard
@@ -168,8 +168,8 @@ dist.destroy_process_group()
 def test_a_script_of_fsdp2_trains_as_with_torch(tmp_path, transport):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(SCRIPT))
-    theirs = run_ranks(path, 2, "torch")
-    ours = run_ranks(path, 2, "zshard", env={"ZSHARD_TRANSPORT": transport})
+    theirs = fork_ranks(path, 2, "torch", check=True)
+    ours = fork_ranks(path, 2, "zshard", env={"ZSHARD_TRANSPORT": transport}, check=True)
     for rank in range(2):
         losses = [float(line) for line in theirs[rank].stdout.split()]
         assert len(losses) == 6 and losses[5] < losses[0]
