@@ -310,7 +310,15 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return sorted(found)
 
 
-def wrapped(build: Callable[[], nn.Module], combination: tuple[str, str], **options: Any) -> Any:
-    """A sharded model of the weights that `make` gives."""
+def wrapped(
+    build: Callable[[], nn.Module], combination: tuple[str, str], seed: int = 1, **options: Any
+) -> Any:
+    """A sharded model of the weights that `make` gives for `seed`."""
     strategy, transport = combination
-    return FSDP(make(build), strategy=strategy, transport=transport, **options)
+    return FSDP(make(build, seed), strategy=strategy, transport=transport, **options)
+
+
+def sharded(name: str, combination: tuple[str, str], seed: int = 1) -> Any:
+    """The sharded model of a case."""
+    case = CASES[name]
+    return wrapped(case.make, combination, seed, auto_wrap_policy=case.policy)

@@ -9,10 +9,12 @@ they are.
     from nursery import fork_ranks
 
     results = fork_ranks(function, 2, *arguments)  # as run_ranks(..., check=False)
+    results = fork_ranks("script.py", 2, *arguments, check=True)
 """
 
 import atexit
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -26,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from spawn import RankResult, _python_path, _task
+from spawn import TAIL, RankFailure, RankResult, _perform, _python_path, _task
 
 SLACK = 30.0  # seconds that the nursery may take beyond the ranks' limit
 
@@ -55,10 +57,19 @@ class _Nursery:
 _nursery: _Nursery | None = None
 
 
-def fork_ranks(fn: Any, world: int, *args: Any, timeout: float = 60) -> list[RankResult]:
-    """Runs a module-level function `fn(*args)` on `world` forked ranks; how each of them ended.
+def fork_ranks(
+    fn_or_path: Any,
+    world: int,
+    *args: Any,
+    timeout: float = 60,
+    env: dict[str, str] | None = None,
+    check: bool = False,
+) -> list[RankResult]:
+    """Runs a module-level function `fn(*args)`, or a script with arguments, on `world` forked ranks.
 
     timeout: seconds; ranks that still run then are killed, and their returncode is None.
+    env: added to the ranks' environment.
+    check: raise RankFailure if a rank does not end well. Without it, the results tell.
     """
     global _nursery
     from torch.distributed import TCPStore
@@ -68,9 +79,18 @@ def fork_ranks(fn: Any, world: int, *args: Any, timeout: float = 60) -> list[Ran
         atexit.register(_nursery.close)
     # Port 0 and this process as server, as in spawn.py: nobody can take the port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins our store, it makes none
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **(env or {}),
+    }
     with tempfile.TemporaryDirectory(prefix="zshard-forked-") as folder:
         try:
-            _nursery.pipe.send((_task(fn, args), world, store.port, folder, timeout))
+            _nursery.pipe.send((_task(fn_or_path, args), world, folder, timeout, variables))
             if not _nursery.pipe.poll(timeout + SLACK):
                 raise TimeoutError("the nursery does not answer")
             codes = _nursery.pipe.recv()
@@ -78,7 +98,14 @@ def fork_ranks(fn: Any, world: int, *args: Any, timeout: float = 60) -> list[Ran
             _nursery.close()
             _nursery = None
             raise
-        return [_result(Path(folder), rank, code) for rank, code in enumerate(codes)]
+        results = [_result(Path(folder), rank, code) for rank, code in enumerate(codes)]
+    for result in results if check else ():
+        if result.returncode != 0:
+            text = f"{result.stdout[-TAIL:]}\n{result.stderr[-TAIL:]}"
+            raise RankFailure(
+                f"rank {result.rank} of {world} ended with {result.returncode}\n{text}"
+            )
+    return results
 
 
 def _result(folder: Path, rank: int, code: int | None) -> RankResult:
@@ -91,7 +118,7 @@ def _result(folder: Path, rank: int, code: int | None) -> RankResult:
 # --- the nursery's side ---------------------------------------------------------------------------
 
 
-def _fork_rank(task: bytes, rank: int, world: int, port: int, folder: str) -> int | None:
+def _fork_rank(task: bytes, rank: int, folder: str, variables: dict[str, str]) -> int | None:
     """Forks a rank: its pid here; None in the rank, once it is done."""
     pid = os.fork()
     if pid:
@@ -101,16 +128,8 @@ def _fork_rank(task: bytes, rank: int, world: int, port: int, folder: str) -> in
     for descriptor, what in ((1, "out"), (2, "err")):
         with open(Path(folder, f"{rank}.{what}"), "wb") as file:
             os.dup2(file.fileno(), descriptor)
-    os.environ.update(
-        {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
-        LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 joins our store, it makes none
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
-    _, _, module, name, args = pickle.loads(task)
-    value = getattr(importlib.import_module(module), name)(*args)
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    value = _perform(task)
     Path(folder, f"{rank}.value").write_bytes(pickle.dumps(value))
     return None
 
@@ -137,16 +156,18 @@ def _serve(pipe: Connection) -> None:
     """Forks ranks until the parent hangs up; comes back in each rank that is done, too."""
     while True:
         try:
-            task, world, port, folder, timeout = pipe.recv()
+            task, world, folder, timeout, variables = pipe.recv()
         except EOFError:
             return
         _, file, module, _, _ = pickle.loads(task)
-        if str(Path(file).parent) not in sys.path:
-            sys.path.insert(0, str(Path(file).parent))
-        importlib.import_module(module)  # here, for all ranks to come
+        if module:  # a function's, imported here for all ranks to come
+            if str(Path(file).parent) not in sys.path:
+                sys.path.insert(0, str(Path(file).parent))
+            importlib.import_module(module)
+        gc.freeze()  # so that a rank's end does not look at all of torch: most of a second
         pids: list[int] = []
         for rank in range(world):
-            pid = _fork_rank(task, rank, world, port, folder)
+            pid = _fork_rank(task, rank, folder, variables)
             if pid is None:
                 return
             pids.append(pid)

@@ -11,18 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from models import (
-    Block,
-    Conv,
-    Mlp,
-    Nested,
-    Net,
-    Tied,
-    differences,
-    loss_of,
-    make,
-    wrapped,
-)
+from models import Block, Conv, Mlp, Nested, Net, Tied, differences, loss_of, make, wrapped
 from torch import nn
 
 import zshard

@@ -10,7 +10,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import ranks, run_ranks
+from nursery import fork_ranks
+from spawn import ranks
 from torch import nn
 
 import zshard
@@ -264,7 +265,7 @@ def wrap_here(**kwargs):
     ],
 )
 def test_bad_settings_are_errors_on_every_rank(variables, words):
-    for result in run_ranks(wrap_here, 2, env=variables):
+    for result in fork_ranks(wrap_here, 2, env=variables, check=True):
         check(result.value, ValueError, *words)
 
 

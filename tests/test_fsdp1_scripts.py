@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from spawn import run_ranks
+from nursery import fork_ranks
 
 SCRIPTS = sorted((Path(__file__).parent / "fsdp1_scripts").glob("*.py"))
 # All that a user changes.
@@ -34,7 +34,7 @@ def with_other_imports(script: Path, folder: Path) -> Path:
 def saved_by(script: Path, folder: Path) -> dict[str, object]:
     """What `script` saved, run by two ranks."""
     path = folder / f"{script.stem}.pt"
-    run_ranks(script, 2, path)
+    fork_ranks(script, 2, path, timeout=120, check=True)
     saved: dict[str, object] = torch.load(path)
     return saved
 

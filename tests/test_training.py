@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, COMBINATIONS, Block, Net, ddp, differences, loss_of, make, train, wrapped
+from nursery import fork_ranks
 from scenarios import FULL, WIDTH, Stack, floats, message_of
-from spawn import run_ranks
 from torch import nn
 
 import zshard
@@ -173,7 +173,7 @@ def evaluate_while_the_other_waits():
 
 def test_evaluation_by_one_rank_ends_where_the_other_never_comes(pool2):
     # Nobody can tell it from an evaluation by all for which rank 1 is late.
-    message = run_ranks(evaluate_while_the_other_waits, 2)[0].value
+    message = fork_ranks(evaluate_while_the_other_waits, 2, check=True)[0].value
     assert "rank 1" in message and "3.0 s" in message and "forward" in message
 
 

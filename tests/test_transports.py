@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import RankPool, ranks, run_ranks
+from nursery import fork_ranks
+from spawn import RankPool, ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 both = pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -136,7 +137,7 @@ def wait_in_vain(transport: str, fault: str) -> tuple[str, str, float]:
 
 
 def outcome(transport: str, fault: str) -> tuple[str, str, float]:
-    result = run_ranks(wait_in_vain, 2, transport, fault, check=False)[0]
+    result = fork_ranks(wait_in_vain, 2, transport, fault)[0]
     assert result.value is not None, result.stderr
     return result.value
 
@@ -181,7 +182,10 @@ def interrupted(transport: str) -> bool:
 
 @both
 def test_waiting_can_be_interrupted(transport: str) -> None:
-    assert [result.value for result in run_ranks(interrupted, 2, transport)] == [True, True]
+    assert [result.value for result in fork_ranks(interrupted, 2, transport, check=True)] == [
+        True,
+        True,
+    ]
 
 
 # --- the same training over both ------------------------------------------------------------------

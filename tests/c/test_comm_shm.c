@@ -61,14 +61,18 @@ static void freed_memory_goes_back(rank_env *env)
     CHECK(pages_of(shm->flats) == 2048); /* a view still stands on it */
     zs_mem_release(kept);
     uint64_t key = first.key;
+    size_t bytes = first.bytes;
     ops->bucket_free(env->comm, &first);
     CHECK(pages_of(shm->flats) == 0 && pages_of(shm->buckets) == 0);
     for (int i = 0; i < 100; i++) { /* recycled: neither the file nor the peers' mappings grow */
-        OK(ops->bucket_new(env->comm, 4 << 20, &second));
-        CHECK(second.key == key && second.bytes >= 4 << 20 && second.ptr[0] == 0);
+        OK(ops->bucket_new(env->comm, 5 << 20, &second));
+        CHECK(second.key == key && second.bytes == bytes && second.ptr[0] == 0);
         second.ptr[0] = 1;
         ops->bucket_free(env->comm, &second);
     }
+    OK(ops->bucket_new(env->comm, 4 << 20, &second)); /* of another size: it takes no more than it needs */
+    CHECK(second.key != key && second.bytes == 4 << 20);
+    ops->bucket_free(env->comm, &second);
 }
 
 static void memory_outlives_the_transport(rank_env *env)

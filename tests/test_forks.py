@@ -1,0 +1,108 @@
+"""Ranks that fork: a DataLoader's workers and other children do no harm to the training."""
+
+import gc
+import os
+import signal
+
+import pytest
+import torch
+from misdeeds import STEPS, Misdeed, batch, check_survivors, make_model, step_once, train, wrap
+from models import TRANSPORTS
+from nursery import fork_ranks
+
+import zshard
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return batch(index)[0]
+
+
+def train_from_workers(transport, folder):
+    """Two epochs with two forked workers each, and the same without any, in a plain model."""
+    model = wrap(make_model(Misdeed("", "", folder)), transport)
+    plain = make_model(Misdeed("", "", folder))
+    for net, workers in ((model, 2), (plain, 0)):
+        optimizer = zshard.SGD(net.parameters(), lr=0.01)
+        loader = torch.utils.data.DataLoader(Numbers(), batch_size=3, num_workers=workers)
+        for _ in range(2):
+            for x in loader:
+                net(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    state = model.state_dict()
+    return all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_forked_dataloader_workers_do_no_harm(pool2, transport, tmp_path):
+    assert pool2.run(train_from_workers, transport, tmp_path) == [True, True]
+
+
+def kill_beside_workers(folder):
+    """As `train`, but the last rank has forked workers, which outlive it for a while."""
+    loader = torch.utils.data.DataLoader(Numbers(), num_workers=2, persistent_workers=True)
+    workers = iter(loader)
+    next(workers)
+    return train("kill", "forward", folder, "shm")
+
+
+def test_rank_killed_beside_its_workers_is_named(tmp_path):
+    results = fork_ranks(kill_beside_workers, 2, tmp_path)
+    assert results[-1].returncode == -signal.SIGKILL
+    check_survivors(results, ("PeerError",), "rank 1")
+
+
+def fork_and_free(folder):
+    """A forked child tries to use the model, frees all it inherited, and ends; then training goes
+    on. What the child said, and whether the model is right."""
+    plain = make_model(Misdeed("", "", folder))
+    model = wrap(make_model(Misdeed("", "", folder)), "shm")
+    optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
+    said = ""
+    for step in range(STEPS):
+        for net, optimizer in zip((model, plain), optimizers, strict=True):
+            step_once(net, optimizer, plain[2].misdeed, step)
+        if step == 1:
+            said = in_child(lambda: use_and_free(model))
+    state = model.state_dict()
+    equal = all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    return said, equal
+
+
+def in_child(function):
+    """What `function` returns in a forked child that ends without cleaning up."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, function().encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as answer:
+        said = answer.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+def use_and_free(model):
+    try:
+        model(batch(0))
+        said = "nothing was raised"
+    except RuntimeError as error:
+        said = str(error)
+    for module in list(model.modules()):
+        module.__dict__.clear()
+    zshard._group._entries.clear()
+    gc.collect()
+    return said
+
+
+def test_forked_child_is_kept_out_and_frees_nothing_of_its_parents(pool2, tmp_path):
+    for rank, (said, equal) in enumerate(pool2.run(fork_and_free, tmp_path)):
+        assert f"forked from rank {rank} cannot take part" in said
+        assert equal

@@ -1,0 +1,174 @@
+"""state_dict() and load_state_dict() of parts of a model: those of the plain model's parts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch.distributed as dist
+from models import CASES, Nested, Net, differences, make, sharded, wrapped
+from spawn import ranks
+
+from zshard import FSDP, _state
+
+FULL = ("full_shard", "shm")
+
+
+def prefixes_and_parts():
+    """Prefix, destination and keep_vars arguments, and the states of submodules."""
+    plain, model = make(Net), wrapped(Net, FULL, auto_wrap_policy={Nested})
+    found = differences(model.state_dict(prefix="a."), plain.state_dict(prefix="a."))
+    into: dict = {}
+    given = model.state_dict(destination=into, prefix="b.")
+    found += differences(into, plain.state_dict(prefix="b."))
+    found += [] if given is into else ["another destination"]
+    kept = model.state_dict(keep_vars=True)
+    found += [key for key, value in kept.items() if not value.requires_grad]
+    found += differences(
+        model.blocks[1].state_dict(prefix="x."), plain.blocks[1].state_dict(prefix="x.")
+    )
+    found += differences(model.blocks.state_dict(), plain.blocks.state_dict())
+    model.blocks[0].load_state_dict(plain.blocks[1].state_dict())
+    found += differences(model.blocks[0].state_dict(), plain.blocks[1].state_dict())
+    return found
+
+
+def test_prefixes_destinations_and_submodules(pool2):
+    assert pool2.run(prefixes_and_parts) == [[], []]
+
+
+def part_that_is_no_unit():
+    """The state of a module whose parameters are in the root's unit: whole, or an error."""
+    plain, model = make(Net), wrapped(Net, FULL, auto_wrap_policy=None)
+    try:
+        return differences(model.norm.state_dict(), plain.norm.state_dict())
+    except RuntimeError as error:
+        return [] if "norm" in str(error) else [str(error)]
+
+
+def load_of_a_part_that_is_no_unit():
+    """The same in the other direction: ("" or the error, what differs then)."""
+    plain, model = make(Net), wrapped(Net, FULL, auto_wrap_policy=None)
+    other = make(Net, seed=2)
+    expected = {**plain.state_dict(), **other.norm.state_dict(prefix="norm.")}
+    outcomes = [""] * dist.get_world_size()
+    try:
+        model.norm.load_state_dict(other.norm.state_dict())
+        mine = ""
+    except RuntimeError as error:
+        mine, expected = str(error), plain.state_dict()
+    dist.all_gather_object(outcomes, mine)
+    return [bool(outcome) for outcome in outcomes], differences(model.state_dict(), expected)
+
+
+def test_a_part_that_is_no_unit_never_gives_slices(pool2):
+    assert pool2.run(part_that_is_no_unit) == [[], []]
+
+
+def test_a_part_that_is_no_unit_is_loaded_by_all_ranks_or_none(pool2):
+    for refused, wrong in pool2.run(load_of_a_part_that_is_no_unit):
+        assert refused[0] == refused[1]
+        assert wrong == []
+
+
+def every_part(name, combination):
+    """What differs between the state of each module and that of its plain twin; and after each was
+    loaded with other values, the whole model from its twin."""
+    model, (plain, other) = sharded(name, combination), [make(CASES[name].make, s) for s in (1, 2)]
+    found = []
+    for (where, part), twin in zip(model.named_modules(), plain.modules(), strict=True):
+        for options in ({}, {"keep_vars": True, "prefix": "a.b."}):
+            ours, theirs = part.state_dict(**options), twin.state_dict(**options)
+            found += [f"{where}: {text}" for text in differences(ours, theirs)]
+            found += [where] if list(ours) != list(theirs) else []
+            for key, value in theirs.items():
+                same_kind = type(ours[key]) is type(value)
+                same_grad = ours[key].requires_grad == value.requires_grad
+                found += [] if same_kind and same_grad else [f"{where}: {key} is of another kind"]
+    for part, twin, source in reversed(
+        list(zip(model.modules(), plain.modules(), other.modules(), strict=True))
+    ):
+        part.load_state_dict(source.state_dict())
+        twin.load_state_dict(source.state_dict())
+        found += differences(model.state_dict(), plain.state_dict())
+    return found
+
+
+PARTS = ["one unit", "tied", "odds", "dtypes", "frozen", "attention", "recurrent", "conv"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part_saves_and_loads_as_that_of_a_plain_model(pool2, name):
+    for combination in [FULL, ("shard_grad_op", "c10d")]:
+        assert pool2.run(every_part, name, combination) == [[], []]
+
+
+@ranks(3, 4)
+def test_parts_on_more_ranks(pool):
+    assert pool.run(every_part, "odds", FULL) == [[]] * pool.world
+
+
+def gathers(name, policy):
+    """How often a unit is gathered for the state of the model, of a list in it, and of one layer."""
+    model, counts = FSDP(make(CASES[name].make), auto_wrap_policy=policy), []
+    method = _state._UnitParams.copies
+
+    def counted(self, wanted):
+        made = method(self, wanted)
+        counts[-1].append((self.unit.name, len(made)))
+        return made
+
+    _state._UnitParams.copies = counted
+    try:
+        for part in (model, model.blocks, model.norm):
+            counts.append([])
+            part.state_dict()
+    finally:
+        _state._UnitParams.copies = method
+    return counts
+
+
+def test_a_unit_is_gathered_once_for_what_is_asked(pool2):
+    each = len(list(Nested(11).parameters()))
+    for counts in pool2.run(gathers, "net", {Nested}):
+        blocks = [(f"blocks.{i}", each) for i in range(3)]
+        assert counts == [[("", 5), *blocks], blocks, [("", 2)]]
+    for counts in pool2.run(gathers, "net", None):
+        assert counts == [[("", 5 + 3 * each)], [("", 3 * each)], [("", 2)]]
+
+
+def copies_of_a_part():
+    """A copied or unpickled part is a plain module, with what it has."""
+    model = wrapped(Net, FULL, auto_wrap_policy=None)
+    found = []
+    for part in (model.norm, model.blocks[0], model.blocks):
+        for made in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+            own = {name: param.detach() for name, param in part.named_parameters()}
+            found += differences(made.state_dict(), own)
+            made.load_state_dict({name: value + 1 for name, value in own.items()})
+            found += differences(made.state_dict(), {n: v + 1 for n, v in own.items()})
+    return found + differences(model.state_dict(), make(Net).state_dict())
+
+
+def test_copies_of_parts_are_plain_modules(pool2):
+    assert pool2.run(copies_of_a_part) == [[], []]
+
+
+def tied_too_late(how):
+    """What state_dict() raises after a parameter got another place."""
+    model = wrapped(Net, FULL, auto_wrap_policy={Nested})
+    if how == "tied":
+        model.head.weight = model.embed.weight
+    else:
+        model.other = model.blocks[0].gain
+    with pytest.raises(RuntimeError, match="slice") as caught:
+        model.state_dict()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["tied", "given away"])
+def test_a_slice_in_a_state_dict_is_an_error(pool2, how):
+    name = {"tied": "head.weight", "given away": "other"}[how]
+    for message in pool2.run(tied_too_late, how):
+        assert f"'{name}'" in message and "after FSDP" in message

@@ -1,0 +1,318 @@
+"""unshard() and reshard(): a unit stays whole for as long as it is held, and the gradients are right."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from fully_sharded import over, stack, unit_of
+from models import TRANSPORTS, differences, make
+from scenarios import (
+    Stack,
+    floats,
+    forward_backward,
+    loss_of,
+    message_of,
+    whole_grads,
+    wrong_grads,
+    wrong_in,
+)
+from spawn import ranks
+
+import zshard
+from zshard import _core
+
+
+@contextlib.contextmanager
+def in_backward(model, action):
+    """Has the forwards within run `action(grad)` in the midst of their backwards."""
+    first = model.blocks[0]
+    handle = first.norm.register_forward_hook(
+        lambda m, args, out: (out.register_hook(action), out)[1]
+    )
+    yield
+    handle.remove()
+
+
+def wrong_in_a_step(model, other):
+    """The gradients of a forward and a backward of `model` that are not those of `other`."""
+    for net in (model, other):
+        forward_backward(net, dist.get_rank())
+    return wrong_grads(whole_grads(model), whole_grads(other))
+
+
+def hold(*modules):
+    """unshard() of sharded modules; a plain one is whole anyway."""
+    for module in modules:
+        getattr(module, "unshard", lambda: None)()
+
+
+def let_go(*modules):
+    for module in modules:
+        getattr(module, "reshard", lambda: None)()
+
+
+def held_through_a_step(model, rank):
+    hold(model, *model.blocks)
+    forward_backward(model, rank)
+
+
+def penalty_of_a_held_weight(model, rank):
+    hold(model.head, model.blocks[1])
+    loss = loss_of(model(floats(rank)))
+    (loss + model.head.weight.square().sum() + model.blocks[1].up.weight.abs().sum()).backward()
+
+
+def held_between_forward_and_backward(model, rank):
+    out = model(floats(rank))
+    hold(model.head, model.blocks[2])
+    (loss_of(out) + model.head.weight.square().sum()).backward()
+
+
+def only_outside_of_forward(model, rank):
+    hold(model.blocks[0])
+    sum(p.square().sum() for p in model.blocks[0].parameters()).backward()
+
+
+def held_for_the_second_of_two(model, rank):
+    forward_backward(model, rank)
+    hold(model, model.blocks[0])
+    forward_backward(model, rank)
+
+
+def held_and_let_go_again(model, rank):
+    hold(model, *model.blocks)
+    with torch.no_grad():
+        model(floats(rank))
+        model(floats(rank, 1))
+    let_go(model, model.blocks[1])
+    forward_backward(model, rank)
+
+
+def resharded_before_the_backward(model, rank):
+    out = model(floats(rank))
+    let_go(model, *model.blocks)
+    loss_of(out).backward()
+
+
+def held_in_no_sync(model, rank):
+    hold(model, model.blocks[1])
+    with getattr(model, "no_sync", contextlib.nullcontext)():
+        forward_backward(model, rank)
+    hold(model.blocks[0])
+    loss_of(model(floats(rank, 1))).backward()
+
+
+def held_in_a_forward(model, rank):
+    """A block holds another for the time of its forward, and reads its weights."""
+
+    def hook(module, args, output):
+        hold(model.blocks[2])
+        return output + model.blocks[2].down.bias
+
+    handle = model.blocks[0].register_forward_hook(hook)
+    forward_backward(model, rank)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("run", "exact"),
+    [
+        (held_through_a_step, True),
+        (penalty_of_a_held_weight, True),
+        (held_between_forward_and_backward, True),
+        (only_outside_of_forward, True),
+        (held_for_the_second_of_two, False),
+        (held_and_let_go_again, True),
+        (resharded_before_the_backward, True),
+        (held_in_no_sync, True),
+        (held_in_a_forward, True),
+    ],
+)
+def test_gradients_are_right_around_unshard(pool2, run, exact):
+    assert pool2.run(wrong_in, Stack, run, exact) == [{}, {}]
+
+
+@ranks(3, 4)
+def test_gradients_are_right_on_more_ranks(pool):
+    assert pool.run(wrong_in, Stack, penalty_of_a_held_weight, False) == [{}] * pool.world
+
+
+def shapes_over_time(transport):
+    """Whose parameters are whole: before, held, over forwards, after; whether they had the values."""
+    plain = dict(make(Stack).named_parameters())
+    with over(transport):
+        model = stack()
+    inner = model.blocks[0]
+    mine = [name for name in plain if name.startswith("blocks.0.")]
+
+    def whole():
+        now = dict(model.named_parameters())
+        return [n for n in plain if now[n].shape == plain[n].shape and plain[n].dim() > 1]
+
+    found = [whole()]
+    handle = inner.unshard(async_op=True)
+    handle.wait()
+    assert inner.unshard() is None  # a second time
+    right = all(torch.equal(dict(model.named_parameters())[n], plain[n]) for n in mine)
+    found.append(whole())
+    with torch.no_grad():
+        model(floats(0))
+        inner(floats(0))
+    found.append(whole())
+    inner.reshard()
+    inner.reshard()
+    found.append(whole())
+    inner.unshard()
+    forward_backward(model, 0)
+    found.append(whole())
+    matrices = [n for n in mine if plain[n].dim() > 1]
+    return right, found == [[], matrices, matrices, [], []], _core.has_held_units()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_unit_is_whole_until_reshard_or_the_end_of_a_backward(pool2, transport):
+    assert pool2.run(shapes_over_time, transport) == [(True, True, False)] * 2
+
+
+def step_while_held(transport):
+    """(messages of steps that would be lost, what differs from a model that was not held)."""
+    with over(transport):
+        model, other = stack(), stack()
+    rank, messages = dist.get_rank(), []
+    for cls in (zshard.AdamW, torch.optim.SGD):
+        optimizers = [cls(net.parameters(), lr=0.1) for net in (model, other)]
+        for net in (model, other):
+            forward_backward(net, rank)
+        model.blocks[1].unshard()
+        messages.append(message_of(optimizers[0].step, RuntimeError))
+        model.blocks[1].reshard()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return messages, differences(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_step_of_held_parameters_is_refused(pool2, transport):
+    for messages, wrong in pool2.run(step_while_held, transport):
+        assert wrong == []
+        for message in messages:
+            assert "'blocks.1'" in message and "reshard()" in message
+
+
+def change_while_held(transport):
+    with over(transport):
+        model, other = stack(), stack()
+    block, rank = model.blocks[0], dist.get_rank()
+    block.unshard()
+    with torch.no_grad():
+        block.up.weight.add_(1)
+    messages = [message_of(block.reshard, RuntimeError)]
+    block.unshard()
+    block.up.weight.data = torch.zeros_like(block.up.weight)
+    messages.append(message_of(lambda: model(floats(rank)), RuntimeError))
+    messages.append(message_of(block.reshard, RuntimeError))
+    return messages, wrong_in_a_step(model, other)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_changes_while_held_are_errors(pool2, transport):
+    for messages, wrong in pool2.run(change_while_held, transport):
+        assert wrong == []
+        assert all("blocks.0.up.weight" in m or "up.weight" in m for m in messages), messages
+        assert all("unshard()" in m or "while it was whole" in m for m in messages), messages
+
+
+def wrong_moments(transport):
+    """reshard() in the unit's own forward, both in a backward, and a state_dict there: errors, after
+    which everything goes on."""
+    with over(transport):
+        model, other = stack(), stack()
+    rank, messages = dist.get_rank(), []
+    block = model.blocks[1]
+
+    def note(*actions):
+        for action in actions:
+            messages.append(message_of(action, RuntimeError))
+
+    inside = block.norm.register_forward_hook(lambda *_: note(block.reshard))
+    with in_backward(model, lambda grad: note(block.unshard, block.reshard, model.state_dict)):
+        out = model(floats(rank))
+    inside.remove()
+    loss_of(out).backward()
+    forward_backward(other, rank)
+    for number in range(3):  # what the others write has to be seen: sessions are opened as before
+        for net in (model, other):
+            torch.optim.SGD(net.parameters(), lr=0.1).step()
+            net.zero_grad()
+            loss_of(net(floats(rank, number))).backward()
+    return messages, differences(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_unshard_and_reshard_at_the_wrong_moment(pool2, transport):
+    for (forward, unshard, reshard, save), wrong in pool2.run(wrong_moments, transport):
+        assert wrong == []
+        assert "'blocks.1' in its own forward" in forward
+        assert "during a backward" in unshard and "during a backward" in save
+        assert "'blocks.1' in a backward" in reshard
+
+
+def bytes_while_held(transport):
+    with over(transport):
+        model = stack()
+    forward_backward(model, 0)
+    before = model.memory()["slots"]
+    model.blocks[0].unshard()
+    during = model.memory()["slots"]
+    model.blocks[0].reshard()
+    return before, during, model.memory()["slots"], unit_of(model.blocks[0]).bytes["full"]
+
+
+def test_a_held_unit_takes_its_whole_size(pool2):
+    for before, during, after, full in pool2.run(bytes_while_held, "shm"):
+        assert before == after == 0 and during == full
+    for before, during, after, full in pool2.run(bytes_while_held, "c10d"):
+        assert before == during == after >= full  # a slot that forwards had made
+
+
+def load_and_drop_while_held(transport):
+    with over(transport):
+        model = stack()
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    model.blocks[0].unshard()
+    saved = differences({k: v + 1 for k, v in model.state_dict().items()}, state)
+    model.load_state_dict(state)
+    wrong = differences(model.state_dict(), state)
+    model.blocks[0].unshard()
+    held = _core.has_held_units()
+    del model
+    return saved, wrong, held, _core.has_held_units()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_state_dicts_and_death_of_a_held_unit(pool2, transport):
+    assert pool2.run(load_and_drop_while_held, transport) == [([], [], True, False)] * 2
+
+
+def raise_while_held(transport):
+    """A backward that raises on all ranks lets go as well."""
+    with over(transport):
+        model, other = stack(), stack()
+    rank = dist.get_rank()
+    model.blocks[0].unshard()
+    with in_backward(model, lambda grad: 1 // 0):
+        out = model(floats(rank))
+    with contextlib.suppress(ZeroDivisionError):
+        loss_of(out).backward()
+    held = _core.has_held_units()
+    model.zero_grad()
+    return held, wrong_in_a_step(model, other)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failed_backward_lets_go(pool2, transport):
+    assert pool2.run(raise_while_held, transport) == [(False, [])] * 2
