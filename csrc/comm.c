@@ -146,6 +146,13 @@ void zs_cunit_sources(const zs_cunit *unit, zs_sources *out)
     out->used = unit->used;
 }
 
+zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to)
+{
+    zs_gathering *gathering = NULL;
+    ZS_TRY(comm->ops->gather_start(comm, flat, unit, to, &gathering));
+    return comm->ops->gather_finish(comm, gathering);
+}
+
 /* --- private memory, and readers where nothing is mapped --------------------------------------------------------------- */
 
 /* Nothing to remember: no peer can read this rank's memory. */

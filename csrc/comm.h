@@ -26,6 +26,13 @@ enum { ZS_MAX_FLATS = 8 }; /* dtype x trainable groups in one unit */
 typedef struct zs_comm zs_comm;
 typedef struct zs_cunit zs_cunit;
 typedef struct zs_reader zs_reader;
+typedef struct zs_gathering zs_gathering;
+
+/* Where a gather goes. */
+typedef struct zs_target {
+    zs_mem *mem; /* borrowed; kept where a gather that was broken off may still write there */
+    char *full;  /* within it, world * shard_bytes */
+} zs_target;
 
 /* One flat buffer. Full size is world * shard_bytes; rank r's shard is bytes [r*shard_bytes, (r+1)*shard_bytes). */
 typedef struct zs_flat_mem {
@@ -91,8 +98,9 @@ typedef struct zs_comm_ops {
 
     zs_status (*flat_new)(zs_comm *, size_t shard_bytes, zs_flat_mem *out);
     void (*flat_free)(zs_comm *, zs_flat_mem *);
-    zs_status (*gather)(zs_comm *, const zs_flat_mem *, const char *unit, zs_mem *mem,
-                        char *full); /* collective; NULL if mapped */
+    zs_status (*gather_start)(zs_comm *, const zs_flat_mem *, const char *unit, zs_target to,
+                              zs_gathering **out); /* collective; NULL if mapped */
+    zs_status (*gather_finish)(zs_comm *, zs_gathering *);
 
     zs_status (*bucket_new)(zs_comm *, size_t bytes, zs_bucket *out);
     void (*bucket_free)(zs_comm *, zs_bucket *);
@@ -147,8 +155,10 @@ void zs_comm_on_wait(bool (*interrupted)(void));
 /* flat_new: `shard_bytes` per rank. Same calls in the same order on all ranks, but no meeting: a peer's part may be
  *   read only inside a reader session (or after an exchange).
  * flat_free: gives the memory back (peers' mappings of it stay valid, their content does not).
- * gather: fills `full` (world * shard_bytes, within `mem`) from all ranks' shards. Collective, in the same order on all
- *   ranks; `unit` is the name of the flat's unit, for messages. The flat may be another comm's of this transport.
+ * gather_start: begins to fill `to` from all ranks' shards, which stay as they are until gather_finish. Collective, in the
+ *   same order on all ranks; `unit` is the name of the flat's unit, for messages. The flat may be another comm's of this
+ *   transport.
+ * gather_finish: waits for it, and frees `gathering` whatever comes of it. Any order.
  * bucket_new: at least `bytes`; on shm peers map it by its key when they first collect from it.
  * cunit_new: numbers units in creation order; all ranks create the same ones in the same order.
  *
@@ -182,6 +192,9 @@ void zs_comm_on_wait(bool (*interrupted)(void));
  *   ranks. broadcast: `data` of `root` to all.
  * abort: tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent.
  */
+
+/* gather_start and gather_finish in one. */
+zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to);
 
 /* World of one; every call is a no-op or a copy. */
 zs_status zs_comm_self_new(zs_comm **out);

@@ -21,14 +21,41 @@ static zs_status c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *o
     return ZS_OK;
 }
 
-static zs_status c10d_gather(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_mem *mem, char *full)
+/* A gather that is under way. */
+struct zs_gathering {
+    zs_c10d_turn turn;
+    zs_work *work;
+    zs_mem *mem; /* counted reference */
+};
+
+static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
+                                   zs_gathering **out)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GATHER, flat->key, flat->shard_bytes, name);
-    zs_work *work = NULL;
-    ZS_TRY(zs_c10d_agree(self, &turn));
-    zs_status status = zs_group_all_gather(self->group, flat->shard, full, flat->shard_bytes, comm->world, &work);
-    return status == ZS_OK ? zs_c10d_finish(self, &turn, work, mem) : zs_c10d_fail(self, &turn, status);
+    zs_gathering *made = malloc(sizeof *made);
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to gather unit '%s'", name);
+    *made = (zs_gathering){turn, NULL, zs_mem_retain(to.mem)};
+    zs_status status = zs_c10d_agree(self, &turn);
+    if (status == ZS_OK) {
+        status = zs_group_all_gather(self->group, flat->shard, to.full, flat->shard_bytes, comm->world, &made->work);
+        if (status != ZS_OK) status = zs_c10d_fail(self, &turn, status);
+    }
+    if (status == ZS_OK) {
+        *out = made;
+        return ZS_OK;
+    }
+    zs_mem_release(made->mem);
+    free(made);
+    return status;
+}
+
+static zs_status c10d_gather_finish(zs_comm *comm, zs_gathering *gathering)
+{
+    zs_status status = zs_c10d_finish((zs_c10d_comm *)comm, &gathering->turn, gathering->work, gathering->mem);
+    zs_mem_release(gathering->mem);
+    free(gathering);
+    return status;
 }
 
 static size_t c10d_bytes(const zs_comm *comm)
@@ -151,7 +178,8 @@ static const zs_comm_ops c10d_ops = {
     .mapped = false,
     .flat_new = c10d_flat_new,
     .flat_free = zs_local_flat_free,
-    .gather = c10d_gather,
+    .gather_start = c10d_gather_start,
+    .gather_finish = c10d_gather_finish,
     .bucket_new = zs_local_bucket_new,
     .bucket_free = zs_local_bucket_free,
     .cunit_new = zs_c10d_cunit_new,

@@ -72,6 +72,7 @@ zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out
     engine->refs = 1;
     engine->ranks = *ranks;
     engine->comm = ranks->all;
+    engine->prefetch.ahead[ZS_PHASE_BACKWARD] = 1;
     retain_ranks(ranks);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);
@@ -176,8 +177,9 @@ void zs_engine_forget(zs_engine *engine, zs_unit *unit)
         if (engine->units[i] != unit) continue;
         memmove(&engine->units[i], &engine->units[i + 1], (engine->n - i - 1) * sizeof *engine->units);
         engine->n--;
-        return;
+        break;
     }
+    zs_prefetch_forget(engine, unit);
 }
 
 zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
@@ -209,6 +211,11 @@ zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n
     }
     memcpy(engine->units, units, n * sizeof *units);
     return ZS_OK;
+}
+
+void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch)
+{
+    engine->prefetch = prefetch;
 }
 
 zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n)

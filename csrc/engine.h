@@ -4,6 +4,7 @@
 #ifndef ZS_ENGINE_H
 #define ZS_ENGINE_H
 
+#include "prefetch.h"
 #include "schedule.h"
 
 /* Which pass is running. */
@@ -25,11 +26,14 @@ struct zs_engine {
     zs_unit **units;         /* [n] borrowed: a unit takes itself off the list; parents before children */
     size_t n;
     engine_phase phase;
-    int depth;           /* forwards of units that are running, nested */
-    bool reading;        /* a reader session is open */
-    bool gave_up;        /* the backward being closed was abandoned here */
-    size_t next_post;    /* (collective transports) how many units have posted in this backward */
-    zs_tensor **buffers; /* [n_buffers] owned weak handles */
+    zs_prefetch prefetch;
+    zs_unit *latest;        /* made whole last in this pass; borrowed */
+    bool outermost_gathers; /* the forward that is running began with a unit that has parameters */
+    int depth;              /* forwards of units that are running, nested */
+    bool reading;           /* a reader session is open */
+    bool gave_up;           /* the backward being closed was abandoned here */
+    size_t next_post;       /* (collective transports) how many units have posted in this backward */
+    zs_tensor **buffers;    /* [n_buffers] owned weak handles */
     size_t n_buffers;
 };
 

@@ -63,7 +63,7 @@ static zs_status agree(zs_comm *far, unsigned char *stale, size_t n)
 static zs_status renew(zs_comm *far, const zs_unit *unit, zs_flat *flat)
 {
     flat->spoiled = true;
-    ZS_TRY(far->ops->gather(far, source_of(flat), unit->name, flat->kept.mem, flat->kept.shard));
+    ZS_TRY(zs_comm_gather(far, source_of(flat), unit->name, (zs_target){flat->kept.mem, flat->kept.shard}));
     flat->spoiled = false;
     return ZS_OK;
 }
@@ -97,7 +97,7 @@ zs_status zs_kept_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot)
     size_t bytes = flat->mem.shard_bytes;
     zs_mem *ordered = NULL;
     ZS_TRY(zs_mem_new_private(bytes * (size_t)shards->world, &ordered));
-    zs_status status = shards->ops->gather(shards, &flat->mem, unit->name, ordered, ordered->ptr);
+    zs_status status = zs_comm_gather(shards, &flat->mem, unit->name, (zs_target){ordered, ordered->ptr});
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
         memcpy((char *)slot->ptr + (size_t)part_of[r] * bytes, (char *)ordered->ptr + (size_t)r * bytes, bytes);
     zs_mem_release(ordered);

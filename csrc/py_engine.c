@@ -85,22 +85,29 @@ PyDoc_STRVAR(engine_set_order_doc,
 
 static PyObject *engine_set_order(engine_object *self, PyObject *list)
 {
-    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "set_order() takes a list of units");
-    size_t n = (size_t)PyList_GET_SIZE(list);
-    zs_unit **units = calloc(n + 1, sizeof *units);
-    if (units == NULL) return PyErr_NoMemory();
-    bool good = true;
-    for (size_t i = 0; i < n && good; i++) {
-        units[i] = zs_py_unit(PyList_GET_ITEM(list, (Py_ssize_t)i));
-        good = units[i] != NULL;
-    }
+    size_t n;
+    zs_unit **units = zs_py_units(list, &n);
+    if (units == NULL) return NULL;
     zs_clear_error();
-    if (good && zs_engine_set_order(self->engine, units, n) != ZS_OK) {
-        zs_py_raise(NULL);
-        good = false;
-    }
+    zs_status status = zs_engine_set_order(self->engine, units, n);
     free(units);
-    if (!good) return NULL;
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(engine_set_prefetch_doc,
+             "set_prefetch($self, forward, backward, late, /)\n--\n\nHow many units gathers go ahead in forward and in "
+             "backward; late: in backward only when a unit's gradients are complete.");
+
+static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
+{
+    zs_prefetch prefetch;
+    int late;
+    if (!PyArg_ParseTuple(args, "iip:set_prefetch", &prefetch.ahead[ZS_PHASE_FORWARD],
+                          &prefetch.ahead[ZS_PHASE_BACKWARD], &late))
+        return NULL;
+    prefetch.late = late;
+    zs_engine_set_prefetch(self->engine, prefetch);
     Py_RETURN_NONE;
 }
 
@@ -230,6 +237,7 @@ static PyObject *engine_memory(engine_object *self, PyObject *unused)
 static PyMethodDef engine_methods[] = {
     {"adopt", (PyCFunction)engine_adopt, METH_O, engine_adopt_doc},
     {"set_order", (PyCFunction)engine_set_order, METH_O, engine_set_order_doc},
+    {"set_prefetch", (PyCFunction)engine_set_prefetch, METH_VARARGS, engine_set_prefetch_doc},
     {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},

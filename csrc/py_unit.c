@@ -12,6 +12,27 @@ zs_unit *zs_py_unit(PyObject *object)
     return NULL;
 }
 
+zs_unit **zs_py_units(PyObject *list, size_t *n)
+{
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of units");
+        return NULL;
+    }
+    *n = (size_t)PyList_GET_SIZE(list);
+    zs_unit **units = calloc(*n + 1, sizeof(zs_unit *));
+    if (units == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (size_t i = 0; i < *n; i++) {
+        units[i] = zs_py_unit(PyList_GET_ITEM(list, (Py_ssize_t)i));
+        if (units[i] != NULL) continue;
+        free(units);
+        return NULL;
+    }
+    return units;
+}
+
 /* --- making one ----------------------------------------------------------------------------------------------------- */
 
 /* A dtype by torch's name for it; None: ZS_BYTES. */
@@ -294,11 +315,32 @@ static PyObject *unit_param(unit_object *self, PyObject *index)
 
 /* --- type ----------------------------------------------------------------------------------------------------------------------- */
 
+PyDoc_STRVAR(
+    unit_prefetch_doc,
+    "prefetch($self, backward, units, /)\n--\n\nThe units whose gathers begin when this one is whole, in forward or "
+    "in backward; an empty list: those that the last pass showed.");
+
+static PyObject *unit_prefetch(unit_object *self, PyObject *args)
+{
+    int backward;
+    PyObject *list;
+    size_t n;
+    if (!PyArg_ParseTuple(args, "pO:prefetch", &backward, &list)) return NULL;
+    zs_unit **units = zs_py_units(list, &n);
+    if (units == NULL) return NULL;
+    zs_clear_error();
+    zs_status status = zs_prefetch_set(self->unit, backward ? ZS_PHASE_BACKWARD : ZS_PHASE_FORWARD, units, n);
+    free(units);
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef unit_methods[] = {
     {"pre_forward", (PyCFunction)(void (*)(void))zs_py_pre_forward, METH_FASTCALL, zs_py_pre_forward_doc},
     {"post_forward", (PyCFunction)(void (*)(void))zs_py_post_forward, METH_FASTCALL, zs_py_post_forward_doc},
     {"unshard", (PyCFunction)unit_unshard, METH_VARARGS, unit_unshard_doc},
     {"reshard", (PyCFunction)unit_reshard, METH_NOARGS, unit_reshard_doc},
+    {"prefetch", (PyCFunction)unit_prefetch, METH_VARARGS, unit_prefetch_doc},
     {"hold", (PyCFunction)unit_hold, METH_NOARGS, unit_hold_doc},
     {"let_go", (PyCFunction)unit_let_go, METH_NOARGS, unit_let_go_doc},
     {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},

@@ -39,6 +39,9 @@ zs_comm *zs_py_comm(PyObject *object);
 zs_engine *zs_py_engine(PyObject *object);
 zs_unit *zs_py_unit(PyObject *object);
 
+/* The units (borrowed) of a Python list, in an array of `*n` that the caller frees; NULL with an exception set. */
+zs_unit **zs_py_units(PyObject *list, size_t *n);
+
 /* New _core.Engine around `engine` (adds a reference). */
 PyObject *zs_py_engine_wrap(zs_engine *engine);
 

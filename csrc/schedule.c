@@ -95,6 +95,7 @@ static zs_status begin_session(zs_engine *engine)
 {
     if (engine->phase == BACKWARD) ZS_TRY(recover(engine));
     engine->phase = FORWARD;
+    zs_prefetch_begin(engine);
     ZS_TRY(reshard_all(engine, false)); /* left by a forward whose backward never came */
     for (size_t i = 0; i < engine->n; i++)
         ZS_TRY(zs_unit_write_back(engine->units[i]));
@@ -109,6 +110,7 @@ static zs_status begin_session(zs_engine *engine)
 static zs_status end_session(zs_engine *engine)
 {
     engine->phase = IDLE;
+    zs_prefetch_end(engine, ZS_PHASE_FORWARD);
     return end_reading(engine, ZS_PHASE_FORWARD);
 }
 
@@ -154,23 +156,35 @@ static bool recomputing(const zs_engine *engine)
     return engine->phase == BACKWARD && zs_in_backward();
 }
 
+/* Unshards the unit, and lets the gathers of what follows begin. */
+static zs_status make_whole(zs_unit *unit, zs_phase phase)
+{
+    ZS_TRY(zs_unit_unshard(unit));
+    zs_prefetch_note(unit, phase);
+    bool later = phase == ZS_PHASE_BACKWARD && unit->engine->prefetch.late;
+    return later ? ZS_OK : zs_prefetch_next(unit, phase);
+}
+
 zs_status zs_engine_pre_forward(zs_unit *unit)
 {
     zs_engine *engine = unit->engine;
-    if (recomputing(engine)) return zs_unit_unshard(unit);
+    if (recomputing(engine)) return make_whole(unit, ZS_PHASE_BACKWARD);
     ZS_TRY(zs_engine_open(engine)); /* if it fails, the post-forward hook finds nothing to close */
     unit->inside++;
-    return zs_unit_unshard(unit);
+    if (engine->depth == 1) engine->outermost_gathers = unit->n_params > 0;
+    return make_whole(unit, ZS_PHASE_FORWARD);
 }
 
 /* Whether a unit stays FULL from its forward to its backward. Mapped full buffers cost nothing to come back to; where a
- * gather costs, the outermost unit is wanted again at once. */
+ * gather costs, the outermost unit is wanted again at once, or if it has no parameters, the last of those within. */
 static bool stays_full(const zs_unit *unit, bool keep)
 {
     if (unit->held) return true;
     if (!keep) return false;
     if (unit->strategy == ZS_SHARD_GRAD_OP) return true;
-    return !unit->engine->ranks.near->ops->mapped && unit->engine->depth == 1;
+    const zs_engine *engine = unit->engine;
+    if (engine->ranks.near->ops->mapped) return false;
+    return engine->depth == 1 || (!engine->outermost_gathers && zs_prefetch_is_last(unit));
 }
 
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep)
@@ -200,6 +214,7 @@ static zs_status begin_backward(zs_engine *engine)
     engine->phase = BACKWARD;
     engine->next_post = 0;
     engine->comm->heard = false;
+    zs_prefetch_begin(engine);
     for (size_t i = 0; i < engine->n; i++)
         engine->units[i]->syncs = engine->units[i]->sync;
     discard_dead_grads(engine);
@@ -211,7 +226,7 @@ static zs_status before_backward_hook(void *pointer, int64_t unused)
     (void)unused;
     zs_unit *unit = pointer;
     ZS_TRY(begin_backward(unit->engine));
-    ZS_TRY(zs_unit_unshard(unit));
+    ZS_TRY(make_whole(unit, ZS_PHASE_BACKWARD));
     return zs_reduce_begin(unit, -1);
 }
 
@@ -288,7 +303,8 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
     /* An adapter's gradients may all be there before backward goes through the frozen layer under it: then the unit stays
      * whole until the end. */
     if (!unit->has_frozen) ZS_TRY(zs_unit_reshard(unit, unit->syncs ? ZS_REDUCING : ZS_SHARDED));
-    return post_when_due(unit);
+    ZS_TRY(post_when_due(unit));
+    return unit->engine->prefetch.late ? zs_prefetch_next(unit, ZS_PHASE_BACKWARD) : ZS_OK;
 }
 
 zs_status zs_unit_hook_param(zs_unit *unit, int64_t i)
@@ -339,6 +355,7 @@ static void end_rounds(zs_engine *engine)
 static zs_status close_backward(zs_engine *engine)
 {
     zs_status status = post_rest(engine);
+    zs_prefetch_end(engine, ZS_PHASE_BACKWARD);
     zs_status resharded = reshard_all(engine, true);
     if (status == ZS_OK) status = zs_bucket_drain_all(engine->buckets);
     if (status == ZS_OK) status = resharded;
@@ -358,6 +375,7 @@ static zs_status close_backward(zs_engine *engine)
 static void abandon_backward(zs_engine *engine)
 {
     (void)reshard_all(engine, true);
+    zs_prefetch_end(engine, ZS_PHASE_BACKWARD);
     for (size_t i = 0; i < engine->n; i++) {
         drop_packed(engine->units[i]);
         zs_reduce_hand_out(engine->units[i]);

@@ -11,6 +11,7 @@
 #include "arena.h"
 #include "bucket.h"
 #include "comm.h"
+#include "prefetch.h"
 #include "unit.h"
 
 /* Who takes part in what. */
@@ -57,6 +58,9 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit);
 /* Sets the order of units: parents before children, as modules appear. Gradients leave in the reverse order where a
  * transport needs one order on all ranks. `units` are this engine's, each once. */
 zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n);
+
+/* How far gathers go ahead; without it, one unit in backward and none in forward. */
+void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch);
 
 /* Has these tensors (buffers; weak handles, taken over) copied from rank 0 at each forward session. */
 zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n);

@@ -41,6 +41,7 @@ static void free_unit(zs_unit *unit)
     zs_bucket_forget(zs_engine_buckets(unit->engine), unit);
     zs_local_grads_free(unit);
     zs_hold_end(unit);
+    zs_unit_cancel(unit);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         zs_tensor_free(param->tensor);
@@ -53,6 +54,8 @@ static void free_unit(zs_unit *unit)
     if (unit->cunit != NULL) comm->ops->cunit_free(comm, unit->cunit);
     free(unit->params);
     free(unit->used);
+    free(unit->by_hand[0].units);
+    free(unit->by_hand[1].units);
     free(unit->name);
     free(unit->sharded_message);
     zs_engine_forget(unit->engine, unit);

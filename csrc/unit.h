@@ -62,18 +62,19 @@ typedef struct zs_flat {
     size_t compute_size, wire_size; /* bytes per element */
     bool trainable;
     zs_layout layout;
-    zs_flat_mem mem;      /* shard, and full if the transport maps it; for units that are always whole: unused */
-    zs_flat_mem low;      /* the same in `compute`, if that is another dtype; for replicated units: unused */
-    zs_flat_mem kept;     /* what is gathered from instead, where a copy is kept between steps; see kept.h */
-    bool spoiled;         /* `kept` may hold anything */
-    zs_mem *full_mem;     /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
-    zs_storage *full;     /* owned */
-    zs_storage *shard;    /* where parameters are at rest; owned; NULL if they are always whole */
-    zs_mem *grad_mem;     /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
-    zs_storage *grads;    /* storage on grad_mem; owned */
-    size_t slice_bytes;   /* bytes of one rank's slice in the bucket; 0 if frozen */
-    size_t bucket_offset; /* where this flat begins in the bucket */
-    zs_storage *local;    /* storage on the unit's local gradients, NULL if there are none; owned */
+    zs_flat_mem mem;         /* shard, and full if the transport maps it; for units that are always whole: unused */
+    zs_flat_mem low;         /* the same in `compute`, if that is another dtype; for replicated units: unused */
+    zs_flat_mem kept;        /* what is gathered from instead, where a copy is kept between steps; see kept.h */
+    bool spoiled;            /* `kept` may hold anything */
+    zs_mem *full_mem;        /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
+    zs_gathering *gathering; /* its gather is under way; owned */
+    zs_storage *full;        /* owned */
+    zs_storage *shard;       /* where parameters are at rest; owned; NULL if they are always whole */
+    zs_mem *grad_mem;        /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
+    zs_storage *grads;       /* storage on grad_mem; owned */
+    size_t slice_bytes;      /* bytes of one rank's slice in the bucket; 0 if frozen */
+    size_t bucket_offset;    /* where this flat begins in the bucket */
+    zs_storage *local;       /* storage on the unit's local gradients, NULL if there are none; owned */
 } zs_flat;
 
 /* Bytes of a flat's gradients in a bucket. */
@@ -96,6 +97,12 @@ static inline char *zs_flat_home(const zs_flat *flat)
     return flat->mem.shard != NULL ? flat->mem.shard : flat->full_mem->ptr;
 }
 
+/* Units that are to be gathered early. */
+typedef struct zs_follow {
+    zs_unit **units; /* [n] borrowed; the array is owned */
+    size_t n;
+} zs_follow;
+
 struct zs_unit {
     long refs;             /* counted references; __atomic access only */
     zs_engine *engine;     /* counted reference; changes when an outer FSDP() takes the unit over */
@@ -107,11 +114,14 @@ struct zs_unit {
     bool exact;      /* gathered by hand: the full buffer is of the parameters' own dtype for now */
     int part;        /* which slice of each flat buffer this rank holds, or if replicated, sums */
     zs_unit_state state;
-    int inside;       /* forwards of its module that are running */
-    bool held;        /* whole by hand, see hold.h */
-    double divisor;   /* what sums of gradients are divided by; 0: the number of ranks */
-    bool in_backward; /* this backward has reached it: gradients set aside */
-    zs_param *params; /* [n_params]; owned */
+    int inside;           /* forwards of its module that are running */
+    bool held;            /* whole by hand, see hold.h */
+    zs_unit *next[2];     /* gathered after this one in the last pass, by zs_phase; borrowed; see prefetch.h */
+    zs_follow by_hand[2]; /* the same as users want it */
+    bool ends_forward;    /* was gathered last in the last forward */
+    double divisor;       /* what sums of gradients are divided by; 0: the number of ranks */
+    bool in_backward;     /* this backward has reached it: gradients set aside */
+    zs_param *params;     /* [n_params]; owned */
     int64_t n_params;
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
@@ -173,6 +183,12 @@ zs_status zs_unit_move(zs_unit *unit, zs_unit_state next);
 
 /* Are the parameters whole right now? */
 bool zs_unit_is_full(const zs_unit *unit);
+
+/* Begins the gather of a SHARDED unit; else a no-op. It is GATHERING then, until zs_unit_unshard or zs_unit_cancel. */
+zs_status zs_unit_begin(zs_unit *unit);
+
+/* Drops a gather that was begun, after waiting for it; else a no-op. */
+void zs_unit_cancel(zs_unit *unit);
 
 /* Makes the unit FULL: gathers if needed and rebinds. No-op if FULL. */
 zs_status zs_unit_unshard(zs_unit *unit);

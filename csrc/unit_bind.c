@@ -58,13 +58,15 @@ void zs_unit_cast(const zs_unit *unit)
             cast(&unit->flats[f], unit->flats[f].low.shard, unit->flats[f].layout.shard_numel);
 }
 
-/* Fills a slot: a gather, or where this rank has everything, a cast. */
-static zs_status fill_slot(zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from, zs_mem *slot)
+/* Begins to fill a slot: a gather, or where this rank has everything, a cast. */
+static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from)
 {
     zs_comm *near = zs_engine_ranks(unit->engine)->near;
+    zs_mem *slot = flat->full_mem;
     if (!unit->replicated && flat->kept.mem != NULL && from != &flat->kept)
         return zs_kept_gather_exact(unit, flat, slot);
-    if (!unit->replicated) return near->ops->gather(near, from, unit->name, slot, slot->ptr);
+    if (!unit->replicated)
+        return near->ops->gather_start(near, from, unit->name, (zs_target){slot, slot->ptr}, &flat->gathering);
     if (full_dtype(unit, flat) == flat->dtype)
         memcpy(slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
     else
@@ -72,22 +74,36 @@ static zs_status fill_slot(zs_unit *unit, const zs_flat *flat, const zs_flat_mem
     return ZS_OK;
 }
 
-static zs_status fill_full_storage(zs_unit *unit, zs_flat *flat)
+static const zs_flat_mem *source(const zs_unit *unit, const zs_flat *flat)
 {
-    bool lowered = full_dtype(unit, flat) != flat->dtype;
-    const zs_flat_mem *from = zs_flat_source(flat, lowered);
-    if (from->full != NULL) return zs_storage_fill(flat->full, from->mem, from->full);
-    size_t itemsize = lowered ? flat->compute_size : flat->layout.itemsize;
+    return zs_flat_source(flat, full_dtype(unit, flat) != flat->dtype);
+}
+
+static zs_status begin_flat(zs_unit *unit, zs_flat *flat)
+{
+    const zs_flat_mem *from = source(unit, flat);
+    if (from->full != NULL) return ZS_OK;
+    size_t itemsize = full_dtype(unit, flat) != flat->dtype ? flat->compute_size : flat->layout.itemsize;
     zs_mem *slot = NULL;
     ZS_TRY(zs_arena_take(zs_engine_arena(unit->engine), (size_t)zs_layout_full_numel(&flat->layout) * itemsize, &slot));
-    zs_status status = fill_slot(unit, flat, from, slot);
-    if (status == ZS_OK) status = zs_storage_fill(flat->full, slot, slot->ptr);
-    if (status != ZS_OK) {
-        zs_arena_give(zs_engine_arena(unit->engine), slot);
-        return status;
-    }
     flat->full_mem = zs_mem_retain(slot);
-    return ZS_OK;
+    return fill_slot(unit, flat, from);
+}
+
+static zs_status finish_gather(const zs_unit *unit, zs_flat *flat)
+{
+    zs_gathering *gathering = flat->gathering;
+    zs_comm *near = zs_engine_ranks(unit->engine)->near;
+    flat->gathering = NULL;
+    return gathering != NULL ? near->ops->gather_finish(near, gathering) : ZS_OK;
+}
+
+static zs_status finish_flat(zs_unit *unit, zs_flat *flat)
+{
+    const zs_flat_mem *from = source(unit, flat);
+    ZS_TRY(finish_gather(unit, flat));
+    if (from->full != NULL) return zs_storage_fill(flat->full, from->mem, from->full);
+    return zs_storage_fill(flat->full, flat->full_mem, flat->full_mem->ptr);
 }
 
 static void clear_full_storage(zs_unit *unit, zs_flat *flat)
@@ -132,30 +148,55 @@ zs_status zs_unit_unshard_exact(zs_unit *unit)
             "unit '%s' is inside its forward, where its parameters are of another dtype; read them before or "
             "after",
             unit->name);
+    zs_unit_cancel(unit); /* begun in the other dtype */
     unit->exact = true;
     zs_status status = zs_unit_unshard(unit);
     if (!zs_unit_is_full(unit)) unit->exact = false;
     return status;
 }
 
-zs_status zs_unit_unshard(zs_unit *unit)
+/* Back to SHARDED from a gather, whatever came of it. */
+static void give_up_gather(zs_unit *unit)
 {
-    if (zs_unit_is_full(unit)) return ZS_OK;
-    ZS_TRY(zs_unit_move(unit, ZS_GATHERING));
-    zs_status status = ZS_OK;
-    for (int f = 0; f < unit->n_flats && status == ZS_OK; f++)
-        status = fill_full_storage(unit, &unit->flats[f]);
-    for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++)
-        if (zs_tensor_alive(unit->params[i].tensor)) status = bind_full(unit, i);
-    if (status == ZS_OK) return zs_unit_move(unit, ZS_FULL);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (zs_tensor_alive(param->tensor) && zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full))
             (void)zs_unit_bind_local(unit, param);
     }
-    for (int f = 0; f < unit->n_flats; f++)
+    for (int f = 0; f < unit->n_flats; f++) {
+        (void)finish_gather(unit, &unit->flats[f]);
         clear_full_storage(unit, &unit->flats[f]);
+    }
     (void)zs_unit_move(unit, ZS_SHARDED);
+}
+
+zs_status zs_unit_begin(zs_unit *unit)
+{
+    if (unit->fixed || (unit->state != ZS_SHARDED && unit->state != ZS_REDUCING)) return ZS_OK;
+    ZS_TRY(zs_unit_move(unit, ZS_GATHERING));
+    zs_status status = ZS_OK;
+    for (int f = 0; f < unit->n_flats && status == ZS_OK; f++)
+        status = begin_flat(unit, &unit->flats[f]);
+    if (status != ZS_OK) give_up_gather(unit);
+    return status;
+}
+
+void zs_unit_cancel(zs_unit *unit)
+{
+    if (unit->state == ZS_GATHERING) give_up_gather(unit);
+}
+
+zs_status zs_unit_unshard(zs_unit *unit)
+{
+    if (zs_unit_is_full(unit)) return ZS_OK;
+    ZS_TRY(zs_unit_begin(unit));
+    zs_status status = ZS_OK;
+    for (int f = 0; f < unit->n_flats && status == ZS_OK; f++)
+        status = finish_flat(unit, &unit->flats[f]);
+    for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++)
+        if (zs_tensor_alive(unit->params[i].tensor)) status = bind_full(unit, i);
+    if (status == ZS_OK) return zs_unit_move(unit, ZS_FULL);
+    give_up_gather(unit);
     return status;
 }
 

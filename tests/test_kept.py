@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import Collectives
 from models import CASES, ddp, differences, make, train
 from scenarios import Stack, forward_backward, loss_of, message_of, whole_grads
 from spawn import ranks
@@ -93,24 +94,6 @@ def test_zero1_has_the_bits_of_ddp(pool2, name):
 # --- when the copy is renewed ---------------------------------------------------------------------
 
 
-class Gathers:
-    """Counts all-gathers of parameters, of all groups: what ranks tell each other is smaller."""
-
-    def __enter__(self):
-        self.profile = torch.profiler.profile(record_shapes=True)
-        self.profile.__enter__()
-        return self
-
-    def __exit__(self, *args):
-        self.profile.__exit__(*args)
-        sizes = [
-            event.input_shapes[0]
-            for event in self.profile.events()
-            if event.name == "c10d::_allgather_base_" and event.input_shapes
-        ]
-        self.count = sum(len(size) == 1 and size[0] > 4096 for size in sizes)
-
-
 def step(model, optimizer, x):
     loss_of(model(x)).backward()
     optimizer.step()
@@ -129,9 +112,9 @@ def renewals(strategy, shape):
     counts = []
 
     def counted(act):
-        with Gathers() as gathers:
+        with Collectives() as seen:
             result = act()
-        counts.append(gathers.count)
+        counts.append(seen.gathers)
         return result
 
     counted(lambda: step(model, optimizer, x))
@@ -148,10 +131,12 @@ def renewals(strategy, shape):
 
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_the_copy_is_renewed_once_for_each_change(pool4, strategy):
-    # zero1 has everything; with hybrid_full each pass gathers the 4 units within the group.
-    near = 0 if strategy == "zero1" else 4
+    # zero1 has everything; with hybrid_full forward gathers the 4 units within the group, backward
+    # all but the last.
+    forward, backward = (0, 0) if strategy == "zero1" else (4, 3)
+    passes = forward + backward
     for counts, same in pool4.run(renewals, strategy, (2, 2)):
-        assert counts == [4 + 2 * near, 2 * near, near, 4 + near] and not same
+        assert counts == [4 + passes, passes, forward, 4 + forward] and not same
 
 
 def frozen_body():
@@ -160,9 +145,9 @@ def frozen_body():
     model = FSDP(model, strategy="zero1", transport="c10d", auto_wrap_policy={nn.Linear})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step(model, optimizer, torch.ones(2, 64))
-    with Gathers() as gathers:
+    with Collectives() as seen:
         step(model, optimizer, torch.ones(2, 64))
-    return gathers.count
+    return seen.gathers
 
 
 def test_what_is_frozen_is_gathered_once_for_all(pool2):

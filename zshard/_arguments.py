@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zshard._units import is_unit
+from zshard._units import Prefetch, is_unit
 from zshard.strategy import ShardingStrategy, parse_strategy
 
 Ignored = tuple[set[nn.Module], set[nn.Parameter]]
@@ -31,24 +31,36 @@ def refuse_later_features(**values: Any) -> None:
             )
 
 
-def check_fixed_arguments(
-    backward_prefetch: Any, limit_all_gathers: bool, use_orig_params: bool, device_id: Any
-) -> None:
-    prefetch = backward_prefetch
-    name = prefetch.name if isinstance(prefetch, enum.Enum) else prefetch
-    if not isinstance(name, str) or name.lower() != "backward_pre":
-        raise NotImplementedError(
-            f"FSDP(backward_prefetch={backward_prefetch!r}) is not in this version of zshard; "
-            "leave it at its default"
-        )
-    if not limit_all_gathers:
-        raise NotImplementedError("FSDP(limit_all_gathers=False) is not in this version of zshard")
+def check_fixed_arguments(use_orig_params: bool, device_id: Any) -> None:
+    """NotImplementedError for what zshard does in one way only."""
     if not use_orig_params:
         raise NotImplementedError(
             "FSDP(use_orig_params=False): zshard always keeps the original parameters; leave it out"
         )
     if isinstance(device_id, int) or torch.device(device_id or "cpu").type != "cpu":
         raise NotImplementedError(f"FSDP(device_id={device_id!r}): this version trains on the CPU")
+
+
+def parse_prefetch(
+    backward_prefetch: Any, forward_prefetch: Any, limit_all_gathers: Any
+) -> Prefetch:
+    """FSDP1's three arguments. ValueError for an unknown value."""
+    name = backward_prefetch
+    if isinstance(name, enum.Enum):
+        name = name.name
+    if isinstance(name, str):
+        name = name.lower()
+    if name not in (None, "backward_pre", "backward_post"):
+        raise ValueError(
+            "backward_prefetch is 'backward_pre', 'backward_post' or None, not "
+            f"{backward_prefetch!r}"
+        )
+    units = 1 if limit_all_gathers else 2
+    return Prefetch(
+        forward=units if forward_prefetch else 0,
+        backward=0 if name is None else units,
+        late=name == "backward_post",
+    )
 
 
 def choose_strategy(sharding_strategy: Any, strategy: Any) -> ShardingStrategy:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from zshard import _core
 from zshard._units import state_of, units_of
 
 
@@ -82,19 +83,21 @@ class Controls(nn.Module):
             raise TypeError(f"is_last_backward is a bool, not {is_last_backward!r}")
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Checked and without effect: over shm no gather moves a byte, so there is nothing to fetch
-        early; over c10d each gather is waited for where it is needed.
+        """Has the gathers of these units begin as soon as this one is whole in forward, however
+        many they are; an empty list takes that back.
 
-        Raises TypeError for anything but a list of sharded modules.
+        For all ranks alike, and after the outermost module was wrapped. Over shm no gather moves a
+        byte, so there is nothing to begin early. Raises TypeError for anything but a list of
+        sharded modules, ValueError for modules of another model.
         """
-        _check_units(modules)
+        state_of(self).unit.prefetch(False, _prefetchable(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Checked and without effect, as `set_modules_to_forward_prefetch`."""
-        _check_units(modules)
+        """The same in backward, instead of what the last pass shows (FSDP1's backward_prefetch)."""
+        state_of(self).unit.prefetch(True, _prefetchable(modules))
 
 
-def _check_units(modules: Iterable[nn.Module]) -> None:
+def _prefetchable(modules: Iterable[nn.Module]) -> list[_core.Unit]:
     if isinstance(modules, nn.Module):
         raise TypeError("modules to prefetch are a list of sharded modules, not one module")
     for module in modules:
@@ -103,3 +106,4 @@ def _check_units(modules: Iterable[nn.Module]) -> None:
                 f"modules to prefetch are sharded modules; {type(module).__name__} is not one: "
                 "call fully_shard(...) on it first"
             )
+    return [state_of(module).unit for module in modules]

@@ -31,6 +31,23 @@ class Comms(NamedTuple):
     far: _core.Comm | None  # those that have the same part of what is kept between steps
 
 
+class Prefetch(NamedTuple):
+    """How many units gathers go ahead, where they take time; the order of Engine.set_prefetch's
+    arguments."""
+
+    forward: int = 0
+    backward: int = 1
+    late: bool = False  # in backward only when a unit's gradients are complete
+
+
+class Options(NamedTuple):
+    """What a unit was wrapped with."""
+
+    strategy: ShardingStrategy
+    precision: Precision
+    prefetch: Prefetch
+
+
 class State:
     """What a unit's module remembers.
 
@@ -38,13 +55,10 @@ class State:
     not when Python next looks for cycles.
     """
 
-    def __init__(
-        self, unit: _core.Unit, comms: Comms, strategy: ShardingStrategy, precision: Precision
-    ) -> None:
+    def __init__(self, unit: _core.Unit, comms: Comms, options: Options) -> None:
         self.unit = unit
         self.comms = comms
-        self.strategy = strategy
-        self.precision = precision
+        self.options = options
         self.hooks: list[Hook] = []  # on the module, and on parts of it
         self.sync_buffers = False  # the root's: from rank 0, at each forward
 

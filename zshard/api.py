@@ -23,6 +23,7 @@ from zshard._arguments import (
     check_fixed_arguments,
     check_module,
     choose_strategy,
+    parse_prefetch,
     refuse_later_features,
     split_ignored,
 )
@@ -33,9 +34,8 @@ from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._summary import summary_of
-from zshard._units import ATTRIBUTE, Comms, Hook, State, is_unit, state_of, units_of
+from zshard._units import ATTRIBUTE, Comms, Hook, Options, State, is_unit, state_of, units_of
 from zshard.precision import (
-    Precision,
     cast_arguments,
     cast_buffers,
     install_casts,
@@ -64,6 +64,11 @@ class FSDP(Controls):
         (HFSDP), or an enum member of that name; see zshard.ShardingStrategy.
     auto_wrap_policy: which submodules are gathered on their own. "auto" finds the repeated blocks;
         else a set of module classes, a policy or callable from zshard.wrap, or None for one unit.
+    backward_prefetch, forward_prefetch: begin the next unit's gather before it is wanted, in the
+        order of the last pass: in backward before the gradients of the unit before are computed
+        ("backward_pre", or FSDP1's enum), after that ("backward_post") or not at all (None); in
+        forward if True. Over shm no gather takes time, and they change nothing.
+    limit_all_gathers: one gather goes ahead at a time; if False, two.
     mixed_precision: a zshard.MixedPrecision or MixedPrecisionPolicy, or torch's; None: no casts.
     ignored_modules, ignored_states: modules (or parameters) that are left alone on every rank.
     device_id: None or "cpu".
@@ -105,14 +110,12 @@ class FSDP(Controls):
         timeout: float | None = None,
         forward_sync_buffers: bool = False,
     ) -> Any:
-        if cls is not FSDP:  # type(model)(...) makes another module of the original class
-            raise TypeError(f"{cls.__name__} is made by FSDP(module), not called")
         refuse_later_features(
             cpu_offload=cpu_offload,
             param_init_fn=param_init_fn,
-            forward_prefetch=forward_prefetch,
         )
-        check_fixed_arguments(backward_prefetch, limit_all_gathers, use_orig_params, device_id)
+        check_fixed_arguments(use_orig_params, device_id)
+        prefetch = parse_prefetch(backward_prefetch, forward_prefetch, limit_all_gathers)
         chosen = choose_strategy(sharding_strategy, strategy)
         precision = parse_precision(mixed_precision)
         check_module(module)
@@ -128,7 +131,7 @@ class FSDP(Controls):
         if sync_module_states and comm.world > 1:
             _take_from_rank_0(comm, module, specs, ignored)
         cast_buffers(module.modules(), precision)
-        _wrap(module, specs, comms, (chosen, precision))
+        _wrap(module, specs, comms, Options(chosen, precision, prefetch))
         if forward_sync_buffers:
             _sync_buffers(module)
         return module
@@ -322,16 +325,16 @@ def _wrap(
     module: nn.Module,
     specs: list[UnitSpec],
     comms: Comms,
-    options: tuple[ShardingStrategy, Precision],
+    options: Options,
 ) -> None:
-    strategy, usual = options
     engine = _core.Engine(type(module).__name__, *comms)
+    engine.set_prefetch(*options.prefetch)
     inner = [state.unit for _, state in units_of(module)]
     for spec in specs:  # all of them first: a model that is refused stays as it was
         _core.Unit.check(spec.name, _names(spec), [ref.param for ref in spec.params])
         _class_for(type(spec.module))
     for spec in specs:
-        own = _strategy_for(spec, strategy)
+        own = _strategy_for(spec, options.strategy)
         tensors = [ref.param for ref in spec.params]
         places = [
             (i, owner._parameters, attribute)
@@ -339,7 +342,7 @@ def _wrap(
             for owner, attribute in ref.owners
         ]
         given = spec.overrides.get("mixed_precision")
-        precision = usual if given is None else parse_precision(given)
+        precision = options.precision if given is None else parse_precision(given)
         keep = {
             i
             for i, ref in enumerate(spec.params)
@@ -348,7 +351,7 @@ def _wrap(
         dtypes = (name_of(precision.compute), name_of(precision.wire), keep)
         kind = own.in_group.value
         unit = _core.Unit(engine, spec.name, kind, _names(spec), tensors, places, *dtypes)
-        state = State(unit, comms, own, precision)
+        state = State(unit, comms, Options(own, precision, options.prefetch))
         _install(spec, state)
         casts = install_casts(spec.module, precision, spec.module is module)
         state.hooks += _known(spec.module, casts)
@@ -398,12 +401,15 @@ def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
     with without([hook for _, state in units for hook in state.hooks]):
         copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
     overrides = {
-        id(made): {"strategy": state.strategy, "mixed_precision": state.precision}
+        id(made): {
+            "strategy": state.options.strategy,
+            "mixed_precision": state.options.precision,
+        }
         for (_, state), (_, made) in zip(units, copied.units, strict=True)
     }
     policy = CustomPolicy(lambda module: overrides.get(id(module), False))
     specs = plan_units(copied.module, policy, (), copied.others)
-    _wrap(copied.module, specs, own.comms, (own.strategy, own.precision))
+    _wrap(copied.module, specs, own.comms, own.options)
     if own.sync_buffers:
         _sync_buffers(copied.module)
     own.unit.engine.open()  # what a forward has left whole is resharded
@@ -460,6 +466,12 @@ def _known(module: nn.Module, handles: list[RemovableHandle]) -> list[Hook]:
 
 def _class_for(original: type[nn.Module]) -> type[FSDP]:
     if original not in _classes:
+
+        def make_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
+            """What type(model)(...) makes, as a container does of itself for a slice."""
+            return original(*args, **kwargs)
+
         name = f"FSDP{original.__name__}"
-        _classes[original] = type(name, (FSDP, original), {"__module__": original.__module__})
+        names = {"__module__": original.__module__, "__new__": make_plain}
+        _classes[original] = type(name, (FSDP, original), names)
     return _classes[original]

@@ -56,7 +56,7 @@ static void gather_fills_the_full_buffer(rank_env *env)
     OK(env->comm->ops->flat_new(env->comm, BYTES, &flat));
     CHECK(flat.full == NULL && flat.shard[0] == 0 && flat.shard[BYTES - 1] == 0);
     fill_pattern(flat.shard, BYTES, (unsigned)env->rank);
-    OK(env->comm->ops->gather(env->comm, &flat, "layer", full));
+    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
     for (int r = 0; r < env->world; r++)
         CHECK(has_pattern((char *)full->ptr + r * BYTES, BYTES, (unsigned)r));
     env->comm->ops->flat_free(env->comm, &flat);
@@ -169,7 +169,7 @@ static void steps_that_differ(rank_env *env)
                             ? "rank 0 was gathering parameters of unit 'head' (64 bytes) while rank 1 was broad"
                             : "broadcasting 256 bytes from rank 0 (message 1) while rank 0 was gathering";
     zs_clear_error();
-    zs_status status = env->rank == 0 ? env->comm->ops->gather(env->comm, &flat, "head", full)
+    zs_status status = env->rank == 0 ? zs_comm_gather(env->comm, &flat, "head", (zs_target){full, full->ptr})
                                       : env->comm->ops->broadcast(env->comm, data, sizeof data, 0);
     CHECK(status == ZS_ERR_DIVERGED && strstr(zs_last_message(), words) != NULL);
     env->comm->ops->flat_free(env->comm, &flat);
@@ -223,7 +223,7 @@ static void unknown_peers_are_listed(rank_env *env)
     fail_at = 1;
     const char *who = env->world == 2 ? env->rank == 0 ? "rank 1 has gone" : "rank 0 has gone" : "one of ranks";
     zs_clear_error();
-    CHECK(env->comm->ops->gather(env->comm, &flat, "head", full) == ZS_ERR_PEER);
+    CHECK(zs_comm_gather(env->comm, &flat, "head", (zs_target){full, full->ptr}) == ZS_ERR_PEER);
     CHECK(strstr(zs_last_message(), who) != NULL && strstr(zs_last_message(), "4711") != NULL);
     stay(env);
     env->comm->ops->flat_free(env->comm, &flat);

@@ -1,0 +1,51 @@
+"""Which collectives a piece of code runs, and in which order among torch's operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LEAST = 4096  # bytes: what ranks tell each other before a collective is smaller
+
+
+NAMES = {"c10d::_allgather_base_": "gather", "c10d::alltoall_base_": "scatter"}
+
+
+class Collectives:
+    """Context that watches torch's collectives over c10d, of all process groups.
+
+    Counted are those that move more than LEAST bytes. `order` also has the names given as `among`,
+    of torch's operations.
+    """
+
+    def __init__(self, *among: str) -> None:
+        self.among = among
+        self.order: list[str] = []
+
+    def __enter__(self) -> Collectives:
+        self.profile = torch.profiler.profile(record_shapes=True)
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self.profile.__exit__(*args)
+        for event in self.profile.events():
+            if event.name in NAMES and max(_sizes(event)) > LEAST:
+                self.order.append(NAMES[event.name])
+            elif event.name in self.among:
+                self.order.append(event.name)
+
+    @property
+    def gathers(self) -> int:
+        """All-gathers of parameters."""
+        return self.order.count("gather")
+
+    @property
+    def scatters(self) -> int:
+        """Exchanges of gradients: the reduce-scatters, whose sums each rank makes itself."""
+        return self.order.count("scatter")
+
+
+def _sizes(event: Any) -> list[int]:
+    return [0, *(shape[0] for shape in event.input_shapes if len(shape) == 1)]

@@ -1,0 +1,232 @@
+"""How many collectives a step takes, and when the gathers begin.
+
+The one idea: over c10d each collective is an operation of torch that its profiler sees. (Over shm
+there are none.)
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import Collectives
+from models import differences
+from scenarios import message_of
+from spawn import ranks
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch
+
+from zshard import FSDP
+
+UNITS = 4
+WIDTH = 64
+
+
+class Rooted(nn.Module):
+    """Blocks, and parameters of the root's own: as many units as the stack below has."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS - 1))
+        self.scale = nn.Parameter(torch.ones(2048))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale[:WIDTH]
+
+
+def stack():
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)])
+
+
+def wrap(build, strategy="full_shard", **options):
+    torch.manual_seed(0)
+    options.setdefault("transport", "c10d")
+    return FSDP(build(), strategy=strategy, auto_wrap_policy={nn.Linear}, **options)
+
+
+def batch():
+    torch.manual_seed(1 + dist.get_rank())
+    return torch.randn(3, WIDTH)
+
+
+def step(model, x):
+    model(x).square().sum().backward()
+
+
+def counts(build, strategy):
+    """(gathers in forward, gathers in backward, exchanges of gradients) in one of the later steps."""
+    model, x = wrap(build, strategy), batch()
+    step(model, x)
+    with Collectives() as forward:
+        loss = model(x).sum()
+    with Collectives() as backward:
+        loss.backward()
+    assert forward.scatters == 0
+    return forward.gathers, backward.gathers, backward.scatters
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("build", [stack, Rooted])
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("full_shard", (UNITS, UNITS - 1, UNITS)),
+        ("shard_grad_op", (UNITS, 0, UNITS)),
+        ("zero1", (0, 0, UNITS)),  # nothing has changed since the first step
+    ],
+)
+def test_collectives_of_a_step(pool, build, strategy, expected):
+    assert pool.run(counts, build, strategy) == [expected] * pool.world
+
+
+def without_sync():
+    model, x = wrap(stack), batch()
+    step(model, x)
+    with Collectives() as seen, model.no_sync():
+        step(model, x)
+    with Collectives() as after:
+        step(model, x)
+    return seen.gathers, seen.scatters, after.scatters
+
+
+def test_none_is_reduced_in_no_sync(pool2):
+    assert pool2.run(without_sync) == [(2 * UNITS - 1, 0, UNITS)] * 2
+
+
+# --- when gathers begin ---------------------------------------------------------------------------
+
+LINEAR = "aten::addmm"  # of a block's forward
+BACKWARD = "AddmmBackward0"  # of its backward
+
+
+def order_of(options, by_hand=None):
+    """The order of gathers and computations in forward and in backward."""
+    model, x = wrap(stack, **options), batch()
+    if by_hand is not None:
+        forward, backward = by_hand
+        model[0].set_modules_to_forward_prefetch([model[i] for i in forward])
+        model[3].set_modules_to_backward_prefetch([model[i] for i in backward])
+    step(model, x)
+    with Collectives(LINEAR) as first:
+        loss = model(x).sum()
+    with Collectives(BACKWARD) as second:
+        loss.backward()
+    short = {LINEAR: "f", BACKWARD: "b", "gather": "G"}
+    return tuple("".join(short.get(name, "") for name in seen.order) for seen in (first, second))
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "backward"),
+    [
+        ({}, "GfGfGfGf", "GbGbGbb"),
+        ({"backward_prefetch": None}, "GfGfGfGf", "bGbGbGb"),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "GfGfGfGf", "bGbGbGb"),
+        ({"forward_prefetch": True}, "GGfGfGff", "GbGbGbb"),
+        ({"forward_prefetch": True, "limit_all_gathers": False}, "GGGfGfff", "GGbGbbb"),
+    ],
+)
+def test_gathers_begin_when_asked(pool2, options, forward, backward):
+    assert pool2.run(order_of, options) == [(forward, backward)] * 2
+
+
+def test_gathers_begin_by_hand(pool2):
+    found = pool2.run(order_of, {"backward_prefetch": None}, ((1, 2, 3), (1, 0)))
+    assert found == [("GGGGffff", "GGbGbbb")] * 2
+
+
+OPTIONS = [
+    {"forward_prefetch": True},
+    {"forward_prefetch": True, "limit_all_gathers": False, "backward_prefetch": None},
+    {"backward_prefetch": "backward_post"},
+]
+
+
+class Winding(nn.Module):
+    """Blocks in another order at each step, one of them twice: no guess is right."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
+        self.steps = 0
+
+    def forward(self, x):
+        order = torch.randperm(UNITS, generator=torch.Generator().manual_seed(self.steps)).tolist()
+        self.steps += 1
+        for i in [*order, order[0]]:
+            x = self.blocks[i](x).tanh()
+        return x
+
+
+def trained(build, options):
+    model = wrap(build, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(4):
+        step(model, batch())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch())
+    return model.state_dict(), model.memory()["slots"]
+
+
+def compare(build, options):
+    expected, _ = trained(build, {"backward_prefetch": None})
+    ours, slots = trained(build, options)
+    return differences(ours, expected), slots
+
+
+@pytest.mark.parametrize("build", [stack, Rooted, Winding])
+@pytest.mark.parametrize("options", [{}, *OPTIONS])
+def test_no_prefetch_changes_a_number(pool2, build, options):
+    assert [wrong for wrong, _ in pool2.run(compare, build, options)] == [[], []]
+
+
+PAGE = 4096
+SLOT = -(-4 * (WIDTH * WIDTH + WIDTH) // PAGE) * PAGE  # bytes of a block's full buffer
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [({"backward_prefetch": None}, 0), ({}, 1), (OPTIONS[0], 1), (OPTIONS[1], 2), (OPTIONS[2], 0)],
+)
+def test_what_goes_ahead_is_limited(pool2, options, ahead):
+    for _, slots in pool2.run(trained, stack, options):
+        assert slots == (1 + ahead) * SLOT
+
+
+def after_an_error():
+    """A backward that fails while a gather is under way: the next step has the right numbers."""
+    model, x = wrap(stack), batch()
+    step(model, x)
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+
+    def fail(_):
+        raise ValueError("stumbled")
+
+    y = model[:2](x)
+    y.register_hook(fail)
+    message = message_of(lambda: model[2:](y).sum().backward(), ValueError)
+    model.zero_grad()
+    step(model, x)
+    same = all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    return message, same
+
+
+def test_a_gather_that_nobody_wants_any_more_is_dropped(pool2):
+    assert pool2.run(after_an_error) == [("stumbled", True)] * 2
+
+
+def mistakes():
+    model, other = wrap(stack), wrap(stack)
+    return [
+        message_of(lambda: model[0].set_modules_to_forward_prefetch([other[0]]), ValueError),
+        message_of(lambda: wrap(stack, backward_prefetch="soon"), ValueError),
+    ]
+
+
+def test_mistakes_are_named(pool2):
+    for models, value in pool2.run(mistakes):
+        assert "two models" in models and "'soon'" in value
