@@ -221,10 +221,23 @@ static zs_status begin_backward(zs_engine *engine)
     return begin_reading(engine, ZS_PHASE_BACKWARD);
 }
 
+/* With create_graph=True autograd records what backward does. That graph would be walked when the units are sharded again,
+ * and would not pass their hooks. */
+static zs_status refuse_double_backward(const zs_unit *unit)
+{
+    if (!zs_grad_mode() || unit->fixed) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "backward with create_graph=True (a gradient penalty, a Hessian) reached unit '%s', which is sharded: "
+                   "gradients of gradients need whole parameters after the backward. Use strategy='no_shard' for this "
+                   "model, or a penalty without second derivatives",
+                   unit->name);
+}
+
 static zs_status before_backward_hook(void *pointer, int64_t unused)
 {
     (void)unused;
     zs_unit *unit = pointer;
+    ZS_TRY(refuse_double_backward(unit));
     ZS_TRY(begin_backward(unit->engine));
     ZS_TRY(make_whole(unit, ZS_PHASE_BACKWARD));
     return zs_reduce_begin(unit, -1);

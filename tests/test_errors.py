@@ -184,10 +184,6 @@ def test_timeouts_that_are_none(timeout):
     [
         ("cpu_offload", True),
         ("param_init_fn", lambda module: None),
-        ("forward_prefetch", True),
-        ("backward_prefetch", None),
-        ("backward_prefetch", "backward_post"),
-        ("limit_all_gathers", False),
         ("use_orig_params", False),
         ("device_id", "cuda:0"),
     ],
