@@ -76,6 +76,21 @@ def test_training_has_the_bits_of_ddp_and_fsdp(pool2, name, transport, options):
         assert found == ([], []), found
 
 
+def by_list():
+    """What differs if the blocks are given as a list."""
+    one, other = make(Stack), stack()
+    blocks = list(one.blocks)
+    assert fully_shard(blocks) is blocks
+    fully_shard(one)
+    assert [unit.name for unit in units_of(one)] == [unit.name for unit in units_of(other)]
+    case = CASES["frozen"]
+    return differences(trained(one, one, case), trained(other, other, case))
+
+
+def test_a_list_of_modules(pool2):
+    assert pool2.run(by_list) == [[], []]
+
+
 def on_a_mesh(shape, reshard, transport):
     names = ("replicate", "shard")[-len(shape) :]
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)

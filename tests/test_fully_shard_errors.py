@@ -75,7 +75,7 @@ class MeshOnDevice(Mesh3):
 
 MISTAKES = [
     (lambda: fully_shard(3), TypeError, "nn.Module, not int"),
-    (lambda: fully_shard([make(Mlp)]), NotImplementedError, "several modules"),
+    (lambda: fully_shard([make(Mlp), 3]), TypeError, "not int"),
     (lambda: fully_shard(nn.ModuleList([make(Mlp)])), ValueError, "ModuleList has no forward"),
     (lambda: fully_shard(fully_shard(make(Mlp))), ValueError, "already"),
     (lambda: fully_shard(make(Mlp), reshard_after_forward="yes"), TypeError, "not 'yes'"),

@@ -18,6 +18,8 @@ from zshard.optim import SGD, Adam, AdamW
 from zshard.precision import MixedPrecision, MixedPrecisionPolicy
 from zshard.strategy import ShardingStrategy
 
+FullyShardedDataParallel = FSDP  # FSDP1's name for it
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "AdamW",
     "CPUOffloadPolicy",
     "DivergenceError",
+    "FullyShardedDataParallel",
     "GradScaler",
     "MixedPrecision",
     "MixedPrecisionPolicy",

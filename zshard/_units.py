@@ -60,6 +60,7 @@ class State:
         self.comms = comms
         self.options = options
         self.hooks: list[Hook] = []  # on the module, and on parts of it
+        self.rank0_only = False  # of state_dict()
         self.sync_buffers = False  # the root's: from rank 0, at each forward
 
 

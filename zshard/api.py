@@ -32,7 +32,8 @@ from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._plan import UnitSpec
-from zshard._state import attach, whole_state_dict
+from zshard._state import attach, is_within_state_dict, whole_state_dict
+from zshard._state_dict_type import state_dict_type
 from zshard._summary import summary_of
 from zshard._units import ATTRIBUTE, Comms, Hook, Options, State, is_unit, state_of, units_of
 from zshard.precision import (
@@ -197,7 +198,11 @@ class FSDP(Controls):
         Arguments as nn.Module.state_dict. Each rank gets the whole dict. Raises RuntimeError where
         it cannot give a parameter whole, naming it; PeerError if a rank is gone.
         """
-        return whole_state_dict(self, super().state_dict, args, kwargs)
+        whole = whole_state_dict(self, super().state_dict, args, kwargs)
+        state = state_of(self)
+        if state.rank0_only and state.comms.all.rank != 0 and not is_within_state_dict():
+            whole.clear()
+        return whole
 
     def summary(self) -> str:
         """A table of the units: name, parameters, bytes whole and per rank, strategy, transport."""
@@ -212,6 +217,8 @@ class FSDP(Controls):
         per process group and serves all models there, so do not add it up over models.
         """
         return dict(state_of(self).unit.engine.memory())
+
+    state_dict_type = staticmethod(state_dict_type)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDP]:

@@ -44,7 +44,7 @@ _NO_OFFLOAD = OffloadPolicy()
 
 
 def fully_shard(
-    module: nn.Module,
+    module: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
     *,
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
@@ -55,7 +55,8 @@ def fully_shard(
 ) -> Any:
     """Makes one unit of the parameters of `module` that are in no unit yet; returns the module.
 
-    Its class becomes a subclass of zshard.FSDP, which has FSDP2's methods. Between steps a
+    Of several modules, in a list, one unit each (FSDP2 makes one of them all; the numbers are the
+    same). Its class becomes a subclass of zshard.FSDP, which has FSDP2's methods. Between steps a
     parameter is this rank's slice, a plain tensor of shape (k, 1, ..., 1), not a DTensor. Values
     and buffers are taken from rank 0. Collective.
 
@@ -78,6 +79,20 @@ def fully_shard(
     whose feature is not in this version, naming it; DivergenceError (on every rank) if the ranks'
     models differ.
     """
+    if isinstance(module, list | tuple):
+        for each in module:
+            _check_module(each)
+        for each in module:
+            fully_shard(
+                each,
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=shard_placement_fn,
+                mp_policy=mp_policy,
+                offload_policy=offload_policy,
+                ignored_params=ignored_params,
+            )
+        return module
     _check_module(module)
     if shard_placement_fn is not None:
         raise NotImplementedError(
@@ -99,11 +114,6 @@ def fully_shard(
 
 
 def _check_module(module: Any) -> None:
-    if isinstance(module, list | tuple):
-        raise NotImplementedError(
-            "fully_shard([...]) of several modules is not in this version of zshard: call it on "
-            "each, or on a module that contains them"
-        )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard takes an nn.Module, not {type(module).__name__}")
     if not has_forward(module):

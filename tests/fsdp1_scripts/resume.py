@@ -5,6 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -44,19 +45,28 @@ def train(model, data):
     return losses
 
 
+def whole(model):
+    """The state dict, on rank 0 only."""
+    config = FullStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        state = model.state_dict()
+    assert (len(state) > 0) == (dist.get_rank() == 0)
+    return state
+
+
 dist.init_process_group("gloo")
 rank, path = dist.get_rank(), sys.argv[1]
 data = torch.Generator().manual_seed(rank)
 first = make(seed=3)
 losses = train(first, data)
-state = first.state_dict()
+state = whole(first)
 if rank == 0:
     torch.save(state, path)
 dist.barrier()
 second = make(seed=4)
 second.load_state_dict(torch.load(path, map_location="cpu"))
 losses += train(second, data)
-state = second.state_dict()
+state = whole(second)
 if rank == 0:
     torch.save({"state": state, "losses": losses}, path)
 dist.barrier()
