@@ -50,11 +50,6 @@ def attach(unit: _core.Unit, spec: UnitSpec) -> None:
             module.__dict__[_Whole.name] = _Whole(module)
 
 
-def is_within_state_dict() -> bool:
-    """Is the state dict of a module that holds this one being made?"""
-    return _outermost.get() is not None
-
-
 def whole_state_dict(
     module: nn.Module, state_dict: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

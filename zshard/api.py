@@ -32,7 +32,7 @@ from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._plan import UnitSpec
-from zshard._state import attach, is_within_state_dict, whole_state_dict
+from zshard._state import attach, whole_state_dict
 from zshard._state_dict_type import state_dict_type
 from zshard._summary import summary_of
 from zshard._units import ATTRIBUTE, Comms, Hook, Options, State, is_unit, state_of, units_of
@@ -200,7 +200,8 @@ class FSDP(Controls):
         """
         whole = whole_state_dict(self, super().state_dict, args, kwargs)
         state = state_of(self)
-        if state.rank0_only and state.comms.all.rank != 0 and not is_within_state_dict():
+        is_part = bool(args) or kwargs.get("destination") is not None  # of a larger dict
+        if state.rank0_only and state.comms.all.rank != 0 and not is_part:
             whole.clear()
         return whole
 
