@@ -1,9 +1,11 @@
-"""Fixtures for all tests: pools of ranks that live as long as the session (see spawn.py)."""
+"""Fixtures for all tests: pools of ranks that live as long as the session (see spawn.py), and one
+thread for torch."""
 
 import importlib.util
 from collections.abc import Iterator
 
 import pytest
+import torch
 from spawn import RankPool
 
 if importlib.util.find_spec("hypothesis"):
@@ -18,6 +20,16 @@ def pytest_report_header() -> str:
     """Which build is tested: in place, installed or sanitized."""
     spec = importlib.util.find_spec("zshard")
     return f"zshard: {spec.origin if spec else 'not importable; run `make test`'}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """torch computes on one thread, as it does in ranks; tests of threads ask for theirs.
+
+    OpenMP's threads spin while they wait for each other: where something else runs on the cores, a
+    small model takes fifty times as long.
+    """
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,16 @@
 The one idea: a transport is libc only (the process group below c10d is played by shm), so each test
 forks its ranks in a small program that the compiler makes in a second, plain and sanitized. There,
 ranks come late, come in any order, get killed and disagree, which Python's ranks cannot do at will.
-What torch's own process groups do is in test_transports.py.
+Most of these tests wait for what does not come, so all that were chosen are started together, and
+run AT_A_TIME. What torch's own process groups do is in test_transports.py.
 """
 
 import os
 import re
 import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,6 +32,7 @@ BUILDS = {
     # Sees the threads of one process; between processes it sees nothing.
     "threads": ["-O1", "-g", "-fsanitize=thread"],
 }
+AT_A_TIME = 4
 TEST = re.compile(r"^    TEST\((\w+), (.*)\),$", re.MULTILINE)
 
 
@@ -47,29 +52,31 @@ def cases() -> list:
 
 
 class Programs:
-    """The programs, each compiled in each build when it is first asked for."""
+    """The programs, each compiled in each build when it is first asked for, by any thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made: dict[tuple[str, str], Path | AssertionError] = {}
+        self._lock = threading.Lock()
+        self._made: dict[tuple[str, str], Future[Path]] = {}
 
     def get(self, name: str, build: str) -> Path:
         """The program's path; what does not compile fails every test, after one attempt."""
-        made = self._made.get((name, build)) or self._compile(name, build)
-        self._made[name, build] = made
-        if isinstance(made, AssertionError):
-            raise made
-        return made
+        with self._lock:
+            first = (name, build) not in self._made
+            made = self._made.setdefault((name, build), Future())
+        if first:
+            try:
+                made.set_result(self._compile(name, build))
+            except BaseException as error:  # a failure, or a skip
+                made.set_exception(error)
+        return made.result()
 
-    def _compile(self, name: str, build: str) -> Path | AssertionError:
+    def _compile(self, name: str, build: str) -> Path:
         if build == "threads":
             skip_without_thread_sanitizer(self._folder)
         sources = [ROOT / "tests" / "c" / f"{name}.c"]
         sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
-        try:
-            return compile_c(self._folder / f"{name}_{build}", sources, BUILDS[build])
-        except AssertionError as error:
-            return error
+        return compile_c(self._folder / f"{name}_{build}", sources, BUILDS[build])
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +92,29 @@ def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+Runs = dict[tuple[str, str, str], Future[subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, programs: Programs) -> Iterator[Runs]:
+    """The run of each chosen test, by (program, build, name)."""
+    with ThreadPoolExecutor(AT_A_TIME) as executor:
+
+        def start(program: str, build: str, name: str) -> Future[subprocess.CompletedProcess[str]]:
+            return executor.submit(lambda: run(programs.get(program, build), name))
+
+        calls = [
+            tuple(item.callspec.params[word] for word in ("program", "build", "name"))
+            for item in request.session.items
+            if isinstance(item, pytest.Function) and item.function is test_in_c
+        ]
+        yield {call: start(*call) for call in calls}
+        executor.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize(("program", "build", "name"), cases())
-def test_in_c(programs: Programs, program: str, build: str, name: str) -> None:
-    done = run(programs.get(program, build), name)
+def test_in_c(runs: Runs, program: str, build: str, name: str) -> None:
+    done = runs[program, build, name].result()
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"^{name} +\d ranks  ok", done.stdout, re.MULTILINE)
 

@@ -6,11 +6,13 @@ the contract of device.h, one rounding after the other, in torch.
 """
 
 import ctypes
+import functools
 import math
 import os
 import shlex
+import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -78,16 +80,34 @@ class Device:
         self._lib.zs_device_scale(pointer, numel, DTYPES[x.dtype], ctypes.c_double(factor))
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The library of a build; builds with the same flags are compiled once."""
+    folder = tmp_path_factory.mktemp("compiled")
+
+    @functools.cache
+    def compile_with(flags: tuple[str, ...]) -> Path:
+        target = folder / f"device{''.join(flags)}.so"
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+        command = [*compiler, *STRICT, *FLAGS, *flags, f"-I{ROOT / 'csrc'}"]
+        done = subprocess.run(
+            [*command, *map(str, SOURCES), "-o", str(target), "-lm"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return target
+
+    return lambda build: compile_with(tuple(BUILDS[build]))
+
+
 @pytest.fixture(scope="module", params=BUILDS)
-def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Device:
-    """A library of its own for each instruction set: the choice is made once per library."""
+def device(
+    request: pytest.FixtureRequest,
+    compiled: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Device:
+    """A copy of the library for each instruction set: the choice is made once per library."""
     target = tmp_path_factory.mktemp("device") / f"device_{request.param}.so"
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, *STRICT, *FLAGS, *BUILDS[request.param], f"-I{ROOT / 'csrc'}"]
-    done = subprocess.run(
-        [*command, *map(str, SOURCES), "-o", str(target), "-lm"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    shutil.copy(compiled(request.param), target)
     before = os.environ.get("ZSHARD_ISA")
     os.environ["ZSHARD_ISA"] = request.param
     try:

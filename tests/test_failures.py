@@ -277,8 +277,11 @@ def interrupt(folder, transport):
     """Rank 0 waits for rank 1, which sleeps; a signal's handler raises KeyboardInterrupt there, as
     Ctrl-C does."""
     model = wrap(make_model(Misdeed("", "", folder)), transport, 60.0)
+    interrupted = Path(folder) / "interrupted"
     if os.environ["RANK"] == "1":
-        time.sleep(5.0)
+        deadline = time.monotonic() + 5.0
+        while not interrupted.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
         return End("", "", 0.0)
 
     def on_alarm(*_):
@@ -290,7 +293,9 @@ def interrupt(folder, transport):
     try:
         model(batch(0)).sum().backward()
     except KeyboardInterrupt:
-        return End("KeyboardInterrupt", "", time.monotonic() - due)
+        seconds = time.monotonic() - due
+        interrupted.touch()
+        return End("KeyboardInterrupt", "", seconds)
     except Exception as error:
         return End(type(error).__name__, str(error), time.monotonic() - due)
     return End("", "", 0.0)

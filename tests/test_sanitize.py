@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nursery import fork_ranks
 from spawn import run_ranks
 from torch import nn
 
@@ -149,7 +150,7 @@ def train_all():
 
 
 def test_training_is_clean(environment):
-    plain = run_ranks(train_all, 2, timeout=120)
+    plain = fork_ranks(train_all, 2, timeout=120, check=True)
     for result, usual in zip(
         run_ranks(train_all, 2, env=environment, timeout=240, check=False), plain, strict=True
     ):
