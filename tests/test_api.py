@@ -67,13 +67,13 @@ def test_spellings_of_a_strategy(argument, value, expected):
     assert units(FSDP(Mlp(), auto_wrap_policy=None, **{argument: value})) == {"": expected}
 
 
-def test_torchs_argument_objects_that_change_nothing_are_taken():
+def test_torchs_argument_objects_are_taken():
     FSDP(
         Mlp(),
         None,
         torch_fsdp.ShardingStrategy.FULL_SHARD,
         torch_fsdp.CPUOffload(offload_params=False),
-        backward_prefetch=torch_fsdp.BackwardPrefetch.BACKWARD_PRE,
+        backward_prefetch=torch_fsdp.BackwardPrefetch.BACKWARD_POST,
         device_id=torch.device("cpu"),
         forward_prefetch=False,
         limit_all_gathers=True,
@@ -85,7 +85,6 @@ def test_torchs_argument_objects_that_change_nothing_are_taken():
     "arguments",
     [
         {"cpu_offload": torch_fsdp.CPUOffload(offload_params=True)},
-        {"backward_prefetch": torch_fsdp.BackwardPrefetch.BACKWARD_POST},
         {"device_id": 0},
     ],
 )
@@ -387,7 +386,7 @@ def test_tied_weights_count_once():
 
 def test_memory_has_its_keys():
     held = FSDP(make(Mlp)).memory()
-    assert set(held) == {"shards", "grads", "slots", "buckets", "transport"}
+    assert set(held) == {"shards", "kept", "grads", "slots", "buckets", "transport"}
 
 
 def test_a_model_without_parameters():

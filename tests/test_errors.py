@@ -117,9 +117,12 @@ def test_a_wrapped_module():
     check(error_of(FSDP, model), ValueError, "Sequential", "wrapped already", "once")
 
 
-def test_a_wrapped_class_is_not_called():
-    model = FSDP(nn.Linear(2, 2))
-    check(error_of(type(model), 2, 2), TypeError, "FSDPLinear", "FSDP(module)")
+def test_a_wrapped_class_makes_plain_modules():
+    """As containers do for a slice of themselves; the children stay the units that they are."""
+    model = FSDP(two_linears(), auto_wrap_policy={nn.Linear})
+    assert type(type(model[0])(2, 2)) is nn.Linear
+    part = model[:1]
+    assert type(part) is nn.Sequential and part[0] is model[0] and isinstance(part[0], FSDP)
 
 
 def test_parameter_shared_with_a_wrapped_module():

@@ -211,9 +211,10 @@ class FSDP(Controls):
         return summary_of([state.unit for _, state in units_of(self)], own.comms)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that zshard holds on this rank now: shards, grads, slots, buckets, transport.
+        """Bytes that zshard holds on this rank now: shards, kept, grads, slots, buckets, transport.
 
-        All but the last are this model's. "transport" is what the ranks' transport has for itself
+        All but the last are this model's. "kept" is the copy of parameters that zero1 and
+        hybrid_full keep between steps. "transport" is what the ranks' transport has for itself
         (over c10d, what is sent and received; over shm, the ranks' letter boxes): it is made once
         per process group and serves all models there, so do not add it up over models.
         """
