@@ -32,6 +32,7 @@ struct zs_engine {
     int depth;              /* forwards of units that are running, nested */
     bool reading;           /* a reader session is open */
     bool gave_up;           /* the backward being closed was abandoned here */
+    int64_t session;        /* when the last session of forwards began, in nodes of the graph */
     size_t next_post;       /* (collective transports) how many units have posted in this backward */
     zs_tensor **buffers;    /* [n_buffers] owned weak handles */
     size_t n_buffers;

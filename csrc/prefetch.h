@@ -12,7 +12,6 @@
 /* How far to go ahead. */
 typedef struct zs_prefetch {
     int ahead[2]; /* units whose gathers may be under way, by zs_phase; 0: none */
-    bool late;    /* in backward, begin when a unit's gradients are complete, not before they are computed */
 } zs_prefetch;
 
 /* A pass begins. */

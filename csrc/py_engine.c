@@ -95,18 +95,16 @@ static PyObject *engine_set_order(engine_object *self, PyObject *list)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_set_prefetch_doc,
-             "set_prefetch($self, forward, backward, late, /)\n--\n\nHow many units gathers go ahead in forward and in "
-             "backward; late: in backward only when a unit's gradients are complete.");
+PyDoc_STRVAR(
+    engine_set_prefetch_doc,
+    "set_prefetch($self, forward, backward, /)\n--\n\nHow many units gathers go ahead in forward and in backward.");
 
 static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
 {
     zs_prefetch prefetch;
-    int late;
-    if (!PyArg_ParseTuple(args, "iip:set_prefetch", &prefetch.ahead[ZS_PHASE_FORWARD],
-                          &prefetch.ahead[ZS_PHASE_BACKWARD], &late))
+    if (!PyArg_ParseTuple(args, "ii:set_prefetch", &prefetch.ahead[ZS_PHASE_FORWARD],
+                          &prefetch.ahead[ZS_PHASE_BACKWARD]))
         return NULL;
-    prefetch.late = late;
     zs_engine_set_prefetch(self->engine, prefetch);
     Py_RETURN_NONE;
 }

@@ -44,7 +44,8 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
 
 typedef struct output_walk {
     zs_hook hook;
-    bool hooked; /* an output with history was found */
+    int64_t since; /* nodes that are older were passed through: their backward needs nothing of this unit */
+    bool hooked;   /* an output with history was found */
 } output_walk;
 
 static int hook_outputs(output_walk *walk, PyObject *object, int depth);
@@ -78,7 +79,7 @@ static int hook_outputs(output_walk *walk, PyObject *object, int depth)
     if (zs_py_is_tensor(object)) {
         bool hooked = false;
         zs_clear_error();
-        if (zs_py_hook_before_backward(object, &walk->hook, &hooked) != ZS_OK) {
+        if (zs_py_hook_before_backward(object, &walk->hook, walk->since, &hooked) != ZS_OK) {
             zs_py_raise(NULL);
             return -1;
         }
@@ -101,7 +102,7 @@ const char zs_py_post_forward_doc[] =
 
 PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    output_walk walk = {.hook = zs_engine_backward_hook(self->unit)};
+    output_walk walk = {.hook = zs_engine_backward_hook(self->unit), .since = self->unit->begun};
     if (zs_grad_mode() && n > 2 && hook_outputs(&walk, args[2], 0) < 0) return NULL;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_post_forward(self->unit, walk.hooked));

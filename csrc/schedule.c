@@ -3,6 +3,7 @@
 #include "hold.h"
 #include "kept.h"
 #include "reduce.h"
+#include "through.h"
 
 /* --- sessions ------------------------------------------------------------------------------------------------------------- */
 
@@ -39,6 +40,7 @@ static zs_status close_backward(zs_engine *engine);
 static void drop_packed(zs_unit *unit)
 {
     unit->packed = false;
+    zs_through_end(unit);
     zs_bucket_drop(unit);
 }
 
@@ -95,6 +97,7 @@ static zs_status begin_session(zs_engine *engine)
 {
     if (engine->phase == BACKWARD) ZS_TRY(recover(engine));
     engine->phase = FORWARD;
+    engine->session = zs_next_node();
     zs_prefetch_begin(engine);
     ZS_TRY(reshard_all(engine, false)); /* left by a forward whose backward never came */
     for (size_t i = 0; i < engine->n; i++)
@@ -161,13 +164,13 @@ static zs_status make_whole(zs_unit *unit, zs_phase phase)
 {
     ZS_TRY(zs_unit_unshard(unit));
     zs_prefetch_note(unit, phase);
-    bool later = phase == ZS_PHASE_BACKWARD && unit->engine->prefetch.late;
-    return later ? ZS_OK : zs_prefetch_next(unit, phase);
+    return zs_prefetch_next(unit, phase);
 }
 
 zs_status zs_engine_pre_forward(zs_unit *unit)
 {
     zs_engine *engine = unit->engine;
+    zs_through_begin(unit);
     if (recomputing(engine)) return make_whole(unit, ZS_PHASE_BACKWARD);
     ZS_TRY(zs_engine_open(engine)); /* if it fails, the post-forward hook finds nothing to close */
     unit->inside++;
@@ -190,6 +193,7 @@ static bool stays_full(const zs_unit *unit, bool keep)
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep)
 {
     zs_engine *engine = unit->engine;
+    if (keep) zs_through_expect(unit);
     if (unit->inside == 0) return ZS_OK; /* recomputed in backward: stays FULL until its gradients are there */
     zs_status status = ZS_OK;
     if (--unit->inside == 0 && !stays_full(unit, keep)) status = zs_unit_reshard(unit, ZS_SHARDED);
@@ -215,8 +219,10 @@ static zs_status begin_backward(zs_engine *engine)
     engine->next_post = 0;
     engine->comm->heard = false;
     zs_prefetch_begin(engine);
-    for (size_t i = 0; i < engine->n; i++)
+    for (size_t i = 0; i < engine->n; i++) {
         engine->units[i]->syncs = engine->units[i]->sync;
+        engine->units[i]->packed = false;
+    }
     discard_dead_grads(engine);
     return begin_reading(engine, ZS_PHASE_BACKWARD);
 }
@@ -226,26 +232,12 @@ static zs_status begin_backward(zs_engine *engine)
 static zs_status refuse_double_backward(const zs_unit *unit)
 {
     if (!zs_grad_mode() || unit->fixed) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_STATE,
-                   "backward with create_graph=True (a gradient penalty, a Hessian) reached unit '%s', which is sharded: "
-                   "gradients of gradients need whole parameters after the backward. Use strategy='no_shard' for this "
-                   "model, or a penalty without second derivatives",
-                   unit->name);
-}
-
-static zs_status before_backward_hook(void *pointer, int64_t unused)
-{
-    (void)unused;
-    zs_unit *unit = pointer;
-    ZS_TRY(refuse_double_backward(unit));
-    ZS_TRY(begin_backward(unit->engine));
-    ZS_TRY(make_whole(unit, ZS_PHASE_BACKWARD));
-    return zs_reduce_begin(unit, -1);
-}
-
-zs_hook zs_engine_backward_hook(zs_unit *unit)
-{
-    return (zs_hook){before_backward_hook, zs_unit_retain, zs_unit_release, unit, 0};
+    return ZS_FAIL(
+        ZS_ERR_STATE,
+        "backward with create_graph=True (a gradient penalty, a Hessian) reached unit '%s', which is sharded: "
+        "gradients of gradients need whole parameters after the backward. Use strategy='no_shard' for this "
+        "model, or a penalty without second derivatives",
+        unit->name);
 }
 
 static zs_status post_unit(zs_unit *unit)
@@ -264,11 +256,9 @@ static zs_unit *in_post_order(const zs_engine *engine, size_t i)
     return engine->units[engine->n - 1 - i];
 }
 
-static zs_status post_when_due(zs_unit *unit)
+/* (Collective transports) Posts what is packed and whose turn has come. */
+static zs_status post_due(zs_engine *engine)
 {
-    zs_engine *engine = unit->engine;
-    if (engine->comm->ops->mapped) return post_unit(unit);
-    unit->packed = true;
     while (engine->next_post < engine->n) {
         zs_unit *next = in_post_order(engine, engine->next_post);
         if (next->cunit != NULL && next->syncs && !next->packed) return ZS_OK;
@@ -276,6 +266,44 @@ static zs_status post_when_due(zs_unit *unit)
         engine->next_post++;
     }
     return ZS_OK;
+}
+
+/* This rank has all that it will pack of the unit in this backward. */
+static zs_status give_out(zs_unit *unit)
+{
+    ZS_TRY(zs_unit_reshard(unit, unit->cunit != NULL && unit->syncs ? ZS_REDUCING : ZS_SHARDED));
+    unit->packed = true;
+    return ZS_OK;
+}
+
+/* (Collective transports) Gives out the units that this backward is through with, where that of the forward `stamp` begins:
+ * in one place on all ranks. */
+static zs_status retire(zs_engine *engine, int64_t stamp)
+{
+    if (engine->comm->ops->mapped) return ZS_OK;
+    for (size_t i = 0; i < engine->n; i++) {
+        zs_unit *unit = in_post_order(engine, i);
+        if (unit->retired || !zs_through_with(unit, stamp, engine->session)) continue;
+        unit->retired = true;
+        if (!unit->posted) ZS_TRY(give_out(unit));
+    }
+    return post_due(engine);
+}
+
+static zs_status before_backward_hook(void *pointer, int64_t stamp)
+{
+    zs_unit *unit = pointer;
+    ZS_TRY(refuse_double_backward(unit));
+    ZS_TRY(begin_backward(unit->engine));
+    zs_through_fired(unit, stamp);
+    ZS_TRY(retire(unit->engine, stamp));
+    ZS_TRY(make_whole(unit, ZS_PHASE_BACKWARD));
+    return zs_reduce_begin(unit, -1);
+}
+
+zs_hook zs_engine_backward_hook(zs_unit *unit)
+{
+    return (zs_hook){before_backward_hook, zs_unit_retain, zs_unit_release, unit, zs_through_stamp(unit)};
 }
 
 static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_what)
@@ -299,6 +327,26 @@ static zs_status check_whole(const zs_unit *unit, int64_t i)
     return used_outside(unit, i, " of this rank's slice");
 }
 
+/* Do ranks meet to gather the unit? */
+static bool gathers_together(const zs_unit *unit)
+{
+    return !unit->replicated && !unit->engine->ranks.near->ops->mapped;
+}
+
+/* All gradients of the unit are here. Where ranks meet to gather, that is not the moment: another rank may use fewer
+ * parameters, and waits for this one elsewhere. */
+static zs_status on_complete(zs_unit *unit)
+{
+    zs_engine *engine = unit->engine;
+    if (gathers_together(unit)) return ZS_OK;
+    /* An adapter's gradients may all be there before backward goes through the frozen layer under it: then the unit stays
+     * whole until the end. (Mapped: that takes no memory.) */
+    if (!unit->has_frozen) ZS_TRY(zs_unit_reshard(unit, unit->syncs ? ZS_REDUCING : ZS_SHARDED));
+    if (engine->comm->ops->mapped) return post_unit(unit);
+    unit->packed = true;
+    return post_due(engine);
+}
+
 static zs_status grad_ready_hook(void *pointer, int64_t i)
 {
     zs_unit *unit = pointer;
@@ -312,12 +360,7 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
     ZS_TRY(zs_reduce_begin(unit, i));
     bool complete = false;
     ZS_TRY(zs_reduce_pack(unit, i, &complete));
-    if (!complete) return ZS_OK;
-    /* An adapter's gradients may all be there before backward goes through the frozen layer under it: then the unit stays
-     * whole until the end. */
-    if (!unit->has_frozen) ZS_TRY(zs_unit_reshard(unit, unit->syncs ? ZS_REDUCING : ZS_SHARDED));
-    ZS_TRY(post_when_due(unit));
-    return unit->engine->prefetch.late ? zs_prefetch_next(unit, ZS_PHASE_BACKWARD) : ZS_OK;
+    return complete ? on_complete(unit) : ZS_OK;
 }
 
 zs_status zs_unit_hook_param(zs_unit *unit, int64_t i)
@@ -377,6 +420,8 @@ static zs_status close_backward(zs_engine *engine)
     if (status != ZS_OK) forget_backward(engine);
     for (size_t i = 0; i < engine->n && status == ZS_OK; i++)
         status = zs_reduce_end(engine->units[i]);
+    for (size_t i = 0; i < engine->n; i++)
+        zs_through_end(engine->units[i]);
     zs_status ended = end_reading(engine, ZS_PHASE_BACKWARD);
     if (status == ZS_OK) status = ended;
     if (status == ZS_OK) status = zs_bucket_settle_all(engine->buckets);

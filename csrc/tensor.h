@@ -167,6 +167,9 @@ bool zs_in_backward(void);
 /* Is autograd recording on this thread? */
 bool zs_grad_mode(void);
 
+/* The number that the next node will get which this thread makes; they only grow. */
+int64_t zs_next_node(void);
+
 /* --- torch's thread pool ---------------------------------------------------------------------------------------------- */
 
 /* Runs fn(ctx, begin, end) over [0, n) in pieces of at least `grain` on torch's intra-op threads; returns when done. */

@@ -18,7 +18,8 @@ PyObject *zs_py_wrap(const zs_tensor *tensor);
 /* How a failed hook becomes a Python exception: `raise` is called with the GIL and sets one from this thread's record. */
 void zs_py_set_raiser(void (*raise)(void));
 
-/* Adds `hook` before the backward of the node that made tensor `object`; *hooked is false for tensors without history. */
-zs_status zs_py_hook_before_backward(PyObject *object, const zs_hook *hook, bool *hooked);
+/* Adds `hook` before the backward of the node that made tensor `object`; *hooked is false for tensors without history, and
+ * where the node is older than `since` (a number of zs_next_node). */
+zs_status zs_py_hook_before_backward(PyObject *object, const zs_hook *hook, int64_t since, bool *hooked);
 
 #endif

@@ -5,6 +5,7 @@
 // backward() raises it unchanged.
 #include "torch_internal.hpp"
 
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -236,6 +237,11 @@ bool zs_in_backward(void)
     return ag::get_current_graph_task_id() != -1;
 }
 
+int64_t zs_next_node(void)
+{
+    return static_cast<int64_t>(at::sequence_number::peek());
+}
+
 bool zs_grad_mode(void)
 {
     return at::GradMode::is_enabled();
@@ -246,12 +252,12 @@ void zs_py_set_raiser(void (*raise)(void))
     raise_from_record = raise;
 }
 
-zs_status zs_py_hook_before_backward(PyObject *object, const zs_hook *hook, bool *hooked)
+zs_status zs_py_hook_before_backward(PyObject *object, const zs_hook *hook, int64_t since, bool *hooked)
 {
     return guarded("zs_py_hook_before_backward", [&] {
         const auto &node = THPVariable_Unpack(object).grad_fn();
-        *hooked = node != nullptr;
-        if (node) node->add_pre_hook(std::make_unique<BeforeBackward>(*hook));
+        *hooked = node != nullptr && static_cast<int64_t>(node->sequence_nr()) >= since;
+        if (*hooked) node->add_pre_hook(std::make_unique<BeforeBackward>(*hook));
         return ZS_OK;
     });
 }

@@ -389,6 +389,7 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
     unit->engine = zs_engine_retain(engine);
     unit->strategy = spec->strategy;
     unit->sync = unit->syncs = true;
+    unit->past = true;
     unit->replicated = spec->strategy == ZS_NO_SHARD || zs_engine_n_parts(engine) == 1;
     unit->part = unit->replicated ? zs_engine_comm(engine)->rank : zs_engine_part(engine);
     unit->fixed = unit->replicated && !lowers(unit, spec);

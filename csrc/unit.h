@@ -119,6 +119,10 @@ struct zs_unit {
     zs_unit *next[2];     /* gathered after this one in the last pass, by zs_phase; borrowed; see prefetch.h */
     zs_follow by_hand[2]; /* the same as users want it */
     bool ends_forward;    /* was gathered last in the last forward */
+    int64_t begun;        /* when the forward of its module that is running, or ran last, began; see through.h */
+    int64_t oldest;       /* when the oldest of those began whose backward may come */
+    bool past;            /* the last backward has ended since */
+    bool retired;         /* this backward is through with it */
     double divisor;       /* what sums of gradients are divided by; 0: the number of ranks */
     bool in_backward;     /* this backward has reached it: gradients set aside */
     zs_param *params;     /* [n_params]; owned */

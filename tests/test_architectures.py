@@ -69,42 +69,14 @@ def differences_from_ddp(name, combinations):
     return found, min(units)
 
 
-# Not yet: why training cannot be done, by model and combination.
-LATER = {
-    ("switch", ("full_shard", "c10d")): (
-        "when a unit's gradients are reduced depends on which of its experts a rank used, so one rank "
-        "reduces while the other gathers the next unit (schedule.c, post_when_due): DivergenceError"
-    ),
-    ("switch", ("shard_grad_op", "c10d")): (
-        "each block returns block 0's position bias, whose node in the graph so has the pre-hooks of all "
-        "blocks: those that are reduced already are gathered once more (schedule.c, "
-        "before_backward_hook), and which those are depends on the experts used: DivergenceError"
-    ),
-}
-
-
 def combinations_of(name):
-    if name not in IN_ALL_WAYS:
-        return FULL
-    return [combination for combination in COMBINATIONS if (name, combination) not in LATER]
+    return COMBINATIONS if name in IN_ALL_WAYS else FULL
 
 
-@pytest.mark.parametrize(
-    ("name", "combinations"),
-    [
-        *(pytest.param(name, combinations_of(name), id=name) for name in ARCHITECTURES),
-        *(
-            pytest.param(
-                *(name, [combination]),
-                marks=pytest.mark.xfail(reason=reason, raises=AssertionError),
-                id=f"{name}, {' '.join(combination)}",
-            )
-            for (name, combination), reason in LATER.items()
-        ),
-    ],
-)
-def test_training_has_the_bits_of_ddp(pool2, name, combinations):
-    for rank, (found, units) in enumerate(pool2.run(differences_from_ddp, name, combinations)):
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_training_has_the_bits_of_ddp(pool2, name):
+    found_on_ranks = pool2.run(differences_from_ddp, name, combinations_of(name))
+    for rank, (found, units) in enumerate(found_on_ranks):
         assert not any(found.values()), f"rank {rank}: {found}"
         assert units >= 2, "the model is one unit: nothing is tested"
 

@@ -58,8 +58,7 @@ def parse_prefetch(
     units = 1 if limit_all_gathers else 2
     return Prefetch(
         forward=units if forward_prefetch else 0,
-        backward=0 if name is None else units,
-        late=name == "backward_post",
+        backward=units if name == "backward_pre" else 0,
     )
 
 

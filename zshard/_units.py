@@ -37,7 +37,6 @@ class Prefetch(NamedTuple):
 
     forward: int = 0
     backward: int = 1
-    late: bool = False  # in backward only when a unit's gradients are complete
 
 
 class Options(NamedTuple):

@@ -67,8 +67,8 @@ class FSDP(Controls):
         else a set of module classes, a policy or callable from zshard.wrap, or None for one unit.
     backward_prefetch, forward_prefetch: begin the next unit's gather before it is wanted, in the
         order of the last pass: in backward before the gradients of the unit before are computed
-        ("backward_pre", or FSDP1's enum), after that ("backward_post") or not at all (None); in
-        forward if True. Over shm no gather takes time, and they change nothing.
+        ("backward_pre", or FSDP1's enum) or only while they are reduced ("backward_post", None);
+        in forward if True. Over shm no gather takes time, and they change nothing.
     limit_all_gathers: one gather goes ahead at a time; if False, two.
     mixed_precision: a zshard.MixedPrecision or MixedPrecisionPolicy, or torch's; None: no casts.
     ignored_modules, ignored_states: modules (or parameters) that are left alone on every rank.
