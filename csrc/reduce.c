@@ -23,14 +23,20 @@ static zs_status take_bucket(zs_unit *unit)
     return zs_bucket_take(pool, unit, zs_unit_bucket_bytes(unit));
 }
 
+/* Counts from nothing which gradients have come. */
+static void expect_all(zs_unit *unit)
+{
+    clear_bits(unit, unit->arrived);
+    unit->n_arrived = 0;
+}
+
 /* Makes room for gradients: a bucket, or where they stay local, memory for that. */
 static zs_status open_round(zs_unit *unit)
 {
     if (unit->bucket != NULL || unit->local != NULL) return ZS_OK;
     ZS_TRY(unit->syncs ? take_bucket(unit) : zs_local_grads_new(unit));
     clear_bits(unit, unit->used);
-    clear_bits(unit, unit->arrived);
-    unit->n_arrived = 0;
+    expect_all(unit);
     return ZS_OK;
 }
 
@@ -84,10 +90,7 @@ zs_status zs_reduce_begin(zs_unit *unit, int64_t arriving)
     unit->in_backward = true;
     unit->n_expected = 0;
     unit->has_frozen = false;
-    if (unit->local != NULL) {
-        clear_bits(unit, unit->arrived);
-        unit->n_arrived = 0;
-    }
+    if (unit->local != NULL) expect_all(unit);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         param->has_grad = param->reduced = false;
@@ -111,6 +114,8 @@ zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
 {
     zs_param *param = &unit->params[i];
     ZS_TRY(open_round(unit));
+    /* The round was complete, and its turn to be posted has not come; a weight that is recomputed once more adds to it. */
+    if (unit->n_arrived == unit->n_expected) expect_all(unit);
     bool again = zs_get_bit(unit->used, i);
     ZS_TRY(zs_grad_copy(param->tensor, in_round(unit, param), unit->flats[param->flat].wire, again));
     zs_grad_set(param->tensor, NULL);

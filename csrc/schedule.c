@@ -339,9 +339,10 @@ static zs_status on_complete(zs_unit *unit)
 {
     zs_engine *engine = unit->engine;
     if (gathers_together(unit)) return ZS_OK;
-    /* An adapter's gradients may all be there before backward goes through the frozen layer under it: then the unit stays
-     * whole until the end. (Mapped: that takes no memory.) */
-    if (!unit->has_frozen) ZS_TRY(zs_unit_reshard(unit, unit->syncs ? ZS_REDUCING : ZS_SHARDED));
+    /* A mapped full buffer costs nothing: it stays, for weights that are recomputed once more. A cast copy goes, unless
+     * backward may still need frozen parameters in it. */
+    if (unit->replicated && !unit->has_frozen)
+        ZS_TRY(zs_unit_reshard(unit, unit->syncs ? ZS_REDUCING : ZS_SHARDED));
     if (engine->comm->ops->mapped) return post_unit(unit);
     unit->packed = true;
     return post_due(engine);

@@ -44,7 +44,7 @@ void zs_through_fired(zs_unit *unit, int64_t stamp)
 
 bool zs_through_with(const zs_unit *unit, int64_t stamp, int64_t session)
 {
-    if (unit->past && unit->oldest < session) return true;
+    if (unit->past && unit->oldest < session && unit->begun < session) return true;
     return unit->oldest >= end_of(stamp);
 }
 

@@ -23,7 +23,7 @@ void zs_through_expect(zs_unit *unit);
 void zs_through_fired(zs_unit *unit, int64_t stamp);
 
 /* Is the running backward through with `unit`, where that of the forward `stamp` begins? `session`: when the last session of
- * forwards began; a unit that took no part in it is out of the question. */
+ * forwards began; it is with a unit that took no part in that. (One that did without recording may be recomputed.) */
 bool zs_through_with(const zs_unit *unit, int64_t stamp, int64_t session);
 
 /* A backward has ended. */

@@ -10,8 +10,7 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import COMBINATIONS, Block, ddp, loss_of, make, wrapped
+from models import Block, loss_of, wrapped
 from scenarios import WIDTH, floats, message_of, wrong_in
 from spawn import ranks
 from torch import nn
@@ -122,6 +121,10 @@ def units_twice(model, x):
     return model.each_again(model.each_again(x))
 
 
+def units_thrice(model, x):
+    return model.each_again(units_twice(model, x))
+
+
 def once_again_and_once_not(model, x):
     return model.each_again(model.run(x))
 
@@ -152,6 +155,7 @@ WAYS = [
     nested,
     nested_three_deep,
     units_twice,
+    units_thrice,
     once_again_and_once_not,
     around_parts_of_the_root,
     *INSIDE,
@@ -193,45 +197,21 @@ def graph_kept(model, rank):
 
 # What a reentrant checkpoint recomputes has a backward of its own. A weight with uses in several of
 # them has several gradients, each reduced by itself, where the plain model adds them up first.
-TWICE = (units_twice, once_again_and_once_not)
-OF_THE_ROOT = (around_units_and_a_weight_of_the_root, around_parts_of_the_root)
+TWICE = (
+    units_twice,
+    units_thrice,
+    once_again_and_once_not,
+    around_units_and_a_weight_of_the_root,
+    around_parts_of_the_root,
+)
 
 
 @KINDS
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_one_step(pool2, way, reentrant):
-    if reentrant and way in OF_THE_ROOT:
-        pytest.skip(
-            "refused: see test_a_weight_within_and_without_a_reentrant_checkpoint_is_refused"
-        )
     exact = not (reentrant and way in TWICE)
     build = functools.partial(Stack, way, reentrant)
     assert pool2.run(wrong_in, build, one_step, exact) == [{}, {}]
-
-
-def refusals(way):
-    """What a step raises, by combination, and what it raises under DDP."""
-    build = functools.partial(Stack, way, True)
-    sharded = [combination for combination in COMBINATIONS if combination[0] != "no_shard"]
-    models = {combination: wrapped(build, combination) for combination in sharded}
-    models["ddp"] = ddp(make(build))
-    found = {}
-    for name, model in models.items():
-        found[name] = message_of(functools.partial(one_step, model, dist.get_rank()), RuntimeError)
-        dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("way", OF_THE_ROOT)
-def test_a_weight_within_and_without_a_reentrant_checkpoint_is_refused(pool2, way):
-    # The root is done with its weights when the gradient of the last outer use is there; the uses in
-    # recomputed stretches come after that. Neither DDP nor FSDP1 can do it: an error, no numbers.
-    said = pool2.run(refusals, way)
-    for found in said:
-        assert "ready only once" in found.pop("ddp")
-    for combination in said[0]:
-        texts = [found[combination] for found in said]
-        assert any("parameter 'shift'" in text and "sharded" in text for text in texts), texts
 
 
 @KINDS
