@@ -112,6 +112,7 @@ count: int = units[0].summary()  # error: assignment
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it reads all of torch, if `make lint` has not left it a cache
 @pytest.mark.skipif(
     importlib.util.find_spec("mypy") is None, reason="mypy is a tool of `make lint`"
 )
