@@ -28,27 +28,43 @@ void zs_arena_free(zs_arena *arena)
     free(arena);
 }
 
+/* The smallest free slot that holds `bytes`; if there is none, the largest free one. */
 static slot *best_fit(zs_arena *arena, size_t bytes)
 {
     slot *best = NULL;
     for (size_t i = 0; i < arena->n; i++) {
         slot *candidate = &arena->slots[i];
-        if (candidate->lent || candidate->mem->bytes < bytes) continue;
-        if (best == NULL || candidate->mem->bytes < best->mem->bytes) best = candidate;
+        if (candidate->lent) continue;
+        bool fits = candidate->mem->bytes >= bytes, best_fits = best != NULL && best->mem->bytes >= bytes;
+        bool smaller = best != NULL && candidate->mem->bytes < best->mem->bytes;
+        if (best == NULL || (fits && !best_fits) || (fits == best_fits && smaller == fits)) best = candidate;
     }
     return best;
+}
+
+static zs_status add_slot(zs_arena *arena, slot **out)
+{
+    slot *grown = realloc(arena->slots, (arena->n + 1) * sizeof *grown);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for slot %zu", arena->n);
+    arena->slots = grown;
+    *out = &grown[arena->n++];
+    **out = (slot){0};
+    return ZS_OK;
 }
 
 zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **out)
 {
     slot *found = best_fit(arena, bytes);
-    if (found == NULL) {
-        slot *grown = realloc(arena->slots, (arena->n + 1) * sizeof *grown);
-        if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for slot %zu", arena->n);
-        arena->slots = grown;
-        found = &grown[arena->n];
-        ZS_TRY(zs_mem_new_private(bytes, &found->mem));
-        arena->n++;
+    if (found == NULL || found->mem->bytes < bytes) {
+        zs_mem *mem = NULL;
+        ZS_TRY(zs_mem_new_private(bytes, &mem));
+        zs_status status = found == NULL ? add_slot(arena, &found) : ZS_OK;
+        if (status != ZS_OK) {
+            zs_mem_release(mem);
+            return status;
+        }
+        zs_mem_release(found->mem);
+        found->mem = mem;
     }
     found->lent = true;
     *out = found->mem;

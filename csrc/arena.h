@@ -1,7 +1,7 @@
 /* arena.h - slots: regions that full buffers borrow and give back, so that no step allocates.
  *
- * The one idea: a slot is taken by best fit from those that are free, and made only when none fits; after the first step
- * every take finds one. Fresh pages cost nothing until touched, so a slot may be larger than its first borrower needs.
+ * The one idea: a slot is taken by best fit from those that are free; when none fits, the largest of them is replaced by a
+ * larger one, so that there are never more than were lent at a time; after the first steps every take finds one. Fresh pages cost nothing until touched, so a slot may be larger than its first borrower needs.
  */
 #ifndef ZS_ARENA_H
 #define ZS_ARENA_H

@@ -9,9 +9,14 @@
 /* Below this, a huge page would waste more than it saves in page faults. */
 enum { HUGE_PAGE = 2 << 20 };
 
+static size_t in_pages(size_t bytes)
+{
+    return zs_round_up(bytes ? bytes : 1, 4096);
+}
+
 static void unmap_private(zs_mem *mem)
 {
-    munmap(mem->ptr, mem->bytes);
+    munmap(mem->ptr, in_pages(mem->bytes));
 }
 
 zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *owner, zs_mem **out)
@@ -43,18 +48,18 @@ static void *map_aligned(size_t length)
 
 zs_status zs_mem_new_private(size_t bytes, zs_mem **out)
 {
-    size_t length = zs_round_up(bytes ? bytes : 1, 4096);
+    size_t length = in_pages(bytes);
     void *ptr = map_aligned(length);
     if (ptr == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "cannot map %zu bytes of memory", length);
     if (length >= HUGE_PAGE) madvise(ptr, length, MADV_HUGEPAGE); /* advice: failing costs speed only */
-    zs_status status = zs_mem_wrap(ptr, length, unmap_private, NULL, out);
+    zs_status status = zs_mem_wrap(ptr, bytes, unmap_private, NULL, out);
     if (status != ZS_OK) munmap(ptr, length);
     return status;
 }
 
 void zs_mem_discard(zs_mem *mem)
 {
-    madvise(mem->ptr, mem->bytes, MADV_DONTNEED); /* advice: failing keeps the pages */
+    madvise(mem->ptr, in_pages(mem->bytes), MADV_DONTNEED); /* advice: failing keeps the pages */
 }
 
 zs_mem *zs_mem_retain(zs_mem *mem)

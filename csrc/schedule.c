@@ -283,6 +283,7 @@ static zs_status retire(zs_engine *engine, int64_t stamp)
     if (engine->comm->ops->mapped) return ZS_OK;
     for (size_t i = 0; i < engine->n; i++) {
         zs_unit *unit = in_post_order(engine, i);
+        if (unit->held) continue; /* its weights may be used in other units' forwards as well */
         if (unit->retired || !zs_through_with(unit, stamp, engine->session)) continue;
         unit->retired = true;
         if (!unit->posted) ZS_TRY(give_out(unit));
