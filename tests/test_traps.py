@@ -206,19 +206,7 @@ def unused_in_a_unit(combination):
     return wrong_in(Branches, leave_out_on_rank_1, True, [combination], BRANCHES)
 
 
-# Not yet over c10d: when a unit's gradients are reduced depends on what its rank used, so one rank
-# reduces while the other gathers the next unit; the same as "switch" in test_architectures.py.
-LATER = pytest.mark.xfail(reason="DivergenceError over c10d", raises=AssertionError)
-
-
-@pytest.mark.parametrize(
-    "combination",
-    [
-        ("full_shard", "shm"),
-        ("no_shard", "c10d"),
-        pytest.param(("full_shard", "c10d"), marks=LATER),
-    ],
-)
+@both_transports
 def test_unused_on_one_rank_counts_as_zero(pool2, combination):
     """Parameters that rank 1 does not use get half of rank 0's gradient, and no rank hangs."""
     assert pool2.run(unused_in_a_unit, combination) == [{}, {}]
