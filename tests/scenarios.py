@@ -107,7 +107,7 @@ def mean_grads(build: Callable[[], nn.Module], run: Run) -> Grads:
             continue
         summed = torch.zeros(param.shape, dtype=param.dtype)
         for grad in grads:
-            summed = summed if grad is None else summed + grad.detach()
+            summed = summed if grad is None else summed + grad.detach().to_dense()
         total[name] = summed / world
     return total
 
@@ -125,7 +125,7 @@ def wrong_grads(ours: Grads, expected: Grads) -> list[str]:
     return sorted(found)
 
 
-def wrong_in(build, run, exact, combinations=COMBINATIONS):
+def wrong_in(build, run, exact, combinations=COMBINATIONS, policy="auto"):
     """{combination: the gradients that are not the mean of the ranks'}; {} if all is right.
 
     exact: to the bit. Else to 1e-6: where sums of several backwards are reduced one by one, the
@@ -135,7 +135,7 @@ def wrong_in(build, run, exact, combinations=COMBINATIONS):
     assert any(grad is not None and grad.abs().sum() > 0 for grad in expected.values())
     found = {}
     for combination in combinations:
-        model = wrapped(build, combination)
+        model = wrapped(build, combination, auto_wrap_policy=policy)
         run(model, dist.get_rank())
         ours = whole_grads(model)
         if not exact:

@@ -177,10 +177,22 @@ def clip_wrongly():
     backward(model, 0)
     with pytest.raises(ValueError, match="norm_type must be a number above 0, or inf; got 0"):
         model.clip_grad_norm_(1.0, 0.0)
-    param = next(p for p in model.parameters() if p.numel())
-    param.grad = param.grad * 2
-    with pytest.raises(RuntimeError, match=r"\.grad of a sharded parameter of shape .* replaced"):
-        model.clip_grad_norm_(1.0)
+    for param in model.parameters():
+        param.grad = param.grad * 2
+    for clip in (model.clip_grad_norm_, clip_by_torch(model), scale_by_torch(model)):
+        with pytest.raises(
+            RuntimeError, match=r"\.grad of the sharded parameter '0.weight' was rep"
+        ):
+            clip(1e-9)
+
+
+def clip_by_torch(model):
+    return lambda limit: torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+def scale_by_torch(model):
+    one = torch.tensor(1.0)
+    return lambda limit: torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, one)
 
 
 def test_what_cannot_be_clipped_rightly_is_refused(pool2):

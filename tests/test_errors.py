@@ -296,10 +296,10 @@ def different(what, model):
     return model
 
 
-def wrap_different(what):
+def wrap_different(what, transport):
     """Wraps a model that is another one on the last rank; then an equal one, which must work."""
     torch.manual_seed(0)
-    model, kwargs = two_linears(), {"auto_wrap_policy": {nn.Linear}}
+    model, kwargs = two_linears(), {"auto_wrap_policy": {nn.Linear}, "transport": transport}
     if dist.get_rank() == dist.get_world_size() - 1:
         model = different(what, model)
         if what == "strategy":
@@ -308,7 +308,7 @@ def wrap_different(what):
             kwargs["auto_wrap_policy"] = None
     outcome = error_of(FSDP, model, sync_module_states=what != "value", **kwargs)
     assert type(model) is nn.Sequential
-    FSDP(two_linears())(torch.ones(1, 2)).sum().backward()
+    FSDP(two_linears(), transport=transport)(torch.ones(1, 2)).sum().backward()
     return outcome
 
 
@@ -327,10 +327,11 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("what", DIFFERENCES)
 @ranks(2)
-def test_models_that_differ_are_an_error_on_every_rank(pool, what):
-    outcomes = pool.run(wrap_different, what)
+def test_models_that_differ_are_an_error_on_every_rank(pool, what, transport):
+    outcomes = pool.run(wrap_different, what, transport)
     for outcome in outcomes:
         check(outcome, DivergenceError, "differ between ranks", "rank 1", *DIFFERENCES[what])
     assert len(set(outcomes)) == 1, "the ranks name different things"
@@ -338,7 +339,7 @@ def test_models_that_differ_are_an_error_on_every_rank(pool, what):
 
 @ranks(3)
 def test_the_odd_one_of_three_ranks_is_named(pool):
-    for outcome in pool.run(wrap_different, "shape"):
+    for outcome in pool.run(wrap_different, "shape", "shm"):
         check(outcome, DivergenceError, "on rank 0", "on rank 2", *DIFFERENCES["shape"])
 
 

@@ -323,6 +323,20 @@ class Detours(nn.Module):
         return x + self.shift if shifted else x
 
 
+class SparseTable(nn.Module):
+    """Embeddings with sparse gradients, of which each rank touches some rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(13, WIDTH, sparse=True)
+        self.bags = nn.EmbeddingBag(7, WIDTH, mode="sum", sparse=True)
+        self.block = Block(WIDTH)
+
+    def forward(self, x):
+        ids = x.argsort(-1)
+        return self.block(self.rows(ids[:, 0] + ids[:, 1] % 4) + self.bags(ids[:, 2:5] % 7))
+
+
 def use_one_of_the_outputs(model, rank):
     tensors_of(model(floats(rank)))[1].square().mean().backward()
 
@@ -360,6 +374,8 @@ UNUSUAL = [
     (CheckpointedInTwoLevels, (), accumulate, False),
     (Unused, (), forward_backward, True),
     (Unused, (), accumulate, False),
+    (SparseTable, (), forward_backward, True),
+    (SparseTable, (), accumulate, False),
     *((Outputs, (kind,), use_both_outputs, True)
       for kind in ("tuple", "list", "dict", "namedtuple", "dataclass", "object")),
     (Outputs, ("tuple",), use_one_of_the_outputs, True),

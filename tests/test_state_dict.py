@@ -15,6 +15,7 @@ import torch.distributed as dist
 from models import (
     CASES,
     COMBINATIONS,
+    TRANSPORTS,
     Net,
     Tied,
     differences,
@@ -288,15 +289,16 @@ def test_state_dict_on_one_rank_while_the_other_trains(pool2):
     assert pool2.run(not_collective, timeout=30) == [[], []]
 
 
-def assign():
-    model = wrapped(Net, FULL)
+def assign(transport):
+    model = wrapped(Net, ("full_shard", transport))
     with pytest.raises(ValueError, match="assign=True"):
         model.load_state_dict(make(Net, seed=2).state_dict(), assign=True)
     return differences(model.state_dict(), make(Net).state_dict())
 
 
-def test_assigning_is_refused(pool2):
-    assert pool2.run(assign) == [[], []]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_assigning_is_refused(pool2, transport):
+    assert pool2.run(assign, transport) == [[], []]
 
 
 # --- at odd times ---------------------------------------------------------------------------------

@@ -7,7 +7,19 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, COMBINATIONS, Block, Net, ddp, differences, loss_of, make, train, wrapped
+from models import (
+    CASES,
+    COMBINATIONS,
+    TRANSPORTS,
+    Block,
+    Net,
+    ddp,
+    differences,
+    loss_of,
+    make,
+    train,
+    wrapped,
+)
 from nursery import fork_ranks
 from scenarios import FULL, WIDTH, Stack, floats, message_of
 from torch import nn
@@ -211,9 +223,9 @@ def test_averaged_weights_can_be_swapped_in(pool2, combination):
     assert pool2.run(swap_in_the_average, combination) == [(True, [])] * 2
 
 
-def replaced_data(whole):
+def replaced_data(transport, whole):
     """p.data = tensor between steps, of the whole shape or of the slice's; what differs then."""
-    model, plain = wrapped(Stack, FULL), make(Stack)
+    model, plain = wrapped(Stack, ("full_shard", transport)), make(Stack)
     param, other = model.head.weight, plain.head.weight
     value = torch.randn(other.shape, generator=torch.Generator().manual_seed(5))
     other.data = value.clone()
@@ -229,18 +241,20 @@ def replaced_data(whole):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_replaced_data_is_written_back(pool2, whole):
-    assert pool2.run(replaced_data, whole) == [(True, [])] * 2
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_replaced_data_is_written_back(pool2, transport, whole):
+    assert pool2.run(replaced_data, transport, whole) == [(True, [])] * 2
 
 
-def cast_after_wrapping():
-    model = wrapped(Stack, FULL)
+def cast_after_wrapping(transport):
+    model = wrapped(Stack, ("full_shard", transport))
     model.double()
     return message_of(lambda: model(floats(dist.get_rank()).double()), ValueError)
 
 
-def test_cast_after_wrapping_is_an_error(pool2):
-    for message in pool2.run(cast_after_wrapping):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_cast_after_wrapping_is_an_error(pool2, transport):
+    for message in pool2.run(cast_after_wrapping, transport):
         assert "'blocks.0.norm.weight'" in message and "before wrapping" in message
 
 

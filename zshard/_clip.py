@@ -4,7 +4,7 @@ The one idea: a rank holds slices of the gradients, so a norm over what it holds
 nothing. Gradients that lie on a shard are known by their storage (`_core.grad_owner`); their power
 sums are exchanged and added in rank order, so that every rank scales by the same bits. All
 torch.nn.utils functions that need a total norm get it from `clip_grad._get_total_norm`, which is
-replaced here; without sharded gradients in its list it is torch's own.
+taught so here; without sharded gradients in its list it is torch's own.
 
 The other gradients in a list (of ignored modules, or with strategy "no_shard") are the same on all
 ranks and counted once.
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +25,24 @@ from zshard import _core
 
 __all__ = ["clip_grad_norm", "install"]
 
-_torchs_total_norm = clip_grad._get_total_norm
+# What torch has within wrappers that turn gradients off.
+_wrappers: Any = clip_grad
+_torchs_total_norm: Callable[..., Tensor] = _wrappers._get_total_norm.__wrapped__
+_torchs_scale: Callable[..., None] = _wrappers._clip_grads_with_norm_.__wrapped__
 
 
 def install() -> None:
     """Give torch.nn.utils the global norm; once is enough, more does nothing."""
-    for home in (clip_grad, torch.nn.utils):
-        for name in ("_get_total_norm", "get_total_norm"):
-            if getattr(home, name, None) is _torchs_total_norm:
-                setattr(home, name, _get_total_norm)
+    _teach(clip_grad._get_total_norm, _torchs_total_norm, _get_total_norm)
+    _teach(clip_grad._clip_grads_with_norm_, _torchs_scale, _clip_grads_with_norm_)
+
+
+def _teach(wrapper: Any, torchs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Have torch's wrapper call `ours`. A new function under its name would not be found by scripts
+    that imported the name before zshard."""
+    for cell in wrapper.__closure__:
+        if cell.cell_contents is torchs:
+            cell.cell_contents = ours
 
 
 def clip_grad_norm(
@@ -50,12 +60,7 @@ def clip_grad_norm(
     infinite; ValueError for a `norm_type` of zero or less.
     """
     held = [p for p in params if p.grad is not None]
-    for param in held:
-        if _is_foreign(param):
-            raise RuntimeError(
-                f"the .grad of a sharded parameter of shape {tuple(param.shape)} was replaced by "
-                "another tensor; write into it instead: p.grad.copy_(...), p.grad.mul_(...)"
-            )
+    _refuse_foreign(held)
     grads = [p.grad for p in held if p.grad is not None]
     total = _get_total_norm(grads, norm_type, error_if_nonfinite)
     if not max_norm / (total + 1e-6) >= 1:  # not < 1: NaN reaches the gradients, as in torch
@@ -63,11 +68,28 @@ def clip_grad_norm(
     return total
 
 
-def _is_foreign(param: Tensor) -> bool:
-    grad = param.grad
-    if grad is None or grad.numel() == 0:
-        return False
-    return bool(_core.is_shard(param)) and _core.grad_owner(grad) is None
+def _refuse_foreign(params: Iterable[Tensor]) -> None:
+    for param in params:
+        if param.grad is None or _core.grad_owner(param.grad) is not None:
+            continue
+        info = _core.shard_info(param) if _core.is_shard(param) else None
+        if info is not None:
+            raise RuntimeError(
+                f"the .grad of the sharded parameter {info['name']!r} was replaced by another "
+                "tensor; write into it instead: p.grad.copy_(...), p.grad.mul_(...)"
+            )
+
+
+@functools.wraps(_torchs_scale)
+def _clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _refuse_foreign(params)  # torch's clip_grad_norm_ comes here before it scales anything
+    _torchs_scale(params, max_norm, total_norm, foreach)
 
 
 @functools.wraps(_torchs_total_norm)
