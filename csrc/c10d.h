@@ -8,14 +8,9 @@
 #ifndef ZS_C10D_H
 #define ZS_C10D_H
 
+#include "arena.h"
 #include "comm_local.h"
 #include "tensor.h"
-
-/* Memory for pieces, lent to one round at a time. */
-typedef struct zs_c10d_area {
-    zs_mem *mem;
-    bool busy;
-} zs_c10d_area;
 
 /* Who runs a rank, as far as this process can find out. */
 typedef struct zs_c10d_peer {
@@ -55,9 +50,8 @@ typedef struct zs_c10d_comm {
     zs_c10d_peer *peers;             /* [world] */
     int gone;                        /* the peer that was first seen to be gone, the cause of what follows; -1: none */
     size_t living;                   /* units that are not freed */
-    zs_c10d_area *areas;             /* grows to what one backward has out at a time; goes with the last unit */
-    size_t n_areas;
-    bool told; /* this rank has left its last words */
+    zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
+    bool told;       /* this rank has left its last words */
     zs_c10d_stray *strays;
     struct zs_c10d_comm *next; /* in the list of those that are kept for their strays' sake */
 } zs_c10d_comm;
@@ -79,10 +73,9 @@ zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *
 /* Fails with this thread's record, put into the words of `turn`; looks for the rank that is to blame. */
 zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status);
 
-/* Memory for one collective; `index` is to be given to zs_c10d_return_area. */
-zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, int *index);
-void zs_c10d_return_area(zs_c10d_comm *comm, int *index);
-zs_mem *zs_c10d_area_mem(const zs_c10d_comm *comm, int index);
+/* Memory for one collective, until it is given to zs_c10d_return_area, which makes it NULL (and may get NULL). */
+zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area);
+void zs_c10d_return_area(zs_c10d_comm *comm, zs_mem **area);
 
 /* Gives all areas back, unless a collective that was not waited for may still write there. */
 void zs_c10d_free_areas(zs_c10d_comm *comm);

@@ -25,16 +25,11 @@ typedef struct c10d_unit {
     size_t tail_bytes;       /* tail and bitmap */
     const zs_bucket *bucket; /* of the round that is out, NULL: it brings nothing; borrowed */
     zs_work *work;           /* the all_to_all that is under way, NULL: none */
-    int sent, received;      /* areas of that round, -1: none */
-    int spread;              /* likewise, for several flats */
+    zs_mem *sent, *received; /* areas of that round, NULL: none */
+    zs_mem *spread;          /* likewise, for several flats */
 } c10d_unit;
 
 /* --- units ---------------------------------------------------------------------------------------------------------------- */
-
-static char *area_at(const zs_c10d_comm *comm, int index)
-{
-    return zs_c10d_area_mem(comm, index)->ptr;
-}
 
 static void return_all_areas(zs_c10d_comm *comm, c10d_unit *unit)
 {
@@ -74,9 +69,9 @@ static size_t stride_of(const c10d_unit *unit)
 }
 
 /* What rank `r` sent in this round. */
-static const char *piece_of(const zs_c10d_comm *comm, const c10d_unit *unit, int r)
+static const char *piece_of(const c10d_unit *unit, int r)
 {
-    return area_at(comm, unit->received) + (size_t)r * stride_of(unit);
+    return (const char *)unit->received->ptr + (size_t)r * stride_of(unit);
 }
 
 static const c10d_tail *tail_of(const c10d_unit *unit, const char *piece)
@@ -94,8 +89,8 @@ static zs_status spread_slices(zs_c10d_comm *comm, c10d_unit *unit)
     size_t whole = base->piece_bytes * (size_t)base->spec.parts;
     ZS_TRY(zs_c10d_borrow_area(comm, whole * (size_t)world, &unit->spread));
     for (int r = 0; r < world; r++) {
-        const char *from = piece_of(comm, unit, r);
-        char *to = area_at(comm, unit->spread) + (size_t)r * whole;
+        const char *from = piece_of(unit, r);
+        char *to = (char *)unit->spread->ptr + (size_t)r * whole;
         base->data[r] = to;
         for (int f = 0; f < base->spec.n_slices; f++) {
             memcpy(to + slice_at(base, f, part), from, base->spec.slice_bytes[f]);
@@ -111,10 +106,10 @@ static zs_status find_sources(zs_c10d_comm *comm, c10d_unit *unit)
     zs_cunit *base = &unit->base;
     size_t own = slice_at(base, 0, base->spec.part_of[comm->base.rank]);
     for (int r = 0; r < comm->base.world; r++) /* as a number: the base may lie before the area */
-        base->data[r] = (const char *)((uintptr_t)piece_of(comm, unit, r) - own);
+        base->data[r] = (const char *)((uintptr_t)piece_of(unit, r) - own);
     if (base->spec.n_slices > 1) ZS_TRY(spread_slices(comm, unit));
     for (int r = 0; r < comm->base.world; r++) {
-        const c10d_tail *tail = tail_of(unit, piece_of(comm, unit, r));
+        const c10d_tail *tail = tail_of(unit, piece_of(unit, r));
         base->used[r] = (const uint64_t *)(const void *)(tail + 1);
         if (!tail->present) base->data[r] = NULL;
     }
@@ -136,11 +131,10 @@ static zs_status swap_pieces(zs_c10d_comm *comm, c10d_unit *unit, const uint64_t
     ZS_TRY(zs_c10d_agree(comm, &turn));
     ZS_TRY(zs_c10d_borrow_area(comm, stride * world, &unit->received));
     ZS_TRY(zs_c10d_borrow_area(comm, stride * world, &unit->sent));
-    char *sent = area_at(comm, unit->sent);
+    char *sent = unit->sent->ptr;
     for (size_t r = 0; r < world; r++)
         pack_piece(unit, (int)r, used, sent + r * stride);
-    zs_status status =
-        zs_group_all_to_all(comm->group, sent, area_at(comm, unit->received), stride, (int)world, &unit->work);
+    zs_status status = zs_group_all_to_all(comm->group, sent, unit->received->ptr, stride, (int)world, &unit->work);
     return status == ZS_OK ? ZS_OK : zs_c10d_fail(comm, &turn, status);
 }
 
@@ -270,7 +264,6 @@ zs_status zs_c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit *
 {
     c10d_unit *unit = calloc(1, sizeof *unit);
     if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
-    unit->sent = unit->received = unit->spread = -1;
     ((zs_c10d_comm *)comm)->living++;
     zs_status status = zs_cunit_init(&unit->base, spec, comm->world);
     if (status != ZS_OK) {

@@ -98,9 +98,9 @@ zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
     if (comm->base.lost != NULL)
         return ZS_FAIL(ZS_ERR_PEER, "no collective can follow on this process group: %s", comm->base.lost);
-    int area = -1;
+    zs_mem *area = NULL;
     ZS_TRY(zs_c10d_borrow_area(comm, (size_t)(comm->base.world + 1) * sizeof *turn, &area));
-    zs_c10d_turn *turns = zs_c10d_area_mem(comm, area)->ptr, *mine = turns + comm->base.world;
+    zs_c10d_turn *turns = area->ptr, *mine = turns + comm->base.world;
     *mine = *turn;
     zs_work *work = NULL;
     zs_group_set_timeout(comm->group, comm->base.timeout);
@@ -201,44 +201,21 @@ zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *
 
 /* --- areas ---------------------------------------------------------------------------------------------------------------- */
 
-zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, int *index)
+zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area)
 {
-    int best = -1;
-    for (size_t i = 0; i < comm->n_areas; i++) {
-        const zs_c10d_area *area = &comm->areas[i];
-        if (area->busy || area->mem->bytes < bytes) continue;
-        if (best < 0 || area->mem->bytes < comm->areas[best].mem->bytes) best = (int)i;
-    }
-    if (best < 0) {
-        zs_c10d_area *areas = realloc(comm->areas, (comm->n_areas + 1) * sizeof *areas);
-        if (areas == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the list of receive buffers");
-        comm->areas = areas;
-        areas[comm->n_areas] = (zs_c10d_area){0};
-        ZS_TRY(zs_mem_new_private(bytes, &areas[comm->n_areas].mem));
-        best = (int)comm->n_areas++;
-    }
-    comm->areas[best].busy = true;
-    *index = best;
-    return ZS_OK;
+    if (comm->areas == NULL) ZS_TRY(zs_arena_new(&comm->areas));
+    return zs_arena_take(comm->areas, bytes, area);
 }
 
-void zs_c10d_return_area(zs_c10d_comm *comm, int *index)
+void zs_c10d_return_area(zs_c10d_comm *comm, zs_mem **area)
 {
-    if (*index >= 0) comm->areas[*index].busy = false;
-    *index = -1;
-}
-
-zs_mem *zs_c10d_area_mem(const zs_c10d_comm *comm, int index)
-{
-    return comm->areas[index].mem;
+    if (*area != NULL) zs_arena_give(comm->areas, *area);
+    *area = NULL;
 }
 
 void zs_c10d_free_areas(zs_c10d_comm *comm)
 {
     if (comm->strays != NULL) return;
-    for (size_t i = 0; i < comm->n_areas; i++)
-        zs_mem_release(comm->areas[i].mem);
-    free(comm->areas);
+    zs_arena_free(comm->areas);
     comm->areas = NULL;
-    comm->n_areas = 0;
 }

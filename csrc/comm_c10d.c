@@ -61,10 +61,7 @@ static zs_status c10d_gather_finish(zs_comm *comm, zs_gathering *gathering)
 static size_t c10d_bytes(const zs_comm *comm)
 {
     const zs_c10d_comm *self = (const zs_c10d_comm *)comm;
-    size_t total = 0;
-    for (size_t i = 0; i < self->n_areas; i++)
-        total += self->areas[i].mem->bytes;
-    return total;
+    return self->areas != NULL ? zs_arena_bytes(self->areas) : 0;
 }
 
 /* --- small collectives, birth and end --------------------------------------------------------------------------------------- */
@@ -87,11 +84,10 @@ static zs_status c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, vo
     ZS_TRY(zs_c10d_agree(self, &turn)); /* a barrier already */
     self->messages++;
     if (bytes == 0) return ZS_OK;
-    int area = -1;
+    zs_mem *area = NULL;
     ZS_TRY(zs_c10d_borrow_area(self, (size_t)(comm->world + 1) * bytes, &area));
-    zs_mem *memory = zs_c10d_area_mem(self, area);
-    zs_status status = exchange_in(self, &turn, mine, memory);
-    if (status == ZS_OK) memcpy(all, memory->ptr, (size_t)comm->world * bytes);
+    zs_status status = exchange_in(self, &turn, mine, area);
+    if (status == ZS_OK) memcpy(all, area->ptr, (size_t)comm->world * bytes);
     zs_c10d_return_area(self, &area);
     return status;
 }
@@ -122,9 +118,9 @@ static zs_status c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int roo
     turn.round = (uint64_t)root;
     ZS_TRY(zs_c10d_agree(self, &turn));
     self->messages++;
-    int area = -1;
+    zs_mem *area = NULL;
     ZS_TRY(zs_c10d_borrow_area(self, bytes < PIECE ? bytes : PIECE, &area));
-    zs_status status = broadcast_in(self, &turn, data, zs_c10d_area_mem(self, area));
+    zs_status status = broadcast_in(self, &turn, data, area);
     zs_c10d_return_area(self, &area);
     return status;
 }

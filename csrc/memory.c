@@ -52,7 +52,7 @@ zs_status zs_mem_new_private(size_t bytes, zs_mem **out)
     void *ptr = map_aligned(length);
     if (ptr == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "cannot map %zu bytes of memory", length);
     if (length >= HUGE_PAGE) madvise(ptr, length, MADV_HUGEPAGE); /* advice: failing costs speed only */
-    zs_status status = zs_mem_wrap(ptr, bytes, unmap_private, NULL, out);
+    zs_status status = zs_mem_wrap(ptr, bytes ? bytes : 1, unmap_private, NULL, out);
     if (status != ZS_OK) munmap(ptr, length);
     return status;
 }

@@ -24,7 +24,7 @@ C10D = sorted(path.name for path in (ROOT / "csrc").glob("c10d_*.c"))
 PROGRAMS = {
     "test_comm_shm": SHM,
     "test_comm_shm_faults": SHM,
-    "test_comm_c10d": [*SHM, "comm_c10d.c", *C10D],
+    "test_comm_c10d": [*SHM, "arena.c", "comm_c10d.c", *C10D],
 }
 BUILDS = {
     "release": ["-O2"],

@@ -233,9 +233,28 @@ static void smallest_that_fits_is_lent(void)
     CHECK(slot == slots[0]);
     OK(zs_arena_take(arena, 1, &slot));
     CHECK(slot == slots[1]);
+    OK(zs_arena_take(arena, 4 << 20, &slot));
     size_t before = zs_arena_bytes(arena);
-    OK(zs_arena_take(arena, 5 << 20, &slot)); /* none fits */
+    OK(zs_arena_take(arena, 5 << 20, &slot)); /* none is free */
     CHECK(zs_arena_bytes(arena) == before + slot->bytes);
+    zs_arena_free(arena);
+}
+
+static void a_free_slot_that_is_too_small_is_replaced(void)
+{
+    zs_arena *arena = NULL;
+    zs_mem *small = NULL, *middle = NULL, *large = NULL;
+    OK(zs_arena_new(&arena));
+    OK(zs_arena_take(arena, 1000, &small));
+    OK(zs_arena_take(arena, 2000, &middle));
+    zs_arena_give(arena, small);
+    zs_arena_give(arena, middle);
+    OK(zs_arena_take(arena, 3000, &large)); /* in place of the larger one */
+    CHECK(zs_arena_bytes(arena) == 4000);
+    CHECK(zs_arena_take(arena, too_large, &middle) == ZS_ERR_MEMORY);
+    CHECK(zs_arena_bytes(arena) == 4000); /* what cannot be replaced stays */
+    OK(zs_arena_take(arena, 1000, &middle));
+    CHECK(middle == small);
     zs_arena_free(arena);
 }
 
@@ -344,6 +363,7 @@ static const struct {
     TEST(rounding_up),
     TEST(given_slots_are_lent_again),
     TEST(smallest_that_fits_is_lent),
+    TEST(a_free_slot_that_is_too_small_is_replaced),
     TEST(lent_slot_outlives_the_arena),
     TEST(arena_survives_a_failure),
     TEST(layout_by_hand),
