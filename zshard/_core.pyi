@@ -99,7 +99,12 @@ class Unit:
 @final
 class OptimPlan:
     def __new__(
-        cls, rule: str, params: list[Tensor], state: dict[Any, Any], fresh: set[Tensor]
+        cls,
+        rule: str,
+        params: list[Tensor],
+        state: dict[Any, Any],
+        fresh: set[Tensor],
+        numbers: list[int] | None = None,
     ) -> OptimPlan: ...
     def step(self, group: dict[str, Any], state: dict[Any, Any], /) -> tuple[int, ...] | None: ...
 
