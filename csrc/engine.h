@@ -24,6 +24,7 @@ struct zs_engine {
     size_t n;
     engine_phase phase;
     int depth;           /* forwards of units that are running, nested */
+    bool recording;      /* autograd was on when the forward session began: a backward may follow */
     bool reading;        /* a reader session is open */
     bool gave_up;        /* the backward being closed was abandoned here */
     size_t next_post;    /* (collective transports) how many units have posted in this backward */

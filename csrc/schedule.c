@@ -1,6 +1,7 @@
 /* schedule.c - see schedule.h. */
 #include "engine.h"
 #include "hold.h"
+#include "in_backward.h"
 #include "reduce.h"
 
 /* --- sessions ------------------------------------------------------------------------------------------------------------- */
@@ -94,6 +95,7 @@ static zs_status begin_session(zs_engine *engine)
 {
     if (engine->phase == BACKWARD) ZS_TRY(recover(engine));
     engine->phase = FORWARD;
+    engine->recording = zs_grad_mode();
     ZS_TRY(reshard_all(engine, false)); /* left by a forward whose backward never came */
     for (size_t i = 0; i < engine->n; i++)
         ZS_TRY(zs_unit_write_back(engine->units[i]));
@@ -152,12 +154,26 @@ static bool recomputing(const zs_engine *engine)
     return engine->phase == BACKWARD && zs_in_backward();
 }
 
+/* A checkpoint around the whole model that runs its backward within another: each would end, and step, by itself. */
+static zs_status check_outside(const zs_unit *unit)
+{
+    if (unit->stepping == NULL || !zs_in_backward()) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                   "the forward of unit '%s' runs inside of a backward that is not the model's own, most likely of a "
+                   "checkpoint around the whole model; optimizer_in_backward() needs use_reentrant=False there",
+                   unit->name);
+}
+
 zs_status zs_engine_pre_forward(zs_unit *unit)
 {
     zs_engine *engine = unit->engine;
-    if (recomputing(engine)) return zs_unit_unshard(unit);
+    if (recomputing(engine)) {
+        ZS_TRY(zs_in_backward_check(unit));
+        return zs_unit_unshard(unit);
+    }
+    ZS_TRY(check_outside(unit));
     ZS_TRY(zs_engine_open(engine)); /* if it fails, the post-forward hook finds nothing to close */
-    unit->inside++;
+    if (unit->inside++ == 0 && engine->recording) zs_in_backward_called(unit);
     return zs_unit_unshard(unit);
 }
 
@@ -190,9 +206,23 @@ static void retain_engine(void *engine)
     zs_engine_retain(engine);
 }
 
+/* A hook that a user registers takes the place of ours. Other units get theirs back whenever they are bound. */
+static zs_status hook_fixed(const zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n; i++) {
+        zs_unit *unit = engine->units[i];
+        for (int64_t p = 0; unit->fixed && p < unit->n_params; p++)
+            if (zs_tensor_alive(unit->params[p].tensor)) ZS_TRY(zs_unit_hook_param(unit, p));
+    }
+    return ZS_OK;
+}
+
 static zs_status begin_backward(zs_engine *engine)
 {
     if (engine->phase == BACKWARD) return ZS_OK;
+    for (size_t i = 0; i < engine->n; i++)
+        ZS_TRY(zs_in_backward_begin(engine->units[i]));
+    ZS_TRY(hook_fixed(engine));
     zs_hook hook = {backward_end_hook, retain_engine, zs_engine_release, engine, 0};
     ZS_TRY(zs_hook_backward_end(&hook));
     engine->phase = BACKWARD;
@@ -209,6 +239,7 @@ static zs_status before_backward_hook(void *pointer, int64_t unused)
     (void)unused;
     zs_unit *unit = pointer;
     ZS_TRY(begin_backward(unit->engine));
+    if (zs_in_backward_is_over(unit)) return ZS_OK; /* an output that is another unit's, too, and comes late */
     ZS_TRY(zs_unit_unshard(unit));
     return zs_reduce_begin(unit, -1);
 }
@@ -272,9 +303,11 @@ static zs_status check_whole(const zs_unit *unit, int64_t i)
 static zs_status grad_ready_hook(void *pointer, int64_t i)
 {
     zs_unit *unit = pointer;
+    ZS_TRY(zs_in_backward_check(unit));
     if (!zs_unit_is_full(unit)) return used_outside(unit, i, "");
     ZS_TRY(check_whole(unit, i));
     ZS_TRY(begin_backward(unit->engine));
+    if (zs_in_backward_alone(unit)) return zs_in_backward_arrived(unit, i);
     if (unit->replicated && !unit->syncs) {
         zs_reduce_keep(unit, i);
         return ZS_OK;
@@ -291,7 +324,8 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
 
 zs_status zs_unit_hook_param(zs_unit *unit, int64_t i)
 {
-    if (unit->params[i].grad == NULL) return ZS_OK;
+    bool stepped = zs_in_backward_alone(unit) && zs_tensor_requires_grad(unit->params[i].tensor);
+    if (unit->params[i].grad == NULL && !stepped) return ZS_OK;
     zs_hook hook = {grad_ready_hook, zs_unit_retain, zs_unit_release, unit, i};
     return zs_hook_grad_ready(unit->params[i].tensor, &hook);
 }
@@ -321,6 +355,7 @@ static void forget_backward(zs_engine *engine)
     for (size_t i = 0; i < engine->n; i++) {
         drop_packed(engine->units[i]);
         (void)zs_reduce_end(engine->units[i]);
+        zs_in_backward_forget(engine->units[i]);
     }
     zs_bucket_forget_rounds(engine->buckets);
 }
@@ -334,10 +369,25 @@ static void end_rounds(zs_engine *engine)
     engine->gave_up = before;
 }
 
+/* What is stepped in backward and was not yet: now that no peer reads. */
+static zs_status step_rest(zs_engine *engine)
+{
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < engine->n && status == ZS_OK; i++)
+        status = zs_in_backward_finish(engine->units[i], !engine->gave_up);
+    return status;
+}
+
 static zs_status close_backward(zs_engine *engine)
 {
+    zs_status resharded = ZS_OK;
+    for (size_t i = 0; i < engine->n; i++) {
+        zs_status one = zs_in_backward_graph_done(engine->units[i]);
+        if (resharded == ZS_OK) resharded = one;
+    }
     zs_status status = post_rest(engine);
-    zs_status resharded = reshard_all(engine, true);
+    zs_status others = reshard_all(engine, true);
+    if (resharded == ZS_OK) resharded = others;
     if (status == ZS_OK) status = zs_bucket_drain_all(engine->buckets);
     if (status == ZS_OK) status = resharded;
     engine->phase = IDLE;
@@ -348,6 +398,7 @@ static zs_status close_backward(zs_engine *engine)
     zs_status ended = end_reading(engine, ZS_PHASE_BACKWARD);
     if (status == ZS_OK) status = ended;
     if (status == ZS_OK) status = zs_bucket_settle_all(engine->buckets);
+    if (status == ZS_OK) status = step_rest(engine);
     return status;
 }
 
@@ -359,6 +410,7 @@ static void abandon_backward(zs_engine *engine)
     for (size_t i = 0; i < engine->n; i++) {
         drop_packed(engine->units[i]);
         zs_reduce_hand_out(engine->units[i]);
+        zs_in_backward_abandon(engine->units[i]);
     }
 }
 

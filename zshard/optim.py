@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class _InOneCall(torch.optim.Optimizer):
     """The step() that the three share."""
 
     _rule: str  # which rule the plan applies: "adam" or "sgd"
-    _plans: dict[int, _core.OptimPlan]  # by index of the param group
+    _plans: dict[Any, _core.OptimPlan]  # by index of the param group; for a part, with the unit's
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` returned, or None.
@@ -63,14 +63,34 @@ class _InOneCall(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
-            plan = self._plans.get(index)
-            foreign = None if plan is None else plan.step(group, self.state)
-            if foreign is None:
-                foreign = self._step_with_new_plan(index, group)
-            if foreign:
-                self._step_by_torch(group, [group["params"][i] for i in foreign])
+            self._step_params(index, group, self.state)
             _count_rounding(group)
         return loss
+
+    def _step_part(self, index: int, unit: int, params: list[Tensor]) -> None:
+        """The step of some parameters of group `index`, those of a unit; for optimizer_in_backward.
+
+        Does not count as a step of stochastic rounding: `_end_parts` does, once for all parts.
+        """
+        group = {**self.param_groups[index], "params": params}
+        state = {param: self.state[param] for param in params if param in self.state}
+        self._step_params((index, unit), group, state)
+
+    def _end_parts(self, groups: Iterable[int]) -> None:
+        """All parts of these groups have been stepped."""
+        self._opt_called = True  # what torch's schedulers look at, to warn of a missing step()
+        for index in groups:
+            if "rounding_step" in self.param_groups[index]:
+                self.param_groups[index]["rounding_step"] += 1
+
+    def _step_params(self, key: Any, group: dict[str, Any], state: dict[Any, Any]) -> None:
+        """Step a group by its plan, which is known by `key`. state: of its parameters at least."""
+        plan = self._plans.get(key)
+        foreign = None if plan is None else plan.step(group, state)
+        if foreign is None:
+            foreign = self._step_with_new_plan(key, group, state)
+        if foreign:
+            self._step_by_torch(group, [group["params"][i] for i in foreign])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim; `stochastic_rounding` and `rounding_seed` may differ between groups.
@@ -124,14 +144,18 @@ class _InOneCall(torch.optim.Optimizer):
                 start += math.prod(info["shape"]) if info else param.numel()
         return [begins[param] for param in params]
 
-    def _step_with_new_plan(self, index: int, group: dict[str, Any]) -> tuple[int, ...]:
+    def _step_with_new_plan(
+        self, key: Any, group: dict[str, Any], state: dict[Any, Any]
+    ) -> tuple[int, ...]:
         """Give state to the parameters that lack it, and step; the indices not taken by C."""
         params: list[Tensor] = group["params"]
         fresh = self._make_state(group, [p for p in params if p.grad is not None])
         numbers = self._numbers(params) if group.get("stochastic_rounding") else None
-        plan = _core.OptimPlan(self._rule, params, self.state, fresh, numbers)
-        self._plans[index] = plan
-        foreign: tuple[int, ...] | None = plan.step(group, self.state)
+        if state is not self.state:
+            state = {param: self.state[param] for param in params if param in self.state}
+        plan = _core.OptimPlan(self._rule, params, state, fresh, numbers)
+        self._plans[key] = plan
+        foreign: tuple[int, ...] | None = plan.step(group, state)
         if foreign is None:
             raise RuntimeError("the optimizer's state was changed while it was being made")
         for i in foreign:
