@@ -6,6 +6,9 @@ An AdamW step reads parameter, gradient and two moments and writes all but the g
 an element in float32, so at this size the memory sets the pace. All sides work on the same
 tensors, hence on the same pages. `stream` (stream.c, compiled when this starts) passes the 28
 bytes with next to no arithmetic: the most there is to get.
+
+Two more rows are of bfloat16 parameters with bfloat16 state, 14 bytes an element: rounded to
+nearest, and stochastically. They are on tensors of their own.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from benchmarks.harness import Sample, Spread
 
 OURS = "zshard"
 STREAM = "stream"
+NEAREST = "zshard bf16"
+STOCHASTIC = "zshard bf16, stochastic"
 BYTES = 28
 TARGETS = {"torch-fused": 1.03, STREAM: 1 / 0.9}
 """Side -> how much of its time OURS may take, at the median."""
@@ -88,6 +93,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         name: optimizer.step for name, optimizer in optimizers(params, states).items()
     }
     steps[STREAM] = stream_over(params, states, threads, folder)
+    halves = [param.detach().to(torch.bfloat16) for param in params]
+    for name, stochastic in ((NEAREST, False), (STOCHASTIC, True)):
+        steps[name] = step_of_bf16(halves, stochastic)
     turns = {name: turn_of(step) for name, step in steps.items()}
     samples = harness.interleave(turns, args.rounds, args.warmup)
     elements = sum(p.numel() for p in params)
@@ -123,6 +131,14 @@ def optimizers(
         for param, state in zip(params, states, strict=True):
             optimizer.state[param] = dict(state)
     return made
+
+
+def step_of_bf16(values: list[Tensor], stochastic: bool) -> Step:
+    """AdamW's step for bfloat16 parameters on `values`, which its calls share."""
+    params = [nn.Parameter(value) for value in values]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return zshard.AdamW(params, stochastic_rounding=stochastic).step
 
 
 def stream_over(
@@ -171,9 +187,10 @@ def summarize(name: str, samples: Mapping[str, list[Sample]], elements: int) -> 
     """One side's part of the record: milliseconds, GB/s, and OURS in terms of it."""
     seconds = [samples[name][i].times[0] for i in harness.clean_rounds(samples[name])]
     ratios = harness.same_round_ratios(samples[OURS], samples[name])
+    size = BYTES / 2 if name in (NEAREST, STOCHASTIC) else BYTES
     return {
         "ms": Spread.of([1e3 * s for s in seconds]).as_dict(),
-        "gb_per_s": Spread.of([BYTES * elements / s / 1e9 for s in seconds]).as_dict(),
+        "gb_per_s": Spread.of([size * elements / s / 1e9 for s in seconds]).as_dict(),
         "zshard_ratio": None if name == OURS else Spread.of(ratios).as_dict(),
         "target": TARGETS.get(name),
     }

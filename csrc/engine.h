@@ -1,5 +1,5 @@
-/* engine.h - the inside of an engine, for the two files that make it up: engine.c (what it has) and schedule.c (what it
- * does). Everybody else sees schedule.h.
+/* engine.h - the inside of an engine, for the files that make it up: engine.c (what it has), schedule.c and backward.c (what
+ * it does), prefetch.c. Everybody else sees schedule.h.
  */
 #ifndef ZS_ENGINE_H
 #define ZS_ENGINE_H
@@ -30,6 +30,7 @@ struct zs_engine {
     zs_unit *latest;        /* made whole last in this pass; borrowed */
     bool outermost_gathers; /* the forward that is running began with a unit that has parameters */
     int depth;              /* forwards of units that are running, nested */
+    bool recording;         /* autograd was on when the forward session began: a backward may follow */
     bool reading;           /* a reader session is open */
     bool gave_up;           /* the backward being closed was abandoned here */
     int64_t session;        /* when the last session of forwards began, in nodes of the graph */
@@ -37,5 +38,24 @@ struct zs_engine {
     zs_tensor **buffers;    /* [n_buffers] owned weak handles */
     size_t n_buffers;
 };
+
+/* --- what schedule.c and backward.c have in common ---------------------------------------------------------------------- */
+
+/* Unshards the unit, and lets the gathers of what follows begin. */
+zs_status zs_engine_make_whole(zs_unit *unit, zs_phase phase);
+
+/* Shards all units; `held`: those that are whole by hand as well. */
+zs_status zs_engine_reshard_all(zs_engine *engine, bool held);
+
+/* Opens / closes a session in which peers' shards may be read; no-ops where none are. */
+zs_status zs_engine_begin_reading(zs_engine *engine, zs_phase phase);
+zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase);
+
+/* Between zero_grad() and the next gradients their memory is free for activations. */
+void zs_engine_discard_dead_grads(zs_engine *engine);
+
+/* A backward that raised never reached its end: the peers still wait for this rank's gradients. Tells them that they will
+ * not come, finishes the rounds, and is as after any backward. */
+zs_status zs_engine_recover(zs_engine *engine);
 
 #endif

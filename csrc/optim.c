@@ -32,7 +32,8 @@ struct zs_optim {
     zs_constants *constants; /* [capacity] owned; runs point into it */
     int64_t n_runs;
     int64_t n_constants;
-    bool full; /* amsgrad or momentum at this step */
+    bool full;     /* amsgrad or momentum at this step */
+    bool dithered; /* bfloat16 is rounded stochastically at this step */
 };
 
 /* --- life ------------------------------------------------------------------------------------------------------------ */
@@ -77,7 +78,11 @@ void zs_optim_free(zs_optim *plan)
 void zs_optim_add(zs_optim *plan, const zs_member *member)
 {
     assert(plan->n_members < plan->capacity);
-    plan->members[plan->n_members++] = *member;
+    zs_member *added = &plan->members[plan->n_members++];
+    *added = *member;
+    zs_tensor_info info;
+    bool known = added->param != NULL && zs_tensor_describe(added->param, &info) == ZS_OK;
+    added->numel = known ? info.numel : -1;
 }
 
 zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index)
@@ -148,20 +153,44 @@ static zs_status look_at_state(const zs_optim *plan, const zs_member *member, vi
     return plan->rule == ZS_RULE_ADAM ? look_at_step(member, out) : ZS_OK;
 }
 
+static zs_status look_at_memory(const zs_optim *plan, const zs_member *member, const zs_grad_info *grad, view *out)
+{
+    zs_run *run = &out->run;
+    bool plain;
+    ZS_TRY(find_memory(member->param, &run->dtype, &run->numel, &run->param, &plain));
+    plain = plain && grad->dense && grad->dtype == run->dtype && grad->numel == run->numel;
+    run->grad = grad->data;
+    out->verdict = plain ? ZS_MEMBER_TAKEN : ZS_MEMBER_FOREIGN;
+    return plain ? look_at_state(plan, member, out) : ZS_OK;
+}
+
+/* (Dithered steps) Numbers the elements of a member; refuses one that would silently be rounded to nearest. */
+static zs_status look_at_number(const zs_member *member, view *out)
+{
+    zs_run *run = &out->run;
+    bool taken = out->verdict == ZS_MEMBER_TAKEN;
+    if (run->dtype == ZS_F16 || (run->dtype == ZS_BF16 && out->verdict == ZS_MEMBER_FOREIGN))
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "stochastic_rounding is for contiguous bfloat16 parameters with dense gradients and state of "
+                       "their dtype; one of %lld elements %s: put it into a param group with "
+                       "stochastic_rounding=False",
+                       (long long)run->numel, run->dtype == ZS_F16 ? "is of float16" : "is not so");
+    run->dithered = run->dtype == ZS_BF16;
+    run->number = (uint64_t)member->number;
+    /* An FSDP(...) in between has made slices of the parameters. */
+    if (taken && (member->number < 0 || member->numel != run->numel)) out->verdict = ZS_MEMBER_STATELESS;
+    return ZS_OK;
+}
+
 static zs_status look_at(const zs_optim *plan, const zs_member *member, view *out)
 {
     zs_grad_info grad;
     ZS_TRY(zs_grad_describe(member->param, &grad));
     out->verdict = ZS_MEMBER_IDLE;
+    out->run.dithered = false;
     if (!grad.defined) return ZS_OK;
-
-    zs_run *run = &out->run;
-    bool plain;
-    ZS_TRY(find_memory(member->param, &run->dtype, &run->numel, &run->param, &plain));
-    plain = plain && grad.dense && grad.dtype == run->dtype && grad.numel == run->numel;
-    run->grad = grad.data;
-    out->verdict = plain ? ZS_MEMBER_TAKEN : ZS_MEMBER_FOREIGN;
-    return plain ? look_at_state(plan, member, out) : ZS_OK;
+    ZS_TRY(look_at_memory(plan, member, &grad, out));
+    return plan->dithered ? look_at_number(member, out) : ZS_OK;
 }
 
 /* --- joining --------------------------------------------------------------------------------------------------------- */
@@ -176,6 +205,8 @@ static const zs_constants *constants_for(zs_optim *plan, const zs_hyper *hyper, 
     zs_constants *made = &plan->constants[plan->n_constants++];
     made->step = step;
     made->first = first;
+    made->seed = hyper->seed;
+    made->round = hyper->round;
     if (adam) {
         made->adam_f32 = zs_adam_at_f32(hyper, step);
         made->adam_f64 = zs_adam_at_f64(hyper, step);
@@ -195,6 +226,7 @@ static bool follows(const void *next, const void *start, size_t bytes)
 static bool adjoins(const zs_run *run, const zs_run *next, int n_states)
 {
     if (run->constants != next->constants || run->dtype != next->dtype) return false;
+    if (run->dithered && next->number != run->number + (uint64_t)run->numel) return false;
     size_t bytes = (size_t)run->numel * zs_dtype_size(run->dtype);
     bool all = follows(next->param, run->param, bytes) && follows(next->grad, run->grad, bytes);
     for (int s = 0; s < n_states; s++)
@@ -216,6 +248,7 @@ static void join(zs_optim *plan, const zs_run *next)
 zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper)
 {
     plan->full = plan->rule == ZS_RULE_ADAM ? hyper->amsgrad : hyper->momentum != 0;
+    plan->dithered = hyper->dithered;
     plan->n_runs = plan->n_constants = 0;
     for (int64_t i = 0; i < plan->n_members; i++) {
         view *found = &plan->views[i];
@@ -255,6 +288,19 @@ static int64_t cut(int64_t at, int64_t numel)
     return rounded < numel ? rounded : numel;
 }
 
+/* Elements [from, to) of a run; if it is dithered, with a stop wherever the upper half of their numbers changes. */
+static void update_run(const zs_optim *plan, const zs_run *run, int64_t from, int64_t to)
+{
+    zs_run_loop *loop = zs_run_loop_for(plan->rule, plan->full, run);
+    while (from < to) {
+        uint64_t number = run->number + (uint64_t)from;
+        uint64_t left = (UINT64_C(1) << 32) - (uint32_t)number; /* before it changes */
+        int64_t stop = run->dithered && left < (uint64_t)(to - from) ? from + (int64_t)left : to;
+        loop(run, from, stop);
+        from = stop;
+    }
+}
+
 /* One thread's part: elements [begin, end) of all runs laid end to end. */
 static void update_part(void *ctx, int64_t begin, int64_t end)
 {
@@ -264,7 +310,7 @@ static void update_part(void *ctx, int64_t begin, int64_t end)
         int64_t start = plan->ends[i] - run->numel;
         if (start >= end) break;
         int64_t from = cut(begin - start, run->numel), to = cut(end - start, run->numel);
-        if (from < to) zs_run_loop_for(plan->rule, plan->full, run->dtype)(run, from, to);
+        update_run(plan, run, from, to);
     }
 }
 

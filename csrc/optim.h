@@ -26,13 +26,16 @@ typedef struct zs_member {
     zs_tensor *state[ZS_OPTIM_STATES];
     zs_tensor *step; /* Adam: one float32 or float64, the number of steps done */
     bool first;      /* SGD: momentum_buffer is new; its first value is the gradient */
+    int64_t numel;   /* elements it had when it was added; set by zs_optim_add */
+    int64_t number;  /* dithered steps: the number of its first element among all that the optimizer has on all ranks;
+                      * -1: not known */
 } zs_member;
 
 /* What a step does with a member. */
 typedef enum zs_verdict {
     ZS_MEMBER_IDLE,      /* has no gradient: left alone */
     ZS_MEMBER_TAKEN,     /* updated */
-    ZS_MEMBER_STATELESS, /* could be taken but lacks state that the rule needs: make it, then a new plan */
+    ZS_MEMBER_STATELESS, /* could be taken but lacks state that the rule needs, or its number: make a new plan with it */
     ZS_MEMBER_FOREIGN,   /* not plain dense CPU memory of one floating dtype: somebody else must update it */
 } zs_verdict;
 
@@ -45,7 +48,8 @@ void zs_optim_free(zs_optim *plan);
 /* Appends a member, whose handles the plan takes. Members beyond the capacity are a bug of the caller. */
 void zs_optim_add(zs_optim *plan, const zs_member *member);
 
-/* Looks at all members, without changing any, and prepares the step. ZS_ERR_TORCH where a tensor has no bytes. */
+/* Looks at all members, without changing any, and prepares the step. ZS_ERR_TORCH where a tensor has no bytes;
+ * ZS_ERR_UNSUPPORTED if the step is dithered, and a member of half precision cannot be. */
 zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper);
 
 /* What zs_optim_look found of member `index`. */
@@ -59,8 +63,9 @@ void zs_optim_step(zs_optim *plan);
 
 /* What is the same for all elements of a run. */
 typedef struct zs_constants {
-    double step; /* Adam: number of this step, from 1 on */
-    bool first;  /* SGD: as in zs_member */
+    double step;          /* Adam: number of this step, from 1 on */
+    bool first;           /* SGD: as in zs_member */
+    uint64_t seed, round; /* as in zs_hyper */
     zs_adam_f32 adam_f32;
     zs_adam_f64 adam_f64;
     zs_sgd_f32 sgd_f32;
@@ -74,13 +79,15 @@ typedef struct zs_run {
     void *state[ZS_OPTIM_STATES];
     const zs_constants *constants;
     int64_t numel;
+    uint64_t number; /* of the first element, as in zs_member */
     zs_dtype dtype;
+    bool dithered; /* rounded stochastically: bfloat16 only */
 } zs_run;
 
-/* Updates the elements [begin, end) of a run. */
+/* Updates the elements [begin, end) of a run. If dithered, their numbers must have the same upper half. */
 typedef void zs_run_loop(const zs_run *run, int64_t begin, int64_t end);
 
-/* The loop for `dtype` (any but ZS_BYTES) on this machine. `full`: Adam with amsgrad, SGD with momentum. */
-zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, zs_dtype dtype);
+/* The loop for this run (of any dtype but ZS_BYTES) on this machine. `full`: Adam with amsgrad, SGD with momentum. */
+zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run);
 
 #endif

@@ -2,12 +2,26 @@
  *
  * The one idea: a loop is loads, one rule of update.h, stores. 28 bytes pass per element of AdamW, so memory sets the
  * speed if the compiler vectorises, and it does: no branch depends on an element. float16 and bfloat16 are updated in
- * float, with parameter and state rounded when stored, as torch's fused optimizers do.
+ * float, with parameter and state rounded when stored, as torch's fused optimizers do: to nearest, or if the run is
+ * dithered, at random, with bits of their own for each tensor.
  */
 #include "optim.h"
 #include "simd.h"
 
 #define SAME(x) (x)
+
+/* How a result is stored, given 16 random bits. Where a rule does not ask for them, the compiler drops what makes them. */
+#define STORE_SAME(x, noise) ((void)(noise), (x))
+#define STORE_BF16(x, noise) ((void)(noise), zs_to_bf16(x))
+#define STORE_F16(x, noise) ((void)(noise), zs_to_f16(x))
+#define STORE_DITHERED(x, noise) zs_to_bf16_dithered(x, noise)
+
+/* The keys for elements [begin, ...) of a run. */
+static inline zs_dither dither_of(const zs_run *run, int64_t begin)
+{
+    uint64_t number = run->number + (uint64_t)begin;
+    return zs_dither_at(run->constants->seed, run->constants->round, (uint32_t)(number >> 32));
+}
 
 #define ADAM_LOOP(name, target, fused, T, real, load, store, amsgrad)                                             \
     target static void name(const zs_run *run, int64_t begin, int64_t end)                                        \
@@ -16,15 +30,18 @@
         T *restrict param = run->param;                                                                           \
         const T *restrict grad = run->grad;                                                                       \
         T *restrict exp_avg = run->state[0], *restrict exp_avg_sq = run->state[1], *restrict max = run->state[2]; \
+        const zs_dither dither = dither_of(run, begin);                                                           \
+        const uint32_t number = (uint32_t)run->number;                                                            \
         _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++)                                                \
         {                                                                                                         \
             zs_adam_cell_##real cell = {load(param[i]), load(exp_avg[i]), load(exp_avg_sq[i]),                    \
                                         amsgrad ? load(max[i]) : 0};                                              \
             zs_adam_update_##real(&k, &cell, load(grad[i]), amsgrad, fused);                                      \
-            param[i] = store(cell.param);                                                                         \
-            exp_avg[i] = store(cell.exp_avg);                                                                     \
-            exp_avg_sq[i] = store(cell.exp_avg_sq);                                                               \
-            if (amsgrad) max[i] = store(cell.max_exp_avg_sq);                                                     \
+            const zs_noise noise = zs_noise_of(&dither, number + (uint32_t)i);                                    \
+            param[i] = store(cell.param, noise.of[0] >> 16);                                                      \
+            exp_avg[i] = store(cell.exp_avg, noise.of[0] & 0xffffu);                                              \
+            exp_avg_sq[i] = store(cell.exp_avg_sq, noise.of[1] >> 16);                                            \
+            if (amsgrad) max[i] = store(cell.max_exp_avg_sq, noise.of[1] & 0xffffu);                              \
         }                                                                                                         \
     }
 
@@ -35,12 +52,15 @@
         T *restrict param = run->param;                                                 \
         const T *restrict grad = run->grad;                                             \
         T *restrict buffer = run->state[0];                                             \
+        const zs_dither dither = dither_of(run, begin);                                 \
+        const uint32_t number = (uint32_t)run->number;                                  \
         _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++)                      \
         {                                                                               \
             zs_sgd_cell_##real cell = {load(param[i]), momentum ? load(buffer[i]) : 0}; \
             zs_sgd_update_##real(&k, &cell, load(grad[i]), momentum, fused);            \
-            param[i] = store(cell.param);                                               \
-            if (momentum) buffer[i] = store(cell.buffer);                               \
+            const zs_noise noise = zs_noise_of(&dither, number + (uint32_t)i);          \
+            param[i] = store(cell.param, noise.of[0] >> 16);                            \
+            if (momentum) buffer[i] = store(cell.buffer, noise.of[0] & 0xffffu);        \
         }                                                                               \
     }
 
@@ -50,26 +70,27 @@
     ZS_FOR_EACH_ISA(SGD_LOOP, sgd_##suffix, T, real, load, store, false)     \
     ZS_FOR_EACH_ISA(SGD_LOOP, momentum_##suffix, T, real, load, store, true)
 
-LOOPS(f32, float, f32, SAME, SAME)
-LOOPS(f64, double, f64, SAME, SAME)
-LOOPS(bf16, zs_bf16, f32, zs_from_bf16, zs_to_bf16)
-LOOPS(f16, zs_f16, f32, zs_from_f16, zs_to_f16)
+LOOPS(f32, float, f32, SAME, STORE_SAME)
+LOOPS(f64, double, f64, SAME, STORE_SAME)
+LOOPS(bf16, zs_bf16, f32, zs_from_bf16, STORE_BF16)
+LOOPS(f16, zs_f16, f32, zs_from_f16, STORE_F16)
+LOOPS(dithered, zs_bf16, f32, zs_from_bf16, STORE_DITHERED)
 
-enum { DTYPES = ZS_BYTES };
+/* A dtype, or bfloat16 rounded stochastically. */
+enum { DITHERED = ZS_BYTES, KINDS };
 
-#define BY_DTYPE(rule)                         \
-    {                                          \
-        [ZS_F32] = ZS_ISA_TABLE(rule##_f32),   \
-        [ZS_F64] = ZS_ISA_TABLE(rule##_f64),   \
-        [ZS_BF16] = ZS_ISA_TABLE(rule##_bf16), \
-        [ZS_F16] = ZS_ISA_TABLE(rule##_f16),   \
+#define BY_KIND(rule)                                                                    \
+    {                                                                                    \
+        [ZS_F32] = ZS_ISA_TABLE(rule##_f32),        [ZS_F64] = ZS_ISA_TABLE(rule##_f64), \
+        [ZS_BF16] = ZS_ISA_TABLE(rule##_bf16),      [ZS_F16] = ZS_ISA_TABLE(rule##_f16), \
+        [DITHERED] = ZS_ISA_TABLE(rule##_dithered),                                      \
     }
 
-zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, zs_dtype dtype)
+zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run)
 {
-    static zs_run_loop *const loops[2][2][DTYPES][ZS_ISA_COUNT] = {
-        [ZS_RULE_ADAM] = {BY_DTYPE(adam), BY_DTYPE(amsgrad)},
-        [ZS_RULE_SGD] = {BY_DTYPE(sgd), BY_DTYPE(momentum)},
+    static zs_run_loop *const loops[2][2][KINDS][ZS_ISA_COUNT] = {
+        [ZS_RULE_ADAM] = {BY_KIND(adam), BY_KIND(amsgrad)},
+        [ZS_RULE_SGD] = {BY_KIND(sgd), BY_KIND(momentum)},
     };
-    return loops[rule][full][dtype][zs_isa_best()];
+    return loops[rule][full][run->dithered ? (int)DITHERED : (int)run->dtype][zs_isa_best()];
 }

@@ -93,9 +93,9 @@ static PyObject *item_of(PyObject *entry, const char *name)
     return PyDict_GetItemString(entry, name);
 }
 
-static int add_member(plan_object *self, PyObject *param, PyObject *entry, bool first)
+static int add_member(plan_object *self, PyObject *param, PyObject *entry, bool first, int64_t number)
 {
-    zs_member member = {.first = first};
+    zs_member member = {.first = first, .number = number};
     zs_status status = weak_handle(param, &member.param);
     if (status == ZS_OK && member.param == NULL) {
         status = ZS_FAIL(ZS_ERR_TYPE, "an optimizer updates tensors, not %s", Py_TYPE(param)->tp_name);
@@ -110,19 +110,30 @@ static int add_member(plan_object *self, PyObject *param, PyObject *entry, bool 
     return -1;
 }
 
-static int add_members(plan_object *self, PyObject *params, PyObject *state, PyObject *fresh)
+/* The number of parameter `i`; -1 without numbers, or with an exception. */
+static int64_t number_of(PyObject *numbers, Py_ssize_t i)
+{
+    if (numbers == Py_None) return -1;
+    PyObject *number = PySequence_GetItem(numbers, i);
+    int64_t value = number == NULL ? -1 : PyLong_AsLongLong(number);
+    Py_XDECREF(number);
+    return value;
+}
+
+static int add_members(plan_object *self, PyObject *params, PyObject *state, PyObject *fresh, PyObject *numbers)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
         PyObject *param = PyList_GET_ITEM(params, i);
         PyObject *entry = PyDict_GetItemWithError(state, param); /* a defaultdict is not asked to make one */
         if (entry == NULL && PyErr_Occurred()) return -1;
         int first = PySequence_Contains(fresh, param);
-        if (first < 0 || add_member(self, param, entry, first) < 0) return -1;
+        int64_t number = number_of(numbers, i);
+        if (first < 0 || PyErr_Occurred() || add_member(self, param, entry, first, number) < 0) return -1;
     }
     return 0;
 }
 
-static int plan_fill(plan_object *self, PyObject *params, PyObject *state, PyObject *fresh)
+static int plan_fill(plan_object *self, PyObject *params, PyObject *state, PyObject *fresh, PyObject *numbers)
 {
     zs_clear_error();
     if (zs_optim_new(self->rule, PyList_GET_SIZE(params), &self->plan) != ZS_OK) {
@@ -131,16 +142,16 @@ static int plan_fill(plan_object *self, PyObject *params, PyObject *state, PyObj
     }
     Py_ssize_t count;
     if (walk(self, params, state, remember, &count) < 0) return -1;
-    return add_members(self, params, state, fresh);
+    return add_members(self, params, state, fresh, numbers);
 }
 
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rule", "params", "state", "fresh", NULL};
+    static char *names[] = {"rule", "params", "state", "fresh", "numbers", NULL};
     const char *rule;
-    PyObject *params, *state, *fresh;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O!:OptimPlan", names, &rule, &PyList_Type, &params,
-                                     &PyDict_Type, &state, &PySet_Type, &fresh))
+    PyObject *params, *state, *fresh, *numbers = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O!|O:OptimPlan", names, &rule, &PyList_Type, &params,
+                                     &PyDict_Type, &state, &PySet_Type, &fresh, &numbers))
         return NULL;
     bool adam = strcmp(rule, "adam") == 0;
     if (!adam && strcmp(rule, "sgd") != 0) {
@@ -149,7 +160,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     plan_object *self = (plan_object *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
     self->rule = adam ? ZS_RULE_ADAM : ZS_RULE_SGD;
-    if (plan_fill(self, params, state, fresh) < 0) Py_CLEAR(self);
+    if (plan_fill(self, params, state, fresh, numbers) < 0) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -193,10 +204,24 @@ static int read_betas(PyObject *betas, zs_hyper *hyper)
     return bad ? -1 : 0;
 }
 
+/* Whether and how bfloat16 is rounded stochastically: options that only zshard's groups have, if they want it. */
+static int read_rounding(PyObject *group, zs_hyper *hyper)
+{
+    PyObject *wanted = PyDict_GetItemString(group, "stochastic_rounding");
+    if (wanted == NULL) return 0;
+    if (read_flag(wanted, &hyper->dithered) < 0 || !hyper->dithered) return PyErr_Occurred() ? -1 : 0;
+    PyObject *seed = option(group, "rounding_seed"), *round = seed ? option(group, "rounding_step") : NULL;
+    if (round == NULL) return -1;
+    hyper->seed = PyLong_AsUnsignedLongLongMask(seed);
+    hyper->round = PyLong_AsUnsignedLongLongMask(round);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* The group's hyper-parameters under the names of torch.optim; -1 with an exception. */
 static int read_hyper(zs_rule rule, PyObject *group, zs_hyper *hyper)
 {
     *hyper = (zs_hyper){0};
+    if (read_rounding(group, hyper) < 0) return -1;
     if (read_number(option(group, "lr"), &hyper->lr) < 0) return -1;
     if (read_number(option(group, "weight_decay"), &hyper->weight_decay) < 0) return -1;
     if (read_flag(option(group, "maximize"), &hyper->maximize) < 0) return -1;
@@ -294,10 +319,11 @@ static void plan_dealloc(plan_object *self)
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(plan_doc, "OptimPlan(rule, params, state, fresh)\n\n"
+PyDoc_STRVAR(plan_doc, "OptimPlan(rule, params, state, fresh, numbers=None)\n\n"
                        "How to update the parameters of one group in one call. rule: 'adam' (AdamW too) or 'sgd';\n"
                        "params: the group's list; state: the optimizer's; fresh: the set of those parameters whose\n"
-                       "momentum_buffer is new. The plan holds references to all it was given.");
+                       "momentum_buffer is new; numbers: for stochastic rounding, of each parameter the number of its\n"
+                       "first element. The plan holds references to all it was given but these.");
 
 static PyMethodDef plan_methods[] = {
     {"step", (PyCFunction)(void (*)(void))plan_step, METH_FASTCALL, step_doc},

@@ -343,6 +343,8 @@ static PyMethodDef unit_methods[] = {
     {"prefetch", (PyCFunction)unit_prefetch, METH_VARARGS, unit_prefetch_doc},
     {"hold", (PyCFunction)unit_hold, METH_NOARGS, unit_hold_doc},
     {"let_go", (PyCFunction)unit_let_go, METH_NOARGS, unit_let_go_doc},
+    {"step_in_backward", (PyCFunction)zs_py_step_in_backward, METH_VARARGS, zs_py_step_in_backward_doc},
+    {"step_by_hand", (PyCFunction)zs_py_step_by_hand, METH_NOARGS, zs_py_step_by_hand_doc},
     {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},
     {"check", unit_check, METH_VARARGS | METH_CLASS, unit_check_doc},
     {"param", (PyCFunction)unit_param, METH_O, unit_param_doc},

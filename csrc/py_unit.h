@@ -27,6 +27,14 @@ PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_
 extern const char zs_py_pre_forward_doc[];
 extern const char zs_py_post_forward_doc[];
 
+/* Methods of _core.Unit that have it stepped in backward (METH_VARARGS), or no more (METH_NOARGS). */
+PyObject *zs_py_step_in_backward(unit_object *self, PyObject *args);
+PyObject *zs_py_step_by_hand(unit_object *self, PyObject *unused);
+
+/* Their docstrings. */
+extern const char zs_py_step_in_backward_doc[];
+extern const char zs_py_step_by_hand_doc[];
+
 /* New dict of facts of a parameter: name, unit, whole shape, begin and numel of what this rank owns. */
 PyObject *zs_py_describe_param(const zs_unit *unit, const zs_param *param);
 

@@ -3,6 +3,7 @@
 
 #include "bits.h"
 #include "bucket.h"
+#include "in_backward.h"
 #include "local_grads.h"
 #include "schedule.h"
 
@@ -64,6 +65,7 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
                 "parameter '%s' of unit '%s' has a .grad of %lld elements that is not this rank's slice of its "
                 "gradient (%lld elements of the parameter's dtype); set it to None before backward",
                 param->name, unit->name, (long long)grad.numel, (long long)param->owned.numel);
+        ZS_TRY(zs_in_backward_lend(unit));
         char *dst = (char *)flat->grad_mem->ptr + (size_t)param->in_shard.begin * flat->layout.itemsize;
         memcpy(dst, grad.data, (size_t)grad.numel * flat->layout.itemsize);
     }
@@ -187,6 +189,7 @@ static zs_status post_nothing(zs_unit *unit, uint64_t *used)
     ZS_TRY(zs_bucket_drain(zs_engine_buckets(unit->engine), unit, ZS_WAIT));
     clear_bits(unit, used);
     if (zs_engine_gave_up(unit->engine)) zs_set_bit(used, unit->n_params);
+    zs_in_backward_mark(unit, used);
     return comm->ops->post(comm, unit->cunit, NULL, used);
 }
 
@@ -198,6 +201,7 @@ static zs_status post_bucket(zs_unit *unit)
         clear_bits(unit, unit->used);
     }
     if (zs_engine_gave_up(unit->engine)) zs_set_bit(unit->used, unit->n_params);
+    zs_in_backward_mark(unit, unit->used);
     ZS_TRY(fill_rest(unit));
     ZS_TRY(count_kept(unit));
     return comm->ops->post(comm, unit->cunit, &unit->bucket->bucket, unit->used);
@@ -234,7 +238,7 @@ void zs_reduce_hand_out(zs_unit *unit)
     unit->in_backward = false;
 }
 
-zs_status zs_reduce_end(zs_unit *unit)
+zs_status zs_reduce_deliver(zs_unit *unit)
 {
     zs_status status = ZS_OK;
     zs_reduce_hand_out(unit);
@@ -244,6 +248,12 @@ zs_status zs_reduce_end(zs_unit *unit)
         if (run && status == ZS_OK) status = zs_hook_run_users(param->tensor);
         param->has_grad = param->reduced = false;
     }
+    return status;
+}
+
+zs_status zs_reduce_end(zs_unit *unit)
+{
+    zs_status status = zs_reduce_deliver(unit);
     unit->posted = false;
     return status;
 }

@@ -37,8 +37,10 @@ bool zs_reduce_grads_wanted(const zs_unit *unit);
 /* Gives each parameter that has a gradient its .grad. */
 void zs_reduce_hand_out(zs_unit *unit);
 
-/* The same, runs users' post-accumulate hooks on the new ones, and forgets the
- * backward's marks. */
+/* The same, and runs users' post-accumulate hooks on the new ones. */
+zs_status zs_reduce_deliver(zs_unit *unit);
+
+/* The same at the end of a backward, whose marks it forgets. */
 zs_status zs_reduce_end(zs_unit *unit);
 
 #endif

@@ -2,6 +2,7 @@
 #include "bits.h"
 #include "bucket.h"
 #include "device.h"
+#include "in_backward.h"
 #include "reduce.h"
 #include "schedule.h"
 
@@ -32,9 +33,11 @@ static void sum_run(const summing *s, const zs_flat *flat, slice_run run)
             flat->bucket_offset + (size_t)s->unit->part * flat->slice_bytes + (size_t)run.begin * flat->wire_size;
         src[r] = base != NULL ? base + at : NULL;
     }
-    char *target = flat->grad_mem->ptr;
+    char *target;
     if (s->unit->replicated) /* the sum goes into this rank's own bucket, for the peers to fetch */
         target = s->unit->out->bucket.ptr + flat->bucket_offset + (size_t)s->unit->part * flat->slice_bytes;
+    else
+        target = flat->grad_mem->ptr;
     zs_sum sum = {.src = src, .world = s->world, .dtype = flat->wire, .scale = s->scale};
     sum.to = s->unit->replicated ? flat->wire : flat->dtype;
     sum.dst = target + (size_t)run.begin * (s->unit->replicated ? flat->wire_size : flat->layout.itemsize);
@@ -134,16 +137,25 @@ static summing summing_of(zs_unit *unit, zs_sources *sources)
     return (summing){unit, sources, comm->rank, comm->world, 1.0 / divisor, divisor / comm->world};
 }
 
+/* Do the sums of this round count? Not where this rank gave up: .grad is the user's again. But what is over on all ranks is
+ * stepped on all, or the ranks would not have one model any more. Asked once the round has been collected. */
+static bool counts(const summing *s)
+{
+    const zs_unit *unit = s->unit;
+    int world = zs_engine_comm(unit->engine)->world;
+    return !zs_engine_gave_up(unit->engine) || zs_in_backward_over_everywhere(unit, s->sources->used, world);
+}
+
 /* First half: this rank's slice of the sum, once all ranks have posted. In replicated units it is then shared. */
 static zs_status sum_own_slice(summing *s, zs_wait wait, bool *ready)
 {
     zs_unit *unit = s->unit;
     zs_comm *comm = zs_engine_comm(unit->engine);
-    bool given_up = zs_engine_gave_up(unit->engine); /* then .grad is the user's again: it is not touched */
-    if (!given_up)
+    if (!zs_engine_gave_up(unit->engine))
         ZS_TRY(zs_reduce_begin(unit, -1)); /* a unit that was not used here may have gradients to set aside */
     ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, s->sources));
-    if (!*ready || (given_up && !unit->replicated)) return ZS_OK;
+    if (!*ready || (!unit->replicated && !counts(s))) return ZS_OK;
+    if (!unit->replicated) ZS_TRY(zs_in_backward_lend(unit));
     for (int f = 0; f < unit->n_flats; f++)
         if (unit->flats[f].trainable) sum_flat(s, f);
     if (!unit->replicated) return ZS_OK;
@@ -168,7 +180,9 @@ static zs_status complete_round(summing *s, zs_wait wait, bool *ready)
     if (!unit->shared) ZS_TRY(sum_own_slice(s, wait, ready));
     if (!unit->shared) return ZS_OK;
     ZS_TRY(comm->ops->collect_shared(comm, unit->cunit, wait, ready, s->sources));
-    if (*ready && !zs_engine_gave_up(unit->engine)) fetch_shared(s);
+    if (!*ready || !counts(s)) return ZS_OK;
+    ZS_TRY(zs_in_backward_lend(unit));
+    fetch_shared(s);
     return ZS_OK;
 }
 
@@ -180,12 +194,15 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
     *done = false;
     ZS_TRY(complete_round(&s, wait, done));
     if (!*done) return ZS_OK;
-    for (int64_t i = 0; i < unit->n_params && !zs_engine_gave_up(unit->engine); i++)
+    for (int64_t i = 0; i < unit->n_params && counts(&s); i++)
         if (unit->params[i].grad != NULL && used_anywhere(&s, i))
             unit->params[i].has_grad = unit->params[i].reduced = true;
     zs_status status = check_gave_up(&s);
+    bool over = zs_in_backward_over_everywhere(unit, s.sources->used, comm->world);
     zs_bucket_summed(zs_engine_buckets(unit->engine), unit);
     ZS_TRY(comm->ops->release(comm, unit->cunit));
     if (unit->state == ZS_REDUCING) ZS_TRY(zs_unit_move(unit, unit->fixed ? ZS_FULL : ZS_SHARDED));
-    return status;
+    if (status != ZS_OK || !over) return status;
+    ZS_TRY(zs_reduce_deliver(unit));
+    return zs_in_backward_step(unit);
 }

@@ -5,6 +5,7 @@
 #include "bucket.h"
 #include "device.h"
 #include "hold.h"
+#include "in_backward.h"
 #include "kept.h"
 #include "local_grads.h"
 #include "schedule.h"
@@ -39,6 +40,7 @@ static void free_unit(zs_unit *unit)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
     zs_bucket_forget(zs_engine_buckets(unit->engine), unit);
+    zs_in_backward_detach(unit);
     zs_local_grads_free(unit);
     zs_hold_end(unit);
     zs_unit_cancel(unit);
@@ -296,7 +298,7 @@ static bool reduces(const zs_unit *unit)
 static zs_status make_gradients(zs_unit *unit)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
-    zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + 1};
+    zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + 2};
     spec.mode = unit->replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
     spec.parts = parts_of(unit);
     if (!unit->replicated) spec.part_of = zs_engine_part_of(unit->engine);
@@ -316,7 +318,7 @@ static zs_status make_gradients(zs_unit *unit)
         ZS_TRY(zs_storage_fill(flat->grads, flat->grad_mem, flat->grad_mem->ptr));
     }
     if (spec.n_slices == 0) return ZS_OK;
-    unit->used_words = ((size_t)unit->n_params + 64) / 64;
+    unit->used_words = (spec.n_params + 63) / 64;
     unit->used = calloc(3 * unit->used_words, sizeof *unit->used);
     if (unit->used == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
     unit->arrived = unit->used + unit->used_words;

@@ -24,6 +24,7 @@
 typedef struct zs_unit zs_unit;
 typedef struct zs_engine zs_engine;
 typedef struct zs_bucket_slot zs_bucket_slot;
+typedef struct zs_in_backward_state zs_in_backward_state;
 
 /* What is sharded, and for how long. */
 typedef enum zs_strategy { ZS_FULL_SHARD, ZS_SHARD_GRAD_OP, ZS_NO_SHARD } zs_strategy;
@@ -133,7 +134,7 @@ struct zs_unit {
     /* the round of gradients that is being packed or is out; see reduce.h */
     zs_bucket_slot *bucket; /* bucket being packed, NULL if none */
     zs_bucket_slot *out;    /* bucket that is posted and not yet summed, NULL if none or an empty post */
-    uint64_t *used;         /* bitmap of parameters packed in this round, one more bit: this rank gave up; owned */
+    uint64_t *used;         /* bitmap of parameters packed in this round; two bits more: gave up, over; owned */
     uint64_t *arrived;      /* [used_words] those of them that came in this backward; part of `used`'s memory */
     uint64_t *kept;         /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
     size_t used_words;
@@ -149,7 +150,15 @@ struct zs_unit {
     bool outstanding;   /* a posted round is not yet summed; then it stands in the pool's queue */
     zs_unit *next_out;  /* next in that queue; borrowed */
     bool shared;        /* (no_shard) own slice is summed and shared */
+
+    zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
 };
+
+/* The bit in `used` by which a rank says that its backward will not want the unit again. */
+static inline int64_t zs_unit_over_bit(const zs_unit *unit)
+{
+    return unit->n_params + 1;
+}
 
 /* Mixed precision; ZS_BYTES: the parameters' own. */
 typedef struct zs_precision {
@@ -224,7 +233,7 @@ size_t zs_unit_shard_bytes(const zs_unit *unit);
 size_t zs_unit_full_bytes(const zs_unit *unit);
 size_t zs_unit_bucket_bytes(const zs_unit *unit);
 
-/* Bytes of this rank's gradients. */
+/* Bytes of this rank's gradients, but for those that borrow a slot. */
 size_t zs_unit_grad_bytes(const zs_unit *unit);
 
 #endif

@@ -1,6 +1,6 @@
 /* unit_facts.c - what a unit is called, and how large it is. See unit.h. */
 #define _GNU_SOURCE /* strdup */
-#include "unit.h"
+#include "in_backward.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -82,6 +82,6 @@ size_t zs_unit_grad_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].grad_mem != NULL) total += unit->flats[f].grad_mem->bytes;
+        if (unit->flats[f].grad_mem != NULL && !zs_in_backward_borrows(unit)) total += unit->flats[f].grad_mem->bytes;
     return total + (unit->local != NULL ? unit->local->bytes : 0);
 }

@@ -13,7 +13,7 @@
 #include <math.h>
 #include <stdbool.h>
 
-#include "half.h"
+#include "dither.h"
 
 /* The hyper-parameters of one step, as the user gave them. */
 typedef struct zs_hyper {
@@ -25,6 +25,8 @@ typedef struct zs_hyper {
     bool amsgrad;
     bool nesterov;
     bool maximize;
+    bool dithered;        /* bfloat16 is rounded stochastically (dither.h) */
+    uint64_t seed, round; /* the seed for that, and the number of this step */
 } zs_hyper;
 
 #define ZS_REAL float

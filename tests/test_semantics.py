@@ -155,7 +155,13 @@ def accumulate_hooks(combination, early):
         for name, param in model.named_parameters():
             if not torch.equal(grads[name], param.grad):
                 problems.append(f"step {step}: {name} was not final")
+        run = functools.partial(one_batch, step)
+        problems += wrong_grads(whole_grads(model), mean_grads(Stack, run))
     return problems
+
+
+def one_batch(step, model, rank):
+    loss_of(model(floats(rank, step))).backward()
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])

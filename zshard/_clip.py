@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from zshard import _core
+from zshard._in_backward import refuse_clipping
 
 __all__ = ["clip_grad_norm", "install"]
 
@@ -54,11 +55,14 @@ def clip_grad_norm(
     """Scale the gradients of `params` in place so that their global norm is at most `max_norm`.
 
     Returns the norm before: a 0-dim tensor of the gradients' dtype (at least float32), with the
-    same bits on every rank. Collective if any parameter is sharded. Raises RuntimeError where the
-    gradient of a sharded parameter is not the one zshard put there, since its part of the norm
-    could not be told from the others'; with `error_if_nonfinite`, for a norm that is NaN or
-    infinite; ValueError for a `norm_type` of zero or less.
+    same bits on every rank. Collective if any parameter is sharded. Raises RuntimeError for
+    parameters that are stepped in backward, and where the gradient of a sharded parameter is not
+    the one zshard put there, since its part of the norm could not be told from the others'; with
+    `error_if_nonfinite`, for a norm that is NaN or infinite; ValueError for a `norm_type` of zero
+    or less.
     """
+    params = list(params)
+    refuse_clipping(params)
     held = [p for p in params if p.grad is not None]
     _refuse_foreign(held)
     grads = [p.grad for p in held if p.grad is not None]
@@ -101,6 +105,8 @@ def _get_total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if not grads:
+        refuse_clipping()
     sharded: dict[_core.Engine, list[Tensor]] = {}
     whole: list[Tensor] = []
     for grad in grads:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from zshard import _core
+from zshard._in_backward import OptimizerInBackward
 from zshard._units import state_of, units_of
 
 
@@ -76,6 +78,36 @@ class Controls(nn.Module):
         sharded ("no_shard", a world of one).
         """
         state_of(self).unit.divisor = factor
+
+    def optimizer_in_backward(self, *optimizers: torch.optim.Optimizer) -> OptimizerInBackward:
+        """Has each unit's parameters stepped in backward, as soon as its gradients are reduced.
+
+        optimizers: zshard.AdamW, Adam or SGD, together over all parameters of this module or over
+        some; their groups as they are now. Others keep their `.grad` for optimizer.step(). Call it
+        on all ranks, after the model is wrapped as a whole and not between a forward and its
+        backward. Returns a handle with remove().
+
+        After a backward the stepped parameters have no `.grad`, and their values are those, to the
+        bit, that optimizer.step() after it would give; options are read when a unit is stepped, so
+        set learning rates before backward. optimizer.step() steps what has a `.grad`: nothing, if
+        all is stepped in backward, so a loop or scheduler that calls it goes on as it was. In
+        no_sync() nothing is stepped; the next synced backward steps with the sum. Without it, each
+        backward is a step. Hooks of register_post_accumulate_grad_hook run before the step, and
+        may change `.grad` in place.
+
+        Memory: gradients borrow a slot (`memory()["slots"]`) from their sum to the step. A unit is
+        stepped while backward goes on if its module was called once since the last backward on
+        every rank, and it has no frozen parameters that are sharded; other units at the end of
+        backward, when no rank reads them any more.
+
+        A backward that raises may have stepped some units, the same on all ranks when the next
+        forward begins: go on from a checkpoint. Not possible with it, and a
+        RuntimeError: clipping by norm, GradScaler, a parameter whose part of the graph is needed
+        again after its step. Raises TypeError for other optimizers, ValueError where none of the
+        parameters is this module's, RuntimeError for a parameter that has a `.grad` or is stepped
+        in backward already.
+        """
+        return OptimizerInBackward(self, optimizers)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Taken and without effect: each backward ends all its reductions, the last or not."""

@@ -4,7 +4,9 @@ The one idea: the names here are all that Python may know of the core. What they
 docstrings of the C files (`help(zshard._core.Unit)`); users meet them through zshard.FSDP.
 """
 
+from collections.abc import Callable
 from typing import Any, final
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 
@@ -97,13 +99,22 @@ class Unit:
     def reshard(self) -> None: ...
     def hold(self) -> None: ...
     def let_go(self) -> None: ...
+    def step_in_backward(
+        self, method: WeakMethod[Callable[[int], None]], index: int, params: set[int], /
+    ) -> None: ...
+    def step_by_hand(self) -> None: ...
     def read_param(self, index: int, out: Tensor, /) -> None: ...
     def param(self, index: int, /) -> dict[str, Any]: ...
 
 @final
 class OptimPlan:
     def __new__(
-        cls, rule: str, params: list[Tensor], state: dict[Any, Any], fresh: set[Tensor]
+        cls,
+        rule: str,
+        params: list[Tensor],
+        state: dict[Any, Any],
+        fresh: set[Tensor],
+        numbers: list[int] | None = None,
     ) -> OptimPlan: ...
     def step(self, group: dict[str, Any], state: dict[Any, Any], /) -> tuple[int, ...] | None: ...
 

@@ -7,10 +7,11 @@ walking its modules; nothing else has a list of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
 from zshard.precision import Precision
@@ -79,3 +80,8 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
     for each in module.modules():
         if is_unit(each):
             yield each, state_of(each)
+
+
+def known_hooks(module: nn.Module, handles: Iterable[RemovableHandle]) -> list[Hook]:
+    """Hooks on `module` as State.hooks has them."""
+    return [(weakref.ref(module), handle.id) for handle in handles]

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
 from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
@@ -35,7 +33,17 @@ from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._state_dict_type import state_dict_type
 from zshard._summary import summary_of
-from zshard._units import ATTRIBUTE, Comms, Hook, Options, State, is_unit, state_of, units_of
+from zshard._units import (
+    ATTRIBUTE,
+    Comms,
+    Hook,
+    Options,
+    State,
+    is_unit,
+    known_hooks,
+    state_of,
+    units_of,
+)
 from zshard.precision import (
     cast_arguments,
     cast_buffers,
@@ -363,7 +371,7 @@ def _wrap(
         state = State(unit, comms, Options(own, precision, options.prefetch))
         _install(spec, state)
         casts = install_casts(spec.module, precision, spec.module is module)
-        state.hooks += _known(spec.module, casts)
+        state.hooks += known_hooks(spec.module, casts)
         install_kept({owner for ref in spec.params for owner, _ in ref.owners}, precision)
         if unit.is_hooked and not unit.replicated:
             state.hooks += _guard_parts(spec, unit, module if len(specs) > 1 else None)
@@ -466,11 +474,7 @@ def _hook(module: nn.Module, unit: _core.Unit) -> list[Hook]:
     """Makes the unit whole in the forward of `module`."""
     before = module.register_forward_pre_hook(unit.pre_forward, prepend=True)
     after = module.register_forward_hook(unit.post_forward, always_call=True)
-    return _known(module, [before, after])
-
-
-def _known(module: nn.Module, handles: list[RemovableHandle]) -> list[Hook]:
-    return [(weakref.ref(module), handle.id) for handle in handles]
+    return known_hooks(module, [before, after])
 
 
 def _class_for(original: type[nn.Module]) -> type[FSDP]:

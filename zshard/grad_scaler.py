@@ -10,14 +10,17 @@ replaced here; for an optimizer without sharded gradients it is torch's own.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
 from zshard import _core
+from zshard._in_backward import watch_scaled
 
 __all__ = ["GradScaler", "install"]
 
 _torchs_unscale = torch.amp.GradScaler._unscale_grads_
+_torchs_scale = torch.amp.GradScaler.scale
 
 
 @functools.wraps(_torchs_unscale)
@@ -39,6 +42,12 @@ def _unscale_grads_(
     return found
 
 
+@functools.wraps(_torchs_scale)
+def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+    scaled = _torchs_scale(self, outputs)
+    return watch_scaled(scaled) if self.is_enabled() else scaled
+
+
 def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
     """The engines that the optimizer's gradients are of, in the order of its parameters, which is
     that of all ranks. Raises RuntimeError for a gradient that no_sync() has kept on this rank."""
@@ -54,9 +63,12 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
 
 
 def install() -> None:
-    """Have torch's scaler ask all ranks; once is enough, more does nothing."""
+    """Have torch's scaler ask all ranks, and no model step in a scaled loss's backward; once is
+    enough, more does nothing."""
     if torch.amp.GradScaler._unscale_grads_ is _torchs_unscale:
         torch.amp.GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
+    if torch.amp.GradScaler.scale is _torchs_scale:
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -66,7 +78,8 @@ class GradScaler(torch.amp.GradScaler):
     `unscale_` and `step` are then for all ranks together. torch.amp.GradScaler does the same as
     soon as zshard is imported; this one does so whatever another library makes of torch's.
 
-    Raises ValueError for another device, and for a gradient that is not reduced RuntimeError.
+    Raises ValueError for another device; RuntimeError for a gradient that is not reduced, and
+    in the backward of a scaled loss of a model that is stepped in backward.
     """
 
     def __init__(
@@ -85,3 +98,4 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     _unscale_grads_ = _unscale_grads_  # type: ignore[assignment]
+    scale = scale  # type: ignore[assignment]

@@ -13,11 +13,21 @@ neighbouring slices of a shard are updated as one run.
 Numbers: SGD has the bits of torch.optim.SGD; Adam and AdamW those of torch.optim.AdamW(fused=True).
 torch's unfused Adam differs from both in the last bit of some elements, because its square root
 (MKL's) is not correctly rounded. Half-precision parameters are updated in float, as by `fused`.
+
+Stochastic rounding, which torch does not have, trains bfloat16 parameters without a float copy:
+what a step stores in bfloat16, the parameter and its state, is rounded up or down at random so that
+it is right on average, where rounding to nearest would lose each small update. The random bits
+depend on the seed, the number of the step and the element's place in the model (csrc/dither.h), not
+on who owns the element: all strategies and numbers of ranks give the same bits. Seed and number of
+the step are options of the param group, so they are in the state dict, and a resumed run goes on
+with the bits of the one that it continues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +49,7 @@ class _InOneCall(torch.optim.Optimizer):
     """The step() that the three share."""
 
     _rule: str  # which rule the plan applies: "adam" or "sgd"
-    _plans: dict[int, _core.OptimPlan]  # by index of the param group
+    _plans: dict[Any, _core.OptimPlan]  # by index of the param group; for a part, with the unit's
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` returned, or None.
@@ -53,33 +63,99 @@ class _InOneCall(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
-            plan = self._plans.get(index)
-            foreign = None if plan is None else plan.step(group, self.state)
-            if foreign is None:
-                foreign = self._step_with_new_plan(index, group)
-            if foreign:
-                self._step_by_torch(group, [group["params"][i] for i in foreign])
+            self._step_params(index, group, self.state)
+            _count_rounding(group)
         return loss
 
+    def _step_part(self, index: int, unit: int, params: list[Tensor]) -> None:
+        """The step of some parameters of group `index`, those of a unit; for optimizer_in_backward.
+
+        Does not count as a step of stochastic rounding: `_end_parts` does, once for all parts.
+        """
+        group = {**self.param_groups[index], "params": params}
+        state = {param: self.state[param] for param in params if param in self.state}
+        self._step_params((index, unit), group, state)
+
+    def _end_parts(self, groups: Iterable[int]) -> None:
+        """All parts of these groups have been stepped."""
+        self._opt_called = True  # what torch's schedulers look at, to warn of a missing step()
+        for index in groups:
+            if "rounding_step" in self.param_groups[index]:
+                self.param_groups[index]["rounding_step"] += 1
+
+    def _step_params(self, key: Any, group: dict[str, Any], state: dict[Any, Any]) -> None:
+        """Step a group by its plan, which is known by `key`. state: of its parameters at least."""
+        plan = self._plans.get(key)
+        foreign = None if plan is None else plan.step(group, state)
+        if foreign is None:
+            foreign = self._step_with_new_plan(key, group, state)
+        if foreign:
+            self._step_by_torch(group, [group["params"][i] for i in foreign])
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim. NotImplementedError for the options `_check_options` names."""
+        """As in torch.optim; `stochastic_rounding` and `rounding_seed` may differ between groups.
+
+        NotImplementedError for the options that `_check_options` names.
+        """
         super().add_param_group(param_group)
-        _check_options(self, self.param_groups[-1])
+        self._take_group(self.param_groups[-1])
         self._plans = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            _check_options(self, group)
+            self._take_group(group)
         self._plans = {}
 
-    def _step_with_new_plan(self, index: int, group: dict[str, Any]) -> tuple[int, ...]:
+    def _set_rounding(self, stochastic: bool, seed: int) -> None:
+        """The constructor's options of rounding: defaults for its groups and for later ones."""
+        if stochastic:
+            self.defaults.update(stochastic_rounding=True, rounding_seed=operator.index(seed))
+            for group in self.param_groups:
+                self._take_group(group)
+        elif seed != 0:
+            raise ValueError(
+                "rounding_seed is for stochastic_rounding=True; a param group may have both as "
+                "options of its own"
+            )
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        """Check a group's options, and complete those of stochastic rounding if it is wanted.
+
+        Where nobody asks for it, a group has no such options: its state dict is torch's.
+        """
+        _check_options(self, group)
+        if "stochastic_rounding" in self.defaults:
+            group.setdefault("stochastic_rounding", self.defaults["stochastic_rounding"])
+        if group.get("stochastic_rounding"):
+            group.setdefault("rounding_seed", self.defaults.get("rounding_seed", 0))
+            group.setdefault("rounding_step", 0)
+            _refuse_float16(self, group)
+
+    def _numbers(self, params: Sequence[Tensor]) -> list[int]:
+        """Of each parameter, the number of its first element on this rank, where all elements of
+        all groups' whole parameters are counted one after another."""
+        begins: dict[Tensor, int] = {}
+        start = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                info = _core.shard_info(param)
+                begins[param] = start + (info["begin"] if info else 0)
+                start += math.prod(info["shape"]) if info else param.numel()
+        return [begins[param] for param in params]
+
+    def _step_with_new_plan(
+        self, key: Any, group: dict[str, Any], state: dict[Any, Any]
+    ) -> tuple[int, ...]:
         """Give state to the parameters that lack it, and step; the indices not taken by C."""
         params: list[Tensor] = group["params"]
         fresh = self._make_state(group, [p for p in params if p.grad is not None])
-        plan = _core.OptimPlan(self._rule, params, self.state, fresh)
-        self._plans[index] = plan
-        foreign: tuple[int, ...] | None = plan.step(group, self.state)
+        numbers = self._numbers(params) if group.get("stochastic_rounding") else None
+        if state is not self.state:
+            state = {param: self.state[param] for param in params if param in self.state}
+        plan = _core.OptimPlan(self._rule, params, state, fresh, numbers)
+        self._plans[key] = plan
+        foreign: tuple[int, ...] | None = plan.step(group, state)
         if foreign is None:
             raise RuntimeError("the optimizer's state was changed while it was being made")
         for i in foreign:
@@ -165,6 +241,11 @@ class Adam(_AdamInOneCall, torch.optim.Adam):
     Args: as torch.optim.Adam. `foreach` and `fused` are taken, and without effect: there is one
     way, and it is fused. `capturable` (CUDA graphs) and `differentiable` must stay False:
     NotImplementedError. ValueError for numbers out of range.
+
+    stochastic_rounding: round what is stored of bfloat16 parameters, and their state, at random and
+        right on average, for training without a float copy; other dtypes are not touched, float16
+        is refused (NotImplementedError).
+    rounding_seed: of these random bits; give all ranks the same.
     """
 
     def __init__(
@@ -182,6 +263,8 @@ class Adam(_AdamInOneCall, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         super().__init__(
             params,
@@ -198,6 +281,7 @@ class Adam(_AdamInOneCall, torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         self._step_supports_amp_scaling = False  # with fused, torch's says it unscales by itself
+        self._set_rounding(stochastic_rounding, rounding_seed)
 
 
 class AdamW(_AdamInOneCall, torch.optim.AdamW):
@@ -206,6 +290,11 @@ class AdamW(_AdamInOneCall, torch.optim.AdamW):
     Args: as torch.optim.AdamW. `foreach` and `fused` are taken, and without effect: there is one
     way, and it is fused. `capturable` (CUDA graphs) and `differentiable` must stay False:
     NotImplementedError. ValueError for numbers out of range.
+
+    stochastic_rounding: round what is stored of bfloat16 parameters, and their state, at random and
+        right on average, for training without a float copy; other dtypes are not touched, float16
+        is refused (NotImplementedError).
+    rounding_seed: of these random bits; give all ranks the same.
     """
 
     def __init__(
@@ -222,6 +311,8 @@ class AdamW(_AdamInOneCall, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         super().__init__(
             params,
@@ -237,6 +328,7 @@ class AdamW(_AdamInOneCall, torch.optim.AdamW):
             fused=fused,
         )
         self._step_supports_amp_scaling = False  # with fused, torch's says it unscales by itself
+        self._set_rounding(stochastic_rounding, rounding_seed)
 
 
 class SGD(_InOneCall, torch.optim.SGD):
@@ -245,6 +337,11 @@ class SGD(_InOneCall, torch.optim.SGD):
     Args: as torch.optim.SGD. `foreach` and `fused` are taken, and without effect: there is one
     way, and it is fused. `differentiable` must stay False: NotImplementedError. ValueError for
     numbers out of range.
+
+    stochastic_rounding: round what is stored of bfloat16 parameters, and their state, at random and
+        right on average, for training without a float copy; other dtypes are not touched, float16
+        is refused (NotImplementedError).
+    rounding_seed: of these random bits; give all ranks the same.
     """
 
     _rule = "sgd"
@@ -262,6 +359,8 @@ class SGD(_InOneCall, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         super().__init__(
             params,
@@ -276,6 +375,7 @@ class SGD(_InOneCall, torch.optim.SGD):
             fused=fused,
         )
         self._step_supports_amp_scaling = False  # with fused, torch's says it unscales by itself
+        self._set_rounding(stochastic_rounding, rounding_seed)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
@@ -311,6 +411,24 @@ def _check_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> N
             raise NotImplementedError(
                 f"zshard.{name}: {option}=True is not supported; use torch.optim.{name} for it"
             )
+
+
+def _refuse_float16(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """NotImplementedError for parameters that would be rounded to nearest all the same."""
+    for param in group["params"]:
+        if param.dtype == torch.float16:
+            raise NotImplementedError(
+                f"zshard.{type(optimizer).__name__}: stochastic_rounding=True is for bfloat16 "
+                f"parameters; one of shape {tuple(param.shape)} is of float16, which needs loss "
+                "scaling and a float copy: keep it in float32, or put it into a param group with "
+                "stochastic_rounding=False"
+            )
+
+
+def _count_rounding(group: dict[str, Any]) -> None:
+    """A step was made: the next one rounds by other bits. One without gradients is none."""
+    if "rounding_step" in group and any(p.grad is not None for p in group["params"]):
+        group["rounding_step"] += 1
 
 
 def _zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:

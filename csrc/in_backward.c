@@ -1,0 +1,304 @@
+/* in_backward.c - see in_backward.h. */
+#include "in_backward.h"
+
+#include "bits.h"
+#include "reduce.h"
+#include "schedule.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct zs_in_backward_state {
+    zs_stepper stepper;
+    bool *stepped;             /* [n_params] which parameters it updates; in the memory of this struct */
+    bool borrows;              /* all of them: gradients have memory from the sum to the step only */
+    zs_mem *own[ZS_MAX_FLATS]; /* the gradients' memory that is out of use meanwhile; owned references */
+    int calls;                 /* forwards since the last backward */
+    bool over;                 /* nothing of this rank's backward will want the unit again */
+    bool *arrived;             /* [n_params] (alone) which gradients are there in this backward; likewise */
+};
+
+static const char GIVEN_BACK[] =
+    "this gradient is gone: optimizer_in_backward() has stepped with it and given its memory "
+    "back; clone it in a hook to keep it";
+
+bool zs_in_backward_alone(const zs_unit *unit)
+{
+    return unit->stepping != NULL && unit->fixed && zs_engine_comm(unit->engine)->world == 1;
+}
+
+bool zs_in_backward_borrows(const zs_unit *unit)
+{
+    return unit->stepping != NULL && unit->stepping->borrows;
+}
+
+/* --- memory ------------------------------------------------------------------------------------------------------------ */
+
+static size_t grad_bytes(const zs_unit *unit, const zs_flat *flat)
+{
+    return unit->replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
+}
+
+zs_status zs_in_backward_lend(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats && zs_in_backward_borrows(unit); f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (flat->grads == NULL || flat->grad_mem != NULL) continue;
+        zs_mem *slot = NULL;
+        zs_arena *arena = zs_engine_arena(unit->engine);
+        ZS_TRY(zs_arena_take(arena, grad_bytes(unit, flat), &slot));
+        zs_status status = zs_storage_fill(flat->grads, slot, slot->ptr);
+        if (status != ZS_OK) {
+            zs_arena_give(arena, slot);
+            return status;
+        }
+        flat->grad_mem = zs_mem_retain(slot);
+        slot->role = unit->replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
+        slot->user = unit;
+    }
+    return ZS_OK;
+}
+
+/* Has any parameter its view of the grad shard as .grad? One that the stepper does not know may. */
+static bool grads_shown(const zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        if (param->grad == NULL || !zs_tensor_alive(param->tensor)) continue;
+        if (zs_grad_is(param->tensor, param->grad)) return true;
+    }
+    return false;
+}
+
+static void give_back(zs_unit *unit)
+{
+    if (!zs_in_backward_borrows(unit) || grads_shown(unit)) return;
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (flat->grad_mem == NULL) continue;
+        (void)zs_storage_clear(flat->grads, GIVEN_BACK); /* can fail on memory for the message alone */
+        flat->grad_mem->role = ZS_MEM_PLAIN;
+        flat->grad_mem->user = NULL;
+        zs_arena_give(zs_engine_arena(unit->engine), flat->grad_mem);
+        zs_mem_release(flat->grad_mem);
+        flat->grad_mem = NULL;
+    }
+    unit->grads_held = false;
+}
+
+/* Takes the gradients' memory out of use. */
+static void set_memory_aside(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (flat->grad_mem == NULL) continue;
+        (void)zs_storage_clear(flat->grads, GIVEN_BACK);
+        unit->stepping->own[f] = flat->grad_mem;
+        flat->grad_mem = NULL;
+    }
+}
+
+static void take_memory_back(zs_unit *unit)
+{
+    give_back(unit);
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        zs_mem *own = unit->stepping->own[f];
+        if (own == NULL) continue;
+        if (flat->grad_mem != NULL) { /* shown still: the slot stays with the gradients, and what was theirs goes */
+            zs_mem_release(own);
+        } else {
+            flat->grad_mem = own;
+            (void)zs_storage_fill(flat->grads, own, own->ptr);
+        }
+    }
+}
+
+/* --- attaching ----------------------------------------------------------------------------------------------------------- */
+
+static zs_status check_idle(const zs_unit *unit, const bool *stepped)
+{
+    if (unit->stepping != NULL)
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "unit '%s' is stepped in backward already: give all optimizers in one call of "
+                       "optimizer_in_backward(), or remove() the other first",
+                       unit->name);
+    if (zs_in_backward()) return ZS_FAIL(ZS_ERR_STATE, "optimizer_in_backward() was called in a backward");
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_grad_info grad = {0};
+        if (!stepped[i] || !zs_tensor_alive(unit->params[i].tensor)) continue;
+        ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
+        if (grad.defined)
+            return ZS_FAIL(ZS_ERR_STATE,
+                           "parameter '%s' has a .grad, which backward would add to and step with: call "
+                           "optimizer.step() and zero_grad() before optimizer_in_backward()",
+                           unit->params[i].name);
+    }
+    return ZS_OK;
+}
+
+static bool steps_all(const zs_unit *unit, const bool *stepped)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        bool wanted = param->grad != NULL && zs_tensor_alive(param->tensor) && zs_tensor_requires_grad(param->tensor);
+        if (wanted && !stepped[i]) return false;
+    }
+    return true;
+}
+
+zs_status zs_in_backward_attach(zs_unit *unit, const zs_stepper *stepper, const bool *stepped)
+{
+    size_t n = (size_t)unit->n_params;
+    zs_in_backward_state *made = NULL;
+    zs_status status = check_idle(unit, stepped);
+    if (status == ZS_OK && (made = calloc(1, sizeof *made + 2 * n * sizeof *stepped)) == NULL)
+        status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
+    if (status != ZS_OK) {
+        stepper->release(stepper->ctx);
+        return status;
+    }
+    made->stepper = *stepper;
+    made->stepped = (bool *)(made + 1);
+    made->arrived = made->stepped + n;
+    for (size_t i = 0; i < n; i++)
+        made->stepped[i] = stepped[i];
+    made->borrows = unit->cunit != NULL && steps_all(unit, stepped);
+    unit->stepping = made;
+    if (made->borrows) set_memory_aside(unit);
+    for (int64_t i = 0; i < unit->n_params && status == ZS_OK && zs_in_backward_alone(unit); i++)
+        if (zs_tensor_alive(unit->params[i].tensor)) status = zs_unit_hook_param(unit, i);
+    if (status != ZS_OK) zs_in_backward_detach(unit);
+    return status;
+}
+
+void zs_in_backward_detach(zs_unit *unit)
+{
+    zs_in_backward_state *stepping = unit->stepping;
+    if (stepping == NULL) return;
+    take_memory_back(unit);
+    for (int64_t i = 0; i < unit->n_params && zs_in_backward_alone(unit); i++)
+        if (zs_tensor_alive(unit->params[i].tensor)) zs_hook_grad_remove(unit->params[i].tensor);
+    unit->stepping = NULL;
+    stepping->stepper.release(stepping->stepper.ctx);
+    free(stepping);
+}
+
+/* --- when a unit is over --------------------------------------------------------------------------------------------------- */
+
+zs_status zs_in_backward_begin(const zs_unit *unit)
+{
+    if (unit->stepping == NULL || unit->stepping->stepper.begin == NULL) return ZS_OK;
+    return unit->stepping->stepper.begin(unit->stepping->stepper.ctx);
+}
+
+void zs_in_backward_called(zs_unit *unit)
+{
+    if (unit->stepping != NULL) unit->stepping->calls++;
+}
+
+bool zs_in_backward_is_over(const zs_unit *unit)
+{
+    return unit->stepping != NULL && unit->stepping->over;
+}
+
+zs_status zs_in_backward_check(const zs_unit *unit)
+{
+    if (!zs_in_backward_is_over(unit)) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "the parameters of unit '%s' are wanted again in a backward in which optimizer_in_backward() has "
+                   "stepped them: they were used outside of the unit's forward, or their part of the graph is "
+                   "recomputed more than once; remove() the handle and call optimizer.step() after backward",
+                   unit->name);
+}
+
+zs_status zs_in_backward_graph_done(zs_unit *unit)
+{
+    if (unit->stepping == NULL) return ZS_OK;
+    unit->stepping->calls = 0;
+    return zs_unit_reshard(unit, ZS_SHARDED);
+}
+
+void zs_in_backward_mark(zs_unit *unit, uint64_t *used)
+{
+    zs_in_backward_state *stepping = unit->stepping;
+    if (stepping == NULL) return;
+    /* What is whole still has frozen parameters that backward is to go through. */
+    stepping->over = stepping->calls <= 1 && (unit->fixed || unit->state != ZS_FULL);
+    if (zs_engine_gave_up(unit->engine)) stepping->over = false;
+    if (stepping->over) zs_set_bit(used, zs_unit_over_bit(unit));
+}
+
+bool zs_in_backward_over_everywhere(const zs_unit *unit, const uint64_t *const *used, int world)
+{
+    bool everywhere = zs_in_backward_is_over(unit);
+    for (int r = 0; r < world && everywhere; r++)
+        everywhere = zs_get_bit(used[r], zs_unit_over_bit(unit));
+    return everywhere;
+}
+
+/* --- stepping ------------------------------------------------------------------------------------------------------------ */
+
+static bool is_stepped(const zs_unit *unit, int64_t i)
+{
+    return unit->stepping->stepped[i] && zs_tensor_alive(unit->params[i].tensor);
+}
+
+zs_status zs_in_backward_step(zs_unit *unit)
+{
+    bool any = false;
+    for (int64_t i = 0; i < unit->n_params && !any; i++) {
+        zs_grad_info grad = {0};
+        if (is_stepped(unit, i)) ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
+        any = grad.defined;
+    }
+    if (any) ZS_TRY(unit->stepping->stepper.step(unit->stepping->stepper.ctx));
+    for (int64_t i = 0; i < unit->n_params && any; i++)
+        if (is_stepped(unit, i)) zs_grad_set(unit->params[i].tensor, NULL);
+    give_back(unit);
+    return ZS_OK;
+}
+
+static bool all_arrived(const zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_tensor *tensor = unit->params[i].tensor;
+        if (unit->stepping->arrived[i] || !zs_tensor_alive(tensor)) continue;
+        if (zs_tensor_requires_grad(tensor)) return false;
+    }
+    return true;
+}
+
+zs_status zs_in_backward_arrived(zs_unit *unit, int64_t i)
+{
+    zs_in_backward_state *stepping = unit->stepping;
+    if (zs_hook_has_users(unit->params[i].tensor)) ZS_TRY(zs_hook_run_users(unit->params[i].tensor));
+    stepping->arrived[i] = true;
+    if (!unit->syncs || stepping->calls > 1 || !all_arrived(unit)) return ZS_OK;
+    stepping->over = true;
+    return zs_in_backward_step(unit);
+}
+
+zs_status zs_in_backward_finish(zs_unit *unit, bool good)
+{
+    zs_in_backward_state *stepping = unit->stepping;
+    if (stepping == NULL) return ZS_OK;
+    zs_status status = good && unit->syncs ? zs_in_backward_step(unit) : ZS_OK;
+    if (good && status == ZS_OK && stepping->stepper.over != NULL)
+        status = stepping->stepper.over(stepping->stepper.ctx);
+    zs_in_backward_forget(unit);
+    return status;
+}
+
+void zs_in_backward_abandon(zs_unit *unit)
+{
+    if (unit->stepping == NULL) return;
+    unit->stepping->calls = 0;
+    memset(unit->stepping->arrived, 0, (size_t)unit->n_params * sizeof *unit->stepping->arrived);
+}
+
+void zs_in_backward_forget(zs_unit *unit)
+{
+    zs_in_backward_abandon(unit);
+    if (unit->stepping != NULL) unit->stepping->over = false;
+}
