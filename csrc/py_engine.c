@@ -200,11 +200,13 @@ static PyObject *over_ranks(engine_object *self, PyObject *numbers, bool max)
         mine[i] = PyFloat_AsDouble(PyList_GET_ITEM(numbers, (Py_ssize_t)i));
         if (PyErr_Occurred()) return NULL;
     }
-    return reduce_numbers(zs_engine_ranks(self->engine)->shards, mine, n, max);
+    const zs_ranks *ranks = zs_engine_ranks(self->engine);
+    return reduce_numbers(max ? ranks->all : ranks->shards, mine, n, max);
 }
 
 PyDoc_STRVAR(engine_sum_doc,
-             "sum_over_ranks($self, numbers, /)\n--\n\nSums a list of floats over all ranks, in rank order.");
+             "sum_over_ranks($self, numbers, /)\n--\n\nSums a list of floats over the ranks of one copy, in "
+             "rank order.");
 
 static PyObject *engine_sum(engine_object *self, PyObject *numbers)
 {

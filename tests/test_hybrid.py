@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, ddp, differences, make, train
-from scenarios import Stack, forward_backward, message_of, whole_grads
+from models import CASES, ddp, differences, make, train, wrapped
+from scenarios import (
+    Stack,
+    forward_backward,
+    mean_grads,
+    message_of,
+    near,
+    whole_grads,
+    wrong_grads,
+)
 from spawn import ranks
+from test_scenarios import SCENARIOS
 
 import zshard
 from zshard import FSDP, _group
@@ -74,6 +84,29 @@ def test_a_mesh_of_one_row_or_column(pool, strategy, transport):
     for shape in ((pool.world, 1), (1, pool.world)):
         for wrong, gap in pool.run(compare, "net", strategy, transport, shape):
             assert wrong == [] and gap < 1e-5, shape
+
+
+def wrong_on_a_mesh(build, run, shape):
+    """{(strategy, transport): gradients that are not near the mean of the ranks'}."""
+    expected = mean_grads(build, run)
+    found = {}
+    for combination in itertools.product((*HYBRIDS, "hybrid_full"), TRANSPORTS):
+        model = wrapped(build, combination, device_mesh=mesh_of(*shape))
+        run(model, dist.get_rank())
+        ours = {name: near(grad, expected[name]) for name, grad in whole_grads(model).items()}
+        found[combination] = wrong_grads(ours, expected)
+    return {combination: wrong for combination, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize("run", [run for run, _ in SCENARIOS])
+def test_whatever_a_script_does_gradients_are_the_mean(pool4, run):
+    assert pool4.run(wrong_on_a_mesh, Stack, run, (2, 2)) == [{}] * 4
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("run", [run for run, _ in SCENARIOS])
+def test_and_on_meshes_of_one_row_or_column(pool2, run, shape):
+    assert pool2.run(wrong_on_a_mesh, Stack, run, shape) == [{}] * 2
 
 
 def bytes_held(shape):
