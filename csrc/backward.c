@@ -9,8 +9,6 @@
 #include "reduce.h"
 #include "through.h"
 
-/* --- backward --------------------------------------------------------------------------------------------------------------- */
-
 static zs_status backward_end_hook(void *engine, int64_t unused);
 
 static void retain_engine(void *engine)
@@ -284,7 +282,7 @@ static zs_status close_backward(zs_engine *engine)
 }
 
 /* A backward has raised. What needs no peer is done at once, so that a zero_grad() that follows means what it says; the
- * peers are told by recover(), at the next forward. */
+ * peers are told by zs_engine_recover, at the next forward. */
 static void abandon_backward(zs_engine *engine)
 {
     (void)zs_engine_reshard_all(engine, true);
