@@ -12,9 +12,15 @@ bool zs_hold_any(void)
     return atomic_load(&holders) > 0;
 }
 
-static size_t compute_bytes(const zs_flat *flat)
+static bool is_lowered(const zs_unit *unit, const zs_flat *flat)
 {
-    return (size_t)zs_layout_full_numel(&flat->layout) * flat->compute_size;
+    return !unit->exact && flat->compute != flat->dtype;
+}
+
+static size_t full_bytes(const zs_unit *unit, const zs_flat *flat)
+{
+    return (size_t)zs_layout_full_numel(&flat->layout) *
+           (is_lowered(unit, flat) ? flat->compute_size : flat->layout.itemsize);
 }
 
 /* Puts a copy under the full storage where it is a mapping; a slot is one already. Either is known as held. */
@@ -22,9 +28,9 @@ static zs_status hold_flat(zs_unit *unit, zs_flat *flat)
 {
     if (flat->full_mem == NULL) {
         zs_mem *copy = NULL;
-        const char *mapped = zs_flat_source(flat, flat->compute != flat->dtype)->full;
-        ZS_TRY(zs_mem_new_private(compute_bytes(flat), &copy));
-        memcpy(copy->ptr, mapped, compute_bytes(flat));
+        size_t bytes = full_bytes(unit, flat);
+        ZS_TRY(zs_mem_new_private(bytes, &copy));
+        memcpy(copy->ptr, zs_flat_source(flat, is_lowered(unit, flat))->full, bytes);
         zs_status status = zs_storage_fill(flat->full, copy, copy->ptr);
         if (status != ZS_OK) {
             zs_mem_release(copy);
@@ -37,10 +43,10 @@ static zs_status hold_flat(zs_unit *unit, zs_flat *flat)
     return ZS_OK;
 }
 
-zs_status zs_hold(zs_unit *unit)
+zs_status zs_hold(zs_unit *unit, bool exact)
 {
     if (unit->held) return ZS_OK;
-    ZS_TRY(zs_unit_unshard(unit));
+    ZS_TRY(exact ? zs_unit_unshard_exact(unit) : zs_unit_unshard(unit));
     unit->held = true;
     atomic_fetch_add(&holders, 1);
     zs_status status = ZS_OK;
@@ -48,6 +54,37 @@ zs_status zs_hold(zs_unit *unit)
         status = hold_flat(unit, &unit->flats[f]);
     if (status != ZS_OK) (void)zs_unit_reshard(unit, ZS_SHARDED);
     return status;
+}
+
+static void take_slice(const zs_unit *unit, const zs_param *param)
+{
+    const zs_flat *flat = &unit->flats[param->flat];
+    size_t itemsize = flat->layout.itemsize;
+    char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * itemsize;
+    const char *src = (char *)flat->full_mem->ptr + (size_t)(param->offset + param->owned.begin) * itemsize;
+    memcpy(dst, src, (size_t)param->owned.numel * itemsize);
+}
+
+void zs_hold_accept(zs_unit *unit, bool keep)
+{
+    if (!unit->held) return;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (!zs_tensor_alive(param->tensor)) continue;
+        if (keep && zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full)) take_slice(unit, param);
+        param->version = zs_tensor_version(param->tensor);
+    }
+}
+
+zs_status zs_hold_check_forward(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats && unit->held && unit->exact; f++)
+        if (unit->flats[f].compute != unit->flats[f].dtype)
+            return ZS_FAIL(ZS_ERR_STATE,
+                           "the forward of unit '%s' was called within summon_full_params(), where its parameters have "
+                           "another dtype than forward computes with",
+                           unit->name);
+    return ZS_OK;
 }
 
 void zs_hold_end(zs_unit *unit)
@@ -67,7 +104,7 @@ size_t zs_hold_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats && unit->held; f++)
-        if (zs_flat_source(&unit->flats[f], unit->flats[f].low.mem != NULL)->full != NULL)
-            total += compute_bytes(&unit->flats[f]);
+        if (zs_flat_source(&unit->flats[f], is_lowered(unit, &unit->flats[f]))->full != NULL)
+            total += full_bytes(unit, &unit->flats[f]);
     return total;
 }

@@ -1,5 +1,6 @@
 /* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
 #include "py_unit.h"
+#include "hold.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -240,23 +241,32 @@ static PyObject *unit_reshard(unit_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(unit_hold_doc, "hold($self, /)\n--\n\nMakes the parameters whole until let_go() or the end of the next "
-                            "backward; on all ranks together.");
+PyDoc_STRVAR(
+    unit_hold_doc,
+    "hold($self, exact=False, /)\n--\n\nMakes the parameters whole until let_go() or the end of the next backward; "
+    "on all ranks together. exact: in their own dtype. False if they were held, or always are whole.");
 
-static PyObject *unit_hold(unit_object *self, PyObject *unused)
+static PyObject *unit_hold(unit_object *self, PyObject *args)
 {
-    (void)unused;
+    int exact = 0;
+    if (!PyArg_ParseTuple(args, "|p:hold", &exact)) return NULL;
+    bool before = self->unit->held;
     zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_unshard(self->unit));
+    ZS_PY_NOGIL(status, zs_engine_unshard(self->unit, exact));
     if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return PyBool_FromLong(self->unit->held && !before);
 }
 
-PyDoc_STRVAR(unit_let_go_doc, "let_go($self, /)\n--\n\nGives back what hold() or a forward has kept whole.");
+PyDoc_STRVAR(
+    unit_let_go_doc,
+    "let_go($self, keep=None, /)\n--\n\nGives back what hold() or a forward has kept whole. keep: what was written "
+    "to it counts (True), or is dropped (False); None: it is an error.");
 
-static PyObject *unit_let_go(unit_object *self, PyObject *unused)
+static PyObject *unit_let_go(unit_object *self, PyObject *args)
 {
-    (void)unused;
+    PyObject *keep = Py_None;
+    if (!PyArg_ParseTuple(args, "|O:let_go", &keep)) return NULL;
+    if (keep != Py_None) zs_hold_accept(self->unit, keep == Py_True);
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
@@ -341,8 +351,8 @@ static PyMethodDef unit_methods[] = {
     {"unshard", (PyCFunction)unit_unshard, METH_VARARGS, unit_unshard_doc},
     {"reshard", (PyCFunction)unit_reshard, METH_NOARGS, unit_reshard_doc},
     {"prefetch", (PyCFunction)unit_prefetch, METH_VARARGS, unit_prefetch_doc},
-    {"hold", (PyCFunction)unit_hold, METH_NOARGS, unit_hold_doc},
-    {"let_go", (PyCFunction)unit_let_go, METH_NOARGS, unit_let_go_doc},
+    {"hold", (PyCFunction)unit_hold, METH_VARARGS, unit_hold_doc},
+    {"let_go", (PyCFunction)unit_let_go, METH_VARARGS, unit_let_go_doc},
     {"step_in_backward", (PyCFunction)zs_py_step_in_backward, METH_VARARGS, zs_py_step_in_backward_doc},
     {"step_by_hand", (PyCFunction)zs_py_step_by_hand, METH_NOARGS, zs_py_step_by_hand_doc},
     {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},

@@ -112,11 +112,11 @@ zs_status zs_engine_close(zs_engine *engine)
     return --engine->depth == 0 ? end_session(engine) : ZS_OK;
 }
 
-zs_status zs_engine_unshard(zs_unit *unit)
+zs_status zs_engine_unshard(zs_unit *unit, bool exact)
 {
     if (unit->fixed || unit->held) return ZS_OK;
     ZS_TRY(zs_engine_open(unit->engine));
-    zs_status status = zs_hold(unit);
+    zs_status status = zs_hold(unit, exact);
     zs_status closed = zs_engine_close(unit->engine);
     return status != ZS_OK ? status : closed;
 }
@@ -163,6 +163,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit)
         return zs_engine_make_whole(unit, ZS_PHASE_BACKWARD);
     }
     ZS_TRY(check_outside(unit));
+    ZS_TRY(zs_hold_check_forward(unit));
     ZS_TRY(zs_engine_open(engine)); /* if it fails, the post-forward hook finds nothing to close */
     if (unit->inside++ == 0 && engine->recording) zs_in_backward_called(unit);
     if (engine->depth == 1) engine->outermost_gathers = unit->n_params > 0;

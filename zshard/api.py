@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._state_dict_type import state_dict_type
 from zshard._summary import summary_of
+from zshard._summon import own_unit_as_on_rank_0, summon_full_params
 from zshard._units import (
     ATTRIBUTE,
     Comms,
@@ -212,6 +213,14 @@ class FSDP(Controls):
         if state.rank0_only and state.comms.all.rank != 0 and not is_part:
             whole.clear()
         return whole
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """nn.Module.apply, for initialisation say: parameters are whole where `fn` sees them, a
+        unit at a time, and get the values that rank 0 gives them. For all ranks together."""
+        with own_unit_as_on_rank_0(self):
+            return super().apply(fn)
+
+    summon_full_params = summon_full_params
 
     def summary(self) -> str:
         """A table of the units: name, parameters, bytes whole and per rank, strategy, transport."""

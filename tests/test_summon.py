@@ -1,0 +1,182 @@
+"""summon_full_params and apply: whole parameters to read and to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, COMBINATIONS, TRANSPORTS, differences, make, wrapped
+from scenarios import WIDTH, Stack, forward_backward, message_of, whole_grads
+from torch import nn
+
+import zshard
+from zshard import FSDP, MixedPrecision
+
+
+def whole(model):
+    """Copies of the parameters as they are now, by name."""
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def reading(name, combination):
+    case = CASES[name]
+    plain = make(case.make)
+    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
+    with FSDP.summon_full_params(model):
+        inside = whole(model)
+    with model.summon_full_params(writeback=False, rank0_only=True):
+        on_rank_0 = whole(model)
+    at_0 = dist.get_rank() == 0 or combination[0] == "no_shard"
+    return (
+        differences(inside, whole(plain)),
+        differences(on_rank_0, whole(plain)) if at_0 else [],
+        differences(model.state_dict(), plain.state_dict()),
+    )
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen"])
+def test_parameters_are_whole_within(pool2, name, combination):
+    assert pool2.run(reading, name, combination) == [([], [], [])] * 2
+
+
+def scale(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2).add_(1)
+            param.data.add_(param.detach())  # which no version counter sees
+
+
+def writing(combination, writeback, precision):
+    plain = make(Stack)
+    model = wrapped(Stack, combination, mixed_precision=precision)
+    forward_backward(model, dist.get_rank())
+    before = {name: grad.clone() for name, grad in whole_grads(model).items()}
+    with FSDP.summon_full_params(model, writeback=writeback):
+        scale(model)
+    if writeback:
+        scale(plain)
+    wrong = differences(model.state_dict(), plain.state_dict())
+    model.zero_grad()
+    forward_backward(model, dist.get_rank())
+    changed = any(not torch.equal(before[name], grad) for name, grad in whole_grads(model).items())
+    return wrong, changed == writeback
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_what_is_written_counts_or_is_dropped(pool2, combination, writeback, precision):
+    assert pool2.run(writing, combination, writeback, precision) == [([], True)] * 2
+
+
+def own_unit_only(transport):
+    """The units that are whole."""
+    model = wrapped(Stack, ("full_shard", transport))
+    units = [module._zshard_state.unit for module in FSDP.fsdp_modules(model)]
+    with FSDP.summon_full_params(model.blocks[0], recurse=False):
+        return [unit.name for unit in units if unit.is_full]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_of_one_unit(pool2, transport):
+    assert pool2.run(own_unit_only, transport) == [["blocks.0"]] * 2
+
+
+def forward_within():
+    """A forward within uses what was written; in another dtype it is an error."""
+    model, plain = wrapped(Stack, ("full_shard", "shm")), make(Stack)
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad(), FSDP.summon_full_params(model):
+        scale(model)
+        inside = model(x)
+    scale(plain)
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    low = wrapped(Stack, ("full_shard", "shm"), mixed_precision=precision)
+    with FSDP.summon_full_params(low):
+        message = message_of(lambda: low(x), RuntimeError)
+    low(x)
+    return torch.equal(inside, plain(x)), message
+
+
+def test_a_forward_within(pool2):
+    for same, message in pool2.run(forward_within):
+        assert same and "summon_full_params" in message and "another dtype" in message
+
+
+def an_error_within(combination):
+    model, plain = wrapped(Stack, combination), make(Stack)
+    optimizer = zshard.SGD(model.parameters(), 0.1)
+    forward_backward(model, dist.get_rank())
+
+    def fail():
+        with FSDP.summon_full_params(model, writeback=False):
+            scale(model)
+            raise ValueError("stumbled")
+
+    def step():
+        with FSDP.summon_full_params(model):
+            optimizer.step()
+
+    message_of(fail, ValueError)
+    said = message_of(step, RuntimeError) if combination[0] != "no_shard" else "whole"
+    return differences(model.state_dict(), plain.state_dict()), "whole" in said
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_errors_within_leave_the_model_as_it_was(pool2, combination):
+    assert pool2.run(an_error_within, combination) == [([], True)] * 2
+
+
+def mistakes():
+    model = FSDP(make(Stack))
+
+    def enter(**options):
+        with FSDP.summon_full_params(model, **options):
+            pass
+
+    return [
+        message_of(lambda: enter(with_grads=True), NotImplementedError),
+        message_of(lambda: enter(rank0_only=True), ValueError),
+    ]
+
+
+def test_mistakes_are_named(pool2):
+    for grads, rank0 in pool2.run(mistakes):
+        assert "with_grads" in grads and "writeback=False" in rank0
+
+
+# --- apply ----------------------------------------------------------------------------------------
+
+
+def initialise(module):
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        nn.init.constant_(module.bias, 0.5)
+    elif isinstance(module, nn.LayerNorm):
+        module.weight.data.fill_(2.0)
+
+
+def applied(combination, seed_of_rank):
+    """What differs from a plain model that rank 0 initialises; whether apply gave the model back."""
+    plain = make(Stack)
+    model = wrapped(Stack, combination)
+    torch.manual_seed(3)
+    plain.apply(initialise)
+    torch.manual_seed(3 + seed_of_rank * dist.get_rank())
+    same = model.apply(initialise) is model
+    return differences(model.state_dict(), plain.state_dict()), same
+
+
+@pytest.mark.parametrize("seed_of_rank", [0, 1])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_apply_initialises_as_in_a_plain_model(pool2, combination, seed_of_rank):
+    assert pool2.run(applied, combination, seed_of_rank) == [([], True)] * 2
+
+
+def test_apply_in_a_world_of_one():
+    plain, model = make(Stack), FSDP(make(Stack))
+    for each in (plain, model):
+        torch.manual_seed(3)
+        each.apply(initialise)
+    assert differences(model.state_dict(), plain.state_dict()) == []
