@@ -69,18 +69,6 @@ def test_no_module(thing):
     check(error_of(FSDP, thing), TypeError, "nn.Module", type(thing).__name__)
 
 
-def test_parameters_on_two_devices():
-    model = two_linears()
-    model[1].to("meta")
-    words = ("one device", "'0.weight' on cpu", "'1.weight' on meta")
-    check(error_of(FSDP, model), ValueError, *words)
-
-
-def test_meta_parameters_without_values():
-    model = two_linears().to("meta")
-    check(error_of(FSDP, model), ValueError, "'0.weight'", "meta device", "to_empty")
-
-
 def test_lazy_parameters():
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
     check(error_of(FSDP, model), ValueError, "'1.weight'", "lazy", "run one forward")
@@ -186,7 +174,6 @@ def test_timeouts_that_are_none(timeout):
     ("argument", "value"),
     [
         ("cpu_offload", True),
-        ("param_init_fn", lambda module: None),
         ("use_orig_params", False),
         ("device_id", "cuda:0"),
     ],

@@ -79,10 +79,17 @@ def check_module(module: Any) -> None:
         )
     devices: dict[torch.device, str] = {}
     for name, param in module.named_parameters():
-        devices.setdefault(param.device, name)
+        if not param.is_meta:  # it is made real later
+            devices.setdefault(param.device, name)
     if len(devices) > 1:
         places = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
         raise ValueError(f"all parameters have to be on one device; there are {places}")
+
+
+def check_init(param_init_fn: Any) -> None:
+    """TypeError for what cannot initialise a module."""
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn is called with a module; {param_init_fn!r} cannot be")
 
 
 def split_ignored(

@@ -19,6 +19,7 @@ from zshard import _core
 from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
 from zshard._arguments import (
     check_fixed_arguments,
+    check_init,
     check_module,
     choose_strategy,
     parse_prefetch,
@@ -29,6 +30,7 @@ from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
+from zshard._meta import Materializer, real_or_like
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._state_dict_type import state_dict_type
@@ -81,6 +83,9 @@ class FSDP(Controls):
     limit_all_gathers: one gather goes ahead at a time; if False, two.
     mixed_precision: a zshard.MixedPrecision or MixedPrecisionPolicy, or torch's; None: no casts.
     ignored_modules, ignored_states: modules (or parameters) that are left alone on every rank.
+    param_init_fn: initialises a module's own parameters and buffers, where they are on the meta
+        device; its reset_parameters() if None. Units are made real, initialised and sharded one at
+        a time, so that a model need never be whole. With sync_module_states rank 0's values count.
     device_id: None or "cpu".
     sync_module_states: take parameters and buffers from rank 0 (default). If False, ranks whose
         values differ are an error.
@@ -120,15 +125,13 @@ class FSDP(Controls):
         timeout: float | None = None,
         forward_sync_buffers: bool = False,
     ) -> Any:
-        refuse_later_features(
-            cpu_offload=cpu_offload,
-            param_init_fn=param_init_fn,
-        )
+        refuse_later_features(cpu_offload=cpu_offload)
         check_fixed_arguments(use_orig_params, device_id)
         prefetch = parse_prefetch(backward_prefetch, forward_prefetch, limit_all_gathers)
         chosen = choose_strategy(sharding_strategy, strategy)
         precision = parse_precision(mixed_precision)
         check_module(module)
+        check_init(param_init_fn)
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         check_settings(transport, timeout)
@@ -138,10 +141,12 @@ class FSDP(Controls):
         facts.append(("mixed precision", repr(precision)))
         check_agreement(comm, groups.world, facts)
         comms = _inner_comms(module, comms_for(groups, chosen, comm, (transport, timeout)))
+        values = _Values(module, Materializer(module, param_init_fn, ignored[0]))
         if sync_module_states and comm.world > 1:
-            _take_from_rank_0(comm, module, specs, ignored)
+            values.comm = comm
+        _wrap(module, specs, comms, Options(chosen, precision, prefetch), values)
+        values.share_buffers(ignored[0])
         cast_buffers(module.modules(), precision)
-        _wrap(module, specs, comms, Options(chosen, precision, prefetch))
         if forward_sync_buffers:
             _sync_buffers(module)
         return module
@@ -326,22 +331,34 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _take_from_rank_0(
-    comm: _core.Comm,
-    module: nn.Module,
-    specs: list[UnitSpec],
-    ignored: tuple[set[nn.Module], set[nn.Parameter]],
-) -> None:
-    left_alone = {id(b) for m in ignored[0] for b in m.buffers()}
-    tensors = [ref.param.detach() for spec in specs for ref in spec.params]
-    tensors += [b.detach() for b in module.buffers() if id(b) not in left_alone]
-    for tensor in tensors:
-        if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
-            continue  # the unit names what cannot be sharded
-        plain = tensor.contiguous()
-        comm.broadcast(plain, 0)
-        if plain is not tensor:
-            tensor.copy_(plain)
+class _Values:
+    """Where values come from: they are there, or made here; and with `comm`, taken from rank 0."""
+
+    def __init__(self, root: nn.Module, materializer: Materializer) -> None:
+        self._root = root
+        self._materializer = materializer
+        self.comm: _core.Comm | None = None
+
+    def give(self, spec: UnitSpec) -> None:
+        """Sees to the parameters of a unit that is about to be made."""
+        self._materializer.up_to(spec.module)
+        self._share(ref.param.detach() for ref in spec.params)
+
+    def share_buffers(self, ignored: set[nn.Module]) -> None:
+        """The same for the buffers, but for those of `ignored` modules."""
+        left_alone = {id(b) for m in ignored for b in m.buffers()}
+        self._share(b.detach() for b in self._root.buffers() if id(b) not in left_alone)
+
+    def _share(self, tensors: Iterable[torch.Tensor]) -> None:
+        if self.comm is None:
+            return
+        for tensor in tensors:
+            if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
+                continue  # the unit names what cannot be sharded
+            plain = tensor.contiguous()
+            self.comm.broadcast(plain, 0)
+            if plain is not tensor:
+                tensor.copy_(plain)
 
 
 # --- wrapping -------------------------------------------------------------------------------------
@@ -352,14 +369,17 @@ def _wrap(
     specs: list[UnitSpec],
     comms: Comms,
     options: Options,
+    values: _Values | None = None,
 ) -> None:
     engine = _core.Engine(type(module).__name__, *comms)
     engine.set_prefetch(*options.prefetch)
     inner = [state.unit for _, state in units_of(module)]
     for spec in specs:  # all of them first: a model that is refused stays as it was
-        _core.Unit.check(spec.name, _names(spec), [ref.param for ref in spec.params])
+        _core.Unit.check(spec.name, _names(spec), [real_or_like(ref.param) for ref in spec.params])
         _class_for(type(spec.module))
     for spec in specs:
+        if values is not None:
+            values.give(spec)
         own = _strategy_for(spec, options.strategy)
         tensors = [ref.param for ref in spec.params]
         places = [

@@ -1,0 +1,208 @@
+"""Models on the meta device: made real, initialised and sharded a unit at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, COMBINATIONS, differences, loss_of, make, train
+from scenarios import message_of
+from torch import nn
+
+from zshard import FSDP, fully_shard
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.batch = nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attend(y, y, y, need_weights=False)[0]
+        return x + self.batch(self.mlp(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Model(nn.Module):
+    """Embedding, blocks, a head that is tied to the embedding and comes before a last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 10, bias=False)
+        self.scale = nn.Linear(10, 10)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.scale(self.head(x))
+
+
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+def plain_state(build, seed=5):
+    torch.manual_seed(seed)
+    return build().state_dict()
+
+
+def values(combination, seed_of_rank):
+    """(what differs from a plain model of rank 0's seed; is the tie still one; what differs after)."""
+    strategy, transport = combination
+    expected = plain_state(Model)
+    model = on_meta(Model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    torch.manual_seed(5 + seed_of_rank * dist.get_rank())
+    model = FSDP(model, strategy=strategy, transport=transport)
+    same = {id(param): name for name, param in model.named_parameters()} == names
+    tied = model.head.weight is model.embed.weight
+    wrong = differences(model.state_dict(), expected)
+    ids = torch.randint(10, (4, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss_of(model(ids)).backward()
+    trained = all(p.grad is not None for p in model.parameters())
+    return wrong, same, tied, trained
+
+
+@pytest.mark.parametrize("seed_of_rank", [0, 1])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_values_are_those_of_the_plain_model(pool2, combination, seed_of_rank):
+    found = pool2.run(values, combination, seed_of_rank)
+    assert found == [([], True, True, True)] * 2
+
+
+def test_in_a_world_of_one():
+    expected = plain_state(Model)
+    model = on_meta(Model)
+    torch.manual_seed(5)
+    assert differences(FSDP(model).state_dict(), expected) == []
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_training_is_that_of_the_plain_model(name):
+    case = CASES[name]
+    plain = make(case.make)
+    model = on_meta(case.make)
+    torch.manual_seed(0)
+    expected = case.make()
+    torch.manual_seed(0)
+    model = FSDP(model, auto_wrap_policy=case.policy)
+    assert differences(model.state_dict(), expected.state_dict()) == []
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
+    ours, theirs = (
+        train(each, case, optimizer, 0)
+        for each, optimizer in zip((model, plain), optimizers, strict=True)
+    )
+    assert ours == theirs
+
+
+def by_hand():
+    expected = plain_state(Model)
+    model = on_meta(Model)
+    torch.manual_seed(5)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    # Each call initialises what it wraps: other numbers than the plain model's, none forgotten.
+    state = model.state_dict()
+    return state.keys() == expected.keys(), all(t.isfinite().all() for t in state.values())
+
+
+def test_units_by_hand(pool2):
+    assert pool2.run(by_hand) == [(True, True)] * 2
+
+
+def rank_0_is_real():
+    """FSDP1's way: the others have to_empty() as param_init_fn, and get rank 0's values."""
+    expected = plain_state(Model)
+    torch.manual_seed(5)
+    if dist.get_rank() == 0:
+        return differences(FSDP(Model()).state_dict(), expected)
+    model = on_meta(Model)
+    model = FSDP(model, param_init_fn=lambda m: m.to_empty(device="cpu", recurse=False))
+    return differences(model.state_dict(), expected)
+
+
+def test_only_rank_0_has_values(pool2):
+    assert pool2.run(rank_0_is_real) == [[], []]
+
+
+class Odd(nn.Module):
+    """A parameter and a buffer that no reset_parameters knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((16,), 3.0))
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("angles", torch.arange(16) / 16)
+        self.register_buffer("table", torch.arange(16), persistent=False)
+
+    def forward(self, x):
+        return self.layer(x) * self.gain + self.angles
+
+
+def init_odd(module):
+    if isinstance(module, Odd):
+        module.gain.fill_(3.0)
+        module.angles.copy_(torch.arange(16) / 16)
+        module.table.copy_(torch.arange(16))
+    else:
+        module.reset_parameters()
+
+
+def test_param_init_fn():
+    expected = plain_state(Odd)
+    model = on_meta(Odd)
+    torch.manual_seed(5)
+    model = FSDP(model, param_init_fn=init_odd)
+    assert differences(model.state_dict(), expected) == []
+    assert torch.equal(model.table, torch.arange(16))
+
+
+class Forgetful(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("angles", torch.ones(4))
+
+
+def forgets_table(module):
+    init_odd(module)
+    if isinstance(module, Odd):
+        module.table.fill_(torch.iinfo(torch.int64).min)
+
+
+MISTAKES = [
+    (lambda: FSDP(on_meta(Odd)), ValueError, "'gain' .*Odd has no reset_parameters"),
+    (lambda: FSDP(on_meta(Forgetful)), ValueError, "'angles' .*Forgetful leaves it without values"),
+    (lambda: FSDP(on_meta(Odd), param_init_fn=forgets_table), ValueError, "'table' .*param_init_fn"),
+    (lambda: FSDP(nn.Linear(1, 1), param_init_fn="normal"), TypeError, "'normal' cannot be"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("action", "kind", "match"), MISTAKES, ids=[m for *_, m in MISTAKES])
+def test_what_would_train_on_garbage_is_named(action, kind, match):
+    with pytest.raises(kind, match=match):
+        action()
+
+
+def mixed():
+    """Adapters that are there on a body that is not."""
+    model = nn.Sequential(on_meta(lambda: nn.Linear(4, 4)), nn.Linear(4, 4))
+    before = model[1].weight.detach().clone()
+    model = FSDP(model)
+    return torch.equal(model.state_dict()["1.weight"], before), message_of(
+        lambda: FSDP(on_meta(Odd)), ValueError
+    )
+
+
+def test_meta_beside_real(pool2):
+    for same, message in pool2.run(mixed):
+        assert same and "'gain'" in message

@@ -1,0 +1,133 @@
+"""Models on the meta device: each unit is made real just before it is sharded.
+
+The one idea: modules get memory and values one after another in the order in which their
+constructors ran, children before the module that holds them, so that random numbers fall as in the
+plain model; and no further than to the unit that is wanted next, so that little is whole at a time.
+Before a module is initialised its tensors are filled with a mark; one that still has it afterwards
+was forgotten, which would train on garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zshard._units import is_unit
+
+Init = Callable[[nn.Module], Any]
+
+
+class Materializer:
+    """Makes the modules of a model real that are on the meta device.
+
+    init: FSDP1's param_init_fn, which is called with each module that has parameters or buffers of
+    its own there; None: the module's reset_parameters.
+    """
+
+    def __init__(self, root: nn.Module, init: Init | None, ignored: set[nn.Module]) -> None:
+        self._init = init
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._queue = list(_children_first(root, ignored, set()))
+        self._place = {id(module): place for place, module in enumerate(self._queue)}
+        self._done = 0
+        self._given: set[int] = set()  # parameters that were made real here
+
+    def up_to(self, module: nn.Module) -> None:
+        """Makes `module` real, all below it, and all that was made before it.
+
+        Raises ValueError, naming the tensor, for one that its module's initialisation leaves out.
+        """
+        last = self._place[id(module)]
+        while self._done <= last:
+            self._make_real(self._queue[self._done])
+            self._done += 1
+
+    def _make_real(self, module: nn.Module) -> None:
+        params = {k: p for k, p in module._parameters.items() if p is not None and p.is_meta}
+        buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+        tied = [p for p in module._parameters.values() if id(p) in self._given]
+        if not params and not buffers and not tied:
+            return
+        before = [(p, p.detach().clone()) for p in tied if p is not None]
+        for param in params.values():
+            _give_memory(param)
+            self._given.add(id(param))
+        for name, buffer in buffers.items():
+            module._buffers[name] = _marked(buffer)
+        marked = {name: getattr(module, name).data_ptr() for name in (*params, *buffers)}
+        self._initialise(module, list(marked))
+        for param, value in before:  # it was drawn for this module, too, and then tied to another's
+            param.data.copy_(value)
+        for name, place in marked.items():
+            tensor = getattr(
+                module, name
+            )  # in another place: of to_empty(), to get rank 0's values
+            if tensor.data_ptr() == place and _has_mark(tensor):
+                raise ValueError(self._complaint(module, name, "leaves it without values"))
+
+    def _initialise(self, module: nn.Module, names: Sequence[str]) -> None:
+        own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        with torch.no_grad():
+            if self._init is not None:
+                self._init(module)
+            elif own is not None:
+                own()
+            elif names:  # else all it has is tied to another's
+                raise ValueError(self._complaint(module, names[0], "has no reset_parameters()"))
+
+    def _complaint(self, module: nn.Module, name: str, what: str) -> str:
+        path = ".".join(part for part in (self._names.get(id(module), ""), name) if part)
+        how = "param_init_fn" if self._init is not None else type(module).__name__
+        return (
+            f"{path!r} is on the meta device, and {how} {what}: give FSDP(param_init_fn=...), "
+            "which is called with each such module and sets all its own parameters and buffers"
+        )
+
+
+def real_or_like(param: nn.Parameter) -> nn.Parameter:
+    """`param`, or where it is on the meta device, one of its form that takes no memory."""
+    if not param.is_meta:
+        return param
+    data = torch.zeros((), dtype=param.dtype).expand(param.shape)
+    return nn.Parameter(data, requires_grad=param.requires_grad)
+
+
+def _children_first(
+    module: nn.Module, ignored: set[nn.Module], seen: set[int]
+) -> Iterator[nn.Module]:
+    """The modules in the order in which they were made; units of earlier calls are left out."""
+    seen.add(id(module))
+    for child in module._modules.values():
+        if child is None or id(child) in seen or child in ignored or is_unit(child):
+            continue
+        yield from _children_first(child, ignored, seen)
+    yield module
+
+
+def _give_memory(param: nn.Parameter) -> None:
+    """Gives a parameter memory of its own; it stays the same object wherever it is held."""
+    real = nn.Parameter(_marked(param), requires_grad=param.requires_grad)
+    vars(real).update(vars(param))
+    torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
+
+
+def _marked(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, _mark_of(tensor), device="cpu", requires_grad=False)
+
+
+def _mark_of(tensor: Tensor) -> float | int:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return float("nan")
+    return 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+
+
+def _has_mark(tensor: Tensor) -> bool:
+    """Is the mark everywhere? A bool has no value to spare."""
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().all())
+    return bool((tensor == _mark_of(tensor)).all())
