@@ -62,9 +62,7 @@ class Materializer:
         for param, value in before:  # it was drawn for this module, too, and then tied to another's
             param.data.copy_(value)
         for name, place in marked.items():
-            tensor = getattr(
-                module, name
-            )  # in another place: of to_empty(), to get rank 0's values
+            tensor = getattr(module, name)  # elsewhere: to_empty(), for rank 0's values
             if tensor.data_ptr() == place and _has_mark(tensor):
                 raise ValueError(self._complaint(module, name, "leaves it without values"))
 
