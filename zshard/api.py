@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard._additions import watch
 from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
 from zshard._arguments import (
     check_fixed_arguments,
@@ -146,6 +147,8 @@ class FSDP(Controls):
             values.comm = comm
         _wrap(module, specs, comms, Options(chosen, precision, prefetch), values)
         values.share_buffers(ignored[0])
+        if comm.world > 1:
+            watch(module, ignored[0])
         cast_buffers(module.modules(), precision)
         if forward_sync_buffers:
             _sync_buffers(module)
@@ -458,11 +461,18 @@ def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
     _wrap(copied.module, specs, own.comms, own.options)
     if own.sync_buffers:
         _sync_buffers(copied.module)
+    if own.comms.all.world > 1:
+        others = {id(param) for param in copied.others}
+        watch(copied.module, [m for m in copied.module.modules() if _has_own(m, others)])
     own.unit.engine.open()  # what a forward has left whole is resharded
     own.unit.engine.close()
     for unit, made in copied.units:
         copy_slices(unit, state_of(made).unit)
     return copied.module
+
+
+def _has_own(module: nn.Module, params: set[int]) -> bool:
+    return any(id(param) in params for param in module._parameters.values())
 
 
 def _sync_buffers(module: nn.Module) -> None:

@@ -1,0 +1,59 @@
+"""Parameters that are added after wrapping: an error, where each rank would train them alone.
+
+The one idea: nn.Module tells a global hook of every parameter and module that is registered, and
+the modules of sharded models are known; nothing is looked for in any step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+_members: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_installed = False
+
+
+def watch(root: nn.Module, ignored: Collection[nn.Module]) -> None:
+    """Has additions to `root` and what is below it refused, but to `ignored` modules."""
+    left_alone = {id(each) for module in ignored for each in module.modules()}
+    _members.update(module for module in root.modules() if id(module) not in left_alone)
+
+
+def install() -> None:
+    """Sets the hooks; once is enough, more does nothing."""
+    global _installed
+    if not _installed:
+        register_module_parameter_registration_hook(_refuse_parameter)
+        register_module_module_registration_hook(_refuse_module)
+    _installed = True
+
+
+def _refuse_parameter(module: nn.Module, name: str, param: Any) -> None:
+    known = module._parameters.get(name) is not None  # replaced: the next forward tells
+    if module in _members and param is not None and param.requires_grad and not known:
+        raise ValueError(_complaint(module, name, "parameter"))
+
+
+def _refuse_module(module: nn.Module, name: str, added: Any) -> None:
+    if module not in _members or added is None:
+        return
+    for each in added.modules():
+        if each in _members:
+            continue
+        if any(p is not None and p.requires_grad for p in each._parameters.values()):
+            raise ValueError(_complaint(module, name, "module with parameters"))
+
+
+def _complaint(module: nn.Module, name: str, what: str) -> str:
+    return (
+        f"the {what} {name!r} was added to a {type(module).__name__} after FSDP(...): each rank "
+        "would train it alone. Add it before wrapping the model; or freeze it "
+        "(requires_grad_(False))"
+    )
