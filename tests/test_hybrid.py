@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import mesh_of
 from models import CASES, ddp, differences, make, train, wrapped
 from scenarios import (
     Stack,
@@ -26,10 +27,6 @@ from zshard import FSDP, _group
 
 HYBRIDS = ("hybrid_shard", "hybrid_shard_zero2")
 TRANSPORTS = ("shm", "c10d")
-
-
-def mesh_of(replicate, shard):
-    return dist.init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
 def trained(model, name):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
+from meshes import mesh_of
 from models import CASES, ddp, differences, make, train
 from scenarios import Stack, forward_backward, loss_of, message_of, whole_grads
 from spawn import ranks
@@ -21,10 +22,6 @@ import zshard
 from zshard import FSDP, MixedPrecision, _group, fully_shard
 
 KEEPING = ("zero1", "hybrid_full")
-
-
-def mesh_of(replicate, shard):
-    return dist.init_device_mesh("cpu", (replicate, shard))
 
 
 def wrap(name, strategy, **options):
