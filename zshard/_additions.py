@@ -16,6 +16,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from zshard import _core
+
 _members: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _installed = False
 
@@ -37,7 +39,7 @@ def install() -> None:
 
 def _refuse_parameter(module: nn.Module, name: str, param: Any) -> None:
     known = module._parameters.get(name) is not None  # replaced: the next forward tells
-    if module in _members and param is not None and param.requires_grad and not known:
+    if module in _members and _is_alone(param) and not known:
         raise ValueError(_complaint(module, name, "parameter"))
 
 
@@ -47,8 +49,13 @@ def _refuse_module(module: nn.Module, name: str, added: Any) -> None:
     for each in added.modules():
         if each in _members:
             continue
-        if any(p is not None and p.requires_grad for p in each._parameters.values()):
+        if any(_is_alone(param) for param in each._parameters.values()):
             raise ValueError(_complaint(module, name, "module with parameters"))
+
+
+def _is_alone(param: Any) -> bool:
+    """Would no unit reduce its gradient?"""
+    return param is not None and param.requires_grad and _core.shard_info(param) is None
 
 
 def _complaint(module: nn.Module, name: str, what: str) -> str:
