@@ -37,7 +37,7 @@ static zs_status begin_backward(zs_engine *engine)
     ZS_TRY(zs_hook_backward_end(&hook));
     engine->phase = BACKWARD;
     engine->next_post = 0;
-    engine->comm->heard = false;
+    engine->ranks.all->heard = false;
     zs_prefetch_begin(engine);
     for (size_t i = 0; i < engine->n; i++) {
         engine->units[i]->syncs = engine->units[i]->sync;
@@ -66,7 +66,7 @@ static zs_status post_unit(zs_unit *unit)
     if (unit->cunit == NULL || !unit->syncs) return ZS_OK;
     ZS_TRY(zs_reduce_post(unit));
     /* Where sharing is a collective too, doing it at once keeps one order of collectives on all ranks. */
-    bool at_once = unit->replicated && !unit->engine->comm->ops->mapped;
+    bool at_once = unit->replicated && !unit->engine->ranks.all->ops->mapped;
     return at_once ? zs_bucket_drain_all(unit->engine->buckets) : ZS_OK;
 }
 
@@ -100,7 +100,7 @@ static zs_status give_out(zs_unit *unit)
  * in one place on all ranks. */
 static zs_status retire(zs_engine *engine, int64_t stamp)
 {
-    if (engine->comm->ops->mapped) return ZS_OK;
+    if (engine->ranks.all->ops->mapped) return ZS_OK;
     for (size_t i = 0; i < engine->n; i++) {
         zs_unit *unit = in_post_order(engine, i);
         if (unit->held) continue; /* its weights may be used in other units' forwards as well */
@@ -167,7 +167,7 @@ static zs_status on_complete(zs_unit *unit)
     bool step_early = unit->stepping != NULL; /* on the slice */
     if ((unit->replicated || step_early) && !unit->has_frozen)
         ZS_TRY(zs_unit_reshard(unit, unit->syncs ? ZS_REDUCING : ZS_SHARDED));
-    if (engine->comm->ops->mapped) return post_unit(unit);
+    if (engine->ranks.all->ops->mapped) return post_unit(unit);
     unit->packed = true;
     return post_due(engine);
 }
@@ -201,7 +201,7 @@ zs_status zs_unit_hook_param(zs_unit *unit, int64_t i)
 /* Collective transports: whatever this rank has not posted, it will not. */
 static zs_status tell_gave_up(zs_engine *engine)
 {
-    zs_comm *comm = engine->comm;
+    zs_comm *comm = engine->ranks.all;
     bool told = comm->heard || engine->next_post == engine->n;
     comm->heard = false;
     return told ? ZS_OK : comm->ops->give_up(comm);
@@ -209,7 +209,7 @@ static zs_status tell_gave_up(zs_engine *engine)
 
 static zs_status post_rest(zs_engine *engine)
 {
-    if (engine->gave_up && !engine->comm->ops->mapped) return tell_gave_up(engine);
+    if (engine->gave_up && !engine->ranks.all->ops->mapped) return tell_gave_up(engine);
     for (size_t i = 0; i < engine->n; i++) {
         zs_unit *unit = in_post_order(engine, i);
         if (unit->bucket != NULL || !unit->posted) ZS_TRY(post_unit(unit)); /* no-op for those that stay local */

@@ -71,7 +71,6 @@ zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out
     if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an engine");
     engine->refs = 1;
     engine->ranks = *ranks;
-    engine->comm = ranks->all;
     engine->prefetch.ahead[ZS_PHASE_BACKWARD] = 1;
     retain_ranks(ranks);
     zs_status status = ZS_OK;
@@ -119,7 +118,7 @@ void zs_engine_release(void *pointer)
 
 zs_comm *zs_engine_comm(const zs_engine *engine)
 {
-    return engine->comm;
+    return engine->ranks.all;
 }
 
 const zs_ranks *zs_engine_ranks(const zs_engine *engine)

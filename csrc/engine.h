@@ -13,11 +13,10 @@ typedef enum engine_phase { IDLE, FORWARD, BACKWARD } engine_phase;
 /* See schedule.h. */
 struct zs_engine {
     long refs;
-    zs_comm *comm;           /* ranks.all */
     zs_ranks ranks;          /* counted references */
     int n_parts;             /* slices of a copy of the model */
     int part;                /* this rank's */
-    int *part_of;            /* [comm->world] each rank's; owned */
+    int *part_of;            /* [ranks.all->world] each rank's; owned */
     zs_arena *arena;         /* owned */
     zs_pool *grads;          /* owned: memory of its units' gradients */
     bool lent_grads;         /* units that went to another engine have gradients in that memory */
@@ -28,6 +27,7 @@ struct zs_engine {
     engine_phase phase;
     zs_prefetch prefetch;
     zs_unit *latest;        /* made whole last in this pass; borrowed */
+    zs_unit *last;          /* made whole last in the last forward; borrowed */
     bool outermost_gathers; /* the forward that is running began with a unit that has parameters */
     int depth;              /* forwards of units that are running, nested */
     bool recording;         /* autograd was on when the forward session began: a backward may follow */

@@ -12,25 +12,14 @@ bool zs_hold_any(void)
     return atomic_load(&holders) > 0;
 }
 
-static bool is_lowered(const zs_unit *unit, const zs_flat *flat)
-{
-    return !unit->exact && flat->compute != flat->dtype;
-}
-
-static size_t full_bytes(const zs_unit *unit, const zs_flat *flat)
-{
-    return (size_t)zs_layout_full_numel(&flat->layout) *
-           (is_lowered(unit, flat) ? flat->compute_size : flat->layout.itemsize);
-}
-
 /* Puts a copy under the full storage where it is a mapping; a slot is one already. Either is known as held. */
 static zs_status hold_flat(zs_unit *unit, zs_flat *flat)
 {
     if (flat->full_mem == NULL) {
         zs_mem *copy = NULL;
-        size_t bytes = full_bytes(unit, flat);
+        size_t bytes = zs_flat_full_bytes(unit, flat);
         ZS_TRY(zs_mem_new_private(bytes, &copy));
-        memcpy(copy->ptr, zs_flat_source(flat, is_lowered(unit, flat))->full, bytes);
+        memcpy(copy->ptr, zs_flat_source(unit, flat)->full, bytes);
         zs_status status = zs_storage_fill(flat->full, copy, copy->ptr);
         if (status != ZS_OK) {
             zs_mem_release(copy);
@@ -104,7 +93,6 @@ size_t zs_hold_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats && unit->held; f++)
-        if (zs_flat_source(&unit->flats[f], is_lowered(unit, &unit->flats[f]))->full != NULL)
-            total += full_bytes(unit, &unit->flats[f]);
+        if (zs_flat_source(unit, &unit->flats[f])->full != NULL) total += zs_flat_full_bytes(unit, &unit->flats[f]);
     return total;
 }

@@ -34,11 +34,6 @@ bool zs_in_backward_borrows(const zs_unit *unit)
 
 /* --- memory ------------------------------------------------------------------------------------------------------------ */
 
-static size_t grad_bytes(const zs_unit *unit, const zs_flat *flat)
-{
-    return unit->replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
-}
-
 zs_status zs_in_backward_lend(zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats && zs_in_backward_borrows(unit); f++) {
@@ -46,7 +41,7 @@ zs_status zs_in_backward_lend(zs_unit *unit)
         if (flat->grads == NULL || flat->grad_mem != NULL) continue;
         zs_mem *slot = NULL;
         zs_arena *arena = zs_engine_arena(unit->engine);
-        ZS_TRY(zs_arena_take(arena, grad_bytes(unit, flat), &slot));
+        ZS_TRY(zs_arena_take(arena, zs_flat_own_bytes(unit, flat), &slot));
         zs_status status = zs_storage_fill(flat->grads, slot, slot->ptr);
         if (status != ZS_OK) {
             zs_arena_give(arena, slot);

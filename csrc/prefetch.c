@@ -61,14 +61,12 @@ void zs_prefetch_end(zs_engine *engine, zs_phase phase)
 {
     for (size_t i = 0; i < engine->n; i++)
         zs_unit_cancel(engine->units[i]);
-    if (phase != ZS_PHASE_FORWARD || engine->latest == NULL) return;
-    for (size_t i = 0; i < engine->n; i++)
-        engine->units[i]->ends_forward = engine->units[i] == engine->latest;
+    if (phase == ZS_PHASE_FORWARD && engine->latest != NULL) engine->last = engine->latest;
 }
 
 bool zs_prefetch_is_last(const zs_unit *unit)
 {
-    return unit->ends_forward && unit->engine->latest == unit;
+    return unit->engine->last == unit && unit->engine->latest == unit;
 }
 
 zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, size_t n)
@@ -102,6 +100,7 @@ static void forget_in(zs_follow *list, const zs_unit *unit)
 void zs_prefetch_forget(zs_engine *engine, const zs_unit *unit)
 {
     if (engine->latest == unit) engine->latest = NULL;
+    if (engine->last == unit) engine->last = NULL;
     for (size_t i = 0; i < engine->n; i++) {
         zs_unit *other = engine->units[i];
         for (int phase = 0; phase < 2; phase++) {

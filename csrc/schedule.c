@@ -18,7 +18,7 @@ static zs_status broadcast_buffers(zs_engine *engine)
         if (info.numel == 0) continue;
         if (!info.contiguous) return ZS_FAIL(ZS_ERR_UNSUPPORTED, "forward_sync_buffers needs contiguous buffers");
         ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
-        ZS_TRY(engine->comm->ops->broadcast(engine->comm, data, (size_t)info.numel * info.itemsize, 0));
+        ZS_TRY(engine->ranks.all->ops->broadcast(engine->ranks.all, data, (size_t)info.numel * info.itemsize, 0));
     }
     return ZS_OK;
 }

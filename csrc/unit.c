@@ -250,7 +250,7 @@ static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
         ZS_TRY(zs_mem_new_private(full_bytes, &flat->full_mem));
         return zs_storage_fill(flat->full, flat->full_mem, flat->full_mem->ptr);
     }
-    size_t shard_bytes = unit->replicated ? full_bytes : zs_layout_shard_bytes(&flat->layout);
+    size_t shard_bytes = zs_flat_own_bytes(unit, flat);
     if (unit->replicated) {
         ZS_TRY(zs_mem_new_private(full_bytes, &flat->mem.mem));
         flat->mem.shard = flat->mem.mem->ptr;
@@ -310,7 +310,7 @@ static zs_status make_gradients(zs_unit *unit)
         flat->bucket_offset = offset;
         offset += zs_flat_wire_bytes(flat);
         spec.slice_bytes[spec.n_slices++] = flat->slice_bytes;
-        size_t bytes = unit->replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
+        size_t bytes = zs_flat_own_bytes(unit, flat);
         ZS_TRY(zs_pool_take(zs_engine_grads(unit->engine), bytes, &flat->grad_mem));
         flat->grad_mem->role = unit->replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
         flat->grad_mem->user = unit;

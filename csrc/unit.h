@@ -84,14 +84,6 @@ static inline size_t zs_flat_wire_bytes(const zs_flat *flat)
     return (size_t)zs_layout_full_numel(&flat->layout) * flat->wire_size;
 }
 
-/* What the full buffer is made of, if it is to be of the dtype that is computed with (`lowered`, if that is another one
- * than the parameters' own). */
-static inline const zs_flat_mem *zs_flat_source(const zs_flat *flat, bool lowered)
-{
-    if (flat->kept.mem != NULL && lowered == (flat->compute != flat->dtype)) return &flat->kept;
-    return lowered ? &flat->low : &flat->mem;
-}
-
 /* Where the parameters that this rank holds lie at rest. */
 static inline char *zs_flat_home(const zs_flat *flat)
 {
@@ -119,7 +111,6 @@ struct zs_unit {
     bool held;            /* whole by hand, see hold.h */
     zs_unit *next[2];     /* gathered after this one in the last pass, by zs_phase; borrowed; see prefetch.h */
     zs_follow by_hand[2]; /* the same as users want it */
-    bool ends_forward;    /* was gathered last in the last forward */
     int64_t begun;        /* when the forward of its module that is running, or ran last, began; see through.h */
     int64_t oldest;       /* when the oldest of those began whose backward may come */
     bool past;            /* the last backward has ended since */
@@ -158,6 +149,33 @@ struct zs_unit {
 static inline int64_t zs_unit_over_bit(const zs_unit *unit)
 {
     return unit->n_params + 1;
+}
+
+/* Is the full buffer, as it is to be now, of another dtype than the parameters at rest? */
+static inline bool zs_flat_is_lowered(const zs_unit *unit, const zs_flat *flat)
+{
+    return !unit->exact && flat->compute != flat->dtype;
+}
+
+/* What that full buffer is made of. */
+static inline const zs_flat_mem *zs_flat_source(const zs_unit *unit, const zs_flat *flat)
+{
+    bool lowered = zs_flat_is_lowered(unit, flat);
+    if (flat->kept.mem != NULL && lowered == (flat->compute != flat->dtype)) return &flat->kept;
+    return lowered ? &flat->low : &flat->mem;
+}
+
+/* Its bytes. */
+static inline size_t zs_flat_full_bytes(const zs_unit *unit, const zs_flat *flat)
+{
+    size_t itemsize = zs_flat_is_lowered(unit, flat) ? flat->compute_size : flat->layout.itemsize;
+    return (size_t)zs_layout_full_numel(&flat->layout) * itemsize;
+}
+
+/* Bytes that this rank has of the flat's parameters at rest; of its gradients as many. */
+static inline size_t zs_flat_own_bytes(const zs_unit *unit, const zs_flat *flat)
+{
+    return unit->replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
 }
 
 /* Mixed precision; ZS_BYTES: the parameters' own. */

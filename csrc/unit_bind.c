@@ -43,7 +43,7 @@ bool zs_unit_is_full(const zs_unit *unit)
 /* Of which dtype the full buffer is now. */
 static zs_dtype full_dtype(const zs_unit *unit, const zs_flat *flat)
 {
-    return unit->exact ? flat->dtype : flat->compute;
+    return zs_flat_is_lowered(unit, flat) ? flat->compute : flat->dtype;
 }
 
 static void cast(const zs_flat *flat, void *dst, int64_t numel)
@@ -67,25 +67,19 @@ static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from
         return zs_kept_gather_exact(unit, flat, slot);
     if (!unit->replicated)
         return near->ops->gather_start(near, from, unit->name, (zs_target){slot, slot->ptr}, &flat->gathering);
-    if (full_dtype(unit, flat) == flat->dtype)
+    if (!zs_flat_is_lowered(unit, flat))
         memcpy(slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
     else
         cast(flat, slot->ptr, zs_layout_full_numel(&flat->layout));
     return ZS_OK;
 }
 
-static const zs_flat_mem *source(const zs_unit *unit, const zs_flat *flat)
-{
-    return zs_flat_source(flat, full_dtype(unit, flat) != flat->dtype);
-}
-
 static zs_status begin_flat(zs_unit *unit, zs_flat *flat)
 {
-    const zs_flat_mem *from = source(unit, flat);
+    const zs_flat_mem *from = zs_flat_source(unit, flat);
     if (from->full != NULL) return ZS_OK;
-    size_t itemsize = full_dtype(unit, flat) != flat->dtype ? flat->compute_size : flat->layout.itemsize;
     zs_mem *slot = NULL;
-    ZS_TRY(zs_arena_take(zs_engine_arena(unit->engine), (size_t)zs_layout_full_numel(&flat->layout) * itemsize, &slot));
+    ZS_TRY(zs_arena_take(zs_engine_arena(unit->engine), zs_flat_full_bytes(unit, flat), &slot));
     flat->full_mem = zs_mem_retain(slot);
     return fill_slot(unit, flat, from);
 }
@@ -100,7 +94,7 @@ static zs_status finish_gather(const zs_unit *unit, zs_flat *flat)
 
 static zs_status finish_flat(zs_unit *unit, zs_flat *flat)
 {
-    const zs_flat_mem *from = source(unit, flat);
+    const zs_flat_mem *from = zs_flat_source(unit, flat);
     ZS_TRY(finish_gather(unit, flat));
     if (from->full != NULL) return zs_storage_fill(flat->full, from->mem, from->full);
     return zs_storage_fill(flat->full, flat->full_mem, flat->full_mem->ptr);
@@ -285,9 +279,9 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst)
 {
     const zs_param *param = &unit->params[i];
     const zs_flat *flat = &unit->flats[param->flat];
-    const char *base = zs_flat_source(flat, false)->full;
+    const char *base = zs_flat_source(unit, flat)->full;
     if (base == NULL && flat->full_mem != NULL) base = flat->full_mem->ptr;
-    bool readable = zs_unit_is_full(unit) && full_dtype(unit, flat) == flat->dtype;
+    bool readable = zs_unit_is_full(unit) && !zs_flat_is_lowered(unit, flat);
     if (base == NULL || !readable) return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not gathered", unit->name);
     memcpy(dst, base + (size_t)param->offset * flat->layout.itemsize, (size_t)param->numel * flat->layout.itemsize);
     return ZS_OK;

@@ -56,7 +56,7 @@ size_t zs_unit_shard_bytes(const zs_unit *unit)
     size_t total = 0;
     for (int f = 0; f < unit->n_flats; f++) {
         const zs_flat *flat = &unit->flats[f];
-        total += unit->replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
+        total += zs_flat_own_bytes(unit, flat);
         if (flat->low.mem != NULL) total += flat->low.shard_bytes;
     }
     return total;
