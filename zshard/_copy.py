@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._units import ATTRIBUTE, Hook
+from zshard._units import ATTRIBUTE, Hook, outline
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -73,7 +73,7 @@ def copy_plain(
     for _, unit in units:
         for index, param in enumerate(unit.params):
             held.add(id(param))
-            memo[id(param)] = _outline(param, unit.param(index)["shape"])
+            memo[id(param)] = outline(param, unit.param(index)["shape"], param.device)
     token = _within.set(True)
     try:
         made = copy_module(root, memo)
@@ -97,13 +97,6 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _is_ours(key: str, value: Any) -> bool:
     return key == ATTRIBUTE or type(value).__module__ == "zshard._state"
-
-
-def _outline(param: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
-    data = torch.zeros((), dtype=param.dtype, device=param.device).expand(shape)
-    made = nn.Parameter(data, requires_grad=param.requires_grad)
-    vars(made).update(vars(param))
-    return made
 
 
 def copy_slices(source: _core.Unit, target: _core.Unit) -> None:

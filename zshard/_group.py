@@ -73,7 +73,7 @@ def resolve_groups(process_group: Any, device_mesh: Any, strategy: ShardingStrat
     if world is None:
         return Groups(None, None, None)
     if hybrid:
-        return _split_by_host(world)
+        return _split_by_host(world, strategy.keeps)
     near = None if strategy is ShardingStrategy.ZERO1 else world
     return Groups(world, near, world)
 
@@ -107,9 +107,6 @@ def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
     return Groups(world, _resolve_one(shard), replicate)
 
 
-_unions: dict[tuple[int, ...], Any] = {}
-
-
 def _union(shard: Any, replicate: Any) -> Any:
     """The group of all ranks of a mesh, given this rank's two groups of it."""
     rows: list[Any] = [None] * dist.get_world_size(replicate)
@@ -122,35 +119,33 @@ def _union(shard: Any, replicate: Any) -> Any:
         )
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    known = _unions.get(ranks)
-    if known is None or known not in dist.distributed_c10d._world.pg_map:
-        known = _unions[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return known
+    return _part(list(ranks))
 
 
-_blocks: dict[tuple[tuple[int, ...], int], tuple[Any, Any]] = {}
+_parts: dict[tuple[int, ...], Any] = {}  # groups of some of a group's ranks, by these
 
 
-def blocks(group: Any, size: int) -> tuple[Any, Any]:
-    """(this rank's block of `size` neighbours in `group`, the ranks at its place in all blocks).
-
-    Collective over the group on first use. `size` divides the group's.
-    """
+def block_of(group: Any, size: int) -> Any:
+    """This rank's block of `size` neighbours in `group`, which `size` divides; collective among
+    them on first use."""
     ranks = dist.get_process_group_ranks(group)
-    known = _blocks.get((tuple(ranks), size))
-    if known is None or any(each not in dist.distributed_c10d._world.pg_map for each in known):
-        place = dist.get_rank(group)
-        first = place - place % size
-        block, column = ranks[first : first + size], ranks[place % size :: size]
-        known = (
-            dist.new_group(block, use_local_synchronization=True),
-            dist.new_group(column, use_local_synchronization=True),
-        )
-        _blocks[tuple(ranks), size] = known
+    first = dist.get_rank(group) // size * size
+    return _part(ranks[first : first + size])
+
+
+def column_of(group: Any, size: int) -> Any:
+    """The ranks at this one's place in all such blocks; likewise."""
+    return _part(dist.get_process_group_ranks(group)[dist.get_rank(group) % size :: size])
+
+
+def _part(ranks: list[int]) -> Any:
+    known = _parts.get(tuple(ranks))
+    if known is None or known not in dist.distributed_c10d._world.pg_map:
+        known = _parts[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
     return known
 
 
-def _split_by_host(world: Any) -> Groups:
+def _split_by_host(world: Any, keeps: bool) -> Groups:
     size = _env_int("LOCAL_WORLD_SIZE") or dist.get_world_size(world)
     whole = dist.get_world_size(world)
     if size >= whole:
@@ -160,8 +155,8 @@ def _split_by_host(world: Any) -> Groups:
             f"{whole} ranks do not divide into hosts of LOCAL_WORLD_SIZE={size}; give "
             "process_group=(to shard over, to replicate over) or device_mesh"
         )
-    near, far = blocks(world, size)
-    return Groups(world, near if size > 1 else None, far)
+    near = block_of(world, size) if size > 1 else None
+    return Groups(world, near, column_of(world, size) if keeps else None)
 
 
 def _resolve_one(process_group: Any) -> Any | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
-from zshard._units import Hook, State, known_hooks, units_of
+from zshard._units import Hook, State, hook_forward, known_hooks, units_of
 
 __all__ = ["OptimizerInBackward", "refuse_clipping", "watch_scaled"]
 
@@ -93,10 +93,7 @@ class OptimizerInBackward:
         self._parts.append(list(parts.values()))
         self._ids.update(id(unit.params[i]) for i in known)
         if not unit.is_hooked:  # in a world of one nothing else happens in forward
-            made = [
-                module.register_forward_pre_hook(unit.pre_forward, prepend=True),
-                module.register_forward_hook(unit.post_forward, always_call=True),
-            ]
+            made = hook_forward(module, unit)
             hooks = known_hooks(module, made)
             state.hooks += hooks
             self._hooks += [(state, *pair) for pair in zip(hooks, made, strict=True)]

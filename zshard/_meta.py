@@ -85,14 +85,6 @@ class Materializer:
         )
 
 
-def real_or_like(param: nn.Parameter) -> nn.Parameter:
-    """`param`, or where it is on the meta device, one of its form that takes no memory."""
-    if not param.is_meta:
-        return param
-    data = torch.zeros((), dtype=param.dtype).expand(param.shape)
-    return nn.Parameter(data, requires_grad=param.requires_grad)
-
-
 def _children_first(
     module: nn.Module, ignored: set[nn.Module], seen: set[int]
 ) -> Iterator[nn.Module]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zshard._units import State, state_of, units_of
+from zshard._values import take_from_rank_0
 
 
 @contextlib.contextmanager
@@ -81,8 +82,4 @@ def own_unit_as_on_rank_0(module: nn.Module) -> Iterator[None]:
     with summon_full_params(module, recurse=False):
         yield
         for param in unit.params if comm.world > 1 else ():
-            plain = param.detach().contiguous()
-            if plain.numel() > 0:
-                comm.broadcast(plain, 0)
-                with torch.no_grad():
-                    param.copy_(plain)
+            take_from_rank_0(comm, param.detach())

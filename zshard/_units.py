@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -80,6 +81,24 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
     for each in module.modules():
         if is_unit(each):
             yield each, state_of(each)
+
+
+def outline(
+    param: nn.Parameter, shape: tuple[int, ...], device: torch.device | str
+) -> nn.Parameter:
+    """A parameter like `param` but for its shape and device, of zeros that take no memory."""
+    data = torch.zeros((), dtype=param.dtype, device=device).expand(shape)
+    made = nn.Parameter(data, requires_grad=param.requires_grad)
+    vars(made).update(vars(param))
+    return made
+
+
+def hook_forward(module: nn.Module, unit: _core.Unit) -> list[RemovableHandle]:
+    """Makes the unit whole in the forward of `module`."""
+    return [
+        module.register_forward_pre_hook(unit.pre_forward, prepend=True),
+        module.register_forward_hook(unit.post_forward, always_call=True),
+    ]
 
 
 def known_hooks(module: nn.Module, handles: Iterable[RemovableHandle]) -> list[Hook]:

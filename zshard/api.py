@@ -17,7 +17,7 @@ from torch import nn
 
 from zshard import _core
 from zshard._additions import watch
-from zshard._agree import Fact, check_agreement, tensor_fact, value_fact
+from zshard._agree import check_agreement
 from zshard._arguments import (
     check_fixed_arguments,
     check_init,
@@ -31,7 +31,7 @@ from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
-from zshard._meta import Materializer, real_or_like
+from zshard._meta import Materializer
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._state_dict_type import state_dict_type
@@ -43,11 +43,13 @@ from zshard._units import (
     Hook,
     Options,
     State,
+    hook_forward,
     is_unit,
     known_hooks,
     state_of,
     units_of,
 )
+from zshard._values import Values, check_unit, facts_of, names_of
 from zshard.precision import (
     cast_arguments,
     cast_buffers,
@@ -56,7 +58,7 @@ from zshard.precision import (
     name_of,
     parse_precision,
 )
-from zshard.strategy import ShardingStrategy, parse_strategy
+from zshard.strategy import parse_strategy
 from zshard.wrap import CustomPolicy, plan_units
 
 _classes: dict[type[nn.Module], type[FSDP]] = {}
@@ -128,28 +130,30 @@ class FSDP(Controls):
     ) -> Any:
         refuse_later_features(cpu_offload=cpu_offload)
         check_fixed_arguments(use_orig_params, device_id)
-        prefetch = parse_prefetch(backward_prefetch, forward_prefetch, limit_all_gathers)
-        chosen = choose_strategy(sharding_strategy, strategy)
-        precision = parse_precision(mixed_precision)
+        options = Options(
+            choose_strategy(sharding_strategy, strategy),
+            parse_precision(mixed_precision),
+            parse_prefetch(backward_prefetch, forward_prefetch, limit_all_gathers),
+        )
         check_module(module)
         check_init(param_init_fn)
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
+        own = [_options_of(spec, options) for spec in specs]
         check_settings(transport, timeout)
-        groups = resolve_groups(process_group, device_mesh, chosen)
+        groups = resolve_groups(process_group, device_mesh, options.strategy)
         comm = comm_for(groups.world, transport, timeout)
-        facts = _facts(module, specs, chosen, not sync_module_states)
-        facts.append(("mixed precision", repr(precision)))
+        facts = facts_of(module, specs, options, not sync_module_states)
         check_agreement(comm, groups.world, facts)
-        comms = _inner_comms(module, comms_for(groups, chosen, comm, (transport, timeout)))
-        values = _Values(module, Materializer(module, param_init_fn, ignored[0]))
-        if sync_module_states and comm.world > 1:
-            values.comm = comm
-        _wrap(module, specs, comms, Options(chosen, precision, prefetch), values)
+        settings = transport, timeout
+        comms = _inner_comms(module, comms_for(groups, options.strategy, comm, settings))
+        source = comm if sync_module_states and comm.world > 1 else None
+        values = Values(module, Materializer(module, param_init_fn, ignored[0]), source)
+        _wrap(module, list(zip(specs, own, strict=True)), comms, values)
         values.share_buffers(ignored[0])
         if comm.world > 1:
             watch(module, ignored[0])
-        cast_buffers(module.modules(), precision)
+        cast_buffers(module.modules(), options.precision)
         if forward_sync_buffers:
             _sync_buffers(module)
         return module
@@ -312,105 +316,55 @@ def shard_info(param: torch.Tensor) -> dict[str, Any] | None:
     return _core.shard_info(param)
 
 
-# --- agreement and values -------------------------------------------------------------------------
-
-
-def _facts(
-    module: nn.Module, specs: list[UnitSpec], strategy: ShardingStrategy, values: bool
-) -> list[Fact]:
-    facts: list[Fact] = [("the strategy", strategy.value), ("torch", torch.__version__)]
-    for spec in specs:
-        facts.append((f"unit '{spec.name}'", type(spec.module).__name__))
-        for ref in spec.params:
-            name = _join(spec.name, ref.names[0])
-            facts.append(tensor_fact("parameter", name, ref.param))
-            if values and not ref.param.is_meta:
-                facts.append(value_fact(name, ref.param))
-    facts.extend(tensor_fact("buffer", name, b) for name, b in module.named_buffers())
-    return facts
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
-class _Values:
-    """Where values come from: they are there, or made here; and with `comm`, taken from rank 0."""
-
-    def __init__(self, root: nn.Module, materializer: Materializer) -> None:
-        self._root = root
-        self._materializer = materializer
-        self.comm: _core.Comm | None = None
-
-    def give(self, spec: UnitSpec) -> None:
-        """Sees to the parameters of a unit that is about to be made."""
-        self._materializer.up_to(spec.module)
-        self._share(ref.param.detach() for ref in spec.params)
-
-    def share_buffers(self, ignored: set[nn.Module]) -> None:
-        """The same for the buffers, but for those of `ignored` modules."""
-        left_alone = {id(b) for m in ignored for b in m.buffers()}
-        self._share(b.detach() for b in self._root.buffers() if id(b) not in left_alone)
-
-    def _share(self, tensors: Iterable[torch.Tensor]) -> None:
-        if self.comm is None:
-            return
-        for tensor in tensors:
-            if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
-                continue  # the unit names what cannot be sharded
-            plain = tensor.contiguous()
-            self.comm.broadcast(plain, 0)
-            if plain is not tensor:
-                tensor.copy_(plain)
-
-
 # --- wrapping -------------------------------------------------------------------------------------
 
 
 def _wrap(
     module: nn.Module,
-    specs: list[UnitSpec],
+    planned: list[tuple[UnitSpec, Options]],
     comms: Comms,
-    options: Options,
-    values: _Values | None = None,
+    values: Values | None = None,
 ) -> None:
+    """Makes the units, children first, the root last; `values` sees to their parameters before."""
     engine = _core.Engine(type(module).__name__, *comms)
-    engine.set_prefetch(*options.prefetch)
+    engine.set_prefetch(*planned[-1][1].prefetch)
     inner = [state.unit for _, state in units_of(module)]
-    for spec in specs:  # all of them first: a model that is refused stays as it was
-        _core.Unit.check(spec.name, _names(spec), [real_or_like(ref.param) for ref in spec.params])
+    for spec, _ in planned:  # all of them first: a model that is refused stays as it was
+        check_unit(spec)
         _class_for(type(spec.module))
-    for spec in specs:
+    for spec, options in planned:
         if values is not None:
             values.give(spec)
-        own = _strategy_for(spec, options.strategy)
-        tensors = [ref.param for ref in spec.params]
-        places = [
-            (i, owner._parameters, attribute)
-            for i, ref in enumerate(spec.params)
-            for owner, attribute in ref.owners
-        ]
-        given = spec.overrides.get("mixed_precision")
-        precision = options.precision if given is None else parse_precision(given)
-        keep = {
-            i
-            for i, ref in enumerate(spec.params)
-            if all(precision.keeps(owner) for owner, _ in ref.owners)
-        }
-        dtypes = (name_of(precision.compute), name_of(precision.wire), keep)
-        kind = own.in_group.value
-        unit = _core.Unit(engine, spec.name, kind, _names(spec), tensors, places, *dtypes)
-        state = State(unit, comms, Options(own, precision, options.prefetch))
+        unit = _make_unit(engine, spec, options)
+        state = State(unit, comms, options)
         _install(spec, state)
-        casts = install_casts(spec.module, precision, spec.module is module)
+        casts = install_casts(spec.module, options.precision, spec.module is module)
         state.hooks += known_hooks(spec.module, casts)
-        install_kept({owner for ref in spec.params for owner, _ in ref.owners}, precision)
+        install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)
         if unit.is_hooked and not unit.replicated:
-            state.hooks += _guard_parts(spec, unit, module if len(specs) > 1 else None)
+            state.hooks += _guard_parts(spec, unit, module if len(planned) > 1 else None)
     for nested in inner:
         engine.adopt(nested)
     _rename_units(module)
     engine.set_order([state.unit for _, state in units_of(module)])
+
+
+def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
+    precision = options.precision
+    params = [ref.param for ref in spec.params]
+    places = [
+        (i, owner._parameters, attribute)
+        for i, ref in enumerate(spec.params)
+        for owner, attribute in ref.owners
+    ]
+    keep = {
+        i
+        for i, ref in enumerate(spec.params)
+        if all(precision.keeps(owner) for owner, _ in ref.owners)
+    }
+    dtypes = name_of(precision.compute), name_of(precision.wire), keep
+    kind = options.strategy.in_group.value
+    return _core.Unit(engine, spec.name, kind, names_of(spec), params, places, *dtypes)
 
 
 def _inner_comms(module: nn.Module, comms: Comms) -> Comms:
@@ -421,15 +375,23 @@ def _inner_comms(module: nn.Module, comms: Comms) -> Comms:
     return comms
 
 
-def _strategy_for(spec: UnitSpec, usual: ShardingStrategy) -> ShardingStrategy:
-    override = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
-    own = usual if override is None else parse_strategy(override)
-    if own is not usual and (own.is_hybrid or own.keeps):
+def _options_of(spec: UnitSpec, usual: Options) -> Options:
+    """What a CustomPolicy has overridden for this unit, and the rest as for the model. ValueError
+    for what is not a unit's to choose."""
+    strategy, precision = usual.strategy, usual.precision
+    given = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
+    if given is not None:
+        strategy = parse_strategy(given)
+    if strategy is not usual.strategy and (strategy.is_hybrid or strategy.keeps):
         raise ValueError(
-            f"unit '{spec.name}' asks for the strategy {own.value!r}, the model for "
-            f"{usual.value!r}: strategies with groups or copies of their own are for whole models"
+            f"unit '{spec.name}' asks for the strategy {strategy.value!r}, the model for "
+            f"{usual.strategy.value!r}: strategies with groups or copies of their own are for "
+            "whole models"
         )
-    return own
+    given = spec.overrides.get("mixed_precision")
+    if given is not None:
+        precision = parse_precision(given)
+    return Options(strategy, precision, usual.prefetch)
 
 
 def _rename_units(module: nn.Module) -> None:
@@ -439,26 +401,18 @@ def _rename_units(module: nn.Module) -> None:
             state_of(each).unit.name = name
 
 
-def _names(spec: UnitSpec) -> list[str]:
-    return [_join(spec.name, ref.names[0]) for ref in spec.params]
-
-
 def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
     """A sharded model like `model`; ignored parameters and buffers are copied as they are."""
     units = [(module, state) for module, state in units_of(model)]
     own = state_of(model)
     with without([hook for _, state in units for hook in state.hooks]):
         copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
-    overrides = {
-        id(made): {
-            "strategy": state.options.strategy,
-            "mixed_precision": state.options.precision,
-        }
-        for (_, state), (_, made) in zip(units, copied.units, strict=True)
+    options = {
+        id(made): state.options for (_, state), (_, made) in zip(units, copied.units, strict=True)
     }
-    policy = CustomPolicy(lambda module: overrides.get(id(module), False))
+    policy = CustomPolicy(lambda module: id(module) in options)
     specs = plan_units(copied.module, policy, (), copied.others)
-    _wrap(copied.module, specs, own.comms, own.options)
+    _wrap(copied.module, [(spec, options[id(spec.module)]) for spec in specs], own.comms)
     if own.sync_buffers:
         _sync_buffers(copied.module)
     if own.comms.all.world > 1:
@@ -485,7 +439,7 @@ def _sync_buffers(module: nn.Module) -> None:
 def _install(spec: UnitSpec, state: State) -> None:
     module, unit = spec.module, state.unit
     if unit.is_hooked:
-        state.hooks += _hook(module, unit)
+        state.hooks += known_hooks(module, hook_forward(module, unit))
         if not unit.replicated:
             attach(unit, spec)
     module.__dict__[ATTRIBUTE] = state
@@ -505,15 +459,8 @@ def _guard_parts(spec: UnitSpec, unit: _core.Unit, root: nn.Module | None) -> li
     for owner in owners.values():
         is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
         if owner is not spec.module and (spec.module is root or is_embedding):
-            hooks += _hook(owner, unit)
+            hooks += known_hooks(owner, hook_forward(owner, unit))
     return hooks
-
-
-def _hook(module: nn.Module, unit: _core.Unit) -> list[Hook]:
-    """Makes the unit whole in the forward of `module`."""
-    before = module.register_forward_pre_hook(unit.pre_forward, prepend=True)
-    after = module.register_forward_hook(unit.post_forward, always_call=True)
-    return known_hooks(module, [before, after])
 
 
 def _class_for(original: type[nn.Module]) -> type[FSDP]:

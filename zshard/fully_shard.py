@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from zshard._group import blocks, resolve_groups
+from zshard._group import block_of, column_of, resolve_groups
 from zshard._plan import has_forward
 from zshard.api import FSDP
 from zshard.precision import MixedPrecisionPolicy
@@ -159,7 +159,9 @@ def _groups_to_keep_in(reshard_after_forward: Any, mesh: Any, hybrid: bool) -> A
         raise ValueError(
             f"reshard_after_forward={number} does not divide the {world} ranks to shard over"
         )
-    return None if number in (1, world) else blocks(group, number)
+    if number in (1, world):
+        return None
+    return block_of(group, number), column_of(group, number)
 
 
 def _strategy(reshard_after_forward: Any, hybrid: bool) -> ShardingStrategy:
