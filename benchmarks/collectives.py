@@ -32,7 +32,7 @@ from benchmarks import harness
 from benchmarks.harness import Sample, Spread, Turn
 
 MODULE = "benchmarks.collectives"
-SOURCES = ["status", "memory", "comm", "comm_self", "comm_shm", "device_cpu", "simd"]
+SOURCES = ["status", "memory", "comm", "comm_self", "comm_shm", "file", "device_cpu", "simd"]
 FLAGS = ["-std=c11", "-O3", "-DNDEBUG", "-fno-math-errno", "-ffp-contract=off", "-pthread"]
 
 SIZES = [0.0625, 1.0, 16.0, 64.0, 256.0]

@@ -4,7 +4,7 @@
  * 0's region, rank 1's region, ... side by side, and that mapping is the full buffer. A reduction reads the peers' buckets
  * where they lie. What remains to be said is when one may look: shm_reader.c (shards), shm_round.c (gradients).
  *
- *   shm_file.c   memory files and mappings      shm_wait.c    sleeping, deadlines, dead peers
+ *   file.c   memory files and mappings      shm_wait.c    sleeping, deadlines, dead peers
  *   shm_link.c   how ranks find each other      shm_report.c  the words of messages
  */
 #define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
@@ -32,13 +32,13 @@ static const double meeting_seconds = 10.0;
 
 bool zs_shm_live(const zs_shm *shm)
 {
-    return shm->connected && !shm->closed && shm->lifetime == zs_shm_lifetime();
+    return shm->connected && !shm->closed && shm->lifetime == zs_lifetime();
 }
 
 zs_status zs_shm_usable(const zs_shm *shm)
 {
     if (zs_shm_live(shm)) return atomic_load(&shm->own->stopped) == 0 ? ZS_OK : zs_shm_check_stop(shm);
-    if (shm->lifetime != zs_shm_lifetime())
+    if (shm->lifetime != zs_lifetime())
         return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot take part in its group", shm->base.rank);
     return ZS_FAIL(ZS_ERR_STATE, "rank %d: the shared memory transport is %s", shm->base.rank,
                    shm->closed ? "closed" : "not connected");
@@ -63,7 +63,7 @@ static zs_status shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *ou
 {
     zs_shm *shm = (zs_shm *)comm;
     ZS_TRY(zs_shm_usable(shm));
-    ZS_TRY(zs_shm_map_flat(shm->flats, shm->flat_fds, comm->world, shard_bytes, &out->mem));
+    ZS_TRY(zs_file_map_flat(shm->flats, shm->flat_fds, comm->world, shard_bytes, &out->mem));
     out->full = out->mem->ptr;
     out->shard = out->full + (size_t)comm->rank * shard_bytes;
     out->shard_bytes = shard_bytes;
@@ -73,9 +73,9 @@ static zs_status shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *ou
 static zs_status shm_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
     zs_shm *shm = (zs_shm *)comm;
-    zs_shm_region region;
+    zs_region region;
     ZS_TRY(zs_shm_usable(shm));
-    ZS_TRY(zs_shm_map_bucket(shm->buckets, bytes, &region, &out->mem));
+    ZS_TRY(zs_file_map_bucket(shm->buckets, bytes, &region, &out->mem));
     out->ptr = out->mem->ptr;
     out->bytes = region.bytes;
     out->key = region.index;
@@ -168,7 +168,7 @@ static void shm_abort(zs_comm *comm, const char *reason)
 static void shm_close(zs_comm *comm)
 {
     zs_shm *shm = (zs_shm *)comm;
-    if (shm->closed || shm->lifetime != zs_shm_lifetime()) return; /* a forked child leaves nobody */
+    if (shm->closed || shm->lifetime != zs_lifetime()) return; /* a forked child leaves nobody */
     shm->closed = true;
     if (!shm->connected) return;
     atomic_store(&shm->own->left, 1);
@@ -200,8 +200,8 @@ static void shm_destroy(zs_comm *comm)
     close_fd(shm->listener);
     close_fd(shm->control_fd);
     close_fd(shm->pidfd);
-    zs_shm_file_release(shm->flats);
-    zs_shm_file_release(shm->buckets);
+    zs_file_release(shm->flats);
+    zs_file_release(shm->buckets);
     free(shm->flat_fds);
     free(shm->peers);
     free(shm->polls);
@@ -210,7 +210,7 @@ static void shm_destroy(zs_comm *comm)
 
 static const zs_comm_ops shm_ops = {
     .name = "shm",
-    .shard_align = ZS_SHM_PAGE,
+    .shard_align = ZS_PAGE,
     .mapped = true,
     .flat_new = shm_flat_new,
     .flat_free = zs_local_flat_free,
@@ -276,16 +276,16 @@ static zs_status allocate(zs_shm *shm)
 static zs_status make_own(zs_shm *shm, char *address, size_t size)
 {
     ZS_TRY(allocate(shm));
-    ZS_TRY(zs_shm_memfd("zshard-control", sizeof(zs_shm_control), &shm->control_fd));
-    ZS_TRY(zs_shm_file_new("zshard-flats", &shm->flats));
-    ZS_TRY(zs_shm_file_new("zshard-buckets", &shm->buckets));
+    ZS_TRY(zs_file_memory("zshard-control", sizeof(zs_shm_control), &shm->control_fd));
+    ZS_TRY(zs_file_new("zshard-flats", &shm->flats));
+    ZS_TRY(zs_file_new("zshard-buckets", &shm->buckets));
     shm->pidfd = (int)syscall(SYS_pidfd_open, getpid(), 0);
     if (shm->pidfd < 0) return ZS_FAIL_ERRNO("pidfd_open");
     zs_shm_peer *self = &shm->peers[shm->base.rank];
     self->pid = getpid();
     ZS_TRY(map_control(shm->control_fd, &self->control));
     shm->own = self->control;
-    shm->flat_fds[shm->base.rank] = zs_shm_file_fd(shm->flats);
+    shm->flat_fds[shm->base.rank] = zs_file_fd(shm->flats);
     return zs_link_listen(address, size, &shm->listener);
 }
 
@@ -301,7 +301,7 @@ zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, si
     shm->base.world = world;
     shm->base.timeout = timeout;
     atomic_init(&shm->base.refs, 1);
-    shm->lifetime = zs_shm_lifetime();
+    shm->lifetime = zs_lifetime();
     shm->listener = shm->control_fd = shm->pidfd = -1;
     shm->spins = choose_spins(world);
     zs_status status = make_own(shm, address, size);
@@ -336,9 +336,8 @@ zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const
     link.layout = (uint64_t)sizeof(zs_shm_control) << 16 | protocol;
     zs_link_party *parties = calloc((size_t)comm->world, sizeof *parties);
     if (parties == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d ranks", comm->world);
-    parties[comm->rank] =
-        (zs_link_party){shm->peers[comm->rank].pid,
-                        {shm->control_fd, zs_shm_file_fd(shm->flats), zs_shm_file_fd(shm->buckets), shm->pidfd}};
+    parties[comm->rank] = (zs_link_party){
+        shm->peers[comm->rank].pid, {shm->control_fd, zs_file_fd(shm->flats), zs_file_fd(shm->buckets), shm->pidfd}};
     zs_status status = zs_link_meet(&link, parties);
     bool met = status == ZS_OK;
     for (int r = 0; r < comm->world && met; r++) { /* all of them, or descriptors would leak */

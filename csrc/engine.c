@@ -112,6 +112,7 @@ void zs_engine_release(void *pointer)
     free_buffers(engine);
     free(engine->units);
     free(engine->part_of);
+    zs_disk_release(engine->offload.disk);
     release_ranks(&engine->ranks);
     free(engine);
 }
@@ -149,6 +150,11 @@ zs_arena *zs_engine_arena(const zs_engine *engine)
 zs_pool *zs_engine_grads(const zs_engine *engine)
 {
     return engine->grads;
+}
+
+zs_offload *zs_engine_offload(zs_engine *engine)
+{
+    return &engine->offload;
 }
 
 zs_bucket_pool *zs_engine_buckets(const zs_engine *engine)
@@ -209,6 +215,7 @@ zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n
         if (units[i]->engine != engine) return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' is not of this engine", units[i]->name);
     }
     memcpy(engine->units, units, n * sizeof *units);
+    zs_mem_heap_freed(0); /* of the units that have just been made */
     return ZS_OK;
 }
 
@@ -246,10 +253,14 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
     zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->arena),
                              .buckets = zs_bucket_pool_bytes(engine->buckets),
                              .transport = transport_bytes(&engine->ranks)};
+    const zs_disk *disk = NULL;
     for (size_t i = 0; i < engine->n; i++) {
-        bytes.shards += zs_unit_shard_bytes(engine->units[i]);
+        const zs_unit_offload *offloads = &engine->units[i]->offloads;
+        if (!offloads->params) bytes.shards += zs_unit_shard_bytes(engine->units[i]);
+        if (!offloads->grads) bytes.grads += zs_unit_grad_bytes(engine->units[i]);
+        if (offloads->disk != NULL && offloads->disk != disk) bytes.disk += zs_disk_bytes(offloads->disk);
+        if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call stand together */
         bytes.kept += zs_kept_bytes(engine->units[i]);
-        bytes.grads += zs_unit_grad_bytes(engine->units[i]);
         bytes.slots += zs_hold_bytes(engine->units[i]);
     }
     return bytes;

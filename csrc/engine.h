@@ -4,6 +4,7 @@
 #ifndef ZS_ENGINE_H
 #define ZS_ENGINE_H
 
+#include "offload.h"
 #include "prefetch.h"
 #include "schedule.h"
 
@@ -21,6 +22,7 @@ struct zs_engine {
     zs_pool *grads;          /* owned: memory of its units' gradients */
     bool lent_grads;         /* units that went to another engine have gradients in that memory */
     zs_bucket_pool *buckets; /* owned */
+    zs_offload offload;      /* with a counted reference */
     zs_reader *reader;       /* owned */
     zs_unit **units;         /* [n] borrowed: a unit takes itself off the list; parents before children */
     size_t n;

@@ -3,11 +3,15 @@
 #include "memory.h"
 
 #include <errno.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
 /* Below this, a huge page would waste more than it saves in page faults. */
-enum { HUGE_PAGE = 2 << 20 };
+enum { HUGE_PAGE = 2 << 20, TRIM_AFTER = 32 << 20 };
 
 static size_t in_pages(size_t bytes)
 {
@@ -60,6 +64,16 @@ zs_status zs_mem_new_private(size_t bytes, zs_mem **out)
 void zs_mem_discard(zs_mem *mem)
 {
     madvise(mem->ptr, in_pages(mem->bytes), MADV_DONTNEED); /* advice: failing keeps the pages */
+}
+
+void zs_mem_heap_freed(size_t bytes)
+{
+    static _Atomic size_t since;
+    if (bytes > 0 && atomic_fetch_add(&since, bytes) + bytes < TRIM_AFTER) return;
+    atomic_store(&since, 0);
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
 }
 
 zs_mem *zs_mem_retain(zs_mem *mem)

@@ -30,6 +30,10 @@ zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *
 /* Gives the pages of a private block back to the system; they read as zeros from then on. */
 void zs_mem_discard(zs_mem *mem);
 
+/* Says that `bytes` have just been freed on the heap, by torch say. malloc keeps such memory, gigabytes of it where a model's
+ * parameters went to shards one after another; after every 32 MiB it is told to give it back. 0: now, whatever it is. */
+void zs_mem_heap_freed(size_t bytes);
+
 /* Adds a reference; returns `mem`. */
 zs_mem *zs_mem_retain(zs_mem *mem);
 

@@ -56,8 +56,9 @@ zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper);
 zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index);
 
 /* Does the step for all members that were found TAKEN: counts `step`, updates, raises the parameters' versions. Only
- * after zs_optim_look, with nothing in between. Needs no GIL. */
-void zs_optim_step(zs_optim *plan);
+ * after zs_optim_look, with nothing in between. Needs no GIL. Can fail only where memory lies on a disk (ZS_ERR_SYSTEM), and
+ * then half-way. */
+zs_status zs_optim_step(zs_optim *plan);
 
 /* --- loops (optim_cpu.c) -------------------------------------------------------------------------------------------------- */
 

@@ -1,6 +1,8 @@
 /* py_engine.c - _core.Engine: the schedule of one model, as Python sees it. Two objects of one engine compare equal. */
 #include "py_util.h"
 
+#include "offload.h"
+
 #include <math.h>
 #include <stdlib.h>
 
@@ -106,6 +108,26 @@ static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
                           &prefetch.ahead[ZS_PHASE_BACKWARD]))
         return NULL;
     zs_engine_set_prefetch(self->engine, prefetch);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(engine_set_offload_doc,
+             "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nHas units that are made from now "
+             "on keep these kinds of memory in files in a directory: those that have this fraction of the model's "
+             "bytes. For all ranks together. OSError, on all ranks, where no file can be made there.");
+
+static PyObject *engine_set_offload(engine_object *self, PyObject *args)
+{
+    const char *directory;
+    int params, grads, state;
+    zs_offload what = {0};
+    if (!PyArg_ParseTuple(args, "spppd:set_offload", &directory, &params, &grads, &state, &what.fraction)) return NULL;
+    what.params = params;
+    what.grads = grads;
+    what.state = state;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_offload_set(self->engine, directory, &what));
+    if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
 
@@ -222,22 +244,24 @@ static PyObject *engine_max(engine_object *self, PyObject *numbers)
 }
 
 PyDoc_STRVAR(engine_memory_doc, "memory($self, /)\n--\n\nBytes held on this rank: shards, kept (a copy between steps), "
-                                "grads, slots (full buffers), buckets, and "
-                                "transport (the transport's own, for all models that use it).");
+                                "grads, slots (full buffers), buckets, "
+                                "transport (the transport's own, for all models that use it), and disk (offloaded).");
 
 static PyObject *engine_memory(engine_object *self, PyObject *unused)
 {
     (void)unused;
     zs_engine_bytes bytes = zs_engine_memory(self->engine);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes.shards, "kept",
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes.shards, "kept",
                          (Py_ssize_t)bytes.kept, "grads", (Py_ssize_t)bytes.grads, "slots", (Py_ssize_t)bytes.slots,
-                         "buckets", (Py_ssize_t)bytes.buckets, "transport", (Py_ssize_t)bytes.transport);
+                         "buckets", (Py_ssize_t)bytes.buckets, "transport", (Py_ssize_t)bytes.transport, "disk",
+                         (Py_ssize_t)bytes.disk);
 }
 
 static PyMethodDef engine_methods[] = {
     {"adopt", (PyCFunction)engine_adopt, METH_O, engine_adopt_doc},
     {"set_order", (PyCFunction)engine_set_order, METH_O, engine_set_order_doc},
     {"set_prefetch", (PyCFunction)engine_set_prefetch, METH_VARARGS, engine_set_prefetch_doc},
+    {"set_offload", (PyCFunction)engine_set_offload, METH_VARARGS, engine_set_offload_doc},
     {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},

@@ -13,6 +13,7 @@
 
 #include "device.h"
 #include "optim.h"
+#include "pager.h"
 
 typedef struct plan_object {
     PyObject_HEAD
@@ -280,10 +281,11 @@ static PyObject *plan_step(plan_object *self, PyObject *const *args, Py_ssize_t 
     }
     PyObject *foreign = members_with(self, n, ZS_MEMBER_FOREIGN);
     if (foreign == NULL) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    zs_optim_step(self->plan);
-    Py_END_ALLOW_THREADS
-    return foreign;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_optim_step(self->plan));
+    if (status == ZS_OK) return foreign;
+    Py_DECREF(foreign);
+    return zs_py_raise(NULL);
 }
 
 /* --- the type -------------------------------------------------------------------------------------------------------- */
@@ -361,12 +363,15 @@ static zs_status add_power_sum(PyObject *object, double p, double *total)
         status = ZS_FAIL(ZS_ERR_TYPE, "power_sum takes contiguous floating CPU tensors");
     }
     if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(tensor, &data);
+    size_t bytes = (size_t)info.numel * info.itemsize;
+    if (status == ZS_OK) status = zs_pager_want(data, bytes, ZS_PAGER_READ);
     if (status == ZS_OK) {
         double part = zs_device_norm(data, info.numel, info.dtype, p);
         if (p == 1 || p == 2)
             *total += part;
         else if (!(*total >= part) && *total == *total)
             *total = part; /* the larger; a NaN comes through */
+        zs_pager_done(data, bytes);
     }
     zs_tensor_free(tensor);
     return status;

@@ -3,6 +3,7 @@
 #include "bucket.h"
 #include "device.h"
 #include "in_backward.h"
+#include "offload.h"
 #include "reduce.h"
 #include "schedule.h"
 
@@ -156,6 +157,7 @@ static zs_status sum_own_slice(summing *s, zs_wait wait, bool *ready)
     ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, s->sources));
     if (!*ready || (!unit->replicated && !counts(s))) return ZS_OK;
     if (!unit->replicated) ZS_TRY(zs_in_backward_lend(unit));
+    if (!unit->replicated) ZS_TRY(zs_offload_want_grads(unit));
     for (int f = 0; f < unit->n_flats; f++)
         if (unit->flats[f].trainable) sum_flat(s, f);
     if (!unit->replicated) return ZS_OK;
@@ -182,6 +184,7 @@ static zs_status complete_round(summing *s, zs_wait wait, bool *ready)
     ZS_TRY(comm->ops->collect_shared(comm, unit->cunit, wait, ready, s->sources));
     if (!*ready || !counts(s)) return ZS_OK;
     ZS_TRY(zs_in_backward_lend(unit));
+    ZS_TRY(zs_offload_want_grads(unit));
     fetch_shared(s);
     return ZS_OK;
 }
@@ -197,6 +200,9 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
     for (int64_t i = 0; i < unit->n_params && counts(&s); i++)
         if (unit->params[i].grad != NULL && used_anywhere(&s, i))
             unit->params[i].has_grad = unit->params[i].reduced = true;
+    zs_offload_done_grads(unit);
+    /* Who has models on a disk is short of memory; that of the gradients which have been packed lies idle on the heap. */
+    if (unit->offloads.disk != NULL) zs_mem_heap_freed(zs_unit_bucket_bytes(unit));
     zs_status status = check_gave_up(&s);
     bool over = zs_in_backward_over_everywhere(unit, s.sources->used, comm->world);
     zs_bucket_summed(zs_engine_buckets(unit->engine), unit);

@@ -45,6 +45,8 @@ void zs_engine_discard_dead_grads(zs_engine *engine)
     for (size_t i = 0; i < engine->n; i++)
         engine->units[i]->grads_held = false;
     zs_pool_discard(engine->grads);
+    for (size_t i = 0; i < engine->n; i++)
+        zs_offload_discard_grads(engine->units[i]);
 }
 
 /* Are there shards that peers read? Replicated units need no meeting in forward. */
@@ -81,7 +83,7 @@ static zs_status begin_session(zs_engine *engine)
     for (size_t i = 0; i < engine->n; i++)
         ZS_TRY(zs_unit_write_back(engine->units[i]));
     for (size_t i = 0; i < engine->n; i++)
-        zs_unit_cast(engine->units[i]);
+        ZS_TRY(zs_unit_cast(engine->units[i]));
     if (engine->ranks.far != NULL) ZS_TRY(zs_kept_refresh(engine->ranks.far, engine->units, engine->n));
     zs_engine_discard_dead_grads(engine);
     ZS_TRY(broadcast_buffers(engine));

@@ -48,6 +48,9 @@ zs_arena *zs_engine_arena(const zs_engine *engine);
 zs_pool *zs_engine_grads(const zs_engine *engine);
 zs_bucket_pool *zs_engine_buckets(const zs_engine *engine);
 
+/* What of its units goes to a disk. Set it before they are made. */
+struct zs_offload *zs_engine_offload(zs_engine *engine);
+
 /* Registers a unit / takes it off the list when it dies. */
 zs_status zs_engine_add(zs_engine *engine, zs_unit *unit);
 void zs_engine_forget(zs_engine *engine, zs_unit *unit);
@@ -94,6 +97,7 @@ bool zs_engine_gave_up(const zs_engine *engine);
 typedef struct zs_engine_bytes {
     size_t shards, kept, grads, slots, buckets;
     size_t transport; /* the transport's own, for all models that use it */
+    size_t disk;      /* in files, what of all these is offloaded; with the optimizers' state there */
 } zs_engine_bytes;
 zs_engine_bytes zs_engine_memory(const zs_engine *engine);
 

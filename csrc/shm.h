@@ -19,7 +19,7 @@
 #include <sys/types.h>
 
 #include "comm_local.h"
-#include "shm_file.h"
+#include "file.h"
 
 enum {
     ZS_SHM_LINE = 64,       /* cache line: words with different writers lie on different ones */
@@ -132,17 +132,17 @@ typedef struct zs_shm_peer {
 
 typedef struct zs_shm {
     zs_comm base;
-    unsigned lifetime;            /* zs_shm_lifetime() at birth: differs in forked children */
-    int listener;                 /* socket, -1 once connected */
-    int control_fd, pidfd;        /* own */
-    zs_shm_file *flats, *buckets; /* own */
-    int *flat_fds;                /* [world], the files of flats; flat_fds[rank] is borrowed from `flats` */
-    zs_shm_peer *peers;           /* [world] */
-    struct pollfd *polls;         /* [world], for pidfds */
-    zs_shm_control *own;          /* peers[rank].control */
-    size_t heap_used;             /* bytes of the heap that have records */
-    uint64_t exchanges, pieces;   /* counts of exchanges and of pieces of broadcasts */
-    int spins;                    /* looks before a wait goes to sleep */
+    unsigned lifetime;          /* zs_lifetime() at birth: differs in forked children */
+    int listener;               /* socket, -1 once connected */
+    int control_fd, pidfd;      /* own */
+    zs_file *flats, *buckets;   /* own */
+    int *flat_fds;              /* [world], the files of flats; flat_fds[rank] is borrowed from `flats` */
+    zs_shm_peer *peers;         /* [world] */
+    struct pollfd *polls;       /* [world], for pidfds */
+    zs_shm_control *own;        /* peers[rank].control */
+    size_t heap_used;           /* bytes of the heap that have records */
+    uint64_t exchanges, pieces; /* counts of exchanges and of pieces of broadcasts */
+    int spins;                  /* looks before a wait goes to sleep */
     bool connected, closed;
 } zs_shm;
 

@@ -69,7 +69,7 @@ zs_status zs_shm_post_round(zs_comm *comm, zs_cunit *cunit, const zs_bucket *buc
     zs_shm_post *post = &own->post[cunit->round % 2];
     *post = (zs_shm_post){.present = bucket != NULL};
     if (bucket != NULL) {
-        zs_shm_region region = zs_shm_file_region(shm->buckets, bucket->key);
+        zs_region region = zs_file_region(shm->buckets, bucket->key);
         post->index = region.index;
         post->offset = region.offset;
         post->bytes = region.bytes;

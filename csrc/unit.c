@@ -8,6 +8,7 @@
 #include "in_backward.h"
 #include "kept.h"
 #include "local_grads.h"
+#include "offload.h"
 #include "schedule.h"
 
 #include <stdio.h>
@@ -30,7 +31,9 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
         comm->ops->flat_free(comm, &flat->mem);
     if (flat->low.mem != NULL) comm->ops->flat_free(comm, &flat->low);
     if (flat->kept.mem != NULL) near->ops->flat_free(near, &flat->kept);
+    zs_offload_done_flat(flat);
     if (flat->grad_mem != NULL) flat->grad_mem->user = NULL;
+    if (unit->fixed && flat->full_mem != NULL) flat->full_mem->user = NULL;
     zs_mem_release(flat->grad_mem);
     zs_mem_release(flat->full_mem);
     zs_layout_free(&flat->layout);
@@ -60,6 +63,7 @@ static void free_unit(zs_unit *unit)
     free(unit->by_hand[1].units);
     free(unit->name);
     free(unit->sharded_message);
+    zs_offload_forget(unit);
     zs_engine_forget(unit->engine, unit);
     zs_engine_release(unit->engine);
     free(unit);
@@ -235,7 +239,7 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
 static zs_status take_flat(zs_unit *unit, size_t shard_bytes, zs_flat_mem *out)
 {
     zs_comm *comm = zs_engine_ranks(unit->engine)->shards;
-    ZS_TRY(comm->ops->flat_new(comm, shard_bytes, out));
+    ZS_TRY(zs_offload_flat_new(unit, comm, shard_bytes, out));
     out->mem->role = ZS_MEM_SHARD;
     out->mem->user = unit;
     return ZS_OK;
@@ -248,11 +252,13 @@ static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
     ZS_TRY(zs_storage_new((size_t)zs_layout_full_numel(&flat->layout) * widest, unit->sharded_message, &flat->full));
     if (unit->fixed) {
         ZS_TRY(zs_mem_new_private(full_bytes, &flat->full_mem));
+        flat->full_mem->user = unit;
         return zs_storage_fill(flat->full, flat->full_mem, flat->full_mem->ptr);
     }
     size_t shard_bytes = zs_flat_own_bytes(unit, flat);
     if (unit->replicated) {
-        ZS_TRY(zs_mem_new_private(full_bytes, &flat->mem.mem));
+        ZS_TRY(zs_offload_params_new(unit, full_bytes, &flat->mem.mem));
+        flat->mem.mem->user = unit;
         flat->mem.shard = flat->mem.mem->ptr;
     } else {
         ZS_TRY(take_flat(unit, shard_bytes, &flat->mem));
@@ -311,7 +317,7 @@ static zs_status make_gradients(zs_unit *unit)
         offset += zs_flat_wire_bytes(flat);
         spec.slice_bytes[spec.n_slices++] = flat->slice_bytes;
         size_t bytes = zs_flat_own_bytes(unit, flat);
-        ZS_TRY(zs_pool_take(zs_engine_grads(unit->engine), bytes, &flat->grad_mem));
+        ZS_TRY(zs_offload_grads_new(unit, bytes, &flat->grad_mem));
         flat->grad_mem->role = unit->replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
         flat->grad_mem->user = unit;
         ZS_TRY(zs_storage_new(bytes, "", &flat->grads));
@@ -369,6 +375,7 @@ static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
         ZS_TRY(zs_unit_bind_local(unit, param));
         if (reduces(unit)) ZS_TRY(zs_unit_hook_param(unit, i));
     }
+    zs_offload_filled(unit);
     return ZS_OK;
 }
 
@@ -383,6 +390,16 @@ static bool lowers(const zs_unit *unit, const zs_unit_spec *spec)
     return false;
 }
 
+static size_t bytes_of(const zs_unit_spec *spec)
+{
+    size_t total = 0;
+    for (int64_t i = 0; i < spec->n_params; i++) {
+        zs_tensor_info info;
+        if (zs_tensor_describe(spec->tensors[i], &info) == ZS_OK) total += (size_t)info.numel * info.itemsize;
+    }
+    return total;
+}
+
 zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out)
 {
     zs_unit *unit = calloc(1, sizeof *unit);
@@ -394,7 +411,8 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
     unit->past = true;
     unit->replicated = spec->strategy == ZS_NO_SHARD || zs_engine_n_parts(engine) == 1;
     unit->part = unit->replicated ? zs_engine_comm(engine)->rank : zs_engine_part(engine);
-    unit->fixed = unit->replicated && !lowers(unit, spec);
+    zs_offload_choose(zs_engine_offload(engine), unit, bytes_of(spec));
+    unit->fixed = unit->replicated && !unit->offloads.params && !lowers(unit, spec);
     unit->state = unit->fixed ? ZS_FULL : ZS_SHARDED;
     unit->n_params = spec->n_params;
     unit->name = strdup(spec->name);
@@ -405,6 +423,7 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
         status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
     if (status == ZS_OK) status = build(unit, spec);
     if (status == ZS_OK) status = zs_engine_add(engine, unit);
+    zs_mem_heap_freed(bytes_of(spec));
     if (status != ZS_OK) {
         zs_unit_release(unit);
         return status;

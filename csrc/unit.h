@@ -18,6 +18,7 @@
 #define ZS_UNIT_H
 
 #include "comm.h"
+#include "disk.h"
 #include "layout.h"
 #include "tensor.h"
 
@@ -31,6 +32,12 @@ typedef enum zs_strategy { ZS_FULL_SHARD, ZS_SHARD_GRAD_OP, ZS_NO_SHARD } zs_str
 
 /* See the picture above. */
 typedef enum zs_unit_state { ZS_SHARDED, ZS_GATHERING, ZS_FULL, ZS_REDUCING } zs_unit_state;
+
+/* What of a unit lies on a disk; see offload.h. */
+typedef struct zs_unit_offload {
+    zs_disk *disk; /* counted reference; NULL: nothing */
+    bool params, grads, state;
+} zs_unit_offload;
 
 /* One parameter of a unit. */
 typedef struct zs_param {
@@ -76,6 +83,8 @@ typedef struct zs_flat {
     size_t slice_bytes;      /* bytes of one rank's slice in the bucket; 0 if frozen */
     size_t bucket_offset;    /* where this flat begins in the bucket */
     zs_storage *local;       /* storage on the unit's local gradients, NULL if there are none; owned */
+    char *in_use;            /* (on disk) what the pager was told is wanted, NULL: nothing; borrowed */
+    size_t in_use_bytes;
 } zs_flat;
 
 /* Bytes of a flat's gradients in a bucket. */
@@ -105,7 +114,8 @@ struct zs_unit {
     bool replicated; /* this rank holds all of its parameters */
     bool fixed;      /* and computes with them where they lie: they are whole all the time */
     bool exact;      /* gathered by hand: the full buffer is of the parameters' own dtype for now */
-    int part;        /* which slice of each flat buffer this rank holds, or if replicated, sums */
+    zs_unit_offload offloads;
+    int part; /* which slice of each flat buffer this rank holds, or if replicated, sums */
     zs_unit_state state;
     int inside;           /* forwards of its module that are running */
     bool held;            /* whole by hand, see hold.h */
@@ -228,7 +238,7 @@ zs_status zs_unit_unshard(zs_unit *unit);
 zs_status zs_unit_unshard_exact(zs_unit *unit);
 
 /* (Mixed precision) Casts this rank's shards to the dtype that is computed with. Call where no peer reads. */
-void zs_unit_cast(const zs_unit *unit);
+zs_status zs_unit_cast(const zs_unit *unit);
 
 /* Gives the full buffer back and rebinds to the shard; `next` is ZS_SHARDED or ZS_REDUCING. */
 zs_status zs_unit_reshard(zs_unit *unit, zs_unit_state next);

@@ -7,6 +7,8 @@
 #include "device.h"
 #include "hold.h"
 #include "kept.h"
+#include "offload.h"
+#include "pager.h"
 #include "schedule.h"
 #include "unit.h"
 
@@ -51,11 +53,18 @@ static void cast(const zs_flat *flat, void *dst, int64_t numel)
     zs_device_cast(dst, flat->compute, flat->mem.shard, flat->dtype, numel);
 }
 
-void zs_unit_cast(const zs_unit *unit)
+zs_status zs_unit_cast(const zs_unit *unit)
 {
-    for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].low.mem != NULL)
-            cast(&unit->flats[f], unit->flats[f].low.shard, unit->flats[f].layout.shard_numel);
+    for (int f = 0; f < unit->n_flats; f++) {
+        const zs_flat *flat = &unit->flats[f];
+        if (flat->low.mem == NULL) continue;
+        ZS_TRY(zs_pager_want(flat->mem.shard, flat->mem.shard_bytes, ZS_PAGER_READ));
+        ZS_TRY(zs_pager_want(flat->low.shard, flat->low.shard_bytes, ZS_PAGER_WRITE));
+        cast(flat, flat->low.shard, flat->layout.shard_numel);
+        zs_pager_done(flat->mem.shard, flat->mem.shard_bytes);
+        zs_pager_done(flat->low.shard, flat->low.shard_bytes);
+    }
+    return ZS_OK;
 }
 
 /* Begins to fill a slot: a gather, or where this rank has everything, a cast. */
@@ -77,6 +86,7 @@ static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from
 static zs_status begin_flat(zs_unit *unit, zs_flat *flat)
 {
     const zs_flat_mem *from = zs_flat_source(unit, flat);
+    ZS_TRY(zs_offload_want_flat(unit, flat));
     if (from->full != NULL) return ZS_OK;
     zs_mem *slot = NULL;
     ZS_TRY(zs_arena_take(zs_engine_arena(unit->engine), zs_flat_full_bytes(unit, flat), &slot));
@@ -97,6 +107,7 @@ static zs_status finish_flat(zs_unit *unit, zs_flat *flat)
     const zs_flat_mem *from = zs_flat_source(unit, flat);
     ZS_TRY(finish_gather(unit, flat));
     if (from->full != NULL) return zs_storage_fill(flat->full, from->mem, from->full);
+    zs_offload_done_flat(flat); /* it is in the slot now */
     return zs_storage_fill(flat->full, flat->full_mem, flat->full_mem->ptr);
 }
 
@@ -105,6 +116,7 @@ static void clear_full_storage(zs_unit *unit, zs_flat *flat)
     /* Clearing only drops bytes and sets a message; it can fail on memory for that message alone, and then the old
      * bytes are gone all the same. */
     (void)zs_storage_clear(flat->full, unit->sharded_message);
+    zs_offload_done_flat(flat);
     if (flat->full_mem == NULL) return;
     zs_arena_give(zs_engine_arena(unit->engine), flat->full_mem);
     zs_mem_release(flat->full_mem);

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from test_c_core import ROOT, compile_c
 
-SHM = ["status.c", "memory.c", "comm.c", "comm_self.c", "comm_shm.c"]
+SHM = ["status.c", "memory.c", "comm.c", "comm_self.c", "comm_shm.c", "file.c"]
 SHM += sorted(path.name for path in (ROOT / "csrc").glob("shm_*.c"))
 C10D = sorted(path.name for path in (ROOT / "csrc").glob("c10d_*.c"))
 PROGRAMS = {

@@ -173,7 +173,6 @@ def test_timeouts_that_are_none(timeout):
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("cpu_offload", True),
         ("use_orig_params", False),
         ("device_id", "cuda:0"),
     ],

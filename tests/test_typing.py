@@ -6,6 +6,7 @@ arguments that drifted apart, is also found by reading the stub's syntax tree, w
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 import types
@@ -117,7 +118,7 @@ count: int = units[0].summary()  # error: assignment
     importlib.util.find_spec("mypy") is None, reason="mypy is a tool of `make lint`"
 )
 def test_mypy_knows_the_public_names(tmp_path: Path) -> None:
-    script = tmp_path / "user.py"
+    script = tmp_path / f"user_{os.getpid()}.py"  # another name: mypy keeps messages, with paths
     script.write_text(USER)
     words = ["-m", "mypy", "--config-file", "pyproject.toml", "--show-error-codes", str(script)]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)

@@ -12,8 +12,9 @@ import torch  # noqa: F401 - its libraries have to be loaded before the core tha
 from zshard import _additions, _clip, _optim_guard, grad_scaler, wrap
 from zshard._core import DivergenceError, PeerError, PeerTimeoutError
 from zshard.api import FSDP, register_forward_method, shard_info
-from zshard.fully_shard import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from zshard.fully_shard import fully_shard
 from zshard.grad_scaler import GradScaler
+from zshard.offload import CPUOffloadPolicy, Offload, OffloadPolicy
 from zshard.optim import SGD, Adam, AdamW
 from zshard.precision import MixedPrecision, MixedPrecisionPolicy
 from zshard.strategy import ShardingStrategy
@@ -33,6 +34,7 @@ __all__ = [
     "GradScaler",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "Offload",
     "OffloadPolicy",
     "PeerError",
     "PeerTimeoutError",

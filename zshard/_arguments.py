@@ -19,18 +19,6 @@ from zshard.strategy import ShardingStrategy, parse_strategy
 Ignored = tuple[set[nn.Module], set[nn.Parameter]]
 
 
-def refuse_later_features(**values: Any) -> None:
-    """NotImplementedError for an argument that is given and whose feature is still to come."""
-    for name, value in values.items():
-        off = value is None or value is False
-        if name == "cpu_offload" and getattr(value, "offload_params", None) is False:
-            off = True
-        if not off:
-            raise NotImplementedError(
-                f"FSDP({name}=...) is not in this version of zshard; leave it out"
-            )
-
-
 def check_fixed_arguments(use_orig_params: bool, device_id: Any) -> None:
     """NotImplementedError for what zshard does in one way only."""
     if not use_orig_params:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
+from zshard.offload import Offload
 from zshard.precision import Precision
 from zshard.strategy import ShardingStrategy
 
@@ -47,6 +48,7 @@ class Options(NamedTuple):
     strategy: ShardingStrategy
     precision: Precision
     prefetch: Prefetch
+    offload: Offload | None = None
 
 
 class State:

@@ -7,6 +7,7 @@ unit at a time, from the model itself, from an initialisation, or from rank 0.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -37,6 +38,8 @@ def facts_of(
                 facts.append(value_fact(name, ref.param))
     facts.extend(tensor_fact("buffer", name, b) for name, b in module.named_buffers())
     facts.append(("mixed precision", repr(options.precision)))
+    if options.offload is not None:  # directories may differ: a disk of each host's own
+        facts.append(("offload", repr(replace(options.offload, directory=None))))
     return facts
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from zshard._arguments import (
     check_module,
     choose_strategy,
     parse_prefetch,
-    refuse_later_features,
     split_ignored,
 )
 from zshard._clip import clip_grad_norm
@@ -50,6 +50,7 @@ from zshard._units import (
     units_of,
 )
 from zshard._values import Values, check_unit, facts_of, names_of
+from zshard.offload import Offload, parse_offload
 from zshard.precision import (
     cast_arguments,
     cast_buffers,
@@ -95,6 +96,9 @@ class FSDP(Controls):
     transport: "shm" (ranks of one host), "c10d" (anything torch.distributed reaches) or "auto".
     timeout: seconds that a wait for another rank may last; the process group's own if None.
     forward_sync_buffers: copy buffers from rank 0 at each forward, as DDP does by default.
+    offload: a zshard.Offload, or a directory for one: parameters and optimizer state are kept in
+        files there, for models larger than memory. cpu_offload: FSDP1's spelling; on CPU ranks all
+        is in host memory anyway.
 
     Between steps each parameter holds this rank's slice, of shape (k, 1, ..., 1); inside forward
     and backward it is whole. `zshard.shard_info(p)` gives its whole shape.
@@ -127,13 +131,14 @@ class FSDP(Controls):
         transport: str | None = None,
         timeout: float | None = None,
         forward_sync_buffers: bool = False,
+        offload: Any = None,
     ) -> Any:
-        refuse_later_features(cpu_offload=cpu_offload)
         check_fixed_arguments(use_orig_params, device_id)
         options = Options(
             choose_strategy(sharding_strategy, strategy),
             parse_precision(mixed_precision),
             parse_prefetch(backward_prefetch, forward_prefetch, limit_all_gathers),
+            parse_offload(offload, cpu_offload),
         )
         check_module(module)
         check_init(param_init_fn)
@@ -332,6 +337,7 @@ def _wrap(
     for spec, _ in planned:  # all of them first: a model that is refused stays as it was
         check_unit(spec)
         _class_for(type(spec.module))
+    _set_offload(engine, planned[-1][1].offload)
     for spec, options in planned:
         if values is not None:
             values.give(spec)
@@ -347,6 +353,14 @@ def _wrap(
         engine.adopt(nested)
     _rename_units(module)
     engine.set_order([state.unit for _, state in units_of(module)])
+
+
+def _set_offload(engine: _core.Engine, offload: Offload | None) -> None:
+    if offload is None or offload.directory is None or not offload.to_disk:
+        return
+    what = offload.params, offload.grads, offload.optimizer
+    engine.set_offload(os.fspath(offload.directory), *what, offload.fraction)
+    _core.set_pager_limit(offload.cache)
 
 
 def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
@@ -391,7 +405,7 @@ def _options_of(spec: UnitSpec, usual: Options) -> Options:
     given = spec.overrides.get("mixed_precision")
     if given is not None:
         precision = parse_precision(given)
-    return Options(strategy, precision, usual.prefetch)
+    return Options(strategy, precision, usual.prefetch, usual.offload)
 
 
 def _rename_units(module: nn.Module) -> None:

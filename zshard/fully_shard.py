@@ -14,7 +14,6 @@ Policy objects are known by what they have and are called, so torch's own are ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -23,21 +22,9 @@ from torch import nn
 from zshard._group import block_of, column_of, resolve_groups
 from zshard._plan import has_forward
 from zshard.api import FSDP
+from zshard.offload import Offload, OffloadPolicy, is_policy
 from zshard.precision import MixedPrecisionPolicy
 from zshard.strategy import ShardingStrategy
-
-
-@dataclass
-class OffloadPolicy:
-    """FSDP2's: parameters stay on their device."""
-
-
-@dataclass
-class CPUOffloadPolicy(OffloadPolicy):
-    """FSDP2's: shards live in the CPU's memory. pin_memory: in pages that a device can read."""
-
-    pin_memory: bool = True
-
 
 _NO_CASTS = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -72,7 +59,8 @@ def fully_shard(
         where they lie.
     shard_placement_fn: not supported; units are cut as flat buffers.
     mp_policy: a MixedPrecisionPolicy, zshard's or torch's.
-    offload_policy: zshard's or torch's; only one that asks for nothing.
+    offload_policy: zshard's or torch's (on CPU ranks all is in host memory anyway), or a
+        zshard.Offload.
     ignored_params: parameters that are left alone on every rank.
 
     Raises ValueError or TypeError for what cannot be sharded, NotImplementedError for an argument
@@ -108,6 +96,7 @@ def fully_shard(
         _strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
         device_mesh=mesh if groups is None else None,
         mixed_precision=mp_policy,
+        cpu_offload=offload_policy,
         auto_wrap_policy=None,
         ignored_states=_params(ignored_params),
     )
@@ -179,13 +168,7 @@ def _strategy(reshard_after_forward: Any, hybrid: bool) -> ShardingStrategy:
 
 
 def _check_offload(policy: Any) -> None:
-    names = {cls.__name__ for cls in type(policy).__mro__}
-    if "CPUOffloadPolicy" in names:
-        raise NotImplementedError(
-            "fully_shard(offload_policy=CPUOffloadPolicy()) is not in this version of zshard, "
-            "which trains on the CPU: all shards are in its memory; leave it out"
-        )
-    if policy is not None and "OffloadPolicy" not in names:
+    if policy is not None and not isinstance(policy, Offload) and not is_policy(policy):
         raise TypeError(f"offload_policy takes an OffloadPolicy, not {policy!r}")
 
 

@@ -438,15 +438,18 @@ def _zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
     gaps that the parameters have where they lie within a cache line of each other.
     """
     made: dict[int, Tensor] = {}
-    blocks: dict[torch.dtype, list[int]] = {}
+    blocks: dict[tuple[torch.dtype, bool], list[int]] = {}  # by dtype, and whether on a disk
     for i, param in enumerate(params):
         if param.device.type == "cpu" and param.is_contiguous():
-            blocks.setdefault(param.dtype, []).append(i)
+            blocks.setdefault((param.dtype, _core.offloads_state(param)), []).append(i)
         else:
             made[i] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    for dtype, members in blocks.items():
+    for (dtype, on_disk), members in blocks.items():
         starts, length = _places([params[i] for i in members])
-        block = torch.zeros(length, dtype=dtype)
+        if on_disk:
+            block = _core.offloaded_zeros(params[members[0]], length)
+        else:
+            block = torch.zeros(length, dtype=dtype)
         for i, start in zip(members, starts, strict=True):
             made[i] = block[start : start + params[i].numel()].view(params[i].shape)
     return [made[i] for i in range(len(params))]

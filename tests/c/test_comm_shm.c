@@ -38,10 +38,10 @@ static void flats_are_side_by_side(rank_env *env)
     FAILS(ops->flat_new(env->comm, 100, &flats[0]), ZS_ERR_VALUE, "100 bytes");
 }
 
-static long long pages_of(zs_shm_file *file)
+static long long pages_of(zs_file *file)
 {
     struct stat info;
-    CHECK(fstat(zs_shm_file_fd(file), &info) == 0);
+    CHECK(fstat(zs_file_fd(file), &info) == 0);
     return (long long)info.st_blocks * 512 / 4096;
 }
 

@@ -1,14 +1,16 @@
-/* shm_file.c - see shm_file.h. */
+/* file.c - see file.h. */
 #define _GNU_SOURCE 1 /* memfd_create, fallocate, F_SEAL_SHRINK */
-#include "shm_file.h"
+#include "file.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 enum { HUGE_PAGE = 2 << 20 };
@@ -18,8 +20,10 @@ typedef struct bucket_slot {
     bool busy;
 } bucket_slot;
 
-struct zs_shm_file {
+struct zs_file {
     int fd;
+    char *path;           /* of a file on disk; owned; NULL: of memory */
+    bool named;           /* it can be opened by that */
     unsigned lifetime;    /* of the process that made it: a forked child must not punch holes */
     _Atomic long refs;    /* the maker's and one per region */
     pthread_mutex_t lock; /* over what follows: regions may be freed on any thread */
@@ -30,7 +34,7 @@ struct zs_shm_file {
 
 /* What a region's zs_mem needs to give it back. */
 typedef struct region_owner {
-    zs_shm_file *file;
+    zs_file *file;
     uint64_t offset, bytes; /* of this rank's own region */
     int64_t slot;           /* index among the buckets, -1: a flat */
 } region_owner;
@@ -47,7 +51,7 @@ static void watch_forks(void)
     pthread_atfork(NULL, NULL, count_fork);
 }
 
-unsigned zs_shm_lifetime(void)
+unsigned zs_lifetime(void)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
@@ -56,7 +60,7 @@ unsigned zs_shm_lifetime(void)
 
 /* --- files ---------------------------------------------------------------------------------------------------------- */
 
-zs_status zs_shm_memfd(const char *name, size_t bytes, int *fd)
+zs_status zs_file_memory(const char *name, size_t bytes, int *fd)
 {
     int file = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (file < 0) return ZS_FAIL_ERRNO("memfd_create");
@@ -69,32 +73,78 @@ zs_status zs_shm_memfd(const char *name, size_t bytes, int *fd)
     return ZS_OK;
 }
 
-zs_status zs_shm_file_new(const char *name, zs_shm_file **out)
+/* A new handle of the file behind `fd`, which it takes over. */
+static zs_status handle_new(int fd, zs_file **out)
 {
-    zs_shm_file *file = calloc(1, sizeof *file);
-    if (file == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a memory file's descriptor");
-    zs_status status = zs_shm_memfd(name, 0, &file->fd);
-    if (status != ZS_OK) {
-        free(file);
-        return status;
+    zs_file *file = calloc(1, sizeof *file);
+    if (file == NULL) {
+        close(fd);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a file's descriptor");
     }
-    file->lifetime = zs_shm_lifetime();
+    file->fd = fd;
+    file->lifetime = zs_lifetime();
     atomic_init(&file->refs, 1);
     pthread_mutex_init(&file->lock, NULL);
     *out = file;
     return ZS_OK;
 }
 
-void zs_shm_file_release(zs_shm_file *file)
+zs_status zs_file_new(const char *name, zs_file **out)
+{
+    int fd;
+    ZS_TRY(zs_file_memory(name, 0, &fd));
+    return handle_new(fd, out);
+}
+
+/* Like ZS_FAIL_ERRNO, naming a directory. */
+static zs_status fail_in(const char *directory, const char *what)
+{
+    char text[512];
+    snprintf(text, sizeof text, "%s '%s'", what, directory);
+    return ZS_FAIL_ERRNO(text);
+}
+
+zs_status zs_file_new_in(const char *directory, zs_file **out)
+{
+    size_t size = strlen(directory) + sizeof "/zshard-XXXXXX";
+    char *path = malloc(size);
+    if (path == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a file's name");
+    snprintf(path, size, "%s/zshard-XXXXXX", directory);
+    int fd = mkostemp(path, O_CLOEXEC);
+    zs_status status = fd < 0 ? fail_in(directory, "offload: making a file in") : handle_new(fd, out);
+    if (status != ZS_OK) {
+        if (fd >= 0) unlink(path);
+        free(path);
+        return status;
+    }
+    (*out)->path = path;
+    (*out)->named = true;
+    return ZS_OK;
+}
+
+const char *zs_file_path(const zs_file *file)
+{
+    return file->path;
+}
+
+void zs_file_hide(zs_file *file)
+{
+    if (file->named) unlink(file->path);
+    file->named = false;
+}
+
+void zs_file_release(zs_file *file)
 {
     if (file == NULL || atomic_fetch_sub(&file->refs, 1) != 1) return;
+    if (file->lifetime == zs_lifetime()) zs_file_hide(file);
+    free(file->path);
     close(file->fd);
     pthread_mutex_destroy(&file->lock);
     free(file->slots);
     free(file);
 }
 
-int zs_shm_file_fd(const zs_shm_file *file)
+int zs_file_fd(const zs_file *file)
 {
     return file->fd;
 }
@@ -102,14 +152,31 @@ int zs_shm_file_fd(const zs_shm_file *file)
 /* Larger regions start where a huge page may. */
 static size_t region_align(size_t bytes)
 {
-    return bytes % HUGE_PAGE == 0 ? HUGE_PAGE : ZS_SHM_PAGE;
+    return bytes % HUGE_PAGE == 0 ? HUGE_PAGE : ZS_PAGE;
+}
+
+/* A hole that is touched when the disk has become full would be a SIGBUS. */
+static zs_status reserve_on_disk(zs_file *file, uint64_t start, size_t bytes)
+{
+    int err = posix_fallocate(file->fd, (off_t)start, (off_t)bytes);
+    if (err == 0) return ZS_OK;
+    struct statvfs disk = {0};
+    (void)fstatvfs(file->fd, &disk); /* only for the message */
+    char text[512];
+    snprintf(text, sizeof text, "offload: %zu MiB more for '%s', on a disk with %llu MiB free", bytes >> 20, file->path,
+             (unsigned long long)disk.f_bavail * disk.f_frsize >> 20);
+    errno = err;
+    return ZS_FAIL_ERRNO(text);
 }
 
 /* Appends `bytes` to the file. The caller holds the lock. */
-static zs_status grow(zs_shm_file *file, size_t bytes, uint64_t *offset)
+static zs_status grow(zs_file *file, size_t bytes, uint64_t *offset)
 {
     uint64_t start = zs_round_up(file->end, region_align(bytes));
-    if (ftruncate(file->fd, (off_t)(start + bytes)) != 0) return ZS_FAIL_ERRNO("growing a memory file");
+    if (file->path != NULL)
+        ZS_TRY(reserve_on_disk(file, start, bytes));
+    else if (ftruncate(file->fd, (off_t)(start + bytes)) != 0)
+        return ZS_FAIL_ERRNO("growing a memory file");
     file->end = start + bytes;
     *offset = start;
     return ZS_OK;
@@ -121,9 +188,9 @@ static zs_status grow(zs_shm_file *file, size_t bytes, uint64_t *offset)
 static void free_region(zs_mem *mem)
 {
     region_owner *owner = mem->owner;
-    zs_shm_file *file = owner->file;
+    zs_file *file = owner->file;
     munmap(mem->ptr, mem->bytes);
-    if (file->lifetime == zs_shm_lifetime()) {
+    if (file->lifetime == zs_lifetime()) {
         fallocate(file->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)owner->offset, (off_t)owner->bytes);
         if (owner->slot >= 0) {
             pthread_mutex_lock(&file->lock);
@@ -131,7 +198,7 @@ static void free_region(zs_mem *mem)
             pthread_mutex_unlock(&file->lock);
         }
     }
-    zs_shm_file_release(file);
+    zs_file_release(file);
     free(owner);
 }
 
@@ -153,10 +220,15 @@ static zs_status wrap_region(void *ptr, size_t mapped, region_owner made, zs_mem
     return ZS_OK;
 }
 
+uint64_t zs_file_offset_of(const zs_mem *mem)
+{
+    return ((const region_owner *)mem->owner)->offset;
+}
+
 /* Address space for `bytes`, aligned to `align`, that nothing else will be given. */
 static zs_status reserve(size_t bytes, size_t align, char **out)
 {
-    size_t slack = align > ZS_SHM_PAGE ? align : 0;
+    size_t slack = align > ZS_PAGE ? align : 0;
     char *start = mmap(NULL, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED)
         return ZS_FAIL(ZS_ERR_MEMORY, "cannot reserve %zu bytes of address space: %s", bytes + slack, strerror(errno));
@@ -188,10 +260,10 @@ static zs_status map_side_by_side(const int *fds, int own_fd, int world, size_t 
     return ZS_OK;
 }
 
-zs_status zs_shm_map_flat(zs_shm_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out)
+zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out)
 {
-    if (shard_bytes == 0 || shard_bytes % ZS_SHM_PAGE != 0)
-        return ZS_FAIL(ZS_ERR_VALUE, "a shard of %zu bytes is no multiple of %d", shard_bytes, (int)ZS_SHM_PAGE);
+    if (shard_bytes == 0 || shard_bytes % ZS_PAGE != 0)
+        return ZS_FAIL(ZS_ERR_VALUE, "a shard of %zu bytes is no multiple of %d", shard_bytes, (int)ZS_PAGE);
     uint64_t offset = 0;
     pthread_mutex_lock(&file->lock);
     zs_status status = grow(file, shard_bytes, &offset);
@@ -211,7 +283,7 @@ zs_status zs_shm_map_flat(zs_shm_file *file, const int *fds, int world, size_t s
 
 /* A free slot of exactly `bytes`, -1 if there is none. A larger one would do, and would make a unit's bucket as large as
  * that of whatever model was there before; a free slot costs nothing but its place in the file. */
-static int64_t find_slot(const zs_shm_file *file, uint64_t bytes)
+static int64_t find_slot(const zs_file *file, uint64_t bytes)
 {
     for (size_t i = 0; i < file->n_slots; i++)
         if (!file->slots[i].busy && file->slots[i].bytes == bytes) return (int64_t)i;
@@ -219,7 +291,7 @@ static int64_t find_slot(const zs_shm_file *file, uint64_t bytes)
 }
 
 /* A new slot at the end of the file. */
-static zs_status add_slot(zs_shm_file *file, size_t bytes, int64_t *index)
+static zs_status add_slot(zs_file *file, size_t bytes, int64_t *index)
 {
     if (file->n_slots == file->room) {
         size_t room = file->room == 0 ? 16 : 2 * file->room;
@@ -235,9 +307,9 @@ static zs_status add_slot(zs_shm_file *file, size_t bytes, int64_t *index)
     return ZS_OK;
 }
 
-zs_status zs_shm_map_bucket(zs_shm_file *file, size_t bytes, zs_shm_region *region, zs_mem **out)
+zs_status zs_file_map_bucket(zs_file *file, size_t bytes, zs_region *region, zs_mem **out)
 {
-    size_t need = zs_round_up(bytes ? bytes : 1, bytes >= HUGE_PAGE ? HUGE_PAGE : ZS_SHM_PAGE);
+    size_t need = zs_round_up(bytes ? bytes : 1, bytes >= HUGE_PAGE ? HUGE_PAGE : ZS_PAGE);
     pthread_mutex_lock(&file->lock);
     int64_t index = find_slot(file, need);
     zs_status status = index >= 0 ? ZS_OK : add_slot(file, need, &index);
@@ -245,7 +317,7 @@ zs_status zs_shm_map_bucket(zs_shm_file *file, size_t bytes, zs_shm_region *regi
     pthread_mutex_unlock(&file->lock);
     if (status != ZS_OK) return status;
 
-    *region = zs_shm_file_region(file, (uint64_t)index);
+    *region = zs_file_region(file, (uint64_t)index);
     void *ptr =
         mmap(NULL, region->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file->fd, (off_t)region->offset);
     if (ptr == MAP_FAILED) {
@@ -263,10 +335,10 @@ zs_status zs_shm_map_bucket(zs_shm_file *file, size_t bytes, zs_shm_region *regi
     return status;
 }
 
-zs_shm_region zs_shm_file_region(zs_shm_file *file, uint64_t index)
+zs_region zs_file_region(zs_file *file, uint64_t index)
 {
     pthread_mutex_lock(&file->lock);
-    zs_shm_region region = {index, file->slots[index].offset, file->slots[index].bytes};
+    zs_region region = {index, file->slots[index].offset, file->slots[index].bytes};
     pthread_mutex_unlock(&file->lock);
     return region;
 }

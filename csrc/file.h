@@ -1,0 +1,61 @@
+/* file.h - files that memory lies in: of memory, for the shm transport's flats and buckets, or on a disk; and how they get
+ * mapped.
+ *
+ * The one idea: a region of a file is a zs_mem like any other. When the last reference to it goes, its pages go back to
+ * the system by punching a hole; the file itself only ever grows, so a mapping can never be cut off under a reader.
+ */
+#ifndef ZS_FILE_H
+#define ZS_FILE_H
+
+#include "memory.h"
+
+enum { ZS_PAGE = 4096 }; /* flats are a multiple of it, so that regions can be mapped side by side */
+
+typedef struct zs_file zs_file;
+
+/* How many times this process is the outcome of a fork since the first call; differs between parent and child. */
+unsigned zs_lifetime(void);
+
+/* New memory file of `bytes` zeros that no peer can shrink; *fd is the caller's to close. */
+zs_status zs_file_memory(const char *name, size_t bytes, int *fd);
+
+/* New growing file. The handle is reference-counted by the regions in it. */
+zs_status zs_file_new(const char *name, zs_file **out);
+
+/* The same on disk, in `directory`: each region's room is reserved when it is made, so that touching it cannot fail for want
+ * of it. The file has a name, for peers to open it by, until zs_file_hide. ZS_ERR_SYSTEM naming the directory. */
+zs_status zs_file_new_in(const char *directory, zs_file **out);
+
+/* The name of a file on disk. Borrowed. */
+const char *zs_file_path(const zs_file *file);
+
+/* Takes the name away: the file is gone with its last user, however that ends. */
+void zs_file_hide(zs_file *file);
+
+/* Gives the maker's reference back; NULL allowed. The file lives on while regions do. */
+void zs_file_release(zs_file *file);
+
+/* The file's descriptor. Borrowed. */
+int zs_file_fd(const zs_file *file);
+
+/* New region of `shard_bytes` (a multiple of ZS_PAGE) at the end of `file`, never reused, and a mapping of the
+ * regions at the same offset of all files `fds` [world] side by side, in rank order; fds[rank] is `file`'s own. The
+ * peers' regions may not exist yet. */
+zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out);
+
+/* Where in its file the region under `mem` lies that zs_file_map_flat or _bucket made, as this rank's own. */
+uint64_t zs_file_offset_of(const zs_mem *mem);
+
+typedef struct zs_region {
+    uint64_t index;  /* number in its file */
+    uint64_t offset; /* constant for one index */
+    uint64_t bytes;  /* capacity, constant likewise */
+} zs_region;
+
+/* Region for a bucket of `bytes`, rounded up to pages, mapped: a free one of `file` of that size, else a new one. */
+zs_status zs_file_map_bucket(zs_file *file, size_t bytes, zs_region *region, zs_mem **out);
+
+/* Where the region `index` of map_bucket lies. */
+zs_region zs_file_region(zs_file *file, uint64_t index);
+
+#endif

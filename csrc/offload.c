@@ -1,0 +1,137 @@
+/* offload.c - see offload.h. */
+#include "offload.h"
+
+#include "pager.h"
+#include "schedule.h"
+
+/* --- what lies where --------------------------------------------------------------------------------------------------- */
+
+zs_status zs_offload_set(zs_engine *engine, const char *directory, const zs_offload *what)
+{
+    const zs_ranks *ranks = zs_engine_ranks(engine);
+    zs_offload *offload = zs_engine_offload(engine);
+    zs_disk *disk = NULL;
+    ZS_TRY(zs_disk_new(directory, ranks->all, ranks->shards, &disk));
+    zs_disk_release(offload->disk);
+    *offload = *what;
+    offload->disk = disk;
+    return ZS_OK;
+}
+
+void zs_offload_choose(zs_offload *offload, zs_unit *unit, size_t bytes)
+{
+    unit->offloads = (zs_unit_offload){0};
+    if (offload->disk == NULL) return;
+    double size = (double)bytes;
+    offload->seen += size;
+    if (offload->chosen + size / 2 > offload->fraction * offload->seen) return;
+    offload->chosen += size;
+    unit->offloads.disk = zs_disk_retain(offload->disk);
+    unit->offloads.params = offload->params;
+    unit->offloads.grads = offload->grads;
+    unit->offloads.state = offload->state;
+}
+
+void zs_offload_forget(zs_unit *unit)
+{
+    zs_disk_release(unit->offloads.disk);
+    unit->offloads = (zs_unit_offload){0};
+}
+
+zs_status zs_offload_flat_new(const zs_unit *unit, zs_comm *shards, size_t shard_bytes, zs_flat_mem *out)
+{
+    if (unit->offloads.params) return zs_disk_flat_new(unit->offloads.disk, shard_bytes, out);
+    return shards->ops->flat_new(shards, shard_bytes, out);
+}
+
+zs_status zs_offload_params_new(const zs_unit *unit, size_t bytes, zs_mem **out)
+{
+    if (unit->offloads.params) return zs_disk_take(unit->offloads.disk, bytes, out);
+    return zs_mem_new_private(bytes, out);
+}
+
+zs_status zs_offload_grads_new(const zs_unit *unit, size_t bytes, zs_mem **out)
+{
+    if (unit->offloads.grads) return zs_disk_take(unit->offloads.disk, bytes, out);
+    return zs_pool_take(zs_engine_grads(unit->engine), bytes, out);
+}
+
+zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tensor *like, zs_tensor **out)
+{
+    zs_tensor_info info;
+    ZS_TRY(zs_tensor_describe(like, &info));
+    size_t bytes = (size_t)numel * info.itemsize;
+    zs_mem *mem = NULL;
+    zs_storage *storage = NULL;
+    ZS_TRY(zs_disk_take(unit->offloads.disk, bytes, &mem));
+    zs_status status = zs_storage_new(bytes, "", &storage);
+    if (status == ZS_OK) status = zs_storage_fill(storage, mem, mem->ptr);
+    zs_place place = {storage, 0, 1, &numel, ZS_BYTES};
+    if (status == ZS_OK) status = zs_tensor_new_on(&place, like, out);
+    zs_storage_free(storage);
+    zs_mem_release(mem);
+    return status;
+}
+
+/* --- what is in use ------------------------------------------------------------------------------------------------------ */
+
+/* What a gather or cast reads on this rank, or where full buffers are mapped, all ranks' shards. */
+static void span_of(const zs_unit *unit, const zs_flat_mem *from, char **ptr, size_t *bytes)
+{
+    *ptr = from->full != NULL ? from->full : from->shard;
+    *bytes = from->full != NULL || unit->replicated ? from->mem->bytes : from->shard_bytes;
+}
+
+zs_status zs_offload_want_flat(const zs_unit *unit, zs_flat *flat)
+{
+    if (!unit->offloads.params || flat->in_use != NULL) return ZS_OK;
+    char *ptr;
+    size_t bytes;
+    span_of(unit, unit->replicated ? &flat->mem : zs_flat_source(unit, flat), &ptr, &bytes);
+    ZS_TRY(zs_pager_want(ptr, bytes, ZS_PAGER_READ));
+    flat->in_use = ptr;
+    flat->in_use_bytes = bytes;
+    return ZS_OK;
+}
+
+void zs_offload_done_flat(zs_flat *flat)
+{
+    if (flat->in_use == NULL) return;
+    zs_pager_done(flat->in_use, flat->in_use_bytes);
+    flat->in_use = NULL;
+}
+
+void zs_offload_filled(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats && unit->offloads.params; f++) {
+        char *ptr;
+        size_t bytes;
+        span_of(unit, &unit->flats[f].mem, &ptr, &bytes);
+        zs_pager_done(ptr, bytes);
+    }
+}
+
+zs_status zs_offload_want_grads(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats && unit->offloads.grads; f++) {
+        const zs_mem *mem = unit->flats[f].grad_mem;
+        if (mem != NULL) ZS_TRY(zs_pager_want(mem->ptr, mem->bytes, ZS_PAGER_WRITE));
+    }
+    return ZS_OK;
+}
+
+void zs_offload_done_grads(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats && unit->offloads.grads; f++) {
+        const zs_mem *mem = unit->flats[f].grad_mem;
+        if (mem != NULL) zs_pager_done(mem->ptr, mem->bytes);
+    }
+}
+
+void zs_offload_discard_grads(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats && unit->offloads.grads; f++) {
+        const zs_mem *mem = unit->flats[f].grad_mem;
+        if (mem != NULL) zs_pager_zero(mem->ptr, mem->bytes);
+    }
+}

@@ -1,0 +1,62 @@
+/* pager.h - which pages of memory that lies on a disk are there: fetched before they are wanted, written behind, let go.
+ *
+ * The one idea: memory on disk is a mapping like any other, and right without this file; the pager only sees to it that
+ * nobody waits for a page fault and that no more of it is resident than the user allows. Whoever works on a range says so
+ * before (want) and after (done). As a training step goes the same way every time, the pager learns which range follows
+ * which two, and fetches ahead.
+ *
+ *   COLD --> QUEUED --> FETCHING --> READY <--> IDLE --> LEAVING --> COLD
+ *                                    in use     may go, oldest first
+ *
+ * Two threads do the work, one for reading and one for writing; they start with the first mapping. In a forked child there
+ * are none, and all calls are no-ops: pages come and go as the kernel likes.
+ */
+#ifndef ZS_PAGER_H
+#define ZS_PAGER_H
+
+#include "status.h"
+
+/* A mapping of a region of a file; of the same region of several ranks' files, where these are mapped side by side. */
+typedef struct zs_pager_map {
+    char *ptr;
+    size_t part_bytes; /* one rank's */
+    int n_parts;
+    int own;         /* which part this rank writes to */
+    const int *fds;  /* [n_parts] borrowed for as long as the mapping is known */
+    uint64_t offset; /* of the region in each file */
+} zs_pager_map;
+
+/* Has the pager know a mapping; ZS_ERR_MEMORY. */
+zs_status zs_pager_add(const zs_pager_map *map);
+
+/* Forgets the mapping at `ptr`; nothing is done with its pages when this has returned. */
+void zs_pager_remove(const char *ptr);
+
+/* How many bytes of all mappings together may be resident, beyond what is in use. */
+void zs_pager_set_limit(size_t bytes);
+
+/* Is there memory on disk at all? Cheap. */
+bool zs_pager_active(void);
+
+/* What is done with a range. */
+typedef enum zs_pager_use { ZS_PAGER_READ, ZS_PAGER_WRITE } zs_pager_use;
+
+/* Waits until the pages of [ptr, ptr + bytes) are there; they stay until zs_pager_done of the same range. No-op for memory
+ * that is not on disk. ZS_ERR_SYSTEM where a page cannot be read, or an earlier one could not be written. */
+zs_status zs_pager_want(const void *ptr, size_t bytes, zs_pager_use use);
+
+/* The range is not in use any more. Also allowed without a want, for memory that has just been written. */
+void zs_pager_done(const void *ptr, size_t bytes);
+
+/* What is in the range is not wanted any more, it may as well be zeros: its pages go without being written. */
+void zs_pager_zero(const void *ptr, size_t bytes);
+
+/* Counts for benchmarks and tests, since the process began. */
+typedef struct zs_pager_counts {
+    uint64_t wanted, ahead; /* ranges that were wanted; of these, those that were there or on their way */
+    uint64_t resident;      /* bytes now */
+    uint64_t most;          /* bytes at most */
+} zs_pager_counts;
+zs_pager_counts zs_pager_count(void);
+
+#endif

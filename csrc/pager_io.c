@@ -1,0 +1,121 @@
+/* pager_io.c - see pager_io.h.
+ *
+ * The one idea: three system calls for each way. In: readahead for all of it, then page tables, which waits. Out: writeback
+ * is begun, waited for, then page tables and cache are dropped. A page is dropped from the cache only when nobody maps it,
+ * so of ranks that map each other's files the last one does it.
+ */
+#define _GNU_SOURCE /* sync_file_range, fallocate, MADV_POPULATE_READ */
+#include "pager_io.h"
+
+#include "file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#ifndef MADV_POPULATE_READ /* Linux 5.14; older headers lack them */
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+/* A piece of a range in one rank's file. */
+typedef struct piece {
+    int fd, part;
+    off_t offset, bytes;
+} piece;
+
+/* The piece at `ptr`, which goes no further than `end`. */
+static piece piece_at(const zs_pager_map *map, const char *ptr, const char *end)
+{
+    size_t at = (size_t)(ptr - map->ptr), part = at / map->part_bytes, in_part = at % map->part_bytes;
+    size_t left = map->part_bytes - in_part, wanted = (size_t)(end - ptr);
+    return (piece){map->fds[part], (int)part, (off_t)(map->offset + in_part), (off_t)(wanted < left ? wanted : left)};
+}
+
+/* A range's pages: those that it touches, or those that are its own. */
+typedef struct pages {
+    char *begin, *end;
+} pages;
+
+static char *down(const char *ptr)
+{
+    return (char *)((uintptr_t)ptr & ~(uintptr_t)(ZS_PAGE - 1));
+}
+
+static pages touched(const char *ptr, size_t bytes)
+{
+    return (pages){down(ptr), down(ptr + bytes + ZS_PAGE - 1)};
+}
+
+static pages own(const char *ptr, size_t bytes)
+{
+    return (pages){down(ptr + ZS_PAGE - 1), down(ptr + bytes)};
+}
+
+void zs_pager_fetch(const zs_pager_map *map, char *ptr, size_t bytes, bool write)
+{
+    pages all = touched(ptr, bytes);
+    for (char *at = all.begin; at < all.end;) {
+        piece next = piece_at(map, at, all.end);
+        posix_fadvise(next.fd, next.offset, next.bytes, POSIX_FADV_WILLNEED);
+        at += next.bytes;
+    }
+    /* Fails on a kernel that is too old, and where a page cannot be read: then the user's check or touch finds it. */
+    madvise(all.begin, (size_t)(all.end - all.begin), write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+}
+
+zs_status zs_pager_check(const void *ptr, size_t bytes)
+{
+    pages all = touched(ptr, bytes);
+    if (madvise(all.begin, (size_t)(all.end - all.begin), MADV_POPULATE_READ) == 0 || errno == EINVAL) return ZS_OK;
+    if (errno == EFAULT || errno == EHWPOISON) errno = EIO; /* so it is for those who do not map files */
+    return ZS_FAIL_ERRNO("offload: reading what was put on the disk");
+}
+
+int zs_pager_write(const zs_pager_map *map, const char *ptr, size_t bytes)
+{
+    pages all = touched(ptr, bytes);
+    int err = 0;
+    for (char *at = all.begin; at < all.end;) {
+        piece next = piece_at(map, at, all.end);
+        at += next.bytes;
+        if (next.part != map->own) continue;
+        if (sync_file_range(next.fd, next.offset, next.bytes, SYNC_FILE_RANGE_WRITE) != 0 && errno != ENOSYS)
+            err = errno;
+    }
+    return err;
+}
+
+void zs_pager_clear(const zs_pager_map *map, const char *ptr, size_t bytes)
+{
+    pages whole = own(ptr, bytes);
+    for (char *at = whole.begin; at < whole.end;) {
+        piece next = piece_at(map, at, whole.end);
+        at += next.bytes;
+        if (next.part == map->own)
+            (void)fallocate(next.fd, FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE, next.offset, next.bytes);
+    }
+}
+
+static int write_and_wait(const piece *p)
+{
+    unsigned all = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+    return sync_file_range(p->fd, p->offset, p->bytes, all) != 0 && errno != ENOSYS ? errno : 0;
+}
+
+int zs_pager_drop(const zs_pager_map *map, char *ptr, size_t bytes)
+{
+    pages whole = own(ptr, bytes);
+    int err = 0;
+    if (whole.end <= whole.begin) return 0;
+    madvise(whole.begin, (size_t)(whole.end - whole.begin), MADV_DONTNEED);
+    for (char *at = whole.begin; at < whole.end;) {
+        piece next = piece_at(map, at, whole.end);
+        at += next.bytes;
+        int one = next.part == map->own ? write_and_wait(&next) : 0;
+        if (one != 0) err = one;
+        posix_fadvise(next.fd, next.offset, next.bytes, POSIX_FADV_DONTNEED);
+    }
+    return err;
+}

@@ -1,0 +1,23 @@
+/* pager_io.h - what the pager does to pages of a mapping. None of these takes its lock; each may wait for the disk. */
+#ifndef ZS_PAGER_IO_H
+#define ZS_PAGER_IO_H
+
+#include "pager.h"
+
+/* Brings the pages of a range in. What cannot be read shows in zs_pager_check. */
+void zs_pager_fetch(const zs_pager_map *map, char *ptr, size_t bytes, bool write);
+
+/* Can all pages of a range be touched without a SIGBUS? ZS_ERR_SYSTEM if not. Fast for pages that are there. */
+zs_status zs_pager_check(const void *ptr, size_t bytes);
+
+/* Begins to write the range's pages in this rank's part to the disk; the errno of an earlier failure, or 0. */
+int zs_pager_write(const zs_pager_map *map, const char *ptr, size_t bytes);
+
+/* Has the whole pages of the range in this rank's part read as zeros, without memory, their room still reserved. Where the file
+ * system cannot, they stay as they are. */
+void zs_pager_clear(const zs_pager_map *map, const char *ptr, size_t bytes);
+
+/* Writes them, waits, and lets the range's whole pages go; likewise. */
+int zs_pager_drop(const zs_pager_map *map, char *ptr, size_t bytes);
+
+#endif

@@ -1,0 +1,93 @@
+/* py_offload.c - memory on a disk as Python sees it: tensors there for optimizers, and what the pager does. */
+#include "offload.h"
+#include "pager.h"
+#include "py_util.h"
+
+/* The unit of a sharded model's parameter, if the state of its optimizer goes to a disk; else NULL. */
+static const zs_unit *offloader_of(const zs_tensor *param)
+{
+    const zs_mem *mem = zs_tensor_mem(param);
+    const zs_unit *unit = mem != NULL ? mem->user : NULL;
+    return unit != NULL && unit->offloads.state ? unit : NULL;
+}
+
+PyDoc_STRVAR(offloads_doc,
+             "offloads_state($module, param, /)\n--\n\nDoes the optimizer state of this parameter go to a disk?");
+
+static PyObject *offloads_state(PyObject *module, PyObject *param)
+{
+    (void)module;
+    zs_tensor *handle = NULL;
+    zs_clear_error();
+    if (zs_py_tensor(param, &handle) != ZS_OK) return zs_py_raise(NULL);
+    bool found = offloader_of(handle) != NULL;
+    zs_tensor_free(handle);
+    return PyBool_FromLong(found);
+}
+
+PyDoc_STRVAR(
+    zeros_doc,
+    "offloaded_zeros($module, param, numel, /)\n--\n\nA new tensor of `numel` zeros, of the dtype of a parameter "
+    "that offloads_state(), on that disk. OSError where it is full, ValueError for another tensor.");
+
+static PyObject *offloaded_zeros(PyObject *module, PyObject *args)
+{
+    PyObject *param;
+    long long numel;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OL:offloaded_zeros", &param, &numel)) return NULL;
+    zs_tensor *handle = NULL, *made = NULL;
+    zs_clear_error();
+    if (zs_py_tensor(param, &handle) != ZS_OK) return zs_py_raise(NULL);
+    const zs_unit *unit = offloader_of(handle);
+    zs_status status;
+    if (unit != NULL)
+        ZS_PY_NOGIL(status, zs_offload_state_new(unit, numel, handle, &made));
+    else
+        status = ZS_FAIL(ZS_ERR_VALUE, "the state of this tensor's optimizer is in memory");
+    zs_tensor_free(handle);
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    PyObject *tensor = zs_py_wrap(made);
+    zs_tensor_free(made);
+    return tensor;
+}
+
+PyDoc_STRVAR(limit_doc,
+             "set_pager_limit($module, bytes, /)\n--\n\nHow much of what is on a disk may be in memory when it is "
+             "not in use, of all models together.");
+
+static PyObject *set_pager_limit(PyObject *module, PyObject *object)
+{
+    (void)module;
+    size_t bytes = PyLong_AsSize_t(object);
+    if (PyErr_Occurred()) return NULL;
+    zs_pager_set_limit(bytes);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(counts_doc,
+             "pager_counts($module, /)\n--\n\nSince the process began: ranges of memory on a disk that were "
+             "wanted, those of them that were there or on their way (ahead); bytes resident now, and at most.");
+
+static PyObject *pager_counts(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    zs_pager_counts counts = zs_pager_count();
+    return Py_BuildValue("{s:K,s:K,s:K,s:K}", "wanted", (unsigned long long)counts.wanted, "ahead",
+                         (unsigned long long)counts.ahead, "resident", (unsigned long long)counts.resident, "most",
+                         (unsigned long long)counts.most);
+}
+
+static PyMethodDef functions[] = {
+    {"offloads_state", offloads_state, METH_O, offloads_doc},
+    {"offloaded_zeros", offloaded_zeros, METH_VARARGS, zeros_doc},
+    {"set_pager_limit", set_pager_limit, METH_O, limit_doc},
+    {"pager_counts", pager_counts, METH_NOARGS, counts_doc},
+    {0},
+};
+
+int zs_py_offload_init(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

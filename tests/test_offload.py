@@ -1,0 +1,427 @@
+"""Parameters, gradients and optimizer state in files: the same bits, bounded memory, clear errors.
+
+The one idea: a model on a disk is compared with the same model in memory, under everything that
+reads or writes its parameters; and what it may keep in memory is small enough here that pages have
+to come and go all the time.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import mesh_of
+from models import CASES, differences, loss_of, make, make_optimizer, train
+from scenarios import message_of
+from spawn import run_ranks
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+
+import zshard
+from zshard import FSDP, AdamW, MixedPrecision, Offload, _core
+
+CACHE = 1 << 18  # bytes, of models of some MiB
+KINDS = {
+    "params and state": {},
+    "all": {"grads": True},
+    "grads": {"params": False, "optimizer": False, "grads": True},
+    "state": {"params": False},
+    "half": {"fraction": 0.5},
+}
+
+
+def to(folder, **what):
+    return Offload(directory=folder, cache=CACHE, **what)
+
+
+class Wide(nn.Module):
+    """Blocks of a megabyte each, with a weight that several of them share."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+        self.blocks[3].bias = self.blocks[0].bias
+        self.head = nn.Linear(512, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(x)
+
+
+def steps(model, optimizer, n=3, clip=True):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(n):
+        optimizer.zero_grad()
+        loss = loss_of(model(torch.randn(4, 512, generator=generator)))
+        loss.backward()
+        if clip:
+            model.clip_grad_norm_(0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def wide(offload, in_backward=False, **options):
+    model = FSDP(make(Wide), offload=offload, auto_wrap_policy={nn.Linear}, **options)
+    optimizer = AdamW(model.parameters(), 1e-2)
+    if in_backward:
+        model.optimizer_in_backward(optimizer)
+    return model, optimizer
+
+
+def compare_wide(folder, what, in_backward, **options):
+    model, optimizer = wide(None, in_backward, **options)
+    expected = steps(model, optimizer, clip=not in_backward), model.state_dict()
+    model, optimizer = wide(to(folder, **what), in_backward, **options)
+    losses = steps(model, optimizer, clip=not in_backward)
+    different = differences(model.state_dict(), expected[1])
+    assert model.memory()["disk"] > 1 << 20
+    return different + ([] if losses == expected[0] else ["losses"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_bits_are_those_of_memory(pool2, tmp_path, transport, kind):
+    what = KINDS[kind]
+    assert pool2.run(compare_wide_over, str(tmp_path), what, False, transport) == [[], []]
+
+
+def compare_wide_over(folder, what, in_backward, transport, **options):
+    return compare_wide(folder, what, in_backward, transport=transport, **options)
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "zero1", "no_shard"])
+def test_every_strategy(pool2, tmp_path, strategy):
+    for transport in ("shm", "c10d"):
+        run = pool2.run(compare_strategy, str(tmp_path), strategy, transport)
+        assert run == [[], []], transport
+
+
+def compare_strategy(folder, strategy, transport):
+    every = KINDS["all"]
+    return compare_wide(folder, every, False, strategy=strategy, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_stepped_in_backward(pool2, tmp_path, transport):
+    assert pool2.run(compare_wide_over, str(tmp_path), {}, True, transport) == [[], []]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_world_of_one(tmp_path, in_backward):
+    assert compare_wide(str(tmp_path), KINDS["all"], in_backward) == []
+
+
+def compare_low(folder, transport):
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    every = KINDS["all"]
+    return compare_wide(folder, every, False, mixed_precision=low, transport=transport)
+
+
+def test_mixed_precision(pool2, tmp_path):
+    for transport in ("shm", "c10d"):
+        assert pool2.run(compare_low, str(tmp_path), transport) == [[], []], transport
+
+
+def compare_hybrid(folder, strategy):
+    mesh = mesh_of(2, 2)
+    return compare_wide(folder, {}, False, strategy=strategy, device_mesh=mesh)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+def test_hybrids(pool4, tmp_path, strategy):
+    assert pool4.run(compare_hybrid, str(tmp_path), strategy) == [[]] * 4
+
+
+def compare_case(folder, name, optimizer):
+    case, found = CASES[name], []
+    for offload in (None, to(folder, grads=True)):
+        model = FSDP(make(case.make), auto_wrap_policy=case.policy, offload=offload)
+        losses = train(model, case, make_optimizer(optimizer, model), dist.get_rank())
+        found.append((losses, model.state_dict()))
+    same = found[0][0] == found[1][0]
+    return differences(found[1][1], found[0][1]) + ([] if same else ["losses"])
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_models_of_every_kind(pool2, tmp_path, name):
+    assert pool2.run(compare_case, str(tmp_path), name, "zshard.AdamW") == [[], []]
+
+
+# --- everything else that touches parameters -----------------------------------------------------
+
+
+def use(folder):
+    """What goes wrong with a model on a disk that one in memory can do."""
+    wrong = []
+    plain = make(Wide)
+    model, optimizer = wide(to(folder))
+    wrong += differences(model.state_dict(), plain.state_dict())
+    other = make(Wide, seed=2).state_dict()
+    model.load_state_dict(other)
+    wrong += differences(model.state_dict(), other)
+    with FSDP.summon_full_params(model):
+        model.head.bias.data.fill_(3)
+    with torch.no_grad():
+        model.blocks[0].weight.mul_(2)  # the slice, between steps
+    expected = {**other, "head.bias": torch.full((3,), 3.0)}
+    expected["blocks.0.weight"] = other["blocks.0.weight"] * 2
+    wrong += differences(model.state_dict(), expected)
+    steps(model, optimizer)
+    average = copy.deepcopy(model)
+    wrong += differences(average.state_dict(), model.state_dict())
+    if average.memory()["disk"] < 1 << 20:
+        wrong.append("the copy is in memory")
+    steps(model, optimizer)
+    if not differences(average.state_dict(), model.state_dict()):
+        wrong.append("the copy follows")
+    return wrong
+
+
+def test_what_a_script_may_do(pool2, tmp_path):
+    assert pool2.run(use, str(tmp_path)) == [[], []]
+
+
+def with_torch_optimizer(folder):
+    found = []
+    for offload in (None, to(folder)):
+        model = FSDP(make(Wide), offload=offload, auto_wrap_policy={nn.Linear})
+        steps(model, torch.optim.AdamW(model.parameters(), 1e-2), n=2)
+        found.append(model.state_dict())
+    return differences(*found)
+
+
+def test_torchs_optimizer_on_a_model_on_disk(pool2, tmp_path):
+    assert pool2.run(with_torch_optimizer, str(tmp_path)) == [[], []]
+
+
+def evaluate_in_worker(folder):
+    """DataLoader workers are forked while the pager's threads run."""
+    model, optimizer = wide(to(folder))
+    rows = torch.utils.data.TensorDataset(torch.randn(8, 512))
+    for (x,) in torch.utils.data.DataLoader(rows, batch_size=4, num_workers=1):
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        optimizer.step()
+    return []
+
+
+def test_beside_forked_workers(tmp_path):
+    assert evaluate_in_worker(str(tmp_path)) == []
+
+
+def test_host_memory_is_where_all_is_anyway():
+    for given in (True, CPUOffload(offload_params=True), CPUOffloadPolicy(), Offload()):
+        model = FSDP(make(Wide), cpu_offload=given)
+        steps(model, AdamW(model.parameters()), n=1)
+        assert model.memory()["disk"] == 0
+    model = zshard.fully_shard(make(Wide), offload_policy=CPUOffloadPolicy())
+    assert model.memory()["disk"] == 0
+
+
+# --- memory and files ----------------------------------------------------------------------------
+
+
+def held(folder, **what):
+    model, optimizer = wide(to(folder, **what))
+    steps(model, optimizer)
+    return model.memory()
+
+
+def test_what_lies_where(tmp_path):
+    folder = str(tmp_path)
+    params = sum(p.numel() * 4 for p in make(Wide).parameters())
+    memory = held(folder, grads=True)
+    assert memory["shards"] == memory["grads"] == 0
+    assert 4 * params <= memory["disk"] < 4.1 * params + 64 * 4096
+    assert held(folder, params=False)["shards"] >= params
+    half = held(folder, grads=True, fraction=0.5)["disk"]
+    assert 0.35 * memory["disk"] < half < 0.65 * memory["disk"]
+    assert held(folder, fraction=0.0)["disk"] == 0
+
+
+def residents(folder):
+    model, optimizer = wide(to(folder, grads=True))
+    before = _core.pager_counts()
+    steps(model, optimizer, n=6)
+    after = _core.pager_counts()
+    largest = 3 * (2 << 20) * 4  # what a piece of a step uses: parameters and their state
+    del model, optimizer
+    return {
+        "ahead": after["ahead"] - before["ahead"] > 0,
+        "bounded": after["most"] < CACHE + largest,
+        "gone": _core.pager_counts()["resident"] == 0,
+    }
+
+
+def test_what_is_resident_is_bounded(tmp_path):
+    assert all(residents(str(tmp_path)).values())
+
+
+def test_no_file_is_left(pool2, tmp_path):
+    pool2.run(use, str(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def dies(folder):
+    model, optimizer = wide(to(folder))
+    steps(model, optimizer)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_no_file_is_left_by_a_killed_process(tmp_path):
+    run_ranks(dies, 2, str(tmp_path), check=False)
+    assert os.listdir(tmp_path) == []
+
+
+UNDER_LIMIT = """
+    import resource, sys, torch, zshard
+    from torch import nn
+
+    folder, offload = sys.argv[1], sys.argv[2] == "disk"
+    torch.set_num_threads(1)
+    (nn.Linear(64, 64)(torch.randn(2, 64))).sum().backward()  # threads and their stacks
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(64)])
+    torch.manual_seed(0)
+    size = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
+    limit = size + (160 << 20)  # torch wants some of it: buffers of its libraries, stacks
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    where = zshard.Offload(directory=folder, grads=True, cache=32 << 20) if offload else None
+    model = zshard.FSDP(model, offload=where, auto_wrap_policy={nn.Linear})
+    optimizer = zshard.AdamW(model.parameters(), 1e-3)
+    model.optimizer_in_backward(optimizer)
+    for step in range(2):
+        loss = model(torch.ones(2, 1024)).square().mean()
+        loss.backward()
+        print("loss", loss.item())
+    print("disk", model.memory()["disk"] >> 20)
+"""
+
+
+def under_limit(folder, where):
+    command = [sys.executable, "-c", textwrap.dedent(UNDER_LIMIT), str(folder), where]
+    # The limit counts address space, of which malloc's heap gives nothing back.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_a_model_of_almost_five_times_the_memory(tmp_path):
+    """768 MiB of parameters and state with 160 MiB of memory."""
+    done = under_limit(tmp_path, "disk")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss") == 2 and int(done.stdout.split()[-1]) >= 768
+    refused = under_limit(tmp_path, "memory")
+    assert refused.returncode != 0 and "memory" in refused.stderr.lower(), refused.stderr
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def in_folder(folders):
+    return message_of(lambda: wide(to(folders[dist.get_rank()])))
+
+
+def test_a_directory_that_is_not_there_is_an_error_on_all_ranks(pool2, tmp_path):
+    nowhere = str(tmp_path / "none")
+    first, second = pool2.run(in_folder, [nowhere, str(tmp_path)])
+    assert nowhere in first and "No such file" in first
+    assert "rank 0" in second and "offload" in second
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_in_place_of_a_directory(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(OSError, match="file"):
+        wide(to(str(file)))
+
+
+FULL_DISK = """
+    import resource, sys, torch, zshard
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
+    model = torch.nn.Linear(1024, 1024)
+    before = model.weight.clone()
+    try:
+        zshard.FSDP(model, offload=zshard.Offload(directory=sys.argv[1]))
+    except OSError as error:
+        print(error)
+    assert torch.equal(model.weight, before)
+"""
+
+
+def test_no_room_on_the_disk(tmp_path):
+    """A file that may not grow: what a full disk says, without having to fill one."""
+    command = [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "4 MiB more" in done.stdout and str(tmp_path) in done.stdout and "MiB free" in done.stdout
+    )
+
+
+def test_no_room_for_the_state(tmp_path):
+    code = textwrap.dedent(FULL_DISK).replace("3 << 20", "5 << 20").split("try:")[0]
+    code += textwrap.dedent("""
+        model = zshard.FSDP(model, offload=zshard.Offload(directory=sys.argv[1]))
+        optimizer = zshard.AdamW(model.parameters())
+        model(torch.ones(1, 1024)).sum().backward()
+        before = model.weight.detach().clone()
+        try:
+            optimizer.step()
+        except OSError as error:
+            print(error)
+        assert torch.equal(model.weight, before)
+    """)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "MiB free" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "match"),
+    [
+        ({"fraction": 1.5}, ValueError, "fraction"),
+        ({"cache": -1}, ValueError, "cache"),
+        ({"cache": True}, ValueError, "cache"),
+        ({"directory": 3}, TypeError, "directory"),
+    ],
+)
+def test_settings_that_are_none(arguments, kind, match):
+    with pytest.raises(kind, match=match):
+        Offload(**arguments)
+
+
+def test_arguments_that_are_none(tmp_path):
+    with pytest.raises(ValueError, match="not both"):
+        FSDP(make(Wide), offload=str(tmp_path), cpu_offload=True)
+    with pytest.raises(TypeError, match="offload"):
+        FSDP(make(Wide), offload=3)
+    with pytest.raises(TypeError, match="cpu_offload"):
+        FSDP(make(Wide), cpu_offload=3)
+
+
+def differ(folder):
+    return message_of(lambda: wide(to(folder, grads=dist.get_rank() == 1)), zshard.DivergenceError)
+
+
+def test_ranks_that_differ(pool2, tmp_path):
+    for message in pool2.run(differ, str(tmp_path)):
+        assert "offload" in message and "rank 1" in message, message
+
+
+def test_a_directory_may_be_a_path(tmp_path):
+    model = FSDP(make(Wide), offload=Path(tmp_path))
+    steps(model, AdamW(model.parameters()), n=1)
+    assert model.memory()["disk"] > 0
