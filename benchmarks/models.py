@@ -210,6 +210,7 @@ WORKLOADS: dict[str, Workload] = {
         _gpt("gpt10m", layers=6, width=384, seq=128, rows=8),
         _gpt("gpt85m", layers=12, width=768, seq=64, rows=2),
         _rows("stack100", lambda: build_stack(100, 1024), nn.Linear, rows=16, width=1024),
+        _rows("stack128", lambda: build_stack(128, 2048), nn.Linear, rows=8, width=2048),
         _bert(rows=2, seq=64),
         _rows(
             "tiny32",

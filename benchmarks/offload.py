@@ -1,0 +1,354 @@
+"""A model on disk: the step beside the same step in memory, and beside what the disk can do.
+
+    python -m benchmarks.offload [--models gpt85m stack128] [--limit-mib 1300] [--directory DIR]
+
+The one idea: three programs take turns. The model in memory, without a limit; the same model with
+parameters and optimizer state in files, under a limit of a fraction of their size; and a program
+that does nothing but move, with O_DIRECT, as many bytes as a step of the second was seen to read
+and write, from as many processes. The last one's time by the second's is what zshard makes of the
+disk; the losses of the first two have to be equal.
+
+The limit is a memory cgroup's, which counts page cache as well, where this user may make one (v1 or
+v2). Elsewhere it is RLIMIT_DATA, under which mapped files are free: then the peak RSS tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import mmap
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import harness
+from benchmarks.harness import MIB
+from benchmarks.models import WORKLOADS
+
+STEPS = 6
+LEARNED = 2
+"""Steps that are not timed: the first makes the state, the second learns what follows what."""
+
+BLOCK = 16 * MIB
+GOAL = 0.7
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = harness.parser("A training step with parameters and state on disk.")
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["stack128"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit-mib", type=int, default=1300, help="of all ranks together")
+    parser.add_argument("--cache-mib", type=int, default=192, help="Offload(cache=...), a rank")
+    parser.add_argument("--directory", type=Path, help="on the disk (default: the temporary one)")
+    parser.add_argument("--side", choices=("memory", "disk", "raw"), help=argparse.SUPPRESS)
+    parser.add_argument("--move", nargs=2, type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.models, args.rounds = ["gpt10m"], 1
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    if harness.under_torchrun():
+        measure_as_rank(args)
+        return
+    folder = Path(tempfile.mkdtemp(prefix="zshard-offload-", dir=args.directory))
+    try:
+        results = [run_model(model, args, folder) for model in args.models]
+    finally:
+        shutil.rmtree(folder)
+    args.directory = str(args.directory or "")
+    harness.finish(args, "offload", results)
+
+
+def run_model(model: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Rounds of the three programs; prints and returns the comparison."""
+    rounds = []
+    for _ in range(args.rounds):
+        common = ["--models", model, "--directory", str(folder), "--cache-mib", str(args.cache_mib)]
+        on_disk, limited = run_limited(args, [*common, "--side", "disk"])
+        moved = [on_disk["read_bytes"], on_disk["write_bytes"]]
+        raw = run_side(args, [*common, "--side", "raw", "--move", *map(str, moved)])
+        memory = run_side(args, [*common, "--side", "memory"])
+        rounds.append({"disk": on_disk, "limited": limited, "raw": raw, "memory": memory})
+    result = summary(model, args, rounds)
+    show(result)
+    return result
+
+
+def run_side(args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
+    measured: dict[str, Any] = harness.collect("benchmarks.offload", args.ranks, flags)
+    return measured
+
+
+def run_limited(
+    args: argparse.Namespace, flags: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same under the limit; second, how it was limited, and the peak that was counted."""
+    limit = args.limit_mib * MIB
+    with cgroup(limit) as group:
+        if group is not None:
+            measured = run_side(args, flags)
+            return measured, {"by": "cgroup", "bytes": limit, "peak_bytes": group.peak()}
+    share = limit // args.ranks
+    measured = run_side(args, [*flags, "--limit-mib", str(share // MIB)])
+    return measured, {"by": "RLIMIT_DATA", "bytes": limit, "peak_bytes": None}
+
+
+# --------------------------------------------------------------------------------------
+# Limits
+
+
+class Cgroup:
+    """A memory cgroup of its own, v1 or v2."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        self.folder = folder
+        self._limit = "memory.limit_in_bytes" if version == 1 else "memory.max"
+        self._peak = "memory.max_usage_in_bytes" if version == 1 else "memory.peak"
+        self._tasks = "tasks" if version == 1 else "cgroup.procs"
+
+    def set_limit(self, limit: int) -> None:
+        (self.folder / self._limit).write_text(str(limit))
+
+    def enter(self) -> None:
+        """This process, and all that it starts from now on."""
+        (self.folder / self._tasks).write_text(str(os.getpid()))
+
+    def peak(self) -> int | None:
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.folder / self._peak).read_text())
+        return None
+
+
+def own_cgroup() -> Cgroup | None:
+    """The memory cgroup that this process is in; None where there is none to be seen."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return Cgroup(Path("/sys/fs/cgroup/memory" + path), 1)
+        if controllers == "" and Path("/sys/fs/cgroup/cgroup.controllers").exists():
+            return Cgroup(Path("/sys/fs/cgroup" + path), 2)
+    return None
+
+
+@contextlib.contextmanager
+def cgroup(limit: int) -> Iterator[Cgroup | None]:
+    """A context in which this process is in a new cgroup with that limit; None if it may not."""
+    home, group = own_cgroup(), None
+    if home is not None:
+        version = 1 if home._tasks == "tasks" else 2
+        top = Path("/sys/fs/cgroup/memory") if version == 1 else home.folder
+        group = Cgroup(top / f"zshard-bench-{os.getpid()}", version)
+        try:
+            group.folder.mkdir()
+            group.set_limit(limit)
+            group.enter()
+        except OSError:
+            with contextlib.suppress(OSError):
+                group.folder.rmdir()
+            group = None
+    try:
+        yield group
+    finally:
+        if group is not None and home is not None:
+            home.enter()
+            with contextlib.suppress(OSError):
+                group.folder.rmdir()
+
+
+# --------------------------------------------------------------------------------------
+# A rank's part
+
+
+def measure_as_rank(args: argparse.Namespace) -> None:
+    with harness.process_group() as rank:
+        if args.side == "raw":
+            mine = move(Path(args.directory), *(number // args.ranks for number in args.move))
+        else:
+            mine = train(args)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+    if rank == 0:
+        harness.write_json(args.out, merge(ranks))
+
+
+def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Times of the slowest rank, bytes of all."""
+    merged: dict[str, Any] = {}
+    for key, first in ranks[0].items():
+        values = [rank[key] for rank in ranks]
+        if key == "losses":
+            merged[key] = values
+        elif key.endswith("_bytes"):
+            merged[key] = sum(values)
+        else:
+            merged[key] = max(values) if first is not None else None
+    return merged
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Steps in backward on this rank: seconds a step, bytes moved a step, the losses."""
+    import zshard
+
+    if args.limit_mib != 1300 and args.side == "disk":
+        limit_data(args.limit_mib * MIB)
+    workload = WORKLOADS[args.models[0]]
+    with torch.device("meta"):
+        plain = workload.build()
+    torch.manual_seed(1)
+    offload = zshard.Offload(directory=args.directory, cache=args.cache_mib * MIB)
+    model: Any = zshard.FSDP(
+        plain,
+        auto_wrap_policy=set(workload.units),
+        param_init_fn=init,
+        transport="shm",
+        offload=offload if args.side == "disk" else None,
+    )
+    optimizer = zshard.AdamW(model.parameters(), lr=workload.lr)
+    model.optimizer_in_backward(optimizer)
+    generator = harness.generator()
+    times, losses, before = [], [], (0, 0)
+    for step in range(STEPS):
+        if step == LEARNED:
+            before = moved_bytes()
+        batch = workload.batch(generator)
+        dist.barrier()
+        start = time.perf_counter()
+        loss = workload.loss(model, batch)
+        loss.backward()
+        times.append(time.perf_counter() - start)
+        losses.append(loss.item())
+    after = moved_bytes()
+    return {
+        "seconds": statistics.median(times[LEARNED:]),
+        "read_bytes": (after[0] - before[0]) // (STEPS - LEARNED),
+        "write_bytes": (after[1] - before[1]) // (STEPS - LEARNED),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "losses": losses,
+    }
+
+
+def init(module: nn.Module) -> None:
+    """As the workloads are initialised where they are not on the meta device."""
+    module.reset_parameters()  # type: ignore[operator]
+    if isinstance(module, nn.Linear):
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+
+
+def limit_data(bytes_: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (bytes_, bytes_))
+
+
+def moved_bytes() -> tuple[int, int]:
+    """What this process has had read from and written to storage."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
+def move(folder: Path, read: int, write: int) -> dict[str, Any]:
+    """Reads and writes that many bytes of a file of this rank, at the same time."""
+    size = max(read, write, BLOCK) // BLOCK * BLOCK
+    path = folder / f"raw-{os.getpid()}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        transfer(fd, size, True)  # so that reading reads
+        dist.barrier()
+        start = time.perf_counter()
+        threads = [
+            threading.Thread(target=transfer, args=(fd, read, False)),
+            threading.Thread(target=transfer, args=(fd, write, True)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"seconds": time.perf_counter() - start}
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def transfer(fd: int, count: int, write: bool) -> None:
+    with mmap.mmap(-1, BLOCK) as buffer:  # aligned, as O_DIRECT wants it
+        buffer.write(os.urandom(MIB) * (BLOCK // MIB))
+        for offset in range(0, count // BLOCK * BLOCK, BLOCK):
+            if write:
+                os.pwritev(fd, [buffer], offset)
+            else:
+                os.preadv(fd, [buffer], offset)
+
+
+# --------------------------------------------------------------------------------------
+# The comparison
+
+
+def summary(
+    model: str, args: argparse.Namespace, rounds: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Medians over rounds, and the ratios that are asked for."""
+
+    def spread(values: Sequence[float]) -> dict[str, float]:
+        return harness.Spread.of(values).as_dict()
+
+    state = 3 * 4 * WORKLOADS[model].parameters()
+    return {
+        "model": model,
+        "ranks": args.ranks,
+        "parameters_and_state_bytes": state,
+        "limit": rounds[0]["limited"],
+        "peak_bytes": [each["limited"]["peak_bytes"] for each in rounds],
+        "read_bytes": statistics.median(each["disk"]["read_bytes"] for each in rounds),
+        "write_bytes": statistics.median(each["disk"]["write_bytes"] for each in rounds),
+        "seconds": {
+            side: spread([each[side]["seconds"] for each in rounds])
+            for side in ("memory", "disk", "raw")
+        },
+        "of_the_disk": spread(
+            [each["raw"]["seconds"] / each["disk"]["seconds"] for each in rounds]
+        ),
+        "of_memory": spread(
+            [each["disk"]["seconds"] / each["memory"]["seconds"] for each in rounds]
+        ),
+        "same_losses": all(each["disk"]["losses"] == each["memory"]["losses"] for each in rounds),
+        "goal": GOAL,
+    }
+
+
+def show(result: Mapping[str, Any]) -> None:
+    seconds, share = result["seconds"], result["of_the_disk"]
+    limit, peak = result["limit"], result["peak_bytes"][0]
+    rows = [
+        [side, f"{spread['median']:.2f}", f"{spread['min']:.2f}-{spread['max']:.2f}"]
+        for side, spread in seconds.items()
+    ]
+    state = result["parameters_and_state_bytes"]
+    title = (
+        f"{result['model']}: {state / MIB:.0f} MiB of parameters and state under "
+        f"{limit['bytes'] / MIB:.0f} MiB ({limit['by']}"
+    )
+    title += f", peak {peak / MIB:.0f} MiB)" if peak else ")"
+    harness.print_table(title, ["side", "s a step", "range"], rows)
+    read, write = result["read_bytes"], result["write_bytes"]
+    print(f"a step reads {read / MIB:.0f} MiB and writes {write / MIB:.0f} MiB")
+    met = "met" if share["median"] >= GOAL else "MISSED"
+    print(f"of the disk's speed: {share['median']:.2f} (goal {GOAL}: {met})")
+    print(f"losses equal to those in memory: {'yes' if result['same_losses'] else 'NO'}")
+
+
+if __name__ == "__main__":
+    harness.start(main)
