@@ -7,8 +7,8 @@ parameter and step. Python works only when a parameter gets its state, or for on
 does not take (not contiguous, sparse gradient, not on the CPU, complex): that one is updated by
 torch's own function, on the same state.
 
-State tensors lie side by side in one block for each name, spaced as the parameters are, so that
-neighbouring slices of a shard are updated as one run.
+State tensors lie side by side (_optim_memory.py), so that neighbouring slices of a shard are
+updated as one run.
 
 Numbers: SGD has the bits of torch.optim.SGD; Adam and AdamW those of torch.optim.AdamW(fused=True).
 torch's unfused Adam differs from both in the last bit of some elements, because its square root
@@ -38,11 +38,9 @@ from torch.optim.sgd import sgd
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
+from zshard._optim_memory import zeros_side_by_side
 
 __all__ = ["SGD", "Adam", "AdamW"]
-
-ALIGN = 64
-"""Bytes: a cache line, and the longest gap that padding leaves between slices of one shard."""
 
 
 class _InOneCall(torch.optim.Optimizer):
@@ -178,7 +176,7 @@ class _InOneCall(torch.optim.Optimizer):
         fresh: set[Tensor] = set()
         for name in names:
             missing = [p for p in params if self.state[p].get(name) is None]
-            for param, zeros in zip(missing, _zeros_side_by_side(missing), strict=True):
+            for param, zeros in zip(missing, zeros_side_by_side(missing), strict=True):
                 self.state[param][name] = zeros
             if name == "momentum_buffer":
                 fresh.update(missing)
@@ -429,47 +427,3 @@ def _count_rounding(group: dict[str, Any]) -> None:
     """A step was made: the next one rounds by other bits. One without gradients is none."""
     if "rounding_step" in group and any(p.grad is not None for p in group["params"]):
         group["rounding_step"] += 1
-
-
-def _zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
-    """A tensor of zeros for each of `params`, with its shape, dtype, device and memory format.
-
-    Those for contiguous CPU tensors are views of one block per dtype, in the order and with the
-    gaps that the parameters have where they lie within a cache line of each other.
-    """
-    made: dict[int, Tensor] = {}
-    blocks: dict[tuple[torch.dtype, bool], list[int]] = {}  # by dtype, and whether on a disk
-    for i, param in enumerate(params):
-        if param.device.type == "cpu" and param.is_contiguous():
-            blocks.setdefault((param.dtype, _core.offloads_state(param)), []).append(i)
-        else:
-            made[i] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    for (dtype, on_disk), members in blocks.items():
-        starts, length = _places([params[i] for i in members])
-        if on_disk:
-            block = _core.offloaded_zeros(params[members[0]], length)
-        else:
-            block = torch.zeros(length, dtype=dtype)
-        for i, start in zip(members, starts, strict=True):
-            made[i] = block[start : start + params[i].numel()].view(params[i].shape)
-    return [made[i] for i in range(len(params))]
-
-
-def _places(params: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor starts in a block that is spaced as they are; the block's length.
-
-    In elements. Tensors that are not neighbours in memory start at a multiple of ALIGN bytes.
-    """
-    starts: list[int] = []
-    at, end = 0, None
-    for param in params:
-        item = param.element_size()
-        gap = ALIGN if end is None else param.data_ptr() - end
-        if 0 <= gap < ALIGN and gap % item == 0:
-            at += gap // item
-        else:
-            at = -(-at * item // ALIGN) * ALIGN // item
-        starts.append(at)
-        at += param.numel()
-        end = param.data_ptr() + param.numel() * item
-    return starts, at

@@ -1,0 +1,64 @@
+"""Where the state of an optimizer lies in memory.
+
+The one idea: state tensors lie side by side in one block for each name, spaced as the parameters
+are. Where slices of a shard are neighbours, so is their state, and the C loop updates all of them
+as one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zshard import _core
+
+__all__ = ["ALIGN", "zeros_side_by_side"]
+
+ALIGN = 64
+"""Bytes: a cache line, and the longest gap that padding leaves between slices of one shard."""
+
+
+def zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
+    """A tensor of zeros for each of `params`, with its shape, dtype, device and memory format.
+
+    Those for contiguous CPU tensors are views of one block per dtype, in the order and with the
+    gaps that the parameters have where they lie within a cache line of each other.
+    """
+    made: dict[int, Tensor] = {}
+    blocks: dict[tuple[torch.dtype, bool], list[int]] = {}  # by dtype, and whether on a disk
+    for i, param in enumerate(params):
+        if param.device.type == "cpu" and param.is_contiguous():
+            blocks.setdefault((param.dtype, _core.offloads_state(param)), []).append(i)
+        else:
+            made[i] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    for (dtype, on_disk), members in blocks.items():
+        starts, length = _places([params[i] for i in members])
+        if on_disk:
+            block = _core.offloaded_zeros(params[members[0]], length)
+        else:
+            block = torch.zeros(length, dtype=dtype)
+        for i, start in zip(members, starts, strict=True):
+            made[i] = block[start : start + params[i].numel()].view(params[i].shape)
+    return [made[i] for i in range(len(params))]
+
+
+def _places(params: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each tensor starts in a block that is spaced as they are; the block's length.
+
+    In elements. Tensors that are not neighbours in memory start at a multiple of ALIGN bytes.
+    """
+    starts: list[int] = []
+    at, end = 0, None
+    for param in params:
+        item = param.element_size()
+        gap = ALIGN if end is None else param.data_ptr() - end
+        if 0 <= gap < ALIGN and gap % item == 0:
+            at += gap // item
+        else:
+            at = -(-at * item // ALIGN) * ALIGN // item
+        starts.append(at)
+        at += param.numel()
+        end = param.data_ptr() + param.numel() * item
+    return starts, at
