@@ -9,7 +9,7 @@ See README.md for what it does, ARCHITECTURE.md for how.
 
 import torch  # noqa: F401 - its libraries have to be loaded before the core that links to them
 
-from zshard import _additions, _clip, _optim_guard, grad_scaler, wrap
+from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
 from zshard._core import DivergenceError, PeerError, PeerTimeoutError
 from zshard.api import FSDP, register_forward_method, shard_info
 from zshard.fully_shard import fully_shard
@@ -48,4 +48,5 @@ __all__ = [
 _optim_guard.install()
 _additions.install()
 _clip.install()
+_optim_state.install()
 grad_scaler.install()

@@ -1,4 +1,5 @@
-"""Do the ranks hold the same model? Asked at wrap time, before anything is shared.
+"""Do the ranks hold the same? Asked of a model at wrap time, before anything is shared, and of an
+optimizer before its state is gathered.
 
 The one idea: ranks exchange one short hash; only if it differs do they exchange the whole
 description, find the first difference and all raise the same error.
@@ -8,31 +9,43 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zshard import _core
 
 Fact = tuple[str, str]  # (what it is about, what it says)
 
 
-def check_agreement(comm: _core.Comm, group: Any | None, facts: Sequence[Fact]) -> None:
-    """Raises DivergenceError on every rank, naming the first fact that differs."""
-    if group is None:
+def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models") -> None:
+    """Raises DivergenceError on every rank, naming the first fact that differs.
+
+    what: which things these are facts of, in the plural.
+    """
+    if comm.world == 1:
         return
     digest = hashlib.sha256(repr(list(facts)).encode()).digest()
     if len(set(comm.exchange(digest))) == 1:
         return
-    everyone: list[Any] = [None] * comm.world
-    dist.all_gather_object(everyone, list(facts), group=group)
+    everyone = [json.loads(each) for each in gather_bytes(comm, json.dumps(list(facts)).encode())]
     for rank in range(1, comm.world):
-        message = _first_difference(everyone[0], everyone[rank], rank)
-        if message is not None:
-            raise _core.DivergenceError(message)
+        difference = _first_difference(everyone[0], everyone[rank], rank)
+        if difference is not None:
+            raise _core.DivergenceError(f"the {what} differ between ranks: {difference}")
+
+
+def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
+    """What each rank gives, of whatever length, in rank order. Collective."""
+    gathered = []
+    for root, length in enumerate(comm.exchange(len(mine).to_bytes(8, "little"))):
+        data = bytearray(mine if root == comm.rank else int.from_bytes(length, "little"))
+        if data:
+            comm.broadcast(torch.frombuffer(data, dtype=torch.uint8), root)
+        gathered.append(bytes(data))
+    return gathered
 
 
 def _first_difference(ours: list[Fact], theirs: list[Fact], rank: int) -> str | None:
@@ -41,17 +54,13 @@ def _first_difference(ours: list[Fact], theirs: list[Fact], rank: int) -> str | 
             continue
         if mine[0] != other[0]:
             return (
-                f"the models differ between ranks: where rank 0 has {mine[0]} ({mine[1]}), "
-                f"rank {rank} has {other[0]} ({other[1]})"
+                f"where rank 0 has {mine[0]} ({mine[1]}), rank {rank} has {other[0]} ({other[1]})"
             )
-        return (
-            f"the models differ between ranks: {mine[0]} is {mine[1]} on rank 0 "
-            f"and {other[1]} on rank {rank}"
-        )
+        return f"{mine[0]} is {mine[1]} on rank 0 and {other[1]} on rank {rank}"
     if len(ours) != len(theirs):
         longer, rank_of = (ours, 0) if len(ours) > len(theirs) else (theirs, rank)
         extra = longer[min(len(ours), len(theirs))]
-        return f"the models differ between ranks: only rank {rank_of} has {extra[0]} ({extra[1]})"
+        return f"only rank {rank_of} has {extra[0]} ({extra[1]})"
     return None
 
 

@@ -32,6 +32,7 @@ from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._meta import Materializer
+from zshard._parts import remember_parts
 from zshard._plan import UnitSpec
 from zshard._state import attach, whole_state_dict
 from zshard._state_dict_type import state_dict_type
@@ -149,7 +150,7 @@ class FSDP(Controls):
         groups = resolve_groups(process_group, device_mesh, options.strategy)
         comm = comm_for(groups.world, transport, timeout)
         facts = facts_of(module, specs, options, not sync_module_states)
-        check_agreement(comm, groups.world, facts)
+        check_agreement(comm, facts)
         settings = transport, timeout
         comms = _inner_comms(module, comms_for(groups, options.strategy, comm, settings))
         source = comm if sync_module_states and comm.world > 1 else None
@@ -343,6 +344,7 @@ def _wrap(
             values.give(spec)
         unit = _make_unit(engine, spec, options)
         state = State(unit, comms, options)
+        remember_parts(state)
         _install(spec, state)
         casts = install_casts(spec.module, options.precision, spec.module is module)
         state.hooks += known_hooks(spec.module, casts)

@@ -1,0 +1,386 @@
+"""state_dict() and load_state_dict() of optimizers over sharded parameters: whole tensors.
+
+The one idea: an optimizer's state of a sharded parameter is cut as the parameter is. Two hooks of
+torch's own stand between that and the state dict: one behind torch's packing, and before any hook
+of the user's, puts the parts together, a tensor at a time; one before torch's loading, and behind
+any hook of the user's, takes this rank's part of each whole tensor. So what is saved is what the
+same optimizer over the plain model would save, and it loads under any strategy, at any number of
+ranks, and into the plain model's optimizer.
+
+Saving is for all ranks together; they agree first on what there is to gather. Loading is not: each
+rank has all it needs. State that is loaded lies side by side again (_optim_memory.py).
+
+Optimizers without parameters of a wrapped model are left to torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from zshard._agree import Fact, check_agreement, gather_bytes
+from zshard._optim_memory import zeros_side_by_side
+from zshard._parts import Part, part_of
+
+__all__ = ["Room", "Taken", "gather", "install", "problems_with", "settle", "spread"]
+
+_torchs_save = Optimizer.state_dict
+_torchs_load = Optimizer.load_state_dict
+
+_SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
+"""What torch's optimizers keep as one number for each parameter. Asked only where shapes leave it
+open: of parameters that have no dimension themselves."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """In a state dict, in place of a whole tensor: this rank's part of it, already taken."""
+
+    tensor: Tensor
+
+
+def install() -> None:
+    """Teaches torch's optimizers; once is enough, more does nothing."""
+    Optimizer.state_dict = _save  # type: ignore[method-assign]
+    Optimizer.load_state_dict = _load  # type: ignore[method-assign]
+
+
+@functools.wraps(_torchs_save)
+def _save(self: Optimizer) -> dict[str, Any]:
+    if not _has_parts(self):
+        return _torchs_save(self)
+    handle = self.register_state_dict_post_hook(_make_whole, prepend=True)
+    try:
+        return _torchs_save(self)
+    finally:
+        handle.remove()
+
+
+@functools.wraps(_torchs_load)
+def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
+    if not _has_parts(self):
+        _torchs_load(self, state_dict)
+        return
+    handle = self.register_load_state_dict_pre_hook(_take_parts)
+    try:
+        _torchs_load(self, state_dict)
+    finally:
+        handle.remove()
+
+
+def _has_parts(optimizer: Optimizer) -> bool:
+    return any(part_of(param) is not None for param in _params_of(optimizer))
+
+
+def _params_of(optimizer: Optimizer) -> Iterable[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+# --- what is cut ----------------------------------------------------------------------------------
+
+
+def _scalar_keys(states: Iterable[tuple[tuple[int, ...], Mapping[Any, Any]]]) -> set[Any]:
+    """The names of what an optimizer keeps as one number for each parameter, from the shape and the
+    state of its parameters. They tell what a 0-dimensional tensor of a 0-dimensional one is."""
+    found: set[Any] = set(_SCALARS)
+    for shape, entries in states:
+        for key, value in entries.items():
+            if shape != () and isinstance(value, Tensor) and value.dim() == 0:
+                found.add(key)
+    return found
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A sharded parameter with its state on this rank: (name, value, is it cut?), in one order."""
+
+    param: Tensor
+    part: Part
+    entries: list[tuple[Any, Any, bool]]
+
+
+def _held_by(optimizer: Optimizer) -> list[_Held]:
+    """All sharded parameters of the optimizer, also those without state, in its order."""
+    cut = [(param, part) for param in _params_of(optimizer) if (part := part_of(param))]
+    states = [(param, part, optimizer.state.get(param, {})) for param, part in cut if part.is_cut]
+    scalars = _scalar_keys((part.shape, entries) for _, part, entries in states)
+    held = []
+    for param, part, entries in states:
+        rows = [
+            (key, entries[key], _is_cut(entries[key], part) and key not in scalars)
+            for key in sorted(entries, key=str)
+        ]
+        held.append(_Held(param, part, rows))
+    return held
+
+
+def _is_cut(value: Any, part: Part) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    """Torch's post-hook of state_dict(). Collective; see gather()."""
+    numbers = _numbers(optimizer, packed["param_groups"])
+    state = dict(packed["state"])  # its values are the optimizer's own dicts: not to be written to
+    for param, entries in gather(optimizer):
+        number = numbers[id(param)]
+        if number in state:
+            state[number] = {**state[number], **entries}
+    names = _names_of(optimizer)
+    groups = packed["param_groups"]
+    if names is not None:
+        pairs = zip(groups, names, strict=True)
+        groups = [{**group, "param_names": list(own)} for group, own in pairs]
+    return {**packed, "state": state, "param_groups": groups}
+
+
+def _numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
+    """What a state dict's groups call each parameter, by the parameter's id."""
+    listed = (number for group in groups for number in group["params"])
+    return {id(p): number for p, number in zip(_params_of(optimizer), listed, strict=True)}
+
+
+def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[Any, Tensor]]]:
+    """The sharded parameters, and of each the state that is cut as it is, made whole.
+
+    keep: have it; else this rank only gives its parts, one whole tensor at a time is in memory, and
+    the dicts are empty. Collective over the ranks of the parameters' models. Raises DivergenceError
+    on all ranks where they have state of different parameters, names, shapes or dtypes;
+    RuntimeError for parts within a list or dict.
+    """
+    held = _held_by(optimizer)
+    holders: dict[int, list[tuple[int, int]]] = {}
+    for comm in {id(each.part.comm): each.part.comm for each in held}.values():
+        mine = [each for each in held if each.part.comm is comm]
+        check_agreement(comm, [_fact_of(each) for each in mine], "optimizers")
+        ranges = array("q", [n for each in mine for n in (each.part.begin, each.part.numel)])
+        everyone = [array("q", data) for data in gather_bytes(comm, ranges.tobytes())]
+        for i, each in enumerate(mine):
+            holders[id(each)] = [(them[2 * i], them[2 * i + 1]) for them in everyone]
+    _refuse_nested(held)
+    result = []
+    for each in held:
+        cut = [(key, value) for key, value, is_cut in each.entries if is_cut]
+        whole = {key: _join(each.part, value, holders[id(each)], keep) for key, value in cut}
+        result.append((each.param, whole if keep else {}))
+    return result
+
+
+def _join(part: Part, value: Tensor, ranges: list[tuple[int, int]], keep: bool) -> Tensor:
+    """One whole tensor from the parts, of which rank r holds `numel` elements from `begin` on,
+    ranges[r]; each part is sent by the first rank that has it. Without `keep` it is not filled."""
+    numels = dict(reversed([(begin, numel) for begin, numel in ranges if numel > 0]))
+    if sum(numels.values()) != part.whole_numel:
+        raise RuntimeError(f"the ranks' parts of '{part.name}' are not the whole parameter")
+    whole = torch.empty(part.whole_numel if keep else 0, dtype=value.dtype)
+    for begin, numel in sorted(numels.items()):
+        root = ranges.index((begin, numel))
+        piece = whole[begin : begin + numel] if keep else torch.empty(numel, dtype=value.dtype)
+        if root == part.comm.rank:
+            piece.copy_(value.detach().reshape(-1))
+        part.comm.broadcast(piece, root)
+    return whole.view(part.shape) if keep else whole
+
+
+def _fact_of(each: _Held) -> Fact:
+    told = [f"{key} {_described(value, is_cut)}" for key, value, is_cut in each.entries]
+    about = f"the state of '{each.part.name}', of shape {each.part.shape},"
+    return about, ", ".join(told) or "none"
+
+
+def _described(value: Any, is_cut: bool) -> str:
+    if not isinstance(value, Tensor):
+        return f"({type(value).__name__})"
+    return f"({value.dtype}{', cut' if is_cut else f', shape {tuple(value.shape)}'})"
+
+
+def _refuse_nested(held: Iterable[_Held]) -> None:
+    for each in held:
+        for key, value, _ in each.entries:
+            nested = [] if isinstance(value, Tensor) else tree_leaves(value)
+            if each.part.shape != () and any(_is_cut(leaf, each.part) for leaf in nested):
+                raise RuntimeError(
+                    f"'{key}' in the optimizer's state of '{each.part.name}' is a "
+                    f"{type(value).__name__} with this rank's slices in it, which state_dict() "
+                    "cannot make whole; it can where tensors are under names of their own"
+                )
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+    """Torch's pre-hook of load_state_dict(): what this rank is to load. ValueError for what does
+    not fit, before anything has changed."""
+    sizes = [len(group["params"]) for group in given["param_groups"]]
+    if sizes != [len(group["params"]) for group in optimizer.param_groups]:
+        return None  # torch's own error
+    groups = _in_our_order(optimizer, given["param_groups"])
+    numbers = _numbers(optimizer, groups)
+    rows = [(param, given["state"].get(numbers[id(param)])) for param in _params_of(optimizer)]
+    found = [(param, entries) for param, entries in rows if isinstance(entries, Mapping)]
+    problems = problems_with(found)
+    if problems:
+        raise ValueError("\n".join(["the optimizer's state dict does not fit:", *problems]))
+    settle(optimizer)
+    taken = spread(found, Room(found))
+    state = dict(given["state"])
+    for (param, _), own in zip(found, taken, strict=True):
+        state[numbers[id(param)]] = own
+    return {**given, "state": state, "param_groups": groups}
+
+
+def problems_with(found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> list[str]:
+    """What is wrong with the state that is given for each parameter: its tensors have to be whole,
+    or of no dimension."""
+    problems, looks_cut = [], False
+    for param, entries in found:
+        part = part_of(param)
+        for key, value in entries.items() if part is not None else ():
+            if part is None or not isinstance(value, Tensor):
+                continue
+            shape, where = tuple(value.shape), f"'{key}' of parameter '{part.name}'"
+            if is_traceable_wrapper_subclass(value):
+                problems.append(
+                    f"{where} is a {type(value).__name__}; give plain tensors (full_tensor())"
+                )
+            elif shape not in (part.shape, ()):
+                problems.append(f"{where} has the shape {shape}, the parameter {part.shape}")
+                looks_cut |= len(shape) == max(len(part.shape), 1) and set(shape[1:]) <= {1}
+    if looks_cut:
+        problems.append(
+            "older versions of zshard saved one rank's slices, which have such shapes: load them "
+            "with that version, at the number of ranks that saved them; this one saves whole "
+            "tensors"
+        )
+    return problems
+
+
+def settle(optimizer: Optimizer) -> None:
+    """Has the optimizer's parameters lie as they do between steps; see Part.settle()."""
+    for param in _params_of(optimizer):
+        part = part_of(param)
+        if part is not None:
+            part.settle(param)
+
+
+class Room:
+    """Memory for what is cut of the state of some parameters, side by side for each name."""
+
+    def __init__(self, found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> None:
+        """found: for each parameter, its state to come; only shapes are looked at."""
+        self._scalars = _scalar_keys((_whole_shape(param), entries) for param, entries in found)
+        members: dict[Any, list[Tensor]] = {}
+        for param, entries in found:
+            for key, value in entries.items():
+                if self.is_cut(param, key, value):
+                    members.setdefault(key, []).append(param)
+        self._made: dict[tuple[Any, int], Tensor] = {}
+        for key, params in members.items():
+            for param, zeros in zip(params, zeros_side_by_side(params), strict=True):
+                self._made[key, id(param)] = zeros
+
+    def is_cut(self, param: Tensor, key: Any, value: Any) -> bool:
+        """Whether `value` is a whole tensor of which this rank keeps its part of `param`."""
+        part = part_of(param)
+        is_whole = isinstance(value, Tensor) and part is not None and value.shape == part.shape
+        return is_whole and (value.dim() > 0 or key not in self._scalars)
+
+    @torch.no_grad()
+    def take(self, param: Tensor, key: Any, whole: Tensor) -> Tensor:
+        """This rank's part of `whole`, in its place; of the parameter's dtype, as torch loads."""
+        part, zeros = part_of(param), self._made[key, id(param)]
+        assert part is not None
+        return zeros.copy_(part.of(whole))
+
+
+def spread(found: Sequence[tuple[Tensor, Mapping[Any, Any]]], room: Room) -> list[dict[Any, Any]]:
+    """Of whole state, what this rank loads."""
+    return [
+        {
+            key: value.tensor
+            if isinstance(value, Taken)
+            else room.take(param, key, value)
+            if room.is_cut(param, key, value)
+            else value
+            for key, value in entries.items()
+        }
+        for param, entries in found
+    ]
+
+
+def _whole_shape(param: Tensor) -> tuple[int, ...]:
+    part = part_of(param)
+    return tuple(param.shape) if part is None else part.shape
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def _names_of(optimizer: Optimizer) -> list[list[str]] | None:
+    """The names of each group's parameters: the user's, or those they have in their model. None
+    where one has none, or two have the same."""
+    names = [_own_names(group) for group in optimizer.param_groups]
+    flat = [name for own in names for name in own]
+    if None in flat or len(set(flat)) < len(flat):
+        return None
+    return names  # type: ignore[return-value]
+
+
+def _own_names(group: Mapping[str, Any]) -> list[str | None]:
+    if "param_names" in group:
+        return list(group["param_names"])
+    parts = [part_of(param) for param in group["params"]]
+    return [part.name if part else None for part in parts]
+
+
+def _in_our_order(optimizer: Optimizer, given: Sequence[Any]) -> list[dict[str, Any]]:
+    """The groups of a state dict with their parameters in the order of ours, where names tell."""
+    ours, theirs = _names_of(optimizer), _given_names(given)
+    groups = [dict(group) for group in given]
+    if ours is not None and theirs is not None:
+        _match(groups, ours, theirs)
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        group.pop("param_names", None)  # of another order, or a surprise to add_param_group()
+        if "param_names" in own:
+            group["param_names"] = list(own["param_names"])
+    return groups
+
+
+def _given_names(given: Sequence[Any]) -> list[list[str]] | None:
+    """What a state dict calls its parameters; None where it has numbers only."""
+    for names in ([g["params"] for g in given], [g.get("param_names") or [] for g in given]):
+        flat = [name for own in names for name in own]
+        is_known = all(isinstance(name, str) for name in flat) and len(set(flat)) == len(flat)
+        sizes = [len(own) for own in names]
+        if is_known and sizes == [len(group["params"]) for group in given]:
+            return names
+    return None
+
+
+def _match(groups: list[dict[str, Any]], ours: list[list[str]], theirs: list[list[str]]) -> None:
+    """Puts the groups' numbers in the order of our names, if these are theirs as well. ValueError
+    where a parameter is in another group."""
+    if {name for own in ours for name in own} != {name for own in theirs for name in own}:
+        return
+    for i, (group, own, other) in enumerate(zip(groups, ours, theirs, strict=True)):
+        strangers = sorted(set(other) - set(own))
+        if strangers:
+            raise ValueError(
+                f"group {i} of the optimizer's state dict has the parameter '{strangers[0]}', "
+                "which is in another group of this optimizer"
+            )
+        number_of = dict(zip(other, group["params"], strict=True))
+        group["params"] = [number_of[name] for name in own]
