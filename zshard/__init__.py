@@ -11,6 +11,7 @@ import torch  # noqa: F401 - its libraries have to be loaded before the core tha
 
 from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
 from zshard._core import DivergenceError, PeerError, PeerTimeoutError
+from zshard._optim_names import load_optim_state_dict, optim_state_dict
 from zshard.api import FSDP, register_forward_method, shard_info
 from zshard.fully_shard import fully_shard
 from zshard.grad_scaler import GradScaler
@@ -40,6 +41,8 @@ __all__ = [
     "PeerTimeoutError",
     "ShardingStrategy",
     "fully_shard",
+    "load_optim_state_dict",
+    "optim_state_dict",
     "register_forward_method",
     "shard_info",
     "wrap",

@@ -14,6 +14,7 @@ from torch import nn
 
 from zshard import _core
 from zshard._in_backward import OptimizerInBackward
+from zshard._optim_names import OptimStateMethods
 from zshard._units import state_of, units_of
 
 
@@ -24,8 +25,8 @@ class UnshardHandle:
         """Returns at once."""
 
 
-class Controls(nn.Module):
-    """The part of FSDP that FSDP2's scripts know."""
+class Controls(OptimStateMethods, nn.Module):
+    """The part of FSDP that FSDP2's scripts know, and what has to do with optimizers."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Makes this unit's parameters whole, until `reshard()` or the end of the next backward.

@@ -137,7 +137,11 @@ def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     for param, entries in gather(optimizer):
         number = numbers[id(param)]
         if number in state:
-            state[number] = {**state[number], **entries}
+            # Copies, too: a state dict must not be of one step in part, and in part of the next.
+            state[number] = {
+                key: entries[key] if key in entries else _own_copy(value)
+                for key, value in state[number].items()
+            }
     names = _names_of(optimizer)
     groups = packed["param_groups"]
     if names is not None:
@@ -307,18 +311,19 @@ class Room:
 
 
 def spread(found: Sequence[tuple[Tensor, Mapping[Any, Any]]], room: Room) -> list[dict[Any, Any]]:
-    """Of whole state, what this rank loads."""
-    return [
-        {
-            key: value.tensor
-            if isinstance(value, Taken)
-            else room.take(param, key, value)
-            if room.is_cut(param, key, value)
-            else value
-            for key, value in entries.items()
-        }
-        for param, entries in found
-    ]
+    """Of whole state, what this rank loads; no tensor of it is the state dict's, which torch would
+    go on to write to."""
+
+    def taken(param: Tensor, key: Any, value: Any) -> Any:
+        if isinstance(value, Taken):
+            return value.tensor
+        return room.take(param, key, value) if room.is_cut(param, key, value) else _own_copy(value)
+
+    return [{key: taken(param, key, e[key]) for key in e} for param, e in found]
+
+
+def _own_copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _whole_shape(param: Tensor) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ class Part:
     shape: tuple[int, ...]  # of the whole parameter
     begin: int
     numel: int
+    dtype: torch.dtype  # between steps
     is_cut: bool  # else every rank has the whole
     _first_name: str
     _state: weakref.ref[State]
@@ -86,6 +87,7 @@ def remember_parts(state: State) -> None:
             tuple(facts["shape"]),
             facts["begin"],
             facts["numel"],
+            param.dtype,
             not unit.replicated,
             facts["name"],
             weakref.ref(state),

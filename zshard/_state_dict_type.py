@@ -28,7 +28,8 @@ def state_dict_type(
     state_dict_type: FULL_STATE_DICT of torch.distributed.fsdp.StateDictType, or that name.
     state_dict_config: a FullStateDictConfig; with its `rank0_only`, ranks other than 0 get an empty
         dict. `offload_to_cpu` asks for what is so anyway.
-    optim_state_dict_config: for optimizers' state, which state_dict() does not give.
+    optim_state_dict_config: the same for FSDP.optim_state_dict(); with its `rank0_only`, rank 0
+        alone has what FSDP.optim_state_dict_to_load() takes, too.
 
     Raises NotImplementedError for another type, which gives no plain tensors.
     """
@@ -38,12 +39,13 @@ def state_dict_type(
             f"state_dict_type {name!r} is not in this version of zshard; FULL_STATE_DICT, whole "
             "plain tensors, is what state_dict() gives"
         )
-    rank0_only = bool(getattr(state_dict_config, "rank0_only", False))
-    before = [(state, state.rank0_only) for _, state in units_of(module)]
-    for state, _ in before:
-        state.rank0_only = rank0_only
+    configs = state_dict_config, optim_state_dict_config
+    wanted = [bool(getattr(config, "rank0_only", False)) for config in configs]
+    before = [(s, s.rank0_only, s.optim_rank0_only) for _, s in units_of(module)]
+    for state, _, _ in before:
+        state.rank0_only, state.optim_rank0_only = wanted
     try:
         yield
     finally:
-        for state, was in before:
-            state.rank0_only = was
+        for state, *was in before:
+            state.rank0_only, state.optim_rank0_only = was

@@ -64,6 +64,7 @@ class State:
         self.options = options
         self.hooks: list[Hook] = []  # on the module, and on parts of it
         self.rank0_only = False  # of state_dict()
+        self.optim_rank0_only = False  # of optim_state_dict()
         self.sync_buffers = False  # the root's: from rank 0, at each forward
 
 

@@ -1,0 +1,88 @@
+"""What the tests of optimizers' state dicts share: models that have been trained, and comparisons.
+
+The one idea: two state dicts are compared as flat dicts of what they hold, to the bit.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from meshes import mesh_of
+from models import CASES, ddp, differences, make, make_optimizer, sharded, train
+
+from zshard import FSDP
+
+FULL = ("full_shard", "shm")
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """What nested dicts and lists hold, by path; the names of parameters in torch's groups aside."""
+    if isinstance(value, Mapping):
+        pairs = [(key, each) for key, each in value.items() if key != "param_names"]
+    elif isinstance(value, list):
+        pairs = list(enumerate(value))
+    else:
+        return {path: value}
+    return {k: v for key, each in pairs for k, v in flat(each, f"{path}/{key}").items()}
+
+
+def differ(ours: Any, theirs: Any) -> list[str]:
+    """What differs between two optimizers' state dicts, by so much as a bit."""
+    return differences(flat(ours), flat(theirs))
+
+
+def wrap(name: str, combination: Any, seed: int = 1) -> Any:
+    """A sharded model of a case; `combination` is (strategy, transport) or, for a hybrid strategy,
+    (strategy, replicate, shard)."""
+    if len(combination) == 2:
+        return sharded(name, combination, seed)
+    case, (strategy, replicate, shard) = CASES[name], combination
+    mesh = mesh_of(replicate, shard)
+    return FSDP(
+        make(case.make, seed), device_mesh=mesh, strategy=strategy, auto_wrap_policy=case.policy
+    )
+
+
+def trained(name: str, combination: Any, kind: str, steps: int = 2) -> tuple[Any, Any]:
+    """A sharded model of a case and its optimizer, after some steps on this rank's batches."""
+    model = wrap(name, combination)
+    optimizer = make_optimizer(kind, model)
+    train(model, CASES[name], optimizer, rank(), steps)
+    return model, optimizer
+
+
+def reference(name: str, kind: str, steps: int = 2) -> tuple[Any, Any]:
+    """The same of a plain model under DDP, which has the same bits with two ranks; the module that
+    DDP wraps."""
+    case = CASES[name]
+    model = make(case.make)
+    optimizer = make_optimizer(kind, model)
+    wrapped = ddp(model, find_unused_parameters=case.unused)
+    train(wrapped, case, optimizer, rank(), steps)
+    return model, optimizer
+
+
+def go_on(name: str, model: Any, optimizer: Any, first: int = 2, steps: int = 2) -> dict[str, Any]:
+    """Trains on, from the batch of step `first` on; what model and optimizer hold in the end."""
+    case = CASES[name]
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        output = model(case.batch(step, rank()))
+        (output.float() - 0.5).square().mean().backward()
+        optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

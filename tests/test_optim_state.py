@@ -1,0 +1,276 @@
+"""state_dict() and load_state_dict() of optimizers over sharded parameters: whole, both ways.
+
+The one idea: what a sharded model's optimizer saves is what the plain model's saves, to the bit,
+and whoever loads it trains on as if nothing had happened. What does not fit is in
+test_optim_state_errors.py, states by name in test_optim_names.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from models import CASES, COMBINATIONS, Mlp, make, make_optimizer, train, wrapped
+from optim_states import FULL, differ, go_on, rank, reference, through_a_file, trained, wrap
+from spawn import ranks
+
+import zshard
+from zshard import FSDP
+
+NAMES = ["mlp", "tied", "odds", "dtypes", "frozen", "conv", "unused"]
+
+
+def against_plain(name, kind):
+    """{combination: what differs between the states of a sharded and a DDP model's optimizer}."""
+    expected = reference(name, kind)[1].state_dict()
+    found = {}
+    for combination in COMBINATIONS:
+        _, optimizer = trained(name, combination, kind)
+        state = optimizer.state_dict()
+        found[combination] = differ(state, expected)
+        if list(state["state"]) != list(expected["state"]):
+            found[combination].append("the parameters come in another order")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
+@pytest.mark.parametrize("name", NAMES)
+def test_state_is_that_of_the_plain_models_optimizer(pool2, name, kind):
+    for found in pool2.run(against_plain, name, kind):
+        assert not any(found.values()), found
+
+
+KINDS = {
+    "amsgrad": lambda params: zshard.AdamW(params, amsgrad=True),
+    "torch amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,  # which keeps two numbers for each parameter
+    "ASGD": torch.optim.ASGD,
+    "Adagrad": torch.optim.Adagrad,  # which makes its state before the first step
+    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.5),
+    "Rprop": torch.optim.Rprop,
+    "no momentum": lambda params: zshard.SGD(params, lr=0.1),
+}
+
+
+def of_a_kind(name, kind):
+    """What differs after a load into another model, for parameters of no dimension, too."""
+    case, build = CASES["odds"], KINDS[kind]
+    model = wrap("odds", FULL)
+    optimizer = build(model.parameters())
+    train(model, case, optimizer, rank(), steps=2)
+    other = wrap("odds", ("shard_grad_op", "c10d"), seed=3)
+    theirs = build(other.parameters())
+    other.load_state_dict(model.state_dict())
+    theirs.load_state_dict(through_a_file(optimizer.state_dict()))
+    found = differ(theirs.state_dict(), optimizer.state_dict())
+    return found + differ(go_on("odds", other, theirs), go_on("odds", model, optimizer))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_elementwise_optimizers(pool2, kind):
+    assert pool2.run(of_a_kind, "odds", kind) == [[], []]
+
+
+def resumed(name, kind, source, target):
+    """What differs between a run of four steps and one that goes through files after two: into a
+    plain model's torch optimizer, and from that into another sharded model."""
+    model, optimizer = trained(name, source, kind)
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
+    plain = make(CASES[name].make, seed=2)
+    plain.load_state_dict(saved[0])
+    torchs = make_optimizer(kind.replace("zshard", "torch"), plain)
+    torchs.load_state_dict(saved[1])
+    found = differ(torchs.state_dict(), saved[1])
+    other = wrap(name, target, seed=3)
+    theirs = make_optimizer(kind, other)
+    other.load_state_dict(plain.state_dict())
+    theirs.load_state_dict(through_a_file(torchs.state_dict()))
+    found += differ(theirs.state_dict(), saved[1])
+    return found + differ(go_on(name, other, theirs), go_on(name, model, optimizer))
+
+
+WAYS = [
+    ("mlp", "zshard.AdamW", FULL, ("no_shard", "c10d")),
+    ("mlp", "torch.AdamW", ("no_shard", "shm"), FULL),
+    ("tied", "zshard.Adam", ("zero1", "c10d"), ("shard_grad_op", "shm")),
+    ("odds", "zshard.SGD", ("shard_grad_op", "c10d"), FULL),
+    ("frozen", "torch.SGD", FULL, ("zero1", "c10d")),
+    ("dtypes", "zshard.AdamW", FULL, ("full_shard", "c10d")),
+    ("conv", "zshard.AdamW", ("full_shard", "c10d"), ("shard_grad_op", "shm")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "source", "target"), WAYS)
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, kind, source, target):
+    assert pool2.run(resumed, name, kind, source, target) == [[], []]
+
+
+HYBRID = [("hybrid_shard", 2, 2), ("hybrid_full", 2, 2), ("hybrid_shard_zero2", 2, 2)]
+
+
+@ranks(4)
+@pytest.mark.parametrize("name", ["odds", "mlp"])
+def test_hybrid_strategies(pool, name):
+    for combination in HYBRID:
+        way = name, "zshard.AdamW", combination, ("full_shard", "c10d")
+        assert pool.run(resumed, *way) == [[]] * 4, combination
+    assert pool.run(resumed, name, "zshard.SGD", FULL, HYBRID[0]) == [[]] * 4
+
+
+def save(name, combination, kind):
+    model, optimizer = trained(name, combination, kind)
+    return model.state_dict(), optimizer.state_dict()
+
+
+def load(name, combination, kind, saved):
+    """What an optimizer has after a load, and that it steps."""
+    model = wrap(name, combination, seed=5)
+    optimizer = make_optimizer(kind, model)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    state = copy.deepcopy(optimizer.state_dict())
+    go_on(name, model, optimizer, steps=1)
+    return state
+
+
+@pytest.mark.parametrize(("name", "kind"), [("odds", "zshard.AdamW"), ("tied", "torch.SGD")])
+def test_from_three_ranks_to_two_to_one_and_back(pool3, pool2, name, kind):
+    saved = pool3.run(save, name, FULL, kind)[0]
+    for state in pool2.run(load, name, ("full_shard", "c10d"), kind, saved):
+        assert differ(state, saved[1]) == []
+    assert differ(load(name, FULL, kind, (saved[0], state)), saved[1]) == []
+    for again in pool3.run(load, name, ("shard_grad_op", "shm"), kind, (saved[0], state)):
+        assert differ(again, saved[1]) == []
+
+
+def lies_in_memory(combination):
+    """Distances between state tensors that are neighbours: of a fresh optimizer, and of one that
+    has loaded; and whether training changes the dict that was loaded."""
+    model, optimizer = trained("one unit", combination, "zshard.AdamW")
+    saved = optimizer.state_dict()
+    kept = copy.deepcopy(saved)
+    fresh = distances(model, optimizer)
+    optimizer.load_state_dict(saved)
+    loaded = distances(model, optimizer)
+    go_on("one unit", model, optimizer)
+    return fresh == loaded, len(fresh), differ(saved, kept)
+
+
+def distances(model, optimizer):
+    """Of parameters that this rank has a part of: from the state of each to that of the next."""
+    held = [p for p in model.parameters() if p.numel()]
+    starts = [optimizer.state[p]["exp_avg"].data_ptr() for p in held]
+    return [b - a for a, b in itertools.pairwise(starts)]
+
+
+@pytest.mark.parametrize("combination", [FULL, ("no_shard", "c10d")])
+def test_loaded_state_lies_side_by_side_and_is_the_optimizers_own(pool2, combination):
+    for same, count, changed in pool2.run(lies_in_memory, combination):
+        assert same and count > 0 and changed == []
+
+
+def in_backward():
+    """What differs between training by step() and in backward, which both begin with a load."""
+    model, optimizer = trained("mlp", FULL, "zshard.AdamW")
+    saved = model.state_dict(), optimizer.state_dict()
+    expected = go_on("mlp", model, optimizer)
+    model.load_state_dict(saved[0])
+    optimizer.zero_grad()
+    handle = model.optimizer_in_backward(optimizer)
+    optimizer.load_state_dict(saved[1])
+    found = differ(go_on("mlp", model, optimizer), expected)
+    handle.remove()
+    return found
+
+
+def test_optimizer_in_backward_goes_on_after_a_load(pool2):
+    assert pool2.run(in_backward) == [[], []]
+
+
+def options():
+    """Stochastic rounding's options, a schedule's and a group's own go through a state dict."""
+    model = FSDP(make(Mlp).to(torch.bfloat16))
+    params = list(model.parameters())
+    groups = [{"params": params[:2], "lr": 0.5, "tag": "a"}, {"params": params[2:]}]
+    optimizer = zshard.AdamW(groups, stochastic_rounding=True, rounding_seed=7)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(3, 7).to(torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        schedule.step()
+    state = optimizer.state_dict()
+    other = zshard.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+    other.load_state_dict(state)
+    back = [{k: v for k, v in g.items() if k != "params"} for g in other.param_groups]
+    return [
+        {k: g[k] for k in ("lr", "stochastic_rounding", "rounding_seed", "rounding_step")}
+        for g in back
+    ], back[0]["tag"]
+
+
+def test_options_of_groups_and_schedules(pool2):
+    rounding = {"stochastic_rounding": True, "rounding_seed": 7, "rounding_step": 2}
+    for (first, second), tag in pool2.run(options):
+        assert tag == "a"
+        assert first == {"lr": pytest.approx(0.005), **rounding}
+        assert second == {"lr": pytest.approx(1e-5), **rounding}
+
+
+def after_an_evaluation(combination, precision):
+    """What differs where a forward without backward has left parameters whole, in another dtype."""
+    model = wrapped(Mlp, combination, mixed_precision=precision)
+    optimizer = zshard.AdamW(model.parameters())
+    train(model, CASES["mlp"], optimizer, rank(), steps=1)
+    expected = optimizer.state_dict()
+    model(torch.randn(2, 7))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    dtypes = {v.dtype for each in optimizer.state.values() for v in each.values()}
+    return differ(state, expected) + differ(optimizer.state_dict(), expected), dtypes
+
+
+@pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(param_dtype=torch.bfloat16)])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "full_shard", "no_shard"])
+def test_after_an_evaluation(pool2, strategy, precision):
+    for transport in ("shm", "c10d"):
+        found = pool2.run(after_an_evaluation, (strategy, transport), precision)
+        assert found == [([], {torch.float32})] * 2
+
+
+def copies():
+    """Copies of a model together with its optimizer, and of the optimizer alone."""
+    model, optimizer = trained("mlp", FULL, "zshard.AdamW")
+    expected = optimizer.state_dict()
+    made, theirs = copy.deepcopy((model, optimizer))
+    found = differ(theirs.state_dict(), expected)
+    go_on("mlp", made, theirs)
+    found += differ(optimizer.state_dict(), expected)
+    alone = pickle.loads(pickle.dumps(optimizer))
+    return found, len(alone.state) == len(optimizer.state)
+
+
+def test_copies(pool2):
+    assert pool2.run(copies) == [([], True)] * 2
+
+
+def hooks():
+    """The shapes that hooks of the user's meet: whole ones, saving and loading."""
+    _, optimizer = trained("mlp", FULL, "zshard.AdamW")
+    seen = []
+
+    def shape_of(state):
+        return tuple(state["state"][0]["exp_avg"].shape)
+
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append(shape_of(state)))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(shape_of(state)))
+    optimizer.load_state_dict(optimizer.state_dict())
+    return seen
+
+
+def test_hooks_of_the_user_meet_whole_tensors(pool2):
+    assert pool2.run(hooks) == [[(13, 7), (13, 7)]] * 2
