@@ -1,0 +1,284 @@
+"""An optimizer's state by the names of parameters: zshard.optim_state_dict, and FSDP1's spellings.
+
+The one idea: what is given by name is what torch.distributed.checkpoint gives of the plain model;
+with rank0_only and from_rank0 it is in one place only, and the others hold a tensor at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from models import CASES, make, make_optimizer, train, wrapped
+from optim_states import FULL, differ, go_on, rank, reference, trained, wrap
+from spawn import ranks
+from torch import nn
+from torch.autograd.profiler import profile
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType
+from torch.utils._pytree import tree_leaves
+
+import zshard
+from zshard import FSDP, load_optim_state_dict, optim_state_dict
+
+COMBINATIONS = [FULL, ("shard_grad_op", "c10d"), ("no_shard", "shm"), ("zero1", "c10d")]
+
+
+def against_torch(name, kind):
+    """What differs from torch's dict of a DDP model, by strategy."""
+    plain = get_optimizer_state_dict(*reference(name, kind))
+    found = {}
+    for combination in COMBINATIONS:
+        model, optimizer = trained(name, combination, kind)
+        state = optim_state_dict(model, optimizer)
+        found[combination] = differ(state, plain)
+        live = {id(v) for entries in optimizer.state.values() for v in entries.values()}
+        if any(id(value) in live for value in tree_leaves(state)):
+            found[combination].append("the optimizer's own tensors")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("tied", "zshard.AdamW"), ("odds", "torch.SGD"), ("frozen", "torch.AdamW")]
+)
+def test_the_dict_is_that_of_torch_for_the_plain_model(pool2, name, kind):
+    for found in pool2.run(against_torch, name, kind):
+        assert not any(found.values()), found
+
+
+def through_rank_0(name, source, target):
+    """Saves on rank 0 alone, loads from it into another model, and trains both on."""
+    model, optimizer = trained(name, source, "zshard.AdamW")
+    expected = optim_state_dict(model, optimizer)
+    state = optim_state_dict(model, optimizer, rank0_only=True)
+    found = differ(state, expected if rank() == 0 else {})
+    other = wrap(name, target, seed=3)
+    theirs = make_optimizer("zshard.AdamW", other)
+    other.load_state_dict(model.state_dict())
+    load_optim_state_dict(other, theirs, state if rank() == 0 else None, from_rank0=True)
+    found += differ(optim_state_dict(other, theirs), expected)
+    again = make_optimizer("zshard.AdamW", other)
+    load_optim_state_dict(other, again, expected)
+    found += differ(optim_state_dict(other, again), expected)
+    return found + differ(go_on(name, other, theirs), go_on(name, model, optimizer))
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "odds", "dtypes", "frozen", "unused"])
+@pytest.mark.parametrize(
+    ("source", "target"), [(FULL, ("shard_grad_op", "c10d")), (("zero1", "c10d"), FULL)]
+)
+def test_through_rank_0(pool2, name, source, target):
+    assert pool2.run(through_rank_0, name, source, target) == [[], []]
+
+
+@ranks(3, 4)
+def test_more_ranks(pool):
+    target = ("hybrid_full", 2, 2) if pool.world == 4 else ("no_shard", "c10d")
+    assert pool.run(through_rank_0, "odds", FULL, target) == [[]] * pool.world
+
+
+def peak_of(function):
+    """The most bytes of tensors that a call has at a time, beside what was there; and its result."""
+    with profile(profile_memory=True) as seen:
+        result = function()
+    events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes)), result
+
+
+def memory():
+    """Bytes that a save and a load take at most on a rank; of the largest parameter, of all of them,
+    and of the state that this rank has of its part of them."""
+    model = FSDP(nn.Sequential(*(nn.Linear(128, 128) for _ in range(12))))
+    optimizer = zshard.AdamW(model.parameters())
+    model(torch.randn(2, 128)).sum().backward()
+    optimizer.step()
+    saving, state = peak_of(lambda: optim_state_dict(model, optimizer, rank0_only=True))
+    loading, _ = peak_of(lambda: load_optim_state_dict(model, optimizer, state, from_rank0=True))
+    sizes = [4 * math.prod(zshard.shard_info(p)["shape"]) for p in model.parameters()]
+    own = sum(2 * 4 * p.numel() for p in model.parameters())
+    return saving, loading, max(sizes), sum(sizes), own
+
+
+def test_other_ranks_hold_one_whole_tensor(pool2):
+    of_rank_0, of_rank_1 = pool2.run(memory)
+    saving, loading, largest, whole, own = of_rank_1
+    slack = largest // 4  # scalars, what ranks tell each other, gaps between slices
+    assert whole > 8 * largest and own > 8 * largest  # else nothing would be shown
+    assert largest <= saving <= largest + slack
+    assert largest + own <= loading <= largest + own + slack
+    saving, loading, _, _, own = of_rank_0
+    assert 2 * whole <= saving <= 2 * whole + slack
+    assert own <= loading <= own + slack  # it has the whole tensors already
+
+
+def refusals():
+    """What a load says of by-name dicts in which one thing is wrong; and what has changed."""
+    model, optimizer = trained("tied", FULL, "zshard.AdamW")
+    good = optim_state_dict(model, optimizer)
+    found = {}
+    for what, spoil in SPOILS.items():
+        for from_rank0 in (False, True):
+            bad = copy.deepcopy(good)
+            bad = spoil(bad) or bad
+            given = bad if rank() == 0 or not from_rank0 else {}
+            try:
+                load_optim_state_dict(model, optimizer, given, from_rank0=from_rank0)
+            except ValueError as error:
+                found[what, from_rank0] = str(error)
+    return found, differ(optim_state_dict(model, optimizer), good)
+
+
+def spoil_rename(state):
+    state["state"]["embed.wait"] = state["state"].pop("embed.weight")
+
+
+def spoil_missing(state):
+    state["param_groups"][0]["params"].remove("twins.0.one.bias")
+
+
+def spoil_shape(state):
+    state["state"]["twins.0.one.bias"]["exp_avg"] = torch.zeros(8)
+
+
+def spoil_dtype(state):
+    entries = state["state"]["twins.1.one.weight"]
+    entries["exp_avg_sq"] = entries["exp_avg_sq"].double()
+
+
+def spoil_twice(state):
+    state["state"]["head.weight"] = state["state"]["embed.weight"]
+
+
+def spoil_numbers(state):
+    state["param_groups"][0]["params"] = list(range(10))
+    state["state"] = dict(enumerate(state["state"].values()))
+
+
+SPOILS = {
+    "no parameter 'embed.wait'": spoil_rename,
+    "group 0 of it has no parameter 'twins.0.one.bias'": spoil_missing,
+    "'exp_avg' of parameter 'twins.0.one.bias' has the shape (8,), the parameter (9,)": spoil_shape,
+    "'exp_avg_sq' of parameter 'twins.1.one.weight' is of torch.float64": spoil_dtype,
+    "twice, under two of its names": spoil_twice,
+    "load it by optimizer.load_state_dict()": spoil_numbers,
+    "it has 2 param groups, the optimizer 1": lambda state: state["param_groups"].append({}),
+    "it has no 'state' and 'param_groups'": lambda state: {"model": 3},
+    "its state of 'embed.weight' is no dict": lambda s: s["state"].update({"embed.weight": 1}),
+}
+
+
+def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(pool2):
+    for found, changed in pool2.run(refusals):
+        assert len(found) == 2 * len(SPOILS) and changed == []
+        for (what, _), text in found.items():
+            assert what in text, text
+
+
+def one_rank_is_wrong():
+    """Only rank 1's dict does not fit, or its optimizer: all ranks are told."""
+    model, optimizer = trained("mlp", FULL, "zshard.AdamW")
+    state = optim_state_dict(model, optimizer)
+    bad = copy.deepcopy(state)
+    if rank() == 1:
+        spoil = bad["state"]["first.bias"]
+        spoil["exp_avg"] = torch.zeros(2)
+    texts = []
+    for given, other in ((bad, optimizer), (state, split_optimizer(model))):
+        try:
+            from_rank0 = given is state
+            load_optim_state_dict(model, other, given, from_rank0=from_rank0)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def split_optimizer(model):
+    """On rank 1, one of two groups."""
+    params = list(model.parameters())
+    groups = [params] if rank() == 0 else [params[:2], params[2:]]
+    return zshard.AdamW([{"params": group} for group in groups])
+
+
+def test_what_is_wrong_on_one_rank_is_told_on_all(pool2):
+    first, second = pool2.run(one_rank_is_wrong)
+    assert first == second and len(first) == 2
+    assert "on rank 1" in first[0] and "(2,)" in first[0]
+    assert "on rank 1" in first[1] and "its groups have [5] parameters" in first[1]
+
+
+def another_name():
+    """A tied parameter by its other name; and a parameter that has no state."""
+    model, optimizer = trained("tied", FULL, "zshard.AdamW")
+    good = optim_state_dict(model, optimizer)
+    state = copy.deepcopy(good)
+    state["state"]["head.weight"] = state["state"].pop("embed.weight")
+    names = state["param_groups"][0]["params"]
+    names[names.index("embed.weight")] = "head.weight"
+    load_optim_state_dict(model, optimizer, state)
+    found = differ(optim_state_dict(model, optimizer), good)
+    del state["state"]["head.weight"]
+    load_optim_state_dict(model, optimizer, state)
+    return found, model.embed.weight in optimizer.state
+
+
+def test_any_name_of_a_tied_parameter(pool2):
+    assert pool2.run(another_name) == [([], False)] * 2
+
+
+def a_strangers_optimizer():
+    model, _ = trained("mlp", FULL, "zshard.AdamW")
+    other = zshard.AdamW(wrapped(CASES["mlp"].make, FULL).parameters())
+    with pytest.raises(ValueError, match=r"group 0 .* parameter 'first.weight' that the model has"):
+        optim_state_dict(model, other)
+
+
+def test_an_optimizer_of_another_model_is_refused(pool2):
+    pool2.run(a_strangers_optimizer)
+
+
+def in_fsdp1s_words():
+    model, optimizer = trained("mlp", FULL, "torch.AdamW")
+    expected = optim_state_dict(model, optimizer)
+    found = differ(FSDP.optim_state_dict(model, optimizer), expected)
+    found += differ(FSDP.optim_state_dict(model, optimizer, optimizer.state_dict()), expected)
+    only_0 = FSDP.full_optim_state_dict(model, optimizer)
+    found += differ(only_0, expected if rank() == 0 else {})
+    other = wrap("mlp", ("full_shard", "c10d"), seed=2)
+    theirs = torch.optim.AdamW(other.parameters())
+    theirs.load_state_dict(FSDP.optim_state_dict_to_load(other, theirs, expected))
+    found += differ(optim_state_dict(other, theirs), expected)
+    full = StateDictType.FULL_STATE_DICT
+    with FSDP.state_dict_type(other, full, None, FullOptimStateDictConfig(rank0_only=True)):
+        again = torch.optim.AdamW(other.parameters())
+        state = FSDP.optim_state_dict(other, theirs)
+        found += differ(state, expected if rank() == 0 else {})
+        again.load_state_dict(FSDP.optim_state_dict_to_load(other, again, state))
+        found += differ(again.state_dict(), theirs.state_dict())
+        again = torch.optim.AdamW(other.parameters())
+        FSDP.optim_state_dict_to_load(other, again, state, load_directly=True)
+    with pytest.raises(NotImplementedError, match="_NamedOptimizer"):
+        FSDP.optim_state_dict_to_load(other, again, expected, is_named_optimizer=True)
+    with pytest.raises(NotImplementedError, match="optim_input"):
+        FSDP.full_optim_state_dict(other, again, list(other.parameters()))
+    return found + differ(again.state_dict(), theirs.state_dict())
+
+
+def test_fsdp1s_spellings(pool2):
+    assert pool2.run(in_fsdp1s_words) == [[], []]
+
+
+def test_world_of_one():
+    model = wrap("tied", FULL)
+    optimizer = zshard.AdamW(model.parameters())
+    train(model, CASES["tied"], optimizer, 0, 1)
+    state = optim_state_dict(model, optimizer, rank0_only=True)
+    plain = make(CASES["tied"].make, seed=2)
+    theirs = torch.optim.AdamW(plain.parameters())
+    load_optim_state_dict(plain, theirs, state, from_rank0=True)
+    assert differ(optim_state_dict(plain, theirs), state) == []
+    for key, value in state["state"]["embed.weight"].items():
+        assert torch.equal(theirs.state[plain.embed.weight][key], value)

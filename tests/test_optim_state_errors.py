@@ -1,0 +1,231 @@
+"""State dicts that do not fit a sharded model's optimizer, and states that cannot be made whole.
+
+The one idea: each is an exception that names the parameter and both sides, on all ranks, and the
+optimizer is as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from meshes import mesh_of
+from models import CASES, Mlp, make, make_optimizer, train
+from optim_states import FULL, differ, rank, trained, wrap
+from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import zshard
+from zshard import FSDP
+
+
+def loads(optimizer, state):
+    """What load_state_dict says, and whether it has left all as it was where it says something."""
+    before = copy.deepcopy([dict(e) for e in optimizer.state.values()])
+    groups = optimizer.param_groups
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        assert optimizer.param_groups is groups
+        assert differ([dict(e) for e in optimizer.state.values()], before) == []
+        return str(error)
+    return "loaded"
+
+
+def damaged(what):
+    """What a load says of a state dict in which one thing is wrong."""
+    _, optimizer = trained("mlp", FULL, "zshard.AdamW")
+    state = copy.deepcopy(optimizer.state_dict())
+    first = state["state"][0]
+    if what == "shape":
+        first["exp_avg"] = torch.zeros(7, 13)
+    elif what == "old slice":
+        first["exp_avg_sq"] = torch.zeros(45, 1)
+    elif what == "short vector":
+        state["state"][1]["exp_avg"] = torch.zeros(12)
+    elif what == "DTensor":
+        first["exp_avg"] = distribute_tensor(first["exp_avg"], mesh_of(1, 2), [Replicate()] * 2)
+    elif what == "fewer parameters":
+        state["param_groups"][0]["params"].pop()
+    elif what == "more groups":
+        state["param_groups"].append({**state["param_groups"][0], "params": []})
+    return loads(optimizer, state)
+
+
+DAMAGES = {
+    "shape": ["'exp_avg' of parameter 'first.weight' has the shape (7, 13), the parameter (13, 7)"],
+    "old slice": ["'exp_avg_sq' of parameter 'first.weight'", "(45, 1)", "older versions"],
+    "short vector": ["'exp_avg' of parameter 'first.bias' has the shape (12,)", "older versions"],
+    "DTensor": ["'exp_avg' of parameter 'first.weight' is a DTensor", "full_tensor()"],
+    "fewer parameters": ["doesn't match the size of optimizer's group"],
+    "more groups": ["different number of parameter groups"],
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_what_does_not_fit_is_named_and_changes_nothing(pool2, what):
+    for text in pool2.run(damaged, what):
+        assert all(part in text for part in DAMAGES[what]), text
+        assert ("older versions" in text) == ("older versions" in DAMAGES[what])
+
+
+def slices_of_an_older_version():
+    """What a load says of the slices that a rank has, as versions before this one saved them."""
+    model, optimizer = trained("odds", FULL, "zshard.AdamW")
+    old = {i: dict(optimizer.state[p]) for i, p in enumerate(model.parameters())}
+    return loads(optimizer, {**optimizer.state_dict(), "state": old})
+
+
+def test_slices_of_an_older_version_are_refused(pool2):
+    for text in pool2.run(slices_of_an_older_version):
+        assert "older versions of zshard saved one rank's slices" in text
+
+
+def by_names(order, own_names):
+    """Loads state whose parameters come in another order; what differs, and the names after."""
+    model, optimizer = trained("mlp", FULL, "zshard.AdamW")
+    expected = optimizer.state_dict()
+    state = copy.deepcopy(expected)
+    group = state["param_groups"][0]
+    group["params"] = [group["params"][i] for i in order]
+    group["param_names"] = [group["param_names"][i] for i in order]
+    named = list(model.named_parameters())
+    other = zshard.AdamW(named if own_names else [p for _, p in named], lr=0.3)
+    other.load_state_dict(state)
+    found = differ(other.state_dict(), expected)
+    names = other.param_groups[0].get("param_names")
+    return found, names == [n for n, _ in named] if own_names else names
+
+
+@pytest.mark.parametrize("own_names", [True, False])
+def test_parameters_in_another_order_are_found_by_name(pool2, own_names):
+    # An optimizer without names has none afterwards: add_param_group() would ask for more of them.
+    expected = ([], True if own_names else None)
+    assert pool2.run(by_names, [3, 0, 4, 1, 2], own_names) == [expected] * 2
+
+
+def in_another_group():
+    model, _ = trained("mlp", FULL, "zshard.AdamW")
+    params = list(model.parameters())
+    other = zshard.AdamW([{"params": params[1:]}, {"params": params[:1]}])
+    other.load_state_dict(other.state_dict())
+    given = zshard.AdamW([{"params": params[:4]}, {"params": params[4:]}])
+    return loads(other, {**given.state_dict(), "state": {}})
+
+
+def test_a_parameter_in_another_group_is_named(pool2):
+    for text in pool2.run(in_another_group):
+        assert "group 0 of the optimizer's state dict has the parameter 'first.weight'" in text
+
+
+def names_of(kind):
+    """The names in a state dict: the user's, the model's, or none where not all are known."""
+    model = FSDP(make(Mlp))
+    if kind == "the user's":
+        optimizer = torch.optim.SGD([(f"my.{n}", p) for n, p in model.named_parameters()])
+    elif kind == "not all":
+        optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))])
+    elif kind == "two models'":
+        optimizer = torch.optim.SGD([*model.parameters(), *FSDP(make(Mlp)).parameters()])
+    else:
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        del optimizer.param_groups[1]
+    return optimizer.state_dict()["param_groups"][0].get("param_names")
+
+
+def test_names_in_the_state_dict(pool2):
+    names = [name for name, _ in Mlp().named_parameters()]
+    assert pool2.run(names_of, "the model's") == [names] * 2
+    assert pool2.run(names_of, "the user's") == [[f"my.{name}" for name in names]] * 2
+    assert pool2.run(names_of, "not all") == [None] * 2
+    assert pool2.run(names_of, "two models'") == [None] * 2
+
+
+def diverged(what, transport):
+    """What state_dict() says where ranks have other state, and whether they can go on."""
+    model, optimizer = trained("mlp", ("full_shard", transport), "zshard.AdamW")
+    param = model.third.bias
+    if rank() == 1:
+        if what == "missing":
+            del optimizer.state[param]
+        elif what == "another key":
+            optimizer.state[param]["more"] = 3
+        elif what == "dtype":
+            optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].double()
+        else:
+            del optimizer.param_groups[0]["params"][-1], optimizer.state[param]
+    try:
+        optimizer.state_dict()
+    except zshard.DivergenceError as error:
+        text = str(error)
+    model.state_dict()
+    return text
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("what", ["missing", "another key", "dtype", "fewer parameters"])
+def test_ranks_with_other_state_are_named(pool2, what, transport):
+    texts = pool2.run(diverged, what, transport)
+    assert len(set(texts)) == 1
+    assert "the optimizers differ between ranks" in texts[0]
+    assert "the state of 'third.bias'" in texts[0] and "rank 0" in texts[0]
+
+
+def nested():
+    """An optimizer of the user's that keeps tensors in a list."""
+    model = FSDP(make(Mlp))
+    optimizer = torch.optim.SGD(model.parameters())
+    for param in model.parameters():
+        optimizer.state[param]["history"] = [torch.zeros_like(param)]
+    with pytest.raises(RuntimeError, match=r"'history' .* 'first.weight' is a list"):
+        optimizer.state_dict()
+
+
+def test_slices_within_lists_are_refused(pool2):
+    pool2.run(nested)
+
+
+def held():
+    """Parameters that unshard() has made whole: state cannot be cut as they are."""
+    model, optimizer = trained("mlp", FULL, "zshard.AdamW")
+    state = optimizer.state_dict()
+    model.first.unshard()
+    with pytest.raises(RuntimeError, match=r"unit 'first' are whole copies.*reshard\(\)"):
+        optimizer.load_state_dict(state)
+    found = differ(optimizer.state_dict(), state)
+    model.first.reshard()
+    optimizer.load_state_dict(state)
+    return found
+
+
+def test_a_load_while_a_unit_is_held_is_refused(pool2):
+    assert pool2.run(held) == [[], []]
+
+
+def test_optimizers_of_plain_models_are_left_to_torch():
+    """Torch's own: nothing is copied, checked or named."""
+    model = make(Mlp)
+    optimizer = make_optimizer("torch.AdamW", model)
+    train(model, CASES["mlp"], optimizer, 0, 1)
+    state = optimizer.state_dict()
+    param = model.first.weight
+    assert state["state"][0]["exp_avg"] is optimizer.state[param]["exp_avg"]
+    assert "param_names" not in state["param_groups"][0]
+    optimizer.load_state_dict(state)
+    assert optimizer.state[param]["exp_avg"] is state["state"][0]["exp_avg"]
+
+
+def test_world_of_one():
+    """A wrapped model without peers: names and checks, and no copies on saving."""
+    model = wrap("mlp", FULL)
+    optimizer = zshard.AdamW(model.parameters())
+    train(model, CASES["mlp"], optimizer, 0, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state["param_groups"][0]["param_names"][0] == "first.weight"
+    bad = copy.deepcopy(state)
+    bad["state"][0]["exp_avg"] = torch.zeros(91, 1)
+    assert "older versions" in loads(optimizer, bad)
+    assert loads(optimizer, state) == "loaded" and differ(optimizer.state_dict(), state) == []
