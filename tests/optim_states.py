@@ -24,10 +24,10 @@ def rank() -> int:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """What nested dicts and lists hold, by path; the names of parameters in torch's groups aside."""
+    """What nested dicts, lists and tuples hold, by path; the names of parameters in torch's groups aside."""
     if isinstance(value, Mapping):
-        pairs = [(key, each) for key, each in value.items() if key != "param_names"]
-    elif isinstance(value, list):
+        pairs = [(key, v) for key, v in value.items() if not str(key).endswith("param_names")]
+    elif isinstance(value, list | tuple):  # torch's checkpoints give lists for tuples
         pairs = list(enumerate(value))
     else:
         return {path: value}

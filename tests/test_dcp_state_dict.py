@@ -1,0 +1,175 @@
+"""torch.distributed.checkpoint.state_dict on sharded models: its functions and options.
+
+The one idea: these functions ask model and optimizer for their state dicts, which are whole; what
+they give and take of a sharded model is what they do of the plain one.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as dcp
+from models import CASES, differences, make, make_optimizer, train
+from optim_states import FULL, differ, go_on, rank, reference, trained, wrap
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+import zshard
+
+C10D = ("shard_grad_op", "c10d")
+SAVING = {
+    "as it is": {},
+    "full": {"full_state_dict": True},
+    "cpu": {"cpu_offload": True},
+    "rank 0": {"full_state_dict": True, "cpu_offload": True},
+    "trainable": {"ignore_frozen_params": True},
+    "flat": {"flatten_optimizer_state_dict": True},
+}
+
+
+def saved(name, kind):
+    """{options: what differs between what is got of a sharded model and of a DDP model}."""
+    plain, theirs = reference(name, kind)
+    model, optimizer = trained(name, FULL, kind)
+    found = {}
+    for what, options in SAVING.items():
+        ours = dcp.get_state_dict(model, optimizer, options=StateDictOptions(**options))
+        expected = dcp.get_state_dict(plain, theirs, options=StateDictOptions(**options))
+        empty = what == "rank 0" and rank() == 1
+        found[what] = differ(list(ours), list(expected)) + (
+            ["not empty"] if empty and any(ours) else []
+        )
+        alone = dcp.get_model_state_dict(model, options=StateDictOptions(**options))
+        found[what] += differ(alone, ours[0])
+        alone = dcp.get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
+        found[what] += differ(alone, ours[1])
+    return found
+
+
+@pytest.mark.parametrize("name", ["tied", "frozen", "conv"])
+def test_what_is_got_is_that_of_the_plain_model(pool2, name):
+    for found in pool2.run(saved, name, "zshard.AdamW"):
+        assert not any(found.values()), found
+
+
+LOADING = {
+    "as it is": {},
+    "full": {"full_state_dict": True},
+    "from rank 0": {"full_state_dict": True, "broadcast_from_rank0": True},
+    "not strict": {"full_state_dict": True, "strict": False},
+}
+
+
+def resumed(name, kind, combination, options):
+    """What differs between training on and training on after a load into another model."""
+    model, optimizer = trained(name, FULL, kind)
+    state = copy.deepcopy(dcp.get_state_dict(model, optimizer))
+    expected = go_on(name, model, optimizer)
+    if options.get("broadcast_from_rank0") and rank() == 1:
+        state = {}, {}
+    other = wrap(name, combination, seed=3)
+    theirs = make_optimizer(kind, other)
+    chosen = StateDictOptions(**options)
+    # Not set_state_dict(), which takes a rank without a dict for one that loads no model.
+    result = dcp.set_model_state_dict(other, state[0], options=chosen)
+    dcp.set_optimizer_state_dict(other, theirs, state[1], options=chosen)
+    found = [str(each) for each in result if each]
+    return found + differ(go_on(name, other, theirs), expected)
+
+
+WAYS = [(name, what) for name in ("tied", "frozen", "odds") for what in LOADING]
+WAYS += [("conv", "as it is"), ("conv", "full")]  # from rank 0, buffers would be rank 0's
+
+
+@pytest.mark.parametrize(("name", "what"), WAYS)
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, what):
+    for kind, combination in (("zshard.AdamW", C10D), ("torch.SGD", FULL)):
+        assert pool2.run(resumed, name, kind, combination, LOADING[what]) == [[], []]
+
+
+def both_at_once():
+    """set_state_dict(), and a flat dict of an optimizer's state."""
+    model, optimizer = trained("mlp", FULL, "zshard.AdamW")
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optim_state = dcp.get_state_dict(model, optimizer, options=flat)
+    other = wrap("mlp", C10D, seed=3)
+    theirs = make_optimizer("zshard.AdamW", other)
+    both = {"model_state_dict": model_state, "optim_state_dict": optim_state}
+    dcp.set_state_dict(other, theirs, **both, options=flat)
+    return differ(go_on("mlp", other, theirs), go_on("mlp", model, optimizer))
+
+
+def test_both_at_once_and_flat(pool2):
+    assert pool2.run(both_at_once) == [[], []]
+
+
+def without_frozen(options):
+    """Frozen parameters are not in the dict, and stay as they are when it is loaded."""
+    model, _ = trained("frozen", FULL, "zshard.AdamW")
+    state = dcp.get_model_state_dict(model, options=StateDictOptions(**options))
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    other = wrap("frozen", C10D, seed=3)
+    before = other.state_dict()
+    expected = {**before, **state}
+    left_out = set(frozen).isdisjoint(state)  # asked now: torch may add to the dict that it loads
+    dcp.set_model_state_dict(other, state, options=StateDictOptions(**options))
+    return left_out, differences(other.state_dict(), expected)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_frozen_parameters_may_be_left_out(pool2, full):
+    options = {"ignore_frozen_params": True, "full_state_dict": full, "strict": full}
+    assert pool2.run(without_frozen, options) == [(True, [])] * 2
+
+
+def misuse(what, options):
+    """What a load says of a state dict in which something is missing or of another shape."""
+    model, optimizer = trained("mlp", FULL, "zshard.AdamW")
+    model_state, optim_state = dcp.get_state_dict(model, optimizer)
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    if what == "missing":
+        del model_state["first.weight"], optim_state["state"]["first.weight"]
+    else:
+        model_state["first.weight"] = torch.zeros(7, 13)
+        optim_state["state"]["first.weight"]["exp_avg"] = torch.zeros(7, 13)
+    texts = []
+    options = StateDictOptions(**options)
+    try:
+        dcp.set_model_state_dict(model, model_state, options=options)
+    except RuntimeError as error:
+        texts.append(str(error))
+    try:
+        dcp.set_optimizer_state_dict(model, optimizer, optim_state, options=options)
+    except (RuntimeError, ValueError) as error:
+        texts.append(str(error))
+    return texts, differ([model.state_dict(), optimizer.state_dict()], before)
+
+
+def test_what_does_not_fit_is_an_error(pool2):
+    for (of_model, of_optimizer), changed in pool2.run(misuse, "missing", {}):
+        assert 'Missing key(s) in state_dict: "first.weight"' in of_model
+        assert "Missing optimizer state for parameter 'first.weight'" in of_optimizer
+        assert changed == []
+    for options in ({}, {"full_state_dict": True}):
+        for (of_model, of_optimizer), changed in pool2.run(misuse, "shape", options):
+            assert "size mismatch for first.weight" in of_model
+            assert "'exp_avg' of parameter 'first.weight'" in of_optimizer
+            assert changed == []
+
+
+def test_world_of_one():
+    for name in ("tied", "frozen"):
+        model = wrap(name, FULL)
+        optimizer = zshard.AdamW(model.parameters())
+        train(model, CASES[name], optimizer, 0, 2)
+        plain = make(CASES[name].make, seed=2)
+        theirs = torch.optim.AdamW(plain.parameters())
+        for options in ({}, {"full_state_dict": True}, {"cpu_offload": True}):
+            chosen = StateDictOptions(**options)
+            state = copy.deepcopy(dcp.get_state_dict(model, optimizer, options=chosen))
+            both = {"model_state_dict": state[0], "optim_state_dict": state[1]}
+            dcp.set_state_dict(plain, theirs, **both, options=chosen)
+            dcp.set_state_dict(model, optimizer, **both, options=chosen)
+            expected = dcp.get_state_dict(plain, theirs)
+            assert differ(list(dcp.get_state_dict(model, optimizer)), list(expected)) == []
