@@ -258,6 +258,35 @@ def test_copies(pool2):
     assert pool2.run(copies) == [([], True)] * 2
 
 
+class PerElement(torch.optim.SGD):
+    """An optimizer of the user's, whose numbers have names that torch has for single ones."""
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["step"] = state.get("step", torch.zeros_like(param)) + 1
+            state["eta"] = param.detach() * 2
+            state["mu"] = torch.zeros(())
+
+
+def of_the_users():
+    """What differs from the plain model's after a step, and after a load in inference mode."""
+    model, plain = wrap("tied", FULL), make(CASES["tied"].make)
+    ours, theirs = PerElement(model.parameters()), PerElement(plain.parameters())
+    for optimizer in (ours, theirs):
+        optimizer.step()
+    with torch.inference_mode():
+        state = ours.state_dict()
+        found = differ(state, theirs.state_dict())
+        ours.load_state_dict(state)
+    tensors = [v for entries in ours.state.values() for v in entries.values()]
+    return found + differ(ours.state_dict(), state), any(t.is_inference() for t in tensors)
+
+
+def test_an_optimizer_of_the_users(pool2):
+    assert pool2.run(of_the_users) == [([], False)] * 2
+
+
 def hooks():
     """The shapes that hooks of the user's meet: whole ones, saving and loading."""
     _, optimizer = trained("mlp", FULL, "zshard.AdamW")

@@ -180,7 +180,7 @@ def nested():
     optimizer = torch.optim.SGD(model.parameters())
     for param in model.parameters():
         optimizer.state[param]["history"] = [torch.zeros_like(param)]
-    with pytest.raises(RuntimeError, match=r"'history' .* 'first.weight' is a list"):
+    with pytest.raises(RuntimeError, match=r"'history' \(a list\) .* of 'first.weight' holds"):
         optimizer.state_dict()
 
 

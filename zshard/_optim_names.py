@@ -320,6 +320,7 @@ def _wrong_types(found: Iterable[tuple[Tensor, Mapping[Any, Any]]]) -> list[str]
 # --- from rank 0, a tensor at a time --------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def _from_rank0(comm: _core.Comm, optimizer: Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
     """The state dict that rank 0 has, with this rank's parts in place of whole tensors."""
     mine = pickle.dumps(_outline(numbered)) if comm.rank == 0 else b""

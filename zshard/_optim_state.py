@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from zshard import _core
 from zshard._agree import Fact, check_agreement, gather_bytes
 from zshard._optim_memory import zeros_side_by_side
 from zshard._parts import Part, part_of
@@ -107,6 +108,15 @@ class _Held:
     part: Part
     entries: list[tuple[Any, Any, bool]]
 
+    @property
+    def nested(self) -> str | None:
+        """What has tensors within a list or dict that seem to be cut."""
+        for key, value, _ in self.entries:
+            leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
+            if self.part.shape != () and any(_is_cut(leaf, self.part) for leaf in leaves):
+                return f"'{key}' (a {type(value).__name__})"
+        return None
+
 
 def _held_by(optimizer: Optimizer) -> list[_Held]:
     """All sharded parameters of the optimizer, also those without state, in its order."""
@@ -116,7 +126,11 @@ def _held_by(optimizer: Optimizer) -> list[_Held]:
     held = []
     for param, part, entries in states:
         rows = [
-            (key, entries[key], _is_cut(entries[key], part) and key not in scalars)
+            (
+                key,
+                entries[key],
+                _is_cut(entries[key], part) and (part.shape != () or key not in scalars),
+            )
             for key in sorted(entries, key=str)
         ]
         held.append(_Held(param, part, rows))
@@ -156,6 +170,7 @@ def _numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[
     return {id(p): number for p, number in zip(_params_of(optimizer), listed, strict=True)}
 
 
+@torch.inference_mode(False)  # what is made is to be written to later
 def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[Any, Tensor]]]:
     """The sharded parameters, and of each the state that is cut as it is, made whole.
 
@@ -169,17 +184,33 @@ def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[A
     for comm in {id(each.part.comm): each.part.comm for each in held}.values():
         mine = [each for each in held if each.part.comm is comm]
         check_agreement(comm, [_fact_of(each) for each in mine], "optimizers")
-        ranges = array("q", [n for each in mine for n in (each.part.begin, each.part.numel)])
-        everyone = [array("q", data) for data in gather_bytes(comm, ranges.tobytes())]
-        for i, each in enumerate(mine):
-            holders[id(each)] = [(them[2 * i], them[2 * i + 1]) for them in everyone]
-    _refuse_nested(held)
+        for each, ranges in zip(mine, _ranges(comm, mine), strict=True):
+            holders[id(each)] = ranges
     result = []
     for each in held:
         cut = [(key, value) for key, value, is_cut in each.entries if is_cut]
         whole = {key: _join(each.part, value, holders[id(each)], keep) for key, value in cut}
         result.append((each.param, whole if keep else {}))
     return result
+
+
+def _ranges(comm: _core.Comm, held: Sequence[_Held]) -> list[list[tuple[int, int]]]:
+    """Of each parameter, the (begin, numel) of all ranks. RuntimeError on all of them for one that
+    has cut tensors within a list or dict; a rank alone could be misled by a shape."""
+    told = [(each.part.begin, each.part.numel, int(each.nested is not None)) for each in held]
+    mine = array("q", [number for row in told for number in row])
+    everyone = [array("q", data) for data in gather_bytes(comm, mine.tobytes())]
+    found = []
+    for i, each in enumerate(held):
+        rows = [them[3 * i : 3 * i + 3] for them in everyone]
+        if all(row[2] for row in rows):
+            raise RuntimeError(
+                f"{each.nested} in the optimizer's state of '{each.part.name}' holds this rank's "
+                "slices, which state_dict() cannot make whole; it can where tensors are under "
+                "names of their own"
+            )
+        found.append([(row[0], row[1]) for row in rows])
+    return found
 
 
 def _join(part: Part, value: Tensor, ranges: list[tuple[int, int]], keep: bool) -> Tensor:
@@ -210,21 +241,10 @@ def _described(value: Any, is_cut: bool) -> str:
     return f"({value.dtype}{', cut' if is_cut else f', shape {tuple(value.shape)}'})"
 
 
-def _refuse_nested(held: Iterable[_Held]) -> None:
-    for each in held:
-        for key, value, _ in each.entries:
-            nested = [] if isinstance(value, Tensor) else tree_leaves(value)
-            if each.part.shape != () and any(_is_cut(leaf, each.part) for leaf in nested):
-                raise RuntimeError(
-                    f"'{key}' in the optimizer's state of '{each.part.name}' is a "
-                    f"{type(value).__name__} with this rank's slices in it, which state_dict() "
-                    "cannot make whole; it can where tensors are under names of their own"
-                )
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
     """Torch's pre-hook of load_state_dict(): what this rank is to load. ValueError for what does
     not fit, before anything has changed."""
