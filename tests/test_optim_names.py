@@ -140,6 +140,10 @@ def spoil_missing(state):
     state["param_groups"][0]["params"].remove("twins.0.one.bias")
 
 
+def spoil_group(state):
+    del state["param_groups"][0]["params"]
+
+
 def spoil_shape(state):
     state["state"]["twins.0.one.bias"]["exp_avg"] = torch.zeros(8)
 
@@ -161,6 +165,7 @@ def spoil_numbers(state):
 SPOILS = {
     "no parameter 'embed.wait'": spoil_rename,
     "group 0 of it has no parameter 'twins.0.one.bias'": spoil_missing,
+    "group 0 of it has no parameter 'embed.weight'": spoil_group,
     "'exp_avg' of parameter 'twins.0.one.bias' has the shape (8,), the parameter (9,)": spoil_shape,
     "'exp_avg_sq' of parameter 'twins.1.one.weight' is of torch.float64": spoil_dtype,
     "twice, under two of its names": spoil_twice,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from meshes import mesh_of
 from models import CASES, Mlp, make, make_optimizer, train
+from nursery import fork_ranks
 from optim_states import FULL, differ, rank, trained, wrap
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -172,6 +173,21 @@ def test_ranks_with_other_state_are_named(pool2, what, transport):
     assert len(set(texts)) == 1
     assert "the optimizers differ between ranks" in texts[0]
     assert "the state of 'third.bias'" in texts[0] and "rank 0" in texts[0]
+
+
+def on_one_rank(transport):
+    """A script that saves on rank 0 alone, as with DDP."""
+    model, optimizer = trained("mlp", ("full_shard", transport), "zshard.AdamW")
+    if rank() == 0:
+        optimizer.state_dict()
+    train(model, CASES["mlp"], optimizer, rank(), 1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_saving_on_one_rank_is_an_error_at_once(transport):
+    for result in fork_ranks(on_one_rank, 2, transport):
+        assert result.returncode == 1
+        assert "DivergenceError" in result.stderr and "did different things" in result.stderr
 
 
 def nested():

@@ -257,7 +257,7 @@ def _numbered(
     known = {name: param for name, param in params.items() if id(param) in listed}
     problems = _unknown(given, known)
     for i, (own, other) in enumerate(zip(ours, theirs, strict=True)):
-        problems += _misplaced(i, own["params"], [known.get(n) for n in other["params"]], known)
+        problems += _misplaced(i, own["params"], [known.get(n) for n in _listed(other)], known)
     states = {name: entries for name, entries in given["state"].items() if name in known}
     problems += [f"its state of {n!r} is no dict" for n, e in states.items() if not _is_dict(e)]
     found = [(known[name], entries) for name, entries in states.items() if _is_dict(entries)]
@@ -279,10 +279,14 @@ def _is_dict(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
+def _listed(group: Mapping[str, Any]) -> list[Any]:
+    return list(group.get("params", ()))
+
+
 def _unknown(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> list[str]:
     """Names that no parameter of the optimizer has."""
     names = dict.fromkeys(given["state"])
-    names.update(dict.fromkeys(n for group in given["param_groups"] for n in group["params"]))
+    names.update(dict.fromkeys(n for group in given["param_groups"] for n in _listed(group)))
     strangers = [name for name in names if name not in known]
     if strangers and all(isinstance(name, int) for name in strangers):
         return ["it has numbers for parameters; load it by optimizer.load_state_dict()"]
