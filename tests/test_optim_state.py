@@ -264,7 +264,7 @@ class PerElement(torch.optim.SGD):
     def step(self, closure=None):
         for param in self.param_groups[0]["params"]:
             state = self.state[param]
-            state["step"] = state.get("step", torch.zeros_like(param)) + 1
+            state["step"] = state.get("step", torch.zeros_like(param, dtype=torch.float64)) + 1
             state["eta"] = param.detach() * 2
             state["mu"] = torch.zeros(())
 

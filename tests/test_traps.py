@@ -73,6 +73,9 @@ TRAPS = {
     "auto wrap and weights that are read past their module": "tests/test_bypass.py::test_modules_that_are_reached_through_are_no_units",
     "deepcopy rebuilds units and hooks": "tests/test_deepcopy.py::test_a_copy_is_a_model_of_its_own",
     "deepcopy of a submodule": f"{HERE}::test_a_copied_submodule_does_not_drive_the_original",
+    "optimizer.state_dict() on one rank": "tests/test_optim_state_errors.py::test_saving_on_one_rank_is_an_error_at_once",
+    "an optimizer's state at another number of ranks": "tests/test_optim_state.py::test_from_three_ranks_to_two_to_one_and_back",
+    "optimizer state after an evaluation": "tests/test_optim_state.py::test_after_an_evaluation",
     "models that differ between ranks": "tests/test_errors.py::test_models_that_differ_are_an_error_on_every_rank",
 }  # fmt: skip
 

@@ -147,21 +147,23 @@ def _is_cut(value: Any, part: Part) -> bool:
 def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Torch's post-hook of state_dict(). Collective; see gather()."""
     numbers = _numbers(optimizer, packed["param_groups"])
-    state = dict(packed["state"])  # its values are the optimizer's own dicts: not to be written to
-    for param, entries in gather(optimizer):
-        number = numbers[id(param)]
-        if number in state:
-            # Copies, too: a state dict must not be of one step in part, and in part of the next.
-            state[number] = {
-                key: entries[key] if key in entries else _own_copy(value)
-                for key, value in state[number].items()
-            }
+    whole = {numbers[id(param)]: entries for param, entries in gather(optimizer)}
+    state = packed["state"]
+    if whole:  # copies of the rest, too: else it would be of the next step when this is of the last
+        state = {number: _snapshot(e, whole.get(number, {})) for number, e in state.items()}
     names = _names_of(optimizer)
     groups = packed["param_groups"]
     if names is not None:
         pairs = zip(groups, names, strict=True)
         groups = [{**group, "param_names": list(own)} for group, own in pairs]
     return {**packed, "state": state, "param_groups": groups}
+
+
+def _snapshot(entries: Any, whole: Mapping[Any, Tensor]) -> Any:
+    """A parameter's state with what is `whole` in place of slices; nothing is the optimizer's."""
+    if not isinstance(entries, Mapping):
+        return entries
+    return {k: whole[k] if k in whole else _own_copy(v) for k, v in entries.items()}
 
 
 def _numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
@@ -327,6 +329,8 @@ class Room:
         """This rank's part of `whole`, in its place; of the parameter's dtype, as torch loads."""
         part, zeros = part_of(param), self._made[key, id(param)]
         assert part is not None
+        if key == "step":  # which torch does not convert
+            return part.of(whole).clone()
         return zeros.copy_(part.of(whole))
 
 
