@@ -173,6 +173,28 @@ def test_loaded_state_lies_side_by_side_and_is_the_optimizers_own(pool2, combina
         assert same and count > 0 and changed == []
 
 
+def on_disk(folder, kind):
+    """What differs after a load where state lies on a disk; and its bytes there, before and after."""
+    model = wrapped(CASES["net"].make, FULL, offload=folder)
+    optimizer = make_optimizer(kind, model)
+    train(model, CASES["net"], optimizer, rank(), steps=2)
+    state, before = optimizer.state_dict(), model.memory()["disk"]
+    optimizer.load_state_dict(state)
+    found = differ(optimizer.state_dict(), state)
+    after = model.memory()["disk"]
+    other, theirs = trained("net", FULL, kind)
+    return (
+        found + differ(go_on("net", model, optimizer), go_on("net", other, theirs)),
+        before,
+        after,
+    )
+
+
+def test_loaded_state_goes_back_to_the_disk(pool2, tmp_path):
+    for found, before, after in pool2.run(on_disk, str(tmp_path), "zshard.AdamW"):
+        assert found == [] and before == after > 0
+
+
 def in_backward():
     """What differs between training by step() and in backward, which both begin with a load."""
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
