@@ -1,14 +1,51 @@
-"""Device meshes for tests: one of each shape per process, since process groups are never freed."""
+"""What tests of meshes and groups share: meshes, hosts that are made up, a case that is trained.
+
+The one idea: there is one mesh of a shape per process, since process groups are never freed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from models import CASES, make, train
 from torch.distributed.device_mesh import DeviceMesh
+
+from zshard import FSDP, _group
 
 
 @functools.cache
 def mesh_of(replicate: int, shard: int) -> DeviceMesh:
     """The mesh of all ranks of that shape; collective when it is first asked for."""
     return dist.init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+
+@contextlib.contextmanager
+def on_two_hosts() -> Iterator[None]:
+    """Context in which ranks 0, 1 and 2, 3 believe to be on two hosts."""
+    host, known = _group._host, dict(_group._entries)
+    _group._host = lambda: f"host{dist.get_rank() // 2}"
+    _group._entries.clear()
+    try:
+        yield
+    finally:
+        _group._host = host
+        _group._entries.update(known)
+
+
+def wrap(name: str, strategy: str, **options: Any) -> Any:
+    """The model of a case, sharded; made with other values on each rank."""
+    case = CASES[name]
+    made = make(case.make, seed=1 + dist.get_rank())
+    return FSDP(made, strategy=strategy, auto_wrap_policy=case.policy, **options)
+
+
+def trained(model: Any, name: str) -> tuple[list[float], dict[str, Any]]:
+    """The losses of a case's steps, and the state in the end."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    losses = train(model, CASES[name], optimizer, dist.get_rank())
+    return losses, model.state_dict()

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from meshes import mesh_of, on_two_hosts, trained, wrap
 from models import CASES, ddp, differences, make, train, wrapped
 from scenarios import (
     Stack,
@@ -23,27 +23,10 @@ from spawn import ranks
 from test_scenarios import SCENARIOS
 
 import zshard
-from zshard import FSDP, _group
+from zshard import FSDP
 
 HYBRIDS = ("hybrid_shard", "hybrid_shard_zero2")
 TRANSPORTS = ("shm", "c10d")
-
-
-def trained(model, name):
-    case = CASES[name]
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    losses = train(model, case, optimizer, dist.get_rank())
-    return losses, model.state_dict()
-
-
-def wrap(name, strategy, **options):
-    case = CASES[name]
-    return FSDP(
-        make(case.make, seed=1 + dist.get_rank()),
-        strategy=strategy,
-        auto_wrap_policy=case.policy,
-        **options,
-    )
 
 
 def compare(name, strategy, transport, shape):
@@ -148,25 +131,19 @@ def test_the_norm_counts_each_gradient_once(pool4):
     assert first == pytest.approx(pool4.run(clipped, "full_shard", None)[0], rel=1e-6)
 
 
-def on_two_hosts():
-    """Ranks 0, 1 and 2, 3 believe to be on two hosts: copies are made by shm, sums over c10d."""
-    host, known = _group._host, dict(_group._entries)
-    _group._host = lambda: f"host{dist.get_rank() // 2}"
-    _group._entries.clear()
-    try:
+def copies_within_hosts():
+    """Copies are made by shm, sums over c10d."""
+    with on_two_hosts():
         shard, _ = dist.new_subgroups(2)
         columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         model = wrap("net", "hybrid_shard", process_group=(shard, columns[dist.get_rank() % 2]))
         head = model.summary().splitlines()[0]
         other = wrap("net", "full_shard", transport="c10d")
         return head, differences(trained(model, "net")[1], trained(other, "net")[1])
-    finally:
-        _group._host = host
-        _group._entries.update(known)
 
 
 def test_shm_within_hosts_and_c10d_between(pool4):
-    for head, wrong in pool4.run(on_two_hosts):
+    for head, wrong in pool4.run(copies_within_hosts):
         assert wrong == []
         assert "transport c10d; 2 copies, each over 2 ranks, transport shm" in head
 

@@ -8,33 +8,25 @@ from __future__ import annotations
 
 import copy
 
+import meshes
 import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from meshes import mesh_of
+from meshes import mesh_of, on_two_hosts, trained
 from models import CASES, ddp, differences, make, train
 from scenarios import Stack, forward_backward, loss_of, message_of, whole_grads
 from spawn import ranks
 from torch import nn
 
 import zshard
-from zshard import FSDP, MixedPrecision, _group, fully_shard
+from zshard import FSDP, MixedPrecision, fully_shard
 
 KEEPING = ("zero1", "hybrid_full")
 
 
 def wrap(name, strategy, **options):
-    case = CASES[name]
-    options.setdefault("transport", "c10d")
-    made = make(case.make, seed=1 + dist.get_rank())
-    return FSDP(made, strategy=strategy, auto_wrap_policy=case.policy, **options)
-
-
-def trained(model, name):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    losses = train(model, CASES[name], optimizer, dist.get_rank())
-    return losses, model.state_dict()
+    return meshes.wrap(name, strategy, **{"transport": "c10d", **options})
 
 
 def groups_for(strategy, shape):
@@ -209,26 +201,20 @@ def test_over_shm_nothing_is_kept(pool4, strategy):
         assert "kept" not in head
 
 
-def on_two_hosts(precision):
-    """Ranks 0, 1 and 2, 3 believe to be on two hosts: the copy is read by shm."""
-    host, known = _group._host, dict(_group._entries)
-    _group._host = lambda: f"host{dist.get_rank() // 2}"
-    _group._entries.clear()
-    try:
+def kept_on_hosts(precision):
+    """The copy is read by shm."""
+    with on_two_hosts():
         options = {"transport": None, "mixed_precision": precision}
         model = wrap("net", "hybrid_full", device_mesh=mesh_of(2, 2), **options)
         head = model.summary().splitlines()[0]
         other = wrap("net", "full_shard", mixed_precision=precision)
         wrong = differences(trained(model, "net")[1], trained(other, "net")[1])
         return head, wrong, model.memory()["slots"]
-    finally:
-        _group._host = host
-        _group._entries.update(known)
 
 
 @pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
 def test_the_copy_is_read_by_shm_where_the_ranks_of_a_host_keep_it(pool4, precision):
-    for head, wrong, slots in pool4.run(on_two_hosts, precision):
+    for head, wrong, slots in pool4.run(kept_on_hosts, precision):
         assert wrong == []
         assert "transport c10d; kept between steps over 2 ranks, transport shm" in head
         assert slots == 0 or precision is not None  # state_dict() gathers what is not kept
