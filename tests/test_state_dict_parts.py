@@ -114,8 +114,8 @@ def gathers(name, policy):
     model, counts = FSDP(make(CASES[name].make), auto_wrap_policy=policy), []
     method = _state._UnitParams.copies
 
-    def counted(self, wanted):
-        made = method(self, wanted)
+    def counted(self, wanted, keep):
+        made = method(self, wanted, keep)
         counts[-1].append((self.unit.name, len(made)))
         return made
 

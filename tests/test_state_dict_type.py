@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch.distributed as dist
-from models import Mlp, differences, make
+from models import COMBINATIONS, Mlp, differences, make, wrapped
+from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -12,7 +15,8 @@ from torch.distributed.fsdp import (
 )
 
 import zshard
-from zshard import FSDP
+from zshard import FSDP, _state
+from zshard._units import units_of
 
 
 def on_rank_0():
@@ -47,15 +51,45 @@ def test_units_within(pool2):
     assert pool2.run(of_a_part) == [(2, 5), (0, 5)]
 
 
-@pytest.mark.parametrize("name", ["LOCAL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_other_types_are_refused(name):
+def test_other_types_are_refused():
     model = FSDP(make(Mlp))
-    for given in (name, StateDictType[name]):
-        with (
-            pytest.raises(NotImplementedError, match=name),
-            FSDP.state_dict_type(model, given),
-        ):
-            pass
+    match = "unknown state_dict_type 'WHOLE'; there are 'FULL_STATE_DICT', 'SHARDED_STATE_DICT'"
+    with pytest.raises(ValueError, match=match), FSDP.state_dict_type(model, "WHOLE"):
+        pass
+
+
+def deep():
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+
+
+def bytes_of_whole_copies(combination):
+    """At most, of copies and of slots while state_dict() ran; of all parameters; of a unit."""
+    model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
+    whole = sum(p.numel() * p.element_size() for p in deep().parameters())
+    usual, made, held = _state._UnitParams._copy, weakref.WeakSet(), []
+
+    def copy(params, index, param, keep):
+        copied = usual(params, index, param, keep)
+        made.add(copied.untyped_storage())
+        held.append(sum(each.nbytes() for each in made) + model.memory()["slots"])
+        return copied
+
+    _state._UnitParams._copy = copy
+    try:
+        config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            state = model.state_dict()
+    finally:
+        _state._UnitParams._copy = usual
+    assert dist.get_rank() != 0 or differences(state, make(deep).state_dict()) == []
+    return max(held), whole, max(state.unit.bytes["full"] for _, state in units_of(model))
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+def test_other_ranks_have_no_copy_of_the_whole(pool2, combination):
+    (most, whole, _), (most_elsewhere, _, unit) = pool2.run(bytes_of_whole_copies, combination)
+    assert most >= whole
+    assert most_elsewhere <= unit + 4096 < whole / 3
 
 
 def test_the_class_has_its_old_name():

@@ -1,17 +1,19 @@
 """Do the ranks hold the same? Asked of a model at wrap time, before anything is shared, and of an
-optimizer before its state is gathered.
+optimizer before its state is gathered. And has the last thing that they did gone well on all?
 
 The one idea: ranks exchange one short hash; only if it differs do they exchange the whole
-description, find the first difference and all raise the same error.
+description, find the first difference and all raise the same error. An outcome is as short.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -48,6 +50,46 @@ def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
     return gathered
 
 
+_TEXT = 2000  # bytes of a message that the other ranks get
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, OSError, MemoryError)
+}
+
+
+@contextlib.contextmanager
+def on_all_ranks(comm: _core.Comm, fact: Callable[[], Any] | None = None) -> Iterator[None]:
+    """Context that ends on all ranks as on the worst of them: what raises on one is raised by all.
+
+    fact: what has to be equal on all ranks when it ends. Collective. Raises the rank's own
+    exception; where that has none, one of that kind (OSError, RuntimeError) that names the rank;
+    DivergenceError where `fact` differs.
+    """
+    error: Exception | None = None
+    digest = b""
+    try:
+        yield
+        digest = hashlib.sha256(repr(fact()).encode()).digest() if fact is not None else b""
+    except (_core.PeerError, _core.DivergenceError):
+        raise  # the others have heard
+    except Exception as caught:
+        error = caught
+    said = f"{_kind_of(error)}\n{error}".encode(errors="replace")[:_TEXT] if error else b""
+    outcomes = comm.exchange(said.ljust(_TEXT, b"\0") + digest.ljust(32, b"\0"))
+    if error is not None:
+        raise error
+    for rank, outcome in enumerate(outcomes):
+        kind, _, text = outcome[:_TEXT].rstrip(b"\0").decode(errors="replace").partition("\n")
+        if kind:
+            raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {text}")
+    for rank, outcome in enumerate(outcomes):
+        if outcome[_TEXT:] != outcomes[0][_TEXT:]:
+            raise _core.DivergenceError(f"rank {rank} has other tensors to load than rank 0")
+
+
+def _kind_of(error: Exception | None) -> str:
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+
+
 def _first_difference(ours: list[Fact], theirs: list[Fact], rank: int) -> str | None:
     for mine, other in zip(ours, theirs, strict=False):
         if mine == other:
@@ -73,6 +115,12 @@ def tensor_fact(kind: str, name: str, tensor: torch.Tensor) -> Fact:
 def value_fact(name: str, tensor: torch.Tensor) -> Fact:
     """A checksum of the values."""
     plain = tensor.detach().contiguous()
-    size = plain.numel() * plain.element_size()
-    data = (ctypes.c_char * size).from_address(plain.data_ptr()) if size else b""
-    return f"the value of '{name}'", f"of checksum {zlib.crc32(data):08x}"
+    return f"the value of '{name}'", f"of checksum {zlib.crc32(bytes_of(plain)):08x}"
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, to read and to write; it has to outlive them."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

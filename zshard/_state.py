@@ -27,17 +27,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from zshard import _core
+from zshard._outline import Outline, Pending, StandIns
 from zshard._plan import UnitSpec
-from zshard._units import is_unit
+from zshard._slices import KEY, Record, misfit, record_of
+from zshard._units import State, is_unit, outline
 
 
-def attach(unit: _core.Unit, spec: UnitSpec) -> None:
+def attach(state: State, spec: UnitSpec) -> None:
     """Makes saving and loading of a sharded unit's parameters whole, from whichever module at or
     below the unit's the call begins."""
-    params = _UnitParams(unit, [ref.param for ref in spec.params])
+    params = _UnitParams(state, [ref.param for ref in spec.params])
     # The unit's module too where it owns none: it is asked first, so it refuses before a change.
     _places_of(spec.module)
     for index, ref in enumerate(spec.params):
@@ -51,15 +52,20 @@ def attach(unit: _core.Unit, spec: UnitSpec) -> None:
 
 
 def whole_state_dict(
-    module: nn.Module, state_dict: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    state_dict: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep: bool = True,
 ) -> Any:
     """What `state_dict`, the method of `module`, returns; each unit is gathered once for it.
 
-    Collective. Raises RuntimeError where a slice would get into the result.
+    keep: if False, the result has the right shapes and no values: this rank only takes part.
+    Collective. Raises RuntimeError where a slice would get into the result unasked.
     """
     if _outermost.get() is not None:
         return state_dict(*args, **kwargs)
-    token = _outermost.set(_Copies(module.parameters()))
+    token = _outermost.set(_Copies(module.parameters(), keep))
     try:
         state = state_dict(*args, **kwargs)
     finally:
@@ -75,12 +81,14 @@ class _UnitParams:
     """The parameters of one sharded unit. It holds no module: a part of a model that lives on
     keeps the unit whose memory it lies on, and no other modules."""
 
-    def __init__(self, unit: _core.Unit, params: list[nn.Parameter]) -> None:
-        self.unit = unit
+    def __init__(self, state: State, params: list[nn.Parameter]) -> None:
+        self.state = state
+        self.unit = state.unit
         self.params = params
 
-    def copies(self, wanted: Collection[int]) -> dict[int, nn.Parameter]:
-        """Whole copies of the parameters whose id is wanted, by id; one gather, so collective."""
+    def copies(self, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
+        """Whole copies of the parameters whose id is wanted, by id; one gather, so collective.
+        keep: else they are shapes only."""
         engine = self.unit.engine
         engine.open()
         try:
@@ -88,15 +96,17 @@ class _UnitParams:
             self.unit.unshard(True)
             try:
                 chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
-                return {id(param): self._copy(i, param) for i, param in chosen}
+                return {id(param): self._copy(i, param, keep) for i, param in chosen}
             finally:
                 if not held:
                     self.unit.reshard()
         finally:
             engine.close()
 
-    def _copy(self, index: int, param: nn.Parameter) -> nn.Parameter:
+    def _copy(self, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
         shape = self.unit.param(index)["shape"]
+        if not keep:
+            return outline(param, shape, param.device)
         with torch.inference_mode(False):  # whoever gets it may write to it
             data = torch.empty(shape, dtype=param.dtype, device=param.device)
             self.unit.read_param(index, data)
@@ -127,19 +137,41 @@ class _Place:
         """The whole one."""
         return tuple(self.unit.param(self.index)["shape"])
 
+    @property
+    def record(self) -> Record:
+        return record_of(self.params.state, self.index)
+
+    @property
+    def wants_slices(self) -> bool:
+        """Are state dicts of this rank's slices now?"""
+        return self.params.state.slices
+
+    def slice(self) -> nn.Parameter:
+        """A copy of this rank's slice, of one dimension. Raises RuntimeError where a script holds
+        the unit whole."""
+        if self.unit.is_full:
+            if _core.held_unit(self.param) is not None:
+                raise RuntimeError(
+                    f"parameter '{self.name}' is whole by unshard() or summon_full_params(): a "
+                    "state dict of slices is taken outside of these"
+                )
+            self.unit.reshard()
+        return _like(self.param, self.param.detach().reshape(-1).clone())
+
 
 class _Copies:
     """The whole copies that one call of state_dict() has made. Tied parameters share theirs."""
 
-    def __init__(self, params: Iterator[nn.Parameter]) -> None:
+    def __init__(self, params: Iterator[nn.Parameter], keep: bool = True) -> None:
         self._below = {id(param) for param in params}  # of a unit, what the call is about
+        self._keep = keep
         self._made: dict[int, nn.Parameter] = {}
 
     def of(self, place: _Place) -> nn.Parameter:
         """The copy of a parameter; the first one of a unit gathers it."""
         key = id(place.param)
         if key not in self._made:
-            self._made.update(place.params.copies(self._below | {key}))
+            self._made.update(place.params.copies(self._below | {key}, self._keep))
         return self._made[key]
 
 
@@ -217,16 +249,22 @@ class _OwnersMethod(_Override):
 
 
 class _Save(_OwnersMethod):
-    """nn.Module's `_save_to_state_dict`, with whole copies in the places. Collective."""
+    """nn.Module's `_save_to_state_dict`, with whole copies in the places (collective) or slices."""
 
     name = "_save_to_state_dict"
 
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         used = self.in_use()
         copies = _outermost.get() or _Copies(iter([place.param for place in used.values()]))
-        whole = {name: copies.of(place) for name, place in used.items()}
-        with _StandIns(self.module, whole):
+        given = {
+            name: place.slice() if place.wants_slices else copies.of(place)
+            for name, place in used.items()
+        }
+        with StandIns(self.module, given):
             self.original()(destination, prefix, keep_vars)
+        records = {name: place.record for name, place in used.items() if place.wants_slices}
+        if records:
+            _metadata_of(destination).setdefault(prefix[:-1], {})[KEY] = records
 
 
 class _Load(_OwnersMethod):
@@ -254,11 +292,13 @@ class _Load(_OwnersMethod):
         for place in used.values():
             if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
                 place.unit.reshard()
-        outlines = {name: _Outline.of(place) for name, place in used.items()}
-        with _StandIns(self.module, outlines) as stand_ins:
+        outlines = {
+            n: Outline.of(place.param, place.shape, place.name) for n, place in used.items()
+        }
+        with StandIns(self.module, outlines) as stand_ins:
             # Registered now, so it runs behind all others: they are to see whole shapes, and
             # nn.Module, which goes on behind this one, the slices.
-            last = functools.partial(self._cut, stand_ins)
+            last = functools.partial(self._cut, stand_ins, local_metadata.get(KEY, {}))
             handle = self.module._register_load_state_dict_pre_hook(last)  # type: ignore[no-untyped-call]
             try:
                 rest = (strict, missing_keys, unexpected_keys, error_msgs)
@@ -266,13 +306,20 @@ class _Load(_OwnersMethod):
             finally:
                 handle.remove()
 
-    def _cut(self, stand_ins: _StandIns, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _cut(
+        self,
+        stand_ins: StandIns,
+        records: dict[str, Record],
+        state: dict[str, Any],
+        prefix: str,
+        *rest: Any,
+    ) -> None:
         """The last load hook: the module gets its shards back, and their slices to copy."""
         stand_ins.end()
         for name, place in self.in_use().items():
             key = prefix + name
             if key in state:
-                state[key] = _slice(place, key, state[key], rest[-1])
+                state[key] = _slice(place, key, state[key], records.get(name), rest[-1])
 
 
 def _places_of(module: nn.Module) -> dict[str, _Place]:
@@ -286,89 +333,58 @@ def _places_of(module: nn.Module) -> dict[str, _Place]:
     return places
 
 
-# --- stand-ins ------------------------------------------------------------------------------------
+# --- slices ---------------------------------------------------------------------------------------
 
 
-class _StandIns:
-    """Context in which a module has other parameters, by attribute, in the places of its own."""
-
-    def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
-        self._places = module._parameters
-        self._params = params
-        self._own = {name: self._places[name] for name in params}
-
-    def __enter__(self) -> _StandIns:
-        self._places.update(self._params)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Puts the module's own back, but not over what somebody else put there meanwhile."""
-        for name, param in self._params.items():
-            if self._places.get(name) is param:
-                self._places[name] = self._own[name]
+def refuse_strange_slices(module: nn.Module, state: Any) -> None:
+    """Raises RuntimeError, before anything changes, if `state` has slices that are not those which
+    this rank has of the parameters below `module`, or if it is not the time for slices."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    wrong = []
+    for prefix, facts in (getattr(state, "_metadata", None) or {}).items():
+        records = facts.get(KEY, {}) if isinstance(facts, dict) else {}
+        load = vars(modules[prefix]).get(_Load.name) if prefix in modules and records else None
+        places = load.in_use() if isinstance(load, _Load) else {}
+        for name, record in records.items():
+            place = places.get(name)
+            own, wanted = (place.record, place.wants_slices) if place else (None, False)
+            said = misfit(record, own, wanted)
+            if said:
+                wrong.append(f"{prefix}.{name}: {said}" if prefix else f"{name}: {said}")
+    if wrong:
+        lines = "\n\t".join(wrong)
+        raise RuntimeError(f"Error(s) in loading slices for {type(module).__name__}:\n\t{lines}")
 
 
-# What may be asked of an outline: facts, and other tensors of its shape and dtype.
-_FACTS = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("layout", "requires_grad", "is_meta")),
-    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "__len__", "__hash__")),
-    *(getattr(torch.Tensor, name) for name in ("is_floating_point", "is_complex")),
-    *(getattr(torch.Tensor, f"new_{what}") for what in ("empty", "zeros", "ones", "full")),
-    *(getattr(torch, f"{what}_like") for what in ("empty", "zeros", "ones", "full")),
-}
-# What may be done after an outline's example to another tensor, which comes first.
-_LIKENESSES = {
-    getattr(torch.Tensor, name) for name in ("expand_as", "reshape_as", "view_as", "type_as", "to")
-}
-_ITSELF = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+def _metadata_of(destination: Any) -> Any:
+    try:
+        return destination._metadata
+    except AttributeError:
+        raise TypeError(
+            "state_dict(destination=...) of slices needs a destination with a dict `_metadata`, "
+            "which is where it says what slices they are: leave `destination` out"
+        ) from None
 
 
-class _Outline(nn.Parameter):
-    """What a load hook sees of a sharded parameter: shape, dtype and device of the whole. It has no
-    values: reading or writing them is a RuntimeError. Put into the state dict, it means "as it is".
-    """
-
-    place: _Place
-
-    @staticmethod
-    def of(place: _Place) -> _Outline:
-        param = place.param
-        element = torch.empty((), dtype=param.dtype, device=param.device)
-        whole = element.expand(place.shape)
-        made: _Outline = torch.Tensor._make_subclass(_Outline, whole, param.requires_grad)
-        vars(made).update(vars(param), place=place)
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _ITSELF:
-            return args[0]
-        if func in _FACTS or (func in _LIKENESSES and not isinstance(args[0], cls)):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        raise RuntimeError(
-            f"{getattr(func, '__name__', func)}() on parameter '{used.place.name}' while its "
-            "module is loaded: a load hook sees the shape and dtype of a sharded parameter, its "
-            "values are not there (take them from state_dict() before, or change them after)"
-        )
-
-
-def _slice(place: _Place, key: str, value: Any, error_msgs: list[str]) -> Any:
-    """What nn.Module is to copy into this rank's shard, given a whole tensor."""
+def _slice(
+    place: _Place, key: str, value: Any, record: Record | None, error_msgs: list[str]
+) -> Any:
+    """What nn.Module is to copy into this rank's shard, given a whole tensor, or by its `record`
+    this rank's slice."""
     if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]
         return value  # nn.Module's error
     local, whole = place.param.detach(), place.shape
-    if isinstance(value, _Outline) and value.place.param is place.param:
+    if isinstance(value, Outline) and value.origin is place.param:
         return local
     if value is place.param:  # torch.distributed.checkpoint fills in what a state dict leaves out
         return local
+    if record is not None:
+        wrong = misfit(record, place.record, place.wants_slices)
+        if not wrong and tuple(value.shape) != (local.numel(),):
+            wrong = f"its shape is {tuple(value.shape)}, that of the slice is ({local.numel()},)"
+        if wrong:
+            error_msgs.append(f"{key}: {wrong}")
+        return local if wrong else value.reshape(local.shape)
     if whole == () and tuple(value.shape) == (1,):
         value = value[0]  # nn.Module takes scalars from old files so
     if tuple(value.shape) != whole:
@@ -380,5 +396,7 @@ def _slice(place: _Place, key: str, value: Any, error_msgs: list[str]) -> Any:
     if tuple(local.shape) == whole:  # this rank's alone, or the user's `p.data = whole`
         return value
     fact = place.unit.param(place.index)
-    part = value.detach().reshape(-1)[fact["begin"] : fact["begin"] + fact["numel"]]
-    return part.reshape(local.shape)
+    begin, numel = fact["begin"], fact["numel"]
+    if isinstance(value, Pending):
+        return value.part(begin, local.shape)
+    return value.detach().reshape(-1)[begin : begin + numel].reshape(local.shape)

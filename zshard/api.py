@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,7 @@ from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._meta import Materializer
 from zshard._parts import remember_parts
 from zshard._plan import UnitSpec
-from zshard._state import attach, whole_state_dict
+from zshard._state import attach, refuse_strange_slices, whole_state_dict
 from zshard._state_dict_type import state_dict_type
 from zshard._summary import summary_of
 from zshard._summon import own_unit_as_on_rank_0, summon_full_params
@@ -222,15 +222,30 @@ class FSDP(Controls):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole plain tensors under plain names; collective: call it on all ranks.
 
-        Arguments as nn.Module.state_dict. Each rank gets the whole dict. Raises RuntimeError where
-        it cannot give a parameter whole, naming it; PeerError if a rank is gone.
+        Arguments as nn.Module.state_dict. Each rank gets the whole dict, or within state_dict_type
+        what that says. Raises RuntimeError where it cannot give a parameter whole, naming it;
+        PeerError if a rank is gone.
         """
-        whole = whole_state_dict(self, super().state_dict, args, kwargs)
         state = state_of(self)
         is_part = bool(args) or kwargs.get("destination") is not None  # of a larger dict
-        if state.rank0_only and state.comms.all.rank != 0 and not is_part:
+        keep = is_part or not state.rank0_only or state.comms.all.rank == 0
+        whole = whole_state_dict(self, super().state_dict, args, kwargs, keep)
+        if not keep:
             whole.clear()
         return whole
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """nn.Module's, with whole tensors of which each rank takes its slice, or within
+        state_dict_type slices that state_dict() gave there; needs no other rank. See also
+        zshard.load_state_dict and zshard.load.
+
+        Raises RuntimeError for slices that are not this rank's, before anything changes, and for
+        what nn.Module raises it for; ValueError for assign=True.
+        """
+        refuse_strange_slices(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """nn.Module.apply, for initialisation say: parameters are whole where `fn` sees them, a
@@ -457,7 +472,7 @@ def _install(spec: UnitSpec, state: State) -> None:
     if unit.is_hooked:
         state.hooks += known_hooks(module, hook_forward(module, unit))
         if not unit.replicated:
-            attach(unit, spec)
+            attach(state, spec)
     module.__dict__[ATTRIBUTE] = state
     module.__class__ = _class_for(type(module))
 

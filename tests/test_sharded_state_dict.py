@@ -1,0 +1,249 @@
+"""State dicts of slices: SHARDED_STATE_DICT and LOCAL_STATE_DICT.
+
+The one idea: what one rank saved is right on the rank that has the same slices, and an error that
+changes nothing anywhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import Collectives
+from meshes import mesh_of
+from models import CASES, COMBINATIONS, differences, make, train, wrapped
+from scenarios import Stack, forward_backward, message_of
+from spawn import ranks
+from torch import nn
+from torch.distributed.fsdp import LocalStateDictConfig, ShardedStateDictConfig, StateDictType
+
+import zshard
+from zshard import FSDP, MixedPrecision
+
+TYPES = [
+    (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)),
+    ("LOCAL_STATE_DICT", LocalStateDictConfig()),
+]
+SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
+
+
+def slices(model, kind="SHARDED_STATE_DICT", config=None):
+    """This rank's state dict, and how many collectives that took."""
+    with FSDP.state_dict_type(model, kind, config), Collectives() as seen:
+        state = model.state_dict()
+    return state, seen.gathers
+
+
+def load_slices(model, state):
+    with FSDP.state_dict_type(model, "SHARDED_STATE_DICT"):
+        return model.load_state_dict(state)
+
+
+def saved_and_loaded(name, combination, folder):
+    """By torch.save on each rank; what differs after loading into a model with other values."""
+    case, rank = CASES[name], dist.get_rank()
+    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
+    expected = model.state_dict()
+    for kind, config in TYPES:
+        state, gathers = slices(model, kind, config)
+        assert gathers == 0
+        for key, param in model.named_parameters():
+            info = zshard.shard_info(param)
+            if info is None:  # no_shard: this rank has it whole
+                assert torch.equal(state[key], expected[key]), key
+                continue
+            begin, end = info["begin"], info["begin"] + info["numel"]
+            assert state[key].shape == (info["numel"],), key
+            assert torch.equal(state[key], expected[key].reshape(-1)[begin:end]), key
+            assert state[key].data_ptr() != param.data_ptr() or info["numel"] == 0
+        assert set(state) == set(expected)
+        torch.save(state, f"{folder}/{name}-{rank}.pt")
+        train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
+        loaded = torch.load(f"{folder}/{name}-{rank}.pt", weights_only=True)
+        keys = load_slices(model, loaded)
+        assert not keys.missing_keys and not keys.unexpected_keys
+        assert differences(model.state_dict(), expected) == []
+    other = wrapped(case.make, combination, seed=9, auto_wrap_policy=case.policy)
+    load_slices(other, torch.load(f"{folder}/{name}-{rank}.pt", weights_only=True))
+    return differences(other.state_dict(), expected)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes"])
+def test_what_each_rank_saves_it_loads(pool, name, tmp_path):
+    for combination in COMBINATIONS:
+        found = pool.run(saved_and_loaded, name, combination, str(tmp_path))
+        assert found == [[]] * pool.world, combination
+
+
+def on_a_mesh(strategy, shape):
+    model = FSDP(make(Stack), strategy=strategy, transport="c10d", device_mesh=mesh_of(*shape))
+    expected = copy.deepcopy(model.state_dict())
+    state, _ = slices(model)
+    forward_backward(model, dist.get_rank())
+    zshard.SGD(model.parameters(), 0.1).step()
+    load_slices(model, state)
+    return differences(model.state_dict(), expected), sum(v.numel() for v in state.values())
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+def test_in_groups(pool4, strategy):
+    whole = sum(p.numel() for p in Stack().parameters())
+    parts = 2 if strategy == "hybrid_shard" else 4
+    found = pool4.run(on_a_mesh, strategy, (2, 2))
+    assert [wrong for wrong, _ in found] == [[]] * 4
+    assert sum(numel for _, numel in found) == whole * 4 / parts
+
+
+def left_whole():
+    """After a forward that leaves units whole, in another dtype; and where a script holds them."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model = wrapped(Stack, ("shard_grad_op", "c10d"), mixed_precision=precision)
+    expected = model.state_dict()
+    loss = model(torch.ones(2, model.head.in_features)).sum()
+    state, _ = slices(model)
+    loss.backward()
+    wrong = [k for k, v in state.items() if v.dtype != expected[k].dtype or v.dim() != 1]
+    with FSDP.summon_full_params(model):
+        said = message_of(lambda: slices(model), RuntimeError)
+    load_slices(model, state)
+    return wrong, differences(model.state_dict(), expected), said
+
+
+def test_units_that_are_whole(pool2):
+    for wrong, after, said in pool2.run(left_whole):
+        assert wrong == after == []
+        assert "is whole by unshard() or summon_full_params()" in said
+
+
+class Buffered(nn.Sequential):
+    """Buffers, and a layer that is ignored."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def ignoring():
+    model = make(Buffered)
+    model = FSDP(model, ignored_modules=[model[2]])
+    state, _ = slices(model)
+    whole = {k: v for k, v in model.state_dict().items() if "running" in k or k.startswith("2.")}
+    with FSDP.state_dict_type(model, "LOCAL_STATE_DICT"):
+        below = model[0].state_dict()
+    return [k for k in whole if not torch.equal(whole[k], state[k])], len(whole), below["weight"]
+
+
+def test_buffers_and_ignored_parameters_are_whole_and_parts_have_slices(pool2):
+    found = pool2.run(ignoring)
+    for wrong, count, weight in found:
+        assert wrong == [] and count == 4 and weight.dim() == 1
+    assert sum(weight.numel() for *_, weight in found) == 35
+
+
+# --- what is not this rank's ----------------------------------------------------------------------
+
+
+class Even(nn.Module):
+    """Its cut gives both ranks slices of one size, each unit some pages long."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.first = nn.Linear(width, width, bias=False)
+        self.second = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def refused(what):
+    """(message, has anything changed) of loading slices that are not this rank's."""
+    rank, model = dist.get_rank(), wrapped(Even, ("full_shard", "shm"), auto_wrap_policy=None)
+    state, _ = slices(model)
+    before = copy.deepcopy(model.state_dict())
+    if what == "of the other rank":
+        states = [None, None]
+        dist.all_gather_object(states, state)
+        state = states[1 - rank]
+    elif what == "of other units":
+        other = wrapped(Even, ("full_shard", "shm"), auto_wrap_policy={nn.Linear})
+        state, _ = slices(other)
+    elif what == "without a record":
+        state = dict(state)
+    elif what == "with a broken record":
+        state._metadata["first"]["zshard_slices"]["weight"] = {"begin": 0}
+    elif what == "of another size":
+        for name in state:
+            state[name] = torch.cat([state[name], torch.zeros(1)])
+    elif what == "of a sharded model":
+        plain = FSDP(make(Even), strategy="no_shard")
+        said = message_of(lambda: load_slices(plain, state), RuntimeError)
+        return said, differences(plain.state_dict(), make(Even).state_dict())
+    if what == "outside":
+        said = message_of(lambda: model.load_state_dict(state), RuntimeError)
+    else:
+        said = message_of(lambda: load_slices(model, state), RuntimeError)
+    return said, differences(model.state_dict(), before)
+
+
+EXPECTED = {
+    "outside": ("first.weight: elements ", "load it within FSDP.state_dict_type(model, 'SHARDED"),
+    "of the other rank": ("first.weight: elements ", " of 2; this rank has elements "),
+    "of other units": ("first.weight: elements ", "; this rank has elements "),
+    "without a record": ("size mismatch for", "the shape in current model is torch.Size([64, 64])"),
+    "with a broken record": ("first.weight: a slice with a record that cannot be read",),
+    "of another size": (".weight: its shape is (", "that of the slice is ("),
+    "of a sharded model": ("first.weight: elements", "here it is not sharded: save and load whole"),
+}
+
+
+@pytest.mark.parametrize("what", EXPECTED)
+def test_what_is_not_this_ranks_is_refused(pool2, what):
+    found = pool2.run(refused, what)
+    assert [changed for _, changed in found] == [[], []]
+    for words in EXPECTED[what]:
+        assert all(words in said for said, _ in found), found
+
+
+def from_below():
+    """A load that begins at a module that is no unit asks its owners alone."""
+    model = wrapped(Even, ("full_shard", "shm"), auto_wrap_policy=None)
+    with FSDP.state_dict_type(model, "LOCAL_STATE_DICT"):
+        state = model.first.state_dict()
+        model.first.load_state_dict(state)
+    return message_of(lambda: model.first.load_state_dict(state), RuntimeError)
+
+
+def test_parts_refuse_slices_too(pool2):
+    for said in pool2.run(from_below):
+        assert "weight: elements" in said and "load it within" in said
+
+
+def without_metadata():
+    model = wrapped(Even, ("full_shard", "shm"))
+    with FSDP.state_dict_type(model, "LOCAL_STATE_DICT"):
+        return message_of(lambda: model.state_dict(destination={}), TypeError)
+
+
+def test_a_destination_has_to_take_the_records(pool2):
+    for said in pool2.run(without_metadata):
+        assert "needs a destination with a dict `_metadata`" in said
+
+
+def whole_within():
+    """Whole tensors are taken in the context as well."""
+    model, other = wrapped(Stack, ("full_shard", "shm")), make(Stack, seed=3)
+    load_slices(model, other.state_dict())
+    return differences(model.state_dict(), other.state_dict())
+
+
+def test_whole_tensors_are_loaded_within(pool2):
+    assert pool2.run(whole_within) == [[], []]
+
+
+def test_alone_everything_is_whole():
+    model = FSDP(make(Stack))
+    state, _ = slices(model)
+    assert differences(state, model.state_dict()) == []
+    load_slices(model, state)

@@ -1,0 +1,126 @@
+"""Tensors that say what they are like and have no values: what loading shows before it copies.
+
+The one idea: code that runs while a model is loaded (nn.Module's, a user's hook) may ask such a
+tensor for its shape, dtype and device. Whatever would need its values is an error that names it, so
+nobody computes with numbers that are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+# What may be asked: facts, and other tensors of its shape and dtype.
+_FACTS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
+    *(getattr(Tensor, name).__get__ for name in ("layout", "requires_grad", "is_meta")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "__len__", "__hash__")),
+    *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex")),
+    *(getattr(Tensor, f"new_{what}") for what in ("empty", "zeros", "ones", "full")),
+    *(getattr(torch, f"{what}_like") for what in ("empty", "zeros", "ones", "full")),
+}
+# What may be done after its example to another tensor, which comes first.
+_LIKENESSES = {getattr(Tensor, n) for n in ("expand_as", "reshape_as", "view_as", "type_as", "to")}
+_ITSELF = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
+class _Valueless:
+    """What outlines and pending tensors share."""
+
+    label: str
+
+    def complaint(self) -> str:
+        """Why there are no values, and what to do."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ITSELF:
+            return args[0]
+        if func in _FACTS or (func in _LIKENESSES and not isinstance(args[0], _Valueless)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and isinstance(args[0], Pending) and args[1] == 0:
+            return args[0].only()
+        used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Valueless))
+        raise RuntimeError(f"{getattr(func, '__name__', func)}() on {used.complaint()}")
+
+
+class Outline(_Valueless, nn.Parameter):
+    """What a load hook sees of a sharded parameter: shape, dtype and device of the whole. Put into
+    the state dict, it means "as it is". `origin` is the parameter."""
+
+    origin: nn.Parameter
+
+    @staticmethod
+    def of(param: nn.Parameter, shape: tuple[int, ...], name: str) -> Outline:
+        whole = torch.empty((), dtype=param.dtype, device=param.device).expand(shape)
+        made: Outline = Tensor._make_subclass(Outline, whole, param.requires_grad)
+        vars(made).update(vars(param), origin=param, label=name)
+        return made
+
+    def complaint(self) -> str:
+        return (
+            f"parameter '{self.label}' while its module is loaded: a load hook sees the shape and "
+            "dtype of a sharded parameter, its values are not there (take them from state_dict() "
+            "before, or change them after)"
+        )
+
+
+class Pending(_Valueless, Tensor):
+    """What a load hook sees of a tensor that is still to be read: the entry `name` of the source,
+    or its elements from `begin` on, in row-major order."""
+
+    begin: int
+
+    @staticmethod
+    def of(name: str, shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Pending:
+        whole = torch.empty((), dtype=dtype).expand(shape)
+        made: Pending = Tensor._make_subclass(Pending, whole)
+        made.label, made.begin = name, begin
+        return made
+
+    def part(self, begin: int, shape: tuple[int, ...]) -> Pending:
+        """As many elements as `shape` has, from `begin` on."""
+        return Pending.of(self.label, shape, self.dtype, self.begin + begin)
+
+    def only(self) -> Pending:
+        """The one element of a tensor of shape (1,), which is how old files have scalars."""
+        if tuple(self.shape) != (1,):
+            raise RuntimeError(f"indexing of {self.complaint()}")
+        return self.part(0, ())
+
+    def complaint(self) -> str:
+        return (
+            f"'{self.label}', which is read into the model only when all of it has been checked: a "
+            "load hook may rename it, drop it, or put another tensor in its place; if it has to "
+            "see values, use model.load_state_dict() with whole tensors"
+        )
+
+
+class StandIns:
+    """Context in which a module has other parameters, by attribute, in the places of its own."""
+
+    def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+        self._places = module._parameters
+        self._params = params
+        self._own = {name: self._places[name] for name in params}
+
+    def __enter__(self) -> StandIns:
+        self._places.update(self._params)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Puts the module's own back, but not over what somebody else put there meanwhile."""
+        for name, param in self._params.items():
+            if self._places.get(name) is param:
+                self._places[name] = self._own[name]
