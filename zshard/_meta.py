@@ -9,7 +9,7 @@ was forgotten, which would train on garbage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,14 @@ from torch import Tensor, nn
 from zshard._units import is_unit
 
 Init = Callable[[nn.Module], Any]
+
+
+def empty(module: nn.Module) -> None:
+    """For FSDP(model, param_init_fn=zshard.empty): what is on the meta device gets no values, since
+    all of them will come from a file (zshard.load) or a state dict. Until then they are NaN.
+
+    Buffers that are in no state dict would never get any: they are a ValueError.
+    """
 
 
 class Materializer:
@@ -58,6 +66,9 @@ class Materializer:
         for name, buffer in buffers.items():
             module._buffers[name] = _marked(buffer)
         marked = {name: getattr(module, name).data_ptr() for name in (*params, *buffers)}
+        if self._init is empty:
+            self._refuse_unsaved(module, buffers)
+            return
         self._initialise(module, list(marked))
         for param, value in before:  # it was drawn for this module, too, and then tied to another's
             param.data.copy_(value)
@@ -75,6 +86,13 @@ class Materializer:
                 own()
             elif names:  # else all it has is tied to another's
                 raise ValueError(self._complaint(module, names[0], "has no reset_parameters()"))
+
+    def _refuse_unsaved(self, module: nn.Module, buffers: Iterable[str]) -> None:
+        for name in buffers:
+            if name in module._non_persistent_buffers_set:
+                raise ValueError(
+                    self._complaint(module, name, "gives it no values, and no state dict has it")
+                )
 
     def _complaint(self, module: nn.Module, name: str, what: str) -> str:
         path = ".".join(part for part in (self._names.get(id(module), ""), name) if part)

@@ -1,14 +1,14 @@
 """Safetensors files: what they hold and where it lies; reading any range of it.
 
 The one idea: a file is not trusted. All that its header says is checked before a byte of its data
-is read: each tensor's bytes have the size of its shape and dtype, and the tensors lie one behind the
-other from the first byte to the last. Names from files never become paths, but for the names of
+is read: each tensor's bytes have the size of its shape and dtype, and the tensors lie one behind
+the other from the first byte to the last. Names in files never become paths, but for the names of
 files in an index, which must be plain. Bytes are read, not mapped: a file that another program cuts
 off is then an error, not the end of the process.
 
-The format: 8 bytes, little-endian: the length of the header. The header, JSON: {name: {"dtype": ...,
-"shape": [...], "data_offsets": [begin, end]}}, offsets from the end of the header on. Then the data.
-A checkpoint is one such file, or a folder as Hugging Face has them.
+The format: 8 bytes, little-endian: the length of the header. The header, JSON: {name: {"dtype": "",
+"shape": [], "data_offsets": [begin, end]}}, offsets from the end of the header on. Then the data. A
+checkpoint is one such file, or a folder as Hugging Face has them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class File:
         if length > HEADER_LIMIT:
             raise self._wrong(f"its header of {length} bytes is above the limit of {HEADER_LIMIT}")
         if length > size - 8:
-            raise self._wrong(f"it ends at byte {size}, within its header, which ends at {8 + length}")
+            raise self._wrong(
+                f"it ends at byte {size}, within its header, which ends at {8 + length}"
+            )
         header = _json_object(self._bytes(length, 8), self.path, "header")
         notes = header.pop("__metadata__", {})
         if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
@@ -127,7 +129,9 @@ class File:
             raise self._wrong(f"tensor '{name}' has no dtype, shape and data_offsets, or more")
         dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise self._wrong(f"tensor '{name}' is of dtype {str(dtype)[:80]!r}, which is not known")
+            raise self._wrong(
+                f"tensor '{name}' is of dtype {str(dtype)[:80]!r}, which is not known"
+            )
         if not _are_counts(shape) or len(shape) > _DIMS_LIMIT:
             raise self._wrong(
                 f"tensor '{name}' has the shape {str(shape)[:80]}: a list of at most {_DIMS_LIMIT} "
@@ -207,7 +211,10 @@ class Checkpoint:
                 raise FileNotFoundError(f"'{index}' names '{file}', which is not there")
             for name in self._add(path):
                 if homes.get(name) != file:
-                    raise ValueError(f"'{path}' has the tensor '{name}', which '{index}' has not there")
+                    raise ValueError(
+                        f"'{path}' has the tensor '{name}', which '{index}' has elsewhere or "
+                        "nowhere"
+                    )
         for name, file in homes.items():
             if name not in self.entries:
                 raise ValueError(f"'{index}' has the tensor '{name}' in '{file}', which has it not")
@@ -249,7 +256,9 @@ def _json_object(data: bytes | bytearray, path: str, what: str) -> dict[str, Any
         return made
 
     try:
-        found = json.loads(str(data, "utf-8"), object_pairs_hook=unique, parse_constant=_no_constant)
+        found = json.loads(
+            str(data, "utf-8"), object_pairs_hook=unique, parse_constant=_no_constant
+        )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the {what} of '{path}' cannot be read: {error}") from None
     if not isinstance(found, dict):

@@ -1,0 +1,338 @@
+"""zshard.load: safetensors files into sharded models, each rank its own parts.
+
+The one idea: the files are written from a plain model by the reference implementation; a sharded
+model that was loaded from them has that model's values, to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import mesh_of
+from models import CASES, COMBINATIONS, Net, differences, make, sharded, train, wrapped
+from safetensors.torch import save_file
+from scenarios import Stack, message_of
+from spawn import ranks
+from torch import nn
+
+import zshard
+from benchmarks.memory import high_water, reset_high_water, trim
+from zshard import FSDP, MixedPrecision
+from zshard._safetensors import File
+
+
+def write(folder, state, files=1):
+    """A state in a folder as Hugging Face has them: each tensor once, contiguous."""
+    folder.mkdir(exist_ok=True)
+    once = {tensor.data_ptr(): name for name, tensor in reversed(state.items()) if tensor.numel()}
+    names = [n for n, t in state.items() if not t.numel() or once[t.data_ptr()] == n]
+    homes = {name: f"part-{i * files // len(names)}.safetensors" for i, name in enumerate(names)}
+    for file in sorted(set(homes.values())):
+        inside = {n: state[n].contiguous() for n in names if homes[n] == file}
+        save_file(inside, folder / ("model.safetensors" if files == 1 else file))
+    if files > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    return str(folder)
+
+
+def of_case(name, seed=7):
+    return make(CASES[name].make, seed).state_dict()
+
+
+def loaded(name, combination, path):
+    """What differs from the state in the file."""
+    model = sharded(name, combination)
+    keys = zshard.load(path, model)
+    assert keys.missing_keys == keys.unexpected_keys == []
+    return differences(model.state_dict(), of_case(name))
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes", "conv"])
+def test_the_values_are_those_of_the_files(pool, name, files, tmp_path):
+    path = write(tmp_path / "x", of_case(name), files)
+    for combination in COMBINATIONS:
+        found = pool.run(loaded, name, combination, path)
+        assert found == [[]] * pool.world, combination
+
+
+def goes_on(strategy, options, path):
+    """What differs after some training from a model that was loaded by nn.Module's method."""
+    states, case = [], CASES["net"]
+    for from_file in (False, True):
+        model = FSDP(make(Net), strategy=strategy, auto_wrap_policy=case.policy, **options())
+        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+        train(model, case, optimizer, dist.get_rank(), 2)
+        if from_file:
+            zshard.load(path, model)
+        else:
+            model.load_state_dict(of_case("net"))
+        train(model, case, optimizer, dist.get_rank(), 2)
+        states.append(copy.deepcopy(model.state_dict()))
+    return differences(*states)
+
+
+def over_c10d_low():
+    return {"transport": "c10d", "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+
+
+def on_a_mesh():
+    return {"transport": "c10d", "device_mesh": mesh_of(2, 2)}
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard", "zero1"])
+def test_training_goes_on(pool2, strategy, tmp_path):
+    path = write(tmp_path / "x", of_case("net"))
+    assert pool2.run(goes_on, strategy, over_c10d_low, path) == [[], []]
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+def test_training_goes_on_in_groups(pool4, strategy, tmp_path):
+    path = write(tmp_path / "x", of_case("net"))
+    assert pool4.run(goes_on, strategy, on_a_mesh, path) == [[]] * 4
+
+
+def test_in_a_world_of_one(tmp_path):
+    path = write(tmp_path / "x", of_case("net"))
+    model = FSDP(make(Net))
+    versions = [p._version for p in model.parameters()]
+    zshard.load(path + "/model.safetensors", model)
+    assert differences(model.state_dict(), of_case("net")) == []
+    assert all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
+
+
+def in_chunks(path, dtype):
+    """Cast on the way, in several chunks; as nn.Module casts."""
+    model, plain = wrapped(Net, ("full_shard", "shm")), make(Net)
+    chunk, zshard._stream.CHUNK = zshard._stream.CHUNK, 64
+    try:
+        zshard.load(path, model)
+    finally:
+        zshard._stream.CHUNK = chunk
+    plain.load_state_dict({name: value.to(dtype) for name, value in of_case("net").items()})
+    return differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_dtypes_are_cast(pool2, dtype, tmp_path):
+    path = write(tmp_path / "x", {k: v.to(dtype) for k, v in of_case("net").items()})
+    assert pool2.run(in_chunks, path, dtype) == [[], []]
+
+
+def with_strict_off(path):
+    model = wrapped(Stack, ("full_shard", "shm"))
+    before = copy.deepcopy(model.state_dict())
+    keys = zshard.load(path, model, strict=False)
+    before["head.bias"].fill_(2.0)
+    return len(keys.missing_keys), keys.unexpected_keys, differences(model.state_dict(), before)
+
+
+def test_strict_off(pool2, tmp_path):
+    path = write(tmp_path / "x", {"head.bias": torch.full((2,), 2.0), "more": torch.ones(1)})
+    for missing, unexpected, wrong in pool2.run(with_strict_off, path):
+        assert missing == len(make(Stack).state_dict()) - 1
+        assert unexpected == ["more"] and wrong == []
+
+
+# --- models that have no values before ------------------------------------------------------------
+
+
+class Persistent(nn.Module):
+    """A layer, and a buffer that the state dict has, or has not."""
+
+    def __init__(self, persistent=True):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("table", torch.ones(4), persistent=persistent)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def from_meta(name, combination, path):
+    """What differs from the file, and the bits of training after that."""
+    case, rank = CASES[name], dist.get_rank()
+    with torch.device("meta"):
+        model = case.make()
+    strategy, transport = combination
+    model = FSDP(
+        model,
+        strategy=strategy,
+        transport=transport,
+        auto_wrap_policy=case.policy,
+        param_init_fn=zshard.empty,
+    )
+    blank = all(value.isnan().all() for value in model.state_dict().values() if value.dim())
+    zshard.load(path, model)
+    wrong = differences(model.state_dict(), of_case(name))
+    plain = sharded(name, combination)
+    plain.load_state_dict(of_case(name))
+    losses = [
+        train(each, case, torch.optim.SGD(each.parameters(), 0.1), rank) for each in (model, plain)
+    ]
+    return blank, wrong, losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["net", "tied", "frozen"])
+def test_from_meta(pool2, name, tmp_path):
+    path = write(tmp_path / "x", of_case(name))
+    for combination in COMBINATIONS:
+        found = pool2.run(from_meta, name, combination, path)
+        assert found == [(True, [], True)] * 2, combination
+
+
+def test_what_a_file_lacks_is_an_error(tmp_path):
+    path = write(tmp_path / "x", {"layer.weight": torch.ones(3, 5), "layer.bias": torch.ones(3)})
+    with torch.device("meta"):
+        model, other = Persistent(), Persistent(persistent=False)
+    model = FSDP(model, param_init_fn=zshard.empty)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"table"'):
+        zshard.load(path, model)
+    assert model.table.isnan().all() and model.layer.weight.isnan().all()
+    with pytest.raises(ValueError, match=r"'table' is on the meta device, .*no state dict has it"):
+        FSDP(other, param_init_fn=zshard.empty)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def wide():
+    return nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+
+
+def bytes_of_loading(path, transport):
+    """Most extra bytes on this rank."""
+    model = FSDP(wide(), transport=transport, auto_wrap_policy={nn.Linear})
+    zshard.load(path, model)  # so that all its pages are there
+    trim()
+    reset_high_water()
+    before = high_water()
+    zshard.load(path, model)
+    return high_water() - before
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_less_than_a_unit_is_held(pool2, dtype, transport, tmp_path):
+    path = write(tmp_path / "x", {k: v.to(dtype) for k, v in wide().state_dict().items()})
+    unit, whole = 4 * 2**20, 64 * 2**20
+    for extra in pool2.run(bytes_of_loading, path, transport):
+        assert extra <= unit < whole / 8
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+def refused(path, path_of_1, kind):
+    """(message, what has changed), of a load where rank 1 may see another file."""
+    model = wrapped(Stack, ("full_shard", "shm"))
+    before = copy.deepcopy(model.state_dict())
+    mine = path if dist.get_rank() == 0 else path_of_1
+    said = message_of(lambda: zshard.load(mine, model), kind)
+    return said, differences(model.state_dict(), before)
+
+
+def check_refused(pool, paths, kind, *words):
+    """Each rank's message."""
+    found = pool.run(refused, *map(str, paths), kind)
+    for said, changed in found:
+        assert changed == [] and all(word in said for word in words), found
+    return [said for said, _ in found]
+
+
+def test_what_does_not_fit_is_listed(pool2, tmp_path):
+    state = make(Stack, 7).state_dict()
+    del state["blocks.0.up.bias"]
+    state["head.weight"] = state["head.weight"].t().contiguous()
+    state["head.bias"] = torch.ones(2, dtype=torch.int32)
+    state["stranger"] = torch.ones(2)
+    path = write(tmp_path / "x", state)
+    words = (
+        'key(s) in state_dict: "blocks.0.up.bias"',
+        '"stranger"',
+        "size mismatch for head.weight",
+    )
+    dtype = "dtype mismatch for head.bias: torch.int32"
+    check_refused(pool2, (path, path), RuntimeError, *words, dtype)
+
+
+def test_a_wrong_file_on_one_rank_is_an_error_on_both(pool2, tmp_path):
+    right = write(tmp_path / "x", make(Stack, 7).state_dict())
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes((tmp_path / "x" / "model.safetensors").read_bytes()[:-1])
+    first, second = check_refused(
+        pool2, (right, broken), ValueError, "broken.safetensors' is no valid"
+    )
+    assert first == f"rank 1: {second}"
+    gone = tmp_path / "gone"
+    check_refused(pool2, (right, gone), OSError, "No such file or directory", "gone")
+    check_refused(pool2, (gone, gone), OSError, "No such file or directory", "gone")
+    other = write(tmp_path / "y", make(Net, 7).state_dict())
+    check_refused(pool2, (right, other), zshard.DivergenceError, "rank 1 has other tensors to load")
+
+
+def reading_fails(path):
+    """An error while data is read, on rank 1: an error on both, and both can go on."""
+    model, usual = wrapped(Stack, ("full_shard", "shm")), File.read_into
+
+    def read_into(file, memory, offset):
+        if offset > os.path.getsize(file.path) // 2:
+            raise OSError(5, "Input/output error", file.path)
+        usual(file, memory, offset)
+
+    File.read_into = read_into if dist.get_rank() == 1 else usual
+    try:
+        said = message_of(lambda: zshard.load(path, model), OSError)
+    finally:
+        File.read_into = usual
+    zshard.load(path, model)
+    return said, differences(model.state_dict(), make(Stack, 7).state_dict())
+
+
+def test_an_error_while_reading_is_one_on_all_ranks(pool2, tmp_path):
+    path = write(tmp_path / "x", make(Stack, 7).state_dict())
+    for said, wrong in pool2.run(reading_fails, path):
+        assert "Input/output error" in said and "model.safetensors" in said and wrong == []
+
+
+def shrinks(path):
+    """A file that becomes shorter once it has been checked."""
+    model = wrapped(Stack, ("full_shard", "shm"))
+    model._register_load_state_dict_pre_hook(lambda *_: os.truncate(path, 3000))
+    return message_of(lambda: zshard.load(path, model), ValueError)
+
+
+def test_a_file_that_shrinks_is_an_error(pool2, tmp_path):
+    path = write(tmp_path / "x", make(Stack, 7).state_dict()) + "/model.safetensors"
+    assert os.path.getsize(path) > 3000
+    for said in pool2.run(shrinks, path):
+        assert f"'{path}' ends at byte" in said and "has become shorter" in said
+
+
+def open_files(path):
+    model, known = wrapped(Stack, ("full_shard", "shm")), set(os.listdir("/proc/self/fd"))
+    zshard.load(path, model)
+    message_of(lambda: zshard.load(path, wrapped(Net, ("full_shard", "shm"))), RuntimeError)
+    return [f for f in set(os.listdir("/proc/self/fd")) - known if _is_file(f)]
+
+
+def _is_file(number):
+    try:
+        return os.readlink(f"/proc/self/fd/{number}").endswith(".safetensors")
+    except FileNotFoundError:
+        return False
+
+
+def test_files_are_closed(pool2, tmp_path):
+    assert pool2.run(open_files, write(tmp_path / "x", make(Stack, 7).state_dict())) == [[], []]
+
+
+def test_a_model_without_units_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="this Net has no sharded module"):
+        zshard.load(tmp_path, make(Net))

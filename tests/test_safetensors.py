@@ -1,0 +1,245 @@
+"""The reader of safetensors files, by itself: right files, wrong files, folders.
+
+The one idea: whatever the bytes are, there comes out what the reference implementation has put in,
+or a ValueError that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from safetensors_files import DATA, STRANGE_FILES, WRONG, packed, right_header, write
+
+from zshard._safetensors import _DTYPES, Checkpoint
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def values(checkpoint):
+    """All tensors of a checkpoint."""
+    found = {}
+    for name, entry in checkpoint.entries.items():
+        data = bytearray(int(torch.Size(entry.shape).numel()) * entry.dtype.itemsize)
+        entry.file.read_into(memoryview(data), entry.begin)
+        flat = torch.frombuffer(data, dtype=entry.dtype) if data else torch.empty(0).to(entry.dtype)
+        found[name] = flat.reshape(entry.shape)
+    return found
+
+
+def read(path):
+    with Checkpoint(path) as checkpoint:
+        return values(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=str)
+def test_what_the_reference_implementation_writes(dtype, tmp_path):
+    bits = torch.randint(0, 2 if dtype == torch.bool else 100, (5, 3, dtype.itemsize)).byte()
+    tensors = {
+        "some": bits.view(dtype).squeeze(-1),
+        "scalar": bits[0, 0].view(dtype)[0].clone(),
+        "none": torch.empty(0, 4).to(dtype),
+        "n\u00e4me/../with everything": bits.view(dtype)[2].clone(),
+    }
+    path = tmp_path / "x.safetensors"
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (ValueError, KeyError) as error:
+        pytest.skip(f"the reference implementation does not write it: {error}")
+    found = read(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == dtype and found[name].shape == tensor.shape
+        ours, theirs = (each.reshape(-1).view(torch.uint8) for each in (found[name], tensor))
+        assert torch.equal(ours, theirs)
+
+
+def test_a_file_by_hand(tmp_path):
+    text = b"  " + json.dumps(right_header()).encode() + b"    "
+    found = read(write(tmp_path / "x", packed(text)))
+    assert torch.equal(
+        found["a"].view(torch.uint8).reshape(-1), torch.tensor(list(DATA[:24])).byte()
+    )
+    assert found["b"].shape == (3,) and found["b"].dtype == torch.float64
+    assert read(write(tmp_path / "y", packed({}, b""))) == {}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_files_are_named_with_what_is_wrong(what, tmp_path):
+    content, words = WRONG[what]
+    path = write(tmp_path / "x.safetensors", content)
+    with pytest.raises(ValueError) as caught:
+        Checkpoint(path)
+    assert words in str(caught.value) and path in str(caught.value)
+
+
+def test_truncated_at_each_length(tmp_path):
+    whole = packed(right_header())
+    for length in range(len(whole)):
+        path = write(tmp_path / "x.safetensors", whole[:length])
+        with pytest.raises(ValueError, match=r"x\.safetensors"):
+            Checkpoint(path)
+
+
+@st.composite
+def mutated(draw):
+    """A right file with some bytes changed, cut out or put in."""
+    content = bytearray(packed(right_header()))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(content)))
+        end = draw(st.integers(at, min(len(content), at + 5)))
+        content[at:end] = draw(
+            st.binary(max_size=5) | st.sampled_from([b"{", b"[", b"9", b'"', b","])
+        )
+    return bytes(content)
+
+
+def survives(content, folder):
+    """Fails for anything but a ValueError that names the file, or tensors that fit the file."""
+    path = write(folder / "x.safetensors", content)
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        found = read(path)
+    except ValueError as error:
+        assert path in str(error)
+    else:
+        header = int.from_bytes(content[:8], "little")
+        sizes = [tensor.numel() * tensor.element_size() for tensor in found.values()]
+        assert sum(sizes) == len(content) - 8 - header
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+FILES = settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@FILES
+@given(content=mutated())
+def test_mutated_files_never_crash(tmp_path, content):
+    survives(content, tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+FACTS = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*_DTYPES, "F31"]) | JSON,
+        "shape": st.lists(st.integers(-1, 4), max_size=3) | JSON,
+        "data_offsets": st.lists(st.integers(-1, 50), min_size=2, max_size=2) | JSON,
+    }
+)
+
+
+@FILES
+@given(header=st.dictionaries(st.text(max_size=3), FACTS | JSON, max_size=3), data=st.binary())
+def test_headers_of_any_content_never_crash(tmp_path, header, data):
+    survives(packed(header, data), tmp_path)
+
+
+def test_a_file_that_becomes_shorter(tmp_path):
+    path = write(tmp_path / "x.safetensors", packed(right_header()))
+    with Checkpoint(path) as checkpoint:
+        os.truncate(path, os.path.getsize(path) - 3)
+        with pytest.raises(ValueError, match="has become shorter since it was opened") as caught:
+            values(checkpoint)
+    assert path in str(caught.value)
+
+
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Checkpoint(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe' is no regular file"):
+        Checkpoint(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="'/dev/null' is no regular file"):
+        Checkpoint("/dev/null")
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safetens"):
+        Checkpoint(tmp_path)
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def folder(path, weight_map, files=("one", "two")):
+    """A folder with an index, and files with one tensor each, of their name."""
+    path.mkdir()
+    for name in files:
+        save_file({name: torch.full((3,), float(len(name)))}, path / f"{name}.safetensors")
+    index = {"metadata": {"total_size": 24}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return str(path)
+
+
+HOMES = {"one": "one.safetensors", "two": "two.safetensors"}
+
+
+def test_a_folder_with_an_index(tmp_path):
+    found = read(folder(tmp_path / "x", HOMES))
+    assert sorted(found) == ["one", "two"]
+    save_file({"whole": torch.ones(2)}, tmp_path / "x" / "model.safetensors")
+    assert sorted(read(tmp_path / "x")) == ["whole"]
+
+
+def test_a_folder_of_links_as_the_hub_has_them(tmp_path):
+    folder(tmp_path / "blobs", HOMES)
+    (tmp_path / "snapshot").mkdir()
+    for each in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / each.name).symlink_to(f"../blobs/{each.name}")
+    assert sorted(read(tmp_path / "snapshot")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("strange", STRANGE_FILES, ids=repr)
+def test_an_index_leads_to_its_own_folder_only(strange, tmp_path):
+    save_file({"one": torch.ones(3)}, tmp_path / "secret.safetensors")
+    path = folder(tmp_path / "x", {**HOMES, "one": strange})
+    with pytest.raises(ValueError, match=r"has the tensor 'one' in .* not the name of a"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (b"", "cannot be read"),
+        (b"[]", "is no JSON object"),
+        (b"{}", "has no weight_map"),
+        (b'{"weight_map": {}}', "has no weight_map"),
+        (b'{"weight_map": [1]}', "has no weight_map"),
+        (b'{"weight_map": {"one": "one.safetensors", "one": "two.safetensors"}}', "there twice"),
+    ],
+)
+def test_a_wrong_index(index, words, tmp_path):
+    path = folder(tmp_path / "x", HOMES)
+    (tmp_path / "x" / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(ValueError, match=words) as caught:
+        Checkpoint(path)
+    assert "index.json" in str(caught.value)
+
+
+def test_files_and_index_that_differ(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"names 'two\.safetensors', which is not there"):
+        Checkpoint(folder(tmp_path / "a", HOMES, ["one"]))
+    more = {**HOMES, "three": "two.safetensors"}
+    with pytest.raises(
+        ValueError, match=r"has the tensor 'three' in 'two\.safetensors', which has"
+    ):
+        Checkpoint(folder(tmp_path / "b", more))
+    crossed = {"one": "two.safetensors", "two": "one.safetensors"}
+    with pytest.raises(
+        ValueError,
+        match=r"two\.safetensors' has the tensor 'two', which '.*' has elsewhere or nowhere",
+    ):
+        Checkpoint(folder(tmp_path / "c", crossed))
+    path = folder(tmp_path / "d", HOMES)
+    (tmp_path / "d" / "two.safetensors").unlink()
+    os.mkfifo(tmp_path / "d" / "two.safetensors")
+    with pytest.raises(ValueError, match="is no regular file"):
+        Checkpoint(path)

@@ -1,0 +1,205 @@
+"""Loading in two steps: first all is checked, then values come one chunk at a time.
+
+The one idea: nn.Module loads as always, with its hooks and complaints, but the tensors that it gets
+are pending ones, and what it copies is written down instead. So a plan comes out of it, in which
+each of this rank's slices stands beside the tensor that it is a part of. Once all ranks have one,
+values are read, straight to where they belong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zshard import _core
+from zshard._agree import on_all_ranks
+from zshard._outline import Pending
+from zshard._units import units_of
+
+CHUNK = 2**24  # bytes
+
+
+class Source(Protocol):
+    """Where values come from."""
+
+    def read(self, name: str, begin: int, target: Tensor) -> None:
+        """Fills `target` with as many row-major elements of the tensor `name`, from `begin` on,
+        cast to its dtype. All ranks call it for the same names in the same order."""
+
+
+class Copy(NamedTuple):
+    """One tensor of the model, and what it is to become."""
+
+    target: Tensor
+    value: Tensor
+
+
+class Plan(NamedTuple):
+    """What loading would do: copies, then calls; and what nn.Module says of the names."""
+
+    copies: list[Copy]
+    calls: list[Callable[[], Any]]
+    keys: Any
+
+    def fact(self) -> list[tuple[str, Any]]:
+        """What has to be equal on all ranks."""
+        return [
+            (copy.value.label, copy.value.dtype)
+            for copy in self.copies
+            if isinstance(copy.value, Pending)
+        ]
+
+
+def comm_of(model: nn.Module) -> _core.Comm:
+    """All ranks that the units of `model` are over. ValueError where there is no unit, or units are
+    over different ranks."""
+    comms = [state.comms.all for _, state in units_of(model)]
+    if not comms:
+        raise ValueError(
+            f"this {type(model).__name__} has no sharded module: call FSDP(model) first, or use "
+            "model.load_state_dict()"
+        )
+    if any(comm is not comms[0] for comm in comms):
+        raise ValueError("the units of the model are over different ranks: load them one by one")
+    return comms[0]
+
+
+def stream(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    source: Source | None,
+    comm: _core.Comm,
+) -> Any:
+    """Loads `state`, whose Pending tensors are of `source`, into `model`. Collective.
+
+    Returns what nn.Module.load_state_dict does. Raises on all ranks what one of them has to raise:
+    RuntimeError, before the model changes, for what does not fit; for what reading raises, when a
+    part of it may have changed.
+    """
+    made: list[Plan] = []
+    with on_all_ranks(comm, lambda: made[0].fact()):
+        made.append(plan(model, state, strict))
+    with on_all_ranks(comm), torch.no_grad():
+        for copy in made[0].copies:
+            _perform(copy, source)
+        for call in made[0].calls:
+            call()
+    return made[0].keys
+
+
+def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Plan:
+    """What model.load_state_dict(state) would copy; changes nothing. RuntimeError for what does not
+    fit, which lists all of it."""
+    with _Recorder(model) as recorder, _later(model) as calls:
+        error, keys = None, None
+        try:
+            keys = model.load_state_dict(state, strict=strict)
+        except RuntimeError as caught:
+            if not recorder.wrong:
+                raise
+            error = caught
+    if recorder.wrong:
+        head = str(error or f"Error(s) in loading state_dict for {type(model).__name__}:")
+        raise RuntimeError("\n\t".join([head, *recorder.wrong]))
+    return Plan(list(recorder.copies.values()), calls(keys), keys)
+
+
+def _perform(copy: Copy, source: Source | None) -> None:
+    if isinstance(copy.value, Pending):
+        assert source is not None, "it is the source that makes them"
+        source.read(copy.value.label, copy.value.begin, copy.target)
+    else:
+        copy.target.copy_(copy.value)
+
+
+class _Recorder(TorchFunctionMode):
+    """Context in which what would be copied to the tensors of a model is written down, with what
+    would lose its meaning by the copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._names = {id(tensor): name for name, tensor in named}
+        self.copies: dict[int, Copy] = {}
+        self.wrong: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.copy_ or id(args[0]) not in self._names:
+            return func(*args, **(kwargs or {}))
+        target, value = args[:2]
+        if _kind(value.dtype) != _kind(target.dtype):
+            self.wrong.append(
+                f"dtype mismatch for {self._names[id(target)]}: {value.dtype} in checkpoint cannot "
+                f"be cast to {target.dtype}, the dtype in current model."
+            )
+        self.copies.pop(id(target), None)  # tied: the last one counts, as for nn.Module
+        self.copies[id(target)] = Copy(target.detach(), value)
+        return target
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"
+
+
+@contextlib.contextmanager
+def _later(model: nn.Module) -> Iterator[Callable[[Any], list[Callable[[], Any]]]]:
+    """Context in which modules of `model` get no extra state, and their post hooks for loading are
+    not run. Gives a function that turns what load_state_dict() returned into the calls for that."""
+    extra: list[Callable[[], Any]] = []
+    hooks: list[tuple[nn.Module, dict[int, Any]]] = []
+
+    def keep(module: nn.Module, state: Any) -> None:
+        extra.append(lambda: type(module).set_extra_state(module, state))
+
+    def calls(keys: Any) -> list[Callable[[], Any]]:
+        posts = [
+            lambda hook=hook, module=module: hook(module, keys)
+            for module, table in reversed(hooks)
+            for hook in table.values()
+        ]
+        return extra + posts
+
+    changed = []
+    for module in model.modules():
+        own = vars(module)
+        changed.append((own, own.get("set_extra_state"), own["_load_state_dict_post_hooks"]))
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            own["set_extra_state"] = lambda state, module=module: keep(module, state)
+        if module._load_state_dict_post_hooks:
+            hooks.append((module, module._load_state_dict_post_hooks))
+            own["_load_state_dict_post_hooks"] = {}
+    try:
+        yield calls
+    finally:
+        for own, setter, table in changed:
+            own.pop("set_extra_state", None)
+            if setter is not None:
+                own["set_extra_state"] = setter
+            own["_load_state_dict_post_hooks"] = table
+
+
+@contextlib.contextmanager
+def flat_of(target: Tensor) -> Iterator[Tensor]:
+    """A view of one dimension of all elements of a tensor, to write to; where there is none, a
+    tensor whose values `target` gets in the end."""
+    if target.is_contiguous():
+        yield target.view(-1)
+        return
+    flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
+    yield flat
+    target.copy_(flat.view(target.shape))
+
+
+def chunks(numel: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """(begin, end) of all elements, in pieces of at most CHUNK bytes."""
+    step = CHUNK // dtype.itemsize
+    for begin in range(0, numel, step):
+        yield begin, min(begin + step, numel)
