@@ -11,12 +11,9 @@ import torch  # noqa: F401 - its libraries have to be loaded before the core tha
 
 from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
 from zshard._core import DivergenceError, PeerError, PeerTimeoutError
-<<<<<<< HEAD
-from zshard._optim_names import load_optim_state_dict, optim_state_dict
-=======
 from zshard._load import load, load_state_dict
 from zshard._meta import empty
->>>>>>> 7f045cd (zshard.load_state_dict (from rank 0, in chunks) and zshard.load (safetensors files, each rank its ranges))
+from zshard._optim_names import load_optim_state_dict, optim_state_dict
 from zshard.api import FSDP, register_forward_method, shard_info
 from zshard.fully_shard import fully_shard
 from zshard.grad_scaler import GradScaler
@@ -47,13 +44,10 @@ __all__ = [
     "ShardingStrategy",
     "empty",
     "fully_shard",
-<<<<<<< HEAD
-    "load_optim_state_dict",
-    "optim_state_dict",
-=======
     "load",
+    "load_optim_state_dict",
     "load_state_dict",
->>>>>>> 7f045cd (zshard.load_state_dict (from rank 0, in chunks) and zshard.load (safetensors files, each rank its ranges))
+    "optim_state_dict",
     "register_forward_method",
     "shard_info",
     "wrap",

@@ -114,8 +114,12 @@ def tensor_fact(kind: str, name: str, tensor: torch.Tensor) -> Fact:
 
 def value_fact(name: str, tensor: torch.Tensor) -> Fact:
     """A checksum of the values."""
-    plain = tensor.detach().contiguous()
-    return f"the value of '{name}'", f"of checksum {zlib.crc32(bytes_of(plain)):08x}"
+    return f"the value of '{name}'", f"of checksum {checksum(tensor):08x}"
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of a CPU tensor's values; 32 bits."""
+    return zlib.crc32(bytes_of(tensor.detach().contiguous()))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zshard._areas import Areas
 from zshard._units import is_unit
 
 Init = Callable[[nn.Module], Any]
@@ -41,6 +42,7 @@ class Materializer:
         self._queue = list(_children_first(root, ignored, set()))
         self._place = {id(module): place for place, module in enumerate(self._queue)}
         self._done = 0
+        self._areas = Areas()
         self._given: set[int] = set()  # parameters that were made real here
 
     def up_to(self, module: nn.Module) -> None:
@@ -53,6 +55,10 @@ class Materializer:
             self._make_real(self._queue[self._done])
             self._done += 1
 
+    def has_made(self, params: Iterable[nn.Parameter]) -> bool:
+        """Have all of them got their values here?"""
+        return all(id(param) in self._given for param in params)
+
     def _make_real(self, module: nn.Module) -> None:
         params = {k: p for k, p in module._parameters.items() if p is not None and p.is_meta}
         buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
@@ -61,7 +67,7 @@ class Materializer:
             return
         before = [(p, p.detach().clone()) for p in tied if p is not None]
         for param in params.values():
-            _give_memory(param)
+            _give_memory(param, self._areas)
             self._given.add(id(param))
         for name, buffer in buffers.items():
             module._buffers[name] = _marked(buffer)
@@ -115,9 +121,10 @@ def _children_first(
     yield module
 
 
-def _give_memory(param: nn.Parameter) -> None:
+def _give_memory(param: nn.Parameter, areas: Areas) -> None:
     """Gives a parameter memory of its own; it stays the same object wherever it is held."""
-    real = nn.Parameter(_marked(param), requires_grad=param.requires_grad)
+    data = areas.empty_like(param).fill_(_mark_of(param))
+    real = nn.Parameter(data, requires_grad=param.requires_grad)
     vars(real).update(vars(param))
     torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
 
@@ -136,6 +143,11 @@ def _has_mark(tensor: Tensor) -> bool:
     """Is the mark everywhere? A bool has no value to spare."""
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False
+    first = tensor[(0,) * tensor.dim()]  # most have another value there, and then that is all
+    return _is_mark(first) and _is_mark(tensor)
+
+
+def _is_mark(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().all())
     return bool((tensor == _mark_of(tensor)).all())

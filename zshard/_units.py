@@ -65,6 +65,7 @@ class State:
         self.hooks: list[Hook] = []  # on the module, and on parts of it
         self.rank0_only = False  # of state_dict()
         self.optim_rank0_only = False  # of optim_state_dict()
+        self.whole_grads = False  # within summon_full_params(with_grads=True)
         self.slices = False  # state_dict() gives this rank's, and load_state_dict() takes them
         self.sync_buffers = False  # the root's: from rank 0, at each forward
 

@@ -6,6 +6,7 @@ unit at a time, from the model itself, from an initialisation, or from rank 0.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._agree import Fact, tensor_fact, value_fact
+from zshard._agree import Fact, bytes_of, checksum, tensor_fact, value_fact
 from zshard._meta import Materializer
 from zshard._plan import UnitSpec
 from zshard._units import Options, outline
@@ -60,11 +61,23 @@ class Values:
         self._root = root
         self._materializer = materializer
         self._source = source
+        # Ranks that draw the same numbers need not send them: a checksum says so in less time.
+        self._alike = source is not None and _all_same(source, _bytes_of_generator())
 
     def give(self, spec: UnitSpec) -> None:
         """Sees to the parameters of a unit that is about to be made."""
         self._materializer.up_to(spec.module)
-        self._share(ref.param.detach() for ref in spec.params)
+        values = [ref.param.detach() for ref in spec.params]
+        drawn = self._materializer.has_made(ref.param for ref in spec.params)
+        if self._source is None or not (self._alike and self._same(values, drawn)):
+            self._share(values)
+
+    def _same(self, values: list[torch.Tensor], drawn: bool) -> bool:
+        """Have all ranks drawn the same? Collective; each says whether it has drawn at all."""
+        sums = [checksum(value) for value in values] if drawn else []
+        mine = repr((drawn, sums)).encode()
+        assert self._source is not None, "it is asked of several ranks only"
+        return _all_same(self._source, mine) and drawn
 
     def share_buffers(self, ignored: set[nn.Module]) -> None:
         """The same for the buffers, but for those of `ignored` modules."""
@@ -78,6 +91,15 @@ class Values:
             if tensor.is_meta or tensor.layout != torch.strided:
                 continue  # the unit names what cannot be sharded
             take_from_rank_0(self._source, tensor)
+
+
+def _bytes_of_generator() -> bytes:
+    return bytes(bytes_of(torch.get_rng_state()))
+
+
+def _all_same(comm: _core.Comm, mine: bytes) -> bool:
+    """Do all ranks give the same bytes? Collective."""
+    return len(set(comm.exchange(hashlib.sha256(mine).digest()))) == 1
 
 
 def take_from_rank_0(comm: _core.Comm, tensor: torch.Tensor) -> None:

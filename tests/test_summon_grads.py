@@ -1,0 +1,225 @@
+"""summon_full_params(with_grads=True): whole gradients to read and to write.
+
+The one idea: inside, a `.grad` is what whole_grads() puts together from the ranks' slices; outside,
+what was written inside is what the slices are of.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import mesh_of
+from models import CASES, COMBINATIONS, differences, loss_of, make, sharded, wrapped
+from scenarios import Stack, floats, forward_backward, message_of, whole_grads
+from spawn import ranks
+
+import zshard
+from zshard import FSDP, MixedPrecision
+
+SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
+LOW = MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def grads_of(model):
+    """Copies of the gradients as they are now, by name, without those that are None."""
+    found = {name: param.grad for name, param in model.named_parameters()}
+    return {name: grad.clone() for name, grad in found.items() if grad is not None}
+
+
+def present(grads):
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
+def reading(name, combination):
+    """What differs inside from the whole gradients, and after it; on rank 0 alone, too."""
+    case, model = CASES[name], sharded(name, combination)
+    loss_of(model(case.batch(0, dist.get_rank()))).backward()
+    loss_of(model(case.batch(1, dist.get_rank()))).backward()
+    expected = present(whole_grads(model))
+    slices = {
+        name: (p.grad, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None
+    }
+    with FSDP.summon_full_params(model, with_grads=True):
+        inside = grads_of(model)
+        with FSDP.summon_full_params(model, with_grads=True):
+            nested = grads_of(model)
+    with model.summon_full_params(writeback=False, rank0_only=True, with_grads=True):
+        at_0 = grads_of(model)
+    kept = [n for n, p in model.named_parameters() if n in slices and p.grad is not slices[n][0]]
+    same = all(torch.equal(grad, value) for grad, value in slices.values())
+    wrong = differences(inside, expected) + differences(nested, expected)
+    if dist.get_rank() == 0:
+        wrong += differences(at_0, expected)
+    return wrong, kept, same, differences(present(whole_grads(model)), expected)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "unused", "dtypes"])
+def test_gradients_are_whole_within(pool, name):
+    for combination in COMBINATIONS:
+        found = pool.run(reading, name, combination)
+        assert found == [([], [], True, [])] * pool.world, combination
+
+
+def in_groups(strategy):
+    model = FSDP(make(Stack), strategy=strategy, transport="c10d", device_mesh=mesh_of(2, 2))
+    forward_backward(model, dist.get_rank())
+    expected = whole_grads(model)
+    with FSDP.summon_full_params(model, with_grads=True):
+        return differences(grads_of(model), expected)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+def test_in_groups(pool4, strategy):
+    assert pool4.run(in_groups, strategy) == [[]] * 4
+
+
+def writing(combination, writeback, precision):
+    """What differs after a step with what was written inside from what it should be."""
+    model = wrapped(Stack, combination, mixed_precision=precision)
+    optimizer = zshard.SGD(model.parameters(), 0.1)
+    forward_backward(model, dist.get_rank())
+    expected, before = whole_grads(model), copy.deepcopy(model.state_dict())
+    with FSDP.summon_full_params(model, writeback=writeback, with_grads=True):
+        for name, param in model.named_parameters():
+            if name == "head.bias":
+                param.grad = None
+            elif name == "head.weight":
+                param.grad = torch.full_like(param, 3.0)
+            else:
+                param.grad.mul_(2)
+    if writeback:
+        expected = {name: grad * 2 for name, grad in expected.items()}
+        expected["head.weight"] = torch.full_like(expected["head.weight"], 3.0)
+        expected["head.bias"] = None
+    found = whole_grads(model)
+    wrong = differences(present(found), present(expected))
+    optimizer.step()
+    for name, grad in present(expected).items():
+        before[name] = before[name].add(grad, alpha=-0.1)
+    near = {n: bool((v - before[n]).abs().max() < 1e-6) for n, v in model.state_dict().items()}
+    optimizer.zero_grad()
+    forward_backward(model, dist.get_rank())
+    return (
+        wrong,
+        [n for n, is_near in near.items() if not is_near],
+        found.keys() == whole_grads(model).keys(),
+    )
+
+
+@pytest.mark.parametrize("precision", [None, LOW])
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_what_is_written_counts_or_is_dropped(pool2, combination, writeback, precision):
+    assert pool2.run(writing, combination, writeback, precision) == [([], [], True)] * 2
+
+
+def some_ranks_only(combination):
+    """A rank that dropped its slices counts as zero; a gradient that is made inside stays."""
+    model, rank = wrapped(Stack, combination), dist.get_rank()
+    forward_backward(model, rank)
+    expected = whole_grads(model)
+    info = zshard.shard_info(model.head.weight)
+    if rank == 1:
+        model.head.weight.grad = None
+    spans = [None, None]
+    dist.all_gather_object(spans, (info["begin"], info["numel"]))
+    begin, numel = spans[1]
+    expected["head.weight"].view(-1)[begin : begin + numel] = 0
+    with FSDP.summon_full_params(model, with_grads=True):
+        wrong = differences(grads_of(model), expected)
+    model.zero_grad()
+    with FSDP.summon_full_params(model, with_grads=True):
+        none = [name for name, param in model.named_parameters() if param.grad is not None]
+        model.head.weight.grad = torch.ones_like(model.head.weight)
+    ours = present(whole_grads(model))
+    return wrong, none, [(name, bool((grad == 1).all())) for name, grad in ours.items()]
+
+
+@pytest.mark.parametrize("combination", SHARDED)
+def test_gradients_that_some_ranks_have(pool2, combination):
+    assert pool2.run(some_ranks_only, combination) == [([], [], [("head.weight", True)])] * 2
+
+
+def local(combination):
+    """In no_sync() a .grad is whole and this rank's own: it stays so, and what is written counts."""
+    model, plain = wrapped(Stack, combination), make(Stack)
+    rank = dist.get_rank()
+    with model.no_sync():
+        loss_of(model(floats(rank))).backward()
+    loss_of(plain(floats(rank))).backward()
+    expected = {name: param.grad.clone() for name, param in plain.named_parameters()}
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        inside = differences(grads_of(model), expected)
+        for param in model.parameters():
+            param.grad.mul_(5)
+    after = differences(grads_of(model), expected)
+    with FSDP.summon_full_params(model, with_grads=True):
+        for param in model.parameters():
+            param.grad.mul_(2)
+    doubled = {name: grad * 2 for name, grad in expected.items()}
+    return inside, after, differences(grads_of(model), doubled)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_gradients_of_no_sync_stay_the_ranks_own(pool2, combination):
+    assert pool2.run(local, combination) == [([], [], [])] * 2
+
+
+def local_on_one_rank():
+    """One rank keeps its gradients, by its own switch, and the other has dropped its."""
+    model = wrapped(Stack, ("full_shard", "shm"))
+    with model.no_sync():
+        forward_backward(model, dist.get_rank())
+    if dist.get_rank() == 1:
+        model.zero_grad()
+    before = grads_of(model)
+
+    def enter():
+        with FSDP.summon_full_params(model, with_grads=True):
+            pass
+
+    return message_of(enter, RuntimeError), differences(grads_of(model), before)
+
+
+def test_gradients_that_one_rank_has_kept_are_refused(pool2):
+    for said, changed in pool2.run(local_on_one_rank):
+        assert "is some ranks' own, kept in no_sync(), and not the others'" in said
+        assert changed == []
+
+
+def stumbling(combination):
+    model = wrapped(Stack, combination)
+    forward_backward(model, dist.get_rank())
+    expected = whole_grads(model)
+
+    def fail():
+        with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+            for param in model.parameters():
+                param.grad.zero_()
+            raise ValueError("stumbled")
+
+    message_of(fail, ValueError)
+    return differences(whole_grads(model), expected)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_an_error_within(pool2, combination):
+    assert pool2.run(stumbling, combination) == [[], []]
+
+
+def test_alone():
+    model = FSDP(make(Stack))
+    forward_backward(model, 0)
+    before = grads_of(model)
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        assert differences(grads_of(model), before) == []
+        model.head.weight.grad.zero_()
+        model.head.bias.grad = None
+    assert differences(grads_of(model), before) == []
+    with FSDP.summon_full_params(model, with_grads=True):
+        model.head.weight.grad.zero_()
+    assert not model.head.weight.grad.any()
