@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, COMBINATIONS, differences, loss_of, make, train
-from scenarios import message_of
+from models import CASES, COMBINATIONS, TRANSPORTS, differences, loss_of, make, train
+from scenarios import Stack, message_of
 from torch import nn
 
-from zshard import FSDP, fully_shard
+from benchmarks.memory import high_water, reset_high_water, trim
+from zshard import FSDP, _values, fully_shard
+from zshard._areas import Areas
 
 
 class Block(nn.Module):
@@ -206,3 +208,84 @@ def mixed():
 def test_meta_beside_real(pool2):
     for same, message in pool2.run(mixed):
         assert same and "'gain'" in message
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def drawn(how, transport):
+    """(how many values were sent, what differs from rank 0's)."""
+    torch.manual_seed(5 + (dist.get_rank() if how == "other seeds" else 0))
+    rank = 0.0 if how == "alike" else float(dist.get_rank())
+
+    def init(module):
+        for param in module.parameters(recurse=False):
+            param.uniform_()
+            param.add_(rank if how == "by rank" else 0.0)
+        for buffer in module.buffers(recurse=False):
+            buffer.zero_()
+
+    sent, usual = [], _values.take_from_rank_0
+    _values.take_from_rank_0 = lambda comm, tensor: sent.append(tensor) or usual(comm, tensor)
+    try:
+        model = FSDP(on_meta(Stack), transport=transport, param_init_fn=init)
+    finally:
+        _values.take_from_rank_0 = usual
+    states = [None, None]
+    dist.all_gather_object(states, {k: v.clone() for k, v in model.state_dict().items()})
+    torch.manual_seed(5)
+    plain = on_meta(Stack).to_empty(device="cpu")
+    rank = 0.0
+    with torch.no_grad():
+        for module in (m for b in plain.blocks for m in (*b.children(), b)):
+            init(module)
+        init(plain.head)
+    return len(sent), differences(states[0], plain.state_dict()) + differences(*states)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_values_are_sent_where_ranks_have_drawn_others(pool2, transport):
+    everything = len(list(Stack().parameters()))
+    assert pool2.run(drawn, "alike", transport) == [(0, [])] * 2
+    assert pool2.run(drawn, "other seeds", transport) == [(everything, [])] * 2
+    assert pool2.run(drawn, "by rank", transport) == [(everything, [])] * 2
+
+
+def wide():
+    return nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(12)])
+
+
+def bytes_of_setup(transport):
+    """Most bytes beyond those before, and those kept."""
+    FSDP(on_meta(Stack), transport=transport)
+    model = on_meta(wide)
+    trim()
+    reset_high_water()
+    before = high_water()
+    model = FSDP(model, transport=transport, auto_wrap_policy={nn.Linear})
+    most = high_water() - before
+    return most, model.memory()["shards"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_little_is_whole_at_a_time(pool2, transport):
+    unit = 8 * 2**20
+    for most, shards in pool2.run(bytes_of_setup, transport):
+        assert shards == 6 * unit and most <= shards + 1.5 * unit + 2**20
+
+
+def test_memory_goes_from_one_tensor_to_the_next_like_it():
+    areas, like = Areas(), torch.empty(512, 512, device="meta", dtype=torch.bfloat16)
+    first = areas.empty_like(like).fill_(3)
+    assert first.shape == (512, 512) and first.dtype == torch.bfloat16
+    place, view = first.data_ptr(), first[1]
+    del first
+    assert areas.empty_like(like).data_ptr() != place  # a view holds it
+    del view
+    second = areas.empty_like(like)
+    assert second.data_ptr() == place
+    other = areas.empty_like(torch.empty(300, 1000, device="meta"))
+    del second, areas
+    assert other.fill_(1).sum() == 300_000
+    small = Areas().empty_like(torch.empty(3, device="meta"))
+    assert small.device.type == "cpu" and small.untyped_storage().resizable()

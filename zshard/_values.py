@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._agree import Fact, bytes_of, checksum, tensor_fact, value_fact
+from zshard._agree import Fact, checksum, tensor_fact, value_fact
 from zshard._meta import Materializer
 from zshard._plan import UnitSpec
 from zshard._units import Options, outline
@@ -62,22 +62,24 @@ class Values:
         self._materializer = materializer
         self._source = source
         # Ranks that draw the same numbers need not send them: a checksum says so in less time.
-        self._alike = source is not None and _all_same(source, _bytes_of_generator())
+        self._alike = True  # so far
 
     def give(self, spec: UnitSpec) -> None:
         """Sees to the parameters of a unit that is about to be made."""
         self._materializer.up_to(spec.module)
         values = [ref.param.detach() for ref in spec.params]
         drawn = self._materializer.has_made(ref.param for ref in spec.params)
-        if self._source is None or not (self._alike and self._same(values, drawn)):
+        if self._source is not None and not self._same(self._source, values, drawn):
             self._share(values)
 
-    def _same(self, values: list[torch.Tensor], drawn: bool) -> bool:
-        """Have all ranks drawn the same? Collective; each says whether it has drawn at all."""
-        sums = [checksum(value) for value in values] if drawn else []
-        mine = repr((drawn, sums)).encode()
-        assert self._source is not None, "it is asked of several ranks only"
-        return _all_same(self._source, mine) and drawn
+    def _same(self, comm: _core.Comm, values: list[torch.Tensor], drawn: bool) -> bool:
+        """Have all ranks drawn the same values? Collective, and asked no more once they had not."""
+        if not self._alike:
+            return False
+        facts = (drawn, [checksum(value) for value in values] if drawn else [])
+        mine = hashlib.sha256(repr(facts).encode()).digest()
+        self._alike = len(set(comm.exchange(mine))) == 1
+        return self._alike and drawn
 
     def share_buffers(self, ignored: set[nn.Module]) -> None:
         """The same for the buffers, but for those of `ignored` modules."""
@@ -91,15 +93,6 @@ class Values:
             if tensor.is_meta or tensor.layout != torch.strided:
                 continue  # the unit names what cannot be sharded
             take_from_rank_0(self._source, tensor)
-
-
-def _bytes_of_generator() -> bytes:
-    return bytes(bytes_of(torch.get_rng_state()))
-
-
-def _all_same(comm: _core.Comm, mine: bytes) -> bool:
-    """Do all ranks give the same bytes? Collective."""
-    return len(set(comm.exchange(hashlib.sha256(mine).digest()))) == 1
 
 
 def take_from_rank_0(comm: _core.Comm, tensor: torch.Tensor) -> None:
