@@ -195,6 +195,17 @@ def test_memory_quick(tmp_path: Path) -> None:
     assert side["peak_bytes"] > side["held_bytes"]
 
 
+@pytest.mark.slow
+def test_load_quick(tmp_path: Path) -> None:
+    flags = ["--sides", "plain", "zshard-meta", "zshard-load", "fsdp2-load-each"]
+    (result,) = quick("load", tmp_path / "load.json", *flags)["results"]
+    assert list(result["sides"]) == flags[1:]
+    for name, side in result["sides"].items():
+        assert set(side["seconds"]) == set(side["cpu_seconds"]) == SPREAD
+        assert side["values_of_the_plain_model"] is (True if name.startswith("zshard") else None)
+    assert result["share_bytes"] == 4 * result["parameters"] // 2
+
+
 def test_every_target_belongs_to_a_side_and_model() -> None:
     assert set(step_time.TARGETS) <= set(WORKLOADS)
     for module in (step_time, host_time, memory):
