@@ -241,3 +241,20 @@ def patched_methods():
 
 def test_patched_methods_get_whole_tensors(pool2):
     assert pool2.run(patched_methods) == [[], []]
+
+
+class OwnLoad(nn.Linear):
+    """A load_state_dict of its own, of fewer arguments."""
+
+    def load_state_dict(self, state_dict, strict=True):
+        return super().load_state_dict({k.removeprefix("own."): v for k, v in state_dict.items()})
+
+
+def loads_by_its_own_method():
+    model, plain = wrapped(lambda: OwnLoad(5, 3), FULL), make(lambda: OwnLoad(5, 3), seed=2)
+    model.load_state_dict({f"own.{name}": value for name, value in plain.state_dict().items()})
+    return differences(model.state_dict(), plain.state_dict())
+
+
+def test_a_load_state_dict_of_the_models_own(pool2):
+    assert pool2.run(loads_by_its_own_method) == [[], []]

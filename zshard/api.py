@@ -234,9 +234,7 @@ class FSDP(Controls):
             whole.clear()
         return whole
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """nn.Module's, with whole tensors of which each rank takes its slice, or within
         state_dict_type slices that state_dict() gave there; needs no other rank. See also
         zshard.load_state_dict and zshard.load.
@@ -245,7 +243,7 @@ class FSDP(Controls):
         what nn.Module raises it for; ValueError for assign=True.
         """
         refuse_strange_slices(self, state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """nn.Module.apply, for initialisation say: parameters are whole where `fn` sees them, a
