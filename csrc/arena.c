@@ -11,12 +11,20 @@ typedef struct slot {
 struct zs_arena {
     slot *slots; /* owned */
     size_t n;
+    bool outline; /* slots are sizes without memory */
 };
 
 zs_status zs_arena_new(zs_arena **out)
 {
     *out = calloc(1, sizeof **out);
     return *out != NULL ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an arena");
+}
+
+zs_status zs_arena_new_outline(zs_arena **out)
+{
+    ZS_TRY(zs_arena_new(out));
+    (*out)->outline = true;
+    return ZS_OK;
 }
 
 void zs_arena_free(zs_arena *arena)
@@ -52,12 +60,18 @@ static zs_status add_slot(zs_arena *arena, slot **out)
     return ZS_OK;
 }
 
+static zs_status new_memory(const zs_arena *arena, size_t bytes, zs_mem **out)
+{
+    if (!arena->outline) return zs_mem_new_private(bytes, out);
+    return zs_mem_wrap(NULL, bytes > 0 ? bytes : 1, NULL, NULL, out);
+}
+
 zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **out)
 {
     slot *found = best_fit(arena, bytes);
     if (found == NULL || found->mem->bytes < bytes) {
         zs_mem *mem = NULL;
-        ZS_TRY(zs_mem_new_private(bytes, &mem));
+        ZS_TRY(new_memory(arena, bytes, &mem));
         zs_status status = found == NULL ? add_slot(arena, &found) : ZS_OK;
         if (status != ZS_OK) {
             zs_mem_release(mem);
@@ -76,6 +90,58 @@ void zs_arena_give(zs_arena *arena, zs_mem *mem)
     for (size_t i = 0; i < arena->n; i++) {
         if (arena->slots[i].mem == mem) arena->slots[i].lent = false;
     }
+}
+
+/* Which slot of `plan` each slot of the arena stands for; `met` [plan->n] says which of the plan's have one. */
+static void match(zs_arena *arena, const zs_arena *plan, bool *met)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < arena->n; i++) {
+        slot own = arena->slots[i];
+        size_t p = 0;
+        while (p < plan->n && (met[p] || plan->slots[p].mem->bytes != own.mem->bytes))
+            p++;
+        if (p < plan->n) met[p] = true;
+        if (p < plan->n || own.lent)
+            arena->slots[kept++] = own;
+        else
+            zs_mem_release(own.mem);
+    }
+    arena->n = kept;
+}
+
+zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan)
+{
+    bool *met = calloc(plan->n + 1, sizeof *met);
+    if (met == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to reserve slots");
+    match(arena, plan, met);
+    zs_status status = ZS_OK;
+    for (size_t p = 0; p < plan->n && status == ZS_OK; p++) {
+        slot made = {0}, *place = NULL;
+        if (met[p]) continue;
+        status = new_memory(arena, plan->slots[p].mem->bytes, &made.mem);
+        if (status != ZS_OK) break;
+        status = add_slot(arena, &place);
+        if (status == ZS_OK)
+            *place = made;
+        else
+            zs_mem_release(made.mem);
+    }
+    free(met);
+    return status;
+}
+
+zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan)
+{
+    zs_mem **taken = calloc(plan->n + 1, sizeof(zs_mem *));
+    if (taken == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to reserve slots");
+    zs_status status = ZS_OK;
+    for (size_t p = 0; p < plan->n && status == ZS_OK; p++)
+        status = zs_arena_take(arena, plan->slots[p].mem->bytes, &taken[p]);
+    for (size_t p = 0; p < plan->n; p++)
+        if (taken[p] != NULL) zs_arena_give(arena, taken[p]);
+    free(taken);
+    return status;
 }
 
 size_t zs_arena_bytes(const zs_arena *arena)

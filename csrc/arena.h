@@ -1,7 +1,9 @@
 /* arena.h - slots: regions that full buffers borrow and give back, so that no step allocates.
  *
  * The one idea: a slot is taken by best fit from those that are free; when none fits, the largest of them is replaced by a
- * larger one, so that there are never more than were lent at a time; after the first steps every take finds one. Fresh pages cost nothing until touched, so a slot may be larger than its first borrower needs.
+ * larger one, so that there are never more than were lent at a time. What a step will take is reserved before the first one
+ * (plan.h), so that every take finds a slot. Fresh pages cost nothing until touched: a slot may be larger than its first
+ * borrower needs, and reserved without need.
  */
 #ifndef ZS_ARENA_H
 #define ZS_ARENA_H
@@ -14,6 +16,9 @@ typedef struct zs_arena zs_arena;
 /* New empty arena. */
 zs_status zs_arena_new(zs_arena **out);
 
+/* New empty arena of slots that are sizes and nothing else, for finding out what a real one will hold. */
+zs_status zs_arena_new_outline(zs_arena **out);
+
 /* Frees the arena; slots still lent out live on by their own references. NULL allowed. */
 void zs_arena_free(zs_arena *arena);
 
@@ -22,6 +27,14 @@ zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **slot);
 
 /* Takes a slot back. */
 void zs_arena_give(zs_arena *arena, zs_mem *slot);
+
+/* Has the arena hold slots of the sizes that `plan` holds: those that are missing are made, free ones that are not in the
+ * plan are given up. Slots that are lent stay. */
+zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan);
+
+/* Has the arena hold, besides what is lent, a slot of at least its size for each slot of `plan`, all at a time. For one that
+ * others use too. */
+zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan);
 
 /* Bytes of all slots, lent or free. */
 size_t zs_arena_bytes(const zs_arena *arena);

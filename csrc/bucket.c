@@ -116,6 +116,39 @@ static zs_status add_slot(zs_bucket_pool *pool, size_t bytes, zs_bucket_slot **o
     return ZS_OK;
 }
 
+/* Gives back the idle slots that are not wanted; `met` [n] says which of `bytes` have a slot. */
+static void match(zs_bucket_pool *pool, const size_t *bytes, size_t n, bool *met)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < pool->n; i++) {
+        zs_bucket_slot *slot = pool->slots[i];
+        size_t w = 0;
+        while (w < n && (met[w] || pool->comm->ops->bucket_room(bytes[w]) != slot->bucket.bytes))
+            w++;
+        if (w < n) met[w] = true;
+        if (w < n || slot->user != NULL || slot->posted) {
+            pool->slots[kept++] = slot;
+        } else {
+            pool->comm->ops->bucket_free(pool->comm, &slot->bucket);
+            free(slot);
+        }
+    }
+    pool->n = kept;
+}
+
+zs_status zs_bucket_pool_fit(zs_bucket_pool *pool, const size_t *bytes, size_t n)
+{
+    bool *met = calloc(n + 1, sizeof *met);
+    if (met == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to reserve buckets");
+    match(pool, bytes, n, met);
+    zs_status status = ZS_OK;
+    zs_bucket_slot *made = NULL;
+    for (size_t w = 0; w < n && status == ZS_OK; w++)
+        if (!met[w]) status = add_slot(pool, bytes[w], &made);
+    free(met);
+    return status;
+}
+
 /* Makes a posted slot idle if its round is summed here and read by all peers. */
 static zs_status reclaim(zs_bucket_pool *pool, zs_bucket_slot *slot, zs_wait wait)
 {

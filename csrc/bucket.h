@@ -26,6 +26,10 @@ zs_status zs_bucket_pool_new(zs_comm *comm, zs_bucket_pool **out);
 /* Frees the pool and its buckets; NULL allowed. */
 void zs_bucket_pool_free(zs_bucket_pool *pool);
 
+/* Has the pool hold buckets with room for these numbers of bytes, as its transport rounds them: those that are missing are
+ * made, idle ones that are not wanted are given back. */
+zs_status zs_bucket_pool_fit(zs_bucket_pool *pool, const size_t *bytes, size_t n);
+
 /* Bytes of all buckets. */
 size_t zs_bucket_pool_bytes(const zs_bucket_pool *pool);
 

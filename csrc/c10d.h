@@ -12,6 +12,8 @@
 #include "comm_local.h"
 #include "tensor.h"
 
+enum { ZS_C10D_PIECE = 4 << 20 }; /* bytes of a broadcast at a time */
+
 /* Who runs a rank, as far as this process can find out. */
 typedef struct zs_c10d_peer {
     int pid;
@@ -96,6 +98,9 @@ bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_
 void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size);
 
 /* --- c10d_round.c: units' part of the table, as comm.h has it ------------------------------------------------------- */
+
+/* room. */
+zs_room zs_c10d_room(const zs_cunit_spec *spec, int world);
 
 /* cunit_new. */
 zs_status zs_c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);

@@ -29,6 +29,24 @@ typedef struct c10d_unit {
     zs_mem *spread;          /* likewise, for several flats */
 } c10d_unit;
 
+/* --- sizes ---------------------------------------------------------------------------------------------------------------- */
+
+static size_t tail_bytes_of(size_t used_words)
+{
+    return zs_round_up(sizeof(c10d_tail) + used_words * sizeof(uint64_t), 64);
+}
+
+zs_room zs_c10d_room(const zs_cunit_spec *spec, int world)
+{
+    size_t turn = (size_t)(world + 1) * sizeof(zs_c10d_turn);
+    zs_room room = {.talk = turn, .piece = ZS_C10D_PIECE};
+    if (spec == NULL) return room;
+    size_t piece = zs_spec_piece_bytes(spec), parts = spec->parts > 0 ? (size_t)spec->parts : (size_t)world;
+    room.sent = room.received = (piece + tail_bytes_of(zs_spec_used_words(spec))) * (size_t)world;
+    if (spec->n_slices > 1) room.spread = piece * parts * (size_t)world;
+    return room;
+}
+
 /* --- units ---------------------------------------------------------------------------------------------------------------- */
 
 static void return_all_areas(zs_c10d_comm *comm, c10d_unit *unit)
@@ -271,7 +289,7 @@ zs_status zs_c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit *
         return status;
     }
     unit->number = ((zs_c10d_comm *)comm)->units++;
-    unit->tail_bytes = zs_round_up(sizeof(c10d_tail) + unit->base.used_words * sizeof(uint64_t), 64);
+    unit->tail_bytes = tail_bytes_of(unit->base.used_words);
     *out = &unit->base;
     return ZS_OK;
 }

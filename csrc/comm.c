@@ -82,6 +82,19 @@ static int *parts_of_ranks(const zs_cunit_spec *spec, int world)
     return part_of;
 }
 
+size_t zs_spec_piece_bytes(const zs_cunit_spec *spec)
+{
+    size_t total = 0;
+    for (int f = 0; f < spec->n_slices; f++)
+        total += spec->slice_bytes[f];
+    return total;
+}
+
+size_t zs_spec_used_words(const zs_cunit_spec *spec)
+{
+    return spec->n_params == 0 ? 1 : (spec->n_params + 63) / 64;
+}
+
 zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, int world)
 {
     ZS_TRY(check_spec(spec, world));
@@ -95,9 +108,8 @@ zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, int world)
         zs_cunit_clear(unit);
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
     }
-    unit->used_words = spec->n_params == 0 ? 1 : (spec->n_params + 63) / 64;
-    for (int f = 0; f < spec->n_slices; f++)
-        unit->piece_bytes += spec->slice_bytes[f];
+    unit->used_words = zs_spec_used_words(spec);
+    unit->piece_bytes = zs_spec_piece_bytes(spec);
     return ZS_OK;
 }
 
@@ -175,6 +187,11 @@ zs_status zs_local_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
     out->bytes = bytes;
     out->key = 0;
     return ZS_OK;
+}
+
+size_t zs_local_bucket_room(size_t bytes)
+{
+    return bytes;
 }
 
 void zs_local_bucket_free(zs_comm *comm, zs_bucket *bucket)

@@ -18,6 +18,7 @@
 #ifndef ZS_COMM_H
 #define ZS_COMM_H
 
+#include "arena.h"
 #include "memory.h"
 #include "status.h"
 
@@ -91,6 +92,15 @@ typedef enum zs_wait {
                        * take another bucket and so let the others go on */
 } zs_wait;
 
+/* What a transport has on this rank for itself, in bytes. */
+typedef struct zs_room {
+    size_t fixed;                  /* without units, and with one reader */
+    size_t record;                 /* of a unit, as long as it lives */
+    size_t sent, received, spread; /* of one round, while it is out; `spread` once it is collected */
+    size_t talk;                   /* of what is said before each collective */
+    size_t piece;                  /* of a broadcast, at most */
+} zs_room;
+
 typedef struct zs_comm_ops {
     const char *name;   /* "self", "shm", "c10d" */
     size_t shard_align; /* flats' shard_bytes must be a multiple of this */
@@ -122,6 +132,9 @@ typedef struct zs_comm_ops {
     zs_status (*give_up)(zs_comm *); /* collective; NULL if mapped */
 
     size_t (*bytes)(const zs_comm *);
+    zs_room (*room)(const zs_cunit_spec *spec, int world);
+    size_t (*bucket_room)(size_t bytes);
+    zs_status (*reserve)(zs_comm *, const zs_arena *plan);
 
     zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
     zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
@@ -188,6 +201,8 @@ void zs_comm_on_wait(bool (*interrupted)(void));
  * bytes: memory that the transport itself has on this rank, besides flats and buckets: of all its models together. As
  *   there, what has never been touched is counted too.
  *
+ * reserve: makes what rounds will have out at a time, as a plan has it; NULL where that is nothing.
+ *
  * exchange: small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all
  *   ranks. broadcast: `data` of `root` to all.
  * abort: tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent.
@@ -195,6 +210,16 @@ void zs_comm_on_wait(bool (*interrupted)(void));
 
 /* gather_start and gather_finish in one. */
 zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to);
+
+/* What `bytes` is made of, without a transport: room() for a unit of `spec`, or of none (NULL); bucket_room() what a bucket
+ * for `bytes` holds. Two functions of the table that need no comm. */
+
+/* The table of the transport called `name` ("self", "shm", "c10d"); NULL if there is none. */
+const zs_comm_ops *zs_comm_ops_of(const char *name);
+
+/* A transport that stands for another, of so many ranks, where only sizes are asked for: it has no peers and no memory.
+ * ZS_ERR_VALUE for an unknown name. */
+zs_status zs_comm_outline_new(const char *name, int rank, int world, zs_comm **out);
 
 /* World of one; every call is a no-op or a copy. */
 zs_status zs_comm_self_new(zs_comm **out);

@@ -64,6 +64,13 @@ static size_t c10d_bytes(const zs_comm *comm)
     return self->areas != NULL ? zs_arena_bytes(self->areas) : 0;
 }
 
+static zs_status c10d_reserve(zs_comm *comm, const zs_arena *plan)
+{
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    if (self->areas == NULL) ZS_TRY(zs_arena_new(&self->areas));
+    return zs_arena_cover(self->areas, plan);
+}
+
 /* --- small collectives, birth and end --------------------------------------------------------------------------------------- */
 
 /* The bytes go through an area: the caller's memory may be gone when a wait was broken off and the collective was not. */
@@ -92,13 +99,11 @@ static zs_status c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, vo
     return status;
 }
 
-enum { PIECE = 4 << 20 }; /* bytes of a broadcast at a time */
-
 static zs_status broadcast_in(zs_c10d_comm *self, const zs_c10d_turn *turn, char *data, zs_mem *area)
 {
     int root = (int)turn->round;
-    for (size_t at = 0; at < turn->bytes; at += PIECE) {
-        size_t bytes = turn->bytes - at < PIECE ? turn->bytes - at : PIECE;
+    for (size_t at = 0; at < turn->bytes; at += ZS_C10D_PIECE) {
+        size_t bytes = turn->bytes - at < ZS_C10D_PIECE ? turn->bytes - at : ZS_C10D_PIECE;
         zs_work *work = NULL;
         if (self->base.rank == root) memcpy(area->ptr, data + at, bytes);
         zs_status status = zs_group_broadcast(self->group, area->ptr, bytes, root, &work);
@@ -119,7 +124,7 @@ static zs_status c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int roo
     ZS_TRY(zs_c10d_agree(self, &turn));
     self->messages++;
     zs_mem *area = NULL;
-    ZS_TRY(zs_c10d_borrow_area(self, bytes < PIECE ? bytes : PIECE, &area));
+    ZS_TRY(zs_c10d_borrow_area(self, bytes < ZS_C10D_PIECE ? bytes : ZS_C10D_PIECE, &area));
     zs_status status = broadcast_in(self, &turn, data, area);
     zs_c10d_return_area(self, &area);
     return status;
@@ -168,7 +173,7 @@ static void c10d_destroy(zs_comm *comm)
     free(self);
 }
 
-static const zs_comm_ops c10d_ops = {
+const zs_comm_ops zs_c10d_ops = {
     .name = "c10d",
     .shard_align = 64,
     .mapped = false,
@@ -192,6 +197,9 @@ static const zs_comm_ops c10d_ops = {
     .read_end = zs_local_read,
     .give_up = c10d_give_up,
     .bytes = c10d_bytes,
+    .room = zs_c10d_room,
+    .bucket_room = zs_local_bucket_room,
+    .reserve = c10d_reserve,
     .exchange = c10d_exchange,
     .broadcast = c10d_broadcast,
     .abort = c10d_abort,
@@ -205,7 +213,7 @@ zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double t
         return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", rank, world);
     zs_c10d_comm *comm = calloc(1, sizeof *comm);
     if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the c10d transport");
-    comm->base.ops = &c10d_ops;
+    comm->base.ops = &zs_c10d_ops;
     comm->base.rank = rank;
     comm->base.world = world;
     comm->base.timeout = timeout;

@@ -8,6 +8,9 @@
 
 #include "comm.h"
 
+/* The tables. */
+extern const zs_comm_ops zs_self_ops, zs_shm_ops, zs_c10d_ops;
+
 /* Where the current round of a unit stands on this rank. */
 typedef enum zs_round_state {
     ZS_ROUND_NONE,      /* nothing is out; next: post */
@@ -43,6 +46,10 @@ zs_status zs_cunit_expect(const zs_cunit *unit, zs_round_state state, const char
 /* Start of release: ZS_ERR_STATE unless all of the round has been collected. */
 zs_status zs_cunit_may_release(const zs_cunit *unit);
 
+/* Bytes of the slices of one rank; words of the bitmap. */
+size_t zs_spec_piece_bytes(const zs_cunit_spec *spec);
+size_t zs_spec_used_words(const zs_cunit_spec *spec);
+
 /* Hands the unit's arrays out as `out`. */
 void zs_cunit_sources(const zs_cunit *unit, zs_sources *out);
 
@@ -60,6 +67,9 @@ void zs_local_flat_free(zs_comm *comm, zs_flat_mem *flat);
 
 /* bucket_new: private memory. */
 zs_status zs_local_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out);
+
+/* bucket_room: as asked for. */
+size_t zs_local_bucket_room(size_t bytes);
 
 /* bucket_free: gives the reference back. */
 void zs_local_bucket_free(zs_comm *comm, zs_bucket *bucket);

@@ -127,6 +127,13 @@ static size_t self_bytes(const zs_comm *comm)
     return 0;
 }
 
+static zs_room self_room(const zs_cunit_spec *spec, int world)
+{
+    (void)spec;
+    (void)world;
+    return (zs_room){0};
+}
+
 static void self_abort(zs_comm *comm, const char *reason)
 {
     (void)comm;
@@ -143,7 +150,7 @@ static void self_destroy(zs_comm *comm)
     free(comm);
 }
 
-static const zs_comm_ops self_ops = {
+const zs_comm_ops zs_self_ops = {
     .name = "self",
     .shard_align = 64,
     .mapped = true,
@@ -166,6 +173,8 @@ static const zs_comm_ops self_ops = {
     .read_begin = zs_local_read,
     .read_end = zs_local_read,
     .bytes = self_bytes,
+    .room = self_room,
+    .bucket_room = zs_local_bucket_room,
     .exchange = self_exchange,
     .broadcast = self_broadcast,
     .abort = self_abort,
@@ -177,7 +186,7 @@ zs_status zs_comm_self_new(zs_comm **out)
 {
     zs_comm *comm = calloc(1, sizeof *comm);
     if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the self transport");
-    comm->ops = &self_ops;
+    comm->ops = &zs_self_ops;
     comm->world = 1;
     atomic_init(&comm->refs, 1);
     *out = comm;

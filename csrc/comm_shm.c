@@ -88,6 +88,15 @@ static size_t shm_bytes(const zs_comm *comm)
     return offsetof(zs_shm_control, heap) + ((const zs_shm *)comm)->heap_used;
 }
 
+static zs_room shm_room(const zs_cunit_spec *spec, int world)
+{
+    (void)world;
+    if (spec == NULL)
+        return (zs_room){.fixed =
+                             offsetof(zs_shm_control, heap) + zs_round_up(sizeof(zs_shm_reader_record), ZS_SHM_LINE)};
+    return (zs_room){.record = zs_round_up(zs_shm_unit_record_bytes(zs_spec_used_words(spec)), ZS_SHM_LINE)};
+}
+
 /* --- small collectives ------------------------------------------------------------------------------------------------------ */
 
 static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
@@ -208,7 +217,7 @@ static void shm_destroy(zs_comm *comm)
     free(shm);
 }
 
-static const zs_comm_ops shm_ops = {
+const zs_comm_ops zs_shm_ops = {
     .name = "shm",
     .shard_align = ZS_PAGE,
     .mapped = true,
@@ -231,6 +240,8 @@ static const zs_comm_ops shm_ops = {
     .read_begin = zs_shm_read_begin,
     .read_end = zs_shm_read_end,
     .bytes = shm_bytes,
+    .room = shm_room,
+    .bucket_room = zs_file_bucket_room,
     .exchange = shm_exchange,
     .broadcast = shm_broadcast,
     .abort = shm_abort,
@@ -296,7 +307,7 @@ zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, si
     if (size < 108) return ZS_FAIL(ZS_ERR_VALUE, "%zu bytes are too few for an address, 108 are needed", size);
     zs_shm *shm = calloc(1, sizeof *shm);
     if (shm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the shm transport");
-    shm->base.ops = &shm_ops;
+    shm->base.ops = &zs_shm_ops;
     shm->base.rank = rank;
     shm->base.world = world;
     shm->base.timeout = timeout;

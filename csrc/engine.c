@@ -1,9 +1,6 @@
 /* engine.c - what an engine has: its units and their order, memory, buffers. See schedule.h. */
 #include "engine.h"
 
-#include "hold.h"
-#include "kept.h"
-
 #include <stdlib.h>
 #include <string.h>
 
@@ -110,6 +107,7 @@ void zs_engine_release(void *pointer)
     zs_arena_free(engine->arena);
     zs_pool_free(engine->grads);
     free_buffers(engine);
+    free(engine->calls);
     free(engine->units);
     free(engine->part_of);
     zs_disk_release(engine->offload.disk);
@@ -173,7 +171,16 @@ zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
     if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
     engine->units = grown;
     engine->units[engine->n++] = unit;
+    zs_engine_replan(engine);
     return ZS_OK;
+}
+
+static void forget_calls(zs_engine *engine, const zs_unit *unit)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < engine->n_calls; i++)
+        if (engine->calls[i].unit != unit) engine->calls[kept++] = engine->calls[i];
+    engine->n_calls = kept;
 }
 
 void zs_engine_forget(zs_engine *engine, zs_unit *unit)
@@ -185,6 +192,8 @@ void zs_engine_forget(zs_engine *engine, zs_unit *unit)
         break;
     }
     zs_prefetch_forget(engine, unit);
+    forget_calls(engine, unit);
+    zs_engine_replan(engine);
 }
 
 zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
@@ -216,12 +225,14 @@ zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n
     }
     memcpy(engine->units, units, n * sizeof *units);
     zs_mem_heap_freed(0); /* of the units that have just been made */
+    zs_engine_replan(engine);
     return ZS_OK;
 }
 
 void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch)
 {
     engine->prefetch = prefetch;
+    zs_engine_replan(engine);
 }
 
 zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n)
@@ -230,38 +241,4 @@ zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t 
     engine->buffers = tensors;
     engine->n_buffers = n;
     return ZS_OK;
-}
-
-/* --- facts ------------------------------------------------------------------------------------------------------------------ */
-
-/* Of each transport once. */
-static size_t transport_bytes(const zs_ranks *ranks)
-{
-    zs_comm *comms[] = {ranks->all, ranks->shards, ranks->near, ranks->far};
-    size_t total = 0;
-    for (int i = 0; i < 4; i++) {
-        bool counted = comms[i] == NULL;
-        for (int k = 0; k < i; k++)
-            counted |= comms[k] == comms[i];
-        if (!counted) total += comms[i]->ops->bytes(comms[i]);
-    }
-    return total;
-}
-
-zs_engine_bytes zs_engine_memory(const zs_engine *engine)
-{
-    zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->arena),
-                             .buckets = zs_bucket_pool_bytes(engine->buckets),
-                             .transport = transport_bytes(&engine->ranks)};
-    const zs_disk *disk = NULL;
-    for (size_t i = 0; i < engine->n; i++) {
-        const zs_unit_offload *offloads = &engine->units[i]->offloads;
-        if (!offloads->params) bytes.shards += zs_unit_shard_bytes(engine->units[i]);
-        if (!offloads->grads) bytes.grads += zs_unit_grad_bytes(engine->units[i]);
-        if (offloads->disk != NULL && offloads->disk != disk) bytes.disk += zs_disk_bytes(offloads->disk);
-        if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call stand together */
-        bytes.kept += zs_kept_bytes(engine->units[i]);
-        bytes.slots += zs_hold_bytes(engine->units[i]);
-    }
-    return bytes;
 }

@@ -5,6 +5,7 @@
 #define ZS_ENGINE_H
 
 #include "offload.h"
+#include "plan.h"
 #include "prefetch.h"
 #include "schedule.h"
 
@@ -37,7 +38,11 @@ struct zs_engine {
     bool gave_up;           /* the backward being closed was abandoned here */
     int64_t session;        /* when the last session of forwards began, in nodes of the graph */
     size_t next_post;       /* (collective transports) how many units have posted in this backward */
-    zs_tensor **buffers;    /* [n_buffers] owned weak handles */
+    zs_call *calls;         /* [n_calls] what a forward of the modules in their order does; owned */
+    size_t n_calls;
+    bool reserved;        /* for the units, calls and settings that it has now */
+    zs_engine_bytes peak; /* the most of each that there has been */
+    zs_tensor **buffers;  /* [n_buffers] owned weak handles */
     size_t n_buffers;
 };
 

@@ -205,6 +205,7 @@ static void free_region(zs_mem *mem)
 /* Wraps a mapping as a zs_mem that owns the region; unmaps it on failure. */
 static zs_status wrap_region(void *ptr, size_t mapped, region_owner made, zs_mem **out)
 {
+    zs_mem_count_mapping();
     region_owner *owner = malloc(sizeof *owner);
     zs_status status = ZS_ERR_MEMORY;
     if (owner != NULL) {
@@ -307,9 +308,14 @@ static zs_status add_slot(zs_file *file, size_t bytes, int64_t *index)
     return ZS_OK;
 }
 
+size_t zs_file_bucket_room(size_t bytes)
+{
+    return zs_round_up(bytes ? bytes : 1, bytes >= HUGE_PAGE ? HUGE_PAGE : ZS_PAGE);
+}
+
 zs_status zs_file_map_bucket(zs_file *file, size_t bytes, zs_region *region, zs_mem **out)
 {
-    size_t need = zs_round_up(bytes ? bytes : 1, bytes >= HUGE_PAGE ? HUGE_PAGE : ZS_PAGE);
+    size_t need = zs_file_bucket_room(bytes);
     pthread_mutex_lock(&file->lock);
     int64_t index = find_slot(file, need);
     zs_status status = index >= 0 ? ZS_OK : add_slot(file, need, &index);

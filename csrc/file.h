@@ -52,6 +52,9 @@ typedef struct zs_region {
     uint64_t bytes;  /* capacity, constant likewise */
 } zs_region;
 
+/* What a region for a bucket of `bytes` holds: whole pages, huge ones where it is large. */
+size_t zs_file_bucket_room(size_t bytes);
+
 /* Region for a bucket of `bytes`, rounded up to pages, mapped: a free one of `file` of that size, else a new one. */
 zs_status zs_file_map_bucket(zs_file *file, size_t bytes, zs_region *region, zs_mem **out);
 

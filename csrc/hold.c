@@ -1,6 +1,8 @@
 /* hold.c - see hold.h. */
 #include "hold.h"
 
+#include "schedule.h"
+
 #include <stdatomic.h>
 #include <string.h>
 
@@ -42,6 +44,7 @@ zs_status zs_hold(zs_unit *unit, bool exact)
     for (int f = 0; f < unit->n_flats && status == ZS_OK; f++)
         status = hold_flat(unit, &unit->flats[f]);
     if (status != ZS_OK) (void)zs_unit_reshard(unit, ZS_SHARDED);
+    zs_engine_note_peak(unit->engine);
     return status;
 }
 

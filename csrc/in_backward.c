@@ -159,6 +159,8 @@ zs_status zs_in_backward_attach(zs_unit *unit, const zs_stepper *stepper, const 
     for (size_t i = 0; i < n; i++)
         made->stepped[i] = stepped[i];
     made->borrows = unit->cunit != NULL && steps_all(unit, stepped);
+    zs_engine_note_peak(unit->engine);
+    zs_engine_replan(unit->engine);
     unit->stepping = made;
     if (made->borrows) set_memory_aside(unit);
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK && zs_in_backward_alone(unit); i++)
@@ -172,6 +174,7 @@ void zs_in_backward_detach(zs_unit *unit)
     zs_in_backward_state *stepping = unit->stepping;
     if (stepping == NULL) return;
     take_memory_back(unit);
+    zs_engine_replan(unit->engine);
     for (int64_t i = 0; i < unit->n_params && zs_in_backward_alone(unit); i++)
         if (zs_tensor_alive(unit->params[i].tensor)) zs_hook_grad_remove(unit->params[i].tensor);
     unit->stepping = NULL;

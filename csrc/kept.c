@@ -109,11 +109,3 @@ void zs_kept_spoil(zs_unit *unit)
     for (int f = 0; f < unit->n_flats; f++)
         unit->flats[f].spoiled = true;
 }
-
-size_t zs_kept_bytes(const zs_unit *unit)
-{
-    size_t total = 0;
-    for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].kept.mem != NULL) total += unit->flats[f].kept.shard_bytes;
-    return total;
-}

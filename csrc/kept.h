@@ -23,7 +23,4 @@ zs_status zs_kept_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot)
 /* Forgets the unit's copies: something else than a refresh has written to them. */
 void zs_kept_spoil(zs_unit *unit);
 
-/* Bytes of the unit's copies on this rank. */
-size_t zs_kept_bytes(const zs_unit *unit);
-
 #endif

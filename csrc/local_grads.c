@@ -1,6 +1,8 @@
 /* local_grads.c - see local_grads.h. */
 #include "local_grads.h"
 
+#include "schedule.h"
+
 #include <stdatomic.h>
 #include <string.h>
 
@@ -37,6 +39,7 @@ zs_status zs_local_grads_new(zs_unit *unit)
     unit->local->user = unit;
     atomic_fetch_add(&holders, 1);
     zs_status status = make_views(unit);
+    zs_engine_note_peak(unit->engine);
     if (status != ZS_OK) zs_local_grads_free(unit);
     return status;
 }

@@ -13,6 +13,18 @@
 /* Below this, a huge page would waste more than it saves in page faults. */
 enum { HUGE_PAGE = 2 << 20, TRIM_AFTER = 32 << 20 };
 
+static _Atomic long mappings;
+
+void zs_mem_count_mapping(void)
+{
+    atomic_fetch_add_explicit(&mappings, 1, memory_order_relaxed);
+}
+
+long zs_mem_mappings(void)
+{
+    return atomic_load(&mappings);
+}
+
 static size_t in_pages(size_t bytes)
 {
     return zs_round_up(bytes ? bytes : 1, 4096);
@@ -42,6 +54,7 @@ zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *
 static void *map_aligned(size_t length)
 {
     size_t room = length + HUGE_PAGE;
+    zs_mem_count_mapping();
     char *ptr = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (ptr == MAP_FAILED) return NULL;
     size_t before = zs_round_up((size_t)(uintptr_t)ptr, HUGE_PAGE) - (size_t)(uintptr_t)ptr;

@@ -27,6 +27,10 @@ zs_status zs_mem_new_private(size_t bytes, zs_mem **out);
 /* New block around existing memory; `destroy` (may be NULL) runs when the last reference goes. */
 zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *owner, zs_mem **out);
 
+/* Counts a mapping of memory of this process; how many there have been, of private blocks and of shared ones. */
+void zs_mem_count_mapping(void);
+long zs_mem_mappings(void);
+
 /* Gives the pages of a private block back to the system; they read as zeros from then on. */
 void zs_mem_discard(zs_mem *mem);
 

@@ -86,6 +86,7 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
     }
     free(list->units);
     *list = (zs_follow){copy, n};
+    zs_engine_replan(unit->engine);
     return ZS_OK;
 }
 

@@ -82,6 +82,21 @@ static PyObject *comm_c10d(PyObject *type, PyObject *args)
 }
 
 PyDoc_STRVAR(
+    comm_outline_doc,
+    "outline($type, transport, rank, world, /)\n--\n\nWhat stands for a transport where only sizes are asked for.");
+
+static PyObject *comm_outline(PyObject *type, PyObject *args)
+{
+    const char *name;
+    int rank, world;
+    zs_comm *comm = NULL;
+    if (!PyArg_ParseTuple(args, "sii:outline", &name, &rank, &world)) return NULL;
+    zs_clear_error();
+    if (zs_comm_outline_new(name, rank, world, &comm) != ZS_OK) return zs_py_raise(NULL);
+    return wrap((PyTypeObject *)type, comm, "");
+}
+
+PyDoc_STRVAR(
     comm_connect_doc,
     "connect($self, addresses, token, /)\n--\n\nConnects to all ranks: their addresses in rank order, and 16 bytes "
     "that all of them share.");
@@ -245,6 +260,7 @@ static PyMethodDef comm_methods[] = {
     {"alone", comm_alone, METH_NOARGS | METH_CLASS, comm_alone_doc},
     {"shm", comm_shm, METH_VARARGS | METH_CLASS, comm_shm_doc},
     {"c10d", comm_c10d, METH_VARARGS | METH_CLASS, comm_c10d_doc},
+    {"outline", comm_outline, METH_VARARGS | METH_CLASS, comm_outline_doc},
     {"connect", (PyCFunction)comm_connect, METH_VARARGS, comm_connect_doc},
     {"exchange", (PyCFunction)comm_exchange, METH_O, comm_exchange_doc},
     {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, comm_broadcast_doc},

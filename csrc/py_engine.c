@@ -1,4 +1,5 @@
 /* py_engine.c - _core.Engine: the schedule of one model, as Python sees it. Two objects of one engine compare equal. */
+#include "plan.h"
 #include "py_util.h"
 
 #include "offload.h"
@@ -243,18 +244,89 @@ static PyObject *engine_max(engine_object *self, PyObject *numbers)
     return over_ranks(self, numbers, true);
 }
 
+static PyObject *dict_of(const zs_engine_bytes *bytes)
+{
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes->shards, "kept",
+                         (Py_ssize_t)bytes->kept, "grads", (Py_ssize_t)bytes->grads, "slots", (Py_ssize_t)bytes->slots,
+                         "buckets", (Py_ssize_t)bytes->buckets, "transport", (Py_ssize_t)bytes->transport, "disk",
+                         (Py_ssize_t)bytes->disk, "total", (Py_ssize_t)bytes->total);
+}
+
 PyDoc_STRVAR(engine_memory_doc, "memory($self, /)\n--\n\nBytes held on this rank: shards, kept (a copy between steps), "
                                 "grads, slots (full buffers), buckets, "
-                                "transport (the transport's own, for all models that use it), and disk (offloaded).");
+                                "transport (the transport's own, for all models that use it), disk (offloaded, in files), and the total of all but that.");
 
 static PyObject *engine_memory(engine_object *self, PyObject *unused)
 {
     (void)unused;
     zs_engine_bytes bytes = zs_engine_memory(self->engine);
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes.shards, "kept",
-                         (Py_ssize_t)bytes.kept, "grads", (Py_ssize_t)bytes.grads, "slots", (Py_ssize_t)bytes.slots,
-                         "buckets", (Py_ssize_t)bytes.buckets, "transport", (Py_ssize_t)bytes.transport, "disk",
-                         (Py_ssize_t)bytes.disk);
+    return dict_of(&bytes);
+}
+
+PyDoc_STRVAR(engine_peak_doc, "peak($self, /)\n--\n\nThe same: the most of each that there has been at a time.");
+
+static PyObject *engine_peak(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_engine_bytes bytes = zs_engine_peak(self->engine);
+    return dict_of(&bytes);
+}
+
+PyDoc_STRVAR(engine_predict_doc,
+             "predict($self, stepped, /)\n--\n\nThe same: what the units and a step will take. stepped: as if all "
+             "units were stepped in backward.");
+
+static PyObject *engine_predict(engine_object *self, PyObject *stepped)
+{
+    int on = PyObject_IsTrue(stepped);
+    zs_engine_bytes bytes;
+    if (on < 0) return NULL;
+    zs_clear_error();
+    if (zs_engine_predict(self->engine, on != 0, &bytes) != ZS_OK) return zs_py_raise(NULL);
+    return dict_of(&bytes);
+}
+
+static bool read_call(zs_engine *engine, PyObject *item, zs_call *call)
+{
+    PyObject *unit;
+    long long what;
+    if (!PyArg_ParseTuple(item, "OL", &unit, &what)) return false;
+    *call = (zs_call){zs_py_unit(unit), what};
+    if (call->unit == NULL) return false;
+    if (call->unit->engine == engine && what >= ZS_CALL_EXIT && what < call->unit->n_params) return true;
+    PyErr_Format(PyExc_ValueError, "unit '%s' is not of this engine, or has no parameter %lld", call->unit->name, what);
+    return false;
+}
+
+PyDoc_STRVAR(
+    engine_set_calls_doc,
+    "set_calls($self, calls, /)\n--\n\nWhat a forward of the modules in their order does: (unit, -1) where its "
+    "module, or a part that makes it whole, is entered, (unit, -2) where that is left, (unit, i) where its "
+    "parameter i is used first.");
+
+static PyObject *engine_set_calls(engine_object *self, PyObject *list)
+{
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "set_calls() takes a list of pairs");
+    size_t n = (size_t)PyList_GET_SIZE(list);
+    zs_call *calls = calloc(n + 1, sizeof *calls);
+    if (calls == NULL) return PyErr_NoMemory();
+    for (size_t i = 0; i < n; i++) {
+        if (read_call(self->engine, PyList_GET_ITEM(list, (Py_ssize_t)i), &calls[i])) continue;
+        free(calls);
+        return NULL;
+    }
+    zs_engine_set_calls(self->engine, calls, n);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(engine_reserve_doc, "reserve($self, /)\n--\n\nReserves the memory of a step, unless it is.");
+
+static PyObject *engine_reserve(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_clear_error();
+    if (zs_engine_reserve(self->engine) != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef engine_methods[] = {
@@ -268,6 +340,10 @@ static PyMethodDef engine_methods[] = {
     {"sum_over_ranks", (PyCFunction)engine_sum, METH_O, engine_sum_doc},
     {"max_over_ranks", (PyCFunction)engine_max, METH_O, engine_max_doc},
     {"memory", (PyCFunction)engine_memory, METH_NOARGS, engine_memory_doc},
+    {"peak", (PyCFunction)engine_peak, METH_NOARGS, engine_peak_doc},
+    {"predict", (PyCFunction)engine_predict, METH_O, engine_predict_doc},
+    {"set_calls", (PyCFunction)engine_set_calls, METH_O, engine_set_calls_doc},
+    {"reserve", (PyCFunction)engine_reserve, METH_NOARGS, engine_reserve_doc},
     {0},
 };
 

@@ -132,7 +132,19 @@ static PyObject *held_unit(PyObject *module, PyObject *object)
     return PyUnicode_FromString(unit->name);
 }
 
+PyDoc_STRVAR(mappings_doc,
+             "mappings($module, /)\n--\n\nHow many times this process has mapped memory for parameters, gradients and "
+             "their like. It stands still once a model's steps have all they need.");
+
+static PyObject *mappings(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyLong_FromLong(zs_mem_mappings());
+}
+
 static PyMethodDef functions[] = {
+    {"mappings", mappings, METH_NOARGS, mappings_doc},
     {"has_held_units", has_held_units, METH_NOARGS, has_held_units_doc},
     {"held_unit", held_unit, METH_O, held_unit_doc},
     {"has_local_grads", has_local_grads, METH_NOARGS, has_local_grads_doc},

@@ -58,6 +58,7 @@ static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
     zs_unit *unit = self->unit;
     if ((strategy == ZS_NO_SHARD) == (unit->strategy == ZS_NO_SHARD)) {
         unit->strategy = strategy;
+        zs_engine_replan(unit->engine);
         return 0;
     }
     PyErr_Format(PyExc_ValueError, "unit '%s' has the strategy %s, which cannot become %s any more", unit->name,

@@ -75,6 +75,7 @@ zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase)
 static zs_status begin_session(zs_engine *engine)
 {
     if (engine->phase == BACKWARD) ZS_TRY(zs_engine_recover(engine));
+    ZS_TRY(zs_engine_reserve(engine));
     engine->phase = FORWARD;
     engine->session = zs_next_node();
     zs_prefetch_begin(engine);

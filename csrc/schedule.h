@@ -14,6 +14,16 @@
 #include "prefetch.h"
 #include "unit.h"
 
+struct zs_call;
+
+/* Memory of one model on this rank, in bytes. */
+typedef struct zs_engine_bytes {
+    size_t shards, kept, grads, slots, buckets;
+    size_t transport; /* the transport's own, for all models that use it */
+    size_t disk;      /* in files, what of all these is offloaded; with the optimizers' state there */
+    size_t total;     /* of all but `disk` */
+} zs_engine_bytes;
+
 /* Who takes part in what. */
 typedef struct zs_ranks {
     zs_comm *all;    /* they reduce */
@@ -93,12 +103,25 @@ zs_status zs_unit_hook_param(zs_unit *unit, int64_t i);
 /* Did this rank abandon the backward that is being closed? */
 bool zs_engine_gave_up(const zs_engine *engine);
 
-/* Memory held now, in bytes. */
-typedef struct zs_engine_bytes {
-    size_t shards, kept, grads, slots, buckets;
-    size_t transport; /* the transport's own, for all models that use it */
-    size_t disk;      /* in files, what of all these is offloaded; with the optimizers' state there */
-} zs_engine_bytes;
+/* --- memory (reserve.c) --------------------------------------------------------------------------------------------- */
+
+/* What a forward of the modules in their order does, for plans: see plan.h. `calls` [n] is taken over; its units are this
+ * engine's. */
+void zs_engine_set_calls(zs_engine *engine, struct zs_call *calls, size_t n);
+
+/* The units, or what decides about their memory, have changed: what is reserved is no longer right. */
+void zs_engine_replan(zs_engine *engine);
+
+/* Reserves the slots and buckets of a step, unless they are; no-op during a pass. ZS_ERR_MEMORY. */
+zs_status zs_engine_reserve(zs_engine *engine);
+
+/* Memory in bytes: held now; the most that there has been of each since the engine was made; what the units and a step will
+ * take, of a new transport (`stepped`: as if all units were stepped in backward). */
 zs_engine_bytes zs_engine_memory(const zs_engine *engine);
+zs_engine_bytes zs_engine_peak(zs_engine *engine);
+zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *out);
+
+/* More memory may be held than before: counts it for the peak. */
+void zs_engine_note_peak(zs_engine *engine);
 
 #endif

@@ -107,6 +107,12 @@ typedef struct zs_shm_unit_record {
     uint64_t bitmaps[];
 } zs_shm_unit_record;
 
+/* Bytes of a record with its bitmaps of so many words. */
+static inline size_t zs_shm_unit_record_bytes(size_t used_words)
+{
+    return sizeof(zs_shm_unit_record) + 2 * used_words * sizeof(uint64_t);
+}
+
 /* A reader's record: its whole state is one word, see shm_reader.c. */
 typedef struct zs_shm_reader_record {
     char name[ZS_SHM_NAME];

@@ -84,13 +84,13 @@ void zs_unit_release(void *unit)
 static zs_status check_param(const zs_unit_spec *spec, int64_t i, const zs_tensor_info *info)
 {
     const char *name = spec->names[i];
-    if (info->is_meta)
+    if (info->is_meta && !spec->outline)
         return ZS_FAIL(
             ZS_ERR_VALUE,
             "parameter '%s' is on the meta device, so it has no values to shard; initialise the model on the "
             "CPU (or call module.to_empty(device='cpu') and initialise it) before FSDP(...)",
             name);
-    if (!info->on_cpu)
+    if (!info->on_cpu && !info->is_meta)
         return ZS_FAIL(ZS_ERR_VALUE,
                        "parameter '%s' of unit '%s' is not on the CPU; all parameters of a model have to be on one "
                        "device, here the CPU: model.cpu() before FSDP(...)",
@@ -262,8 +262,7 @@ static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
         flat->mem.shard = flat->mem.mem->ptr;
     } else {
         ZS_TRY(take_flat(unit, shard_bytes, &flat->mem));
-        size_t low_bytes = (size_t)flat->layout.shard_numel * flat->compute_size;
-        if (flat->compute != flat->dtype) ZS_TRY(take_flat(unit, low_bytes, &flat->low));
+        if (flat->compute != flat->dtype) ZS_TRY(take_flat(unit, zs_flat_low_bytes(flat), &flat->low));
         ZS_TRY(zs_kept_new(unit, flat));
     }
     ZS_TRY(zs_storage_new(shard_bytes, "", &flat->shard));
@@ -294,20 +293,14 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
     return zs_tensor_bind(param->tensor, &place);
 }
 
-/* Whether the gradients of this unit ever leave this rank. In a world of one they stay where autograd puts them,
- * unless they have to be cast. */
-static bool reduces(const zs_unit *unit)
+bool zs_unit_reduces(const zs_unit *unit)
 {
     return zs_engine_comm(unit->engine)->world > 1 || !unit->fixed;
 }
 
-static zs_status make_gradients(zs_unit *unit)
+/* Where each flat's gradients lie in a bucket. */
+static void lay_out_gradients(zs_unit *unit)
 {
-    zs_comm *comm = zs_engine_comm(unit->engine);
-    zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + 2};
-    spec.mode = unit->replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
-    spec.parts = parts_of(unit);
-    if (!unit->replicated) spec.part_of = zs_engine_part_of(unit->engine);
     size_t offset = 0;
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
@@ -315,7 +308,27 @@ static zs_status make_gradients(zs_unit *unit)
         flat->slice_bytes = (size_t)flat->layout.shard_numel * flat->wire_size;
         flat->bucket_offset = offset;
         offset += zs_flat_wire_bytes(flat);
-        spec.slice_bytes[spec.n_slices++] = flat->slice_bytes;
+    }
+}
+
+zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
+{
+    zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + 2};
+    spec.mode = unit->replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
+    spec.parts = parts_of(unit);
+    if (!unit->replicated) spec.part_of = zs_engine_part_of(unit->engine);
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].trainable) spec.slice_bytes[spec.n_slices++] = unit->flats[f].slice_bytes;
+    return spec;
+}
+
+static zs_status make_gradients(zs_unit *unit)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_cunit_spec spec = zs_unit_round_spec(unit);
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (!flat->trainable) continue;
         size_t bytes = zs_flat_own_bytes(unit, flat);
         ZS_TRY(zs_offload_grads_new(unit, bytes, &flat->grad_mem));
         flat->grad_mem->role = unit->replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
@@ -360,11 +373,13 @@ static zs_status take_values(zs_unit *unit)
 static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
 {
     ZS_TRY(describe_params(unit, spec));
-    for (int f = 0; f < unit->n_flats; f++) {
+    for (int f = 0; f < unit->n_flats; f++)
         ZS_TRY(lay_out_flat(unit, f));
+    if (zs_unit_reduces(unit)) lay_out_gradients(unit);
+    if (spec->outline) return ZS_OK;
+    for (int f = 0; f < unit->n_flats; f++)
         ZS_TRY(make_flat_memory(unit, &unit->flats[f]));
-    }
-    if (reduces(unit)) {
+    if (zs_unit_reduces(unit)) {
         ZS_TRY(make_gradients(unit));
         ZS_TRY(make_grad_views(unit));
     }
@@ -373,7 +388,7 @@ static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
         zs_param *param = &unit->params[i];
         zs_grad_set(param->tensor, NULL);
         ZS_TRY(zs_unit_bind_local(unit, param));
-        if (reduces(unit)) ZS_TRY(zs_unit_hook_param(unit, i));
+        if (zs_unit_reduces(unit)) ZS_TRY(zs_unit_hook_param(unit, i));
     }
     zs_offload_filled(unit);
     return ZS_OK;

@@ -93,6 +93,12 @@ static inline size_t zs_flat_wire_bytes(const zs_flat *flat)
     return (size_t)zs_layout_full_numel(&flat->layout) * flat->wire_size;
 }
 
+/* Bytes of this rank's slice in the dtype that is computed with. */
+static inline size_t zs_flat_low_bytes(const zs_flat *flat)
+{
+    return (size_t)flat->layout.shard_numel * flat->compute_size;
+}
+
 /* Where the parameters that this rank holds lie at rest. */
 static inline char *zs_flat_home(const zs_flat *flat)
 {
@@ -110,6 +116,7 @@ struct zs_unit {
     zs_engine *engine;     /* counted reference; changes when an outer FSDP() takes the unit over */
     char *name;            /* owned */
     char *sharded_message; /* what touching a sharded full buffer raises; owned */
+    size_t place;          /* its number in the engine's order, when that was looked at last */
     zs_strategy strategy;
     bool replicated; /* this rank holds all of its parameters */
     bool fixed;      /* and computes with them where they lie: they are whole all the time */
@@ -202,6 +209,9 @@ typedef struct zs_unit_spec {
     zs_tensor *const *tensors; /* [n_params] strong handles; borrowed */
     zs_precision precision;    /* of its floating-point parameters */
     const bool *keep;          /* [n_params] those that keep their own dtype all the same; NULL: none */
+    bool
+        outline; /* only the sizes of such a unit: it gets no memory, and the parameters (which may be on the meta device)
+                   * stay as they are */
 } zs_unit_spec;
 
 /* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */
@@ -260,6 +270,17 @@ char *zs_unit_message(const char *name);
 size_t zs_unit_shard_bytes(const zs_unit *unit);
 size_t zs_unit_full_bytes(const zs_unit *unit);
 size_t zs_unit_bucket_bytes(const zs_unit *unit);
+
+/* Bytes of its copy in the dtype that is computed with (0: none), and of what is kept between steps. */
+size_t zs_unit_low_bytes(const zs_unit *unit);
+size_t zs_unit_kept_bytes(const zs_unit *unit);
+
+/* Do the unit's gradients ever leave this rank, or its parameters' storage? In a world of one they stay where autograd puts
+ * them, unless they have to be cast. */
+bool zs_unit_reduces(const zs_unit *unit);
+
+/* What the transport is told of the unit's gradients. */
+zs_cunit_spec zs_unit_round_spec(const zs_unit *unit);
 
 /* Bytes of this rank's gradients, but for those that borrow a slot. */
 size_t zs_unit_grad_bytes(const zs_unit *unit);

@@ -1,6 +1,7 @@
 /* unit_facts.c - what a unit is called, and how large it is. See unit.h. */
 #define _GNU_SOURCE /* strdup */
 #include "in_backward.h"
+#include "schedule.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -53,12 +54,26 @@ zs_status zs_unit_rename(zs_unit *unit, const char *name)
 
 size_t zs_unit_shard_bytes(const zs_unit *unit)
 {
+    size_t total = zs_unit_low_bytes(unit);
+    for (int f = 0; f < unit->n_flats; f++)
+        total += zs_flat_own_bytes(unit, &unit->flats[f]);
+    return total;
+}
+
+size_t zs_unit_low_bytes(const zs_unit *unit)
+{
     size_t total = 0;
-    for (int f = 0; f < unit->n_flats; f++) {
-        const zs_flat *flat = &unit->flats[f];
-        total += zs_flat_own_bytes(unit, flat);
-        if (flat->low.mem != NULL) total += flat->low.shard_bytes;
-    }
+    for (int f = 0; f < unit->n_flats && !unit->replicated; f++)
+        if (unit->flats[f].compute != unit->flats[f].dtype) total += zs_flat_low_bytes(&unit->flats[f]);
+    return total;
+}
+
+size_t zs_unit_kept_bytes(const zs_unit *unit)
+{
+    const zs_comm *far = zs_engine_ranks(unit->engine)->far;
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats && far != NULL && !unit->replicated; f++)
+        total += zs_flat_low_bytes(&unit->flats[f]) * (size_t)far->world;
     return total;
 }
 

@@ -27,6 +27,7 @@ from zshard._arguments import (
     parse_prefetch,
     split_ignored,
 )
+from zshard._calls import calls_of, parts_to_guard
 from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
@@ -367,7 +368,10 @@ def _wrap(
     for nested in inner:
         engine.adopt(nested)
     _rename_units(module)
-    engine.set_order([state.unit for _, state in units_of(module)])
+    units = [state.unit for _, state in units_of(module)]
+    engine.set_order(units)
+    engine.set_calls(calls_of(module, units))
+    engine.reserve()
 
 
 def _set_offload(engine: _core.Engine, offload: Offload | None) -> None:
@@ -476,19 +480,10 @@ def _install(spec: UnitSpec, state: State) -> None:
 
 
 def _guard_parts(spec: UnitSpec, unit: _core.Unit, root: nn.Module | None) -> list[Hook]:
-    """Has some parts of a unit make it whole as well: scripts call parts by themselves, as
-    `model.encoder(ids)` does in generate(), with a shared embedding that is in the root's unit.
-
-    Those are what lies in the `root` of several units, little as a rule, and all embeddings: most
-    modules refuse weights of a slice's shape, an embedding would silently look up in it. Returns
-    each such part with a hook.
-    """
+    """Has some parts of a unit make it whole as well; returns each of them with a hook."""
     hooks = []
-    owners = {id(owner): owner for ref in spec.params for owner, _ in ref.owners}
-    for owner in owners.values():
-        is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
-        if owner is not spec.module and (spec.module is root or is_embedding):
-            hooks += known_hooks(owner, hook_forward(owner, unit))
+    for part in parts_to_guard(spec, root):
+        hooks += known_hooks(part, hook_forward(part, unit))
     return hooks
 
 

@@ -1,0 +1,41 @@
+/* plan.h - what a step of a model takes of the memory that its units share: slots, buckets, and the transport's areas.
+ *
+ * The one idea: who borrows what, and until when, follows from the units' layouts and from the order in which modules run.
+ * So a plan goes through the schedule of a forward and its backward with the real arena's rules (best fit) and the real
+ * pool's (two of a size out), on sizes without memory. A run in another order than that of the modules takes what it needs
+ * beyond the plan.
+ *
+ * Ranks are taken to be in step, and peers to be slow: a bucket comes back when it is waited for, not before.
+ */
+#ifndef ZS_PLAN_H
+#define ZS_PLAN_H
+
+#include "arena.h"
+#include "unit.h"
+
+/* One thing that a forward of the modules in their order does. */
+enum { ZS_CALL_ENTER = -1, ZS_CALL_EXIT = -2 };
+
+typedef struct zs_call {
+    zs_unit *unit; /* borrowed */
+    int64_t
+        what; /* its module, or a part that makes it whole too, is entered or left; else which of its parameters is used
+                    * here for the first time */
+} zs_call;
+
+/* What is reserved for a step; sizes only. */
+typedef struct zs_plan {
+    zs_arena *slots; /* owned */
+    zs_arena *areas; /* owned: what the transport of all ranks has out at a time */
+    size_t *buckets; /* [n_buckets] bytes asked for; owned */
+    size_t n_buckets;
+} zs_plan;
+
+/* Fills `plan` for the engine's units, calls and prefetch. `stepped`: as if all units were stepped in backward, and not only
+ * those that are. Free with zs_plan_free, also after a failure. */
+zs_status zs_plan_make(zs_engine *engine, bool stepped, zs_plan *plan);
+
+/* Frees what a plan has; a zeroed plan is allowed. */
+void zs_plan_free(zs_plan *plan);
+
+#endif

@@ -1,0 +1,263 @@
+"""What is reserved before the first step is what steps take: slots, buckets, the transport's areas.
+
+The one idea: the plan (csrc/plan.h) goes through a step without taking one, and the step is the
+judge: afterwards as many bytes lie in slots and buckets as before, and nothing has been mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import mesh_of
+from models import CASES, COMBINATIONS, Block, Nested, Net, loss_of, make, wrapped
+from spawn import ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP, _core
+
+BF16 = zshard.MixedPrecision(torch.bfloat16)
+PREFETCH = (
+    {},
+    {"forward_prefetch": True},
+    {"backward_prefetch": None},
+    {"forward_prefetch": True, "limit_all_gathers": False},
+)
+PARTS = ("shards", "kept", "grads", "slots", "buckets")
+
+
+def engine_of(model):
+    return model._zshard_state.unit.engine
+
+
+def parts_of(held):
+    return {name: held[name] for name in PARTS}
+
+
+def step(model, case, number, optimizer=None):
+    loss_of(model(case.batch(number, dist.get_rank()))).backward()
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad()
+
+
+def differences(model, case, steps=5):
+    """Where what is predicted, held after wrapping, and held after each step are not equal; and how
+    often memory was mapped in these steps."""
+    engine = engine_of(model)
+    wanted, before = parts_of(engine.predict(False)), _core.mappings()
+    found = [f"after wrapping: {parts_of(engine.memory())}, not {wanted}"]
+    found *= parts_of(engine.memory()) != wanted
+    for number in range(steps):
+        step(model, case, number)
+        held = parts_of(engine.memory())
+        if held != wanted:
+            found.append(f"after step {number + 1}: {held}, not {wanted}")
+    if _core.mappings() != before:
+        found.append(f"memory was mapped {_core.mappings() - before} times")
+    return found
+
+
+def all_differences(name, precision):
+    case, found = CASES[name], {}
+    for combination in COMBINATIONS:
+        for options in PREFETCH:
+            model = wrapped(
+                case.make,
+                combination,
+                auto_wrap_policy=case.policy,
+                mixed_precision=precision,
+                **options,
+            )
+            wrong = differences(model, case)
+            if wrong:
+                found[(*combination, str(options))] = wrong
+    return found
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("name", ["net", "tied", "conv", "frozen", "attention", "one unit"])
+def test_steps_take_what_is_reserved(pool2, name, precision):
+    """Nested units, tied weights, frozen ones; each strategy, transport and kind of prefetch."""
+    assert pool2.run(all_differences, name, precision) == [{}, {}]
+
+
+def of_three(name):
+    case = CASES[name]
+    models = [wrapped(case.make, each, auto_wrap_policy=case.policy) for each in COMBINATIONS]
+    return [differences(model, case, steps=3) for model in models]
+
+
+@ranks(3)
+def test_three_ranks(pool):
+    assert pool.run(of_three, "net") == [[[]] * len(COMBINATIONS)] * 3
+
+
+def stepped_in_backward(name, combination, precision):
+    """The same where gradients borrow slots, and what is held once the handle is removed."""
+    case = CASES[name]
+    model = wrapped(case.make, combination, auto_wrap_policy=case.policy, mixed_precision=precision)
+    usual = parts_of(engine_of(model).memory())
+    handle = model.optimizer_in_backward(zshard.SGD(model.parameters(), lr=0.01))
+    step(model, case, 0)  # what is reserved follows when a pass begins
+    found = differences(model, case)
+    borrowed = engine_of(model).memory()["grads"]
+    handle.remove()
+    step(model, case, 0)
+    return found, borrowed, parts_of(engine_of(model).memory()) == usual
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("name", ["net", "frozen"])
+def test_optimizer_in_backward(pool2, name, combination, precision):
+    for found in pool2.run(stepped_in_backward, name, combination, precision):
+        assert found == ([], 0, True)
+
+
+def wrapped_by_hand(transport):
+    case, model = CASES["net"], make(Net)
+    for module in reversed(list(model.modules())):
+        if isinstance(module, Block | Nested):
+            FSDP(module, transport=transport, auto_wrap_policy=None)
+    FSDP(model, transport=transport, auto_wrap_policy=None)
+    return differences(model, case)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_units_wrapped_one_by_one(pool2, transport):
+    assert pool2.run(wrapped_by_hand, transport) == [[], []]
+
+
+class Twice(nn.Module):
+    """One block runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(7) for _ in range(3))
+        self.again = self.blocks[0]
+
+    def forward(self, x):
+        for block in [*self.blocks, self.again]:
+            x = block(x)
+        return x
+
+
+def shared(combination):
+    model = wrapped(Twice, combination, auto_wrap_policy={Block})
+    return differences(model, CASES["mlp"])
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_module_that_runs_twice(pool2, combination):
+    assert pool2.run(shared, combination) == [[], []]
+
+
+def over_copies(strategy, transport):
+    case = CASES["net"]
+    model = FSDP(
+        make(case.make),
+        strategy=strategy,
+        transport=transport,
+        device_mesh=mesh_of(2, 2),
+        auto_wrap_policy=case.policy,
+    )
+    return differences(model, case, steps=3)
+
+
+@ranks(4)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
+def test_hybrids(pool, strategy, transport):
+    assert pool.run(over_copies, strategy, transport) == [[]] * 4
+
+
+def after_a_change(transport):
+    """Differences where reshard_after_forward changes; bytes in slots before, after, and back."""
+    case, found, slots = CASES["net"], [], []
+    model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=case.policy)
+    for whole in (True, False, True):
+        model.set_reshard_after_forward(whole)
+        step(model, case, 0)
+        found += differences(model, case, steps=2)
+        slots.append(engine_of(model).memory()["slots"])
+    return found, slots
+
+
+def test_settings_that_change(pool2):
+    for found, (before, during, after) in pool2.run(after_a_change, "c10d"):
+        assert found == []
+        assert before == after < during  # what is no longer wanted is given back
+    for found, slots in pool2.run(after_a_change, "shm"):
+        assert (found, slots) == ([], [0, 0, 0])
+
+
+class Backwards(Net):
+    """Runs its blocks in another order than they have."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def in_another_order(combination):
+    """Losses of a model whose forward is not in the order of its modules, and of the plain one."""
+    losses = []
+    plain = make(Backwards)
+    model = wrapped(Backwards, combination, auto_wrap_policy={Block, nn.Embedding})
+    for each in (plain, model):
+        loss = loss_of(each(CASES["net"].batch(0, 0)))
+        loss.backward()
+        losses.append(loss.item())
+    held = []
+    for number in range(3):
+        step(model, CASES["net"], number)
+        held.append(engine_of(model).memory())
+    return losses[0] == losses[1], held[0] == held[-1]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_another_order_works_as_well(pool2, combination):
+    assert pool2.run(in_another_order, combination) == [(True, True)] * 2
+
+
+def alone(precision):
+    model = FSDP(make(Net), mixed_precision=precision, auto_wrap_policy={Block})
+    engine, before = engine_of(model), None
+    wanted = parts_of(engine.predict(False))
+    for number in range(3):
+        loss_of(model(CASES["net"].batch(number, 0))).backward()
+        before = before or _core.mappings()
+    return wanted, parts_of(engine.memory()), _core.mappings() - before
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+def test_a_world_of_one(precision):
+    wanted, held, mapped = alone(precision)
+    assert wanted == held
+    assert mapped == 0
+    assert (held["buckets"] > 0) == (precision is not None)
+
+
+def mapped_by_evaluation(combination):
+    """How often memory is mapped by forwards without gradients, in no particular place."""
+    case = CASES["net"]
+    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
+    before = _core.mappings()
+    for number in range(4):
+        no_grad = torch.no_grad() if number % 2 == 0 else contextlib.nullcontext()
+        with no_grad:
+            loss = loss_of(model(case.batch(number, dist.get_rank())))
+        if loss.requires_grad:
+            loss.backward()
+    return _core.mappings() - before
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_evaluation_takes_no_more(pool2, combination):
+    assert pool2.run(mapped_by_evaluation, combination) == [0, 0]
