@@ -329,7 +329,7 @@ def test_shard_info_of_other_tensors(pool2):
 
 def test_summary_lists_the_units(pool2):
     for rank, (_, _, summary, _) in enumerate(pool2.run(facts, FULL)):
-        lines = summary.splitlines()
+        lines = summary.split("\n\n")[0].splitlines()
         assert lines[0] == f"zshard: rank {rank} of 2, transport shm"
         assert lines[1].split() == ["unit", "parameters", "whole", "per", "rank", "strategy"]
         rows = {line.split()[0]: line.split() for line in lines[3:-2]}
@@ -341,11 +341,16 @@ def test_summary_lists_the_units(pool2):
         assert lines[-1].startswith("4 units") and f" {total:,} " in lines[-1]
 
 
+def units_table(model):
+    """The first table of a summary; that of memory follows."""
+    return model.summary().split("\n\n")[0]
+
+
 def sizes_told():
     """The last line of a summary, and what it should say."""
     model = wrapped(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), FULL,
                     auto_wrap_policy={nn.Linear})  # fmt: skip
-    return model.summary().splitlines()[-1]
+    return units_table(model).splitlines()[-1]
 
 
 def test_summary_tells_sizes_whole_and_per_rank(pool2):
@@ -373,18 +378,20 @@ def test_printing_keeps_the_modules_own_words():
 def test_tied_weights_count_once():
     model = FSDP(make(Tied), auto_wrap_policy=None)
     count = sum(p.numel() for p in model.parameters())
-    assert f" {count:,} " in model.summary().splitlines()[-1]
+    assert f" {count:,} " in units_table(model).splitlines()[-1]
 
 
 def test_memory_has_its_keys():
     held = FSDP(make(Mlp)).memory()
-    assert set(held) == {"shards", "kept", "grads", "slots", "buckets", "transport", "disk"}
+    parts = {"shards", "kept", "grads", "slots", "buckets", "transport", "optimizer"}
+    assert set(held) == {*parts, "disk", "total"}
+    assert held["total"] == sum(held[part] for part in parts)
 
 
 def test_a_model_without_parameters():
     model = FSDP(nn.Sequential(nn.ReLU(), nn.Flatten()))
     assert torch.equal(model(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]))
-    assert model.summary().splitlines()[-1].startswith("1 unit")
+    assert units_table(model).splitlines()[-1].startswith("1 unit")
 
 
 def without_parameters():

@@ -12,6 +12,7 @@ import torch  # noqa: F401 - its libraries have to be loaded before the core tha
 from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
 from zshard._core import DivergenceError, PeerError, PeerTimeoutError
 from zshard._load import load, load_state_dict
+from zshard._memory import predict_memory
 from zshard._meta import empty
 from zshard._optim_names import load_optim_state_dict, optim_state_dict
 from zshard.api import FSDP, register_forward_method, shard_info
@@ -48,6 +49,7 @@ __all__ = [
     "load_optim_state_dict",
     "load_state_dict",
     "optim_state_dict",
+    "predict_memory",
     "register_forward_method",
     "shard_info",
     "wrap",

@@ -20,25 +20,37 @@ _MOST_VISITS = 2  # more of a shared module tell nothing new
 Call = tuple[_core.Unit, int]
 
 
-def calls_of(model: nn.Module, units: list[_core.Unit]) -> list[Call]:
-    """The calls of a model whose modules have their hooks; for Engine.set_calls."""
-    hooked = {}
+def _hooked(model: nn.Module) -> dict[int, _core.Unit]:
+    """The units by the id of the modules whose hooks make them whole."""
+    found = {}
     for module in model.modules():
         owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-        hooked.update({id(module): each for each in owners if isinstance(each, _core.Unit)})
+        found.update({id(module): each for each in owners if isinstance(each, _core.Unit)})
+    return found
+
+
+def calls_of(model: nn.Module, units: list[_core.Unit]) -> list[Call]:
+    """The calls of a model whose modules have their hooks; for Engine.set_calls."""
+    hooked = _hooked(model)
     used = {id(param): (unit, index) for unit in units for index, param in enumerate(unit.params)}
     return list(_Walk(hooked, used).of(model))
 
 
 def calls_of_specs(
-    model: nn.Module, pairs: list[tuple[UnitSpec, _core.Unit]]
-) -> list[tuple[_core.Unit, int]]:
-    """The calls that `model` will have once it is wrapped with these units."""
-    root = model if len(pairs) > 1 else None
-    hooked = {}
+    model: nn.Module,
+    pairs: list[tuple[UnitSpec, _core.Unit]],
+    stands_for: Mapping[int, _core.Unit],
+) -> list[Call]:
+    """The calls that `model` will have once it is wrapped with these units. stands_for: some of
+    them by the id of the unit that is there already, hooks and all."""
+    root = model if len(pairs) - len(stands_for) > 1 else None
+    hooked = {at: stands_for[id(unit)] for at, unit in _hooked(model).items()}
     used = {}
+    there = {id(unit) for unit in stands_for.values()}
     for spec, unit in pairs:
         used.update({id(ref.param): (unit, i) for i, ref in enumerate(spec.params)})
+        if id(unit) in there:
+            continue
         if unit.is_hooked:
             hooked[id(spec.module)] = unit
         if unit.is_hooked and not unit.replicated:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
+from zshard._optim_guard import know
 from zshard._units import Hook, State, hook_forward, known_hooks, units_of
 
 __all__ = ["OptimizerInBackward", "refuse_clipping", "watch_scaled"]
@@ -40,6 +41,8 @@ class OptimizerInBackward:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = [_checked(optimizer) for optimizer in optimizers]
+        for optimizer in self._optimizers:
+            know(optimizer)
         self._module = weakref.ref(module)
         self._units: list[_core.Unit] = []
         self._parts: list[list[tuple[Any, int, list[Tensor]]]] = []

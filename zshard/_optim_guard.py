@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
 
-__all__ = ["install"]
+__all__ = ["install", "know", "seen_optimizers"]
 
 
 class _Kind(Enum):
@@ -63,6 +64,7 @@ _REFUSED = {
 """Words of a class's name, in lower case, and why it is refused."""
 
 _kinds: dict[type, _Kind] = {}
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _handle: RemovableHandle | None = None
 
 
@@ -73,11 +75,22 @@ def install() -> None:
         _handle = register_optimizer_step_pre_hook(_before_step)
 
 
+def know(optimizer: torch.optim.Optimizer) -> None:
+    """Counts an optimizer among those seen, whose step() may never be called."""
+    _seen.add(optimizer)
+
+
+def seen_optimizers() -> list[torch.optim.Optimizer]:
+    """All living optimizers that have stepped, or are known to do so in backward."""
+    return list(_seen)
+
+
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Torch's pre-hook. RuntimeError for an optimizer that is wrong on the shards it holds, for
     gradients that have not been reduced, and for parameters that unshard() has made whole."""
+    _seen.add(optimizer)
     if _core.has_local_grads():
         _refuse_local_grads(optimizer)
     if _core.has_held_units():

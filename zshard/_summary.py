@@ -1,4 +1,7 @@
-"""The table that model.summary() prints."""
+"""The tables that model.summary() prints.
+
+The one idea: what a reader wants to compare stands in one column.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,23 @@ def summary_of(units: list[_core.Unit], comms: Comms) -> str:
     if far is not None:
         head += f"; kept between steps over {near.world} ranks, transport {near.transport}"
     return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def memory_table(kinds: dict[str, dict[str, int]]) -> str:
+    """One line per part of memory, in MiB; `kinds`: the columns, bytes by part. Parts that are
+    nowhere are left out."""
+    parts = list(next(iter(kinds.values())))
+    rows = [("memory, MiB", *kinds)]
+    for part in parts:
+        numbers = [bytes_by_part[part] for bytes_by_part in kinds.values()]
+        if any(numbers) or part == "total":
+            rows.append((part, *(f"{number / (1 << 20):.1f}" for number in numbers)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
+    rule = "-" * len(lines[0])
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 
 def _line(row: tuple[str, ...], widths: list[int]) -> str:

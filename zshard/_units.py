@@ -67,6 +67,7 @@ class State:
         self.optim_rank0_only = False  # of optim_state_dict()
         self.whole_grads = False  # within summon_full_params(with_grads=True)
         self.slices = False  # state_dict() gives this rank's, and load_state_dict() takes them
+        self.optimizer_peak = 0  # bytes, as memory() has seen them
         self.sync_buffers = False  # the root's: from rank 0, at each forward
 
 

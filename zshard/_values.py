@@ -18,12 +18,25 @@ from zshard._agree import Fact, checksum, tensor_fact, value_fact
 from zshard._meta import Materializer
 from zshard._plan import UnitSpec
 from zshard._units import Options, outline
+from zshard.precision import name_of
 
 
 def names_of(spec: UnitSpec) -> list[str]:
     """The dotted names of a unit's parameters, from the root on."""
     prefix = f"{spec.name}." if spec.name else ""
     return [prefix + ref.names[0] for ref in spec.params]
+
+
+def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None, set[int]]:
+    """The last arguments of _core.Unit: dtypes to compute and to send in, and the parameters that
+    keep their own."""
+    precision = options.precision
+    keep = {
+        i
+        for i, ref in enumerate(spec.params)
+        if all(precision.keeps(owner) for owner, _ in ref.owners)
+    }
+    return name_of(precision.compute), name_of(precision.wire), keep
 
 
 def facts_of(

@@ -32,12 +32,13 @@ from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
+from zshard._memory import memory_of, options_of
 from zshard._meta import Materializer
 from zshard._parts import remember_parts
 from zshard._plan import UnitSpec
 from zshard._state import attach, refuse_strange_slices, whole_state_dict
 from zshard._state_dict_type import state_dict_type
-from zshard._summary import summary_of
+from zshard._summary import memory_table, summary_of
 from zshard._summon import own_unit_as_on_rank_0, summon_full_params
 from zshard._units import (
     ATTRIBUTE,
@@ -51,17 +52,15 @@ from zshard._units import (
     state_of,
     units_of,
 )
-from zshard._values import Values, check_unit, facts_of, names_of
+from zshard._values import Values, check_unit, dtypes_of, facts_of, names_of
 from zshard.offload import Offload, parse_offload
 from zshard.precision import (
     cast_arguments,
     cast_buffers,
     install_casts,
     install_kept,
-    name_of,
     parse_precision,
 )
-from zshard.strategy import parse_strategy
 from zshard.wrap import CustomPolicy, plan_units
 
 _classes: dict[type[nn.Module], type[FSDP]] = {}
@@ -146,7 +145,7 @@ class FSDP(Controls):
         check_init(param_init_fn)
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
-        own = [_options_of(spec, options) for spec in specs]
+        own = [options_of(spec, options) for spec in specs]
         check_settings(transport, timeout)
         groups = resolve_groups(process_group, device_mesh, options.strategy)
         comm = comm_for(groups.world, transport, timeout)
@@ -255,19 +254,33 @@ class FSDP(Controls):
     summon_full_params = summon_full_params
 
     def summary(self) -> str:
-        """A table of the units: name, parameters, bytes whole and per rank, strategy, transport."""
+        """A table of the units: name, parameters, bytes whole and per rank, strategy, transport;
+        and one of the model's memory by part, in MiB: predicted, now and at most."""
         own = state_of(self)
-        return summary_of([state.unit for _, state in units_of(self)], own.comms)
+        units = summary_of([state.unit for _, state in units_of(self)], own.comms)
+        kinds = ("predicted", "now", "peak")
+        return f"{units}\n\n{memory_table({kind: memory_of(self, kind) for kind in kinds})}"
 
-    def memory(self) -> dict[str, int]:
-        """Bytes that zshard holds on this rank now: shards, kept, grads, slots, buckets, transport.
+    def memory(self, what: str = "now") -> dict[str, int]:
+        """Bytes on this rank: shards, kept, grads, slots, buckets, transport, optimizer, total.
 
-        All but the last are this model's. "kept" is the copy of parameters that zero1 and
-        hybrid_full keep between steps. "transport" is what the ranks' transport has for itself
-        (over c10d, what is sent and received; over shm, the ranks' letter boxes): it is made once
-        per process group and serves all models there, so do not add it up over models.
+        what: "now", what zshard holds now; "peak", the most that there has been of each part at a
+        time since the model was wrapped, and of all together (holds by unshard() and the gradients
+        of no_sync() are in it); "predicted", what a step takes with the settings as they are, if
+        modules run in the order in which they stand in the model. What a step takes is reserved
+        before the first one, so "now" is "predicted" but for the optimizer's state.
+
+        "kept" is the copy of parameters that zero1 and hybrid_full keep between steps. "transport"
+        is what the ranks' transport has for itself (over c10d, what is sent and received; over shm,
+        the ranks' letter boxes): it is made once per process group and serves all models there, so
+        do not add it up over models ("predicted": of a new one). "optimizer" is the state of this
+        module's parameters in optimizers that have made a step; "predicted", until one has, that of
+        Adam. The other parts are those of the whole model.
+
+        Memory is counted when it is reserved; the system gives it when it is first touched. Raises
+        ValueError for another `what`.
         """
-        return dict(state_of(self).unit.engine.memory())
+        return memory_of(self, what)
 
     state_dict_type = staticmethod(state_dict_type)
 
@@ -383,20 +396,14 @@ def _set_offload(engine: _core.Engine, offload: Offload | None) -> None:
 
 
 def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
-    precision = options.precision
     params = [ref.param for ref in spec.params]
     places = [
         (i, owner._parameters, attribute)
         for i, ref in enumerate(spec.params)
         for owner, attribute in ref.owners
     ]
-    keep = {
-        i
-        for i, ref in enumerate(spec.params)
-        if all(precision.keeps(owner) for owner, _ in ref.owners)
-    }
-    dtypes = name_of(precision.compute), name_of(precision.wire), keep
     kind = options.strategy.in_group.value
+    dtypes = dtypes_of(spec, options)
     return _core.Unit(engine, spec.name, kind, names_of(spec), params, places, *dtypes)
 
 
@@ -406,25 +413,6 @@ def _inner_comms(module: nn.Module, comms: Comms) -> Comms:
         if comms.far is None and state.comms.far is not None and state.comms.all is comms.all:
             return state.comms
     return comms
-
-
-def _options_of(spec: UnitSpec, usual: Options) -> Options:
-    """What a CustomPolicy has overridden for this unit, and the rest as for the model. ValueError
-    for what is not a unit's to choose."""
-    strategy, precision = usual.strategy, usual.precision
-    given = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
-    if given is not None:
-        strategy = parse_strategy(given)
-    if strategy is not usual.strategy and (strategy.is_hybrid or strategy.keeps):
-        raise ValueError(
-            f"unit '{spec.name}' asks for the strategy {strategy.value!r}, the model for "
-            f"{usual.strategy.value!r}: strategies with groups or copies of their own are for "
-            "whole models"
-        )
-    given = spec.overrides.get("mixed_precision")
-    if given is not None:
-        precision = parse_precision(given)
-    return Options(strategy, precision, usual.prefetch, usual.offload)
 
 
 def _rename_units(module: nn.Module) -> None:

@@ -1,0 +1,223 @@
+"""memory("now" / "peak" / "predicted"), and predict_memory() of a model that is not wrapped.
+
+The one idea: three ways to one number. A prediction without a process group, that of the wrapped
+model, and what the model then holds have to be equal, byte by byte.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import mesh_of
+from models import CASES, COMBINATIONS, Block, Net, loss_of, make, make_optimizer, train, wrapped
+from nursery import fork_ranks
+from spawn import ranks
+
+import zshard
+from zshard import FSDP, predict_memory
+
+BF16 = zshard.MixedPrecision(torch.bfloat16)
+PARTS = {"shards", "kept", "grads", "slots", "buckets", "transport", "optimizer", "total"}
+
+
+def on_meta(name):
+    with torch.device("meta"):
+        return CASES[name].make()
+
+
+def wrong_predictions(name, precision):
+    """Where predict_memory() of the model on the meta device, memory("predicted") of the wrapped
+    one and memory() after two steps differ, on rank 0."""
+    case, found = CASES[name], {}
+    for strategy, transport in COMBINATIONS:
+        options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
+        told = predict_memory(
+            on_meta(name),
+            dist.get_world_size(),
+            strategy=strategy,
+            transport=transport,
+            **options,
+        )
+        model = wrapped(case.make, (strategy, transport), **options)
+        predicted = model.memory("predicted")
+        train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=2)
+        held = model.memory()
+        if told != predicted and dist.get_rank() == 0:
+            found[strategy, transport] = told, predicted
+        if any(
+            held[part] != predicted[part] for part in PARTS - {"transport", "optimizer", "total"}
+        ):
+            found[strategy, transport, "held"] = held, predicted
+    return found
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
+def test_predictions_are_what_is_held(pool, name, precision):
+    assert pool.run(wrong_predictions, name, precision) == [{}] * pool.world
+
+
+def wrong_for_copies(strategy, transport):
+    case = CASES["net"]
+    told = predict_memory(
+        on_meta("net"),
+        4,
+        strategy=strategy,
+        transport=transport,
+        local_world_size=2 if transport == "c10d" else None,
+        auto_wrap_policy=case.policy,
+    )
+    if transport == "shm":  # a prediction has all ranks of a host in one copy
+        told = None
+    model = FSDP(
+        make(case.make),
+        strategy=strategy,
+        transport=transport,
+        device_mesh=mesh_of(2, 2),
+        auto_wrap_policy=case.policy,
+    )
+    predicted = model.memory("predicted")
+    return told in (None, predicted) or dist.get_rank() != 0 or (told, predicted)
+
+
+@ranks(4)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
+def test_predictions_of_hybrids(pool, strategy, transport):
+    assert pool.run(wrong_for_copies, strategy, transport) == [True] * 4
+
+
+def of_a_fresh_process(transport):
+    """(predicted, held) of the transport's own, and of all with the optimizer's state."""
+    dist.init_process_group("gloo")
+    case = CASES["net"]
+    told = predict_memory(on_meta("net"), 2, transport=transport, auto_wrap_policy=case.policy)
+    model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=case.policy)
+    optimizer = zshard.AdamW(model.parameters())
+    train(model, case, optimizer, dist.get_rank())
+    return told, model.memory(), dist.get_rank()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_the_transports_own(transport):
+    for result in fork_ranks(of_a_fresh_process, 2, transport, check=True):
+        told, held, rank = result.value
+        assert told["transport"] == held["transport"] > 0
+        steps = 4 * len(list(CASES["net"].make().parameters()))  # Adam counts them in a tensor
+        assert rank != 0 or told["optimizer"] == held["optimizer"] - steps
+
+
+def peaks(transport):
+    """Parts at a time where a script holds units, or keeps gradients local."""
+    case, rank = CASES["net"], dist.get_rank()
+    model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=case.policy)
+    before = model.memory("peak")
+    with FSDP.summon_full_params(model):
+        held = model.memory()
+    after_holds = model.memory("peak")
+    with model.no_sync():
+        loss_of(model(case.batch(0, rank))).backward()
+    local = model.memory()
+    model.zero_grad()
+    loss_of(model(case.batch(0, rank))).backward()
+    return before, held, after_holds, local, model.memory(), model.memory("peak")
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_peaks(pool2, transport):
+    for before, held, after_holds, local, now, peak in pool2.run(peaks, transport):
+        assert before["slots"] < held["slots"] <= after_holds["slots"]
+        assert after_holds["total"] >= held["total"]
+        assert now["grads"] < local["grads"] <= peak["grads"]
+        assert peak["total"] >= max(local["total"], held["total"])
+        assert all(peak[part] >= now[part] for part in PARTS)
+
+
+def states(optimizer_name):
+    """What memory() says of the optimizer, before and after a step, and in predictions."""
+    case, rank = CASES["net"], dist.get_rank()
+    model = wrapped(case.make, ("full_shard", "shm"), auto_wrap_policy=case.policy)
+    optimizer = make_optimizer(optimizer_name, model)
+    seen = [model.memory(what)["optimizer"] for what in ("now", "predicted")]
+    train(model, case, optimizer, rank, steps=1)
+    seen += [model.memory(what)["optimizer"] for what in ("now", "predicted", "peak")]
+    size = sum(p.numel() * p.itemsize for p in model.parameters())
+    count = sum(1 for _ in model.parameters())
+    return seen, size, count
+
+
+@pytest.mark.parametrize("name", ["zshard.AdamW", "torch.AdamW", "torch.Adagrad"])
+def test_the_optimizers_part(pool2, name):
+    for (before, guessed, now, predicted, peak), size, count in pool2.run(states, name):
+        tensors = 1 if name.endswith("Adagrad") else 2
+        assert (before, guessed) == (0, 2 * size)
+        assert now == predicted == peak
+        assert tensors * size <= now <= tensors * size + 4 * count
+
+
+def in_backward():
+    case = CASES["net"]
+    model = wrapped(case.make, ("full_shard", "shm"), auto_wrap_policy=case.policy)
+    model.optimizer_in_backward(zshard.AdamW(model.parameters()))
+    loss_of(model(case.batch(0, dist.get_rank()))).backward()
+    return model.memory()["optimizer"], sum(p.numel() * p.itemsize for p in model.parameters())
+
+
+def test_the_part_of_an_optimizer_in_backward(pool2):
+    for held, size in pool2.run(in_backward):
+        assert held >= 2 * size
+
+
+def test_summary_shows_memory():
+    model = FSDP(make(Net), auto_wrap_policy={Block})
+    table = model.summary().split("\n\n")[1].splitlines()
+    assert table[0].split() == ["memory,", "MiB", "predicted", "now", "peak"]
+    assert [line.split()[0] for line in table if line[:1].isalpha()] == [
+        "memory,",
+        "shards",
+        "optimizer",
+        "total",
+    ]
+
+
+def test_arguments():
+    model = FSDP(make(Net))
+    assert set(model.memory()) == set(model.memory("peak")) == set(model.memory("predicted"))
+    assert set(model.memory()) == PARTS
+    with pytest.raises(ValueError, match="'now', 'peak', 'predicted'"):
+        model.memory("later")
+    plain = make(Net)
+    for options, message in (
+        ({"optimizer": "muon"}, "number of tensors"),
+        ({"transport": "tcp"}, "unknown transport"),
+        ({"strategy": "zero4"}, "unknown sharding_strategy"),
+        ({"transport": "shm", "local_world_size": 1}, "several"),
+        ({"local_world_size": 3}, "do not divide"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            predict_memory(plain, 4, **options)
+    with pytest.raises(ValueError, match="no number of ranks"):
+        predict_memory(plain, 0)
+    with pytest.raises(ValueError, match="already wrapped"):
+        predict_memory(model, 2)
+
+
+def test_predictions_are_of_the_whole_model():
+    """One unit of 1000 fp32 elements over 4 ranks, by hand."""
+    plain = torch.nn.Linear(1000, 1, bias=False)
+    told = predict_memory(plain, 4, transport="c10d", optimizer=1)
+    post = 4 * (1024 + 64)  # a slice and a tail for each rank
+    assert told == {
+        "shards": 1024,  # 250 elements, rounded up to 64 bytes
+        "kept": 0,
+        "grads": 1024,
+        "slots": 4096,
+        "buckets": 4096,
+        "transport": 2 * post,  # sent and received
+        "optimizer": 1024,
+        "total": told["total"],
+    }
+    assert told["total"] == sum(told[part] for part in PARTS - {"total"})
+    assert all(p.shape == (1, 1000) for p in plain.parameters())

@@ -1,0 +1,134 @@
+"""Outlines: units with layouts and no memory, on transports without peers, to be measured.
+
+The one idea: what a model will take is not computed by formulas beside the code but asked of the
+same code (csrc/unit.c, csrc/plan.h). An outline is made of parameters of any device, the meta
+device too; it changes nothing and needs no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from zshard import _core
+from zshard._calls import Call, calls_of_specs
+from zshard._plan import ParamRef, UnitSpec
+from zshard._units import Comms, Options, State, outline
+from zshard._values import dtypes_of, names_of
+from zshard.strategy import ShardingStrategy
+
+Planned = tuple[UnitSpec, Options]
+
+
+class World(NamedTuple):
+    """Ranks as a prediction knows them. near: of them, those that a hybrid strategy shards over;
+    transport: "shm" or "c10d", between all of them; inside: between the near ones."""
+
+    size: int
+    near: int
+    transport: str
+    inside: str
+
+
+def world_of(comms: Comms) -> World:
+    """The world in which a model is being wrapped."""
+    inside = comms.near.transport if comms.far is None else comms.all.transport
+    near = comms.shards.world if comms.far is None else comms.near.world
+    return World(comms.all.world, near, comms.all.transport, inside)
+
+
+def outline_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
+    """What zshard._group.comms_for would give in such a world, without peers."""
+
+    def comm(transport: str, size: int) -> _core.Comm:
+        return _core.Comm.outline(transport if size > 1 else "self", rank % size, size)
+
+    everyone = comm(world.transport, world.size)
+    near = world.near if strategy.is_hybrid else world.size
+    if strategy is ShardingStrategy.ZERO1:
+        near = 1
+    if strategy.keeps:
+        if world.transport == "shm" or near == world.size:
+            return Comms(everyone, everyone, everyone, None)
+        far = everyone if near == 1 else comm("c10d", world.size // near)
+        return Comms(everyone, everyone, comm(world.inside, near), far)
+    if near == world.size:
+        return Comms(everyone, everyone, everyone, None)
+    inner = comm(world.inside, near)
+    return Comms(everyone, inner, inner, None)
+
+
+class Outline:
+    """What `module` will be, wrapped with these units over these (outlined) ranks.
+
+    inner: units of earlier calls below `module`, which are measured with it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        planned: Sequence[Planned],
+        comms: Comms,
+        inner: Sequence[tuple[nn.Module, State]] = (),
+    ) -> None:
+        self.engine = _core.Engine(type(module).__name__, *comms)
+        self.engine.set_prefetch(*planned[-1][1].prefetch)
+        self.units = [self._make(spec, options) for spec, options in planned]
+        stands_for = {}
+        pairs = list(zip((spec for spec, _ in planned), self.units, strict=True))
+        self.inner = []
+        for each, state in inner:
+            spec = _spec_of(each, state)
+            unit = self._make(spec, state.options, _whole_params(state.unit))
+            self.inner.append(unit)
+            stands_for[id(state.unit)] = unit
+            pairs.append((spec, unit))
+        place = {id(each): i for i, each in enumerate(module.modules())}
+        pairs.sort(key=lambda pair: place[id(pair[0].module)])
+        self._specs = {id(unit): spec for spec, unit in pairs}
+        self.engine.set_order([unit for _, unit in pairs])
+        calls: list[Call] = calls_of_specs(module, pairs, stands_for)
+        self.engine.set_calls(calls)
+
+    def _make(
+        self, spec: UnitSpec, options: Options, params: list[nn.Parameter] | None = None
+    ) -> _core.Unit:
+        kind = options.strategy.in_group.value
+        if params is None:
+            params = [ref.param for ref in spec.params]
+        dtypes = dtypes_of(spec, options)
+        return _core.Unit(self.engine, spec.name, kind, names_of(spec), params, [], *dtypes, True)
+
+    def predict(self, stepped: bool = False) -> dict[str, int]:
+        """Bytes by part, as Engine.predict gives them."""
+        return self.engine.predict(stepped)
+
+    def trained_bytes(self) -> int:
+        """Bytes of this rank's part of the parameters that get gradients: what one tensor of
+        optimizer state takes."""
+        total = 0
+        for unit in [*self.units, *self.inner]:
+            for i, ref in enumerate(self._specs[id(unit)].params):
+                if ref.param.requires_grad:
+                    total += unit.param(i)["numel"] * ref.param.itemsize
+        return total
+
+
+def _whole_params(unit: _core.Unit) -> list[nn.Parameter]:
+    return [outline(param, unit.param(i)["shape"], "meta") for i, param in enumerate(unit.params)]
+
+
+def _spec_of(module: nn.Module, state: State) -> UnitSpec:
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for each in module.modules():
+        for name, held in each._parameters.items():
+            owners.setdefault(id(held), []).append((each, name))
+    params = state.unit.params
+    names = [(state.unit.param(i)["name"],) for i in range(len(params))]
+    refs = [
+        ParamRef(name, param, tuple(owners.get(id(param), ())))
+        for name, param in zip(names, params, strict=True)
+    ]
+    return UnitSpec(module, state.unit.name, refs)
