@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from zshard import _core
@@ -63,7 +64,8 @@ def outline_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Co
 class Outline:
     """What `module` will be, wrapped with these units over these (outlined) ranks.
 
-    inner: units of earlier calls below `module`, which are measured with it.
+    inner: units of earlier calls below `module`, which are measured with it. dtype: as if all
+    floating-point parameters were of it.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class Outline:
         planned: Sequence[Planned],
         comms: Comms,
         inner: Sequence[tuple[nn.Module, State]] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
+        self._dtype = dtype
         self.engine = _core.Engine(type(module).__name__, *comms)
         self.engine.set_prefetch(*planned[-1][1].prefetch)
         self.units = [self._make(spec, options) for spec, options in planned]
@@ -97,9 +101,15 @@ class Outline:
     ) -> _core.Unit:
         kind = options.strategy.in_group.value
         if params is None:
-            params = [ref.param for ref in spec.params]
+            params = [self._as_dtype(ref.param) for ref in spec.params]
         dtypes = dtypes_of(spec, options)
         return _core.Unit(self.engine, spec.name, kind, names_of(spec), params, [], *dtypes, True)
+
+    def _as_dtype(self, param: nn.Parameter) -> nn.Parameter:
+        if self._dtype is None or not param.is_floating_point():
+            return param
+        made = torch.empty(param.shape, dtype=self._dtype, device="meta")
+        return nn.Parameter(made, requires_grad=param.requires_grad)
 
     def predict(self, stepped: bool = False) -> dict[str, int]:
         """Bytes by part, as Engine.predict gives them."""

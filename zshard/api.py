@@ -31,6 +31,7 @@ from zshard._calls import calls_of, parts_to_guard
 from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
+from zshard._fits import check_fits, parse_limit
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._memory import memory_of, options_of
 from zshard._meta import Materializer
@@ -100,13 +101,19 @@ class FSDP(Controls):
     offload: a zshard.Offload, or a directory for one: parameters and optimizer state are kept in
         files there, for models larger than memory. cpu_offload: FSDP1's spelling; on CPU ranks all
         is in host memory anyway.
+    memory_limit: bytes that zshard may hold on a rank ("12GiB" too); "auto": what the host's memory
+        (MemAvailable), control groups and the process's limits leave it, divided among the ranks
+        that share them; None: nobody looks. A model of which zshard would hold more is refused on
+        all ranks, with what would fit; one that would not fit with Adam's state is warned of. One
+        that is offloaded to a disk is let pass.
 
     Between steps each parameter holds this rank's slice, of shape (k, 1, ..., 1); inside forward
     and backward it is whole. `zshard.shard_info(p)` gives its whole shape.
 
     Raises ValueError or TypeError for what cannot be wrapped, naming it; NotImplementedError for
     arguments whose feature is still to come; DivergenceError (on every rank) if the ranks' models
-    differ; PeerError if a rank is gone.
+    differ; PeerError if a rank is gone; MemoryError (on every rank, the module is as it was) where
+    memory_limit refuses.
     """
 
     def __new__(
@@ -133,6 +140,7 @@ class FSDP(Controls):
         timeout: float | None = None,
         forward_sync_buffers: bool = False,
         offload: Any = None,
+        memory_limit: int | str | None = "auto",
     ) -> Any:
         check_fixed_arguments(use_orig_params, device_id)
         options = Options(
@@ -143,6 +151,7 @@ class FSDP(Controls):
         )
         check_module(module)
         check_init(param_init_fn)
+        limit = parse_limit(memory_limit)
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         own = [options_of(spec, options) for spec in specs]
@@ -150,12 +159,17 @@ class FSDP(Controls):
         groups = resolve_groups(process_group, device_mesh, options.strategy)
         comm = comm_for(groups.world, transport, timeout)
         facts = facts_of(module, specs, options, not sync_module_states)
+        facts.append(("memory_limit", "None" if limit is None else "given"))
         check_agreement(comm, facts)
         settings = transport, timeout
         comms = _inner_comms(module, comms_for(groups, options.strategy, comm, settings))
+        planned = list(zip(specs, own, strict=True))
+        for spec in specs:  # what cannot be sharded at all has its own words
+            check_unit(spec)
+        check_fits(module, planned, comms, limit)
         source = comm if sync_module_states and comm.world > 1 else None
         values = Values(module, Materializer(module, param_init_fn, ignored[0]), source)
-        _wrap(module, list(zip(specs, own, strict=True)), comms, values)
+        _wrap(module, planned, comms, values)
         values.share_buffers(ignored[0])
         if comm.world > 1:
             watch(module, ignored[0])

@@ -1,0 +1,267 @@
+"""A model that cannot fit is refused when it is wrapped, on all ranks, with what would fit.
+
+The one idea: limits are given, or set for a process, so that small models do not fit; that those
+that fit are left alone is said by all other tests, which look at this host's memory.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, Block, Net, loss_of, make
+from nursery import fork_ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP
+from zshard._fits import parse_limit
+from zshard._host_memory import room_of_cgroup, room_of_host
+
+MIB = 1 << 20
+
+
+def stack(width=512, depth=8):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+def predicted(strategy="full_shard", **options):
+    with torch.device("meta"):
+        model = stack()
+    return zshard.predict_memory(
+        model, dist.get_world_size(), strategy=strategy, auto_wrap_policy={nn.Linear}, **options
+    )
+
+
+def refused(strategy, transport, limit, on_rank=None):
+    """(message of the MemoryError or None, is the module as it was?) for a limit on one rank."""
+    model = stack()
+    before = [(id(p), p.shape, p.clone()) for p in model.parameters()]
+    mine = limit if on_rank in (None, dist.get_rank()) else "100GiB"
+    message = None
+    try:
+        FSDP(
+            model,
+            strategy=strategy,
+            transport=transport,
+            auto_wrap_policy={nn.Linear},
+            memory_limit=mine,
+        )
+    except MemoryError as error:
+        message = str(error)
+    after = list(model.parameters())
+    same = type(model) is nn.Sequential and all(
+        id(p) == key and p.shape == shape and torch.equal(p, value)
+        for p, (key, shape, value) in zip(after, before, strict=True)
+    )
+    hooks = any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    return message, same and not hooks
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_refused_on_all_ranks(pool2, strategy, transport):
+    for on_rank in (None, 1):
+        found = pool2.run(refused, strategy, transport, 11 * MIB, on_rank)
+        assert [same for _, same in found] == [True, True]
+        first, second = (message for message, _ in found)
+        assert first == second
+        assert f"on rank {on_rank or 0} of 2" in first or on_rank is None
+        assert "there are 11.0 MiB (memory_limit)" in first
+        assert re.search(r"shards \d+\.\d, grads \d+\.\d, (slots \d+\.\d, )?buckets", first)
+        assert ('strategy="full_shard"' in first) == (strategy == "no_shard")
+        assert re.search(r"from \d+ ranks on, .*: [\d.]+ MiB, which fits", first)
+        for words in ("optimizer_in_backward", "bfloat16", "smaller units", "memory_limit=None"):
+            assert words in first, first
+
+
+def told_and_true(transport):
+    """The limits just below and at what a model takes; and how many ranks are told to be enough."""
+    total = predicted(transport=transport, optimizer=None)["total"]
+    below, _ = refused("full_shard", transport, total - 1)
+    at, same = refused("full_shard", transport, total)
+    few, _ = refused("full_shard", transport, total - total // 8)
+    count = int(re.search(r"from (\d+) ranks", few)[1])
+    sizes = []
+    with torch.device("meta"):
+        for number in (count - 1, count):
+            told = zshard.predict_memory(
+                stack(), number, transport=transport, auto_wrap_policy={nn.Linear}, optimizer=None
+            )
+            sizes.append(told["total"])
+    return below is not None, at is None and not same, sizes[0] > total - total // 8 >= sizes[1]
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_the_border_is_what_is_predicted(pool2, transport):
+    assert pool2.run(told_and_true, transport) == [(True, True, True)] * 2
+
+
+def warned(limit_of):
+    """What is warned of where only the optimizer's state does not fit."""
+    parts = predicted(transport="shm")
+    limit = parts["total"] - parts["optimizer"] + MIB
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = FSDP(stack(), auto_wrap_policy={nn.Linear}, transport="shm", memory_limit=limit)
+    loss_of(model(torch.ones(2, 512))).backward()
+    return [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+
+def test_a_warning_where_the_optimizer_does_not_fit(pool2):
+    first, second = pool2.run(warned, None)
+    assert second == []
+    assert len(first) == 1 and "an Adam's state" in first[0]
+
+
+def differing_limits():
+    try:
+        FSDP(stack(), memory_limit=None if dist.get_rank() == 0 else "auto")
+    except zshard.DivergenceError as error:
+        return str(error)
+
+
+def test_ranks_that_look_and_ranks_that_do_not(pool2):
+    assert all("memory_limit" in message for message in pool2.run(differing_limits))
+
+
+def by_hand(transport):
+    """Inner units count, whether an outer call finds room for them or not."""
+    case, model = CASES["net"], make(Net)
+    options = {"transport": transport, "auto_wrap_policy": None}
+    for module in reversed(list(model.modules())):
+        if isinstance(module, Block):
+            FSDP(module, **options)
+    try:
+        FSDP(model, memory_limit=1, **options)
+    except MemoryError as error:
+        message = str(error)
+    FSDP(model, **options)
+    loss_of(model(case.batch(0, dist.get_rank()))).backward()
+    return "smaller units" in message and "Instead" not in message
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_outer_calls(pool2, transport):
+    assert pool2.run(by_hand, transport) == [True, True]
+
+
+def under_a_limit(name, free):
+    """A process's own limit on rank 1: `free` more bytes than it has now; 64 MiB of parameters on
+    the meta device."""
+    dist.init_process_group("gloo")
+    FSDP(stack(8, 1))  # libraries and the transport
+    if dist.get_rank() == 1:
+        status = Path("/proc/self/status").read_text()
+        field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[name]
+        now = 1024 * int(re.search(rf"{field}:\s+(\d+)", status)[1])
+        resource.setrlimit(getattr(resource, name), (now + free, now + free))
+    with torch.device("meta"):
+        model = stack(1024, 16)
+    try:
+        FSDP(model, transport="c10d", auto_wrap_policy={nn.Linear})
+    except MemoryError as error:
+        return str(error)
+    loss_of(model(torch.ones(2, 1024))).backward()
+    return None
+
+
+@pytest.mark.parametrize("name", ["RLIMIT_DATA", "RLIMIT_AS"])
+def test_a_limit_of_the_process(name):
+    for result in fork_ranks(under_a_limit, 2, name, 64 * MIB, check=True):
+        assert "on rank 1 of 2" in result.value and name in result.value
+    for result in fork_ranks(under_a_limit, 2, name, 1024 * MIB, check=True):
+        assert result.value is None
+
+
+def what_is_there(parameters_on):
+    """A model of 64 MiB whose parameters lie in memory, where there is no room for as many again."""
+    dist.init_process_group("gloo")
+    FSDP(stack(8, 1))
+    with torch.device(parameters_on):
+        model = stack(1024, 16)
+    status = Path("/proc/self/status").read_text()
+    now = 1024 * int(re.search(r"VmData:\s+(\d+)", status)[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (now + 184 * MIB, now + 184 * MIB))
+    try:
+        FSDP(model, strategy="no_shard", transport="c10d", auto_wrap_policy={nn.Linear})
+    except MemoryError as error:
+        return str(error)
+    return None
+
+
+def test_memory_that_parameters_have_is_not_wanted_again():
+    """64 MiB of parameters, which are there or not, and gradients in two chunks of 64 MiB."""
+    assert [r.value for r in fork_ranks(what_is_there, 2, "cpu", check=True)] == [None, None]
+    for result in fork_ranks(what_is_there, 2, "meta", check=True):
+        assert "RLIMIT_DATA" in result.value
+
+
+# --- limits as they are written -------------------------------------------------------------------
+
+
+def files(folder, contents):
+    for name, text in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_control_groups_of_version_2(tmp_path):
+    group = "sys/fs/cgroup/job/rank"
+    files(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job/rank\n",
+            f"{group}/memory.max": "max\n",
+            f"{group}/memory.current": "500\n",
+            "sys/fs/cgroup/job/memory.max": "1000\n",
+            "sys/fs/cgroup/job/memory.current": "900\n",
+            "sys/fs/cgroup/job/memory.stat": "anon 400\ninactive_file 300\nactive_file 150\n",
+        },
+    )
+    room = room_of_cgroup(tmp_path)
+    assert room.bytes == 1000 - (900 - 450)
+    assert "job/memory.max" in room.source
+
+
+def test_control_groups_of_version_1_within_a_container(tmp_path):
+    """The process's path is the host's, and does not exist within; the mount's top is its group."""
+    files(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu:/x\n4:memory:/docker/abc\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "2000\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1500\n",
+            "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 100\n",
+        },
+    )
+    assert room_of_cgroup(tmp_path).bytes == 600
+
+
+def test_hosts_and_no_limits(tmp_path):
+    assert room_of_cgroup(tmp_path) is None and room_of_host(tmp_path) is None
+    files(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal:  100 kB\nMemAvailable:   10 kB\n",
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1500\n",
+        },
+    )
+    assert room_of_cgroup(tmp_path) is None
+    assert room_of_host(tmp_path).bytes == 10 * 1024
+
+
+def test_limits_as_arguments():
+    assert parse_limit("1.5GiB") == parse_limit("1536m") == 3 << 29
+    assert (parse_limit(None), parse_limit("auto"), parse_limit(7)) == (None, "auto", 7)
+    for wrong, kind in (("much", ValueError), (0, ValueError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(kind, match="memory_limit"):
+            FSDP(stack(8, 1), memory_limit=wrong)

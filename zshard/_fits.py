@@ -1,0 +1,205 @@
+"""Does a model fit into memory? Asked when it is wrapped, before anything is changed.
+
+The one idea: what zshard will hold is known from layouts, so a model that cannot fit is refused on
+all ranks with numbers, and what would fit, instead of being killed by the kernel some steps later.
+What is refused is only what will be held for sure. A module's parameters lie in memory already, and
+go as their units are made: that memory has not to be found again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from zshard._advice import Model, Shortage, explain
+from zshard._group import _env_int, _host
+from zshard._host_memory import room_of_cgroup, room_of_host, room_of_process
+from zshard._model_outline import Outline, Planned, outline_comms, world_of
+from zshard._units import Comms, units_of
+
+MemoryLimit = int | str | None
+_MIB = 1 << 20
+_CHUNK = 64 * _MIB  # gradients are mapped in chunks, csrc/arena.c
+_UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
+_MESSAGE = struct.Struct("8s8s7q")
+
+
+class _Need(NamedTuple):
+    """Bytes that a rank has to find, and of them the process's own, and its addresses; what the
+    optimizer adds later."""
+
+    found: int
+    private: int
+    addresses: int
+    optimizer: int
+
+
+class _Rank(NamedTuple):
+    """What a rank tells the others; -1: no limit."""
+
+    host: bytes
+    cgroup: bytes
+    on_host: int
+    in_cgroup: int
+    own: int  # a limit of the process itself
+    own_kind: int
+    own_need: int
+    need: int
+    optimizer: int
+
+
+_OWN = ("memory_limit", "RLIMIT_DATA", "RLIMIT_AS")
+
+
+def parse_limit(limit: MemoryLimit) -> MemoryLimit:
+    """memory_limit as bytes, "auto" or None. "12GiB", "800MB": GB and GiB both mean 2**30 bytes.
+
+    Raises ValueError for what is no number of bytes, TypeError for what is no limit at all.
+    """
+    if limit is None or limit == "auto":
+        return limit
+    if isinstance(limit, bool) or not isinstance(limit, int | str):
+        raise TypeError(
+            'memory_limit is a number of bytes, a text such as "12GiB", "auto" or None, '
+            f"not {limit!r}"
+        )
+    if isinstance(limit, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", limit.lower())
+        if found is None:
+            raise ValueError(f'memory_limit={limit!r} is no number of bytes such as "12GiB"')
+        limit = int(float(found[1]) * (1 << _UNITS[found[2]] if found[2] else 1))
+    if limit <= 0:
+        raise ValueError(f"memory_limit={limit!r}: a rank needs more than that")
+    return limit
+
+
+def check_fits(
+    module: nn.Module, planned: Sequence[Planned], comms: Comms, limit: MemoryLimit
+) -> None:
+    """Raises MemoryError on all ranks if what zshard will hold of `module` is more than one of them
+    can have; warns on rank 0 if it is so once the optimizer has its state. One exchange.
+
+    limit: bytes that a rank may hold, "auto": what the hosts and the processes' limits leave.
+    """
+    offload = planned[-1][1].offload
+    if limit is None or (offload is not None and offload.to_disk):
+        return
+    world, strategy = world_of(comms), planned[-1][1].strategy
+    outlined = outline_comms(world, strategy, comms.all.rank)
+    inner = [(each, state) for each, state in units_of(module)]
+    outline = Outline(module, planned, outlined, inner)
+    parts = outline.predict()
+    need = _need_of(planned, outline, parts, comms)
+    if isinstance(limit, int):
+        need = need._replace(found=parts["total"])
+    mine = _MESSAGE.pack(*_tell(limit, need))
+    ranks = [_Rank(*_MESSAGE.unpack(each)) for each in comms.all.exchange(mine)]
+    model = Model(module, planned, world, outline, bool(inner))
+    short = _worst(ranks, with_optimizer=False)
+    if short is not None:
+        raise MemoryError(explain(model, short, "zshard holds of it"))
+    short = _worst(ranks, with_optimizer=True)
+    if short is not None and comms.all.rank == 0:
+        text = explain(model, short, "zshard and an Adam's state hold of it")
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+# --- what a rank has to find ----------------------------------------------------------------------
+
+
+def _need_of(
+    planned: Sequence[Planned], outline: Outline, parts: dict[str, int], comms: Comms
+) -> _Need:
+    """What has to be found beyond what is there: parameters and inner units are."""
+    there = sum(sum(unit.bytes[name] for name in ("shard", "grad")) for unit in outline.inner)
+    given_back = 0
+    within = peak = 0  # while units are made one after the other
+    for (spec, _), unit in zip(planned, outline.units, strict=True):
+        storages = {ref.param.untyped_storage()._cdata: ref.param for ref in spec.params}
+        whole = sum(p.untyped_storage().nbytes() for p in storages.values() if not p.is_meta)
+        made = sum(p.numel() * p.itemsize for p in storages.values() if p.is_meta)
+        peak = max(peak, within + made + unit.bytes["shard"])
+        within += unit.bytes["shard"] - whole
+        given_back += whole
+    needed = max(parts["total"] - parts["transport"] - there - given_back, peak, 0)
+    mapped = comms.near.transport == "shm"
+    shared = 0
+    if mapped:
+        cut = [unit for unit in outline.units if not unit.replicated]
+        shared = sum(unit.bytes["shard"] for unit in cut)
+    in_buckets = parts["buckets"] if comms.all.transport == "shm" else 0
+    rounding = -parts["grads"] % _CHUNK
+    private = max(needed + rounding - shared - in_buckets, 0)
+    addresses = needed + rounding + shared * (comms.near.world - 1)
+    return _Need(needed, private, addresses, 2 * outline.trained_bytes())
+
+
+def _tell(limit: MemoryLimit, need: _Need) -> _Rank:
+    none = _Rank(b"", b"", -1, -1, -1, 0, 0, need.found, need.optimizer)
+    if isinstance(limit, int):
+        return none._replace(own=limit, own_need=need.found)
+    host, cgroup = room_of_host(), room_of_cgroup()
+    own = _own_limit(need)
+    return none._replace(
+        host=_digest(_host()),
+        cgroup=_digest(f"{_host()}/{cgroup.key}" if cgroup else ""),
+        on_host=-1 if host is None else host.bytes,
+        in_cgroup=-1 if cgroup is None else cgroup.bytes,
+        own=own[0],
+        own_kind=own[1],
+        own_need=own[2],
+    )
+
+
+def _own_limit(need: _Need) -> tuple[int, int, int]:
+    """(bytes left, index into _OWN, bytes needed) of the process's tightest limit; -1: none."""
+    found = []
+    for kind, needed in ((1, need.private), (2, need.addresses)):
+        left = room_of_process(_OWN[kind])
+        if left is not None:
+            found.append((left - needed, left, kind, needed))
+    return min(found)[1:] if found else (-1, 0, 0)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:8]
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+
+def _worst(ranks: list[_Rank], with_optimizer: bool) -> Shortage | None:
+    """The rank that lacks most, as all ranks see it; None if all have enough."""
+    found = []
+    for rank, each in enumerate(ranks):
+        later = each.optimizer if with_optimizer else 0
+        for needed, limit, source in _limits_of(ranks, each):
+            missing, whole = needed + later - limit, needed + later
+            if missing > 0:
+                found.append(Shortage(missing, rank, whole, limit, source, each.optimizer))
+    return max(found, default=None)
+
+
+def _limits_of(ranks: list[_Rank], each: _Rank) -> Iterator[tuple[int, int, str]]:
+    if each.own >= 0:
+        name = _OWN[each.own_kind]
+        yield (
+            each.own_need,
+            each.own,
+            "memory_limit" if name == "memory_limit" else f"{name} leaves",
+        )
+    sharing = sum(other.host == each.host for other in ranks)
+    sharing = max(sharing, _env_int("LOCAL_WORLD_SIZE") or 1) if len(ranks) > 1 else 1
+    among = f"divided among its {sharing} ranks" if sharing > 1 else "left"
+    if each.on_host >= 0:
+        yield each.need, each.on_host // sharing, f"the host's MemAvailable, {among}"
+    inside = sum(other.cgroup == each.cgroup for other in ranks)
+    among = f"divided among its {inside} ranks" if inside > 1 else "left"
+    if each.in_cgroup >= 0:
+        yield each.need, each.in_cgroup // inside, f"the control group's limit, {among}"

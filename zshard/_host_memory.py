@@ -1,0 +1,89 @@
+"""How much more memory this process can have: what the host, its control groups and the process's
+own limits leave.
+
+The one idea: page cache that can be given back counts as free, as the kernel counts it in
+MemAvailable; a limit that is not set, or cannot be read, limits nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path("/")
+_UNLIMITED = 1 << 60  # bytes; version 1 has no word for it, and gives a number beyond
+
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+_V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
+
+
+class Room(NamedTuple):
+    """bytes: that are free. source: of which limit, for messages. key: the same for processes that
+    share it."""
+
+    bytes: int
+    source: str
+    key: str
+
+
+def room_of_host(root: Path = _ROOT) -> Room | None:
+    """What the host's memory leaves, without swapping; None where the kernel does not tell."""
+    text = _read(root / "proc/meminfo")
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text or "", re.MULTILINE)
+    return Room(1024 * int(found[1]), "the host's memory (MemAvailable)", "") if found else None
+
+
+def room_of_cgroup(root: Path = _ROOT) -> Room | None:
+    """What the tightest of the control groups leaves that this process is in; None: no limit."""
+    rooms = [room for folder, names in _groups(root) if (room := _room_of(folder, names))]
+    return min(rooms, default=None)
+
+
+def room_of_process(name: str) -> int | None:
+    """Bytes that this process's RLIMIT_DATA or RLIMIT_AS leaves; None: no limit."""
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[name]
+    found = re.search(rf"^{field}:\s+(\d+) kB", _read(Path("/proc/self/status")) or "", re.M)
+    if soft == resource.RLIM_INFINITY or found is None:
+        return None
+    return max(soft - 1024 * int(found[1]), 0)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
+    """The folders of the process's memory control groups, from its own up, and their files."""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        folder = top / path.lstrip("/")
+        while True:
+            yield folder, _V1 if controllers else _V2
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _room_of(folder: Path, names: tuple[str, str, str, str]) -> Room | None:
+    limit, usage = _number(folder / names[0]), _number(folder / names[1])
+    if limit is None or usage is None or limit >= _UNLIMITED:
+        return None
+    stat = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE))
+    cache = sum(int(stat.get(name, 0)) for name in names[2:])
+    room = max(limit - max(usage - cache, 0), 0)
+    return Room(room, f"the control group's limit ({folder / names[0]})", str(folder.stat().st_ino))
+
+
+def _number(path: Path) -> int | None:
+    text = (_read(path) or "").strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
