@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not installed
 
-from benchmarks import harness, host_time, memory, run, step_time
+from benchmarks import harness, host_time, memory, predict, run, step_time
 from benchmarks.harness import Sample, Spread
 from benchmarks.models import TINY_BLOCKS, WORKLOADS, build_stack
 
@@ -204,6 +204,23 @@ def test_load_quick(tmp_path: Path) -> None:
         assert set(side["seconds"]) == set(side["cpu_seconds"]) == SPREAD
         assert side["values_of_the_plain_model"] is (True if name.startswith("zshard") else None)
     assert result["share_bytes"] == 4 * result["parameters"] // 2
+
+
+@pytest.mark.slow
+def test_predict_quick(tmp_path: Path) -> None:
+    (result,) = quick("predict", tmp_path / "predict.json")["results"]
+    assert result["cell"] == "gpt10m" and len(result["per_rank"]) == 2
+    assert abs(result["error"]) < 2 * predict.TARGET
+
+
+def test_predictions_are_compared_by_the_mean_of_ranks() -> None:
+    ranks = [
+        {"predicted": {"total": 90}, "measured": 100},
+        {"predicted": {"total": 110}, "measured": 110},
+    ]
+    record = predict.compare("gpt10m", ranks)
+    assert (record["predicted_bytes"], record["measured_bytes"]) == (100, 105)
+    assert record["error"] == pytest.approx(0.05)
 
 
 def test_every_target_belongs_to_a_side_and_model() -> None:
