@@ -254,7 +254,8 @@ static PyObject *dict_of(const zs_engine_bytes *bytes)
 
 PyDoc_STRVAR(engine_memory_doc, "memory($self, /)\n--\n\nBytes held on this rank: shards, kept (a copy between steps), "
                                 "grads, slots (full buffers), buckets, "
-                                "transport (the transport's own, for all models that use it), disk (offloaded, in files), and the total of all but that.");
+                                "transport (the transport's own, for all models that use it), disk (offloaded, in "
+                                "files), and the total of all but that.");
 
 static PyObject *engine_memory(engine_object *self, PyObject *unused)
 {
