@@ -104,6 +104,7 @@ void zs_engine_note_peak(zs_engine *engine)
     raise_to(&peak->slots, now.slots);
     raise_to(&peak->buckets, now.buckets);
     raise_to(&peak->transport, now.transport);
+    raise_to(&peak->disk, now.disk);
     raise_to(&peak->total, now.total);
 }
 

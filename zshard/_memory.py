@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zshard import _core
 from zshard._optim_guard import seen_optimizers
 from zshard._model_outline import Outline, World, outline_comms
 from zshard._plan import UnitSpec
@@ -50,7 +51,9 @@ def with_optimizer(parts: dict[str, int], optimizer: int) -> dict[str, int]:
 
 def _optimizer_bytes(states: Iterable[State]) -> int:
     """Bytes of the state that optimizers seen so far have of these units' parameters."""
-    params = [param for state in states for param in state.unit.params]
+    params = [
+        param for state in states for param in state.unit.params if not _core.offloads_state(param)
+    ]
     total = 0
     for optimizer in seen_optimizers():
         for param in params:
@@ -66,7 +69,7 @@ def _trained_bytes(states: Iterable[State]) -> int:
         state.unit.param(i)["numel"] * param.itemsize
         for state in states
         for i, param in enumerate(state.unit.params)
-        if param.requires_grad
+        if param.requires_grad and not _core.offloads_state(param)
     )
 
 

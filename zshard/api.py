@@ -276,7 +276,8 @@ class FSDP(Controls):
         return f"{units}\n\n{memory_table({kind: memory_of(self, kind) for kind in kinds})}"
 
     def memory(self, what: str = "now") -> dict[str, int]:
-        """Bytes on this rank: shards, kept, grads, slots, buckets, transport, optimizer, total.
+        """Bytes on this rank: shards, kept, grads, slots, buckets, transport, optimizer, and their
+        total; and disk: what an Offload has put into files, which counts nowhere else.
 
         what: "now", what zshard holds now; "peak", the most that there has been of each part at a
         time since the model was wrapped, and of all together (holds by unshard() and the gradients
