@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._optim_guard import seen_optimizers
 from zshard._model_outline import Outline, World, outline_comms
+from zshard._optim_guard import seen_optimizers
 from zshard._plan import UnitSpec
 from zshard._units import Options, Prefetch, State, state_of, units_of
 from zshard.precision import Precision, parse_precision
