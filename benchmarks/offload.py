@@ -21,6 +21,7 @@ import os
 import resource
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -184,6 +185,8 @@ def measure_as_rank(args: argparse.Namespace) -> None:
         dist.all_gather_object(ranks, mine)
     if rank == 0:
         harness.write_json(args.out, merge(ranks))
+    sys.stdout.flush()
+    os._exit(0)  # process groups abort now and then while the interpreter ends
 
 
 def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -243,8 +246,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def init(module: nn.Module) -> None:
-    """As the workloads are initialised where they are not on the meta device."""
-    module.reset_parameters()  # type: ignore[operator]
+    """Much as the workloads are initialised where they are not on the meta device."""
+    reset = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        reset()
+    else:
+        for param in module.parameters(recurse=False):
+            nn.init.normal_(param, std=0.02)
     if isinstance(module, nn.Linear):
         nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
 
