@@ -11,9 +11,11 @@ zs_status zs_offload_set(zs_engine *engine, const char *directory, const zs_offl
     const zs_ranks *ranks = zs_engine_ranks(engine);
     zs_offload *offload = zs_engine_offload(engine);
     zs_disk *disk = NULL;
-    ZS_TRY(zs_disk_new(directory, ranks->all, ranks->shards, &disk));
+    if (directory != NULL) ZS_TRY(zs_disk_new(directory, ranks->all, ranks->shards, &disk));
     zs_disk_release(offload->disk);
-    *offload = *what;
+    *offload = (zs_offload){.params = what->params, .grads = what->grads, .state = what->state};
+    offload->fraction = what->fraction;
+    offload->on = true;
     offload->disk = disk;
     return ZS_OK;
 }
@@ -21,12 +23,12 @@ zs_status zs_offload_set(zs_engine *engine, const char *directory, const zs_offl
 void zs_offload_choose(zs_offload *offload, zs_unit *unit, size_t bytes)
 {
     unit->offloads = (zs_unit_offload){0};
-    if (offload->disk == NULL) return;
+    if (!offload->on) return;
     double size = (double)bytes;
     offload->seen += size;
     if (offload->chosen + size / 2 > offload->fraction * offload->seen) return;
     offload->chosen += size;
-    unit->offloads.disk = zs_disk_retain(offload->disk);
+    if (offload->disk != NULL) unit->offloads.disk = zs_disk_retain(offload->disk);
     unit->offloads.params = offload->params;
     unit->offloads.grads = offload->grads;
     unit->offloads.state = offload->state;

@@ -11,14 +11,15 @@
 
 /* An engine's settings. */
 typedef struct zs_offload {
-    zs_disk *disk; /* counted reference; NULL: nothing is offloaded */
+    bool on;       /* is anything offloaded? */
+    zs_disk *disk; /* counted reference; NULL for an engine of outlines (zs_unit_spec) */
     bool params, grads, state;
     double fraction;     /* of the bytes of parameters: the units that have them are offloaded */
     double seen, chosen; /* bytes of the units so far, and of those that were offloaded */
 } zs_offload;
 
 /* Sets where the parts of `what` go for units that are made from now on: to files in `directory`. For all ranks together; fails
- * as zs_disk_new does. what->disk is not read. */
+ * as zs_disk_new does. `directory` NULL: for outlines, which have no memory. Of `what`, the kinds and the fraction are read. */
 zs_status zs_offload_set(zs_engine *engine, const char *directory, const zs_offload *what);
 
 /* Decides for a new unit with `bytes` of parameters, evenly over the model; all ranks decide alike. */

@@ -115,14 +115,14 @@ static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
 PyDoc_STRVAR(engine_set_offload_doc,
              "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nHas units that are made from now "
              "on keep these kinds of memory in files in a directory: those that have this fraction of the model's "
-             "bytes. For all ranks together. OSError, on all ranks, where no file can be made there.");
+             "bytes. For all ranks together. OSError, on all ranks, where no file can be made there. None: for outlines.");
 
 static PyObject *engine_set_offload(engine_object *self, PyObject *args)
 {
     const char *directory;
     int params, grads, state;
     zs_offload what = {0};
-    if (!PyArg_ParseTuple(args, "spppd:set_offload", &directory, &params, &grads, &state, &what.fraction)) return NULL;
+    if (!PyArg_ParseTuple(args, "zpppd:set_offload", &directory, &params, &grads, &state, &what.fraction)) return NULL;
     what.params = params;
     what.grads = grads;
     what.state = state;

@@ -78,6 +78,14 @@ static PyObject *unit_replicated(unit_object *self, void *unused)
     return PyBool_FromLong(self->unit->replicated);
 }
 
+static PyObject *unit_offloads(unit_object *self, void *unused)
+{
+    (void)unused;
+    const zs_unit_offload *offloads = &self->unit->offloads;
+    return Py_BuildValue("(NNN)", PyBool_FromLong(offloads->params), PyBool_FromLong(offloads->grads),
+                         PyBool_FromLong(offloads->state));
+}
+
 static PyObject *unit_params(unit_object *self, void *unused)
 {
     (void)unused;
@@ -162,6 +170,7 @@ PyGetSetDef zs_py_unit_getset[] = {
      NULL},
     {"divisor", (getter)unit_divisor, (setter)unit_set_divisor, "What sums of gradients are divided by.", NULL},
     {"is_full", (getter)unit_is_full, NULL, "Are the parameters whole right now?", NULL},
+    {"offloads", (getter)unit_offloads, NULL, "Are its parameters, gradients, optimizer state on a disk?", NULL},
     {"replicated", (getter)unit_replicated, NULL, "Are the parameters whole on this rank all the time?", NULL},
     {"params", (getter)unit_params, NULL, "Its parameters, in order.", NULL},
     {"is_hooked", (getter)unit_is_hooked, NULL, "Does anything happen to it in forward and backward?", NULL},

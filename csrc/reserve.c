@@ -117,11 +117,12 @@ zs_engine_bytes zs_engine_peak(zs_engine *engine)
 static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
 {
     const zs_comm *all = zs_engine_comm(unit->engine);
-    if (!unit->offloads.params) bytes->shards += zs_unit_shard_bytes(unit);
+    *(unit->offloads.params ? &bytes->disk : &bytes->shards) += zs_unit_shard_bytes(unit);
     bytes->kept += zs_unit_kept_bytes(unit);
     if (!zs_unit_reduces(unit)) return;
-    for (int f = 0; f < unit->n_flats && !stepped && !unit->offloads.grads; f++)
-        if (unit->flats[f].trainable) bytes->grads += zs_flat_own_bytes(unit, &unit->flats[f]);
+    size_t *grads = unit->offloads.grads ? &bytes->disk : &bytes->grads;
+    for (int f = 0; f < unit->n_flats && (!stepped || unit->offloads.grads); f++)
+        if (unit->flats[f].trainable) *grads += zs_flat_own_bytes(unit, &unit->flats[f]);
     zs_cunit_spec spec = zs_unit_round_spec(unit);
     if (spec.n_slices > 0) bytes->transport += all->ops->room(&spec, all->world).record;
 }

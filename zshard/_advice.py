@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-import zshard
 from zshard._model_outline import Outline, Planned, World, outline_comms
+from zshard.offload import Offload
 from zshard.precision import MixedPrecision, parse_precision
 from zshard.strategy import ShardingStrategy
 
@@ -61,8 +61,6 @@ def explain(model: Model, short: Shortage, what: str) -> str:
         lines.append(f"Instead of {_mib(parts['total'])} MiB:")
         lines += [f"  {way}" for way in ways]
     lines.append(f"  {_smaller_units(model)}")
-    if hasattr(zshard, "Offload"):
-        lines.append("  offload=zshard.Offload(directory=...): the parameters on disk")
     lines.append("memory_limit=None wraps it all the same.")
     return "\n".join(lines)
 
@@ -105,6 +103,12 @@ def _fewest_ranks(model: Model, room: int) -> int | None:
 
 def _alternatives(model: Model) -> Iterator[tuple[str, int]]:
     usual = model.planned[-1][1]
+    if usual.offload is None or not usual.offload.to_disk:
+        words = (
+            "offload=zshard.Offload(directory=..., grads=True), with Adam's state on the disk, too"
+        )
+        on_disk = Offload(directory=".", grads=True)
+        yield words, _total(model, _changed(model, offload=on_disk))
     if model.world.size > 1:
         if usual.strategy is not ShardingStrategy.FULL_SHARD:
             yield 'strategy="full_shard"', _total(model, _sharded(model))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from zshard import _core
 from zshard._advice import Model, Shortage, explain
 from zshard._group import _env_int, _host
 from zshard._host_memory import room_of_cgroup, room_of_host, room_of_process
@@ -87,8 +88,7 @@ def check_fits(
 
     limit: bytes that a rank may hold, "auto": what the hosts and the processes' limits leave.
     """
-    offload = planned[-1][1].offload
-    if limit is None or (offload is not None and offload.to_disk):
+    if limit is None:
         return
     world, strategy = world_of(comms), planned[-1][1].strategy
     outlined = outline_comms(world, strategy, comms.all.rank)
@@ -117,27 +117,37 @@ def _need_of(
     planned: Sequence[Planned], outline: Outline, parts: dict[str, int], comms: Comms
 ) -> _Need:
     """What has to be found beyond what is there: parameters and inner units are."""
-    there = sum(sum(unit.bytes[name] for name in ("shard", "grad")) for unit in outline.inner)
+    there = sum(_held_by(unit) for unit in outline.inner)
     given_back = 0
     within = peak = 0  # while units are made one after the other
     for (spec, _), unit in zip(planned, outline.units, strict=True):
         storages = {ref.param.untyped_storage()._cdata: ref.param for ref in spec.params}
         whole = sum(p.untyped_storage().nbytes() for p in storages.values() if not p.is_meta)
         made = sum(p.numel() * p.itemsize for p in storages.values() if p.is_meta)
-        peak = max(peak, within + made + unit.bytes["shard"])
-        within += unit.bytes["shard"] - whole
+        peak = max(peak, within + made + _in_memory(unit))
+        within += _in_memory(unit) - whole
         given_back += whole
     needed = max(parts["total"] - parts["transport"] - there - given_back, peak, 0)
     mapped = comms.near.transport == "shm"
     shared = 0
     if mapped:
         cut = [unit for unit in outline.units if not unit.replicated]
-        shared = sum(unit.bytes["shard"] for unit in cut)
+        shared = sum(_in_memory(unit) for unit in cut)
     in_buckets = parts["buckets"] if comms.all.transport == "shm" else 0
     rounding = -parts["grads"] % _CHUNK
     private = max(needed + rounding - shared - in_buckets, 0)
     addresses = needed + rounding + shared * (comms.near.world - 1)
+    addresses += parts["disk"] * (comms.near.world if mapped else 1)
     return _Need(needed, private, addresses, 2 * outline.trained_bytes())
+
+
+def _in_memory(unit: _core.Unit) -> int:
+    """Bytes of a unit's shard; none if it is on a disk."""
+    return 0 if unit.offloads[0] else unit.bytes["shard"]
+
+
+def _held_by(unit: _core.Unit) -> int:
+    return _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"])
 
 
 def _tell(limit: MemoryLimit, need: _Need) -> _Rank:

@@ -17,6 +17,7 @@ from zshard._model_outline import Outline, World, outline_comms
 from zshard._optim_guard import seen_optimizers
 from zshard._plan import UnitSpec
 from zshard._units import Options, Prefetch, State, state_of, units_of
+from zshard.offload import parse_offload
 from zshard.precision import Precision, parse_precision
 from zshard.strategy import ShardingStrategy, parse_strategy
 from zshard.wrap import plan_units
@@ -40,13 +41,16 @@ def memory_of(module: nn.Module, what: str) -> dict[str, int]:
         return with_optimizer(engine.memory(), held)
     if what == "peak":
         return with_optimizer(engine.peak(), state.optimizer_peak)
-    return with_optimizer(engine.predict(False), held or 2 * _trained_bytes(states))
+    in_memory, on_disk = (2 * _trained_bytes(states, where) for where in (False, True))
+    return with_optimizer(engine.predict(False), held or in_memory, on_disk)
 
 
-def with_optimizer(parts: dict[str, int], optimizer: int) -> dict[str, int]:
-    """The parts with that of the optimizer, and their total at the end."""
+def with_optimizer(parts: dict[str, int], optimizer: int, on_disk: int = 0) -> dict[str, int]:
+    """The parts with that of the optimizer, and their total at the end. on_disk: bytes of its state
+    there that the parts do not know of."""
     total = parts.pop("total") + optimizer
-    return {**parts, "optimizer": optimizer, "total": total}
+    disk = parts["disk"] + on_disk
+    return {**parts, "disk": disk, "optimizer": optimizer, "total": total}
 
 
 def _optimizer_bytes(states: Iterable[State]) -> int:
@@ -63,13 +67,14 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
     return total
 
 
-def _trained_bytes(states: Iterable[State]) -> int:
-    """Bytes of this rank's part of the parameters that get gradients."""
+def _trained_bytes(states: Iterable[State], on_disk: bool) -> int:
+    """Bytes of this rank's part of the parameters that get gradients, and whose optimizer state is
+    on a disk, or is not."""
     return sum(
         state.unit.param(i)["numel"] * param.itemsize
         for state in states
         for i, param in enumerate(state.unit.params)
-        if param.requires_grad and not _core.offloads_state(param)
+        if param.requires_grad and state.unit.offloads[2] is on_disk
     )
 
 
@@ -83,6 +88,7 @@ def predict_memory(
     transport: str = "auto",
     optimizer: str | int | None = "adamw",
     local_world_size: int | None = None,
+    offload: Any = None,
 ) -> dict[str, int]:
     """What a rank will take for `module`, wrapped by FSDP with these arguments: bytes by part, as
     `memory("predicted")` gives them, on rank 0, of which no other has much more.
@@ -94,17 +100,25 @@ def predict_memory(
     transport: "shm", "c10d" or "auto": shm where all ranks are on one host.
     optimizer: "adamw", "adam", "sgd", "rmsprop" or "adagrad", or the number of tensors of a
         parameter's size that it keeps; None: none.
+    offload: as for FSDP; what goes to a disk is the part "disk", and in no total. (The directory
+        may be any: nothing is made there.)
 
     Activations, and what torch itself takes, are not in it. In a world of one gradients are
     torch's own as well. Raises ValueError or TypeError for what FSDP would refuse, and for unknown
     names.
     """
     tensors = _state_tensors(optimizer)
-    options = Options(parse_strategy(strategy), parse_precision(mixed_precision), Prefetch())
+    options = Options(
+        parse_strategy(strategy),
+        parse_precision(mixed_precision),
+        Prefetch(),
+        parse_offload(offload),
+    )
     world = _world(world_size, local_world_size, transport)
     specs = plan_units(module, auto_wrap_policy)
     made = outline_of(module, [(spec, options_of(spec, options)) for spec in specs], world)
-    return with_optimizer(made.predict(), tensors * made.trained_bytes())
+    in_memory, on_disk = (tensors * made.trained_bytes(where) for where in (False, True))
+    return with_optimizer(made.predict(), in_memory, on_disk)
 
 
 def outline_of(module: nn.Module, planned: list[tuple[UnitSpec, Options]], world: World) -> Outline:

@@ -79,12 +79,16 @@ class Outline:
         self._dtype = dtype
         self.engine = _core.Engine(type(module).__name__, *comms)
         self.engine.set_prefetch(*planned[-1][1].prefetch)
+        offload = planned[-1][1].offload
+        if offload is not None and offload.to_disk:
+            self.engine.set_offload(None, *offload.what)
         self.units = [self._make(spec, options) for spec, options in planned]
         stands_for = {}
         pairs = list(zip((spec for spec, _ in planned), self.units, strict=True))
         self.inner = []
         for each, state in inner:
             spec = _spec_of(each, state)
+            self.engine.set_offload(None, *state.unit.offloads, 1.0)
             unit = self._make(spec, state.options, _whole_params(state.unit))
             self.inner.append(unit)
             stands_for[id(state.unit)] = unit
@@ -115,11 +119,13 @@ class Outline:
         """Bytes by part, as Engine.predict gives them."""
         return self.engine.predict(stepped)
 
-    def trained_bytes(self) -> int:
+    def trained_bytes(self, on_disk: bool = False) -> int:
         """Bytes of this rank's part of the parameters that get gradients: what one tensor of
-        optimizer state takes."""
+        optimizer state takes; of those whose state is in memory, or on a disk."""
         total = 0
         for unit in [*self.units, *self.inner]:
+            if unit.offloads[2] is not on_disk:
+                continue
             for i, ref in enumerate(self._specs[id(unit)].params):
                 if ref.param.requires_grad:
                     total += unit.param(i)["numel"] * ref.param.itemsize

@@ -104,8 +104,8 @@ class FSDP(Controls):
     memory_limit: bytes that zshard may hold on a rank ("12GiB" too); "auto": what the host's memory
         (MemAvailable), control groups and the process's limits leave it, divided among the ranks
         that share them; None: nobody looks. A model of which zshard would hold more is refused on
-        all ranks, with what would fit; one that would not fit with Adam's state is warned of. One
-        that is offloaded to a disk is let pass.
+        all ranks, with what would fit; one that would not fit with Adam's state is warned of. What
+        is offloaded to a disk does not count.
 
     Between steps each parameter holds this rank's slice, of shape (k, 1, ..., 1); inside forward
     and backward it is whole. `zshard.shard_info(p)` gives its whole shape.
@@ -405,8 +405,7 @@ def _wrap(
 def _set_offload(engine: _core.Engine, offload: Offload | None) -> None:
     if offload is None or offload.directory is None or not offload.to_disk:
         return
-    what = offload.params, offload.grads, offload.optimizer
-    engine.set_offload(os.fspath(offload.directory), *what, offload.fraction)
+    engine.set_offload(os.fspath(offload.directory), *offload.what)
     _core.set_pager_limit(offload.cache)
 
 

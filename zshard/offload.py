@@ -48,6 +48,11 @@ class Offload:
             raise TypeError(f"Offload(directory=...) is a path, not {self.directory!r}")
 
     @property
+    def what(self) -> tuple[bool, bool, bool, float]:
+        """Engine.set_offload's arguments but for the directory."""
+        return self.params, self.grads, self.optimizer, self.fraction
+
+    @property
     def to_disk(self) -> bool:
         """Does anything go to a disk?"""
         some = self.params or self.grads or self.optimizer
