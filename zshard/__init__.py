@@ -11,11 +11,12 @@ import torch  # noqa: F401 - its libraries have to be loaded before the core tha
 
 from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
 from zshard._core import DivergenceError, PeerError, PeerTimeoutError
+from zshard._forward_methods import register_forward_method
 from zshard._load import load, load_state_dict
 from zshard._memory import predict_memory
 from zshard._meta import empty
 from zshard._optim_names import load_optim_state_dict, optim_state_dict
-from zshard.api import FSDP, register_forward_method, shard_info
+from zshard.api import FSDP, shard_info
 from zshard.fully_shard import fully_shard
 from zshard.grad_scaler import GradScaler
 from zshard.offload import CPUOffloadPolicy, Offload, OffloadPolicy

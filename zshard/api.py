@@ -8,8 +8,6 @@ that happens per step happens behind those hooks.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +52,8 @@ from zshard._units import (
     units_of,
 )
 from zshard._values import Values, check_unit, dtypes_of, facts_of, names_of
-from zshard.offload import Offload, parse_offload
+from zshard.offload import parse_offload, set_offload
 from zshard.precision import (
-    cast_arguments,
     cast_buffers,
     install_casts,
     install_kept,
@@ -326,38 +323,6 @@ class FSDP(Controls):
         raise TypeError("a sharded model cannot be pickled; save model.state_dict() instead")
 
 
-def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Has another method of a unit's module do what its forward does: gather the unit's parameters,
-    and take care of their gradients. For `forward_features`, `encode` and the like; a method that
-    calls the modules, as transformers' `generate` does, needs nothing.
-
-    For all modules of that class. A module that FSDP has not wrapped is left alone. Raises
-    AttributeError where there is no such method.
-    """
-    if not isinstance(module, FSDP):
-        return
-    original = getattr(type(module), method_name)
-    if hasattr(original, "_zshard_original"):
-        return
-
-    @functools.wraps(original)
-    def method(self: FSDP, *args: Any, **kwargs: Any) -> Any:
-        unit = state_of(self).unit
-        if not unit.is_hooked:
-            return original(self, *args, **kwargs)
-        args, kwargs = cast_arguments(self, args, kwargs)
-        unit.pre_forward(self, args)
-        output = None
-        try:
-            output = original(self, *args, **kwargs)
-        finally:
-            unit.post_forward(self, args, output)
-        return output
-
-    method._zshard_original = original  # type: ignore[attr-defined]
-    setattr(type(module), method_name, method)
-
-
 def shard_info(param: torch.Tensor) -> dict[str, Any] | None:
     """Facts of a sharded parameter: name, unit, whole shape, and the (begin, numel) of its
     row-major elements that this rank owns. None for any other tensor."""
@@ -380,7 +345,7 @@ def _wrap(
     for spec, _ in planned:  # all of them first: a model that is refused stays as it was
         check_unit(spec)
         _class_for(type(spec.module))
-    _set_offload(engine, planned[-1][1].offload)
+    set_offload(engine, planned[-1][1].offload)
     for spec, options in planned:
         if values is not None:
             values.give(spec)
@@ -400,13 +365,6 @@ def _wrap(
     engine.set_order(units)
     engine.set_calls(calls_of(module, units))
     engine.reserve()
-
-
-def _set_offload(engine: _core.Engine, offload: Offload | None) -> None:
-    if offload is None or offload.directory is None or not offload.to_disk:
-        return
-    engine.set_offload(os.fspath(offload.directory), *offload.what)
-    _core.set_pager_limit(offload.cache)
 
 
 def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:

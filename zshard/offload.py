@@ -11,7 +11,16 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CPUOffloadPolicy", "Offload", "OffloadPolicy", "is_policy", "parse_offload"]
+from zshard import _core
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "Offload",
+    "OffloadPolicy",
+    "is_policy",
+    "parse_offload",
+    "set_offload",
+]
 
 
 @dataclass(frozen=True)
@@ -110,3 +119,11 @@ def _parse_cpu_offload(given: Any) -> Offload | None:
         "cpu_offload is True, False, torch's CPUOffload or CPUOffloadPolicy, or a zshard.Offload, "
         f"not {given!r}"
     )
+
+
+def set_offload(engine: _core.Engine, offload: Offload | None) -> None:
+    """Has the units that `engine` will get lie where `offload` says. Collective if that is a disk;
+    OSError, on all ranks, where no file can be made."""
+    if offload is not None and offload.directory is not None and offload.to_disk:
+        engine.set_offload(os.fspath(offload.directory), *offload.what)
+        _core.set_pager_limit(offload.cache)
