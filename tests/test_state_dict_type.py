@@ -63,15 +63,17 @@ def deep():
 
 
 def bytes_of_whole_copies(combination):
-    """At most, of copies and of slots while state_dict() ran; of all parameters; of a unit."""
+    """At most, of copies and of slots beyond those that steps have reserved while state_dict() ran;
+    of all parameters; of a unit."""
     model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
+    reserved = model.memory()["slots"]
     whole = sum(p.numel() * p.element_size() for p in deep().parameters())
     usual, made, held = _state._UnitParams._copy, weakref.WeakSet(), []
 
     def copy(params, index, param, keep):
         copied = usual(params, index, param, keep)
         made.add(copied.untyped_storage())
-        held.append(sum(each.nbytes() for each in made) + model.memory()["slots"])
+        held.append(sum(each.nbytes() for each in made) + model.memory()["slots"] - reserved)
         return copied
 
     _state._UnitParams._copy = copy
