@@ -94,7 +94,9 @@ def check_fits(
     outlined = outline_comms(world, strategy, comms.all.rank)
     inner = [(each, state) for each, state in units_of(module)]
     outline = Outline(module, planned, outlined, inner)
-    parts = outline.predict()
+    offload = planned[-1][1].offload
+    # Gradients that are stepped in backward are not held, which is how such models train.
+    parts = outline.predict(stepped=offload is not None and offload.to_disk)
     need = _need_of(planned, outline, parts, comms)
     if isinstance(limit, int):
         need = need._replace(found=parts["total"])
