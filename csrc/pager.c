@@ -75,8 +75,9 @@ static void *read_thread(void *unused)
         r->state = FETCHING;
         bool write = r->write;
         pthread_mutex_unlock(&pager.lock);
-        zs_pager_fetch(r->map, r->ptr, r->bytes, write);
+        int error = zs_pager_fetch(r->ptr, r->bytes, write);
         pthread_mutex_lock(&pager.lock);
+        r->error = error;
         settle(r);
         pthread_cond_broadcast(&pager.changed);
     }
@@ -110,8 +111,10 @@ static void evict(zs_pager_range *r)
 {
     zs_pager_take_off(&pager.idle, r);
     r->state = LEAVING;
+    /* A unit is resharded, and then stepped piece by piece: its shard goes with the pieces. */
+    bool keep_own = r->map->n_parts > 1 && zs_pager_overlaps_used(&pager.tables, r);
     pthread_mutex_unlock(&pager.lock);
-    int err = zs_pager_drop(r->map, r->ptr, r->bytes);
+    int err = zs_pager_drop(r->map, r->ptr, r->bytes, keep_own);
     pthread_mutex_lock(&pager.lock);
     if (err != 0) pager.write_errno = err;
     r->state = COLD;
@@ -251,11 +254,14 @@ static void take_idle(zs_pager_range *r)
     r->state = READY;
 }
 
-static zs_status check_written(void)
+static zs_status check(zs_pager_range *r)
 {
-    if (pager.write_errno == 0) return ZS_OK;
     errno = pager.write_errno;
-    return ZS_FAIL_ERRNO("offload: what was written to the disk is lost; go on from a checkpoint. Writing");
+    if (errno != 0)
+        return ZS_FAIL_ERRNO("offload: what was written to the disk is lost; go on from a checkpoint. Writing");
+    errno = r->error;
+    r->error = 0; /* the next one tries again */
+    return errno != 0 ? ZS_FAIL_ERRNO("offload: reading what was put on the disk") : ZS_OK;
 }
 
 /* Waits until the range is READY for its new user. */
@@ -289,10 +295,9 @@ zs_status zs_pager_want(const void *ptr, size_t bytes, zs_pager_use use)
         if (r->state != COLD && r->state != LEAVING) pager.ahead++;
         zs_pager_learn(&pager.tables, r);
         bring_in(r);
-        status = check_written();
+        status = check(r);
     }
     pthread_mutex_unlock(&pager.lock);
-    if (r != NULL && status == ZS_OK) status = zs_pager_check(ptr, bytes);
     if (status != ZS_OK) zs_pager_done(ptr, bytes);
     return status;
 }

@@ -1,7 +1,7 @@
 /* pager_io.c - see pager_io.h.
  *
- * The one idea: three system calls for each way. In: readahead for all of it, then page tables, which waits. Out: writeback
- * is begun, waited for, then page tables and cache are dropped. A page is dropped from the cache only when nobody maps it,
+ * The one idea: a few system calls for each way. In: page tables are filled, which reads. Out: writeback is begun, later page
+ * tables are emptied, writeback waited for, and the cache dropped. A page is dropped from the cache only when nobody maps it,
  * so of ranks that map each other's files the last one does it.
  */
 #define _GNU_SOURCE /* sync_file_range, fallocate, MADV_POPULATE_READ */
@@ -53,24 +53,14 @@ static pages own(const char *ptr, size_t bytes)
     return (pages){down(ptr + ZS_PAGE - 1), down(ptr + bytes)};
 }
 
-void zs_pager_fetch(const zs_pager_map *map, char *ptr, size_t bytes, bool write)
+int zs_pager_fetch(char *ptr, size_t bytes, bool write)
 {
     pages all = touched(ptr, bytes);
-    for (char *at = all.begin; at < all.end;) {
-        piece next = piece_at(map, at, all.end);
-        posix_fadvise(next.fd, next.offset, next.bytes, POSIX_FADV_WILLNEED);
-        at += next.bytes;
-    }
-    /* Fails on a kernel that is too old, and where a page cannot be read: then the user's check or touch finds it. */
-    madvise(all.begin, (size_t)(all.end - all.begin), write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
-}
-
-zs_status zs_pager_check(const void *ptr, size_t bytes)
-{
-    pages all = touched(ptr, bytes);
-    if (madvise(all.begin, (size_t)(all.end - all.begin), MADV_POPULATE_READ) == 0 || errno == EINVAL) return ZS_OK;
-    if (errno == EFAULT || errno == EHWPOISON) errno = EIO; /* so it is for those who do not map files */
-    return ZS_FAIL_ERRNO("offload: reading what was put on the disk");
+    size_t length = (size_t)(all.end - all.begin);
+    /* Page faults have the kernel read ahead of them, and in larger pieces than posix_fadvise(WILLNEED) would. */
+    int err = madvise(all.begin, length, write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0 ? 0 : errno;
+    if (err == EINVAL) return 0;                          /* an older kernel: pages come as they are touched */
+    return err == EFAULT || err == EHWPOISON ? EIO : err; /* so it is for those who do not map files */
 }
 
 int zs_pager_write(const zs_pager_map *map, const char *ptr, size_t bytes)
@@ -104,15 +94,16 @@ static int write_and_wait(const piece *p)
     return sync_file_range(p->fd, p->offset, p->bytes, all) != 0 && errno != ENOSYS ? errno : 0;
 }
 
-int zs_pager_drop(const zs_pager_map *map, char *ptr, size_t bytes)
+int zs_pager_drop(const zs_pager_map *map, char *ptr, size_t bytes, bool keep_own)
 {
     pages whole = own(ptr, bytes);
     int err = 0;
-    if (whole.end <= whole.begin) return 0;
-    madvise(whole.begin, (size_t)(whole.end - whole.begin), MADV_DONTNEED);
     for (char *at = whole.begin; at < whole.end;) {
         piece next = piece_at(map, at, whole.end);
+        char *begin = at;
         at += next.bytes;
+        if (keep_own && next.part == map->own) continue;
+        madvise(begin, (size_t)next.bytes, MADV_DONTNEED);
         int one = next.part == map->own ? write_and_wait(&next) : 0;
         if (one != 0) err = one;
         posix_fadvise(next.fd, next.offset, next.bytes, POSIX_FADV_DONTNEED);

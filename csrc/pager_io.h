@@ -4,11 +4,8 @@
 
 #include "pager.h"
 
-/* Brings the pages of a range in. What cannot be read shows in zs_pager_check. */
-void zs_pager_fetch(const zs_pager_map *map, char *ptr, size_t bytes, bool write);
-
-/* Can all pages of a range be touched without a SIGBUS? ZS_ERR_SYSTEM if not. Fast for pages that are there. */
-zs_status zs_pager_check(const void *ptr, size_t bytes);
+/* Brings the pages of a range in; 0, or the errno if some cannot be read: touching them would be a SIGBUS. */
+int zs_pager_fetch(char *ptr, size_t bytes, bool write);
 
 /* Begins to write the range's pages in this rank's part to the disk; the errno of an earlier failure, or 0. */
 int zs_pager_write(const zs_pager_map *map, const char *ptr, size_t bytes);
@@ -17,7 +14,7 @@ int zs_pager_write(const zs_pager_map *map, const char *ptr, size_t bytes);
  * system cannot, they stay as they are. */
 void zs_pager_clear(const zs_pager_map *map, const char *ptr, size_t bytes);
 
-/* Writes them, waits, and lets the range's whole pages go; likewise. */
-int zs_pager_drop(const zs_pager_map *map, char *ptr, size_t bytes);
+/* Writes them, waits, and lets the range's whole pages go; likewise. keep_own: not those of this rank's part. */
+int zs_pager_drop(const zs_pager_map *map, char *ptr, size_t bytes, bool keep_own);
 
 #endif

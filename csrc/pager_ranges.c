@@ -113,6 +113,21 @@ zs_pager_range *zs_pager_any_of(const zs_pager_tables *tables, const zs_pager_ma
     return NULL;
 }
 
+static bool is_wanted(const zs_pager_range *r)
+{
+    return r->users > 0 || r->state == QUEUED || r->state == FETCHING;
+}
+
+bool zs_pager_overlaps_used(const zs_pager_tables *tables, const zs_pager_range *r)
+{
+    for (size_t h = 0; h < ZS_PAGER_HEADS; h++)
+        for (const zs_pager_range *each = tables->heads[h]; each != NULL; each = each->same_head)
+            if (each != r && each->map == r->map && each->ptr < r->ptr + r->bytes && r->ptr < each->ptr + each->bytes &&
+                is_wanted(each))
+                return true;
+    return false;
+}
+
 static void forget_ways(zs_pager_range *r, const zs_pager_range *gone)
 {
     for (int i = 0; i < ZS_PAGER_WAYS; i++)

@@ -29,6 +29,7 @@ struct zs_pager_range {
     int users;  /* wants without their done */
     bool write; /* as it was wanted last */
     bool dirty; /* (IDLE) its pages have yet to be sent to the disk */
+    int error;  /* (READY) the errno of its fetch; 0: all is there */
     zs_pager_way ways[ZS_PAGER_WAYS];
     unsigned n_ways;                /* that were ever noted where there was no room: which is replaced next */
     zs_pager_range *same_head;      /* in the table */
@@ -65,6 +66,9 @@ void zs_pager_drop_map(zs_pager_tables *tables, zs_pager_map *map);
 
 /* The range, made if it is new; NULL where it is not on disk, or without memory for it (then the kernel pages). */
 zs_pager_range *zs_pager_range_of(zs_pager_tables *tables, const void *ptr, size_t bytes);
+
+/* Has any range that overlaps this one users, or will it soon? */
+bool zs_pager_overlaps_used(const zs_pager_tables *tables, const zs_pager_range *r);
 
 /* Any range of a mapping, NULL if there is none / takes it out of all tables and frees it. */
 zs_pager_range *zs_pager_any_of(const zs_pager_tables *tables, const zs_pager_map *map);
