@@ -112,10 +112,11 @@ static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_set_offload_doc,
-             "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nHas units that are made from now "
-             "on keep these kinds of memory in files in a directory: those that have this fraction of the model's "
-             "bytes. For all ranks together. OSError, on all ranks, where no file can be made there. None: for outlines.");
+PyDoc_STRVAR(
+    engine_set_offload_doc,
+    "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nHas units that are made from now "
+    "on keep these kinds of memory in files in a directory: those that have this fraction of the model's "
+    "bytes. For all ranks together. OSError, on all ranks, where no file can be made there. None: for outlines.");
 
 static PyObject *engine_set_offload(engine_object *self, PyObject *args)
 {
