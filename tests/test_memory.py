@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from models import CASES, COMBINATIONS, Nested, Net, loss_of, make, train, wrapped
 from nursery import fork_ranks
-from spawn import ranks
+from spawn import ranks, run_ranks
 from torch import nn
 
 import zshard
@@ -279,9 +279,10 @@ def measured(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_what_the_kernel_counts(pool2, combination):
+def test_what_the_kernel_counts(combination):
+    """In processes of its own: what earlier models have left to malloc and to gloo is not counted."""
     strategy, transport = combination
-    for held in pool2.run(measured, combination):
+    for held in (result.value for result in run_ranks(measured, 2, combination)):
         layers = 2 * DEPTH / (1 if strategy == "no_shard" else 2)  # parameters and gradients
         rest = 4  # full buffers and buckets of two units
         if transport == "c10d":
@@ -293,8 +294,8 @@ def test_what_the_kernel_counts(pool2, combination):
         noise = 2 * MIB + HUGE_PAGE  # the one in which the gradients end
         assert held["added"] + held["more"] <= (layers + rest) * held["layer"] + noise, text
         assert held["added"] <= held["told"] + noise, text
-        # Over shm, whether and when first a second bucket is wanted is a matter of timing.
-        assert held["more"] <= held["told more"] + MIB, text
+        # When a second bucket, or area of c10d's, which is there, is first touched is timing.
+        assert held["more"] <= held["told more"] + held["layer"] + MIB, text
 
 
 def freed(transport):
