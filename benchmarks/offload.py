@@ -58,6 +58,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache-mib", type=int, default=160, help="Offload(cache=...), a rank")
     parser.add_argument("--directory", type=Path, help="on the disk (default: the temporary one)")
     parser.add_argument("--side", choices=("memory", "disk", "raw"), help=argparse.SUPPRESS)
+    parser.add_argument("--data-limit", type=int, help=argparse.SUPPRESS)  # bytes of a rank
     parser.add_argument("--move", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.quick:
@@ -109,7 +110,7 @@ def run_limited(
             measured = run_side(args, flags)
             return measured, {"by": "cgroup", "bytes": limit, "peak_bytes": group.peak()}
     share = limit // args.ranks
-    measured = run_side(args, [*flags, "--limit-mib", str(share // MIB)])
+    measured = run_side(args, [*flags, "--data-limit", str(share)])
     return measured, {"by": "RLIMIT_DATA", "bytes": limit, "peak_bytes": None}
 
 
@@ -122,6 +123,7 @@ class Cgroup:
 
     def __init__(self, folder: Path, version: int) -> None:
         self.folder = folder
+        self.version = version
         self._limit = "memory.limit_in_bytes" if version == 1 else "memory.max"
         self._peak = "memory.max_usage_in_bytes" if version == 1 else "memory.peak"
         self._tasks = "tasks" if version == 1 else "cgroup.procs"
@@ -155,9 +157,8 @@ def cgroup(limit: int) -> Iterator[Cgroup | None]:
     """A context in which this process is in a new cgroup with that limit; None if it may not."""
     home, group = own_cgroup(), None
     if home is not None:
-        version = 1 if home._tasks == "tasks" else 2
-        top = Path("/sys/fs/cgroup/memory") if version == 1 else home.folder
-        group = Cgroup(top / f"zshard-bench-{os.getpid()}", version)
+        top = Path("/sys/fs/cgroup/memory") if home.version == 1 else home.folder
+        group = Cgroup(top / f"zshard-bench-{os.getpid()}", home.version)
         try:
             group.folder.mkdir()
             group.set_limit(limit)
@@ -211,8 +212,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Steps in backward on this rank: seconds a step, bytes moved a step, the losses."""
     import zshard
 
-    if args.limit_mib != LIMIT and args.side == "disk":
-        limit_data(args.limit_mib * MIB)
+    if args.data_limit is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (args.data_limit, args.data_limit))
     workload = WORKLOADS[args.models[0]]
     with torch.device("meta"):
         plain = workload.build()
@@ -259,10 +260,6 @@ def init(module: nn.Module) -> None:
             nn.init.normal_(param, std=0.02)
     if isinstance(module, nn.Linear):
         nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-
-
-def limit_data(bytes_: int) -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (bytes_, bytes_))
 
 
 def moved_bytes() -> tuple[int, int]:

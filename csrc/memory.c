@@ -82,7 +82,8 @@ void zs_mem_discard(zs_mem *mem)
 void zs_mem_heap_freed(size_t bytes)
 {
     static _Atomic size_t since;
-    if (bytes > 0 && atomic_fetch_add(&since, bytes) + bytes < TRIM_AFTER) return;
+    size_t freed = atomic_fetch_add(&since, bytes) + bytes;
+    if (freed == 0 || (bytes > 0 && freed < TRIM_AFTER)) return;
     atomic_store(&since, 0);
 #ifdef __GLIBC__
     malloc_trim(0);

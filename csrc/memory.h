@@ -35,7 +35,7 @@ long zs_mem_mappings(void);
 void zs_mem_discard(zs_mem *mem);
 
 /* Says that `bytes` have just been freed on the heap, by torch say. malloc keeps such memory, gigabytes of it where a model's
- * parameters went to shards one after another; after every 32 MiB it is told to give it back. 0: now, whatever it is. */
+ * parameters went to shards one after another; after every 32 MiB it is told to give it back. 0: now, if there is any. */
 void zs_mem_heap_freed(size_t bytes);
 
 /* Adds a reference; returns `mem`. */

@@ -20,6 +20,7 @@
 static void free_flat(zs_unit *unit, zs_flat *flat)
 {
     zs_comm *comm = zs_engine_ranks(unit->engine)->shards, *near = zs_engine_ranks(unit->engine)->near;
+    zs_offload_done_flat(flat); /* while its memory is known to the pager */
     zs_storage_free(flat->full);
     zs_storage_free(flat->shard);
     zs_storage_free(flat->grads);
@@ -31,7 +32,6 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
         comm->ops->flat_free(comm, &flat->mem);
     if (flat->low.mem != NULL) comm->ops->flat_free(comm, &flat->low);
     if (flat->kept.mem != NULL) near->ops->flat_free(near, &flat->kept);
-    zs_offload_done_flat(flat);
     if (flat->grad_mem != NULL) flat->grad_mem->user = NULL;
     if (unit->fixed && flat->full_mem != NULL) flat->full_mem->user = NULL;
     zs_mem_release(flat->grad_mem);
@@ -438,7 +438,7 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
         status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
     if (status == ZS_OK) status = build(unit, spec);
     if (status == ZS_OK) status = zs_engine_add(engine, unit);
-    zs_mem_heap_freed(bytes_of(spec));
+    if (!spec->outline) zs_mem_heap_freed(bytes_of(spec));
     if (status != ZS_OK) {
         zs_unit_release(unit);
         return status;

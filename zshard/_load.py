@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core
-from zshard._agree import bytes_of, on_all_ranks
+from zshard._agree import bytes_of, gather_bytes, on_all_ranks
 from zshard._outline import Pending
 from zshard._safetensors import Checkpoint, Entry
 from zshard._stream import CHUNK, chunks, comm_of, flat_of, stream
@@ -188,11 +188,7 @@ def _from_rank_0(comm: _core.Comm, outline: Any) -> OrderedDict[str, Any]:
     data = b""
     with on_all_ranks(comm):
         data = pickle.dumps(outline) if comm.rank == 0 else b""
-    size = int.from_bytes(comm.exchange(len(data).to_bytes(8, "little"))[0], "little")
-    buffer = torch.empty(size, dtype=torch.uint8)
-    bytes_of(buffer)[: len(data)] = data
-    comm.broadcast(buffer, 0)
-    names, tensors, others, metadata = pickle.loads(bytes_of(buffer))
+    names, tensors, others, metadata = pickle.loads(gather_bytes(comm, data)[0])
     made: OrderedDict[str, Any] = OrderedDict(
         (name, Pending.of(name, *tensors[name]) if name in tensors else others[name])
         for name in names
