@@ -9,20 +9,23 @@ typedef struct slot {
 } slot;
 
 struct zs_arena {
+    const zs_device *device;
     slot *slots; /* owned */
     size_t n;
     bool outline; /* slots are sizes without memory */
 };
 
-zs_status zs_arena_new(zs_arena **out)
+zs_status zs_arena_new(const zs_device *device, zs_arena **out)
 {
     *out = calloc(1, sizeof **out);
-    return *out != NULL ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an arena");
+    if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an arena");
+    (*out)->device = device;
+    return ZS_OK;
 }
 
 zs_status zs_arena_new_outline(zs_arena **out)
 {
-    ZS_TRY(zs_arena_new(out));
+    ZS_TRY(zs_arena_new(zs_device_cpu(), out));
     (*out)->outline = true;
     return ZS_OK;
 }
@@ -62,7 +65,7 @@ static zs_status add_slot(zs_arena *arena, slot **out)
 
 static zs_status new_memory(const zs_arena *arena, size_t bytes, zs_mem **out)
 {
-    if (!arena->outline) return zs_mem_new_private(bytes, out);
+    if (!arena->outline) return zs_device_mem_new(arena->device, bytes, out);
     return zs_mem_wrap(NULL, bytes > 0 ? bytes : 1, NULL, NULL, out);
 }
 
@@ -154,18 +157,21 @@ size_t zs_arena_bytes(const zs_arena *arena)
 
 /* --- blocks for life --------------------------------------------------------------------------------------------------- */
 
-enum { CHUNK = 64 << 20 }; /* bytes of address space; memory only where touched */
+enum { CHUNK = 64 << 20 }; /* bytes of address space; on the CPU, memory only where touched */
 
 struct zs_pool {
+    const zs_device *device;
     zs_mem **chunks; /* owned references; blocks are cut off the last one */
     size_t n;
     size_t used; /* bytes of the last chunk */
 };
 
-zs_status zs_pool_new(zs_pool **out)
+zs_status zs_pool_new(const zs_device *device, zs_pool **out)
 {
     *out = calloc(1, sizeof **out);
-    return *out != NULL ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a pool");
+    if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a pool");
+    (*out)->device = device;
+    return ZS_OK;
 }
 
 void zs_pool_free(zs_pool *pool)
@@ -182,7 +188,8 @@ static zs_status add_chunk(zs_pool *pool, size_t bytes)
     zs_mem **grown = realloc(pool->chunks, (pool->n + 1) * sizeof *grown);
     if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for chunk %zu", pool->n);
     pool->chunks = grown;
-    ZS_TRY(zs_mem_new_private(bytes > CHUNK ? bytes : CHUNK, &grown[pool->n]));
+    bool exact = bytes > CHUNK || pool->device->ops->queues; /* there, memory that is not touched is taken too */
+    ZS_TRY(zs_device_mem_new(pool->device, exact ? bytes : CHUNK, &grown[pool->n]));
     pool->n++;
     pool->used = 0;
     return ZS_OK;
@@ -198,6 +205,7 @@ zs_status zs_pool_take(zs_pool *pool, size_t bytes, zs_mem **out)
     if (pool->n == 0 || pool->chunks[pool->n - 1]->bytes - pool->used < bytes) ZS_TRY(add_chunk(pool, bytes));
     zs_mem *chunk = pool->chunks[pool->n - 1];
     ZS_TRY(zs_mem_wrap((char *)chunk->ptr + pool->used, bytes, release_chunk, chunk, out));
+    (*out)->device = chunk->device;
     zs_mem_retain(chunk);
     pool->used += bytes;
     return ZS_OK;
@@ -206,5 +214,5 @@ zs_status zs_pool_take(zs_pool *pool, size_t bytes, zs_mem **out)
 void zs_pool_discard(zs_pool *pool)
 {
     for (size_t i = 0; i < pool->n; i++)
-        zs_mem_discard(pool->chunks[i]);
+        if (pool->chunks[i]->device == NULL) zs_mem_discard(pool->chunks[i]);
 }

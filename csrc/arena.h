@@ -8,13 +8,14 @@
 #ifndef ZS_ARENA_H
 #define ZS_ARENA_H
 
+#include "device.h"
 #include "memory.h"
 #include "status.h"
 
 typedef struct zs_arena zs_arena;
 
-/* New empty arena. */
-zs_status zs_arena_new(zs_arena **out);
+/* New empty arena of memory of `device`. */
+zs_status zs_arena_new(const zs_device *device, zs_arena **out);
 
 /* New empty arena of slots that are sizes and nothing else, for finding out what a real one will hold. */
 zs_status zs_arena_new_outline(zs_arena **out);
@@ -45,8 +46,8 @@ size_t zs_arena_bytes(const zs_arena *arena);
  * touching them again costs more than the gradients' sum. */
 typedef struct zs_pool zs_pool;
 
-/* New empty pool. */
-zs_status zs_pool_new(zs_pool **out);
+/* New empty pool of memory of `device`. */
+zs_status zs_pool_new(const zs_device *device, zs_pool **out);
 
 /* Frees the pool; blocks keep their chunk alive. NULL allowed. */
 void zs_pool_free(zs_pool *pool);

@@ -266,6 +266,7 @@ static zs_status close_backward(zs_engine *engine)
     zs_status others = zs_engine_reshard_all(engine, true);
     if (resharded == ZS_OK) resharded = others;
     if (status == ZS_OK) status = zs_bucket_drain_all(engine->buckets);
+    if (status == ZS_OK) status = zs_device_join(engine->ranks.all->device, engine->ranks.all->ops->lane);
     if (status == ZS_OK) status = resharded;
     engine->phase = IDLE;
     if (status == ZS_ERR_DIVERGED) end_rounds(engine);

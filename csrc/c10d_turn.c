@@ -203,7 +203,7 @@ zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *
 
 zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area)
 {
-    if (comm->areas == NULL) ZS_TRY(zs_arena_new(&comm->areas));
+    if (comm->areas == NULL) ZS_TRY(zs_arena_new(comm->base.device, &comm->areas));
     return zs_arena_take(comm->areas, bytes, area);
 }
 

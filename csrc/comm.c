@@ -181,8 +181,7 @@ void zs_local_flat_free(zs_comm *comm, zs_flat_mem *flat)
 
 zs_status zs_local_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
-    (void)comm;
-    ZS_TRY(zs_mem_new_private(bytes, &out->mem));
+    ZS_TRY(zs_device_mem_new(comm->device, bytes, &out->mem));
     out->ptr = out->mem->ptr;
     out->bytes = bytes;
     out->key = 0;

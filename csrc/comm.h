@@ -19,6 +19,7 @@
 #define ZS_COMM_H
 
 #include "arena.h"
+#include "device.h"
 #include "memory.h"
 #include "status.h"
 
@@ -105,6 +106,7 @@ typedef struct zs_comm_ops {
     const char *name;   /* "self", "shm", "c10d" */
     size_t shard_align; /* flats' shard_bytes must be a multiple of this */
     bool mapped;        /* flats come with `full` */
+    zs_lane lane;       /* (on devices that queue) where what collect() gives may be read */
 
     zs_status (*flat_new)(zs_comm *, size_t shard_bytes, zs_flat_mem *out);
     void (*flat_free)(zs_comm *, zs_flat_mem *);
@@ -147,9 +149,10 @@ typedef struct zs_comm_ops {
 struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
-    double timeout; /* seconds that one wait may last */
-    char *lost;     /* (c10d) why no call can follow any more, NULL: all is well; owned */
-    bool heard;     /* a peer's give_up ended a collective here; cleared by who has acted on it */
+    const zs_device *device; /* whose memory flats and buckets are */
+    double timeout;          /* seconds that one wait may last */
+    char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
+    bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
     _Atomic long refs;
 };
 
@@ -221,8 +224,8 @@ const zs_comm_ops *zs_comm_ops_of(const char *name);
  * ZS_ERR_VALUE for an unknown name. */
 zs_status zs_comm_outline_new(const char *name, int rank, int world, zs_comm **out);
 
-/* World of one; every call is a no-op or a copy. */
-zs_status zs_comm_self_new(zs_comm **out);
+/* World of one, with flats and buckets on `device`; every call is a no-op or a copy. */
+zs_status zs_comm_self_new(const zs_device *device, zs_comm **out);
 
 /* --- shm: one step at a time, because addresses travel over torch's store in between --------------------------------- */
 

@@ -13,7 +13,7 @@
 
 static zs_status c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
-    ZS_TRY(zs_mem_new_private(shard_bytes, &out->mem));
+    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
     out->shard = out->mem->ptr;
     out->full = NULL;
     out->shard_bytes = shard_bytes;
@@ -67,7 +67,7 @@ static size_t c10d_bytes(const zs_comm *comm)
 static zs_status c10d_reserve(zs_comm *comm, const zs_arena *plan)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (self->areas == NULL) ZS_TRY(zs_arena_new(&self->areas));
+    if (self->areas == NULL) ZS_TRY(zs_arena_new(comm->device, &self->areas));
     return zs_arena_cover(self->areas, plan);
 }
 
@@ -216,6 +216,7 @@ zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double t
     comm->base.ops = &zs_c10d_ops;
     comm->base.rank = rank;
     comm->base.world = world;
+    comm->base.device = zs_device_cpu();
     comm->base.timeout = timeout;
     comm->gone = -1;
     atomic_init(&comm->base.refs, 1);

@@ -68,6 +68,7 @@ zs_status zs_comm_outline_new(const char *name, int rank, int world, zs_comm **o
     comm->base.ops = &comm->ops;
     comm->base.rank = rank;
     comm->base.world = world;
+    comm->base.device = zs_device_cpu();
     atomic_init(&comm->base.refs, 1);
     *out = &comm->base;
     return ZS_OK;

@@ -12,8 +12,7 @@ typedef struct self_unit {
 
 static zs_status self_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
-    (void)comm;
-    ZS_TRY(zs_mem_new_private(shard_bytes, &out->mem));
+    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
     out->shard = out->mem->ptr;
     out->full = out->shard;
     out->shard_bytes = shard_bytes;
@@ -182,12 +181,13 @@ const zs_comm_ops zs_self_ops = {
     .destroy = self_destroy,
 };
 
-zs_status zs_comm_self_new(zs_comm **out)
+zs_status zs_comm_self_new(const zs_device *device, zs_comm **out)
 {
     zs_comm *comm = calloc(1, sizeof *comm);
     if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the self transport");
     comm->ops = &zs_self_ops;
     comm->world = 1;
+    comm->device = device;
     atomic_init(&comm->refs, 1);
     *out = comm;
     return ZS_OK;

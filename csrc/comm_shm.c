@@ -310,6 +310,7 @@ zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, si
     shm->base.ops = &zs_shm_ops;
     shm->base.rank = rank;
     shm->base.world = world;
+    shm->base.device = zs_device_cpu();
     shm->base.timeout = timeout;
     atomic_init(&shm->base.refs, 1);
     shm->lifetime = zs_lifetime();

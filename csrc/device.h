@@ -1,17 +1,31 @@
-/* device.h - arithmetic over flat memory: sum of all ranks' parts, casts, norms, scaling.
+/* device.h - where flat memory lies, and arithmetic over it: sums of all ranks' parts, casts, norms, scaling, copies.
  *
- * The one idea: every sum over ranks is taken here, in fp32 (fp64 for fp64), in rank order, whatever the wire dtype, so
- * that all transports and all runs give the same bits.
+ * The one idea: one table for each kind of device, so that units, schedule and optimizers are the same code on all of
+ * them. On the CPU a call has done its work when it returns. On a device that queues (CUDA) it has put it into a lane: a
+ * queue whose work runs in order, while the host goes on; what a lane needs of another one it has to wait for by
+ * zs_device_fork and zs_device_join. The host waits nowhere but where a function says so.
+ *
+ * Every sum over ranks is taken here, in fp32 (fp64 for fp64), in rank order, whatever the wire dtype, so that all
+ * transports and all runs give the same bits.
  */
 #ifndef ZS_DEVICE_H
 #define ZS_DEVICE_H
 
+#include "memory.h"
 #include "status.h"
 #include "tensor.h"
 
+/* Queues of a device that queues; on the CPU they mean nothing. */
+typedef enum zs_lane {
+    ZS_LANE_COMPUTE, /* torch's current stream of this thread: where forward and backward compute */
+    ZS_LANE_GATHER,  /* parameters on their way here */
+    ZS_LANE_REDUCE,  /* gradients on their way, and their sums */
+    ZS_LANES
+} zs_lane;
+
 /* Sums `world` sources elementwise in rank order: dst[i] = sum_r (src[r][i] + prev) * scale, with prev = dst[i] if
  * `accumulate` else 0; a NULL source counts as zeros. Sources are of `dtype`, dst of `to`, computed in fp32 (fp64 if either
- * is). dst may be one of the sources (same index, same dtype). Uses torch's threads. */
+ * is). dst may be one of the sources (same index, same dtype). On the CPU it uses torch's threads. */
 typedef struct zs_sum {
     const void *const *src; /* [world] */
     int world;
@@ -22,19 +36,129 @@ typedef struct zs_sum {
     bool accumulate;
 } zs_sum;
 
-/* Runs the sum described above. */
-void zs_device_sum(const zs_sum *sum);
-
 /* Copies `numel` numbers from `src` to `dst`, each rounded to the nearest of its dtype. Not for ZS_BYTES. */
-void zs_device_cast(void *dst, zs_dtype to, const void *src, zs_dtype from, int64_t numel);
+typedef struct zs_cast {
+    void *dst;
+    const void *src;
+    int64_t numel;
+    zs_dtype to, from;
+} zs_cast;
 
-/* Sum of |x|^p in double (p = 1, 2), or max |x| for p = infinity; NaN and inf come through. */
-double zs_device_norm(const void *x, int64_t numel, zs_dtype dtype, double p);
+/* Flat numbers. */
+typedef struct zs_numbers {
+    void *data;
+    int64_t numel;
+    zs_dtype dtype; /* not ZS_BYTES */
+} zs_numbers;
+
+typedef struct zs_device zs_device;
+
+typedef struct zs_device_ops {
+    const char *name; /* "cpu", "cuda" */
+    bool queues;
+    zs_status (*mem_new)(const zs_device *, size_t bytes, zs_mem **out);
+    zs_status (*copy)(const zs_device *, zs_lane, void *dst, const void *src, size_t bytes);
+    zs_status (*zero)(const zs_device *, zs_lane, void *dst, size_t bytes);
+    zs_status (*sum)(const zs_device *, zs_lane, const zs_sum *);
+    zs_status (*cast)(const zs_device *, zs_lane, const zs_cast *);
+    zs_status (*scale)(const zs_device *, zs_lane, const zs_numbers *, double factor);
+    zs_status (*norm)(const zs_device *, const zs_numbers *, double p, double *out);
+    zs_status (*same)(const zs_device *, const void *a, const void *b, size_t bytes, bool *out);
+    zs_status (*fork)(const zs_device *, zs_lane); /* this and the next two: NULL where nothing queues */
+    zs_status (*join)(const zs_device *, zs_lane);
+    zs_status (*wait)(const zs_device *);
+} zs_device_ops;
+
+/* One device of this process. There is one object for each, for ever. */
+struct zs_device {
+    const zs_device_ops *ops;
+    zs_where where; /* as torch calls it */
+};
+
+/* The host's processor and memory. */
+const zs_device *zs_device_cpu(void);
+
+/* The device that a block's memory belongs to. */
+static inline const zs_device *zs_device_of(const zs_mem *mem)
+{
+    return mem->device != NULL ? mem->device : zs_device_cpu();
+}
+
+/* New block of `bytes` zeroed bytes there. ZS_ERR_MEMORY. */
+static inline zs_status zs_device_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
+{
+    return device->ops->mem_new(device, bytes, out);
+}
+
+/* Copies bytes within the device, or between it and host memory: what is read of the host is read before it returns. */
+static inline zs_status zs_device_copy(const zs_device *device, zs_lane lane, void *dst, const void *src, size_t bytes)
+{
+    return bytes > 0 ? device->ops->copy(device, lane, dst, src, bytes) : ZS_OK;
+}
+
+/* Zeroes bytes. */
+static inline zs_status zs_device_zero(const zs_device *device, zs_lane lane, void *dst, size_t bytes)
+{
+    return bytes > 0 ? device->ops->zero(device, lane, dst, bytes) : ZS_OK;
+}
+
+/* Runs the sum that is described above. */
+static inline zs_status zs_device_sum(const zs_device *device, zs_lane lane, const zs_sum *sum)
+{
+    return sum->numel > 0 ? device->ops->sum(device, lane, sum) : ZS_OK;
+}
+
+/* Runs the cast. */
+static inline zs_status zs_device_cast(const zs_device *device, zs_lane lane, const zs_cast *cast)
+{
+    return cast->numel > 0 ? device->ops->cast(device, lane, cast) : ZS_OK;
+}
 
 /* x *= factor, in place. */
-void zs_device_scale(void *x, int64_t numel, zs_dtype dtype, double factor);
+static inline zs_status zs_device_scale(const zs_device *device, zs_lane lane, const zs_numbers *x, double factor)
+{
+    return x->numel > 0 ? device->ops->scale(device, lane, x, factor) : ZS_OK;
+}
+
+/* Sum of |x|^p in double (p = 1, 2), or max |x| for p = infinity; NaN and inf come through. Waits for the compute lane. */
+static inline zs_status zs_device_norm(const zs_device *device, const zs_numbers *x, double p, double *out)
+{
+    return device->ops->norm(device, x, p, out);
+}
+
+/* Are they equal byte for byte? Waits for the compute lane. */
+static inline zs_status zs_device_same(const zs_device *device, const void *a, const void *b, size_t bytes, bool *out)
+{
+    return device->ops->same(device, a, b, bytes, out);
+}
+
+/* What is queued in `lane` from now on comes after all that is queued in the compute lane now. */
+static inline zs_status zs_device_fork(const zs_device *device, zs_lane lane)
+{
+    return device->ops->queues && lane != ZS_LANE_COMPUTE ? device->ops->fork(device, lane) : ZS_OK;
+}
+
+/* What is queued in the compute lane from now on comes after all that is queued in `lane` now. */
+static inline zs_status zs_device_join(const zs_device *device, zs_lane lane)
+{
+    return device->ops->queues && lane != ZS_LANE_COMPUTE ? device->ops->join(device, lane) : ZS_OK;
+}
+
+/* The host waits for all that is queued in the compute lane now. */
+static inline zs_status zs_device_wait(const zs_device *device)
+{
+    return device->ops->queues ? device->ops->wait(device) : ZS_OK;
+}
 
 /* Size of one element in bytes (1 for ZS_BYTES). */
 size_t zs_dtype_size(zs_dtype dtype);
+
+/* --- the loops of the CPU (device_cpu.c), which others use where memory is the host's for sure ------------------------ */
+
+/* As above. */
+void zs_cpu_sum(const zs_sum *sum);
+void zs_cpu_cast(const zs_cast *cast);
+void zs_cpu_scale(const zs_numbers *x, double factor);
+double zs_cpu_norm(const zs_numbers *x, double p);
 
 #endif

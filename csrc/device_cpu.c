@@ -1,4 +1,4 @@
-/* device_cpu.c - device.h on the CPU.
+/* device_cpu.c - the CPU's loops of device.h.
  *
  * The one idea: memory is the limit, so every byte passes once: a sum reads all its sources side by side.
  * Whatever the number of threads and wherever the cuts fall, an element meets the same operations in the same order;
@@ -149,7 +149,7 @@ static void sum_part(void *ctx, int64_t begin, int64_t end)
     (plain ? few[sum->dtype] : many[sum->to][sum->dtype])[zs_isa_best()](sum, begin, end);
 }
 
-void zs_device_sum(const zs_sum *sum)
+void zs_cpu_sum(const zs_sum *sum)
 {
     zs_sum copy = *sum;
     zs_parallel_for(sum->numel, GRAIN, sum_part, &copy);
@@ -157,16 +157,10 @@ void zs_device_sum(const zs_sum *sum)
 
 /* --- casts ------------------------------------------------------------------------------------------------------------- */
 
-typedef struct casting {
-    void *dst;
-    const void *src;
-    zs_dtype to, from;
-} casting;
-
-typedef void cast_loop(const casting *job, int64_t begin, int64_t end);
+typedef void cast_loop(const zs_cast *job, int64_t begin, int64_t end);
 
 #define CAST(name, target, fused, T, load, D, load_to, store, R)                                       \
-    target static void name(const casting *job, int64_t begin, int64_t end)                            \
+    target static void name(const zs_cast *job, int64_t begin, int64_t end)                            \
     {                                                                                                  \
         const T *restrict src = job->src;                                                              \
         D *restrict dst = job->dst;                                                                    \
@@ -178,14 +172,14 @@ FROM_EACH_TO_EACH(CAST, cast)
 static void cast_part(void *ctx, int64_t begin, int64_t end)
 {
     static cast_loop *const loops[DTYPES][DTYPES][ZS_ISA_COUNT] = BY_TARGET(cast);
-    const casting *job = ctx;
+    const zs_cast *job = ctx;
     loops[job->to][job->from][zs_isa_best()](job, begin, end);
 }
 
-void zs_device_cast(void *dst, zs_dtype to, const void *src, zs_dtype from, int64_t numel)
+void zs_cpu_cast(const zs_cast *cast)
 {
-    casting job = {dst, src, to, from};
-    zs_parallel_for(numel, GRAIN, cast_part, &job);
+    zs_cast job = *cast;
+    zs_parallel_for(cast->numel, GRAIN, cast_part, &job);
 }
 
 /* --- norm --------------------------------------------------------------------------------------------------------------- */
@@ -260,11 +254,12 @@ static norm_loop *norm_loop_for(double p, zs_dtype dtype)
     return (isinf(p) ? max : p == 1 ? abs : square)[dtype][zs_isa_best()];
 }
 
-double zs_device_norm(const void *x, int64_t numel, zs_dtype dtype, double p)
+double zs_cpu_norm(const zs_numbers *x, double p)
 {
+    const int64_t numel = x->numel;
     double parts[PARTS];
-    norm_job job = {.x = x, .numel = numel, .item = zs_dtype_size(dtype), .parts = parts};
-    job.loop = norm_loop_for(p, dtype);
+    norm_job job = {.x = x->data, .numel = numel, .item = zs_dtype_size(x->dtype), .parts = parts};
+    job.loop = norm_loop_for(p, x->dtype);
     job.part = (int64_t)zs_round_up((size_t)((numel + PARTS - 1) / PARTS), SMALLEST_PART);
     const int64_t n_parts = numel > 0 ? (numel + job.part - 1) / job.part : 0;
     if (n_parts > 0) zs_parallel_for(n_parts, 1 + GRAIN / job.part, norm_parts, &job);
@@ -303,8 +298,8 @@ static void scale_part(void *ctx, int64_t begin, int64_t end)
     loops[job->dtype][zs_isa_best()](job, begin, end);
 }
 
-void zs_device_scale(void *x, int64_t numel, zs_dtype dtype, double factor)
+void zs_cpu_scale(const zs_numbers *x, double factor)
 {
-    scale_job job = {.x = x, .dtype = dtype, .factor = factor};
-    zs_parallel_for(numel, GRAIN, scale_part, &job);
+    scale_job job = {.x = x->data, .dtype = x->dtype, .factor = factor};
+    zs_parallel_for(x->numel, GRAIN, scale_part, &job);
 }

@@ -72,8 +72,8 @@ zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out
     retain_ranks(ranks);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);
-    ZS_TRY_GOTO(status, zs_arena_new(&engine->arena), fail);
-    ZS_TRY_GOTO(status, zs_pool_new(&engine->grads), fail);
+    ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->arena), fail);
+    ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->grads), fail);
     ZS_TRY_GOTO(status, zs_bucket_pool_new(ranks->all, &engine->buckets), fail);
     ZS_TRY_GOTO(status, ranks->near->ops->reader_new(ranks->near, name, &engine->reader), fail);
     *out = engine;
@@ -113,6 +113,11 @@ void zs_engine_release(void *pointer)
     zs_disk_release(engine->offload.disk);
     release_ranks(&engine->ranks);
     free(engine);
+}
+
+const zs_device *zs_engine_device(const zs_engine *engine)
+{
+    return engine->ranks.all->device;
 }
 
 zs_comm *zs_engine_comm(const zs_engine *engine)

@@ -4,7 +4,6 @@
 #include "schedule.h"
 
 #include <stdatomic.h>
-#include <string.h>
 
 /* Units of this process that are held. */
 static _Atomic long holders;
@@ -20,9 +19,11 @@ static zs_status hold_flat(zs_unit *unit, zs_flat *flat)
     if (flat->full_mem == NULL) {
         zs_mem *copy = NULL;
         size_t bytes = zs_flat_full_bytes(unit, flat);
-        ZS_TRY(zs_mem_new_private(bytes, &copy));
-        memcpy(copy->ptr, zs_flat_source(unit, flat)->full, bytes);
-        zs_status status = zs_storage_fill(flat->full, copy, copy->ptr);
+        const zs_device *device = zs_engine_device(unit->engine);
+        ZS_TRY(zs_device_mem_new(device, bytes, &copy));
+        const char *from = zs_flat_source(unit, flat)->full;
+        zs_status status = zs_device_copy(device, ZS_LANE_COMPUTE, copy->ptr, from, bytes);
+        if (status == ZS_OK) status = zs_storage_fill(flat->full, copy, copy->ptr);
         if (status != ZS_OK) {
             zs_mem_release(copy);
             return status;
@@ -48,24 +49,27 @@ zs_status zs_hold(zs_unit *unit, bool exact)
     return status;
 }
 
-static void take_slice(const zs_unit *unit, const zs_param *param)
+static zs_status take_slice(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
     size_t itemsize = flat->layout.itemsize;
     char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * itemsize;
     const char *src = (char *)flat->full_mem->ptr + (size_t)(param->offset + param->owned.begin) * itemsize;
-    memcpy(dst, src, (size_t)param->owned.numel * itemsize);
+    size_t bytes = (size_t)param->owned.numel * itemsize;
+    return zs_device_copy(zs_engine_device(unit->engine), ZS_LANE_COMPUTE, dst, src, bytes);
 }
 
-void zs_hold_accept(zs_unit *unit, bool keep)
+zs_status zs_hold_accept(zs_unit *unit, bool keep)
 {
-    if (!unit->held) return;
+    if (!unit->held) return ZS_OK;
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (!zs_tensor_alive(param->tensor)) continue;
-        if (keep && zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full)) take_slice(unit, param);
+        bool there = zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full);
+        if (keep && there) ZS_TRY(take_slice(unit, param));
         param->version = zs_tensor_version(param->tensor);
     }
+    return ZS_OK;
 }
 
 zs_status zs_hold_check_forward(const zs_unit *unit)

@@ -15,7 +15,7 @@ zs_status zs_hold(zs_unit *unit, bool exact);
 
 /* What was written to the copy is no error: `keep`: this rank's slice of it goes into the shard. Outside of sessions, before
  * zs_unit_reshard. No-op for a unit that is not held. */
-void zs_hold_accept(zs_unit *unit, bool keep);
+zs_status zs_hold_accept(zs_unit *unit, bool keep);
 
 /* ZS_ERR_STATE if the unit is held in another dtype than forward wants. */
 zs_status zs_hold_check_forward(const zs_unit *unit);

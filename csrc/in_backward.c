@@ -36,12 +36,14 @@ bool zs_in_backward_borrows(const zs_unit *unit)
 
 zs_status zs_in_backward_lend(zs_unit *unit)
 {
+    bool lent = false;
     for (int f = 0; f < unit->n_flats && zs_in_backward_borrows(unit); f++) {
         zs_flat *flat = &unit->flats[f];
         if (flat->grads == NULL || flat->grad_mem != NULL) continue;
         zs_mem *slot = NULL;
         zs_arena *arena = zs_engine_arena(unit->engine);
         ZS_TRY(zs_arena_take(arena, zs_flat_own_bytes(unit, flat), &slot));
+        lent = true;
         zs_status status = zs_storage_fill(flat->grads, slot, slot->ptr);
         if (status != ZS_OK) {
             zs_arena_give(arena, slot);
@@ -51,7 +53,9 @@ zs_status zs_in_backward_lend(zs_unit *unit)
         slot->role = unit->replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
         slot->user = unit;
     }
-    return ZS_OK;
+    /* What forward and backward did in the slots comes before the sums. */
+    const zs_comm *comm = zs_engine_comm(unit->engine);
+    return lent ? zs_device_fork(comm->device, comm->ops->lane) : ZS_OK;
 }
 
 /* Has any parameter its view of the grad shard as .grad? One that the stepper does not know may. */

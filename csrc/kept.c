@@ -4,7 +4,6 @@
 #include "schedule.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 enum { EXCHANGED = 4096 }; /* bytes that one exchange takes */
 
@@ -22,26 +21,33 @@ zs_status zs_kept_new(zs_unit *unit, zs_flat *flat)
     return near->ops->flat_new(near, slice_bytes * (size_t)far->world, &flat->kept);
 }
 
-static bool is_stale(const zs_flat *flat, const zs_comm *far)
+static zs_status is_stale(const zs_flat *flat, const zs_comm *far, unsigned char *stale)
 {
     const zs_flat_mem *own = source_of(flat);
     const char *given = flat->kept.shard + (size_t)far->rank * own->shard_bytes;
-    return flat->spoiled || memcmp(given, own->shard, own->shard_bytes) != 0;
+    bool same = false;
+    if (!flat->spoiled) ZS_TRY(zs_device_same(zs_device_of(own->mem), given, own->shard, own->shard_bytes, &same));
+    *stale = !same;
+    return ZS_OK;
 }
 
-/* One byte for each flat that is kept, in the units' order, which is that of all ranks: must it be renewed? */
-static size_t look(const zs_comm *far, zs_unit *const *units, size_t n, unsigned char *stale)
+/* How many flats are kept; in the units' order, which is that of all ranks. */
+static size_t count_kept(zs_unit *const *units, size_t n)
 {
     size_t found = 0;
-    for (size_t i = 0; i < n; i++) {
-        for (int f = 0; f < units[i]->n_flats; f++) {
-            const zs_flat *flat = &units[i]->flats[f];
-            if (flat->kept.mem == NULL) continue;
-            if (stale != NULL) stale[found] = is_stale(flat, far);
-            found++;
-        }
-    }
+    for (size_t i = 0; i < n; i++)
+        for (int f = 0; f < units[i]->n_flats; f++)
+            found += units[i]->flats[f].kept.mem != NULL;
     return found;
+}
+
+/* One byte for each of them: must it be renewed? */
+static zs_status look(const zs_comm *far, zs_unit *const *units, size_t n, unsigned char *stale)
+{
+    for (size_t i = 0; i < n; i++)
+        for (int f = 0; f < units[i]->n_flats; f++)
+            if (units[i]->flats[f].kept.mem != NULL) ZS_TRY(is_stale(&units[i]->flats[f], far, stale++));
+    return ZS_OK;
 }
 
 /* Has each rank know what any of them must renew. */
@@ -79,11 +85,11 @@ static zs_status renew_all(zs_comm *far, zs_unit *const *units, size_t n, const 
 
 zs_status zs_kept_refresh(zs_comm *far, zs_unit *const *units, size_t n)
 {
-    size_t n_flats = look(far, units, n, NULL);
+    size_t n_flats = count_kept(units, n);
     unsigned char *stale = malloc(n_flats + 1);
     if (stale == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to compare parameters");
-    look(far, units, n, stale);
-    zs_status status = agree(far, stale, n_flats);
+    zs_status status = look(far, units, n, stale);
+    if (status == ZS_OK) status = agree(far, stale, n_flats);
     if (status == ZS_OK) status = renew_all(far, units, n, stale);
     free(stale);
     return status;
@@ -96,10 +102,12 @@ zs_status zs_kept_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot)
     const int *part_of = zs_engine_part_of(unit->engine);
     size_t bytes = flat->mem.shard_bytes;
     zs_mem *ordered = NULL;
-    ZS_TRY(zs_mem_new_private(bytes * (size_t)shards->world, &ordered));
+    const zs_device *device = zs_device_of(slot);
+    ZS_TRY(zs_device_mem_new(device, bytes * (size_t)shards->world, &ordered));
     zs_status status = zs_comm_gather(shards, &flat->mem, unit->name, (zs_target){ordered, ordered->ptr});
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
-        memcpy((char *)slot->ptr + (size_t)part_of[r] * bytes, (char *)ordered->ptr + (size_t)r * bytes, bytes);
+        status = zs_device_copy(device, ZS_LANE_COMPUTE, (char *)slot->ptr + (size_t)part_of[r] * bytes,
+                                (char *)ordered->ptr + (size_t)r * bytes, bytes);
     zs_mem_release(ordered);
     return status;
 }

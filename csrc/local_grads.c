@@ -3,8 +3,8 @@
 
 #include "schedule.h"
 
+#include <math.h>
 #include <stdatomic.h>
-#include <string.h>
 
 /* Units of this process that have local gradients. */
 static _Atomic long holders;
@@ -19,7 +19,7 @@ static zs_status make_views(zs_unit *unit)
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
-        ZS_TRY(zs_storage_new(zs_flat_wire_bytes(flat), "", &flat->local));
+        ZS_TRY(zs_storage_new(zs_engine_device(unit->engine)->where, zs_flat_wire_bytes(flat), "", &flat->local));
         ZS_TRY(zs_storage_fill(flat->local, unit->local, (char *)unit->local->ptr + flat->bucket_offset));
     }
     for (int64_t i = 0; i < unit->n_params; i++) {
@@ -34,7 +34,7 @@ static zs_status make_views(zs_unit *unit)
 
 zs_status zs_local_grads_new(zs_unit *unit)
 {
-    ZS_TRY(zs_mem_new_private(zs_unit_bucket_bytes(unit), &unit->local));
+    ZS_TRY(zs_device_mem_new(zs_engine_device(unit->engine), zs_unit_bucket_bytes(unit), &unit->local));
     unit->local->role = ZS_MEM_LOCAL_GRAD;
     unit->local->user = unit;
     atomic_fetch_add(&holders, 1);
@@ -61,12 +61,15 @@ void zs_local_grads_free(zs_unit *unit)
     atomic_fetch_sub(&holders, 1);
 }
 
-static bool is_zero(const zs_unit *unit, const zs_param *param)
+static zs_status is_zero(const zs_unit *unit, const zs_param *param, bool *zero)
 {
     const zs_flat *flat = &unit->flats[param->flat];
-    const char *at = (const char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
-    size_t bytes = (size_t)param->numel * flat->wire_size;
-    return bytes == 0 || (at[0] == 0 && memcmp(at, at + 1, bytes - 1) == 0);
+    char *at = (char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
+    zs_numbers numbers = {at, param->numel, flat->wire};
+    double largest = 0;
+    ZS_TRY(zs_device_norm(zs_engine_device(unit->engine), &numbers, (double)INFINITY, &largest));
+    *zero = largest == 0;
+    return ZS_OK;
 }
 
 zs_status zs_local_grads_hide(const zs_unit *unit, zs_param *param, bool *hidden)
@@ -75,7 +78,9 @@ zs_status zs_local_grads_hide(const zs_unit *unit, zs_param *param, bool *hidden
     if (!*hidden) return ZS_OK;
     zs_grad_set(param->tensor, NULL);
     if (!param->below || zs_tensor_version(param->local) == param->shown) return ZS_OK;
-    if (!is_zero(unit, param))
+    bool zero = false;
+    ZS_TRY(is_zero(unit, param, &zero));
+    if (!zero)
         return ZS_FAIL(
             ZS_ERR_VALUE,
             "the .grad of parameter '%s' of unit '%s' was changed in place in no_sync(), while the gradient of "

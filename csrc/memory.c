@@ -46,6 +46,7 @@ zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *
     mem->owner = owner;
     mem->role = ZS_MEM_PLAIN;
     mem->user = NULL;
+    mem->device = NULL;
     *out = mem;
     return ZS_OK;
 }

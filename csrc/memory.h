@@ -11,6 +11,8 @@
 /* What a unit uses a block for. */
 typedef enum zs_mem_role { ZS_MEM_PLAIN, ZS_MEM_SHARD, ZS_MEM_GRAD_SHARD, ZS_MEM_LOCAL_GRAD, ZS_MEM_HELD } zs_mem_role;
 
+struct zs_device;
+
 typedef struct zs_mem {
     void *ptr;                           /* first byte, at least 64-byte aligned */
     size_t bytes;                        /* length */
@@ -19,6 +21,7 @@ typedef struct zs_mem {
     void *owner;                         /* for destroy */
     zs_mem_role role;                    /* what a unit uses it for, so that a tensor on it can be recognised */
     void *user;                          /* that unit; NULL once it is gone */
+    const struct zs_device *device;      /* whose memory it is; NULL: the host's */
 } zs_mem;
 
 /* New block of `bytes` private zeroed memory (mmap, huge pages advised). Pages cost nothing until touched. */

@@ -49,7 +49,7 @@ zs_status zs_offload_flat_new(const zs_unit *unit, zs_comm *shards, size_t shard
 zs_status zs_offload_params_new(const zs_unit *unit, size_t bytes, zs_mem **out)
 {
     if (unit->offloads.params) return zs_disk_take(unit->offloads.disk, bytes, out);
-    return zs_mem_new_private(bytes, out);
+    return zs_device_mem_new(zs_engine_device(unit->engine), bytes, out);
 }
 
 zs_status zs_offload_grads_new(const zs_unit *unit, size_t bytes, zs_mem **out)
@@ -66,7 +66,7 @@ zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tens
     zs_mem *mem = NULL;
     zs_storage *storage = NULL;
     ZS_TRY(zs_disk_take(unit->offloads.disk, bytes, &mem));
-    zs_status status = zs_storage_new(bytes, "", &storage);
+    zs_status status = zs_storage_new(info.where, bytes, "", &storage);
     if (status == ZS_OK) status = zs_storage_fill(storage, mem, mem->ptr);
     zs_place place = {storage, 0, 1, &numel, ZS_BYTES};
     if (status == ZS_OK) status = zs_tensor_new_on(&place, like, out);

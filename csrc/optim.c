@@ -107,7 +107,7 @@ static zs_status find_memory(const zs_tensor *tensor, zs_dtype *dtype, int64_t *
 {
     zs_tensor_info info;
     ZS_TRY(zs_tensor_describe(tensor, &info));
-    *plain = info.on_cpu && info.contiguous && info.dtype != ZS_BYTES;
+    *plain = info.where.type == ZS_ON_CPU && info.contiguous && info.dtype != ZS_BYTES;
     *dtype = info.dtype;
     *numel = info.numel;
     *data = NULL;

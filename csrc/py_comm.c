@@ -44,7 +44,7 @@ static PyObject *comm_alone(PyObject *type, PyObject *unused)
     (void)unused;
     zs_comm *comm = NULL;
     zs_clear_error();
-    if (zs_comm_self_new(&comm) != ZS_OK) return zs_py_raise(NULL);
+    if (zs_comm_self_new(zs_device_cpu(), &comm) != ZS_OK) return zs_py_raise(NULL);
     return wrap((PyTypeObject *)type, comm, "");
 }
 
@@ -165,7 +165,7 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args)
     zs_clear_error();
     zs_status status = zs_py_tensor(object, &tensor);
     if (status == ZS_OK) status = zs_tensor_describe(tensor, &info);
-    if (status == ZS_OK && !(info.contiguous && info.on_cpu))
+    if (status == ZS_OK && !(info.contiguous && info.where.type == ZS_ON_CPU))
         status = ZS_FAIL(ZS_ERR_VALUE, "broadcast() takes a contiguous tensor on the CPU");
     if (status == ZS_OK) status = zs_tensor_data(tensor, &data);
     if (status == ZS_OK) {

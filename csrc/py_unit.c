@@ -268,9 +268,10 @@ static PyObject *unit_let_go(unit_object *self, PyObject *args)
 {
     PyObject *keep = Py_None;
     if (!PyArg_ParseTuple(args, "|O:let_go", &keep)) return NULL;
-    if (keep != Py_None) zs_hold_accept(self->unit, keep == Py_True);
-    zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
+    zs_status status = ZS_OK;
+    zs_clear_error();
+    if (keep != Py_None) status = zs_hold_accept(self->unit, keep == Py_True);
+    if (status == ZS_OK) ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -286,7 +287,7 @@ static zs_status read_into(const zs_unit *unit, int64_t i, PyObject *object)
                             info.itemsize != unit->flats[unit->params[i].flat].layout.itemsize))
         status = ZS_FAIL(ZS_ERR_VALUE, "the target for parameter '%s' is not of its size", unit->params[i].name);
     if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(out, &data);
-    if (status == ZS_OK && info.numel > 0) status = zs_unit_read_param(unit, i, data);
+    if (status == ZS_OK && info.numel > 0) status = zs_unit_read_param(unit, i, data, info.where);
     zs_tensor_free(out);
     return status;
 }

@@ -59,7 +59,8 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
     if (!grad.defined) return ZS_OK;
     const zs_flat *flat = &unit->flats[param->flat];
     if (!zs_grad_is(param->tensor, param->grad)) {
-        if (!grad.dense || grad.dtype != flat->dtype || grad.numel != param->owned.numel)
+        bool here = zs_same_where(grad.where, zs_engine_device(unit->engine)->where);
+        if (!grad.dense || !here || grad.dtype != flat->dtype || grad.numel != param->owned.numel)
             return ZS_FAIL(
                 ZS_ERR_VALUE,
                 "parameter '%s' of unit '%s' has a .grad of %lld elements that is not this rank's slice of its "
@@ -67,7 +68,8 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
                 param->name, unit->name, (long long)grad.numel, (long long)param->owned.numel);
         ZS_TRY(zs_in_backward_lend(unit));
         char *dst = (char *)flat->grad_mem->ptr + (size_t)param->in_shard.begin * flat->layout.itemsize;
-        memcpy(dst, grad.data, (size_t)grad.numel * flat->layout.itemsize);
+        size_t bytes = (size_t)grad.numel * flat->layout.itemsize;
+        ZS_TRY(zs_device_copy(zs_engine_device(unit->engine), ZS_LANE_COMPUTE, dst, grad.data, bytes));
     }
     zs_grad_set(param->tensor, NULL);
     return ZS_OK;
@@ -132,6 +134,7 @@ zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
  * carry another unit's bytes into the grad shard. */
 static zs_status fill_rest(zs_unit *unit)
 {
+    const zs_device *device = zs_engine_device(unit->engine);
     for (int f = 0; f < unit->n_flats; f++) {
         const zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
@@ -142,7 +145,7 @@ static zs_status fill_rest(zs_unit *unit)
             if (param->flat != f) continue;
             size_t begin = (size_t)param->offset * flat->wire_size;
             size_t end = begin + (size_t)param->numel * flat->wire_size;
-            memset(base + filled, 0, begin - filled);
+            ZS_TRY(zs_device_zero(device, ZS_LANE_COMPUTE, base + filled, begin - filled));
             filled = end;
             if (zs_get_bit(unit->used, i)) continue;
             zs_grad_info grad = {0};
@@ -151,10 +154,10 @@ static zs_status fill_rest(zs_unit *unit)
             if (grad.defined) { /* DDP's rule: what has been accumulated before takes part in the mean */
                 ZS_TRY(zs_grad_copy(param->tensor, base + begin, flat->wire, false));
             } else {
-                memset(base + begin, 0, end - begin);
+                ZS_TRY(zs_device_zero(device, ZS_LANE_COMPUTE, base + begin, end - begin));
             }
         }
-        memset(base + filled, 0, zs_flat_wire_bytes(flat) - filled);
+        ZS_TRY(zs_device_zero(device, ZS_LANE_COMPUTE, base + filled, zs_flat_wire_bytes(flat) - filled));
     }
     return ZS_OK;
 }
@@ -164,7 +167,9 @@ static zs_status post_local(zs_unit *unit)
 {
     ZS_TRY(zs_reduce_begin(unit, -1)); /* it may not have been used in this backward */
     ZS_TRY(take_bucket(unit));
-    memcpy(unit->bucket->bucket.ptr, unit->local->ptr, zs_unit_bucket_bytes(unit));
+    const zs_device *device = zs_engine_device(unit->engine);
+    size_t bytes = zs_unit_bucket_bytes(unit);
+    ZS_TRY(zs_device_copy(device, ZS_LANE_COMPUTE, unit->bucket->bucket.ptr, unit->local->ptr, bytes));
     zs_local_grads_free(unit);
     return ZS_OK;
 }

@@ -7,8 +7,6 @@
 #include "reduce.h"
 #include "schedule.h"
 
-#include <string.h>
-
 typedef enum slice_class { SKIP, SET, ADD } slice_class; /* unused everywhere; first gradient; on top of one */
 
 typedef struct slice_run {
@@ -19,14 +17,16 @@ typedef struct slice_run {
 typedef struct summing {
     zs_unit *unit;
     zs_sources *sources;
+    const zs_device *device;
+    zs_lane lane;
     int rank, world;
     double scale;
     double again; /* for what is there before: all ranks' sources are added to it, and scaled with it */
 } summing;
 
-static void sum_run(const summing *s, const zs_flat *flat, slice_run run)
+static zs_status sum_run(const summing *s, const zs_flat *flat, slice_run run)
 {
-    if (run.class == SKIP || run.end <= run.begin) return;
+    if (run.class == SKIP || run.end <= run.begin) return ZS_OK;
     const void *src[s->world];
     for (int r = 0; r < s->world; r++) {
         const char *base = s->sources->data[r];
@@ -44,8 +44,9 @@ static void sum_run(const summing *s, const zs_flat *flat, slice_run run)
     sum.dst = target + (size_t)run.begin * (s->unit->replicated ? flat->wire_size : flat->layout.itemsize);
     sum.numel = run.end - run.begin;
     sum.accumulate = run.class == ADD;
-    if (sum.accumulate && s->again != 1.0) zs_device_scale(sum.dst, sum.numel, sum.to, s->again);
-    zs_device_sum(&sum);
+    zs_numbers before = {sum.dst, sum.numel, sum.to};
+    if (sum.accumulate && s->again != 1.0) ZS_TRY(zs_device_scale(s->device, s->lane, &before, s->again));
+    return zs_device_sum(s->device, s->lane, &sum);
 }
 
 static bool used_anywhere(const summing *s, int64_t i)
@@ -62,7 +63,7 @@ static slice_class classify(const summing *s, int64_t i)
 }
 
 /* Sums the runs of neighbouring parameters that are treated alike, padding between them included. */
-static void sum_flat(const summing *s, int f)
+static zs_status sum_flat(const summing *s, int f)
 {
     const zs_flat *flat = &s->unit->flats[f];
     slice_run run = {0, 0, SKIP};
@@ -74,13 +75,13 @@ static void sum_flat(const summing *s, int f)
             if (param->flat != f || param->in_shard.numel == 0) continue;
             slice_class class = classify(s, i);
             if (class != run.class) {
-                sum_run(s, flat, run);
+                ZS_TRY(sum_run(s, flat, run));
                 run = (slice_run){param->in_shard.begin, param->in_shard.begin, class};
             }
             run.end = param->in_shard.begin + param->in_shard.numel;
         }
     }
-    sum_run(s, flat, run);
+    return sum_run(s, flat, run);
 }
 
 static zs_status check_gave_up(const summing *s)
@@ -98,23 +99,20 @@ static zs_status check_gave_up(const summing *s)
 }
 
 /* Takes bytes [begin, stop) of a flat's whole sum from the rank that owns them; on top of an earlier round's, if any. */
-static void fetch_piece(const summing *s, const zs_flat *flat, size_t begin, size_t stop, bool add)
+static zs_status fetch_piece(const summing *s, const zs_flat *flat, size_t begin, size_t stop, bool add)
 {
     const char *base = s->sources->data[begin / flat->slice_bytes];
     const void *src = base + flat->bucket_offset + begin;
     char *dst = (char *)flat->grad_mem->ptr + begin;
-    if (!add) {
-        memcpy(dst, src, stop - begin);
-        return;
-    }
+    if (!add) return zs_device_copy(s->device, s->lane, dst, src, stop - begin);
     zs_sum sum = {.src = &src, .world = 1, .dst = dst, .dtype = flat->wire, .scale = 1.0, .accumulate = true};
     sum.to = flat->wire;
     sum.numel = (int64_t)((stop - begin) / flat->layout.itemsize);
-    zs_device_sum(&sum);
+    return zs_device_sum(s->device, s->lane, &sum);
 }
 
 /* (no_shard) Fetches every rank's finished slice into the whole gradient. */
-static void fetch_shared(const summing *s)
+static zs_status fetch_shared(const summing *s)
 {
     for (int64_t i = 0; i < s->unit->n_params; i++) {
         const zs_param *param = &s->unit->params[i];
@@ -125,17 +123,20 @@ static void fetch_shared(const summing *s)
         while (begin < end) {
             size_t border = (begin / flat->slice_bytes + 1) * flat->slice_bytes;
             size_t stop = border < end ? border : end;
-            fetch_piece(s, flat, begin, stop, param->reduced);
+            ZS_TRY(fetch_piece(s, flat, begin, stop, param->reduced));
             begin = stop;
         }
     }
+    return ZS_OK;
 }
 
 static summing summing_of(zs_unit *unit, zs_sources *sources)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
     double divisor = unit->divisor != 0.0 ? unit->divisor : comm->world;
-    return (summing){unit, sources, comm->rank, comm->world, 1.0 / divisor, divisor / comm->world};
+    summing s = {unit, sources, comm->device, comm->ops->lane, comm->rank, comm->world, 1.0 / divisor, 0};
+    s.again = divisor / comm->world;
+    return s;
 }
 
 /* Do the sums of this round count? Not where this rank gave up: .grad is the user's again. But what is over on all ranks is
@@ -159,7 +160,7 @@ static zs_status sum_own_slice(summing *s, zs_wait wait, bool *ready)
     if (!unit->replicated) ZS_TRY(zs_in_backward_lend(unit));
     if (!unit->replicated) ZS_TRY(zs_offload_want_grads(unit));
     for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].trainable) sum_flat(s, f);
+        if (unit->flats[f].trainable) ZS_TRY(sum_flat(s, f));
     if (!unit->replicated) return ZS_OK;
     unit->shared = true;
     return comm->ops->share(comm, unit->cunit);
@@ -185,8 +186,7 @@ static zs_status complete_round(summing *s, zs_wait wait, bool *ready)
     if (!*ready || !counts(s)) return ZS_OK;
     ZS_TRY(zs_in_backward_lend(unit));
     ZS_TRY(zs_offload_want_grads(unit));
-    fetch_shared(s);
-    return ZS_OK;
+    return fetch_shared(s);
 }
 
 zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
@@ -209,6 +209,7 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
     ZS_TRY(comm->ops->release(comm, unit->cunit));
     if (unit->state == ZS_REDUCING) ZS_TRY(zs_unit_move(unit, unit->fixed ? ZS_FULL : ZS_SHARDED));
     if (status != ZS_OK || !over) return status;
+    ZS_TRY(zs_device_join(s.device, s.lane));
     ZS_TRY(zs_reduce_deliver(unit));
     return zs_in_backward_step(unit);
 }

@@ -48,6 +48,9 @@ void zs_engine_release(void *engine);
 const zs_ranks *zs_engine_ranks(const zs_engine *engine);
 zs_comm *zs_engine_comm(const zs_engine *engine); /* all ranks */
 
+/* Where its units' memory lies. */
+const zs_device *zs_engine_device(const zs_engine *engine);
+
 /* How many slices one copy of the model is cut into, which of them this rank has, and which each rank has [all->world]. */
 int zs_engine_n_parts(const zs_engine *engine);
 int zs_engine_part(const zs_engine *engine);

@@ -19,14 +19,27 @@ enum { ZS_MAX_DIM = 16 }; /* dimensions of a parameter, at most */
 typedef struct zs_tensor zs_tensor;   /* a strong reference to an at::Tensor */
 typedef struct zs_storage zs_storage; /* a strong reference to a c10::StorageImpl */
 
+/* On what kind of device torch has a tensor. */
+typedef enum zs_device_type { ZS_ON_CPU, ZS_ON_CUDA, ZS_ON_META, ZS_ON_OTHER } zs_device_type;
+
+typedef struct zs_where {
+    zs_device_type type;
+    int index; /* of the GPU; else 0 */
+} zs_where;
+
+/* One device? */
+static inline bool zs_same_where(zs_where a, zs_where b)
+{
+    return a.type == b.type && a.index == b.index;
+}
+
 typedef struct zs_tensor_info {
     zs_dtype dtype;
     size_t itemsize;           /* bytes per element */
     int ndim;                  /* beyond ZS_MAX_DIM, sizes are cut off */
     int64_t sizes[ZS_MAX_DIM]; /* elements */
     int64_t numel;
-    bool on_cpu;
-    bool is_meta;
+    zs_where where;
     bool contiguous; /* row-major */
     bool strided;    /* dense strided layout (not sparse, not quantised, not opaque) */
     bool requires_grad;
@@ -57,8 +70,9 @@ zs_status zs_tensor_describe(const zs_tensor *tensor, zs_tensor_info *info);
 /* First element's address; ZS_ERR_TORCH where the storage has no bytes (then with torch's message). Borrowed. */
 zs_status zs_tensor_data(const zs_tensor *tensor, void **data);
 
-/* Copies elements [begin, begin + numel) of the tensor in row-major order, whatever its strides, to `dst`. */
-zs_status zs_tensor_read(const zs_tensor *tensor, int64_t begin, int64_t numel, void *dst);
+/* Copies elements [begin, begin + numel) of the tensor in row-major order, whatever its strides and wherever it is, to
+ * `dst`, which is memory of `where`. */
+zs_status zs_tensor_read(const zs_tensor *tensor, int64_t begin, int64_t numel, void *dst, zs_where where);
 
 /* The block under a tensor whose storage was filled by zs_storage_fill, else NULL. Borrowed. */
 zs_mem *zs_tensor_mem(const zs_tensor *tensor);
@@ -74,8 +88,8 @@ uint32_t zs_tensor_version(const zs_tensor *tensor);
 
 /* --- storages: one per flat for life, the bytes under it change -------------------------------------------------------- */
 
-/* New storage of `bytes` that has no bytes yet; touching it raises `message`. */
-zs_status zs_storage_new(size_t bytes, const char *message, zs_storage **out);
+/* New storage of `bytes` of `where` that has no bytes yet; touching it raises `message`. */
+zs_status zs_storage_new(zs_where where, size_t bytes, const char *message, zs_storage **out);
 
 /* Frees the reference; NULL allowed. */
 void zs_storage_free(zs_storage *storage);
@@ -114,7 +128,8 @@ typedef struct zs_grad_info {
     bool defined; /* is there a grad? */
     zs_dtype dtype;
     int64_t numel;
-    bool dense; /* contiguous, strided, on CPU */
+    bool dense; /* contiguous, strided */
+    zs_where where;
     void *data; /* borrowed: first element if dense, else NULL */
 } zs_grad_info;
 

@@ -125,12 +125,12 @@ GradReady *our_hook(const at::Tensor &tensor)
 
 void copy_elements(void *dst, const at::Tensor &src, at::IntArrayRef sizes, at::ScalarType type, bool add)
 {
-    if (!add && zs::plain_dense(src) && src.scalar_type() == type) {
+    if (!add && zs::plain_dense(src) && src.device().is_cpu() && src.scalar_type() == type) {
         zs::copy_bytes(dst, src.const_data_ptr(), src.nbytes());
         return;
     }
     at::NoGradGuard no_grad;
-    at::Tensor target = at::from_blob(dst, sizes, at::TensorOptions().dtype(type));
+    at::Tensor target = zs::view_of(dst, sizes, type, src.device());
     const bool sparse = src.layout() != at::kStrided;
     if (sparse && !add) target.zero_();
     if (sparse || add) {
@@ -156,6 +156,7 @@ zs_status zs_grad_describe(const zs_tensor *handle, zs_grad_info *info)
         info->dtype = zs::dtype_of(grad.scalar_type());
         info->numel = grad.numel();
         info->dense = zs::plain_dense(grad);
+        info->where = zs::where_of(grad.device());
         if (info->dense) info->data = grad.data_ptr();
         return ZS_OK;
     });

@@ -37,6 +37,7 @@ struct zs_tensor {
 
 struct zs_storage {
     c10::Storage storage;
+    c10::Device device; // of the bytes that come and go
 };
 
 namespace zs {
@@ -90,10 +91,32 @@ inline at::ScalarType scalar_type_of(zs_dtype dtype, at::ScalarType otherwise)
     }
 }
 
-// Row-major memory on the CPU?
+// A device as the core tells it.
+inline zs_where where_of(const c10::Device &device)
+{
+    if (device.is_cpu()) return {ZS_ON_CPU, 0};
+    if (device.is_meta()) return {ZS_ON_META, 0};
+    return {device.is_cuda() ? ZS_ON_CUDA : ZS_ON_OTHER, device.has_index() ? device.index() : 0};
+}
+
+// Its opposite, for the kinds that have memory of ours.
+inline c10::Device device_of(zs_where where)
+{
+    if (where.type != ZS_ON_CUDA) return at::kCPU;
+    return {at::kCUDA, static_cast<c10::DeviceIndex>(where.index)};
+}
+
+// A row-major tensor on memory that somebody else owns.
+inline at::Tensor view_of(void *data, at::IntArrayRef sizes, at::ScalarType type, c10::Device device)
+{
+    const auto options = at::TensorOptions().dtype(type).device(device);
+    return at::for_blob(data, sizes).options(options).target_device(device).make_tensor();
+}
+
+// Row-major memory?
 inline bool plain_dense(const at::Tensor &tensor)
 {
-    return tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_contiguous();
+    return tensor.layout() == at::kStrided && tensor.is_contiguous();
 }
 
 // Large copies are split over torch's threads: one core does not reach the machine's memory bandwidth.

@@ -112,8 +112,7 @@ zs_status zs_tensor_describe(const zs_tensor *handle, zs_tensor_info *info)
         info->dtype = dtype_of(tensor.scalar_type());
         info->itemsize = tensor.element_size();
         info->strided = tensor.layout() == at::kStrided && !tensor.is_quantized();
-        info->on_cpu = tensor.device().is_cpu();
-        info->is_meta = tensor.is_meta();
+        info->where = zs::where_of(tensor.device());
         info->requires_grad = tensor.requires_grad();
         info->is_leaf = tensor.is_leaf();
         info->numel = tensor.numel();
@@ -133,10 +132,15 @@ zs_status zs_tensor_data(const zs_tensor *handle, void **data)
     });
 }
 
-zs_status zs_tensor_read(const zs_tensor *handle, int64_t begin, int64_t numel, void *dst)
+zs_status zs_tensor_read(const zs_tensor *handle, int64_t begin, int64_t numel, void *dst, zs_where where)
 {
     return guarded("zs_tensor_read", [&] {
         const at::Tensor source = handle->tensor.detach().contiguous();
+        if (where.type != ZS_ON_CPU || !source.device().is_cpu()) {
+            const at::Tensor part = source.view({-1}).narrow(0, begin, numel);
+            zs::view_of(dst, {numel}, source.scalar_type(), zs::device_of(where)).copy_(part);
+            return ZS_OK;
+        }
         const size_t item = source.element_size();
         const char *data = static_cast<const char *>(source.const_data_ptr());
         copy_bytes(dst, data + static_cast<size_t>(begin) * item, static_cast<size_t>(numel) * item);
@@ -170,14 +174,15 @@ bool zs_tensor_requires_grad(const zs_tensor *handle)
 
 // --- storages ----------------------------------------------------------------------------------------------------------
 
-zs_status zs_storage_new(size_t bytes, const char *message, zs_storage **out)
+zs_status zs_storage_new(zs_where where, size_t bytes, const char *message, zs_storage **out)
 {
     return guarded("zs_storage_new", [&] {
+        const c10::Device device = zs::device_of(where);
         auto impl =
             c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(bytes),
-                                                  at::DataPtr(nullptr, at::kCPU), nullptr, false);
+                                                  at::DataPtr(nullptr, device), nullptr, false);
         impl->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
-        *out = new zs_storage{c10::Storage(std::move(impl))};
+        *out = new zs_storage{c10::Storage(std::move(impl)), device};
         return ZS_OK;
     });
 }
@@ -196,7 +201,7 @@ zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data)
 {
     return guarded("zs_storage_fill", [&] {
         c10::StorageImpl *impl = storage->storage.unsafeGetStorageImpl();
-        impl->set_data_ptr_noswap(at::DataPtr(data, zs_mem_retain(mem), release_mem, at::kCPU));
+        impl->set_data_ptr_noswap(at::DataPtr(data, zs_mem_retain(mem), release_mem, storage->device));
         clear_mark(*impl);
         return ZS_OK;
     });
@@ -206,7 +211,7 @@ zs_status zs_storage_clear(zs_storage *storage, const char *message)
 {
     return guarded("zs_storage_clear", [&] {
         c10::StorageImpl *impl = storage->storage.unsafeGetStorageImpl();
-        impl->set_data_ptr_noswap(at::DataPtr(nullptr, at::kCPU));
+        impl->set_data_ptr_noswap(at::DataPtr(nullptr, storage->device));
         impl->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
         return ZS_OK;
     });

@@ -260,8 +260,9 @@ zs_status zs_unit_write_back(zs_unit *unit);
 /* Binds one parameter to where it lives at rest. */
 zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param);
 
-/* Copies the unit's whole parameter `i` to `dst` (row-major). The unit must be FULL. */
-zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst);
+/* Copies the unit's whole parameter `i` to `dst` (row-major), memory of `where`: its device or the host. The unit must be
+ * FULL. */
+zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where where);
 
 /* What touching the sharded full buffer of a unit called `name` raises; new, NULL if out of memory. */
 char *zs_unit_message(const char *name);

@@ -48,9 +48,10 @@ static zs_dtype full_dtype(const zs_unit *unit, const zs_flat *flat)
     return zs_flat_is_lowered(unit, flat) ? flat->compute : flat->dtype;
 }
 
-static void cast(const zs_flat *flat, void *dst, int64_t numel)
+static zs_status cast(const zs_unit *unit, const zs_flat *flat, void *dst, int64_t numel)
 {
-    zs_device_cast(dst, flat->compute, flat->mem.shard, flat->dtype, numel);
+    zs_cast job = {dst, flat->mem.shard, numel, flat->compute, flat->dtype};
+    return zs_device_cast(zs_engine_device(unit->engine), ZS_LANE_COMPUTE, &job);
 }
 
 zs_status zs_unit_cast(const zs_unit *unit)
@@ -60,9 +61,10 @@ zs_status zs_unit_cast(const zs_unit *unit)
         if (flat->low.mem == NULL) continue;
         ZS_TRY(zs_pager_want(flat->mem.shard, flat->mem.shard_bytes, ZS_PAGER_READ));
         ZS_TRY(zs_pager_want(flat->low.shard, flat->low.shard_bytes, ZS_PAGER_WRITE));
-        cast(flat, flat->low.shard, flat->layout.shard_numel);
+        zs_status status = cast(unit, flat, flat->low.shard, flat->layout.shard_numel);
         zs_pager_done(flat->mem.shard, flat->mem.shard_bytes);
         zs_pager_done(flat->low.shard, flat->low.shard_bytes);
+        ZS_TRY(status);
     }
     return ZS_OK;
 }
@@ -76,11 +78,9 @@ static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from
         return zs_kept_gather_exact(unit, flat, slot);
     if (!unit->replicated)
         return near->ops->gather_start(near, from, unit->name, (zs_target){slot, slot->ptr}, &flat->gathering);
-    if (!zs_flat_is_lowered(unit, flat))
-        memcpy(slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
-    else
-        cast(flat, slot->ptr, zs_layout_full_numel(&flat->layout));
-    return ZS_OK;
+    if (zs_flat_is_lowered(unit, flat)) return cast(unit, flat, slot->ptr, zs_layout_full_numel(&flat->layout));
+    const zs_device *device = zs_engine_device(unit->engine);
+    return zs_device_copy(device, ZS_LANE_COMPUTE, slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
 }
 
 static zs_status begin_flat(zs_unit *unit, zs_flat *flat)
@@ -256,7 +256,9 @@ static zs_status write_back_param(zs_unit *unit, zs_param *param)
     zs_flat *flat = &unit->flats[param->flat];
     zs_tensor_info info;
     ZS_TRY(zs_tensor_describe(param->tensor, &info));
-    if (info.dtype != flat->dtype || info.itemsize != flat->layout.itemsize || !info.on_cpu || !info.strided)
+    const zs_device *device = zs_engine_device(unit->engine);
+    bool here = zs_same_where(info.where, device->where);
+    if (info.dtype != flat->dtype || info.itemsize != flat->layout.itemsize || !here || !info.strided)
         return ZS_FAIL(ZS_ERR_VALUE,
                        "parameter '%s' of unit '%s' got another dtype or device after FSDP(...) (by .to(), .double(), "
                        ".half(), p.data = ...); cast the model before wrapping it",
@@ -269,7 +271,8 @@ static zs_status write_back_param(zs_unit *unit, zs_param *param)
             "parameter '%s' of unit '%s' was replaced by a tensor of %lld elements; it has %lld, of which %lld are "
             "on this rank: give it its whole shape, or this rank's slice",
             param->name, unit->name, (long long)info.numel, (long long)param->numel, (long long)param->owned.numel);
-    ZS_TRY(zs_tensor_read(param->tensor, whole ? param->owned.begin : 0, param->owned.numel, dst));
+    int64_t begin = whole ? param->owned.begin : 0;
+    ZS_TRY(zs_tensor_read(param->tensor, begin, param->owned.numel, dst, device->where));
     return zs_unit_bind_local(unit, param);
 }
 
@@ -287,7 +290,7 @@ zs_status zs_unit_write_back(zs_unit *unit)
     return ZS_OK;
 }
 
-zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst)
+zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where where)
 {
     const zs_param *param = &unit->params[i];
     const zs_flat *flat = &unit->flats[param->flat];
@@ -295,6 +298,8 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst)
     if (base == NULL && flat->full_mem != NULL) base = flat->full_mem->ptr;
     bool readable = zs_unit_is_full(unit) && !zs_flat_is_lowered(unit, flat);
     if (base == NULL || !readable) return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not gathered", unit->name);
-    memcpy(dst, base + (size_t)param->offset * flat->layout.itemsize, (size_t)param->numel * flat->layout.itemsize);
-    return ZS_OK;
+    const zs_device *device = zs_engine_device(unit->engine);
+    size_t begin = (size_t)param->offset * flat->layout.itemsize, bytes = (size_t)param->numel * flat->layout.itemsize;
+    ZS_TRY(zs_device_copy(device, ZS_LANE_COMPUTE, dst, base + begin, bytes));
+    return where.type == ZS_ON_CPU ? zs_device_wait(device) : ZS_OK;
 }

@@ -16,9 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from test_c_core import ROOT, compile_c
+from test_c_core import NO_LOOPS, ROOT, compile_c
 
-SHM = ["status.c", "memory.c", "comm.c", "comm_self.c", "comm_shm.c", "file.c"]
+SHM = ["status.c", "memory.c", "device.c", "comm.c", "comm_self.c", "comm_shm.c", "file.c"]
 SHM += sorted(path.name for path in (ROOT / "csrc").glob("shm_*.c"))
 C10D = sorted(path.name for path in (ROOT / "csrc").glob("c10d_*.c"))
 PROGRAMS = {
@@ -74,7 +74,7 @@ class Programs:
     def _compile(self, name: str, build: str) -> Path:
         if build == "threads":
             skip_without_thread_sanitizer(self._folder)
-        sources = [ROOT / "tests" / "c" / f"{name}.c"]
+        sources = [ROOT / "tests" / "c" / f"{name}.c", NO_LOOPS]
         sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
         return compile_c(self._folder / f"{name}_{build}", sources, BUILDS[build])
 

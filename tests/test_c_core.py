@@ -21,7 +21,8 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [ROOT / "csrc" / name for name in ("status.c", "memory.c", "arena.c", "layout.c")]
+SOURCES = [ROOT / "csrc" / name for name in ("status.c", "memory.c", "device.c", "arena.c", "layout.c")]
+NO_LOOPS = ROOT / "tests" / "c" / "no_loops.c"
 PROGRAM = ROOT / "tests" / "c" / "test_core.c"
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"]
 BUILDS = {
@@ -47,7 +48,7 @@ def compile_c(target: Path, sources: list[Path], flags: list[str]) -> Path:
 @pytest.fixture(scope="module", params=BUILDS)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("core") / f"test_core_{request.param}"
-    return compile_c(target, [PROGRAM, *SOURCES], BUILDS[request.param])
+    return compile_c(target, [PROGRAM, NO_LOOPS, *SOURCES], BUILDS[request.param])
 
 
 def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:

@@ -51,33 +51,56 @@ class Sum(ctypes.Structure):
     )
 
 
+class Cast(ctypes.Structure):
+    """zs_cast."""
+
+    _fields_ = (
+        ("dst", ctypes.c_void_p),
+        ("src", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("to", ctypes.c_int),
+        ("from", ctypes.c_int),
+    )
+
+
+class Numbers(ctypes.Structure):
+    """zs_numbers."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("dtype", ctypes.c_int),
+    )
+
+
+def numbers(x: Tensor) -> Numbers:
+    return Numbers(x.data_ptr(), x.numel(), DTYPES[x.dtype])
+
+
 class Device:
-    """The functions of device.h, on tensors."""
+    """The CPU's loops of device.h, on tensors."""
 
     def __init__(self, library: Path) -> None:
         self._lib = ctypes.CDLL(str(library))
-        self._lib.zs_device_norm.restype = ctypes.c_double
+        self._lib.zs_cpu_norm.restype = ctypes.c_double
 
     def sum(self, sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> None:
         pointers = [None if s is None else s.data_ptr() for s in sources]
         array = (ctypes.c_void_p * len(pointers))(*pointers)
         dtypes = DTYPES[source_dtype(sources, dst)], DTYPES[dst.dtype]
         job = Sum(array, len(pointers), dst.data_ptr(), dst.numel(), *dtypes, scale, add)
-        self._lib.zs_device_sum(ctypes.byref(job))
+        self._lib.zs_cpu_sum(ctypes.byref(job))
 
     def cast(self, dst: Tensor, src: Tensor) -> None:
-        ends = [(ctypes.c_void_p(t.data_ptr()), DTYPES[t.dtype]) for t in (dst, src)]
-        self._lib.zs_device_cast(*ends[0], *ends[1], ctypes.c_int64(src.numel()))
+        dtypes = DTYPES[dst.dtype], DTYPES[src.dtype]
+        job = Cast(dst.data_ptr(), src.data_ptr(), src.numel(), *dtypes)
+        self._lib.zs_cpu_cast(ctypes.byref(job))
 
     def norm(self, x: Tensor, p: float) -> float:
-        numel = ctypes.c_int64(x.numel())
-        pointer = ctypes.c_void_p(x.data_ptr())
-        return float(self._lib.zs_device_norm(pointer, numel, DTYPES[x.dtype], ctypes.c_double(p)))
+        return float(self._lib.zs_cpu_norm(ctypes.byref(numbers(x)), ctypes.c_double(p)))
 
     def scale(self, x: Tensor, factor: float) -> None:
-        numel = ctypes.c_int64(x.numel())
-        pointer = ctypes.c_void_p(x.data_ptr())
-        self._lib.zs_device_scale(pointer, numel, DTYPES[x.dtype], ctypes.c_double(factor))
+        self._lib.zs_cpu_scale(ctypes.byref(numbers(x)), ctypes.c_double(factor))
 
 
 @pytest.fixture(scope="module")

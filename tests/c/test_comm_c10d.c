@@ -24,7 +24,7 @@ static void run_alone(rank_env *env, rank_body body)
     rank_env alone = *env;
     alone.rank = 0;
     alone.world = 1;
-    OK(zs_comm_self_new(&alone.comm));
+    OK(zs_comm_self_new(zs_device_cpu(), &alone.comm));
     body(&alone);
     zs_comm_release(alone.comm);
 }

@@ -202,7 +202,7 @@ static void given_slots_are_lent_again(void)
 {
     zs_arena *arena = NULL;
     zs_mem *first = NULL, *second = NULL, *again = NULL;
-    OK(zs_arena_new(&arena));
+    OK(zs_arena_new(zs_device_cpu(), &arena));
     CHECK(zs_arena_bytes(arena) == 0);
     OK(zs_arena_take(arena, 10000, &first));
     OK(zs_arena_take(arena, 10000, &second));
@@ -222,7 +222,7 @@ static void smallest_that_fits_is_lent(void)
     static const size_t sizes[] = {3 << 20, 1 << 20, 2 << 20, 4 << 20};
     zs_arena *arena = NULL;
     zs_mem *slots[4], *slot = NULL;
-    OK(zs_arena_new(&arena));
+    OK(zs_arena_new(zs_device_cpu(), &arena));
     for (int i = 0; i < 4; i++)
         OK(zs_arena_take(arena, sizes[i], &slots[i]));
     for (int i = 0; i < 4; i++)
@@ -244,7 +244,7 @@ static void a_free_slot_that_is_too_small_is_replaced(void)
 {
     zs_arena *arena = NULL;
     zs_mem *small = NULL, *middle = NULL, *large = NULL;
-    OK(zs_arena_new(&arena));
+    OK(zs_arena_new(zs_device_cpu(), &arena));
     OK(zs_arena_take(arena, 1000, &small));
     OK(zs_arena_take(arena, 2000, &middle));
     zs_arena_give(arena, small);
@@ -262,7 +262,7 @@ static void lent_slot_outlives_the_arena(void)
 {
     zs_arena *arena = NULL;
     zs_mem *slot = NULL;
-    OK(zs_arena_new(&arena));
+    OK(zs_arena_new(zs_device_cpu(), &arena));
     OK(zs_arena_take(arena, 4096, &slot));
     zs_mem_retain(slot);
     zs_arena_free(arena);
@@ -276,7 +276,7 @@ static void arena_survives_a_failure(void)
 {
     zs_arena *arena = NULL;
     zs_mem *slot = NULL;
-    OK(zs_arena_new(&arena));
+    OK(zs_arena_new(zs_device_cpu(), &arena));
     CHECK(zs_arena_take(arena, too_large, &slot) == ZS_ERR_MEMORY);
     CHECK(slot == NULL && zs_arena_bytes(arena) == 0);
     zs_clear_error();

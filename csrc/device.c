@@ -1,0 +1,83 @@
+/* device.c - the CPU's table: see device.h. */
+#include "device.h"
+
+#include <string.h>
+
+static zs_status cpu_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
+{
+    (void)device;
+    return zs_mem_new_private(bytes, out);
+}
+
+static zs_status cpu_copy(const zs_device *device, zs_lane lane, void *dst, const void *src, size_t bytes)
+{
+    (void)device;
+    (void)lane;
+    memmove(dst, src, bytes);
+    return ZS_OK;
+}
+
+static zs_status cpu_zero(const zs_device *device, zs_lane lane, void *dst, size_t bytes)
+{
+    (void)device;
+    (void)lane;
+    memset(dst, 0, bytes);
+    return ZS_OK;
+}
+
+static zs_status cpu_sum(const zs_device *device, zs_lane lane, const zs_sum *sum)
+{
+    (void)device;
+    (void)lane;
+    zs_cpu_sum(sum);
+    return ZS_OK;
+}
+
+static zs_status cpu_cast(const zs_device *device, zs_lane lane, const zs_cast *cast)
+{
+    (void)device;
+    (void)lane;
+    zs_cpu_cast(cast);
+    return ZS_OK;
+}
+
+static zs_status cpu_scale(const zs_device *device, zs_lane lane, const zs_numbers *x, double factor)
+{
+    (void)device;
+    (void)lane;
+    zs_cpu_scale(x, factor);
+    return ZS_OK;
+}
+
+static zs_status cpu_norm(const zs_device *device, const zs_numbers *x, double p, double *out)
+{
+    (void)device;
+    *out = zs_cpu_norm(x, p);
+    return ZS_OK;
+}
+
+static zs_status cpu_same(const zs_device *device, const void *a, const void *b, size_t bytes, bool *out)
+{
+    (void)device;
+    *out = memcmp(a, b, bytes) == 0;
+    return ZS_OK;
+}
+
+static const zs_device_ops cpu_ops = {
+    .name = "cpu",
+    .queues = false,
+    .mem_new = cpu_mem_new,
+    .copy = cpu_copy,
+    .zero = cpu_zero,
+    .sum = cpu_sum,
+    .cast = cpu_cast,
+    .scale = cpu_scale,
+    .norm = cpu_norm,
+    .same = cpu_same,
+};
+
+const zs_device *zs_device_cpu(void)
+{
+    static const zs_device cpu = {&cpu_ops, {ZS_ON_CPU, 0}};
+    return &cpu;
+}

@@ -1,0 +1,212 @@
+/* unit_memory.c - see unit_memory.h. */
+#include "unit_memory.h"
+
+#include "device.h"
+#include "kept.h"
+#include "offload.h"
+#include "schedule.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* How many slices the unit's flat buffers are cut into: for ranks to hold, or if replicated, to sum. */
+static int parts_of(const zs_unit *unit)
+{
+    return unit->replicated ? zs_engine_comm(unit->engine)->world : zs_engine_n_parts(unit->engine);
+}
+
+/* To which multiple of bytes. */
+static size_t shard_align(const zs_unit *unit)
+{
+    const zs_ranks *ranks = zs_engine_ranks(unit->engine);
+    if (unit->replicated) return ZS_PARAM_ALIGN;
+    size_t align = ranks->shards->ops->shard_align, near = ranks->near->ops->shard_align;
+    return near > align ? near : align;
+}
+
+static size_t smallest_size(const zs_flat *flat)
+{
+    size_t size = flat->layout.itemsize;
+    if (flat->compute_size < size) size = flat->compute_size;
+    return flat->wire_size < size ? flat->wire_size : size;
+}
+
+static zs_status lay_out_flat(zs_unit *unit, int f)
+{
+    zs_flat *flat = &unit->flats[f];
+    int64_t *numels = calloc((size_t)unit->n_params, sizeof *numels);
+    if (numels == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the layout of unit '%s'", unit->name);
+    int64_t n = 0;
+    for (int64_t i = 0; i < unit->n_params; i++)
+        if (unit->params[i].flat == f) numels[n++] = unit->params[i].numel;
+    size_t itemsize = flat->layout.itemsize, smallest = smallest_size(flat);
+    zs_status status = zs_layout_new(numels, n, smallest, parts_of(unit), shard_align(unit), &flat->layout);
+    zs_layout_widen(&flat->layout, itemsize);
+    free(numels);
+    ZS_TRY(status);
+    int64_t k = 0;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (param->flat != f) continue;
+        param->offset = flat->layout.offsets[k];
+        param->owned = unit->replicated ? (zs_range){0, param->numel} : zs_layout_owned(&flat->layout, k, unit->part);
+        param->in_shard = unit->replicated ? (zs_range){param->offset, param->numel}
+                                           : zs_layout_in_shard(&flat->layout, k, unit->part);
+        k++;
+    }
+    return ZS_OK;
+}
+
+static zs_status take_flat(zs_unit *unit, size_t shard_bytes, zs_flat_mem *out)
+{
+    zs_comm *comm = zs_engine_ranks(unit->engine)->shards;
+    ZS_TRY(zs_offload_flat_new(unit, comm, shard_bytes, out));
+    out->mem->role = ZS_MEM_SHARD;
+    out->mem->user = unit;
+    return ZS_OK;
+}
+
+static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
+{
+    size_t widest = flat->compute_size > flat->layout.itemsize ? flat->compute_size : flat->layout.itemsize;
+    size_t full_bytes = zs_layout_full_bytes(&flat->layout);
+    size_t widest_bytes = (size_t)zs_layout_full_numel(&flat->layout) * widest;
+    const zs_device *device = zs_engine_device(unit->engine);
+    ZS_TRY(zs_storage_new(device->where, widest_bytes, unit->sharded_message, &flat->full));
+    if (unit->fixed) {
+        ZS_TRY(zs_device_mem_new(device, full_bytes, &flat->full_mem));
+        flat->full_mem->user = unit;
+        return zs_storage_fill(flat->full, flat->full_mem, flat->full_mem->ptr);
+    }
+    size_t shard_bytes = zs_flat_own_bytes(unit, flat);
+    if (unit->replicated) {
+        ZS_TRY(zs_offload_params_new(unit, full_bytes, &flat->mem.mem));
+        flat->mem.mem->user = unit;
+        flat->mem.shard = flat->mem.mem->ptr;
+    } else {
+        ZS_TRY(take_flat(unit, shard_bytes, &flat->mem));
+        if (flat->compute != flat->dtype) ZS_TRY(take_flat(unit, zs_flat_low_bytes(flat), &flat->low));
+        ZS_TRY(zs_kept_new(unit, flat));
+    }
+    ZS_TRY(zs_storage_new(device->where, shard_bytes, "", &flat->shard));
+    return zs_storage_fill(flat->shard, flat->mem.mem, flat->mem.shard);
+}
+
+/* A sharded parameter keeps its number of dimensions, so that `p.ndim >= 2` in users' code stays true. */
+static int local_sizes(const zs_unit *unit, const zs_param *param, int64_t *sizes)
+{
+    if (unit->replicated) {
+        memcpy(sizes, param->sizes, (size_t)param->ndim * sizeof *sizes);
+        return param->ndim;
+    }
+    if (param->ndim == 0 && param->owned.numel == 1) return 0;
+    int ndim = param->ndim > 0 ? param->ndim : 1;
+    sizes[0] = param->owned.numel;
+    for (int d = 1; d < ndim; d++)
+        sizes[d] = 1;
+    return ndim;
+}
+
+zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
+{
+    int64_t sizes[ZS_MAX_DIM];
+    int ndim = local_sizes(unit, param, sizes);
+    const zs_flat *flat = &unit->flats[param->flat];
+    zs_place place = {unit->fixed ? flat->full : flat->shard, param->in_shard.begin, ndim, sizes, flat->dtype};
+    return zs_tensor_bind(param->tensor, &place);
+}
+
+bool zs_unit_reduces(const zs_unit *unit)
+{
+    return zs_engine_comm(unit->engine)->world > 1 || !unit->fixed;
+}
+
+/* Where each flat's gradients lie in a bucket. */
+static void lay_out_gradients(zs_unit *unit)
+{
+    size_t offset = 0;
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (!flat->trainable) continue;
+        flat->slice_bytes = (size_t)flat->layout.shard_numel * flat->wire_size;
+        flat->bucket_offset = offset;
+        offset += zs_flat_wire_bytes(flat);
+    }
+}
+
+zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
+{
+    zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + 2};
+    spec.mode = unit->replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
+    spec.parts = parts_of(unit);
+    if (!unit->replicated) spec.part_of = zs_engine_part_of(unit->engine);
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].trainable) spec.slice_bytes[spec.n_slices++] = unit->flats[f].slice_bytes;
+    return spec;
+}
+
+static zs_status make_gradients(zs_unit *unit)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_cunit_spec spec = zs_unit_round_spec(unit);
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (!flat->trainable) continue;
+        size_t bytes = zs_flat_own_bytes(unit, flat);
+        ZS_TRY(zs_offload_grads_new(unit, bytes, &flat->grad_mem));
+        flat->grad_mem->role = unit->replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
+        flat->grad_mem->user = unit;
+        ZS_TRY(zs_storage_new(zs_engine_device(unit->engine)->where, bytes, "", &flat->grads));
+        ZS_TRY(zs_storage_fill(flat->grads, flat->grad_mem, flat->grad_mem->ptr));
+    }
+    if (spec.n_slices == 0) return ZS_OK;
+    unit->used_words = (spec.n_params + 63) / 64;
+    unit->used = calloc(3 * unit->used_words, sizeof *unit->used);
+    if (unit->used == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
+    unit->arrived = unit->used + unit->used_words;
+    unit->kept = unit->arrived + unit->used_words;
+    return comm->ops->cunit_new(comm, &spec, &unit->cunit);
+}
+
+static zs_status make_grad_views(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        const zs_flat *flat = &unit->flats[param->flat];
+        if (flat->grads == NULL) continue;
+        int64_t sizes[ZS_MAX_DIM];
+        int ndim = local_sizes(unit, param, sizes);
+        zs_place place = {flat->grads, param->in_shard.begin, ndim, sizes, flat->dtype};
+        ZS_TRY(zs_tensor_new_on(&place, param->tensor, &param->grad));
+    }
+    return ZS_OK;
+}
+
+zs_status zs_unit_take_values(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        const zs_flat *flat = &unit->flats[param->flat];
+        char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
+        zs_where where = zs_engine_device(unit->engine)->where;
+        ZS_TRY(zs_tensor_read(param->tensor, param->owned.begin, param->owned.numel, dst, where));
+    }
+    return ZS_OK;
+}
+
+zs_status zs_unit_lay_out(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++)
+        ZS_TRY(lay_out_flat(unit, f));
+    if (zs_unit_reduces(unit)) lay_out_gradients(unit);
+    return ZS_OK;
+}
+
+zs_status zs_unit_take_memory(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++)
+        ZS_TRY(make_flat_memory(unit, &unit->flats[f]));
+    if (!zs_unit_reduces(unit)) return ZS_OK;
+    ZS_TRY(make_gradients(unit));
+    return make_grad_views(unit);
+}

@@ -1,0 +1,21 @@
+/* unit_memory.h - what a unit's parameters and gradients lie in: made once, at its birth.
+ *
+ * The one idea: sizes first, memory after, values last; so that an outline (zs_unit_spec) is a unit that stopped after the
+ * first. For unit.c alone.
+ */
+#ifndef ZS_UNIT_MEMORY_H
+#define ZS_UNIT_MEMORY_H
+
+#include "unit.h"
+
+/* Decides where each parameter lies in its flat, and each gradient in a bucket. */
+zs_status zs_unit_lay_out(zs_unit *unit);
+
+/* Takes the memory for that, all zeros: shards, or where parameters are always whole, that; grad shards, with the views of
+ * them; the transport's record. */
+zs_status zs_unit_take_memory(zs_unit *unit);
+
+/* Copies this rank's part of each parameter from where it lies now into that memory. */
+zs_status zs_unit_take_values(zs_unit *unit);
+
+#endif
