@@ -26,7 +26,6 @@ typedef struct c10d_unit {
     const zs_bucket *bucket; /* of the round that is out, NULL: it brings nothing; borrowed */
     zs_work *work;           /* the all_to_all that is under way, NULL: none */
     zs_mem *sent, *received; /* areas of that round, NULL: none */
-    zs_mem *spread;          /* likewise, for several flats */
 } c10d_unit;
 
 /* --- sizes ---------------------------------------------------------------------------------------------------------------- */
@@ -41,9 +40,8 @@ zs_room zs_c10d_room(const zs_cunit_spec *spec, int world)
     size_t turn = (size_t)(world + 1) * sizeof(zs_c10d_turn);
     zs_room room = {.talk = turn, .piece = ZS_C10D_PIECE};
     if (spec == NULL) return room;
-    size_t piece = zs_spec_piece_bytes(spec), parts = spec->parts > 0 ? (size_t)spec->parts : (size_t)world;
+    size_t piece = zs_spec_piece_bytes(spec);
     room.sent = room.received = (piece + tail_bytes_of(zs_spec_used_words(spec))) * (size_t)world;
-    if (spec->n_slices > 1) room.spread = piece * parts * (size_t)world;
     return room;
 }
 
@@ -53,16 +51,6 @@ static void return_all_areas(zs_c10d_comm *comm, c10d_unit *unit)
 {
     zs_c10d_return_area(comm, &unit->sent);
     zs_c10d_return_area(comm, &unit->received);
-    zs_c10d_return_area(comm, &unit->spread);
-}
-
-/* Offset of slice `part` of flat `f` in the bucket layout. */
-static size_t slice_at(const zs_cunit *unit, int f, int part)
-{
-    size_t before = 0;
-    for (int g = 0; g < f; g++)
-        before += unit->spec.slice_bytes[g];
-    return before * (size_t)unit->spec.parts + (size_t)part * unit->spec.slice_bytes[f];
 }
 
 /* Packs the piece for rank `r`. */
@@ -73,7 +61,7 @@ static void pack_piece(const c10d_unit *unit, int r, const uint64_t *used, char 
     for (int f = 0; f < unit->base.spec.n_slices; f++) {
         size_t bytes = unit->base.spec.slice_bytes[f];
         if (unit->bucket != NULL)
-            memcpy(at, unit->bucket->ptr + slice_at(&unit->base, f, unit->base.spec.part_of[r]), bytes);
+            memcpy(at, unit->bucket->ptr + zs_cunit_slice_at(&unit->base, f, unit->base.spec.part_of[r]), bytes);
         at += bytes;
     }
     memcpy(at, &tail, sizeof tail);
@@ -97,41 +85,16 @@ static const c10d_tail *tail_of(const c10d_unit *unit, const char *piece)
     return (const c10d_tail *)(const void *)(piece + unit->base.piece_bytes);
 }
 
-/* Several flats: moves rank r's slices to where the bucket layout has this rank's. The room for that is address space, of
- * which only the slices' own pages are touched. */
-static zs_status spread_slices(zs_c10d_comm *comm, c10d_unit *unit)
-{
-    zs_cunit *base = &unit->base;
-    int world = comm->base.world;
-    int part = base->spec.part_of[comm->base.rank];
-    size_t whole = base->piece_bytes * (size_t)base->spec.parts;
-    ZS_TRY(zs_c10d_borrow_area(comm, whole * (size_t)world, &unit->spread));
-    for (int r = 0; r < world; r++) {
-        const char *from = piece_of(unit, r);
-        char *to = (char *)unit->spread->ptr + (size_t)r * whole;
-        base->data[r] = to;
-        for (int f = 0; f < base->spec.n_slices; f++) {
-            memcpy(to + slice_at(base, f, part), from, base->spec.slice_bytes[f]);
-            from += base->spec.slice_bytes[f];
-        }
-    }
-    return ZS_OK;
-}
-
 /* Fills the sources from what was received. */
-static zs_status find_sources(zs_c10d_comm *comm, c10d_unit *unit)
+static void find_sources(const zs_c10d_comm *comm, c10d_unit *unit)
 {
     zs_cunit *base = &unit->base;
-    size_t own = slice_at(base, 0, base->spec.part_of[comm->base.rank]);
-    for (int r = 0; r < comm->base.world; r++) /* as a number: the base may lie before the area */
-        base->data[r] = (const char *)((uintptr_t)piece_of(unit, r) - own);
-    if (base->spec.n_slices > 1) ZS_TRY(spread_slices(comm, unit));
     for (int r = 0; r < comm->base.world; r++) {
-        const c10d_tail *tail = tail_of(unit, piece_of(unit, r));
+        const char *piece = piece_of(unit, r);
+        const c10d_tail *tail = tail_of(unit, piece);
         base->used[r] = (const uint64_t *)(const void *)(tail + 1);
-        if (!tail->present) base->data[r] = NULL;
+        base->data[r] = tail->present ? piece : NULL;
     }
-    return ZS_OK;
 }
 
 static zs_c10d_turn turn_of(const c10d_unit *unit, zs_c10d_kind kind)
@@ -185,7 +148,8 @@ static zs_status end_swap(zs_c10d_comm *comm, c10d_unit *unit)
     unit->work = NULL;
     ZS_TRY(zs_c10d_finish(comm, &turn, work, NULL));
     zs_c10d_return_area(comm, &unit->sent);
-    return find_sources(comm, unit);
+    find_sources(comm, unit);
+    return ZS_OK;
 }
 
 zs_status zs_c10d_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
@@ -214,7 +178,7 @@ static zs_status share_flat(zs_c10d_comm *comm, const c10d_unit *unit, int f)
     int rank = comm->base.rank, world = comm->base.world;
     zs_c10d_turn turn = turn_of(unit, ZS_C10D_SHARE);
     zs_work *work = NULL;
-    char *own = flat + slice_at(base, f, rank), *all = flat + slice_at(base, f, 0);
+    char *own = flat + zs_cunit_slice_at(base, f, rank), *all = flat + zs_cunit_slice_at(base, f, 0);
     zs_status status = zs_group_all_gather(comm->group, own, all, base->spec.slice_bytes[f], world, &work);
     return status == ZS_OK ? zs_c10d_finish(comm, &turn, work, unit->bucket->mem) : zs_c10d_fail(comm, &turn, status);
 }
@@ -283,13 +247,16 @@ zs_status zs_c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit *
     c10d_unit *unit = calloc(1, sizeof *unit);
     if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
     ((zs_c10d_comm *)comm)->living++;
-    zs_status status = zs_cunit_init(&unit->base, spec, comm->world);
+    zs_status status = zs_cunit_init(&unit->base, spec, comm);
     if (status != ZS_OK) {
         zs_c10d_cunit_free(comm, &unit->base);
         return status;
     }
     unit->number = ((zs_c10d_comm *)comm)->units++;
     unit->tail_bytes = tail_bytes_of(unit->base.used_words);
+    unit->base.at[0] = 0;
+    for (int f = 1; f < spec->n_slices; f++) /* in a piece slices lie side by side */
+        unit->base.at[f] = unit->base.at[f - 1] + spec->slice_bytes[f - 1];
     *out = &unit->base;
     return ZS_OK;
 }

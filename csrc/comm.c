@@ -95,8 +95,17 @@ size_t zs_spec_used_words(const zs_cunit_spec *spec)
     return spec->n_params == 0 ? 1 : (spec->n_params + 63) / 64;
 }
 
-zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, int world)
+size_t zs_cunit_slice_at(const zs_cunit *unit, int f, int part)
 {
+    size_t before = 0;
+    for (int g = 0; g < f; g++)
+        before += unit->spec.slice_bytes[g];
+    return before * (size_t)unit->spec.parts + (size_t)part * unit->spec.slice_bytes[f];
+}
+
+zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, const zs_comm *comm)
+{
+    int world = comm->world;
     ZS_TRY(check_spec(spec, world));
     unit->spec = *spec;
     unit->spec.name = strdup(spec->name);
@@ -110,6 +119,8 @@ zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, int world)
     }
     unit->used_words = zs_spec_used_words(spec);
     unit->piece_bytes = zs_spec_piece_bytes(spec);
+    for (int f = 0; f < spec->n_slices; f++)
+        unit->at[f] = zs_cunit_slice_at(unit, f, unit->spec.part_of[comm->rank]);
     return ZS_OK;
 }
 
@@ -155,6 +166,7 @@ zs_status zs_cunit_may_release(const zs_cunit *unit)
 void zs_cunit_sources(const zs_cunit *unit, zs_sources *out)
 {
     out->data = unit->data;
+    out->at = unit->at;
     out->used = unit->used;
 }
 

@@ -53,11 +53,11 @@ typedef struct zs_bucket {
     zs_mem *mem;  /* counted reference */
 } zs_bucket;
 
-/* What collect() hands out, valid until release(). Rank-order arrays of length world. */
+/* What collect() hands out, valid until release(). Arrays of length world are in rank order. */
 typedef struct zs_sources {
-    const char **
-        data; /* [world]: base such that this rank's slice of flat f, as rank r has it, starts at data[r] + its offset in the
-               * bucket layout; NULL: nothing posted */
+    const char **data; /* [world]: this rank's slice of trainable flat f, as rank r has it, is at data[r] + at[f]; NULL:
+                            * nothing posted */
+    const size_t *at;  /* [n_slices] */
     const uint64_t **used; /* [world]: bitmap of the parameters that had a gradient there; never NULL */
 } zs_sources;
 
@@ -95,11 +95,11 @@ typedef enum zs_wait {
 
 /* What a transport has on this rank for itself, in bytes. */
 typedef struct zs_room {
-    size_t fixed;                  /* without units, and with one reader */
-    size_t record;                 /* of a unit, as long as it lives */
-    size_t sent, received, spread; /* of one round, while it is out; `spread` once it is collected */
-    size_t talk;                   /* of what is said before each collective */
-    size_t piece;                  /* of a broadcast, at most */
+    size_t fixed;          /* without units, and with one reader */
+    size_t record;         /* of a unit, as long as it lives */
+    size_t sent, received; /* of one round, while it is out */
+    size_t talk;           /* of what is said before each collective */
+    size_t piece;          /* of a broadcast, at most */
 } zs_room;
 
 typedef struct zs_comm_ops {
@@ -182,11 +182,10 @@ void zs_comm_on_wait(bool (*interrupted)(void));
  * post: hands the packed `bucket` (NULL if no parameter of the unit had a gradient here) and the `used` bitmap to the
  *   peers. Never waits on shm; collective on c10d. The bucket must not be touched until reusable() says so.
  * collect: *ready is set once all ranks have posted this round; see zs_wait for how long to wait for that; `out`
- *   then gives every rank's bytes, valid until release. Reads of rank r's slice f: data[r] + the slice's offset in the
- *   bucket layout for slice = own rank. For c10d the bases are made so that the same formula works.
+ *   then gives every rank's bytes, valid until release.
  * share (ZS_REDUCE_ALL only): the caller has written the sum of its own slices into its own bucket, in place; says so
  *   to the peers. In this mode post's bucket is never NULL: there must be room for the sum.
- * collect_shared (ZS_REDUCE_ALL only): as collect, once all ranks have shared; data[r] + offset of slice r (of rank r) is
+ * collect_shared (ZS_REDUCE_ALL only): as collect, once all ranks have shared; data[r] + offset of slice r (of rank r) in the bucket is
  *   then rank r's finished sum.
  * release: this rank has read all it needs of the round.
  * reusable: *ready once every peer has released the round this rank posted last (true if none is out).

@@ -22,17 +22,21 @@ typedef enum zs_round_state {
 
 /* Head of every transport's own unit. */
 struct zs_cunit {
-    zs_cunit_spec spec;    /* as given; `name` and `part_of` are the unit's own copies, `parts` and `part_of` never 0 */
-    uint64_t round;        /* number of the round posted last, from 1 on; 0: none yet */
-    zs_round_state state;  /* where that round stands here */
-    size_t used_words;     /* length of the used bitmap in 64-bit words, at least 1 */
-    size_t piece_bytes;    /* all slices of one rank together */
-    const char **data;     /* [world] for zs_sources */
-    const uint64_t **used; /* [world] for zs_sources */
+    zs_cunit_spec spec;   /* as given; `name` and `part_of` are the unit's own copies, `parts` and `part_of` never 0 */
+    uint64_t round;       /* number of the round posted last, from 1 on; 0: none yet */
+    zs_round_state state; /* where that round stands here */
+    size_t used_words;    /* length of the used bitmap in 64-bit words, at least 1 */
+    size_t piece_bytes;   /* all slices of one rank together */
+    const char **data;    /* [world] for zs_sources */
+    size_t at[ZS_MAX_FLATS]; /* for zs_sources: where the own slices lie in a bucket */
+    const uint64_t **used;   /* [world] for zs_sources */
 };
 
-/* Fills the head (zeroed by the caller) after checking `spec`. */
-zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, int world);
+/* Fills the head (zeroed by the caller) of a unit on `comm` after checking `spec`. */
+zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, const zs_comm *comm);
+
+/* Where slice `part` of flat `f` begins in a bucket, in bytes. */
+size_t zs_cunit_slice_at(const zs_cunit *unit, int f, int part);
 
 /* Frees what zs_cunit_init made, not the struct; a zeroed head is allowed. */
 void zs_cunit_clear(zs_cunit *unit);

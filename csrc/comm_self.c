@@ -32,7 +32,7 @@ static zs_status self_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cun
 {
     self_unit *unit = calloc(1, sizeof *unit);
     if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
-    zs_status status = zs_cunit_init(&unit->base, spec, 1);
+    zs_status status = zs_cunit_init(&unit->base, spec, comm);
     if (status == ZS_OK) {
         unit->bitmap = calloc(unit->base.used_words, sizeof *unit->bitmap);
         if (unit->bitmap == NULL) status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);

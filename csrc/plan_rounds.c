@@ -62,16 +62,13 @@ static void enqueue(planner *p, plan_unit *unit)
 static zs_status drain_first(planner *p)
 {
     plan_unit *unit = p->first_out;
-    zs_mem *spread = NULL;
     return_area(p, &unit->sent);
-    ZS_TRY(borrow_area(p, unit->room.spread, &spread));
     if (unit->unit->replicated && !p->all->mapped) ZS_TRY(zs_plan_talk(p));
     ZS_TRY(lend_grads(p, unit));
     p->first_out = unit->next_out;
     if (p->first_out == NULL) p->last_out = NULL;
     unit->outstanding = false;
     return_area(p, &unit->received);
-    return_area(p, &spread);
     if (unit->state == ZS_REDUCING) unit->state = unit->unit->fixed ? ZS_FULL : ZS_SHARDED;
     if (unit->over) zs_plan_return_grads(p, unit);
     return ZS_OK;

@@ -30,8 +30,7 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, slice_run run)
     const void *src[s->world];
     for (int r = 0; r < s->world; r++) {
         const char *base = s->sources->data[r];
-        size_t at =
-            flat->bucket_offset + (size_t)s->unit->part * flat->slice_bytes + (size_t)run.begin * flat->wire_size;
+        size_t at = s->sources->at[flat->slice] + (size_t)run.begin * flat->wire_size;
         src[r] = base != NULL ? base + at : NULL;
     }
     char *target;

@@ -32,7 +32,7 @@ zs_status zs_shm_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **
     zs_shm *shm = (zs_shm *)comm;
     shm_unit *unit = calloc(1, sizeof *unit);
     if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
-    zs_status status = zs_cunit_init(&unit->base, spec, comm->world);
+    zs_status status = zs_cunit_init(&unit->base, spec, comm);
     if (status == ZS_OK) {
         size_t bytes = zs_shm_unit_record_bytes(unit->base.used_words);
         status = zs_shm_record(shm, bytes, spec->name, &unit->record);

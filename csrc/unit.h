@@ -80,6 +80,7 @@ typedef struct zs_flat {
     zs_storage *shard;       /* where parameters are at rest; owned; NULL if they are always whole */
     zs_mem *grad_mem;        /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
     zs_storage *grads;       /* storage on grad_mem; owned */
+    int slice;               /* its number among the trainable ones */
     size_t slice_bytes;      /* bytes of one rank's slice in the bucket; 0 if frozen */
     size_t bucket_offset;    /* where this flat begins in the bucket */
     zs_storage *local;       /* storage on the unit's local gradients, NULL if there are none; owned */

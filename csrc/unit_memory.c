@@ -125,9 +125,11 @@ bool zs_unit_reduces(const zs_unit *unit)
 static void lay_out_gradients(zs_unit *unit)
 {
     size_t offset = 0;
+    int slices = 0;
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
+        flat->slice = slices++;
         flat->slice_bytes = (size_t)flat->layout.shard_numel * flat->wire_size;
         flat->bucket_offset = offset;
         offset += zs_flat_wire_bytes(flat);
