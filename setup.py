@@ -7,13 +7,19 @@ has changed, and never otherwise: the shim costs 20 s and a gigabyte, a C file u
 ZSHARD_DEBUG=1 (-O0, assertions on), ZSHARD_SANITIZE=1 (ASan and UBSan, see `make sanitize`) and
 ZSHARD_COVERAGE=1 (gcov) choose another build. Objects of each choice, Python and torch lie apart
 under build/: switching costs a link. CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual; they win.
+
+Where nvcc is found (CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda), the kernels of cuda/ are compiled
+into one image that lies in _core as bytes; without it, or with ZSHARD_CUDA=0, there are none. The
+rest is the same: nothing links CUDA.
 """
 
 import fcntl
 import importlib.util
 import os
+import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sysconfig
 import time
@@ -36,6 +42,9 @@ COMMON = ["-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
 COMMON += ["-fno-math-errno", "-fno-trapping-math"]
 C = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 CXX = ["-std=c++20", "-Wall", "-Wextra"]  # torch itself is C++20 from 2.12 on; 2.11 accepts it
+# IEEE arithmetic as the C loops have it: no fused multiply-adds but those that are written out.
+NVCC = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc", "-Werror", "all-warnings", "--threads=0"]
+GPUS = ("80", "90", "100")  # compute capabilities; later ones run the PTX for the first
 TORCH_LIBS = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
 
 
@@ -87,6 +96,61 @@ def make(target, command, inputs):
     record.write_text(words)
 
 
+def find_nvcc():
+    """The path of nvcc; None where there is none, or CUDA is switched off."""
+    if os.environ.get("ZSHARD_CUDA") == "0":
+        return None
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    places = [f"{home}/bin/nvcc" for home in homes if home]
+    for place in [*places, "nvcc", "/usr/local/cuda/bin/nvcc"]:
+        found = shutil.which(place)
+        if found:
+            return found
+    if os.environ.get("ZSHARD_CUDA", "") != "":
+        raise SetupError("ZSHARD_CUDA asks for CUDA, but there is no nvcc: set CUDA_HOME")
+    return None
+
+
+def ask(*command):
+    """What a tool says about itself."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def make_image(nvcc, source, folder):
+    """Compiles the kernels; the image's path, and the flags that tell cuda_image.c about it."""
+    known = set(re.findall(r"sm_(\d+)\b", ask(nvcc, "--list-gpu-code")))
+    gpus = [gpu for gpu in GPUS if gpu in known]
+    if not gpus:
+        raise SetupError(f"{nvcc} knows none of the GPUs {GPUS}; ZSHARD_CUDA=0 builds without CUDA")
+    major, minor = map(int, re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version")).groups())
+    codes = [f"arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
+    codes += [f"arch=compute_{gpus[0]},code=compute_{gpus[0]}"]
+    command = [nvcc, *NVCC, *(word for code in codes for word in ("-gencode", code))]
+    if "--compress-mode" in ask(nvcc, "--help"):
+        command.append("--compress-mode=size")
+    folder.mkdir(parents=True, exist_ok=True)
+    target, deps = folder / "kernels.fatbin", folder / "kernels.d"
+    if not target.exists() and len(gpus) < len(GPUS):
+        left = ", ".join(f"sm_{gpu}" for gpu in GPUS if gpu not in gpus)
+        print(f"note: {nvcc} does not know {left}: left out", flush=True)
+    command += ["-MMD", "-MF", str(deps), "-fatbin", str(source)]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the folder is for all variants of the build
+        try:
+            make(target, command, inputs_in(deps))
+        except CompileError as error:
+            raise CompileError(f"{error}\nZSHARD_CUDA=0 builds without CUDA") from None
+    targets = " ".join([*(f"sm_{gpu}" for gpu in gpus), f"compute_{gpus[0]}"])
+    facts = {"FATBIN": f'"{target}"', "TARGETS": f'"{targets}"', "VERSION": 1000 * major + 10 * minor}
+    return target, [f"-DZS_CUDA_{name}={value}" for name, value in facts.items()]
+
+
+def inputs_in(deps):
+    """The files that a compiler has listed; the list itself, which is not there, if it has not."""
+    known = deps.read_text().replace("\\\n", " ") if deps.exists() else f": {deps}"
+    return shlex.split(known.partition(": ")[2])
+
+
 class BuildCore(build_ext):
     """Compiles each source by the recipe for its suffix, in parallel, and links the objects."""
 
@@ -109,13 +173,20 @@ class BuildCore(build_ext):
 
         def compile_one(source):
             target, deps = folder / f"{source.name}.o", folder / f"{source.name}.d"
-            known = deps.read_text().replace("\\\n", " ") if deps.exists() else f": {deps}"
             command = [*recipes[source.suffix], "-MMD", "-MF", str(deps), "-c", str(source)]
-            make(target, command, shlex.split(known)[1:])
+            inputs = inputs_in(deps)
+            if source.name == "cuda_image.c" and image is not None:
+                fatbin, facts = image.result()
+                command, inputs = command + facts, [*inputs, str(fatbin)]
+            make(target, command, inputs)
             return str(target)
 
         with (folder / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second `make` in another terminal waits
+            nvcc, kernels = find_nvcc(), Path("cuda", "kernels.cu")
+            image = None  # begun first, so that it is under way when cuda_image.c asks for it
+            if nvcc and kernels.exists():
+                image = pool.submit(make_image, nvcc, kernels, Path("build", "cuda"))
             sources = sorted(map(Path, ext.sources), key=lambda path: path.suffix != ".cpp")
             objects = list(pool.map(compile_one, sources))  # the slow ones start first
             where = [f"-L{torch}/lib", f"-Wl,-rpath,$ORIGIN/../torch/lib:{torch}/lib"]

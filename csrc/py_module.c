@@ -23,6 +23,7 @@ static PyObject *exception_for(zs_status status)
     case ZS_ERR_PEER: return live_state->peer_error;
     case ZS_ERR_TIMEOUT: return live_state->peer_timeout_error;
     case ZS_ERR_DIVERGED: return live_state->divergence_error;
+    case ZS_ERR_CUDA: return live_state->cuda_error;
     default: return PyExc_RuntimeError;
     }
 }
@@ -82,6 +83,10 @@ static int add_exceptions(PyObject *module, zs_py_state *state)
     if (add_exception(module, "zshard.PeerTimeoutError", "Another rank did not come within the timeout.",
                       state->peer_error, &state->peer_timeout_error) < 0)
         return -1;
+    if (add_exception(module, "zshard.CudaError",
+                      "The CUDA driver is missing, too old or refused a call; the message has its words.",
+                      PyExc_RuntimeError, &state->cuda_error) < 0)
+        return -1;
     return add_exception(module, "zshard.DivergenceError",
                          "The ranks did different things where they have to do the same.", PyExc_RuntimeError,
                          &state->divergence_error);
@@ -111,6 +116,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->peer_error);
     Py_VISIT(state->peer_timeout_error);
     Py_VISIT(state->divergence_error);
+    Py_VISIT(state->cuda_error);
     Py_VISIT(state->comm_type);
     Py_VISIT(state->engine_type);
     Py_VISIT(state->unit_type);
@@ -125,6 +131,7 @@ static void module_free(void *module)
     Py_CLEAR(state->peer_error);
     Py_CLEAR(state->peer_timeout_error);
     Py_CLEAR(state->divergence_error);
+    Py_CLEAR(state->cuda_error);
     Py_CLEAR(state->comm_type);
     Py_CLEAR(state->engine_type);
     Py_CLEAR(state->unit_type);

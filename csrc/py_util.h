@@ -13,7 +13,7 @@
 
 /* What the module keeps: its exception classes and types. All references are owned by the module. */
 typedef struct zs_py_state {
-    PyObject *peer_error, *peer_timeout_error, *divergence_error;
+    PyObject *peer_error, *peer_timeout_error, *divergence_error, *cuda_error;
     PyTypeObject *comm_type, *engine_type, *unit_type;
 } zs_py_state;
 

@@ -31,8 +31,8 @@ typedef struct zs_hyper {
 
 #define ZS_REAL float
 #define ZS_NAME(name) name##_f32
-#define ZS_FMA(a, b, c) __builtin_fmaf(a, b, c)
-#define ZS_SQRT(x) __builtin_sqrtf(x)
+#define ZS_FMA(a, b, c) fmaf(a, b, c)
+#define ZS_SQRT(x) sqrtf(x)
 #include "update_rules.h"
 #undef ZS_REAL
 #undef ZS_NAME
@@ -41,8 +41,8 @@ typedef struct zs_hyper {
 
 #define ZS_REAL double
 #define ZS_NAME(name) name##_f64
-#define ZS_FMA(a, b, c) __builtin_fma(a, b, c)
-#define ZS_SQRT(x) __builtin_sqrt(x)
+#define ZS_FMA(a, b, c) fma(a, b, c)
+#define ZS_SQRT(x) sqrt(x)
 #include "update_rules.h"
 #undef ZS_REAL
 #undef ZS_NAME

@@ -1,0 +1,158 @@
+/* cuda_api.h - the part of the CUDA driver's interface that zshard calls, in our own declarations.
+ *
+ * The one idea: one list, ZS_CU_CALLS, has a line for each call: its name, the CUDA version that its signature is of, and
+ * its parameters. The table of function pointers, the loader and the check against NVIDIA's cuda.h (tests/test_cuda_driver.py)
+ * are made from it, so no header of CUDA is needed to build, and none can disagree unseen.
+ */
+#ifndef ZS_CUDA_API_H
+#define ZS_CUDA_API_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef unsigned int zs_cu_result;        /* CUresult */
+typedef int zs_cu_device;                 /* CUdevice: an ordinal, after cuDeviceGet */
+typedef unsigned long long zs_cu_ptr;     /* CUdeviceptr; the same number as the `void *` that kernels and torch use */
+typedef struct CUctx_st *zs_cu_context;   /* CUcontext */
+typedef struct CUstream_st *zs_cu_stream; /* CUstream = cudaStream_t; NULL is the legacy default stream */
+typedef struct CUevent_st *zs_cu_event;   /* CUevent */
+typedef struct CUlib_st *zs_cu_library;   /* CUlibrary */
+typedef struct CUkern_st *zs_cu_kernel;   /* CUkernel; may be launched as a CUfunction */
+typedef struct CUfunc_st *zs_cu_function; /* CUfunction */
+
+/* What one process sends another so that it can map an allocation. */
+typedef struct zs_cu_ipc_mem {
+    char reserved[64];
+} zs_cu_ipc_mem;
+
+/* One entry of cuStreamBatchMemOp. */
+typedef struct zs_cu_mem_op {
+    uint32_t operation; /* ZS_CU_MEM_OP_* */
+    uint32_t unused;
+    zs_cu_ptr address; /* of an aligned uint32 */
+    uint64_t value;    /* the lower half counts */
+    uint32_t flags;    /* ZS_CU_WAIT_GEQ, or 0 */
+    uint32_t unused2;
+    uint64_t alias, unused3; /* the driver's */
+} zs_cu_mem_op;
+
+/* Values of cuda.h, under its names with ZS_CU_ for CU_ or CUDA_. */
+enum {
+    ZS_CU_SUCCESS = 0,
+    ZS_CU_ERROR_INVALID_VALUE = 1,
+    ZS_CU_ERROR_OUT_OF_MEMORY = 2,
+    ZS_CU_ERROR_NO_DEVICE = 100,
+    ZS_CU_ERROR_INVALID_CONTEXT = 201,
+    ZS_CU_ERROR_NO_BINARY_FOR_GPU = 209,
+    ZS_CU_ERROR_ECC_UNCORRECTABLE = 214,
+    ZS_CU_ERROR_NVLINK_UNCORRECTABLE = 220,
+    ZS_CU_ERROR_UNSUPPORTED_PTX_VERSION = 222,
+    ZS_CU_ERROR_CONTAINED = 226,
+    ZS_CU_ERROR_NOT_FOUND = 500,
+    ZS_CU_ERROR_NOT_READY = 600,
+    ZS_CU_ERROR_ILLEGAL_ADDRESS = 700,
+    ZS_CU_ERROR_LAUNCH_TIMEOUT = 702,
+    ZS_CU_ERROR_CONTEXT_IS_DESTROYED = 709,
+    ZS_CU_ERROR_ASSERT = 710,
+    ZS_CU_ERROR_HARDWARE_STACK_ERROR = 714,
+    ZS_CU_ERROR_ILLEGAL_INSTRUCTION = 715,
+    ZS_CU_ERROR_MISALIGNED_ADDRESS = 716,
+    ZS_CU_ERROR_INVALID_ADDRESS_SPACE = 717,
+    ZS_CU_ERROR_INVALID_PC = 718,
+    ZS_CU_ERROR_LAUNCH_FAILED = 719,
+    ZS_CU_ERROR_TENSOR_MEMORY_LEAK = 721,
+    ZS_CU_ERROR_MPS_CLIENT_TERMINATED = 810,
+    ZS_CU_ERROR_EXTERNAL_DEVICE = 911,
+    ZS_CU_ERROR_UNKNOWN = 999,
+
+    ZS_CU_STREAM_NON_BLOCKING = 1, /* does not wait for the default stream nor make it wait */
+    ZS_CU_EVENT_DISABLE_TIMING = 2,
+    ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1, /* the only flags that cuIpcOpenMemHandle takes */
+    ZS_CU_MEMHOSTALLOC_PORTABLE = 1,           /* pinned for all contexts */
+    ZS_CU_MEMHOSTREGISTER_PORTABLE = 1,
+
+    ZS_CU_STREAM_WAIT_VALUE_GEQ = 0,      /* until (int32)(*address - value) >= 0: a count may run over */
+    ZS_CU_STREAM_WRITE_VALUE_DEFAULT = 0, /* what came before in the stream is visible to all before the value is */
+    ZS_CU_STREAM_MEM_OP_WAIT_VALUE_32 = 1,
+    ZS_CU_STREAM_MEM_OP_WRITE_VALUE_32 = 2,
+
+    ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
+    ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
+    ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
+    ZS_CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9,
+
+    ZS_CU_GET_PROC_ADDRESS_LEGACY_STREAM = 1,
+};
+
+/* X(name, version, (parameters)): what has to be there; drivers of CUDA 12.0 and later have it all. */
+#define ZS_CU_CALLS(X)                                                                                            \
+    X(cuInit, 2000, (unsigned int))                                                                               \
+    X(cuDriverGetVersion, 2020, (int *))                                                                          \
+    X(cuGetErrorName, 6000, (zs_cu_result, const char **))                                                        \
+    X(cuGetErrorString, 6000, (zs_cu_result, const char **))                                                      \
+    X(cuDeviceGet, 2000, (zs_cu_device *, int))                                                                   \
+    X(cuDeviceGetCount, 2000, (int *))                                                                            \
+    X(cuDeviceGetName, 2000, (char *, int, zs_cu_device))                                                         \
+    X(cuDeviceGetAttribute, 2000, (int *, zs_cu_attribute, zs_cu_device))                                         \
+    X(cuDeviceCanAccessPeer, 4000, (int *, zs_cu_device, zs_cu_device))                                           \
+    X(cuDevicePrimaryCtxRetain, 7000, (zs_cu_context *, zs_cu_device))                                            \
+    X(cuCtxGetCurrent, 4000, (zs_cu_context *))                                                                   \
+    X(cuCtxSetCurrent, 4000, (zs_cu_context))                                                                     \
+    X(cuCtxGetDevice, 2000, (zs_cu_device *))                                                                     \
+    X(cuCtxGetStreamPriorityRange, 5050, (int *, int *))                                                          \
+    X(cuLibraryLoadData, 12000,                                                                                   \
+      (zs_cu_library *, const void *, zs_cu_jit_option *, void **, unsigned int, zs_cu_library_option *, void **, \
+       unsigned int))                                                                                             \
+    X(cuLibraryUnload, 12000, (zs_cu_library))                                                                    \
+    X(cuLibraryGetKernel, 12000, (zs_cu_kernel *, zs_cu_library, const char *))                                   \
+    X(cuKernelGetFunction, 12000, (zs_cu_function *, zs_cu_kernel))                                               \
+    X(cuLaunchKernel, 4000,                                                                                       \
+      (zs_cu_function, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int,        \
+       unsigned int, zs_cu_stream, void **, void **))                                                             \
+    X(cuMemAlloc, 3020, (zs_cu_ptr *, size_t))                                                                    \
+    X(cuMemFree, 3020, (zs_cu_ptr))                                                                               \
+    X(cuMemGetAddressRange, 3020, (zs_cu_ptr *, size_t *, zs_cu_ptr))                                             \
+    X(cuMemGetInfo, 3020, (size_t *, size_t *))                                                                   \
+    X(cuMemHostAlloc, 2020, (void **, size_t, unsigned int))                                                      \
+    X(cuMemFreeHost, 2000, (void *))                                                                              \
+    X(cuMemHostRegister, 6050, (void *, size_t, unsigned int))                                                    \
+    X(cuMemHostUnregister, 4000, (void *))                                                                        \
+    X(cuPointerGetAttribute, 4000, (void *, zs_cu_pointer_attribute, zs_cu_ptr))                                  \
+    X(cuMemcpyDtoDAsync, 3020, (zs_cu_ptr, zs_cu_ptr, size_t, zs_cu_stream))                                      \
+    X(cuMemcpyHtoDAsync, 3020, (zs_cu_ptr, const void *, size_t, zs_cu_stream))                                   \
+    X(cuMemcpyDtoHAsync, 3020, (void *, zs_cu_ptr, size_t, zs_cu_stream))                                         \
+    X(cuMemsetD8Async, 3020, (zs_cu_ptr, unsigned char, size_t, zs_cu_stream))                                    \
+    X(cuStreamCreateWithPriority, 5050, (zs_cu_stream *, unsigned int, int))                                      \
+    X(cuStreamDestroy, 4000, (zs_cu_stream))                                                                      \
+    X(cuStreamSynchronize, 2000, (zs_cu_stream))                                                                  \
+    X(cuStreamQuery, 2000, (zs_cu_stream))                                                                        \
+    X(cuStreamWaitEvent, 3020, (zs_cu_stream, zs_cu_event, unsigned int))                                         \
+    X(cuStreamWaitValue32, 11070, (zs_cu_stream, zs_cu_ptr, uint32_t, unsigned int))                              \
+    X(cuStreamWriteValue32, 11070, (zs_cu_stream, zs_cu_ptr, uint32_t, unsigned int))                             \
+    X(cuStreamBatchMemOp, 11070, (zs_cu_stream, unsigned int, zs_cu_mem_op *, unsigned int))                      \
+    X(cuEventCreate, 2000, (zs_cu_event *, unsigned int))                                                         \
+    X(cuEventRecord, 2000, (zs_cu_event, zs_cu_stream))                                                           \
+    X(cuEventQuery, 2000, (zs_cu_event))                                                                          \
+    X(cuEventSynchronize, 2000, (zs_cu_event))                                                                    \
+    X(cuEventDestroy, 4000, (zs_cu_event))                                                                        \
+    X(cuIpcGetMemHandle, 4010, (zs_cu_ipc_mem *, zs_cu_ptr))                                                      \
+    X(cuIpcOpenMemHandle, 11000, (zs_cu_ptr *, zs_cu_ipc_mem, unsigned int))                                      \
+    X(cuIpcCloseMemHandle, 4010, (zs_cu_ptr))
+
+/* What may be missing (then NULL): this one is of CUDA 12.4. */
+#define ZS_CU_OPTIONAL_CALLS(X) X(cuFuncLoad, 12040, (zs_cu_function))
+
+typedef unsigned int zs_cu_attribute;         /* CUdevice_attribute */
+typedef unsigned int zs_cu_pointer_attribute; /* CUpointer_attribute */
+typedef unsigned int zs_cu_jit_option;        /* CUjit_option */
+typedef unsigned int zs_cu_library_option;    /* CUlibraryOption */
+
+/* The functions, by their names. */
+typedef struct zs_cu_table {
+#define ZS_CU_FIELD(name, version, parameters) zs_cu_result(*name) parameters;
+    ZS_CU_CALLS(ZS_CU_FIELD)
+    ZS_CU_OPTIONAL_CALLS(ZS_CU_FIELD)
+#undef ZS_CU_FIELD
+} zs_cu_table;
+
+#endif

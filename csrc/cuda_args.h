@@ -1,0 +1,119 @@
+/* cuda_args.h - what kernels are given: one struct by value each, read by C (cuda_kernels.c), nvcc and the tests' host build.
+ *
+ * The one idea: an argument block is a plain struct with a fixed layout that both sides assert, so a launch is one pointer
+ * and a mismatch between host and device is an error of the build. Only fixed-width types: a bool or an enum may differ.
+ */
+#ifndef ZS_CUDA_ARGS_H
+#define ZS_CUDA_ARGS_H
+
+#include <assert.h>
+#include <stdint.h>
+
+#include "update.h"
+
+enum {
+    ZS_CUDA_BLOCK = 256,   /* threads of a block, of all kernels */
+    ZS_CUDA_PACK = 8,      /* elements that a thread takes at a time: 16 bytes of a half, 32 of a float */
+    ZS_CUDA_QUAD = 16,     /* bytes of the widest access */
+    ZS_CUDA_SOURCES = 128, /* addresses that a sum can be given one by one */
+    ZS_CUDA_STATES = 3,    /* as ZS_OPTIM_STATES */
+};
+
+/* How `numel` elements are shared out: `head` of them one by one, then `packs` packs that are aligned in every array, then
+ * what is left one by one. */
+typedef struct zs_cuda_cut {
+    int64_t numel, head, packs;
+} zs_cuda_cut;
+
+/* dst[i] = sum_r (src_r[i] + prev) * scale, as zs_sum of device.h. */
+typedef struct zs_cuda_sum_args {
+    zs_cuda_cut cut;
+    void *dst;
+    const void *base; /* not NULL: source r lies at base + r * stride */
+    int64_t stride;   /* bytes */
+    double scale;
+    int32_t world;
+    uint32_t accumulate;
+    const void *src[ZS_CUDA_SOURCES]; /* base NULL: where the sources lie; NULL counts as zeros */
+} zs_cuda_sum_args;
+
+/* dst[i] = src[i], or dst[i] + src[i]. */
+typedef struct zs_cuda_cast_args {
+    zs_cuda_cut cut;
+    void *dst;
+    const void *src;
+    uint32_t add;
+    uint32_t unused;
+} zs_cuda_cast_args;
+
+/* x[i] *= factor. */
+typedef struct zs_cuda_scale_args {
+    zs_cuda_cut cut;
+    void *x;
+    const float *device_factor; /* not NULL: the factor is there */
+    double factor;
+} zs_cuda_scale_args;
+
+/* What a norm makes of |x|, and how it adds up. */
+enum { ZS_CUDA_ABS, ZS_CUDA_SQUARE, ZS_CUDA_MAX };
+
+/* partial[t] = what thread t found, for every thread of the grid. */
+typedef struct zs_cuda_norm_args {
+    const void *x;
+    double *partial;
+    int64_t numel;
+    uint32_t kind;
+    uint32_t aligned; /* x lies on a multiple of ZS_CUDA_QUAD */
+} zs_cuda_norm_args;
+
+/* out[t] = in[t] + in[t + n_out] + in[t + 2 * n_out] ... (or their maximum), t < n_out. */
+typedef struct zs_cuda_fold_args {
+    const double *in;
+    double *out;
+    int64_t n_in, n_out;
+    uint32_t kind;
+    uint32_t unused;
+} zs_cuda_fold_args;
+
+/* *flag = 1 if a[i] != b[i] for any byte; otherwise it is left alone. Here a pack is ZS_CUDA_QUAD bytes. */
+typedef struct zs_cuda_differs_args {
+    zs_cuda_cut cut;
+    const void *a, *b;
+    uint32_t *flag;
+} zs_cuda_differs_args;
+
+/* What becomes of the copy of the new parameters. */
+enum { ZS_CUDA_LOW_NONE, ZS_CUDA_LOW_BF16, ZS_CUDA_LOW_F16 };
+
+/* One step of an update rule over one run. */
+typedef struct zs_cuda_update_args {
+    zs_cuda_cut cut;
+    void *param;
+    const void *grad;
+    void *state[ZS_CUDA_STATES];
+    void *low;                /* the new parameters again, rounded to nearest; see low_kind */
+    const float *grad_factor; /* NULL: 1; else gradients are multiplied by it first */
+    const float *found_inf;   /* NULL: 0; if it holds anything else, nothing is done */
+    uint32_t low_kind;
+    uint32_t number; /* lower half of the first element's number; the upper one is the same for all */
+    zs_dither dither;
+    uint32_t unused;
+    union {
+        zs_adam_f32 adam_f32;
+        zs_adam_f64 adam_f64;
+        zs_sgd_f32 sgd_f32;
+        zs_sgd_f64 sgd_f64;
+    } rule;
+} zs_cuda_update_args;
+
+static_assert(sizeof(zs_cuda_cut) == 24, "layout");
+static_assert(sizeof(zs_cuda_sum_args) == 64 + 8 * ZS_CUDA_SOURCES, "layout");
+static_assert(sizeof(zs_cuda_cast_args) == 48, "layout");
+static_assert(sizeof(zs_cuda_scale_args) == 48, "layout");
+static_assert(sizeof(zs_cuda_norm_args) == 32, "layout");
+static_assert(sizeof(zs_cuda_fold_args) == 40, "layout");
+static_assert(sizeof(zs_cuda_differs_args) == 48, "layout");
+static_assert(sizeof(zs_adam_f64) == 80 && sizeof(zs_sgd_f64) == 56, "layout");
+static_assert(sizeof(zs_cuda_update_args) == 112 + 80, "layout");
+
+#endif

@@ -1,0 +1,352 @@
+/* cuda_kernels.c - see cuda_kernels.h.
+ *
+ * The one idea: a job becomes an argument struct (cuda_args.h), a kernel's number and a count of threads; all launches go
+ * through one function. Each number has one name, made by the same rule as the kernels' own.
+ */
+#include "cuda_kernels.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda_args.h"
+#include "cuda_driver.h"
+#include "cuda_image.h"
+
+enum { DTYPES = ZS_BYTES, KINDS = DTYPES + 1, DITHERED = DTYPES, RULES = 4 };
+
+/* Where the numbers of each kind of kernel begin. */
+enum {
+    SUM = 0, /* + DTYPES * to + from */
+    CAST = SUM + DTYPES * DTYPES,
+    SCALE = CAST + DTYPES * DTYPES, /* + dtype */
+    NORM = SCALE + DTYPES,
+    FOLD = NORM + DTYPES,
+    DIFFERS,
+    STEP, /* + KINDS * rule + kind */
+    KERNELS = STEP + KINDS * RULES,
+};
+
+/* Threads of a multiprocessor: what fills one of the newer kinds. */
+enum { THREADS_PER_MULTIPROCESSOR = 2048 };
+
+/* A norm is taken by at most so many threads, of at least so many elements, whatever the GPU; each fold leaves a 64th. */
+enum { NORM_THREADS = 1 << 17, NORM_EACH = 4 * ZS_CUDA_PACK, FOLD_BY = 64 };
+
+static struct {
+    pthread_mutex_t lock;
+    atomic_bool ready;
+    zs_cu_kernel of[KERNELS];
+    char name[KERNELS][40];
+    int64_t blocks; /* of a grid, at most */
+    bool sync;      /* ZSHARD_SYNC */
+} kernels = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* --- loading -------------------------------------------------------------------------------------------------------------- */
+
+static void name_kernels(void)
+{
+    static const char *const dtype[KINDS] = {
+        [ZS_F32] = "f32", [ZS_F64] = "f64", [ZS_BF16] = "bf16", [ZS_F16] = "f16", [DITHERED] = "dithered"};
+    static const char *const rule[RULES] = {"adam", "amsgrad", "sgd", "momentum"};
+    size_t size = sizeof kernels.name[0];
+    for (int to = 0; to < DTYPES; to++) {
+        for (int from = 0; from < DTYPES; from++) {
+            snprintf(kernels.name[SUM + DTYPES * to + from], size, "zs_sum_%s_%s", dtype[from], dtype[to]);
+            snprintf(kernels.name[CAST + DTYPES * to + from], size, "zs_cast_%s_%s", dtype[from], dtype[to]);
+        }
+        snprintf(kernels.name[SCALE + to], size, "zs_scale_%s", dtype[to]);
+        snprintf(kernels.name[NORM + to], size, "zs_norm_%s", dtype[to]);
+    }
+    snprintf(kernels.name[FOLD], size, "zs_fold");
+    snprintf(kernels.name[DIFFERS], size, "zs_differs");
+    for (int r = 0; r < RULES; r++)
+        for (int kind = 0; kind < KINDS; kind++)
+            snprintf(kernels.name[STEP + KINDS * r + kind], size, "zs_step_%s_%s", rule[r], dtype[kind]);
+}
+
+/* Loads the image, saying what to do where it is for other GPUs or drivers. */
+static zs_status load_image(zs_cu_library *library)
+{
+    const void *image = zs_cuda_image();
+    zs_cuda_info info;
+    ZS_TRY(zs_cuda_alive_at(__FILE__, __LINE__));
+    if (image == NULL)
+        return ZS_FAIL(ZS_ERR_CUDA,
+                       "this build of zshard has no CUDA kernels: build it where nvcc is found (CUDA_HOME, PATH "
+                       "or /usr/local/cuda) and ZSHARD_CUDA is not 0");
+    zs_cu_result result = zs_cuda_table()->cuLibraryLoadData(library, image, NULL, NULL, 0, NULL, NULL, 0);
+    if (result != ZS_CU_ERROR_NO_BINARY_FOR_GPU && result != ZS_CU_ERROR_UNSUPPORTED_PTX_VERSION)
+        return zs_cuda_check_at(__FILE__, __LINE__, "cuLibraryLoadData", result);
+    zs_cuda_describe(&info);
+    int built = zs_cuda_image_version();
+    return ZS_FAIL(
+        ZS_ERR_CUDA,
+        "zshard's kernels (%s, built with CUDA %d.%d) do not fit this GPU or its driver (CUDA %d.%d): update "
+        "the driver, or build zshard with an nvcc of the driver's CUDA version",
+        zs_cuda_image_targets(), built / 1000, built % 1000 / 10, info.version / 1000, info.version % 1000 / 10);
+}
+
+/* Finds every kernel and makes it resident: what is loaded at its first launch may wait for the device, which may wait for a
+ * peer, which waits for that launch. */
+static zs_status find_kernels(zs_cu_library library)
+{
+    for (int i = 0; i < KERNELS; i++) {
+        zs_cu_function function;
+        ZS_TRY(zs_cuda_check_at(__FILE__, __LINE__, kernels.name[i],
+                                zs_cuda_table()->cuLibraryGetKernel(&kernels.of[i], library, kernels.name[i])));
+        ZS_TRY(ZS_CU(cuKernelGetFunction, &function, kernels.of[i]));
+        if (zs_cuda_table()->cuFuncLoad != NULL) ZS_TRY(ZS_CU(cuFuncLoad, function));
+    }
+    return ZS_OK;
+}
+
+static zs_status load_kernels(void)
+{
+    zs_cu_library library = NULL;
+    zs_cu_device device;
+    int multiprocessors = 0;
+    const char *sync = getenv("ZSHARD_SYNC");
+    name_kernels();
+    ZS_TRY(zs_cuda_load());
+    ZS_TRY(ZS_CU(cuCtxGetDevice, &device));
+    ZS_TRY(ZS_CU(cuDeviceGetAttribute, &multiprocessors, ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));
+    ZS_TRY(load_image(&library));
+    zs_status status = find_kernels(library);
+    if (status != ZS_OK) {
+        ZS_CU_FREE(cuLibraryUnload, library);
+        return status;
+    }
+    kernels.blocks = (int64_t)multiprocessors * THREADS_PER_MULTIPROCESSOR / ZS_CUDA_BLOCK;
+    kernels.sync = sync != NULL && sync[0] != '\0' && strcmp(sync, "0") != 0;
+    atomic_store_explicit(&kernels.ready, true, memory_order_release);
+    return ZS_OK;
+}
+
+zs_status zs_cuda_kernels_load(void)
+{
+    if (atomic_load_explicit(&kernels.ready, memory_order_acquire)) return ZS_OK;
+    (void)pthread_mutex_lock(&kernels.lock);
+    zs_status status = atomic_load(&kernels.ready) ? ZS_OK : load_kernels();
+    (void)pthread_mutex_unlock(&kernels.lock);
+    return status;
+}
+
+/* --- launching ------------------------------------------------------------------------------------------------------------- */
+
+/* Launches `blocks` blocks. The driver copies the arguments before it returns. */
+static zs_status launch_grid(int kernel, int64_t blocks, void *args, void *stream)
+{
+    void *parameters[] = {args};
+    ZS_TRY(zs_cuda_alive_at(__FILE__, __LINE__));
+    zs_cu_result result =
+        zs_cuda_table()->cuLaunchKernel((zs_cu_function)kernels.of[kernel], (unsigned)blocks, 1, 1, ZS_CUDA_BLOCK, 1, 1,
+                                        0, (zs_cu_stream)stream, parameters, NULL);
+    if (result == ZS_CU_SUCCESS && kernels.sync) result = zs_cuda_table()->cuStreamSynchronize((zs_cu_stream)stream);
+    return zs_cuda_check_at(__FILE__, __LINE__, kernels.name[kernel], result);
+}
+
+/* Launches `kernel` with a thread for each pack of the cut, or for each element that is in none, as far as the GPU has room. */
+static zs_status launch(int kernel, const zs_cuda_cut *cut, int64_t pack, void *args, void *stream)
+{
+    ZS_TRY(zs_cuda_kernels_load());
+    int64_t single = cut->numel - cut->packs * pack;
+    int64_t threads = cut->packs > single ? cut->packs : single;
+    int64_t blocks = (threads + ZS_CUDA_BLOCK - 1) / ZS_CUDA_BLOCK;
+    return launch_grid(kernel, blocks < kernels.blocks ? blocks : kernels.blocks, args, stream);
+}
+
+/* An array that takes part; NULL ones do not. */
+typedef struct array {
+    const void *at;
+    size_t item; /* bytes in an element */
+} array;
+
+static bool aligned_at(const array *one, int64_t element)
+{
+    return one->at == NULL || ((uintptr_t)one->at + (size_t)element * one->item) % ZS_CUDA_QUAD == 0;
+}
+
+/* Cuts `numel` elements so that packs of `pack` lie on a multiple of ZS_CUDA_QUAD in all arrays; if that cannot be, none. */
+static zs_cuda_cut cut_of(const array *arrays, int n, int64_t numel, int64_t pack)
+{
+    for (int64_t head = 0; head < pack && head + pack <= numel; head++) {
+        bool all = true;
+        for (int i = 0; all && i < n; i++)
+            all = aligned_at(&arrays[i], head);
+        if (all) return (zs_cuda_cut){.numel = numel, .head = head, .packs = (numel - head) / pack};
+    }
+    return (zs_cuda_cut){.numel = numel, .head = numel, .packs = 0};
+}
+
+/* --- sums ------------------------------------------------------------------------------------------------------------------ */
+
+/* Where the sources lie at equal distances, says so; ZS_ERR_UNSUPPORTED where they do not. */
+static zs_status find_stride(const zs_sum *sum, zs_cuda_sum_args *args)
+{
+    const char *const *src = (const char *const *)sum->src;
+    args->base = src[0];
+    args->stride = src[0] != NULL && src[1] != NULL ? (intptr_t)src[1] - (intptr_t)src[0] : 0;
+    for (int r = 0; r < sum->world; r++) {
+        bool there = src[r] != NULL && (intptr_t)src[r] - (intptr_t)src[0] == r * args->stride;
+        if (!there)
+            return ZS_FAIL(
+                ZS_ERR_UNSUPPORTED,
+                "a sum of %d sources on a GPU: more than %d have to lie at equal distances, and rank %d's does "
+                "not",
+                sum->world, ZS_CUDA_SOURCES, r);
+    }
+    return ZS_OK;
+}
+
+zs_status zs_cuda_sum(const zs_sum *sum, void *stream)
+{
+    if (sum->numel <= 0) return ZS_OK;
+    zs_cuda_sum_args args = {.dst = sum->dst, .scale = sum->scale, .world = sum->world, .accumulate = sum->accumulate};
+    array arrays[1 + ZS_CUDA_SOURCES] = {{sum->dst, zs_dtype_size(sum->to)}};
+    size_t item = zs_dtype_size(sum->dtype);
+    int n = 1;
+    if (sum->world <= ZS_CUDA_SOURCES) {
+        for (int r = 0; r < sum->world; r++)
+            arrays[n++] = (array){args.src[r] = sum->src[r], item};
+    } else {
+        ZS_TRY(find_stride(sum, &args));
+        arrays[n++] = (array){args.base, item};
+        arrays[n++] = (array){(const char *)args.base + args.stride, item};
+    }
+    args.cut = cut_of(arrays, n, sum->numel, ZS_CUDA_PACK);
+    return launch(SUM + DTYPES * (int)sum->to + (int)sum->dtype, &args.cut, ZS_CUDA_PACK, &args, stream);
+}
+
+/* --- casts, scaling, comparing ------------------------------------------------------------------------------------------- */
+
+zs_status zs_cuda_cast(const zs_cuda_cast_job *job, void *stream)
+{
+    if (job->numel <= 0) return ZS_OK;
+    zs_cuda_cast_args args = {.dst = job->dst, .src = job->src, .add = job->add};
+    const array arrays[] = {{job->dst, zs_dtype_size(job->to)}, {job->src, zs_dtype_size(job->from)}};
+    args.cut = cut_of(arrays, 2, job->numel, ZS_CUDA_PACK);
+    return launch(CAST + DTYPES * (int)job->to + (int)job->from, &args.cut, ZS_CUDA_PACK, &args, stream);
+}
+
+zs_status zs_cuda_scale(const zs_cuda_scale_job *job, void *stream)
+{
+    if (job->numel <= 0) return ZS_OK;
+    zs_cuda_scale_args args = {.x = job->x, .device_factor = job->device_factor, .factor = job->factor};
+    const array arrays[] = {{job->x, zs_dtype_size(job->dtype)}};
+    args.cut = cut_of(arrays, 1, job->numel, ZS_CUDA_PACK);
+    return launch(SCALE + (int)job->dtype, &args.cut, ZS_CUDA_PACK, &args, stream);
+}
+
+zs_status zs_cuda_differs(const void *a, const void *b, size_t bytes, uint32_t *flag, void *stream)
+{
+    if (bytes == 0) return ZS_OK;
+    zs_cuda_differs_args args = {.a = a, .b = b, .flag = flag};
+    const array arrays[] = {{a, 1}, {b, 1}};
+    args.cut = cut_of(arrays, 2, (int64_t)bytes, ZS_CUDA_QUAD);
+    return launch(DIFFERS, &args.cut, ZS_CUDA_QUAD, &args, stream);
+}
+
+/* --- norms ------------------------------------------------------------------------------------------------------------------- */
+
+static zs_status kind_of(double p, uint32_t *kind)
+{
+    if (p != 1 && p != 2 && !isinf(p)) return ZS_FAIL(ZS_ERR_VALUE, "norms are taken for p = 1, 2 or inf, not %g", p);
+    *kind = isinf(p) ? ZS_CUDA_MAX : p == 1 ? ZS_CUDA_ABS : ZS_CUDA_SQUARE;
+    return ZS_OK;
+}
+
+/* One level of adding up: `n_out` doubles from `n_in`. */
+static zs_status fold(zs_cuda_fold_args args, void *stream)
+{
+    int64_t blocks = (args.n_out + ZS_CUDA_BLOCK - 1) / ZS_CUDA_BLOCK;
+    return launch_grid(FOLD, blocks, &args, stream);
+}
+
+/* An array without elements has the norm 0. */
+static zs_status no_norm(double *result, void *stream)
+{
+    return ZS_CU(cuMemsetD8Async, (zs_cu_ptr)(uintptr_t)result, 0, sizeof *result, (zs_cu_stream)stream);
+}
+
+zs_status zs_cuda_norm(const zs_cuda_norm_job *job, void *stream)
+{
+    zs_cuda_norm_args args = {.x = job->x, .partial = job->scratch, .numel = job->numel};
+    ZS_TRY(kind_of(job->p, &args.kind));
+    ZS_TRY(zs_cuda_kernels_load());
+    if (job->numel <= 0) return no_norm(job->result, stream);
+    args.aligned = (uintptr_t)job->x % ZS_CUDA_QUAD == 0;
+    int64_t threads = (job->numel + NORM_EACH - 1) / NORM_EACH;
+    threads = threads < NORM_THREADS ? threads : NORM_THREADS;
+    int64_t blocks = (threads + ZS_CUDA_BLOCK - 1) / ZS_CUDA_BLOCK;
+    ZS_TRY(launch_grid(NORM + (int)job->dtype, blocks, &args, stream));
+
+    zs_cuda_fold_args level = {.in = job->scratch, .n_in = blocks * ZS_CUDA_BLOCK, .kind = args.kind};
+    double *room = job->scratch + level.n_in;
+    for (; level.n_in > 1; level.n_in = level.n_out) {
+        level.n_out = (level.n_in + FOLD_BY - 1) / FOLD_BY;
+        level.out = level.n_out > 1 ? room : job->result;
+        ZS_TRY(fold(level, stream));
+        level.in = level.out;
+        room += level.n_out;
+    }
+    return ZS_OK;
+}
+
+zs_status zs_cuda_norm_join(const double *values, int64_t n, double p, double *result, void *stream)
+{
+    zs_cuda_fold_args args = {.in = values, .out = result, .n_in = n, .n_out = 1};
+    ZS_TRY(kind_of(p, &args.kind));
+    ZS_TRY(zs_cuda_kernels_load());
+    return n > 0 ? fold(args, stream) : no_norm(result, stream);
+}
+
+/* --- optimizers -------------------------------------------------------------------------------------------------------------- */
+
+/* Elements [from, to) of the job's run, whose numbers have the same upper half. */
+static zs_status update_piece(const zs_cuda_update_job *job, int64_t from, int64_t to, void *stream)
+{
+    const zs_run *run = job->run;
+    const zs_constants *k = run->constants;
+    const size_t item = zs_dtype_size(run->dtype);
+    const int states = job->rule == ZS_RULE_ADAM ? 2 + job->full : job->full;
+    const uint64_t number = run->number + (uint64_t)from;
+    zs_cuda_update_args args = {.grad_factor = job->grad_factor, .found_inf = job->found_inf};
+    args.number = (uint32_t)number;
+    args.param = (char *)run->param + (size_t)from * item;
+    args.grad = (const char *)run->grad + (size_t)from * item;
+    array arrays[3 + ZS_OPTIM_STATES] = {{args.param, item}, {args.grad, item}};
+    for (int s = 0; s < states; s++)
+        arrays[2 + s] = (array){args.state[s] = (char *)run->state[s] + (size_t)from * item, item};
+    if (job->low != NULL) {
+        args.low = (char *)job->low + (size_t)from * zs_dtype_size(job->low_dtype);
+        args.low_kind = job->low_dtype == ZS_BF16 ? ZS_CUDA_LOW_BF16 : ZS_CUDA_LOW_F16;
+    }
+    arrays[2 + states] = (array){args.low, zs_dtype_size(job->low_dtype)};
+    args.cut = cut_of(arrays, 3 + states, to - from, ZS_CUDA_PACK);
+    if (run->dithered) args.dither = zs_dither_at(k->seed, k->round, (uint32_t)(number >> 32));
+    bool wide = run->dtype == ZS_F64;
+    if (job->rule == ZS_RULE_ADAM && wide) args.rule.adam_f64 = k->adam_f64;
+    if (job->rule == ZS_RULE_ADAM && !wide) args.rule.adam_f32 = k->adam_f32;
+    if (job->rule == ZS_RULE_SGD && wide) args.rule.sgd_f64 = k->sgd_f64;
+    if (job->rule == ZS_RULE_SGD && !wide) args.rule.sgd_f32 = k->sgd_f32;
+    int kind = run->dithered ? (int)DITHERED : (int)run->dtype;
+    int kernel = STEP + KINDS * (2 * (int)job->rule + job->full) + kind;
+    return launch(kernel, &args.cut, ZS_CUDA_PACK, &args, stream);
+}
+
+zs_status zs_cuda_update(const zs_cuda_update_job *job, void *stream)
+{
+    const zs_run *run = job->run;
+    for (int64_t from = 0; from < run->numel;) {
+        uint64_t left =
+            (UINT64_C(1) << 32) - (uint32_t)(run->number + (uint64_t)from); /* before the upper half changes */
+        int64_t to = run->dithered && left < (uint64_t)(run->numel - from) ? from + (int64_t)left : run->numel;
+        ZS_TRY(update_piece(job, from, to, stream));
+        from = to;
+    }
+    return ZS_OK;
+}

@@ -1,0 +1,157 @@
+/* kernel.cuh - what all kernels are made of: number types, packs of elements, and the walk over flat memory.
+ *
+ * The one idea: a kernel's body is written once, for N elements at a place; `over` runs it with N = a pack, whose loads and
+ * stores are 16 bytes wide, wherever all arrays are aligned together, and with N = 1 at the edges. Nothing here talks to
+ * other threads, so the tests run the same lines on the CPU, a thread of the grid after the other: they define ZS_KERNEL
+ * themselves (tests/c/fake_device.hpp).
+ */
+#ifndef ZS_KERNEL_CUH
+#define ZS_KERNEL_CUH
+
+#include "cuda_args.h"
+
+#ifndef ZS_KERNEL
+/* Head of a kernel that has at least `blocks` blocks on a multiprocessor at a time, which bounds its registers. */
+#define ZS_KERNEL(name, Args, blocks) \
+    extern "C" __global__ void __launch_bounds__(ZS_CUDA_BLOCK, blocks) name(const __grid_constant__ Args args)
+#endif
+#define ZS_DEVICE __device__ __forceinline__
+
+namespace zs {
+
+/* --- numbers: Word in memory, computed as Real; BLOCKS on a multiprocessor leave it enough registers -------------------- */
+
+struct F32 { // float32
+    enum { BLOCKS = 4 };
+    using Word = float;
+    using Real = float;
+    ZS_DEVICE static float load(float word) { return word; }
+    ZS_DEVICE static float store(double value) { return static_cast<float>(value); }
+    ZS_DEVICE static float store(float value) { return value; }
+};
+
+struct F64 { // float64
+    enum { BLOCKS = 2 };
+    using Word = double;
+    using Real = double;
+    ZS_DEVICE static double load(double word) { return word; }
+    ZS_DEVICE static double store(double value) { return value; }
+};
+
+struct BF16 { // bfloat16
+    enum { BLOCKS = 4 };
+    using Word = zs_bf16;
+    using Real = float;
+    ZS_DEVICE static float load(zs_bf16 word) { return zs_from_bf16(word); }
+    ZS_DEVICE static zs_bf16 store(double value) { return zs_to_bf16(static_cast<float>(value)); }
+    ZS_DEVICE static zs_bf16 store(float value) { return zs_to_bf16(value); }
+};
+
+struct F16 { // float16
+    enum { BLOCKS = 3 };
+    using Word = zs_f16;
+    using Real = float;
+    ZS_DEVICE static float load(zs_f16 word) { return zs_from_f16(word); }
+    ZS_DEVICE static zs_f16 store(double value) { return zs_to_f16(static_cast<float>(value)); }
+    ZS_DEVICE static zs_f16 store(float value) { return zs_to_f16(value); }
+};
+
+/* The precision for two dtypes together: double if either is computed in it. */
+template <class A, class B> using Wider = decltype(typename A::Real() + typename B::Real());
+
+/* Blocks on a multiprocessor for kernels of two dtypes. */
+template <class A, class B> constexpr int blocks_of()
+{
+    return static_cast<int>(A::BLOCKS) < static_cast<int>(B::BLOCKS) ? A::BLOCKS : B::BLOCKS;
+}
+
+/* --- packs ------------------------------------------------------------------------------------------------------------------ */
+
+/* N elements next to one another, in registers. */
+template <class D, int N> struct Words {
+    typename D::Word at[N];
+};
+
+/* Which way a load or store goes. */
+enum class By {
+    CACHE,  // will be wanted again soon
+    STREAM, // passes once: first to be evicted
+    PEER,   // may have been written by another device or process: never out of this one's caches
+};
+
+/* 16 bytes from `from`. */
+template <By by> ZS_DEVICE uint4 load_quad(const uint4 *from)
+{
+    if constexpr (by == By::STREAM) return __ldcs(from);
+    if constexpr (by == By::PEER) return __ldcv(from);
+    return *from;
+}
+
+/* Elements [at, at + N) of `array`; N = 1, or a pack that is aligned to ZS_CUDA_QUAD bytes. */
+template <class D, int N, By by> ZS_DEVICE Words<D, N> load(const void *array, int64_t at)
+{
+    Words<D, N> words;
+    const typename D::Word *from = static_cast<const typename D::Word *>(array) + at;
+    if constexpr (N == 1) {
+        words.at[0] = *static_cast<const volatile typename D::Word *>(from);
+    } else {
+        const int each = ZS_CUDA_QUAD / static_cast<int>(sizeof(typename D::Word));
+#pragma unroll
+        for (int i = 0; i < N / each; i++) {
+            const uint4 quad = load_quad<by>(reinterpret_cast<const uint4 *>(from) + i);
+            memcpy(&words.at[i * each], &quad, sizeof quad);
+        }
+    }
+    return words;
+}
+
+/* Writes them there. */
+template <class D, int N, By by> ZS_DEVICE void store(void *array, int64_t at, const Words<D, N> &words)
+{
+    typename D::Word *to = static_cast<typename D::Word *>(array) + at;
+    if constexpr (N == 1) {
+        *to = words.at[0];
+    } else {
+        const int each = ZS_CUDA_QUAD / static_cast<int>(sizeof(typename D::Word));
+#pragma unroll
+        for (int i = 0; i < N / each; i++) {
+            uint4 quad;
+            memcpy(&quad, &words.at[i * each], sizeof quad);
+            uint4 *place = reinterpret_cast<uint4 *>(to) + i;
+            if constexpr (by == By::STREAM) {
+                __stcs(place, quad);
+            } else {
+                *place = quad;
+            }
+        }
+    }
+}
+
+/* --- the walk ---------------------------------------------------------------------------------------------------------------- */
+
+/* This thread's number in the grid. */
+ZS_DEVICE int64_t thread_number()
+{
+    return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+
+/* Threads in the grid. */
+ZS_DEVICE int64_t thread_count()
+{
+    return static_cast<int64_t>(gridDim.x) * blockDim.x;
+}
+
+/* Runs body.run<N>(at) over all elements, N = PACK in the middle of the cut and 1 at its ends. */
+template <int PACK, class Body> ZS_DEVICE void over(const zs_cuda_cut &cut, const Body &body)
+{
+    const int64_t first = thread_number(), step = thread_count();
+    for (int64_t i = first; i < cut.packs; i += step)
+        body.template run<PACK>(cut.head + i * PACK);
+    const int64_t packed = cut.packs * PACK;
+    for (int64_t i = first; i < cut.numel - packed; i += step)
+        body.template run<1>(i < cut.head ? i : i + packed);
+}
+
+} // namespace zs
+
+#endif

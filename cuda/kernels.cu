@@ -1,0 +1,8 @@
+/* kernels.cu - all kernels, in one image.
+ *
+ * The one idea: one image is loaded once and found by names, zs_<work>_<dtype>; cuda_kernels.c launches them.
+ */
+#include "cast.cuh"
+#include "norm.cuh"
+#include "sum.cuh"
+#include "update.cuh"

@@ -1,0 +1,174 @@
+/* update.cuh - the optimizers' loops: each rule of update.h for each dtype, over flat runs, in one pass.
+ *
+ * The one idea: memory is the limit, so all that a step does to an element happens while it is in registers: the gradient's
+ * factor (clipping, loss scale), the rule, the rounding, and the copy that the next gather sends. The arithmetic is the CPU's
+ * (optim_cpu.c), from the same headers.
+ */
+#include "kernel.cuh"
+
+namespace zs {
+
+/* The rules of update.h by precision. */
+ZS_DEVICE const zs_adam_f32 &adam_of(const zs_cuda_update_args &args, float)
+{
+    return args.rule.adam_f32;
+}
+ZS_DEVICE const zs_adam_f64 &adam_of(const zs_cuda_update_args &args, double)
+{
+    return args.rule.adam_f64;
+}
+ZS_DEVICE const zs_sgd_f32 &sgd_of(const zs_cuda_update_args &args, float)
+{
+    return args.rule.sgd_f32;
+}
+ZS_DEVICE const zs_sgd_f64 &sgd_of(const zs_cuda_update_args &args, double)
+{
+    return args.rule.sgd_f64;
+}
+template <bool FULL> ZS_DEVICE void update(const zs_adam_f32 &k, zs_adam_cell_f32 &cell, float grad)
+{
+    zs_adam_update_f32(&k, &cell, grad, FULL, true);
+}
+template <bool FULL> ZS_DEVICE void update(const zs_adam_f64 &k, zs_adam_cell_f64 &cell, double grad)
+{
+    zs_adam_update_f64(&k, &cell, grad, FULL, true);
+}
+template <bool FULL> ZS_DEVICE void update(const zs_sgd_f32 &k, zs_sgd_cell_f32 &cell, float grad)
+{
+    zs_sgd_update_f32(&k, &cell, grad, FULL, true);
+}
+template <bool FULL> ZS_DEVICE void update(const zs_sgd_f64 &k, zs_sgd_cell_f64 &cell, double grad)
+{
+    zs_sgd_update_f64(&k, &cell, grad, FULL, true);
+}
+
+/* bfloat16 that is rounded at random when stored; everything else is rounded to nearest. */
+struct Dithered : BF16 {};
+
+template <class D> ZS_DEVICE typename D::Word put(typename D::Real value, uint32_t)
+{
+    return D::store(value);
+}
+template <> ZS_DEVICE zs_bf16 put<Dithered>(float value, uint32_t noise)
+{
+    return zs_to_bf16_dithered(value, noise);
+}
+
+/* Gradient, factor and copy: what all rules have in common. */
+template <class D> struct Step {
+    using Real = typename D::Real;
+    const zs_cuda_update_args &args;
+    Real factor;
+
+    /* Writes the copy of the new parameters. */
+    template <int N> ZS_DEVICE void copy_low(int64_t at, const Words<D, N> &param) const
+    {
+        if (args.low_kind == ZS_CUDA_LOW_NONE) return;
+        Words<BF16, N> low;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const float value = static_cast<float>(D::load(param.at[i]));
+            low.at[i] = args.low_kind == ZS_CUDA_LOW_BF16 ? zs_to_bf16(value) : zs_to_f16(value);
+        }
+        store<BF16, N, By::CACHE>(args.low, at, low);
+    }
+
+    ZS_DEVICE Real gradient(typename D::Word word) const
+    {
+        return args.grad_factor != nullptr ? D::load(word) * factor : D::load(word);
+    }
+
+    ZS_DEVICE zs_noise noise(int64_t at) const
+    {
+        return zs_noise_of(&args.dither, args.number + static_cast<uint32_t>(at));
+    }
+};
+
+template <class D, bool FULL> struct Adam : Step<D> {
+    template <int N> ZS_DEVICE void run(int64_t at) const
+    {
+        const zs_cuda_update_args &args = this->args;
+        const Words<D, N> grad = load<D, N, By::STREAM>(args.grad, at);
+        Words<D, N> param = load<D, N, By::STREAM>(args.param, at);
+        Words<D, N> first = load<D, N, By::STREAM>(args.state[0], at);
+        Words<D, N> second = load<D, N, By::STREAM>(args.state[1], at), max;
+        if constexpr (FULL) max = load<D, N, By::STREAM>(args.state[2], at);
+        const auto &k = adam_of(args, typename D::Real());
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            decltype(cell_of(k)) cell = {D::load(param.at[i]), D::load(first.at[i]), D::load(second.at[i]), 0};
+            if constexpr (FULL) cell.max_exp_avg_sq = D::load(max.at[i]);
+            update<FULL>(k, cell, this->gradient(grad.at[i]));
+            const zs_noise noise = this->noise(at + i);
+            param.at[i] = put<D>(cell.param, noise.of[0] >> 16);
+            first.at[i] = put<D>(cell.exp_avg, noise.of[0] & 0xffffu);
+            second.at[i] = put<D>(cell.exp_avg_sq, noise.of[1] >> 16);
+            if constexpr (FULL) max.at[i] = put<D>(cell.max_exp_avg_sq, noise.of[1] & 0xffffu);
+        }
+        store<D, N, By::STREAM>(args.param, at, param);
+        store<D, N, By::STREAM>(args.state[0], at, first);
+        store<D, N, By::STREAM>(args.state[1], at, second);
+        if constexpr (FULL) store<D, N, By::STREAM>(args.state[2], at, max);
+        this->template copy_low<N>(at, param);
+    }
+
+  private:
+    static zs_adam_cell_f32 cell_of(const zs_adam_f32 &);
+    static zs_adam_cell_f64 cell_of(const zs_adam_f64 &);
+};
+
+template <class D, bool FULL> struct Sgd : Step<D> {
+    template <int N> ZS_DEVICE void run(int64_t at) const
+    {
+        const zs_cuda_update_args &args = this->args;
+        const Words<D, N> grad = load<D, N, By::STREAM>(args.grad, at);
+        Words<D, N> param = load<D, N, By::STREAM>(args.param, at), buffer;
+        if constexpr (FULL) buffer = load<D, N, By::STREAM>(args.state[0], at);
+        const auto &k = sgd_of(args, typename D::Real());
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            decltype(cell_of(k)) cell = {D::load(param.at[i]), 0};
+            if constexpr (FULL) cell.buffer = D::load(buffer.at[i]);
+            update<FULL>(k, cell, this->gradient(grad.at[i]));
+            const zs_noise noise = this->noise(at + i);
+            param.at[i] = put<D>(cell.param, noise.of[0] >> 16);
+            if constexpr (FULL) buffer.at[i] = put<D>(cell.buffer, noise.of[0] & 0xffffu);
+        }
+        store<D, N, By::STREAM>(args.param, at, param);
+        if constexpr (FULL) store<D, N, By::STREAM>(args.state[0], at, buffer);
+        this->template copy_low<N>(at, param);
+    }
+
+  private:
+    static zs_sgd_cell_f32 cell_of(const zs_sgd_f32 &);
+    static zs_sgd_cell_f64 cell_of(const zs_sgd_f64 &);
+};
+
+template <class D, class Rule> ZS_DEVICE void step(const zs_cuda_update_args &args)
+{
+    if (args.found_inf != nullptr && *args.found_inf != 0) return;
+    const float factor = args.grad_factor != nullptr ? *args.grad_factor : 1;
+    over<ZS_CUDA_PACK>(args.cut, Rule{{args, static_cast<typename D::Real>(factor)}});
+}
+
+} // namespace zs
+
+#define RULE(name, Rule, FULL, d, D, blocks)                       \
+    ZS_KERNEL(zs_step_##name##_##d, zs_cuda_update_args, (blocks)) \
+    {                                                              \
+        zs::step<zs::D, zs::Rule<zs::D, FULL>>(args);              \
+    }
+#define RULES(d, D)                                                                     \
+    RULE(adam, Adam, false, d, D, zs::D::BLOCKS)                                        \
+    RULE(amsgrad, Adam, true, d, D, zs::D::BLOCKS > 3 ? 3 : zs::D::BLOCKS) /* sm_100 */ \
+    RULE(sgd, Sgd, false, d, D, zs::D::BLOCKS)                                          \
+    RULE(momentum, Sgd, true, d, D, zs::D::BLOCKS)
+
+RULES(f32, F32)
+RULES(f64, F64)
+RULES(bf16, BF16)
+RULES(f16, F16)
+RULES(dithered, Dithered)
+
+#undef RULE
+#undef RULES
