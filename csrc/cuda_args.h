@@ -106,6 +106,7 @@ typedef struct zs_cuda_update_args {
     } rule;
 } zs_cuda_update_args;
 
+/* No compiler may see another layout. */
 static_assert(sizeof(zs_cuda_cut) == 24, "layout");
 static_assert(sizeof(zs_cuda_sum_args) == 64 + 8 * ZS_CUDA_SOURCES, "layout");
 static_assert(sizeof(zs_cuda_cast_args) == 48, "layout");

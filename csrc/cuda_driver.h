@@ -10,7 +10,7 @@
 #include "cuda_api.h"
 #include "status.h"
 
-enum { ZS_CUDA_MAX_DEVICES = 64 };
+enum { ZS_CUDA_MAX_DEVICES = 64 }; /* devices of a process that zshard tells apart */
 
 /* What is known of the driver. */
 typedef struct zs_cuda_info {

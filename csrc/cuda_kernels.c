@@ -223,22 +223,22 @@ zs_status zs_cuda_sum(const zs_sum *sum, void *stream)
 
 /* --- casts, scaling, comparing ------------------------------------------------------------------------------------------- */
 
-zs_status zs_cuda_cast(const zs_cuda_cast_job *job, void *stream)
+zs_status zs_cuda_cast(const zs_cast *cast, bool add, void *stream)
 {
-    if (job->numel <= 0) return ZS_OK;
-    zs_cuda_cast_args args = {.dst = job->dst, .src = job->src, .add = job->add};
-    const array arrays[] = {{job->dst, zs_dtype_size(job->to)}, {job->src, zs_dtype_size(job->from)}};
-    args.cut = cut_of(arrays, 2, job->numel, ZS_CUDA_PACK);
-    return launch(CAST + DTYPES * (int)job->to + (int)job->from, &args.cut, ZS_CUDA_PACK, &args, stream);
+    if (cast->numel <= 0) return ZS_OK;
+    zs_cuda_cast_args args = {.dst = cast->dst, .src = cast->src, .add = add};
+    const array arrays[] = {{cast->dst, zs_dtype_size(cast->to)}, {cast->src, zs_dtype_size(cast->from)}};
+    args.cut = cut_of(arrays, 2, cast->numel, ZS_CUDA_PACK);
+    return launch(CAST + DTYPES * (int)cast->to + (int)cast->from, &args.cut, ZS_CUDA_PACK, &args, stream);
 }
 
-zs_status zs_cuda_scale(const zs_cuda_scale_job *job, void *stream)
+zs_status zs_cuda_scale(const zs_numbers *x, double factor, const float *device_factor, void *stream)
 {
-    if (job->numel <= 0) return ZS_OK;
-    zs_cuda_scale_args args = {.x = job->x, .device_factor = job->device_factor, .factor = job->factor};
-    const array arrays[] = {{job->x, zs_dtype_size(job->dtype)}};
-    args.cut = cut_of(arrays, 1, job->numel, ZS_CUDA_PACK);
-    return launch(SCALE + (int)job->dtype, &args.cut, ZS_CUDA_PACK, &args, stream);
+    if (x->numel <= 0) return ZS_OK;
+    zs_cuda_scale_args args = {.x = x->data, .device_factor = device_factor, .factor = factor};
+    const array arrays[] = {{x->data, zs_dtype_size(x->dtype)}};
+    args.cut = cut_of(arrays, 1, x->numel, ZS_CUDA_PACK);
+    return launch(SCALE + (int)x->dtype, &args.cut, ZS_CUDA_PACK, &args, stream);
 }
 
 zs_status zs_cuda_differs(const void *a, const void *b, size_t bytes, uint32_t *flag, void *stream)
@@ -274,15 +274,16 @@ static zs_status no_norm(double *result, void *stream)
 
 zs_status zs_cuda_norm(const zs_cuda_norm_job *job, void *stream)
 {
-    zs_cuda_norm_args args = {.x = job->x, .partial = job->scratch, .numel = job->numel};
+    const zs_numbers *x = &job->x;
+    zs_cuda_norm_args args = {.x = x->data, .partial = job->scratch, .numel = x->numel};
     ZS_TRY(kind_of(job->p, &args.kind));
     ZS_TRY(zs_cuda_kernels_load());
-    if (job->numel <= 0) return no_norm(job->result, stream);
-    args.aligned = (uintptr_t)job->x % ZS_CUDA_QUAD == 0;
-    int64_t threads = (job->numel + NORM_EACH - 1) / NORM_EACH;
+    if (x->numel <= 0) return no_norm(job->result, stream);
+    args.aligned = (uintptr_t)x->data % ZS_CUDA_QUAD == 0;
+    int64_t threads = (x->numel + NORM_EACH - 1) / NORM_EACH;
     threads = threads < NORM_THREADS ? threads : NORM_THREADS;
     int64_t blocks = (threads + ZS_CUDA_BLOCK - 1) / ZS_CUDA_BLOCK;
-    ZS_TRY(launch_grid(NORM + (int)job->dtype, blocks, &args, stream));
+    ZS_TRY(launch_grid(NORM + (int)x->dtype, blocks, &args, stream));
 
     zs_cuda_fold_args level = {.in = job->scratch, .n_in = blocks * ZS_CUDA_BLOCK, .kind = args.kind};
     double *room = job->scratch + level.n_in;

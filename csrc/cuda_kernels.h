@@ -24,38 +24,19 @@ zs_status zs_cuda_kernels_load(void);
  * mappings of other processes' and devices' memory. */
 zs_status zs_cuda_sum(const zs_sum *sum, void *stream);
 
-/* A cast: dst = src, or dst += src as torch adds (in the wider of the two precisions, rounded once). */
-typedef struct zs_cuda_cast_job {
-    void *dst;
-    const void *src;
-    zs_dtype to, from; /* not ZS_BYTES */
-    int64_t numel;
-    bool add;
-} zs_cuda_cast_job;
+/* zs_device_cast; with `add`, dst += src as torch adds: in the wider of the two precisions, rounded once. dst and src are the
+ * same range or do not overlap. */
+zs_status zs_cuda_cast(const zs_cast *cast, bool add, void *stream);
 
-/* zs_device_cast. dst and src are the same range or do not overlap. */
-zs_status zs_cuda_cast(const zs_cuda_cast_job *job, void *stream);
-
-/* Something to scale in place. */
-typedef struct zs_cuda_scale_job {
-    void *x;
-    int64_t numel;
-    zs_dtype dtype;
-    double factor;
-    const float *device_factor; /* not NULL: the factor is read there when the kernel runs */
-} zs_cuda_scale_job;
-
-/* zs_device_scale. */
-zs_status zs_cuda_scale(const zs_cuda_scale_job *job, void *stream);
+/* zs_device_scale. If `device_factor` is not NULL, the factor is what it holds when the kernel runs. */
+zs_status zs_cuda_scale(const zs_numbers *x, double factor, const float *device_factor, void *stream);
 
 /* Doubles that a norm needs for its partial sums. */
 enum { ZS_CUDA_NORM_SCRATCH = (1 << 17) + (1 << 11) + (1 << 5) };
 
-/* Something to take a norm of. */
+/* A norm to take. */
 typedef struct zs_cuda_norm_job {
-    const void *x;
-    int64_t numel;
-    zs_dtype dtype;
+    zs_numbers x;
     double p;        /* 1, 2 or infinity */
     double *result;  /* gets the sum of |x|^p, or the maximum of |x| */
     double *scratch; /* ZS_CUDA_NORM_SCRATCH doubles; may be used again by the next job on the stream */

@@ -7,6 +7,7 @@
 
 namespace zs {
 
+/* One cast. */
 template <class From, class To> struct Cast {
     using Real = Wider<From, To>;
     const zs_cuda_cast_args &args;
@@ -25,6 +26,7 @@ template <class From, class To> struct Cast {
     }
 };
 
+/* One scaling, by a factor that is known now. */
 template <class D> struct Scale {
     using Real = typename D::Real;
     const zs_cuda_scale_args &args;
@@ -40,6 +42,7 @@ template <class D> struct Scale {
     }
 };
 
+/* Finds the factor, then scales. */
 template <class D> ZS_DEVICE void scale(const zs_cuda_scale_args &args)
 {
     using Real = typename D::Real;

@@ -20,6 +20,7 @@ ZS_DEVICE double measure(uint32_t kind, double value)
     return kind == ZS_CUDA_SQUARE ? value * value : fabs(value);
 }
 
+/* What this thread's elements come to. They follow from the length alone: packs are not cut to be aligned here. */
 template <class D> ZS_DEVICE void norm(const zs_cuda_norm_args &args)
 {
     const int64_t step = thread_count() * ZS_CUDA_PACK;
@@ -68,6 +69,7 @@ struct Differs {
         zs::norm<zs::D>(args);                   \
     }
 
+/* By dtype. */
 NORM(f32, F32)
 NORM(f64, F64)
 NORM(bf16, BF16)
@@ -75,6 +77,7 @@ NORM(f16, F16)
 
 #undef NORM
 
+/* Adds up one level. */
 ZS_KERNEL(zs_fold, zs_cuda_fold_args, 4)
 {
     const int64_t at = zs::thread_number();
@@ -86,6 +89,7 @@ ZS_KERNEL(zs_fold, zs_cuda_fold_args, 4)
     args.out[at] = total;
 }
 
+/* Compares bytes. */
 ZS_KERNEL(zs_differs, zs_cuda_differs_args, 4)
 {
     zs::over<ZS_CUDA_QUAD>(args.cut, zs::Differs{args});

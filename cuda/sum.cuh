@@ -7,6 +7,7 @@
 
 namespace zs {
 
+/* The sum of all sources. */
 template <class From, class To> struct Sum {
     using Real = Wider<From, To>;
     enum { TOGETHER = 2 }; // sources whose loads are under way at a time

@@ -45,10 +45,12 @@ template <bool FULL> ZS_DEVICE void update(const zs_sgd_f64 &k, zs_sgd_cell_f64 
 /* bfloat16 that is rounded at random when stored; everything else is rounded to nearest. */
 struct Dithered : BF16 {};
 
+/* Rounds a result, given 16 random bits. */
 template <class D> ZS_DEVICE typename D::Word put(typename D::Real value, uint32_t)
 {
     return D::store(value);
 }
+/* At random. */
 template <> ZS_DEVICE zs_bf16 put<Dithered>(float value, uint32_t noise)
 {
     return zs_to_bf16_dithered(value, noise);
@@ -84,6 +86,7 @@ template <class D> struct Step {
     }
 };
 
+/* Adam and AdamW; FULL: with amsgrad. */
 template <class D, bool FULL> struct Adam : Step<D> {
     template <int N> ZS_DEVICE void run(int64_t at) const
     {
@@ -117,6 +120,7 @@ template <class D, bool FULL> struct Adam : Step<D> {
     static zs_adam_cell_f64 cell_of(const zs_adam_f64 &);
 };
 
+/* SGD; FULL: with momentum. */
 template <class D, bool FULL> struct Sgd : Step<D> {
     template <int N> ZS_DEVICE void run(int64_t at) const
     {
@@ -144,6 +148,7 @@ template <class D, bool FULL> struct Sgd : Step<D> {
     static zs_sgd_cell_f64 cell_of(const zs_sgd_f64 &);
 };
 
+/* Looks whether there is anything to do, and does it. */
 template <class D, class Rule> ZS_DEVICE void step(const zs_cuda_update_args &args)
 {
     if (args.found_inf != nullptr && *args.found_inf != 0) return;
