@@ -118,6 +118,7 @@ enum {
     X(cuMemHostRegister, 6050, (void *, size_t, unsigned int))                                                    \
     X(cuMemHostUnregister, 4000, (void *))                                                                        \
     X(cuPointerGetAttribute, 4000, (void *, zs_cu_pointer_attribute, zs_cu_ptr))                                  \
+    X(cuMemcpyAsync, 4000, (zs_cu_ptr, zs_cu_ptr, size_t, zs_cu_stream))                                          \
     X(cuMemcpyDtoDAsync, 3020, (zs_cu_ptr, zs_cu_ptr, size_t, zs_cu_stream))                                      \
     X(cuMemcpyHtoDAsync, 3020, (zs_cu_ptr, const void *, size_t, zs_cu_stream))                                   \
     X(cuMemcpyDtoHAsync, 3020, (void *, zs_cu_ptr, size_t, zs_cu_stream))                                         \

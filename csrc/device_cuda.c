@@ -1,0 +1,312 @@
+/* device_cuda.c - see device_cuda.h. */
+#include "device_cuda.h"
+
+#include "cuda_driver.h"
+#include "cuda_kernels.h"
+#include "torch_cuda.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+typedef struct cuda_device {
+    zs_device base; /* first */
+    int index;
+    bool on_host;
+    zs_cu_stream streams[ZS_LANES]; /* [ZS_LANE_COMPUTE]: not used */
+    zs_cu_event forks[ZS_LANES], joins[ZS_LANES];
+    pthread_mutex_t lock; /* of what follows */
+    double *scratch;      /* device memory for norms: ZS_CUDA_NORM_SCRATCH, and the result; NULL: not yet */
+    double *number;       /* pinned host memory for what comes back */
+} cuda_device;
+
+static cuda_device *of(const zs_device *device)
+{
+    return (cuda_device *)(uintptr_t)device;
+}
+
+/* --- lanes ---------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_device_cuda_stream(const zs_device *device, zs_lane lane, zs_cu_stream *out)
+{
+    const cuda_device *self = of(device);
+    void *current = NULL;
+    ZS_TRY(zs_cuda_enter(self->index));
+    if (lane == ZS_LANE_COMPUTE && !self->on_host) ZS_TRY(zs_torch_cuda_stream(self->index, &current));
+    *out = lane == ZS_LANE_COMPUTE ? current : self->streams[lane];
+    return ZS_OK;
+}
+
+zs_status zs_device_cuda_event_new(const zs_device *device, zs_cu_event *out)
+{
+    ZS_TRY(zs_cuda_enter(of(device)->index));
+    return ZS_CU(cuEventCreate, out, ZS_CU_EVENT_DISABLE_TIMING);
+}
+
+void zs_device_cuda_event_free(zs_cu_event event)
+{
+    if (event != NULL) ZS_CU_FREE(cuEventDestroy, event);
+}
+
+zs_status zs_device_cuda_record(const zs_device *device, zs_lane lane, zs_cu_event event)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
+    return ZS_CU(cuEventRecord, event, stream);
+}
+
+zs_status zs_device_cuda_await(const zs_device *device, zs_lane lane, zs_cu_event event)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
+    return ZS_CU(cuStreamWaitEvent, stream, event, 0);
+}
+
+/* A wait is for what the event stands for when it is queued, so one event for each direction can be recorded again at once. */
+static zs_status cuda_fork(const zs_device *device, zs_lane lane)
+{
+    ZS_TRY(zs_device_cuda_record(device, ZS_LANE_COMPUTE, of(device)->forks[lane]));
+    return zs_device_cuda_await(device, lane, of(device)->forks[lane]);
+}
+
+static zs_status cuda_join(const zs_device *device, zs_lane lane)
+{
+    ZS_TRY(zs_device_cuda_record(device, lane, of(device)->joins[lane]));
+    return zs_device_cuda_await(device, ZS_LANE_COMPUTE, of(device)->joins[lane]);
+}
+
+static zs_status cuda_wait(const zs_device *device)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    return ZS_CU(cuStreamSynchronize, stream);
+}
+
+/* --- memory --------------------------------------------------------------------------------------------------------- */
+
+/* Memory goes back in the order of the compute lane: what other lanes still do with it comes first. */
+static void join_all(const zs_device *device)
+{
+    for (zs_lane lane = ZS_LANE_COMPUTE + 1; lane < ZS_LANES; lane++)
+        (void)cuda_join(device, lane);
+    zs_clear_error(); /* the process may be ending */
+}
+
+static void free_torch(zs_mem *mem)
+{
+    join_all(mem->device);
+    zs_torch_cuda_free(mem->owner);
+}
+
+static void free_apart(zs_mem *mem)
+{
+    join_all(mem->device);
+    ZS_CU_FREE(cuMemFree, (zs_cu_ptr)(uintptr_t)mem->ptr); /* waits for the GPU */
+}
+
+/* Has a block made for memory that has just been taken; zeroes it. */
+static zs_status wrap(const zs_device *device, zs_mem taken, zs_mem **out)
+{
+    zs_mem *mem = NULL;
+    zs_status status = zs_mem_wrap(taken.ptr, taken.bytes, taken.destroy, taken.owner, &mem);
+    if (status != ZS_OK) {
+        taken.destroy(&taken);
+        return status;
+    }
+    mem->device = device;
+    status = zs_device_zero(device, ZS_LANE_COMPUTE, mem->ptr, mem->bytes);
+    if (status == ZS_OK)
+        *out = mem;
+    else
+        zs_mem_release(mem);
+    return status;
+}
+
+zs_status zs_device_cuda_mem_new_apart(const zs_device *device, size_t bytes, zs_mem **out)
+{
+    zs_cu_ptr ptr = 0;
+    zs_mem taken = {.bytes = bytes > 0 ? bytes : 1, .destroy = free_apart, .device = device};
+    ZS_TRY(zs_cuda_enter(of(device)->index));
+    ZS_TRY(ZS_CU(cuMemAlloc, &ptr, taken.bytes));
+    taken.ptr = (void *)(uintptr_t)ptr; /* NOLINT: an address of the device */
+    zs_mem_count_mapping();
+    return wrap(device, taken, out);
+}
+
+static zs_status cuda_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
+{
+    if (of(device)->on_host) return zs_device_cuda_mem_new_apart(device, bytes, out);
+    zs_mem taken = {.bytes = bytes > 0 ? bytes : 1, .destroy = free_torch, .device = device};
+    ZS_TRY(zs_torch_cuda_alloc(of(device)->index, taken.bytes, &taken.ptr, &taken.owner));
+    zs_mem_count_mapping();
+    return wrap(device, taken, out);
+}
+
+static zs_cu_ptr address(const void *ptr)
+{
+    return (zs_cu_ptr)(uintptr_t)ptr;
+}
+
+static zs_status cuda_copy(const zs_device *device, zs_lane lane, void *dst, const void *src, size_t bytes)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
+    return ZS_CU(cuMemcpyAsync, address(dst), address(src), bytes, stream);
+}
+
+static zs_status cuda_zero(const zs_device *device, zs_lane lane, void *dst, size_t bytes)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
+    return ZS_CU(cuMemsetD8Async, address(dst), 0, bytes, stream);
+}
+
+/* --- arithmetic ------------------------------------------------------------------------------------------------------ */
+
+static zs_status cuda_sum(const zs_device *device, zs_lane lane, const zs_sum *sum)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
+    return zs_cuda_sum(sum, stream);
+}
+
+static zs_status cuda_cast(const zs_device *device, zs_lane lane, const zs_cast *cast)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
+    return zs_cuda_cast(cast, false, stream);
+}
+
+static zs_status cuda_scale(const zs_device *device, zs_lane lane, const zs_numbers *x, double factor)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
+    return zs_cuda_scale(x, factor, NULL, stream);
+}
+
+static zs_status make_scratch(cuda_device *self)
+{
+    if (self->scratch != NULL) return ZS_OK;
+    zs_cu_ptr ptr = 0;
+    void *number = NULL;
+    ZS_TRY(ZS_CU(cuMemHostAlloc, &number, sizeof *self->number, ZS_CU_MEMHOSTALLOC_PORTABLE));
+    self->number = number; /* for as long as the process */
+    ZS_TRY(ZS_CU(cuMemAlloc, &ptr, (ZS_CUDA_NORM_SCRATCH + 1) * sizeof *self->scratch));
+    self->scratch = (double *)(uintptr_t)ptr; /* NOLINT */
+    return ZS_OK;
+}
+
+/* Brings one number of the scratch memory to the host. */
+static zs_status fetch(cuda_device *self, const double *from, zs_cu_stream stream)
+{
+    ZS_TRY(ZS_CU(cuMemcpyDtoHAsync, self->number, address(from), sizeof *from, stream));
+    return ZS_CU(cuStreamSynchronize, stream);
+}
+
+static zs_status norm_locked(cuda_device *self, const zs_numbers *x, double p, double *out)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(&self->base, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(make_scratch(self));
+    double *result = self->scratch + ZS_CUDA_NORM_SCRATCH;
+    zs_cuda_norm_job job = {*x, p, result, self->scratch};
+    ZS_TRY(zs_cuda_norm(&job, stream));
+    ZS_TRY(fetch(self, result, stream));
+    *out = *self->number;
+    return ZS_OK;
+}
+
+static zs_status cuda_norm(const zs_device *device, const zs_numbers *x, double p, double *out)
+{
+    cuda_device *self = of(device);
+    pthread_mutex_lock(&self->lock);
+    zs_status status = norm_locked(self, x, p, out);
+    pthread_mutex_unlock(&self->lock);
+    return status;
+}
+
+static zs_status same_locked(cuda_device *self, const void *a, const void *b, size_t bytes, bool *out)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(&self->base, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(make_scratch(self));
+    uint32_t *flag = (uint32_t *)(void *)self->scratch;
+    ZS_TRY(ZS_CU(cuMemsetD8Async, address(flag), 0, sizeof *self->scratch, stream));
+    ZS_TRY(zs_cuda_differs(a, b, bytes, flag, stream));
+    ZS_TRY(fetch(self, self->scratch, stream));
+    *out = *(const uint32_t *)(const void *)self->number == 0;
+    return ZS_OK;
+}
+
+static zs_status cuda_same(const zs_device *device, const void *a, const void *b, size_t bytes, bool *out)
+{
+    cuda_device *self = of(device);
+    pthread_mutex_lock(&self->lock);
+    zs_status status = same_locked(self, a, b, bytes, out);
+    pthread_mutex_unlock(&self->lock);
+    return status;
+}
+
+/* --- devices ----------------------------------------------------------------------------------------------------------- */
+
+static const zs_device_ops cuda_ops = {
+    .name = "cuda",
+    .queues = true,
+    .mem_new = cuda_mem_new,
+    .copy = cuda_copy,
+    .zero = cuda_zero,
+    .sum = cuda_sum,
+    .cast = cuda_cast,
+    .scale = cuda_scale,
+    .norm = cuda_norm,
+    .same = cuda_same,
+    .fork = cuda_fork,
+    .join = cuda_join,
+    .wait = cuda_wait,
+};
+
+/* Gathers are waited for first, so theirs is the higher priority; either comes before torch's usual streams. */
+static zs_status make_streams(cuda_device *self)
+{
+    int least = 0, greatest = 0;
+    ZS_TRY(ZS_CU(cuCtxGetStreamPriorityRange, &least, &greatest));
+    for (zs_lane lane = ZS_LANE_COMPUTE + 1; lane < ZS_LANES; lane++) {
+        int priority = lane == ZS_LANE_GATHER || greatest == least ? greatest : greatest + 1;
+        ZS_TRY(ZS_CU(cuStreamCreateWithPriority, &self->streams[lane], ZS_CU_STREAM_NON_BLOCKING, priority));
+        ZS_TRY(zs_device_cuda_event_new(&self->base, &self->forks[lane]));
+        ZS_TRY(zs_device_cuda_event_new(&self->base, &self->joins[lane]));
+    }
+    return ZS_OK;
+}
+
+static zs_status make_device(int index, bool on_host, cuda_device **out)
+{
+    ZS_TRY(zs_cuda_enter(index));
+    ZS_TRY(zs_cuda_kernels_load());
+    cuda_device *self = calloc(1, sizeof *self);
+    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a device");
+    self->base.ops = &cuda_ops;
+    self->base.where = on_host ? (zs_where){ZS_ON_CPU, 0} : (zs_where){ZS_ON_CUDA, index};
+    self->index = index;
+    self->on_host = on_host;
+    pthread_mutex_init(&self->lock, NULL);
+    zs_status status = make_streams(self);
+    if (status == ZS_OK)
+        *out = self;
+    else
+        free(self); /* with what it has: the driver is of no use */
+    return status;
+}
+
+zs_status zs_device_cuda(int index, bool on_host, const zs_device **out)
+{
+    static cuda_device *devices[ZS_CUDA_MAX_DEVICES][2];
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    if (index < 0 || index >= ZS_CUDA_MAX_DEVICES) return ZS_FAIL(ZS_ERR_VALUE, "there is no GPU number %d", index);
+    pthread_mutex_lock(&lock);
+    cuda_device *made = devices[index][on_host];
+    zs_status status = made == NULL ? make_device(index, on_host, &made) : ZS_OK;
+    if (status == ZS_OK) devices[index][on_host] = made;
+    pthread_mutex_unlock(&lock);
+    if (status == ZS_OK) *out = &made->base;
+    return status;
+}
