@@ -140,6 +140,7 @@ typedef struct zs_comm_ops {
 
     zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
     zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
+    zs_status (*broadcast_device)(zs_comm *, void *data, size_t bytes, int root); /* NULL where that is the same */
     void (*abort)(zs_comm *, const char *reason);
     void (*close)(zs_comm *);
     void (*destroy)(zs_comm *); /* called by the last zs_comm_release only */
@@ -206,7 +207,7 @@ void zs_comm_on_wait(bool (*interrupted)(void));
  * reserve: makes what rounds will have out at a time, as a plan has it; NULL where that is nothing.
  *
  * exchange: small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all
- *   ranks. broadcast: `data` of `root` to all.
+ *   ranks. broadcast: `data` of `root` to all; host memory. broadcast_device: memory of the device, in the compute lane.
  * abort: tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent.
  */
 
@@ -239,5 +240,13 @@ zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const
 
 /* Over the process group that torch registered under `group_name`; resolved in torch_c10d.cpp. */
 zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double timeout, zs_comm **out);
+
+/* --- GPUs ---------------------------------------------------------------------------------------------------------- */
+
+struct zs_mover;
+
+/* Flats and buckets on the mover's device; `mover` (mover.h) is taken over, whatever comes of it. `control` (which gets a
+ * reference) is a transport between the hosts of the same ranks, and goes on to be usable for itself. */
+zs_status zs_comm_gpu_new(zs_comm *control, struct zs_mover *mover, zs_comm **out);
 
 #endif

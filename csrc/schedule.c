@@ -18,7 +18,10 @@ static zs_status broadcast_buffers(zs_engine *engine)
         if (info.numel == 0) continue;
         if (!info.contiguous) return ZS_FAIL(ZS_ERR_UNSUPPORTED, "forward_sync_buffers needs contiguous buffers");
         ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
-        ZS_TRY(engine->ranks.all->ops->broadcast(engine->ranks.all, data, (size_t)info.numel * info.itemsize, 0));
+        size_t bytes = (size_t)info.numel * info.itemsize;
+        zs_comm *all = engine->ranks.all;
+        bool there = all->ops->broadcast_device != NULL && zs_same_where(info.where, all->device->where);
+        ZS_TRY((there ? all->ops->broadcast_device : all->ops->broadcast)(all, data, bytes, 0));
     }
     return ZS_OK;
 }

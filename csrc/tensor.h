@@ -200,6 +200,10 @@ zs_status zs_group_new(const char *name, zs_group **out);
 /* Frees it; NULL allowed. */
 void zs_group_free(zs_group *group);
 
+/* What the calls below are given is memory of `where`, which the process group must be able to move; the CPU's, unless this
+ * says otherwise. */
+void zs_group_on(zs_group *group, zs_where where);
+
 /* How long each of the calls below may take from now on. They fail with ZS_ERR_TIMEOUT after that, with ZS_ERR_PEER where a
  * rank has gone, else with ZS_ERR_TORCH; all with the process group's own words. */
 void zs_group_set_timeout(zs_group *group, double seconds);

@@ -19,6 +19,7 @@ extern "C" {
 struct zs_group {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     std::chrono::milliseconds timeout;
+    c10::Device device;
 };
 
 struct zs_work {
@@ -30,9 +31,12 @@ struct zs_work {
 
 namespace {
 
-at::Tensor bytes_at(const void *data, size_t bytes)
+at::Tensor bytes_at(const zs_group *group, const void *data, size_t bytes)
 {
-    return at::from_blob(const_cast<void *>(data), {static_cast<int64_t>(bytes)}, at::kByte);
+    const auto options = at::TensorOptions().dtype(at::kByte).device(group->device);
+    const auto numel = static_cast<int64_t>(bytes);
+    at::TensorMaker maker = at::for_blob(const_cast<void *>(data), numel);
+    return maker.options(options).target_device(group->device).make_tensor();
 }
 
 // Process groups have no error codes: the kind of a failure is in its words (gloo's, MPI's, the store's).
@@ -123,13 +127,19 @@ extern "C" {
 
 zs_status zs_group_new(const char *name, zs_group **out)
 {
-    return guarded("process group",
-                   [&] { *out = new zs_group{c10d::resolve_process_group(name), std::chrono::milliseconds(-1)}; });
+    return guarded("process group", [&] {
+        *out = new zs_group{c10d::resolve_process_group(name), std::chrono::milliseconds(-1), at::kCPU};
+    });
 }
 
 void zs_group_free(zs_group *group)
 {
     delete group;
+}
+
+void zs_group_on(zs_group *group, zs_where where)
+{
+    if (where.type == ZS_ON_CUDA) group->device = {at::kCUDA, static_cast<c10::DeviceIndex>(where.index)};
 }
 
 void zs_group_set_timeout(zs_group *group, double seconds)
@@ -141,17 +151,18 @@ void zs_group_set_timeout(zs_group *group, double seconds)
 zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world, zs_work **work)
 {
     size_t bytes = piece_bytes * static_cast<size_t>(world);
-    return start("all_to_all", group, {bytes_at(in, bytes), bytes_at(out, bytes)}, work, [&](auto &tensors) {
-        c10d::AllToAllOptions options;
-        options.timeout = group->timeout;
-        return all_to_all_bytes(*group->group, tensors[1], tensors[0], options);
-    });
+    return start("all_to_all", group, {bytes_at(group, in, bytes), bytes_at(group, out, bytes)}, work,
+                 [&](auto &tensors) {
+                     c10d::AllToAllOptions options;
+                     options.timeout = group->timeout;
+                     return all_to_all_bytes(*group->group, tensors[1], tensors[0], options);
+                 });
 }
 
 zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work)
 {
-    at::Tensor target = bytes_at(out, bytes * static_cast<size_t>(world));
-    return start("all_gather", group, {bytes_at(in, bytes), target}, work, [&](auto &tensors) {
+    at::Tensor target = bytes_at(group, out, bytes * static_cast<size_t>(world));
+    return start("all_gather", group, {bytes_at(group, in, bytes), target}, work, [&](auto &tensors) {
         c10d::AllgatherOptions options;
         options.timeout = group->timeout;
         return all_gather_bytes(*group->group, tensors[1], tensors[0], options);
@@ -160,7 +171,7 @@ zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t
 
 zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root, zs_work **work)
 {
-    return start("broadcast", group, {bytes_at(data, bytes)}, work, [&](auto &tensors) {
+    return start("broadcast", group, {bytes_at(group, data, bytes)}, work, [&](auto &tensors) {
         c10d::BroadcastOptions options;
         options.rootRank = root;
         options.timeout = group->timeout;

@@ -1,0 +1,311 @@
+/* comm_gpu.c - the transports for GPUs: a transport between the hosts, and a mover for what lies on the devices.
+ *
+ * The one idea: no host waits for a GPU, so hosts meet early, and what they find out (other bitmaps, another order, a peer
+ * that is gone) they find out as on the CPU, in the control transport's words. What moves on the devices must be asked for in
+ * one order on all ranks. Asking is checked when a session ends, before the script can wait for results that never come.
+ */
+#define _GNU_SOURCE /* strdup */
+#include "device_cuda.h"
+#include "gpu.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* --- failures ---------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
+{
+    if (comm->base.lost != NULL) return status;
+    comm->base.lost = strdup(zs_last_message());
+    comm->control->ops->abort(comm->control, zs_last_message());
+    comm->mover->ops->abort(comm->mover, zs_last_message());
+    return status;
+}
+
+zs_status zs_gpu_usable(zs_gpu_comm *comm)
+{
+    if (comm->base.lost != NULL)
+        return ZS_FAIL(ZS_ERR_STATE, "the ranks cannot go on since an earlier failure: %s", comm->base.lost);
+    if (comm->mover->ops->check == NULL) return ZS_OK;
+    zs_status status = comm->mover->ops->check(comm->mover);
+    return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
+}
+
+/* --- one order on all ranks ---------------------------------------------------------------------------------------------- */
+
+static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
+{
+    const unsigned char *at = data;
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ at[i]) * UINT64_C(0x100000001b3); /* FNV-1a */
+    return hash;
+}
+
+void zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes)
+{
+    zs_gpu_order *order = &comm->order;
+    order->count++;
+    order->hash = mix(order->hash, what, strlen(what) + 1);
+    order->hash = mix(order->hash, unit, strlen(unit) + 1);
+    order->hash = mix(order->hash, &bytes, sizeof bytes);
+    snprintf(order->last, sizeof order->last, "%s of unit '%.60s' (%zu bytes a rank)", what, unit, bytes);
+}
+
+/* Have all ranks asked for the same? Peers that have not would be waited for by a GPU, where no deadline is looked at. */
+static zs_status check_order(zs_gpu_comm *comm)
+{
+    int world = comm->base.world;
+    zs_gpu_order all[world];
+    ZS_TRY(comm->control->ops->exchange(comm->control, &comm->order, sizeof comm->order, all));
+    for (int r = 0; r < world; r++) {
+        if (all[r].hash == comm->order.hash && all[r].count == comm->order.count) continue;
+        zs_status status = ZS_FAIL(
+            ZS_ERR_DIVERGED,
+            "the ranks went different ways: rank %d has moved %llu times, last the %.111s, and rank %d %llu times, "
+            "last the %.111s; all ranks have to run the same modules in the same order",
+            comm->base.rank, (unsigned long long)comm->order.count, comm->order.last, r,
+            (unsigned long long)all[r].count, all[r].last);
+        return zs_gpu_fail(comm, status);
+    }
+    return ZS_OK;
+}
+
+static zs_status gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
+{
+    (void)reader;
+    (void)phase;
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    ZS_TRY(zs_gpu_usable(self));
+    return check_order(self);
+}
+
+/* --- events -------------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
+{
+    if (comm->n_idle == 0) return zs_device_cuda_event_new(comm->base.device, out);
+    *out = comm->idle[--comm->n_idle];
+    return ZS_OK;
+}
+
+void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event)
+{
+    if (event == NULL) return;
+    if (comm->n_idle == comm->idle_room) {
+        size_t room = 2 * comm->idle_room + 8;
+        zs_cu_event *grown = realloc(comm->idle, room * sizeof *grown);
+        if (grown == NULL) {
+            zs_device_cuda_event_free(event);
+            return;
+        }
+        comm->idle = grown;
+        comm->idle_room = room;
+    }
+    comm->idle[comm->n_idle++] = event;
+}
+
+/* --- flats and gathers ------------------------------------------------------------------------------------------------- */
+
+static zs_status gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
+{
+    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
+    out->shard = out->mem->ptr;
+    out->full = NULL;
+    out->shard_bytes = shard_bytes;
+    out->key = ((zs_gpu_comm *)comm)->flats++;
+    return ZS_OK;
+}
+
+/* A gather that is queued. */
+struct zs_gathering {
+    zs_cu_event done;
+    zs_mem *mem; /* counted reference */
+};
+
+static zs_status start_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, zs_target to, zs_gathering *gathering)
+{
+    const zs_device *device = comm->base.device;
+    ZS_TRY(zs_gpu_event_take(comm, &gathering->done));
+    ZS_TRY(zs_device_fork(device, ZS_LANE_GATHER)); /* behind the optimizer's step, and the slot's last use */
+    ZS_TRY(comm->mover->ops->gather(comm->mover, ZS_LANE_GATHER, flat->shard, to.full, flat->shard_bytes));
+    return zs_device_cuda_record(device, ZS_LANE_GATHER, gathering->done);
+}
+
+static zs_status gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
+                                  zs_gathering **out)
+{
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    ZS_TRY(zs_gpu_usable(self));
+    zs_gathering *made = calloc(1, sizeof *made);
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to gather unit '%s'", name);
+    zs_gpu_note(self, "parameters", name, flat->shard_bytes);
+    zs_status status = start_gather(self, flat, to, made);
+    if (status == ZS_OK) {
+        made->mem = zs_mem_retain(to.mem);
+        *out = made;
+        return ZS_OK;
+    }
+    zs_gpu_event_give(self, made->done);
+    free(made);
+    return zs_gpu_fail(self, status);
+}
+
+static zs_status gpu_gather_finish(zs_comm *comm, zs_gathering *gathering)
+{
+    zs_status status = zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, gathering->done);
+    zs_gpu_event_give((zs_gpu_comm *)comm, gathering->done);
+    zs_mem_release(gathering->mem);
+    free(gathering);
+    return status;
+}
+
+static size_t gpu_bytes(const zs_comm *comm)
+{
+    const zs_gpu_comm *self = (const zs_gpu_comm *)comm;
+    return self->areas != NULL ? zs_arena_bytes(self->areas) : 0;
+}
+
+static zs_status gpu_reserve(zs_comm *comm, const zs_arena *plan)
+{
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    if (self->areas == NULL) ZS_TRY(zs_arena_new(comm->device, &self->areas));
+    return zs_arena_cover(self->areas, plan);
+}
+
+/* --- between the hosts ----------------------------------------------------------------------------------------------------- */
+
+static zs_status gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
+{
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    ZS_TRY(zs_gpu_usable(self));
+    return self->control->ops->exchange(self->control, mine, bytes, all);
+}
+
+static zs_status gpu_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
+{
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    ZS_TRY(zs_gpu_usable(self));
+    return self->control->ops->broadcast(self->control, data, bytes, root);
+}
+
+static zs_status gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int root)
+{
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    ZS_TRY(zs_gpu_usable(self));
+    ZS_TRY(zs_check_root(comm, root));
+    zs_gpu_note(self, "buffer", "", bytes);
+    zs_status status = self->mover->ops->broadcast(self->mover, data, bytes, root);
+    return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
+}
+
+/* The peers' GPUs may wait for this one's already: there is no way on from here. */
+static zs_status gpu_give_up(zs_comm *comm)
+{
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    if (self->base.lost != NULL) return ZS_OK;
+    char words[200];
+    snprintf(words, sizeof words,
+             "rank %d gave up its backward (an exception there that was caught, most likely); on GPUs the others "
+             "cannot go on from that",
+             comm->rank);
+    self->base.lost = strdup(words);
+    self->control->ops->abort(self->control, words);
+    self->mover->ops->abort(self->mover, words);
+    return ZS_OK;
+}
+
+static void gpu_abort(zs_comm *comm, const char *reason)
+{
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    self->control->ops->abort(self->control, reason);
+    self->mover->ops->abort(self->mover, reason);
+}
+
+/* The control transport is closed by who has it. */
+static void gpu_close(zs_comm *comm)
+{
+    (void)comm;
+}
+
+static void gpu_destroy(zs_comm *comm)
+{
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    zs_arena_free(self->areas);
+    for (size_t i = 0; i < self->n_idle; i++)
+        zs_device_cuda_event_free(self->idle[i]);
+    if (self->mover != NULL) self->mover->ops->destroy(self->mover);
+    zs_comm_release(self->control);
+    free(self->idle);
+    free(self->base.lost);
+    free(self);
+}
+
+#define GPU_TABLE(table, title)                   \
+    const zs_comm_ops table = {                   \
+        .name = title,                            \
+        .shard_align = 64,                        \
+        .mapped = false,                          \
+        .lane = ZS_LANE_REDUCE,                   \
+        .flat_new = gpu_flat_new,                 \
+        .flat_free = zs_local_flat_free,          \
+        .gather_start = gpu_gather_start,         \
+        .gather_finish = gpu_gather_finish,       \
+        .bucket_new = zs_local_bucket_new,        \
+        .bucket_free = zs_local_bucket_free,      \
+        .cunit_new = zs_gpu_cunit_new,            \
+        .cunit_free = zs_gpu_cunit_free,          \
+        .post = zs_gpu_post,                      \
+        .collect = zs_gpu_collect,                \
+        .share = zs_gpu_share,                    \
+        .collect_shared = zs_gpu_collect_shared,  \
+        .release = zs_gpu_release,                \
+        .reusable = zs_gpu_reusable,              \
+        .reader_new = zs_local_reader_new,        \
+        .reader_free = zs_local_reader_free,      \
+        .read_begin = zs_local_read,              \
+        .read_end = gpu_read_end,                 \
+        .give_up = gpu_give_up,                   \
+        .bytes = gpu_bytes,                       \
+        .room = zs_gpu_room,                      \
+        .bucket_room = zs_local_bucket_room,      \
+        .reserve = gpu_reserve,                   \
+        .exchange = gpu_exchange,                 \
+        .broadcast = gpu_broadcast,               \
+        .broadcast_device = gpu_broadcast_device, \
+        .abort = gpu_abort,                       \
+        .close = gpu_close,                       \
+        .destroy = gpu_destroy,                   \
+    }
+
+GPU_TABLE(zs_nccl_ops, "nccl");
+GPU_TABLE(zs_peer_ops, "peer");
+GPU_TABLE(zs_c10d_gpu_ops, "c10d_gpu");
+
+static const zs_comm_ops *table_for(const zs_mover *mover)
+{
+    const zs_comm_ops *tables[] = {&zs_nccl_ops, &zs_peer_ops};
+    for (int i = 0; i < 2; i++)
+        if (strcmp(tables[i]->name, mover->ops->name) == 0) return tables[i];
+    return &zs_c10d_gpu_ops;
+}
+
+zs_status zs_comm_gpu_new(zs_comm *control, zs_mover *mover, zs_comm **out)
+{
+    zs_gpu_comm *self = calloc(1, sizeof *self);
+    if (self == NULL) {
+        mover->ops->destroy(mover);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a transport");
+    }
+    self->base.ops = table_for(mover);
+    self->base.rank = control->rank;
+    self->base.world = control->world;
+    self->base.device = mover->device;
+    self->base.timeout = control->timeout;
+    atomic_init(&self->base.refs, 1);
+    self->control = zs_comm_retain(control);
+    self->mover = mover;
+    *out = &self->base;
+    return ZS_OK;
+}

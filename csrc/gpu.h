@@ -1,0 +1,76 @@
+/* gpu.h - the inside of the transports for GPUs.
+ *
+ *   comm_gpu.c    the table, flats and gathers, small exchanges, the check of order
+ *   gpu_round.c   reducing
+ *   mover.h       what moves the bytes
+ */
+#ifndef ZS_GPU_H
+#define ZS_GPU_H
+
+#include "arena.h"
+#include "comm_local.h"
+#include "cuda_api.h"
+#include "mover.h"
+
+/* What ranks compare to know that they have asked their movers for the same things in the same order. */
+typedef struct zs_gpu_order {
+    uint64_t count; /* of moves */
+    uint64_t hash;  /* of what each was */
+    char last[112]; /* in words; cut off */
+} zs_gpu_order;
+
+typedef struct zs_gpu_comm {
+    zs_comm base;
+    zs_comm *control; /* between the hosts; counted reference */
+    zs_mover *mover;  /* owned */
+    uint64_t flats;   /* so many so far */
+    size_t living;    /* units that are not freed */
+    zs_arena *areas;  /* owned; what rounds receive into; NULL: none yet */
+    zs_gpu_order order;
+    zs_cu_event *idle; /* [n_idle] events that nobody uses; owned */
+    size_t n_idle, idle_room;
+} zs_gpu_comm;
+
+/* The transport's own state is good, and nothing has been found to be wrong meanwhile. */
+zs_status zs_gpu_usable(zs_gpu_comm *comm);
+
+/* Notes a move, before it is made. */
+void zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes);
+
+/* A move has failed: tells the peers why, stops the mover, and returns `status`. */
+zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
+
+/* An event, for order alone / gives it back. */
+zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out);
+void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event);
+
+/* --- gpu_round.c: units' part of the table, as comm.h has it ----------------------------------------------------------- */
+
+/* room: of the device's memory. */
+zs_room zs_gpu_room(const zs_cunit_spec *spec, int world);
+
+/* cunit_new. */
+zs_status zs_gpu_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);
+
+/* cunit_free. NULL allowed. */
+void zs_gpu_cunit_free(zs_comm *comm, zs_cunit *cunit);
+
+/* post: queues the move. */
+zs_status zs_gpu_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
+
+/* collect: waits for the peers' hosts, never for a GPU. */
+zs_status zs_gpu_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
+
+/* share. */
+zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit);
+
+/* collect_shared. */
+zs_status zs_gpu_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
+
+/* release. */
+zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit);
+
+/* reusable: at once, as the compute lane waits for what is still read. */
+zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
+
+#endif

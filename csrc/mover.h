@@ -1,0 +1,59 @@
+/* mover.h - what carries device memory from rank to rank: NCCL, torch's process group, or mappings of the peers' memory.
+ *
+ * The one idea: a transport for GPUs (comm_gpu.c) is two things. A transport between the ranks' hosts says who takes part, in
+ * which order, and who is gone; a mover only moves bytes, in lanes, in an order that all ranks have agreed on. So each way of
+ * moving is one small table.
+ *
+ * Rules: all ranks make the same calls in the same order. A call may return before anything has moved; what is queued in its
+ * lane afterwards comes after the move, on this rank. What is read has been queued in that lane before (or forked to it).
+ */
+#ifndef ZS_MOVER_H
+#define ZS_MOVER_H
+
+#include "comm.h"
+#include "device.h"
+
+typedef struct zs_mover zs_mover;
+
+/* Each rank's slices go to the ranks that sum them. */
+typedef struct zs_swap {
+    const char *name;           /* of the unit, for messages */
+    int n;                      /* flats */
+    size_t bytes[ZS_MAX_FLATS]; /* of a slice of each */
+    const char
+        *send[ZS_MAX_FLATS]; /* slice p of flat f is at send[f] + p * bytes[f]; NULL: this rank brings nothing, and what
+                                    * arrives from it is never looked at */
+    const int *part_of;      /* [world] which slice a rank gets */
+    char *receive;           /* rank r's slice of flat f arrives at receive + r * stride + at[f] */
+    size_t stride;           /* of all flats together */
+    const size_t *at;        /* [n] */
+    char *spare;             /* `stride` bytes to send where there is nothing to bring; NULL where there is */
+} zs_swap;
+
+typedef struct zs_mover_ops {
+    const char *name; /* "nccl", ... */
+    /* full[r * bytes ...] = shard of rank r, in `lane`. `shard` may be its own place in `full`. */
+    zs_status (*gather)(zs_mover *, zs_lane lane, const void *shard, char *full, size_t bytes);
+    /* In the reduce lane. */
+    zs_status (*swap)(zs_mover *, const zs_swap *);
+    /* `data` of `root` to all, in the compute lane. */
+    zs_status (*broadcast)(zs_mover *, void *data, size_t bytes, int root);
+    /* ZS_OK, or why nothing can be moved any more. NULL where nobody but the calls themselves can know. */
+    zs_status (*check)(zs_mover *);
+    /* What is under way ends, wherever it stands; every later call fails with `why`. */
+    void (*abort)(zs_mover *, const char *why);
+    void (*destroy)(zs_mover *);
+} zs_mover_ops;
+
+/* Head of every mover's own struct. */
+struct zs_mover {
+    const zs_mover_ops *ops;
+    const zs_device *device;
+    int rank, world;
+};
+
+/* Over the process group of torch that is registered under `group_name`: NCCL there, or anything that takes tensors of the
+ * device. The reference for the others, and for where they cannot be had. */
+zs_status zs_mover_c10d_new(const zs_comm *control, const zs_device *device, const char *group_name, zs_mover **out);
+
+#endif
