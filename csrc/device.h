@@ -51,6 +51,8 @@ typedef struct zs_numbers {
     zs_dtype dtype; /* not ZS_BYTES */
 } zs_numbers;
 
+struct zs_update_job; /* optim.h */
+
 typedef struct zs_device zs_device;
 
 typedef struct zs_device_ops {
@@ -64,7 +66,9 @@ typedef struct zs_device_ops {
     zs_status (*scale)(const zs_device *, zs_lane, const zs_numbers *, double factor);
     zs_status (*norm)(const zs_device *, const zs_numbers *, double p, double *out);
     zs_status (*same)(const zs_device *, const void *a, const void *b, size_t bytes, bool *out);
-    zs_status (*fork)(const zs_device *, zs_lane); /* this and the next two: NULL where nothing queues */
+    zs_status (*update)(const zs_device *,
+                        const struct zs_update_job *); /* this and the next: NULL where nothing queues */
+    zs_status (*fork)(const zs_device *, zs_lane);
     zs_status (*join)(const zs_device *, zs_lane);
     zs_status (*wait)(const zs_device *);
 } zs_device_ops;

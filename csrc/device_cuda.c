@@ -183,6 +183,14 @@ static zs_status cuda_scale(const zs_device *device, zs_lane lane, const zs_numb
     return zs_cuda_scale(x, factor, NULL, stream);
 }
 
+static zs_status cuda_update(const zs_device *device, const zs_update_job *job)
+{
+    zs_cu_stream stream;
+    zs_cuda_update_job on_gpu = {.rule = job->rule, .full = job->full, .run = job->run};
+    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    return zs_cuda_update(&on_gpu, stream);
+}
+
 static zs_status make_scratch(cuda_device *self)
 {
     if (self->scratch != NULL) return ZS_OK;
@@ -259,6 +267,7 @@ static const zs_device_ops cuda_ops = {
     .scale = cuda_scale,
     .norm = cuda_norm,
     .same = cuda_same,
+    .update = cuda_update,
     .fork = cuda_fork,
     .join = cuda_join,
     .wait = cuda_wait,

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "device.h"
+#include "device_cuda.h"
 #include "pager.h"
 
 /* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
@@ -31,10 +32,11 @@ struct zs_optim {
     int64_t n_members;
     zs_member *members;      /* [capacity] owned, with their handles */
     view *views;             /* [capacity] owned */
-    zs_run *runs;            /* [capacity] owned */
+    zs_run *runs;            /* [capacity] owned: of host memory */
+    zs_run *queued;          /* [capacity] owned: of devices that queue */
     int64_t *ends;           /* [capacity] owned: elements in runs[0..i] */
     zs_constants *constants; /* [capacity] owned; runs point into it */
-    int64_t n_runs;
+    int64_t n_runs, n_queued;
     int64_t n_constants;
     bool full;     /* amsgrad or momentum at this step */
     bool dithered; /* bfloat16 is rounded stochastically at this step */
@@ -51,7 +53,8 @@ zs_status zs_optim_new(zs_rule rule, int64_t capacity, zs_optim **out)
     plan->capacity = capacity;
     plan->members = calloc(n, sizeof *plan->members);
     plan->views = calloc(n, sizeof *plan->views);
-    plan->runs = calloc(n, sizeof *plan->runs);
+    plan->runs = calloc(2 * n, sizeof *plan->runs);
+    plan->queued = plan->runs + n;
     plan->ends = calloc(n, sizeof *plan->ends);
     plan->constants = calloc(n, sizeof *plan->constants);
     if (!plan->members || !plan->views || !plan->runs || !plan->ends || !plan->constants) {
@@ -102,17 +105,33 @@ static int states_needed(zs_rule rule, bool full)
     return full ? 1 : 0;
 }
 
-/* Is this plain memory that a loop can run over? Then also says where. */
-static zs_status find_memory(const zs_tensor *tensor, zs_dtype *dtype, int64_t *numel, void **data, bool *plain)
+/* Plain memory that a loop can run over. */
+typedef struct plain_memory {
+    zs_dtype dtype;
+    int64_t numel;
+    void *data;
+} plain_memory;
+
+/* Is this such memory, of `where`? Then also says which. */
+static zs_status find_memory(const zs_tensor *tensor, zs_where where, plain_memory *out, bool *plain)
 {
     zs_tensor_info info;
     ZS_TRY(zs_tensor_describe(tensor, &info));
-    *plain = info.where.type == ZS_ON_CPU && info.contiguous && info.dtype != ZS_BYTES;
-    *dtype = info.dtype;
-    *numel = info.numel;
-    *data = NULL;
+    *plain = zs_same_where(info.where, where) && info.contiguous && info.dtype != ZS_BYTES;
+    *out = (plain_memory){info.dtype, info.numel, NULL};
     if (!*plain || info.numel == 0) return ZS_OK; /* an empty shard has no bytes to find */
-    return zs_tensor_data(tensor, data);
+    return zs_tensor_data(tensor, &out->data);
+}
+
+zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_device **out)
+{
+    zs_tensor_info info;
+    ZS_TRY(zs_tensor_describe(tensor, &info));
+    const zs_mem *mem = info.strided ? zs_tensor_mem(tensor) : NULL;
+    *out = info.where.type == ZS_ON_CPU ? zs_device_cpu() : NULL;
+    if (mem != NULL) *out = zs_device_of(mem);
+    if (*out == NULL && info.where.type == ZS_ON_CUDA) return zs_device_cuda(info.where.index, false, out);
+    return ZS_OK;
 }
 
 static bool has_state(const zs_optim *plan, const zs_member *member)
@@ -127,19 +146,21 @@ static bool has_state(const zs_optim *plan, const zs_member *member)
 /* Finds the number of this step; FOREIGN where it is not one plain float or double. */
 static zs_status look_at_step(const zs_member *member, view *out)
 {
-    int64_t numel;
+    plain_memory found;
     bool plain;
-    ZS_TRY(find_memory(member->step, &out->step_dtype, &numel, &out->step_data, &plain));
-    if (!plain || numel != 1 || (out->step_dtype != ZS_F32 && out->step_dtype != ZS_F64)) {
+    ZS_TRY(find_memory(member->step, (zs_where){ZS_ON_CPU, 0}, &found, &plain));
+    if (!plain || found.numel != 1 || (found.dtype != ZS_F32 && found.dtype != ZS_F64)) {
         out->verdict = ZS_MEMBER_FOREIGN;
         return ZS_OK;
     }
+    out->step_dtype = found.dtype;
+    out->step_data = found.data;
     out->step = 1 + (out->step_dtype == ZS_F32 ? (double)*(float *)out->step_data : *(double *)out->step_data);
     return ZS_OK;
 }
 
 /* Finds a taken member's state; STATELESS where some is missing, FOREIGN where some does not fit the parameter. */
-static zs_status look_at_state(const zs_optim *plan, const zs_member *member, view *out)
+static zs_status look_at_state(const zs_optim *plan, const zs_member *member, zs_where where, view *out)
 {
     if (!has_state(plan, member)) {
         out->verdict = ZS_MEMBER_STATELESS;
@@ -147,11 +168,11 @@ static zs_status look_at_state(const zs_optim *plan, const zs_member *member, vi
     }
     zs_run *run = &out->run;
     for (int s = 0; s < states_needed(plan->rule, plan->full); s++) {
-        zs_dtype dtype;
-        int64_t numel;
+        plain_memory found;
         bool plain;
-        ZS_TRY(find_memory(member->state[s], &dtype, &numel, &run->state[s], &plain));
-        if (!plain || dtype != run->dtype || numel != run->numel) out->verdict = ZS_MEMBER_FOREIGN;
+        ZS_TRY(find_memory(member->state[s], where, &found, &plain));
+        run->state[s] = found.data;
+        if (!plain || found.dtype != run->dtype || found.numel != run->numel) out->verdict = ZS_MEMBER_FOREIGN;
     }
     out->step_data = NULL;
     return plan->rule == ZS_RULE_ADAM ? look_at_step(member, out) : ZS_OK;
@@ -160,12 +181,19 @@ static zs_status look_at_state(const zs_optim *plan, const zs_member *member, vi
 static zs_status look_at_memory(const zs_optim *plan, const zs_member *member, const zs_grad_info *grad, view *out)
 {
     zs_run *run = &out->run;
-    bool plain;
-    ZS_TRY(find_memory(member->param, &run->dtype, &run->numel, &run->param, &plain));
-    plain = plain && grad->dense && grad->dtype == run->dtype && grad->numel == run->numel;
+    plain_memory found;
+    bool plain = false;
+    ZS_TRY(zs_optim_device_of(member->param, &run->device));
+    zs_where where = run->device != NULL ? run->device->where : (zs_where){ZS_ON_OTHER, 0};
+    ZS_TRY(find_memory(member->param, where, &found, &plain));
+    plain = plain && run->device != NULL && grad->dense && zs_same_where(grad->where, where);
+    plain = plain && grad->dtype == found.dtype && grad->numel == found.numel;
+    run->param = found.data;
+    run->dtype = found.dtype;
+    run->numel = found.numel;
     run->grad = grad->data;
     out->verdict = plain ? ZS_MEMBER_TAKEN : ZS_MEMBER_FOREIGN;
-    return plain ? look_at_state(plan, member, out) : ZS_OK;
+    return plain ? look_at_state(plan, member, where, out) : ZS_OK;
 }
 
 /* (Dithered steps) Numbers the elements of a member; refuses one that would silently be rounded to nearest. */
@@ -229,7 +257,7 @@ static bool follows(const void *next, const void *start, size_t bytes)
 /* Does `next` go on where `run` ends, in all its memory and with the same constants? */
 static bool adjoins(const zs_run *run, const zs_run *next, int n_states)
 {
-    if (run->constants != next->constants || run->dtype != next->dtype) return false;
+    if (run->constants != next->constants || run->dtype != next->dtype || run->device != next->device) return false;
     if (run->dithered && next->number != run->number + (uint64_t)run->numel) return false;
     size_t bytes = (size_t)run->numel * zs_dtype_size(run->dtype);
     bool all = follows(next->param, run->param, bytes) && follows(next->grad, run->grad, bytes);
@@ -241,19 +269,20 @@ static bool adjoins(const zs_run *run, const zs_run *next, int n_states)
 static void join(zs_optim *plan, const zs_run *next)
 {
     if (next->numel == 0) return;
-    zs_run *last = plan->n_runs > 0 ? &plan->runs[plan->n_runs - 1] : NULL;
-    if (last != NULL && adjoins(last, next, states_needed(plan->rule, plan->full))) {
-        last->numel += next->numel;
-    } else {
-        plan->runs[plan->n_runs++] = *next;
-    }
+    bool queues = next->device->ops->queues;
+    zs_run *runs = queues ? plan->queued : plan->runs;
+    int64_t *n = queues ? &plan->n_queued : &plan->n_runs;
+    if (*n > 0 && adjoins(&runs[*n - 1], next, states_needed(plan->rule, plan->full)))
+        runs[*n - 1].numel += next->numel;
+    else
+        runs[(*n)++] = *next;
 }
 
 zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper)
 {
     plan->full = plan->rule == ZS_RULE_ADAM ? hyper->amsgrad : hyper->momentum != 0;
     plan->dithered = hyper->dithered;
-    plan->n_runs = plan->n_constants = 0;
+    plan->n_runs = plan->n_queued = plan->n_constants = 0;
     for (int64_t i = 0; i < plan->n_members; i++) {
         view *found = &plan->views[i];
         ZS_TRY(look_at(plan, &plan->members[i], found));
@@ -378,10 +407,20 @@ static zs_status update_in_pieces(const zs_optim *plan, int64_t total)
     return ZS_OK;
 }
 
+static zs_status queue_updates(const zs_optim *plan)
+{
+    for (int64_t i = 0; i < plan->n_queued; i++) {
+        zs_update_job job = {plan->rule, plan->full, &plan->queued[i]};
+        ZS_TRY(job.run->device->ops->update(job.run->device, &job));
+    }
+    return ZS_OK;
+}
+
 zs_status zs_optim_step(zs_optim *plan)
 {
     int64_t total = plan->n_runs > 0 ? plan->ends[plan->n_runs - 1] : 0;
     piece all = {plan, 0};
+    ZS_TRY(queue_updates(plan));
     if (zs_pager_active())
         ZS_TRY(update_in_pieces(plan, total));
     else if (total > 0)

@@ -7,6 +7,7 @@
 #ifndef ZS_OPTIM_H
 #define ZS_OPTIM_H
 
+#include "device.h"
 #include "tensor.h"
 #include "update.h"
 
@@ -60,6 +61,9 @@ zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index);
  * then half-way. */
 zs_status zs_optim_step(zs_optim *plan);
 
+/* Whose memory a tensor lies in; NULL: of a kind that has no loops here. ZS_ERR_CUDA where its GPU cannot be used. */
+zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_device **out);
+
 /* --- loops (optim_cpu.c) -------------------------------------------------------------------------------------------------- */
 
 /* What is the same for all elements of a run. */
@@ -83,7 +87,15 @@ typedef struct zs_run {
     uint64_t number; /* of the first element, as in zs_member */
     zs_dtype dtype;
     bool dithered; /* rounded stochastically: bfloat16 only */
+    const zs_device *device;
 } zs_run;
+
+/* A run to update, on a device that queues: in the compute lane. */
+typedef struct zs_update_job {
+    zs_rule rule;
+    bool full; /* as below */
+    const zs_run *run;
+} zs_update_job;
 
 /* Updates the elements [begin, end) of a run. If dithered, their numbers must have the same upper half. */
 typedef void zs_run_loop(const zs_run *run, int64_t begin, int64_t end);

@@ -1,6 +1,9 @@
 /* py_comm.c - _core.Comm: a transport between the ranks of one process group, as Python sees it. */
+#include "device_cuda.h"
+#include "mover.h"
 #include "py_util.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -37,15 +40,60 @@ static void comm_dealloc(comm_object *self)
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(comm_alone_doc, "alone($type, /)\n--\n\nA world of one: nothing is exchanged.");
-
-static PyObject *comm_alone(PyObject *type, PyObject *unused)
+/* "cpu", "cuda:<number>", "cuda:<number>/host" (see zs_device_cuda). */
+static zs_status find_device(const char *name, const zs_device **out)
 {
-    (void)unused;
+    int index = 0, end = 0;
+    if (strcmp(name, "cpu") == 0) {
+        *out = zs_device_cpu();
+        return ZS_OK;
+    }
+    bool read = sscanf(name, "cuda:%d%n", &index, &end) == 1;
+    bool on_host = read && strcmp(name + end, "/host") == 0;
+    if (!read || (name[end] != 0 && !on_host)) return ZS_FAIL(ZS_ERR_VALUE, "there is no device '%s'", name);
+    return zs_device_cuda(index, on_host, out);
+}
+
+PyDoc_STRVAR(comm_alone_doc, "alone($type, device='cpu', /)\n--\n\nA world of one: nothing is exchanged.");
+
+static PyObject *comm_alone(PyObject *type, PyObject *args)
+{
+    const char *name = "cpu";
+    const zs_device *device = NULL;
     zs_comm *comm = NULL;
+    if (!PyArg_ParseTuple(args, "|s:alone", &name)) return NULL;
     zs_clear_error();
-    if (zs_comm_self_new(zs_device_cpu(), &comm) != ZS_OK) return zs_py_raise(NULL);
-    return wrap((PyTypeObject *)type, comm, "");
+    zs_status status = find_device(name, &device);
+    if (status == ZS_OK) status = zs_comm_self_new(device, &comm);
+    return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
+}
+
+static zs_status new_mover(const zs_comm *control, const char *kind, const zs_device *device, const char *group,
+                           zs_mover **out)
+{
+    if (strcmp(kind, "c10d") == 0) return zs_mover_c10d_new(control, device, group, out);
+    return ZS_FAIL(ZS_ERR_VALUE, "there is no mover '%s'", kind);
+}
+
+PyDoc_STRVAR(comm_gpu_doc, "gpu($type, control, mover, device, group_name, /)\n--\n\nA transport between GPUs: "
+                           "`control` between the hosts, and "
+                           "what moves the bytes, over the process group of that name where it is torch's.");
+
+static PyObject *comm_gpu(PyObject *type, PyObject *args)
+{
+    PyObject *control;
+    const char *kind, *where, *group;
+    const zs_device *device = NULL;
+    zs_mover *mover = NULL;
+    zs_comm *comm = NULL;
+    if (!PyArg_ParseTuple(args, "Osss:gpu", &control, &kind, &where, &group)) return NULL;
+    zs_comm *hosts = zs_py_comm(control);
+    if (hosts == NULL) return NULL;
+    zs_clear_error();
+    zs_status status = find_device(where, &device);
+    if (status == ZS_OK) status = new_mover(hosts, kind, device, group, &mover);
+    if (status == ZS_OK) status = zs_comm_gpu_new(hosts, mover, &comm);
+    return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }
 
 PyDoc_STRVAR(
@@ -257,7 +305,8 @@ static PyGetSetDef comm_getset[] = {
 };
 
 static PyMethodDef comm_methods[] = {
-    {"alone", comm_alone, METH_NOARGS | METH_CLASS, comm_alone_doc},
+    {"alone", comm_alone, METH_VARARGS | METH_CLASS, comm_alone_doc},
+    {"gpu", comm_gpu, METH_VARARGS | METH_CLASS, comm_gpu_doc},
     {"shm", comm_shm, METH_VARARGS | METH_CLASS, comm_shm_doc},
     {"c10d", comm_c10d, METH_VARARGS | METH_CLASS, comm_c10d_doc},
     {"outline", comm_outline, METH_VARARGS | METH_CLASS, comm_outline_doc},

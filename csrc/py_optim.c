@@ -359,14 +359,17 @@ static zs_status add_power_sum(PyObject *object, double p, double *total)
     void *data = NULL;
     ZS_TRY(zs_py_tensor(object, &tensor));
     zs_status status = zs_tensor_describe(tensor, &info);
-    if (status == ZS_OK && (info.where.type != ZS_ON_CPU || !info.contiguous || info.dtype == ZS_BYTES)) {
-        status = ZS_FAIL(ZS_ERR_TYPE, "power_sum takes contiguous floating CPU tensors");
+    const zs_device *device = NULL;
+    if (status == ZS_OK) status = zs_optim_device_of(tensor, &device);
+    if (status == ZS_OK && (device == NULL || !info.contiguous || info.dtype == ZS_BYTES)) {
+        status = ZS_FAIL(ZS_ERR_TYPE, "power_sum takes contiguous floating tensors of the CPU or a GPU");
     }
     if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(tensor, &data);
     size_t bytes = (size_t)info.numel * info.itemsize;
     if (status == ZS_OK) status = zs_pager_want(data, bytes, ZS_PAGER_READ);
     if (status == ZS_OK) {
-        double part = zs_cpu_norm(&(zs_numbers){data, info.numel, info.dtype}, p);
+        double part = 0;
+        status = zs_device_norm(device, &(zs_numbers){data, info.numel, info.dtype}, p, &part);
         if (p == 1 || p == 2)
             *total += part;
         else if (!(*total >= part) && *total == *total)

@@ -19,14 +19,12 @@ from zshard.strategy import ShardingStrategy, parse_strategy
 Ignored = tuple[set[nn.Module], set[nn.Parameter]]
 
 
-def check_fixed_arguments(use_orig_params: bool, device_id: Any) -> None:
+def check_fixed_arguments(use_orig_params: bool) -> None:
     """NotImplementedError for what zshard does in one way only."""
     if not use_orig_params:
         raise NotImplementedError(
             "FSDP(use_orig_params=False): zshard always keeps the original parameters; leave it out"
         )
-    if isinstance(device_id, int) or torch.device(device_id or "cpu").type != "cpu":
-        raise NotImplementedError(f"FSDP(device_id={device_id!r}): this version trains on the CPU")
 
 
 def parse_prefetch(

@@ -143,7 +143,7 @@ def _norm(
 
 def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
     """Sum of |x|**norm_type, in double; for inf the largest |x|. NaN and inf come through."""
-    plain = [t for t in tensors if t.layout == torch.strided and t.device.type == "cpu"]
+    plain = [t for t in tensors if t.layout == torch.strided and t.device.type in ("cpu", "cuda")]
     if len(plain) == len(tensors) and norm_type in (1.0, 2.0, math.inf):
         return float(_core.power_sum([t.contiguous() for t in tensors], norm_type))
     total = 0.0

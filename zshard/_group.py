@@ -7,6 +7,7 @@ and kept. Without torchrun there is a world of one and no process group at all.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import socket
 import sys
@@ -21,10 +22,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
+from zshard._device import CPU, torch_device
 from zshard._units import Comms
 from zshard.strategy import ShardingStrategy
 
-TRANSPORTS = ("auto", "shm", "c10d")
+TRANSPORTS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "c10d")}
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass
@@ -33,8 +37,8 @@ class _Entry:
     comm: _core.Comm
 
 
-_entries: dict[tuple[int, str], _Entry] = {}
-_alone: _core.Comm | None = None
+_entries: dict[tuple[int, str, str], _Entry] = {}  # by group, transport asked for, device
+_alone: dict[str, _core.Comm] = {}  # by device
 
 
 @dataclass(frozen=True)
@@ -193,62 +197,72 @@ def _env_int(name: str) -> int | None:
 
 
 def comms_for(
-    groups: Groups, strategy: ShardingStrategy, comm: _core.Comm, settings: tuple[Any, Any]
+    groups: Groups, strategy: ShardingStrategy, comm: _core.Comm, settings: tuple[Any, Any, str]
 ) -> Comms:
     """The transports of a model's groups; `comm` is that of all ranks. Collective on first use.
 
-    settings: comm_for's transport and timeout. Over shm nothing is kept: see ShardingStrategy.
+    settings: comm_for's transport, timeout and device. Over shm nothing is kept: see
+    ShardingStrategy.
     """
     if strategy.keeps:
         if comm.transport == "shm" or groups.near is groups.world:
             return Comms(comm, comm, comm, None)
-        far = comm if groups.far is groups.world else comm_for(groups.far, "c10d", settings[1])
+        far = comm
+        if groups.far is not groups.world:
+            far_by = "c10d" if settings[2] == CPU else settings[0]
+            far = comm_for(groups.far, far_by, *settings[1:])
         return Comms(comm, comm, comm_for(groups.near, *settings), far)
     near = comm if groups.near is groups.world else comm_for(groups.near, *settings)
     return Comms(comm, near, near, None)
 
 
-def check_settings(transport: str | None, timeout: float | None) -> tuple[str, float | None]:
+def check_settings(
+    transport: str | None, timeout: float | None, device: str = CPU
+) -> tuple[str, float | None]:
     """The transport's name and the seconds that the arguments or the environment ask for.
 
     Raises ValueError for what is neither. To be asked before ranks meet, so that none of them finds
     the connection to another broken.
     """
     wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
-    if wanted not in TRANSPORTS:
-        raise ValueError(f"unknown transport {wanted!r}; there are {', '.join(TRANSPORTS)}")
+    known = TRANSPORTS[device.partition(":")[0]]
+    if wanted not in known:
+        raise ValueError(f"unknown transport {wanted!r}; there are {', '.join(known)}")
     return wanted, _check_timeout(timeout)
 
 
-def comm_for(group: Any | None, transport: str | None, timeout: float | None) -> _core.Comm:
+def comm_for(
+    group: Any | None, transport: str | None, timeout: float | None, device: str = CPU
+) -> _core.Comm:
     """The transport of `group`, made on first use; collective over the group then.
 
-    transport: "auto" (None), "shm" or "c10d"; ZSHARD_TRANSPORT where None.
+    transport: "auto" (None), "shm" or "c10d", on GPUs "nccl" or "c10d"; ZSHARD_TRANSPORT where
+        None.
     timeout: seconds that one wait may last; ZSHARD_TIMEOUT, then the group's own where None.
     Raises ValueError for unknown names, RuntimeError where a forced transport cannot be had.
     """
-    wanted, seconds = check_settings(transport, timeout)
+    wanted, seconds = check_settings(transport, timeout, device)
     if group is None:
-        return _comm_alone()
+        return _comm_alone(device)
     _drop_dead_entries()
-    entry = _entries.get((id(group), wanted))
+    entry = _entries.get((id(group), wanted, device))
     if entry is None:
-        entry = _Entry(group, _connect(group, wanted, _timeout_of(group, seconds)))
-        _entries[(id(group), wanted)] = entry
+        connect = _connect if device == CPU else functools.partial(connect_gpu, device)
+        entry = _Entry(group, connect(group, wanted, _timeout_of(group, seconds)))
+        _entries[(id(group), wanted, device)] = entry
         if entry.comm.transport != wanted:  # "auto": the forced name means the same from now on
-            _entries.setdefault((id(group), entry.comm.transport), entry)
-        elif (id(group), "auto") not in _entries:
-            _entries[(id(group), "auto")] = entry
+            _entries.setdefault((id(group), entry.comm.transport, device), entry)
+        elif (id(group), "auto", device) not in _entries:
+            _entries[(id(group), "auto", device)] = entry
     elif timeout is not None:
         entry.comm.set_timeout(float(timeout))
     return entry.comm
 
 
-def _comm_alone() -> _core.Comm:
-    global _alone
-    if _alone is None:
-        _alone = _core.Comm.alone()
-    return _alone
+def _comm_alone(device: str) -> _core.Comm:
+    if device not in _alone:
+        _alone[device] = _core.Comm.alone(device)
+    return _alone[device]
 
 
 def _drop_dead_entries() -> None:
@@ -276,7 +290,11 @@ def _check_timeout(timeout: float | None) -> float | None:
 def _timeout_of(group: Any, timeout: float | None) -> float:
     if timeout is not None:
         return timeout
-    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group for GPUs alone
+        backend = group._get_backend(torch.device("cuda"))
+    options = getattr(backend, "options", None)
     limit = getattr(options, "_timeout", None)
     return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
 
@@ -293,15 +311,25 @@ def _connect(group: Any, wanted: str, timeout: float) -> _core.Comm:
                 f"transport='shm' cannot be had: {reason}. It needs all ranks on one host in one "
                 "pid and network namespace; transport='c10d' works anywhere"
             )
-    name = _new_group(group).group_name
+    name = new_group(group, CPU).group_name
     return _core.Comm.c10d(name, rank, world, timeout)
 
 
-def _new_group(group: Any) -> Any:
-    """A group of its own, so that zshard's collectives never mix with the script's."""
+def new_group(group: Any, device: str) -> Any:
+    """A group of zshard's own for tensors on that device, so that its collectives never mix with
+    the script's."""
     ranks = dist.get_process_group_ranks(group)
     whole = len(ranks) == dist.get_world_size()
-    return dist.new_group(ranks, use_local_synchronization=not whole)
+    kind = torch_device(device).type
+    backend = None if kind in str(dist.get_backend_config(group)) else BACKENDS[kind]
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=not whole)
+
+
+def connect_gpu(device: str, group: Any, wanted: str, timeout: float) -> _core.Comm:
+    """The transport between GPUs: one between their hosts, and what moves what is on the GPUs."""
+    control = comm_for(group, "auto", timeout)
+    name = new_group(group, device).group_name
+    return _core.Comm.gpu(control, "c10d", device, name)
 
 
 def _host() -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 from zshard import _core
 from zshard._agree import Fact, checksum, tensor_fact, value_fact
+from zshard._device import CPU, move
 from zshard._meta import Materializer
 from zshard._plan import UnitSpec
 from zshard._units import Options, outline
@@ -69,11 +70,16 @@ class Values:
     """Where values come from: they are there, or made here; with `source`, taken from rank 0."""
 
     def __init__(
-        self, root: nn.Module, materializer: Materializer, source: _core.Comm | None
+        self,
+        root: nn.Module,
+        materializer: Materializer,
+        source: _core.Comm | None,
+        device: str = CPU,
     ) -> None:
         self._root = root
         self._materializer = materializer
         self._source = source
+        self._device = device
         # Ranks that draw the same numbers need not send them: a checksum says so in less time.
         self._alike = True  # so far
 
@@ -84,6 +90,7 @@ class Values:
         drawn = self._materializer.has_made(ref.param for ref in spec.params)
         if self._source is not None and not self._same(self._source, values, drawn):
             self._share(values)
+        move((ref.param for ref in spec.params), self._device)
 
     def _same(self, comm: _core.Comm, values: list[torch.Tensor], drawn: bool) -> bool:
         """Have all ranks drawn the same values? Collective, and asked no more once they had not."""
@@ -112,7 +119,7 @@ def take_from_rank_0(comm: _core.Comm, tensor: torch.Tensor) -> None:
     """Gives a dense tensor the values that rank 0 has; in place, on all ranks."""
     if tensor.numel() == 0:
         return
-    plain = tensor.contiguous()
+    plain = tensor.contiguous().cpu()
     comm.broadcast(plain, 0)
     if plain is not tensor:
         tensor.copy_(plain)

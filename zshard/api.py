@@ -29,6 +29,7 @@ from zshard._calls import calls_of, parts_to_guard
 from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
+from zshard._device import device_of, move
 from zshard._fits import check_fits, parse_limit
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._memory import memory_of, options_of
@@ -89,10 +90,12 @@ class FSDP(Controls):
     param_init_fn: initialises a module's own parameters and buffers, where they are on the meta
         device; its reset_parameters() if None. Units are made real, initialised and sharded one at
         a time, so that a model need never be whole. With sync_module_states rank 0's values count.
-    device_id: None or "cpu".
+    device_id: a GPU (its number, or a torch.device) to train on: parameters and buffers that are on
+        the CPU or the meta device go there, a unit at a time; None: where the parameters are.
     sync_module_states: take parameters and buffers from rank 0 (default). If False, ranks whose
         values differ are an error.
-    transport: "shm" (ranks of one host), "c10d" (anything torch.distributed reaches) or "auto".
+    transport: "shm" (ranks of one host), "c10d" (anything torch.distributed reaches) or "auto";
+        on GPUs "nccl", "c10d" or "auto".
     timeout: seconds that a wait for another rank may last; the process group's own if None.
     forward_sync_buffers: copy buffers from rank 0 at each forward, as DDP does by default.
     offload: a zshard.Offload, or a directory for one: parameters and optimizer state are kept in
@@ -139,7 +142,7 @@ class FSDP(Controls):
         offload: Any = None,
         memory_limit: int | str | None = "auto",
     ) -> Any:
-        check_fixed_arguments(use_orig_params, device_id)
+        check_fixed_arguments(use_orig_params)
         options = Options(
             choose_strategy(sharding_strategy, strategy),
             parse_precision(mixed_precision),
@@ -152,22 +155,24 @@ class FSDP(Controls):
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         own = [options_of(spec, options) for spec in specs]
-        check_settings(transport, timeout)
+        device = device_of(module, device_id)
+        check_settings(transport, timeout, device)
         groups = resolve_groups(process_group, device_mesh, options.strategy)
-        comm = comm_for(groups.world, transport, timeout)
+        comm = comm_for(groups.world, transport, timeout, device)
         facts = facts_of(module, specs, options, not sync_module_states)
         facts.append(("memory_limit", "None" if limit is None else "given"))
         check_agreement(comm, facts)
-        settings = transport, timeout
+        settings = transport, timeout, device
         comms = _inner_comms(module, comms_for(groups, options.strategy, comm, settings))
         planned = list(zip(specs, own, strict=True))
         for spec in specs:  # what cannot be sharded at all has its own words
             check_unit(spec)
         check_fits(module, planned, comms, limit)
         source = comm if sync_module_states and comm.world > 1 else None
-        values = Values(module, Materializer(module, param_init_fn, ignored[0]), source)
+        values = Values(module, Materializer(module, param_init_fn, ignored[0]), source, device)
         _wrap(module, planned, comms, values)
         values.share_buffers(ignored[0])
+        move(_left(module, ignored[0]), device)
         if comm.world > 1:
             watch(module, ignored[0])
         cast_buffers(module.modules(), options.precision)
@@ -365,6 +370,12 @@ def _wrap(
     engine.set_order(units)
     engine.set_calls(calls_of(module, units))
     engine.reserve()
+
+
+def _left(module: nn.Module, ignored: set[nn.Module]) -> Iterator[torch.Tensor]:
+    """Buffers, which no unit has, but for those of ignored modules."""
+    left_alone = {id(buffer) for each in ignored for buffer in each.buffers()}
+    return (buffer for buffer in module.buffers() if id(buffer) not in left_alone)
 
 
 def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
