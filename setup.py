@@ -141,7 +141,11 @@ def make_image(nvcc, source, folder):
         except CompileError as error:
             raise CompileError(f"{error}\nZSHARD_CUDA=0 builds without CUDA") from None
     targets = " ".join([*(f"sm_{gpu}" for gpu in gpus), f"compute_{gpus[0]}"])
-    facts = {"FATBIN": f'"{target}"', "TARGETS": f'"{targets}"', "VERSION": 1000 * major + 10 * minor}
+    facts = {
+        "FATBIN": f'"{target}"',
+        "TARGETS": f'"{targets}"',
+        "VERSION": 1000 * major + 10 * minor,
+    }
     return target, [f"-DZS_CUDA_{name}={value}" for name, value in facts.items()]
 
 

@@ -22,7 +22,7 @@ namespace zs {
 /* --- numbers: Word in memory, computed as Real; BLOCKS on a multiprocessor leave it enough registers -------------------- */
 
 struct F32 { // float32
-    enum { BLOCKS = 4 };
+    static constexpr int BLOCKS = 4;
     using Word = float;
     using Real = float;
     ZS_DEVICE static float load(float word) { return word; }
@@ -31,7 +31,7 @@ struct F32 { // float32
 };
 
 struct F64 { // float64
-    enum { BLOCKS = 2 };
+    static constexpr int BLOCKS = 2;
     using Word = double;
     using Real = double;
     ZS_DEVICE static double load(double word) { return word; }
@@ -39,7 +39,7 @@ struct F64 { // float64
 };
 
 struct BF16 { // bfloat16
-    enum { BLOCKS = 4 };
+    static constexpr int BLOCKS = 4;
     using Word = zs_bf16;
     using Real = float;
     ZS_DEVICE static float load(zs_bf16 word) { return zs_from_bf16(word); }
@@ -48,7 +48,7 @@ struct BF16 { // bfloat16
 };
 
 struct F16 { // float16
-    enum { BLOCKS = 3 };
+    static constexpr int BLOCKS = 3;
     using Word = zs_f16;
     using Real = float;
     ZS_DEVICE static float load(zs_f16 word) { return zs_from_f16(word); }
@@ -62,7 +62,7 @@ template <class A, class B> using Wider = decltype(typename A::Real() + typename
 /* Blocks on a multiprocessor for kernels of two dtypes. */
 template <class A, class B> constexpr int blocks_of()
 {
-    return static_cast<int>(A::BLOCKS) < static_cast<int>(B::BLOCKS) ? A::BLOCKS : B::BLOCKS;
+    return A::BLOCKS < B::BLOCKS ? A::BLOCKS : B::BLOCKS;
 }
 
 /* --- packs ------------------------------------------------------------------------------------------------------------------ */

@@ -10,7 +10,7 @@ namespace zs {
 /* The sum of all sources. */
 template <class From, class To> struct Sum {
     using Real = Wider<From, To>;
-    enum { TOGETHER = 2 }; // sources whose loads are under way at a time
+    static constexpr int TOGETHER = 2; // sources whose loads are under way at a time
     const zs_cuda_sum_args &args;
 
     template <int N> ZS_DEVICE Words<From, N> source(int r, int64_t at) const

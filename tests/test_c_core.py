@@ -21,7 +21,9 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [ROOT / "csrc" / name for name in ("status.c", "memory.c", "device.c", "arena.c", "layout.c")]
+SOURCES = [
+    ROOT / "csrc" / name for name in ("status.c", "memory.c", "device.c", "arena.c", "layout.c")
+]
 NO_LOOPS = ROOT / "tests" / "c" / "no_loops.c"
 PROGRAM = ROOT / "tests" / "c" / "test_core.c"
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"]

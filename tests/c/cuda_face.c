@@ -1,0 +1,100 @@
+/* cuda_face.c - cuda_kernels.h and the CPU's loops beside it, for ctypes (tests/test_cuda_kernels.py).
+ *
+ * The one idea: a test gives the same memory to both and compares bits, so all that has to be said here is how constants are
+ * made, and that there is an image to load: the stand-in for libcuda brings kernels of its own, by their names.
+ */
+#include "cuda_driver.h"
+#include "cuda_image.h"
+#include "cuda_kernels.h"
+
+#include <string.h>
+
+static const uint64_t image[2] = {0xba55ed50u, 0};
+
+const void *zs_cuda_image(void)
+{
+    return image;
+}
+
+const char *zs_cuda_image_targets(void)
+{
+    return "sm_90";
+}
+
+int zs_cuda_image_version(void)
+{
+    return 13000;
+}
+
+size_t zs_cuda_image_bytes(void)
+{
+    return sizeof image;
+}
+
+/* A run's constants, of one step. */
+typedef struct face_job {
+    zs_cuda_update_job job;
+    zs_run run;
+    zs_constants constants;
+} face_job;
+
+size_t zs_face_job_bytes(void);
+void zs_face_make(face_job *out, const zs_hyper *hyper, zs_rule rule, double step, bool first);
+zs_run *zs_face_run(face_job *face);
+zs_cuda_update_job *zs_face_update(face_job *face);
+void zs_face_step_on_cpu(face_job *face);
+zs_status zs_face_side_stream(void **out);
+zs_status zs_face_wait(void *stream);
+
+size_t zs_face_job_bytes(void)
+{
+    return sizeof(face_job);
+}
+
+void zs_face_make(face_job *out, const zs_hyper *hyper, zs_rule rule, double step, bool first)
+{
+    memset(out, 0, sizeof *out);
+    zs_constants *k = &out->constants;
+    *k = (zs_constants){.step = step, .first = first, .seed = hyper->seed, .round = hyper->round};
+    if (rule == ZS_RULE_ADAM) {
+        k->adam_f32 = zs_adam_at_f32(hyper, step);
+        k->adam_f64 = zs_adam_at_f64(hyper, step);
+    } else {
+        k->sgd_f32 = zs_sgd_of_f32(hyper, first);
+        k->sgd_f64 = zs_sgd_of_f64(hyper, first);
+    }
+    out->run.constants = k;
+    out->run.dithered = hyper->dithered;
+    out->job = (zs_cuda_update_job){.rule = rule, .run = &out->run};
+    out->job.full = rule == ZS_RULE_ADAM ? hyper->amsgrad : hyper->momentum != 0;
+}
+
+zs_run *zs_face_run(face_job *face)
+{
+    return &face->run;
+}
+
+zs_cuda_update_job *zs_face_update(face_job *face)
+{
+    return &face->job;
+}
+
+void zs_face_step_on_cpu(face_job *face)
+{
+    zs_run_loop *loop = zs_run_loop_for(face->job.rule, face->job.full, &face->run);
+    for (int64_t i = 0; i < face->run.numel; i++) /* one by one: numbers may pass 2^32 anywhere */
+        loop(&face->run, i, i + 1);
+}
+
+zs_status zs_face_side_stream(void **out)
+{
+    zs_cu_stream stream;
+    ZS_TRY(ZS_CU(cuStreamCreateWithPriority, &stream, ZS_CU_STREAM_NON_BLOCKING, 0));
+    *out = stream;
+    return ZS_OK;
+}
+
+zs_status zs_face_wait(void *stream)
+{
+    return ZS_CU(cuStreamSynchronize, (zs_cu_stream)stream);
+}

@@ -1,0 +1,395 @@
+/* fake_cuda.c - a stand-in for libcuda.so.1: its calls. See fake_cuda.h for what it is and how it is told to fail.
+ *
+ * The one idea: each call begins by the same line, which looks at what a real driver would look at (is it started, has this
+ * thread a context), lets itself be told to fail, and writes the log. The rest is memory, streams and kernels on the CPU.
+ */
+#define _GNU_SOURCE 1
+#include "fake_cuda.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { NOT_INITIALIZED = 3, INVALID_IMAGE = 200, IMAGE_MAGIC = (int)0xba55ed50, NAMED_ERROR_BYTES = 64 };
+
+struct CUctx_st {
+    int device;
+};
+
+static struct CUctx_st contexts[16];
+static _Thread_local zs_cu_context current;
+static pid_t started; /* by which process; a fork of it has no CUDA */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static int number_from(const char *name, int usual)
+{
+    const char *value = getenv(name);
+    return value != NULL ? atoi(value) : usual;
+}
+
+/* --- what each call begins with ------------------------------------------------------------------------------------------- */
+
+/* Is this call the one that is to fail? Then with what. */
+static zs_cu_result told_to_fail(const char *call)
+{
+    static char spec[128];
+    static int calls;
+    const char *now = getenv("FAKE_CUDA_FAIL");
+    zs_cu_result result = ZS_CU_SUCCESS;
+    (void)pthread_mutex_lock(&lock);
+    if (strncmp(now != NULL ? now : "", spec, sizeof spec - 1) != 0) {
+        snprintf(spec, sizeof spec, "%s", now != NULL ? now : "");
+        calls = 0;
+    }
+    char name[64] = "";
+    int wanted = 0;
+    unsigned with = ZS_CU_ERROR_UNKNOWN;
+    if (sscanf(spec, "%63[^:]:%d:%u", name, &wanted, &with) >= 2 && strcmp(name, call) == 0 && ++calls == wanted)
+        result = with;
+    (void)pthread_mutex_unlock(&lock);
+    return result;
+}
+
+static void write_log(const char *call, const char *fmt, va_list args) __attribute__((format(printf, 2, 0)));
+
+static void write_log(const char *call, const char *fmt, va_list args)
+{
+    const char *path = getenv("FAKE_CUDA_LOG");
+    if (path == NULL || path[0] == '\0') return;
+    char line[512];
+    int n = snprintf(line, sizeof line, "%s ", call);
+    n += vsnprintf(line + n, sizeof line - (size_t)n - 1, fmt, args);
+    if (n > (int)sizeof line - 2) n = (int)sizeof line - 2;
+    line[n++] = '\n';
+    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    if (fd >= 0 && write(fd, line, (size_t)n) != n) abort(); /* a torn log would mislead a test */
+    if (fd >= 0) (void)close(fd);
+}
+
+zs_cu_result fake_begin(const char *call, bool in_context, const char *fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    write_log(call, fmt, args);
+    va_end(args);
+    zs_cu_result result = told_to_fail(call);
+    if (result != ZS_CU_SUCCESS) return result;
+    if (started != getpid()) return NOT_INITIALIZED;
+    return in_context && current == NULL ? ZS_CU_ERROR_INVALID_CONTEXT : ZS_CU_SUCCESS;
+}
+
+/* --- devices, contexts, errors ---------------------------------------------------------------------------------------------- */
+
+zs_cu_result fake_cuInit(unsigned int flags)
+{
+    zs_cu_result result = fake_begin("cuInit", false, "flags=%u", flags);
+    if (result != ZS_CU_SUCCESS && result != NOT_INITIALIZED) return result;
+    if (number_from("FAKE_CUDA_DEVICES", 1) == 0) return ZS_CU_ERROR_NO_DEVICE;
+    started = getpid();
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuDriverGetVersion(int *out)
+{
+    *out = number_from("FAKE_CUDA_VERSION", 13000);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuGetErrorName(zs_cu_result result, const char **out)
+{
+    static _Thread_local char name[NAMED_ERROR_BYTES];
+    snprintf(name, sizeof name, result == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_FAKE_%u", result);
+    *out = name;
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuGetErrorString(zs_cu_result result, const char **out)
+{
+    static _Thread_local char text[NAMED_ERROR_BYTES];
+    snprintf(text, sizeof text, "fake error %u", result);
+    *out = text;
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuDeviceGetCount(int *out)
+{
+    BEGIN(false, "-");
+    *out = number_from("FAKE_CUDA_DEVICES", 1);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuDeviceGet(zs_cu_device *out, int ordinal)
+{
+    BEGIN(false, "ordinal=%d", ordinal);
+    *out = ordinal;
+    return ordinal >= 0 && ordinal < number_from("FAKE_CUDA_DEVICES", 1) ? ZS_CU_SUCCESS : 101;
+}
+
+zs_cu_result fake_cuDeviceGetName(char *out, int size, zs_cu_device device)
+{
+    BEGIN(false, "device=%d", device);
+    snprintf(out, (size_t)size, "Fake GPU");
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuDeviceGetAttribute(int *out, zs_cu_attribute attribute, zs_cu_device device)
+{
+    BEGIN(false, "attribute=%u device=%d", attribute, device);
+    switch (attribute) {
+    case ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *out = 2; return ZS_CU_SUCCESS;
+    case ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *out = 9; return ZS_CU_SUCCESS;
+    case ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *out = 0; return ZS_CU_SUCCESS;
+    default: return ZS_CU_ERROR_INVALID_VALUE;
+    }
+}
+
+zs_cu_result fake_cuDeviceCanAccessPeer(int *out, zs_cu_device device, zs_cu_device peer)
+{
+    BEGIN(false, "device=%d peer=%d", device, peer);
+    *out = device != peer;
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuDevicePrimaryCtxRetain(zs_cu_context *out, zs_cu_device device)
+{
+    BEGIN(false, "device=%d", device);
+    contexts[device % 16].device = device;
+    *out = &contexts[device % 16];
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuCtxGetCurrent(zs_cu_context *out)
+{
+    BEGIN(false, "-");
+    *out = current;
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuCtxSetCurrent(zs_cu_context context)
+{
+    BEGIN(false, "-");
+    current = context;
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuCtxGetDevice(zs_cu_device *out)
+{
+    BEGIN(true, "-");
+    *out = current->device;
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuCtxGetStreamPriorityRange(int *least, int *greatest)
+{
+    BEGIN(true, "-");
+    *least = 0;
+    *greatest = -5;
+    return ZS_CU_SUCCESS;
+}
+
+/* --- kernels ------------------------------------------------------------------------------------------------------------- */
+
+zs_cu_result fake_cuLibraryLoadData(zs_cu_library *out, const void *image, zs_cu_jit_option *options, void **values,
+                                    unsigned int n, zs_cu_library_option *library_options, void **library_values,
+                                    unsigned int n_library)
+{
+    BEGIN(false, "-");
+    int magic;
+    memcpy(&magic, image, sizeof magic);
+    *out = (zs_cu_library)&contexts; /* something that is not NULL */
+    bool plain = !options && !values && !library_options && !library_values && n + n_library == 0;
+    return plain && magic == IMAGE_MAGIC ? ZS_CU_SUCCESS : INVALID_IMAGE;
+}
+
+zs_cu_result fake_cuLibraryUnload(zs_cu_library library)
+{
+    BEGIN(false, "-");
+    return library != NULL ? ZS_CU_SUCCESS : ZS_CU_ERROR_INVALID_VALUE;
+}
+
+zs_cu_result fake_cuLibraryGetKernel(zs_cu_kernel *out, zs_cu_library library, const char *name)
+{
+    BEGIN(false, "kernel=%s", name);
+    const fake_kernel *found = fake_kernel_find(name);
+    memcpy(out, &found, sizeof found);
+    return library != NULL && found != NULL ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_FOUND;
+}
+
+zs_cu_result fake_cuKernelGetFunction(zs_cu_function *out, zs_cu_kernel kernel)
+{
+    BEGIN(true, "-");
+    *out = (zs_cu_function)kernel;
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuFuncLoad(zs_cu_function function)
+{
+    BEGIN(true, "-");
+    return function != NULL ? ZS_CU_SUCCESS : ZS_CU_ERROR_INVALID_VALUE;
+}
+
+/* A launch, as a stream keeps it. */
+typedef struct launch {
+    const fake_kernel *kernel;
+    unsigned blocks, threads;
+    _Alignas(16) char args[4096]; /* what a kernel may be given, at most */
+} launch;
+
+static void run_launch(const void *args)
+{
+    const launch *one = args;
+    fake_kernel_run(one->kernel, one->blocks, one->threads, one->args);
+}
+
+zs_cu_result fake_cuLaunchKernel(zs_cu_function function, unsigned int blocks, unsigned int y, unsigned int z,
+                                 unsigned int threads, unsigned int ty, unsigned int tz, unsigned int shared,
+                                 zs_cu_stream stream, void **parameters, void **extra)
+{
+    launch one = {.kernel = (const fake_kernel *)(const void *)function, .blocks = blocks, .threads = threads};
+    BEGIN(true, "stream=%d kernel=%s blocks=%u", STREAM_ID, one.kernel->name, blocks);
+    bool flat = y == 1 && z == 1 && ty == 1 && tz == 1 && shared == 0 && extra == NULL;
+    if (!flat || blocks == 0 || threads == 0 || threads > 1024 || one.kernel->bytes > sizeof one.args)
+        return ZS_CU_ERROR_INVALID_VALUE;
+    memcpy(one.args, parameters[0], one.kernel->bytes);
+    fake_submit(stream, run_launch, &one, sizeof one);
+    return ZS_CU_SUCCESS;
+}
+
+/* --- memory ---------------------------------------------------------------------------------------------------------------- */
+
+zs_cu_result fake_cuMemAlloc(zs_cu_ptr *out, size_t bytes)
+{
+    BEGIN(true, "bytes=%zu", bytes);
+    return fake_alloc(out, bytes);
+}
+
+zs_cu_result fake_cuMemFree(zs_cu_ptr at)
+{
+    BEGIN(true, "at=%p", AT(at));
+    return at != 0 ? fake_free(at) : ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuMemGetAddressRange(zs_cu_ptr *base, size_t *bytes, zs_cu_ptr at)
+{
+    BEGIN(true, "at=%p", AT(at));
+    return fake_range(base, bytes, at);
+}
+
+zs_cu_result fake_cuMemGetInfo(size_t *left, size_t *total)
+{
+    BEGIN(true, "-");
+    fake_info(left, total);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuMemHostAlloc(void **out, size_t bytes, unsigned int flags)
+{
+    BEGIN(true, "bytes=%zu flags=%u", bytes, flags);
+    return fake_pin(out, NULL, bytes);
+}
+
+zs_cu_result fake_cuMemFreeHost(void *at)
+{
+    BEGIN(true, "at=%p", at);
+    return fake_unpin(at, true);
+}
+
+zs_cu_result fake_cuMemHostRegister(void *at, size_t bytes, unsigned int flags)
+{
+    BEGIN(true, "at=%p bytes=%zu flags=%u", at, bytes, flags);
+    return fake_pin(NULL, at, bytes);
+}
+
+zs_cu_result fake_cuMemHostUnregister(void *at)
+{
+    BEGIN(true, "at=%p", at);
+    return fake_unpin(at, false);
+}
+
+zs_cu_result fake_cuPointerGetAttribute(void *out, zs_cu_pointer_attribute attribute, zs_cu_ptr at)
+{
+    BEGIN(true, "attribute=%u at=%p", attribute, AT(at));
+    if (attribute != ZS_CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) return ZS_CU_ERROR_INVALID_VALUE;
+    memcpy(out, &current->device, sizeof current->device);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuIpcGetMemHandle(zs_cu_ipc_mem *out, zs_cu_ptr at)
+{
+    BEGIN(true, "at=%p", AT(at));
+    return fake_export(out, at);
+}
+
+zs_cu_result fake_cuIpcOpenMemHandle(zs_cu_ptr *out, zs_cu_ipc_mem handle, unsigned int flags)
+{
+    BEGIN(true, "flags=%u", flags);
+    return flags == ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS ? fake_import(out, &handle) : ZS_CU_ERROR_INVALID_VALUE;
+}
+
+zs_cu_result fake_cuIpcCloseMemHandle(zs_cu_ptr at)
+{
+    BEGIN(true, "at=%p", AT(at));
+    return fake_close(at);
+}
+
+typedef struct copying {
+    void *dst;
+    const void *src;
+    size_t bytes;
+    void *staged; /* freed afterwards */
+    int value;    /* of each byte, if src is NULL */
+} copying;
+
+static void run_copy(const void *args)
+{
+    const copying *one = args;
+    if (one->src != NULL)
+        memmove(one->dst, one->src, one->bytes);
+    else
+        memset(one->dst, one->value, one->bytes);
+    free(one->staged);
+}
+
+zs_cu_result fake_cuMemcpyDtoDAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);
+    copying one = {.dst = AT(dst), .src = AT(src), .bytes = bytes};
+    fake_submit(stream, run_copy, &one, sizeof one);
+    return ZS_CU_SUCCESS;
+}
+
+/* Pageable memory has been read when this returns, pinned memory has not, as with the real one. */
+zs_cu_result fake_cuMemcpyHtoDAsync(zs_cu_ptr dst, const void *src, size_t bytes, zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), src, bytes);
+    copying one = {.dst = AT(dst), .src = src, .bytes = bytes};
+    if (!fake_pinned(src) && bytes > 0) {
+        one.src = one.staged = malloc(bytes);
+        if (one.staged == NULL) return ZS_CU_ERROR_OUT_OF_MEMORY;
+        memcpy(one.staged, src, bytes);
+    }
+    fake_submit(stream, run_copy, &one, sizeof one);
+    return ZS_CU_SUCCESS;
+}
+
+/* Pageable memory has been written when this returns. */
+zs_cu_result fake_cuMemcpyDtoHAsync(void *dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, dst, AT(src), bytes);
+    copying one = {.dst = dst, .src = AT(src), .bytes = bytes};
+    fake_submit(stream, run_copy, &one, sizeof one);
+    if (!fake_pinned(dst)) fake_drain(stream);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuMemsetD8Async(zs_cu_ptr dst, unsigned char value, size_t bytes, zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d dst=%p bytes=%zu", STREAM_ID, AT(dst), bytes);
+    copying one = {.dst = AT(dst), .bytes = bytes, .value = value};
+    fake_submit(stream, run_copy, &one, sizeof one);
+    return ZS_CU_SUCCESS;
+}

@@ -1,0 +1,108 @@
+/* fake_cuda.h - what the files of the stand-in for libcuda.so.1 share.
+ *
+ * The one idea: device memory is host memory, and a stream is a thread that does one thing after another, so what a real
+ * GPU would get wrong by a missing wait comes out wrong here as well, and on any machine. The default stream (NULL) has no
+ * thread: it works at once on the caller's, as torch's CPU operators do, which play the part of torch's CUDA ones.
+ *
+ * Environment, looked at in each call:
+ *   FAKE_CUDA_LOG=path          a line for each call
+ *   FAKE_CUDA_DELAY_US=n        each thing that a stream with a thread does begins so much later
+ *   FAKE_CUDA_FAIL=call:n[:r]   the n-th call of that function from now on (from 1) fails with CUresult r (999: unknown)
+ *   FAKE_CUDA_MEMORY=bytes      how much memory there is (64 GiB)
+ * and when the library is loaded:
+ *   FAKE_CUDA_DEVICES=n (1), FAKE_CUDA_VERSION=n (13000), FAKE_CUDA_MISSING=call, which this driver then does not know
+ */
+#ifndef FAKE_CUDA_H
+#define FAKE_CUDA_H
+
+#include "cuda_api.h"
+
+#include <stdbool.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* --- calls (fake_cuda.c, fake_cuda_queues.c) ---------------------------------------------------------------------------- */
+
+/* What a call begins with: writes the log, and says with what to fail, if not with what was asked for by FAKE_CUDA_FAIL then
+ * for lack of cuInit or of a context. */
+zs_cu_result fake_begin(const char *call, bool in_context, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
+
+/* The same, leaving the function, which is called fake_<call>, where it may not go on. */
+#define BEGIN(in_context, ...)                                                      \
+    do {                                                                            \
+        zs_cu_result result_ = fake_begin(__func__ + 5, (in_context), __VA_ARGS__); \
+        if (result_ != ZS_CU_SUCCESS) return result_;                               \
+    } while (0)
+
+#define STREAM_ID fake_stream_number(stream)
+#define AT(pointer) ((void *)(uintptr_t)(pointer))
+
+/* All calls that zshard makes, by the signatures that it believes in. */
+#define FAKE_DECLARE(name, version, parameters) zs_cu_result fake_##name parameters;
+ZS_CU_CALLS(FAKE_DECLARE)
+ZS_CU_OPTIONAL_CALLS(FAKE_DECLARE)
+#undef FAKE_DECLARE
+
+/* --- streams and events (fake_cuda_streams.c) ------------------------------------------------------------------------ */
+
+typedef struct fake_stream fake_stream;
+
+/* Something to do, with its argument copied. */
+typedef void fake_work(const void *args);
+
+/* Has `stream` do it after all that it was given before; NULL does it now. Copies `bytes` of `args`. */
+void fake_submit(zs_cu_stream stream, fake_work *work, const void *args, size_t bytes);
+
+/* Number of a stream in the log: 0 is the default one. */
+int fake_stream_number(zs_cu_stream stream);
+
+/* Waits until the stream has done all that it was given. */
+void fake_drain(zs_cu_stream stream);
+
+/* Calls of the driver, without their checks. */
+zs_cu_stream fake_stream_new(void);
+void fake_stream_free(zs_cu_stream stream);
+bool fake_stream_idle(zs_cu_stream stream);
+zs_cu_event fake_event_new(void);
+void fake_event_record(zs_cu_event event, zs_cu_stream stream);
+void fake_event_wait(zs_cu_stream stream, zs_cu_event event);
+bool fake_event_done(zs_cu_event event);
+void fake_event_synchronize(zs_cu_event event);
+
+/* --- memory (fake_cuda_memory.c) --------------------------------------------------------------------------------------- */
+
+/* Device memory that other processes can map; all ones, which is NaN, so that nobody takes it for zeroed. */
+zs_cu_result fake_alloc(zs_cu_ptr *out, size_t bytes);
+zs_cu_result fake_free(zs_cu_ptr at);
+zs_cu_result fake_range(zs_cu_ptr *base, size_t *bytes, zs_cu_ptr at);
+void fake_info(size_t *left, size_t *total);
+zs_cu_result fake_export(zs_cu_ipc_mem *handle, zs_cu_ptr at);
+zs_cu_result fake_import(zs_cu_ptr *out, const zs_cu_ipc_mem *handle);
+zs_cu_result fake_close(zs_cu_ptr at);
+
+/* Pinned host memory: allocated here (`at` NULL) or registered. */
+zs_cu_result fake_pin(void **out, void *at, size_t bytes);
+zs_cu_result fake_unpin(void *at, bool allocated);
+bool fake_pinned(const void *at);
+
+/* --- kernels (fake_cuda_kernels.cpp) ------------------------------------------------------------------------------------- */
+
+typedef struct fake_kernel {
+    const char *name;
+    void (*run)(const void *args); /* one thread of the grid */
+    size_t bytes;                  /* of its arguments */
+    struct fake_kernel *next;
+} fake_kernel;
+
+/* The kernel of that name; NULL if there is none. */
+const fake_kernel *fake_kernel_find(const char *name);
+
+/* Runs `blocks` blocks of `threads` threads, one thread after the other. */
+void fake_kernel_run(const fake_kernel *kernel, unsigned blocks, unsigned threads, const void *args);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,190 @@
+/* fake_cuda_queues.c - the stand-in for libcuda.so.1: calls for streams and events, and how all calls are found.
+ *
+ * The one idea: the library shows cuGetProcAddress_v2 alone, as zshard asks for nothing else, and finds calls by the list that
+ * zshard itself is made from; so a call that is not in the list is not there, and one whose signature changed does not compile.
+ */
+#define _GNU_SOURCE 1
+#include "fake_cuda.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define SHOWN __attribute__((visibility("default")))
+
+/* --- streams ------------------------------------------------------------------------------------------------------------- */
+
+zs_cu_result fake_cuStreamCreateWithPriority(zs_cu_stream *out, unsigned int flags, int priority)
+{
+    BEGIN(true, "flags=%u priority=%d", flags, priority);
+    *out = fake_stream_new();
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuStreamDestroy(zs_cu_stream stream)
+{
+    BEGIN(false, "stream=%d", STREAM_ID);
+    fake_stream_free(stream);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuStreamSynchronize(zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d", STREAM_ID);
+    fake_drain(stream);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuStreamQuery(zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d", STREAM_ID);
+    return fake_stream_idle(stream) ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_READY;
+}
+
+zs_cu_result fake_cuStreamWaitEvent(zs_cu_stream stream, zs_cu_event event, unsigned int flags)
+{
+    BEGIN(true, "stream=%d event=%p", STREAM_ID, (void *)event);
+    if (flags != 0) return ZS_CU_ERROR_INVALID_VALUE;
+    fake_event_wait(stream, event);
+    return ZS_CU_SUCCESS;
+}
+
+/* A function of the host in a stream, for the stand-in of NCCL. */
+typedef struct callback {
+    void (*call)(void *);
+    void *data;
+} callback;
+
+static void run_callback(const void *args)
+{
+    const callback *one = args;
+    one->call(one->data);
+}
+
+static zs_cu_result fake_cuLaunchHostFunc(zs_cu_stream stream, void (*call)(void *), void *data)
+{
+    BEGIN(true, "stream=%d", STREAM_ID);
+    callback one = {call, data};
+    fake_submit(stream, run_callback, &one, sizeof one);
+    return ZS_CU_SUCCESS;
+}
+
+/* --- flags in memory -------------------------------------------------------------------------------------------------------- */
+
+static void wait_value(const void *args)
+{
+    zs_cu_mem_op op;
+    memcpy(&op, args, sizeof op);
+    const uint32_t *at = AT(op.address);
+    while ((int32_t)(__atomic_load_n(at, __ATOMIC_ACQUIRE) - (uint32_t)op.value) < 0)
+        (void)usleep(20);
+}
+
+static void write_value(const void *args)
+{
+    zs_cu_mem_op op;
+    memcpy(&op, args, sizeof op);
+    __atomic_store_n((uint32_t *)AT(op.address), (uint32_t)op.value, __ATOMIC_RELEASE);
+}
+
+/* Queues one operation, or refuses it: an address that is no device memory, flags that are not GEQ. */
+static zs_cu_result queue_op(zs_cu_stream stream, const zs_cu_mem_op *op)
+{
+    bool waits = op->operation == ZS_CU_STREAM_MEM_OP_WAIT_VALUE_32;
+    if (!waits && op->operation != ZS_CU_STREAM_MEM_OP_WRITE_VALUE_32) return ZS_CU_ERROR_INVALID_VALUE;
+    bool known = fake_range(NULL, NULL, op->address) == ZS_CU_SUCCESS || fake_pinned(AT(op->address));
+    if (op->flags != 0 || op->address % 4 != 0 || !known) return ZS_CU_ERROR_INVALID_VALUE;
+    fake_submit(stream, waits ? wait_value : write_value, op, sizeof *op);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuStreamWaitValue32(zs_cu_stream stream, zs_cu_ptr at, uint32_t value, unsigned int flags)
+{
+    BEGIN(true, "stream=%d at=%p value=%u", STREAM_ID, AT(at), value);
+    zs_cu_mem_op op = {.operation = ZS_CU_STREAM_MEM_OP_WAIT_VALUE_32, .address = at, .value = value, .flags = flags};
+    return queue_op(stream, &op);
+}
+
+zs_cu_result fake_cuStreamWriteValue32(zs_cu_stream stream, zs_cu_ptr at, uint32_t value, unsigned int flags)
+{
+    BEGIN(true, "stream=%d at=%p value=%u", STREAM_ID, AT(at), value);
+    zs_cu_mem_op op = {.operation = ZS_CU_STREAM_MEM_OP_WRITE_VALUE_32, .address = at, .value = value, .flags = flags};
+    return queue_op(stream, &op);
+}
+
+zs_cu_result fake_cuStreamBatchMemOp(zs_cu_stream stream, unsigned int n, zs_cu_mem_op *ops, unsigned int flags)
+{
+    BEGIN(true, "stream=%d n=%u", STREAM_ID, n);
+    if (flags != 0 || n > 256) return ZS_CU_ERROR_INVALID_VALUE;
+    for (unsigned int i = 0; i < n; i++) {
+        zs_cu_result result = queue_op(stream, &ops[i]);
+        if (result != ZS_CU_SUCCESS) return result;
+    }
+    return ZS_CU_SUCCESS;
+}
+
+/* --- events ---------------------------------------------------------------------------------------------------------------- */
+
+zs_cu_result fake_cuEventCreate(zs_cu_event *out, unsigned int flags)
+{
+    BEGIN(true, "flags=%u", flags);
+    *out = fake_event_new();
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuEventRecord(zs_cu_event event, zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d event=%p", STREAM_ID, (void *)event);
+    fake_event_record(event, stream);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuEventQuery(zs_cu_event event)
+{
+    BEGIN(false, "event=%p", (void *)event);
+    return fake_event_done(event) ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_READY;
+}
+
+zs_cu_result fake_cuEventSynchronize(zs_cu_event event)
+{
+    BEGIN(false, "event=%p", (void *)event);
+    fake_event_synchronize(event);
+    return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuEventDestroy(zs_cu_event event)
+{
+    BEGIN(false, "event=%p", (void *)event);
+    return event != NULL ? ZS_CU_SUCCESS
+                         : ZS_CU_ERROR_INVALID_VALUE; /* its memory stays: a stream may look at it yet */
+}
+
+/* --- finding them ------------------------------------------------------------------------------------------------------------ */
+
+typedef void any_function(void);
+
+static const struct {
+    const char *name;
+    any_function *function;
+    int version; /* of its signature: with an earlier one a caller would get another */
+} calls[] = {
+#define ENTRY(name, version, parameters) {#name, (any_function *)fake_##name, version},
+    ZS_CU_CALLS(ENTRY) ZS_CU_OPTIONAL_CALLS(ENTRY)
+#undef ENTRY
+        {"cuLaunchHostFunc", (any_function *)fake_cuLaunchHostFunc, 10000},
+};
+
+SHOWN zs_cu_result cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *found);
+
+zs_cu_result cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *found)
+{
+    const char *missing = getenv("FAKE_CUDA_MISSING");
+    any_function *function = NULL;
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++)
+        if (strcmp(calls[i].name, name) == 0 && version >= calls[i].version) function = calls[i].function;
+    if (missing != NULL && strcmp(missing, name) == 0) function = NULL;
+    if (flags != ZS_CU_GET_PROC_ADDRESS_LEGACY_STREAM) return ZS_CU_ERROR_INVALID_VALUE;
+    if (found != NULL) *found = function != NULL ? 0 : 1;
+    memcpy(out, &function, sizeof function);
+    return function != NULL ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_FOUND;
+}

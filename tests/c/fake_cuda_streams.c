@@ -1,0 +1,204 @@
+/* fake_cuda_streams.c - streams and events of the stand-in for libcuda.so.1. See fake_cuda.h.
+ *
+ * The one idea: one lock and one condition for everything; who waits looks again after each thing that was done. Nothing is
+ * ever freed that a stream might still look at: tests are short.
+ */
+#define _GNU_SOURCE 1
+#include "fake_cuda.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+typedef struct task {
+    struct task *next;
+    fake_work *work;
+    useconds_t delay;
+    _Alignas(16) char args[];
+} task;
+
+struct fake_stream {
+    task *first, *last;
+    uint64_t given, done;
+    int number;
+};
+
+typedef struct event {
+    uint64_t recorded, done; /* how often it was recorded, and which of these has come to pass */
+} event;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static int streams;
+
+static fake_stream *of(zs_cu_stream stream)
+{
+    return (fake_stream *)stream;
+}
+
+static task *next_of(fake_stream *stream)
+{
+    (void)pthread_mutex_lock(&lock);
+    while (stream->first == NULL)
+        (void)pthread_cond_wait(&changed, &lock);
+    task *one = stream->first;
+    stream->first = one->next;
+    if (stream->first == NULL) stream->last = NULL;
+    (void)pthread_mutex_unlock(&lock);
+    return one;
+}
+
+static void *work_through(void *arg)
+{
+    fake_stream *stream = arg;
+    for (;;) {
+        task *one = next_of(stream);
+        if (one->delay > 0) (void)usleep(one->delay);
+        bool last = one->work == NULL;
+        if (!last) one->work(one->args);
+        free(one);
+        (void)pthread_mutex_lock(&lock);
+        stream->done++;
+        (void)pthread_cond_broadcast(&changed);
+        (void)pthread_mutex_unlock(&lock);
+        if (last) return NULL;
+    }
+}
+
+zs_cu_stream fake_stream_new(void)
+{
+    fake_stream *stream = calloc(1, sizeof *stream);
+    pthread_t thread;
+    if (stream == NULL) abort();
+    (void)pthread_mutex_lock(&lock);
+    stream->number = ++streams;
+    (void)pthread_mutex_unlock(&lock);
+    if (pthread_create(&thread, NULL, work_through, stream) != 0) abort();
+    (void)pthread_detach(thread);
+    return (zs_cu_stream)stream;
+}
+
+int fake_stream_number(zs_cu_stream stream)
+{
+    return stream == NULL ? 0 : of(stream)->number;
+}
+
+void fake_submit(zs_cu_stream stream, fake_work *work, const void *args, size_t bytes)
+{
+    if (stream == NULL) {
+        work(args);
+        return;
+    }
+    const char *delay = getenv("FAKE_CUDA_DELAY_US");
+    task *one = malloc(sizeof *one + bytes);
+    if (one == NULL) abort();
+    *one = (task){.work = work, .delay = delay != NULL ? (useconds_t)strtoul(delay, NULL, 10) : 0};
+    if (bytes > 0) memcpy(one->args, args, bytes);
+    (void)pthread_mutex_lock(&lock);
+    if (of(stream)->last != NULL) of(stream)->last->next = one;
+    if (of(stream)->first == NULL) of(stream)->first = one;
+    of(stream)->last = one;
+    of(stream)->given++;
+    (void)pthread_cond_broadcast(&changed);
+    (void)pthread_mutex_unlock(&lock);
+}
+
+void fake_stream_free(zs_cu_stream stream)
+{
+    if (stream != NULL) fake_submit(stream, NULL, NULL, 0);
+}
+
+void fake_drain(zs_cu_stream stream)
+{
+    if (stream == NULL) return;
+    (void)pthread_mutex_lock(&lock);
+    uint64_t all = of(stream)->given;
+    while (of(stream)->done < all)
+        (void)pthread_cond_wait(&changed, &lock);
+    (void)pthread_mutex_unlock(&lock);
+}
+
+bool fake_stream_idle(zs_cu_stream stream)
+{
+    if (stream == NULL) return true;
+    (void)pthread_mutex_lock(&lock);
+    bool idle = of(stream)->done == of(stream)->given;
+    (void)pthread_mutex_unlock(&lock);
+    return idle;
+}
+
+/* --- events ------------------------------------------------------------------------------------------------------------- */
+
+/* An event as it was recorded at some time. */
+typedef struct moment {
+    event *event;
+    uint64_t number;
+} moment;
+
+zs_cu_event fake_event_new(void)
+{
+    event *made = calloc(1, sizeof *made);
+    if (made == NULL) abort();
+    return (zs_cu_event)made;
+}
+
+static void pass(const void *args)
+{
+    moment here;
+    memcpy(&here, args, sizeof here);
+    (void)pthread_mutex_lock(&lock);
+    if (here.event->done < here.number) here.event->done = here.number;
+    (void)pthread_cond_broadcast(&changed);
+    (void)pthread_mutex_unlock(&lock);
+}
+
+static void wait_for(const void *args)
+{
+    moment there;
+    memcpy(&there, args, sizeof there);
+    (void)pthread_mutex_lock(&lock);
+    while (there.event->done < there.number)
+        (void)pthread_cond_wait(&changed, &lock);
+    (void)pthread_mutex_unlock(&lock);
+}
+
+void fake_event_record(zs_cu_event handle, zs_cu_stream stream)
+{
+    moment here = {.event = (event *)handle};
+    (void)pthread_mutex_lock(&lock);
+    here.number = ++here.event->recorded;
+    (void)pthread_mutex_unlock(&lock);
+    fake_submit(stream, pass, &here, sizeof here);
+}
+
+/* The event as it was recorded last; one that never was has passed. */
+static moment last_of(zs_cu_event handle)
+{
+    moment last = {.event = (event *)handle};
+    (void)pthread_mutex_lock(&lock);
+    last.number = last.event->recorded;
+    (void)pthread_mutex_unlock(&lock);
+    return last;
+}
+
+void fake_event_wait(zs_cu_stream stream, zs_cu_event handle)
+{
+    moment last = last_of(handle);
+    fake_submit(stream, wait_for, &last, sizeof last);
+}
+
+bool fake_event_done(zs_cu_event handle)
+{
+    event *one = (event *)handle;
+    (void)pthread_mutex_lock(&lock);
+    bool done = one->done >= one->recorded;
+    (void)pthread_mutex_unlock(&lock);
+    return done;
+}
+
+void fake_event_synchronize(zs_cu_event handle)
+{
+    moment last = last_of(handle);
+    wait_for(&last);
+}
