@@ -20,7 +20,11 @@ c10::Device gpu(int index)
 zs_status out_of_memory(const char *text)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyErr_SetString(THPException_OutOfMemoryError, text);
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *kind = torch != nullptr ? PyObject_GetAttrString(torch, "OutOfMemoryError") : nullptr;
+    if (kind != nullptr) PyErr_SetString(kind, text);
+    Py_XDECREF(kind);
+    Py_XDECREF(torch);
     PyGILState_Release(gil);
     return zs::fail_torch("zs_torch_cuda_alloc", text);
 }

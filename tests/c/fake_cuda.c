@@ -386,6 +386,28 @@ zs_cu_result fake_cuMemcpyDtoHAsync(void *dst, zs_cu_ptr src, size_t bytes, zs_c
     return ZS_CU_SUCCESS;
 }
 
+static bool on_device(zs_cu_ptr at)
+{
+    zs_cu_ptr base;
+    size_t bytes;
+    return fake_range(&base, &bytes, at) == ZS_CU_SUCCESS;
+}
+
+/* The driver finds out for itself which side is the host's. */
+zs_cu_result fake_cuMemcpyAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);
+    copying one = {.dst = AT(dst), .src = AT(src), .bytes = bytes};
+    if (!on_device(src) && !fake_pinned(AT(src)) && bytes > 0) {
+        one.src = one.staged = malloc(bytes);
+        if (one.staged == NULL) return ZS_CU_ERROR_OUT_OF_MEMORY;
+        memcpy(one.staged, AT(src), bytes);
+    }
+    fake_submit(stream, run_copy, &one, sizeof one);
+    if (!on_device(dst) && !fake_pinned(AT(dst))) fake_drain(stream);
+    return ZS_CU_SUCCESS;
+}
+
 zs_cu_result fake_cuMemsetD8Async(zs_cu_ptr dst, unsigned char value, size_t bytes, zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d dst=%p bytes=%zu", STREAM_ID, AT(dst), bytes);
