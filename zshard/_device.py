@@ -65,9 +65,14 @@ def _parse(device_id: Any) -> torch.device:
     return torch.device("cuda", index)
 
 
+def is_stand_in(device: str) -> bool:
+    """Is it a GPU for tests, whose memory is the host's?"""
+    return device.endswith("/host")
+
+
 def torch_device(device: str) -> torch.device:
     """What torch calls it."""
-    return torch.device(CPU if device.endswith("/host") else device)
+    return torch.device(CPU if is_stand_in(device) else device)
 
 
 def move(tensors: Iterable[Tensor], device: str) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
-from zshard._device import CPU, torch_device
+from zshard._device import CPU, is_stand_in, torch_device
 from zshard._units import Comms
 from zshard.strategy import ShardingStrategy
 
@@ -225,7 +225,8 @@ def check_settings(
     the connection to another broken.
     """
     wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
-    known = TRANSPORTS[device.partition(":")[0]]
+    kind = CPU if is_stand_in(device) else device.partition(":")[0]
+    known = TRANSPORTS[kind]
     if wanted not in known:
         raise ValueError(f"unknown transport {wanted!r}; there are {', '.join(known)}")
     return wanted, _check_timeout(timeout)
@@ -327,7 +328,8 @@ def new_group(group: Any, device: str) -> Any:
 
 def connect_gpu(device: str, group: Any, wanted: str, timeout: float) -> _core.Comm:
     """The transport between GPUs: one between their hosts, and what moves what is on the GPUs."""
-    control = comm_for(group, "auto", timeout)
+    by_test = is_stand_in(device)  # there, the argument says how the hosts talk
+    control = comm_for(group, wanted if by_test else "auto", timeout)
     name = new_group(group, device).group_name
     return _core.Comm.gpu(control, "c10d", device, name)
 
