@@ -81,9 +81,26 @@ def test_torchs_argument_objects_are_taken():
     )
 
 
-def test_a_device_that_is_none_here():
-    with pytest.raises(NotImplementedError, match="device_id"):
-        FSDP(Mlp(), device_id=0)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device_id", [0, "cuda", torch.device("cuda", 1)])
+def test_a_device_that_is_none_here(device_id):
+    model = Mlp()
+    with pytest.raises(RuntimeError, match=r"device_id=.*sees no GPU; `python -m zshard doctor`"):
+        FSDP(model, device_id=device_id)
+    assert type(model) is Mlp
+
+
+@pytest.mark.parametrize(
+    ("device_id", "error", "text"),
+    [("gpu", ValueError, "is no device"), ("xpu", ValueError, "CUDA"), (True, TypeError, "number")],
+)
+def test_what_is_no_device(device_id, error, text):
+    with pytest.raises(error, match=text):
+        FSDP(Mlp(), device_id=device_id)
+
+
+def test_the_cpu_by_name():
+    assert FSDP(Mlp(), device_id="cpu").state_dict().keys() == Mlp().state_dict().keys()
 
 
 def test_one_unit_may_differ_in_its_strategy():

@@ -174,7 +174,6 @@ def test_timeouts_that_are_none(timeout):
     ("argument", "value"),
     [
         ("use_orig_params", False),
-        ("device_id", "cuda:0"),
     ],
 )
 def test_what_comes_later_is_refused_not_ignored(argument, value):

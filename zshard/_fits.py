@@ -15,10 +15,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from zshard import _core
 from zshard._advice import Model, Shortage, explain
+from zshard._device import CPU, torch_device
 from zshard._group import _env_int, _host
 from zshard._host_memory import room_of_cgroup, room_of_host, room_of_process
 from zshard._model_outline import Outline, Planned, outline_comms, world_of
@@ -55,7 +57,7 @@ class _Rank(NamedTuple):
     optimizer: int
 
 
-_OWN = ("memory_limit", "RLIMIT_DATA", "RLIMIT_AS")
+_OWN = ("memory_limit", "RLIMIT_DATA", "RLIMIT_AS", "the GPU's memory")
 
 
 def parse_limit(limit: MemoryLimit) -> MemoryLimit:
@@ -81,12 +83,17 @@ def parse_limit(limit: MemoryLimit) -> MemoryLimit:
 
 
 def check_fits(
-    module: nn.Module, planned: Sequence[Planned], comms: Comms, limit: MemoryLimit
+    module: nn.Module,
+    planned: Sequence[Planned],
+    comms: Comms,
+    limit: MemoryLimit,
+    device: str = CPU,
 ) -> None:
     """Raises MemoryError on all ranks if what zshard will hold of `module` is more than one of them
     can have; warns on rank 0 if it is so once the optimizer has its state. One exchange.
 
-    limit: bytes that a rank may hold, "auto": what the hosts and the processes' limits leave.
+    limit: bytes that a rank may hold, "auto": what the hosts and the processes' limits leave, or
+        on a GPU, what is free there.
     """
     if limit is None:
         return
@@ -97,10 +104,10 @@ def check_fits(
     offload = planned[-1][1].offload
     # Gradients that are stepped in backward are not held, which is how such models train.
     parts = outline.predict(stepped=offload is not None and offload.to_disk)
-    need = _need_of(planned, outline, parts, comms)
+    need = _need_of(planned, outline, parts, comms, torch_device(device))
     if isinstance(limit, int):
         need = need._replace(found=parts["total"])
-    mine = _MESSAGE.pack(*_tell(limit, need))
+    mine = _MESSAGE.pack(*_tell(limit, need, device))
     ranks = [_Rank(*_MESSAGE.unpack(each)) for each in comms.all.exchange(mine)]
     model = Model(module, planned, world, outline, bool(inner))
     short = _worst(ranks, with_optimizer=False)
@@ -116,7 +123,11 @@ def check_fits(
 
 
 def _need_of(
-    planned: Sequence[Planned], outline: Outline, parts: dict[str, int], comms: Comms
+    planned: Sequence[Planned],
+    outline: Outline,
+    parts: dict[str, int],
+    comms: Comms,
+    device: torch.device,
 ) -> _Need:
     """What has to be found beyond what is there: parameters and inner units are."""
     there = sum(_held_by(unit) for unit in outline.inner)
@@ -124,8 +135,9 @@ def _need_of(
     within = peak = 0  # while units are made one after the other
     for (spec, _), unit in zip(planned, outline.units, strict=True):
         storages = {ref.param.untyped_storage()._cdata: ref.param for ref in spec.params}
-        whole = sum(p.untyped_storage().nbytes() for p in storages.values() if not p.is_meta)
-        made = sum(p.numel() * p.itemsize for p in storages.values() if p.is_meta)
+        here = [p for p in storages.values() if p.device == device]
+        whole = sum(p.untyped_storage().nbytes() for p in here)
+        made = sum(p.numel() * p.itemsize for p in storages.values() if p.device != device)
         peak = max(peak, within + made + _in_memory(unit))
         within += _in_memory(unit) - whole
         given_back += whole
@@ -152,10 +164,12 @@ def _held_by(unit: _core.Unit) -> int:
     return _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"])
 
 
-def _tell(limit: MemoryLimit, need: _Need) -> _Rank:
+def _tell(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
     none = _Rank(b"", b"", -1, -1, -1, 0, 0, need.found, need.optimizer)
     if isinstance(limit, int):
         return none._replace(own=limit, own_need=need.found)
+    if torch_device(device).type == "cuda":
+        return none._replace(own=_room_of_gpu(device), own_kind=3, own_need=need.found)
     host, cgroup = room_of_host(), room_of_cgroup()
     own = _own_limit(need)
     return none._replace(
@@ -167,6 +181,12 @@ def _tell(limit: MemoryLimit, need: _Need) -> _Rank:
         own_kind=own[1],
         own_need=own[2],
     )
+
+
+def _room_of_gpu(device: str) -> int:
+    """Bytes that torch can still give out: free ones, and those that it keeps for itself."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def _own_limit(need: _Need) -> tuple[int, int, int]:

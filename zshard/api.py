@@ -29,7 +29,7 @@ from zshard._calls import calls_of, parts_to_guard
 from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
-from zshard._device import device_of, move
+from zshard._device import CPU, device_of, move
 from zshard._fits import check_fits, parse_limit
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._memory import memory_of, options_of
@@ -83,7 +83,8 @@ class FSDP(Controls):
     backward_prefetch, forward_prefetch: begin the next unit's gather before it is wanted, in the
         order of the last pass: in backward before the gradients of the unit before are computed
         ("backward_pre", or FSDP1's enum) or only while they are reduced ("backward_post", None);
-        in forward if True. Over shm no gather takes time, and they change nothing.
+        in forward if True, and always on GPUs. Over shm no gather takes time, and they change
+        nothing.
     limit_all_gathers: one gather goes ahead at a time; if False, two.
     mixed_precision: a zshard.MixedPrecision or MixedPrecisionPolicy, or torch's; None: no casts.
     ignored_modules, ignored_states: modules (or parameters) that are left alone on every rank.
@@ -143,19 +144,20 @@ class FSDP(Controls):
         memory_limit: int | str | None = "auto",
     ) -> Any:
         check_fixed_arguments(use_orig_params)
+        check_module(module)
+        device = device_of(module, device_id)
+        gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
         options = Options(
             choose_strategy(sharding_strategy, strategy),
             parse_precision(mixed_precision),
-            parse_prefetch(backward_prefetch, forward_prefetch, limit_all_gathers),
+            parse_prefetch(backward_prefetch, forward_prefetch or gpu, limit_all_gathers),
             parse_offload(offload, cpu_offload),
         )
-        check_module(module)
         check_init(param_init_fn)
         limit = parse_limit(memory_limit)
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         own = [options_of(spec, options) for spec in specs]
-        device = device_of(module, device_id)
         check_settings(transport, timeout, device)
         groups = resolve_groups(process_group, device_mesh, options.strategy)
         comm = comm_for(groups.world, transport, timeout, device)
@@ -167,7 +169,7 @@ class FSDP(Controls):
         planned = list(zip(specs, own, strict=True))
         for spec in specs:  # what cannot be sharded at all has its own words
             check_unit(spec)
-        check_fits(module, planned, comms, limit)
+        check_fits(module, planned, comms, limit, device)
         source = comm if sync_module_states and comm.world > 1 else None
         values = Values(module, Materializer(module, param_init_fn, ignored[0]), source, device)
         _wrap(module, planned, comms, values)
