@@ -43,16 +43,6 @@ static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
     return hash;
 }
 
-void zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes)
-{
-    zs_gpu_order *order = &comm->order;
-    order->count++;
-    order->hash = mix(order->hash, what, strlen(what) + 1);
-    order->hash = mix(order->hash, unit, strlen(unit) + 1);
-    order->hash = mix(order->hash, &bytes, sizeof bytes);
-    snprintf(order->last, sizeof order->last, "%s of unit '%.60s' (%zu bytes a rank)", what, unit, bytes);
-}
-
 /* Have all ranks asked for the same? Peers that have not would be waited for by a GPU, where no deadline is looked at. */
 static zs_status check_order(zs_gpu_comm *comm)
 {
@@ -70,6 +60,17 @@ static zs_status check_order(zs_gpu_comm *comm)
         return zs_gpu_fail(comm, status);
     }
     return ZS_OK;
+}
+
+zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes)
+{
+    zs_gpu_order *order = &comm->order;
+    order->count++;
+    order->hash = mix(order->hash, what, strlen(what) + 1);
+    order->hash = mix(order->hash, unit, strlen(unit) + 1);
+    order->hash = mix(order->hash, &bytes, sizeof bytes);
+    snprintf(order->last, sizeof order->last, "%s of unit '%.60s' (%zu bytes a rank)", what, unit, bytes);
+    return comm->mover->ops->blocks ? check_order(comm) : ZS_OK;
 }
 
 static zs_status gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
@@ -140,8 +141,8 @@ static zs_status gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const 
     ZS_TRY(zs_gpu_usable(self));
     zs_gathering *made = calloc(1, sizeof *made);
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to gather unit '%s'", name);
-    zs_gpu_note(self, "parameters", name, flat->shard_bytes);
-    zs_status status = start_gather(self, flat, to, made);
+    zs_status status = zs_gpu_note(self, "parameters", name, flat->shard_bytes);
+    if (status == ZS_OK) status = start_gather(self, flat, to, made);
     if (status == ZS_OK) {
         made->mem = zs_mem_retain(to.mem);
         *out = made;
@@ -195,7 +196,7 @@ static zs_status gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, i
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_check_root(comm, root));
-    zs_gpu_note(self, "buffer", "", bytes);
+    ZS_TRY(zs_gpu_note(self, "buffer", "", bytes));
     zs_status status = self->mover->ops->broadcast(self->mover, data, bytes, root);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }

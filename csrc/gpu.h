@@ -34,8 +34,8 @@ typedef struct zs_gpu_comm {
 /* The transport's own state is good, and nothing has been found to be wrong meanwhile. */
 zs_status zs_gpu_usable(zs_gpu_comm *comm);
 
-/* Notes a move, before it is made. */
-void zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes);
+/* Notes a move, before it is made; where moves block, asks whether all ranks are about to make it: ZS_ERR_DIVERGED. */
+zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes);
 
 /* A move has failed: tells the peers why, stops the mover, and returns `status`. */
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);

@@ -113,8 +113,8 @@ static zs_status move_slices(zs_gpu_comm *comm, gpu_unit *unit)
     ZS_TRY(take_area(comm, unit->base.piece_bytes * (size_t)comm->base.world, &unit->received));
     if (unit->bucket == NULL) ZS_TRY(take_area(comm, unit->base.piece_bytes, &spare));
     zs_swap swap = swap_of(unit, spare);
-    zs_gpu_note(comm, "gradients", unit->base.spec.name, unit->base.piece_bytes);
-    zs_status status = zs_device_fork(comm->base.device, ZS_LANE_REDUCE); /* behind the packing */
+    zs_status status = zs_gpu_note(comm, "gradients", unit->base.spec.name, unit->base.piece_bytes);
+    if (status == ZS_OK) status = zs_device_fork(comm->base.device, ZS_LANE_REDUCE); /* behind the packing */
     if (status == ZS_OK) status = comm->mover->ops->swap(comm->mover, &swap);
     if (status == ZS_OK && unit->read == NULL) status = zs_gpu_event_take(comm, &unit->read);
     if (status == ZS_OK) status = zs_device_cuda_record(comm->base.device, ZS_LANE_REDUCE, unit->read);
@@ -168,8 +168,7 @@ zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit)
     gpu_unit *unit = (gpu_unit *)cunit;
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_COLLECTED, "share"));
-    zs_gpu_note(self, "sums", cunit->spec.name, cunit->piece_bytes);
-    zs_status status = ZS_OK;
+    zs_status status = zs_gpu_note(self, "sums", cunit->spec.name, cunit->piece_bytes);
     for (int f = 0; f < cunit->spec.n_slices && status == ZS_OK; f++) {
         char *all = unit->bucket->ptr + zs_cunit_slice_at(cunit, f, 0);
         size_t bytes = cunit->spec.slice_bytes[f];

@@ -32,6 +32,7 @@ typedef struct zs_swap {
 
 typedef struct zs_mover_ops {
     const char *name; /* "nccl", ... */
+    bool blocks;      /* moves wait on the host for the peers: it has to be sure before each that they will come */
     /* full[r * bytes ...] = shard of rank r, in `lane`. `shard` may be its own place in `full`. */
     zs_status (*gather)(zs_mover *, zs_lane lane, const void *shard, char *full, size_t bytes);
     /* In the reduce lane. */

@@ -106,6 +106,7 @@ static void c10d_destroy(zs_mover *mover)
 
 static const zs_mover_ops c10d_ops = {
     .name = "c10d",
+    .blocks = true, /* with gloo */
     .gather = c10d_gather,
     .swap = c10d_swap,
     .broadcast = c10d_broadcast,

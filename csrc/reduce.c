@@ -114,6 +114,23 @@ void zs_reduce_keep(zs_unit *unit, int64_t i)
     zs_set_bit(unit->kept, i);
 }
 
+/* Copies a new gradient into the round: on a device that queues by one call of its own, where torch would take several. */
+static zs_status pack_grad(const zs_unit *unit, const zs_param *param, bool again)
+{
+    const zs_device *device = zs_engine_device(unit->engine);
+    const zs_flat *flat = &unit->flats[param->flat];
+    zs_grad_info grad = {0};
+    if (device->ops->queues) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+    bool plain = grad.dense && grad.dtype != ZS_BYTES && zs_same_where(grad.where, device->where);
+    if (again || !plain) return zs_grad_copy(param->tensor, in_round(unit, param), flat->wire, again);
+    if (grad.dtype == flat->wire) {
+        size_t bytes = (size_t)grad.numel * flat->wire_size;
+        return zs_device_copy(device, ZS_LANE_COMPUTE, in_round(unit, param), grad.data, bytes);
+    }
+    zs_cast cast = {in_round(unit, param), grad.data, grad.numel, flat->wire, grad.dtype};
+    return zs_device_cast(device, ZS_LANE_COMPUTE, &cast);
+}
+
 zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
 {
     zs_param *param = &unit->params[i];
@@ -121,7 +138,7 @@ zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
     /* The round was complete, and its turn to be posted has not come; a weight that is recomputed once more adds to it. */
     if (unit->n_arrived == unit->n_expected) expect_all(unit);
     bool again = zs_get_bit(unit->used, i);
-    ZS_TRY(zs_grad_copy(param->tensor, in_round(unit, param), unit->flats[param->flat].wire, again));
+    ZS_TRY(pack_grad(unit, param, again));
     zs_grad_set(param->tensor, NULL);
     if (!zs_get_bit(unit->arrived, i)) unit->n_arrived++;
     zs_set_bit(unit->arrived, i);
