@@ -207,9 +207,10 @@ zs_status zs_cuda_alive_at(const char *file, int line)
                       spoiled.words);
 }
 
-void zs_cuda_note(zs_cu_result result)
+zs_cu_result zs_cuda_note(zs_cu_result result)
 {
     remember("a call that gives something back", result);
+    return result;
 }
 
 /* --- contexts, devices, events ------------------------------------------------------------------------------------------- */

@@ -52,8 +52,8 @@ zs_status zs_cuda_check_at(const char *file, int line, const char *call, zs_cu_r
 /* Has the context been spoiled? Then fails with what spoiled it. */
 zs_status zs_cuda_alive_at(const char *file, int line);
 
-/* The same result without a record, for calls that give something back: who frees cannot do better than go on. */
-void zs_cuda_note(zs_cu_result result);
+/* The same without a record, for calls that give something back: who frees cannot do better than go on. Returns `result`. */
+zs_cu_result zs_cuda_note(zs_cu_result result);
 
 /* Has everything come to pass that was queued before the event was recorded? */
 zs_status zs_cuda_event_done(zs_cu_event event, bool *done);

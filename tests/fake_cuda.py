@@ -68,6 +68,6 @@ def library() -> Path:
             objects.append(made)
         whole = f"{scratch}/whole.so"
         cxx_words = shlex.split(os.environ.get("CXX", "c++"))
-        _run([*cxx_words, "-shared", "-pthread", *objects, "-o", whole])
+        _run([*cxx_words, "-shared", "-pthread", "-Wl,-z,defs", *objects, "-o", whole])
         os.replace(whole, target)  # another process may have made it meanwhile: they are the same
     return target

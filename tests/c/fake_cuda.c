@@ -270,6 +270,7 @@ zs_cu_result fake_cuMemAlloc(zs_cu_ptr *out, size_t bytes)
 zs_cu_result fake_cuMemFree(zs_cu_ptr at)
 {
     BEGIN(true, "at=%p", AT(at));
+    fake_drain_all(); /* as the real one does */
     return at != 0 ? fake_free(at) : ZS_CU_SUCCESS;
 }
 
@@ -362,18 +363,33 @@ zs_cu_result fake_cuMemcpyDtoDAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, 
     return ZS_CU_SUCCESS;
 }
 
-/* Pageable memory has been read when this returns, pinned memory has not, as with the real one. */
-zs_cu_result fake_cuMemcpyHtoDAsync(zs_cu_ptr dst, const void *src, size_t bytes, zs_cu_stream stream)
+/* Queues a copy; what comes from pageable memory has been read when this returns, as with the real one. */
+static zs_cu_result queue_copy(zs_cu_stream stream, copying one, bool from_device)
 {
-    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), src, bytes);
-    copying one = {.dst = AT(dst), .src = src, .bytes = bytes};
-    if (!fake_pinned(src) && bytes > 0) {
-        one.src = one.staged = malloc(bytes);
+    if (!from_device && !fake_pinned(one.src) && one.bytes > 0) {
+        one.staged = malloc(one.bytes);
         if (one.staged == NULL) return ZS_CU_ERROR_OUT_OF_MEMORY;
-        memcpy(one.staged, src, bytes);
+        one.src = memcpy(one.staged, one.src, one.bytes);
     }
     fake_submit(stream, run_copy, &one, sizeof one);
     return ZS_CU_SUCCESS;
+}
+
+zs_cu_result fake_cuMemcpyHtoDAsync(zs_cu_ptr dst, const void *src, size_t bytes, zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), src, bytes);
+    return queue_copy(stream, (copying){.dst = AT(dst), .src = src, .bytes = bytes}, false);
+}
+
+/* The driver finds out for itself which side is the host's. */
+zs_cu_result fake_cuMemcpyAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
+{
+    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);
+    copying one = {.dst = AT(dst), .src = AT(src), .bytes = bytes};
+    bool to_host = fake_range(NULL, NULL, dst) != ZS_CU_SUCCESS && !fake_pinned(AT(dst));
+    zs_cu_result result = queue_copy(stream, one, fake_range(NULL, NULL, src) == ZS_CU_SUCCESS);
+    if (to_host) fake_drain(stream);
+    return result;
 }
 
 /* Pageable memory has been written when this returns. */
@@ -383,28 +399,6 @@ zs_cu_result fake_cuMemcpyDtoHAsync(void *dst, zs_cu_ptr src, size_t bytes, zs_c
     copying one = {.dst = dst, .src = AT(src), .bytes = bytes};
     fake_submit(stream, run_copy, &one, sizeof one);
     if (!fake_pinned(dst)) fake_drain(stream);
-    return ZS_CU_SUCCESS;
-}
-
-static bool on_device(zs_cu_ptr at)
-{
-    zs_cu_ptr base;
-    size_t bytes;
-    return fake_range(&base, &bytes, at) == ZS_CU_SUCCESS;
-}
-
-/* The driver finds out for itself which side is the host's. */
-zs_cu_result fake_cuMemcpyAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
-{
-    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);
-    copying one = {.dst = AT(dst), .src = AT(src), .bytes = bytes};
-    if (!on_device(src) && !fake_pinned(AT(src)) && bytes > 0) {
-        one.src = one.staged = malloc(bytes);
-        if (one.staged == NULL) return ZS_CU_ERROR_OUT_OF_MEMORY;
-        memcpy(one.staged, AT(src), bytes);
-    }
-    fake_submit(stream, run_copy, &one, sizeof one);
-    if (!on_device(dst) && !fake_pinned(AT(dst))) fake_drain(stream);
     return ZS_CU_SUCCESS;
 }
 

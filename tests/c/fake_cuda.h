@@ -61,6 +61,9 @@ int fake_stream_number(zs_cu_stream stream);
 /* Waits until the stream has done all that it was given. */
 void fake_drain(zs_cu_stream stream);
 
+/* Waits until all streams have. */
+void fake_drain_all(void);
+
 /* Calls of the driver, without their checks. */
 zs_cu_stream fake_stream_new(void);
 void fake_stream_free(zs_cu_stream stream);

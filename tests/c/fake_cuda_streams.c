@@ -19,6 +19,7 @@ typedef struct task {
 } task;
 
 struct fake_stream {
+    fake_stream *next;
     task *first, *last;
     uint64_t given, done;
     int number;
@@ -30,7 +31,7 @@ typedef struct event {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static int streams;
+static fake_stream *streams; /* all that there ever were */
 
 static fake_stream *of(zs_cu_stream stream)
 {
@@ -72,7 +73,9 @@ zs_cu_stream fake_stream_new(void)
     pthread_t thread;
     if (stream == NULL) abort();
     (void)pthread_mutex_lock(&lock);
-    stream->number = ++streams;
+    stream->number = streams != NULL ? streams->number + 1 : 1;
+    stream->next = streams;
+    streams = stream;
     (void)pthread_mutex_unlock(&lock);
     if (pthread_create(&thread, NULL, work_through, stream) != 0) abort();
     (void)pthread_detach(thread);
@@ -117,6 +120,15 @@ void fake_drain(zs_cu_stream stream)
     while (of(stream)->done < all)
         (void)pthread_cond_wait(&changed, &lock);
     (void)pthread_mutex_unlock(&lock);
+}
+
+void fake_drain_all(void)
+{
+    (void)pthread_mutex_lock(&lock);
+    fake_stream *stream = streams;
+    (void)pthread_mutex_unlock(&lock);
+    for (; stream != NULL; stream = stream->next)
+        fake_drain((zs_cu_stream)stream);
 }
 
 bool fake_stream_idle(zs_cu_stream stream)

@@ -1,0 +1,49 @@
+/* check_cuda_api.c - csrc/cuda_api.h against NVIDIA's headers; compiled, never run (tests/test_cuda_driver.py).
+ *
+ * The one idea: cudaTypedefs.h has a type for each function and version, PFN_<name>_v<version>, and ours are made from one list;
+ * so each line of the list is compared with what it says it is.
+ */
+#include <cuda.h>
+
+#include <cudaTypedefs.h>
+
+#include "cuda_api.h"
+
+/* gcc takes an enum and the integer type under it for compatible; pointers to them, and structs of ours, need a cast. */
+#define SAME(a, b) __builtin_types_compatible_p(a, b)
+#define SAME_SIZE(ours, theirs) \
+    _Static_assert(sizeof(ours) == sizeof(theirs) && _Alignof(ours) == _Alignof(theirs), #ours)
+
+SAME_SIZE(zs_cu_ipc_mem, CUipcMemHandle);
+SAME_SIZE(zs_cu_mem_op, CUstreamBatchMemOpParams);
+_Static_assert(offsetof(zs_cu_mem_op, operation) == offsetof(CUstreamBatchMemOpParams, operation), "");
+_Static_assert(offsetof(zs_cu_mem_op, address) == offsetof(CUstreamBatchMemOpParams, waitValue.address), "");
+_Static_assert(offsetof(zs_cu_mem_op, value) == offsetof(CUstreamBatchMemOpParams, waitValue.value), "");
+_Static_assert(offsetof(zs_cu_mem_op, flags) == offsetof(CUstreamBatchMemOpParams, waitValue.flags), "");
+_Static_assert(offsetof(zs_cu_mem_op, address) == offsetof(CUstreamBatchMemOpParams, writeValue.address), "");
+_Static_assert(offsetof(zs_cu_mem_op, value) == offsetof(CUstreamBatchMemOpParams, writeValue.value), "");
+_Static_assert(offsetof(zs_cu_mem_op, flags) == offsetof(CUstreamBatchMemOpParams, writeValue.flags), "");
+
+/* Types that are one under two names. */
+_Static_assert(SAME(zs_cu_result, CUresult) && SAME(zs_cu_device, CUdevice) && SAME(zs_cu_ptr, CUdeviceptr), "");
+_Static_assert(SAME(zs_cu_context, CUcontext) && SAME(zs_cu_stream, CUstream) && SAME(zs_cu_event, CUevent), "");
+_Static_assert(SAME(zs_cu_library, CUlibrary) && SAME(zs_cu_kernel, CUkernel), "");
+_Static_assert(SAME(zs_cu_function, CUfunction), "");
+_Static_assert(SAME(zs_cu_attribute, CUdevice_attribute) && SAME(zs_cu_pointer_attribute, CUpointer_attribute), "");
+_Static_assert(SAME(zs_cu_jit_option, CUjit_option) && SAME(zs_cu_library_option, CUlibraryOption), "");
+
+/* The signatures, with our types under NVIDIA's names wherever these are structs or pointers to enums. */
+#define zs_cu_ipc_mem CUipcMemHandle
+#define zs_cu_mem_op CUstreamBatchMemOpParams
+#define zs_cu_jit_option CUjit_option
+#define zs_cu_library_option CUlibraryOption
+#define CHECK(name, version, parameters)          \
+    typedef zs_cu_result(*its_##name) parameters; \
+    _Static_assert(SAME(its_##name, PFN_##name##_v##version), #name " has another signature");
+ZS_CU_CALLS(CHECK)
+ZS_CU_OPTIONAL_CALLS(CHECK)
+
+/* The values. CU_ and CUDA_ERROR_ are our ZS_CU_ and ZS_CU_ERROR_. */
+#define VALUE(name) _Static_assert((int)ZS_CU_##name == (int)CU_##name, #name)
+#define ERROR(name) _Static_assert((int)ZS_CU_ERROR_##name == (int)CUDA_ERROR_##name, #name)
+#include "check_cuda_values.h"

@@ -1,0 +1,427 @@
+/* test_cuda_driver.c - cuda_driver.h on the stand-in for libcuda: what is found, what fails how, what waits for what.
+ *
+ * The one idea: the driver is looked for once in a process, so a process runs one test, `test_cuda_driver NAME`, in the
+ * environment that tests/test_cuda_driver.py has made for it; some print what they got, for it to judge.
+ */
+#define _GNU_SOURCE 1
+#include "cuda_driver.h"
+#include "cuda_image.h"
+#include "cuda_kernels.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define CHECK(condition)                                                                                           \
+    do {                                                                                                           \
+        if (!(condition)) {                                                                                        \
+            fprintf(stderr, "%s:%d: %s\n    last error: %s\n", __FILE__, __LINE__, #condition, zs_last_message()); \
+            exit(1);                                                                                               \
+        }                                                                                                          \
+    } while (0)
+
+#define OK(call) CHECK((call) == ZS_OK)
+
+enum { N = 1000 };
+
+static const uint64_t image[2] = {0xba55ed50u, 0};
+
+const void *zs_cuda_image(void)
+{
+    return getenv("NO_IMAGE") == NULL ? image : NULL;
+}
+
+size_t zs_cuda_image_bytes(void)
+{
+    return sizeof image;
+}
+
+const char *zs_cuda_image_targets(void)
+{
+    return "sm_90";
+}
+
+int zs_cuda_image_version(void)
+{
+    return 13000;
+}
+
+static void *at(zs_cu_ptr ptr)
+{
+    return (void *)(uintptr_t)ptr;
+}
+
+static zs_cu_ptr ptr_of(const void *where)
+{
+    return (zs_cu_ptr)(uintptr_t)where;
+}
+
+static zs_cu_stream new_stream(void)
+{
+    zs_cu_stream stream;
+    OK(ZS_CU(cuStreamCreateWithPriority, &stream, ZS_CU_STREAM_NON_BLOCKING, 0));
+    return stream;
+}
+
+static zs_cu_ptr new_memory(size_t bytes)
+{
+    zs_cu_ptr memory;
+    OK(ZS_CU(cuMemAlloc, &memory, bytes));
+    return memory;
+}
+
+/* --- finding it ------------------------------------------------------------------------------------------------------- */
+
+/* Prints what there is, and how loading it fails. */
+static void say(void)
+{
+    zs_cuda_info info;
+    zs_cuda_describe(&info);
+    zs_status status = zs_cuda_load();
+    printf("found=%d version=%d devices=%d status=%d words=%s\n", info.found, info.version, info.devices, (int)status,
+           zs_last_message());
+    CHECK((status == ZS_OK) == (info.words[0] == '\0'));
+    CHECK(status == ZS_OK || strcmp(info.words, zs_last_message()) == 0);
+}
+
+static void describe(void)
+{
+    zs_cuda_device device;
+    OK(zs_cuda_describe_device(0, &device));
+    CHECK(strcmp(device.name, "Fake GPU") == 0 && device.major == 9 && device.minor == 0);
+    CHECK(device.multiprocessors == 2);
+    CHECK(zs_cuda_describe_device(5, &device) == ZS_ERR_CUDA);
+    CHECK(strstr(zs_last_message(), "cuDeviceGet: ") == zs_last_message());
+}
+
+/* --- contexts ------------------------------------------------------------------------------------------------------------ */
+
+static void *enter_and_allocate(void *out)
+{
+    CHECK(ZS_CU(cuMemAlloc, out, 100) == ZS_ERR_CUDA); /* a fresh thread has no context */
+    zs_clear_error();
+    OK(zs_cuda_enter(0));
+    OK(ZS_CU(cuMemAlloc, out, 100));
+    OK(zs_cuda_enter(0));
+    return NULL;
+}
+
+static void threads_share_the_primary_context(void)
+{
+    pthread_t threads[2];
+    zs_cu_ptr memory[3];
+    OK(zs_cuda_load());
+    for (int i = 0; i < 2; i++)
+        CHECK(pthread_create(&threads[i], NULL, enter_and_allocate, &memory[i]) == 0);
+    for (int i = 0; i < 2; i++)
+        CHECK(pthread_join(threads[i], NULL) == 0);
+    enter_and_allocate(&memory[2]);
+    CHECK(zs_cuda_enter(0) == ZS_OK);
+    for (int i = 0; i < 3; i++)
+        CHECK(ZS_CU_FREE(cuMemFree, memory[i]) == ZS_CU_SUCCESS);
+}
+
+static void no_such_device(void)
+{
+    CHECK(zs_cuda_enter(1) == ZS_ERR_VALUE && strstr(zs_last_message(), "no CUDA device 1: the driver offers 1"));
+    zs_clear_error();
+    CHECK(zs_cuda_enter(-1) == ZS_ERR_VALUE);
+}
+
+static void fork_has_no_cuda(void)
+{
+    OK(zs_cuda_enter(0));
+    pid_t child = fork();
+    if (child == 0) {
+        zs_cu_ptr memory;
+        bool refused = ZS_CU(cuMemAlloc, &memory, 1) == ZS_ERR_CUDA && strstr(zs_last_message(), "(3)") != NULL;
+        _exit(refused ? 0 : 1);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
+/* --- errors ------------------------------------------------------------------------------------------------------------- */
+
+/* A handle to memory of another process, which lives until this one ends; for before CUDA is started here. */
+static zs_cu_ipc_mem handle_of_a_peer(void)
+{
+    int there[2], here[2];
+    zs_cu_ipc_mem handle;
+    CHECK(pipe(there) == 0 && pipe(here) == 0);
+    if (fork() == 0) {
+        CHECK(unsetenv("FAKE_CUDA_FAIL") == 0 && unsetenv("FAKE_CUDA_LOG") == 0 && close(here[1]) == 0);
+        OK(zs_cuda_enter(0));
+        OK(ZS_CU(cuIpcGetMemHandle, &handle, new_memory(N)));
+        CHECK(write(there[1], &handle, sizeof handle) == sizeof handle);
+        _exit(read(here[0], &handle, 1) == 0 ? 0 : 1); /* the other end is closed */
+    }
+    CHECK(read(there[0], &handle, sizeof handle) == sizeof handle);
+    return handle;
+}
+
+static zs_status work_with_peers(zs_cu_ipc_mem handle)
+{
+    zs_cu_ptr shared;
+    ZS_TRY(ZS_CU(cuIpcOpenMemHandle, &shared, handle, ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+    return ZS_CU(cuIpcCloseMemHandle, shared);
+}
+
+static zs_status work_with_memory(void)
+{
+    zs_cu_ptr memory, base;
+    size_t bytes, total;
+    void *host;
+    static char registered[4096], pageable[N];
+    zs_cu_ipc_mem handle;
+    int ordinal;
+    ZS_TRY(ZS_CU(cuMemGetInfo, &bytes, &total));
+    ZS_TRY(ZS_CU(cuMemAlloc, &memory, N));
+    ZS_TRY(ZS_CU(cuMemGetAddressRange, &base, &bytes, memory + 10));
+    CHECK(base == memory && bytes >= N);
+    ZS_TRY(ZS_CU(cuPointerGetAttribute, &ordinal, ZS_CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, memory));
+    ZS_TRY(ZS_CU(cuMemHostAlloc, &host, N, ZS_CU_MEMHOSTALLOC_PORTABLE));
+    ZS_TRY(ZS_CU(cuMemHostRegister, registered, sizeof registered, ZS_CU_MEMHOSTREGISTER_PORTABLE));
+    ZS_TRY(ZS_CU(cuMemsetD8Async, memory, 7, N, NULL));
+    ZS_TRY(ZS_CU(cuMemcpyDtoDAsync, memory, memory + N / 2, N / 2, NULL));
+    ZS_TRY(ZS_CU(cuMemcpyAsync, memory, memory + N / 2, N / 2, NULL));
+    ZS_TRY(ZS_CU(cuMemcpyDtoHAsync, pageable, memory, N, NULL));
+    CHECK(pageable[0] == 7 && pageable[N - 1] == 7);
+    ZS_TRY(ZS_CU(cuMemcpyHtoDAsync, memory, registered, N, NULL));
+    ZS_TRY(ZS_CU(cuIpcGetMemHandle, &handle, memory));
+    ZS_TRY(ZS_CU(cuMemHostUnregister, registered));
+    ZS_TRY(ZS_CU(cuMemFreeHost, host));
+    return ZS_CU(cuMemFree, memory);
+}
+
+static zs_status work_with_streams(void)
+{
+    int least, greatest;
+    zs_cu_stream stream;
+    zs_cu_event event;
+    bool done;
+    zs_cu_ptr flags = new_memory(64);
+    zs_cu_mem_op op = {.operation = ZS_CU_STREAM_MEM_OP_WAIT_VALUE_32, .address = flags, .value = 5};
+    ZS_TRY(ZS_CU(cuMemsetD8Async, flags, 0, 64, NULL));
+    ZS_TRY(ZS_CU(cuCtxGetStreamPriorityRange, &least, &greatest));
+    ZS_TRY(ZS_CU(cuStreamCreateWithPriority, &stream, ZS_CU_STREAM_NON_BLOCKING, greatest));
+    ZS_TRY(ZS_CU(cuEventCreate, &event, ZS_CU_EVENT_DISABLE_TIMING));
+    ZS_TRY(ZS_CU(cuStreamWriteValue32, stream, flags, 5, ZS_CU_STREAM_WRITE_VALUE_DEFAULT));
+    ZS_TRY(ZS_CU(cuStreamWaitValue32, stream, flags, 5, ZS_CU_STREAM_WAIT_VALUE_GEQ));
+    ZS_TRY(ZS_CU(cuStreamBatchMemOp, stream, 1, &op, 0));
+    ZS_TRY(ZS_CU(cuEventRecord, event, stream));
+    ZS_TRY(ZS_CU(cuStreamWaitEvent, stream, event, 0));
+    ZS_TRY(ZS_CU(cuEventSynchronize, event));
+    ZS_TRY(zs_cuda_event_done(event, &done));
+    CHECK(done);
+    ZS_TRY(ZS_CU(cuStreamSynchronize, stream));
+    ZS_TRY(ZS_CU(cuStreamQuery, stream));
+    ZS_TRY(ZS_CU(cuEventDestroy, event));
+    return ZS_CU(cuStreamDestroy, stream);
+}
+
+static zs_status work_with_everything(void)
+{
+    int count, can;
+    zs_cu_ipc_mem handle = handle_of_a_peer();
+    ZS_TRY(zs_cuda_load());
+    ZS_TRY(zs_cuda_enter(0));
+    zs_cuda_device device;
+    ZS_TRY(zs_cuda_describe_device(0, &device));
+    ZS_TRY(ZS_CU(cuDeviceGetCount, &count));
+    ZS_TRY(ZS_CU(cuDeviceCanAccessPeer, &can, 0, 0));
+    ZS_TRY(work_with_memory());
+    ZS_TRY(work_with_streams());
+    ZS_TRY(work_with_peers(handle));
+    ZS_TRY(zs_cuda_kernels_load());
+    zs_cu_library library;
+    ZS_TRY(ZS_CU(cuLibraryLoadData, &library, image, NULL, NULL, 0, NULL, NULL, 0));
+    ZS_TRY(ZS_CU(cuLibraryUnload, library));
+    float x[4] = {1, 2, 3, 4};
+    const zs_numbers numbers = {x, 4, ZS_F32};
+    return zs_cuda_scale(&numbers, 2.0, NULL, NULL);
+}
+
+/* Prints what came of the work; whatever failed, the record says so. */
+static void work(void)
+{
+    zs_status status = work_with_everything();
+    CHECK((status == ZS_OK) == (zs_last_message()[0] == '\0'));
+    printf("%d %s\n", (int)status, zs_last_message());
+}
+
+/* With cuStreamSynchronize told to fail once by an error that spoils the context. */
+static void spoiled_context_refuses_all(void)
+{
+    zs_cu_ptr memory;
+    bool done;
+    OK(zs_cuda_enter(0));
+    zs_cu_stream stream = new_stream();
+    CHECK(ZS_CU(cuStreamSynchronize, stream) == ZS_ERR_CUDA);
+    char first[256];
+    snprintf(first, sizeof first, "%s", zs_last_message());
+    CHECK(strcmp(first, "cuStreamSynchronize: CUDA_ERROR_FAKE_700 (700): fake error 700") == 0);
+    for (int i = 0; i < 5; i++) {
+        zs_clear_error();
+        zs_status got = i == 0   ? ZS_CU(cuMemAlloc, &memory, 100)
+                        : i == 1 ? zs_cuda_enter(0)
+                        : i == 2 ? zs_cuda_kernels_load()
+                        : i == 3 ? zs_cuda_event_done(NULL, &done)
+                                 : ZS_CU(cuStreamSynchronize, stream);
+        CHECK(got == ZS_ERR_CUDA && strstr(zs_last_message(), first) != NULL);
+        CHECK(strstr(zs_last_message(), "has to be started anew") != NULL);
+    }
+}
+
+static void out_of_memory_is_told_apart(void)
+{
+    zs_cu_ptr memory;
+    OK(zs_cuda_enter(0));
+    CHECK(ZS_CU(cuMemAlloc, &memory, (size_t)1 << 50) == ZS_ERR_MEMORY);
+    CHECK(strcmp(zs_last_message(), "cuMemAlloc: the GPU is out of memory (CUDA_ERROR_OUT_OF_MEMORY)") == 0);
+    zs_clear_error();
+    OK(ZS_CU(cuMemAlloc, &memory, 100)); /* and all goes on */
+}
+
+static void giving_back_leaves_no_record(void)
+{
+    OK(zs_cuda_enter(0));
+    CHECK(ZS_CU_FREE(cuMemFree, 12345) == ZS_CU_ERROR_INVALID_VALUE);
+    CHECK(zs_last_status() == ZS_OK);
+}
+
+/* --- streams -------------------------------------------------------------------------------------------------------------- */
+
+/* With FAKE_CUDA_DELAY_US: who waits for the event reads what was written before it, who does not reads what was there. */
+static void events_order_streams(void)
+{
+    OK(zs_cuda_enter(0));
+    zs_cu_stream writer = new_stream(), reader = new_stream();
+    zs_cu_event written;
+    OK(ZS_CU(cuEventCreate, &written, ZS_CU_EVENT_DISABLE_TIMING));
+    zs_cu_ptr from = new_memory(N), to = new_memory(N), early = new_memory(N);
+    memset(at(from), 1, N);
+    OK(ZS_CU(cuMemsetD8Async, from, 0, 1, writer)); /* so that there is something in front */
+    OK(ZS_CU(cuMemsetD8Async, from, 2, N, writer));
+    OK(ZS_CU(cuEventRecord, written, writer));
+    bool done = true;
+    OK(zs_cuda_event_done(written, &done));
+    CHECK(!done && ZS_CU_FREE(cuStreamQuery, writer) == ZS_CU_ERROR_NOT_READY);
+    OK(ZS_CU(cuMemcpyDtoDAsync, early, from, N, NULL)); /* the default stream waits for nobody */
+    OK(ZS_CU(cuStreamWaitEvent, reader, written, 0));
+    OK(ZS_CU(cuMemcpyDtoDAsync, to, from, N, reader));
+    OK(ZS_CU(cuStreamSynchronize, reader));
+    OK(zs_cuda_event_done(written, &done));
+    CHECK(done && ((char *)at(to))[N - 1] == 2 && ((char *)at(early))[N - 1] == 1);
+    OK(ZS_CU(cuMemsetD8Async, from, 3, N, writer));
+    OK(ZS_CU(cuEventRecord, written, writer));
+    OK(ZS_CU(cuStreamWaitEvent, NULL, written, 0)); /* the default stream can wait, too */
+    CHECK(((char *)at(from))[0] == 3);
+}
+
+static void host_memory_is_read_at_once_unless_it_is_pinned(void)
+{
+    OK(zs_cuda_enter(0));
+    zs_cu_stream stream = new_stream();
+    zs_cu_ptr to = new_memory(2 * N);
+    char pageable[N];
+    void *pinned;
+    OK(ZS_CU(cuMemHostAlloc, &pinned, N, 0));
+    memset(pageable, 1, N);
+    memset(pinned, 1, N);
+    OK(ZS_CU(cuMemcpyHtoDAsync, to, pageable, N, stream));
+    OK(ZS_CU(cuMemcpyHtoDAsync, to + N, pinned, N, stream));
+    memset(pageable, 2, N);
+    memset(pinned, 2, N);
+    OK(ZS_CU(cuStreamSynchronize, stream));
+    CHECK(((char *)at(to))[0] == 1 && ((char *)at(to))[N] == 2);
+}
+
+static void launch_waits_for_its_kernel_if_told_to(void)
+{
+    OK(zs_cuda_enter(0));
+    float x[4] = {1, 2, 3, 4};
+    const zs_numbers numbers = {x, 4, ZS_F32};
+    OK(zs_cuda_scale(&numbers, 2.0, NULL, new_stream()));
+    CHECK(x[3] == 8);
+}
+
+/* Two processes pass a buffer to and fro; each waits for the other's flag in a stream. */
+static void pass_to_and_fro(zs_cu_ptr shared, bool leads)
+{
+    zs_cu_stream stream = new_stream();
+    const zs_cu_ptr flags = shared, number = shared + 256, wait = flags + (leads ? 4 : 0),
+                    tell = flags + (leads ? 0 : 4);
+    const zs_numbers x = {at(number), 1, ZS_F32};
+    for (uint32_t round = 1; round <= 20; round++) {
+        const uint32_t other = leads ? round - 1 : round;
+        OK(ZS_CU(cuStreamWaitValue32, stream, wait, other, ZS_CU_STREAM_WAIT_VALUE_GEQ));
+        OK(zs_cuda_scale(&x, leads ? 4.0 : 0.5, NULL, stream));
+        OK(ZS_CU(cuStreamWriteValue32, stream, tell, round, ZS_CU_STREAM_WRITE_VALUE_DEFAULT));
+    }
+    OK(ZS_CU(cuStreamWaitValue32, stream, wait, 20, ZS_CU_STREAM_WAIT_VALUE_GEQ));
+    OK(ZS_CU(cuStreamSynchronize, stream));
+}
+
+static void processes_share_memory_and_flags(void)
+{
+    int pipes[2], status = -1;
+    zs_cu_ipc_mem handle;
+    zs_cu_ptr shared, again;
+    CHECK(pipe(pipes) == 0);
+    pid_t child = fork();
+    OK(zs_cuda_enter(0));
+    if (child == 0) {
+        CHECK(read(pipes[0], &handle, sizeof handle) == sizeof handle);
+        OK(ZS_CU(cuIpcOpenMemHandle, &shared, handle, ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+        OK(ZS_CU(cuIpcOpenMemHandle, &again, handle, ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+        CHECK(again == shared);
+        pass_to_and_fro(shared, false);
+        OK(ZS_CU(cuIpcCloseMemHandle, shared));
+        OK(ZS_CU(cuIpcCloseMemHandle, shared)); /* as often as it was opened */
+        CHECK(ZS_CU(cuIpcCloseMemHandle, shared) == ZS_ERR_CUDA);
+        exit(0);
+    }
+    shared = new_memory(4096);
+    memset(at(shared), 0, 64);
+    *(float *)at(shared + 256) = 1;
+    OK(ZS_CU(cuIpcGetMemHandle, &handle, shared));
+    CHECK(ZS_CU(cuIpcOpenMemHandle, &again, handle, ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) == ZS_ERR_CUDA);
+    zs_clear_error(); /* not in the process that made it */
+    CHECK(write(pipes[1], &handle, sizeof handle) == sizeof handle);
+    pass_to_and_fro(shared, true);
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(*(float *)at(shared + 256) == (float)(1 << 20));
+    CHECK(ptr_of(at(shared)) == shared);
+}
+
+/* --- running one ------------------------------------------------------------------------------------------------------------ */
+
+typedef struct test {
+    const char *name;
+    void (*run)(void);
+} test;
+
+#define TEST(name) {#name, name},
+
+static const test tests[] = {
+    TEST(say) TEST(work) TEST(describe) TEST(threads_share_the_primary_context) TEST(no_such_device)
+        TEST(fork_has_no_cuda) TEST(spoiled_context_refuses_all) TEST(out_of_memory_is_told_apart)
+            TEST(giving_back_leaves_no_record) TEST(events_order_streams)
+                TEST(host_memory_is_read_at_once_unless_it_is_pinned) TEST(launch_waits_for_its_kernel_if_told_to)
+                    TEST(processes_share_memory_and_flags)};
+
+int main(int argc, char **argv)
+{
+    for (size_t i = 0; argc == 2 && i < sizeof tests / sizeof *tests; i++) {
+        if (strcmp(tests[i].name, argv[1]) != 0) continue;
+        tests[i].run();
+        printf("%s: ok\n", argv[1]);
+        return 0;
+    }
+    fprintf(stderr, "usage: %s NAME, one of the tests listed at the end of %s\n", argv[0], __FILE__);
+    return 2;
+}
