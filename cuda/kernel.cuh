@@ -93,7 +93,7 @@ template <class D, int N, By by> ZS_DEVICE Words<D, N> load(const void *array, i
     Words<D, N> words;
     const typename D::Word *from = static_cast<const typename D::Word *>(array) + at;
     if constexpr (N == 1) {
-        words.at[0] = *static_cast<const volatile typename D::Word *>(from);
+        words.at[0] = by == By::PEER ? *static_cast<const volatile typename D::Word *>(from) : *from;
     } else {
         const int each = ZS_CUDA_QUAD / static_cast<int>(sizeof(typename D::Word));
 #pragma unroll

@@ -71,3 +71,8 @@ def library() -> Path:
         _run([*cxx_words, "-shared", "-pthread", "-Wl,-z,defs", *objects, "-o", whole])
         os.replace(whole, target)  # another process may have made it meanwhile: they are the same
     return target
+
+
+def knows(kernel: str) -> bool:
+    """Is this kernel among those that the library has compiled?"""
+    return kernel.encode() + b"\0" in library().read_bytes()
