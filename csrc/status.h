@@ -23,6 +23,7 @@ typedef enum zs_status {
     ZS_ERR_TIMEOUT,     /* another rank did not come in time: zshard.PeerTimeoutError */
     ZS_ERR_DIVERGED,    /* the ranks did different things: zshard.DivergenceError */
     ZS_ERR_CUDA,        /* the CUDA driver is missing or refused a call: zshard.CudaError */
+    ZS_ERR_NCCL,        /* NCCL failed: zshard.NcclError */
     ZS_ERR_TORCH,       /* an exception out of torch; may be a Python one that is already set */
 } zs_status;
 

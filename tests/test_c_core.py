@@ -34,11 +34,15 @@ BUILDS = {
 NAMES = re.findall(r"^    TEST\((\w+)\)", PROGRAM.read_text(), re.MULTILINE)
 
 
-def compile_c(target: Path, sources: list[Path], flags: list[str]) -> Path:
-    """Compiles and links `sources` as strictly as the extension."""
+def compile_c(
+    target: Path, sources: list[Path], flags: list[str], libraries: tuple[str, ...] = ()
+) -> Path:
+    """Compiles and links `sources` as strictly as the extension; `libraries` as "-lm"."""
     command = [*shlex.split(os.environ.get("CC", "cc")), *STRICT, *flags, f"-I{ROOT / 'csrc'}"]
     done = subprocess.run(
-        [*command, *map(str, sources), "-o", str(target)], capture_output=True, text=True
+        [*command, *map(str, sources), *libraries, "-o", str(target)],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return target

@@ -316,6 +316,7 @@ BAD: list[tuple[Rule, str, str, str]] = [
     (python_stays_in_the_binding, "unit.c", "#include <Python.h>\n", "Python.h"),
     (python_stays_in_the_binding, "unit.h", '#include "py_util.h"\n', "py_util.h"),
     (cuda_stays_in_cuda, "unit.c", "#include <cuda_runtime.h>\n", "cuda_runtime.h"),
+    (cuda_stays_in_cuda, "nccl_lib.c", '#include "nccl.h"\n#include "nccl_lib.h"\n', "nccl.h"),
     (symbols_start_with_zs, "unit.c", "int pack(int a)\n{\n    return a;\n}\n", "line 1: pack"),
     (symbols_start_with_zs, "unit.c", BRACES, "line 2: pack"),
     (symbols_start_with_zs, "torch_a.cpp", 'extern "C" {\nint f() {}\n}\n', "line 2: f"),

@@ -1,0 +1,410 @@
+/* nccl_comm.c - see nccl_comm.h: making, ending, the lock, and what NCCL's results mean.
+ *
+ * The one idea: communicators are non-blocking, so no call of NCCL's waits for a peer, and an abort can always get in. The
+ * price is that a call may return before its kernel is on the stream; zs_nccl_settle waits for that, and only that.
+ *
+ * Known of 2.28.9 (init.cc, group.cc, enqueue.cc): a non-blocking communicator that has refused an argument refuses all
+ * later calls too (its state stays at "invalid argument"), so arguments are checked here first, and a refusal poisons unless
+ * NCCL's state says that all is well. The handle is gone with CommAbort and CommDestroy, which end in the background.
+ */
+#define _GNU_SOURCE 1 /* clock_gettime, strdup */
+#include "nccl_local.h"
+
+#include "comm_local.h"
+#include "file.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+static const double last_patience = 10.0; /* seconds for what is under way when the communicator ends */
+static const double ask_every = 0.1;      /* seconds between two looks for Ctrl-C */
+
+enum { MAX_CTAS = 64 }; /* NCCL's own limit */
+
+double zs_nccl_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* --- failures ------------------------------------------------------------------------------------------------------- */
+
+/* Fills `text` with the call, its result, NCCL's own words. */
+static void describe(const zs_nccl_comm *comm, const char *call, zs_nccl_result result, char *text, size_t size)
+{
+    const char *more = comm->nccl->GetLastError != NULL ? comm->nccl->GetLastError(comm->handle) : NULL;
+    bool has_more = more != NULL && more[0] != 0;
+    snprintf(text, size, "NCCL, communicator '%s', rank %d of %d: nccl%s failed: %s%s%s", comm->name, comm->rank,
+             comm->world, call, comm->nccl->GetErrorString(result), has_more ? ": " : "", has_more ? more : "");
+}
+
+void zs_nccl_poison(zs_nccl_comm *comm, zs_status failure, const char *why)
+{
+    if (comm->failure != ZS_OK) return;
+    comm->failure = failure;
+    comm->tell = true;
+    snprintf(comm->why, sizeof comm->why, "%s", why);
+    zs_nccl_handle handle = comm->handle;
+    comm->handle = NULL;
+    comm->launching = NULL;
+    if (handle != NULL) comm->nccl->CommAbort(handle); /* whatever it says, the handle is not ours any more */
+}
+
+void zs_nccl_poison_by(zs_nccl_comm *comm, const char *call, zs_nccl_result result)
+{
+    char text[sizeof comm->why];
+    describe(comm, call, result, text, sizeof text);
+    if (comm->failure == ZS_OK) comm->result = result;
+    zs_nccl_poison(comm, ZS_ERR_NCCL, text);
+}
+
+/* The record as this thread's failure. */
+static zs_status fail_as_recorded(const zs_nccl_comm *comm)
+{
+    return ZS_FAIL(comm->failure, "%s", comm->why);
+}
+
+static zs_status fail_by(zs_nccl_comm *comm, const char *call, zs_nccl_result result)
+{
+    zs_nccl_result state = result;
+    bool harmless = result == ZS_NCCL_INVALID_ARGUMENT && comm->handle != NULL &&
+                    comm->nccl->CommGetAsyncError(comm->handle, &state) == ZS_NCCL_SUCCESS && state == ZS_NCCL_SUCCESS;
+    if (!harmless) {
+        zs_nccl_poison_by(comm, call, result);
+        return fail_as_recorded(comm);
+    }
+    char text[sizeof comm->why];
+    describe(comm, call, result, text, sizeof text);
+    return ZS_FAIL(ZS_ERR_NCCL, "%s", text);
+}
+
+/* --- the lock ---------------------------------------------------------------------------------------------------------- */
+
+/* First no sleep at all (a kernel's launch takes some 20 us), then longer and longer ones. */
+static void nap(int looks)
+{
+    if (looks < 50)
+        sched_yield();
+    else
+        nanosleep(&(struct timespec){.tv_nsec = looks < 500 ? 20000 : 1000000}, NULL);
+}
+
+/* Waits with the lock open; ZS_OK: look again. */
+static zs_status wait_a_little(zs_nccl_comm *comm, int looks, double *asked)
+{
+    pthread_mutex_unlock(&comm->lock);
+    nap(looks);
+    bool stop = false;
+    if (!comm->ending && zs_nccl_now() > *asked + ask_every) { /* takes the GIL, so not below the lock */
+        *asked = zs_nccl_now();
+        stop = zs_comm_interrupted();
+    }
+    pthread_mutex_lock(&comm->lock);
+    if (comm->failure != ZS_OK) return fail_as_recorded(comm);
+    if (stop) return ZS_FAIL(ZS_ERR_TORCH, "NCCL, communicator '%s': interrupted", comm->name);
+    return ZS_OK;
+}
+
+/* Waits until NCCL is no more at work in the background; the lock is held before and after. */
+static zs_status wait_until_settled(zs_nccl_comm *comm, double patience)
+{
+    double start = zs_nccl_now(), asked = start;
+    for (int looks = 0;; looks += looks < 1000) {
+        zs_nccl_result state = ZS_NCCL_IN_PROGRESS, result = comm->nccl->CommGetAsyncError(comm->handle, &state);
+        if (result != ZS_NCCL_SUCCESS) state = result;
+        if (state != ZS_NCCL_IN_PROGRESS) {
+            const char *call = comm->launching;
+            comm->launching = NULL;
+            return state == ZS_NCCL_SUCCESS ? ZS_OK : fail_by(comm, call, state);
+        }
+        if (zs_nccl_now() > start + patience) {
+            char text[256];
+            snprintf(
+                text, sizeof text,
+                "NCCL, communicator '%s', rank %d of %d: nccl%s is at work for more than %g s: has a rank not come?",
+                comm->name, comm->rank, comm->world, comm->launching, patience);
+            zs_nccl_poison(comm, ZS_ERR_TIMEOUT, text);
+            return fail_as_recorded(comm);
+        }
+        ZS_TRY(wait_a_little(comm, looks, &asked));
+    }
+}
+
+zs_status zs_nccl_settle(zs_nccl_comm *comm, const char *call, zs_nccl_result result)
+{
+    if (result != ZS_NCCL_SUCCESS && result != ZS_NCCL_IN_PROGRESS) return fail_by(comm, call, result);
+    if (result == ZS_NCCL_SUCCESS) return ZS_OK;
+    comm->launching = call; /* stays where the wait is broken off by Ctrl-C: the next call goes on with it */
+    return wait_until_settled(comm, comm->options.timeout);
+}
+
+zs_status zs_nccl_enter(zs_nccl_comm *comm)
+{
+    if (comm->lifetime != zs_lifetime())
+        return ZS_FAIL(ZS_ERR_STATE, "NCCL, communicator '%s': a process forked from rank %d cannot use it", comm->name,
+                       comm->rank);
+    pthread_mutex_lock(&comm->lock);
+    zs_status status = comm->failure != ZS_OK ? fail_as_recorded(comm) : ZS_OK;
+    if (status == ZS_OK && comm->launching != NULL) status = wait_until_settled(comm, comm->options.timeout);
+    return status == ZS_OK ? ZS_OK : zs_nccl_leave(comm, status);
+}
+
+zs_status zs_nccl_leave(zs_nccl_comm *comm, zs_status status)
+{
+    bool tell = comm->tell;
+    comm->tell = false;
+    pthread_mutex_unlock(&comm->lock);
+    if (tell && comm->options.lost != NULL) comm->options.lost(comm->options.arg, comm->why);
+    return status;
+}
+
+/* --- what the ranks agree on ---------------------------------------------------------------------------------------------- */
+
+/* What each rank says before NCCL is called. */
+typedef struct card {
+    zs_nccl_id id;          /* of rank 0 */
+    int32_t status, result; /* how it went here */
+    int32_t version, ctas, min_ctas, max_ctas;
+    char why[256]; /* where status is no ZS_OK */
+} card;
+
+/* Puts this thread's failure on the card, and forgets it: it is reported when all have heard. */
+static void put_failure(card *own, const zs_nccl_comm *comm, zs_status status)
+{
+    own->result = comm->result;
+    own->status = (int32_t)status;
+    snprintf(own->why, sizeof own->why, "%s", zs_last_message());
+    zs_clear_error();
+}
+
+/* A rank that only waited in vain knows less than the one that it waited for. */
+static int weight(const card *of)
+{
+    if (of->status == ZS_OK) return 0;
+    bool waited = of->status == ZS_ERR_TIMEOUT || of->status == ZS_ERR_PEER || of->result == ZS_NCCL_REMOTE_ERROR;
+    if (waited) return 1;
+    return of->result == ZS_NCCL_SYSTEM_ERROR ? 2 : 3; /* a connection that was closed, perhaps */
+}
+
+/* All ranks' cards; fails alike on all ranks where one could not go on. New array. */
+static zs_status exchange_cards(zs_comm *control, const card *own, card **out)
+{
+    card *all = calloc((size_t)control->world, sizeof *all);
+    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d ranks", control->world);
+    zs_status status = control->ops->exchange(control, own, sizeof *own, all);
+    int worst = 0;
+    for (int r = 1; r < control->world && status == ZS_OK; r++)
+        if (weight(&all[r]) > weight(&all[worst])) worst = r;
+    if (status == ZS_OK && all[worst].status != ZS_OK)
+        status = ZS_FAIL((zs_status)all[worst].status, "rank %d: %s", worst, all[worst].why);
+    *out = status == ZS_OK ? all : NULL;
+    if (status != ZS_OK) free(all);
+    return status;
+}
+
+static zs_status check_cards(const card *all, int world)
+{
+    for (int r = 1; r < world; r++) {
+        const card *a = &all[0], *b = &all[r];
+        char first[16], other[16];
+        zs_nccl_version_text(a->version, first, sizeof first);
+        zs_nccl_version_text(b->version, other, sizeof other);
+        if (a->version != b->version)
+            return ZS_FAIL(ZS_ERR_DIVERGED, "NCCL is %s on rank 0 and %s on rank %d: they do not go together", first,
+                           other, r);
+        if (a->ctas != b->ctas || a->min_ctas != b->min_ctas || a->max_ctas != b->max_ctas)
+            return ZS_FAIL(
+                ZS_ERR_DIVERGED,
+                "NCCL: the ranks have different options: CTA policy %d and %d to %d CTAs on rank 0, %d and %d "
+                "to %d on rank %d",
+                a->ctas, a->min_ctas, a->max_ctas, b->ctas, b->min_ctas, b->max_ctas, r);
+    }
+    return ZS_OK;
+}
+
+static zs_status check_options(const zs_nccl_options *options)
+{
+    if (!(options->timeout > 0))
+        return ZS_FAIL(ZS_ERR_VALUE, "NCCL: a timeout of %g s: it has to be above 0", options->timeout);
+    int least = options->min_ctas, most = options->max_ctas;
+    if (least < 0 || least > MAX_CTAS || most < 0 || most > MAX_CTAS || (most > 0 && least > most))
+        return ZS_FAIL(
+            ZS_ERR_VALUE,
+            "NCCL: %d to %d CTAs: both are 1 to %d, or 0 for NCCL's choice, the first no more than the other", least,
+            most, (int)MAX_CTAS);
+    if (options->ctas < ZS_NCCL_CTAS_DEFAULT || options->ctas > ZS_NCCL_CTAS_ZERO)
+        return ZS_FAIL(ZS_ERR_VALUE, "NCCL: there is no CTA policy %d", (int)options->ctas);
+    return ZS_OK;
+}
+
+/* What can fail on one rank alone before NCCL makes anything. */
+static zs_status prepare(zs_nccl_comm *comm, card *own)
+{
+    static const int since[] = {0, 22700, 22800};
+    ZS_TRY(check_options(&comm->options));
+    ZS_TRY(zs_nccl_load(&comm->nccl));
+    own->version = comm->nccl->version;
+    char text[16];
+    zs_nccl_version_text(own->version, text, sizeof text);
+    if (own->version < since[comm->options.ctas])
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "NCCL %s (%s) does not know the CTA policy '%s'", text, comm->nccl->where,
+                       comm->options.ctas == ZS_NCCL_CTAS_ZERO ? "zero" : "efficiency");
+    ZS_TRY(zs_nccl_monitor_add(comm));
+    if (comm->rank != 0) return ZS_OK;
+    pthread_mutex_lock(&comm->lock); /* the monitor looks at it already */
+    zs_nccl_result result = comm->nccl->GetUniqueId(&own->id);
+    zs_status status = result == ZS_NCCL_SUCCESS ? ZS_OK : fail_by(comm, "GetUniqueId", result);
+    return zs_nccl_leave(comm, status);
+}
+
+static zs_status agree(zs_nccl_comm *comm, zs_comm *control, zs_nccl_id *id)
+{
+    card *all = NULL, own = {.ctas = (int32_t)comm->options.ctas,
+                             .min_ctas = comm->options.min_ctas,
+                             .max_ctas = comm->options.max_ctas};
+    zs_clear_error();
+    zs_status status = prepare(comm, &own);
+    if (status != ZS_OK) put_failure(&own, comm, status);
+    ZS_TRY(exchange_cards(control, &own, &all));
+    status = check_cards(all, control->world);
+    *id = all[0].id;
+    free(all);
+    return status;
+}
+
+/* --- making and ending ------------------------------------------------------------------------------------------------- */
+
+static zs_nccl_config config_for(const zs_nccl_options *options)
+{
+    static const int policies[] = {ZS_NCCL_CONFIG_UNSET, 1, 2};
+    zs_nccl_config config = {.size = sizeof config,
+                             .magic = ZS_NCCL_CONFIG_MAGIC,
+                             .version = ZS_NCCL_CONFIG_VERSION,
+                             .blocking = 0,
+                             .cga_cluster_size = ZS_NCCL_CONFIG_UNSET,
+                             .min_ctas = ZS_NCCL_CONFIG_UNSET,
+                             .max_ctas = ZS_NCCL_CONFIG_UNSET,
+                             .split_share = ZS_NCCL_CONFIG_UNSET,
+                             .traffic_class = ZS_NCCL_CONFIG_UNSET,
+                             .collnet_enable = ZS_NCCL_CONFIG_UNSET,
+                             .cta_policy = policies[options->ctas],
+                             .shrink_share = ZS_NCCL_CONFIG_UNSET,
+                             .nvls_ctas = ZS_NCCL_CONFIG_UNSET};
+    if (options->min_ctas > 0) { /* it compares the two even where one is unset, and refuses */
+        config.min_ctas = options->min_ctas;
+        config.max_ctas = MAX_CTAS;
+    }
+    if (options->max_ctas > 0) config.max_ctas = options->max_ctas;
+    return config;
+}
+
+/* With the lock held. The monitor looks on: where a peer dies while the ranks meet, it breaks the wait off. */
+static zs_status make(zs_nccl_comm *comm, zs_nccl_id id)
+{
+    zs_nccl_config config = config_for(&comm->options);
+    zs_nccl_result result = comm->nccl->CommInitRankConfig(&comm->handle, comm->world, id, comm->rank, &config);
+    if (result != ZS_NCCL_SUCCESS && result != ZS_NCCL_IN_PROGRESS) return fail_by(comm, "CommInitRankConfig", result);
+    comm->launching = "CommInitRankConfig";
+    return wait_until_settled(comm, comm->options.timeout);
+}
+
+/* Makes the handle, and lets all ranks know whether that went well everywhere. */
+static zs_status make_on_all(zs_nccl_comm *comm, zs_comm *control, zs_nccl_id id)
+{
+    card own = {0}, *all = NULL;
+    ZS_TRY(zs_nccl_enter(comm));
+    zs_status status = zs_nccl_leave(comm, make(comm, id));
+    if (status == ZS_ERR_TORCH) zs_nccl_comm_abort(comm, "interrupted"); /* the peers see a rank that gave up */
+    if (status != ZS_OK) put_failure(&own, comm, status);
+    ZS_TRY(exchange_cards(control, &own, &all));
+    free(all);
+    return ZS_OK;
+}
+
+static void destroy(zs_nccl_comm *comm)
+{
+    pthread_mutex_destroy(&comm->lock);
+    free(comm->watched.ring);
+    free(comm);
+}
+
+zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_nccl_comm **out)
+{
+    zs_nccl_id id;
+    zs_nccl_comm *comm = calloc(1, sizeof *comm);
+    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a communicator");
+    *comm = (zs_nccl_comm){.rank = control->rank, .world = control->world, .options = *options};
+    snprintf(comm->name, sizeof comm->name, "%s", options->name != NULL ? options->name : "unnamed");
+    comm->options.name = comm->name;
+    comm->lifetime = zs_lifetime();
+    atomic_init(&comm->refs, 1);
+    pthread_mutex_init(&comm->lock, NULL);
+    zs_status status = agree(comm, control, &id);
+    if (status == ZS_OK) status = make_on_all(comm, control, id);
+    if (status != ZS_OK) {
+        zs_nccl_comm_abort(comm, "it could not be made on all ranks");
+        zs_nccl_comm_release(comm);
+        return status;
+    }
+    *out = comm;
+    return ZS_OK;
+}
+
+zs_nccl_comm *zs_nccl_comm_retain(zs_nccl_comm *comm)
+{
+    atomic_fetch_add_explicit(&comm->refs, 1, memory_order_relaxed);
+    return comm;
+}
+
+/* The usual end. What is under way may still need its peers, so the monitor looks on until it is through. */
+static void finish(zs_nccl_comm *comm)
+{
+    comm->ending = true;
+    if (zs_nccl_enter(comm) != ZS_OK) return;
+    comm->launching = "CommFinalize";
+    zs_nccl_result result = comm->nccl->CommFinalize(comm->handle);
+    bool running = result == ZS_NCCL_SUCCESS || result == ZS_NCCL_IN_PROGRESS;
+    double patience = comm->options.timeout < last_patience ? comm->options.timeout : last_patience;
+    if (running && wait_until_settled(comm, patience) == ZS_OK) {
+        comm->nccl->CommDestroy(comm->handle);
+        comm->handle = NULL;
+    }
+    zs_nccl_poison(comm, ZS_ERR_STATE, "the communicator has ended");
+    comm->tell = false;
+    zs_nccl_leave(comm, ZS_OK);
+}
+
+void zs_nccl_comm_release(zs_nccl_comm *comm)
+{
+    if (comm == NULL) return;
+    if (atomic_fetch_sub_explicit(&comm->refs, 1, memory_order_acq_rel) != 1) return;
+    if (comm->lifetime != zs_lifetime()) return; /* a forked child: its copy of the lock may be held for ever */
+    bool failed = zs_last_status() != ZS_OK;     /* of the caller, who is on the way out */
+    finish(comm);
+    if (!failed) zs_clear_error();
+    zs_nccl_monitor_remove(comm);
+    destroy(comm);
+}
+
+zs_status zs_nccl_comm_check(zs_nccl_comm *comm)
+{
+    ZS_TRY(zs_nccl_enter(comm));
+    return zs_nccl_leave(comm, ZS_OK);
+}
+
+void zs_nccl_comm_abort(zs_nccl_comm *comm, const char *why)
+{
+    if (comm->lifetime != zs_lifetime()) return;
+    char text[sizeof comm->why];
+    snprintf(text, sizeof text, "NCCL, communicator '%s', rank %d of %d: %s", comm->name, comm->rank, comm->world, why);
+    pthread_mutex_lock(&comm->lock);
+    bool tell = comm->tell;
+    zs_nccl_poison(comm, ZS_ERR_STATE, text);
+    comm->tell = tell;
+    pthread_mutex_unlock(&comm->lock);
+}

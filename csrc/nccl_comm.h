@@ -1,0 +1,126 @@
+/* nccl_comm.h - one NCCL communicator: made, used, watched, broken off.
+ *
+ * The one idea: a collective that a peer does not come to spins on the GPU for ever, and whoever synchronises with the GPU
+ * hangs with it, in code that is not ours (loss.item()). So nobody here waits for the GPU; a thread of our own looks after
+ * all communicators ten times a second (nccl_monitor.c), and where one can go no further it aborts it: the kernels end,
+ * the synchronisation returns, and the next call on the communicator fails with what the thread has found.
+ *
+ *   usable     calls queue their operation on the given stream and return; an event recorded there then comes after it
+ *   poisoned   aborted, by the first failure or the monitor; each call fails with that first record
+ *
+ * Bad arguments (ZS_ERR_VALUE) are refused before NCCL sees them, and poison nothing. All ranks make the same calls in the
+ * same order, on the CUDA device that was current when the communicator was made. One thread calls at a time; the monitor is
+ * kept out by a lock. In a forked child every call fails with ZS_ERR_STATE and nothing is touched.
+ */
+#ifndef ZS_NCCL_COMM_H
+#define ZS_NCCL_COMM_H
+
+#include "comm.h"
+#include "tensor.h"
+
+typedef struct zs_nccl_comm zs_nccl_comm;
+
+/* How many of the GPU's multiprocessors NCCL may take from computation. */
+typedef enum zs_nccl_ctas {
+    ZS_NCCL_CTAS_DEFAULT,
+    ZS_NCCL_CTAS_EFFICIENCY, /* few (NCCL 2.27) */
+    ZS_NCCL_CTAS_ZERO,       /* none where copy engines can do it: between windows, within a host (NCCL 2.28) */
+} zs_nccl_ctas;
+
+typedef struct zs_nccl_options {
+    const char *name; /* for messages; copied */
+    double timeout;   /* seconds: of the making, and without progress of outstanding work */
+    zs_nccl_ctas ctas;
+    int min_ctas, max_ctas; /* 1 to 64; 0: as NCCL likes. Equal on all ranks, like `ctas` */
+    /* Both may be NULL. They are called by the monitor's thread: without the GIL, and not to call the functions below.
+     * gone: is a peer known to be gone? Then with a sentence about it, which ends up in the exception.
+     * lost: the communicator has been aborted on this rank, and why; the place to tell the peers. Once. Calls of the
+     *   functions below call it as well, where they find the failure. */
+    bool (*gone)(void *arg, char *sentence, size_t size);
+    void (*lost)(void *arg, const char *why);
+    void *arg; /* of both; valid until zs_nccl_comm_release */
+} zs_nccl_options;
+
+/* Something queued on the GPU. `done` is asked by the monitor's thread and must not block (cuEventQuery). */
+typedef struct zs_nccl_work {
+    bool (*done)(void *event);
+    void *event;
+    const char *what; /* for messages: "all-gather of unit 'layers.3'". Not copied: valid until the work is forgotten */
+} zs_nccl_work;
+
+/* Memory that all ranks have registered with NCCL, so that it can be read and written without a copy between. */
+typedef struct zs_nccl_window {
+    void *ptr;       /* device memory, 4096-byte aligned; of NCCL's allocator */
+    size_t bytes;    /* as asked for; equal on all ranks */
+    bool registered; /* false: NCCL has no use for it here (no peer access): plain memory */
+    zs_nccl_comm *comm;
+    void *handle; /* ncclWindow_t */
+} zs_nccl_window;
+
+/* How numbers are combined. */
+typedef enum zs_nccl_op { ZS_NCCL_SUM, ZS_NCCL_AVG, ZS_NCCL_MAX } zs_nccl_op;
+
+/* What is reduced. */
+typedef struct zs_nccl_reduction {
+    const void *send; /* device memory: all_reduce `numel` elements, reduce_scatter world * numel */
+    void *receive; /* device memory, `numel` elements; all_reduce: may be `send`, reduce_scatter: its own part of it */
+    size_t numel;
+    zs_dtype dtype; /* of both; not ZS_BYTES. Sums of bf16 and f16 are rounded on the way (within NVLS, not) */
+    zs_nccl_op op;
+} zs_nccl_reduction;
+
+/* Makes a communicator of the ranks of `control`, over which the ranks agree first on NCCL's version, the options and the id
+ * that rank 0 has made; `control` is borrowed, for the time of this call. Collective, and waits for all ranks, at most
+ * `timeout` seconds once they have agreed: it fails on all ranks or on none. ZS_ERR_UNSUPPORTED: no NCCL on some rank, or too
+ * old for the options; ZS_ERR_DIVERGED: other options or another version there; ZS_ERR_VALUE: options without sense;
+ * ZS_ERR_NCCL, ZS_ERR_PEER, ZS_ERR_TIMEOUT: the making itself. */
+zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_nccl_comm **out);
+
+/* Adds a reference; returns `comm`. */
+zs_nccl_comm *zs_nccl_comm_retain(zs_nccl_comm *comm);
+
+/* Gives a reference back; the last one ends the communicator. It waits, up to 10 s, for what is still under way, and aborts
+ * what does not end; whoever still needs results has waited for them before. NULL allowed. */
+void zs_nccl_comm_release(zs_nccl_comm *comm);
+
+/* ZS_OK, or what the communicator was poisoned by. Costs a lock. */
+zs_status zs_nccl_comm_check(zs_nccl_comm *comm);
+
+/* Poisons the communicator with ZS_ERR_STATE and `why`, unless it is already. `lost` is not called. */
+void zs_nccl_comm_abort(zs_nccl_comm *comm, const char *why);
+
+/* Does so with all communicators of this process. Before the interpreter ends: libraries are going then. */
+void zs_nccl_abort_all(const char *why);
+
+/* Hands the monitor something that the GPU has been given to do: if the oldest of these makes no end for `timeout` seconds
+ * from when it became the oldest, the communicator is aborted (ZS_ERR_TIMEOUT). In the order of one stream. */
+zs_status zs_nccl_comm_watch(zs_nccl_comm *comm, zs_nccl_work work);
+
+/* The monitor asks about `event` no more: call before it is destroyed or recorded anew. Unknown ones are allowed. */
+void zs_nccl_comm_forget(zs_nccl_comm *comm, const void *event);
+
+/* The operations. Pointers are device memory, `stream` is a CUstream. Nothing is done for sizes of 0. */
+
+/* full[r * shard_bytes ...] = shard of rank r. `shard` lies outside of `full`, or in its own place there. */
+zs_status zs_nccl_all_gather(zs_nccl_comm *comm, const void *shard, void *full, size_t shard_bytes, void *stream);
+
+/* Piece r of `send` goes to rank r; piece r of `receive` comes from it. The two do not overlap. */
+zs_status zs_nccl_all_to_all(zs_nccl_comm *comm, const void *send, void *receive, size_t piece_bytes, void *stream);
+
+/* `data` of rank `root` to all, in place. */
+zs_status zs_nccl_broadcast(zs_nccl_comm *comm, void *data, size_t bytes, int root, void *stream);
+
+/* Each rank gets its part of the whole. In an order of ranks that NCCL chooses. */
+zs_status zs_nccl_reduce_scatter(zs_nccl_comm *comm, const zs_nccl_reduction *what, void *stream);
+
+/* Each rank gets all of it. Likewise. */
+zs_status zs_nccl_all_reduce(zs_nccl_comm *comm, const zs_nccl_reduction *what, void *stream);
+
+/* New memory of NCCL's, registered on all ranks: collective, with equal `bytes`. Keeps a reference to the communicator.
+ * ZS_ERR_UNSUPPORTED before 2.27. ZS_ERR_MEMORY on this rank alone poisons: the others wait for it. */
+zs_status zs_nccl_window_new(zs_nccl_comm *comm, size_t bytes, zs_nccl_window *out);
+
+/* Gives it back; nothing may be under way there. A zeroed one is allowed. */
+void zs_nccl_window_free(zs_nccl_window *window);
+
+#endif

@@ -1,0 +1,124 @@
+/* nccl_lib.h - NVIDIA's libnccl as a table of functions that is filled when it is first asked for.
+ *
+ * The one idea: no header and no link. The library is opened at run time, so one build serves a machine with any NCCL and
+ * one with none; what is declared here is the stable part of its ABI, which a test holds against a real nccl.h, both
+ * types and numbers. Entries that older versions lack are optional: NULL, and whoever needs them asks.
+ */
+#ifndef ZS_NCCL_LIB_H
+#define ZS_NCCL_LIB_H
+
+#include "status.h"
+
+/* The types in the functions below. (The test that compares them with nccl.h puts the real ones in their place.) */
+#ifndef ZS_NCCL_REAL_TYPES
+typedef int zs_nccl_result; /* one of the numbers below, or one that is newer */
+typedef int zs_nccl_type;
+typedef int zs_nccl_redop;
+typedef void *zs_nccl_handle; /* ncclComm_t */
+typedef void *zs_nccl_win;    /* ncclWindow_t */
+typedef void *zs_nccl_stream; /* cudaStream_t, which is a CUstream */
+
+/* ncclUniqueId: where and how the ranks find each other. Passed by value. */
+typedef struct zs_nccl_id {
+    char bytes[128];
+} zs_nccl_id;
+
+/* ncclConfig_t as 2.27 has it. A library reads as much as it knows of `size` bytes, and takes what comes after as unset,
+ * so this one serves older and newer ones. */
+typedef struct zs_nccl_config {
+    size_t size;
+    unsigned magic, version;
+    int blocking;
+    int cga_cluster_size;
+    int min_ctas, max_ctas;
+    const char *net_name;
+    int split_share;
+    int traffic_class;
+    const char *comm_name;
+    int collnet_enable;
+    int cta_policy;
+    int shrink_share;
+    int nvls_ctas;
+} zs_nccl_config;
+#endif
+
+enum {
+    ZS_NCCL_SUCCESS = 0,
+    ZS_NCCL_UNHANDLED_CUDA_ERROR = 1,
+    ZS_NCCL_SYSTEM_ERROR = 2,
+    ZS_NCCL_INTERNAL_ERROR = 3,
+    ZS_NCCL_INVALID_ARGUMENT = 4,
+    ZS_NCCL_INVALID_USAGE = 5,
+    ZS_NCCL_REMOTE_ERROR = 6,
+    ZS_NCCL_IN_PROGRESS = 7,
+}; /* zs_nccl_result */
+enum {
+    ZS_NCCL_INT8 = 0,
+    ZS_NCCL_FLOAT16 = 6,
+    ZS_NCCL_FLOAT32 = 7,
+    ZS_NCCL_FLOAT64 = 8,
+    ZS_NCCL_BFLOAT16 = 9,
+}; /* zs_nccl_type */
+enum { ZS_NCCL_REDOP_SUM = 0, ZS_NCCL_REDOP_MAX = 2, ZS_NCCL_REDOP_AVG = 4 }; /* zs_nccl_redop */
+
+enum {
+    ZS_NCCL_CONFIG_VERSION = 22700, /* of the struct above */
+    ZS_NCCL_WINDOW_SYMMETRIC = 1,   /* flag of CommWindowRegister */
+    ZS_NCCL_WINDOW_ALIGN = 4096,    /* bytes */
+};
+#define ZS_NCCL_CONFIG_MAGIC 0xcafebeefU
+#define ZS_NCCL_CONFIG_UNSET INT32_MIN /* of an int in the config; of a pointer: NULL */
+
+/* X(result, name without "nccl", parameters): what 2.14, the first with all of it, has. */
+#define ZS_NCCL_REQUIRED(X)                                                                                         \
+    X(zs_nccl_result, GetVersion, (int *))                                                                          \
+    X(zs_nccl_result, GetUniqueId, (zs_nccl_id *))                                                                  \
+    X(zs_nccl_result, CommInitRankConfig, (zs_nccl_handle *, int, zs_nccl_id, int, zs_nccl_config *))               \
+    X(zs_nccl_result, CommFinalize, (zs_nccl_handle))                                                               \
+    X(zs_nccl_result, CommDestroy, (zs_nccl_handle))                                                                \
+    X(zs_nccl_result, CommAbort, (zs_nccl_handle))                                                                  \
+    X(zs_nccl_result, CommGetAsyncError, (zs_nccl_handle, zs_nccl_result *))                                        \
+    X(const char *, GetErrorString, (zs_nccl_result))                                                               \
+    X(zs_nccl_result, AllGather, (const void *, void *, size_t, zs_nccl_type, zs_nccl_handle, zs_nccl_stream))      \
+    X(zs_nccl_result, AllReduce,                                                                                    \
+      (const void *, void *, size_t, zs_nccl_type, zs_nccl_redop, zs_nccl_handle, zs_nccl_stream))                  \
+    X(zs_nccl_result, ReduceScatter,                                                                                \
+      (const void *, void *, size_t, zs_nccl_type, zs_nccl_redop, zs_nccl_handle, zs_nccl_stream))                  \
+    X(zs_nccl_result, Broadcast, (const void *, void *, size_t, zs_nccl_type, int, zs_nccl_handle, zs_nccl_stream)) \
+    X(zs_nccl_result, Send, (const void *, size_t, zs_nccl_type, int, zs_nccl_handle, zs_nccl_stream))              \
+    X(zs_nccl_result, Recv, (void *, size_t, zs_nccl_type, int, zs_nccl_handle, zs_nccl_stream))                    \
+    X(zs_nccl_result, GroupStart, (void))                                                                           \
+    X(zs_nccl_result, GroupEnd, (void))
+
+/* Likewise: GetLastError came with 2.13, Mem* with 2.19, windows with 2.27, AlltoAll with 2.28. */
+#define ZS_NCCL_OPTIONAL(X)                                                                     \
+    X(const char *, GetLastError, (zs_nccl_handle))                                             \
+    X(zs_nccl_result, MemAlloc, (void **, size_t))                                              \
+    X(zs_nccl_result, MemFree, (void *))                                                        \
+    X(zs_nccl_result, CommWindowRegister, (zs_nccl_handle, void *, size_t, zs_nccl_win *, int)) \
+    X(zs_nccl_result, CommWindowDeregister, (zs_nccl_handle, zs_nccl_win))                      \
+    X(zs_nccl_result, AlltoAll, (const void *, void *, size_t, zs_nccl_type, zs_nccl_handle, zs_nccl_stream))
+
+#define ZS_NCCL_FIELD(result, name, parameters) result(*name) parameters;
+
+/* The table. */
+typedef struct zs_nccl {
+    int version;     /* 22809 is 2.28.9 */
+    char where[512]; /* what was opened, for messages */
+    ZS_NCCL_REQUIRED(ZS_NCCL_FIELD)
+    ZS_NCCL_OPTIONAL(ZS_NCCL_FIELD)
+} zs_nccl;
+
+/* Where to look after the library that torch has loaded and before the system's: the file of Python's nvidia.nccl package.
+ * Copied; NULL or "" for none. ZS_ERR_VALUE where it is too long. */
+zs_status zs_nccl_set_path(const char *path);
+
+/* The table; opens the library the first time. Looks at ZSHARD_NCCL_LIB (a path; then nowhere else), at the libnccl.so.2 that
+ * is loaded already (torch's), at the path that was set, at the system's. The library stays open for ever. ZS_ERR_UNSUPPORTED
+ * where there is none, or one that lacks a required function; the next call looks again. Any thread. */
+zs_status zs_nccl_load(const zs_nccl **out);
+
+/* "2.28.9" into `text` (16 bytes or more). */
+void zs_nccl_version_text(int version, char *text, size_t size);
+
+#endif

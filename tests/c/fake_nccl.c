@@ -1,0 +1,337 @@
+/* fake_nccl.c - stands in for libnccl (2.28.9) where there is no GPU: the same functions, the same rules, ranks in processes.
+ *
+ * The one idea: every collective is sends and receives between pairs of ranks that make progress together, as one piece of
+ * work on the stream. Bytes go through a file that all ranks map and that the unique id names. What the real one leaves
+ * undefined (two threads in one communicator, a call after abort, a call in a forked child) ends the process here.
+ *
+ * As in the real one, communicators are non-blocking: a call puts nothing on the stream yet, says "in progress", and only
+ * when it has been asked for its state a few times (at random) is the work there; a call before that is refused, and what
+ * has been refused once is refused for ever.
+ *
+ *   FAKE_NCCL_FAIL=AllGather:2:3       the second ncclAllGather of the process returns 3 (default 3)
+ *   FAKE_NCCL_FAIL_LATE=AllGather:2:6  likewise, but found when asked for the state
+ *   FAKE_NCCL_HANG=AllGather:2         that one does not end until it is aborted
+ *   FAKE_NCCL_ASYNC=5:6                after five operations the state is 6
+ *   FAKE_NCCL_DELAY_US=1000            before each operation on a stream
+ *   FAKE_NCCL_POLLS=20                 the most looks until a call has ended
+ *   FAKE_NCCL_VERSION=23003, FAKE_NCCL_DIR=/tmp, FAKE_NCCL_LOG=path (one line per call)
+ * Compiled with -DFAKE_NCCL_OLD it is 2.21.5, without the optional functions.
+ */
+#define _GNU_SOURCE 1 /* RTLD_DEFAULT */
+#include "fake_nccl_work.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+/* The functions have the types of the table. */
+#define DECLARE(result, name, parameters) result nccl##name parameters;
+ZS_NCCL_REQUIRED(DECLARE)
+ZS_NCCL_OPTIONAL(DECLARE)
+void fake_nccl_enqueue(void *stream, void (*run)(void *), void *arg);
+
+/* For tests: queues something of their own. */
+void fake_nccl_enqueue(void *stream, void (*work)(void *), void *arg)
+{
+    enqueue_on(stream, work, arg);
+}
+
+zs_nccl_result ncclGetVersion(int *version)
+{
+#ifdef FAKE_NCCL_OLD
+    *version = 22105;
+#else
+    *version = (int)number_of("FAKE_NCCL_VERSION", 22809);
+#endif
+    return ZS_NCCL_SUCCESS;
+}
+
+const char *ncclGetErrorString(zs_nccl_result result)
+{
+    static const char *const words[] = {"no error",
+                                        "unhandled cuda error",
+                                        "unhandled system error",
+                                        "internal error",
+                                        "invalid argument",
+                                        "invalid usage",
+                                        "remote process exited or there was a network error",
+                                        "NCCL operation in progress"};
+    return result >= 0 && result <= ZS_NCCL_IN_PROGRESS ? words[result] : "unknown result code";
+}
+
+/* --- making and ending ---------------------------------------------------------------------------------------------------- */
+
+zs_nccl_result ncclGetUniqueId(zs_nccl_id *id)
+{
+    int result = planned("FAKE_NCCL_FAIL", F_GetUniqueId, note(F_GetUniqueId, NULL, 0, NULL));
+    if (result != 0) return complain(result, "the stand-in was told to fail");
+    const char *folder = getenv("FAKE_NCCL_DIR");
+    memset(id, 0, sizeof *id);
+    snprintf(id->bytes, sizeof id->bytes, "%s/fake-nccl-XXXXXX", folder != NULL ? folder : "/tmp");
+    int file = mkstemp(id->bytes);
+    if (file < 0 || ftruncate(file, (off_t)sizeof(board)) != 0) return complain(ZS_NCCL_SYSTEM_ERROR, "no file");
+    close(file);
+    return ZS_NCCL_SUCCESS;
+}
+
+/* What the real one refuses of a config. */
+static bool is_sound(const zs_nccl_config *config)
+{
+    bool sizes = config->magic == ZS_NCCL_CONFIG_MAGIC && config->size >= sizeof *config && config->blocking == 0;
+    bool range = config->min_ctas != ZS_NCCL_CONFIG_UNSET && config->min_ctas <= 0;
+    range = range || (config->max_ctas != ZS_NCCL_CONFIG_UNSET && config->max_ctas <= 0);
+    return sizes && !range && config->min_ctas <= config->max_ctas &&
+           (config->cta_policy == ZS_NCCL_CONFIG_UNSET || (config->cta_policy >= 0 && config->cta_policy <= 2));
+}
+
+zs_nccl_result ncclCommInitRankConfig(zs_nccl_handle *out, int world, zs_nccl_id id, int rank, zs_nccl_config *config)
+{
+    *out = NULL;
+    int count = note(F_CommInitRankConfig, NULL, 0, NULL),
+        result = planned("FAKE_NCCL_FAIL", F_CommInitRankConfig, count);
+    if (result != 0) return complain(result, "the stand-in was told to fail");
+    if (!is_sound(config) || world < 1 || world > MOST_RANKS || rank < 0 || rank >= world)
+        return complain(ZS_NCCL_INVALID_ARGUMENT, "not a config, or a rank, of this stand-in");
+    int file = open(id.bytes, O_RDWR | O_CLOEXEC);
+    if (file < 0) return complain(ZS_NCCL_SYSTEM_ERROR, "the id's file is gone");
+    fake *comm = calloc(1, sizeof *comm);
+    if (comm == NULL) die("out of memory");
+    *comm = (fake){.rank = rank, .world = world, .pid = getpid()};
+    comm->shared = mmap(NULL, sizeof(board), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (comm->shared == MAP_FAILED) die("cannot map the id's file");
+    close(file);
+    memcpy(comm->path, id.bytes, sizeof comm->path - 1);
+    pthread_mutex_lock(&lock);
+    comm->next = comms;
+    comms = comm;
+    pthread_mutex_unlock(&lock);
+    comm->late = planned("FAKE_NCCL_FAIL_LATE", F_CommInitRankConfig, count);
+    atomic_fetch_add(&comm->shared->arrived, 1);
+    *out = comm;
+    return set_busy(comm, F_CommInitRankConfig);
+}
+
+/* What a communicator waits for besides its number of looks; ZS_NCCL_IN_PROGRESS: it has not come. */
+static int outcome(fake *comm)
+{
+    board *shared = comm->shared;
+    if (comm->late != 0) return complain(comm->late, "the stand-in was told to fail late");
+    switch (comm->busy_with) {
+    case F_CommInitRankConfig:
+        if (atomic_load(&shared->aborted) != 0) return complain(ZS_NCCL_REMOTE_ERROR, "a rank has gone while all met");
+        if (atomic_load(&shared->arrived) < comm->world) return ZS_NCCL_IN_PROGRESS;
+        if (comm->rank == 0) unlink(comm->path);
+        return ZS_NCCL_SUCCESS;
+    case F_CommWindowRegister:
+        for (int r = 0; r < comm->world; r++)
+            if (atomic_load(&shared->registered[r]) < comm->windows) return ZS_NCCL_IN_PROGRESS;
+        *comm->window = comm->window_ptr;
+        return ZS_NCCL_SUCCESS;
+    case F_CommFinalize: return atomic_load(&comm->ended) < comm->begun ? ZS_NCCL_IN_PROGRESS : ZS_NCCL_SUCCESS;
+    default: put_on_streams(comm); return ZS_NCCL_SUCCESS;
+    }
+}
+
+zs_nccl_result ncclCommGetAsyncError(zs_nccl_handle handle, zs_nccl_result *state)
+{
+    fake *comm = enter(handle, F_CommGetAsyncError);
+    int failed = planned("FAKE_NCCL_FAIL", F_CommGetAsyncError, note(F_CommGetAsyncError, comm, 0, NULL));
+    if (failed != 0) return leave(comm, complain(failed, "the stand-in was told to fail"));
+    if (atomic_load(&comm->state) == ZS_NCCL_IN_PROGRESS && comm->polls-- <= 0)
+        atomic_store(&comm->state, outcome(comm));
+    *state = atomic_load(&comm->state);
+    return leave(comm, ZS_NCCL_SUCCESS);
+}
+
+zs_nccl_result ncclCommFinalize(zs_nccl_handle handle)
+{
+    fake *comm = enter(handle, F_CommFinalize);
+    int result = planned("FAKE_NCCL_FAIL", F_CommFinalize, note(F_CommFinalize, comm, 0, NULL));
+    if (result == 0) result = ready(comm);
+    if (result != 0) {
+        atomic_store(&comm->state, result);
+        return leave(comm, result);
+    }
+    return leave(comm, set_busy(comm, F_CommFinalize));
+}
+
+/* Both end in the background in the real one; here the jobs see that it is aborted. */
+static int end(fake *comm, bool by_force)
+{
+    if (by_force) {
+        atomic_store(&comm->aborted, 1);
+        atomic_fetch_add(&comm->shared->aborted, 1);
+    } else if (atomic_load(&comm->ended) < comm->begun) {
+        die("ncclCommDestroy with %d operations under way", (int)(comm->begun - comm->ended));
+    }
+    drop_jobs(comm->pending);
+    comm->pending = NULL;
+    comm->dead = true;
+    return leave(comm, ZS_NCCL_SUCCESS);
+}
+
+zs_nccl_result ncclCommDestroy(zs_nccl_handle handle)
+{
+    fake *comm = enter(handle, F_CommDestroy);
+    note(F_CommDestroy, comm, 0, NULL);
+    return end(comm, false);
+}
+
+zs_nccl_result ncclCommAbort(zs_nccl_handle handle)
+{
+    fake *comm = enter(handle, F_CommAbort);
+    note(F_CommAbort, comm, 0, NULL);
+    return end(comm, true);
+}
+
+/* --- operations -------------------------------------------------------------------------------------------------------- */
+
+zs_nccl_result ncclAllGather(const void *send, void *receive, size_t count, zs_nccl_type type, zs_nccl_handle handle,
+                             zs_nccl_stream stream)
+{
+    fake *comm = enter(handle, F_AllGather);
+    job *work = new_job(comm, F_AllGather, stream);
+    spread(work, send, false, receive, count * size_of(type));
+    return submit(comm, work, count);
+}
+
+zs_nccl_result ncclBroadcast(const void *send, void *receive, size_t count, zs_nccl_type type, int root,
+                             zs_nccl_handle handle, zs_nccl_stream stream)
+{
+    fake *comm = enter(handle, F_Broadcast);
+    job *work = new_job(comm, F_Broadcast, stream);
+    size_t bytes = count * size_of(type);
+    for (int r = 0; r < comm->world && comm->rank == root; r++)
+        add_transfer(work, (transfer){.peer = r, .ptr = (char *)(uintptr_t)send, .bytes = bytes, .send = true});
+    add_transfer(work, (transfer){.peer = root, .ptr = receive, .bytes = bytes});
+    return submit(comm, work, count);
+}
+
+zs_nccl_result ncclAllReduce(const void *send, void *receive, size_t count, zs_nccl_type type, zs_nccl_redop op,
+                             zs_nccl_handle handle, zs_nccl_stream stream)
+{
+    fake *comm = enter(handle, F_AllReduce);
+    job *work = new_job(comm, F_AllReduce, stream);
+    set_reduction(work, receive, count, type, op);
+    spread(work, send, false, work->parts, count * size_of(type));
+    return submit(comm, work, count);
+}
+
+zs_nccl_result ncclReduceScatter(const void *send, void *receive, size_t count, zs_nccl_type type, zs_nccl_redop op,
+                                 zs_nccl_handle handle, zs_nccl_stream stream)
+{
+    fake *comm = enter(handle, F_ReduceScatter);
+    job *work = new_job(comm, F_ReduceScatter, stream);
+    set_reduction(work, receive, count, type, op);
+    spread(work, send, true, work->parts, count * size_of(type));
+    return submit(comm, work, count);
+}
+
+zs_nccl_result ncclSend(const void *send, size_t count, zs_nccl_type type, int peer, zs_nccl_handle handle,
+                        zs_nccl_stream stream)
+{
+    fake *comm = enter(handle, F_Send);
+    job *work = new_job(comm, F_Send, stream);
+    add_transfer(
+        work, (transfer){.peer = peer, .ptr = (char *)(uintptr_t)send, .bytes = count * size_of(type), .send = true});
+    return submit(comm, work, count);
+}
+
+zs_nccl_result ncclRecv(void *receive, size_t count, zs_nccl_type type, int peer, zs_nccl_handle handle,
+                        zs_nccl_stream stream)
+{
+    fake *comm = enter(handle, F_Recv);
+    job *work = new_job(comm, F_Recv, stream);
+    work->function = F_Send; /* which it has to meet */
+    add_transfer(work, (transfer){.peer = peer, .ptr = receive, .bytes = count * size_of(type)});
+    return submit(comm, work, count);
+}
+
+zs_nccl_result ncclGroupStart(void)
+{
+    int result = planned("FAKE_NCCL_FAIL", F_GroupStart, note(F_GroupStart, NULL, 0, NULL));
+    if (result != 0) return complain(result, "the stand-in was told to fail");
+    depth++;
+    return ZS_NCCL_SUCCESS;
+}
+
+zs_nccl_result ncclGroupEnd(void)
+{
+    int count = note(F_GroupEnd, NULL, 0, NULL), result = planned("FAKE_NCCL_FAIL", F_GroupEnd, count);
+    if (depth == 0) return complain(ZS_NCCL_INVALID_USAGE, "ncclGroupEnd: not in a group call.");
+    if (--depth > 0) return ZS_NCCL_SUCCESS;
+    job *jobs = group_jobs;
+    if (group_error != 0) result = group_error;
+    group_jobs = group_pairs = NULL;
+    group_error = 0;
+    if (jobs == NULL) return result;
+    fake *comm = enter(jobs->comm, F_GroupEnd);
+    if (result != 0) {
+        drop_jobs(jobs);
+        atomic_store(&comm->state, result);
+        return leave(comm, result);
+    }
+    comm->pending = jobs;
+    comm->late = comm->late != 0 ? comm->late : planned("FAKE_NCCL_FAIL_LATE", F_GroupEnd, count);
+    return leave(comm, set_busy(comm, F_GroupEnd));
+}
+
+#ifndef FAKE_NCCL_OLD
+
+const char *ncclGetLastError(zs_nccl_handle handle)
+{
+    (void)handle;
+    return last_error;
+}
+
+zs_nccl_result ncclAlltoAll(const void *send, void *receive, size_t count, zs_nccl_type type, zs_nccl_handle handle,
+                            zs_nccl_stream stream)
+{
+    fake *comm = enter(handle, F_AlltoAll);
+    job *work = new_job(comm, F_AlltoAll, stream);
+    spread(work, send, true, receive, count * size_of(type));
+    return submit(comm, work, count);
+}
+
+/* --- windows ------------------------------------------------------------------------------------------------------------ */
+
+zs_nccl_result ncclMemAlloc(void **ptr, size_t size)
+{
+    int result = planned("FAKE_NCCL_FAIL", F_MemAlloc, note(F_MemAlloc, NULL, size, NULL));
+    if (result != 0) return complain(result, "the stand-in was told to fail");
+    *ptr = aligned_alloc(ZS_NCCL_WINDOW_ALIGN,
+                         (size + ZS_NCCL_WINDOW_ALIGN - 1) / ZS_NCCL_WINDOW_ALIGN * ZS_NCCL_WINDOW_ALIGN);
+    return *ptr != NULL ? ZS_NCCL_SUCCESS : ZS_NCCL_UNHANDLED_CUDA_ERROR;
+}
+
+zs_nccl_result ncclMemFree(void *ptr)
+{
+    note(F_MemFree, NULL, 0, NULL);
+    free(ptr);
+    return ZS_NCCL_SUCCESS;
+}
+
+zs_nccl_result ncclCommWindowRegister(zs_nccl_handle handle, void *ptr, size_t size, zs_nccl_win *out, int flags)
+{
+    fake *comm = enter(handle, F_CommWindowRegister);
+    int count = note(F_CommWindowRegister, comm, size, NULL);
+    int result = planned("FAKE_NCCL_FAIL", F_CommWindowRegister, count);
+    bool sound = (uintptr_t)ptr % ZS_NCCL_WINDOW_ALIGN == 0 && flags == ZS_NCCL_WINDOW_SYMMETRIC;
+    if (result == 0) result = sound ? ready(comm) : ZS_NCCL_INVALID_ARGUMENT;
+    if (result != 0) return leave(comm, result); /* the real one leaves the state as it is here */
+    comm->late = planned("FAKE_NCCL_FAIL_LATE", F_CommWindowRegister, count);
+    comm->window = out;
+    comm->window_ptr = ptr;
+    comm->windows++;
+    atomic_fetch_add(&comm->shared->registered[comm->rank], 1);
+    set_busy(comm, F_CommWindowRegister);
+    return leave(comm, ZS_NCCL_IN_PROGRESS);
+}
+
+zs_nccl_result ncclCommWindowDeregister(zs_nccl_handle handle, zs_nccl_win window)
+{
+    fake *comm = enter(handle, F_CommWindowDeregister);
+    note(F_CommWindowDeregister, comm, 0, window);
+    return leave(comm, ZS_NCCL_SUCCESS);
+}
+
+#endif

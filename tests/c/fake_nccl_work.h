@@ -1,0 +1,387 @@
+/* fake_nccl_work.h - the inside of fake_nccl.c: communicators, and what their operations do on streams. Included once.
+ *
+ * The one idea: a job is a list of transfers between pairs of ranks, through one box for each pair, and the arithmetic that
+ * follows them; its loop moves whatever can be moved until all is done, or the communicator is aborted.
+ */
+#ifndef ZS_TEST_FAKE_NCCL_WORK_H
+#define ZS_TEST_FAKE_NCCL_WORK_H
+
+#include "half.h"
+#include "nccl_lib.h"
+
+#include "fake_streams.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MOST_RANKS = 8, CHUNK = 16384 };
+
+/* The functions, by number. */
+typedef enum function {
+#define NUMBER(result, name, parameters) F_##name,
+    ZS_NCCL_REQUIRED(NUMBER) ZS_NCCL_OPTIONAL(NUMBER)
+#undef NUMBER
+        FUNCTIONS
+} function;
+
+static const char *const names[] = {
+#define NAME(result, name, parameters) #name,
+    ZS_NCCL_REQUIRED(NAME) ZS_NCCL_OPTIONAL(NAME)
+#undef NAME
+};
+
+/* Bytes from one rank to another. */
+typedef struct box {
+    _Atomic int full;
+    int function;   /* what the sender is at */
+    uint64_t total; /* bytes that it sends in all */
+    uint32_t bytes; /* in `data` */
+    char data[CHUNK];
+} box;
+
+/* What the ranks of a communicator share. */
+typedef struct board {
+    _Atomic int arrived, aborted;
+    _Atomic int registered[MOST_RANKS]; /* windows so far */
+    box boxes[MOST_RANKS][MOST_RANKS];  /* [from][to] */
+} board;
+
+/* A communicator. Never freed: a call on a dead one is to be noticed. */
+typedef struct fake {
+    bool dead;
+    int rank, world;
+    pid_t pid;
+    board *shared;
+    char path[112];
+    _Atomic int inside; /* threads */
+    _Atomic int aborted;
+    _Atomic int state; /* a zs_nccl_result */
+    _Atomic uint64_t ended;
+    uint64_t begun;
+    function busy_with; /* while the state is "in progress" */
+    int polls, late;    /* looks until it ends, with what */
+    struct job *pending;
+    void **window;    /* a registration: where the handle goes, */
+    void *window_ptr; /* and what it is */
+    int windows;
+    struct fake *next;
+} fake;
+
+typedef struct transfer {
+    int peer;
+    char *ptr;
+    size_t bytes, done;
+    bool send;
+} transfer;
+
+/* One piece of work on a stream. */
+typedef struct job {
+    fake *comm;
+    function called, function; /* by what, and what it is to the peers */
+    uint64_t number;           /* of its communicator: they run in this order, whatever their streams */
+    void *stream;
+    transfer *transfers;
+    size_t count, room;
+    char *parts; /* all ranks' parts of a reduction; NULL: none */
+    void *result;
+    size_t numel;
+    int type, op;
+    bool hangs;
+    struct job *next;
+} job;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static fake *comms;
+static int calls[FUNCTIONS], operations;
+static char last_error[512];
+static _Thread_local int depth, group_error;
+static _Thread_local job *group_jobs, *group_pairs; /* those of Send and Recv are one job */
+
+__attribute__((format(printf, 1, 2))) static void die(const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    fprintf(stderr, "fake_nccl, pid %d: ", (int)getpid());
+    vfprintf(stderr, format, args);
+    fputc('\n', stderr);
+    va_end(args);
+    abort();
+}
+
+static int complain(int result, const char *words)
+{
+    pthread_mutex_lock(&lock);
+    snprintf(last_error, sizeof last_error, "%s", words);
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+static long number_of(const char *variable, long otherwise)
+{
+    const char *text = getenv(variable);
+    return text != NULL ? atol(text) : otherwise;
+}
+
+/* Is this call, the `count`-th of its function, the one that `variable` names? Then its result, else 0. */
+static int planned(const char *variable, function f, int count)
+{
+    char name[64] = "";
+    int which = 0, result = ZS_NCCL_INTERNAL_ERROR;
+    const char *text = getenv(variable);
+    if (text == NULL || sscanf(text, "%63[^:]:%d:%d", name, &which, &result) < 2) return 0;
+    return which == count && strcmp(name, names[f]) == 0 ? result : 0;
+}
+
+/* Counts and logs a call; the how-many-th of its function it is. */
+static int note(function f, const fake *comm, size_t size, const void *stream)
+{
+    pthread_mutex_lock(&lock);
+    int count = ++calls[f];
+    pthread_mutex_unlock(&lock);
+    const char *path = getenv("FAKE_NCCL_LOG");
+    FILE *log = path != NULL ? fopen(path, "a") : NULL;
+    if (log == NULL) return count;
+    fprintf(log, "%s rank=%d size=%zu stream=%p\n", names[f], comm != NULL ? comm->rank : -1, size, stream);
+    fclose(log);
+    return count;
+}
+
+/* A communicator that may be used by this thread now. */
+static fake *enter(void *handle, function f)
+{
+    fake *comm = handle;
+    if (comm == NULL) die("nccl%s without a communicator", names[f]);
+    if (comm->pid != getpid()) die("nccl%s in a forked child", names[f]);
+    if (comm->dead) die("nccl%s after abort or destroy", names[f]);
+    if (atomic_fetch_add(&comm->inside, 1) != 0) die("nccl%s while another thread is inside", names[f]);
+    return comm;
+}
+
+static int leave(fake *comm, int result)
+{
+    atomic_fetch_sub(&comm->inside, 1);
+    return result;
+}
+
+/* --- work on a stream ------------------------------------------------------------------------------------------------------ */
+
+static void sleep_us(long us)
+{
+    nanosleep(&(struct timespec){.tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000}, NULL);
+}
+
+/* Moves up to a chunk; false if it has to wait for the peer. */
+static bool advance(job *work, transfer *t)
+{
+    fake *comm = work->comm;
+    box *b = t->send ? &comm->shared->boxes[comm->rank][t->peer] : &comm->shared->boxes[t->peer][comm->rank];
+    if (t->done == t->bytes || atomic_load(&b->full) == t->send) return false;
+    if (t->send) {
+        size_t part = t->bytes - t->done < CHUNK ? t->bytes - t->done : CHUNK;
+        memcpy(b->data, t->ptr + t->done, part);
+        b->bytes = (uint32_t)part;
+        b->total = t->bytes;
+        b->function = (int)work->function;
+        t->done += part;
+    } else if (b->total != t->bytes || b->function != (int)work->function) {
+        atomic_store(&comm->state, complain(ZS_NCCL_INTERNAL_ERROR, "the ranks are at different operations"));
+        work->hangs = true;
+        return false;
+    } else {
+        memmove(t->ptr + t->done, b->data, b->bytes);
+        t->done += b->bytes;
+    }
+    atomic_store(&b->full, t->send);
+    return true;
+}
+
+static double read_number(int type, const char *at, size_t i)
+{
+    switch (type) {
+    case ZS_NCCL_FLOAT32: return (double)((const float *)(const void *)at)[i];
+    case ZS_NCCL_FLOAT64: return ((const double *)(const void *)at)[i];
+    case ZS_NCCL_BFLOAT16: return (double)zs_from_bf16(((const uint16_t *)(const void *)at)[i]);
+    case ZS_NCCL_FLOAT16: return (double)zs_from_f16(((const uint16_t *)(const void *)at)[i]);
+    default: die("a reduction of type %d", type);
+    }
+    return 0.0;
+}
+
+static void write_number(int type, char *at, size_t i, double x)
+{
+    if (type == ZS_NCCL_FLOAT32) ((float *)(void *)at)[i] = (float)x;
+    if (type == ZS_NCCL_FLOAT64) ((double *)(void *)at)[i] = x;
+    if (type == ZS_NCCL_BFLOAT16) ((uint16_t *)(void *)at)[i] = zs_to_bf16((float)x);
+    if (type == ZS_NCCL_FLOAT16) ((uint16_t *)(void *)at)[i] = zs_to_f16((float)x);
+}
+
+static size_t size_of(int type)
+{
+    if (type == ZS_NCCL_INT8) return 1;
+    return type == ZS_NCCL_FLOAT64 ? 8 : type == ZS_NCCL_FLOAT32 ? 4 : 2;
+}
+
+static void reduce(const job *work)
+{
+    size_t bytes = work->numel * size_of(work->type);
+    for (size_t i = 0; i < work->numel; i++) {
+        double sum = read_number(work->type, work->parts, i);
+        for (int r = 1; r < work->comm->world; r++) {
+            double x = read_number(work->type, work->parts + (size_t)r * bytes, i);
+            sum = work->op == ZS_NCCL_REDOP_MAX ? fmax(sum, x) : sum + x;
+        }
+        if (work->op == ZS_NCCL_REDOP_AVG) sum /= work->comm->world;
+        write_number(work->type, work->result, i, sum);
+    }
+}
+
+/* The kernel: spins until all is there, or it is aborted. */
+static void run(void *arg)
+{
+    job *work = arg;
+    fake *comm = work->comm;
+    sleep_us(number_of("FAKE_NCCL_DELAY_US", 0));
+    bool done = false;
+    while (!done && !atomic_load(&comm->aborted)) {
+        bool moved = false, turn = atomic_load(&comm->ended) == work->number;
+        done = turn && !work->hangs;
+        for (size_t i = 0; turn && i < work->count; i++) {
+            moved = advance(work, &work->transfers[i]) || moved;
+            done = done && work->transfers[i].done == work->transfers[i].bytes;
+        }
+        if (!moved && !done) sleep_us(50);
+    }
+    if (done && work->parts != NULL) reduce(work);
+    atomic_fetch_add(&comm->ended, 1);
+    free(work->parts);
+    free(work->transfers);
+    free(work);
+}
+
+/* --- jobs ---------------------------------------------------------------------------------------------------------------- */
+
+static job *new_job(fake *comm, function f, void *stream)
+{
+    job *work = calloc(1, sizeof *work);
+    if (work == NULL) die("out of memory");
+    *work = (job){.comm = comm, .called = f, .function = f, .stream = stream};
+    return work;
+}
+
+static void add_transfer(job *work, transfer t)
+{
+    if (work->count == work->room) {
+        work->room = 2 * work->room + 4;
+        work->transfers = realloc(work->transfers, work->room * sizeof t);
+        if (work->transfers == NULL) die("out of memory");
+    }
+    work->transfers[work->count++] = t;
+}
+
+/* What this rank sends to and receives from each: piece r of `send` (or all of it) to rank r, and so back. */
+static void spread(job *work, const void *send, bool cut, void *receive, size_t bytes)
+{
+    for (int r = 0; r < work->comm->world; r++) {
+        char *from = (char *)(uintptr_t)send + (cut ? (size_t)r * bytes : 0);
+        add_transfer(work, (transfer){.peer = r, .ptr = from, .bytes = bytes, .send = true});
+        add_transfer(work, (transfer){.peer = r, .ptr = (char *)receive + (size_t)r * bytes, .bytes = bytes});
+    }
+}
+
+static void set_reduction(job *work, void *result, size_t numel, int type, int op)
+{
+    work->parts = malloc(numel * size_of(type) * (size_t)work->comm->world);
+    if (work->parts == NULL) die("out of memory");
+    work->result = result;
+    work->numel = numel;
+    work->type = type;
+    work->op = op;
+}
+
+static void put_on_streams(fake *comm)
+{
+    for (job *work = comm->pending, *next; work != NULL; work = next) {
+        next = work->next;
+        work->number = comm->begun++;
+        enqueue_on(work->stream, run, work);
+    }
+    comm->pending = NULL;
+}
+
+static void drop_jobs(job *work)
+{
+    for (job *next; work != NULL; work = next) {
+        next = work->next;
+        free(work->parts);
+        free(work->transfers);
+        free(work);
+    }
+}
+
+/* From now on the communicator is busy with `f`, for a few looks. */
+static int set_busy(fake *comm, function f)
+{
+    static _Thread_local unsigned seed = 1;
+    comm->busy_with = f;
+    comm->polls = rand_r(&seed) % (int)(1 + number_of("FAKE_NCCL_POLLS", 20));
+    atomic_store(&comm->state, ZS_NCCL_IN_PROGRESS);
+    return ZS_NCCL_IN_PROGRESS;
+}
+
+/* May this communicator take a call? */
+static int ready(fake *comm)
+{
+    int state = atomic_load(&comm->state);
+    if (state == ZS_NCCL_IN_PROGRESS)
+        return complain(ZS_NCCL_INVALID_ARGUMENT,
+                        "Attempt to use communicator before the previous operation returned ncclSuccess");
+    return state;
+}
+
+/* Keeps a job until the group ends. Sends and receives are put together: they make progress together. */
+static void add_to_group(job *made)
+{
+    job *pairs = group_pairs;
+    if (made->parts == NULL && made->count == 1 && pairs != NULL && pairs->comm == made->comm) {
+        add_transfer(pairs, made->transfers[0]);
+        pairs->hangs = pairs->hangs || made->hangs;
+        drop_jobs(made);
+        return;
+    }
+    if (made->count == 1) group_pairs = made;
+    job **end = &group_jobs;
+    while (*end != NULL)
+        end = &(*end)->next;
+    *end = made;
+}
+
+/* Starts an operation: `made` is what goes on the stream. */
+static int submit(fake *comm, job *made, size_t size)
+{
+    function f = made->called;
+    int count = note(f, comm, size, made->stream), result = planned("FAKE_NCCL_FAIL", f, count);
+    if (result == 0) result = ready(comm);
+    if (result != ZS_NCCL_SUCCESS) {
+        drop_jobs(made);
+        atomic_store(&comm->state, result);
+        if (depth > 0) group_error = result;
+        return leave(comm, result);
+    }
+    comm->late = planned("FAKE_NCCL_FAIL_LATE", f, count);
+    made->hangs = planned("FAKE_NCCL_HANG", f, count) != 0;
+    pthread_mutex_lock(&lock);
+    int number = ++operations, after = 0, then = 0;
+    pthread_mutex_unlock(&lock);
+    const char *async = getenv("FAKE_NCCL_ASYNC");
+    if (async != NULL && sscanf(async, "%d:%d", &after, &then) == 2 && number == after) comm->late = then;
+    if (depth > 0)
+        add_to_group(made);
+    else
+        comm->pending = made;
+    return leave(comm, depth > 0 ? ZS_NCCL_SUCCESS : set_busy(comm, f));
+}
+
+#endif
