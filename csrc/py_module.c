@@ -24,6 +24,7 @@ static PyObject *exception_for(zs_status status)
     case ZS_ERR_TIMEOUT: return live_state->peer_timeout_error;
     case ZS_ERR_DIVERGED: return live_state->divergence_error;
     case ZS_ERR_CUDA: return live_state->cuda_error;
+    case ZS_ERR_NCCL: return live_state->nccl_error;
     default: return PyExc_RuntimeError;
     }
 }
@@ -87,9 +88,12 @@ static int add_exceptions(PyObject *module, zs_py_state *state)
                       "The CUDA driver is missing, too old or refused a call; the message has its words.",
                       PyExc_RuntimeError, &state->cuda_error) < 0)
         return -1;
-    return add_exception(module, "zshard.DivergenceError",
-                         "The ranks did different things where they have to do the same.", PyExc_RuntimeError,
-                         &state->divergence_error);
+    if (add_exception(module, "zshard.DivergenceError",
+                      "The ranks did different things where they have to do the same.", PyExc_RuntimeError,
+                      &state->divergence_error) < 0)
+        return -1;
+    return add_exception(module, "zshard.NcclError", "NCCL failed; the message has the call and NCCL's own words.",
+                         PyExc_RuntimeError, &state->nccl_error);
 }
 
 static int module_exec(PyObject *module)
@@ -102,7 +106,7 @@ static int module_exec(PyObject *module)
     }
     if (add_exceptions(module, state) < 0 || zs_py_comm_init(module, state) < 0 ||
         zs_py_engine_init(module, state) < 0 || zs_py_unit_init(module, state) < 0 || zs_py_shards_init(module) < 0 ||
-        zs_py_optim_init(module) < 0 || zs_py_offload_init(module) < 0)
+        zs_py_optim_init(module) < 0 || zs_py_offload_init(module) < 0 || zs_py_nccl_init(module) < 0)
         return -1;
     live_state = state;
     zs_py_set_raiser(raise_from_hook);
@@ -117,6 +121,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->peer_timeout_error);
     Py_VISIT(state->divergence_error);
     Py_VISIT(state->cuda_error);
+    Py_VISIT(state->nccl_error);
     Py_VISIT(state->comm_type);
     Py_VISIT(state->engine_type);
     Py_VISIT(state->unit_type);
@@ -132,6 +137,7 @@ static void module_free(void *module)
     Py_CLEAR(state->peer_timeout_error);
     Py_CLEAR(state->divergence_error);
     Py_CLEAR(state->cuda_error);
+    Py_CLEAR(state->nccl_error);
     Py_CLEAR(state->comm_type);
     Py_CLEAR(state->engine_type);
     Py_CLEAR(state->unit_type);

@@ -13,7 +13,7 @@
 
 /* What the module keeps: its exception classes and types. All references are owned by the module. */
 typedef struct zs_py_state {
-    PyObject *peer_error, *peer_timeout_error, *divergence_error, *cuda_error;
+    PyObject *peer_error, *peer_timeout_error, *divergence_error, *cuda_error, *nccl_error;
     PyTypeObject *comm_type, *engine_type, *unit_type;
 } zs_py_state;
 
@@ -34,6 +34,7 @@ int zs_py_unit_init(PyObject *module, zs_py_state *state);
 int zs_py_shards_init(PyObject *module);
 int zs_py_optim_init(PyObject *module);
 int zs_py_offload_init(PyObject *module);
+int zs_py_nccl_init(PyObject *module);
 
 /* Borrowed handle behind a _core.Comm / Engine / Unit; NULL with TypeError. */
 zs_comm *zs_py_comm(PyObject *object);

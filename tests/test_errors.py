@@ -375,7 +375,7 @@ def test_changed_parameters_are_named_and_can_be_put_back(pool2, what, kind, wor
 
 def test_exceptions_have_the_bases_that_scripts_catch():
     assert issubclass(zshard.PeerTimeoutError, zshard.PeerError)
-    for kind in (zshard.PeerError, zshard.DivergenceError):
+    for kind in (zshard.PeerError, zshard.DivergenceError, zshard.NcclError):
         assert issubclass(kind, RuntimeError) and kind.__module__ == "zshard" and kind.__doc__
 
 

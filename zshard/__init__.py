@@ -10,7 +10,7 @@ See README.md for what it does, ARCHITECTURE.md for how.
 import torch  # noqa: F401 - its libraries have to be loaded before the core that links to them
 
 from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
-from zshard._core import CudaError, DivergenceError, PeerError, PeerTimeoutError
+from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._forward_methods import register_forward_method
 from zshard._load import load, load_state_dict
 from zshard._memory import predict_memory
@@ -40,6 +40,7 @@ __all__ = [
     "GradScaler",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "NcclError",
     "Offload",
     "OffloadPolicy",
     "PeerError",

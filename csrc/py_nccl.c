@@ -1,0 +1,52 @@
+/* py_nccl.c - what Python does about libnccl: says where it may lie, and ends what uses it before the interpreter ends. */
+#include "py_util.h"
+
+#include "nccl_comm.h"
+#include "nccl_lib.h"
+
+PyDoc_STRVAR(
+    library_doc,
+    "nccl_library($module, path, /)\n--\n\nOpens libnccl, unless that has been done: what ZSHARD_NCCL_LIB names, "
+    "what torch has loaded, the file `path` (or None), what the system has. Gives its version (\"2.28.9\") and "
+    "its file; NotImplementedError where there is none.");
+
+static PyObject *nccl_library(PyObject *module, PyObject *object)
+{
+    const char *path = object == Py_None ? NULL : PyUnicode_AsUTF8(object);
+    const zs_nccl *nccl = NULL;
+    char version[16];
+    zs_status status = ZS_OK;
+    if (PyErr_Occurred()) return NULL;
+    zs_clear_error();
+    if (zs_nccl_set_path(path) != ZS_OK) return zs_py_raise(module);
+    ZS_PY_NOGIL(status, zs_nccl_load(&nccl));
+    if (status != ZS_OK) return zs_py_raise(module);
+    zs_nccl_version_text(nccl->version, version, sizeof version);
+    return Py_BuildValue("(ss)", version, nccl->where);
+}
+
+PyDoc_STRVAR(abort_doc,
+             "nccl_abort($module, why, /)\n--\n\nAborts all NCCL communicators of this process: their kernels "
+             "end, and each later call fails with `why`. For the interpreter's end.");
+
+static PyObject *nccl_abort(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const char *why = PyUnicode_AsUTF8(object);
+    if (why == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    zs_nccl_abort_all(why);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"nccl_library", nccl_library, METH_O, library_doc},
+    {"nccl_abort", nccl_abort, METH_O, abort_doc},
+    {0},
+};
+
+int zs_py_nccl_init(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,109 @@
+"""Which libnccl is used: the search order, what is said where there is none, and the end of a process.
+
+The one idea: stand-ins of several versions (tests/c/fake_nccl.c says what FAKE_NCCL_VERSION has at
+the moment of loading) lie where a real one would; each case is a process forked from one that has
+imported torch.
+"""
+
+import ctypes
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from nursery import fork_ranks
+from test_c_core import ROOT, compile_c
+
+from zshard import _core, _nccl
+
+FAKE = ROOT / "tests" / "c" / "fake_nccl.c"
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("library")
+    flags = ["-O1", "-fPIC", "-shared", "-Wl,-soname,libnccl.so.2"]
+    return compile_c(folder / "libnccl.so.2", [FAKE], flags, ("-ldl", "-lm"))
+
+
+def look(env, folder=None, loaded=None):
+    """What library() says, once `env` is set, `folder` is on Python's path, `loaded` is loaded."""
+    os.environ.pop("ZSHARD_NCCL_LIB", None)
+    os.environ.update(env)
+    if folder is not None:
+        sys.path.insert(0, str(folder))
+        sys.modules.pop("nvidia", None)
+    if loaded is not None:
+        ctypes.CDLL(str(loaded))
+    try:
+        return _nccl.library()
+    except NotImplementedError as error:
+        return str(error)
+
+
+def answer(*arguments):
+    (result,) = fork_ranks(look, 1, *arguments, check=True)
+    return result.value
+
+
+def copy(fake, folder):
+    """A copy of the stand-in: another library to the linker, with the same name."""
+    folder.mkdir(parents=True)
+    return Path(shutil.copy(fake, folder / "libnccl.so.2"))
+
+
+def test_environment_then_loaded_then_package(fake, tmp_path):
+    named = copy(fake, tmp_path / "named")
+    loaded = copy(fake, tmp_path / "loaded")
+    packaged = copy(fake, tmp_path / "site" / "nvidia" / "nccl" / "lib")
+    site = tmp_path / "site"
+    assert answer({}, site, None) == ("2.28.9", str(packaged))
+    assert answer({}, site, loaded) == ("2.28.9", str(loaded))
+    env = {"ZSHARD_NCCL_LIB": str(named), "FAKE_NCCL_VERSION": "23007"}
+    assert answer(env, site, loaded) == ("2.30.7", str(named))
+
+
+def test_versions_are_written_as_people_do(fake):
+    for number, text in (("2804", "2.8.4"), ("22105", "2.21.5"), ("23203", "2.32.3")):
+        env = {"ZSHARD_NCCL_LIB": str(fake), "FAKE_NCCL_VERSION": number}
+        assert answer(env, None, None)[0] == text
+
+
+def test_what_is_missing_is_said_and_looked_for_again(fake, tmp_path):
+    found = answer({}, None, None)
+    if isinstance(found, str):  # a machine without NCCL
+        assert "no libnccl.so.2" in found and "ZSHARD_NCCL_LIB" in found
+    found = answer({"ZSHARD_NCCL_LIB": str(tmp_path / "nothing.so")}, None, None)
+    assert "ZSHARD_NCCL_LIB cannot be opened" in found and "nothing.so" in found
+    found = answer({"ZSHARD_NCCL_LIB": "libc.so.6"}, None, None)
+    assert "has no ncclGetVersion" in found and "libc.so.6" in found
+    (result,) = fork_ranks(look_twice, 1, str(fake), check=True)
+    assert result.value == ("2.28.9", str(fake))
+
+
+def look_twice(fake):
+    assert "cannot be opened" in look({"ZSHARD_NCCL_LIB": "/nowhere/libnccl.so.2"})
+    return look({"ZSHARD_NCCL_LIB": fake})
+
+
+def test_path_is_checked():
+    with pytest.raises(ValueError, match="the path of libnccl has 600 bytes"):
+        _core.nccl_library("x" * 600)
+    with pytest.raises(TypeError):
+        _core.nccl_library(3)
+
+
+def end_with_nccl(fake):
+    """Loads the library and ends as a script does, here and in a forked child."""
+    look({"ZSHARD_NCCL_LIB": fake})
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)  # runs atexit's functions
+    assert os.waitpid(child, 0)[1] == 0
+    _core.nccl_abort("nothing is there to abort")
+
+
+def test_ends_are_quiet(fake):
+    (result,) = fork_ranks(end_with_nccl, 1, str(fake), check=True)
+    assert result.returncode == 0 and not result.stderr
