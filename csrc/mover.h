@@ -57,4 +57,8 @@ struct zs_mover {
  * device. The reference for the others, and for where they cannot be had. */
 zs_status zs_mover_c10d_new(const zs_comm *control, const zs_device *device, const char *group_name, zs_mover **out);
 
+/* Over a communicator of our own of NCCL, which the ranks of `control` make now, together, within its timeout. A thread looks
+ * after it: where a peer on this host dies, or work makes no end for the timeout, what is under way is aborted. */
+zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, zs_mover **out);
+
 #endif

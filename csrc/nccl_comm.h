@@ -69,6 +69,14 @@ typedef struct zs_nccl_reduction {
     zs_nccl_op op;
 } zs_nccl_reduction;
 
+/* What goes to a peer, and what comes from it. */
+typedef struct zs_nccl_message {
+    const void *send;
+    void *receive;
+    size_t bytes; /* of either; not 0 */
+    int peer;     /* may be this rank */
+} zs_nccl_message;
+
 /* Makes a communicator of the ranks of `control`, over which the ranks agree first on NCCL's version, the options and the id
  * that rank 0 has made; `control` is borrowed, for the time of this call. Collective, and waits for all ranks, at most
  * `timeout` seconds once they have agreed: it fails on all ranks or on none. ZS_ERR_UNSUPPORTED: no NCCL on some rank, or too
@@ -106,6 +114,9 @@ zs_status zs_nccl_all_gather(zs_nccl_comm *comm, const void *shard, void *full, 
 
 /* Piece r of `send` goes to rank r; piece r of `receive` comes from it. The two do not overlap. */
 zs_status zs_nccl_all_to_all(zs_nccl_comm *comm, const void *send, void *receive, size_t piece_bytes, void *stream);
+
+/* All messages in one launch. The n-th with a peer is the n-th that it has with this rank, of as many bytes. */
+zs_status zs_nccl_messages(zs_nccl_comm *comm, const zs_nccl_message *messages, size_t count, void *stream);
 
 /* `data` of rank `root` to all, in place. */
 zs_status zs_nccl_broadcast(zs_nccl_comm *comm, void *data, size_t bytes, int root, void *stream);

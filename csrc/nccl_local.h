@@ -33,6 +33,7 @@ struct zs_nccl_comm {
     bool tell;             /* `lost` has still to be called */
     bool ending;           /* its last reference is gone: nobody is there for Ctrl-C */
     zs_nccl_watched watched;
+    double gone_since;  /* when a peer was first seen gone while work was outstanding, 0: never */
     zs_nccl_comm *next; /* the monitor's list */
     _Atomic long refs;
 };

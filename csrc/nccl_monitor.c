@@ -19,6 +19,7 @@
 #include <time.h>
 
 static const long look_every = 100000000; /* nanoseconds */
+static const double grace = 1.0;          /* seconds that outstanding work still has when a peer is gone */
 
 static struct {
     pthread_mutex_t lock;
@@ -71,6 +72,14 @@ static bool ask_peers(const zs_nccl_comm *comm, char *sentence, size_t size)
     return comm->options.gone != NULL && comm->options.gone(comm->options.arg, sentence, size);
 }
 
+/* A peer that has come to its orderly end has done its part of what is outstanding here: that may come to its own. */
+static bool may_end_well(zs_nccl_comm *comm)
+{
+    if (oldest(comm) == NULL && comm->launching == NULL) return false;
+    if (comm->gone_since == 0.0) comm->gone_since = zs_nccl_now();
+    return zs_nccl_now() < comm->gone_since + grace;
+}
+
 static void look_at(zs_nccl_comm *comm)
 {
     char sentence[400] = "", text[sizeof comm->why];
@@ -81,7 +90,7 @@ static void look_at(zs_nccl_comm *comm)
     snprintf(text, sizeof text, "NCCL, communicator '%s', rank %d of %d: %s", comm->name, comm->rank, comm->world,
              sentence);
     pthread_mutex_lock(&comm->lock);
-    if (gone) zs_nccl_poison(comm, ZS_ERR_PEER, text);
+    if (gone && !may_end_well(comm)) zs_nccl_poison(comm, ZS_ERR_PEER, text);
     if (comm->handle != NULL) ask_nccl(comm);
     if (comm->handle != NULL) ask_work(comm);
     zs_nccl_leave(comm, ZS_OK);

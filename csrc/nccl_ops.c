@@ -43,25 +43,48 @@ zs_status zs_nccl_all_gather(zs_nccl_comm *comm, const void *shard, void *full, 
     return zs_nccl_leave(comm, zs_nccl_settle(comm, "AllGather", result));
 }
 
-/* All-to-all of a library that has none: sends and receives that make progress together. With the lock held. */
-static zs_status send_and_receive(zs_nccl_comm *comm, const char *send, char *receive, size_t bytes, void *stream)
+/* With the lock held. */
+static zs_status in_one_launch(zs_nccl_comm *comm, const zs_nccl_message *messages, size_t count, void *stream)
 {
     const zs_nccl *nccl = comm->nccl;
     const char *call = "GroupStart";
     zs_nccl_result result = nccl->GroupStart();
     if (result != ZS_NCCL_SUCCESS) return zs_nccl_settle(comm, call, result);
-    for (int r = 0; r < comm->world && result == ZS_NCCL_SUCCESS; r++) {
-        size_t at = (size_t)r * bytes;
+    for (size_t i = 0; i < count && result == ZS_NCCL_SUCCESS; i++) {
+        const zs_nccl_message *m = &messages[i];
         call = "Send";
-        result = nccl->Send(send + at, bytes, ZS_NCCL_INT8, r, comm->handle, stream);
+        result = nccl->Send(m->send, m->bytes, ZS_NCCL_INT8, m->peer, comm->handle, stream);
         if (result != ZS_NCCL_SUCCESS) break;
         call = "Recv";
-        result = nccl->Recv(receive + at, bytes, ZS_NCCL_INT8, r, comm->handle, stream);
+        result = nccl->Recv(m->receive, m->bytes, ZS_NCCL_INT8, m->peer, comm->handle, stream);
     }
     zs_nccl_result end =
         nccl->GroupEnd(); /* also after a failure: a group that stays open would swallow what follows */
     bool failed = result != ZS_NCCL_SUCCESS && result != ZS_NCCL_IN_PROGRESS;
     return failed ? zs_nccl_settle(comm, call, result) : zs_nccl_settle(comm, "GroupEnd", end);
+}
+
+zs_status zs_nccl_messages(zs_nccl_comm *comm, const zs_nccl_message *messages, size_t count, void *stream)
+{
+    for (size_t i = 0; i < count; i++) {
+        const zs_nccl_message *m = &messages[i];
+        if (m->peer < 0 || m->peer >= comm->world)
+            return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", m->peer, comm->world);
+        if (m->bytes == 0) return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': a message of 0 bytes", comm->name);
+        ZS_TRY(check_memory(comm, "a message", m->send, m->receive, m->bytes));
+    }
+    if (count == 0) return zs_nccl_comm_check(comm);
+    ZS_TRY(zs_nccl_enter(comm));
+    return zs_nccl_leave(comm, in_one_launch(comm, messages, count, stream));
+}
+
+/* All-to-all of a library that has none. With the lock held. */
+static zs_status send_and_receive(zs_nccl_comm *comm, const char *send, char *receive, size_t bytes, void *stream)
+{
+    zs_nccl_message messages[comm->world];
+    for (int r = 0; r < comm->world; r++)
+        messages[r] = (zs_nccl_message){send + (size_t)r * bytes, receive + (size_t)r * bytes, bytes, r};
+    return in_one_launch(comm, messages, (size_t)comm->world, stream);
 }
 
 zs_status zs_nccl_all_to_all(zs_nccl_comm *comm, const void *send, void *receive, size_t piece_bytes, void *stream)

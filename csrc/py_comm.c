@@ -68,10 +68,11 @@ static PyObject *comm_alone(PyObject *type, PyObject *args)
     return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }
 
-static zs_status new_mover(const zs_comm *control, const char *kind, const zs_device *device, const char *group,
+static zs_status new_mover(zs_comm *control, const char *kind, const zs_device *device, const char *group,
                            zs_mover **out)
 {
     if (strcmp(kind, "c10d") == 0) return zs_mover_c10d_new(control, device, group, out);
+    if (strcmp(kind, "nccl") == 0) return zs_mover_nccl_new(control, device, out);
     return ZS_FAIL(ZS_ERR_VALUE, "there is no mover '%s'", kind);
 }
 
@@ -91,7 +92,7 @@ static PyObject *comm_gpu(PyObject *type, PyObject *args)
     if (hosts == NULL) return NULL;
     zs_clear_error();
     zs_status status = find_device(where, &device);
-    if (status == ZS_OK) status = new_mover(hosts, kind, device, group, &mover);
+    if (status == ZS_OK) ZS_PY_NOGIL(status, new_mover(hosts, kind, device, group, &mover));
     if (status == ZS_OK) status = zs_comm_gpu_new(hosts, mover, &comm);
     return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }

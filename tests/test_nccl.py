@@ -12,11 +12,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_c_comm import BUILDS, SHM, skip_without_thread_sanitizer
+from test_c_comm import BUILDS, NO_LOOPS, SHM, skip_without_thread_sanitizer
 from test_c_core import ROOT, STRICT, compile_c
 
 C = ROOT / "tests" / "c"
-CORE = [ROOT / "csrc" / name for name in SHM] + sorted((ROOT / "csrc").glob("nccl_*.c"))
+CORE = [NO_LOOPS, *(ROOT / "csrc" / name for name in SHM)]
+CORE += sorted((ROOT / "csrc").glob("nccl_*.c"))
 OLD = "an_old_library_does_without"
 FAILING = "a_failing_call_is_an_error_and_no_more"
 NAMES = re.findall(r"^    TEST\((\w+), ", (C / "test_nccl_comm.c").read_text(), re.MULTILINE)
@@ -261,6 +262,7 @@ def test_a_wrong_declaration_would_be_seen(tmp_path: Path) -> None:
 
 REAL = r"""
 #include "comm.h"
+#include "device.h"
 #include "nccl_comm.h"
 #include "nccl_lib.h"
 #include <stdio.h>
@@ -274,7 +276,7 @@ int main(void)
     if (zs_nccl_load(&nccl) != ZS_OK) return printf("%s\n", zs_last_message()), 1;
     zs_nccl_version_text(nccl->version, version, sizeof version);
     printf("%s %d %d\n", version, nccl->GetUniqueId(&id), nccl->AlltoAll != NULL);
-    zs_comm_self_new(&alone);
+    zs_comm_self_new(zs_device_cpu(), &alone);
     zs_nccl_options options = {.name = "real", .timeout = 20.0};
     printf("%d\n", (int)zs_nccl_comm_new(alone, &options, &comm));
     printf("%s\n", zs_last_message());

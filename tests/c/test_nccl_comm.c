@@ -135,6 +135,50 @@ static void bytes_get_where_they_belong(rank_env *env)
     zs_nccl_comm_release(comm);
 }
 
+/* A message to each rank and one from it, of other lengths for each pair, in one launch; two to oneself. */
+static void messages_go_in_one_launch(rank_env *env)
+{
+    enum { MOST = 40000 };
+    zs_nccl_comm *comm = make(env, "all");
+    zs_nccl_message list[MAX_RANKS + 1];
+    char *send = malloc(MOST), *receive = calloc(MAX_RANKS + 1, MOST);
+    fill(send, MOST, env->rank, 5);
+    for (int i = 0; i <= env->world; i++) {
+        int peer = i % env->world;
+        size_t bytes = (size_t)(peer + 1) * (size_t)(env->rank + 1) * 1001; /* equal on both sides */
+        list[i] = (zs_nccl_message){send + i, receive + i * MOST, bytes, peer};
+    }
+    list[env->world] = (zs_nccl_message){send, receive + env->world * MOST, 3, env->rank};
+    OK(zs_nccl_messages(comm, list, (size_t)env->world + 1, &stream_a));
+    synchronize(&stream_a);
+    for (int i = 0; i < env->world; i++) { /* this rank's was the rank-th of the sender's list */
+        const char *at = receive + i * MOST;
+        for (size_t b = 0; b < list[i].bytes; b++)
+            CHECK((unsigned char)at[b] == byte_of(i, b + (size_t)env->rank, 5));
+    }
+    check_filled(receive + env->world * MOST, 3, env->rank, 5);
+    zs_nccl_message odd = {send, receive, 8, env->world}, none = {send, receive, 0, 0}, null = {NULL, receive, 8, 0};
+    FAILS(zs_nccl_messages(comm, &odd, 1, NULL), ZS_ERR_VALUE, "there is no rank");
+    FAILS(zs_nccl_messages(comm, &none, 1, NULL), ZS_ERR_VALUE, "0 bytes");
+    FAILS(zs_nccl_messages(comm, &null, 1, NULL), ZS_ERR_VALUE, "no memory (NULL) to send");
+    OK(zs_nccl_messages(comm, NULL, 0, NULL));
+    zs_nccl_comm_release(comm);
+    free(send);
+    free(receive);
+}
+
+/* The last reference goes while an operation is under way: what it writes is there all the same. */
+static void ending_waits_for_what_is_under_way(rank_env *env)
+{
+    setenv("FAKE_NCCL_DELAY_US", "200000", 1);
+    zs_nccl_comm *comm = make(env, "all");
+    float x = 1.0f;
+    OK(zs_nccl_all_reduce(comm, &(zs_nccl_reduction){&x, &x, 1, ZS_F32, ZS_NCCL_SUM}, &stream_a));
+    zs_nccl_comm_release(comm);
+    synchronize(&stream_a);
+    CHECK(x == (float)env->world);
+}
+
 /* --- what sums ------------------------------------------------------------------------------------------------------------- */
 
 static void put(zs_dtype dtype, void *at, size_t i, float x)
@@ -501,6 +545,33 @@ static bool has_ended(void *arg, char *sentence, size_t size)
     return true;
 }
 
+/* A rank that has done its part and left: what is still under way here may end well. */
+static void a_peer_that_has_left_breaks_nothing_off(rank_env *env)
+{
+    pid_t pid = getpid(), pids[MAX_RANKS];
+    OK(env->comm->ops->exchange(env->comm, &pid, sizeof pid, pids));
+    int pidfd = (int)syscall(SYS_pidfd_open, pids[1], 0);
+    if (env->rank != 1) setenv("FAKE_NCCL_DELAY_US", "500000", 1);
+    zs_nccl_options options = {.name = "all", .timeout = 60.0, .gone = has_ended, .arg = &pidfd};
+    if (env->rank == 1) options.gone = NULL;
+    zs_nccl_comm *comm = NULL;
+    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    char data[8] = {0};
+    if (env->rank == 1) fill(data, 8, 1, 7);
+    event done = {0};
+    OK(zs_nccl_broadcast(comm, data, 8, 1, &stream_a));
+    record(&done, &stream_a);
+    OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done, "the last"}));
+    synchronize(&stream_a);
+    if (env->rank == 1) raise(SIGKILL);
+    check_filled(data, 8, 1, 7);
+    for (double start = now(); zs_nccl_comm_check(comm) == ZS_OK; sleep_us(1000))
+        CHECK(now() < start + 10.0);
+    FAILS(zs_nccl_comm_check(comm), ZS_ERR_PEER, "rank 1 has ended");
+    zs_nccl_comm_release(comm);
+    close(pidfd);
+}
+
 static void a_killed_rank_is_reported_within_seconds(rank_env *env)
 {
     pid_t pid = getpid(), pids[MAX_RANKS];
@@ -602,7 +673,7 @@ static void a_forked_child_touches_nothing(rank_env *env)
         zs_nccl_comm *another = NULL;
         FAILS(zs_nccl_broadcast(comm, window.ptr, 1, 0, NULL), ZS_ERR_STATE, "forked");
         FAILS(zs_nccl_comm_check(comm), ZS_ERR_STATE, "forked");
-        OK(zs_comm_self_new(&alone));
+        OK(zs_comm_self_new(zs_device_cpu(), &alone));
         FAILS(zs_nccl_comm_new(alone, &options, &another), ZS_ERR_STATE, "forked");
         zs_comm_release(alone);
         zs_nccl_comm_forget(comm, &done);
@@ -693,6 +764,8 @@ static void calls_and_the_monitors_thread(rank_env *env)
 
 static const rank_test tests[] = {
     TEST(bytes_get_where_they_belong, .least = 1),
+    TEST(messages_go_in_one_launch, .least = 1),
+    TEST(ending_waits_for_what_is_under_way, .least = 1),
     TEST(numbers_of_all_dtypes_are_reduced, .least = 1),
     TEST(two_communicators_keep_their_orders, .least = 2),
     TEST(null_stream_is_at_once, .least = 1),
@@ -709,6 +782,7 @@ static const rank_test tests[] = {
     TEST(one_rank_fails_and_the_others_hear, .least = 2),
     TEST(a_rank_that_cannot_make_it_is_told_on_all, .least = 2),
     TEST(a_killed_rank_is_reported_within_seconds, .least = 2, .killed = 1),
+    TEST(a_peer_that_has_left_breaks_nothing_off, .least = 2, .killed = 1),
     TEST(work_that_does_not_end_is_broken_off, .least = 2),
     TEST(progress_is_no_timeout, .least = 2),
     TEST(a_rank_that_never_comes_is_a_timeout, .least = 2),

@@ -1,0 +1,229 @@
+/* mover_nccl.c - device memory by NCCL, on a communicator of our own. See mover.h and nccl_comm.h.
+ *
+ * The one idea: one communicator for all lanes. NCCL does its operations one after another in the order of the calls, which
+ * is the same on all ranks, so no two of them can wait for each other; and they are queued straight in the lane that asks.
+ */
+#define _GNU_SOURCE 1 /* syscall */
+#include "device_cuda.h"
+#include "mover.h"
+#include "nccl_comm.h"
+
+#include "cuda_driver.h"
+
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434 /* the same on all architectures; older kernel headers lack it */
+#endif
+
+enum { EVENTS = 16 }; /* operations that the monitor is asked to look after at a time */
+
+/* One operation that the monitor looks after. */
+typedef struct watched_move {
+    zs_cu_event event;
+    const zs_device *device;
+    char what[96];
+} watched_move;
+
+typedef struct nccl_mover {
+    zs_mover base;
+    zs_nccl_comm *comm; /* owned */
+    watched_move moves[EVENTS];
+    size_t count;              /* of moves so far */
+    int *pidfds;               /* [world] of the ranks on this host, else -1; owned */
+    long *pids;                /* [world] */
+    zs_nccl_message *messages; /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
+} nccl_mover;
+
+/* --- peers --------------------------------------------------------------------------------------------------------------- */
+
+/* How ranks find out which of them are processes of one kernel. */
+typedef struct card {
+    char boot[40]; /* the kernel's boot id */
+    uint64_t pids; /* its namespace of pids */
+    int64_t pid;
+} card;
+
+static card own_card(void)
+{
+    card own;
+    memset(&own, 0, sizeof own);
+    struct stat info;
+    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    if (file != NULL) {
+        if (fgets(own.boot, sizeof own.boot, file) == NULL) own.boot[0] = 0;
+        fclose(file);
+    }
+    if (stat("/proc/self/ns/pid", &info) == 0) own.pids = info.st_ino;
+    own.pid = getpid();
+    return own;
+}
+
+static zs_status meet_peers(nccl_mover *self, zs_comm *control)
+{
+    card own = own_card(), all[control->world];
+    ZS_TRY(control->ops->exchange(control, &own, sizeof own, all));
+    for (int r = 0; r < control->world; r++) {
+        bool near = own.boot[0] != 0 && strcmp(all[r].boot, own.boot) == 0 && all[r].pids == own.pids;
+        self->pids[r] = (long)all[r].pid;
+        self->pidfds[r] = near && r != control->rank ? (int)syscall(SYS_pidfd_open, (pid_t)all[r].pid, 0) : -1;
+    }
+    return ZS_OK;
+}
+
+/* By the monitor's thread. */
+static bool find_gone(void *arg, char *sentence, size_t size)
+{
+    const nccl_mover *self = arg;
+    for (int r = 0; r < self->base.world; r++) {
+        struct pollfd look = {.fd = self->pidfds[r], .events = POLLIN};
+        if (look.fd < 0 || poll(&look, 1, 0) <= 0) continue;
+        snprintf(sentence, size, "rank %d (pid %ld) has ended (it died, or its program came to its end)", r,
+                 self->pids[r]);
+        return true;
+    }
+    return false;
+}
+
+/* --- moves --------------------------------------------------------------------------------------------------------------- */
+
+/* By the monitor's thread, which needs the device's context. What the driver says of a failure is for others to find. */
+static bool has_ended(void *arg)
+{
+    const watched_move *move = arg;
+    zs_cu_stream unused;
+    bool done = true;
+    if (zs_device_cuda_stream(move->device, ZS_LANE_GATHER, &unused) == ZS_OK)
+        (void)zs_cuda_event_done(move->event, &done);
+    zs_clear_error();
+    return done;
+}
+
+/* Has the monitor look after what has just been queued in `lane`. Where more are out than it is told of, the oldest are
+ * forgotten: NCCL's operations end in order, so the later ones speak for them. */
+static zs_status watch(nccl_mover *self, zs_lane lane, const char *what, const char *name)
+{
+    watched_move *move = &self->moves[self->count++ % EVENTS];
+    zs_nccl_comm_forget(self->comm, move);
+    if (move->event == NULL) ZS_TRY(zs_device_cuda_event_new(self->base.device, &move->event));
+    move->device = self->base.device;
+    snprintf(move->what, sizeof move->what, "the %s%s%.60s", what, name[0] != 0 ? " of unit " : "", name);
+    ZS_TRY(zs_device_cuda_record(self->base.device, lane, move->event));
+    return zs_nccl_comm_watch(self->comm, (zs_nccl_work){has_ended, move, move->what});
+}
+
+static zs_status nccl_gather(zs_mover *mover, zs_lane lane, const void *shard, char *full, size_t bytes)
+{
+    nccl_mover *self = (nccl_mover *)mover;
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(mover->device, lane, &stream));
+    ZS_TRY(zs_nccl_all_gather(self->comm, shard, full, bytes, stream));
+    return watch(self, lane, "all-gather", "");
+}
+
+/* The messages of a swap; how many. */
+static size_t list_messages(nccl_mover *self, const zs_swap *swap)
+{
+    size_t n = 0;
+    for (int r = 0; r < self->base.world; r++)
+        for (int f = 0; f < swap->n; f++) {
+            if (swap->bytes[f] == 0) continue;
+            const char *send =
+                swap->send[f] != NULL ? swap->send[f] + (size_t)swap->part_of[r] * swap->bytes[f] : swap->spare;
+            char *receive = swap->receive + (size_t)r * swap->stride + swap->at[f];
+            self->messages[n++] = (zs_nccl_message){send, receive, swap->bytes[f], r};
+        }
+    return n;
+}
+
+static zs_status nccl_swap(zs_mover *mover, const zs_swap *swap)
+{
+    nccl_mover *self = (nccl_mover *)mover;
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(mover->device, ZS_LANE_REDUCE, &stream));
+    ZS_TRY(zs_nccl_messages(self->comm, self->messages, list_messages(self, swap), stream));
+    return watch(self, ZS_LANE_REDUCE, "gradients", swap->name);
+}
+
+static zs_status nccl_broadcast(zs_mover *mover, void *data, size_t bytes, int root)
+{
+    nccl_mover *self = (nccl_mover *)mover;
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(mover->device, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(zs_nccl_broadcast(self->comm, data, bytes, root, stream));
+    return watch(self, ZS_LANE_COMPUTE, "broadcast", "");
+}
+
+static zs_status nccl_check(zs_mover *mover)
+{
+    return zs_nccl_comm_check(((nccl_mover *)mover)->comm);
+}
+
+static void nccl_abort(zs_mover *mover, const char *why)
+{
+    zs_nccl_comm_abort(((nccl_mover *)mover)->comm, why);
+}
+
+/* --- making and ending ------------------------------------------------------------------------------------------------- */
+
+/* The communicator goes first: its monitor asks about the rest. */
+static void nccl_destroy(zs_mover *mover)
+{
+    nccl_mover *self = (nccl_mover *)mover;
+    zs_nccl_comm_release(self->comm);
+    for (int i = 0; i < EVENTS; i++)
+        zs_device_cuda_event_free(self->moves[i].event);
+    for (int r = 0; self->pidfds != NULL && r < mover->world; r++)
+        if (self->pidfds[r] >= 0) close(self->pidfds[r]);
+    free(self->pidfds);
+    free(self->pids);
+    free(self->messages);
+    free(self);
+}
+
+static const zs_mover_ops nccl_ops = {
+    .name = "nccl",
+    .gather = nccl_gather,
+    .swap = nccl_swap,
+    .broadcast = nccl_broadcast,
+    .check = nccl_check,
+    .abort = nccl_abort,
+    .destroy = nccl_destroy,
+};
+
+/* NCCL's communicator is of the device that is current on this thread. */
+static zs_status make_comm(nccl_mover *self, zs_comm *control)
+{
+    zs_cu_stream unused;
+    zs_nccl_options options = {.name = "gpus", .timeout = control->timeout, .gone = find_gone, .arg = self};
+    ZS_TRY(zs_device_cuda_stream(self->base.device, ZS_LANE_GATHER, &unused));
+    ZS_TRY(meet_peers(self, control));
+    return zs_nccl_comm_new(control, &options, &self->comm);
+}
+
+zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, zs_mover **out)
+{
+    size_t world = (size_t)control->world;
+    nccl_mover *self = calloc(1, sizeof *self);
+    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a mover");
+    self->base = (zs_mover){&nccl_ops, device, control->rank, control->world};
+    self->pidfds = malloc(world * sizeof *self->pidfds);
+    self->pids = calloc(world, sizeof *self->pids);
+    self->messages = calloc(world * ZS_MAX_FLATS, sizeof *self->messages);
+    for (size_t r = 0; self->pidfds != NULL && r < world; r++)
+        self->pidfds[r] = -1;
+    bool room = self->pidfds != NULL && self->pids != NULL && self->messages != NULL;
+    zs_status status = room ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %zu ranks", world);
+    if (status == ZS_OK) status = make_comm(self, control);
+    if (status == ZS_OK)
+        *out = &self->base;
+    else
+        nccl_destroy(&self->base);
+    return status;
+}

@@ -1,0 +1,25 @@
+/* fake_cuda_enqueue.c - what the stand-in for libcuda.so.1 shows besides CUDA: a way for other stand-ins to use its streams.
+ *
+ * The one idea: fake_nccl.c queues its collectives where the kernels and copies of the same stream are.
+ */
+#include "fake_cuda.h"
+
+typedef struct other_work {
+    void (*run)(void *);
+    void *arg;
+} other_work;
+
+static void run_other(const void *args)
+{
+    const other_work *work = args;
+    work->run(work->arg);
+}
+
+/* Has the stream call run(arg), after all that it was given before; NULL calls it now. */
+__attribute__((visibility("default"))) void fake_cuda_enqueue(void *stream, void (*run)(void *), void *arg);
+
+void fake_cuda_enqueue(void *stream, void (*run)(void *), void *arg)
+{
+    other_work work = {run, arg};
+    fake_submit((zs_cu_stream)stream, run_other, &work, sizeof work);
+}
