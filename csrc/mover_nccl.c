@@ -43,8 +43,10 @@ typedef struct nccl_mover {
 
 /* --- peers --------------------------------------------------------------------------------------------------------------- */
 
-/* How ranks find out which of them are processes of one kernel. */
+/* What the ranks say to each other: whether they can, and (for the monitor) which of them are processes of one kernel. */
 typedef struct card {
+    int32_t status;
+    char why[256]; /* where that is no ZS_OK */
     char boot[40]; /* the kernel's boot id */
     uint64_t pids; /* its namespace of pids */
     int64_t pid;
@@ -65,10 +67,29 @@ static card own_card(void)
     return own;
 }
 
+/* NCCL makes a communicator of the device that is current on the thread. */
+static zs_status check_device(const zs_device *device)
+{
+    zs_cu_stream unused;
+    zs_cu_device current = 0;
+    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_GATHER, &unused)); /* sees to a context */
+    ZS_TRY(ZS_CU(cuCtxGetDevice, &current));
+    if (device->where.type != ZS_ON_CUDA || current == device->where.index) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_VALUE,
+                   "the model is on GPU %d, and this thread's current one is GPU %d: call torch.cuda.set_device(%d) "
+                   "before",
+                   device->where.index, (int)current, device->where.index);
+}
+
 static zs_status meet_peers(nccl_mover *self, zs_comm *control)
 {
     card own = own_card(), all[control->world];
+    own.status = (int32_t)check_device(self->base.device);
+    snprintf(own.why, sizeof own.why, "%s", zs_last_message());
+    zs_clear_error();
     ZS_TRY(control->ops->exchange(control, &own, sizeof own, all));
+    for (int r = 0; r < control->world; r++)
+        if (all[r].status != ZS_OK) return ZS_FAIL((zs_status)all[r].status, "rank %d: %s", r, all[r].why);
     for (int r = 0; r < control->world; r++) {
         bool near = own.boot[0] != 0 && strcmp(all[r].boot, own.boot) == 0 && all[r].pids == own.pids;
         self->pids[r] = (long)all[r].pid;
@@ -197,12 +218,9 @@ static const zs_mover_ops nccl_ops = {
     .destroy = nccl_destroy,
 };
 
-/* NCCL's communicator is of the device that is current on this thread. */
 static zs_status make_comm(nccl_mover *self, zs_comm *control)
 {
-    zs_cu_stream unused;
     zs_nccl_options options = {.name = "gpus", .timeout = control->timeout, .gone = find_gone, .arg = self};
-    ZS_TRY(zs_device_cuda_stream(self->base.device, ZS_LANE_GATHER, &unused));
     ZS_TRY(meet_peers(self, control));
     return zs_nccl_comm_new(control, &options, &self->comm);
 }
