@@ -8,40 +8,22 @@ import os
 import signal
 import time
 
-import fake_cuda
 import pytest
+import stand_ins as stand_in
 import torch
 from nursery import fork_ranks
-from test_c_core import compile_c
-from test_nccl import C
 from torch import nn
 
 import zshard
-from zshard import FSDP, _core, _group, _nccl
+from zshard import FSDP, _group
 
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory):
+def stand_ins():
     """The environment in which a CPU has GPUs and NCCL."""
-    folder = tmp_path_factory.mktemp("nccl")
-    flags = ["-O1", "-fPIC", "-shared"]
-    library = compile_c(folder / "libnccl.so.2", [C / "fake_nccl.c"], flags, ("-ldl", "-lm"))
-    return {
-        "ZSHARD_CUDA_LIB": str(fake_cuda.library()),
-        "ZSHARD_NCCL_LIB": str(library),
-        "FAKE_NCCL_DIR": str(folder),
-        "ZSHARD_CUDA_ON_HOST": "1",
-        "FAKE_CUDA_DELAY_US": "200",
-        "FAKE_NCCL_DELAY_US": "200",
-    }
-
-
-def connect_by_nccl(device, group, wanted, timeout):
-    """In place of zshard._group.connect_gpu, which takes torch's process group for stand-ins."""
-    _nccl.library()
-    return _core.Comm.gpu(_group.comm_for(group, wanted, timeout), "nccl", device, "")
+    return stand_in.environment("nccl")
 
 
 def make_model():
@@ -53,8 +35,6 @@ def make_model():
 def train(env, options):
     """The losses and the parameters after some steps; what the transport was."""
     os.environ.update(env)
-    if env:
-        _group.connect_gpu = connect_by_nccl
     model = FSDP(
         make_model(), auto_wrap_policy=zshard.wrap.ModuleWrapPolicy({nn.Linear}), **options
     )
@@ -89,7 +69,6 @@ def test_training_has_the_bits_of_the_cpu(stand_ins, strategy, world):
 def die_in_training(env):
     """The last rank is killed between forward and backward; how the others end, and when."""
     os.environ.update(env)
-    _group.connect_gpu = connect_by_nccl
     model = FSDP(make_model(), transport="c10d")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model(torch.randn(4, 33)).square().mean().backward()

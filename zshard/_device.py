@@ -20,8 +20,9 @@ def device_of(module: nn.Module, device_id: Any) -> str:
     """ "cpu" or "cuda:<number>", as zshard._core.Comm takes it.
 
     device_id: as FSDP's. None: where the parameters are that are not on the meta device; the CPU if
-    there are none. Raises ValueError for what is no such device, or differs from where the
-    parameters are on another GPU; RuntimeError for a GPU that torch does not see.
+    there are none. Raises ValueError for what is no such device, differs from where the
+    parameters are on another GPU, or is not torch's current GPU; RuntimeError for a GPU that torch
+    does not see.
     """
     found = {param.device for param in module.parameters() if not param.is_meta}
     wanted = _parse(device_id) if device_id is not None else next(iter(found), torch.device(CPU))
@@ -33,6 +34,12 @@ def device_of(module: nn.Module, device_id: Any) -> str:
             )
     if wanted.type == CPU:
         return _stand_in()
+    if wanted.index != torch.cuda.current_device():
+        raise ValueError(
+            f"the model is to be on {wanted}, and this process's current GPU is number "
+            f"{torch.cuda.current_device()}: call torch.cuda.set_device({wanted.index}) first "
+            '(under torchrun, with int(os.environ["LOCAL_RANK"]))'
+        )
     return f"cuda:{wanted.index}"
 
 

@@ -7,6 +7,7 @@ and kept. Without torchrun there is a world of one and no process group at all.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import socket
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard._device import CPU, is_stand_in, torch_device
+from zshard._nccl import library
 from zshard._units import Comms
 from zshard.strategy import ShardingStrategy
 
@@ -330,8 +332,16 @@ def connect_gpu(device: str, group: Any, wanted: str, timeout: float) -> _core.C
     """The transport between GPUs: one between their hosts, and what moves what is on the GPUs."""
     by_test = is_stand_in(device)  # there, the argument says how the hosts talk
     control = comm_for(group, wanted if by_test else "auto", timeout)
-    name = new_group(group, device).group_name
-    return _core.Comm.gpu(control, "c10d", device, name)
+    kind = os.environ.get("ZSHARD_MOVER", "c10d") if by_test else wanted
+    if kind in ("auto", "nccl"):
+        with contextlib.suppress(NotImplementedError):  # the ranks agree on it below
+            library()
+        try:
+            return _core.Comm.gpu(control, "nccl", device, "")
+        except NotImplementedError:  # on all ranks: one of them has no NCCL
+            if kind == "nccl":
+                raise
+    return _core.Comm.gpu(control, "c10d", device, new_group(group, device).group_name)
 
 
 def _host() -> str:

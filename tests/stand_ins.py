@@ -1,0 +1,51 @@
+"""GPUs and NCCL where there are none: the environment in which zshard takes its way over CUDA.
+
+The one idea: a model on the CPU is trained as if that were a GPU (zshard/_device.py), by the
+stand-ins for libcuda (fake_cuda.py) and libnccl (c/fake_nccl.c). Both work late and on threads of
+their own, and their GPUs compute as the CPU does, so the CPU's bits come out only if every wait is
+where it has to be.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+import fake_cuda
+from test_c_core import ROOT, compile_c
+
+_SOURCE = ROOT / "tests" / "c" / "fake_nccl.c"
+
+
+@functools.cache
+def nccl_library() -> Path:
+    """The path of the stand-in for libnccl.so.2, in a folder where ranks that use it can meet."""
+    folder = Path(tempfile.mkdtemp(prefix="zshard-nccl-"))
+    flags = ["-O1", "-fPIC", "-shared"]
+    return compile_c(folder / "libnccl.so.2", [_SOURCE], flags, ("-ldl", "-lm"))
+
+
+def environment(mover: str = "c10d", late: int = 200) -> dict[str, str]:
+    """What to set.
+
+    mover: what carries bytes between GPUs, "nccl", "peer" or "c10d". late: microseconds by which
+    work on side streams is put off.
+    """
+    found = {
+        "ZSHARD_CUDA_LIB": str(fake_cuda.library()),
+        "ZSHARD_CUDA_ON_HOST": "1",
+        "ZSHARD_MOVER": mover,
+        "FAKE_CUDA_DELAY_US": str(late),
+    }
+    if mover == "nccl":
+        library = nccl_library()
+        found |= {"ZSHARD_NCCL_LIB": str(library), "FAKE_NCCL_DIR": str(library.parent)}
+        found["FAKE_NCCL_DELAY_US"] = str(late)
+    return found
+
+
+def with_stand_ins(mover: str = "c10d", late: int = 200) -> dict[str, str]:
+    """This process's environment with that."""
+    return {**os.environ, **environment(mover, late)}

@@ -1,0 +1,39 @@
+"""The suite's own tests of strategies, precision and memory, run once more over the GPU's path.
+
+The one idea: what is true of a model on the CPU has to be true of it on a GPU, so nothing is
+tested in another way: the same files run in a session of their own, in which stand-ins are CUDA's
+driver and NCCL (stand_ins.py), with work on side streams put off. What needs one-sided reading
+(shm), or names a transport, is left out by name.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from stand_ins import with_stand_ins
+from test_c_core import ROOT
+
+FILES = {
+    "test_parity.py": "",
+    "test_mixed_precision.py": "",
+    "test_hybrid.py": "not shm_within_hosts",
+    "test_meta.py": "",
+}
+MOVERS = {"nccl": FILES, "c10d": {"test_parity.py": ""}}
+CASES = [(mover, file, only) for mover, files in MOVERS.items() for file, only in files.items()]
+
+
+@pytest.mark.parametrize(("mover", "file", "only"), CASES, ids=lambda value: value or "all")
+def test_what_holds_on_the_cpu(mover: str, file: str, only: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *(["-k", only] if only else []), str(ROOT / "tests" / file)],
+        env=with_stand_ins(mover),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
