@@ -43,6 +43,24 @@ static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
     return hash;
 }
 
+static zs_status went_apart(zs_gpu_comm *comm, const zs_gpu_order *other, int rank)
+{
+    const zs_gpu_order *own = &comm->order;
+    zs_status status = own->gave_up != other->gave_up
+                           ? ZS_FAIL(ZS_ERR_DIVERGED,
+                                     "rank %d gave up its backward (an exception there that was caught, most likely), "
+                                     "while rank %d went on; "
+                                     "their GPUs wait for each other, so the ranks cannot go on from here",
+                                     own->gave_up ? comm->base.rank : rank, own->gave_up ? rank : comm->base.rank)
+                           : ZS_FAIL(ZS_ERR_DIVERGED,
+                                     "the ranks went different ways: rank %d has moved %llu times, last the %.111s, "
+                                     "and rank %d %llu times, "
+                                     "last the %.111s; all ranks have to run the same modules in the same order",
+                                     comm->base.rank, (unsigned long long)own->count, own->last, rank,
+                                     (unsigned long long)other->count, other->last);
+    return zs_gpu_fail(comm, status);
+}
+
 /* Have all ranks asked for the same? Peers that have not would be waited for by a GPU, where no deadline is looked at. */
 static zs_status check_order(zs_gpu_comm *comm)
 {
@@ -50,14 +68,8 @@ static zs_status check_order(zs_gpu_comm *comm)
     zs_gpu_order all[world];
     ZS_TRY(comm->control->ops->exchange(comm->control, &comm->order, sizeof comm->order, all));
     for (int r = 0; r < world; r++) {
-        if (all[r].hash == comm->order.hash && all[r].count == comm->order.count) continue;
-        zs_status status = ZS_FAIL(
-            ZS_ERR_DIVERGED,
-            "the ranks went different ways: rank %d has moved %llu times, last the %.111s, and rank %d %llu times, "
-            "last the %.111s; all ranks have to run the same modules in the same order",
-            comm->base.rank, (unsigned long long)comm->order.count, comm->order.last, r,
-            (unsigned long long)all[r].count, all[r].last);
-        return zs_gpu_fail(comm, status);
+        bool same = all[r].hash == comm->order.hash && all[r].count == comm->order.count;
+        if (!same || all[r].gave_up != comm->order.gave_up) return went_apart(comm, &all[r], r);
     }
     return ZS_OK;
 }
@@ -201,20 +213,15 @@ static zs_status gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, i
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
 
-/* The peers' GPUs may wait for this one's already: there is no way on from here. */
+/* Where all ranks do so at the same move, nothing is left that a GPU could wait for. */
 static zs_status gpu_give_up(zs_comm *comm)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
-    if (self->base.lost != NULL) return ZS_OK;
-    char words[200];
-    snprintf(words, sizeof words,
-             "rank %d gave up its backward (an exception there that was caught, most likely); on GPUs the others "
-             "cannot go on from that",
-             comm->rank);
-    self->base.lost = strdup(words);
-    self->control->ops->abort(self->control, words);
-    self->mover->ops->abort(self->mover, words);
-    return ZS_OK;
+    ZS_TRY(zs_gpu_usable(self));
+    self->order.gave_up = 1;
+    zs_status status = check_order(self);
+    self->order.gave_up = 0;
+    return status;
 }
 
 static void gpu_abort(zs_comm *comm, const char *reason)

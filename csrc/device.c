@@ -49,10 +49,12 @@ static zs_status cpu_scale(const zs_device *device, zs_lane lane, const zs_numbe
     return ZS_OK;
 }
 
-static zs_status cpu_norm(const zs_device *device, const zs_numbers *x, double p, double *out)
+static zs_status cpu_norm(const zs_device *device, const zs_numbers *x, size_t n, double p, double *out)
 {
     (void)device;
-    *out = zs_cpu_norm(x, p);
+    *out = 0;
+    for (size_t i = 0; i < n; i++)
+        *out = zs_norm_join(*out, zs_cpu_norm(&x[i], p), p);
     return ZS_OK;
 }
 

@@ -64,7 +64,7 @@ typedef struct zs_device_ops {
     zs_status (*sum)(const zs_device *, zs_lane, const zs_sum *);
     zs_status (*cast)(const zs_device *, zs_lane, const zs_cast *);
     zs_status (*scale)(const zs_device *, zs_lane, const zs_numbers *, double factor);
-    zs_status (*norm)(const zs_device *, const zs_numbers *, double p, double *out);
+    zs_status (*norm)(const zs_device *, const zs_numbers *, size_t n, double p, double *out);
     zs_status (*same)(const zs_device *, const void *a, const void *b, size_t bytes, bool *out);
     zs_status (*update)(const zs_device *,
                         const struct zs_update_job *); /* this and the next: NULL where nothing queues */
@@ -124,10 +124,18 @@ static inline zs_status zs_device_scale(const zs_device *device, zs_lane lane, c
     return x->numel > 0 ? device->ops->scale(device, lane, x, factor) : ZS_OK;
 }
 
-/* Sum of |x|^p in double (p = 1, 2), or max |x| for p = infinity; NaN and inf come through. Waits for the compute lane. */
-static inline zs_status zs_device_norm(const zs_device *device, const zs_numbers *x, double p, double *out)
+/* Sum of |x|^p over `n` arrays in double (p = 1, 2), or max |x| for p = infinity; 0 of nothing; NaN and inf come through.
+ * Waits for the compute lane, once. */
+static inline zs_status zs_device_norm(const zs_device *device, const zs_numbers *x, size_t n, double p, double *out)
 {
-    return device->ops->norm(device, x, p, out);
+    return device->ops->norm(device, x, n, p, out);
+}
+
+/* Two of them in one, the sums or the larger. */
+static inline double zs_norm_join(double a, double b, double p)
+{
+    if (p == 1 || p == 2) return a + b;
+    return a >= b || a != a ? a : b;
 }
 
 /* Are they equal byte for byte? Waits for the compute lane. */

@@ -191,6 +191,8 @@ static zs_status cuda_update(const zs_device *device, const zs_update_job *job)
     return zs_cuda_update(&on_gpu, stream);
 }
 
+enum { NORMS = 1024 }; /* arrays whose norms are joined at a time */
+
 static zs_status make_scratch(cuda_device *self)
 {
     if (self->scratch != NULL) return ZS_OK;
@@ -198,7 +200,7 @@ static zs_status make_scratch(cuda_device *self)
     void *number = NULL;
     ZS_TRY(ZS_CU(cuMemHostAlloc, &number, sizeof *self->number, ZS_CU_MEMHOSTALLOC_PORTABLE));
     self->number = number; /* for as long as the process */
-    ZS_TRY(ZS_CU(cuMemAlloc, &ptr, (ZS_CUDA_NORM_SCRATCH + 1) * sizeof *self->scratch));
+    ZS_TRY(ZS_CU(cuMemAlloc, &ptr, (ZS_CUDA_NORM_SCRATCH + NORMS + 1) * sizeof *self->scratch));
     self->scratch = (double *)(uintptr_t)ptr; /* NOLINT */
     return ZS_OK;
 }
@@ -210,24 +212,34 @@ static zs_status fetch(cuda_device *self, const double *from, zs_cu_stream strea
     return ZS_CU(cuStreamSynchronize, stream);
 }
 
-static zs_status norm_locked(cuda_device *self, const zs_numbers *x, double p, double *out)
+/* At most NORMS arrays. */
+static zs_status norms_locked(cuda_device *self, const zs_numbers *x, size_t n, double p, double *out)
 {
     zs_cu_stream stream;
     ZS_TRY(zs_device_cuda_stream(&self->base, ZS_LANE_COMPUTE, &stream));
     ZS_TRY(make_scratch(self));
-    double *result = self->scratch + ZS_CUDA_NORM_SCRATCH;
-    zs_cuda_norm_job job = {*x, p, result, self->scratch};
-    ZS_TRY(zs_cuda_norm(&job, stream));
+    double *each = self->scratch + ZS_CUDA_NORM_SCRATCH, *result = each + NORMS;
+    for (size_t i = 0; i < n; i++) {
+        zs_cuda_norm_job job = {x[i], p, each + i, self->scratch};
+        ZS_TRY(zs_cuda_norm(&job, stream));
+    }
+    ZS_TRY(zs_cuda_norm_join(each, (int64_t)n, p, result, stream));
     ZS_TRY(fetch(self, result, stream));
     *out = *self->number;
     return ZS_OK;
 }
 
-static zs_status cuda_norm(const zs_device *device, const zs_numbers *x, double p, double *out)
+static zs_status cuda_norm(const zs_device *device, const zs_numbers *x, size_t n, double p, double *out)
 {
     cuda_device *self = of(device);
+    zs_status status = ZS_OK;
+    *out = 0;
     pthread_mutex_lock(&self->lock);
-    zs_status status = norm_locked(self, x, p, out);
+    for (size_t at = 0; at < n && status == ZS_OK; at += NORMS) {
+        double part = 0;
+        status = norms_locked(self, x + at, n - at < NORMS ? n - at : NORMS, p, &part);
+        *out = zs_norm_join(*out, part, p);
+    }
     pthread_mutex_unlock(&self->lock);
     return status;
 }

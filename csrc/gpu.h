@@ -14,9 +14,10 @@
 
 /* What ranks compare to know that they have asked their movers for the same things in the same order. */
 typedef struct zs_gpu_order {
-    uint64_t count; /* of moves */
-    uint64_t hash;  /* of what each was */
-    char last[112]; /* in words; cut off */
+    uint64_t gave_up; /* this rank has given up its backward here */
+    uint64_t count;   /* of moves */
+    uint64_t hash;    /* of what each was */
+    char last[112];   /* in words; cut off */
 } zs_gpu_order;
 
 typedef struct zs_gpu_comm {

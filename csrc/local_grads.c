@@ -67,7 +67,7 @@ static zs_status is_zero(const zs_unit *unit, const zs_param *param, bool *zero)
     char *at = (char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
     zs_numbers numbers = {at, param->numel, flat->wire};
     double largest = 0;
-    ZS_TRY(zs_device_norm(zs_engine_device(unit->engine), &numbers, (double)INFINITY, &largest));
+    ZS_TRY(zs_device_norm(zs_engine_device(unit->engine), &numbers, 1, (double)INFINITY, &largest));
     *zero = largest == 0;
     return ZS_OK;
 }

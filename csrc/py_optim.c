@@ -351,53 +351,83 @@ static PyType_Spec plan_spec = {
 
 /* --- norms ----------------------------------------------------------------------------------------------------------- */
 
-/* Folds the tensor's power sum into *total. */
-static zs_status add_power_sum(PyObject *object, double p, double *total)
+/* Arrays of one device whose norm is yet to be taken. */
+typedef struct norm_batch {
+    const zs_device *device;
+    zs_numbers *numbers; /* [n] */
+    size_t n;
+    double p, total;
+} norm_batch;
+
+/* Takes the norm of the arrays so far. */
+static zs_status flush(norm_batch *batch)
+{
+    double part = 0;
+    if (batch->n == 0) return ZS_OK;
+    ZS_TRY(zs_device_norm(batch->device, batch->numbers, batch->n, batch->p, &part));
+    batch->total = zs_norm_join(batch->total, part, batch->p);
+    batch->n = 0;
+    return ZS_OK;
+}
+
+/* Memory on a disk is there only from a want to its done; everything else can wait for more. */
+static zs_status add_numbers(norm_batch *batch, const zs_device *device, zs_numbers numbers)
+{
+    if (batch->device != device) ZS_TRY(flush(batch));
+    batch->device = device;
+    batch->numbers[batch->n++] = numbers;
+    if (device->ops->queues) return ZS_OK;
+    size_t bytes = (size_t)numbers.numel * zs_dtype_size(numbers.dtype);
+    ZS_TRY(zs_pager_want(numbers.data, bytes, ZS_PAGER_READ));
+    zs_status status = flush(batch);
+    zs_pager_done(numbers.data, bytes);
+    return status;
+}
+
+static zs_status add_tensor(norm_batch *batch, PyObject *object)
 {
     zs_tensor *tensor;
     zs_tensor_info info;
+    const zs_device *device = NULL;
     void *data = NULL;
     ZS_TRY(zs_py_tensor(object, &tensor));
     zs_status status = zs_tensor_describe(tensor, &info);
-    const zs_device *device = NULL;
     if (status == ZS_OK) status = zs_optim_device_of(tensor, &device);
     if (status == ZS_OK && (device == NULL || !info.contiguous || info.dtype == ZS_BYTES)) {
         status = ZS_FAIL(ZS_ERR_TYPE, "power_sum takes contiguous floating tensors of the CPU or a GPU");
     }
     if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(tensor, &data);
-    size_t bytes = (size_t)info.numel * info.itemsize;
-    if (status == ZS_OK) status = zs_pager_want(data, bytes, ZS_PAGER_READ);
-    if (status == ZS_OK) {
-        double part = 0;
-        status = zs_device_norm(device, &(zs_numbers){data, info.numel, info.dtype}, p, &part);
-        if (p == 1 || p == 2)
-            *total += part;
-        else if (!(*total >= part) && *total == *total)
-            *total = part; /* the larger; a NaN comes through */
-        zs_pager_done(data, bytes);
-    }
+    if (status == ZS_OK && info.numel > 0)
+        status = add_numbers(batch, device, (zs_numbers){data, info.numel, info.dtype});
     zs_tensor_free(tensor);
     return status;
 }
 
-PyDoc_STRVAR(power_sum_doc, "power_sum($module, tensors, p, /)\n--\n\n"
-                            "Sum of |x|**p over all elements of a list of contiguous CPU tensors, taken in double and\n"
-                            "in an order that depends on their lengths alone, for p = 1 or 2; for p = inf the largest\n"
-                            "|x|. 0.0 of nothing. NaN and inf come through. TypeError for other tensors.");
+PyDoc_STRVAR(
+    power_sum_doc,
+    "power_sum($module, tensors, p, /)\n--\n\n"
+    "Sum of |x|**p over all elements of a list of contiguous tensors of the CPU or a GPU, taken in double and\n"
+    "in an order that depends on their lengths alone, for p = 1 or 2; for p = inf the largest\n"
+    "|x|. 0.0 of nothing. NaN and inf come through. TypeError for other tensors.");
 
 static PyObject *power_sum(PyObject *module, PyObject *args)
 {
     PyObject *tensors;
-    double p, total = 0;
+    double p;
     if (!PyArg_ParseTuple(args, "O!d:power_sum", &PyList_Type, &tensors, &p)) return NULL;
     if (p != 1 && p != 2 && p != (double)INFINITY) {
         return PyErr_Format(PyExc_ValueError, "power_sum takes p = 1, 2 or inf");
     }
     zs_clear_error();
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
-        if (add_power_sum(PyList_GET_ITEM(tensors, i), p, &total) != ZS_OK) return zs_py_raise(module);
-    }
-    return PyFloat_FromDouble(total);
+    Py_ssize_t n = PyList_GET_SIZE(tensors);
+    norm_batch batch = {.p = p, .numbers = PyMem_Calloc((size_t)n + 1, sizeof *batch.numbers)};
+    if (batch.numbers == NULL) return PyErr_NoMemory();
+    zs_status status = ZS_OK;
+    for (Py_ssize_t i = 0; i < n && status == ZS_OK; i++)
+        status = add_tensor(&batch, PyList_GET_ITEM(tensors, i));
+    if (status == ZS_OK) status = flush(&batch);
+    PyMem_Free(batch.numbers);
+    return status == ZS_OK ? PyFloat_FromDouble(batch.total) : zs_py_raise(module);
 }
 
 static PyMethodDef functions[] = {
