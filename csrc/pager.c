@@ -75,7 +75,7 @@ static void *read_thread(void *unused)
         r->state = FETCHING;
         bool write = r->write;
         pthread_mutex_unlock(&pager.lock);
-        int error = zs_pager_fetch(r->ptr, r->bytes, write);
+        int error = zs_pager_fetch(r->map, r->ptr, r->bytes, write);
         pthread_mutex_lock(&pager.lock);
         r->error = error;
         settle(r);

@@ -1,6 +1,6 @@
 /* pager_io.c - see pager_io.h.
  *
- * The one idea: a few system calls for each way. In: page tables are filled, which reads. Out: writeback is begun, later page
+ * The one idea: a few system calls for each way. In: reading is begun, then page tables are filled, which waits for it. Out: writeback is begun, later page
  * tables are emptied, writeback waited for, and the cache dropped. A page is dropped from the cache only when nobody maps it,
  * so of ranks that map each other's files the last one does it.
  */
@@ -18,6 +18,8 @@
 #define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
 #endif
+
+enum { AT_ONCE = 512 << 10 }; /* bytes that any disk takes in one request: advice is followed as far as that */
 
 /* A piece of a range in one rank's file. */
 typedef struct piece {
@@ -53,11 +55,25 @@ static pages own(const char *ptr, size_t bytes)
     return (pages){down(ptr + ZS_PAGE - 1), down(ptr + bytes)};
 }
 
-int zs_pager_fetch(char *ptr, size_t bytes, bool write)
+/* Has all of it read at once. Page faults would have the kernel read around them, as far as the disk's read_ahead_kb says: what has
+ * just been dropped, and what is just being written past the cache. */
+static void begin_reading(const zs_pager_map *map, const pages *all)
+{
+    for (const char *at = all->begin; at < all->end;) {
+        piece next = piece_at(map, at, all->end);
+        at += next.bytes;
+        for (off_t done = 0; done < next.bytes; done += AT_ONCE) {
+            off_t left = next.bytes - done;
+            posix_fadvise(next.fd, next.offset + done, left < AT_ONCE ? left : AT_ONCE, POSIX_FADV_WILLNEED);
+        }
+    }
+}
+
+int zs_pager_fetch(const zs_pager_map *map, char *ptr, size_t bytes, bool write)
 {
     pages all = touched(ptr, bytes);
     size_t length = (size_t)(all.end - all.begin);
-    /* Page faults have the kernel read ahead of them, and in larger pieces than posix_fadvise(WILLNEED) would. */
+    begin_reading(map, &all);
     int err = madvise(all.begin, length, write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0 ? 0 : errno;
     if (err == EINVAL) return 0;                          /* an older kernel: pages come as they are touched */
     return err == EFAULT || err == EHWPOISON ? EIO : err; /* so it is for those who do not map files */

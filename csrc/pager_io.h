@@ -5,7 +5,7 @@
 #include "pager.h"
 
 /* Brings the pages of a range in; 0, or the errno if some cannot be read: touching them would be a SIGBUS. */
-int zs_pager_fetch(char *ptr, size_t bytes, bool write);
+int zs_pager_fetch(const zs_pager_map *map, char *ptr, size_t bytes, bool write);
 
 /* Begins to write the range's pages in this rank's part to the disk; the errno of an earlier failure, or 0. */
 int zs_pager_write(const zs_pager_map *map, const char *ptr, size_t bytes);
