@@ -42,6 +42,7 @@ static zs_status begin_backward(zs_engine *engine)
     for (size_t i = 0; i < engine->n; i++) {
         engine->units[i]->syncs = engine->units[i]->sync;
         engine->units[i]->packed = false;
+        zs_in_backward_open(engine->units[i]);
     }
     zs_engine_discard_dead_grads(engine);
     return zs_engine_begin_reading(engine, ZS_PHASE_BACKWARD);
@@ -245,12 +246,15 @@ static void end_rounds(zs_engine *engine)
     engine->gave_up = before;
 }
 
-/* What is stepped in backward and was not yet: now that no peer reads. */
-static zs_status step_rest(zs_engine *engine)
+/* What is stepped in backward and was not yet: now that no peer reads. Not where something has failed, of which `status` tells. */
+static zs_status step_rest(zs_engine *engine, zs_status status)
 {
-    zs_status status = ZS_OK;
-    for (size_t i = 0; i < engine->n && status == ZS_OK; i++)
-        status = zs_in_backward_finish(engine->units[i], !engine->gave_up);
+    for (size_t i = 0; i < engine->n; i++) {
+        if (status == ZS_OK)
+            status = zs_in_backward_finish(engine->units[i], !engine->gave_up);
+        else
+            zs_in_backward_forget(engine->units[i]);
+    }
     return status;
 }
 
@@ -278,8 +282,7 @@ static zs_status close_backward(zs_engine *engine)
     zs_status ended = zs_engine_end_reading(engine, ZS_PHASE_BACKWARD);
     if (status == ZS_OK) status = ended;
     if (status == ZS_OK) status = zs_bucket_settle_all(engine->buckets);
-    if (status == ZS_OK) status = step_rest(engine);
-    return status;
+    return step_rest(engine, status);
 }
 
 /* A backward has raised. What needs no peer is done at once, so that a zero_grad() that follows means what it says; the

@@ -1,5 +1,5 @@
 /* disk.c - see disk.h. */
-#define _GNU_SOURCE /* O_CLOEXEC */
+#define _GNU_SOURCE /* O_CLOEXEC, O_DIRECT */
 #include "disk.h"
 
 #include "file.h"
@@ -17,7 +17,8 @@
 struct zs_disk {
     _Atomic long refs;
     zs_file *file; /* owned */
-    int *fds; /* [world] the ranks' files where they are mapped side by side, else [1]; all but the own are owned */
+    int *fds;   /* [world] the ranks' files where they are mapped side by side, else [1]; all but the own are owned */
+    int direct; /* the own file once more, for direct I/O; -1: none; owned */
     int rank, world;
     bool mapped;           /* the transport gives the full buffer with a flat */
     _Atomic uint64_t keys; /* flats so far: equal on all ranks */
@@ -43,6 +44,7 @@ void zs_disk_release(zs_disk *disk)
     for (int r = 0; r < disk->world && disk->fds != NULL; r++)
         if (r != disk->rank && disk->fds[r] >= 0) close(disk->fds[r]);
     zs_file_release(disk->file);
+    if (disk->direct >= 0) close(disk->direct);
     free(disk->fds);
     free(disk);
 }
@@ -109,6 +111,16 @@ static zs_status meet(zs_disk *disk, zs_comm *shards)
     return status;
 }
 
+/* The file may have no name any more, and its offset and flags are other users' too: so by its descriptor, and anew. */
+static int open_directly(int fd)
+{
+    const char *wanted = getenv("ZSHARD_OFFLOAD_DIRECT");
+    if (wanted != NULL && strcmp(wanted, "0") == 0) return -1;
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return open(path, O_RDWR | O_DIRECT | O_CLOEXEC); /* -1 where the file system has no direct I/O */
+}
+
 static zs_status open_own(zs_disk *disk, const char *directory)
 {
     size_t n = (size_t)disk->world;
@@ -118,6 +130,7 @@ static zs_status open_own(zs_disk *disk, const char *directory)
         disk->fds[r] = -1;
     ZS_TRY(zs_file_new_in(directory, &disk->file));
     disk->fds[disk->rank] = zs_file_fd(disk->file);
+    disk->direct = open_directly(disk->fds[disk->rank]);
     return ZS_OK;
 }
 
@@ -126,6 +139,7 @@ zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_d
     zs_disk *disk = calloc(1, sizeof *disk);
     if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an offload directory");
     atomic_init(&disk->refs, 1);
+    disk->direct = -1;
     disk->mapped = shards->ops->mapped;
     disk->world = disk->mapped ? shards->world : 1;
     disk->rank = disk->mapped ? shards->rank : 0;
@@ -157,7 +171,7 @@ static void free_region(zs_mem *mem)
 static zs_status wrap(zs_disk *disk, zs_mem *mem, size_t part_bytes, zs_mem **out)
 {
     int parts = (int)(mem->bytes / part_bytes), own = parts > 1 ? disk->rank : 0;
-    zs_pager_map map = {mem->ptr, part_bytes, parts, own, NULL, zs_file_offset_of(mem)};
+    zs_pager_map map = {mem->ptr, part_bytes, parts, own, NULL, zs_file_offset_of(mem), disk->direct};
     map.fds = parts > 1 ? disk->fds : &disk->fds[disk->rank];
     region *owner = malloc(sizeof *owner);
     zs_status status = owner == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a region") : zs_pager_add(&map);

@@ -2,6 +2,7 @@
 #include "in_backward.h"
 
 #include "bits.h"
+#include "pager.h"
 #include "reduce.h"
 #include "schedule.h"
 
@@ -13,6 +14,7 @@ struct zs_in_backward_state {
     bool *stepped;             /* [n_params] which parameters it updates; in the memory of this struct */
     bool borrows;              /* all of them: gradients have memory from the sum to the step only */
     zs_mem *own[ZS_MAX_FLATS]; /* the gradients' memory that is out of use meanwhile; owned references */
+    bool lends;                /* in a backward: what is on a disk is lent to its steps (pager.h) */
     int calls;                 /* forwards since the last backward */
     bool over;                 /* nothing of this rank's backward will want the unit again */
     bool *arrived;             /* [n_params] (alone) which gradients are there in this backward; likewise */
@@ -194,6 +196,21 @@ zs_status zs_in_backward_begin(const zs_unit *unit)
     return unit->stepping->stepper.begin(unit->stepping->stepper.ctx);
 }
 
+void zs_in_backward_open(zs_unit *unit)
+{
+    if (unit->stepping == NULL || unit->stepping->lends || !zs_pager_active()) return;
+    unit->stepping->lends = true;
+    zs_pager_open();
+}
+
+/* Before anybody else looks at the unit's parameters. */
+static zs_status close_lending(zs_unit *unit)
+{
+    if (!unit->stepping->lends) return ZS_OK;
+    unit->stepping->lends = false;
+    return zs_pager_close();
+}
+
 void zs_in_backward_called(zs_unit *unit)
 {
     if (unit->stepping != NULL) unit->stepping->calls++;
@@ -254,7 +271,10 @@ zs_status zs_in_backward_step(zs_unit *unit)
         if (is_stepped(unit, i)) ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
         any = grad.defined;
     }
-    if (any) ZS_TRY(unit->stepping->stepper.step(unit->stepping->stepper.ctx));
+    zs_pager_nest(unit->stepping->lends);
+    zs_status status = any ? unit->stepping->stepper.step(unit->stepping->stepper.ctx) : ZS_OK;
+    zs_pager_nest(false);
+    ZS_TRY(status);
     for (int64_t i = 0; i < unit->n_params && any; i++)
         if (is_stepped(unit, i)) zs_grad_set(unit->params[i].tensor, NULL);
     give_back(unit);
@@ -286,6 +306,8 @@ zs_status zs_in_backward_finish(zs_unit *unit, bool good)
     zs_in_backward_state *stepping = unit->stepping;
     if (stepping == NULL) return ZS_OK;
     zs_status status = good && unit->syncs ? zs_in_backward_step(unit) : ZS_OK;
+    zs_status written = close_lending(unit);
+    if (status == ZS_OK) status = written;
     if (good && status == ZS_OK && stepping->stepper.over != NULL)
         status = stepping->stepper.over(stepping->stepper.ctx);
     zs_in_backward_forget(unit);
@@ -295,6 +317,7 @@ zs_status zs_in_backward_finish(zs_unit *unit, bool good)
 void zs_in_backward_abandon(zs_unit *unit)
 {
     if (unit->stepping == NULL) return;
+    (void)close_lending(unit); /* what failed now fails again with the next that is read */
     unit->stepping->calls = 0;
     memset(unit->stepping->arrived, 0, (size_t)unit->n_params * sizeof *unit->stepping->arrived);
 }

@@ -42,6 +42,9 @@ bool zs_in_backward_borrows(const zs_unit *unit);
 /* A backward of its model is about to begin. */
 zs_status zs_in_backward_begin(const zs_unit *unit);
 
+/* It has begun, and will be ended (_finish, _abandon or _forget): what is lent to its steps on a disk comes back then. */
+void zs_in_backward_open(zs_unit *unit);
+
 /* A forward of its module begins that backward may come back to. */
 void zs_in_backward_called(zs_unit *unit);
 

@@ -8,15 +8,6 @@
 #include "device_cuda.h"
 #include "pager.h"
 
-/* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
-enum { GRAIN = 1 << 15 };
-
-/* Threads meet at multiples of this from the start of a run: whole vectors and cache lines, whatever the dtype. */
-enum { CUT = 32 };
-
-/* Elements that are in use at a time where memory lies on a disk: long enough for its full speed. */
-enum { PIECE = 2 << 20 };
-
 /* What a member looks like at this step. */
 typedef struct view {
     zs_run run;          /* constants not set yet */
@@ -313,98 +304,27 @@ static int64_t run_holding(const zs_optim *plan, int64_t at)
     return low;
 }
 
-/* Where a cut at element `at` of a run of `numel` elements is really made: at the next multiple of CUT. */
-static int64_t cut(int64_t at, int64_t numel)
+/* Elements [begin, end) of all runs laid end to end. */
+static void update_part(void *ctx, int64_t begin, int64_t end)
 {
-    if (at <= 0) return 0;
-    int64_t rounded = (at + CUT - 1) / CUT * CUT;
-    return rounded < numel ? rounded : numel;
-}
-
-/* Elements [from, to) of a run; if it is dithered, with a stop wherever the upper half of their numbers changes. */
-static zs_status update_run(const zs_optim *plan, const zs_run *run, int64_t from, int64_t to)
-{
-    zs_run_loop *loop = zs_run_loop_for(plan->rule, plan->full, run);
-    while (from < to) {
-        uint64_t number = run->number + (uint64_t)from;
-        uint64_t left = (UINT64_C(1) << 32) - (uint32_t)number; /* before it changes */
-        int64_t stop = run->dithered && left < (uint64_t)(to - from) ? from + (int64_t)left : to;
-        loop(run, from, stop);
-        from = stop;
-    }
-    return ZS_OK;
-}
-
-/* Does something with elements [from, to) of a run. */
-typedef zs_status on_run(const zs_optim *plan, const zs_run *run, int64_t from, int64_t to);
-
-/* Calls it for elements [begin, end) of all runs laid end to end. */
-static zs_status for_each_run(const zs_optim *plan, int64_t begin, int64_t end, on_run *call)
-{
+    const zs_optim *plan = ctx;
     for (int64_t i = run_holding(plan, begin); i < plan->n_runs; i++) {
         const zs_run *run = &plan->runs[i];
         int64_t start = plan->ends[i] - run->numel;
         if (start >= end) break;
-        ZS_TRY(call(plan, run, cut(begin - start, run->numel), cut(end - start, run->numel)));
+        zs_update_part(&(zs_update_job){plan->rule, plan->full, run}, begin - start, end - start);
     }
-    return ZS_OK;
 }
 
-/* What one thread does of the elements from `begin` on. */
-typedef struct piece {
-    const zs_optim *plan;
-    int64_t begin;
-} piece;
-
-static void update_part(void *ctx, int64_t begin, int64_t end)
+static zs_status update_on_disk(const zs_optim *plan)
 {
-    const piece *all = ctx;
-    (void)for_each_run(all->plan, all->begin + begin, all->begin + end, update_run); /* it cannot fail */
-}
-
-/* --- with memory on a disk ---------------------------------------------------------------------------------------------- */
-
-/* What is read or written of a run: the parameter, its state, last the gradient, which is only read. */
-static int memory_of(const zs_optim *plan, const zs_run *run, const char **out)
-{
-    int n = 0;
-    out[n++] = run->param;
-    for (int s = 0; s < states_needed(plan->rule, plan->full); s++)
-        out[n++] = run->state[s];
-    out[n++] = run->grad;
-    return n;
-}
-
-static zs_status want_run(const zs_optim *plan, const zs_run *run, int64_t from, int64_t to)
-{
-    const char *memory[ZS_OPTIM_STATES + 2];
-    size_t size = zs_dtype_size(run->dtype), bytes = (size_t)(to - from) * size;
-    int n = memory_of(plan, run, memory);
-    for (int i = 0; i < n; i++)
-        ZS_TRY(zs_pager_want(memory[i] + (size_t)from * size, bytes, i + 1 < n ? ZS_PAGER_WRITE : ZS_PAGER_READ));
-    return ZS_OK;
-}
-
-static zs_status let_go_of_run(const zs_optim *plan, const zs_run *run, int64_t from, int64_t to)
-{
-    const char *memory[ZS_OPTIM_STATES + 2];
-    size_t size = zs_dtype_size(run->dtype), bytes = (size_t)(to - from) * size;
-    for (int n = memory_of(plan, run, memory), i = 0; i < n; i++)
-        zs_pager_done(memory[i] + (size_t)from * size, bytes);
-    return ZS_OK;
-}
-
-static zs_status update_in_pieces(const zs_optim *plan, int64_t total)
-{
-    for (int64_t begin = 0; begin < total; begin += PIECE) {
-        int64_t end = total - begin < PIECE ? total : begin + PIECE;
-        piece one = {plan, begin};
-        zs_status status = for_each_run(plan, begin, end, want_run);
-        if (status == ZS_OK) zs_parallel_for(end - begin, GRAIN, update_part, &one);
-        (void)for_each_run(plan, begin, end, let_go_of_run); /* it cannot fail */
-        ZS_TRY(status);
-    }
-    return ZS_OK;
+    int n_states = states_needed(plan->rule, plan->full);
+    zs_status status = ZS_OK;
+    zs_pager_open();
+    for (int64_t i = 0; i < plan->n_runs && status == ZS_OK; i++)
+        status = zs_update_on_disk(&(zs_update_job){plan->rule, plan->full, &plan->runs[i]}, n_states);
+    zs_status written = zs_pager_close();
+    return status != ZS_OK ? status : written;
 }
 
 static zs_status queue_updates(const zs_optim *plan)
@@ -419,12 +339,11 @@ static zs_status queue_updates(const zs_optim *plan)
 zs_status zs_optim_step(zs_optim *plan)
 {
     int64_t total = plan->n_runs > 0 ? plan->ends[plan->n_runs - 1] : 0;
-    piece all = {plan, 0};
     ZS_TRY(queue_updates(plan));
     if (zs_pager_active())
-        ZS_TRY(update_in_pieces(plan, total));
+        ZS_TRY(update_on_disk(plan));
     else if (total > 0)
-        zs_parallel_for(total, GRAIN, update_part, &all);
+        zs_parallel_for(total, ZS_UPDATE_GRAIN, update_part, plan);
     for (int64_t i = 0; i < plan->n_members; i++) {
         const view *found = &plan->views[i];
         if (found->verdict != ZS_MEMBER_TAKEN) continue;

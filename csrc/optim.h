@@ -90,7 +90,7 @@ typedef struct zs_run {
     const zs_device *device;
 } zs_run;
 
-/* A run to update, on a device that queues: in the compute lane. */
+/* A run to update; on a device that queues: in the compute lane. */
 typedef struct zs_update_job {
     zs_rule rule;
     bool full; /* as below */
@@ -102,5 +102,16 @@ typedef void zs_run_loop(const zs_run *run, int64_t begin, int64_t end);
 
 /* The loop for this run (of any dtype but ZS_BYTES) on this machine. `full`: Adam with amsgrad, SGD with momentum. */
 zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run);
+
+/* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
+enum { ZS_UPDATE_GRAIN = 1 << 15 };
+
+/* What a thread does that is given elements [begin, end) of a run. Threads that are given neighbours meet where it suits the
+ * loops, not far from there; both may lie outside of the run. */
+void zs_update_part(const zs_update_job *job, int64_t begin, int64_t end);
+
+/* Updates a run with `n_states` state tensors, of which some memory lies on a disk: piece by piece, each borrowed from the pager
+ * (zs_pager_lend). ZS_ERR_SYSTEM where the disk fails, and then half-way. */
+zs_status zs_update_on_disk(const zs_update_job *job, int n_states);
 
 #endif

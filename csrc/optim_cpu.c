@@ -94,3 +94,33 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run)
     };
     return loops[rule][full][run->dithered ? (int)DITHERED : (int)run->dtype][zs_isa_best()];
 }
+
+/* Threads meet at multiples of this from the start of a run: whole vectors and cache lines, whatever the dtype. */
+enum { CUT = 32 };
+
+/* Where a cut at element `at` of a run of `numel` elements is really made: at the next multiple of CUT. */
+static int64_t cut(int64_t at, int64_t numel)
+{
+    if (at <= 0) return 0;
+    int64_t rounded = (at + CUT - 1) / CUT * CUT;
+    return rounded < numel ? rounded : numel;
+}
+
+/* Elements [from, to) of a run; if it is dithered, with a stop wherever the upper half of their numbers changes. */
+static void update(const zs_update_job *job, int64_t from, int64_t to)
+{
+    const zs_run *run = job->run;
+    zs_run_loop *loop = zs_run_loop_for(job->rule, job->full, run);
+    while (from < to) {
+        uint64_t number = run->number + (uint64_t)from;
+        uint64_t left = (UINT64_C(1) << 32) - (uint32_t)number; /* before it changes */
+        int64_t stop = run->dithered && left < (uint64_t)(to - from) ? from + (int64_t)left : to;
+        loop(run, from, stop);
+        from = stop;
+    }
+}
+
+void zs_update_part(const zs_update_job *job, int64_t begin, int64_t end)
+{
+    update(job, cut(begin, job->run->numel), cut(end, job->run->numel));
+}

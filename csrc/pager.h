@@ -8,6 +8,10 @@
  *   COLD --> QUEUED --> FETCHING --> READY <--> IDLE --> LEAVING --> COLD
  *                                    in use     may go, oldest first
  *
+ * An optimizer's step goes over everything once, and pages of a mapping are dear: faults, dirty marks, writeback. So it may
+ * borrow a range instead (lend): it works in a buffer, which is filled and written behind by direct I/O. A buffer is not what
+ * others see; so nothing is lent but during a step, and when that ends all is on the disk and in the mapping.
+ *
  * Two threads do the work, one for reading and one for writing; they start with the first mapping. In a forked child there
  * are none, and all calls are no-ops: pages come and go as the kernel likes.
  */
@@ -24,6 +28,7 @@ typedef struct zs_pager_map {
     int own;         /* which part this rank writes to */
     const int *fds;  /* [n_parts] borrowed for as long as the mapping is known */
     uint64_t offset; /* of the region in each file */
+    int direct;      /* fds[own]'s file, opened for direct I/O; -1: its file system has none. Borrowed likewise */
 } zs_pager_map;
 
 /* Has the pager know a mapping; ZS_ERR_MEMORY. */
@@ -48,12 +53,35 @@ zs_status zs_pager_want(const void *ptr, size_t bytes, zs_pager_use use);
 /* The range is not in use any more. Also allowed without a want, for memory that has just been written. */
 void zs_pager_done(const void *ptr, size_t bytes);
 
+/* --- lending -------------------------------------------------------------------------------------------------------------- */
+
+/* Like zs_pager_want for writing, but the work is to be done at *at: in a buffer that is read and written past the page cache, at
+ * half the price; `ptr` itself where the range is not on disk, or cannot be lent. Only between _open and _close. Until then the
+ * mapping may show the range as it was. */
+zs_status zs_pager_lend(void *ptr, size_t bytes, void **at);
+
+/* The work is done; `changed`: and has to be written. */
+void zs_pager_give_back(void *ptr, size_t bytes, bool changed);
+
+/* A step begins: ranges may be lent, and may be fetched ahead for it. Whoever writes to them otherwise does so before. */
+void zs_pager_open(void);
+
+/* It has ended: waits until all that was lent is written, so that the mapping shows it, on all ranks. ZS_ERR_SYSTEM if something
+ * could not be. */
+zs_status zs_pager_close(void);
+
+/* Makes _open and _close of this thread do nothing, until it is called with false: its steps are part of a longer one. */
+void zs_pager_nest(bool nested);
+
+/* -------------------------------------------------------------------------------------------------------------------------- */
+
 /* What is in the range is not wanted any more, it may as well be zeros: its pages go without being written. */
 void zs_pager_zero(const void *ptr, size_t bytes);
 
 /* Counts for benchmarks and tests, since the process began. */
 typedef struct zs_pager_counts {
     uint64_t wanted, ahead; /* ranges that were wanted; of these, those that were there or on their way */
+    uint64_t lent;          /* and those that were worked on in a buffer */
     uint64_t resident;      /* bytes now */
     uint64_t most;          /* bytes at most */
 } zs_pager_counts;

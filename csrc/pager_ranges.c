@@ -89,17 +89,26 @@ static size_t head_of(const void *ptr)
     return (size_t)((uintptr_t)ptr * UINT64_C(0x9e3779b97f4a7c15) >> 40) % ZS_PAGER_HEADS;
 }
 
-zs_pager_range *zs_pager_range_of(zs_pager_tables *tables, const void *ptr, size_t bytes)
+/* Can it be lent? Not where a file system has no direct I/O, nor where it is a peer's. */
+static bool can_lend(const zs_pager_map *map, const char *ptr, size_t bytes)
+{
+    const char *own = map->ptr + (size_t)map->own * map->part_bytes;
+    return map->direct >= 0 && ptr >= own && ptr + bytes <= own + map->part_bytes;
+}
+
+zs_pager_range *zs_pager_range_of(zs_pager_tables *tables, const void *ptr, size_t bytes, bool lent)
 {
     size_t head = head_of(ptr);
     for (zs_pager_range *r = tables->heads[head]; r != NULL; r = r->same_head)
-        if (r->ptr == ptr && r->bytes == bytes) return r;
+        if (r->ptr == ptr && r->bytes == bytes && r->lent == lent) return r;
     const zs_pager_map *map = map_around(tables, ptr);
+    if (lent && map != NULL && !can_lend(map, ptr, bytes)) return NULL;
     zs_pager_range *made = map == NULL || bytes == 0 ? NULL : calloc(1, sizeof *made);
     if (made == NULL) return NULL;
     made->ptr = (char *)(uintptr_t)ptr;
     made->bytes = bytes;
     made->map = map;
+    made->lent = lent;
     made->same_head = tables->heads[head];
     tables->heads[head] = made;
     return made;
@@ -118,13 +127,34 @@ static bool is_wanted(const zs_pager_range *r)
     return r->users > 0 || r->state == QUEUED || r->state == FETCHING;
 }
 
+static bool overlap(const zs_pager_range *a, const zs_pager_range *b)
+{
+    return a != b && a->map == b->map && a->ptr < b->ptr + b->bytes && b->ptr < a->ptr + a->bytes;
+}
+
 bool zs_pager_overlaps_used(const zs_pager_tables *tables, const zs_pager_range *r)
 {
     for (size_t h = 0; h < ZS_PAGER_HEADS; h++)
         for (const zs_pager_range *each = tables->heads[h]; each != NULL; each = each->same_head)
-            if (each != r && each->map == r->map && each->ptr < r->ptr + r->bytes && r->ptr < each->ptr + each->bytes &&
-                is_wanted(each))
-                return true;
+            if (is_wanted(each) && overlap(each, r)) return true;
+    return false;
+}
+
+bool zs_pager_overlaps_lent(const zs_pager_tables *tables, const zs_pager_range *r, bool any)
+{
+    for (size_t h = 0; h < ZS_PAGER_HEADS; h++)
+        for (const zs_pager_range *each = tables->heads[h]; each != NULL; each = each->same_head) {
+            bool there = each->lent && each->users == 0 && each->state != COLD;
+            if (there && (any || each->dirty) && overlap(each, r)) return true;
+        }
+    return false;
+}
+
+bool zs_pager_is_lent_at_times(const zs_pager_tables *tables, const zs_pager_range *r)
+{
+    for (size_t h = 0; h < ZS_PAGER_HEADS; h++)
+        for (const zs_pager_range *each = tables->heads[h]; each != NULL; each = each->same_head)
+            if (each->lent && overlap(each, r)) return true;
     return false;
 }
 

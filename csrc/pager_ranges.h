@@ -25,10 +25,12 @@ struct zs_pager_range {
     char *ptr;
     size_t bytes;
     const zs_pager_map *map; /* borrowed */
+    bool lent;               /* worked on in a buffer, not in the mapping */
+    char *buffer;            /* (lent) FETCHING to LEAVING; NULL: there is no memory for it */
     zs_range_state state;
     int users;  /* wants without their done */
     bool write; /* as it was wanted last */
-    bool dirty; /* (IDLE) its pages have yet to be sent to the disk */
+    bool dirty; /* (IDLE; LEAVING if lent) its pages have yet to be sent to the disk */
     int error;  /* (READY) the errno of its fetch; 0: all is there */
     zs_pager_way ways[ZS_PAGER_WAYS];
     unsigned n_ways;                /* that were ever noted where there was no room: which is replaced next */
@@ -64,11 +66,19 @@ zs_status zs_pager_add_map(zs_pager_tables *tables, const zs_pager_map *map);
 zs_pager_map *zs_pager_find_map(const zs_pager_tables *tables, const char *ptr);
 void zs_pager_drop_map(zs_pager_tables *tables, zs_pager_map *map);
 
-/* The range, made if it is new; NULL where it is not on disk, or without memory for it (then the kernel pages). */
-zs_pager_range *zs_pager_range_of(zs_pager_tables *tables, const void *ptr, size_t bytes);
+/* The range, made if it is new; NULL where it is not on disk, or without memory for it (then the kernel pages). A range that is
+ * lent is another one than that of the same bytes in the mapping; only this rank's part can be. */
+zs_pager_range *zs_pager_range_of(zs_pager_tables *tables, const void *ptr, size_t bytes, bool lent);
 
 /* Has any range that overlaps this one users, or will it soon? */
 bool zs_pager_overlaps_used(const zs_pager_tables *tables, const zs_pager_range *r);
+
+/* Is a lent range that overlaps this one, and that nobody uses, on its way to the disk? `any`: or is it in a buffer at all, or
+ * soon? */
+bool zs_pager_overlaps_lent(const zs_pager_tables *tables, const zs_pager_range *r, bool any);
+
+/* Is there a lent range that overlaps this one, in whatever state? */
+bool zs_pager_is_lent_at_times(const zs_pager_tables *tables, const zs_pager_range *r);
 
 /* Any range of a mapping, NULL if there is none / takes it out of all tables and frees it. */
 zs_pager_range *zs_pager_any_of(const zs_pager_tables *tables, const zs_pager_map *map);

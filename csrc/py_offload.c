@@ -65,18 +65,20 @@ static PyObject *set_pager_limit(PyObject *module, PyObject *object)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(counts_doc,
-             "pager_counts($module, /)\n--\n\nSince the process began: ranges of memory on a disk that were "
-             "wanted, those of them that were there or on their way (ahead); bytes resident now, and at most.");
+PyDoc_STRVAR(
+    counts_doc,
+    "pager_counts($module, /)\n--\n\nSince the process began: ranges of memory on a disk that were "
+    "wanted, those of them that were there or on their way (ahead), and that an optimizer worked on in a buffer "
+    "(lent); bytes resident now, and at most.");
 
 static PyObject *pager_counts(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
     zs_pager_counts counts = zs_pager_count();
-    return Py_BuildValue("{s:K,s:K,s:K,s:K}", "wanted", (unsigned long long)counts.wanted, "ahead",
-                         (unsigned long long)counts.ahead, "resident", (unsigned long long)counts.resident, "most",
-                         (unsigned long long)counts.most);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K}", "wanted", (unsigned long long)counts.wanted, "ahead",
+                         (unsigned long long)counts.ahead, "lent", (unsigned long long)counts.lent, "resident",
+                         (unsigned long long)counts.resident, "most", (unsigned long long)counts.most);
 }
 
 static PyMethodDef functions[] = {

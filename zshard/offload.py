@@ -38,6 +38,9 @@ class Offload:
         or else the disk is waited for. The latest value set holds for all models of the process.
 
     Memory on disk is mapped: a parameter or state tensor can be read and written as any other.
+    Steps of zshard's optimizers go past the page cache, through buffers that count within `cache`,
+    unless ZSHARD_OFFLOAD_DIRECT=0 is set when the model is wrapped, or the file system has no
+    direct I/O.
     Results are those of the same model in memory, to the bit.
     """
 

@@ -1,0 +1,81 @@
+/* optim_disk.c - a run of optim.h some of whose memory lies on a disk.
+ *
+ * The one idea: a piece of the parameter and of its state is borrowed (pager.h), the loops run over what was lent, and it is given
+ * back; while one piece is worked on, the pager reads those that follow and writes those that came before.
+ */
+#include "device.h"
+#include "optim.h"
+#include "pager.h"
+
+/* Elements of a run that are in use at a time where memory lies on a disk: long enough for its full speed. The last piece takes
+ * what is left, if that is not much more. */
+enum { PIECE = 2 << 20 };
+
+/* Elements of a run, and a run of their own for them: where they are worked on. */
+typedef struct loan {
+    zs_update_job job; /* of `at` */
+    zs_run at;
+    int n_states;
+    void *memory[ZS_OPTIM_STATES + 1]; /* [n_lent] what was lent: the parameter, its state */
+    int n_lent;
+    size_t bytes;     /* of each */
+    bool wants_grads; /* those are only read, where they lie */
+} loan;
+
+static zs_status borrow_one(loan *one, void **where)
+{
+    void *memory = *where;
+    ZS_TRY(zs_pager_lend(memory, one->bytes, where));
+    one->memory[one->n_lent++] = memory;
+    return ZS_OK;
+}
+
+static zs_status borrow(loan *one)
+{
+    ZS_TRY(borrow_one(one, &one->at.param));
+    for (int s = 0; s < one->n_states; s++)
+        ZS_TRY(borrow_one(one, &one->at.state[s]));
+    ZS_TRY(zs_pager_want(one->at.grad, one->bytes, ZS_PAGER_READ));
+    one->wants_grads = true;
+    return ZS_OK;
+}
+
+static void give_back(const loan *one, bool changed)
+{
+    for (int i = 0; i < one->n_lent; i++)
+        zs_pager_give_back(one->memory[i], one->bytes, changed);
+    if (one->wants_grads) zs_pager_done(one->at.grad, one->bytes);
+}
+
+static void update_loan(void *ctx, int64_t begin, int64_t end)
+{
+    zs_update_part(&((const loan *)ctx)->job, begin, end);
+}
+
+/* Elements [from, from + numel) of a run. */
+static zs_status update_piece(const zs_update_job *job, int n_states, int64_t from, int64_t numel)
+{
+    size_t size = zs_dtype_size(job->run->dtype), skipped = (size_t)from * size;
+    loan one = {.job = *job, .at = *job->run, .n_states = n_states, .bytes = (size_t)numel * size};
+    one.job.run = &one.at;
+    one.at.param = (char *)one.at.param + skipped;
+    one.at.grad = (const char *)one.at.grad + skipped;
+    for (int s = 0; s < n_states; s++)
+        one.at.state[s] = (char *)one.at.state[s] + skipped;
+    one.at.number += (uint64_t)from;
+    one.at.numel = numel;
+    zs_status status = borrow(&one);
+    if (status == ZS_OK) zs_parallel_for(numel, ZS_UPDATE_GRAIN, update_loan, &one);
+    give_back(&one, status == ZS_OK);
+    return status;
+}
+
+zs_status zs_update_on_disk(const zs_update_job *job, int n_states)
+{
+    for (int64_t from = 0, numel; from < job->run->numel; from += numel) {
+        numel = job->run->numel - from;
+        if (numel > PIECE + PIECE / 2) numel = PIECE;
+        ZS_TRY(update_piece(job, n_states, from, numel));
+    }
+    return ZS_OK;
+}

@@ -1,0 +1,44 @@
+/* pager_threads.h - the pager's one state, and the two threads that move ranges from state to state.
+ *
+ * The one idea: one lock over everything, held only to look and to move; and one condition for every change, as there are few
+ * who wait. All here is for whoever holds the lock.
+ */
+#ifndef ZS_PAGER_THREADS_H
+#define ZS_PAGER_THREADS_H
+
+#include "pager_ranges.h"
+
+#include <pthread.h>
+
+typedef struct zs_pager_state {
+    pthread_mutex_t lock;
+    pthread_cond_t changed; /* any state */
+    zs_pager_tables tables;
+    zs_pager_list queue; /* QUEUED, in the order in which they are fetched */
+    zs_pager_list idle;  /* IDLE, those first that may go first */
+    size_t limit, resident, most;
+    size_t mapped;                /* bytes of all mappings */
+    int windows;                  /* in which ranges are lent */
+    int n_lent, n_at_work;        /* lent ranges that are not COLD; of these, those that somebody uses */
+    int n_unsent;                 /* and those that are being written or have to be */
+    uint64_t wanted, ahead, lent; /* as in zs_pager_counts */
+    int write_errno;              /* of a write that has failed; the data are lost */
+    unsigned lifetime;
+    bool running;
+} zs_pager_state;
+
+extern zs_pager_state zs_pager;
+
+/* Notes that so much more is there. */
+void zs_pager_count_resident(size_t bytes);
+
+/* Has a COLD range fetched, before all others if `urgent`. */
+void zs_pager_enqueue(zs_pager_range *r, bool urgent);
+
+/* Forgets what is in a range, which is in no list and which no thread is at work on; its buffer goes. */
+void zs_pager_make_cold(zs_pager_range *r);
+
+/* Starts the threads if they are not running; ZS_ERR_SYSTEM. */
+zs_status zs_pager_start_threads(void);
+
+#endif

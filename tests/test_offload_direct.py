@@ -1,0 +1,360 @@
+"""Steps that go past the page cache: what they work on in buffers is what everybody else sees.
+
+The one idea: whatever is done to a model on a disk between two steps, or in the middle of one, is
+done to the same model in memory as well; and a count says whether buffers were lent at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import differences, loss_of, make
+from offloaded import CACHE, steps, to, wide
+from safetensors.torch import save_file
+from scenarios import message_of
+from torch import nn
+
+import zshard
+from zshard import FSDP, SGD, AdamW, Offload, _core
+
+
+def lent():
+    return _core.pager_counts()["lent"]
+
+
+def with_direct(folder, direct, in_backward, transport):
+    """The state after steps; it and whether ranges were lent."""
+    os.environ["ZSHARD_OFFLOAD_DIRECT"] = direct
+    try:
+        before = lent()
+        model, optimizer = wide(to(folder), in_backward, transport=transport)
+        steps(model, optimizer, clip=False)
+        return {**model.state_dict(), **flat_state(optimizer)}, lent() > before
+    finally:
+        del os.environ["ZSHARD_OFFLOAD_DIRECT"]
+
+
+def flat_state(optimizer):
+    state = optimizer.state_dict()["state"]
+    return {f"{i}.{key}": value.clone() for i in state for key, value in state[i].items()}
+
+
+def compare_ways(folder, in_backward, transport):
+    (direct, some), (cached, none) = (
+        with_direct(folder, way, in_backward, transport) for way in ("1", "0")
+    )
+    assert some and not none, "not lent, or lent where the environment forbids it"
+    return differences(direct, cached)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_bits_do_not_depend_on_it(pool2, tmp_path, in_backward):
+    for transport in ("shm", "c10d"):
+        assert pool2.run(compare_ways, str(tmp_path), in_backward, transport) == [[], []]
+
+
+def in_shared_memory(in_backward):
+    with_disk, plain = (wide(where, in_backward) for where in (to("/dev/shm"), None))
+    for each in (with_disk, plain):
+        steps(*each, clip=False)
+    return differences(with_disk[0].state_dict(), plain[0].state_dict())
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_file_system_in_memory(pool2, in_backward):
+    """Older kernels have no direct I/O there."""
+    assert pool2.run(in_shared_memory, in_backward) == [[], []]
+
+
+def test_what_may_stay_in_memory_does(tmp_path):
+    before = lent()
+    model, optimizer = wide(Offload(directory=tmp_path, cache=1 << 30))
+    steps(model, optimizer)
+    assert lent() == before
+
+
+# --- between steps ---------------------------------------------------------------------------------
+
+
+def meddle(model, optimizer):
+    """Reads and writes the slices and their state where they lie, as a script may."""
+    seen = []
+    with torch.no_grad():
+        for param in model.parameters():
+            state = optimizer.state[param]
+            seen.append((param.clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()))
+            param.mul_(1.25)
+            state["exp_avg"].neg_()
+            state["exp_avg_sq"][::3] += 0.5
+    return seen
+
+
+def meddled(folder, in_backward, cache):
+    found = []
+    for where in (None, Offload(directory=folder, cache=cache)):
+        model, optimizer = wide(where, in_backward)
+        seen = []
+        for _ in range(4):
+            steps(model, optimizer, n=2, clip=False)
+            seen += meddle(model, optimizer)
+        found.append((seen, model.state_dict()))
+    same = all(
+        torch.equal(a, b)
+        for one, other in zip(found[0][0], found[1][0], strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+    return differences(found[1][1], found[0][1]) + ([] if same else ["what was seen"])
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_tensors_are_what_the_next_step_uses(pool2, tmp_path, in_backward):
+    for cache in (CACHE, 8 << 20):  # too little to fetch anything ahead, and enough
+        assert pool2.run(meddled, str(tmp_path), in_backward, cache) == [[], []]
+
+
+def looked_ahead(folder):
+    """Steps without a forward between them, before which what they go over has been seen to."""
+    found = []
+    for where in (None, Offload(directory=folder, cache=8 << 20, grads=True)):
+        model, optimizer = wide(where)
+        steps(model, optimizer, n=1)
+        for _ in range(5):
+            model.clip_grad_norm_(0.5)  # after which, as the pager knows, comes a step
+            meddle(model, optimizer)
+            optimizer.step()
+        found.append({**model.state_dict(), **flat_state(optimizer)})
+    return differences(found[1], found[0])
+
+
+def test_what_was_fetched_ahead_may_have_changed(pool2, tmp_path):
+    assert looked_ahead(str(tmp_path)) == []
+    assert pool2.run(looked_ahead, str(tmp_path)) == [[], []]
+
+
+def resumed(folder, in_backward, file):
+    """Two steps, a checkpoint, two more; then those two again from the checkpoint, in the same
+    model and in another; against the same in memory."""
+    plain, plain_optimizer = wide(None, in_backward)
+    for _ in range(2):
+        steps(plain, plain_optimizer, n=2, clip=False)
+    model, optimizer = wide(to(folder), in_backward)
+    steps(model, optimizer, n=2, clip=False)
+    state, optimizer_state = model.state_dict(), copy.deepcopy(optimizer.state_dict())
+    if dist.get_rank() == 0:
+        save_file({name: value.clone() for name, value in state.items()}, file)
+    dist.barrier()
+    steps(model, optimizer, n=2, clip=False)
+    wrong = differences(model.state_dict(), plain.state_dict())
+    other, its_optimizer = wide(to(folder), in_backward)
+    steps(other, its_optimizer, n=1, clip=False)
+    model.load_state_dict(state)
+    zshard.load(file, other)
+    for each, stepper in ((model, optimizer), (other, its_optimizer)):
+        stepper.load_state_dict(optimizer_state)
+        wrong += differences(each.state_dict(), state)
+        steps(each, stepper, n=2, clip=False)
+        wrong += differences(each.state_dict(), plain.state_dict())
+    return wrong
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_checkpoints_in_the_middle(pool2, tmp_path, in_backward):
+    file = str(tmp_path / "model.safetensors")
+    assert pool2.run(resumed, str(tmp_path), in_backward, file) == [[], []]
+
+
+# --- sizes -----------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Nothing ends where a page does, and some units are smaller than one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(a, b) for a, b in ((512, 511), (511, 1027), (1027, 7), (7, 5))
+        )
+        self.norm = nn.LayerNorm(1027)
+
+    def forward(self, x):
+        x = self.norm(self.layers[1](torch.relu(self.layers[0](x))))
+        return self.layers[3](torch.relu(self.layers[2](x)))
+
+
+def odd(folder, kind):
+    found = []
+    for where in (None, to(folder)):
+        dtype = torch.bfloat16 if kind == "rounded" else torch.float32
+        model = FSDP(make(Odd).to(dtype), offload=where, auto_wrap_policy={nn.Linear})
+        decayed = [p for n, p in model.named_parameters() if n.endswith("weight")]
+        others = [p for n, p in model.named_parameters() if not n.endswith("weight")]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}]
+        if kind == "sgd":
+            optimizer = SGD(groups, lr=1e-2, momentum=0.9)
+        elif kind == "rounded":
+            optimizer = AdamW(groups, lr=1e-2, stochastic_rounding=True)
+        else:
+            optimizer = AdamW(groups, lr=1e-2, amsgrad=True)
+        if kind == "in backward":
+            model.optimizer_in_backward(optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 512, generator=torch.Generator().manual_seed(step))
+            loss_of(model(x.to(dtype)).float()).backward()
+            optimizer.step()
+        found.append({**model.state_dict(), **flat_state(optimizer)})
+    return differences(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", ["amsgrad", "in backward", "sgd", "rounded"])
+def test_sizes_that_are_no_multiple_of_anything(pool2, pool3, tmp_path, kind):
+    for pool in (pool2, pool3):
+        assert pool.run(odd, str(tmp_path), kind) == [[]] * pool.world
+
+
+# --- in the middle of a step -----------------------------------------------------------------------
+
+
+class Broken(Exception):
+    pass
+
+
+def broken(folder, direct):
+    """What is seen after backwards that raise when some units have been stepped."""
+    os.environ["ZSHARD_OFFLOAD_DIRECT"] = direct
+    model, optimizer = wide(to(folder), True)
+    del os.environ["ZSHARD_OFFLOAD_DIRECT"]
+    steps(model, optimizer, n=2, clip=False)
+    seen = []
+    for _ in range(2):
+        handle = model.blocks[1].register_full_backward_pre_hook(raise_broken)
+        loss = loss_of(model(torch.randn(4, 512, generator=torch.Generator().manual_seed(3))))
+        message_of(loss.backward, Broken)
+        handle.remove()
+        seen += [p.detach().clone() for p in model.parameters()]
+        seen += list(flat_state(optimizer).values())
+        steps(model, optimizer, n=2, clip=False)
+    return seen + list(model.state_dict().values())
+
+
+def raise_broken(module, grads):
+    raise Broken("in the middle")
+
+
+def test_a_backward_that_raises(tmp_path):
+    direct, cached = (broken(str(tmp_path), way) for way in ("1", "0"))
+    assert all(torch.equal(a, b) for a, b in zip(direct, cached, strict=True))
+
+
+def forking(folder):
+    """Children that are forked in the middle of a backward that steps, and read parameters."""
+    found = []
+    for where in (None, to(folder)):
+        model, optimizer = wide(where, True)
+        statuses = []
+
+        def fork(module, grads, model=model, statuses=statuses):
+            child = os.fork()
+            if child == 0:
+                good = all(bool(p.isfinite().all()) for p in model.head.parameters())
+                os._exit(0 if good else 1)
+            statuses.append(os.waitpid(child, 0)[1])
+
+        model.blocks[1].register_full_backward_pre_hook(fork)
+        steps(model, optimizer, n=3, clip=False)
+        assert statuses == [0, 0, 0]
+        found.append(model.state_dict())
+    return differences(*found)
+
+
+def test_forks_in_the_middle(tmp_path):
+    assert forking(str(tmp_path)) == []
+
+
+ALONE = """
+    import resource, sys, torch, zshard
+    from zshard import _core
+
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.Linear(2048, 1))
+
+    def wrap(**options):
+        model = zshard.FSDP(make(), **options)
+        return model, zshard.AdamW(model.parameters(), 1e-2)
+
+    def grads(model):
+        model(torch.ones(1, 2048)).sum().backward()
+
+    torch.set_num_threads(1)
+    model, optimizer = wrap(offload=zshard.Offload(directory=sys.argv[1], cache=1 << 20))
+    for _ in range(2):
+        grads(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert _core.pager_counts()["lent"] > 0
+    grads(model)
+    before = _core.pager_counts()["lent"]
+"""
+
+
+def run_alone(folder, code):
+    code = textwrap.dedent(ALONE) + textwrap.dedent(code)
+    command = [sys.executable, "-c", code, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_without_memory_for_a_buffer(tmp_path):
+    """The step then works on the mapping."""
+    done = run_alone(
+        tmp_path,
+        """
+        data = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (data + (4 << 20), resource.RLIM_INFINITY))
+        optimizer.step()
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+        print("lent", _core.pager_counts()["lent"] - before)
+        plain, plain_optimizer = wrap()
+        for _ in range(3):
+            plain_optimizer.zero_grad()
+            grads(plain)
+            plain_optimizer.step()
+        for a, b in zip(model.parameters(), plain.parameters()):
+            assert torch.equal(a, b)
+    """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) <= 3, done.stdout  # the second unit's are small
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_disk_that_cannot_be_written(tmp_path, in_backward):
+    """A file that may not be written any further is what an I/O error is: the step says so, and
+    so does whatever comes after it."""
+    step = "grads(model)" if in_backward else "optimizer.step()"
+    done = run_alone(
+        tmp_path,
+        f"""
+        optimizer.step()
+        optimizer.zero_grad()
+        if {in_backward}:
+            model.optimizer_in_backward(optimizer)
+        else:
+            grads(model)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        for _ in range(2):
+            try:
+                {step}
+            except OSError as error:
+                print(error)
+    """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("go on from a checkpoint") == 2, done.stdout + done.stderr
