@@ -35,6 +35,7 @@ int zs_py_shards_init(PyObject *module);
 int zs_py_optim_init(PyObject *module);
 int zs_py_offload_init(PyObject *module);
 int zs_py_nccl_init(PyObject *module);
+int zs_py_cuda_init(PyObject *module);
 
 /* Borrowed handle behind a _core.Comm / Engine / Unit; NULL with TypeError. */
 zs_comm *zs_py_comm(PyObject *object);

@@ -11,6 +11,7 @@ import torch  # noqa: F401 - its libraries have to be loaded before the core tha
 
 from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
+from zshard._features import features
 from zshard._forward_methods import register_forward_method
 from zshard._load import load, load_state_dict
 from zshard._memory import predict_memory
@@ -47,6 +48,7 @@ __all__ = [
     "PeerTimeoutError",
     "ShardingStrategy",
     "empty",
+    "features",
     "fully_shard",
     "load",
     "load_optim_state_dict",

@@ -1,0 +1,60 @@
+/* py_cuda.c - what Python may know of this machine: the loops that were chosen, the kernels, the CUDA driver and its GPUs. */
+#include "py_util.h"
+
+#include "cuda_driver.h"
+#include "cuda_image.h"
+#include "simd.h"
+
+/* One GPU, or an exception. */
+static PyObject *gpu(int ordinal)
+{
+    zs_cuda_device device;
+    zs_clear_error();
+    if (zs_cuda_describe_device(ordinal, &device) != ZS_OK) return zs_py_raise(NULL);
+    return Py_BuildValue("{s:s,s:(ii),s:i}", "name", device.name, "capability", device.major, device.minor,
+                         "multiprocessors", device.multiprocessors);
+}
+
+static PyObject *gpus(int n)
+{
+    PyObject *list = PyList_New(n);
+    for (int i = 0; list != NULL && i < n; i++) {
+        PyObject *one = gpu(i);
+        if (one == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, i, one);
+    }
+    return list;
+}
+
+PyDoc_STRVAR(machine_doc,
+             "machine($module, /)\n--\n\nThe instruction set of the CPU's loops; what the kernels were compiled for, "
+             "and by which CUDA version (13000 is 13.0; 0: there are none); the CUDA driver, why it is off (\"\" if "
+             "it is not), and its GPUs. Starts the driver, where there is one: not before a fork.");
+
+static PyObject *machine(PyObject *module, PyObject *unused)
+{
+    static const char *const sets[ZS_ISA_COUNT] = {"base", "avx2", "avx512"};
+    zs_cuda_info info;
+    (void)module;
+    (void)unused;
+    Py_BEGIN_ALLOW_THREADS
+    zs_cuda_describe(&info);
+    Py_END_ALLOW_THREADS
+    PyObject *list = gpus(info.words[0] == '\0' ? info.devices : 0);
+    if (list == NULL) return NULL;
+    return Py_BuildValue("{s:s,s:s,s:i,s:s,s:i,s:s,s:N}", "loops", sets[zs_isa_best()], "targets",
+                         zs_cuda_image_targets(), "built", zs_cuda_image_version(), "driver", info.path, "version",
+                         info.version, "problem", info.words, "gpus", list);
+}
+
+static PyMethodDef functions[] = {
+    {"machine", machine, METH_NOARGS, machine_doc},
+    {0},
+};
+
+int zs_py_cuda_init(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}
