@@ -39,7 +39,8 @@ PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&module); }
 
 # Would change the builds below; `make sanitize` sets some of them.
 FLAGS = {"CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "LD_PRELOAD", "PYTHONPATH"} | {
-    f"ZSHARD_{variant}" for variant in ("DEBUG", "SANITIZE", "COVERAGE")
+    *(f"ZSHARD_{variant}" for variant in ("DEBUG", "SANITIZE", "COVERAGE", "CUDA")),
+    *("CUDA_HOME", "CUDA_PATH"),
 }
 
 
@@ -169,6 +170,93 @@ def test_wheel_has_the_extension_and_its_types(project: Project) -> None:
     script = "import sys; del sys.path[0]; import zshard._core as c; print(c.answer())"
     done = project.run("-c", script, PYTHONPATH=site)
     assert done.stdout.strip() == "42"
+
+
+# --- CUDA ----------------------------------------------------------------------------------------
+
+# As nvcc where setup.py asks it something; its image says what it was told to compile.
+NVCC = """#!/bin/sh
+case "$*" in
+--list-gpu-code) echo sm_75 sm_80 sm_90 ;;
+--version) echo 'Cuda compilation tools, release 12.6, V12.6.20' ;;
+--help) echo ' --compress-mode ' ;;
+*)
+    if grep -q broken cuda/kernels.cu; then echo 'kernels.cu(1): error: broken'; exit 2; fi
+    while [ $# -gt 1 ]; do
+        case $1 in -o) target=$2 ;; -MF) deps=$2 ;; -gencode) codes="$codes$2;" ;; esac
+        last=$1; shift
+    done
+    echo "an image for $codes of" $(cat cuda/one.cuh) > "$target"
+    printf '%s : cuda/kernels.cu \\\\\n    cuda/one.cuh \\n' "$target" > "$deps" ;;
+esac
+"""
+
+
+@pytest.fixture
+def cuda_project(project: Project) -> Project:
+    """The project with kernels, and an nvcc that CUDA_HOME finds."""
+    for name in ("cuda_image.c", "cuda_image.h"):
+        shutil.copy(ROOT / "csrc" / name, project.folder / "csrc")
+    text = PROJECT["csrc/py_module.c"].replace("PyLong_FromLong(zs_answer())", "told()")
+    told = """#include "cuda_image.h"
+static PyObject *told(void)
+{
+    const char *image = zs_cuda_image();
+    return Py_BuildValue("(y#si)", image, (Py_ssize_t)zs_cuda_image_bytes(),
+                         zs_cuda_image_targets(), zs_cuda_image_version());
+}
+static PyObject *answer"""
+    text = "#define PY_SSIZE_T_CLEAN\n" + text.replace("static PyObject *answer", told, 1)
+    project.write("csrc/py_module.c", text)
+    project.write("cuda/kernels.cu", "kernels\n")
+    project.write("cuda/one.cuh", "one\n")
+    (project.folder / "cuda-home" / "bin").mkdir(parents=True)
+    project.write("cuda-home/bin/nvcc", NVCC)
+    (project.folder / "cuda-home" / "bin" / "nvcc").chmod(0o755)
+    return project
+
+
+def test_kernels_are_compiled_into_the_extension(cuda_project: Project) -> None:
+    home = {"CUDA_HOME": str(cuda_project.folder / "cuda-home")}
+    done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home)
+    assert done.returncode == 0, done.stdout
+    assert "does not know sm_100: left out" in done.stdout
+    codes = "arch=compute_80,code=sm_80;arch=compute_90,code=sm_90;"
+    image = f"an image for {codes}arch=compute_80,code=compute_80; of one\\n"
+    assert cuda_project.answer() == f"(b'{image}', 'sm_80 sm_90 compute_80', 12060)"
+    assert cuda_project.build(**home) == set()
+    cuda_project.write("cuda/one.cuh", "two\n")
+    assert cuda_project.build(**home) == {"cuda_image.c", "_core"}
+    assert "of two" in cuda_project.answer()
+    assert "nvcc kernels" in done.stdout
+    done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home, ZSHARD_DEBUG="1")
+    assert "cc cuda_image.c" in done.stdout and "nvcc" not in done.stdout  # one image for all
+
+
+def test_without_nvcc_there_are_no_kernels(cuda_project: Project) -> None:
+    home = {"CUDA_HOME": str(cuda_project.folder / "cuda-home")}
+    cuda_project.build(**home, ZSHARD_CUDA="0")
+    assert cuda_project.answer() == "(None, '', 0)"
+    assert cuda_project.build(**home) == {"cuda_image.c", "_core"}
+    assert cuda_project.answer().endswith("12060)")
+
+
+def test_missing_nvcc_is_an_error_where_cuda_is_asked_for(
+    project: Project, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    script = "import runpy, shutil; shutil.which = lambda name: None\n"
+    script += "print('found', runpy.run_path('setup.py')['find_nvcc']())\n"
+    assert project.run("-c", script).stdout.strip() == "found None"
+    done = project.run("-c", script, ZSHARD_CUDA="1")
+    assert done.returncode == 1 and "there is no nvcc: set CUDA_HOME" in done.stdout
+
+
+def test_kernels_that_do_not_compile_say_how_to_go_without(cuda_project: Project) -> None:
+    home = {"CUDA_HOME": str(cuda_project.folder / "cuda-home")}
+    cuda_project.write("cuda/kernels.cu", "broken\n")
+    done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home)
+    assert done.returncode == 1 and "kernels.cu(1): error: broken" in done.stdout
+    assert "ZSHARD_CUDA=0 builds without CUDA" in done.stdout and "Traceback" not in done.stdout
 
 
 # --- the real extension --------------------------------------------------------------------------
