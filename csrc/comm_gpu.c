@@ -141,8 +141,14 @@ static zs_status start_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, zs_tar
 {
     const zs_device *device = comm->base.device;
     ZS_TRY(zs_gpu_event_take(comm, &gathering->done));
+    const char *shard = flat->shard;
     ZS_TRY(zs_device_fork(device, ZS_LANE_GATHER)); /* behind the optimizer's step, and the slot's last use */
-    ZS_TRY(comm->mover->ops->gather(comm->mover, ZS_LANE_GATHER, flat->shard, to.full, flat->shard_bytes));
+    if (flat->mem->on_host) {                       /* movers are for the device's memory */
+        char *own = to.full + (size_t)comm->base.rank * flat->shard_bytes;
+        ZS_TRY(zs_device_copy(device, ZS_LANE_GATHER, own, shard, flat->shard_bytes));
+        shard = own;
+    }
+    ZS_TRY(comm->mover->ops->gather(comm->mover, ZS_LANE_GATHER, shard, to.full, flat->shard_bytes));
     return zs_device_cuda_record(device, ZS_LANE_GATHER, gathering->done);
 }
 

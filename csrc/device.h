@@ -59,6 +59,7 @@ typedef struct zs_device_ops {
     const char *name; /* "cpu", "cuda" */
     bool queues;
     zs_status (*mem_new)(const zs_device *, size_t bytes, zs_mem **out);
+    zs_status (*mem_new_host)(const zs_device *, size_t bytes, zs_mem **out); /* zeroed, pinned; NULL on the CPU */
     zs_status (*copy)(const zs_device *, zs_lane, void *dst, const void *src, size_t bytes);
     zs_status (*zero)(const zs_device *, zs_lane, void *dst, size_t bytes);
     zs_status (*sum)(const zs_device *, zs_lane, const zs_sum *);

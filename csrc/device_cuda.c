@@ -141,6 +141,25 @@ static zs_status cuda_mem_new(const zs_device *device, size_t bytes, zs_mem **ou
     return wrap(device, taken, out);
 }
 
+static void free_host(zs_mem *mem)
+{
+    join_all(mem->device);
+    (void)zs_device_wait(mem->device); /* pinned memory is not given back in the order of a lane */
+    zs_clear_error();
+    ZS_CU_FREE(cuMemFreeHost, mem->ptr);
+}
+
+static zs_status cuda_mem_new_host(const zs_device *device, size_t bytes, zs_mem **out)
+{
+    zs_mem taken = {.bytes = bytes > 0 ? bytes : 1, .destroy = free_host, .device = device};
+    ZS_TRY(zs_cuda_enter(of(device)->index));
+    ZS_TRY(ZS_CU(cuMemHostAlloc, &taken.ptr, taken.bytes, ZS_CU_MEMHOSTALLOC_PORTABLE));
+    zs_mem_count_mapping();
+    ZS_TRY(wrap(device, taken, out));
+    (*out)->on_host = true;
+    return ZS_OK;
+}
+
 static zs_cu_ptr address(const void *ptr)
 {
     return (zs_cu_ptr)(uintptr_t)ptr;
@@ -272,6 +291,7 @@ static const zs_device_ops cuda_ops = {
     .name = "cuda",
     .queues = true,
     .mem_new = cuda_mem_new,
+    .mem_new_host = cuda_mem_new_host,
     .copy = cuda_copy,
     .zero = cuda_zero,
     .sum = cuda_sum,

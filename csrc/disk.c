@@ -16,7 +16,8 @@
 
 struct zs_disk {
     _Atomic long refs;
-    zs_file *file; /* owned */
+    const zs_device *device; /* not NULL: in its host's memory, with no file */
+    zs_file *file;           /* owned */
     int *fds;   /* [world] the ranks' files where they are mapped side by side, else [1]; all but the own are owned */
     int direct; /* the own file once more, for direct I/O; -1: none; owned */
     int rank, world;
@@ -155,12 +156,25 @@ zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_d
     return ZS_OK;
 }
 
+zs_status zs_disk_new_on_host(const zs_device *device, zs_disk **out)
+{
+    if (device->ops->mem_new_host == NULL)
+        return ZS_FAIL(ZS_ERR_VALUE, "offload: the host's memory is where everything is, without a GPU");
+    zs_disk *disk = calloc(1, sizeof *disk);
+    if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to offload to the host");
+    atomic_init(&disk->refs, 1);
+    disk->device = device;
+    disk->world = 1;
+    *out = disk;
+    return ZS_OK;
+}
+
 /* --- regions ------------------------------------------------------------------------------------------------------------- */
 
 static void free_region(zs_mem *mem)
 {
     region *owner = mem->owner;
-    zs_pager_remove(mem->ptr);
+    if (owner->disk->device == NULL) zs_pager_remove(mem->ptr);
     zs_mem_release(owner->mem);
     atomic_fetch_sub(&owner->disk->bytes, owner->bytes);
     zs_disk_release(owner->disk);
@@ -193,8 +207,28 @@ static zs_status wrap(zs_disk *disk, zs_mem *mem, size_t part_bytes, zs_mem **ou
     return status;
 }
 
+static zs_status take_on_host(zs_disk *disk, size_t bytes, zs_mem **out)
+{
+    zs_mem *mem = NULL;
+    region *owner = malloc(sizeof *owner);
+    zs_status status = owner == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a region")
+                                     : disk->device->ops->mem_new_host(disk->device, bytes, &mem);
+    if (status == ZS_OK) status = zs_mem_wrap(mem->ptr, mem->bytes, free_region, owner, out);
+    if (status != ZS_OK) {
+        zs_mem_release(mem);
+        free(owner);
+        return status;
+    }
+    *owner = (region){mem, zs_disk_retain(disk), mem->bytes};
+    (*out)->device = mem->device;
+    (*out)->on_host = true;
+    atomic_fetch_add(&disk->bytes, mem->bytes);
+    return ZS_OK;
+}
+
 zs_status zs_disk_take(zs_disk *disk, size_t bytes, zs_mem **out)
 {
+    if (disk->device != NULL) return take_on_host(disk, bytes, out);
     size_t room = zs_round_up(bytes ? bytes : 1, ZS_PAGE);
     zs_mem *mem = NULL;
     ZS_TRY(zs_file_map_flat(disk->file, &disk->fds[disk->rank], 1, room, &mem));
@@ -205,7 +239,7 @@ zs_status zs_disk_flat_new(zs_disk *disk, size_t shard_bytes, zs_flat_mem *out)
 {
     out->shard_bytes = shard_bytes;
     out->key = UINT64_C(1) << 62 | atomic_fetch_add(&disk->keys, 1); /* apart from those that transports give */
-    if (disk->world == 1) {
+    if (disk->world == 1) { /* `mapped` is never so on a host: what is there is copied */
         ZS_TRY(zs_disk_take(disk, shard_bytes, &out->mem));
         out->shard = out->mem->ptr;
         if (disk->mapped) out->full = out->shard;

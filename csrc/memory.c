@@ -47,6 +47,7 @@ zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *
     mem->role = ZS_MEM_PLAIN;
     mem->user = NULL;
     mem->device = NULL;
+    mem->on_host = false;
     *out = mem;
     return ZS_OK;
 }

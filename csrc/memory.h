@@ -21,7 +21,8 @@ typedef struct zs_mem {
     void *owner;                         /* for destroy */
     zs_mem_role role;                    /* what a unit uses it for, so that a tensor on it can be recognised */
     void *user;                          /* that unit; NULL once it is gone */
-    const struct zs_device *device;      /* whose memory it is; NULL: the host's */
+    const struct zs_device *device;      /* who computes with it; NULL: the CPU */
+    bool on_host;                        /* (a GPU's) pinned memory of the host, which the GPU can reach */
 } zs_mem;
 
 /* New block of `bytes` private zeroed memory (mmap, huge pages advised). Pages cost nothing until touched. */

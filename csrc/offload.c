@@ -11,7 +11,10 @@ zs_status zs_offload_set(zs_engine *engine, const char *directory, const zs_offl
     const zs_ranks *ranks = zs_engine_ranks(engine);
     zs_offload *offload = zs_engine_offload(engine);
     zs_disk *disk = NULL;
-    if (directory != NULL) ZS_TRY(zs_disk_new(directory, ranks->all, ranks->shards, &disk));
+    if (directory != NULL && directory[0] == 0)
+        ZS_TRY(zs_disk_new_on_host(zs_engine_device(engine), &disk));
+    else if (directory != NULL)
+        ZS_TRY(zs_disk_new(directory, ranks->all, ranks->shards, &disk));
     zs_disk_release(offload->disk);
     *offload = (zs_offload){.params = what->params, .grads = what->grads, .state = what->state};
     offload->fraction = what->fraction;

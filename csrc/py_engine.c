@@ -112,11 +112,11 @@ static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    engine_set_offload_doc,
-    "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nHas units that are made from now "
-    "on keep these kinds of memory in files in a directory: those that have this fraction of the model's "
-    "bytes. For all ranks together. OSError, on all ranks, where no file can be made there. None: for outlines.");
+PyDoc_STRVAR(engine_set_offload_doc,
+             "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nHas units that are made from now "
+             "on keep these kinds of memory in files in a directory: those that have this fraction of the model's "
+             "bytes. For all ranks together. OSError, on all ranks, where no file can be made there. '': in the "
+             "memory of the GPU's host. None: for outlines.");
 
 static PyObject *engine_set_offload(engine_object *self, PyObject *args)
 {
@@ -249,14 +249,14 @@ static PyObject *dict_of(const zs_engine_bytes *bytes)
 {
     return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes->shards, "kept",
                          (Py_ssize_t)bytes->kept, "grads", (Py_ssize_t)bytes->grads, "slots", (Py_ssize_t)bytes->slots,
-                         "buckets", (Py_ssize_t)bytes->buckets, "transport", (Py_ssize_t)bytes->transport, "disk",
-                         (Py_ssize_t)bytes->disk, "total", (Py_ssize_t)bytes->total);
+                         "buckets", (Py_ssize_t)bytes->buckets, "transport", (Py_ssize_t)bytes->transport, "offloaded",
+                         (Py_ssize_t)bytes->offloaded, "total", (Py_ssize_t)bytes->total);
 }
 
 PyDoc_STRVAR(engine_memory_doc, "memory($self, /)\n--\n\nBytes held on this rank: shards, kept (a copy between steps), "
                                 "grads, slots (full buffers), buckets, "
-                                "transport (the transport's own, for all models that use it), disk (offloaded, in "
-                                "files), and the total of all but that.");
+                                "transport (the transport's own, for all models that use it), offloaded (in "
+                                "files, or in a GPU's host), and the total of all but that.");
 
 static PyObject *engine_memory(engine_object *self, PyObject *unused)
 {

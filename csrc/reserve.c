@@ -81,7 +81,7 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
         const zs_unit_offload *offloads = &engine->units[i]->offloads;
         if (!offloads->params) bytes.shards += zs_unit_shard_bytes(engine->units[i]);
         if (!offloads->grads) bytes.grads += zs_unit_grad_bytes(engine->units[i]);
-        if (offloads->disk != NULL && offloads->disk != disk) bytes.disk += zs_disk_bytes(offloads->disk);
+        if (offloads->disk != NULL && offloads->disk != disk) bytes.offloaded += zs_disk_bytes(offloads->disk);
         if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call stand together */
         bytes.kept += zs_unit_kept_bytes(engine->units[i]);
         bytes.slots += zs_hold_bytes(engine->units[i]);
@@ -104,7 +104,7 @@ void zs_engine_note_peak(zs_engine *engine)
     raise_to(&peak->slots, now.slots);
     raise_to(&peak->buckets, now.buckets);
     raise_to(&peak->transport, now.transport);
-    raise_to(&peak->disk, now.disk);
+    raise_to(&peak->offloaded, now.offloaded);
     raise_to(&peak->total, now.total);
 }
 
@@ -117,10 +117,10 @@ zs_engine_bytes zs_engine_peak(zs_engine *engine)
 static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
 {
     const zs_comm *all = zs_engine_comm(unit->engine);
-    *(unit->offloads.params ? &bytes->disk : &bytes->shards) += zs_unit_shard_bytes(unit);
+    *(unit->offloads.params ? &bytes->offloaded : &bytes->shards) += zs_unit_shard_bytes(unit);
     bytes->kept += zs_unit_kept_bytes(unit);
     if (!zs_unit_reduces(unit)) return;
-    size_t *grads = unit->offloads.grads ? &bytes->disk : &bytes->grads;
+    size_t *grads = unit->offloads.grads ? &bytes->offloaded : &bytes->grads;
     for (int f = 0; f < unit->n_flats && (!stepped || unit->offloads.grads); f++)
         if (unit->flats[f].trainable) *grads += zs_flat_own_bytes(unit, &unit->flats[f]);
     zs_cunit_spec spec = zs_unit_round_spec(unit);

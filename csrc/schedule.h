@@ -20,8 +20,9 @@ struct zs_call;
 typedef struct zs_engine_bytes {
     size_t shards, kept, grads, slots, buckets;
     size_t transport; /* the transport's own, for all models that use it */
-    size_t disk;      /* in files, what of all these is offloaded; with the optimizers' state there */
-    size_t total;     /* of all but `disk` */
+    size_t
+        offloaded; /* what of all these lies elsewhere, with the optimizers' state there: in files, in a GPU's host */
+    size_t total;  /* of all but that */
 } zs_engine_bytes;
 
 /* Who takes part in what. */

@@ -70,5 +70,5 @@ def compare_wide(folder, what, in_backward, **options):
     model, optimizer = wide(to(folder, **what), in_backward, **options)
     losses = steps(model, optimizer, clip=not in_backward)
     different = differences(model.state_dict(), expected[1])
-    assert model.memory()["disk"] > 1 << 20
+    assert model.memory()["offloaded"] > 1 << 20
     return different + ([] if losses == expected[0] else ["losses"])

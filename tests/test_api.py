@@ -401,7 +401,7 @@ def test_tied_weights_count_once():
 def test_memory_has_its_keys():
     held = FSDP(make(Mlp)).memory()
     parts = {"shards", "kept", "grads", "slots", "buckets", "transport", "optimizer"}
-    assert set(held) == {*parts, "disk", "total"}
+    assert set(held) == {*parts, "offloaded", "total"}
     assert held["total"] == sum(held[part] for part in parts)
 
 

@@ -112,7 +112,7 @@ def use(folder):
     steps(model, optimizer)
     average = copy.deepcopy(model)
     wrong += differences(average.state_dict(), model.state_dict())
-    if average.memory()["disk"] < 1 << 20:
+    if average.memory()["offloaded"] < 1 << 20:
         wrong.append("the copy is in memory")
     steps(model, optimizer)
     if not differences(average.state_dict(), model.state_dict()):
@@ -156,6 +156,6 @@ def test_host_memory_is_where_all_is_anyway():
     for given in (True, CPUOffload(offload_params=True), CPUOffloadPolicy(), Offload()):
         model = FSDP(make(Wide), cpu_offload=given)
         steps(model, AdamW(model.parameters()), n=1)
-        assert model.memory()["disk"] == 0
+        assert model.memory()["offloaded"] == 0
     model = zshard.fully_shard(make(Wide), offload_policy=CPUOffloadPolicy())
-    assert model.memory()["disk"] == 0
+    assert model.memory()["offloaded"] == 0

@@ -37,11 +37,11 @@ def test_what_lies_where(tmp_path):
     params = sum(p.numel() * 4 for p in make(Wide).parameters())
     memory = held(folder, grads=True)
     assert memory["shards"] == memory["grads"] == 0
-    assert 4 * params <= memory["disk"] < 4.1 * params + 64 * 4096
+    assert 4 * params <= memory["offloaded"] < 4.1 * params + 64 * 4096
     assert held(folder, params=False)["shards"] >= params
-    half = held(folder, grads=True, fraction=0.5)["disk"]
-    assert 0.35 * memory["disk"] < half < 0.65 * memory["disk"]
-    assert held(folder, fraction=0.0)["disk"] == 0
+    half = held(folder, grads=True, fraction=0.5)["offloaded"]
+    assert 0.35 * memory["offloaded"] < half < 0.65 * memory["offloaded"]
+    assert held(folder, fraction=0.0)["offloaded"] == 0
 
 
 def predictions(folder, kind, strategy, transport):
@@ -61,7 +61,7 @@ def test_memory_is_predicted(pool2, tmp_path, kind):
     for strategy, transport in (("full_shard", "shm"), ("full_shard", "c10d"), ("no_shard", "shm")):
         rows = pool2.run(predictions, str(tmp_path), kind, strategy, transport)
         for predicted, before, held in rows[:1]:
-            on_disk = [each.pop("disk") for each in (predicted, before, held)]
+            on_disk = [each.pop("offloaded") for each in (predicted, before, held)]
             assert predicted == before
             # State is in blocks of its own: a few bytes of padding. The transport is all models'.
             for part in set(held) - {"optimizer", "total", "transport"}:
@@ -135,7 +135,7 @@ UNDER_LIMIT = """
         loss = model(torch.ones(2, 1024)).square().mean()
         loss.backward()
         print("loss", loss.item())
-    print("disk", model.memory()["disk"] >> 20)
+    print("disk", model.memory()["offloaded"] >> 20)
 """
 
 
@@ -254,4 +254,4 @@ def test_ranks_that_differ(pool2, tmp_path):
 def test_a_directory_may_be_a_path(tmp_path):
     model = FSDP(make(Wide), offload=Path(tmp_path))
     steps(model, AdamW(model.parameters()), n=1)
-    assert model.memory()["disk"] > 0
+    assert model.memory()["offloaded"] > 0

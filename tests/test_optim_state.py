@@ -178,10 +178,10 @@ def on_disk(folder, kind):
     model = wrapped(CASES["net"].make, FULL, offload=folder)
     optimizer = make_optimizer(kind, model)
     train(model, CASES["net"], optimizer, rank(), steps=2)
-    state, before = optimizer.state_dict(), model.memory()["disk"]
+    state, before = optimizer.state_dict(), model.memory()["offloaded"]
     optimizer.load_state_dict(state)
     found = differ(optimizer.state_dict(), state)
-    after = model.memory()["disk"]
+    after = model.memory()["offloaded"]
     other, theirs = trained("net", FULL, kind)
     return (
         found + differ(go_on("net", model, optimizer), go_on("net", other, theirs)),

@@ -103,7 +103,7 @@ def _fewest_ranks(model: Model, room: int) -> int | None:
 
 def _alternatives(model: Model) -> Iterator[tuple[str, int]]:
     usual = model.planned[-1][1]
-    if usual.offload is None or not usual.offload.to_disk:
+    if usual.offload is None:
         words = (
             "offload=zshard.Offload(directory=..., grads=True), with Adam's state on the disk, too"
         )

@@ -103,7 +103,7 @@ def check_fits(
     outline = Outline(module, planned, outlined, inner)
     offload = planned[-1][1].offload
     # Gradients that are stepped in backward are not held, which is how such models train.
-    parts = outline.predict(stepped=offload is not None and offload.to_disk)
+    parts = outline.predict(stepped=offload is not None)
     need = _need_of(planned, outline, parts, comms, torch_device(device))
     if isinstance(limit, int):
         need = need._replace(found=parts["total"])
@@ -151,7 +151,7 @@ def _need_of(
     rounding = -parts["grads"] % _CHUNK
     private = max(needed + rounding - shared - in_buckets, 0)
     addresses = needed + rounding + shared * (comms.near.world - 1)
-    addresses += parts["disk"] * (comms.near.world if mapped else 1)
+    addresses += parts["offloaded"] * (comms.near.world if mapped else 1)
     return _Need(needed, private, addresses, 2 * outline.trained_bytes())
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard._device import CPU
 from zshard._model_outline import Outline, World, outline_comms
 from zshard._optim_guard import seen_optimizers
 from zshard._plan import UnitSpec
 from zshard._units import Options, Prefetch, State, state_of, units_of
-from zshard.offload import parse_offload
+from zshard.offload import offload_on, parse_offload
 from zshard.precision import Precision, parse_precision
 from zshard.strategy import ShardingStrategy, parse_strategy
 from zshard.wrap import plan_units
@@ -41,16 +42,16 @@ def memory_of(module: nn.Module, what: str) -> dict[str, int]:
         return with_optimizer(engine.memory(), held)
     if what == "peak":
         return with_optimizer(engine.peak(), state.optimizer_peak)
-    in_memory, on_disk = (2 * _trained_bytes(states, where) for where in (False, True))
-    return with_optimizer(engine.predict(False), held or in_memory, on_disk)
+    in_memory, elsewhere = (2 * _trained_bytes(states, where) for where in (False, True))
+    return with_optimizer(engine.predict(False), held or in_memory, elsewhere)
 
 
-def with_optimizer(parts: dict[str, int], optimizer: int, on_disk: int = 0) -> dict[str, int]:
-    """The parts with that of the optimizer, and their total at the end. on_disk: bytes of its state
-    there that the parts do not know of."""
+def with_optimizer(parts: dict[str, int], optimizer: int, elsewhere: int = 0) -> dict[str, int]:
+    """The parts with that of the optimizer, and their total at the end. elsewhere: bytes of its
+    state that is offloaded, which the parts do not know of."""
     total = parts.pop("total") + optimizer
-    disk = parts["disk"] + on_disk
-    return {**parts, "disk": disk, "optimizer": optimizer, "total": total}
+    offloaded = parts["offloaded"] + elsewhere
+    return {**parts, "offloaded": offloaded, "optimizer": optimizer, "total": total}
 
 
 def _optimizer_bytes(states: Iterable[State]) -> int:
@@ -67,14 +68,14 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
     return total
 
 
-def _trained_bytes(states: Iterable[State], on_disk: bool) -> int:
+def _trained_bytes(states: Iterable[State], offloaded: bool) -> int:
     """Bytes of this rank's part of the parameters that get gradients, and whose optimizer state is
-    on a disk, or is not."""
+    offloaded, or is not."""
     return sum(
         state.unit.param(i)["numel"] * param.itemsize
         for state in states
         for i, param in enumerate(state.unit.params)
-        if param.requires_grad and state.unit.offloads[2] is on_disk
+        if param.requires_grad and state.unit.offloads[2] is offloaded
     )
 
 
@@ -100,8 +101,8 @@ def predict_memory(
     transport: "shm", "c10d" or "auto": shm where all ranks are on one host.
     optimizer: "adamw", "adam", "sgd", "rmsprop" or "adagrad", or the number of tensors of a
         parameter's size that it keeps; None: none.
-    offload: as for FSDP; what goes to a disk is the part "disk", and in no total. (The directory
-        may be any: nothing is made there.)
+    offload: as for FSDP; what goes to a disk is the part "offloaded", and in no total. (The
+        directory may be any: nothing is made there.)
 
     Activations, and what torch itself takes, are not in it. In a world of one gradients are
     torch's own as well. Raises ValueError or TypeError for what FSDP would refuse, and for unknown
@@ -112,13 +113,13 @@ def predict_memory(
         parse_strategy(strategy),
         parse_precision(mixed_precision),
         Prefetch(),
-        parse_offload(offload),
+        offload_on(parse_offload(offload), CPU),
     )
     world = _world(world_size, local_world_size, transport)
     specs = plan_units(module, auto_wrap_policy)
     made = outline_of(module, [(spec, options_of(spec, options)) for spec in specs], world)
-    in_memory, on_disk = (tensors * made.trained_bytes(where) for where in (False, True))
-    return with_optimizer(made.predict(), in_memory, on_disk)
+    in_memory, elsewhere = (tensors * made.trained_bytes(where) for where in (False, True))
+    return with_optimizer(made.predict(), in_memory, elsewhere)
 
 
 def outline_of(module: nn.Module, planned: list[tuple[UnitSpec, Options]], world: World) -> Outline:

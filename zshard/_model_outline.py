@@ -80,7 +80,7 @@ class Outline:
         self.engine = _core.Engine(type(module).__name__, *comms)
         self.engine.set_prefetch(*planned[-1][1].prefetch)
         offload = planned[-1][1].offload
-        if offload is not None and offload.to_disk:
+        if offload is not None:
             self.engine.set_offload(None, *offload.what)
         self.units = [self._make(spec, options) for spec, options in planned]
         stands_for = {}
@@ -119,12 +119,12 @@ class Outline:
         """Bytes by part, as Engine.predict gives them."""
         return self.engine.predict(stepped)
 
-    def trained_bytes(self, on_disk: bool = False) -> int:
+    def trained_bytes(self, offloaded: bool = False) -> int:
         """Bytes of this rank's part of the parameters that get gradients: what one tensor of
         optimizer state takes; of those whose state is in memory, or on a disk."""
         total = 0
         for unit in [*self.units, *self.inner]:
-            if unit.offloads[2] is not on_disk:
+            if unit.offloads[2] is not offloaded:
                 continue
             for i, ref in enumerate(self._specs[id(unit)].params):
                 if ref.param.requires_grad:

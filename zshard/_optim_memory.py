@@ -23,22 +23,23 @@ ALIGN = 64
 def zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
     """A tensor of zeros for each of `params`, with its shape, dtype, device and memory format.
 
-    Those for contiguous CPU tensors are views of one block per dtype, in the order and with the
-    gaps that the parameters have where they lie within a cache line of each other.
+    Those for contiguous tensors are views of one block per dtype and device, in the order and with
+    the gaps that the parameters have where they lie within a cache line of each other.
     """
     made: dict[int, Tensor] = {}
-    blocks: dict[tuple[torch.dtype, bool], list[int]] = {}  # by dtype, and whether on a disk
+    blocks: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}  # ..., is it offloaded
     for i, param in enumerate(params):
-        if param.device.type == "cpu" and param.is_contiguous():
-            blocks.setdefault((param.dtype, _core.offloads_state(param)), []).append(i)
+        if param.device.type in ("cpu", "cuda") and param.is_contiguous():
+            kind = param.dtype, param.device, _core.offloads_state(param)
+            blocks.setdefault(kind, []).append(i)
         else:
             made[i] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    for (dtype, on_disk), members in blocks.items():
+    for (dtype, device, offloaded), members in blocks.items():
         starts, length = _places([params[i] for i in members])
-        if on_disk:
+        if offloaded:
             block = _core.offloaded_zeros(params[members[0]], length)
         else:
-            block = torch.zeros(length, dtype=dtype)
+            block = torch.zeros(length, dtype=dtype, device=device)
         for i, start in zip(members, starts, strict=True):
             made[i] = block[start : start + params[i].numel()].view(params[i].shape)
     return [made[i] for i in range(len(params))]

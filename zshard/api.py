@@ -53,7 +53,7 @@ from zshard._units import (
     units_of,
 )
 from zshard._values import Values, check_unit, dtypes_of, facts_of, names_of
-from zshard.offload import parse_offload, set_offload
+from zshard.offload import offload_on, parse_offload, set_offload
 from zshard.precision import (
     cast_buffers,
     install_casts,
@@ -151,7 +151,7 @@ class FSDP(Controls):
             choose_strategy(sharding_strategy, strategy),
             parse_precision(mixed_precision),
             parse_prefetch(backward_prefetch, forward_prefetch or gpu, limit_all_gathers),
-            parse_offload(offload, cpu_offload),
+            offload_on(parse_offload(offload, cpu_offload), device),
         )
         check_init(param_init_fn)
         limit = parse_limit(memory_limit)
@@ -281,7 +281,8 @@ class FSDP(Controls):
 
     def memory(self, what: str = "now") -> dict[str, int]:
         """Bytes on this rank: shards, kept, grads, slots, buckets, transport, optimizer, and their
-        total; and disk: what an Offload has put into files, which counts nowhere else.
+        total; and offloaded: what an Offload has put into files, or of a GPU's into its host's
+        memory, which counts nowhere else.
 
         what: "now", what zshard holds now; "peak", the most that there has been of each part at a
         time since the model was wrapped, and of all together (holds by unshard() and the gradients

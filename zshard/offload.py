@@ -1,8 +1,8 @@
 """Offload: which parts of a model are kept elsewhere than in the memory that computes with them.
 
 The one idea: one small record says what (parameters, gradients, optimizer state), how much (a
-fraction of the model) and where to: host memory, or files in a directory, say on an NVMe disk. On
-CPU ranks host memory is where everything is, so only a directory changes anything.
+fraction of the model) and where to: the memory of a GPU's host, or files in a directory, say on an
+NVMe disk. On CPU ranks host memory is where everything is, so only a directory changes anything.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zshard import _core
+from zshard._device import CPU
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -31,8 +32,10 @@ class Offload:
         gradients (this rank's reduced ones), the state of zshard's optimizers.
     fraction: of the model's bytes, between 0 and 1: whole units are chosen, evenly over the model.
     directory: files for this rank are made there; they have no names and are gone with the process.
-        For ranks that share memory (shm) it has to be one that all of them see. None: host memory,
-        which on CPU ranks is where everything is anyway.
+        For ranks that share memory (shm) it has to be one that all of them see. None: the memory of
+        a GPU's host, in pages that the GPU reads and writes where they lie: tensors there are CUDA
+        tensors as others, and the optimizer's step streams them through the GPU. On CPU ranks that
+        is where everything is anyway.
     cache: bytes per rank that may be in memory of what is on the disk and not in use at the moment;
         half of it is for what is fetched ahead. At least some three of the largest units' shards,
         or else the disk is waited for. The latest value set holds for all models of the process.
@@ -65,10 +68,14 @@ class Offload:
         return self.params, self.grads, self.optimizer, self.fraction
 
     @property
+    def moves(self) -> bool:
+        """Does it ask for anything?"""
+        return (self.params or self.grads or self.optimizer) and self.fraction > 0
+
+    @property
     def to_disk(self) -> bool:
         """Does anything go to a disk?"""
-        some = self.params or self.grads or self.optimizer
-        return self.directory is not None and some and self.fraction > 0
+        return self.directory is not None and self.moves
 
 
 @dataclass
@@ -124,9 +131,26 @@ def _parse_cpu_offload(given: Any) -> Offload | None:
     )
 
 
+def offload_on(offload: Offload | None, device: str) -> Offload | None:
+    """What `offload` means on that device; None: nothing lies elsewhere.
+
+    Raises NotImplementedError for files and a GPU.
+    """
+    if offload is None or not offload.moves or (device == CPU and not offload.to_disk):
+        return None
+    if device != CPU and offload.to_disk:
+        raise NotImplementedError(
+            "Offload(directory=...) is for models on the CPU; on a GPU leave the directory out: "
+            "what is offloaded then lies in the memory of the GPU's host"
+        )
+    return offload
+
+
 def set_offload(engine: _core.Engine, offload: Offload | None) -> None:
     """Has the units that `engine` will get lie where `offload` says. Collective if that is a disk;
     OSError, on all ranks, where no file can be made."""
-    if offload is not None and offload.directory is not None and offload.to_disk:
-        engine.set_offload(os.fspath(offload.directory), *offload.what)
+    if offload is None:
+        return
+    engine.set_offload(os.fspath(offload.directory or ""), *offload.what)
+    if offload.to_disk:
         _core.set_pager_limit(offload.cache)
