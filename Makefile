@@ -14,7 +14,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --retries 2 install --quiet
 CLANG_FORMAT := $(PY) -c 'import clang_format; clang_format.clang_format()'
-C_FILES = $(wildcard csrc/*.[ch] csrc/*.[ch]pp cuda/*.[ch] cuda/*.cu cuda/*.cuh tests/c/*.[ch])
+C_FILES = $(wildcard csrc/*.[ch] csrc/*.[ch]pp cuda/*.[ch] cuda/*.cu cuda/*.cuh tests/c/*.[ch] tests/c/*.[ch]pp)
 
 .PHONY: help demo test bench lint format build sanitize clean distclean
 .NOTPARALLEL:
