@@ -118,8 +118,9 @@ def value_fact(name: str, tensor: torch.Tensor) -> Fact:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of a CPU tensor's values; 32 bits."""
-    return zlib.crc32(bytes_of(tensor.detach().contiguous()))
+    """Of a tensor's values; 32 bits."""
+    plain = tensor.detach().cpu().contiguous()  # it may be a copy, and has to outlive its bytes
+    return zlib.crc32(bytes_of(plain))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

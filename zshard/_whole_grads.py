@@ -141,4 +141,4 @@ class WholeGrads:
             if rank == self._comm.rank and own is not None:
                 slice_.copy_(own.detach().reshape(-1))
             self._comm.broadcast(slice_, rank)
-        return whole
+        return whole.to(param.device)
