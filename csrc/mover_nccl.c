@@ -5,22 +5,15 @@
  */
 #define _GNU_SOURCE 1 /* syscall */
 #include "device_cuda.h"
+#include "kin.h"
 #include "mover.h"
 #include "nccl_comm.h"
 
 #include "cuda_driver.h"
 
-#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#ifndef SYS_pidfd_open
-#define SYS_pidfd_open 434 /* the same on all architectures; older kernel headers lack it */
-#endif
 
 enum { EVENTS = 16 }; /* operations that the monitor is asked to look after at a time */
 
@@ -36,36 +29,18 @@ typedef struct nccl_mover {
     zs_nccl_comm *comm; /* owned */
     watched_move moves[EVENTS];
     size_t count;              /* of moves so far */
-    int *pidfds;               /* [world] of the ranks on this host, else -1; owned */
-    long *pids;                /* [world] */
+    zs_kin *kin;               /* owned */
     zs_nccl_message *messages; /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
 } nccl_mover;
 
 /* --- peers --------------------------------------------------------------------------------------------------------------- */
 
-/* What the ranks say to each other: whether they can, and (for the monitor) which of them are processes of one kernel. */
+/* What the ranks say to each other: whether they can, and (for the monitor) what processes they are. */
 typedef struct card {
     int32_t status;
     char why[256]; /* where that is no ZS_OK */
-    char boot[40]; /* the kernel's boot id */
-    uint64_t pids; /* its namespace of pids */
-    int64_t pid;
+    zs_kin_card kin;
 } card;
-
-static card own_card(void)
-{
-    card own;
-    memset(&own, 0, sizeof own);
-    struct stat info;
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    if (file != NULL) {
-        if (fgets(own.boot, sizeof own.boot, file) == NULL) own.boot[0] = 0;
-        fclose(file);
-    }
-    if (stat("/proc/self/ns/pid", &info) == 0) own.pids = info.st_ino;
-    own.pid = getpid();
-    return own;
-}
 
 /* NCCL makes a communicator of the device that is current on the thread. */
 static zs_status check_device(const zs_device *device)
@@ -83,33 +58,24 @@ static zs_status check_device(const zs_device *device)
 
 static zs_status meet_peers(nccl_mover *self, zs_comm *control)
 {
-    card own = own_card(), all[control->world];
+    card own, all[control->world];
+    memset(&own, 0, sizeof own);
+    zs_kin_own_card(&own.kin);
     own.status = (int32_t)check_device(self->base.device);
     snprintf(own.why, sizeof own.why, "%s", zs_last_message());
     zs_clear_error();
     ZS_TRY(control->ops->exchange(control, &own, sizeof own, all));
     for (int r = 0; r < control->world; r++)
         if (all[r].status != ZS_OK) return ZS_FAIL((zs_status)all[r].status, "rank %d: %s", r, all[r].why);
-    for (int r = 0; r < control->world; r++) {
-        bool near = own.boot[0] != 0 && strcmp(all[r].boot, own.boot) == 0 && all[r].pids == own.pids;
-        self->pids[r] = (long)all[r].pid;
-        self->pidfds[r] = near && r != control->rank ? (int)syscall(SYS_pidfd_open, (pid_t)all[r].pid, 0) : -1;
-    }
+    for (int r = 0; r < control->world; r++)
+        zs_kin_meet(self->kin, r, &all[r].kin);
     return ZS_OK;
 }
 
 /* By the monitor's thread. */
 static bool find_gone(void *arg, char *sentence, size_t size)
 {
-    const nccl_mover *self = arg;
-    for (int r = 0; r < self->base.world; r++) {
-        struct pollfd look = {.fd = self->pidfds[r], .events = POLLIN};
-        if (look.fd < 0 || poll(&look, 1, 0) <= 0) continue;
-        snprintf(sentence, size, "rank %d (pid %ld) has ended (it died, or its program came to its end)", r,
-                 self->pids[r]);
-        return true;
-    }
-    return false;
+    return zs_kin_gone(((nccl_mover *)arg)->kin, sentence, size);
 }
 
 /* --- moves --------------------------------------------------------------------------------------------------------------- */
@@ -200,10 +166,7 @@ static void nccl_destroy(zs_mover *mover)
     zs_nccl_comm_release(self->comm);
     for (int i = 0; i < EVENTS; i++)
         zs_device_cuda_event_free(self->moves[i].event);
-    for (int r = 0; self->pidfds != NULL && r < mover->world; r++)
-        if (self->pidfds[r] >= 0) close(self->pidfds[r]);
-    free(self->pidfds);
-    free(self->pids);
+    zs_kin_free(self->kin);
     free(self->messages);
     free(self);
 }
@@ -231,13 +194,9 @@ zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, zs_mover 
     nccl_mover *self = calloc(1, sizeof *self);
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a mover");
     self->base = (zs_mover){&nccl_ops, device, control->rank, control->world};
-    self->pidfds = malloc(world * sizeof *self->pidfds);
-    self->pids = calloc(world, sizeof *self->pids);
     self->messages = calloc(world * ZS_MAX_FLATS, sizeof *self->messages);
-    for (size_t r = 0; self->pidfds != NULL && r < world; r++)
-        self->pidfds[r] = -1;
-    bool room = self->pidfds != NULL && self->pids != NULL && self->messages != NULL;
-    zs_status status = room ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %zu ranks", world);
+    zs_status status = self->messages != NULL ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %zu ranks", world);
+    if (status == ZS_OK) status = zs_kin_new(control->rank, control->world, &self->kin);
     if (status == ZS_OK) status = make_comm(self, control);
     if (status == ZS_OK)
         *out = &self->base;

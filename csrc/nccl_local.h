@@ -6,6 +6,7 @@
 #ifndef ZS_NCCL_LOCAL_H
 #define ZS_NCCL_LOCAL_H
 
+#include "lookout.h"
 #include "nccl_comm.h"
 #include "nccl_lib.h"
 
@@ -19,6 +20,7 @@ typedef struct zs_nccl_watched {
 } zs_nccl_watched;
 
 struct zs_nccl_comm {
+    zs_lookout entry; /* first */
     const zs_nccl *nccl;
     char name[64];
     int rank, world;
@@ -33,13 +35,9 @@ struct zs_nccl_comm {
     bool tell;             /* `lost` has still to be called */
     bool ending;           /* its last reference is gone: nobody is there for Ctrl-C */
     zs_nccl_watched watched;
-    double gone_since;  /* when a peer was first seen gone while work was outstanding, 0: never */
-    zs_nccl_comm *next; /* the monitor's list */
+    double gone_since; /* when a peer was first seen gone while work was outstanding, 0: never */
     _Atomic long refs;
 };
-
-/* Seconds on the monotonic clock. */
-double zs_nccl_now(void);
 
 /* Takes the lock for a call of NCCL: not in a forked child, not poisoned, nothing left in the background. On failure the lock
  * is not held. */

@@ -16,7 +16,7 @@ from test_c_comm import BUILDS, NO_LOOPS, SHM, skip_without_thread_sanitizer
 from test_c_core import ROOT, STRICT, compile_c
 
 C = ROOT / "tests" / "c"
-CORE = [NO_LOOPS, *(ROOT / "csrc" / name for name in SHM)]
+CORE = [NO_LOOPS, *(ROOT / "csrc" / name for name in [*SHM, "lookout.c"])]
 CORE += sorted((ROOT / "csrc").glob("nccl_*.c"))
 OLD = "an_old_library_does_without"
 FAILING = "a_failing_call_is_an_error_and_no_more"

@@ -1,0 +1,121 @@
+/* lookout.c - see lookout.h.
+ *
+ * The one idea: the list's lock is held while something is looked at, so removing it waits for that. It is taken before the
+ * locks of those that are looked at, never after.
+ */
+#define _GNU_SOURCE 1 /* pthread_condattr_setclock */
+#include "lookout.h"
+
+#include "file.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+
+static const long look_every = 100000000; /* nanoseconds */
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake; /* on the monotonic clock */
+    zs_lookout *first;
+    bool running;
+    _Atomic unsigned started; /* 1 + zs_lifetime() when a thread was started, 0: never */
+} lookout = {.lock = PTHREAD_MUTEX_INITIALIZER};
+static pthread_once_t wake_once = PTHREAD_ONCE_INIT;
+
+double zs_lookout_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Ends with the last entry. */
+static void *watch(void *unused)
+{
+    pthread_mutex_lock(&lookout.lock);
+    while (lookout.first != NULL) {
+        for (zs_lookout *one = lookout.first; one != NULL; one = one->next)
+            one->look(one);
+        zs_clear_error();
+        struct timespec until;
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        until.tv_nsec += look_every;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        pthread_cond_timedwait(&lookout.wake, &lookout.lock, &until);
+    }
+    lookout.running = false;
+    pthread_mutex_unlock(&lookout.lock);
+    return unused;
+}
+
+static void make_wake(void)
+{
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&lookout.wake, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
+/* With the lock held. Signals are for other threads. */
+static zs_status start(void)
+{
+    pthread_once(&wake_once, make_wake);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    errno = pthread_create(&thread, NULL, watch, NULL);
+    zs_status status = errno == 0 ? ZS_OK : ZS_FAIL_ERRNO("starting the thread that looks after GPUs");
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (status != ZS_OK) return status;
+    pthread_detach(thread);
+    lookout.running = true;
+    lookout.started = 1 + zs_lifetime();
+    return ZS_OK;
+}
+
+/* A forked child has the list, but not the thread, and may find the lock held for ever. */
+static bool forked(void)
+{
+    unsigned started = lookout.started;
+    return started != 0 && started != 1 + zs_lifetime();
+}
+
+zs_status zs_lookout_add(zs_lookout *one)
+{
+    if (forked()) return ZS_FAIL(ZS_ERR_STATE, "a process forked from one that uses GPUs with its peers cannot do so");
+    pthread_mutex_lock(&lookout.lock);
+    zs_status status = lookout.running ? ZS_OK : start();
+    if (status == ZS_OK) {
+        one->next = lookout.first;
+        lookout.first = one;
+    }
+    pthread_mutex_unlock(&lookout.lock);
+    return status;
+}
+
+void zs_lookout_remove(zs_lookout *one)
+{
+    if (forked()) return;
+    pthread_mutex_lock(&lookout.lock);
+    for (zs_lookout **at = &lookout.first; *at != NULL; at = &(*at)->next)
+        if (*at == one) {
+            *at = one->next;
+            break;
+        }
+    if (lookout.running) pthread_cond_signal(&lookout.wake);
+    pthread_mutex_unlock(&lookout.lock);
+}
+
+void zs_lookout_end(const char *why)
+{
+    if (forked()) return;
+    pthread_mutex_lock(&lookout.lock);
+    for (zs_lookout *one = lookout.first; one != NULL; one = one->next)
+        if (one->end != NULL) one->end(one, why);
+    pthread_mutex_unlock(&lookout.lock);
+}
