@@ -7,6 +7,7 @@
 #define _GNU_SOURCE /* strdup */
 #include "device_cuda.h"
 #include "gpu.h"
+#include "peer.h"
 
 #include <stdatomic.h>
 #include <stdio.h>
@@ -31,6 +32,33 @@ zs_status zs_gpu_usable(zs_gpu_comm *comm)
     if (comm->mover->ops->check == NULL) return ZS_OK;
     zs_status status = comm->mover->ops->check(comm->mover);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
+}
+
+/* --- memory that has gone ---------------------------------------------------------------------------------------------------- */
+
+static uint32_t gone_here(const zs_gpu_comm *comm)
+{
+    return comm->mover->ops->gone != NULL ? comm->mover->ops->gone(comm->mover) : 0;
+}
+
+/* The hosts have met; `gone`: on some rank is memory that it would give up. */
+static zs_status settle(zs_gpu_comm *comm, bool gone)
+{
+    if (!gone) return ZS_OK;
+    zs_status status = comm->mover->ops->settle(comm->mover);
+    return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
+}
+
+/* Meets for that alone: where a model is wrapped, another one's memory may be wanted. */
+static zs_status meet_to_settle(zs_gpu_comm *comm)
+{
+    if (comm->mover->ops->settle == NULL) return ZS_OK;
+    bool gone = false;
+    uint32_t mine = gone_here(comm), all[comm->base.world];
+    ZS_TRY(comm->control->ops->exchange(comm->control, &mine, sizeof mine, all));
+    for (int r = 0; r < comm->base.world; r++)
+        gone = gone || all[r] > 0;
+    return settle(comm, gone);
 }
 
 /* --- one order on all ranks ---------------------------------------------------------------------------------------------- */
@@ -65,13 +93,16 @@ static zs_status went_apart(zs_gpu_comm *comm, const zs_gpu_order *other, int ra
 static zs_status check_order(zs_gpu_comm *comm)
 {
     int world = comm->base.world;
+    bool gone = false;
     zs_gpu_order all[world];
+    comm->order.gone = gone_here(comm);
     ZS_TRY(comm->control->ops->exchange(comm->control, &comm->order, sizeof comm->order, all));
     for (int r = 0; r < world; r++) {
+        gone = gone || all[r].gone > 0;
         bool same = all[r].hash == comm->order.hash && all[r].count == comm->order.count;
         if (!same || all[r].gave_up != comm->order.gave_up) return went_apart(comm, &all[r], r);
     }
-    return ZS_OK;
+    return settle(comm, gone);
 }
 
 zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes)
@@ -121,9 +152,24 @@ void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event)
 
 /* --- flats and gathers ------------------------------------------------------------------------------------------------- */
 
+/* Memory that peers may have to read. */
+static zs_status new_memory(zs_comm *comm, size_t bytes, zs_mem **out)
+{
+    zs_mover *mover = ((zs_gpu_comm *)comm)->mover;
+    if (mover->ops->mem_new != NULL) return mover->ops->mem_new(mover, bytes, out);
+    return zs_device_mem_new(comm->device, bytes, out);
+}
+
+static zs_status gpu_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
+{
+    ZS_TRY(new_memory(comm, bytes, &out->mem));
+    *out = (zs_bucket){.ptr = out->mem->ptr, .bytes = bytes, .mem = out->mem};
+    return ZS_OK;
+}
+
 static zs_status gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
-    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
+    ZS_TRY(new_memory(comm, shard_bytes, &out->mem));
     out->shard = out->mem->ptr;
     out->full = NULL;
     out->shard_bytes = shard_bytes;
@@ -183,7 +229,8 @@ static zs_status gpu_gather_finish(zs_comm *comm, zs_gathering *gathering)
 static size_t gpu_bytes(const zs_comm *comm)
 {
     const zs_gpu_comm *self = (const zs_gpu_comm *)comm;
-    return self->areas != NULL ? zs_arena_bytes(self->areas) : 0;
+    size_t areas = self->areas != NULL ? zs_arena_bytes(self->areas) : 0;
+    return areas + comm->ops->room(NULL, comm->world).fixed;
 }
 
 static zs_status gpu_reserve(zs_comm *comm, const zs_arena *plan)
@@ -199,6 +246,7 @@ static zs_status gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, voi
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
+    ZS_TRY(meet_to_settle(self));
     return self->control->ops->exchange(self->control, mine, bytes, all);
 }
 
@@ -240,7 +288,8 @@ static void gpu_abort(zs_comm *comm, const char *reason)
 /* The control transport is closed by who has it. */
 static void gpu_close(zs_comm *comm)
 {
-    (void)comm;
+    zs_mover *mover = ((zs_gpu_comm *)comm)->mover;
+    if (mover->ops->close != NULL) mover->ops->close(mover);
 }
 
 static void gpu_destroy(zs_comm *comm)
@@ -256,46 +305,46 @@ static void gpu_destroy(zs_comm *comm)
     free(self);
 }
 
-#define GPU_TABLE(table, title)                   \
-    const zs_comm_ops table = {                   \
-        .name = title,                            \
-        .shard_align = 64,                        \
-        .mapped = false,                          \
-        .lane = ZS_LANE_REDUCE,                   \
-        .flat_new = gpu_flat_new,                 \
-        .flat_free = zs_local_flat_free,          \
-        .gather_start = gpu_gather_start,         \
-        .gather_finish = gpu_gather_finish,       \
-        .bucket_new = zs_local_bucket_new,        \
-        .bucket_free = zs_local_bucket_free,      \
-        .cunit_new = zs_gpu_cunit_new,            \
-        .cunit_free = zs_gpu_cunit_free,          \
-        .post = zs_gpu_post,                      \
-        .collect = zs_gpu_collect,                \
-        .share = zs_gpu_share,                    \
-        .collect_shared = zs_gpu_collect_shared,  \
-        .release = zs_gpu_release,                \
-        .reusable = zs_gpu_reusable,              \
-        .reader_new = zs_local_reader_new,        \
-        .reader_free = zs_local_reader_free,      \
-        .read_begin = zs_local_read,              \
-        .read_end = gpu_read_end,                 \
-        .give_up = gpu_give_up,                   \
-        .bytes = gpu_bytes,                       \
-        .room = zs_gpu_room,                      \
-        .bucket_room = zs_local_bucket_room,      \
-        .reserve = gpu_reserve,                   \
-        .exchange = gpu_exchange,                 \
-        .broadcast = gpu_broadcast,               \
-        .broadcast_device = gpu_broadcast_device, \
-        .abort = gpu_abort,                       \
-        .close = gpu_close,                       \
-        .destroy = gpu_destroy,                   \
+#define GPU_TABLE(table, title, rounds)                 \
+    const zs_comm_ops table = {                         \
+        .name = title,                                  \
+        .shard_align = 64,                              \
+        .mapped = false,                                \
+        .lane = ZS_LANE_REDUCE,                         \
+        .flat_new = gpu_flat_new,                       \
+        .flat_free = zs_local_flat_free,                \
+        .gather_start = gpu_gather_start,               \
+        .gather_finish = gpu_gather_finish,             \
+        .bucket_new = gpu_bucket_new,                   \
+        .bucket_free = zs_local_bucket_free,            \
+        .cunit_new = zs_##rounds##_cunit_new,           \
+        .cunit_free = zs_##rounds##_cunit_free,         \
+        .post = zs_##rounds##_post,                     \
+        .collect = zs_##rounds##_collect,               \
+        .share = zs_##rounds##_share,                   \
+        .collect_shared = zs_##rounds##_collect_shared, \
+        .release = zs_##rounds##_release,               \
+        .reusable = zs_##rounds##_reusable,             \
+        .reader_new = zs_local_reader_new,              \
+        .reader_free = zs_local_reader_free,            \
+        .read_begin = zs_local_read,                    \
+        .read_end = gpu_read_end,                       \
+        .give_up = gpu_give_up,                         \
+        .bytes = gpu_bytes,                             \
+        .room = zs_##rounds##_room,                     \
+        .bucket_room = zs_local_bucket_room,            \
+        .reserve = gpu_reserve,                         \
+        .exchange = gpu_exchange,                       \
+        .broadcast = gpu_broadcast,                     \
+        .broadcast_device = gpu_broadcast_device,       \
+        .abort = gpu_abort,                             \
+        .close = gpu_close,                             \
+        .destroy = gpu_destroy,                         \
     }
 
-GPU_TABLE(zs_nccl_ops, "nccl");
-GPU_TABLE(zs_peer_ops, "peer");
-GPU_TABLE(zs_c10d_gpu_ops, "c10d_gpu");
+GPU_TABLE(zs_nccl_ops, "nccl", gpu);
+GPU_TABLE(zs_peer_ops, "peer", peer);
+GPU_TABLE(zs_c10d_gpu_ops, "c10d_gpu", gpu);
 
 static const zs_comm_ops *table_for(const zs_mover *mover)
 {

@@ -35,14 +35,22 @@ typedef struct zs_mover_ops {
     bool blocks;      /* moves wait on the host for the peers: it has to be sure before each that they will come */
     /* full[r * bytes ...] = shard of rank r, in `lane`. `shard` may be its own place in `full`. */
     zs_status (*gather)(zs_mover *, zs_lane lane, const void *shard, char *full, size_t bytes);
-    /* In the reduce lane. */
+    /* In the reduce lane. NULL where rounds read the peers' memory (peer_round.c). */
     zs_status (*swap)(zs_mover *, const zs_swap *);
     /* `data` of `root` to all, in the compute lane. */
     zs_status (*broadcast)(zs_mover *, void *data, size_t bytes, int root);
+    /* New memory that shards and buckets are to be of. NULL: the device's own. */
+    zs_status (*mem_new)(zs_mover *, size_t bytes, zs_mem **out);
+    /* How many pieces of that have gone here and are kept for the peers' sake; where any rank has some, all of them call
+     * settle, collectively, when their hosts meet. Both NULL, or none. */
+    uint32_t (*gone)(zs_mover *);
+    zs_status (*settle)(zs_mover *);
     /* ZS_OK, or why nothing can be moved any more. NULL where nobody but the calls themselves can know. */
     zs_status (*check)(zs_mover *);
     /* What is under way ends, wherever it stands; every later call fails with `why`. */
     void (*abort)(zs_mover *, const char *why);
+    /* This rank comes to its end in good order: waits, not for ever, for what is under way. NULL: nothing to do. */
+    void (*close)(zs_mover *);
     void (*destroy)(zs_mover *);
 } zs_mover_ops;
 
@@ -60,5 +68,10 @@ zs_status zs_mover_c10d_new(const zs_comm *control, const zs_device *device, con
 /* Over a communicator of our own of NCCL, which the ranks of `control` make now, together, within its timeout. A thread looks
  * after it: where a peer on this host dies, or work makes no end for the timeout, what is under way is aborted. */
 zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, zs_mover **out);
+
+/* By mappings of the peers' memory: several ranks on one GPU, or GPUs of one host that can access each other. Collective over
+ * `control`, of which it keeps a reference; fails on all ranks or none. ZS_ERR_UNSUPPORTED: ranks on several hosts. A thread looks
+ * after it: where a peer dies, or a move makes no end for the timeout, the streams that wait for it are let go. */
+zs_status zs_mover_peer_new(zs_comm *control, const zs_device *device, zs_mover **out);
 
 #endif

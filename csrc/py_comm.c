@@ -73,6 +73,7 @@ static zs_status new_mover(zs_comm *control, const char *kind, const zs_device *
 {
     if (strcmp(kind, "c10d") == 0) return zs_mover_c10d_new(control, device, group, out);
     if (strcmp(kind, "nccl") == 0) return zs_mover_nccl_new(control, device, out);
+    if (strcmp(kind, "peer") == 0) return zs_mover_peer_new(control, device, out);
     return ZS_FAIL(ZS_ERR_VALUE, "there is no mover '%s'", kind);
 }
 

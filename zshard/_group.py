@@ -28,7 +28,7 @@ from zshard._nccl import library
 from zshard._units import Comms
 from zshard.strategy import ShardingStrategy
 
-TRANSPORTS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "c10d")}
+TRANSPORTS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "peer", "c10d")}
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -239,8 +239,8 @@ def comm_for(
 ) -> _core.Comm:
     """The transport of `group`, made on first use; collective over the group then.
 
-    transport: "auto" (None), "shm" or "c10d", on GPUs "nccl" or "c10d"; ZSHARD_TRANSPORT where
-        None.
+    transport: "auto" (None), "shm" or "c10d", on GPUs "nccl", "peer" or "c10d"; ZSHARD_TRANSPORT
+        where None.
     timeout: seconds that one wait may last; ZSHARD_TIMEOUT, then the group's own where None.
     Raises ValueError for unknown names, RuntimeError where a forced transport cannot be had.
     """
@@ -333,6 +333,8 @@ def connect_gpu(device: str, group: Any, wanted: str, timeout: float) -> _core.C
     by_test = is_stand_in(device)  # there, the argument says how the hosts talk
     control = comm_for(group, wanted if by_test else "auto", timeout)
     kind = os.environ.get("ZSHARD_MOVER", "c10d") if by_test else wanted
+    if kind == "peer" or (kind == "auto" and _share_a_gpu(control, _gpu_id(device))):
+        return _core.Comm.gpu(control, "peer", device, "")
     if kind in ("auto", "nccl"):
         with contextlib.suppress(NotImplementedError):  # the ranks agree on it below
             library()
@@ -342,6 +344,17 @@ def connect_gpu(device: str, group: Any, wanted: str, timeout: float) -> _core.C
             if kind == "nccl":
                 raise
     return _core.Comm.gpu(control, "c10d", device, new_group(group, device).group_name)
+
+
+def _gpu_id(device: str) -> str:
+    """What tells this GPU from all others, whatever its number is in this process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _share_a_gpu(control: _core.Comm, gpu: str) -> bool:
+    """Have two ranks the same GPU, on one host? NCCL refuses that. Collective; alike on all ranks."""
+    ids = control.exchange(gpu.encode().ljust(64))
+    return control.transport == "shm" and len(set(ids)) < len(ids)
 
 
 def _host() -> str:

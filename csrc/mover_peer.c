@@ -1,0 +1,190 @@
+/* mover_peer.c - device memory by mappings of the peers' memory: several ranks on one GPU, or GPUs of one host. See peer.h.
+ *
+ * The one idea: a move is a number in each pad, once when a rank's part may be read and once when it has read all others. So
+ * what is queued behind a move may write what the peers have read of this rank.
+ */
+#include "device_cuda.h"
+#include "file.h"
+#include "peer.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* --- moves --------------------------------------------------------------------------------------------------------------- */
+
+/* Every rank pulls from another one first, so that no GPU is asked by all at a time. */
+static zs_status pull_all(zs_peer *self, zs_lane lane, char *const *from, char *full, size_t bytes)
+{
+    int rank = self->base.rank, world = self->base.world;
+    for (int i = 0; i < world; i++) {
+        int r = (rank + i) % world;
+        char *to = full + (size_t)r * bytes;
+        if (to != from[r]) ZS_TRY(zs_device_copy(self->base.device, lane, to, from[r], bytes));
+    }
+    return ZS_OK;
+}
+
+static zs_status meet(zs_peer *self, zs_lane lane, zs_peer_word word)
+{
+    return zs_peer_meet(self, lane, zs_peer_lane_words(self, lane, word), self->moves[lane]);
+}
+
+static zs_status peer_gather(zs_mover *mover, zs_lane lane, const void *shard, char *full, size_t bytes)
+{
+    zs_peer *self = (zs_peer *)mover;
+    char *const *from = NULL;
+    ZS_TRY(zs_peer_check(mover));
+    ZS_TRY(zs_peer_shards(self, shard, &from));
+    self->moves[lane]++;
+    ZS_TRY(meet(self, lane, ZS_PEER_READY));
+    ZS_TRY(pull_all(self, lane, from, full, bytes));
+    ZS_TRY(meet(self, lane, ZS_PEER_DONE));
+    return zs_peer_watch_move(self, lane, "gather of parameters", "");
+}
+
+/* A piece of what the root has goes over its stage, as the peers can not map torch's memory. */
+static zs_status broadcast_piece(zs_peer *self, char *data, size_t bytes, int root)
+{
+    zs_lane lane = ZS_LANE_COMPUTE;
+    const zs_device *device = self->base.device;
+    char *stage = self->pads[root] + zs_peer_pad_bytes(self->base.world);
+    bool here = root == self->base.rank;
+    if (here) ZS_TRY(zs_device_copy(device, lane, stage, data, bytes));
+    self->moves[lane]++;
+    ZS_TRY(meet(self, lane, ZS_PEER_READY));
+    if (!here) ZS_TRY(zs_device_copy(device, lane, data, stage, bytes));
+    return meet(self, lane, ZS_PEER_DONE);
+}
+
+static zs_status peer_broadcast(zs_mover *mover, void *data, size_t bytes, int root)
+{
+    zs_peer *self = (zs_peer *)mover;
+    ZS_TRY(zs_peer_check(mover));
+    for (size_t at = 0; at < bytes; at += ZS_PEER_STAGE) {
+        size_t piece = bytes - at < ZS_PEER_STAGE ? bytes - at : ZS_PEER_STAGE;
+        ZS_TRY(broadcast_piece(self, (char *)data + at, piece, root));
+    }
+    return bytes > 0 ? zs_peer_watch_move(self, ZS_LANE_COMPUTE, "broadcast", "") : ZS_OK;
+}
+
+static zs_status peer_mem_new(zs_mover *mover, size_t bytes, zs_mem **out)
+{
+    return zs_peer_mem_new(mover->device, bytes, out);
+}
+
+/* --- making and ending ----------------------------------------------------------------------------------------------------- */
+
+/* Peers may wait for what is queued here still; but not for ever, where they have gone another way. */
+static void peer_close(zs_mover *mover)
+{
+    zs_peer *self = (zs_peer *)mover;
+    if (self->lifetime != zs_lifetime()) return;
+    if (zs_peer_drain(self, 10.0) != ZS_OK) {
+        zs_peer_abort(mover, "it came to its end with work on the GPU that waits for other ranks");
+        (void)zs_peer_drain(self, 10.0);
+    }
+    zs_clear_error();
+}
+
+static void peer_destroy(zs_mover *mover)
+{
+    zs_peer *self = (zs_peer *)mover;
+    bool own = self->lifetime == zs_lifetime(); /* a forked child has nothing on the GPU */
+    if (own && self->pads != NULL && self->pads[mover->rank] != NULL) peer_close(mover);
+    zs_peer_watch_end(self);
+    if (own) zs_peer_maps_free(self->maps);
+    if (own) zs_mem_release(self->pad);
+    zs_kin_free(self->kin);
+    zs_comm_release(self->control);
+    free(self->pads);
+    free(self);
+}
+
+static const zs_mover_ops peer_ops = {
+    .name = "peer",
+    .gather = peer_gather,
+    .broadcast = peer_broadcast,
+    .mem_new = peer_mem_new,
+    .gone = zs_peer_gone,
+    .settle = zs_peer_settle,
+    .check = zs_peer_check,
+    .abort = zs_peer_abort,
+    .close = peer_close,
+    .destroy = peer_destroy,
+};
+
+/* What the ranks say to each other at birth. */
+typedef struct card {
+    int32_t status;
+    char why[256]; /* where that is no ZS_OK */
+    zs_kin_card kin;
+    zs_peer_address pad;
+} card;
+
+/* All ranks say how it went; fails alike on all of them where it has not on one. */
+static zs_status agree(zs_peer *self, zs_status status, card *own, card *all)
+{
+    own->status = (int32_t)status;
+    snprintf(own->why, sizeof own->why, "%s", status == ZS_OK ? "" : zs_last_message());
+    zs_clear_error();
+    ZS_TRY(self->control->ops->exchange(self->control, own, sizeof *own, all));
+    for (int r = 0; r < self->base.world; r++)
+        if (all[r].status != ZS_OK)
+            return ZS_FAIL((zs_status)all[r].status, "transport 'peer', rank %d: %s", r, all[r].why);
+    return ZS_OK;
+}
+
+static zs_status make_pad(zs_peer *self, zs_peer_address *address)
+{
+    int world = self->base.world;
+    self->pads = calloc((size_t)world, sizeof *self->pads);
+    if (self->pads == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d ranks", world);
+    ZS_TRY(zs_kin_new(self->base.rank, world, &self->kin));
+    ZS_TRY(zs_peer_maps_new(self->base.rank, world, &self->maps));
+    ZS_TRY(zs_peer_mem_new(self->base.device, zs_peer_pad_bytes(world) + ZS_PEER_STAGE, &self->pad));
+    ZS_TRY(zs_peer_tell(self->maps, self->pad->ptr, address));
+    self->pads[self->base.rank] = self->pad->ptr;
+    return zs_device_wait(self->base.device); /* zeroed before a peer writes there */
+}
+
+static zs_status map_pads(zs_peer *self, const card *all)
+{
+    for (int r = 0; r < self->base.world; r++) {
+        if (r == self->base.rank) continue;
+        if (!zs_kin_near(&all[r].kin, &all[self->base.rank].kin))
+            return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                           "rank %d is on another host, or in another container, and its GPU's memory can not be "
+                           "mapped here; transport='nccl' works anywhere",
+                           r);
+        zs_kin_meet(self->kin, r, &all[r].kin);
+        ZS_TRY(zs_peer_map(self->maps, r, &all[r].pad, &self->pads[r]));
+    }
+    return zs_peer_watch_begin(self);
+}
+
+static zs_status meet_peers(zs_peer *self)
+{
+    card own, all[self->base.world];
+    memset(&own, 0, sizeof own);
+    zs_kin_own_card(&own.kin);
+    ZS_TRY(agree(self, make_pad(self, &own.pad), &own, all));
+    zs_status status = map_pads(self, all);
+    return agree(self, status, &own, all);
+}
+
+zs_status zs_mover_peer_new(zs_comm *control, const zs_device *device, zs_mover **out)
+{
+    zs_peer *self = calloc(1, sizeof *self);
+    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a mover");
+    self->base = (zs_mover){&peer_ops, device, control->rank, control->world};
+    self->control = zs_comm_retain(control);
+    self->lifetime = zs_lifetime();
+    pthread_mutex_init(&self->watch.lock, NULL);
+    zs_status status = meet_peers(self);
+    if (status == ZS_OK)
+        *out = &self->base;
+    else
+        peer_destroy(&self->base);
+    return status;
+}
