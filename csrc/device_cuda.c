@@ -86,9 +86,10 @@ static zs_status cuda_wait(const zs_device *device)
 /* Memory goes back in the order of the compute lane: what other lanes still do with it comes first. */
 static void join_all(const zs_device *device)
 {
+    bool clean = zs_last_status() == ZS_OK; /* what is freed after a failure does not take its words along */
     for (zs_lane lane = ZS_LANE_COMPUTE + 1; lane < ZS_LANES; lane++)
         (void)cuda_join(device, lane);
-    zs_clear_error(); /* the process may be ending */
+    if (clean) zs_clear_error(); /* the process may be ending */
 }
 
 static void free_torch(zs_mem *mem)

@@ -80,11 +80,12 @@ static void peer_close(zs_mover *mover)
 {
     zs_peer *self = (zs_peer *)mover;
     if (self->lifetime != zs_lifetime()) return;
+    bool clean = zs_last_status() == ZS_OK;
     if (zs_peer_drain(self, 10.0) != ZS_OK) {
         zs_peer_abort(mover, "it came to its end with work on the GPU that waits for other ranks");
         (void)zs_peer_drain(self, 10.0);
     }
-    zs_clear_error();
+    if (clean) zs_clear_error();
 }
 
 static void peer_destroy(zs_mover *mover)

@@ -90,11 +90,21 @@ static void look(zs_lookout *entry)
     pthread_mutex_unlock(&watch->lock);
 }
 
+/* Streams of one priority may share a queue of the hardware, and a stream that waits holds up what is behind it there. So the
+ * rescue's is one that neither our lanes nor torch's usual streams have. */
+static zs_status make_rescue(zs_peer *self)
+{
+    int least = 0, greatest = 0;
+    zs_cu_stream unused;
+    ZS_TRY(zs_device_cuda_stream(self->base.device, ZS_LANE_GATHER, &unused)); /* sees to a context */
+    ZS_TRY(ZS_CU(cuCtxGetStreamPriorityRange, &least, &greatest));
+    int priority = greatest + 2 <= least ? greatest + 2 : least;
+    return ZS_CU(cuStreamCreateWithPriority, &self->watch.rescue, ZS_CU_STREAM_NON_BLOCKING, priority);
+}
+
 zs_status zs_peer_watch_begin(zs_peer *self)
 {
-    zs_cu_stream unused;
-    ZS_TRY(zs_device_cuda_stream(self->base.device, ZS_LANE_GATHER, &unused));
-    ZS_TRY(ZS_CU(cuStreamCreateWithPriority, &self->watch.rescue, ZS_CU_STREAM_NON_BLOCKING, 0));
+    ZS_TRY(make_rescue(self));
     self->watch.entry = (zs_lookout){.look = look};
     return zs_lookout_add(&self->watch.entry);
 }

@@ -21,7 +21,7 @@ FILES = {
     "test_hybrid.py": "not shm_within_hosts",
     "test_meta.py": "not little_is_whole",  # which looks at the host's memory
 }
-MOVERS = {"nccl": FILES, "c10d": {"test_parity.py": ""}}
+MOVERS = {"nccl": FILES, "peer": FILES, "c10d": {"test_parity.py": ""}}
 CASES = [(mover, file, only) for mover, files in MOVERS.items() for file, only in files.items()]
 
 

@@ -352,7 +352,7 @@ def _gpu_id(device: str) -> str:
 
 
 def _share_a_gpu(control: _core.Comm, gpu: str) -> bool:
-    """Have two ranks the same GPU, on one host? NCCL refuses that. Collective; alike on all ranks."""
+    """Have two ranks of one host the same GPU, which NCCL refuses? Collective; alike on all."""
     ids = control.exchange(gpu.encode().ljust(64))
     return control.transport == "shm" and len(set(ids)) < len(ids)
 

@@ -100,6 +100,13 @@ static inline void post_unit(rank_env *env, test_unit *unit, int u, bool always)
     OK(env->comm->ops->post(env->comm, unit->cunit, present ? &unit->bucket : NULL, p.used));
 }
 
+/* A GPU has got as far as the transport's lane has: what collect() gave may be read by this host. */
+static inline void catch_up(rank_env *env)
+{
+    OK(zs_device_join(env->comm->device, env->comm->ops->lane));
+    OK(zs_device_wait(env->comm->device));
+}
+
 /* Checks every byte of the own slices of all ranks; `all`: everybody posted a bucket. */
 static inline void read_sources(rank_env *env, test_unit *unit, int u, const zs_sources *from, bool all)
 {
@@ -121,6 +128,7 @@ static inline void finish_unit(rank_env *env, test_unit *unit, int u)
     zs_sources from;
     OK(env->comm->ops->collect(env->comm, unit->cunit, true, &ready, &from));
     CHECK(ready);
+    catch_up(env);
     jitter(env); /* the others may be a round further by now */
     read_sources(env, unit, u, &from, false);
     OK(env->comm->ops->release(env->comm, unit->cunit));
@@ -154,12 +162,14 @@ static inline void sums_are_shared(rank_env *env)
             jitter(env);
             post_unit(env, unit, u, true);
             OK(ops->collect(env->comm, unit->cunit, true, &ready, &from));
+            catch_up(env);
             read_sources(env, unit, u, &from, true);
             for (int f = 0; f < SLICES; f++)
                 fill_pattern(unit->bucket.ptr + slice_start(unit, f, env->rank, env->world), unit->slice[f],
                              (unsigned)(unit->posted * 100 + f * 10 + env->rank));
             OK(ops->share(env->comm, unit->cunit));
             OK(ops->collect_shared(env->comm, unit->cunit, true, &ready, &from));
+            catch_up(env);
             for (int r = 0; r < env->world; r++)
                 for (int f = 0; f < SLICES; f++)
                     CHECK(has_pattern(from.data[r] + slice_start(unit, f, r, env->world), unit->slice[f],

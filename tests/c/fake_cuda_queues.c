@@ -115,7 +115,7 @@ zs_cu_result fake_cuStreamWriteValue32(zs_cu_stream stream, zs_cu_ptr at, uint32
 zs_cu_result fake_cuStreamBatchMemOp(zs_cu_stream stream, unsigned int n, zs_cu_mem_op *ops, unsigned int flags)
 {
     BEGIN(true, "stream=%d n=%u", STREAM_ID, n);
-    if (flags != 0 || n > 256) return ZS_CU_ERROR_INVALID_VALUE;
+    if (flags != 0 || n >= 256) return ZS_CU_ERROR_INVALID_VALUE;
     for (unsigned int i = 0; i < n; i++) {
         zs_cu_result result = queue_op(stream, &ops[i]);
         if (result != ZS_CU_SUCCESS) return result;
