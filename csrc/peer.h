@@ -53,7 +53,8 @@ typedef struct zs_peer_watch {
     uint64_t count;      /* of moves so far */
     uint64_t stuck;      /* the oldest that had not ended when it was last looked at, counted from 1; 0: none */
     double since;        /* when it became the oldest */
-    double gone_since;   /* when a peer was first seen gone while moves were out; 0: never */
+    double gone_since;   /* when a peer was first seen gone; 0: never */
+    char gone[200];      /* which, in words: those that end because of that come later */
     zs_cu_stream rescue; /* where nothing else is queued */
 } zs_peer_watch;
 

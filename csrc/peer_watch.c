@@ -53,11 +53,12 @@ static uint64_t oldest(zs_peer_watch *watch)
 
 static void ask_peers(zs_peer *self, bool out)
 {
-    char sentence[200];
     zs_peer_watch *watch = &self->watch;
-    if (!zs_kin_gone(self->kin, sentence, sizeof sentence)) return;
-    if (watch->gone_since == 0.0) watch->gone_since = zs_lookout_now();
-    if (!out || zs_lookout_now() > watch->gone_since + grace) fail(self, ZS_ERR_PEER, sentence);
+    if (watch->gone_since == 0.0) {
+        if (!zs_kin_gone(self->kin, watch->gone, sizeof watch->gone)) return;
+        watch->gone_since = zs_lookout_now();
+    }
+    if (!out || zs_lookout_now() > watch->gone_since + grace) fail(self, ZS_ERR_PEER, watch->gone);
 }
 
 static void ask_moves(zs_peer *self)

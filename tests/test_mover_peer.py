@@ -159,8 +159,7 @@ CALLS += ["cuMemsetD8Async", "cuStreamCreateWithPriority", "cuCtxGetCurrent"]
 def one_call_fails(env, call, number):
     """Rank 1's driver refuses one call in two steps; what comes of it on this rank."""
     os.environ.update(env)
-    rank = torch.distributed.get_rank()
-    if rank == 1:
+    if os.environ["RANK"] == "1":
         os.environ["FAKE_CUDA_FAIL"] = f"{call}:{number}"
     try:
         model = wrapped("shm", timeout=20.0)
@@ -179,7 +178,7 @@ def test_a_refused_call_is_an_exception_on_all_ranks(call, number):
     if second[0] == "nothing":  # it was not called so often, or was looking only
         assert first[0] == "nothing", first
     else:
-        assert second[0] in ("CudaError", "RuntimeError", "MemoryError") and call in second[1]
+        assert second[0] in ("CudaError", "RuntimeError") and "(999)" in second[1], second
         assert first[0] != "nothing", second
 
 

@@ -239,6 +239,68 @@ static void parts_are_shared(rank_env *env)
     end_gpu(env);
 }
 
+/* What rank `r` brings in a round, for the slice of rank `part`. */
+static unsigned late_seed(unsigned round, int r, int part)
+{
+    return 1000 * round + 10 * (unsigned)r + (unsigned)part;
+}
+
+/* Queues the sum's reading: a copy of the own slice of every rank's bucket, this rank's last. */
+static void read_late(rank_env *env, const zs_sources *from, char *result, size_t bytes)
+{
+    for (int i = 1; i <= env->world; i++) {
+        int r = (env->rank + i) % env->world;
+        OK(zs_device_copy(env->comm->device, ZS_LANE_REDUCE, result + (size_t)r * bytes, from->data[r] + from->at[0],
+                          bytes));
+    }
+}
+
+/* Buckets are packed and read by streams that work late, and packed again as soon as they may be. */
+static void streams_work_late(rank_env *env)
+{
+    enum { SLICE = 4096, ROUNDS = 40 };
+    zs_cunit_spec spec = {.name = "layer", .n_params = 3, .n_slices = 1, .slice_bytes = {SLICE}};
+    zs_cunit *cunit = NULL;
+    zs_bucket bucket;
+    zs_sources from;
+    zs_mem *results = NULL;
+    bool ready = false;
+    uint64_t used = 5;
+    size_t whole = (size_t)env->world * SLICE;
+    char *packed = malloc(whole);
+    CHECK(packed != NULL);
+    begin_gpu(env);
+    setenv("FAKE_CUDA_DELAY_US", env->rank == 0 ? "1500" : "200", 1);
+    OK(env->comm->ops->cunit_new(env->comm, &spec, &cunit));
+    OK(env->comm->ops->bucket_new(env->comm, whole, &bucket));
+    OK(zs_device_mem_new(env->comm->device, ROUNDS * whole, &results));
+    for (unsigned round = 0; round < ROUNDS; round++) {
+        OK(env->comm->ops->reusable(env->comm, cunit, ZS_WAIT, &ready));
+        CHECK(ready);
+        for (int p = 0; p < env->world; p++)
+            fill_pattern(packed + p * SLICE, SLICE, late_seed(round, env->rank, p));
+        if (round % 2 == 0) /* at once, as it is on the compute lane; or by the lane itself */
+            memcpy(bucket.ptr, packed, whole);
+        else
+            OK(zs_device_copy(env->comm->device, ZS_LANE_REDUCE, bucket.ptr, packed, whole));
+        OK(env->comm->ops->post(env->comm, cunit, &bucket, &used));
+        OK(env->comm->ops->collect(env->comm, cunit, ZS_WAIT, &ready, &from));
+        read_late(env, &from, (char *)results->ptr + round * whole, SLICE);
+        OK(env->comm->ops->release(env->comm, cunit));
+    }
+    catch_up(env);
+    for (unsigned round = 0; round < ROUNDS; round++)
+        for (int r = 0; r < env->world; r++)
+            CHECK(has_pattern((char *)results->ptr + round * whole + (size_t)r * SLICE, SLICE,
+                              late_seed(round, r, env->rank)));
+    meet(env);
+    env->comm->ops->cunit_free(env->comm, cunit);
+    env->comm->ops->bucket_free(env->comm, &bucket);
+    zs_mem_release(results);
+    free(packed);
+    end_gpu(env);
+}
+
 /* Rounds of several units are out at a time, and buckets go from one unit to another from round to round. */
 static void buckets_change_hands(rank_env *env)
 {
@@ -318,11 +380,12 @@ static void killed_rank_lets_streams_go(rank_env *env)
     meet(env);
     if (env->rank == 1) raise(SIGKILL);
     double start = now();
-    zs_gathering *on_the_way = NULL;
-    OK(env->comm->ops->gather_start(env->comm, &flat, "layer", (zs_target){full, full->ptr}, &on_the_way));
-    OK(env->comm->ops->gather_finish(env->comm, on_the_way)); /* returns when the stream goes on */
-    FAILS(env->comm->ops->gather_start(env->comm, &flat, "layer", (zs_target){full, full->ptr}, &on_the_way),
-          ZS_ERR_PEER, "rank 1 (pid");
+    zs_target to = {full, full->ptr};
+    zs_status status = zs_comm_gather(env->comm, &flat, "layer", to); /* returns when the stream goes on */
+    if (status == ZS_OK) status = zs_comm_gather(env->comm, &flat, "layer", to);
+    CHECK(status == ZS_ERR_PEER && strstr(zs_last_message(), "rank 1 (pid") != NULL);
+    zs_clear_error();
+    FAILS(zs_comm_gather(env->comm, &flat, "layer", to), ZS_ERR_STATE, "rank 1 (pid");
     CHECK(now() - start < 20.0);
     env->comm->ops->flat_free(env->comm, &flat);
     zs_mem_release(full);
@@ -458,6 +521,7 @@ int main(int argc, char **argv)
         TEST(memory_of_another_kind_is_refused, .least = 2),
         TEST(device_broadcasts, .least = 2),
         TEST(parts_are_shared, .least = 2),
+        TEST(streams_work_late, .least = 2),
         TEST(buckets_change_hands, .least = 2),
         TEST(units_come_and_go, .least = 2),
         TEST(too_many_units_are_refused, .least = 2),
