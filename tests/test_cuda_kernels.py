@@ -4,15 +4,20 @@ The one idea: cuda_kernels.c launches through the stand-in for libcuda (fake_cud
 are those of cuda/ compiled for the host, so what is compared is the real launch code and the real
 arithmetic. All arrays come from the middle of larger ones that must not change outside, at places
 where a GPU could and could not use its 16-byte accesses.
+
+test_gpu.py runs this file again with ZSHARD_TEST_KERNELS=gpu: the kernels that nvcc made, launched
+by the real driver on copies in the GPU's memory; =copies has the stand-in work on such copies, so
+that what makes them is tested as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import fake_cuda
@@ -22,9 +27,12 @@ from test_c_core import ROOT, compile_c
 from test_device import DTYPES, Cast, Device, Numbers, Sum, numbers, source_dtype
 from torch import Tensor
 
+import zshard
+
 SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "optim_cpu.c", "simd.c", "memory.c"]
 SOURCES += ["status.c"]
 FLAGS = ["-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off", "-O2", "-ldl", "-lm"]
+KERNELS = os.environ.get("ZSHARD_TEST_KERNELS", "")  # "", "copies" or "gpu"
 LENGTHS = [0, 1, 7, 8, 9, 40, 1027, 4099]
 ADAM, SGD = 0, 1
 
@@ -85,8 +93,55 @@ class Norm(ctypes.Structure):
 NORM_SCRATCH = (1 << 17) + (1 << 11) + (1 << 5)
 
 
+Address = Callable[[Tensor | None], int | None]
+
+
 def pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+@contextlib.contextmanager
+def places(*tensors: Tensor | None) -> Iterator[Address]:
+    """Where kernels find these tensors: in the tensors, or in copies that are brought back at the
+    end.
+
+    Copies are of whole storages, at the same places within 64 bytes, so that an array is aligned
+    there as it is here, and what is written beside it is seen.
+    """
+    if not KERNELS:
+        yield pointer
+        return
+    device = "cuda" if KERNELS == "gpu" else "cpu"
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+    for storage in (t.untyped_storage() for t in tensors if t is not None):
+        begin = storage.data_ptr()
+        if begin not in copies:
+            here = torch.empty(0, dtype=torch.uint8).set_(storage)
+            room = torch.empty(here.numel() + 64, dtype=torch.uint8, device=device)
+            skip = (begin - room.data_ptr()) % 64
+            there = room[skip : skip + here.numel()]
+            there.copy_(here)
+            copies[begin] = here, there
+    if KERNELS == "gpu":
+        torch.cuda.synchronize()  # side streams do not wait for torch's
+
+    def address(x: Tensor | None) -> int | None:
+        if x is None:
+            return None
+        begin = x.untyped_storage().data_ptr()
+        return x.data_ptr() - begin + copies[begin][1].data_ptr()
+
+    try:
+        yield address
+    finally:
+        for here, there in copies.values():
+            here.copy_(there)
+
+
+def numbers_at(at: Address, x: Tensor) -> Numbers:
+    found = numbers(x)
+    found.data = at(x)
+    return found
 
 
 class Cuda:
@@ -110,54 +165,76 @@ class Cuda:
         self.ok(self.lib.zs_face_wait(ctypes.c_void_p(self.stream)))
 
     def sum(self, sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> None:
-        pointers = [pointer(s) for s in sources]
-        array = (ctypes.c_void_p * len(pointers))(*pointers)
         dtypes = DTYPES[source_dtype(sources, dst)], DTYPES[dst.dtype]
-        job = Sum(array, len(pointers), dst.data_ptr(), dst.numel(), *dtypes, scale, add)
-        self.finish(self.lib.zs_cuda_sum(ctypes.byref(job), ctypes.c_void_p(self.stream)))
+        with places(*sources, dst) as at:
+            array = (ctypes.c_void_p * len(sources))(*map(at, sources))
+            job = Sum(array, len(sources), at(dst), dst.numel(), *dtypes, scale, add)
+            self.finish(self.lib.zs_cuda_sum(ctypes.byref(job), ctypes.c_void_p(self.stream)))
 
     def cast(self, dst: Tensor, src: Tensor, add: bool = False) -> None:
         dtypes = DTYPES[dst.dtype], DTYPES[src.dtype]
-        job = Cast(dst.data_ptr(), src.data_ptr(), src.numel(), *dtypes)
         stream = ctypes.c_void_p(self.stream)
-        self.finish(self.lib.zs_cuda_cast(ctypes.byref(job), ctypes.c_bool(add), stream))
+        with places(dst, src) as at:
+            job = Cast(at(dst), at(src), src.numel(), *dtypes)
+            self.finish(self.lib.zs_cuda_cast(ctypes.byref(job), ctypes.c_bool(add), stream))
 
     def scale(self, x: Tensor, factor: float, device_factor: Tensor | None = None) -> None:
-        there = ctypes.c_void_p(pointer(device_factor))
-        job, stream = ctypes.byref(numbers(x)), ctypes.c_void_p(self.stream)
-        self.finish(self.lib.zs_cuda_scale(job, ctypes.c_double(factor), there, stream))
+        stream = ctypes.c_void_p(self.stream)
+        with places(x, device_factor) as at:
+            job, there = numbers_at(at, x), ctypes.c_void_p(at(device_factor))
+            number = ctypes.c_double(factor)
+            self.finish(self.lib.zs_cuda_scale(ctypes.byref(job), number, there, stream))
 
     def norm(self, x: Tensor, p: float) -> float:
         result, scratch = torch.full((1,), 7.0).double(), torch.empty(NORM_SCRATCH).double()
         scratch.fill_(math.nan)
-        job = Norm(numbers(x), p, result.data_ptr(), scratch.data_ptr())
-        self.finish(self.lib.zs_cuda_norm(ctypes.byref(job), ctypes.c_void_p(self.stream)))
+        with places(x, result, scratch) as at:
+            job = Norm(numbers_at(at, x), p, at(result), at(scratch))
+            self.finish(self.lib.zs_cuda_norm(ctypes.byref(job), ctypes.c_void_p(self.stream)))
         return float(result)
 
     def norm_join(self, values: Tensor, p: float) -> float:
         result = torch.full((1,), 7.0).double()
-        at, n = ctypes.c_void_p(values.data_ptr()), ctypes.c_int64(values.numel())
-        to, stream = ctypes.c_void_p(result.data_ptr()), ctypes.c_void_p(self.stream)
-        self.finish(self.lib.zs_cuda_norm_join(at, n, ctypes.c_double(p), to, stream))
+        n, stream = ctypes.c_int64(values.numel()), ctypes.c_void_p(self.stream)
+        with places(values, result) as at:
+            whence, to = ctypes.c_void_p(at(values)), ctypes.c_void_p(at(result))
+            power = ctypes.c_double(p)
+            self.finish(self.lib.zs_cuda_norm_join(whence, n, power, to, stream))
         return float(result)
 
     def differs(self, a: Tensor, b: Tensor) -> int:
         flag = torch.zeros(1, dtype=torch.int32)
-        places = [ctypes.c_void_p(t.data_ptr()) for t in (a, b)]
-        to, stream = ctypes.c_void_p(flag.data_ptr()), ctypes.c_void_p(self.stream)
-        self.finish(self.lib.zs_cuda_differs(*places, ctypes.c_size_t(a.numel()), to, stream))
+        n, stream = ctypes.c_size_t(a.numel()), ctypes.c_void_p(self.stream)
+        with places(a, b, flag) as at:
+            three = [ctypes.c_void_p(at(t)) for t in (a, b, flag)]
+            self.finish(self.lib.zs_cuda_differs(*three[:2], n, three[2], stream))
         return int(flag)
+
+
+def image_flags() -> list[str]:
+    """What has cuda_image.c bring the kernels that setup.py had nvcc make."""
+    if KERNELS != "gpu":
+        return []
+    facts = zshard._core.machine()
+    assert facts["built"], "this build of zshard has no kernels"
+    fatbin = ROOT / "build" / "cuda" / "kernels.fatbin"
+    words = {"FATBIN": f'"{fatbin}"', "TARGETS": f'"{facts["targets"]}"', "VERSION": facts["built"]}
+    return [f"-DZS_CUDA_{name}={value}" for name, value in words.items()]
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = [ROOT / "csrc" / name for name in SOURCES]
+    sources += [ROOT / "csrc" / "cuda_image.c"] * (KERNELS == "gpu")
     sources += [ROOT / "tests" / "c" / name for name in ("cuda_face.c", "serial_parallel_for.c")]
-    return compile_c(tmp_path_factory.mktemp("kernels") / "kernels.so", sources, FLAGS)
+    target = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    return compile_c(target, sources, [*FLAGS, *image_flags()])
 
 
 @pytest.fixture(scope="module")
 def loaded(compiled: Path) -> Cuda:
+    if KERNELS == "gpu":
+        return Cuda(compiled)
     before = os.environ.get("ZSHARD_CUDA_LIB")
     os.environ["ZSHARD_CUDA_LIB"] = str(fake_cuda.library())
     try:
@@ -389,20 +466,32 @@ class Stepper:
         self.run = cuda.lib.zs_face_run(self.face).contents
         self.job = cuda.lib.zs_face_update(self.face).contents
         self.states = 2 + self.job.full if self.rule == ADAM else int(self.job.full)
+        self.tensors: Sequence[Tensor] = ()
+        self.low: Tensor | None = None
+        self.scalars: tuple[Tensor | None, Tensor | None] = (None, None)  # grad_factor, found_inf
 
     def lay(self, tensors: Sequence[Tensor], number: int = 0) -> None:
         """Param, grad, states."""
-        self.run.param, self.run.grad = pointer(tensors[0]), pointer(tensors[1])
-        for s in range(self.states):
-            self.run.state[s] = pointer(tensors[2 + s])
+        self.tensors = tensors
         self.run.numel, self.run.dtype = tensors[0].numel(), DTYPES[tensors[0].dtype]
         self.run.number = number
 
+    def point(self, at: Address) -> None:
+        self.run.param, self.run.grad = map(at, self.tensors[:2])
+        for s in range(self.states):
+            self.run.state[s] = at(self.tensors[2 + s])
+
     def step(self) -> None:
         stream = ctypes.c_void_p(self.cuda.stream)
-        self.cuda.finish(self.cuda.lib.zs_cuda_update(ctypes.byref(self.job), stream))
+        with places(*self.tensors, self.low, *self.scalars) as at:
+            self.point(at)
+            self.job.low = at(self.low)
+            self.job.low_dtype = 0 if self.low is None else DTYPES[self.low.dtype]
+            self.job.grad_factor, self.job.found_inf = map(at, self.scalars)
+            self.cuda.finish(self.cuda.lib.zs_cuda_update(ctypes.byref(self.job), stream))
 
     def step_on_cpu(self) -> None:
+        self.point(pointer)
         self.cuda.lib.zs_face_step_on_cpu(self.face)
 
 
@@ -449,8 +538,7 @@ def test_update_leaves_a_copy_and_takes_scalars_from_the_device(
             ours = [Place(t, offset) for t in theirs]
             copy = Place(torch.zeros(999, dtype=low), low_offset)
             factor, found_inf = torch.tensor([0.25]), torch.tensor([1.0])
-            stepper.job.low, stepper.job.low_dtype = pointer(copy.values), DTYPES[low]
-            stepper.job.grad_factor, stepper.job.found_inf = pointer(factor), pointer(found_inf)
+            stepper.low, stepper.scalars = copy.values, (factor, found_inf)
 
             stepper.lay([place.values for place in ours])
             stepper.step()  # an infinity was found: nothing happens
@@ -471,7 +559,7 @@ def test_factor_is_not_rounded_to_the_gradients_dtype(cuda: Cuda) -> None:
     stepper = Stepper(cuda, "sgd")
     grad = torch.full((9,), 1.0, dtype=torch.bfloat16)
     param, factor = torch.zeros(9, dtype=torch.bfloat16), torch.tensor([1 / 3])
-    stepper.job.grad_factor = pointer(factor)
+    stepper.scalars = factor, None
     stepper.lay([param, grad])
     stepper.step()
     assert same_bits(param, torch.full((9,), -0.01 / 3).bfloat16())
@@ -480,8 +568,8 @@ def test_factor_is_not_rounded_to_the_gradients_dtype(cuda: Cuda) -> None:
 
 def test_late_side_stream_is_waited_for(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in itself: work in a side stream is not done when the call returns."""
-    if cuda.stream is None:
-        pytest.skip("the default stream works at once")
+    if cuda.stream is None or KERNELS:
+        pytest.skip("of the stand-in's side streams, on memory that is the host's")
     monkeypatch.setenv("FAKE_CUDA_DELAY_US", "100000")
     x = torch.ones(100)
     job, stream = ctypes.byref(numbers(x)), ctypes.c_void_p(cuda.stream)

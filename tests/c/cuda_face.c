@@ -1,13 +1,16 @@
 /* cuda_face.c - cuda_kernels.h and the CPU's loops beside it, for ctypes (tests/test_cuda_kernels.py).
  *
  * The one idea: a test gives the same memory to both and compares bits, so all that has to be said here is how constants are
- * made, and that there is an image to load: the stand-in for libcuda brings kernels of its own, by their names.
+ * made, and that there is an image to load: the stand-in for libcuda brings kernels of its own, by their names. Compiled with
+ * ZS_CUDA_FATBIN, for a real GPU, the image is that of cuda_image.c.
  */
 #include "cuda_driver.h"
 #include "cuda_image.h"
 #include "cuda_kernels.h"
 
 #include <string.h>
+
+#ifndef ZS_CUDA_FATBIN
 
 static const uint64_t image[2] = {0xba55ed50u, 0};
 
@@ -30,6 +33,8 @@ size_t zs_cuda_image_bytes(void)
 {
     return sizeof image;
 }
+
+#endif
 
 /* A run's constants, of one step. */
 typedef struct face_job {
