@@ -261,11 +261,12 @@ class RankPool:
     """Ranks that stay alive and run many functions, with torch.distributed (gloo) initialised once.
 
     They start at the first `run`, and again after one that failed: a rank that missed a collective
-    is of no use to the next test.
+    is of no use to the next test. `env` is added to their environment.
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, env: dict[str, str | None] | None = None) -> None:
         self.world = world
+        self.env = env
         self._group: _Ranks | None = None
 
     def run(self, fn: Any, *args: Any, timeout: float = 120) -> list[Any]:
@@ -275,7 +276,7 @@ class RankPool:
         """
         task = _task(fn, args)
         if self._group is None:
-            self._group = _Ranks(self.world, "pool")
+            self._group = _Ranks(self.world, "pool", self.env)
         group = self._group
         starts = {
             what: [group.path(rank, what).stat().st_size for rank in range(self.world)]
