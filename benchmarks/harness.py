@@ -53,6 +53,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ
 
 
+def ranks_wanted() -> int:
+    """How many ranks torchrun has started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
 def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     """Run `command` in the repository root and return its exit status.
 
@@ -104,10 +109,10 @@ def collect(
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[int]:
-    """This rank's gloo process group for the length of a `with`; gives the rank."""
+def process_group(backend: str = "gloo") -> Iterator[int]:
+    """This rank's process group for the length of a `with`; gives the rank."""
     _die_with_parent()
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     try:
         yield dist.get_rank()
     finally:

@@ -73,17 +73,31 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Byte-level GPT: int64 [batch, seq] to fp32 logits [batch, seq, 256]."""
+    """GPT, of bytes by default: int64 [batch, seq] to logits [batch, seq, vocabulary].
+
+    tied: the head has the embedding's weight, drawn small enough for both, as in GPT-2.
+    """
 
     VOCABULARY = 256
 
-    def __init__(self, layers: int, width: int, heads: int, seq: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        seq: int,
+        vocabulary: int = VOCABULARY,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.token = nn.Embedding(self.VOCABULARY, width)
+        self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.randn(seq, width) * 0.02)
         self.blocks = nn.ModuleList(GPTBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, self.VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            nn.init.normal_(self.token.weight, std=0.02)
+            self.head.weight = self.token.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.token(ids) + self.position
@@ -161,21 +175,31 @@ def build_stack(layers: int, width: int) -> nn.Sequential:
 
 def _text_loss(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(batch[0])
-    return F.cross_entropy(logits.flatten(0, -2), batch[1].flatten())
+    return F.cross_entropy(logits.flatten(0, -2).float(), batch[1].flatten())
 
 
 def _row_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def _gpt(name: str, layers: int, width: int, seq: int, rows: int) -> Workload:
+def gpt(
+    name: str,
+    layers: int,
+    width: int,
+    seq: int,
+    rows: int,
+    vocabulary: int = GPT.VOCABULARY,
+    tied: bool = False,
+) -> Workload:
+    """A GPT with heads of 64, fed with `rows` random texts of `seq` tokens a step."""
+
     def batch(generator: torch.Generator) -> Batch:
-        text = torch.randint(GPT.VOCABULARY, (rows, seq + 1), generator=generator)
+        text = torch.randint(vocabulary, (rows, seq + 1), generator=generator)
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     return Workload(
         name,
-        build=lambda: GPT(layers, width, heads=width // 64, seq=seq),
+        build=lambda: GPT(layers, width, width // 64, seq, vocabulary, tied),
         units=frozenset({GPTBlock}),
         batch=batch,
         loss=_text_loss,
@@ -207,8 +231,8 @@ TINY_BLOCKS = 32
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        _gpt("gpt10m", layers=6, width=384, seq=128, rows=8),
-        _gpt("gpt85m", layers=12, width=768, seq=64, rows=2),
+        gpt("gpt10m", layers=6, width=384, seq=128, rows=8),
+        gpt("gpt85m", layers=12, width=768, seq=64, rows=2),
         _rows("stack100", lambda: build_stack(100, 1024), nn.Linear, rows=16, width=1024),
         _rows("stack128", lambda: build_stack(128, 2048), nn.Linear, rows=8, width=2048),
         _bert(rows=2, seq=64),

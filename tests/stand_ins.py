@@ -4,12 +4,15 @@ The one idea: a model on the CPU is trained as if that were a GPU (zshard/_devic
 stand-ins for libcuda (fake_cuda.py) and libnccl (c/fake_nccl.c). Both work late and on threads of
 their own, and their GPUs compute as the CPU does, so the CPU's bits come out only if every wait is
 where it has to be.
+
+    python tests/stand_ins.py python train.py    # runs a program so
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -49,3 +52,7 @@ def environment(mover: str = "c10d", late: int = 200) -> dict[str, str]:
 def with_stand_ins(mover: str = "c10d", late: int = 200) -> dict[str, str]:
     """This process's environment with that."""
     return {**os.environ, **environment(mover, late)}
+
+
+if __name__ == "__main__":
+    os.execvpe(sys.argv[1], sys.argv[1:], with_stand_ins())

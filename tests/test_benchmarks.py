@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stand_ins
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not installed
 
-from benchmarks import harness, host_time, memory, predict, run, step_time
+from benchmarks import (
+    gpu,
+    gpu_report,
+    gpu_sides,
+    gpu_steps,
+    harness,
+    host_time,
+    memory,
+    predict,
+    run,
+    step_time,
+)
 from benchmarks.harness import Sample, Spread
 from benchmarks.models import TINY_BLOCKS, WORKLOADS, build_stack
 
@@ -235,3 +249,107 @@ def test_run_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     error = capsys.readouterr().err
     assert "unknown: step-tim" in error
     assert "step-time, memory" in error
+
+
+# --- benchmarks on a GPU ---------------------------------------------------------------------------
+
+
+def run_gpu(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", *flags]
+    whole = {**os.environ, **env}
+    return subprocess.run(
+        command, cwd=harness.ROOT, env=whole, capture_output=True, text=True, timeout=280
+    )
+
+
+def test_gpu_says_what_is_missing(tmp_path: Path) -> None:
+    done = run_gpu(f"--out={tmp_path / 'x.json'}", ZSHARD_CUDA_LIB="/no/libcuda.so.1")
+    assert done.returncode == 1
+    assert "needs a GPU" in done.stderr and "/no/libcuda.so.1" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gpu_measures_no_stand_ins(tmp_path: Path) -> None:
+    done = run_gpu(f"--out={tmp_path / 'x.json'}", **stand_ins.environment())
+    assert done.returncode == 1 and "--quick" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_gpu_quick_over_stand_ins(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    done = run_gpu(
+        "--quick",
+        f"--out={out}",
+        "--modes",
+        "eager",
+        "--batches",
+        "large",
+        **stand_ins.environment(),
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    record = json.loads(out.read_text())
+    assert set(record["machine"]) >= MACHINE
+    device, steps, host, *adams, curve, ranks = record["results"]
+    assert device["stand_in"] is True and len(adams) == 2
+    assert list(steps["sides"]) == list(gpu_sides.SIDES)
+    ours = steps["sides"]["zshard"]
+    assert ours["memory"]["now"] == ours["memory"]["predicted"] and ours["memory"]["constant"]
+    assert ours["loss_difference"]["plain-by-hand"] < 1e-3 and ours["goal"] is None
+    assert set(ours["ratio"]["fsdp2"]) == SPREAD
+    assert set(host["sides"]) == {"ddp", "fsdp2", "zshard"}
+    assert all(value <= curve["tolerance"][k] for k, value in curve["largest_difference"].items())
+    assert all(side["same_bits_as_first"] for side in ranks["sides"].values())
+    assert all(side["largest_difference_to_ddp"] == 0 for side in ranks["sides"].values())
+    page = out.with_suffix(".md").read_text()
+    assert "A STAND-IN ON THE HOST" in page and "| zshard |" in page
+
+
+def test_gpu_sides_that_do_not_fit_together_are_measured_in_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def memory(held: int) -> dict[str, dict[str, int]]:
+        return {name: {"held_bytes": held, "peak_bytes": held + 20} for name in names}
+
+    names = ["plain", "ddp", "zshard"]
+    monkeypatch.setattr(gpu_steps, "is_stand_in", lambda: False)
+    size = types.SimpleNamespace(total_memory=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: size)
+    assert gpu_steps.groups_that_fit(names, memory(20)) == [names]
+    assert gpu_steps.groups_that_fit(names, memory(30)) == [["plain", "ddp"], ["plain", "zshard"]]
+
+
+def test_gpu_cells_are_of_all_that_is_asked_for() -> None:
+    cells = list(gpu.cells(gpu.arguments(["--models", "gpt125m", "--ranks", "2", "4"])))
+    assert [ranks for ranks, cell in cells if cell["part"] == "ranks"] == [2, 4]
+    steps = [(c["model"], c["compiled"], c["batch"]) for _, c in cells if c["part"] == "steps"]
+    assert len(set(steps)) == len(steps) == 4
+    assert {cell["part"] for _, cell in cells} == set(gpu.PARTS)
+
+
+@pytest.mark.parametrize(("model", "millions"), [("gpt125m", 124.3), ("gpt1.5b", 1557.5)])
+def test_gpu_models_have_the_sizes_of_their_names(model: str, millions: float) -> None:
+    workload = gpu_sides.workload_of(model, "small")
+    assert workload.parameters() / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_a_failed_cell_is_shown_as_such() -> None:
+    record = {"part": "steps", "failed": "status 1", "cell": {"model": "tiny"}}
+    (table,) = gpu_report.tables(record)
+    assert "FAILED" in table.title and "tiny" in table.markdown()
+
+
+def test_commands_of_the_script_for_lent_machines_are_understood() -> None:
+    script = ["bash", str(harness.ROOT / "benchmarks" / "on_gpu.sh")]
+    wrong = subprocess.run([*script, "1.5b"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "125m" in wrong.stderr
+    stages = wrong.stderr.partition(" of: ")[2].split()
+    env = {**os.environ, "DRY": "1", "PYTHON": sys.executable}
+    done = subprocess.run([*script, *stages], env=env, capture_output=True, text=True, check=True)
+    lines = [line.split() for line in done.stdout.splitlines() if " -m benchmarks.gpu " in line]
+    asked = [gpu.arguments(line[line.index("benchmarks.gpu") + 1 : -2]) for line in lines]
+    cells = [cell for each in asked for _, cell in gpu.cells(each)]
+    parts = {(c["part"], c.get("model"), c.get("compiled")) for c in cells}
+    models = {("steps", m, mode) for m in ("gpt125m", "gpt1.5b") for mode in (True, False)}
+    assert parts == models | {(part, None, None) for part in gpu.PARTS if part != "steps"}
+    assert "tests/test_gpu.py" in done.stdout

@@ -1,0 +1,271 @@
+"""The smaller parts of benchmarks/gpu.py: host time, AdamW, a loss curve, ranks on one GPU.
+
+The one idea: each part is a function of its cell, a dict of plain values, and returns a record of
+plain values; it is run by ranks of a process group of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zshard
+from benchmarks import harness, host_time
+from benchmarks.gpu_sides import (
+    BASE,
+    BY_HAND,
+    OURS,
+    batches_of,
+    build,
+    build_tiny,
+    device,
+    is_stand_in,
+    synchronize,
+)
+from benchmarks.gpu_steps import Events
+from benchmarks.harness import Spread
+from benchmarks.models import TINY_BLOCKS, Batch, Workload, gpt
+from benchmarks.sides import SEED
+from zshard import _group
+
+# --------------------------------------------------------------------------------------
+# Host time
+
+
+def host(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """What each library's work on the host adds to a unit's forward and backward.
+
+    cell: "sides" (beside the plain module), "rounds", "warmup", "steps". Tensors are tiny, so the
+    GPU is done before the host has queued the next thing.
+    """
+    names = [host_time.PLAIN, *cell["sides"]]
+    turns = {name: _host_turn(name, cell["steps"]) for name in names}
+    samples = harness.interleave(turns, cell["rounds"], cell["warmup"])
+    return {
+        "part": "host",
+        "units": TINY_BLOCKS,
+        "plain_us": {
+            part: Spread.of(
+                [s.times[i] * 1e6 / TINY_BLOCKS for s in samples[host_time.PLAIN]]
+            ).as_dict()
+            for i, part in enumerate(host_time.PARTS)
+        },
+        "sides": {name: host_time.summarize(name, samples, 1) for name in cell["sides"]},
+    }
+
+
+def _host_turn(name: str, steps: int) -> harness.Turn:
+    side = build_tiny(name)
+    (batch,) = batches_of(side.workload, 1)
+
+    def turn(_number: int) -> tuple[float, float, float]:
+        forward = backward = 0.0
+        for _ in range(steps):
+            synchronize()
+            begin = time.perf_counter()
+            loss = side.forward(batch)
+            middle = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+            end = time.perf_counter()
+            forward += middle - begin
+            backward += end - middle
+            side.zero_grad()
+        return forward / steps, backward / steps, (forward + backward) / steps
+
+    return turn
+
+
+# --------------------------------------------------------------------------------------
+# AdamW
+
+BYTES = 28  # an element: four arrays of float32 are read, three written
+COPY = "copy"
+COPY_BYTES = 8
+FUSED = "torch-fused"
+STOCHASTIC = "zshard bf16, stochastic"
+GOAL = 0.9  # of the rate of a copy
+
+
+def adam(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """GB/s of an AdamW step, beside torch's and a copy on the device, and as a share of that one's.
+
+    cell: "elements", "tensors" (equal ones that they are cut into), "rounds", "warmup", "steps".
+    """
+    numel = cell["elements"] // cell["tensors"]
+    where = {"device": device()}
+    params = [nn.Parameter(torch.randn(numel, **where)) for _ in range(cell["tensors"])]
+    halves = [nn.Parameter(param.detach().bfloat16()) for param in params]
+    for param in (*params, *halves):
+        param.grad = torch.randn_like(param)
+    source, target = torch.randn(2, cell["elements"], **where)
+    calls: dict[str, tuple[Callable[[], Any], int]] = {
+        OURS: (zshard.AdamW(params).step, BYTES),
+        FUSED: (torch.optim.AdamW(params, fused=True).step, BYTES),
+        STOCHASTIC: (zshard.AdamW(halves, stochastic_rounding=True).step, BYTES // 2),
+        COPY: (lambda: target.copy_(source), COPY_BYTES),
+    }
+    turns = {name: _repeated(call, cell["steps"]) for name, (call, _) in calls.items()}
+    samples = harness.interleave(turns, cell["rounds"], cell["warmup"])
+    elements = numel * cell["tensors"]
+    rates = {
+        name: [moved * elements / s.times[0] / 1e9 for s in samples[name]]
+        for name, (_, moved) in calls.items()
+    }
+    shares = {
+        name: Spread.of([mine / copy for mine, copy in zip(rate, rates[COPY], strict=True)])
+        for name, rate in rates.items()
+    }
+    return {
+        "part": "adam",
+        "elements": elements,
+        "tensors": cell["tensors"],
+        "sides": {
+            name: {
+                "ms": Spread.of([s.times[0] * 1e3 for s in samples[name]]).as_dict(),
+                "gb_per_s": Spread.of(rates[name]).as_dict(),
+                "share_of_copy": shares[name].as_dict(),
+                "goal": GOAL if name == OURS and not is_stand_in() else None,
+            }
+            for name in calls
+        },
+    }
+
+
+def _repeated(call: Callable[[], Any], steps: int) -> harness.Turn:
+    def turn(_number: int) -> tuple[float, ...]:
+        first, last = Events(), Events()
+        synchronize()
+        first.record()
+        for _ in range(steps):
+            call()
+        last.record()
+        synchronize()
+        return (first.seconds_to(last) / steps,)
+
+    return turn
+
+
+# --------------------------------------------------------------------------------------
+# A loss curve
+
+TEXTS = ("*.md", "docs/*.md", "zshard/*.py", "csrc/*.[ch]", "tests/*.py")
+TOLERANCES = {BY_HAND: 0.01, BASE: 0.03}
+"""Side -> the part of its loss, mean of ten steps, by which zshard's may differ. Autocast rounds
+elsewhere."""
+
+
+def curve(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Losses of a GPT of bytes that learns this repository's text, by zshard and by plain PyTorch.
+
+    cell: "layers", "width", "seq", "rows", "steps".
+    """
+    workload = gpt("curve", cell["layers"], cell["width"], cell["seq"], cell["rows"])
+    batches = _texts(cell["steps"], cell["rows"], cell["seq"])
+    losses = {name: _losses(name, workload, batches) for name in (BASE, BY_HAND, OURS)}
+    tens = {name: values.view(-1, 10).mean(1) for name, values in losses.items()}
+    apart = {
+        name: float(((tens[OURS] - tens[name]).abs() / tens[name]).max()) for name in TOLERANCES
+    }
+    return {
+        "part": "curve",
+        **{key: cell[key] for key in ("layers", "width", "seq", "rows", "steps")},
+        "losses": {name: [round(x, 5) for x in values.tolist()] for name, values in tens.items()},
+        "largest_difference": apart,
+        "tolerance": TOLERANCES,
+    }
+
+
+def _texts(steps: int, rows: int, seq: int) -> list[Batch]:
+    files = [path for glob in TEXTS for path in sorted(harness.ROOT.glob(glob))]
+    text = torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(SEED)
+    batches = []
+    for _ in range(steps):
+        begins = torch.randint(len(text) - seq - 1, (rows,), generator=generator)
+        cut = torch.stack([text[b : b + seq + 1] for b in begins.tolist()]).long().to(device())
+        batches.append((cut[:, :-1].contiguous(), cut[:, 1:].contiguous()))
+    return batches
+
+
+def _losses(name: str, workload: Workload, batches: Sequence[Batch]) -> Tensor:
+    side = build(name, workload)
+    return torch.stack([side.step(batch) for batch in batches]).double().cpu()
+
+
+# --------------------------------------------------------------------------------------
+# Ranks that share a GPU
+
+
+def ranks(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Losses of several ranks on one GPU over each transport, beside DDP's over gloo. Collective.
+
+    cell: "layers", "width", "seq", "rows", "steps". For correctness: they take turns on the GPU.
+    """
+    workload = gpt("ranks", cell["layers"], cell["width"], cell["seq"], cell["rows"])
+    batches = batches_of(workload, cell["steps"])
+    expected = _train(nn.parallel.DistributedDataParallel(_seeded(workload)), workload, batches)
+    sides: dict[str, Any] = {}
+    first: Tensor | None = None
+    for transport in _transports():
+        for strategy in ("full_shard", "no_shard"):
+            model: Any = zshard.FSDP(
+                _seeded(workload),
+                strategy=strategy,
+                auto_wrap_policy=set(workload.units),
+                transport="c10d" if is_stand_in() else transport,
+                timeout=120,
+            )
+            found = _train(model, workload, batches)
+            first = found if first is None else first
+            sides[f"{transport} {strategy}"] = {
+                "largest_difference_to_ddp": _of_all(float(((found - expected).abs()).max())),
+                "same_bits_as_first": _of_all(float(not torch.equal(found, first))) == 0,
+            }
+    return {"part": "ranks", "ranks": dist.get_world_size(), "steps": cell["steps"], "sides": sides}
+
+
+def _transports() -> list[str]:
+    """What moves bytes between ranks of one GPU: not NCCL, which wants a GPU for each."""
+    if is_stand_in():
+        return [os.environ.get("ZSHARD_MOVER", "c10d")]
+    return [name for name in ("c10d", "peer") if name in _group.TRANSPORTS["cuda"]]
+
+
+def _seeded(workload: Workload) -> nn.Module:
+    torch.manual_seed(SEED)
+    with torch.device(device()):
+        return workload.build()
+
+
+def _train(model: nn.Module, workload: Workload, batches: Sequence[Batch]) -> Tensor:
+    optimizer = zshard.AdamW(model.parameters(), lr=workload.lr)
+    losses = []
+    for batch in batches:
+        loss = workload.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).double().cpu()
+
+
+def _of_all(number: float) -> float:
+    """The largest over the ranks."""
+    largest = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
+PARTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "host": host,
+    "adam": adam,
+    "curve": curve,
+    "ranks": ranks,
+}

@@ -1,0 +1,168 @@
+"""The results of benchmarks/gpu.py as tables: printed, and as a piece of Markdown.
+
+The one idea: a record becomes a table once, of text, and whoever shows it asks for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import harness, host_time
+from benchmarks.gpu_sides import BASE, BY_HAND, PEER
+from benchmarks.harness import MIB, Spread
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+    def show(self) -> None:
+        """Print it."""
+        harness.print_table(self.title, self.header, self.rows)
+
+    def markdown(self) -> str:
+        """It, in Markdown."""
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"**{self.title}**\n\n{text}\n"
+
+
+def tables(record: Mapping[str, Any]) -> list[Table]:
+    """The tables of one part's record."""
+    if "failed" in record:
+        return [Table(f"{record['part']}: FAILED", ["cell"], [[str(record["cell"])]])]
+    made: list[Table] = _OF_PART[record["part"]](record)
+    return made
+
+
+def markdown(records: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> str:
+    """A whole run as a piece of a page; `where`: harness.machine()'s."""
+    head = f"# GPU, {where['date']}, commit {where['commit']}, torch {where['torch']}\n"
+    return "\n".join([head, *(table.markdown() for each in records for table in tables(each))])
+
+
+# --------------------------------------------------------------------------------------
+
+
+def _text(spread: Mapping[str, float] | None, digits: int) -> str:
+    return Spread(**spread).text(digits) if spread else ""
+
+
+def _mib(count: int | None) -> str:
+    return "" if count is None else f"{count / MIB:.0f}"
+
+
+def _device(record: Mapping[str, Any]) -> list[Table]:
+    names = [name for name in record if name != "part"]
+    title = "Device"
+    if record["stand_in"]:
+        title += " (A STAND-IN ON THE HOST: no time or size here says anything about a GPU)"
+    return [Table(title, names, [[str(record[name]) for name in names]])]
+
+
+def _steps(record: Mapping[str, Any]) -> list[Table]:
+    mode = "compiled blocks" if record["compiled"] else "eager"
+    what = f"{record['model']}, {record['parameters'] / 1e6:.0f} M, {record['batch']} batch, {mode}"
+    return [_step_times(record, what), _step_memory(record, what)]
+
+
+def _step_times(record: Mapping[str, Any], what: str) -> Table:
+    rows = []
+    for name, side in record["sides"].items():
+        goal, verdict = side["goal"], ""
+        if goal is not None:
+            ratio = side["ratio"].get(goal["against"])
+            verdict = harness.verdict(ratio and ratio["median"], goal["limit"])
+            verdict = f"x {goal['against']} {verdict}" if verdict else ""
+        apart = side["loss_difference"]
+        rows.append(
+            [
+                name,
+                *(_text(side[kind], 2) for kind in ("ms", "wall_ms", "host_ms")),
+                *(_text(side["ratio"].get(other), 3) for other in (BASE, BY_HAND, PEER)),
+                verdict,
+                *(f"{apart[other]:.1e}" if other in apart else "" for other in (BASE, BY_HAND)),
+                str(side["contended"]),
+            ]
+        )
+    header = ["side", "ms (GPU)", "ms (clock)", "ms (host)"]
+    header += [f"x {other}" for other in (BASE, BY_HAND, PEER)]
+    header += ["goal", f"loss to {BASE}", f"loss to {BY_HAND}", "contended"]
+    return Table(f"Step: {what} (min/median/max)", header, rows)
+
+
+def _step_memory(record: Mapping[str, Any], what: str) -> Table:
+    rows = []
+    for name, side in record["sides"].items():
+        memory = side["memory"]
+        own = [memory[which] and memory[which]["total"] for which in ("now", "predicted")]
+        same = "" if own[0] is None else "equal" if own[0] == own[1] else "DIFFERS"
+        later = memory["counts_by_step"][1:]
+        quiet = "" if not later else "yes" if len(set(map(str, later))) == 1 else "no"
+        held = [_mib(memory["held_bytes"]), _mib(memory["peak_bytes"])]
+        constant = "yes" if memory["constant"] else "NO"
+        rows.append([name, *held, constant, quiet, *map(_mib, own), same])
+    header = ["side", "held", "peak", "held constant", "no cudaMalloc after step 2"]
+    header += ["counted", "predicted", "prediction"]
+    return Table(f"Memory, MiB, each side alone: {what}", header, rows)
+
+
+def _host(record: Mapping[str, Any]) -> list[Table]:
+    rows = [
+        [name, *(_text(side["added_us"][part], 1) for part in host_time.PARTS)]
+        for name, side in record["sides"].items()
+    ]
+    plain = _text(record["plain_us"]["total"], 1)
+    title = f"Host: us added to a unit, of {record['units']} (min/median/max; plain: {plain})"
+    return [Table(title, ["side", *host_time.PARTS], rows)]
+
+
+def _adam(record: Mapping[str, Any]) -> list[Table]:
+    rows = []
+    for name, side in record["sides"].items():
+        share, goal = side["share_of_copy"], side["goal"]
+        met = "" if goal is None else f">= {goal:g}: "
+        met += "" if goal is None else "met" if share["median"] >= goal else "MISSED"
+        rows.append([name, _text(side["ms"], 3), _text(side["gb_per_s"], 0), _text(share, 3), met])
+    title = f"AdamW: {record['elements']:,} elements in {record['tensors']} tensors"
+    return [Table(title, ["side", "ms", "GB/s", "share of a copy's", "goal"], rows)]
+
+
+def _curve(record: Mapping[str, Any]) -> list[Table]:
+    losses = record["losses"]
+    count = len(next(iter(losses.values())))
+    shown = sorted({round(i * (count - 1) / 9) for i in range(10)})
+    rows = [[name, *(f"{values[i]:.3f}" for i in shown)] for name, values in losses.items()]
+    title = f"Loss, means of ten steps ({record['steps']} steps, width {record['width']})"
+    limits = record["tolerance"]
+    apart = [
+        [name, f"{value:.1e}", harness.verdict(value, limits[name])]
+        for name, value in record["largest_difference"].items()
+    ]
+    return [
+        Table(title, ["side", *(f"to {10 * i + 10}" for i in shown)], rows),
+        Table("Loss of zshard beside", ["side", "largest difference", "tolerance"], apart),
+    ]
+
+
+def _ranks(record: Mapping[str, Any]) -> list[Table]:
+    rows = [
+        [name, f"{side['largest_difference_to_ddp']:.1e}", str(side["same_bits_as_first"])]
+        for name, side in record["sides"].items()
+    ]
+    title = f"{record['ranks']} ranks on one GPU, {record['steps']} steps, float32"
+    return [Table(title, ["transport", "loss to DDP's (gloo)", "bits of the first"], rows)]
+
+
+_OF_PART = {
+    "device": _device,
+    "steps": _steps,
+    "host": _host,
+    "adam": _adam,
+    "curve": _curve,
+    "ranks": _ranks,
+}

@@ -1,0 +1,213 @@
+"""Whole training steps on a GPU: time of all sides in turn, and memory of each alone.
+
+The one idea: a turn is several steps between two synchronisations, so that the host may run ahead
+as it does in training; its time is taken by CUDA events, by the clock, and up to where the host had
+queued all (which is what counts where a step is short). Memory is measured before, each side alone
+on the GPU: a peak belongs to one model then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import harness
+from benchmarks.gpu_sides import (
+    BASE,
+    BY_HAND,
+    OURS,
+    PEER,
+    GpuSide,
+    batches_of,
+    build,
+    forget,
+    is_stand_in,
+    synchronize,
+    warm_up,
+    workload_of,
+)
+from benchmarks.harness import Sample, Spread
+from benchmarks.models import Batch
+
+STEPS_ALONE = 5
+ROOM = 0.9  # of the GPU's memory that models may fill together
+GOALS = {"large": (BASE, 1.01), "small": (PEER, 1.0)}
+"""Batch -> the side to which zshard's step time is compared, and what it may take of that's."""
+
+COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
+
+
+def measure(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """One model, batch and mode: memory of each side, then time of all. Collective.
+
+    cell: "model", "batch", "compiled", "sides", "rounds", "warmup", "steps" (in a turn).
+    """
+    workload = workload_of(cell["model"], cell["batch"])
+    batches = batches_of(workload, 8)
+    warm_up()
+    memory = {name: alone(name, cell, batches) for name in cell["sides"]}
+    sides: dict[str, Any] = {}
+    for group in groups_that_fit(cell["sides"], memory):
+        for name, record in together(group, cell, batches).items():
+            sides.setdefault(name, {**record, "memory": memory[name]})
+        forget()
+    kept = {key: cell[key] for key in ("part", "model", "batch", "compiled")}
+    return {**kept, "parameters": workload.parameters(), "sides": sides}
+
+
+# --------------------------------------------------------------------------------------
+# Memory
+
+
+def alone(name: str, cell: Mapping[str, Any], batches: Sequence[Batch]) -> dict[str, Any]:
+    """What one side takes: bytes by torch's allocator after each step and at its peak, calls of
+    cudaMalloc and the like; for zshard what it counts and predicts. None where there is no GPU."""
+    forget()
+    before = _allocated()
+    side = build(name, workload_of(cell["model"], cell["batch"]), cell["compiled"])
+    held, peaks, counts, now = [], [], [], []
+    for step in range(STEPS_ALONE):
+        if not is_stand_in():
+            torch.cuda.reset_peak_memory_stats()
+        side.step(batches[step % len(batches)])
+        synchronize()
+        if not is_stand_in():
+            stats = torch.cuda.memory_stats()
+            held.append(stats["allocated_bytes.all.current"] - before)
+            peaks.append(stats["allocated_bytes.all.peak"] - before)
+            counts.append([stats.get(count, 0) for count in COUNTS])
+        if name == OURS:
+            now.append(_memory(side, "now"))
+    predicted = _memory(side, "predicted") if name == OURS else None
+    return {
+        "held_bytes": held[-1] if held else None,
+        "peak_bytes": max(peaks) if peaks else None,
+        "held_by_step": held,
+        "peak_by_step": peaks,
+        "counts_by_step": counts,
+        "constant": len(set(held)) <= 1 and len(set(map(str, now))) <= 1,
+        "now": now[-1] if now else None,
+        "predicted": predicted,
+    }
+
+
+def _memory(side: GpuSide, what: str) -> dict[str, int]:
+    found: dict[str, int] = side.module.memory(what)  # type: ignore[operator]
+    return found
+
+
+def _allocated() -> int:
+    return 0 if is_stand_in() else torch.cuda.memory_allocated()
+
+
+def groups_that_fit(
+    names: Sequence[str], memory: Mapping[str, Mapping[str, Any]]
+) -> list[list[str]]:
+    """Sides that are on the GPU together: all, or where these do not fit, each with BASE."""
+    if is_stand_in():
+        return [list(names)]
+    held = sum(memory[name]["held_bytes"] for name in names)
+    passing = max(memory[name]["peak_bytes"] - memory[name]["held_bytes"] for name in names)
+    total = torch.cuda.get_device_properties(0).total_memory
+    if held + passing < ROOM * total or BASE not in names:
+        return [list(names)]
+    return [[BASE, name] for name in names if name != BASE]
+
+
+# --------------------------------------------------------------------------------------
+# Time
+
+
+def together(
+    names: Sequence[str], cell: Mapping[str, Any], batches: Sequence[Batch]
+) -> dict[str, dict[str, Any]]:
+    """Times of the sides in turn, and how far their losses are apart. Collective."""
+    workload = workload_of(cell["model"], cell["batch"])
+    sides = {name: build(name, workload, cell["compiled"]) for name in names}
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    turns = {
+        name: turn_of(side, batches, cell["steps"], losses[name]) for name, side in sides.items()
+    }
+    samples = harness.interleave(turns, cell["rounds"], cell["warmup"])
+    curves = {name: torch.stack(values).double() for name, values in losses.items()}
+    for name, curve in curves.items():
+        if not curve.isfinite().all():
+            raise RuntimeError(f"{workload.name}: a loss of {name} is not finite")
+    return {name: summarize(name, cell["batch"], samples, curves) for name in names}
+
+
+def turn_of(
+    side: GpuSide, batches: Sequence[Batch], steps: int, losses: list[torch.Tensor]
+) -> harness.Turn:
+    """A turn of `steps` steps: seconds of one by the device, by the clock, and of the host."""
+
+    def turn(number: int) -> tuple[float, float, float]:
+        first, last = Events(), Events()
+        synchronize()
+        begin = time.perf_counter()
+        first.record()
+        for i in range(steps):
+            losses.append(side.step(batches[(number * steps + i) % len(batches)]))
+        last.record()
+        queued = time.perf_counter()
+        synchronize()
+        end = time.perf_counter()
+        return first.seconds_to(last) / steps, (end - begin) / steps, (queued - begin) / steps
+
+    return turn
+
+
+class Events:
+    """A point in the device's time; the host's clock where it stands in."""
+
+    def __init__(self) -> None:
+        self.event = None if is_stand_in() else torch.cuda.Event(enable_timing=True)
+        self.clock = 0.0
+
+    def record(self) -> None:
+        self.clock = time.perf_counter()
+        if self.event is not None:
+            self.event.record()
+
+    def seconds_to(self, later: Events) -> float:
+        """Call it when the device has come past both."""
+        if self.event is None or later.event is None:
+            return later.clock - self.clock
+        return float(self.event.elapsed_time(later.event)) / 1e3
+
+
+def summarize(
+    name: str,
+    batch: str,
+    samples: Mapping[str, list[Sample]],
+    curves: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    """One side's record: milliseconds, ratios of the same round, and its losses beside others'."""
+    mine = samples[name]
+    clean = harness.clean_rounds(mine)
+    kinds = ("ms", "wall_ms", "host_ms")
+    times = {
+        kind: Spread.of([mine[i].times[k] * 1e3 for i in clean]).as_dict()
+        for k, kind in enumerate(kinds)
+    }
+    ratios = {
+        other: Spread.of(harness.same_round_ratios(mine, samples[other])).as_dict()
+        for other in (BASE, BY_HAND, PEER)
+        if other in samples and other != name
+    }
+    against, limit = GOALS[batch]
+    judged = name == OURS and not is_stand_in()
+    return {
+        **times,
+        "ratio": ratios,
+        "goal": {"against": against, "limit": limit} if judged else None,
+        "contended": sum(map(harness.contended, mine)),
+        "loss_difference": {
+            other: float(((curves[name] - curves[other]).abs() / curves[other].abs()).max())
+            for other in (BASE, BY_HAND)
+            if other in curves and other != name
+        },
+    }
