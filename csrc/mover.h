@@ -65,9 +65,19 @@ struct zs_mover {
  * device. The reference for the others, and for where they cannot be had. */
 zs_status zs_mover_c10d_new(const zs_comm *control, const zs_device *device, const char *group_name, zs_mover **out);
 
-/* Over a communicator of our own of NCCL, which the ranks of `control` make now, together, within its timeout. A thread looks
- * after it: where a peer on this host dies, or work makes no end for the timeout, what is under way is aborted. */
-zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, zs_mover **out);
+/* How NCCL is to be used: equal on all ranks. */
+typedef struct zs_nccl_choices {
+    int32_t ctas; /* zs_nccl_ctas (nccl_comm.h) */
+    int32_t min_ctas,
+        max_ctas;          /* of each communicator, 1 to 64; 0: as NCCL likes, up to what keeps the ranks from waiting
+                                 * for each other for ever */
+    int32_t communicators; /* 2: gathers and reductions at a time; 1: in turn, with half of NCCL's own memory */
+} zs_nccl_choices;
+
+/* Over communicators of our own of NCCL, which the ranks of `control` make now, together, within its timeout. A thread looks
+ * after them: where a peer on this host dies, or work makes no end for the timeout, what is under way is aborted. Besides what
+ * zs_nccl_comm_new fails with: ZS_ERR_VALUE for more CTAs than the GPUs have room for, ZS_ERR_DIVERGED for choices that differ. */
+zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices, zs_mover **out);
 
 /* By mappings of the peers' memory: several ranks on one GPU, or GPUs of one host that can access each other. Collective over
  * `control`, of which it keeps a reference; fails on all ranks or none. ZS_ERR_UNSUPPORTED: ranks on several hosts. A thread looks

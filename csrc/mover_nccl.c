@@ -1,21 +1,31 @@
-/* mover_nccl.c - device memory by NCCL, on a communicator of our own. See mover.h and nccl_comm.h.
+/* mover_nccl.c - device memory by NCCL, on communicators of our own. See mover.h and nccl_comm.h.
  *
- * The one idea: one communicator for all lanes. NCCL does its operations one after another in the order of the calls, which
- * is the same on all ranks, so no two of them can wait for each other; and they are queued straight in the lane that asks.
+ * The one idea: NCCL does the operations of one communicator one after another, so gathers have one and all else has another:
+ * parameters are on their way while gradients are. Operations are queued straight in the lane that asks.
+ *
+ * Two operations at a time could wait for each other for ever: on rank 0 the kernel of the one has all multiprocessors that
+ * there are and waits for its peers, on rank 1 that of the other. Here they cannot. A lane is one stream of the GPU for all
+ * communicators of the process, so there is a kernel of NCCL's in each of the three lanes at most; each may have a third of
+ * the multiprocessors (limit_ctas), on which nothing else stays for ever. All ranks queue all operations in one order. Take
+ * the first of these that has not ended: all before it in its lane have, its peers have queued it too or are about to (their
+ * hosts wait for nothing that comes later), and there is room for it: so it ends. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) would
+ * do the same by starting kernels in the order of the calls; it is not needed, and does no harm.
  */
-#define _GNU_SOURCE 1 /* syscall */
+#include "cuda_driver.h"
 #include "device_cuda.h"
 #include "kin.h"
 #include "mover.h"
 #include "nccl_comm.h"
 
-#include "cuda_driver.h"
-
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { EVENTS = 16 }; /* operations that the monitor is asked to look after at a time */
+enum {
+    EVENTS = 16,            /* operations of a communicator that the monitor is asked to look after at a time */
+    LANES_WITH_KERNELS = 3, /* of NCCL's: all */
+};
 
 /* One operation that the monitor looks after. */
 typedef struct watched_move {
@@ -24,21 +34,38 @@ typedef struct watched_move {
     char what[96];
 } watched_move;
 
-typedef struct nccl_mover {
-    zs_mover base;
-    zs_nccl_comm *comm; /* owned */
+typedef struct nccl_mover nccl_mover;
+
+/* A communicator, and what is under way on it. */
+typedef struct nccl_line {
+    nccl_mover *mover;
+    zs_nccl_comm *comm; /* owned; NULL: not made, or gone */
     watched_move moves[EVENTS];
-    size_t count;              /* of moves so far */
+    size_t count; /* of moves so far */
+} nccl_line;
+
+struct nccl_mover {
+    zs_mover base;
+    zs_nccl_choices choices;
+    nccl_line lines[2];        /* gathers ahead of use, all else; with one communicator the first is for all */
+    pthread_mutex_t ends;      /* guards lines[].comm against the monitor's thread */
     zs_kin *kin;               /* owned */
     zs_nccl_message *messages; /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
-} nccl_mover;
+};
+
+static nccl_line *line_of(nccl_mover *self, zs_lane lane)
+{
+    return &self->lines[lane == ZS_LANE_GATHER || self->choices.communicators == 1 ? 0 : 1];
+}
 
 /* --- peers --------------------------------------------------------------------------------------------------------------- */
 
-/* What the ranks say to each other: whether they can, and (for the monitor) what processes they are. */
+/* What the ranks say to each other: whether they can, what they want, and (for the monitor) what processes they are. */
 typedef struct card {
     int32_t status;
     char why[256]; /* where that is no ZS_OK */
+    zs_nccl_choices choices;
+    int32_t multiprocessors;
     zs_kin_card kin;
 } card;
 
@@ -56,26 +83,96 @@ static zs_status check_device(const zs_device *device)
                    device->where.index, (int)current, device->where.index);
 }
 
+/* All that a step will need. */
+static zs_status make_events(nccl_line *line)
+{
+    const zs_device *device = line->mover->base.device;
+    for (int i = 0; i < EVENTS; i++) {
+        line->moves[i].device = device;
+        ZS_TRY(zs_device_cuda_event_new(device, &line->moves[i].event));
+    }
+    return ZS_OK;
+}
+
+/* What can be wrong on one rank alone. */
+static zs_status prepare(nccl_mover *self, card *own)
+{
+    const zs_device *device = self->base.device;
+    ZS_TRY(check_device(device));
+    zs_cu_device number = 0;
+    ZS_TRY(ZS_CU(cuCtxGetDevice, &number));
+    for (int i = 0; i < self->choices.communicators; i++)
+        ZS_TRY(make_events(&self->lines[i]));
+    return ZS_CU(cuDeviceGetAttribute, &own->multiprocessors, ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, number);
+}
+
+static zs_status check_cards(const card *all, int world)
+{
+    for (int r = 0; r < world; r++)
+        if (all[r].status != ZS_OK) return ZS_FAIL((zs_status)all[r].status, "rank %d: %s", r, all[r].why);
+    for (int r = 1; r < world; r++) {
+        const zs_nccl_choices *a = &all[0].choices, *b = &all[r].choices;
+        if (memcmp(a, b, sizeof *a) == 0) continue;
+        return ZS_FAIL(
+            ZS_ERR_DIVERGED,
+            "the ranks have different NcclOptions (ctas by number, min_ctas, max_ctas, communicators): %d, %d, "
+            "%d, %d on rank 0, and %d, %d, %d, %d on rank %d",
+            a->ctas, a->min_ctas, a->max_ctas, a->communicators, b->ctas, b->min_ctas, b->max_ctas, b->communicators,
+            r);
+    }
+    return ZS_OK;
+}
+
+/* A kernel for each lane has to find room on every rank's GPU beside those of the others: see above. A power of two, because
+ * NCCL rounds the number of channels for swaps up to one. */
+static zs_status limit_ctas(nccl_mover *self, const card *all)
+{
+    int fewest = all[0].multiprocessors, most = 1;
+    for (int r = 1; r < self->base.world; r++)
+        if (all[r].multiprocessors < fewest) fewest = all[r].multiprocessors;
+    while (2 * most * LANES_WITH_KERNELS <= fewest)
+        most *= 2;
+    zs_nccl_choices *choices = &self->choices;
+    int asked = choices->max_ctas > choices->min_ctas ? choices->max_ctas : choices->min_ctas;
+    if (asked > most)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "NcclOptions: %d CTAs are too many for a GPU of %d multiprocessors: kernels of NCCL's in three "
+                       "streams have to fit there side by side, or ranks could wait for each other for ever; %d are "
+                       "the most for each",
+                       asked, fewest, most);
+    if (choices->max_ctas == 0) choices->max_ctas = most;
+    return ZS_OK;
+}
+
 static zs_status meet_peers(nccl_mover *self, zs_comm *control)
 {
     card own, all[control->world];
     memset(&own, 0, sizeof own);
     zs_kin_own_card(&own.kin);
-    own.status = (int32_t)check_device(self->base.device);
+    own.choices = self->choices;
+    own.status = (int32_t)prepare(self, &own);
     snprintf(own.why, sizeof own.why, "%s", zs_last_message());
     zs_clear_error();
     ZS_TRY(control->ops->exchange(control, &own, sizeof own, all));
-    for (int r = 0; r < control->world; r++)
-        if (all[r].status != ZS_OK) return ZS_FAIL((zs_status)all[r].status, "rank %d: %s", r, all[r].why);
+    ZS_TRY(check_cards(all, control->world));
     for (int r = 0; r < control->world; r++)
         zs_kin_meet(self->kin, r, &all[r].kin);
-    return ZS_OK;
+    return limit_ctas(self, all);
 }
 
 /* By the monitor's thread. */
 static bool find_gone(void *arg, char *sentence, size_t size)
 {
-    return zs_kin_gone(((nccl_mover *)arg)->kin, sentence, size);
+    return zs_kin_gone(((const nccl_line *)arg)->mover->kin, sentence, size);
+}
+
+/* By any thread: where one communicator is lost, the other one's kernels wait for nothing that comes. */
+static void lose_other(void *arg, zs_status failure, const char *why)
+{
+    nccl_line *lost = arg, *other = &lost->mover->lines[lost == &lost->mover->lines[0]];
+    pthread_mutex_lock(&lost->mover->ends);
+    if (other->comm != NULL) zs_nccl_comm_follow(other->comm, failure, why);
+    pthread_mutex_unlock(&lost->mover->ends);
 }
 
 /* --- moves --------------------------------------------------------------------------------------------------------------- */
@@ -93,16 +190,15 @@ static bool has_ended(void *arg)
 }
 
 /* Has the monitor look after what has just been queued in `lane`. Where more are out than it is told of, the oldest are
- * forgotten: NCCL's operations end in order, so the later ones speak for them. */
+ * forgotten: a communicator's operations end in order, so the later ones speak for them. */
 static zs_status watch(nccl_mover *self, zs_lane lane, const char *what, const char *name)
 {
-    watched_move *move = &self->moves[self->count++ % EVENTS];
-    zs_nccl_comm_forget(self->comm, move);
-    if (move->event == NULL) ZS_TRY(zs_device_cuda_event_new(self->base.device, &move->event));
-    move->device = self->base.device;
+    nccl_line *line = line_of(self, lane);
+    watched_move *move = &line->moves[line->count++ % EVENTS];
+    zs_nccl_comm_forget(line->comm, move);
     snprintf(move->what, sizeof move->what, "the %s%s%.60s", what, name[0] != 0 ? " of unit " : "", name);
     ZS_TRY(zs_device_cuda_record(self->base.device, lane, move->event));
-    return zs_nccl_comm_watch(self->comm, (zs_nccl_work){has_ended, move, move->what});
+    return zs_nccl_comm_watch(line->comm, (zs_nccl_work){has_ended, move, move->what});
 }
 
 static zs_status nccl_gather(zs_mover *mover, zs_lane lane, const void *shard, char *full, size_t bytes)
@@ -110,7 +206,7 @@ static zs_status nccl_gather(zs_mover *mover, zs_lane lane, const void *shard, c
     nccl_mover *self = (nccl_mover *)mover;
     zs_cu_stream stream;
     ZS_TRY(zs_device_cuda_stream(mover->device, lane, &stream));
-    ZS_TRY(zs_nccl_all_gather(self->comm, shard, full, bytes, stream));
+    ZS_TRY(zs_nccl_all_gather(line_of(self, lane)->comm, shard, full, bytes, stream));
     return watch(self, lane, "all-gather", "");
 }
 
@@ -134,7 +230,8 @@ static zs_status nccl_swap(zs_mover *mover, const zs_swap *swap)
     nccl_mover *self = (nccl_mover *)mover;
     zs_cu_stream stream;
     ZS_TRY(zs_device_cuda_stream(mover->device, ZS_LANE_REDUCE, &stream));
-    ZS_TRY(zs_nccl_messages(self->comm, self->messages, list_messages(self, swap), stream));
+    zs_nccl_comm *comm = line_of(self, ZS_LANE_REDUCE)->comm;
+    ZS_TRY(zs_nccl_messages(comm, self->messages, list_messages(self, swap), stream));
     return watch(self, ZS_LANE_REDUCE, "gradients", swap->name);
 }
 
@@ -143,30 +240,46 @@ static zs_status nccl_broadcast(zs_mover *mover, void *data, size_t bytes, int r
     nccl_mover *self = (nccl_mover *)mover;
     zs_cu_stream stream;
     ZS_TRY(zs_device_cuda_stream(mover->device, ZS_LANE_COMPUTE, &stream));
-    ZS_TRY(zs_nccl_broadcast(self->comm, data, bytes, root, stream));
+    ZS_TRY(zs_nccl_broadcast(line_of(self, ZS_LANE_COMPUTE)->comm, data, bytes, root, stream));
     return watch(self, ZS_LANE_COMPUTE, "broadcast", "");
 }
 
 static zs_status nccl_check(zs_mover *mover)
 {
-    return zs_nccl_comm_check(((nccl_mover *)mover)->comm);
+    nccl_mover *self = (nccl_mover *)mover;
+    for (int i = 0; i < self->choices.communicators; i++)
+        ZS_TRY(zs_nccl_comm_check(self->lines[i].comm));
+    return ZS_OK;
 }
 
 static void nccl_abort(zs_mover *mover, const char *why)
 {
-    zs_nccl_comm_abort(((nccl_mover *)mover)->comm, why);
+    nccl_mover *self = (nccl_mover *)mover;
+    for (int i = 0; i < self->choices.communicators; i++)
+        zs_nccl_comm_abort(self->lines[i].comm, why);
 }
 
 /* --- making and ending ------------------------------------------------------------------------------------------------- */
 
-/* The communicator goes first: its monitor asks about the rest. */
+/* Before the events, which its monitor asks about. */
+static void end_line(nccl_line *line)
+{
+    pthread_mutex_lock(&line->mover->ends);
+    zs_nccl_comm *comm = line->comm;
+    line->comm = NULL;
+    pthread_mutex_unlock(&line->mover->ends);
+    zs_nccl_comm_release(comm); /* it may wait */
+    for (int i = 0; i < EVENTS; i++)
+        zs_device_cuda_event_free(line->moves[i].event);
+}
+
 static void nccl_destroy(zs_mover *mover)
 {
     nccl_mover *self = (nccl_mover *)mover;
-    zs_nccl_comm_release(self->comm);
-    for (int i = 0; i < EVENTS; i++)
-        zs_device_cuda_event_free(self->moves[i].event);
+    for (int i = 0; i < 2; i++)
+        end_line(&self->lines[i]);
     zs_kin_free(self->kin);
+    pthread_mutex_destroy(&self->ends);
     free(self->messages);
     free(self);
 }
@@ -181,23 +294,51 @@ static const zs_mover_ops nccl_ops = {
     .destroy = nccl_destroy,
 };
 
-static zs_status make_comm(nccl_mover *self, zs_comm *control)
+static zs_status make_comms(nccl_mover *self, zs_comm *control)
 {
-    zs_nccl_options options = {.name = "gpus", .timeout = control->timeout, .gone = find_gone, .arg = self};
-    ZS_TRY(meet_peers(self, control));
-    return zs_nccl_comm_new(control, &options, &self->comm);
+    static const char *const names[] = {"gathers", "reductions"};
+    const zs_nccl_choices *choices = &self->choices;
+    for (int i = 0; i < choices->communicators; i++) {
+        nccl_line *line = &self->lines[i];
+        zs_nccl_options options = {.name = choices->communicators == 1 ? "gpus" : names[i],
+                                   .timeout = control->timeout,
+                                   .ctas = (zs_nccl_ctas)choices->ctas,
+                                   .min_ctas = choices->min_ctas,
+                                   .max_ctas = choices->max_ctas,
+                                   .gone = find_gone,
+                                   .lost = lose_other,
+                                   .arg = line};
+        zs_nccl_comm *made = NULL;
+        ZS_TRY(zs_nccl_comm_new(control, &options, &made));
+        pthread_mutex_lock(&self->ends);
+        line->comm = made;
+        pthread_mutex_unlock(&self->ends);
+    }
+    return ZS_OK;
 }
 
-zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, zs_mover **out)
+/* Room for what is known of the peers. */
+static zs_status make_room(nccl_mover *self)
 {
-    size_t world = (size_t)control->world;
+    size_t world = (size_t)self->base.world;
+    self->messages = calloc(world * ZS_MAX_FLATS, sizeof *self->messages);
+    if (self->messages == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %zu ranks", world);
+    return zs_kin_new(self->base.rank, self->base.world, &self->kin);
+}
+
+zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices, zs_mover **out)
+{
+    if (choices->communicators < 1 || choices->communicators > 2)
+        return ZS_FAIL(ZS_ERR_VALUE, "NcclOptions: communicators=%d; there are 1 or 2", choices->communicators);
     nccl_mover *self = calloc(1, sizeof *self);
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a mover");
     self->base = (zs_mover){&nccl_ops, device, control->rank, control->world};
-    self->messages = calloc(world * ZS_MAX_FLATS, sizeof *self->messages);
-    zs_status status = self->messages != NULL ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %zu ranks", world);
-    if (status == ZS_OK) status = zs_kin_new(control->rank, control->world, &self->kin);
-    if (status == ZS_OK) status = make_comm(self, control);
+    self->choices = *choices;
+    self->lines[0].mover = self->lines[1].mover = self;
+    pthread_mutex_init(&self->ends, NULL);
+    zs_status status = make_room(self);
+    if (status == ZS_OK) status = meet_peers(self, control);
+    if (status == ZS_OK) status = make_comms(self, control);
     if (status == ZS_OK)
         *out = &self->base;
     else

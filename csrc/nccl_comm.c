@@ -152,7 +152,7 @@ zs_status zs_nccl_leave(zs_nccl_comm *comm, zs_status status)
     bool tell = comm->tell;
     comm->tell = false;
     pthread_mutex_unlock(&comm->lock);
-    if (tell && comm->options.lost != NULL) comm->options.lost(comm->options.arg, comm->why);
+    if (tell && comm->options.lost != NULL) comm->options.lost(comm->options.arg, comm->failure, comm->why);
     return status;
 }
 
@@ -245,8 +245,11 @@ static zs_status prepare(zs_nccl_comm *comm, card *own)
     char text[16];
     zs_nccl_version_text(own->version, text, sizeof text);
     if (own->version < since[comm->options.ctas])
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "NCCL %s (%s) does not know the CTA policy '%s'", text, comm->nccl->where,
-                       comm->options.ctas == ZS_NCCL_CTAS_ZERO ? "zero" : "efficiency");
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "NCCL %s (%s) does not know the CTA policy '%s': 2.%d and newer ones do; install one, or leave "
+                       "the policy out",
+                       text, comm->nccl->where, comm->options.ctas == ZS_NCCL_CTAS_ZERO ? "zero" : "efficiency",
+                       since[comm->options.ctas] / 100 % 100);
     ZS_TRY(zs_nccl_monitor_add(comm));
     if (comm->rank != 0) return ZS_OK;
     pthread_mutex_lock(&comm->lock); /* the monitor looks at it already */
@@ -303,7 +306,7 @@ static zs_status make(zs_nccl_comm *comm, zs_nccl_id id)
     zs_nccl_result result = comm->nccl->CommInitRankConfig(&comm->handle, comm->world, id, comm->rank, &config);
     if (result != ZS_NCCL_SUCCESS && result != ZS_NCCL_IN_PROGRESS) return fail_by(comm, "CommInitRankConfig", result);
     comm->launching = "CommInitRankConfig";
-    return wait_until_settled(comm, comm->options.timeout);
+    return wait_until_settled(comm, comm->options.timeout / 2); /* a rank that has failed waits to tell its reason */
 }
 
 /* Makes the handle, and lets all ranks know whether that went well everywhere. */
@@ -390,14 +393,19 @@ zs_status zs_nccl_comm_check(zs_nccl_comm *comm)
     return zs_nccl_leave(comm, ZS_OK);
 }
 
-void zs_nccl_comm_abort(zs_nccl_comm *comm, const char *why)
+void zs_nccl_comm_follow(zs_nccl_comm *comm, zs_status failure, const char *why)
 {
     if (comm->lifetime != zs_lifetime()) return;
-    char text[sizeof comm->why];
-    snprintf(text, sizeof text, "NCCL, communicator '%s', rank %d of %d: %s", comm->name, comm->rank, comm->world, why);
     pthread_mutex_lock(&comm->lock);
     bool tell = comm->tell;
-    zs_nccl_poison(comm, ZS_ERR_STATE, text);
+    zs_nccl_poison(comm, failure, why);
     comm->tell = tell;
     pthread_mutex_unlock(&comm->lock);
+}
+
+void zs_nccl_comm_abort(zs_nccl_comm *comm, const char *why)
+{
+    char text[sizeof comm->why];
+    snprintf(text, sizeof text, "NCCL, communicator '%s', rank %d of %d: %s", comm->name, comm->rank, comm->world, why);
+    zs_nccl_comm_follow(comm, ZS_ERR_STATE, text);
 }

@@ -34,10 +34,10 @@ typedef struct zs_nccl_options {
     int min_ctas, max_ctas; /* 1 to 64; 0: as NCCL likes. Equal on all ranks, like `ctas` */
     /* Both may be NULL. They are called by the monitor's thread: without the GIL, and not to call the functions below.
      * gone: is a peer known to be gone? Then with a sentence about it, which ends up in the exception.
-     * lost: the communicator has been aborted on this rank, and why; the place to tell the peers. Once. Calls of the
-     *   functions below call it as well, where they find the failure. */
+     * lost: the communicator has been aborted on this rank by `failure`, and why; the place to tell the peers. Once. Calls
+     *   of the functions below call it as well, where they find the failure. */
     bool (*gone)(void *arg, char *sentence, size_t size);
-    void (*lost)(void *arg, const char *why);
+    void (*lost)(void *arg, zs_status failure, const char *why);
     void *arg; /* of both; valid until zs_nccl_comm_release */
 } zs_nccl_options;
 
@@ -79,7 +79,7 @@ typedef struct zs_nccl_message {
 
 /* Makes a communicator of the ranks of `control`, over which the ranks agree first on NCCL's version, the options and the id
  * that rank 0 has made; `control` is borrowed, for the time of this call. Collective, and waits for all ranks, at most
- * `timeout` seconds once they have agreed: it fails on all ranks or on none. ZS_ERR_UNSUPPORTED: no NCCL on some rank, or too
+ * half of `timeout` once they have agreed: it fails on all ranks or on none. ZS_ERR_UNSUPPORTED: no NCCL on some rank, or too
  * old for the options; ZS_ERR_DIVERGED: other options or another version there; ZS_ERR_VALUE: options without sense;
  * ZS_ERR_NCCL, ZS_ERR_PEER, ZS_ERR_TIMEOUT: the making itself. */
 zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_nccl_comm **out);
@@ -97,7 +97,10 @@ zs_status zs_nccl_comm_check(zs_nccl_comm *comm);
 /* Poisons the communicator with ZS_ERR_STATE and `why`, unless it is already. `lost` is not called. */
 void zs_nccl_comm_abort(zs_nccl_comm *comm, const char *why);
 
-/* Does so with all communicators of this process. Before the interpreter ends: libraries are going then. */
+/* Does so with `failure`, another communicator's, and with its words as they are. */
+void zs_nccl_comm_follow(zs_nccl_comm *comm, zs_status failure, const char *why);
+
+/* Aborts all communicators of this process. Before the interpreter ends: libraries are going then. */
 void zs_nccl_abort_all(const char *why);
 
 /* Hands the monitor something that the GPU has been given to do: if the oldest of these makes no end for `timeout` seconds

@@ -68,32 +68,43 @@ static PyObject *comm_alone(PyObject *type, PyObject *args)
     return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }
 
-static zs_status new_mover(zs_comm *control, const char *kind, const zs_device *device, const char *group,
-                           zs_mover **out)
+/* What moves the bytes, as Python asks for it. */
+typedef struct mover_request {
+    const char *kind, *group;
+    zs_nccl_choices nccl;
+} mover_request;
+
+static zs_status new_mover(zs_comm *control, const mover_request *request, const zs_device *device, zs_mover **out)
 {
-    if (strcmp(kind, "c10d") == 0) return zs_mover_c10d_new(control, device, group, out);
-    if (strcmp(kind, "nccl") == 0) return zs_mover_nccl_new(control, device, out);
-    if (strcmp(kind, "peer") == 0) return zs_mover_peer_new(control, device, out);
-    return ZS_FAIL(ZS_ERR_VALUE, "there is no mover '%s'", kind);
+    if (strcmp(request->kind, "c10d") == 0) return zs_mover_c10d_new(control, device, request->group, out);
+    if (strcmp(request->kind, "nccl") == 0) return zs_mover_nccl_new(control, device, &request->nccl, out);
+    if (strcmp(request->kind, "peer") == 0) return zs_mover_peer_new(control, device, out);
+    return ZS_FAIL(ZS_ERR_VALUE, "there is no mover '%s'", request->kind);
 }
 
-PyDoc_STRVAR(comm_gpu_doc, "gpu($type, control, mover, device, group_name, /)\n--\n\nA transport between GPUs: "
-                           "`control` between the hosts, and "
-                           "what moves the bytes, over the process group of that name where it is torch's.");
+PyDoc_STRVAR(comm_gpu_doc,
+             "gpu($type, control, mover, device, group_name, nccl=(0, 0, 0, 2), /)\n--\n\nA transport between GPUs: "
+             "`control` between the hosts, and what moves the bytes, over the process group of that name where it is "
+             "torch's. nccl: the CTA policy (0 default, 1 efficiency, 2 zero), the least and the most CTAs (0: any), "
+             "the number of communicators.");
 
 static PyObject *comm_gpu(PyObject *type, PyObject *args)
 {
     PyObject *control;
-    const char *kind, *where, *group;
+    const char *where;
     const zs_device *device = NULL;
+    mover_request request = {.nccl.communicators = 2};
+    zs_nccl_choices *nccl = &request.nccl;
     zs_mover *mover = NULL;
     zs_comm *comm = NULL;
-    if (!PyArg_ParseTuple(args, "Osss:gpu", &control, &kind, &where, &group)) return NULL;
+    if (!PyArg_ParseTuple(args, "Osss|(iiii):gpu", &control, &request.kind, &where, &request.group, &nccl->ctas,
+                          &nccl->min_ctas, &nccl->max_ctas, &nccl->communicators))
+        return NULL;
     zs_comm *hosts = zs_py_comm(control);
     if (hosts == NULL) return NULL;
     zs_clear_error();
     zs_status status = find_device(where, &device);
-    if (status == ZS_OK) ZS_PY_NOGIL(status, new_mover(hosts, kind, device, group, &mover));
+    if (status == ZS_OK) ZS_PY_NOGIL(status, new_mover(hosts, &request, device, &mover));
     if (status == ZS_OK) status = zs_comm_gpu_new(hosts, mover, &comm);
     return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }

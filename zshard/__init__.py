@@ -16,6 +16,7 @@ from zshard._forward_methods import register_forward_method
 from zshard._load import load, load_state_dict
 from zshard._memory import predict_memory
 from zshard._meta import empty
+from zshard._nccl import NcclOptions
 from zshard._optim_names import load_optim_state_dict, optim_state_dict
 from zshard.api import FSDP, shard_info
 from zshard.fully_shard import fully_shard
@@ -42,6 +43,7 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "NcclError",
+    "NcclOptions",
     "Offload",
     "OffloadPolicy",
     "PeerError",

@@ -21,7 +21,15 @@ class Comm:
     @classmethod
     def alone(cls, device: str = "cpu", /) -> Comm: ...
     @classmethod
-    def gpu(cls, control: Comm, mover: str, device: str, group_name: str, /) -> Comm: ...
+    def gpu(
+        cls,
+        control: Comm,
+        mover: str,
+        device: str,
+        group_name: str,
+        nccl: tuple[int, int, int, int] = (0, 0, 0, 2),
+        /,
+    ) -> Comm: ...
     @classmethod
     def shm(cls, rank: int, world: int, timeout: float, /) -> Comm: ...
     @classmethod

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard._device import CPU, is_stand_in, torch_device
-from zshard._nccl import library
+from zshard._nccl import NcclOptions, library
 from zshard._units import Comms
 from zshard.strategy import ShardingStrategy
 
@@ -39,7 +39,9 @@ class _Entry:
     comm: _core.Comm
 
 
-_entries: dict[tuple[int, str, str], _Entry] = {}  # by group, transport asked for, device
+Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
+
+_entries: dict[tuple[int, Asked, str], _Entry] = {}  # by group, transport asked for, device
 _alone: dict[str, _core.Comm] = {}  # by device
 
 
@@ -219,9 +221,9 @@ def comms_for(
 
 
 def check_settings(
-    transport: str | None, timeout: float | None, device: str = CPU
-) -> tuple[str, float | None]:
-    """The transport's name and the seconds that the arguments or the environment ask for.
+    transport: Asked | None, timeout: float | None, device: str = CPU
+) -> tuple[Asked, float | None]:
+    """The transport and the seconds that the arguments or the environment ask for.
 
     Raises ValueError for what is neither. To be asked before ranks meet, so that none of them finds
     the connection to another broken.
@@ -229,18 +231,24 @@ def check_settings(
     wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
     kind = CPU if is_stand_in(device) else device.partition(":")[0]
     known = TRANSPORTS[kind]
-    if wanted not in known:
+    if isinstance(wanted, NcclOptions):
+        if device == CPU:
+            raise ValueError(
+                f"transport={wanted!r} is for models on GPUs, and this one is on the CPU: move it "
+                "there, or give device_id"
+            )
+    elif wanted not in known:
         raise ValueError(f"unknown transport {wanted!r}; there are {', '.join(known)}")
     return wanted, _check_timeout(timeout)
 
 
 def comm_for(
-    group: Any | None, transport: str | None, timeout: float | None, device: str = CPU
+    group: Any | None, transport: Asked | None, timeout: float | None, device: str = CPU
 ) -> _core.Comm:
     """The transport of `group`, made on first use; collective over the group then.
 
-    transport: "auto" (None), "shm" or "c10d", on GPUs "nccl", "peer" or "c10d"; ZSHARD_TRANSPORT
-        where None.
+    transport: "auto" (None), "shm" or "c10d", on GPUs "nccl", "peer", "c10d" or NcclOptions;
+        ZSHARD_TRANSPORT where None.
     timeout: seconds that one wait may last; ZSHARD_TIMEOUT, then the group's own where None.
     Raises ValueError for unknown names, RuntimeError where a forced transport cannot be had.
     """
@@ -302,7 +310,7 @@ def _timeout_of(group: Any, timeout: float | None) -> float:
     return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
 
 
-def _connect(group: Any, wanted: str, timeout: float) -> _core.Comm:
+def _connect(group: Any, wanted: Asked, timeout: float) -> _core.Comm:
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     _report_ends()
     if wanted != "c10d":
@@ -328,20 +336,23 @@ def new_group(group: Any, device: str) -> Any:
     return dist.new_group(ranks, backend=backend, use_local_synchronization=not whole)
 
 
-def connect_gpu(device: str, group: Any, wanted: str, timeout: float) -> _core.Comm:
+def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core.Comm:
     """The transport between GPUs: one between their hosts, and what moves what is on the GPUs."""
-    by_test = is_stand_in(device)  # there, the argument says how the hosts talk
-    control = comm_for(group, wanted if by_test else "auto", timeout)
+    by_test = is_stand_in(device)  # there, a name says how the hosts talk
+    options = wanted if isinstance(wanted, NcclOptions) else None
+    control = comm_for(group, wanted if by_test and options is None else "auto", timeout)
     kind = os.environ.get("ZSHARD_MOVER", "c10d") if by_test else wanted
+    kind = "nccl" if options is not None else kind
     if kind == "peer" or (kind == "auto" and _share_a_gpu(control, _gpu_id(device))):
         return _core.Comm.gpu(control, "peer", device, "")
     if kind in ("auto", "nccl"):
         with contextlib.suppress(NotImplementedError):  # the ranks agree on it below
             library()
         try:
-            return _core.Comm.gpu(control, "nccl", device, "")
+            numbers = (options or NcclOptions())._numbers()
+            return _core.Comm.gpu(control, "nccl", device, "", numbers)
         except NotImplementedError:  # on all ranks: one of them has no NCCL
-            if kind == "nccl":
+            if kind != "auto":
                 raise
     return _core.Comm.gpu(control, "c10d", device, new_group(group, device).group_name)
 

@@ -1,4 +1,4 @@
-"""libnccl: where it lies, which one it is, and its end.
+"""libnccl: where it lies, which one it is, how it is to be used, and its end.
 
 The one idea: torch's wheels with CUDA bring NCCL as a package of its own (nvidia.nccl). torch has
 usually loaded it; where it has not, this package says where the file is. All else is in C.
@@ -8,9 +8,67 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 from zshard import _core
+
+MAX_CTAS = 64  # NCCL's own limit
+POLICIES = ("default", "efficiency", "zero")  # by their numbers in the C core
+
+
+@dataclass(frozen=True)
+class NcclOptions:
+    """How NCCL is to be used for a model on GPUs: FSDP(model, transport=zshard.NcclOptions(...)).
+
+    ctas: what NCCL may take of a GPU's multiprocessors. "default": as it likes; "efficiency": few
+        (NCCL 2.27); "zero": none where the GPU's copy engines can do it (NCCL 2.28), which of what
+        zshard asks for they can where memory is registered with NCCL; elsewhere as by default.
+    min_ctas, max_ctas: limits for each kernel of NCCL's (a CTA is a thread block, and takes a
+        multiprocessor); None: NCCL's choice. Kernels in three streams have to find room side by
+        side, so a third of the multiprocessors, rounded down to a power of two (32 of an H200's
+        132), is the most, and is what None means for max_ctas.
+    communicators: 2: parameters are gathered while gradients are exchanged; 1: one after the other,
+        which takes half of the memory that NCCL has for itself.
+
+    Equal on all ranks. Raises ValueError for what is no option; FSDP raises NotImplementedError
+    where the NCCL that is here is too old, with its version, DivergenceError where ranks differ,
+    and ValueError for more CTAs than the GPUs have room for.
+    """
+
+    ctas: str = "default"
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    communicators: int = 2
+
+    def __post_init__(self) -> None:
+        if self.ctas not in POLICIES:
+            known = ", ".join(repr(each) for each in POLICIES)
+            raise ValueError(f"NcclOptions(ctas={self.ctas!r}): there are {known}")
+        for name in ("min_ctas", "max_ctas"):
+            value = getattr(self, name)
+            if value is not None and not _is_count(value, MAX_CTAS):
+                raise ValueError(f"NcclOptions({name}={value!r}): None or 1 to {MAX_CTAS}")
+        if (
+            self.min_ctas is not None
+            and self.max_ctas is not None
+            and self.min_ctas > self.max_ctas
+        ):
+            raise ValueError(
+                f"NcclOptions: min_ctas={self.min_ctas} is above max_ctas={self.max_ctas}"
+            )
+        if not _is_count(self.communicators, 2):
+            raise ValueError(f"NcclOptions(communicators={self.communicators!r}): there are 1 or 2")
+
+    def _numbers(self) -> tuple[int, int, int, int]:
+        """As zshard._core.Comm.gpu takes them."""
+        policy = POLICIES.index(self.ctas)
+        return policy, self.min_ctas or 0, self.max_ctas or 0, self.communicators
+
+
+def _is_count(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
 
 _known: tuple[str, str] | None = None
 

@@ -34,6 +34,7 @@ from zshard._fits import check_fits, parse_limit
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._memory import memory_of, options_of
 from zshard._meta import Materializer
+from zshard._nccl import NcclOptions
 from zshard._parts import remember_parts
 from zshard._plan import UnitSpec
 from zshard._state import attach, refuse_strange_slices, whole_state_dict
@@ -96,7 +97,7 @@ class FSDP(Controls):
     sync_module_states: take parameters and buffers from rank 0 (default). If False, ranks whose
         values differ are an error.
     transport: "shm" (ranks of one host), "c10d" (anything torch.distributed reaches) or "auto";
-        on GPUs "nccl", "c10d" or "auto".
+        on GPUs "nccl", "c10d" or "auto", or a zshard.NcclOptions.
     timeout: seconds that a wait for another rank may last; the process group's own if None.
     forward_sync_buffers: copy buffers from rank 0 at each forward, as DDP does by default.
     offload: a zshard.Offload, or a directory for one: parameters and optimizer state are kept in
@@ -137,7 +138,7 @@ class FSDP(Controls):
         device_mesh: Any = None,
         *,
         strategy: Any = None,
-        transport: str | None = None,
+        transport: str | NcclOptions | None = None,
         timeout: float | None = None,
         forward_sync_buffers: bool = False,
         offload: Any = None,

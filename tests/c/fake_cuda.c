@@ -60,7 +60,7 @@ static void write_log(const char *call, const char *fmt, va_list args)
 {
     const char *path = getenv("FAKE_CUDA_LOG");
     if (path == NULL || path[0] == '\0') return;
-    char line[512];
+    char line[4096];
     int n = snprintf(line, sizeof line, "%s ", call);
     n += vsnprintf(line + n, sizeof line - (size_t)n - 1, fmt, args);
     if (n > (int)sizeof line - 2) n = (int)sizeof line - 2;
@@ -140,7 +140,9 @@ zs_cu_result fake_cuDeviceGetAttribute(int *out, zs_cu_attribute attribute, zs_c
 {
     BEGIN(false, "attribute=%u device=%d", attribute, device);
     switch (attribute) {
-    case ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *out = 2; return ZS_CU_SUCCESS;
+    case ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+        *out = number_from("FAKE_CUDA_MULTIPROCESSORS", 2);
+        return ZS_CU_SUCCESS;
     case ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *out = 9; return ZS_CU_SUCCESS;
     case ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *out = 0; return ZS_CU_SUCCESS;
     default: return ZS_CU_ERROR_INVALID_VALUE;
@@ -245,12 +247,29 @@ static void run_launch(const void *args)
     fake_kernel_run(one->kernel, one->blocks, one->threads, one->args);
 }
 
+/* The device's addresses among a kernel's arguments, as text. */
+static const char *addresses(const void *args, size_t bytes, char *text, size_t size)
+{
+    size_t used = 0;
+    text[0] = '\0';
+    if (getenv("FAKE_CUDA_LOG") == NULL) return text;
+    for (size_t i = 0; i + sizeof(zs_cu_ptr) <= bytes && used + 24 < size; i += sizeof(zs_cu_ptr)) {
+        zs_cu_ptr word;
+        memcpy(&word, (const char *)args + i, sizeof word);
+        if (fake_range(NULL, NULL, word) == ZS_CU_SUCCESS)
+            used += (size_t)snprintf(text + used, size - used, "%s%p", used > 0 ? "," : "", AT(word));
+    }
+    return text;
+}
+
 zs_cu_result fake_cuLaunchKernel(zs_cu_function function, unsigned int blocks, unsigned int y, unsigned int z,
                                  unsigned int threads, unsigned int ty, unsigned int tz, unsigned int shared,
                                  zs_cu_stream stream, void **parameters, void **extra)
 {
     launch one = {.kernel = (const fake_kernel *)(const void *)function, .blocks = blocks, .threads = threads};
-    BEGIN(true, "stream=%d kernel=%s blocks=%u", STREAM_ID, one.kernel->name, blocks);
+    char text[3500];
+    BEGIN(true, "stream=%d kernel=%s blocks=%u touches=%s", STREAM_ID, one.kernel->name, blocks,
+          addresses(parameters[0], one.kernel->bytes, text, sizeof text));
     bool flat = y == 1 && z == 1 && ty == 1 && tz == 1 && shared == 0 && extra == NULL;
     if (!flat || blocks == 0 || threads == 0 || threads > 1024 || one.kernel->bytes > sizeof one.args)
         return ZS_CU_ERROR_INVALID_VALUE;

@@ -9,6 +9,7 @@
  *   FAKE_CUDA_DELAY_US=n        each thing that a stream with a thread does begins so much later
  *   FAKE_CUDA_FAIL=call:n[:r]   the n-th call of that function from now on (from 1) fails with CUresult r (999: unknown)
  *   FAKE_CUDA_MEMORY=bytes      how much memory there is (64 GiB)
+ *   FAKE_CUDA_MULTIPROCESSORS=n how many there are (2)
  * and when the library is loaded:
  *   FAKE_CUDA_DEVICES=n (1), FAKE_CUDA_VERSION=n (13000), FAKE_CUDA_MISSING=call, which this driver then does not know
  */

@@ -1,6 +1,7 @@
 /* fake_cuda_enqueue.c - what the stand-in for libcuda.so.1 shows besides CUDA: a way for other stand-ins to use its streams.
  *
- * The one idea: fake_nccl.c queues its collectives where the kernels and copies of the same stream are.
+ * The one idea: fake_nccl.c queues its collectives where the kernels and copies of the same stream are, and logs them by the
+ * same numbers.
  */
 #include "fake_cuda.h"
 
@@ -22,4 +23,12 @@ void fake_cuda_enqueue(void *stream, void (*run)(void *), void *arg)
 {
     other_work work = {run, arg};
     fake_submit((zs_cu_stream)stream, run_other, &work, sizeof work);
+}
+
+/* The number of a stream in the log. */
+__attribute__((visibility("default"))) int fake_cuda_stream_number(void *stream);
+
+int fake_cuda_stream_number(void *stream)
+{
+    return fake_stream_number((zs_cu_stream)stream);
 }

@@ -89,6 +89,7 @@ zs_nccl_result ncclCommInitRankConfig(zs_nccl_handle *out, int world, zs_nccl_id
     int count = note(F_CommInitRankConfig, NULL, 0, NULL),
         result = planned("FAKE_NCCL_FAIL", F_CommInitRankConfig, count);
     if (result != 0) return complain(result, "the stand-in was told to fail");
+    write_log("config policy=%d min=%d max=%d\n", config->cta_policy, config->min_ctas, config->max_ctas);
     if (!is_sound(config) || world < 1 || world > MOST_RANKS || rank < 0 || rank >= world)
         return complain(ZS_NCCL_INVALID_ARGUMENT, "not a config, or a rank, of this stand-in");
     int file = open(id.bytes, O_RDWR | O_CLOEXEC);

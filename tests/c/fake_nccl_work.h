@@ -135,17 +135,27 @@ static int planned(const char *variable, function f, int count)
     return which == count && strcmp(name, names[f]) == 0 ? result : 0;
 }
 
+/* Writes a line into the log, if there is one. */
+__attribute__((format(printf, 1, 2))) static void write_log(const char *format, ...)
+{
+    const char *path = getenv("FAKE_NCCL_LOG");
+    FILE *log = path != NULL ? fopen(path, "a") : NULL;
+    if (log == NULL) return;
+    va_list args;
+    va_start(args, format);
+    vfprintf(log, format, args);
+    va_end(args);
+    fclose(log);
+}
+
 /* Counts and logs a call; the how-many-th of its function it is. */
 static int note(function f, const fake *comm, size_t size, const void *stream)
 {
     pthread_mutex_lock(&lock);
     int count = ++calls[f];
     pthread_mutex_unlock(&lock);
-    const char *path = getenv("FAKE_NCCL_LOG");
-    FILE *log = path != NULL ? fopen(path, "a") : NULL;
-    if (log == NULL) return count;
-    fprintf(log, "%s rank=%d size=%zu stream=%p\n", names[f], comm != NULL ? comm->rank : -1, size, stream);
-    fclose(log);
+    write_log("%s comm=%p rank=%d size=%zu stream=%p\n", names[f], (const void *)comm, comm != NULL ? comm->rank : -1,
+              size, stream);
     return count;
 }
 
@@ -358,6 +368,18 @@ static void add_to_group(job *made)
     *end = made;
 }
 
+/* Logs what an operation will read and write, in the driver's numbers of streams. */
+static void log_transfers(const job *made)
+{
+    if (getenv("FAKE_NCCL_LOG") == NULL) return;
+    int stream = number_of_stream(made->stream);
+    for (size_t i = 0; i < made->count; i++) {
+        const transfer *t = &made->transfers[i];
+        write_log("transfer call=%s comm=%p stream=%d %s=%p bytes=%zu\n", names[made->called], (void *)made->comm,
+                  stream, t->send ? "src" : "dst", (void *)t->ptr, t->bytes);
+    }
+}
+
 /* Starts an operation: `made` is what goes on the stream. */
 static int submit(fake *comm, job *made, size_t size)
 {
@@ -370,6 +392,7 @@ static int submit(fake *comm, job *made, size_t size)
         if (depth > 0) group_error = result;
         return leave(comm, result);
     }
+    log_transfers(made);
     comm->late = planned("FAKE_NCCL_FAIL_LATE", f, count);
     made->hangs = planned("FAKE_NCCL_HANG", f, count) != 0;
     pthread_mutex_lock(&lock);

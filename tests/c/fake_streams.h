@@ -81,6 +81,15 @@ static void own_enqueue(void *name, void (*run)(void *), void *arg)
     pthread_mutex_unlock(&streams_lock);
 }
 
+/* A function that the stand-in for the CUDA driver shows; NULL where that is not loaded. */
+static void *drivers_function(const char *name)
+{
+    const char *path = getenv("ZSHARD_CUDA_LIB");
+    void *symbol = dlsym(RTLD_DEFAULT, name);
+    void *library = symbol == NULL && path != NULL ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : NULL;
+    return library != NULL ? dlsym(library, name) : symbol;
+}
+
 /* Queues `run(arg)` on the stream. */
 static void enqueue_on(void *stream, void (*run)(void *), void *arg)
 {
@@ -88,16 +97,22 @@ static void enqueue_on(void *stream, void (*run)(void *), void *arg)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     pthread_mutex_lock(&once);
     if (drivers == NULL) {
-        const char *path = getenv("ZSHARD_CUDA_LIB");
-        void *symbol = dlsym(RTLD_DEFAULT, "fake_cuda_enqueue");
-        void *library = symbol == NULL && path != NULL ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : NULL;
-        if (library != NULL) symbol = dlsym(library, "fake_cuda_enqueue");
+        void *symbol = drivers_function("fake_cuda_enqueue");
         drivers = own_enqueue;
         if (symbol != NULL) memcpy(&drivers, &symbol, sizeof symbol);
     }
     fake_enqueue found = drivers;
     pthread_mutex_unlock(&once);
     found(stream, run, arg);
+}
+
+/* The stream's number in the log of the stand-in for the driver; -1 where that is not loaded. */
+static int number_of_stream(void *stream)
+{
+    int (*number)(void *) = NULL;
+    void *symbol = drivers_function("fake_cuda_stream_number");
+    memcpy(&number, &symbol, sizeof symbol);
+    return number != NULL ? number(stream) : -1;
 }
 
 #endif
