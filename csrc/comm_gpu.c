@@ -127,13 +127,6 @@ static zs_status gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
 
 /* --- events -------------------------------------------------------------------------------------------------------------- */
 
-zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
-{
-    if (comm->n_idle == 0) return zs_device_cuda_event_new(comm->base.device, out);
-    *out = comm->idle[--comm->n_idle];
-    return ZS_OK;
-}
-
 void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event)
 {
     if (event == NULL) return;
@@ -148,6 +141,20 @@ void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event)
         comm->idle_room = room;
     }
     comm->idle[comm->n_idle++] = event;
+}
+
+enum { EVENTS_AT_A_TIME = 3 * ZS_MAX_FLATS }; /* gathers of a unit in use, and of two ahead: later steps find enough */
+
+zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
+{
+    for (int i = comm->n_idle > 0 ? EVENTS_AT_A_TIME : 0; i < EVENTS_AT_A_TIME; i++) {
+        zs_cu_event made;
+        ZS_TRY(zs_device_cuda_event_new(comm->base.device, &made));
+        zs_gpu_event_give(comm, made);
+    }
+    if (comm->n_idle == 0) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for events");
+    *out = comm->idle[--comm->n_idle];
+    return ZS_OK;
 }
 
 /* --- flats and gathers ------------------------------------------------------------------------------------------------- */

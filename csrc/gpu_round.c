@@ -17,7 +17,7 @@ typedef struct gpu_unit {
     uint64_t *posted;        /* [words of the control's bitmap] what this rank says in it; owned */
     const zs_bucket *bucket; /* of the round that is out, NULL: it brings nothing; borrowed */
     zs_mem *received;        /* area of that round, NULL: none */
-    zs_cu_event read;        /* the bucket has been read; NULL: no round yet */
+    zs_cu_event read;        /* the bucket of the last round has been read */
 } gpu_unit;
 
 /* The bit by which a rank says that it brings a bucket: behind those of the unit. */
@@ -73,6 +73,7 @@ zs_status zs_gpu_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **
     ((zs_gpu_comm *)comm)->living++;
     zs_status status = zs_cunit_init(&unit->base, spec, comm);
     if (status == ZS_OK) status = make_control((zs_gpu_comm *)comm, unit);
+    if (status == ZS_OK) status = zs_device_cuda_event_new(comm->device, &unit->read);
     if (status != ZS_OK) {
         zs_gpu_cunit_free(comm, &unit->base);
         return status;
@@ -116,7 +117,6 @@ static zs_status move_slices(zs_gpu_comm *comm, gpu_unit *unit)
     zs_status status = zs_gpu_note(comm, "gradients", unit->base.spec.name, unit->base.piece_bytes);
     if (status == ZS_OK) status = zs_device_fork(comm->base.device, ZS_LANE_REDUCE); /* behind the packing */
     if (status == ZS_OK) status = comm->mover->ops->swap(comm->mover, &swap);
-    if (status == ZS_OK && unit->read == NULL) status = zs_gpu_event_take(comm, &unit->read);
     if (status == ZS_OK) status = zs_device_cuda_record(comm->base.device, ZS_LANE_REDUCE, unit->read);
     return_area(comm, &spare);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
@@ -211,6 +211,6 @@ zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     (void)wait;
     gpu_unit *unit = (gpu_unit *)cunit;
     *ready = cunit->spec.mode == ZS_REDUCE_SCATTER || cunit->state == ZS_ROUND_NONE;
-    if (!*ready || unit->read == NULL) return ZS_OK;
+    if (!*ready) return ZS_OK;
     return zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, unit->read);
 }
