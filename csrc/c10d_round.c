@@ -233,8 +233,9 @@ void zs_c10d_cunit_free(zs_comm *comm, zs_cunit *cunit)
 {
     if (cunit == NULL) return;
     c10d_unit *unit = (c10d_unit *)cunit;
+    bool failed = zs_last_status() != ZS_OK;                            /* of the caller, who is on the way out */
     if (unit->work != NULL) (void)end_swap((zs_c10d_comm *)comm, unit); /* it writes into our memory until then */
-    zs_clear_error();
+    if (!failed) zs_clear_error();
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     return_all_areas(self, unit);
     zs_cunit_clear(cunit);

@@ -228,12 +228,13 @@ void zs_group_read_words(zs_group *group, int rank, char *words, size_t size)
     words[0] = 0;
     auto store = store_of(*group->group);
     if (!store) return;
+    bool failed = zs_last_status() != ZS_OK; // the caller, whose record is to stay
     (void)guarded("store", [&] {
         if (!store->check({words_key(rank)})) return;
         std::string text = store->get_to_str(words_key(rank));
         snprintf(words, size, "%s", text.c_str());
     });
-    zs_clear_error();
+    if (!failed) zs_clear_error();
 }
 
 } // extern "C"

@@ -1,0 +1,142 @@
+"""Calls of CUDA's driver and of NCCL that fail in training: an exception on every rank, soon, and never worse.
+
+The one idea: the log of a run that goes well says which calls there are and how often; then each
+is made to fail, the first, one in the middle and the last time, on one rank of two. That rank's
+exception names the call, the other rank hears of it; only what gives something back, or only looks,
+may fail without a word, and then the numbers are as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import gpu_log
+import pytest
+import stand_ins
+import torch
+from nursery import fork_ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+STEPS = 3
+SECONDS = 20.0  # for an exception to come, on a machine that is busy
+QUIET = {"cuMemFree", "cuMemFreeHost", "cuEventDestroy", "cuStreamDestroy", "cuLibraryUnload"}
+QUIET |= {"CommAbort", "CommDestroy", "CommFinalize", "MemFree", "CommWindowDeregister"}
+QUIET |= {"cuEventQuery"}  # the monitor's question, who then thinks that the work has ended
+POLLED = {"cuCtxGetCurrent", "CommGetAsyncError", "cuEventQuery"}  # as often as there is time
+NOT_CALLS = {"step", "end", "torch", "transfer", "config", "cuLaunchHostFunc", "GetLastError"}
+# What an exception says in place of the call's name.
+WORDS = {"cuLaunchKernel": "zs_", "cuLibraryGetKernel": "zs_", "CommGetAsyncError": "nccl"}
+WORDS |= {"cuInit": "does not start", "cuDeviceGetCount": "does not start"}
+
+
+def work(options):
+    """Losses of a few steps of a small model with all that there is: units, clipping, AdamW."""
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(2)]
+    policy = zshard.wrap.ModuleWrapPolicy({nn.Linear})
+    model = FSDP(nn.Sequential(*layers), auto_wrap_policy=policy, **options)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(10 * step + int(os.environ["RANK"]))
+        loss = model(torch.randn(4, 24)).square().mean()
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    gpu_log.mark("end")  # what follows gives memory back
+    return losses
+
+
+def run_well(folder, env, options):
+    """The losses, and how often each call was made."""
+    os.environ.update(env)
+    log = gpu_log.start(folder, int(os.environ["RANK"]))
+    losses = work(options)
+    gpu_log.stop()
+    names = [name for name, _ in gpu_log.read(Path(log))]
+    return losses, Counter(each for each in names[: names.index("end")] if each not in NOT_CALLS)
+
+
+def run_badly(env, options, fault, failing):
+    """How a run ended on this rank: its losses, or an exception's name and words; the seconds."""
+    os.environ.update(env)
+    if int(os.environ["RANK"]) == failing:
+        os.environ.update(fault)
+    start = time.monotonic()
+    try:
+        return "", work(options), time.monotonic() - start
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+
+
+KINDS = ("PeerError", "CudaError", "NcclError", "MemoryError", "DivergenceError")
+OPTIONS = {"transport": "c10d", "timeout": SECONDS / 2}
+
+
+@pytest.fixture(scope="module")
+def well(tmp_path_factory):
+    """Losses of both ranks, and rank 0's calls, of a run where nothing fails."""
+    folder = str(tmp_path_factory.mktemp("well"))
+    done = fork_ranks(run_well, 2, folder, stand_ins.environment("nccl"), OPTIONS, check=True)
+    return [result.value[0] for result in done], done[0].value[1]
+
+
+def problem_with(well, call, which):
+    """What is wrong when the `which`-th `call` fails on rank 0; "" if nothing is."""
+    losses, _ = well
+    kind = "CUDA" if call.startswith("cu") else "NCCL"
+    fault = {f"FAKE_{kind}_FAIL": f"{call}:{which}"}
+    results = fork_ranks(run_badly, 2, stand_ins.environment("nccl"), OPTIONS, fault, 0, timeout=60)
+    case = f"{call}, number {which}"
+    if any(result.returncode != 0 for result in results):
+        return f"{case}: {results}"
+    (kind, words, seconds), other = results[0].value, results[1].value
+    well_enough = ["", losses[1]]  # the other rank may need nothing any more
+    if kind == "":
+        quiet = call in QUIET | POLLED and words == losses[0] and [*other[:2]] == well_enough
+        return "" if quiet else f"{case}: nobody noticed; {results}"
+    if kind not in ("CudaError", "NcclError", "MemoryError") or (
+        call not in words and WORDS.get(call, call) not in words
+    ):
+        return f"{case}: {kind}: {words}"
+    if [*other[:2]] != well_enough and other[0] not in KINDS:
+        return f"{case}, on the other rank: {other}"
+    return "" if max(seconds, other[2]) < SECONDS else f"{case}: {seconds} s, {other[2]} s"
+
+
+def places(count):
+    """The first, a middle and the last of so many."""
+    return sorted({1, (count + 1) // 2, count})
+
+
+# Of each kind of call one, in the middle of a run: launches, copies, events, waits; NCCL's.
+SOME = ["cuLaunchKernel", "cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent", "cuMemAlloc"]
+SOME += ["AllGather", "Send", "GroupEnd", "CommInitRankConfig", "CommGetAsyncError"]
+
+
+@pytest.mark.parametrize("call", SOME)
+def test_a_call_that_fails_is_an_exception_on_all_ranks(well, call):
+    among = places(well[1][call])
+    assert problem_with(well, call, among[0 if call in POLLED else len(among) // 2]) == ""
+
+
+def test_all_calls_are_known(well):
+    """What is made to fail below is what there is; a new call comes in by itself."""
+    assert set(SOME) <= set(well[1])
+    assert {name for name in well[1] if not name.startswith("cu")} >= {"Recv", "GroupStart"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_every_call_that_fails_is_an_exception_on_all_ranks(well, part):
+    cases = [(call, n) for call in sorted(well[1]) for n in places(well[1][call])]
+    problems = [problem_with(well, *case) for case in cases[part::8]]
+    assert [problem for problem in problems if problem] == []
