@@ -215,10 +215,10 @@ void zs_work_free(zs_work *work)
 void zs_group_leave_words(zs_group *group, int rank, const char *words)
 {
     if (auto store = store_of(*group->group)) {
+        // No record is made, and none is cleared: what is told here are the words of the caller's.
         try {
             store->set(words_key(rank), std::string(words));
-        } catch (
-            ...) { // the peers will find this rank gone. No record is made, and none cleared: these are the words of one
+        } catch (...) { // the peers will find this rank gone
         }
     }
 }
