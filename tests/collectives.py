@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 LEAST = 4096  # bytes: what ranks tell each other before a collective is smaller
 
@@ -22,6 +23,7 @@ class Collectives:
     def __init__(self, *among: str) -> None:
         self.among = among
         self.order: list[str] = []
+        self.received = {"gather": 0, "scatter": 0}  # bytes that come from other ranks
 
     def __enter__(self) -> Collectives:
         self.profile = torch.profiler.profile(record_shapes=True)
@@ -33,6 +35,7 @@ class Collectives:
         for event in self.profile.events():
             if event.name in NAMES and max(_sizes(event)) > LEAST:
                 self.order.append(NAMES[event.name])
+                self.received[NAMES[event.name]] += _from_others(NAMES[event.name], event)
             elif event.name in self.among:
                 self.order.append(event.name)
 
@@ -45,6 +48,12 @@ class Collectives:
     def scatters(self) -> int:
         """Exchanges of gradients: the reduce-scatters, whose sums each rank makes itself."""
         return self.order.count("scatter")
+
+
+def _from_others(kind: str, event: Any) -> int:
+    """Of a gather, all but this rank's part; of an exchange (of all ranks), all but its own piece."""
+    sizes = _sizes(event)[1:]
+    return max(sizes) - (min(sizes) if kind == "gather" else max(sizes) // dist.get_world_size())
 
 
 def _sizes(event: Any) -> list[int]:
