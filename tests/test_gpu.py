@@ -382,7 +382,8 @@ def memory_by_step(precision: Any, strategy: str) -> dict[str, Any]:
         warm = torch.randn(32, 32, device=device(), dtype=dtype, requires_grad=True)
         torch.addmm(warm, warm, warm).sum().backward()
     del warm
-    before = torch.cuda.memory_allocated() if is_real() else 0
+    first = torch.cuda.memory_stats() if is_real() else {}
+    before = first.get("allocated_bytes.all.current", 0)
     model = wrap(case, mixed_precision=precision, strategy=strategy)
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
     found: dict[str, Any] = {"now": [], "allocated": [], "peak": [], "counts": [], "mappings": []}
@@ -395,7 +396,7 @@ def memory_by_step(precision: Any, strategy: str) -> dict[str, Any]:
         if is_real():
             stats = torch.cuda.memory_stats()
             names = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
-            found["counts"].append([stats.get(name, 0) for name in names])
+            found["counts"].append([stats[name] - first[name] for name in names])
             found["allocated"].append(stats["allocated_bytes.all.current"] - before)
             found["peak"].append(stats["allocated_bytes.all.peak"])
     found["predicted"] = model.memory("predicted")
@@ -423,7 +424,7 @@ def test_memory_is_constant_and_predicted(one: RankPool, precision: Any, strateg
 def without_memory() -> tuple[str, bool, list[float]]:
     """What comes where the copy in bfloat16 has no room; whether a smaller model trains then."""
     total = torch.cuda.get_device_properties(0).total_memory
-    model = Deep(width=4096, depth=2).to(device())  # 256 MiB, and a copy of 128
+    model = Deep(width=4096, depth=2).to(device())  # 0.5 GiB, and a copy of half of that
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved() + (16 << 20)
     torch.cuda.set_per_process_memory_fraction(room / total)
