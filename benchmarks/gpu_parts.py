@@ -33,7 +33,6 @@ from benchmarks.gpu_steps import Events
 from benchmarks.harness import Spread
 from benchmarks.models import TINY_BLOCKS, Batch, Workload, gpt
 from benchmarks.sides import SEED
-from zshard import _group
 
 # --------------------------------------------------------------------------------------
 # Host time
@@ -235,7 +234,7 @@ def _transports() -> list[str]:
     """What moves bytes between ranks of one GPU: not NCCL, which wants a GPU for each."""
     if is_stand_in():
         return [os.environ.get("ZSHARD_MOVER", "c10d")]
-    return [name for name in ("c10d", "peer") if name in _group.TRANSPORTS["cuda"]]
+    return ["c10d", "peer"]
 
 
 def _seeded(workload: Workload) -> nn.Module:

@@ -1,10 +1,8 @@
-"""Training on a GPU is training in plain PyTorch: numbers, memory, errors, several ranks on one GPU.
+"""Training on a GPU is training in plain PyTorch: numbers, memory, errors, on one GPU by one rank.
 
-The one idea: each test is a function that ranks run on "their device", which is the GPU where there
-is one and else skipped, and the host with stand-ins for CUDA's driver and NCCL (stand_ins.py), so
-that the tests themselves are known to work on any machine. What is torch's own on a GPU (its
-allocator, streams, cuBLAS) is compared by tolerances that are stated here; what is zshard's on both
-sides, by bits. The kernels are those of test_cuda_kernels.py, which runs again on the real driver.
+The one idea: what is torch's own on a GPU (its allocator, streams, cuBLAS) is compared by tolerances
+that are stated in gpus.py; what is zshard's on both sides, by bits. The kernels are those of
+test_cuda_kernels.py, which runs again on the real driver. Several ranks: test_gpu_ranks.py.
 """
 
 from __future__ import annotations
@@ -13,140 +11,55 @@ import copy
 import functools
 import math
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import stand_ins
 import torch
-import torch.distributed as dist
-from models import CASES, Block, Case, loss_of, make
-from spawn import RankPool, run_ranks
+from gpus import (
+    ADAM,
+    BF16,
+    BFLOAT16,
+    DEEP,
+    EXACT,
+    FP32,
+    KINDS,
+    Deep,
+    Start,
+    device,
+    environment,
+    far,
+    is_real,
+    on_host,
+    sgd,
+    standing_ranks,
+    train,
+    wrap,
+)
+from models import CASES, Case, loss_of, make
+from spawn import RankPool
 from test_c_core import ROOT
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import zshard
-from zshard import FSDP, MixedPrecision, ShardingStrategy, _core, _group
+from zshard import FSDP, MixedPrecision, ShardingStrategy, _core
 
-KINDS = ("gpu", "stand-in")
-FP32 = {"rel": 1e-5, "abs": 1e-6}  # the same kernels on the same values; atomics may reorder sums
-BF16 = {"rel": 1e-2, "abs": 1e-3}  # 8 bits of mantissa, and other roundings between operators
-ADAM = {"rel": 1e-4, "abs": 2e-4}  # lr = 0.01: what is rounding in a gradient is a step's part here
-BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 NAMES = ("mlp", "net", "tied", "conv")
-MOVERS = ("c10d", "nccl", *(["peer"] if "peer" in _group.TRANSPORTS["cuda"] else []))
-
-
-@functools.cache
-def why_no_gpu() -> str:
-    """Why models on GPUs do not train here; "" where they do."""
-    found = zshard.features()
-    missing = (found["missing"].get(name) for name in ("driver", "torch_cuda", "kernels"))
-    return "" if found["gpu"] else "; ".join(filter(None, missing)) or "there is no GPU"
-
-
-def environment(kind: str, mover: str = "c10d") -> dict[str, str | None]:
-    """Of ranks on that kind of device; skips the test where there is none."""
-    if kind == "gpu" and why_no_gpu():
-        pytest.skip(why_no_gpu())
-    return {} if kind == "gpu" else dict(stand_ins.environment(mover))
-
-
-Start = Callable[..., RankPool]
 
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Start]:
-    """Standing ranks by kind of device, world size and, for stand-ins, what moves bytes."""
-    made: dict[tuple[str, int, str], RankPool] = {}
-
-    def pool(kind: str, world: int = 1, mover: str = "c10d") -> RankPool:
-        key = kind, world, mover if kind == "stand-in" else ""
-        if key not in made:
-            made[key] = RankPool(world, environment(kind, mover))
-        return made[key]
-
-    yield pool
-    for each in made.values():
-        each.close(patience=5.0)
+    """Starts standing ranks."""
+    with standing_ranks() as found:
+        yield found
 
 
 @pytest.fixture(params=KINDS)
 def one(request: pytest.FixtureRequest, start: Start) -> RankPool:
     """A rank that is alone on its device."""
     return start(request.param)
-
-
-# --- what ranks share ------------------------------------------------------------------------------
-
-
-def is_real() -> bool:
-    return os.environ.get("ZSHARD_CUDA_ON_HOST") != "1"
-
-
-def device() -> torch.device:
-    """Where this rank's tensors are."""
-    return torch.device("cuda", 0) if is_real() else torch.device("cpu")
-
-
-class Deep(nn.Module):
-    """Blocks of one width, recomputed in backward if `checkpointed`."""
-
-    def __init__(self, width: int = 24, depth: int = 3, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.checkpointed = checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x
-
-
-DEEP = Case(Deep, lambda generator: torch.randn(6, 24, generator=generator))
-
-
-def wrap(case: Case, **options: Any) -> Any:
-    """The case's model on the device, wrapped."""
-    options.setdefault("auto_wrap_policy", case.policy)
-    return FSDP(make(case.make).to(device()), **options)
-
-
-def train(
-    model: nn.Module, optimizer: Any, case: Case, steps: int = 4, rank: int = 0
-) -> list[float]:
-    """The loss of each step."""
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model(case.batch(step, rank).to(device())))
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    return losses
-
-
-def on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
-
-
-def far(ours: dict[str, Tensor], theirs: dict[str, Tensor], near: dict[str, float]) -> list[str]:
-    """What differs by more than `near` allows, element by element; or in names."""
-    found = [f"only one has {name}" for name in ours.keys() ^ theirs.keys()]
-    for name in ours.keys() & theirs.keys():
-        a, b = (side[name].detach().to("cpu", torch.float64) for side in (ours, theirs))
-        if not torch.allclose(a, b, rtol=near["rel"], atol=near["abs"]):
-            found.append(f"{name}: by {float((a - b).abs().max()):.3g}")
-    return found
-
-
-def sgd(model: nn.Module, library: Any = torch.optim) -> Any:
-    return library.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 # --- one rank: the numbers of plain PyTorch --------------------------------------------------------
@@ -233,7 +146,7 @@ def in_backward_and_after(precision: Any) -> list[str]:
             model.optimizer_in_backward(optimizer)
         train(model, optimizer, DEEP)
         states.append(on_host(model.state_dict()))
-    return far(*states, {"rel": 0.0, "abs": 0.0})
+    return far(*states, EXACT)
 
 
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
@@ -315,7 +228,7 @@ def there_and_back() -> tuple[list[str], list[float], list[float]]:
     again = zshard.AdamW(second.parameters(), lr=0.01)
     second.load_state_dict(saved)
     again.load_state_dict(stepped)
-    wrong = far(plain.state_dict(), on_host(second.state_dict()), {"rel": 0.0, "abs": 0.0})
+    wrong = far(plain.state_dict(), on_host(second.state_dict()), EXACT)
     return wrong, train(model, optimizer, DEEP), train(second, again, DEEP)
 
 
@@ -466,157 +379,3 @@ def test_kernels_have_the_bits_of_the_cpu(kernels: str) -> None:
         timeout=280,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-
-
-# --- NCCL, and several ranks on one GPU -------------------------------------------------------------
-
-
-def alone_over_nccl() -> tuple[str, list[bytes], list[float]]:
-    """A communicator of one rank: what it is, what comes back, what it broadcasts."""
-    where = "cuda:0" if is_real() else "cuda:0/host"
-    comm = _group.connect_gpu(where, dist.group.WORLD, "nccl" if is_real() else "shm", 60.0)
-    numbers = torch.arange(5.0, device=device())
-    comm.broadcast(numbers, 0)
-    return comm.transport, comm.exchange(b"here"), numbers.tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nccl_with_one_rank(start: Start, kind: str) -> None:
-    pool = start(kind, 1, "nccl")
-    if kind == "gpu" and not zshard.features()["nccl"]:
-        pytest.skip(zshard.features()["missing"]["nccl"])
-    transport, answers, numbers = pool.run(alone_over_nccl)[0]
-    assert (transport, answers, numbers) == ("nccl", [b"here"], [0.0, 1.0, 2.0, 3.0, 4.0])
-
-
-def let_nccl_share_a_gpu(rank: int) -> None:
-    """NCCL refuses two ranks of a host on one GPU; ranks that seem to be of two hosts go over
-    sockets."""
-    os.environ["NCCL_HOSTID"] = f"zshard-test-{rank}"
-    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket")
-
-
-def train_together(mover: str | None, strategy: str, precision: Any) -> Any:
-    """(transport, losses, state) of ranks that share the device, or the host where mover is None.
-
-    The transport is "refused: ..." where NCCL does not let ranks share a GPU.
-    """
-    rank = dist.get_rank()
-    case = CASES["mlp"]
-    if mover == "nccl":
-        let_nccl_share_a_gpu(rank)
-    by = mover if mover and is_real() else "c10d"
-    model = make(case.make, seed=1 + rank)
-    try:
-        ours = FSDP(
-            model if mover is None else model.to(device()),
-            strategy=strategy,
-            mixed_precision=precision,
-            transport=by,
-            auto_wrap_policy=case.policy,
-            timeout=60,
-        )
-        optimizer = zshard.AdamW(ours.parameters(), lr=0.01)
-        losses = []
-        for step in range(3):
-            batch = case.batch(step, rank)
-            loss = loss_of(ours(batch if mover is None else batch.to(device())))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss))
-        transport = zshard.api.state_of(ours).comms.all.transport
-        return transport, losses, on_host(ours.state_dict())
-    except zshard.NcclError as error:
-        if "uplicate GPU" not in str(error) and "invalid usage" not in str(error).lower():
-            raise
-        return f"refused: {error}", [], {}
-
-
-@pytest.fixture(scope="module")
-def reference(start: Start) -> Callable[..., list[Any]]:
-    """What ranks on the host get, over gloo: the same for all ways of being together on a GPU."""
-    pools: dict[int, RankPool] = {}
-
-    @functools.cache
-    def found(world: int, strategy: str, precision: Any) -> list[Any]:
-        pool = pools.setdefault(world, RankPool(world))
-        return pool.run(train_together, None, strategy, precision)
-
-    yield found
-    for pool in pools.values():
-        pool.close(patience=5.0)
-
-
-TOGETHER = [("stand-in", 2, mover) for mover in MOVERS]
-TOGETHER += [("gpu", world, mover) for world in (2, 4) for mover in MOVERS]
-
-
-@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
-@pytest.mark.parametrize(("kind", "world", "mover"), TOGETHER)
-def test_ranks_that_share_a_gpu(
-    start: Start,
-    reference: Callable[..., list[Any]],
-    kind: str,
-    world: int,
-    mover: str,
-    strategy: str,
-    precision: Any,
-) -> None:
-    together = start(kind, world, mover).run(train_together, mover, strategy, precision)
-    if together[0][0].startswith("refused"):
-        pytest.skip(together[0][0])
-    exact = {"rel": 0.0, "abs": 0.0}
-    near = exact if kind == "stand-in" else ADAM if precision is None else BF16
-    for ours, theirs in zip(together, reference(world, strategy, precision), strict=True):
-        assert mover in ours[0] and theirs[0] == "c10d"
-        assert ours[1] == pytest.approx(theirs[1], **near)
-        assert far(ours[2], theirs[2], near) == []
-        assert far(ours[2], together[0][2], exact) == []  # ranks agree to the bit
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_movers_agree_to_the_bit(start: Start, world: int) -> None:
-    """What sums on the GPU is one kernel, in rank order, whoever brings the numbers."""
-    pool = start("gpu", world)
-    found = [pool.run(train_together, mover, "full_shard", None) for mover in MOVERS]
-    found = [each for each in found if not each[0][0].startswith("refused")]
-    for each in found[1:]:
-        for ours, first in zip(each, found[0], strict=True):
-            assert ours[1] == first[1]
-            assert far(ours[2], first[2], {"rel": 0.0, "abs": 0.0}) == []
-
-
-def die_in_training(mover: str) -> tuple[str, str, float]:
-    """The last rank is killed between forward and backward; how the others end, and when."""
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if mover == "nccl":
-        let_nccl_share_a_gpu(rank)
-    model = wrap(DEEP, transport=mover if is_real() else "c10d", timeout=60)
-    x = DEEP.batch(0, rank).to(device())
-    loss_of(model(x)).backward()
-    loss = loss_of(model(x))
-    begin = time.monotonic()
-    if rank == world - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        loss.backward()
-        loss_of(model(x)).item()
-    except (zshard.PeerError, zshard.NcclError, RuntimeError) as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "nothing", "", time.monotonic() - begin
-
-
-@pytest.mark.parametrize("mover", [mover for mover in MOVERS if mover != "nccl"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_rank_is_reported(kind: str, mover: str) -> None:
-    env = environment(kind, mover)
-    *survivors, killed = run_ranks(die_in_training, 2, mover, env=env, check=False, timeout=150)
-    assert killed.returncode == -signal.SIGKILL
-    for result in survivors:
-        assert result.value is not None, result.stderr
-        kind_of_error, words, seconds = result.value
-        assert kind_of_error == "PeerError" and "rank 1" in words, (kind_of_error, words)
-        assert seconds < 60

@@ -1,0 +1,135 @@
+"""What the tests of GPUs share: where ranks run, the tolerances of their numbers, a model, its training.
+
+The one idea: a test is a function that ranks run on "their device", which is the GPU where there is
+one and else skipped, and the host with stand-ins for CUDA's driver and NCCL (stand_ins.py), so that
+the tests themselves are known to work on any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import stand_ins
+import torch
+from models import Block, Case, loss_of, make
+from spawn import RankPool
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zshard
+from zshard import FSDP, MixedPrecision
+
+KINDS = ("gpu", "stand-in")
+FP32 = {"rel": 1e-5, "abs": 1e-6}  # the same kernels on the same values; atomics may reorder sums
+BF16 = {"rel": 1e-2, "abs": 1e-3}  # 8 bits of mantissa, and other roundings between operators
+ADAM = {"rel": 1e-4, "abs": 2e-4}  # lr = 0.01: what is rounding in a gradient is a step's part here
+BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MOVERS = ("c10d", "nccl", "peer")
+EXACT = {"rel": 0.0, "abs": 0.0}
+
+
+@functools.cache
+def why_no_gpu() -> str:
+    """Why models on GPUs do not train here; "" where they do."""
+    found = zshard.features()
+    missing = (found["missing"].get(name) for name in ("driver", "torch_cuda", "kernels"))
+    return "" if found["gpu"] else "; ".join(filter(None, missing)) or "there is no GPU"
+
+
+def environment(kind: str, mover: str = "c10d") -> dict[str, str | None]:
+    """Of ranks on that kind of device; skips the test where there is none."""
+    if kind == "gpu" and why_no_gpu():
+        pytest.skip(why_no_gpu())
+    return {} if kind == "gpu" else dict(stand_ins.environment(mover))
+
+
+Start = Callable[..., RankPool]
+
+
+@contextlib.contextmanager
+def standing_ranks() -> Iterator[Start]:
+    """Gives what starts standing ranks by kind of device, world size and, for stand-ins, what moves
+    bytes; they end with the context."""
+    made: dict[tuple[str, int, str], RankPool] = {}
+
+    def pool(kind: str, world: int = 1, mover: str = "c10d") -> RankPool:
+        key = kind, world, mover if kind == "stand-in" else ""
+        if key not in made:
+            made[key] = RankPool(world, environment(kind, mover))
+        return made[key]
+
+    yield pool
+    for each in made.values():
+        each.close(patience=5.0)
+
+
+# --- what ranks share ------------------------------------------------------------------------------
+
+
+def is_real() -> bool:
+    return os.environ.get("ZSHARD_CUDA_ON_HOST") != "1"
+
+
+def device() -> torch.device:
+    """Where this rank's tensors are."""
+    return torch.device("cuda", 0) if is_real() else torch.device("cpu")
+
+
+class Deep(nn.Module):
+    """Blocks of one width, recomputed in backward if `checkpointed`."""
+
+    def __init__(self, width: int = 24, depth: int = 3, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+DEEP = Case(Deep, lambda generator: torch.randn(6, 24, generator=generator))
+
+
+def wrap(case: Case, **options: Any) -> Any:
+    """The case's model on the device, wrapped."""
+    options.setdefault("auto_wrap_policy", case.policy)
+    return FSDP(make(case.make).to(device()), **options)
+
+
+def train(
+    model: nn.Module, optimizer: Any, case: Case, steps: int = 4, rank: int = 0
+) -> list[float]:
+    """The loss of each step."""
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(case.batch(step, rank).to(device())))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+
+
+def far(ours: dict[str, Tensor], theirs: dict[str, Tensor], near: dict[str, float]) -> list[str]:
+    """What differs by more than `near` allows, element by element; or in names."""
+    found = [f"only one has {name}" for name in ours.keys() ^ theirs.keys()]
+    for name in ours.keys() & theirs.keys():
+        a, b = (side[name].detach().to("cpu", torch.float64) for side in (ours, theirs))
+        if not torch.allclose(a, b, rtol=near["rel"], atol=near["abs"]):
+            found.append(f"{name}: by {float((a - b).abs().max()):.3g}")
+    return found
+
+
+def sgd(model: nn.Module, library: Any = torch.optim) -> Any:
+    return library.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -1,0 +1,198 @@
+"""NCCL with one rank, and several ranks on one GPU: their numbers are those of ranks on the host.
+
+The one idea: ranks on the host over gloo are the reference for all ways of moving bytes between
+ranks of a GPU. With stand-ins the bits are equal, since these compute as the host does; on a GPU the
+movers agree with each other to the bit, and with the host within the tolerances of gpus.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpus import (
+    ADAM,
+    BF16,
+    BFLOAT16,
+    DEEP,
+    EXACT,
+    KINDS,
+    MOVERS,
+    Start,
+    device,
+    environment,
+    far,
+    is_real,
+    on_host,
+    standing_ranks,
+    wrap,
+)
+from models import CASES, loss_of, make
+from spawn import RankPool, run_ranks
+
+import zshard
+from zshard import FSDP, _group
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts standing ranks."""
+    with standing_ranks() as found:
+        yield found
+
+
+def alone_over_nccl() -> tuple[str, list[bytes], list[float]]:
+    """A communicator of one rank: what it is, what comes back, what it broadcasts."""
+    where = "cuda:0" if is_real() else "cuda:0/host"
+    comm = _group.connect_gpu(where, dist.group.WORLD, "nccl" if is_real() else "shm", 60.0)
+    numbers = torch.arange(5.0, device=device())
+    comm.broadcast(numbers, 0)
+    return comm.transport, comm.exchange(b"here"), numbers.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nccl_with_one_rank(start: Start, kind: str) -> None:
+    pool = start(kind, 1, "nccl")
+    if kind == "gpu" and not zshard.features()["nccl"]:
+        pytest.skip(zshard.features()["missing"]["nccl"])
+    transport, answers, numbers = pool.run(alone_over_nccl)[0]
+    assert (transport, answers, numbers) == ("nccl", [b"here"], [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+def let_nccl_share_a_gpu(rank: int) -> None:
+    """NCCL refuses two ranks of a host on one GPU; ranks that seem to be of two hosts go over
+    sockets."""
+    os.environ["NCCL_HOSTID"] = f"zshard-test-{rank}"
+    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket")
+
+
+def train_together(mover: str | None, strategy: str, precision: Any) -> Any:
+    """(transport, losses, state) of ranks that share the device, or the host where mover is None.
+
+    The transport is "refused: ..." where NCCL does not let ranks share a GPU.
+    """
+    rank = dist.get_rank()
+    case = CASES["mlp"]
+    if mover == "nccl":
+        let_nccl_share_a_gpu(rank)
+    by = mover if mover and is_real() else "c10d"
+    model = make(case.make, seed=1 + rank)
+    try:
+        ours = FSDP(
+            model if mover is None else model.to(device()),
+            strategy=strategy,
+            mixed_precision=precision,
+            transport=by,
+            auto_wrap_policy=case.policy,
+            timeout=60,
+        )
+        optimizer = zshard.AdamW(ours.parameters(), lr=0.01)
+        losses = []
+        for step in range(3):
+            batch = case.batch(step, rank)
+            loss = loss_of(ours(batch if mover is None else batch.to(device())))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        transport = zshard.api.state_of(ours).comms.all.transport
+        return transport, losses, on_host(ours.state_dict())
+    except zshard.NcclError as error:
+        if "uplicate GPU" not in str(error) and "invalid usage" not in str(error).lower():
+            raise
+        return f"refused: {error}", [], {}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Callable[..., list[Any]]]:
+    """What ranks on the host get, over gloo: the same for all ways of being together on a GPU."""
+    pools: dict[int, RankPool] = {}
+
+    @functools.cache
+    def found(world: int, strategy: str, precision: Any) -> list[Any]:
+        pool = pools.setdefault(world, RankPool(world))
+        return pool.run(train_together, None, strategy, precision)
+
+    yield found
+    for pool in pools.values():
+        pool.close(patience=5.0)
+
+
+TOGETHER = [("stand-in", 2, mover) for mover in MOVERS]
+TOGETHER += [("gpu", world, mover) for world in (2, 4) for mover in MOVERS]
+
+
+@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
+@pytest.mark.parametrize(("kind", "world", "mover"), TOGETHER)
+def test_ranks_that_share_a_gpu(
+    start: Start,
+    reference: Callable[..., list[Any]],
+    kind: str,
+    world: int,
+    mover: str,
+    strategy: str,
+    precision: Any,
+) -> None:
+    together = start(kind, world, mover).run(train_together, mover, strategy, precision)
+    if together[0][0].startswith("refused"):
+        pytest.skip(together[0][0])
+    near = EXACT if kind == "stand-in" else ADAM if precision is None else BF16
+    for ours, theirs in zip(together, reference(world, strategy, precision), strict=True):
+        assert mover in ours[0] and theirs[0] == "c10d"
+        assert ours[1] == pytest.approx(theirs[1], **near)
+        assert far(ours[2], theirs[2], near) == []
+        assert far(ours[2], together[0][2], EXACT) == []  # ranks agree to the bit
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_movers_agree_to_the_bit(start: Start, world: int) -> None:
+    """What sums on the GPU is one kernel, in rank order, whoever brings the numbers."""
+    pool = start("gpu", world)
+    found = [pool.run(train_together, mover, "full_shard", None) for mover in MOVERS]
+    found = [each for each in found if not each[0][0].startswith("refused")]
+    for each in found[1:]:
+        for ours, first in zip(each, found[0], strict=True):
+            assert ours[1] == first[1]
+            assert far(ours[2], first[2], EXACT) == []
+
+
+def die_in_training(mover: str) -> tuple[str, str, float]:
+    """The last rank is killed between forward and backward; how the others end, and when."""
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if mover == "nccl":
+        let_nccl_share_a_gpu(rank)
+    model = wrap(DEEP, transport=mover if is_real() else "c10d", timeout=60)
+    x = DEEP.batch(0, rank).to(device())
+    loss_of(model(x)).backward()
+    loss = loss_of(model(x))
+    begin = time.monotonic()
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+        loss_of(model(x)).item()
+    except (zshard.PeerError, zshard.NcclError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "nothing", "", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("mover", [mover for mover in MOVERS if mover != "nccl"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_rank_is_reported(kind: str, mover: str) -> None:
+    env = environment(kind, mover)
+    *survivors, killed = run_ranks(die_in_training, 2, mover, env=env, check=False, timeout=150)
+    assert killed.returncode == -signal.SIGKILL
+    for result in survivors:
+        assert result.value is not None, result.stderr
+        kind_of_error, words, seconds = result.value
+        assert kind_of_error == "PeerError" and "rank 1" in words, (kind_of_error, words)
+        assert seconds < 60
