@@ -30,11 +30,33 @@ static zs_status meet(zs_peer *self, zs_lane lane, zs_peer_word word)
     return zs_peer_meet(self, lane, zs_peer_lane_words(self, lane, word), self->moves[lane]);
 }
 
+/* What the peers can not map (an offloaded shard comes in the gather's target, which is torch's memory) they read from a stage,
+ * as large as the largest that came: the gather before, in the same lane, is through with it. All ranks offload alike, so they
+ * come here together. */
+static zs_status onto_stage(zs_peer *self, zs_lane lane, const void **shard, size_t bytes)
+{
+    zs_mem **stage = &self->stages[lane];
+    zs_peer_alloc *alloc = zs_peer_alloc_at(*shard);
+    zs_peer_alloc_release(alloc);
+    if (alloc != NULL) return ZS_OK;
+    if (*stage == NULL || (*stage)->bytes < bytes) {
+        zs_mem *made = NULL;
+        ZS_TRY(zs_peer_mem_new(self->base.device, bytes, &made));
+        zs_mem_release(*stage);
+        *stage = made;
+        ZS_TRY(zs_device_fork(self->base.device, lane)); /* behind its zeros */
+    }
+    ZS_TRY(zs_device_copy(self->base.device, lane, (*stage)->ptr, *shard, bytes));
+    *shard = (*stage)->ptr;
+    return ZS_OK;
+}
+
 static zs_status peer_gather(zs_mover *mover, zs_lane lane, const void *shard, char *full, size_t bytes)
 {
     zs_peer *self = (zs_peer *)mover;
     char *const *from = NULL;
     ZS_TRY(zs_peer_check(mover));
+    ZS_TRY(onto_stage(self, lane, &shard, bytes));
     ZS_TRY(zs_peer_shards(self, shard, &from));
     self->moves[lane]++;
     ZS_TRY(meet(self, lane, ZS_PEER_READY));
@@ -95,6 +117,8 @@ static void peer_destroy(zs_mover *mover)
     if (own && self->pads != NULL && self->pads[mover->rank] != NULL) peer_close(mover);
     zs_peer_watch_end(self);
     if (own) zs_peer_maps_free(self->maps);
+    for (zs_lane lane = 0; lane < ZS_LANES && own; lane++)
+        zs_mem_release(self->stages[lane]);
     if (own) zs_mem_release(self->pad);
     zs_kin_free(self->kin);
     zs_comm_release(self->control);

@@ -69,6 +69,7 @@ typedef struct zs_peer {
     zs_peer_maps *maps;
     zs_mem *pad;                    /* of numbers, and the stage of broadcasts behind them */
     char **pads;                    /* [world] as they are mapped here; owned */
+    zs_mem *stages[ZS_LANES];       /* what shards that peers can not map are read from; NULL: none yet */
     uint32_t moves[ZS_LANES];       /* so many so far */
     uint32_t rounds[ZS_PEER_UNITS]; /* likewise, by the unit's place */
     bool taken[ZS_PEER_UNITS];      /* a living unit has that place */

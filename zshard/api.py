@@ -97,7 +97,7 @@ class FSDP(Controls):
     sync_module_states: take parameters and buffers from rank 0 (default). If False, ranks whose
         values differ are an error.
     transport: "shm" (ranks of one host), "c10d" (anything torch.distributed reaches) or "auto";
-        on GPUs "nccl", "peer", "c10d", "auto" or a zshard.NcclOptions.
+        on GPUs "nccl", "peer" (ranks of one host), "c10d", "auto" or a zshard.NcclOptions.
     timeout: seconds that a wait for another rank may last; the process group's own if None.
     forward_sync_buffers: copy buffers from rank 0 at each forward, as DDP does by default.
     offload: a zshard.Offload, or a directory for one: parameters and optimizer state are kept in

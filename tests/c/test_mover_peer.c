@@ -162,16 +162,44 @@ static void memory_that_comes_and_goes(rank_env *env)
     end_gpu(env);
 }
 
-static void memory_of_another_kind_is_refused(rank_env *env)
+/* Shards that peers can not map, as offloaded ones are, of several sizes. */
+static void shards_of_the_host(rank_env *env)
 {
-    zs_mem *own = NULL, *full = NULL;
+    enum { MOST = 3 << 20 };
+    const size_t sizes[] = {512, MOST, 64, 4096};
+    zs_mem *full = NULL;
+    zs_mem *own = NULL;
+    OK(zs_mem_new_private(4 * MOST, &own));
     begin_gpu(env);
-    OK(zs_device_mem_new(env->comm->device, 64, &own));
-    OK(zs_device_mem_new(env->comm->device, 64 * (size_t)env->world, &full));
-    zs_flat_mem flat = {.mem = own, .shard = own->ptr, .shard_bytes = 64};
-    FAILS(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}), ZS_ERR_STATE, "peers can map");
-    zs_mem_release(own);
+    OK(zs_device_mem_new(env->comm->device, (size_t)env->world * MOST, &full));
+    for (unsigned round = 0; round < 24; round++) {
+        size_t bytes = sizes[round % 4];
+        zs_flat_mem flat = {.mem = own, .shard_bytes = bytes};
+        flat.shard = (char *)own->ptr + (size_t)(round % 4) * MOST;
+        own->on_host = round % 3 != 0;
+        fill_pattern(flat.shard, bytes, 10 * round + (unsigned)env->rank);
+        OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+        compare_full(env, full->ptr, bytes, 10 * round);
+        if (round % 7 == 0) meet(env);
+    }
     zs_mem_release(full);
+    zs_mem_release(own);
+    end_gpu(env);
+}
+
+static void bucket_of_another_kind_is_refused(rank_env *env)
+{
+    test_unit units[UNITS];
+    zs_mem *own = NULL;
+    uint64_t used[2] = {0};
+    begin_gpu(env);
+    make_units(env, units, ZS_REDUCE_SCATTER);
+    zs_bucket wrong = units[0].bucket;
+    OK(zs_device_mem_new(env->comm->device, wrong.bytes, &own));
+    wrong.ptr = own->ptr;
+    FAILS(env->comm->ops->post(env->comm, units[0].cunit, &wrong, used), ZS_ERR_STATE, "peers can map");
+    zs_mem_release(own);
+    free_units(env, units);
     end_gpu(env);
 }
 
@@ -518,7 +546,8 @@ int main(int argc, char **argv)
         TEST(peer_broadcasts_from_all_roots, .least = 2),
         TEST(gathers_see_each_step, .least = 2),
         TEST(memory_that_comes_and_goes, .least = 2),
-        TEST(memory_of_another_kind_is_refused, .least = 2),
+        TEST(shards_of_the_host, .least = 2),
+        TEST(bucket_of_another_kind_is_refused, .least = 2),
         TEST(device_broadcasts, .least = 2),
         TEST(parts_are_shared, .least = 2),
         TEST(streams_work_late, .least = 2),
