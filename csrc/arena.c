@@ -12,7 +12,9 @@ struct zs_arena {
     const zs_device *device;
     slot *slots; /* owned */
     size_t n;
-    bool outline; /* slots are sizes without memory */
+    bool outline;                                             /* slots are sizes without memory */
+    zs_status (*make)(void *arg, size_t bytes, zs_mem **out); /* NULL: the device does */
+    void *arg;                                                /* borrowed */
 };
 
 zs_status zs_arena_new(const zs_device *device, zs_arena **out)
@@ -28,6 +30,12 @@ zs_status zs_arena_new_outline(zs_arena **out)
     ZS_TRY(zs_arena_new(zs_device_cpu(), out));
     (*out)->outline = true;
     return ZS_OK;
+}
+
+void zs_arena_made_by(zs_arena *arena, zs_status (*make)(void *arg, size_t bytes, zs_mem **out), void *arg)
+{
+    arena->make = make;
+    arena->arg = arg;
 }
 
 void zs_arena_free(zs_arena *arena)
@@ -65,6 +73,7 @@ static zs_status add_slot(zs_arena *arena, slot **out)
 
 static zs_status new_memory(const zs_arena *arena, size_t bytes, zs_mem **out)
 {
+    if (arena->make != NULL) return arena->make(arena->arg, bytes, out);
     if (!arena->outline) return zs_device_mem_new(arena->device, bytes, out);
     return zs_mem_wrap(NULL, bytes > 0 ? bytes : 1, NULL, NULL, out);
 }

@@ -17,6 +17,9 @@ typedef struct zs_arena zs_arena;
 /* New empty arena of memory of `device`. */
 zs_status zs_arena_new(const zs_device *device, zs_arena **out);
 
+/* Has slots made by `make(arg, ...)` from now on, rather than by the device; what `arg` points to outlives the arena. */
+void zs_arena_made_by(zs_arena *arena, zs_status (*make)(void *arg, size_t bytes, zs_mem **out), void *arg);
+
 /* New empty arena of slots that are sizes and nothing else, for finding out what a real one will hold. */
 zs_status zs_arena_new_outline(zs_arena **out);
 

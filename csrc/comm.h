@@ -110,6 +110,7 @@ typedef struct zs_comm_ops {
 
     zs_status (*flat_new)(zs_comm *, size_t shard_bytes, zs_flat_mem *out);
     void (*flat_free)(zs_comm *, zs_flat_mem *);
+    zs_status (*slot_new)(zs_comm *, size_t bytes, zs_mem **out); /* NULL: the device's memory will do */
     zs_status (*gather_start)(zs_comm *, const zs_flat_mem *, const char *unit, zs_target to,
                               zs_gathering **out); /* collective; NULL if mapped */
     zs_status (*gather_finish)(zs_comm *, zs_gathering *);
@@ -172,6 +173,7 @@ void zs_comm_on_wait(bool (*interrupted)(void));
 /* flat_new: `shard_bytes` per rank. Same calls in the same order on all ranks, but no meeting: a peer's part may be
  *   read only inside a reader session (or after an exchange).
  * flat_free: gives the memory back (peers' mappings of it stay valid, their content does not).
+ * slot_new: new zeroed memory for full buffers, to gather into. The same calls in the same order on all ranks.
  * gather_start: begins to fill `to` from all ranks' shards, which stay as they are until gather_finish. Collective, in the
  *   same order on all ranks; `unit` is the name of the flat's unit, for messages. The flat may be another comm's of this
  *   transport.

@@ -159,24 +159,29 @@ zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
 
 /* --- flats and gathers ------------------------------------------------------------------------------------------------- */
 
-/* Memory that peers may have to read. */
-static zs_status new_memory(zs_comm *comm, size_t bytes, zs_mem **out)
+static zs_status new_memory(zs_comm *comm, zs_moved what, size_t bytes, zs_mem **out)
 {
-    zs_mover *mover = ((zs_gpu_comm *)comm)->mover;
-    if (mover->ops->mem_new != NULL) return mover->ops->mem_new(mover, bytes, out);
-    return zs_device_mem_new(comm->device, bytes, out);
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    if (self->mover->ops->mem_new == NULL) return zs_device_mem_new(comm->device, bytes, out);
+    ZS_TRY(zs_gpu_usable(self));
+    return self->mover->ops->mem_new(self->mover, what, bytes, out);
+}
+
+static zs_status gpu_slot_new(zs_comm *comm, size_t bytes, zs_mem **out)
+{
+    return new_memory(comm, ZS_MOVED_FULL, bytes, out);
 }
 
 static zs_status gpu_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
-    ZS_TRY(new_memory(comm, bytes, &out->mem));
+    ZS_TRY(new_memory(comm, ZS_MOVED_BUCKET, bytes, &out->mem));
     *out = (zs_bucket){.ptr = out->mem->ptr, .bytes = bytes, .mem = out->mem};
     return ZS_OK;
 }
 
 static zs_status gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
-    ZS_TRY(new_memory(comm, shard_bytes, &out->mem));
+    ZS_TRY(new_memory(comm, ZS_MOVED_SHARD, shard_bytes, &out->mem));
     out->shard = out->mem->ptr;
     out->full = NULL;
     out->shard_bytes = shard_bytes;
@@ -240,10 +245,23 @@ static size_t gpu_bytes(const zs_comm *comm)
     return areas + comm->ops->room(NULL, comm->world).fixed;
 }
 
+static zs_status make_area(void *comm, size_t bytes, zs_mem **out)
+{
+    return new_memory(comm, ZS_MOVED_PIECES, bytes, out);
+}
+
+zs_status zs_gpu_make_areas(zs_gpu_comm *comm)
+{
+    if (comm->areas != NULL) return ZS_OK;
+    ZS_TRY(zs_arena_new(comm->base.device, &comm->areas));
+    zs_arena_made_by(comm->areas, make_area, comm);
+    return ZS_OK;
+}
+
 static zs_status gpu_reserve(zs_comm *comm, const zs_arena *plan)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
-    if (self->areas == NULL) ZS_TRY(zs_arena_new(comm->device, &self->areas));
+    ZS_TRY(zs_gpu_make_areas(self));
     return zs_arena_cover(self->areas, plan);
 }
 
@@ -320,6 +338,7 @@ static void gpu_destroy(zs_comm *comm)
         .lane = ZS_LANE_REDUCE,                         \
         .flat_new = gpu_flat_new,                       \
         .flat_free = zs_local_flat_free,                \
+        .slot_new = gpu_slot_new,                       \
         .gather_start = gpu_gather_start,               \
         .gather_finish = gpu_gather_finish,             \
         .bucket_new = gpu_bucket_new,                   \

@@ -85,7 +85,7 @@ static zs_status cuda_wait(const zs_device *device)
 
 /* Memory goes back in the order of the compute lane: what other lanes still do with it comes first. That this fails is nobody's
  * concern (the process may be ending), and why somebody else has failed, who is on the way out, is to stay on record. */
-static void join_all(const zs_device *device, bool wait)
+void zs_device_cuda_join_all(const zs_device *device, bool wait)
 {
     bool failed = zs_last_status() != ZS_OK;
     for (zs_lane lane = ZS_LANE_COMPUTE + 1; lane < ZS_LANES; lane++)
@@ -96,13 +96,13 @@ static void join_all(const zs_device *device, bool wait)
 
 static void free_torch(zs_mem *mem)
 {
-    join_all(mem->device, false);
+    zs_device_cuda_join_all(mem->device, false);
     zs_torch_cuda_free(mem->owner);
 }
 
 static void free_apart(zs_mem *mem)
 {
-    join_all(mem->device, false);
+    zs_device_cuda_join_all(mem->device, false);
     ZS_CU_FREE(cuMemFree, (zs_cu_ptr)(uintptr_t)mem->ptr); /* waits for the GPU */
 }
 
@@ -146,7 +146,7 @@ static zs_status cuda_mem_new(const zs_device *device, size_t bytes, zs_mem **ou
 
 static void free_host(zs_mem *mem)
 {
-    join_all(mem->device, true); /* pinned memory is not given back in the order of a lane */
+    zs_device_cuda_join_all(mem->device, true); /* pinned memory is not given back in the order of a lane */
     ZS_CU_FREE(cuMemFreeHost, mem->ptr);
 }
 

@@ -27,6 +27,10 @@ zs_status zs_device_cuda_stream(const zs_device *device, zs_lane lane, zs_cu_str
 /* New memory that other processes may map: an allocation of its own, zeroed. */
 zs_status zs_device_cuda_mem_new_apart(const zs_device *device, size_t bytes, zs_mem **out);
 
+/* Has the compute lane wait for all others, so that memory can go to another use there; `wait`: has the host wait as well.
+ * Failing is nobody's concern, and leaves no record. */
+void zs_device_cuda_join_all(const zs_device *device, bool wait);
+
 /* New event, for order alone. */
 zs_status zs_device_cuda_event_new(const zs_device *device, zs_cu_event *out);
 

@@ -62,6 +62,12 @@ static void release_ranks(const zs_ranks *ranks)
     zs_comm_release(ranks->all);
 }
 
+static zs_status make_slot(void *near, size_t bytes, zs_mem **out)
+{
+    zs_comm *comm = near;
+    return comm->ops->slot_new(comm, bytes, out);
+}
+
 zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out)
 {
     zs_engine *engine = calloc(1, sizeof *engine);
@@ -73,6 +79,7 @@ zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);
     ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->arena), fail);
+    if (ranks->near->ops->slot_new != NULL) zs_arena_made_by(engine->arena, make_slot, ranks->near);
     ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->grads), fail);
     ZS_TRY_GOTO(status, zs_bucket_pool_new(ranks->all, &engine->buckets), fail);
     ZS_TRY_GOTO(status, ranks->near->ops->reader_new(ranks->near, name, &engine->reader), fail);

@@ -42,6 +42,9 @@ zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, siz
 /* A move has failed: tells the peers why, stops the mover, and returns `status`. */
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
 
+/* Sees to it that there is an arena of what rounds receive into. */
+zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
+
 /* An event, for order alone / gives it back. */
 zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out);
 void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event);

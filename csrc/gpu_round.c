@@ -89,7 +89,7 @@ zs_status zs_gpu_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **
 
 static zs_status take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area)
 {
-    if (comm->areas == NULL) ZS_TRY(zs_arena_new(comm->base.device, &comm->areas));
+    ZS_TRY(zs_gpu_make_areas(comm));
     return zs_arena_take(comm->areas, bytes, area);
 }
 

@@ -30,6 +30,14 @@ typedef struct zs_swap {
     char *spare;             /* `stride` bytes to send where there is nothing to bring; NULL where there is */
 } zs_swap;
 
+/* What movers read and write. */
+typedef enum zs_moved {
+    ZS_MOVED_SHARD,  /* gathers begin there, */
+    ZS_MOVED_FULL,   /* and end there */
+    ZS_MOVED_BUCKET, /* swaps begin there, */
+    ZS_MOVED_PIECES, /* and end there */
+} zs_moved;
+
 typedef struct zs_mover_ops {
     const char *name; /* "nccl", ... */
     bool blocks;      /* moves wait on the host for the peers: it has to be sure before each that they will come */
@@ -39,8 +47,8 @@ typedef struct zs_mover_ops {
     zs_status (*swap)(zs_mover *, const zs_swap *);
     /* `data` of `root` to all, in the compute lane. */
     zs_status (*broadcast)(zs_mover *, void *data, size_t bytes, int root);
-    /* New memory that shards and buckets are to be of. NULL: the device's own. */
-    zs_status (*mem_new)(zs_mover *, size_t bytes, zs_mem **out);
+    /* New zeroed memory for that. The same calls in the same order on all ranks, who may meet in it. NULL: the device's own. */
+    zs_status (*mem_new)(zs_mover *, zs_moved, size_t bytes, zs_mem **out);
     /* How many pieces of that have gone here and are kept for the peers' sake; where any rank has some, all of them call
      * settle, collectively, when their hosts meet. Both NULL, or none. */
     uint32_t (*gone)(zs_mover *);
@@ -71,6 +79,7 @@ typedef struct zs_nccl_choices {
     int32_t min_ctas,
         max_ctas;          /* of each communicator, 1 to 64; 0: as NCCL likes, up to what keeps the ranks from waiting
                                  * for each other for ever */
+    int32_t windows;       /* 1: what is moved lies in memory that is registered with NCCL; 0: not */
     int32_t communicators; /* 2: gathers and reductions at a time; 1: in turn, with half of NCCL's own memory */
 } zs_nccl_choices;
 

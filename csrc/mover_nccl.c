@@ -16,6 +16,7 @@
 #include "kin.h"
 #include "mover.h"
 #include "nccl_comm.h"
+#include "nccl_windows.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -39,7 +40,8 @@ typedef struct nccl_mover nccl_mover;
 /* A communicator, and what is under way on it. */
 typedef struct nccl_line {
     nccl_mover *mover;
-    zs_nccl_comm *comm; /* owned; NULL: not made, or gone */
+    zs_nccl_comm *comm;       /* owned; NULL: not made, or gone */
+    zs_nccl_windows *windows; /* owned; NULL: none */
     watched_move moves[EVENTS];
     size_t count; /* of moves so far */
 } nccl_line;
@@ -101,6 +103,7 @@ static zs_status prepare(nccl_mover *self, card *own)
     ZS_TRY(check_device(device));
     zs_cu_device number = 0;
     ZS_TRY(ZS_CU(cuCtxGetDevice, &number));
+    if (self->choices.windows != 0) ZS_TRY(zs_nccl_windows_there());
     for (int i = 0; i < self->choices.communicators; i++)
         ZS_TRY(make_events(&self->lines[i]));
     return ZS_CU(cuDeviceGetAttribute, &own->multiprocessors, ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, number);
@@ -115,10 +118,10 @@ static zs_status check_cards(const card *all, int world)
         if (memcmp(a, b, sizeof *a) == 0) continue;
         return ZS_FAIL(
             ZS_ERR_DIVERGED,
-            "the ranks have different NcclOptions (ctas by number, min_ctas, max_ctas, communicators): %d, %d, "
-            "%d, %d on rank 0, and %d, %d, %d, %d on rank %d",
-            a->ctas, a->min_ctas, a->max_ctas, a->communicators, b->ctas, b->min_ctas, b->max_ctas, b->communicators,
-            r);
+            "the ranks have different NcclOptions (ctas by number, min_ctas, max_ctas, windows, communicators): "
+            "%d, %d, %d, %d, %d on rank 0, and %d, %d, %d, %d, %d on rank %d",
+            a->ctas, a->min_ctas, a->max_ctas, a->windows, a->communicators, b->ctas, b->min_ctas, b->max_ctas,
+            b->windows, b->communicators, r);
     }
     return ZS_OK;
 }
@@ -244,6 +247,14 @@ static zs_status nccl_broadcast(zs_mover *mover, void *data, size_t bytes, int r
     return watch(self, ZS_LANE_COMPUTE, "broadcast", "");
 }
 
+static zs_status nccl_mem_new(zs_mover *mover, zs_moved what, size_t bytes, zs_mem **out)
+{
+    bool gathered = what == ZS_MOVED_SHARD || what == ZS_MOVED_FULL;
+    const nccl_line *line = line_of((nccl_mover *)mover, gathered ? ZS_LANE_GATHER : ZS_LANE_REDUCE);
+    if (line->windows == NULL) return zs_device_mem_new(mover->device, bytes, out);
+    return zs_nccl_windows_take(line->windows, mover->device, bytes, out);
+}
+
 static zs_status nccl_check(zs_mover *mover)
 {
     nccl_mover *self = (nccl_mover *)mover;
@@ -268,6 +279,7 @@ static void end_line(nccl_line *line)
     zs_nccl_comm *comm = line->comm;
     line->comm = NULL;
     pthread_mutex_unlock(&line->mover->ends);
+    zs_nccl_windows_end(line->windows);
     zs_nccl_comm_release(comm); /* it may wait */
     for (int i = 0; i < EVENTS; i++)
         zs_device_cuda_event_free(line->moves[i].event);
@@ -289,6 +301,7 @@ static const zs_mover_ops nccl_ops = {
     .gather = nccl_gather,
     .swap = nccl_swap,
     .broadcast = nccl_broadcast,
+    .mem_new = nccl_mem_new,
     .check = nccl_check,
     .abort = nccl_abort,
     .destroy = nccl_destroy,
@@ -313,6 +326,7 @@ static zs_status make_comms(nccl_mover *self, zs_comm *control)
         pthread_mutex_lock(&self->ends);
         line->comm = made;
         pthread_mutex_unlock(&self->ends);
+        if (choices->windows != 0) ZS_TRY(zs_nccl_windows_new(made, control, &line->windows));
     }
     return ZS_OK;
 }

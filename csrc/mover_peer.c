@@ -90,8 +90,10 @@ static zs_status peer_broadcast(zs_mover *mover, void *data, size_t bytes, int r
     return bytes > 0 ? zs_peer_watch_move(self, ZS_LANE_COMPUTE, "broadcast", "") : ZS_OK;
 }
 
-static zs_status peer_mem_new(zs_mover *mover, size_t bytes, zs_mem **out)
+static zs_status peer_mem_new(zs_mover *mover, zs_moved what, size_t bytes, zs_mem **out)
 {
+    bool read_by_peers = what == ZS_MOVED_SHARD || what == ZS_MOVED_BUCKET;
+    if (!read_by_peers) return zs_device_mem_new(mover->device, bytes, out);
     return zs_peer_mem_new(mover->device, bytes, out);
 }
 

@@ -130,6 +130,9 @@ zs_status zs_nccl_reduce_scatter(zs_nccl_comm *comm, const zs_nccl_reduction *wh
 /* Each rank gets all of it. Likewise. */
 zs_status zs_nccl_all_reduce(zs_nccl_comm *comm, const zs_nccl_reduction *what, void *stream);
 
+/* ZS_OK if this NCCL can register memory; ZS_ERR_UNSUPPORTED, with what to do, where there is none or one before 2.27. */
+zs_status zs_nccl_windows_there(void);
+
 /* New memory of NCCL's, registered on all ranks: collective, with equal `bytes`. Keeps a reference to the communicator.
  * ZS_ERR_UNSUPPORTED before 2.27. ZS_ERR_MEMORY on this rank alone poisons: the others wait for it. */
 zs_status zs_nccl_window_new(zs_nccl_comm *comm, size_t bytes, zs_nccl_window *out);

@@ -163,14 +163,24 @@ zs_status zs_nccl_all_reduce(zs_nccl_comm *comm, const zs_nccl_reduction *what, 
 
 /* --- windows ------------------------------------------------------------------------------------------------------------ */
 
+zs_status zs_nccl_windows_there(void)
+{
+    const zs_nccl *nccl = NULL;
+    char version[16];
+    ZS_TRY(zs_nccl_load(&nccl));
+    bool there = nccl->MemAlloc != NULL && nccl->MemFree != NULL && nccl->CommWindowRegister != NULL &&
+                 nccl->CommWindowDeregister != NULL;
+    if (there) return ZS_OK;
+    zs_nccl_version_text(nccl->version, version, sizeof version);
+    return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                   "NCCL %s (%s) has no windows: 2.27 and newer ones do; install one, or leave windows out", version,
+                   nccl->where);
+}
+
 zs_status zs_nccl_window_new(zs_nccl_comm *comm, size_t bytes, zs_nccl_window *out)
 {
     const zs_nccl *nccl = comm->nccl;
-    char version[16];
-    zs_nccl_version_text(nccl->version, version, sizeof version);
-    if (nccl->MemAlloc == NULL || nccl->MemFree == NULL || nccl->CommWindowRegister == NULL ||
-        nccl->CommWindowDeregister == NULL)
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "NCCL %s (%s) has no windows: 2.27 or newer does", version, nccl->where);
+    ZS_TRY(zs_nccl_windows_there());
     if (bytes == 0 || bytes > most_bytes)
         return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': a window of %zu bytes", comm->name, bytes);
     ZS_TRY(zs_nccl_enter(comm));

@@ -83,10 +83,10 @@ static zs_status new_mover(zs_comm *control, const mover_request *request, const
 }
 
 PyDoc_STRVAR(comm_gpu_doc,
-             "gpu($type, control, mover, device, group_name, nccl=(0, 0, 0, 2), /)\n--\n\nA transport between GPUs: "
+             "gpu($type, control, mover, device, group_name, nccl=(0, 0, 0, 0, 2), /)\n--\n\nA transport between GPUs: "
              "`control` between the hosts, and what moves the bytes, over the process group of that name where it is "
              "torch's. nccl: the CTA policy (0 default, 1 efficiency, 2 zero), the least and the most CTAs (0: any), "
-             "the number of communicators.");
+             "0 or 1 for windows, the number of communicators.");
 
 static PyObject *comm_gpu(PyObject *type, PyObject *args)
 {
@@ -97,8 +97,8 @@ static PyObject *comm_gpu(PyObject *type, PyObject *args)
     zs_nccl_choices *nccl = &request.nccl;
     zs_mover *mover = NULL;
     zs_comm *comm = NULL;
-    if (!PyArg_ParseTuple(args, "Osss|(iiii):gpu", &control, &request.kind, &where, &request.group, &nccl->ctas,
-                          &nccl->min_ctas, &nccl->max_ctas, &nccl->communicators))
+    if (!PyArg_ParseTuple(args, "Osss|(iiiii):gpu", &control, &request.kind, &where, &request.group, &nccl->ctas,
+                          &nccl->min_ctas, &nccl->max_ctas, &nccl->windows, &nccl->communicators))
         return NULL;
     zs_comm *hosts = zs_py_comm(control);
     if (hosts == NULL) return NULL;

@@ -23,10 +23,13 @@ _SOURCE = ROOT / "tests" / "c" / "fake_nccl.c"
 
 
 @functools.cache
-def nccl_library() -> Path:
-    """The path of the stand-in for libnccl.so.2, in a folder where ranks that use it can meet."""
+def nccl_library(old: bool = False) -> Path:
+    """The path of the stand-in for libnccl.so.2, in a folder where ranks that use it can meet.
+
+    old: 2.21.5, without what came later, in place of 2.28.9.
+    """
     folder = Path(tempfile.mkdtemp(prefix="zshard-nccl-"))
-    flags = ["-O1", "-fPIC", "-shared"]
+    flags = ["-O1", "-fPIC", "-shared", *(["-DFAKE_NCCL_OLD"] if old else [])]
     return compile_c(folder / "libnccl.so.2", [_SOURCE], flags, ("-ldl", "-lm"))
 
 

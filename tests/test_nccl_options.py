@@ -37,6 +37,7 @@ def train(folder, env, options):
             nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)),
             auto_wrap_policy=policy,
             transport=transport,
+            strategy=os.environ.get("ZS_TEST_STRATEGY", "full_shard"),
         )
         losses = []
         for step in range(2):
@@ -64,6 +65,7 @@ def test_what_is_no_option_is_refused():
         {"max_ctas": True},
         {"min_ctas": 1.5},
         {"min_ctas": 9, "max_ctas": 8},
+        {"windows": 1},
         {"communicators": 0},
         {"communicators": 3},
         {"communicators": True},
@@ -150,7 +152,78 @@ def test_ranks_that_want_different_things(tmp_path):
         [NcclOptions(), NcclOptions(communicators=1)],
         [NcclOptions(max_ctas=8), NcclOptions(max_ctas=4)],
         [NcclOptions(ctas="efficiency"), NcclOptions()],
+        [NcclOptions(windows=True), NcclOptions()],
     ]
     for pair in pairs:
         for kind, words in run(tmp_path, pair):
             assert kind == "DivergenceError" and "NcclOptions" in words
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+def windows(lines):
+    """By communicator, the memory that is registered there."""
+    found = {}
+    for name, fields in lines:
+        if name == "window":
+            first = int(fields["at"], 16)
+            found.setdefault(fields["comm"], []).append((first, first + int(fields["bytes"])))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("communicators", [1, 2])
+def test_all_that_moves_lies_in_windows(tmp_path, strategy, communicators):
+    plain = run(tmp_path, NcclOptions(), ZS_TEST_STRATEGY=strategy)
+    options = NcclOptions(windows=True, communicators=communicators)
+    for (losses, lines), (others, _) in zip(
+        run(tmp_path, options, ZS_TEST_STRATEGY=strategy), plain, strict=True
+    ):
+        assert losses == others
+        registered, moved = windows(lines), 0
+        for name, fields in lines:
+            if name != "transfer" or fields["call"] == "Broadcast":
+                continue
+            moved += 1
+            first = int(fields.get("src") or fields["dst"], 16)
+            last = first + int(fields["bytes"])
+            here = registered[fields["comm"]]
+            assert any(low <= first and last <= high for low, high in here), fields
+        assert moved > 0
+        assert gpu_log.races(lines) == []
+
+
+def test_a_library_without_windows(tmp_path):
+    old = stand_ins.nccl_library(old=True)
+    for kind, words in run(tmp_path, NcclOptions(windows=True), ZSHARD_NCCL_LIB=str(old)):
+        assert kind == "NotImplementedError" and "no windows" in words and "2.27" in words
+
+
+def make_twice(folder, env, late):
+    """How many windows there were after each of three models; a rank that is `late` keeps the first
+    model while the second one is made."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(env)
+    log = Path(gpu_log.start(folder, rank))
+    counts, kept = [], []
+    for turn in range(3):
+        torch.manual_seed(5)
+        model = FSDP(nn.Linear(16, 16), transport=NcclOptions(windows=True))
+        model(torch.randn(4, 16)).sum().backward()
+        counts.append(sum(map(len, windows(gpu_log.read(log)).values())))
+        kept = [model] if late and rank == 1 and turn == 0 else []
+        del model
+    return counts, len(kept)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_free_on_all_ranks_is_used_again(tmp_path, late):
+    env = {**stand_ins.environment("nccl"), **H200}
+    results = fork_ranks(make_twice, 2, str(tmp_path), env, late, check=True)
+    counts = {tuple(result.value[0]) for result in results}
+    assert len(counts) == 1, "ranks differ"
+    (first, second, third) = counts.pop()
+    assert third == second, "no more than two models' at a time"
+    if not late:
+        assert second - first <= 2  # the small blocks' windows are not free before there is another

@@ -22,12 +22,17 @@ class NcclOptions:
     """How NCCL is to be used for a model on GPUs: FSDP(model, transport=zshard.NcclOptions(...)).
 
     ctas: what NCCL may take of a GPU's multiprocessors. "default": as it likes; "efficiency": few
-        (NCCL 2.27); "zero": none where the GPU's copy engines can do it (NCCL 2.28), which of what
-        zshard asks for they can where memory is registered with NCCL; elsewhere as by default.
+        (NCCL 2.27); "zero": none where the GPU's copy engines can do it (NCCL 2.28): gathers within
+        a host, of memory in windows; the rest is as by default.
     min_ctas, max_ctas: limits for each kernel of NCCL's (a CTA is a thread block, and takes a
         multiprocessor); None: NCCL's choice. Kernels in three streams have to find room side by
         side, so a third of the multiprocessors, rounded down to a power of two (32 of an H200's
         132), is the most, and is what None means for max_ctas.
+    windows: shards, full parameters, buckets and what is received lie in memory that is registered
+        with NCCL (2.27), which then needs no copies between in a gather (but not what zero1 and
+        hybrid_full keep). That memory is NCCL's, not of torch's allocator; it goes in steps of
+        2 MiB, which memory() does not count, and is kept for other models as long as the process
+        group is.
     communicators: 2: parameters are gathered while gradients are exchanged; 1: one after the other,
         which takes half of the memory that NCCL has for itself.
 
@@ -39,6 +44,7 @@ class NcclOptions:
     ctas: str = "default"
     min_ctas: int | None = None
     max_ctas: int | None = None
+    windows: bool = False
     communicators: int = 2
 
     def __post_init__(self) -> None:
@@ -57,13 +63,16 @@ class NcclOptions:
             raise ValueError(
                 f"NcclOptions: min_ctas={self.min_ctas} is above max_ctas={self.max_ctas}"
             )
+        if not isinstance(self.windows, bool):
+            raise ValueError(f"NcclOptions(windows={self.windows!r}): True or False")
         if not _is_count(self.communicators, 2):
             raise ValueError(f"NcclOptions(communicators={self.communicators!r}): there are 1 or 2")
 
-    def _numbers(self) -> tuple[int, int, int, int]:
+    def _numbers(self) -> tuple[int, int, int, int, int]:
         """As zshard._core.Comm.gpu takes them."""
         policy = POLICIES.index(self.ctas)
-        return policy, self.min_ctas or 0, self.max_ctas or 0, self.communicators
+        least, most = self.min_ctas or 0, self.max_ctas or 0
+        return policy, least, most, int(self.windows), self.communicators
 
 
 def _is_count(value: object, most: int) -> bool:

@@ -295,18 +295,37 @@ zs_nccl_result ncclAlltoAll(const void *send, void *receive, size_t count, zs_nc
 
 /* --- windows ------------------------------------------------------------------------------------------------------------ */
 
+/* A call of the stand-in for the driver, as a pointer of `size` bytes; left alone where it is not loaded. */
+static void find_driver_call(const char *name, void *out, size_t size)
+{
+    int (*get)(const char *, void **, int, unsigned long, int *) = NULL;
+    void *symbol = drivers_function("cuGetProcAddress_v2"), *found = NULL;
+    memcpy(&get, &symbol, sizeof symbol);
+    if (get != NULL && get(name, &found, 13000, 1, NULL) == 0) memcpy(out, &found, size); /* 1: legacy streams */
+}
+
 zs_nccl_result ncclMemAlloc(void **ptr, size_t size)
 {
     int result = planned("FAKE_NCCL_FAIL", F_MemAlloc, note(F_MemAlloc, NULL, size, NULL));
     if (result != 0) return complain(result, "the stand-in was told to fail");
-    *ptr = aligned_alloc(ZS_NCCL_WINDOW_ALIGN,
-                         (size + ZS_NCCL_WINDOW_ALIGN - 1) / ZS_NCCL_WINDOW_ALIGN * ZS_NCCL_WINDOW_ALIGN);
+    int (*of_driver)(uint64_t *, size_t) = NULL;
+    uint64_t address = 0;
+    find_driver_call("cuMemAlloc", &of_driver, sizeof of_driver);
+    if (of_driver != NULL && of_driver(&address, size) != 0) return complain(ZS_NCCL_UNHANDLED_CUDA_ERROR, "no memory");
+    if (of_driver != NULL)
+        *ptr = (void *)(uintptr_t)address; /* NOLINT: an address of the device */
+    else
+        *ptr = aligned_alloc(ZS_NCCL_WINDOW_ALIGN,
+                             (size + ZS_NCCL_WINDOW_ALIGN - 1) / ZS_NCCL_WINDOW_ALIGN * ZS_NCCL_WINDOW_ALIGN);
     return *ptr != NULL ? ZS_NCCL_SUCCESS : ZS_NCCL_UNHANDLED_CUDA_ERROR;
 }
 
 zs_nccl_result ncclMemFree(void *ptr)
 {
     note(F_MemFree, NULL, 0, NULL);
+    int (*of_driver)(uint64_t) = NULL;
+    find_driver_call("cuMemFree", &of_driver, sizeof of_driver);
+    if (of_driver != NULL) return of_driver((uint64_t)(uintptr_t)ptr) == 0 ? 0 : ZS_NCCL_UNHANDLED_CUDA_ERROR;
     free(ptr);
     return ZS_NCCL_SUCCESS;
 }
@@ -315,6 +334,7 @@ zs_nccl_result ncclCommWindowRegister(zs_nccl_handle handle, void *ptr, size_t s
 {
     fake *comm = enter(handle, F_CommWindowRegister);
     int count = note(F_CommWindowRegister, comm, size, NULL);
+    write_log("window comm=%p at=%p bytes=%zu\n", (void *)comm, ptr, size);
     int result = planned("FAKE_NCCL_FAIL", F_CommWindowRegister, count);
     bool sound = (uintptr_t)ptr % ZS_NCCL_WINDOW_ALIGN == 0 && flags == ZS_NCCL_WINDOW_SYMMETRIC;
     if (result == 0) result = sound ? ready(comm) : ZS_NCCL_INVALID_ARGUMENT;
