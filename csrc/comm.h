@@ -141,7 +141,8 @@ typedef struct zs_comm_ops {
 
     zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
     zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
-    zs_status (*broadcast_device)(zs_comm *, void *data, size_t bytes, int root); /* NULL where that is the same */
+    zs_status (*broadcast_device)(zs_comm *, void *data, size_t bytes, int root);     /* NULL where that is the same */
+    zs_status (*gather_device)(zs_comm *, const void *mine, size_t bytes, void *all); /* NULL where nothing queues */
     void (*abort)(zs_comm *, const char *reason);
     void (*close)(zs_comm *);
     void (*destroy)(zs_comm *); /* called by the last zs_comm_release only */
@@ -155,6 +156,8 @@ struct zs_comm {
     double timeout;          /* seconds that one wait may last */
     char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
+    uint64_t
+        sessions; /* so many have ended; what lanes did in them comes before all that the compute lane does since */
     _Atomic long refs;
 };
 
@@ -210,6 +213,7 @@ void zs_comm_on_wait(bool (*interrupted)(void));
  *
  * exchange: small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all
  *   ranks. broadcast: `data` of `root` to all; host memory. broadcast_device: memory of the device, in the compute lane.
+ *   gather_device: as exchange, of the device's memory and any size, in the compute lane; waits for the peers' hosts.
  * abort: tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent.
  */
 

@@ -116,6 +116,22 @@ zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, siz
     return comm->mover->ops->blocks ? check_order(comm) : ZS_OK;
 }
 
+/* Where peers read each other's memory they wait for numbers that grow, which a CUDA graph would repeat: it would wait for what
+ * has long come to pass. */
+static zs_status gpu_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase)
+{
+    (void)reader;
+    (void)phase;
+    bool captured = false;
+    if (((zs_gpu_comm *)comm)->mover->ops->mem_new == NULL) return ZS_OK;
+    ZS_TRY(zs_device_capturing(comm->device, &captured));
+    if (!captured) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                   "the transport '%s' cannot be captured in a CUDA graph: use NCCL, by "
+                   "transport=\"nccl\"",
+                   comm->ops->name);
+}
+
 static zs_status gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
 {
     (void)reader;
@@ -192,7 +208,8 @@ static zs_status gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *ou
 /* A gather that is queued. */
 struct zs_gathering {
     zs_cu_event done;
-    zs_mem *mem; /* counted reference */
+    uint64_t session; /* in which it was queued */
+    zs_mem *mem;      /* counted reference */
 };
 
 static zs_status start_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, zs_target to, zs_gathering *gathering)
@@ -221,6 +238,7 @@ static zs_status gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const 
     if (status == ZS_OK) status = start_gather(self, flat, to, made);
     if (status == ZS_OK) {
         made->mem = zs_mem_retain(to.mem);
+        made->session = comm->sessions;
         *out = made;
         return ZS_OK;
     }
@@ -231,7 +249,9 @@ static zs_status gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const 
 
 static zs_status gpu_gather_finish(zs_comm *comm, zs_gathering *gathering)
 {
-    zs_status status = zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, gathering->done);
+    zs_status status = ZS_OK;
+    if (gathering->session == comm->sessions)
+        status = zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, gathering->done);
     zs_gpu_event_give((zs_gpu_comm *)comm, gathering->done);
     zs_mem_release(gathering->mem);
     free(gathering);
@@ -289,6 +309,28 @@ static zs_status gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, i
     ZS_TRY(zs_check_root(comm, root));
     ZS_TRY(zs_gpu_note(self, "buffer", "", bytes));
     zs_status status = self->mover->ops->broadcast(self->mover, data, bytes, root);
+    return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
+}
+
+/* Where peers map memory, they can not read what is torch's; but it can be broadcast. */
+static zs_status gather_anything(zs_gpu_comm *self, const void *mine, size_t bytes, char *all)
+{
+    zs_mover *mover = self->mover;
+    if (mover->ops->mem_new == NULL) return mover->ops->gather(mover, ZS_LANE_COMPUTE, mine, all, bytes);
+    ZS_TRY(zs_device_copy(mover->device, ZS_LANE_COMPUTE, all + (size_t)mover->rank * bytes, mine, bytes));
+    for (int r = 0; r < mover->world; r++)
+        ZS_TRY(mover->ops->broadcast(mover, all + (size_t)r * bytes, bytes, r));
+    return ZS_OK;
+}
+
+/* Asks about the order at once: what is gathered here is looked at by the script, outside of any session. */
+static zs_status gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
+{
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    ZS_TRY(zs_gpu_usable(self));
+    ZS_TRY(zs_gpu_note(self, "numbers", "", bytes));
+    zs_status status = self->mover->ops->blocks ? ZS_OK : check_order(self);
+    if (status == ZS_OK) status = gather_anything(self, mine, bytes, all);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
 
@@ -353,7 +395,7 @@ static void gpu_destroy(zs_comm *comm)
         .reusable = zs_##rounds##_reusable,             \
         .reader_new = zs_local_reader_new,              \
         .reader_free = zs_local_reader_free,            \
-        .read_begin = zs_local_read,                    \
+        .read_begin = gpu_read_begin,                   \
         .read_end = gpu_read_end,                       \
         .give_up = gpu_give_up,                         \
         .bytes = gpu_bytes,                             \
@@ -363,6 +405,7 @@ static void gpu_destroy(zs_comm *comm)
         .exchange = gpu_exchange,                       \
         .broadcast = gpu_broadcast,                     \
         .broadcast_device = gpu_broadcast_device,       \
+        .gather_device = gpu_gather_device,             \
         .abort = gpu_abort,                             \
         .close = gpu_close,                             \
         .destroy = gpu_destroy,                         \

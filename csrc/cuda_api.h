@@ -67,6 +67,8 @@ enum {
 
     ZS_CU_STREAM_NON_BLOCKING = 1, /* does not wait for the default stream nor make it wait */
     ZS_CU_EVENT_DISABLE_TIMING = 2,
+    ZS_CU_STREAM_CAPTURE_STATUS_NONE = 0,
+    ZS_CU_STREAM_CAPTURE_MODE_RELAXED = 2,     /* this thread may do what a capture elsewhere would forbid it */
     ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1, /* the only flags that cuIpcOpenMemHandle takes */
     ZS_CU_MEMHOSTALLOC_PORTABLE = 1,           /* pinned for all contexts */
     ZS_CU_MEMHOSTREGISTER_PORTABLE = 1,
@@ -127,6 +129,8 @@ enum {
     X(cuStreamDestroy, 4000, (zs_cu_stream))                                                                      \
     X(cuStreamSynchronize, 2000, (zs_cu_stream))                                                                  \
     X(cuStreamQuery, 2000, (zs_cu_stream))                                                                        \
+    X(cuStreamIsCapturing, 10000, (zs_cu_stream, zs_cu_capture_status *))                                         \
+    X(cuThreadExchangeStreamCaptureMode, 10010, (zs_cu_capture_mode *))                                           \
     X(cuStreamWaitEvent, 3020, (zs_cu_stream, zs_cu_event, unsigned int))                                         \
     X(cuStreamWaitValue32, 11070, (zs_cu_stream, zs_cu_ptr, uint32_t, unsigned int))                              \
     X(cuStreamWriteValue32, 11070, (zs_cu_stream, zs_cu_ptr, uint32_t, unsigned int))                             \
@@ -144,6 +148,8 @@ enum {
 #define ZS_CU_OPTIONAL_CALLS(X) X(cuFuncLoad, 12040, (zs_cu_function))
 
 typedef unsigned int zs_cu_attribute;         /* CUdevice_attribute */
+typedef unsigned int zs_cu_capture_status;    /* CUstreamCaptureStatus */
+typedef unsigned int zs_cu_capture_mode;      /* CUstreamCaptureMode */
 typedef unsigned int zs_cu_pointer_attribute; /* CUpointer_attribute */
 typedef unsigned int zs_cu_jit_option;        /* CUjit_option */
 typedef unsigned int zs_cu_library_option;    /* CUlibraryOption */

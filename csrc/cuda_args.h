@@ -17,6 +17,7 @@ enum {
     ZS_CUDA_QUAD = 16,     /* bytes of the widest access */
     ZS_CUDA_SOURCES = 128, /* addresses that a sum can be given one by one */
     ZS_CUDA_STATES = 3,    /* as ZS_OPTIM_STATES */
+    ZS_CUDA_STEPS = 256,   /* step counters that a kernel can be given */
 };
 
 /* How `numel` elements are shared out: `head` of them one by one, then `packs` packs that are aligned in every array, then
@@ -85,15 +86,45 @@ typedef struct zs_cuda_differs_args {
 /* What becomes of the copy of the new parameters. */
 enum { ZS_CUDA_LOW_NONE, ZS_CUDA_LOW_BF16, ZS_CUDA_LOW_F16 };
 
+/* The constants of a step in device memory, for each precision: what `rule` of zs_cuda_update_args is on the host. */
+typedef struct zs_cuda_constants {
+    union {
+        zs_adam_f64 adam;
+        zs_sgd_f64 sgd;
+    } f64;
+    union {
+        zs_adam_f32 adam;
+        zs_sgd_f32 sgd;
+    } f32;
+    uint64_t unused;
+} zs_cuda_constants;
+
+/* Makes the constants of a step from numbers that lie on the device, and counts the step. */
+typedef struct zs_cuda_constants_args {
+    zs_cuda_constants *out; /* NULL: only counts */
+    const void *lr;         /* not NULL: the learning rate, instead of hyper's */
+    const float *found_inf; /* not NULL, and it holds anything but 0: there is no step to count */
+    double hyper[7];        /* lr, weight_decay, beta1, beta2, eps, momentum, dampening */
+    uint32_t decoupled, amsgrad, nesterov, maximize;
+    uint32_t sgd;       /* the rule: SGD, not Adam */
+    uint32_t first;     /* SGD: as in zs_sgd_of */
+    uint32_t lr_wide;   /* float64, not float32 */
+    uint32_t step_wide; /* likewise */
+    int32_t n_steps;
+    uint32_t unused;
+    void *step[ZS_CUDA_STEPS]; /* steps done, the same number in each; all are counted up */
+} zs_cuda_constants_args;
+
 /* One step of an update rule over one run. */
 typedef struct zs_cuda_update_args {
     zs_cuda_cut cut;
     void *param;
     const void *grad;
     void *state[ZS_CUDA_STATES];
-    void *low;                /* the new parameters again, rounded to nearest; see low_kind */
-    const float *grad_factor; /* NULL: 1; else gradients are multiplied by it first */
-    const float *found_inf;   /* NULL: 0; if it holds anything else, nothing is done */
+    void *low;                     /* the new parameters again, rounded to nearest; see low_kind */
+    const float *grad_factor;      /* NULL: 1; else gradients are multiplied by it first */
+    const float *found_inf;        /* NULL: 0; if it holds anything else, nothing is done */
+    const zs_cuda_constants *live; /* not NULL: the constants are there, and not in `rule` (zs_live_... kernels) */
     uint32_t low_kind;
     uint32_t number; /* lower half of the first element's number; the upper one is the same for all */
     zs_dither dither;
@@ -115,6 +146,8 @@ static_assert(sizeof(zs_cuda_norm_args) == 32, "layout");
 static_assert(sizeof(zs_cuda_fold_args) == 40, "layout");
 static_assert(sizeof(zs_cuda_differs_args) == 48, "layout");
 static_assert(sizeof(zs_adam_f64) == 80 && sizeof(zs_sgd_f64) == 56, "layout");
-static_assert(sizeof(zs_cuda_update_args) == 112 + 80, "layout");
+static_assert(sizeof(zs_cuda_update_args) == 120 + 80, "layout");
+static_assert(sizeof(zs_cuda_constants) == 128 && sizeof(zs_adam_f32) == 40, "layout");
+static_assert(sizeof(zs_cuda_constants_args) == 120 + 8 * ZS_CUDA_STEPS, "layout");
 
 #endif

@@ -18,6 +18,8 @@
 
 enum { DTYPES = ZS_BYTES, KINDS = DTYPES + 1, DITHERED = DTYPES, RULES = 4 };
 
+static_assert(ZS_CONSTANTS_BYTES == sizeof(zs_cuda_constants), "optim.h promises so many");
+
 /* Where the numbers of each kind of kernel begin. */
 enum {
     SUM = 0, /* + DTYPES * to + from */
@@ -26,8 +28,10 @@ enum {
     NORM = SCALE + DTYPES,
     FOLD = NORM + DTYPES,
     DIFFERS,
-    STEP, /* + KINDS * rule + kind */
-    KERNELS = STEP + KINDS * RULES,
+    CONSTANTS,
+    STEP,                        /* + KINDS * rule + kind */
+    LIVE = STEP + KINDS * RULES, /* + DTYPES * rule + dtype */
+    KERNELS = LIVE + DTYPES * RULES,
 };
 
 /* Threads of a multiprocessor: what fills one of the newer kinds. */
@@ -63,9 +67,13 @@ static void name_kernels(void)
     }
     snprintf(kernels.name[FOLD], size, "zs_fold");
     snprintf(kernels.name[DIFFERS], size, "zs_differs");
+    snprintf(kernels.name[CONSTANTS], size, "zs_constants");
     for (int r = 0; r < RULES; r++)
         for (int kind = 0; kind < KINDS; kind++)
             snprintf(kernels.name[STEP + KINDS * r + kind], size, "zs_step_%s_%s", rule[r], dtype[kind]);
+    for (int r = 0; r < RULES; r++)
+        for (int d = 0; d < DTYPES; d++)
+            snprintf(kernels.name[LIVE + DTYPES * r + d], size, "zs_live_%s_%s", rule[r], dtype[d]);
 }
 
 /* Loads the image, saying what to do where it is for other GPUs or drivers. */
@@ -307,6 +315,14 @@ zs_status zs_cuda_norm_join(const double *values, int64_t n, double p, double *r
 
 /* --- optimizers -------------------------------------------------------------------------------------------------------------- */
 
+/* The kernel that does the job. */
+static int kernel_for(const zs_cuda_update_job *job)
+{
+    const int rule = 2 * (int)job->rule + job->full;
+    if (job->live != NULL) return LIVE + DTYPES * rule + (int)job->run->dtype;
+    return STEP + KINDS * rule + (job->run->dithered ? (int)DITHERED : (int)job->run->dtype);
+}
+
 /* Elements [from, to) of the job's run, whose numbers have the same upper half. */
 static zs_status update_piece(const zs_cuda_update_job *job, int64_t from, int64_t to, void *stream)
 {
@@ -315,7 +331,7 @@ static zs_status update_piece(const zs_cuda_update_job *job, int64_t from, int64
     const size_t item = zs_dtype_size(run->dtype);
     const int states = job->rule == ZS_RULE_ADAM ? 2 + job->full : job->full;
     const uint64_t number = run->number + (uint64_t)from;
-    zs_cuda_update_args args = {.grad_factor = job->grad_factor, .found_inf = job->found_inf};
+    zs_cuda_update_args args = {.grad_factor = job->grad_factor, .found_inf = job->found_inf, .live = job->live};
     args.number = (uint32_t)number;
     args.param = (char *)run->param + (size_t)from * item;
     args.grad = (const char *)run->grad + (size_t)from * item;
@@ -334,9 +350,7 @@ static zs_status update_piece(const zs_cuda_update_job *job, int64_t from, int64
     if (job->rule == ZS_RULE_ADAM && !wide) args.rule.adam_f32 = k->adam_f32;
     if (job->rule == ZS_RULE_SGD && wide) args.rule.sgd_f64 = k->sgd_f64;
     if (job->rule == ZS_RULE_SGD && !wide) args.rule.sgd_f32 = k->sgd_f32;
-    int kind = run->dithered ? (int)DITHERED : (int)run->dtype;
-    int kernel = STEP + KINDS * (2 * (int)job->rule + job->full) + kind;
-    return launch(kernel, &args.cut, ZS_CUDA_PACK, &args, stream);
+    return launch(kernel_for(job), &args.cut, ZS_CUDA_PACK, &args, stream);
 }
 
 zs_status zs_cuda_update(const zs_cuda_update_job *job, void *stream)
@@ -349,5 +363,44 @@ zs_status zs_cuda_update(const zs_cuda_update_job *job, void *stream)
         ZS_TRY(update_piece(job, from, to, stream));
         from = to;
     }
+    return ZS_OK;
+}
+
+/* All of the job but the counters. */
+static zs_cuda_constants_args constants_of(const zs_constants_job *job)
+{
+    const zs_hyper *hyper = job->hyper;
+    const zs_live *live = job->live;
+    return (zs_cuda_constants_args){
+        .out = job->out,
+        .lr = live->lr,
+        .found_inf = live->found_inf,
+        .hyper = {hyper->lr, hyper->weight_decay, hyper->beta1, hyper->beta2, hyper->eps, hyper->momentum,
+                  hyper->dampening},
+        .decoupled = hyper->decoupled,
+        .amsgrad = hyper->amsgrad,
+        .nesterov = hyper->nesterov,
+        .maximize = hyper->maximize,
+        .sgd = job->rule == ZS_RULE_SGD,
+        .first = job->first,
+        .lr_wide = live->lr_dtype == ZS_F64,
+        .step_wide = job->step_dtype == ZS_F64,
+    };
+}
+
+zs_status zs_cuda_constants_make(const zs_constants_job *job, void *stream)
+{
+    zs_cuda_constants_args args = constants_of(job);
+    int64_t done = 0;
+    ZS_TRY(zs_cuda_kernels_load());
+    do {
+        int64_t left = job->n_steps - done;
+        args.n_steps = (int32_t)(left < ZS_CUDA_STEPS ? left : ZS_CUDA_STEPS);
+        for (int32_t i = 0; i < args.n_steps; i++)
+            args.step[i] = job->steps[done + i];
+        ZS_TRY(launch_grid(CONSTANTS, 1, &args, stream));
+        args.out = NULL; /* made by the first, before it counts */
+        done += args.n_steps;
+    } while (done < job->n_steps);
     return ZS_OK;
 }

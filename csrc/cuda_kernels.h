@@ -32,7 +32,7 @@ zs_status zs_cuda_cast(const zs_cast *cast, bool add, void *stream);
 zs_status zs_cuda_scale(const zs_numbers *x, double factor, const float *device_factor, void *stream);
 
 /* Doubles that a norm needs for its partial sums. */
-enum { ZS_CUDA_NORM_SCRATCH = (1 << 17) + (1 << 11) + (1 << 5) };
+enum { ZS_CUDA_NORM_SCRATCH = ZS_NORM_ROOM };
 
 /* A norm to take. */
 typedef struct zs_cuda_norm_job {
@@ -61,9 +61,14 @@ typedef struct zs_cuda_update_job {
     zs_dtype low_dtype;       /* ZS_BF16 or ZS_F16 */
     const float *grad_factor; /* not NULL: gradients are multiplied by it first, in the precision of the update */
     const float *found_inf;   /* not NULL: nothing is done if it does not hold 0 */
+    const void *live;         /* not NULL: the constants are there, from zs_cuda_constants; not for dithered runs */
 } zs_cuda_update_job;
 
 /* Updates the whole run with the bits of zs_run_loop_for's loops on a machine that has FMA. */
 zs_status zs_cuda_update(const zs_cuda_update_job *job, void *stream);
+
+/* Makes the constants of a step where they can be read by updates that follow on the stream, with the host's bits, and counts
+ * the step. */
+zs_status zs_cuda_constants_make(const zs_constants_job *job, void *stream);
 
 #endif

@@ -52,6 +52,20 @@ typedef struct zs_numbers {
 } zs_numbers;
 
 struct zs_update_job; /* optim.h */
+struct zs_constants_job;
+
+/* Norms that stay on the device: all pointers are to its memory. */
+typedef struct zs_norm_job {
+    const zs_numbers *x; /* [n] on the host; read before the call returns */
+    const double *parts; /* (zs_device_norm_join) [n] instead of `x` */
+    size_t n;
+    double p;       /* 1, 2 or infinity */
+    double *result; /* gets the sum of |x|^p over all, or the largest |x|; not yet when the call returns */
+    double *room;   /* ZS_NORM_ROOM + n doubles, until the work is done */
+} zs_norm_job;
+
+/* Doubles that a norm's partial sums take. */
+enum { ZS_NORM_ROOM = (1 << 17) + (1 << 11) + (1 << 5) };
 
 typedef struct zs_device zs_device;
 
@@ -67,8 +81,13 @@ typedef struct zs_device_ops {
     zs_status (*scale)(const zs_device *, zs_lane, const zs_numbers *, double factor);
     zs_status (*norm)(const zs_device *, const zs_numbers *, size_t n, double p, double *out);
     zs_status (*same)(const zs_device *, const void *a, const void *b, size_t bytes, bool *out);
-    zs_status (*update)(const zs_device *,
-                        const struct zs_update_job *); /* this and the next: NULL where nothing queues */
+    /* NULL where nothing queues: these and what follows. */
+    zs_status (*update)(const zs_device *, const struct zs_update_job *);
+    zs_status (*constants)(const zs_device *, const struct zs_constants_job *);
+    zs_status (*norm_queued)(const zs_device *, const zs_norm_job *);
+    zs_status (*norm_join)(const zs_device *, const zs_norm_job *);
+    zs_status (*scale_by)(const zs_device *, const zs_numbers *, const float *factor);
+    zs_status (*capturing)(const zs_device *, bool *out);
     zs_status (*fork)(const zs_device *, zs_lane);
     zs_status (*join)(const zs_device *, zs_lane);
     zs_status (*wait)(const zs_device *);
@@ -130,6 +149,31 @@ static inline zs_status zs_device_scale(const zs_device *device, zs_lane lane, c
 static inline zs_status zs_device_norm(const zs_device *device, const zs_numbers *x, size_t n, double p, double *out)
 {
     return device->ops->norm(device, x, n, p, out);
+}
+
+/* The same where nobody waits; in the compute lane of a device that queues. The bits are those of zs_device_norm there. */
+static inline zs_status zs_device_norm_queued(const zs_device *device, const zs_norm_job *job)
+{
+    return device->ops->norm_queued(device, job);
+}
+
+/* Joins norms that were taken apart (`parts`), in their order. Needs no room. */
+static inline zs_status zs_device_norm_join(const zs_device *device, const zs_norm_job *job)
+{
+    return device->ops->norm_join(device, job);
+}
+
+/* x *= *factor, a number on the device that queues, in its compute lane. */
+static inline zs_status zs_device_scale_by(const zs_device *device, const zs_numbers *x, const float *factor)
+{
+    return x->numel > 0 ? device->ops->scale_by(device, x, factor) : ZS_OK;
+}
+
+/* Is what is queued in the compute lane now captured in a CUDA graph, and not done? */
+static inline zs_status zs_device_capturing(const zs_device *device, bool *out)
+{
+    *out = false;
+    return device->ops->queues ? device->ops->capturing(device, out) : ZS_OK;
 }
 
 /* Two of them in one, the sums or the larger. */

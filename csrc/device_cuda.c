@@ -68,8 +68,41 @@ static zs_status cuda_fork(const zs_device *device, zs_lane lane)
     return zs_device_cuda_await(device, lane, of(device)->forks[lane]);
 }
 
+static zs_status is_capturing(zs_cu_stream stream, bool *out)
+{
+    zs_cu_capture_status status = ZS_CU_STREAM_CAPTURE_STATUS_NONE;
+    ZS_TRY(ZS_CU(cuStreamIsCapturing, stream, &status));
+    *out = status != ZS_CU_STREAM_CAPTURE_STATUS_NONE; /* or broken: the next call says so */
+    return ZS_OK;
+}
+
+static zs_status cuda_capturing(const zs_device *device, bool *out)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    return is_capturing(stream, out);
+}
+
+/* The host is about to wait for numbers, which a capture does not compute. */
+static zs_status refuse_capture(zs_cu_stream stream, const char *what)
+{
+    bool capturing = false;
+    ZS_TRY(is_capturing(stream, &capturing));
+    if (!capturing) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                   "%s is wanted on the host, while a CUDA graph is being captured: docs/cuda_graphs.md says what a "
+                   "captured step may have in it",
+                   what);
+}
+
+/* A lane that is not in the capture that the compute lane is in has nothing in it that could be waited for: what was queued
+ * there before has been joined by the session that queued it. */
 static zs_status cuda_join(const zs_device *device, zs_lane lane)
 {
+    bool capturing = false, both = true;
+    ZS_TRY(cuda_capturing(device, &capturing));
+    if (capturing) ZS_TRY(is_capturing(of(device)->streams[lane], &both));
+    if (!both) return ZS_OK;
     ZS_TRY(zs_device_cuda_record(device, lane, of(device)->joins[lane]));
     return zs_device_cuda_await(device, ZS_LANE_COMPUTE, of(device)->joins[lane]);
 }
@@ -78,6 +111,7 @@ static zs_status cuda_wait(const zs_device *device)
 {
     zs_cu_stream stream;
     ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(refuse_capture(stream, "something of the model"));
     return ZS_CU(cuStreamSynchronize, stream);
 }
 
@@ -207,8 +241,46 @@ static zs_status cuda_update(const zs_device *device, const zs_update_job *job)
 {
     zs_cu_stream stream;
     zs_cuda_update_job on_gpu = {.rule = job->rule, .full = job->full, .run = job->run};
+    if (job->live != NULL) {
+        on_gpu.live = job->run->constants->live;
+        on_gpu.grad_factor = job->live->grad_factor;
+        on_gpu.found_inf = job->live->found_inf;
+    }
     ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
     return zs_cuda_update(&on_gpu, stream);
+}
+
+static zs_status cuda_constants(const zs_device *device, const zs_constants_job *job)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    return zs_cuda_constants_make(job, stream);
+}
+
+static zs_status cuda_scale_by(const zs_device *device, const zs_numbers *x, const float *factor)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    return zs_cuda_scale(x, 1, factor, stream);
+}
+
+static zs_status cuda_norm_join(const zs_device *device, const zs_norm_job *job)
+{
+    zs_cu_stream stream;
+    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    return zs_cuda_norm_join(job->parts, (int64_t)job->n, job->p, job->result, stream);
+}
+
+static zs_status cuda_norm_queued(const zs_device *device, const zs_norm_job *job)
+{
+    zs_cu_stream stream;
+    double *each = job->room + ZS_CUDA_NORM_SCRATCH;
+    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    for (size_t i = 0; i < job->n; i++) {
+        zs_cuda_norm_job one = {job->x[i], job->p, each + i, job->room};
+        ZS_TRY(zs_cuda_norm(&one, stream));
+    }
+    return zs_cuda_norm_join(each, (int64_t)job->n, job->p, job->result, stream);
 }
 
 enum { NORMS = 1024 }; /* arrays whose norms are joined at a time */
@@ -228,6 +300,7 @@ static zs_status make_scratch(cuda_device *self)
 /* Brings one number of the scratch memory to the host. */
 static zs_status fetch(cuda_device *self, const double *from, zs_cu_stream stream)
 {
+    ZS_TRY(refuse_capture(stream, "a number (a norm, or whether memory was changed)"));
     ZS_TRY(ZS_CU(cuMemcpyDtoHAsync, self->number, address(from), sizeof *from, stream));
     return ZS_CU(cuStreamSynchronize, stream);
 }
@@ -238,12 +311,9 @@ static zs_status norms_locked(cuda_device *self, const zs_numbers *x, size_t n, 
     zs_cu_stream stream;
     ZS_TRY(zs_device_cuda_stream(&self->base, ZS_LANE_COMPUTE, &stream));
     ZS_TRY(make_scratch(self));
-    double *each = self->scratch + ZS_CUDA_NORM_SCRATCH, *result = each + NORMS;
-    for (size_t i = 0; i < n; i++) {
-        zs_cuda_norm_job job = {x[i], p, each + i, self->scratch};
-        ZS_TRY(zs_cuda_norm(&job, stream));
-    }
-    ZS_TRY(zs_cuda_norm_join(each, (int64_t)n, p, result, stream));
+    double *result = self->scratch + ZS_CUDA_NORM_SCRATCH + NORMS;
+    zs_norm_job job = {.x = x, .n = n, .p = p, .result = result, .room = self->scratch};
+    ZS_TRY(cuda_norm_queued(&self->base, &job));
     ZS_TRY(fetch(self, result, stream));
     *out = *self->number;
     return ZS_OK;
@@ -301,6 +371,11 @@ static const zs_device_ops cuda_ops = {
     .norm = cuda_norm,
     .same = cuda_same,
     .update = cuda_update,
+    .constants = cuda_constants,
+    .norm_queued = cuda_norm_queued,
+    .norm_join = cuda_norm_join,
+    .scale_by = cuda_scale_by,
+    .capturing = cuda_capturing,
     .fork = cuda_fork,
     .join = cuda_join,
     .wait = cuda_wait,

@@ -18,6 +18,7 @@ typedef struct gpu_unit {
     const zs_bucket *bucket; /* of the round that is out, NULL: it brings nothing; borrowed */
     zs_mem *received;        /* area of that round, NULL: none */
     zs_cu_event read;        /* the bucket of the last round has been read */
+    uint64_t session;        /* in which that was recorded last */
 } gpu_unit;
 
 /* The bit by which a rank says that it brings a bucket: behind those of the unit. */
@@ -118,6 +119,7 @@ static zs_status move_slices(zs_gpu_comm *comm, gpu_unit *unit)
     if (status == ZS_OK) status = zs_device_fork(comm->base.device, ZS_LANE_REDUCE); /* behind the packing */
     if (status == ZS_OK) status = comm->mover->ops->swap(comm->mover, &swap);
     if (status == ZS_OK) status = zs_device_cuda_record(comm->base.device, ZS_LANE_REDUCE, unit->read);
+    unit->session = comm->base.sessions;
     return_area(comm, &spare);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
@@ -211,6 +213,6 @@ zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     (void)wait;
     gpu_unit *unit = (gpu_unit *)cunit;
     *ready = cunit->spec.mode == ZS_REDUCE_SCATTER || cunit->state == ZS_ROUND_NONE;
-    if (!*ready) return ZS_OK;
+    if (!*ready || unit->session != comm->sessions) return ZS_OK;
     return zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, unit->read);
 }

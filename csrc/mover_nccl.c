@@ -185,7 +185,9 @@ static bool has_ended(void *arg)
 {
     const watched_move *move = arg;
     zs_cu_stream unused;
+    zs_cu_capture_mode mode = ZS_CU_STREAM_CAPTURE_MODE_RELAXED; /* this thread's; else a query would break a capture */
     bool done = true;
+    ZS_CU_FREE(cuThreadExchangeStreamCaptureMode, &mode);
     if (zs_device_cuda_stream(move->device, ZS_LANE_GATHER, &unused) == ZS_OK)
         (void)zs_cuda_event_done(move->event, &done);
     zs_clear_error();
@@ -196,6 +198,9 @@ static bool has_ended(void *arg)
  * forgotten: a communicator's operations end in order, so the later ones speak for them. */
 static zs_status watch(nccl_mover *self, zs_lane lane, const char *what, const char *name)
 {
+    bool capturing = false;
+    ZS_TRY(zs_device_capturing(self->base.device, &capturing));
+    if (capturing) return ZS_OK; /* it is not done now, and its event could not be asked about */
     nccl_line *line = line_of(self, lane);
     watched_move *move = &line->moves[line->count++ % EVENTS];
     zs_nccl_comm_forget(line->comm, move);

@@ -1,5 +1,5 @@
 /* optim.c - the plan: where everything lies at this step, joined into runs. See optim.h. */
-#include "optim.h"
+#include "optim_plan.h"
 
 #include <assert.h>
 #include <stdlib.h>
@@ -7,31 +7,6 @@
 #include "device.h"
 #include "device_cuda.h"
 #include "pager.h"
-
-/* What a member looks like at this step. */
-typedef struct view {
-    zs_run run;          /* constants not set yet */
-    double step;         /* number of this step */
-    void *step_data;     /* the step tensor's element, NULL without one */
-    zs_dtype step_dtype; /* ZS_F32 or ZS_F64 */
-    zs_verdict verdict;
-} view;
-
-struct zs_optim {
-    zs_rule rule;
-    int64_t capacity; /* members there is room for */
-    int64_t n_members;
-    zs_member *members;      /* [capacity] owned, with their handles */
-    view *views;             /* [capacity] owned */
-    zs_run *runs;            /* [capacity] owned: of host memory */
-    zs_run *queued;          /* [capacity] owned: of devices that queue */
-    int64_t *ends;           /* [capacity] owned: elements in runs[0..i] */
-    zs_constants *constants; /* [capacity] owned; runs point into it */
-    int64_t n_runs, n_queued;
-    int64_t n_constants;
-    bool full;     /* amsgrad or momentum at this step */
-    bool dithered; /* bfloat16 is rounded stochastically at this step */
-};
 
 /* --- life ------------------------------------------------------------------------------------------------------------ */
 
@@ -48,7 +23,11 @@ zs_status zs_optim_new(zs_rule rule, int64_t capacity, zs_optim **out)
     plan->queued = plan->runs + n;
     plan->ends = calloc(n, sizeof *plan->ends);
     plan->constants = calloc(n, sizeof *plan->constants);
-    if (!plan->members || !plan->views || !plan->runs || !plan->ends || !plan->constants) {
+    plan->taken = calloc(n, sizeof *plan->taken);
+    plan->counters = calloc(n, sizeof *plan->counters);
+    plan->slots = calloc(n + 1, sizeof *plan->slots);
+    bool room = plan->taken && plan->counters && plan->slots;
+    if (!room || !plan->members || !plan->views || !plan->runs || !plan->ends || !plan->constants) {
         zs_optim_free(plan);
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an optimizer plan of %zu parameters", n);
     }
@@ -70,6 +49,10 @@ void zs_optim_free(zs_optim *plan)
     free(plan->runs);
     free(plan->ends);
     free(plan->constants);
+    free(plan->taken);
+    free(plan->counters);
+    free(plan->slots);
+    zs_counters_free(plan->kin);
     free(plan);
 }
 
@@ -81,6 +64,7 @@ void zs_optim_add(zs_optim *plan, const zs_member *member)
     zs_tensor_info info;
     bool known = added->param != NULL && zs_tensor_describe(added->param, &info) == ZS_OK;
     added->numel = known ? info.numel : -1;
+    added->step_wide = added->step != NULL && zs_tensor_describe(added->step, &info) == ZS_OK && info.dtype == ZS_F64;
 }
 
 zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index)
@@ -134,24 +118,26 @@ static bool has_state(const zs_optim *plan, const zs_member *member)
     return plan->rule != ZS_RULE_ADAM || member->step != NULL;
 }
 
-/* Finds the number of this step; FOREIGN where it is not one plain float or double. */
-static zs_status look_at_step(const zs_member *member, view *out)
+/* Finds the number of this step, or (capturable) where it is; FOREIGN where it is not one plain float or double. */
+static zs_status look_at_step(const zs_optim *plan, const zs_member *member, zs_view *out)
 {
     plain_memory found;
     bool plain;
-    ZS_TRY(find_memory(member->step, (zs_where){ZS_ON_CPU, 0}, &found, &plain));
+    zs_where where = plan->live != NULL ? out->run.device->where : (zs_where){ZS_ON_CPU, 0};
+    ZS_TRY(find_memory(member->step, where, &found, &plain));
     if (!plain || found.numel != 1 || (found.dtype != ZS_F32 && found.dtype != ZS_F64)) {
         out->verdict = ZS_MEMBER_FOREIGN;
         return ZS_OK;
     }
     out->step_dtype = found.dtype;
     out->step_data = found.data;
+    if (plan->live != NULL) return ZS_OK; /* read there */
     out->step = 1 + (out->step_dtype == ZS_F32 ? (double)*(float *)out->step_data : *(double *)out->step_data);
     return ZS_OK;
 }
 
 /* Finds a taken member's state; STATELESS where some is missing, FOREIGN where some does not fit the parameter. */
-static zs_status look_at_state(const zs_optim *plan, const zs_member *member, zs_where where, view *out)
+static zs_status look_at_state(const zs_optim *plan, const zs_member *member, zs_where where, zs_view *out)
 {
     if (!has_state(plan, member)) {
         out->verdict = ZS_MEMBER_STATELESS;
@@ -166,10 +152,10 @@ static zs_status look_at_state(const zs_optim *plan, const zs_member *member, zs
         if (!plain || found.dtype != run->dtype || found.numel != run->numel) out->verdict = ZS_MEMBER_FOREIGN;
     }
     out->step_data = NULL;
-    return plan->rule == ZS_RULE_ADAM ? look_at_step(member, out) : ZS_OK;
+    return plan->rule == ZS_RULE_ADAM ? look_at_step(plan, member, out) : ZS_OK;
 }
 
-static zs_status look_at_memory(const zs_optim *plan, const zs_member *member, const zs_grad_info *grad, view *out)
+static zs_status look_at_memory(const zs_optim *plan, const zs_member *member, const zs_grad_info *grad, zs_view *out)
 {
     zs_run *run = &out->run;
     plain_memory found;
@@ -188,7 +174,7 @@ static zs_status look_at_memory(const zs_optim *plan, const zs_member *member, c
 }
 
 /* (Dithered steps) Numbers the elements of a member; refuses one that would silently be rounded to nearest. */
-static zs_status look_at_number(const zs_member *member, view *out)
+static zs_status look_at_number(const zs_member *member, zs_view *out)
 {
     zs_run *run = &out->run;
     bool taken = out->verdict == ZS_MEMBER_TAKEN;
@@ -205,7 +191,7 @@ static zs_status look_at_number(const zs_member *member, view *out)
     return ZS_OK;
 }
 
-static zs_status look_at(const zs_optim *plan, const zs_member *member, view *out)
+static zs_status look_at(const zs_optim *plan, const zs_member *member, zs_view *out)
 {
     zs_grad_info grad;
     ZS_TRY(zs_grad_describe(member->param, &grad));
@@ -269,16 +255,22 @@ static void join(zs_optim *plan, const zs_run *next)
         runs[(*n)++] = *next;
 }
 
-zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper)
+zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper, const zs_live *live)
 {
     plan->full = plan->rule == ZS_RULE_ADAM ? hyper->amsgrad : hyper->momentum != 0;
     plan->dithered = hyper->dithered;
+    plan->live = live;
+    plan->hyper = *hyper;
     plan->n_runs = plan->n_queued = plan->n_constants = 0;
+    for (int64_t i = 0; i < plan->n_members; i++)
+        ZS_TRY(look_at(plan, &plan->members[i], &plan->views[i]));
+    ZS_TRY(live != NULL ? zs_live_look(plan) : zs_live_refuse_capture(plan));
     for (int64_t i = 0; i < plan->n_members; i++) {
-        view *found = &plan->views[i];
-        ZS_TRY(look_at(plan, &plan->members[i], found));
+        zs_view *found = &plan->views[i];
         if (found->verdict != ZS_MEMBER_TAKEN) continue;
-        found->run.constants = constants_for(plan, hyper, found->step, plan->members[i].first);
+        const zs_member *member = &plan->members[i];
+        found->run.constants =
+            live != NULL ? zs_live_constants(plan, i) : constants_for(plan, hyper, found->step, member->first);
         join(plan, &found->run);
     }
     int64_t total = 0;
@@ -312,7 +304,7 @@ static void update_part(void *ctx, int64_t begin, int64_t end)
         const zs_run *run = &plan->runs[i];
         int64_t start = plan->ends[i] - run->numel;
         if (start >= end) break;
-        zs_update_part(&(zs_update_job){plan->rule, plan->full, run}, begin - start, end - start);
+        zs_update_part(&(zs_update_job){plan->rule, plan->full, run, NULL}, begin - start, end - start);
     }
 }
 
@@ -322,15 +314,16 @@ static zs_status update_on_disk(const zs_optim *plan)
     zs_status status = ZS_OK;
     zs_pager_open();
     for (int64_t i = 0; i < plan->n_runs && status == ZS_OK; i++)
-        status = zs_update_on_disk(&(zs_update_job){plan->rule, plan->full, &plan->runs[i]}, n_states);
+        status = zs_update_on_disk(&(zs_update_job){plan->rule, plan->full, &plan->runs[i], NULL}, n_states);
     zs_status written = zs_pager_close();
     return status != ZS_OK ? status : written;
 }
 
 static zs_status queue_updates(const zs_optim *plan)
 {
+    if (plan->live != NULL) ZS_TRY(zs_live_queue_constants(plan));
     for (int64_t i = 0; i < plan->n_queued; i++) {
-        zs_update_job job = {plan->rule, plan->full, &plan->queued[i]};
+        zs_update_job job = {plan->rule, plan->full, &plan->queued[i], plan->live};
         ZS_TRY(job.run->device->ops->update(job.run->device, &job));
     }
     return ZS_OK;
@@ -345,10 +338,11 @@ zs_status zs_optim_step(zs_optim *plan)
     else if (total > 0)
         zs_parallel_for(total, ZS_UPDATE_GRAIN, update_part, plan);
     for (int64_t i = 0; i < plan->n_members; i++) {
-        const view *found = &plan->views[i];
+        const zs_view *found = &plan->views[i];
         if (found->verdict != ZS_MEMBER_TAKEN) continue;
-        if (found->step_data != NULL && found->step_dtype == ZS_F32) *(float *)found->step_data = (float)found->step;
-        if (found->step_data != NULL && found->step_dtype == ZS_F64) *(double *)found->step_data = found->step;
+        bool counts = found->step_data != NULL && plan->live == NULL; /* there, it is counted on the device */
+        if (counts && found->step_dtype == ZS_F32) *(float *)found->step_data = (float)found->step;
+        if (counts && found->step_dtype == ZS_F64) *(double *)found->step_data = found->step;
         plan->members[i].first = false;
         zs_tensor_bump_version(plan->members[i].param);
     }

@@ -17,6 +17,18 @@ typedef enum zs_rule { ZS_RULE_ADAM, ZS_RULE_SGD } zs_rule;
 /* Most state tensors an element has. Adam: exp_avg, exp_avg_sq, max_exp_avg_sq. SGD: momentum_buffer. */
 enum { ZS_OPTIM_STATES = 3 };
 
+/* What a step reads on the device when it runs there, so that a CUDA graph can repeat it: capturable steps only. */
+typedef struct zs_live {
+    const void *lr;           /* not NULL: the learning rate, of `lr_dtype`, instead of zs_hyper's */
+    zs_dtype lr_dtype;        /* ZS_F32 or ZS_F64 */
+    const float *grad_factor; /* not NULL: gradients are multiplied by it first */
+    const float *found_inf;   /* not NULL, and it does not hold 0: the step is left out, and not counted */
+    char *room;               /* of the device, ZS_CONSTANTS_BYTES for each member; written anew by each step */
+} zs_live;
+
+/* What the constants of a step take on a device. */
+enum { ZS_CONSTANTS_BYTES = 128 };
+
 /* --- plan ------------------------------------------------------------------------------------------------------------ */
 
 typedef struct zs_optim zs_optim;
@@ -28,6 +40,8 @@ typedef struct zs_member {
     zs_tensor *step; /* Adam: one float32 or float64, the number of steps done */
     bool first;      /* SGD: momentum_buffer is new; its first value is the gradient */
     int64_t numel;   /* elements it had when it was added; set by zs_optim_add */
+    double steps;    /* Adam, capturable: how many steps `step` says; the plan is not to read it */
+    bool step_wide;  /* `step` is of float64; set by zs_optim_add */
     int64_t number;  /* dithered steps: the number of its first element among all that the optimizer has on all ranks;
                       * -1: not known */
 } zs_member;
@@ -50,8 +64,10 @@ void zs_optim_free(zs_optim *plan);
 void zs_optim_add(zs_optim *plan, const zs_member *member);
 
 /* Looks at all members, without changing any, and prepares the step. ZS_ERR_TORCH where a tensor has no bytes;
- * ZS_ERR_UNSUPPORTED if the step is dithered, and a member of half precision cannot be. */
-zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper);
+ * ZS_ERR_UNSUPPORTED if the step is dithered, and a member of half precision cannot be. `live`: NULL, or the step is capturable:
+ * members' counters are on their device, and nothing is read there by the host; ZS_ERR_UNSUPPORTED for a member that is FOREIGN
+ * or on the CPU. Both are borrowed until the step is done. */
+zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper, const zs_live *live);
 
 /* What zs_optim_look found of member `index`. */
 zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index);
@@ -71,6 +87,7 @@ typedef struct zs_constants {
     double step;          /* Adam: number of this step, from 1 on */
     bool first;           /* SGD: as in zs_member */
     uint64_t seed, round; /* as in zs_hyper */
+    void *live;           /* capturable: where they are on the device, instead of those that follow */
     zs_adam_f32 adam_f32;
     zs_adam_f64 adam_f64;
     zs_sgd_f32 sgd_f32;
@@ -95,7 +112,20 @@ typedef struct zs_update_job {
     zs_rule rule;
     bool full; /* as below */
     const zs_run *run;
+    const zs_live *live; /* NULL, or the step is capturable */
 } zs_update_job;
+
+/* Constants to make on a device, and counters of steps that say the same number, to count up. */
+typedef struct zs_constants_job {
+    zs_rule rule;
+    bool first; /* SGD: as in zs_member */
+    const zs_hyper *hyper;
+    const zs_live *live;
+    void *out;          /* ZS_CONSTANTS_BYTES of the device */
+    void *const *steps; /* [n_steps] on the device, of `step_dtype`: ZS_F32 or ZS_F64 */
+    int64_t n_steps;
+    zs_dtype step_dtype;
+} zs_constants_job;
 
 /* Updates the elements [begin, end) of a run. If dithered, their numbers must have the same upper half. */
 typedef void zs_run_loop(const zs_run *run, int64_t begin, int64_t end);

@@ -1,4 +1,4 @@
-/* py_optim.c - _core.OptimPlan, the optimizers' plan as Python sees it, and _core.power_sum for gradient norms.
+/* py_optim.c - _core.OptimPlan, the optimizers' plan as Python sees it.
  *
  * The one idea: a plan must notice when the user changes a group's parameters or puts other tensors into the state.
  * It keeps every object it saw when it was made, in the order of a walk over the parameter list and the state, and
@@ -9,11 +9,8 @@
  */
 #include "py_util.h"
 
-#include <math.h>
-
 #include "device.h"
 #include "optim.h"
-#include "pager.h"
 
 typedef struct plan_object {
     PyObject_HEAD
@@ -94,9 +91,10 @@ static PyObject *item_of(PyObject *entry, const char *name)
     return PyDict_GetItemString(entry, name);
 }
 
-static int add_member(plan_object *self, PyObject *param, PyObject *entry, bool first, int64_t number)
+/* `facts`: what does not come from tensors. */
+static int add_member(plan_object *self, PyObject *param, PyObject *entry, zs_member facts)
 {
-    zs_member member = {.first = first, .number = number};
+    zs_member member = facts;
     zs_status status = weak_handle(param, &member.param);
     if (status == ZS_OK && member.param == NULL) {
         status = ZS_FAIL(ZS_ERR_TYPE, "an optimizer updates tensors, not %s", Py_TYPE(param)->tp_name);
@@ -121,20 +119,37 @@ static int64_t number_of(PyObject *numbers, Py_ssize_t i)
     return value;
 }
 
-static int add_members(plan_object *self, PyObject *params, PyObject *state, PyObject *fresh, PyObject *numbers)
+/* What the counter of parameter `i` says; 0 where nobody asked for it, or with an exception. */
+static double steps_of(PyObject *steps, Py_ssize_t i)
+{
+    if (steps == Py_None) return 0;
+    PyObject *count = PySequence_GetItem(steps, i);
+    double value = count == NULL ? 0 : PyFloat_AsDouble(count);
+    Py_XDECREF(count);
+    return value;
+}
+
+/* What a plan is made of besides parameters and state. */
+typedef struct plan_facts {
+    PyObject *fresh, *numbers, *steps; /* borrowed */
+} plan_facts;
+
+static int add_members(plan_object *self, PyObject *params, PyObject *state, const plan_facts *facts)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
         PyObject *param = PyList_GET_ITEM(params, i);
         PyObject *entry = PyDict_GetItemWithError(state, param); /* a defaultdict is not asked to make one */
         if (entry == NULL && PyErr_Occurred()) return -1;
-        int first = PySequence_Contains(fresh, param);
-        int64_t number = number_of(numbers, i);
-        if (first < 0 || PyErr_Occurred() || add_member(self, param, entry, first, number) < 0) return -1;
+        int first = PySequence_Contains(facts->fresh, param);
+        zs_member member = {.first = first > 0, .number = number_of(facts->numbers, i)};
+        if (first < 0 || PyErr_Occurred()) return -1;
+        member.steps = steps_of(facts->steps, i);
+        if (PyErr_Occurred() || add_member(self, param, entry, member) < 0) return -1;
     }
     return 0;
 }
 
-static int plan_fill(plan_object *self, PyObject *params, PyObject *state, PyObject *fresh, PyObject *numbers)
+static int plan_fill(plan_object *self, PyObject *params, PyObject *state, const plan_facts *facts)
 {
     zs_clear_error();
     if (zs_optim_new(self->rule, PyList_GET_SIZE(params), &self->plan) != ZS_OK) {
@@ -143,16 +158,17 @@ static int plan_fill(plan_object *self, PyObject *params, PyObject *state, PyObj
     }
     Py_ssize_t count;
     if (walk(self, params, state, remember, &count) < 0) return -1;
-    return add_members(self, params, state, fresh, numbers);
+    return add_members(self, params, state, facts);
 }
 
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rule", "params", "state", "fresh", "numbers", NULL};
+    static char *names[] = {"rule", "params", "state", "fresh", "numbers", "steps", NULL};
     const char *rule;
-    PyObject *params, *state, *fresh, *numbers = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O!|O:OptimPlan", names, &rule, &PyList_Type, &params,
-                                     &PyDict_Type, &state, &PySet_Type, &fresh, &numbers))
+    PyObject *params, *state;
+    plan_facts facts = {NULL, Py_None, Py_None};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O!|OO:OptimPlan", names, &rule, &PyList_Type, &params,
+                                     &PyDict_Type, &state, &PySet_Type, &facts.fresh, &facts.numbers, &facts.steps))
         return NULL;
     bool adam = strcmp(rule, "adam") == 0;
     if (!adam && strcmp(rule, "sgd") != 0) {
@@ -161,7 +177,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     plan_object *self = (plan_object *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
     self->rule = adam ? ZS_RULE_ADAM : ZS_RULE_SGD;
-    if (plan_fill(self, params, state, fresh, numbers) < 0) Py_CLEAR(self);
+    if (plan_fill(self, params, state, &facts) < 0) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -219,11 +235,11 @@ static int read_rounding(PyObject *group, zs_hyper *hyper)
 }
 
 /* The group's hyper-parameters under the names of torch.optim; -1 with an exception. */
-static int read_hyper(zs_rule rule, PyObject *group, zs_hyper *hyper)
+static int read_hyper(zs_rule rule, PyObject *group, bool lr_is_live, zs_hyper *hyper)
 {
     *hyper = (zs_hyper){0};
     if (read_rounding(group, hyper) < 0) return -1;
-    if (read_number(option(group, "lr"), &hyper->lr) < 0) return -1;
+    if (!lr_is_live && read_number(option(group, "lr"), &hyper->lr) < 0) return -1;
     if (read_number(option(group, "weight_decay"), &hyper->weight_decay) < 0) return -1;
     if (read_flag(option(group, "maximize"), &hyper->maximize) < 0) return -1;
     if (rule == ZS_RULE_SGD) {
@@ -235,6 +251,35 @@ static int read_hyper(zs_rule rule, PyObject *group, zs_hyper *hyper)
     if (read_number(option(group, "eps"), &hyper->eps) < 0) return -1;
     if (read_flag(option(group, "decoupled_weight_decay"), &hyper->decoupled) < 0) return -1;
     return read_flag(option(group, "amsgrad"), &hyper->amsgrad);
+}
+
+/* Where the elements of a contiguous tensor of `dtype` are, at least `numel` of them; NULL for None. */
+static zs_status elements_of(PyObject *object, zs_dtype dtype, int64_t numel, void **out)
+{
+    zs_tensor *tensor;
+    zs_tensor_info info;
+    *out = NULL;
+    if (object == Py_None) return ZS_OK;
+    ZS_TRY(zs_py_tensor(object, &tensor));
+    zs_status status = zs_tensor_describe(tensor, &info);
+    if (status == ZS_OK && (!info.contiguous || info.dtype != dtype || info.numel < numel))
+        status = ZS_FAIL(ZS_ERR_TYPE, "a capturable step takes contiguous tensors of its own dtypes and sizes");
+    if (status == ZS_OK) status = zs_tensor_data(tensor, out);
+    zs_tensor_free(tensor);
+    return status;
+}
+
+/* What a capturable step reads on the device: (room, lr, grad_factor, found_inf), tensors that the caller keeps. */
+static zs_status read_live(PyObject *tuple, Py_ssize_t n_members, zs_live *live)
+{
+    void *room, *lr, *grad_factor, *found_inf;
+    PyObject *const *items = ((PyTupleObject *)tuple)->ob_item;
+    ZS_TRY(elements_of(items[0], ZS_F64, n_members * ZS_CONSTANTS_BYTES / 8, &room));
+    ZS_TRY(elements_of(items[1], ZS_F64, 1, &lr));
+    ZS_TRY(elements_of(items[2], ZS_F32, 1, &grad_factor));
+    ZS_TRY(elements_of(items[3], ZS_F32, 1, &found_inf));
+    *live = (zs_live){.lr = lr, .lr_dtype = ZS_F64, .grad_factor = grad_factor, .found_inf = found_inf, .room = room};
+    return ZS_OK;
 }
 
 /* The indices of members with this verdict, as a new tuple. */
@@ -255,27 +300,20 @@ static PyObject *members_with(const plan_object *self, Py_ssize_t n, zs_verdict 
     return result;
 }
 
-PyDoc_STRVAR(step_doc, "step($self, group, state, /)\n--\n\n"
+PyDoc_STRVAR(step_doc, "step($self, group, state, live=None, /)\n--\n\n"
                        "Updates the group's parameters that have a gradient. Returns the indices of those it could\n"
                        "not take (not plain dense CPU memory of one floating dtype), which the caller updates; or\n"
-                       "None, with nothing done, where this plan is out of date: make state and a new plan.");
+                       "None, with nothing done, where this plan is out of date: make state and a new plan.\n\n"
+                       "live: the step is capturable, and takes what changes from step to step out of tensors on the\n"
+                       "GPU: (room, lr, grad_factor, found_inf); room: float64, 16 for each parameter, for the step's\n"
+                       "constants; lr: float64, or None to take the group's; grad_factor, found_inf: float32 or None.\n"
+                       "NotImplementedError, with nothing done, for parameters that cannot be taken so.");
 
-static PyObject *plan_step(plan_object *self, PyObject *const *args, Py_ssize_t n_args)
+/* Looks, steps; what is left to the caller, None, or an exception. */
+static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hyper, const zs_live *live)
 {
-    if (n_args != 2 || !PyDict_Check(args[0]) || !PyDict_Check(args[1])) {
-        return PyErr_Format(PyExc_TypeError, "step takes a param group and the optimizer's state, both dicts");
-    }
-    zs_hyper hyper;
-    PyObject *params = option(args[0], "params");
-    if (params == NULL || read_hyper(self->rule, args[0], &hyper) < 0) return NULL;
-    if (!PyList_Check(params)) return PyErr_Format(PyExc_TypeError, "a group's params are a list");
-
-    Py_ssize_t count = -1, n = PyList_GET_SIZE(params);
-    walk(self, params, args[1], compare, &count);
-    if (self->plan == NULL || count != self->n_seen) Py_RETURN_NONE;
-
     zs_clear_error();
-    if (zs_optim_look(self->plan, &hyper) != ZS_OK) return zs_py_raise(NULL);
+    if (zs_optim_look(self->plan, hyper, live) != ZS_OK) return zs_py_raise(NULL);
     for (Py_ssize_t i = 0; i < n; i++) {
         if (zs_optim_verdict(self->plan, i) == ZS_MEMBER_STATELESS) Py_RETURN_NONE;
     }
@@ -286,6 +324,28 @@ static PyObject *plan_step(plan_object *self, PyObject *const *args, Py_ssize_t 
     if (status == ZS_OK) return foreign;
     Py_DECREF(foreign);
     return zs_py_raise(NULL);
+}
+
+static PyObject *plan_step(plan_object *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    PyObject *tuple = n_args == 3 ? args[2] : Py_None;
+    bool live = tuple != Py_None;
+    if (n_args < 2 || n_args > 3 || !PyDict_Check(args[0]) || !PyDict_Check(args[1]) ||
+        (live && (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 4)))
+        return PyErr_Format(PyExc_TypeError, "step takes a param group and the optimizer's state, both dicts");
+    zs_hyper hyper;
+    zs_live found = {0};
+    PyObject *params = option(args[0], "params");
+    bool lr_is_live = live && PyTuple_GET_ITEM(tuple, 1) != Py_None;
+    if (params == NULL || read_hyper(self->rule, args[0], lr_is_live, &hyper) < 0) return NULL;
+    if (!PyList_Check(params)) return PyErr_Format(PyExc_TypeError, "a group's params are a list");
+
+    Py_ssize_t count = -1, n = PyList_GET_SIZE(params);
+    walk(self, params, args[1], compare, &count);
+    if (self->plan == NULL || count != self->n_seen) Py_RETURN_NONE;
+    zs_clear_error();
+    if (live && read_live(tuple, n, &found) != ZS_OK) return zs_py_raise(NULL);
+    return step_with(self, n, &hyper, live ? &found : NULL);
 }
 
 /* --- the type -------------------------------------------------------------------------------------------------------- */
@@ -321,11 +381,12 @@ static void plan_dealloc(plan_object *self)
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(plan_doc, "OptimPlan(rule, params, state, fresh, numbers=None)\n\n"
+PyDoc_STRVAR(plan_doc, "OptimPlan(rule, params, state, fresh, numbers=None, steps=None)\n\n"
                        "How to update the parameters of one group in one call. rule: 'adam' (AdamW too) or 'sgd';\n"
                        "params: the group's list; state: the optimizer's; fresh: the set of those parameters whose\n"
                        "momentum_buffer is new; numbers: for stochastic rounding, of each parameter the number of its\n"
-                       "first element. The plan holds references to all it was given but these.");
+                       "first element; steps: for capturable steps, of each parameter how many its counter says.\n"
+                       "The plan holds references to all it was given but these.");
 
 static PyMethodDef plan_methods[] = {
     {"step", (PyCFunction)(void (*)(void))plan_step, METH_FASTCALL, step_doc},
@@ -349,95 +410,8 @@ static PyType_Spec plan_spec = {
     .slots = plan_slots,
 };
 
-/* --- norms ----------------------------------------------------------------------------------------------------------- */
-
-/* Arrays of one device whose norm is yet to be taken. */
-typedef struct norm_batch {
-    const zs_device *device;
-    zs_numbers *numbers; /* [n] */
-    size_t n;
-    double p, total;
-} norm_batch;
-
-/* Takes the norm of the arrays so far. */
-static zs_status flush(norm_batch *batch)
-{
-    double part = 0;
-    if (batch->n == 0) return ZS_OK;
-    ZS_TRY(zs_device_norm(batch->device, batch->numbers, batch->n, batch->p, &part));
-    batch->total = zs_norm_join(batch->total, part, batch->p);
-    batch->n = 0;
-    return ZS_OK;
-}
-
-/* Memory on a disk is there only from a want to its done; everything else can wait for more. */
-static zs_status add_numbers(norm_batch *batch, const zs_device *device, zs_numbers numbers)
-{
-    if (batch->device != device) ZS_TRY(flush(batch));
-    batch->device = device;
-    batch->numbers[batch->n++] = numbers;
-    if (device->ops->queues) return ZS_OK;
-    size_t bytes = (size_t)numbers.numel * zs_dtype_size(numbers.dtype);
-    ZS_TRY(zs_pager_want(numbers.data, bytes, ZS_PAGER_READ));
-    zs_status status = flush(batch);
-    zs_pager_done(numbers.data, bytes);
-    return status;
-}
-
-static zs_status add_tensor(norm_batch *batch, PyObject *object)
-{
-    zs_tensor *tensor;
-    zs_tensor_info info;
-    const zs_device *device = NULL;
-    void *data = NULL;
-    ZS_TRY(zs_py_tensor(object, &tensor));
-    zs_status status = zs_tensor_describe(tensor, &info);
-    if (status == ZS_OK) status = zs_optim_device_of(tensor, &device);
-    if (status == ZS_OK && (device == NULL || !info.contiguous || info.dtype == ZS_BYTES)) {
-        status = ZS_FAIL(ZS_ERR_TYPE, "power_sum takes contiguous floating tensors of the CPU or a GPU");
-    }
-    if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(tensor, &data);
-    if (status == ZS_OK && info.numel > 0)
-        status = add_numbers(batch, device, (zs_numbers){data, info.numel, info.dtype});
-    zs_tensor_free(tensor);
-    return status;
-}
-
-PyDoc_STRVAR(
-    power_sum_doc,
-    "power_sum($module, tensors, p, /)\n--\n\n"
-    "Sum of |x|**p over all elements of a list of contiguous tensors of the CPU or a GPU, taken in double and\n"
-    "in an order that depends on their lengths alone, for p = 1 or 2; for p = inf the largest\n"
-    "|x|. 0.0 of nothing. NaN and inf come through. TypeError for other tensors.");
-
-static PyObject *power_sum(PyObject *module, PyObject *args)
-{
-    PyObject *tensors;
-    double p;
-    if (!PyArg_ParseTuple(args, "O!d:power_sum", &PyList_Type, &tensors, &p)) return NULL;
-    if (p != 1 && p != 2 && p != (double)INFINITY) {
-        return PyErr_Format(PyExc_ValueError, "power_sum takes p = 1, 2 or inf");
-    }
-    zs_clear_error();
-    Py_ssize_t n = PyList_GET_SIZE(tensors);
-    norm_batch batch = {.p = p, .numbers = PyMem_Calloc((size_t)n + 1, sizeof *batch.numbers)};
-    if (batch.numbers == NULL) return PyErr_NoMemory();
-    zs_status status = ZS_OK;
-    for (Py_ssize_t i = 0; i < n && status == ZS_OK; i++)
-        status = add_tensor(&batch, PyList_GET_ITEM(tensors, i));
-    if (status == ZS_OK) status = flush(&batch);
-    PyMem_Free(batch.numbers);
-    return status == ZS_OK ? PyFloat_FromDouble(batch.total) : zs_py_raise(module);
-}
-
-static PyMethodDef functions[] = {
-    {"power_sum", power_sum, METH_VARARGS, power_sum_doc},
-    {NULL, NULL, 0, NULL},
-};
-
 int zs_py_optim_init(PyObject *module)
 {
-    if (PyModule_AddFunctions(module, functions) < 0) return -1;
     PyObject *type = PyType_FromModuleAndSpec(module, &plan_spec, NULL);
     if (type == NULL) return -1;
     int failed = PyModule_AddType(module, (PyTypeObject *)type);

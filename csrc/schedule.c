@@ -68,11 +68,22 @@ zs_status zs_engine_begin_reading(zs_engine *engine, zs_phase phase)
     return ZS_OK;
 }
 
+/* A session leaves no lane apart, so that a CUDA graph may begin and end between any two: no wait goes from one into the next. */
+static zs_status join_lanes(const zs_ranks *ranks)
+{
+    ZS_TRY(zs_device_join(ranks->all->device, ZS_LANE_GATHER));
+    ZS_TRY(zs_device_join(ranks->all->device, ZS_LANE_REDUCE));
+    ranks->all->sessions++;
+    if (ranks->near != ranks->all) ranks->near->sessions++;
+    return ZS_OK;
+}
+
 zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase)
 {
-    if (!engine->reading) return ZS_OK;
+    zs_status status = ZS_OK;
+    if (engine->reading) status = engine->ranks.near->ops->read_end(engine->ranks.near, engine->reader, phase);
     engine->reading = false;
-    return engine->ranks.near->ops->read_end(engine->ranks.near, engine->reader, phase);
+    return status == ZS_OK ? join_lanes(&engine->ranks) : status;
 }
 
 static zs_status begin_session(zs_engine *engine)

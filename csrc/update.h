@@ -29,6 +29,35 @@ typedef struct zs_hyper {
     uint64_t seed, round; /* the seed for that, and the number of this step */
 } zs_hyper;
 
+/* A product and what its rounding lost. */
+typedef struct zs_pair {
+    double high, low;
+} zs_pair;
+
+/* a * b, to some 100 bits. */
+ZS_HD zs_pair zs_pair_times(zs_pair a, zs_pair b)
+{
+    zs_pair product;
+    double high = a.high * b.high;
+    double cross = fma(a.high, b.low, a.low * b.high);
+    double low = fma(a.high, b.high, -high) + cross;
+    product.high = high + low;
+    product.low = low - (product.high - high);
+    return product;
+}
+
+/* base to the power of a count of steps, 0 <= base < 1, rounded once: libraries' pow() is right to the last bit or nearly,
+ * each in its own way, and this has the same bits on every machine. A part of a step is dropped. */
+ZS_HD double zs_power(double base, double steps)
+{
+    zs_pair result = {1, 0}, square = {base, 0};
+    for (uint64_t left = steps >= 1 ? (uint64_t)fmin(steps, 9e18) : 0; left != 0; left >>= 1) {
+        if (left & 1) result = zs_pair_times(result, square);
+        square = zs_pair_times(square, square);
+    }
+    return result.high;
+}
+
 #define ZS_REAL float
 #define ZS_NAME(name) name##_f32
 #define ZS_FMA(a, b, c) fmaf(a, b, c)

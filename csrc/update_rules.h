@@ -45,9 +45,9 @@ ZS_HD ZS_NAME(zs_adam) ZS_NAME(zs_adam_at)(const zs_hyper *hyper, double step)
     if (k.from_grad != 0) k.pull -= 1;
     k.sq_keep = (ZS_REAL)hyper->beta2;
     k.sq_add = (ZS_REAL)(1 - hyper->beta2);
-    k.correction = (ZS_REAL)sqrt(1 - pow(hyper->beta2, step));
+    k.correction = (ZS_REAL)sqrt(1 - zs_power(hyper->beta2, step));
     k.eps = (ZS_REAL)hyper->eps;
-    k.neg_step = (ZS_REAL)(-hyper->lr / (1 - pow(hyper->beta1, step)));
+    k.neg_step = (ZS_REAL)(-hyper->lr / (1 - zs_power(hyper->beta1, step)));
     return k;
 }
 

@@ -3,6 +3,7 @@
  * The one idea: one image is loaded once and found by names, zs_<work>_<dtype>; cuda_kernels.c launches them.
  */
 #include "cast.cuh"
+#include "constants.cuh"
 #include "norm.cuh"
 #include "sum.cuh"
 #include "update.cuh"

@@ -8,21 +8,26 @@
 
 namespace zs {
 
-/* The rules of update.h by precision. */
-ZS_DEVICE const zs_adam_f32 &adam_of(const zs_cuda_update_args &args, float)
+/* The constants by rule and precision; LIVE: those that another kernel has made, read at each use, as they would take too many
+ * registers. */
+template <bool LIVE> ZS_DEVICE const zs_adam_f32 &adam_of(const zs_cuda_update_args &args, float)
 {
+    if constexpr (LIVE) return args.live->f32.adam;
     return args.rule.adam_f32;
 }
-ZS_DEVICE const zs_adam_f64 &adam_of(const zs_cuda_update_args &args, double)
+template <bool LIVE> ZS_DEVICE const zs_adam_f64 &adam_of(const zs_cuda_update_args &args, double)
 {
+    if constexpr (LIVE) return args.live->f64.adam;
     return args.rule.adam_f64;
 }
-ZS_DEVICE const zs_sgd_f32 &sgd_of(const zs_cuda_update_args &args, float)
+template <bool LIVE> ZS_DEVICE const zs_sgd_f32 &sgd_of(const zs_cuda_update_args &args, float)
 {
+    if constexpr (LIVE) return args.live->f32.sgd;
     return args.rule.sgd_f32;
 }
-ZS_DEVICE const zs_sgd_f64 &sgd_of(const zs_cuda_update_args &args, double)
+template <bool LIVE> ZS_DEVICE const zs_sgd_f64 &sgd_of(const zs_cuda_update_args &args, double)
 {
+    if constexpr (LIVE) return args.live->f64.sgd;
     return args.rule.sgd_f64;
 }
 template <bool FULL> ZS_DEVICE void update(const zs_adam_f32 &k, zs_adam_cell_f32 &cell, float grad)
@@ -87,7 +92,7 @@ template <class D> struct Step {
 };
 
 /* Adam and AdamW; FULL: with amsgrad. */
-template <class D, bool FULL> struct Adam : Step<D> {
+template <class D, bool FULL, bool LIVE> struct Adam : Step<D> {
     template <int N> ZS_DEVICE void run(int64_t at) const
     {
         const zs_cuda_update_args &args = this->args;
@@ -96,7 +101,7 @@ template <class D, bool FULL> struct Adam : Step<D> {
         Words<D, N> first = load<D, N, By::STREAM>(args.state[0], at);
         Words<D, N> second = load<D, N, By::STREAM>(args.state[1], at), max;
         if constexpr (FULL) max = load<D, N, By::STREAM>(args.state[2], at);
-        const auto &k = adam_of(args, typename D::Real());
+        const auto &k = adam_of<LIVE>(args, typename D::Real());
 #pragma unroll
         for (int i = 0; i < N; i++) {
             decltype(cell_of(k)) cell = {D::load(param.at[i]), D::load(first.at[i]), D::load(second.at[i]), 0};
@@ -121,14 +126,14 @@ template <class D, bool FULL> struct Adam : Step<D> {
 };
 
 /* SGD; FULL: with momentum. */
-template <class D, bool FULL> struct Sgd : Step<D> {
+template <class D, bool FULL, bool LIVE> struct Sgd : Step<D> {
     template <int N> ZS_DEVICE void run(int64_t at) const
     {
         const zs_cuda_update_args &args = this->args;
         const Words<D, N> grad = load<D, N, By::STREAM>(args.grad, at);
         Words<D, N> param = load<D, N, By::STREAM>(args.param, at), buffer;
         if constexpr (FULL) buffer = load<D, N, By::STREAM>(args.state[0], at);
-        const auto &k = sgd_of(args, typename D::Real());
+        const auto &k = sgd_of<LIVE>(args, typename D::Real());
 #pragma unroll
         for (int i = 0; i < N; i++) {
             decltype(cell_of(k)) cell = {D::load(param.at[i]), 0};
@@ -156,24 +161,36 @@ template <class D, class Rule> ZS_DEVICE void step(const zs_cuda_update_args &ar
     over<ZS_CUDA_PACK>(args.cut, Rule{{args, static_cast<typename D::Real>(factor)}});
 }
 
+/* Blocks on a multiprocessor: constants in memory and a third state need registers. */
+template <class D, bool LIVE> constexpr int blocks_for(bool amsgrad)
+{
+    const int usual = LIVE ? D::BLOCKS - 1 : D::BLOCKS;
+    const int most = amsgrad ? (LIVE ? 2 : 3) : usual; /* 3: sm_100 */
+    return usual < most ? usual : most;
+}
+
 } // namespace zs
 
-#define RULE(name, Rule, FULL, d, D, blocks)                       \
-    ZS_KERNEL(zs_step_##name##_##d, zs_cuda_update_args, (blocks)) \
-    {                                                              \
-        zs::step<zs::D, zs::Rule<zs::D, FULL>>(args);              \
+#define RULE(work, name, Rule, FULL, LIVE, d, D, amsgrad)                                            \
+    ZS_KERNEL(zs_##work##_##name##_##d, zs_cuda_update_args, (zs::blocks_for<zs::D, LIVE>(amsgrad))) \
+    {                                                                                                \
+        zs::step<zs::D, zs::Rule<zs::D, FULL, LIVE>>(args);                                          \
     }
-#define RULES(d, D)                                                                     \
-    RULE(adam, Adam, false, d, D, zs::D::BLOCKS)                                        \
-    RULE(amsgrad, Adam, true, d, D, zs::D::BLOCKS > 3 ? 3 : zs::D::BLOCKS) /* sm_100 */ \
-    RULE(sgd, Sgd, false, d, D, zs::D::BLOCKS)                                          \
-    RULE(momentum, Sgd, true, d, D, zs::D::BLOCKS)
+#define RULES(work, LIVE, d, D)                       \
+    RULE(work, adam, Adam, false, LIVE, d, D, false)  \
+    RULE(work, amsgrad, Adam, true, LIVE, d, D, true) \
+    RULE(work, sgd, Sgd, false, LIVE, d, D, false)    \
+    RULE(work, momentum, Sgd, true, LIVE, d, D, false)
 
-RULES(f32, F32)
-RULES(f64, F64)
-RULES(bf16, BF16)
-RULES(f16, F16)
-RULES(dithered, Dithered)
+RULES(step, false, f32, F32)
+RULES(step, false, f64, F64)
+RULES(step, false, bf16, BF16)
+RULES(step, false, f16, F16)
+RULES(step, false, dithered, Dithered)
+RULES(live, true, f32, F32)
+RULES(live, true, f64, F64)
+RULES(live, true, bf16, BF16)
+RULES(live, true, f16, F16)
 
 #undef RULE
 #undef RULES

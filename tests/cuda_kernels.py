@@ -67,6 +67,19 @@ class Update(ctypes.Structure):
         ("low_dtype", ctypes.c_int),
         ("grad_factor", ctypes.c_void_p),
         ("found_inf", ctypes.c_void_p),
+        ("live", ctypes.c_void_p),
+    )
+
+
+class Live(ctypes.Structure):
+    """zs_live."""
+
+    _fields_ = (
+        ("lr", ctypes.c_void_p),
+        ("lr_dtype", ctypes.c_int),
+        ("grad_factor", ctypes.c_void_p),
+        ("found_inf", ctypes.c_void_p),
+        ("room", ctypes.c_void_p),
     )
 
 

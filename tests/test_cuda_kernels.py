@@ -29,6 +29,7 @@ from cuda_kernels import (
     Address,
     Cuda,
     Hyper,
+    Live,
     compile_kernels,
     places,
     pointer,
@@ -273,6 +274,7 @@ class Stepper:
     def __init__(self, cuda: Cuda, variant: str, dithered: bool = False, first: bool = False):
         self.cuda, (self.rule, more) = cuda, VARIANTS[variant]
         hyper = Hyper(**{**PLAIN, **more}, dithered=dithered, seed=77, round=12)
+        self.hyper = hyper
         self.face = ctypes.create_string_buffer(cuda.lib.zs_face_job_bytes())
         step, new = ctypes.c_double(3), ctypes.c_bool(first)
         cuda.lib.zs_face_make(self.face, ctypes.byref(hyper), self.rule, step, new)
@@ -302,6 +304,15 @@ class Stepper:
             self.job.low_dtype = 0 if self.low is None else DTYPES[self.low.dtype]
             self.job.grad_factor, self.job.found_inf = map(at, self.scalars)
             self.cuda.finish(self.cuda.lib.zs_cuda_update(ctypes.byref(self.job), stream))
+
+    def make_live(self, room: Tensor, lr: Tensor, found: Tensor, steps: Sequence[Tensor]) -> None:
+        """Has the constants made on the device, from `lr` and `steps`, which are counted up."""
+        live = Live(pointer(lr), DTYPES[lr.dtype], None, pointer(found), pointer(room))
+        self.hyper.lr = 77.0  # which is not to be used
+        given, stream = ctypes.byref(self.hyper), ctypes.c_void_p(self.cuda.stream)
+        array = (ctypes.c_void_p * len(steps))(*map(pointer, steps))
+        make, n = self.cuda.lib.zs_face_make_live, ctypes.c_int64(len(steps))
+        self.cuda.finish(make(self.face, given, ctypes.byref(live), array, n, stream))
 
     def step_on_cpu(self) -> None:
         self.point(pointer)
@@ -366,6 +377,36 @@ def test_update_leaves_a_copy_and_takes_scalars_from_the_device(
             for i in range(len(theirs)):
                 assert i == 1 or same_bits(ours[i].values, theirs[i]), (variant, i)
             assert same_bits(copy.values, theirs[0].to(low)) and copy.untouched_around()
+
+
+@needs_fma
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_constants_that_are_made_on_the_device_are_the_hosts(
+    cuda: Cuda, variant: str, dtype: torch.dtype
+) -> None:
+    for offset, n_steps in ((0, 1), (3, 700)):  # more counters than one launch takes
+        stepper = Stepper(cuda, variant, first=offset == 3)  # of step 3, on the host
+        theirs = tensors_for(stepper, 1027, dtype, special=True)
+        ours = [Place(t, offset) for t in theirs]
+        room, found = torch.zeros(16, dtype=torch.float64), torch.ones(1)
+        lr = torch.tensor(PLAIN["lr"], dtype=torch.float64)
+        steps = list(torch.full((n_steps,), 2.0).unbind()) if stepper.rule == ADAM else []
+        stepper.lay([place.values for place in ours])
+
+        stepper.make_live(room, lr, found, steps)
+        stepper.step()  # an infinity was found: nothing happens
+        assert all(same_bits(p.values, t) for p, t in zip(ours, theirs, strict=True))
+        assert all(step == 2 for step in steps)
+
+        stepper.make_live(room, lr, found.zero_(), steps)
+        stepper.step()
+        assert all(step == 3 for step in steps)
+        stepper.lay(theirs)
+        stepper.step_on_cpu()
+        for place, expected in zip(ours, theirs, strict=True):
+            assert same_bits(place.values, expected), (n_steps, offset)
+            assert place.untouched_around()
 
 
 def test_factor_is_not_rounded_to_the_gradients_dtype(cuda: Cuda) -> None:

@@ -84,7 +84,7 @@ class _InOneCall(torch.optim.Optimizer):
     def _step_params(self, key: Any, group: dict[str, Any], state: dict[Any, Any]) -> None:
         """Step a group by its plan, which is known by `key`. state: of its parameters at least."""
         plan = self._plans.get(key)
-        foreign = None if plan is None else plan.step(group, state)
+        foreign = None if plan is None else plan.step(group, state, self._live(group))
         if foreign is None:
             foreign = self._step_with_new_plan(key, group, state)
         if foreign:
@@ -98,12 +98,35 @@ class _InOneCall(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._take_group(self.param_groups[-1])
         self._plans = {}
+        self._tell_scaler()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             self._take_group(group)
         self._plans = {}
+        self._tell_scaler()
+
+    def _tell_scaler(self) -> None:
+        """Whether torch's GradScaler may leave it to the step to look at `found_inf`, on the GPU.
+
+        It then sets `grad_scale` and `found_inf` while it calls step().
+        """
+        self._step_supports_amp_scaling = all(g.get("capturable") for g in self.param_groups)
+
+    def _live(self, group: dict[str, Any]) -> tuple[Tensor | None, ...] | None:
+        """(Capturable) What a step reads on the GPU: new tensors, so that a graph has its own."""
+        if not group.get("capturable"):
+            return None
+        device = group["params"][0].device
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        lr = group["lr"]
+        return (
+            torch.empty(16 * len(group["params"]), dtype=torch.float64, device=device),
+            lr.double() if isinstance(lr, Tensor) and lr.device == device else None,
+            None if scale is None else scale.double().reciprocal().float(),
+            None if found is None else found.float(),
+        )
 
     def _set_rounding(self, stochastic: bool, seed: int) -> None:
         """The constructor's options of rounding: defaults for its groups and for later ones."""
@@ -122,10 +145,13 @@ class _InOneCall(torch.optim.Optimizer):
 
         Where nobody asks for it, a group has no such options: its state dict is torch's.
         """
+        if "capturable" in self.defaults:
+            group.setdefault("capturable", self.defaults["capturable"])
         _check_options(self, group)
         if "stochastic_rounding" in self.defaults:
             group.setdefault("stochastic_rounding", self.defaults["stochastic_rounding"])
         if group.get("stochastic_rounding"):
+            _refuse_capture(self, group)
             group.setdefault("rounding_seed", self.defaults.get("rounding_seed", 0))
             group.setdefault("rounding_step", 0)
             _refuse_float16(self, group)
@@ -147,13 +173,19 @@ class _InOneCall(torch.optim.Optimizer):
     ) -> tuple[int, ...]:
         """Give state to the parameters that lack it, and step; the indices not taken by C."""
         params: list[Tensor] = group["params"]
+        if _core.capturing(params):
+            raise RuntimeError(
+                "an optimizer's state is made by its first step, which a CUDA graph must not "
+                "repeat: run a step or two before the capture"
+            )
         fresh = self._make_state(group, [p for p in params if p.grad is not None])
         numbers = self._numbers(params) if group.get("stochastic_rounding") else None
         if state is not self.state:
             state = {param: self.state[param] for param in params if param in self.state}
-        plan = _core.OptimPlan(self._rule, params, state, fresh, numbers)
+        steps = _read_steps(params, state) if group.get("capturable") else None
+        plan = _core.OptimPlan(self._rule, params, state, fresh, numbers, steps)
         self._plans[key] = plan
-        foreign: tuple[int, ...] | None = plan.step(group, state)
+        foreign: tuple[int, ...] | None = plan.step(group, state, self._live(group))
         if foreign is None:
             raise RuntimeError("the optimizer's state was changed while it was being made")
         for i in foreign:
@@ -171,8 +203,9 @@ class _InOneCall(torch.optim.Optimizer):
                 )
         names = self._state_names(group)
         if "exp_avg" in names:
-            for param in params:
-                self.state[param].setdefault("step", torch.zeros((), dtype=torch.float32))
+            new = [param for param in params if "step" not in self.state[param]]
+            for param, step in zip(new, _counters(len(new), group), strict=True):
+                self.state[param]["step"] = step
         fresh: set[Tensor] = set()
         for name in names:
             missing = [p for p in params if self.state[p].get(name) is None]
@@ -237,8 +270,12 @@ class Adam(_AdamInOneCall, torch.optim.Adam):
     """torch.optim.Adam with its step in C; same arguments, defaults, state and numbers.
 
     Args: as torch.optim.Adam. `foreach` and `fused` are taken, and without effect: there is one
-    way, and it is fused. `capturable` (CUDA graphs) and `differentiable` must stay False:
-    NotImplementedError. ValueError for numbers out of range.
+    way, and it is fused. `differentiable` must stay False: NotImplementedError. ValueError for
+    numbers out of range.
+
+    capturable: as torch's, for parameters on a GPU (NotImplementedError elsewhere, and with
+        stochastic_rounding): the step counts on the GPU, reads `lr` there if it is a tensor of
+        that GPU, and `found_inf` of a GradScaler; no host waits, and a CUDA graph can repeat it.
 
     stochastic_rounding: round what is stored of bfloat16 parameters, and their state, at random and
         right on average, for training without a float copy; other dtypes are not touched, float16
@@ -278,16 +315,20 @@ class Adam(_AdamInOneCall, torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        self._step_supports_amp_scaling = False  # with fused, torch's says it unscales by itself
         self._set_rounding(stochastic_rounding, rounding_seed)
+        self._tell_scaler()  # with fused, torch has said so already
 
 
 class AdamW(_AdamInOneCall, torch.optim.AdamW):
     """torch.optim.AdamW with its step in C; same arguments, defaults, state and numbers.
 
     Args: as torch.optim.AdamW. `foreach` and `fused` are taken, and without effect: there is one
-    way, and it is fused. `capturable` (CUDA graphs) and `differentiable` must stay False:
-    NotImplementedError. ValueError for numbers out of range.
+    way, and it is fused. `differentiable` must stay False: NotImplementedError. ValueError for
+    numbers out of range.
+
+    capturable: as torch's, for parameters on a GPU (NotImplementedError elsewhere, and with
+        stochastic_rounding): the step counts on the GPU, reads `lr` there if it is a tensor of
+        that GPU, and `found_inf` of a GradScaler; no host waits, and a CUDA graph can repeat it.
 
     stochastic_rounding: round what is stored of bfloat16 parameters, and their state, at random and
         right on average, for training without a float copy; other dtypes are not touched, float16
@@ -325,8 +366,8 @@ class AdamW(_AdamInOneCall, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._step_supports_amp_scaling = False  # with fused, torch's says it unscales by itself
         self._set_rounding(stochastic_rounding, rounding_seed)
+        self._tell_scaler()  # with fused, torch has said so already
 
 
 class SGD(_InOneCall, torch.optim.SGD):
@@ -336,6 +377,8 @@ class SGD(_InOneCall, torch.optim.SGD):
     way, and it is fused. `differentiable` must stay False: NotImplementedError. ValueError for
     numbers out of range.
 
+    capturable: as of AdamW, for steps that a CUDA graph repeats with another `lr` (a tensor on the
+        parameters' GPU) or that a GradScaler may leave out.
     stochastic_rounding: round what is stored of bfloat16 parameters, and their state, at random and
         right on average, for training without a float copy; other dtypes are not touched, float16
         is refused (NotImplementedError).
@@ -357,6 +400,7 @@ class SGD(_InOneCall, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        capturable: bool = False,
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
     ) -> None:
@@ -372,8 +416,16 @@ class SGD(_InOneCall, torch.optim.SGD):
             differentiable=differentiable,
             fused=fused,
         )
-        self._step_supports_amp_scaling = False  # with fused, torch's says it unscales by itself
+        self._set_capturable(capturable)
         self._set_rounding(stochastic_rounding, rounding_seed)
+        self._tell_scaler()
+
+    def _set_capturable(self, capturable: bool) -> None:
+        """torch's SGD has no such option: its state dict stays torch's where nobody asks for it."""
+        if capturable:
+            self.defaults.update(capturable=True)
+            for group in self.param_groups:
+                self._take_group(group)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
@@ -403,12 +455,42 @@ class SGD(_InOneCall, torch.optim.SGD):
 
 def _check_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
     """NotImplementedError for an option of torch.optim that a step in C cannot honour."""
-    for option in ("capturable", "differentiable"):
-        if group.get(option):
-            name = type(optimizer).__name__
-            raise NotImplementedError(
-                f"zshard.{name}: {option}=True is not supported; use torch.optim.{name} for it"
-            )
+    name = type(optimizer).__name__
+    if group.get("differentiable"):
+        raise NotImplementedError(
+            f"zshard.{name}: differentiable=True is not supported; use torch.optim.{name} for it"
+        )
+    if group.get("capturable") and group["params"] and not _core.on_gpu(group["params"]):
+        where = ", ".join(sorted({str(param.device) for param in group["params"]}))
+        raise NotImplementedError(
+            f"zshard.{name}: capturable=True is not supported on {where}: it is for contiguous "
+            "parameters on one GPU; make the optimizer when the model is there, or leave "
+            "capturable out"
+        )
+
+
+def _refuse_capture(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """NotImplementedError for random bits that a CUDA graph would repeat."""
+    if group.get("capturable"):
+        raise NotImplementedError(
+            f"zshard.{type(optimizer).__name__}: stochastic_rounding=True follows the number of "
+            "the step, which a captured step does not know; use one of it and capturable=True"
+        )
+
+
+def _counters(n: int, group: dict[str, Any]) -> Sequence[Tensor]:
+    """New counters of steps: on the CPU, where C reads them; if capturable, on the GPU."""
+    if not group.get("capturable"):
+        return [torch.zeros((), dtype=torch.float32) for _ in range(n)]
+    return torch.zeros(n, dtype=torch.float32, device=group["params"][0].device).unbind()
+
+
+def _read_steps(params: Iterable[Tensor], state: dict[Any, Any]) -> list[float]:
+    """What the parameters' counters on the GPU say, or 0 without one. Waits for the GPU, once."""
+    counters = [state.get(param, {}).get("step") for param in params]
+    held = [step.reshape(()).double() for step in counters if isinstance(step, Tensor)]
+    said = iter(torch.stack(held).tolist() if held else [])
+    return [next(said) if isinstance(step, Tensor) else 0.0 for step in counters]
 
 
 def _refuse_float16(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

@@ -30,6 +30,8 @@ _Static_assert(SAME(zs_cu_context, CUcontext) && SAME(zs_cu_stream, CUstream) &&
 _Static_assert(SAME(zs_cu_library, CUlibrary) && SAME(zs_cu_kernel, CUkernel), "");
 _Static_assert(SAME(zs_cu_function, CUfunction), "");
 _Static_assert(SAME(zs_cu_attribute, CUdevice_attribute) && SAME(zs_cu_pointer_attribute, CUpointer_attribute), "");
+_Static_assert(SAME(zs_cu_capture_status, CUstreamCaptureStatus), "");
+_Static_assert(SAME(zs_cu_capture_mode, CUstreamCaptureMode), "");
 _Static_assert(SAME(zs_cu_jit_option, CUjit_option) && SAME(zs_cu_library_option, CUlibraryOption), "");
 
 /* The signatures, with our types under NVIDIA's names wherever these are structs or pointers to enums. */
@@ -37,6 +39,8 @@ _Static_assert(SAME(zs_cu_jit_option, CUjit_option) && SAME(zs_cu_library_option
 #define zs_cu_mem_op CUstreamBatchMemOpParams
 #define zs_cu_jit_option CUjit_option
 #define zs_cu_library_option CUlibraryOption
+#define zs_cu_capture_status CUstreamCaptureStatus
+#define zs_cu_capture_mode CUstreamCaptureMode
 #define CHECK(name, version, parameters)          \
     typedef zs_cu_result(*its_##name) parameters; \
     _Static_assert(SAME(its_##name, PFN_##name##_v##version), #name " has another signature");

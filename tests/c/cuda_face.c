@@ -48,6 +48,8 @@ void zs_face_make(face_job *out, const zs_hyper *hyper, zs_rule rule, double ste
 zs_run *zs_face_run(face_job *face);
 zs_cuda_update_job *zs_face_update(face_job *face);
 void zs_face_step_on_cpu(face_job *face);
+zs_status zs_face_make_live(face_job *face, const zs_hyper *hyper, const zs_live *live, void *const *steps,
+                            int64_t n_steps, void *stream);
 zs_status zs_face_side_stream(void **out);
 zs_status zs_face_wait(void *stream);
 
@@ -89,6 +91,20 @@ void zs_face_step_on_cpu(face_job *face)
     zs_run_loop *loop = zs_run_loop_for(face->job.rule, face->job.full, &face->run);
     for (int64_t i = 0; i < face->run.numel; i++) /* one by one: numbers may pass 2^32 anywhere */
         loop(&face->run, i, i + 1);
+}
+
+/* Has the constants made on the device, in live->room, and updates read them there. Counters are float32. */
+zs_status zs_face_make_live(face_job *face, const zs_hyper *hyper, const zs_live *live, void *const *steps,
+                            int64_t n_steps, void *stream)
+{
+    zs_constants_job job = {.rule = face->job.rule, .first = face->constants.first, .hyper = hyper, .live = live};
+    job.out = live->room;
+    job.steps = steps;
+    job.n_steps = n_steps;
+    face->job.live = live->room;
+    face->job.grad_factor = live->grad_factor;
+    face->job.found_inf = live->found_inf;
+    return zs_cuda_constants_make(&job, stream);
 }
 
 zs_status zs_face_side_stream(void **out)

@@ -283,12 +283,14 @@ zs_cu_result fake_cuLaunchKernel(zs_cu_function function, unsigned int blocks, u
 zs_cu_result fake_cuMemAlloc(zs_cu_ptr *out, size_t bytes)
 {
     BEGIN(true, "bytes=%zu", bytes);
+    UNCAPTURED();
     return fake_alloc(out, bytes);
 }
 
 zs_cu_result fake_cuMemFree(zs_cu_ptr at)
 {
     BEGIN(true, "at=%p", AT(at));
+    UNCAPTURED();
     fake_drain_all(); /* as the real one does */
     return at != 0 ? fake_free(at) : ZS_CU_SUCCESS;
 }
@@ -309,18 +311,21 @@ zs_cu_result fake_cuMemGetInfo(size_t *left, size_t *total)
 zs_cu_result fake_cuMemHostAlloc(void **out, size_t bytes, unsigned int flags)
 {
     BEGIN(true, "bytes=%zu flags=%u", bytes, flags);
+    UNCAPTURED();
     return fake_pin(out, NULL, bytes);
 }
 
 zs_cu_result fake_cuMemFreeHost(void *at)
 {
     BEGIN(true, "at=%p", at);
+    UNCAPTURED();
     return fake_unpin(at, true);
 }
 
 zs_cu_result fake_cuMemHostRegister(void *at, size_t bytes, unsigned int flags)
 {
     BEGIN(true, "at=%p bytes=%zu flags=%u", at, bytes, flags);
+    UNCAPTURED();
     return fake_pin(NULL, at, bytes);
 }
 
@@ -397,10 +402,12 @@ static zs_cu_result queue_copy(zs_cu_stream stream, copying one, bool from_devic
 zs_cu_result fake_cuMemcpyHtoDAsync(zs_cu_ptr dst, const void *src, size_t bytes, zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), src, bytes);
+    if (!fake_pinned(src)) UNCAPTURED();
     return queue_copy(stream, (copying){.dst = AT(dst), .src = src, .bytes = bytes}, false);
 }
 
-/* The driver finds out for itself which side is the host's. */
+/* The driver finds out for itself which side is the host's. Nothing is forbidden to a capture here: with models on the CPU,
+ * torch's tensors stand for memory of a GPU and cannot be told from others. */
 zs_cu_result fake_cuMemcpyAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);
@@ -416,6 +423,7 @@ zs_cu_result fake_cuMemcpyDtoHAsync(void *dst, zs_cu_ptr src, size_t bytes, zs_c
 {
     BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, dst, AT(src), bytes);
     copying one = {.dst = dst, .src = AT(src), .bytes = bytes};
+    if (!fake_pinned(dst)) UNCAPTURED();
     fake_submit(stream, run_copy, &one, sizeof one);
     if (!fake_pinned(dst)) fake_drain(stream);
     return ZS_CU_SUCCESS;

@@ -10,6 +10,8 @@
  *   FAKE_CUDA_FAIL=call:n[:r]   the n-th call of that function from now on (from 1) fails with CUresult r (999: unknown)
  *   FAKE_CUDA_MEMORY=bytes      how much memory there is (64 GiB)
  *   FAKE_CUDA_MULTIPROCESSORS=n how many there are (2)
+ *   FAKE_CUDA_CAPTURE=n         the default stream is in the n-th capture of a CUDA graph: what a capture forbids fails, as
+ *                               far as zshard could do it; the rest is done at once, as if the graph were run as it grows
  * and when the library is loaded:
  *   FAKE_CUDA_DEVICES=n (1), FAKE_CUDA_VERSION=n (13000), FAKE_CUDA_MISSING=call, which this driver then does not know
  */
@@ -37,6 +39,14 @@ zs_cu_result fake_begin(const char *call, bool in_context, const char *fmt, ...)
         if (result_ != ZS_CU_SUCCESS) return result_;                               \
     } while (0)
 
+/* For calls that are forbidden while anything is captured. */
+#define UNCAPTURED()                                           \
+    do {                                                       \
+        if (fake_capturing()) return FAKE_CAPTURE_UNSUPPORTED; \
+    } while (0)
+
+enum { FAKE_CAPTURE_UNSUPPORTED = 900, FAKE_CAPTURE_ISOLATION = 905, FAKE_CAPTURED_EVENT = 907 };
+
 #define STREAM_ID fake_stream_number(stream)
 #define AT(pointer) ((void *)(uintptr_t)(pointer))
 
@@ -58,6 +68,15 @@ void fake_submit(zs_cu_stream stream, fake_work *work, const void *args, size_t 
 
 /* Number of a stream in the log: 0 is the default one. */
 int fake_stream_number(zs_cu_stream stream);
+
+/* Captures, as a GPU would see to them: is the stream in one? May this event be waited for there, and does that bring the
+ * stream into it? What an event's state forbids: a query, or a wait outside of the capture that it was recorded in. */
+bool fake_stream_captured(zs_cu_stream stream);
+zs_cu_result fake_capture_wait(zs_cu_stream stream, zs_cu_event event);
+bool fake_event_captured(zs_cu_event event);
+
+/* Is a capture under way? What it forbids to all then fails. */
+bool fake_capturing(void);
 
 /* Waits until the stream has done all that it was given. */
 void fake_drain(zs_cu_stream stream);

@@ -31,6 +31,7 @@ zs_cu_result fake_cuStreamDestroy(zs_cu_stream stream)
 zs_cu_result fake_cuStreamSynchronize(zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d", STREAM_ID);
+    UNCAPTURED();
     fake_drain(stream);
     return ZS_CU_SUCCESS;
 }
@@ -38,6 +39,7 @@ zs_cu_result fake_cuStreamSynchronize(zs_cu_stream stream)
 zs_cu_result fake_cuStreamQuery(zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d", STREAM_ID);
+    UNCAPTURED();
     return fake_stream_idle(stream) ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_READY;
 }
 
@@ -45,8 +47,27 @@ zs_cu_result fake_cuStreamWaitEvent(zs_cu_stream stream, zs_cu_event event, unsi
 {
     BEGIN(true, "stream=%d event=%p", STREAM_ID, (void *)event);
     if (flags != 0) return ZS_CU_ERROR_INVALID_VALUE;
-    fake_event_wait(stream, event);
+    zs_cu_result result = fake_capture_wait(stream, event);
+    if (result == ZS_CU_SUCCESS) fake_event_wait(stream, event);
+    return result;
+}
+
+zs_cu_result fake_cuStreamIsCapturing(zs_cu_stream stream, zs_cu_capture_status *out)
+{
+    BEGIN(true, "stream=%d", STREAM_ID);
+    *out = fake_stream_captured(stream) ? 1 : ZS_CU_STREAM_CAPTURE_STATUS_NONE;
     return ZS_CU_SUCCESS;
+}
+
+static _Thread_local zs_cu_capture_mode capture_mode;
+
+zs_cu_result fake_cuThreadExchangeStreamCaptureMode(zs_cu_capture_mode *mode)
+{
+    BEGIN(false, "mode=%u", *mode);
+    zs_cu_capture_mode before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return before <= ZS_CU_STREAM_CAPTURE_MODE_RELAXED ? ZS_CU_SUCCESS : ZS_CU_ERROR_INVALID_VALUE;
 }
 
 /* A function of the host in a stream, for the stand-in of NCCL. */
@@ -142,12 +163,15 @@ zs_cu_result fake_cuEventRecord(zs_cu_event event, zs_cu_stream stream)
 zs_cu_result fake_cuEventQuery(zs_cu_event event)
 {
     BEGIN(false, "event=%p", (void *)event);
+    if (fake_event_captured(event)) return FAKE_CAPTURED_EVENT;
+    if (capture_mode != ZS_CU_STREAM_CAPTURE_MODE_RELAXED) UNCAPTURED();
     return fake_event_done(event) ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_READY;
 }
 
 zs_cu_result fake_cuEventSynchronize(zs_cu_event event)
 {
     BEGIN(false, "event=%p", (void *)event);
+    UNCAPTURED();
     fake_event_synchronize(event);
     return ZS_CU_SUCCESS;
 }

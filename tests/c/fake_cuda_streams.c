@@ -23,10 +23,12 @@ struct fake_stream {
     task *first, *last;
     uint64_t given, done;
     int number;
+    int capture; /* the last that it was in */
 };
 
 typedef struct event {
     uint64_t recorded, done; /* how often it was recorded, and which of these has come to pass */
+    int capture;             /* in which it was recorded last; 0: in none */
 } event;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -142,6 +144,40 @@ bool fake_stream_idle(zs_cu_stream stream)
 
 /* --- events ------------------------------------------------------------------------------------------------------------- */
 
+/* The capture that is under way; 0: none. */
+static int capture_now(void)
+{
+    const char *value = getenv("FAKE_CUDA_CAPTURE");
+    return value != NULL ? atoi(value) : 0;
+}
+
+bool fake_capturing(void)
+{
+    return capture_now() != 0;
+}
+
+bool fake_stream_captured(zs_cu_stream stream)
+{
+    return capture_now() != 0 && (stream == NULL || of(stream)->capture == capture_now());
+}
+
+bool fake_event_captured(zs_cu_event handle)
+{
+    return ((event *)handle)->capture != 0;
+}
+
+zs_cu_result fake_capture_wait(zs_cu_stream stream, zs_cu_event handle)
+{
+    const event *one = (event *)handle;
+    if (one->recorded == 0) return ZS_CU_SUCCESS;
+    if (one->capture != capture_now()) /* another's, or of work that the capture does not hold */
+        return one->capture != 0              ? FAKE_CAPTURED_EVENT
+               : fake_stream_captured(stream) ? FAKE_CAPTURE_ISOLATION
+                                              : ZS_CU_SUCCESS;
+    if (stream != NULL && one->capture != 0) of(stream)->capture = one->capture;
+    return ZS_CU_SUCCESS;
+}
+
 /* An event as it was recorded at some time. */
 typedef struct moment {
     event *event;
@@ -180,6 +216,7 @@ void fake_event_record(zs_cu_event handle, zs_cu_stream stream)
     moment here = {.event = (event *)handle};
     (void)pthread_mutex_lock(&lock);
     here.number = ++here.event->recorded;
+    here.event->capture = fake_stream_captured(stream) ? capture_now() : 0;
     (void)pthread_mutex_unlock(&lock);
     fake_submit(stream, pass, &here, sizeof here);
 }

@@ -199,6 +199,8 @@ static zs_status work_with_memory(void)
 
 static zs_status work_with_streams(void)
 {
+    zs_cu_capture_mode mode = ZS_CU_STREAM_CAPTURE_MODE_RELAXED;
+    zs_cu_capture_status captured = 1;
     int least, greatest;
     zs_cu_stream stream;
     zs_cu_event event;
@@ -214,6 +216,9 @@ static zs_status work_with_streams(void)
     ZS_TRY(ZS_CU(cuStreamBatchMemOp, stream, 1, &op, 0));
     ZS_TRY(ZS_CU(cuEventRecord, event, stream));
     ZS_TRY(ZS_CU(cuStreamWaitEvent, stream, event, 0));
+    ZS_TRY(ZS_CU(cuThreadExchangeStreamCaptureMode, &mode));
+    ZS_TRY(ZS_CU(cuStreamIsCapturing, stream, &captured));
+    CHECK(captured == ZS_CU_STREAM_CAPTURE_STATUS_NONE);
     ZS_TRY(ZS_CU(cuEventSynchronize, event));
     ZS_TRY(zs_cuda_event_done(event, &done));
     CHECK(done);

@@ -1,0 +1,26 @@
+/* counters.h - which counters on a device say the same number, known without reading them.
+ *
+ * The one idea: counters that began equal and have always been counted together are equal. Members of a plan are *counters* as long
+ * as every step has taken all of them or none; one that leaves some out parts them, for ever. That holds for the steps that CUDA
+ * graphs repeat as well, unseen by the host: a graph repeats what was looked at when it was captured, so it parts nobody anew.
+ */
+#ifndef ZS_COUNTERS_H
+#define ZS_COUNTERS_H
+
+#include "status.h"
+
+typedef struct zs_counters zs_counters;
+
+/* New: `n` members, of which those are kin whose `key` is equal. */
+zs_status zs_counters_new(int64_t n, const double *key, zs_counters **out);
+
+/* Frees it; NULL allowed. */
+void zs_counters_free(zs_counters *counters);
+
+/* A step is to take the members that `taken` says, [n]: parts those of them that have kin among the others. */
+void zs_counters_part(zs_counters *counters, const bool *taken);
+
+/* The number of a member's kin, below n: equal for those that are kin. */
+int64_t zs_counters_of(const zs_counters *counters, int64_t member);
+
+#endif

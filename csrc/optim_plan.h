@@ -1,0 +1,57 @@
+/* optim_plan.h - the inside of a plan: optim.c, and optim_live.c for capturable steps.
+ *
+ * The one idea: what was found when the plan looked lies beside what it was made of, so that stepping decides nothing.
+ */
+#ifndef ZS_OPTIM_PLAN_H
+#define ZS_OPTIM_PLAN_H
+
+#include "counters.h"
+#include "optim.h"
+
+/* What a member looks like at this step. */
+typedef struct zs_view {
+    zs_run run;          /* constants not set yet */
+    double step;         /* number of this step */
+    void *step_data;     /* the step tensor's element, NULL without one */
+    zs_dtype step_dtype; /* ZS_F32 or ZS_F64 */
+    zs_verdict verdict;
+} zs_view;
+
+struct zs_optim {
+    zs_rule rule;
+    int64_t capacity; /* members there is room for */
+    int64_t n_members;
+    zs_member *members;      /* [capacity] owned, with their handles */
+    zs_view *views;          /* [capacity] owned */
+    zs_run *runs;            /* [capacity] owned: of host memory */
+    zs_run *queued;          /* [capacity] owned: of devices that queue */
+    int64_t *ends;           /* [capacity] owned: elements in runs[0..i] */
+    zs_constants *constants; /* [capacity] owned; runs point into it */
+    int64_t n_runs, n_queued;
+    int64_t n_constants;
+    zs_counters *kin;    /* of members whose counters are on a device, owned; NULL: not asked for yet */
+    bool *taken;         /* [capacity] owned: who takes part in this step */
+    void **counters;     /* [capacity] owned: their step_data, of some of them */
+    int64_t *slots;      /* [capacity + 1] owned: which constants kin (SGD: old and new momentum) have now; -1: none */
+    zs_hyper hyper;      /* of this step, if it is capturable */
+    const zs_live *live; /* likewise, borrowed; NULL: it is not */
+    const zs_device *live_device; /* where that step is; NULL: nobody takes part */
+    bool full;                    /* amsgrad or momentum at this step */
+    bool dithered;                /* bfloat16 is rounded stochastically at this step */
+};
+
+/* --- capturable steps (optim_live.c) --------------------------------------------------------------------------------------- */
+
+/* Refuses what would have to be read or updated on the host, and finds out whose counters are equal. */
+zs_status zs_live_look(zs_optim *plan);
+
+/* The constants for this member and those that have counted the same steps: made on the device, before it is updated. */
+const zs_constants *zs_live_constants(zs_optim *plan, int64_t member);
+
+/* Has the constants made that the runs will read, and the steps counted that they are of. */
+zs_status zs_live_queue_constants(const zs_optim *plan);
+
+/* A step that is not capturable: refuses to be captured, where a graph would repeat its number. */
+zs_status zs_live_refuse_capture(const zs_optim *plan);
+
+#endif

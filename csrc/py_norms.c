@@ -1,0 +1,350 @@
+/* py_norms.c - norms of gradients, what is made of them over the ranks, and scaling, as Python sees them.
+ *
+ * The one idea: each thing is there twice. On the CPU a norm is a number that comes back; on a GPU it is a tensor of one number
+ * that is queued, and all that uses it reads it there, so that no host waits in a step.
+ */
+#include "py_util.h"
+
+#include <math.h>
+
+#include "device.h"
+#include "optim.h"
+#include "pager.h"
+#include "schedule.h"
+
+/* --- norms on the host ------------------------------------------------------------------------------------------------ */
+
+/* Arrays of one device whose norm is yet to be taken. */
+typedef struct norm_batch {
+    const zs_device *device;
+    zs_numbers *numbers; /* [n] */
+    size_t n;
+    double p, total;
+} norm_batch;
+
+/* Takes the norm of the arrays so far. */
+static zs_status flush(norm_batch *batch)
+{
+    double part = 0;
+    if (batch->n == 0) return ZS_OK;
+    ZS_TRY(zs_device_norm(batch->device, batch->numbers, batch->n, batch->p, &part));
+    batch->total = zs_norm_join(batch->total, part, batch->p);
+    batch->n = 0;
+    return ZS_OK;
+}
+
+/* Memory on a disk is there only from a want to its done; everything else can wait for more. */
+static zs_status add_numbers(norm_batch *batch, const zs_device *device, zs_numbers numbers)
+{
+    if (batch->device != device) ZS_TRY(flush(batch));
+    batch->device = device;
+    batch->numbers[batch->n++] = numbers;
+    if (device->ops->queues) return ZS_OK;
+    size_t bytes = (size_t)numbers.numel * zs_dtype_size(numbers.dtype);
+    ZS_TRY(zs_pager_want(numbers.data, bytes, ZS_PAGER_READ));
+    zs_status status = flush(batch);
+    zs_pager_done(numbers.data, bytes);
+    return status;
+}
+
+static zs_status add_tensor(norm_batch *batch, PyObject *object)
+{
+    zs_tensor *tensor;
+    zs_tensor_info info;
+    const zs_device *device = NULL;
+    void *data = NULL;
+    ZS_TRY(zs_py_tensor(object, &tensor));
+    zs_status status = zs_tensor_describe(tensor, &info);
+    if (status == ZS_OK) status = zs_optim_device_of(tensor, &device);
+    if (status == ZS_OK && (device == NULL || !info.contiguous || info.dtype == ZS_BYTES)) {
+        status = ZS_FAIL(ZS_ERR_TYPE, "power_sum takes contiguous floating tensors of the CPU or a GPU");
+    }
+    if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(tensor, &data);
+    if (status == ZS_OK && info.numel > 0)
+        status = add_numbers(batch, device, (zs_numbers){data, info.numel, info.dtype});
+    zs_tensor_free(tensor);
+    return status;
+}
+
+PyDoc_STRVAR(
+    power_sum_doc,
+    "power_sum($module, tensors, p, /)\n--\n\n"
+    "Sum of |x|**p over all elements of a list of contiguous tensors of the CPU or a GPU, taken in double and\n"
+    "in an order that depends on their lengths alone, for p = 1 or 2; for p = inf the largest\n"
+    "|x|. 0.0 of nothing. NaN and inf come through. TypeError for other tensors.");
+
+static PyObject *power_sum(PyObject *module, PyObject *args)
+{
+    PyObject *tensors;
+    double p;
+    if (!PyArg_ParseTuple(args, "O!d:power_sum", &PyList_Type, &tensors, &p)) return NULL;
+    if (p != 1 && p != 2 && p != (double)INFINITY) {
+        return PyErr_Format(PyExc_ValueError, "power_sum takes p = 1, 2 or inf");
+    }
+    zs_clear_error();
+    Py_ssize_t n = PyList_GET_SIZE(tensors);
+    norm_batch batch = {.p = p, .numbers = PyMem_Calloc((size_t)n + 1, sizeof *batch.numbers)};
+    if (batch.numbers == NULL) return PyErr_NoMemory();
+    zs_status status = ZS_OK;
+    for (Py_ssize_t i = 0; i < n && status == ZS_OK; i++)
+        status = add_tensor(&batch, PyList_GET_ITEM(tensors, i));
+    if (status == ZS_OK) status = flush(&batch);
+    PyMem_Free(batch.numbers);
+    return status == ZS_OK ? PyFloat_FromDouble(batch.total) : zs_py_raise(module);
+}
+
+/* --- norms on a GPU ----------------------------------------------------------------------------------------------------- */
+
+/* A tensor of the list on the GPU; its handle is owned. */
+typedef struct on_gpu {
+    zs_tensor *tensor;
+    const zs_device *device; /* NULL: it lies elsewhere, or is no dense floating memory */
+    zs_numbers numbers;
+} on_gpu;
+
+static zs_status look_at_gpu(PyObject *object, on_gpu *out)
+{
+    zs_tensor_info info;
+    *out = (on_gpu){0};
+    ZS_TRY(zs_py_tensor(object, &out->tensor));
+    zs_status status = zs_tensor_describe(out->tensor, &info);
+    if (status == ZS_OK && info.strided) status = zs_optim_device_of(out->tensor, &out->device);
+    bool fits = status == ZS_OK && out->device != NULL && out->device->ops->queues && info.contiguous;
+    if (!fits || info.dtype == ZS_BYTES)
+        out->device = NULL;
+    else if (info.numel > 0)
+        status = zs_tensor_data(out->tensor, &out->numbers.data);
+    out->numbers.numel = info.numel;
+    out->numbers.dtype = info.dtype;
+    if (status == ZS_OK) return ZS_OK;
+    zs_tensor_free(out->tensor);
+    return status;
+}
+
+PyDoc_STRVAR(on_gpu_doc,
+             "on_gpu($module, tensors, /)\n--\n\nAre these (at least one) all contiguous floating tensors of\n"
+             "one GPU, so that queue_power_sum and scale_by take them?");
+
+static PyObject *all_on_gpu(PyObject *module, PyObject *list)
+{
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "on_gpu takes a list of tensors");
+    const zs_device *device = NULL;
+    bool all = PyList_GET_SIZE(list) > 0;
+    zs_clear_error();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list) && all; i++) {
+        on_gpu one;
+        if (look_at_gpu(PyList_GET_ITEM(list, i), &one) != ZS_OK) return zs_py_raise(module);
+        if (i == 0) device = one.device;
+        all = one.device != NULL && one.device == device;
+        zs_tensor_free(one.tensor);
+    }
+    return PyBool_FromLong(all);
+}
+
+PyDoc_STRVAR(capturing_doc,
+             "capturing($module, tensors, /)\n--\n\nIs any of these on a GPU whose work, in torch's current\n"
+             "stream, is now captured in a CUDA graph, and not done?");
+
+static PyObject *any_capturing(PyObject *module, PyObject *list)
+{
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "capturing takes a list of tensors");
+    const zs_device *device = NULL;
+    bool captured = false;
+    zs_clear_error();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list) && !captured; i++) {
+        on_gpu one;
+        if (look_at_gpu(PyList_GET_ITEM(list, i), &one) != ZS_OK) return zs_py_raise(module);
+        zs_tensor_free(one.tensor);
+        if (one.device == NULL || one.device == device) continue;
+        device = one.device;
+        if (zs_device_capturing(device, &captured) != ZS_OK) return zs_py_raise(module);
+    }
+    return PyBool_FromLong(captured);
+}
+
+/* Room for numbers of a GPU. */
+static zs_status find_room(PyObject *object, int64_t numel, double **out)
+{
+    zs_tensor *tensor;
+    zs_tensor_info info;
+    void *data = NULL;
+    ZS_TRY(zs_py_tensor(object, &tensor));
+    zs_status status = zs_tensor_describe(tensor, &info);
+    if (status == ZS_OK && (!info.contiguous || info.dtype != ZS_F64 || info.numel < numel))
+        status = ZS_FAIL(ZS_ERR_TYPE, "room for norms is a contiguous float64 tensor of at least %lld elements",
+                         (long long)numel);
+    if (status == ZS_OK) status = zs_tensor_data(tensor, &data);
+    zs_tensor_free(tensor);
+    *out = data;
+    return status;
+}
+
+/* Fills `numbers` [n] from a list of tensors of one GPU. */
+static zs_status list_numbers(PyObject *list, zs_numbers *numbers, const zs_device **device)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        on_gpu one;
+        ZS_TRY(look_at_gpu(PyList_GET_ITEM(list, i), &one));
+        zs_tensor_free(one.tensor);
+        if (i == 0) *device = one.device;
+        if (one.device == NULL || one.device != *device)
+            return ZS_FAIL(ZS_ERR_TYPE, "this takes contiguous floating tensors of one GPU");
+        numbers[i] = one.numbers;
+    }
+    return ZS_OK;
+}
+
+PyDoc_STRVAR(queue_power_sum_doc,
+             "queue_power_sum($module, tensors, p, room, /)\n--\n\n"
+             "power_sum of contiguous tensors of one GPU, without waiting: room[0] gets it when the GPU comes there.\n"
+             "room: float64 on that GPU, norm_room() and two for each tensor. TypeError for other tensors.");
+
+static PyObject *queue_power_sum(PyObject *module, PyObject *args)
+{
+    PyObject *list, *room;
+    zs_norm_job job = {0};
+    if (!PyArg_ParseTuple(args, "O!dO:queue_power_sum", &PyList_Type, &list, &job.p, &room)) return NULL;
+    job.n = (size_t)PyList_GET_SIZE(list);
+    if (job.n == 0) return PyErr_Format(PyExc_ValueError, "queue_power_sum takes at least one tensor");
+    zs_numbers *numbers = PyMem_Calloc(job.n, sizeof *numbers);
+    if (numbers == NULL) return PyErr_NoMemory();
+    const zs_device *device = NULL;
+    zs_clear_error();
+    zs_status status = list_numbers(list, numbers, &device);
+    if (status == ZS_OK) status = find_room(room, 1 + ZS_NORM_ROOM + (int64_t)job.n, &job.result);
+    job.x = numbers;
+    job.room = job.result + 1;
+    if (status == ZS_OK) status = zs_device_norm_queued(device, &job);
+    PyMem_Free(numbers);
+    if (status != ZS_OK) return zs_py_raise(module);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(norm_room_doc,
+             "norm_room($module, /)\n--\n\nHow many float64 queue_power_sum needs, besides two a tensor.");
+
+static PyObject *norm_room(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyLong_FromLong(ZS_NORM_ROOM + 1);
+}
+
+/* Gathers one number from each rank behind numbers[0], and joins them into it. */
+static zs_status join_ranks(zs_comm *comm, double *numbers, double p)
+{
+    zs_norm_job job = {.parts = numbers + 1, .n = (size_t)comm->world, .p = p, .result = numbers};
+    if (comm->world == 1) return ZS_OK;
+    if (comm->ops->gather_device == NULL)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "the transport '%s' has no device to queue on", comm->ops->name);
+    ZS_TRY(comm->ops->gather_device(comm, numbers, sizeof *numbers, numbers + 1));
+    return zs_device_norm_join(comm->device, &job);
+}
+
+PyDoc_STRVAR(gpu_ranks_doc, "gpu_ranks($module, engine, /)\n--\n\nHow many ranks reduce a model's gradients together "
+                            "on GPUs;\n0: it is not on one.");
+
+static PyObject *gpu_ranks(PyObject *module, PyObject *object)
+{
+    (void)module;
+    zs_engine *engine = zs_py_engine(object);
+    if (engine == NULL) return NULL;
+    const zs_comm *all = zs_engine_ranks(engine)->all;
+    return PyLong_FromLong(all->device->ops->queues ? all->world : 0);
+}
+
+PyDoc_STRVAR(queue_over_ranks_doc,
+             "queue_over_ranks($module, engine, p, numbers, /)\n--\n\n"
+             "numbers[0] becomes the sum of all ranks' of one copy, in rank order (p = 1 or 2), or the largest of all\n"
+             "ranks' (p = inf; NaN if any is), without waiting for the GPU. numbers: float64 on the model's GPU, one\n"
+             "for each rank besides. Collective. NotImplementedError where the model is not on a GPU.");
+
+static PyObject *queue_over_ranks(PyObject *module, PyObject *args)
+{
+    PyObject *object, *room;
+    double p, *numbers = NULL;
+    if (!PyArg_ParseTuple(args, "OdO:queue_over_ranks", &object, &p, &room)) return NULL;
+    zs_engine *engine = zs_py_engine(object);
+    if (engine == NULL) return NULL;
+    zs_comm *comm = isinf(p) ? zs_engine_ranks(engine)->all : zs_engine_ranks(engine)->shards;
+    zs_clear_error();
+    zs_status status = find_room(room, 1 + comm->world, &numbers);
+    if (status == ZS_OK) ZS_PY_NOGIL(status, join_ranks(comm, numbers, p));
+    if (status != ZS_OK) return zs_py_raise(module);
+    Py_RETURN_NONE;
+}
+
+/* --- scaling ------------------------------------------------------------------------------------------------------------ */
+
+/* Scales neighbours together: `run` is what has not been queued yet. */
+static zs_status scale_next(const zs_device *device, zs_numbers *run, const zs_numbers *next, const float *factor)
+{
+    const char *end = (const char *)run->data + (size_t)run->numel * zs_dtype_size(run->dtype);
+    bool follows = run->numel > 0 && next->data == end && next->dtype == run->dtype;
+    if (follows) {
+        run->numel += next->numel;
+        return ZS_OK;
+    }
+    ZS_TRY(zs_device_scale_by(device, run, factor));
+    *run = *next;
+    return ZS_OK;
+}
+
+static zs_status scale_all(PyObject *list, zs_numbers *numbers, const float *factor)
+{
+    const zs_device *device = NULL;
+    zs_numbers run = {0};
+    ZS_TRY(list_numbers(list, numbers, &device));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        zs_tensor *tensor;
+        if (numbers[i].numel > 0) ZS_TRY(scale_next(device, &run, &numbers[i], factor));
+        ZS_TRY(zs_py_tensor(PyList_GET_ITEM(list, i), &tensor));
+        zs_tensor_bump_version(tensor);
+        zs_tensor_free(tensor);
+    }
+    return device != NULL ? zs_device_scale_by(device, &run, factor) : ZS_OK;
+}
+
+PyDoc_STRVAR(scale_by_doc,
+             "scale_by($module, tensors, factor, /)\n--\n\nMultiplies contiguous tensors of one GPU in place by a\n"
+             "float32 number that lies there, in float32 (float64 for those), rounded once; neighbours in one go.\n"
+             "TypeError for other tensors.");
+
+static PyObject *scale_by(PyObject *module, PyObject *args)
+{
+    PyObject *list, *factor;
+    if (!PyArg_ParseTuple(args, "O!O:scale_by", &PyList_Type, &list, &factor)) return NULL;
+    zs_tensor *tensor = NULL;
+    zs_tensor_info info;
+    void *data = NULL;
+    zs_numbers *numbers = PyMem_Calloc((size_t)PyList_GET_SIZE(list) + 1, sizeof *numbers);
+    if (numbers == NULL) return PyErr_NoMemory();
+    zs_clear_error();
+    zs_status status = zs_py_tensor(factor, &tensor);
+    if (status == ZS_OK) status = zs_tensor_describe(tensor, &info);
+    if (status == ZS_OK && (info.dtype != ZS_F32 || info.numel != 1 || !info.contiguous))
+        status = ZS_FAIL(ZS_ERR_TYPE, "scale_by takes a factor of one float32");
+    if (status == ZS_OK) status = zs_tensor_data(tensor, &data);
+    if (status == ZS_OK) status = scale_all(list, numbers, data);
+    zs_tensor_free(tensor);
+    PyMem_Free(numbers);
+    if (status != ZS_OK) return zs_py_raise(module);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"power_sum", power_sum, METH_VARARGS, power_sum_doc},
+    {"on_gpu", all_on_gpu, METH_O, on_gpu_doc},
+    {"capturing", any_capturing, METH_O, capturing_doc},
+    {"queue_power_sum", queue_power_sum, METH_VARARGS, queue_power_sum_doc},
+    {"norm_room", norm_room, METH_NOARGS, norm_room_doc},
+    {"gpu_ranks", gpu_ranks, METH_O, gpu_ranks_doc},
+    {"queue_over_ranks", queue_over_ranks, METH_VARARGS, queue_over_ranks_doc},
+    {"scale_by", scale_by, METH_VARARGS, scale_by_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+int zs_py_norms_init(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}
