@@ -67,7 +67,8 @@ def clip_grad_norm(
     _refuse_foreign(held)
     grads = [p.grad for p in held if p.grad is not None]
     total = _get_total_norm(grads, norm_type, error_if_nonfinite)
-    if not max_norm / (total + 1e-6) >= 1:  # not < 1: NaN reaches the gradients, as in torch
+    # To look would wait for a GPU. Not < 1: NaN reaches the gradients, as in torch.
+    if total.is_cuda or _core.on_gpu(grads) or not max_norm / (total + 1e-6) >= 1:
         clip_grad._clip_grads_with_norm_(held, max_norm, total)
     return total
 
@@ -93,7 +94,12 @@ def _clip_grads_with_norm_(
 ) -> None:
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _refuse_foreign(params)  # torch's clip_grad_norm_ comes here before it scales anything
-    _torchs_scale(params, max_norm, total_norm, foreach)
+    grads = [param.grad for param in params if param.grad is not None]
+    if any(g.dtype == torch.float64 for g in grads) or not _core.on_gpu(grads):
+        _torchs_scale(params, max_norm, total_norm, foreach)
+    else:  # slices that are neighbours in one go, by a factor that stays on the GPU
+        factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+        _core.scale_by(grads, factor.to(grads[0].device, torch.float32))
 
 
 @functools.wraps(_torchs_total_norm)
@@ -112,25 +118,66 @@ def _get_total_norm(
     for grad in grads:
         owner = _core.grad_owner(grad)
         (whole if owner is None else sharded.setdefault(owner, [])).append(grad)
-    if not sharded:
+    if not sharded:  # torch's own waits nowhere but for error_if_nonfinite
         return _torchs_total_norm(grads, norm_type, error_if_nonfinite, foreach)
 
-    norm = _norm(sharded, whole, float(norm_type))
-    if error_if_nonfinite and not math.isfinite(norm):
+    if _core.on_gpu([grad.contiguous() for grad in grads]):
+        norm: float | Tensor = _norm_on_gpu(sharded, whole, float(norm_type))
+    else:
+        norm = _norm(sharded, whole, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(norm):  # waits for a GPU
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be "
             "clipped; with error_if_nonfinite=False they are scaled by it all the same"
         )
     dtype = functools.reduce(torch.promote_types, (g.dtype for g in grads), torch.float32)
+    if isinstance(norm, Tensor):
+        return norm.to(dtype)
     return torch.tensor(norm, dtype=dtype, device=grads[0].device)
+
+
+def _check_norm_type(norm_type: float) -> None:
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be a number above 0, or inf; got {norm_type}")
+
+
+def _norm_on_gpu(
+    sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
+) -> Tensor:
+    """The same without waiting for the GPU: a float64 number there, which may not be there yet."""
+    _check_norm_type(norm_type)
+    exponent = norm_type if math.isinf(norm_type) else 2.0  # how parts are joined
+    parts = [_power_sum_on_gpu(whole, norm_type, 0)[0]] if whole else []
+    for engine, grads in sharded.items():  # in the order of the list, which is that of all ranks
+        room = _power_sum_on_gpu(grads, norm_type, _core.gpu_ranks(engine))
+        _core.queue_over_ranks(engine, exponent, room)
+        parts.append(room[0])
+    total = parts[0].clone()  # and not all of the room for as long as the norm is kept
+    for part in parts[1:]:
+        total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
+    return total if math.isinf(norm_type) else total.pow(1 / norm_type)
+
+
+def _power_sum_on_gpu(tensors: Sequence[Tensor], norm_type: float, more: int) -> Tensor:
+    """Float64 memory whose first number becomes the sum of |x|**norm_type, or the largest |x|, and
+    which has room for `more` numbers behind it."""
+    there = tensors[0].device
+    if norm_type in (1.0, 2.0, math.inf):
+        size = max(_core.norm_room() + 2 * len(tensors), 1 + more)
+        room = torch.empty(size, dtype=torch.float64, device=there)
+        _core.queue_power_sum([t.contiguous() for t in tensors], norm_type, room)
+        return room
+    room = torch.zeros(1 + more, dtype=torch.float64, device=there)
+    for tensor in tensors:
+        room[0] += tensor.double().abs().pow(norm_type).sum()
+    return room
 
 
 def _norm(
     sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
 ) -> float:
     """The norm over all ranks' parts of the sharded gradients, and the whole ones once."""
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be a number above 0, or inf; got {norm_type}")
+    _check_norm_type(norm_type)
     total = _power_sum(whole, norm_type)
     for engine, grads in sharded.items():  # in the order of the list, which is that of all ranks
         part = _power_sum(grads, norm_type)

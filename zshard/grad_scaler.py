@@ -10,6 +10,7 @@ replaced here; for an optimizer without sharded gradients it is torch's own.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -33,13 +34,24 @@ def _unscale_grads_(
 ) -> dict[torch.device, torch.Tensor]:
     engines = _owners(optimizer)  # first: it refuses gradients that are not reduced
     found = _torchs_unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
-    if engines:
+    if engines and len(found) == 1 and all(map(_core.gpu_ranks, engines)):
+        _share_on_gpu(engines, *found.values())
+    elif engines:
         largest = max((float(flag) for flag in found.values()), default=0.0)
         for engine in engines:
             largest = engine.max_over_ranks([largest])[0]
         for flag in found.values():
             flag.fill_(largest)
     return found
+
+
+def _share_on_gpu(engines: list[_core.Engine], flag: torch.Tensor) -> None:
+    """`flag` becomes the largest of all ranks', without waiting for the GPU."""
+    numbers = flag.new_zeros(1 + max(map(_core.gpu_ranks, engines)), dtype=torch.float64)
+    numbers[0] = flag
+    for engine in engines:
+        _core.queue_over_ranks(engine, math.inf, numbers)
+    flag.copy_(numbers[0])
 
 
 @functools.wraps(_torchs_scale)
