@@ -199,3 +199,107 @@ def test_log_is_read_right() -> None:
     assert unjoined([*fork, "cuLaunchKernel stream=3 kernel=a", *join]) == set()
     assert unjoined([*fork, "cuLaunchKernel stream=3 kernel=a"]) == {3}
     assert unjoined([*fork, *join, "cuLaunchKernel stream=3 kernel=a"]) == {3}
+
+
+# --- loss scaling, refusals ----------------------------------------------------------------------
+
+
+def scaled(env: dict[str, str], capturable: bool, log: str, unscale: bool) -> Any:
+    """Steps with a GradScaler, of which one has an infinity on one rank; what came of each."""
+    os.environ.update(env)
+    rank = int(os.environ["RANK"])
+    model = wrap(make_model(), {})
+    kind = {"capturable": True} if capturable else {}
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01, **kind)
+    scaler = zshard.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scales = []
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + rank)
+        inputs = torch.randn(4, 33)
+        path = log.format(rank=rank)
+        with captured(step, path) if path and step >= WARM else nullcontext():
+            loss = model(inputs).square().mean()
+            if step == 3 and rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    steps = [float(optimizer.state[p]["step"]) for p in model.parameters()]
+    return scales, {name: value.clone() for name, value in model.state_dict().items()}, [], steps
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_scaler_leaves_out_a_step_on_the_gpu(tmp_path: Path, unscale: bool) -> None:
+    env, log = stand_ins.environment("nccl"), str(tmp_path / "{rank}.log")
+    plain = fork_ranks(scaled, 2, {}, False, "", unscale, check=True)
+    ours = fork_ranks(scaled, 2, env, True, log, unscale, check=True)
+    assert set(plain[0].value[3]) == {STEPS - 1.0}
+    for rank, (mine, cpu) in enumerate(zip(ours, plain, strict=True)):
+        same(mine.value, cpu.value)
+        lines = Path(log.format(rank=rank)).read_text().splitlines()
+        assert [line for line in lines if FORBIDDEN.match(line)] == []
+        assert unjoined(lines) == set()
+
+
+def refuse(env: dict[str, str]) -> list[str]:
+    """What is said to those who capture what cannot be repeated; nothing may have changed."""
+    os.environ.update(env)
+    said = []
+    adam = zshard.AdamW
+    cases: list[tuple[Any, dict[str, Any], int]] = [
+        (adam, {"capturable": True}, 0),  # the first step
+        (adam, {}, 2),
+        (zshard.SGD, {"momentum": 0.9}, 0),
+        (zshard.SGD, {}, 2),  # which is fine
+    ]
+    for kind, options, warm in cases:
+        model = wrap(make_model(), {})
+        optimizer = kind(model.parameters(), lr=0.01, **options)
+        for step in range(warm + 1):
+            model(torch.ones(4, 33)).square().mean().backward()
+            before = [param.detach().clone() for param in model.parameters()]
+            try:
+                with captured(step + 1, os.devnull) if step == warm else nullcontext():
+                    optimizer.step()
+                said.append("stepped")
+            except RuntimeError as error:
+                said.append(str(error))
+                assert all(map(torch.equal, before, model.parameters()))
+    model = wrap(make_model().bfloat16(), {})
+    try:
+        adam(model.parameters(), capturable=True, stochastic_rounding=True)
+    except NotImplementedError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_a_graph_must_not_repeat_is_refused() -> None:
+    for result in fork_ranks(refuse, 2, stand_ins.environment("nccl"), check=True):
+        first, *warm, number, momentum, _, _, plain, rounding = result.value
+        assert "run a step or two before the capture" in first
+        assert warm == ["stepped", "stepped"] and plain == "stepped"
+        assert "make the optimizer with capturable=True" in number
+        assert "run a step or two before the capture" in momentum
+        assert "stochastic_rounding=True follows the number of the step" in rounding
+
+
+def kept(env: dict[str, str]) -> str:
+    """A strategy that compares parameters on the host when a session opens."""
+    os.environ.update(env)
+    model = wrap(make_model(), {"strategy": "zero1"})
+    for step in range(3):
+        try:
+            with captured(1, os.devnull) if step == 2 else nullcontext():
+                model(torch.ones(4, 33)).square().mean().backward()
+        except NotImplementedError as error:
+            return str(error)
+    return "nothing was said"
+
+
+def test_strategy_that_looks_at_numbers_is_refused_in_a_capture() -> None:
+    for result in fork_ranks(kept, 2, stand_ins.environment("nccl"), check=True):
+        assert "is wanted on the host, while a CUDA graph is being captured" in result.value
