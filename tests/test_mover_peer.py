@@ -212,7 +212,7 @@ def test_ranks_on_one_gpu_map_its_memory(monkeypatch, transport, peers, wanted, 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(_group, "comm_for", lambda *args: Control(transport, peers))
     monkeypatch.setattr(_group, "library", lambda: None)
-    fake = SimpleNamespace(gpu=lambda control, mover, device, name: chosen.append(mover))
+    fake = SimpleNamespace(gpu=lambda control, mover, *rest: chosen.append(mover))
     monkeypatch.setattr(_group, "_core", SimpleNamespace(Comm=fake))
     _group.connect_gpu("cuda:0", None, wanted, 1.0)
     assert chosen == [kind] and _core.Comm is not fake
