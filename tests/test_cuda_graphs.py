@@ -303,3 +303,26 @@ def kept(env: dict[str, str]) -> str:
 def test_strategy_that_looks_at_numbers_is_refused_in_a_capture() -> None:
     for result in fork_ranks(kept, 2, stand_ins.environment("nccl"), check=True):
         assert "is wanted on the host, while a CUDA graph is being captured" in result.value
+
+
+def captured_by_peers(env: dict[str, str]) -> str:
+    os.environ.update(env)
+    model = wrap(make_model(), {})
+    model(torch.ones(4, 33)).square().mean().backward()
+    try:
+        with captured(1, os.devnull):
+            model(torch.ones(4, 33))
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_peers_clip_without_waiting_and_refuse_a_capture() -> None:
+    env = stand_ins.environment("peer")
+    how = {"optimizer": "adamw", "clip": True}
+    nccl = fork_ranks(train, 2, stand_ins.environment("nccl"), {}, how, check=True)
+    ours = fork_ranks(train, 2, env, {}, {**how, "capturable": True}, check=True)
+    for mine, other in zip(ours, nccl, strict=True):
+        same(mine.value, other.value)
+    for result in fork_ranks(captured_by_peers, 2, env, check=True):
+        assert "transport 'peer' cannot be captured" in result.value
