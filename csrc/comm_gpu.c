@@ -123,7 +123,7 @@ static zs_status gpu_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase
     (void)reader;
     (void)phase;
     bool captured = false;
-    if (((zs_gpu_comm *)comm)->mover->ops->mem_new == NULL) return ZS_OK;
+    if (((zs_gpu_comm *)comm)->mover->ops->swap != NULL) return ZS_OK;
     ZS_TRY(zs_device_capturing(comm->device, &captured));
     if (!captured) return ZS_OK;
     return ZS_FAIL(ZS_ERR_UNSUPPORTED,
@@ -316,7 +316,7 @@ static zs_status gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, i
 static zs_status gather_anything(zs_gpu_comm *self, const void *mine, size_t bytes, char *all)
 {
     zs_mover *mover = self->mover;
-    if (mover->ops->mem_new == NULL) return mover->ops->gather(mover, ZS_LANE_COMPUTE, mine, all, bytes);
+    if (mover->ops->swap != NULL) return mover->ops->gather(mover, ZS_LANE_COMPUTE, mine, all, bytes);
     ZS_TRY(zs_device_copy(mover->device, ZS_LANE_COMPUTE, all + (size_t)mover->rank * bytes, mine, bytes));
     for (int r = 0; r < mover->world; r++)
         ZS_TRY(mover->ops->broadcast(mover, all + (size_t)r * bytes, bytes, r));
