@@ -21,8 +21,9 @@ FILES = {
     "test_hybrid.py": "not shm_within_hosts",
     "test_meta.py": "not little_is_whole",  # which looks at the host's memory
 }
-MOVERS = {"nccl": FILES, "peer": FILES, "c10d": {"test_parity.py": ""}}
-CASES = [(mover, file, only) for mover, files in MOVERS.items() for file, only in files.items()]
+SAMPLE = ("nccl", "test_parity.py", "two_ranks and (net or tied or odds or unused)")
+ALL = [(mover, *each) for mover in ("nccl", "peer", "c10d") for each in FILES.items()]
+CASES = [SAMPLE, *(pytest.param(*case, marks=pytest.mark.thorough) for case in ALL)]
 
 
 @pytest.mark.parametrize(("mover", "file", "only"), CASES, ids=lambda value: value or "all")
@@ -34,6 +35,5 @@ def test_what_holds_on_the_cpu(mover: str, file: str, only: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

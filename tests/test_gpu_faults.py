@@ -134,7 +134,7 @@ def test_all_calls_are_known(well):
     assert {name for name in well[1] if not name.startswith("cu")} >= {"Recv", "GroupStart"}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", range(8))
 def test_every_call_that_fails_is_an_exception_on_all_ranks(well, part):
     cases = [(call, n) for call in sorted(well[1]) for n in places(well[1][call])]

@@ -7,12 +7,13 @@ all of the GPU's transports alike is in test_cuda_path.py.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,7 +36,11 @@ CORE += ["cuda_driver.c", "cuda_kernels.c", "device_cuda.c", "device_cpu.c", "si
 CORE += sorted(path.name for path in (ROOT / "csrc").glob("peer_*.c"))
 NAMES = re.findall(r"^        TEST\((\w+), ", PROGRAM.read_text(), re.MULTILINE)
 THREADS = ["buckets_change_hands", "killed_rank_lets_streams_go", "failing_call_lets_the_peers_go"]
-CASES = [(build, name) for build in BUILDS for name in (THREADS if build == "threads" else NAMES)]
+CASES = [
+    pytest.param(build, name, marks=[] if build == "release" else pytest.mark.thorough)
+    for build in BUILDS
+    for name in (THREADS if build == "threads" else NAMES)
+]
 
 # --- in C ----------------------------------------------------------------------------------------
 
@@ -49,20 +54,20 @@ def build_program(folder: Path, build: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Path]]:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The program of a build, compiled when it is first wanted."""
     folder = tmp_path_factory.mktemp("peer")
-    with ThreadPoolExecutor(2) as executor:
-        return {build: executor.submit(build_program, folder, build) for build in BUILDS}
+    return functools.cache(lambda build: build_program(folder, build))
 
 
 @pytest.mark.parametrize(("build", "name"), CASES)
-def test_in_c(programs: dict[str, Future[Path]], tmp_path: Path, build: str, name: str) -> None:
+def test_in_c(programs: Callable[[str], Path], tmp_path: Path, build: str, name: str) -> None:
     env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     # The stand-in keeps what a stream might still look at.
     (tmp_path / "suppressions").write_text("leak:fake_\n")
     env["LSAN_OPTIONS"] = f"suppressions={tmp_path / 'suppressions'}:print_suppressions=0"
     env["ZSHARD_CUDA_LIB"] = str(fake_cuda.library())
-    command = [str(programs[build].result()), name]
+    command = [str(programs(build)), name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"^{name} +\d ranks  ok", done.stdout, re.MULTILINE)
@@ -171,7 +176,9 @@ def one_call_fails(env, call, number):
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("number", [1, 4, 9, 30])
+@pytest.mark.parametrize(
+    "number", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (4, 9, 30))]
+)
 def test_a_refused_call_is_an_exception_on_all_ranks(call, number):
     env = {**environment("peer", late=0), "ZSHARD_TIMEOUT": "20"}
     first, second = (r.value for r in fork_ranks(one_call_fails, 2, env, call, number, check=True))
