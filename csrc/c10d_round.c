@@ -255,9 +255,7 @@ zs_status zs_c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit *
     }
     unit->number = ((zs_c10d_comm *)comm)->units++;
     unit->tail_bytes = tail_bytes_of(unit->base.used_words);
-    unit->base.at[0] = 0;
-    for (int f = 1; f < spec->n_slices; f++) /* in a piece slices lie side by side */
-        unit->base.at[f] = unit->base.at[f - 1] + spec->slice_bytes[f - 1];
+    zs_cunit_lay_side_by_side(&unit->base);
     *out = &unit->base;
     return ZS_OK;
 }

@@ -103,6 +103,13 @@ size_t zs_cunit_slice_at(const zs_cunit *unit, int f, int part)
     return before * (size_t)unit->spec.parts + (size_t)part * unit->spec.slice_bytes[f];
 }
 
+void zs_cunit_lay_side_by_side(zs_cunit *unit)
+{
+    unit->at[0] = 0;
+    for (int f = 1; f < unit->spec.n_slices; f++)
+        unit->at[f] = unit->at[f - 1] + unit->spec.slice_bytes[f - 1];
+}
+
 zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, const zs_comm *comm)
 {
     int world = comm->world;

@@ -36,6 +36,9 @@ struct zs_cunit {
 /* Fills the head (zeroed by the caller) of a unit on `comm` after checking `spec`. */
 zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, const zs_comm *comm);
 
+/* What is collected are pieces, in which one rank's slices lie side by side, and no buckets: sets `at`. */
+void zs_cunit_lay_side_by_side(zs_cunit *unit);
+
 /* Where slice `part` of flat `f` begins in a bucket, in bytes. */
 size_t zs_cunit_slice_at(const zs_cunit *unit, int f, int part);
 

@@ -79,9 +79,7 @@ zs_status zs_gpu_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **
         zs_gpu_cunit_free(comm, &unit->base);
         return status;
     }
-    unit->base.at[0] = 0;
-    for (int f = 1; f < spec->n_slices; f++) /* what is received lies side by side */
-        unit->base.at[f] = unit->base.at[f - 1] + spec->slice_bytes[f - 1];
+    zs_cunit_lay_side_by_side(&unit->base);
     *out = &unit->base;
     return ZS_OK;
 }

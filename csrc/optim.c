@@ -88,24 +88,28 @@ typedef struct plain_memory {
 } plain_memory;
 
 /* Is this such memory, of `where`? Then also says which. */
+static zs_status find_described(const zs_tensor *tensor, const zs_tensor_info *info, zs_where where, plain_memory *out,
+                                bool *plain)
+{
+    *plain = zs_same_where(info->where, where) && info->contiguous && info->dtype != ZS_BYTES;
+    *out = (plain_memory){info->dtype, info->numel, NULL};
+    if (!*plain || info->numel == 0) return ZS_OK; /* an empty shard has no bytes to find */
+    return zs_tensor_data(tensor, &out->data);
+}
+
 static zs_status find_memory(const zs_tensor *tensor, zs_where where, plain_memory *out, bool *plain)
 {
     zs_tensor_info info;
     ZS_TRY(zs_tensor_describe(tensor, &info));
-    *plain = zs_same_where(info.where, where) && info.contiguous && info.dtype != ZS_BYTES;
-    *out = (plain_memory){info.dtype, info.numel, NULL};
-    if (!*plain || info.numel == 0) return ZS_OK; /* an empty shard has no bytes to find */
-    return zs_tensor_data(tensor, &out->data);
+    return find_described(tensor, &info, where, out, plain);
 }
 
-zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_device **out)
+zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_tensor_info *info, const zs_device **out)
 {
-    zs_tensor_info info;
-    ZS_TRY(zs_tensor_describe(tensor, &info));
-    const zs_mem *mem = info.strided ? zs_tensor_mem(tensor) : NULL;
-    *out = info.where.type == ZS_ON_CPU ? zs_device_cpu() : NULL;
+    const zs_mem *mem = info->strided ? zs_tensor_mem(tensor) : NULL;
+    *out = info->where.type == ZS_ON_CPU ? zs_device_cpu() : NULL;
     if (mem != NULL) *out = zs_device_of(mem);
-    if (*out == NULL && info.where.type == ZS_ON_CUDA) return zs_device_cuda(info.where.index, false, out);
+    if (*out == NULL && info->where.type == ZS_ON_CUDA) return zs_device_cuda(info->where.index, false, out);
     return ZS_OK;
 }
 
@@ -158,11 +162,13 @@ static zs_status look_at_state(const zs_optim *plan, const zs_member *member, zs
 static zs_status look_at_memory(const zs_optim *plan, const zs_member *member, const zs_grad_info *grad, zs_view *out)
 {
     zs_run *run = &out->run;
+    zs_tensor_info info;
     plain_memory found;
     bool plain = false;
-    ZS_TRY(zs_optim_device_of(member->param, &run->device));
+    ZS_TRY(zs_tensor_describe(member->param, &info));
+    ZS_TRY(zs_optim_device_of(member->param, &info, &run->device));
     zs_where where = run->device != NULL ? run->device->where : (zs_where){ZS_ON_OTHER, 0};
-    ZS_TRY(find_memory(member->param, where, &found, &plain));
+    ZS_TRY(find_described(member->param, &info, where, &found, &plain));
     plain = plain && run->device != NULL && grad->dense && zs_same_where(grad->where, where);
     plain = plain && grad->dtype == found.dtype && grad->numel == found.numel;
     run->param = found.data;

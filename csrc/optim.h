@@ -77,8 +77,8 @@ zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index);
  * then half-way. */
 zs_status zs_optim_step(zs_optim *plan);
 
-/* Whose memory a tensor lies in; NULL: of a kind that has no loops here. ZS_ERR_CUDA where its GPU cannot be used. */
-zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_device **out);
+/* Whose memory a tensor, described by `info`, lies in; NULL: of a kind that has no loops here. ZS_ERR_CUDA where its GPU cannot be used. */
+zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_tensor_info *info, const zs_device **out);
 
 /* --- loops (optim_cpu.c) -------------------------------------------------------------------------------------------------- */
 

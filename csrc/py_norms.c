@@ -55,7 +55,7 @@ static zs_status add_tensor(norm_batch *batch, PyObject *object)
     void *data = NULL;
     ZS_TRY(zs_py_tensor(object, &tensor));
     zs_status status = zs_tensor_describe(tensor, &info);
-    if (status == ZS_OK) status = zs_optim_device_of(tensor, &device);
+    if (status == ZS_OK) status = zs_optim_device_of(tensor, &info, &device);
     if (status == ZS_OK && (device == NULL || !info.contiguous || info.dtype == ZS_BYTES)) {
         status = ZS_FAIL(ZS_ERR_TYPE, "power_sum takes contiguous floating tensors of the CPU or a GPU");
     }
@@ -108,7 +108,7 @@ static zs_status look_at_gpu(PyObject *object, on_gpu *out)
     *out = (on_gpu){0};
     ZS_TRY(zs_py_tensor(object, &out->tensor));
     zs_status status = zs_tensor_describe(out->tensor, &info);
-    if (status == ZS_OK && info.strided) status = zs_optim_device_of(out->tensor, &out->device);
+    if (status == ZS_OK && info.strided) status = zs_optim_device_of(out->tensor, &info, &out->device);
     bool fits = status == ZS_OK && out->device != NULL && out->device->ops->queues && info.contiguous;
     if (!fits || info.dtype == ZS_BYTES)
         out->device = NULL;
