@@ -1,0 +1,183 @@
+"""zshard.json: what a checkpoint consists of, how long its files are, and their checksums.
+
+The one idea: it is written when all else is on the disk, and before the folder gets its name. So a
+folder that has a valid one is finished, and whatever does not agree with it has been damaged since.
+It says of every byte of every file what the byte was, by CRC-32C of blocks of 4 MiB, and of itself
+as well.
+
+    {"crc32c": "89abcdef", "checkpoint": {"format": "zshard", "version": 1, "id": ..., ...}}
+
+The checksum is of the object under "checkpoint", as json.dumps() with sorted keys and without
+spaces has it: to lay the text out anew damages nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from zshard import _core
+
+NAME = "zshard.json"
+BLOCK = 2**22  # bytes that one checksum is of
+VERSION = 1
+LIMIT = 2**30  # bytes of a manifest
+
+_HEX = re.compile(r"[0-9a-f]{32}")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, unfinished, or not what it says it is; the message names the file,
+    and the tensor where it is one."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of a checkpoint."""
+
+    size: int  # bytes
+    checksums: tuple[int, ...]  # CRC-32C of each BLOCK of it; the last one may be shorter
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What zshard.json says."""
+
+    id: str  # 32 hexadecimal digits, another one for each save
+    step: int | None
+    world: int  # ranks that wrote it
+    files: Mapping[str, FileRecord]  # all but the manifest
+    tied: Mapping[str, str] = field(default_factory=dict)  # a name: the one that is in a file
+    model: Mapping[str, Any] = field(default_factory=dict)  # {"extra_state": {name: encoded value}}
+    optimizer: Mapping[str, Any] | None = None  # {"class", "groups", "state"}: see outline.py
+    extra: Sequence[Any] = ()  # encoded, by rank; one for all if they were equal
+    software: Mapping[str, str] = field(default_factory=dict)  # names and versions
+
+    def extra_of(self, rank: int) -> Any:
+        """What `rank` gave, or rank 0 if there was no such rank; encoded."""
+        if not self.extra:
+            return {}
+        return self.extra[rank if rank < len(self.extra) else 0]
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The text of zshard.json."""
+    files = {
+        name: {"size": record.size, "crc32c": "".join(f"{crc:08x}" for crc in record.checksums)}
+        for name, record in manifest.files.items()
+    }
+    body = {each.name: getattr(manifest, each.name) for each in fields(manifest)}
+    body |= {"format": "zshard", "version": VERSION, "block": BLOCK, "files": files}
+    body["extra"] = list(manifest.extra)
+    whole = {"crc32c": _checksum(body), "checkpoint": body}
+    return json.dumps(whole, indent=1, allow_nan=False).encode()
+
+
+def parse(text: bytes, path: str) -> Manifest:
+    """What dump() made into `text`; `path` is for messages. Raises CheckpointError for all else."""
+    whole = _object_of(text, path)
+    body = whole.get("checkpoint")
+    if not isinstance(body, dict) or body.get("format") != "zshard":
+        raise CheckpointError(f"'{path}' is no manifest of a zshard checkpoint")
+    if body.get("version") != VERSION:
+        raise CheckpointError(
+            f"'{path}' is of version {str(body.get('version'))[:20]} of the format; this zshard "
+            f"reads version {VERSION}: use a newer one"
+        )
+    if whole.get("crc32c") != _checksum(body):
+        raise CheckpointError(f"'{path}' is damaged: its checksum is not that of what it says")
+    try:
+        return _manifest_of(body)
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' is no valid manifest: {error!r}") from None
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f"{_core.crc32c(text.encode()):08x}"
+
+
+def _object_of(text: bytes, path: str) -> dict[str, Any]:
+    if len(text) > LIMIT:
+        raise CheckpointError(f"'{path}' is longer than {LIMIT} bytes")
+    try:
+        whole = json.loads(
+            text, object_pairs_hook=_unique, parse_float=_number, parse_constant=_number
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' is damaged: {error}") from None
+    if not isinstance(whole, dict):
+        raise CheckpointError(f"'{path}' is damaged: it is no JSON object")
+    return whole
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is no number that JSON has")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key is there twice")
+    return made
+
+
+def _manifest_of(body: Mapping[str, Any]) -> Manifest:
+    if body["block"] != BLOCK:
+        raise ValueError(f"blocks of {body['block']!r} bytes")
+    step = body["step"]
+    made = Manifest(
+        id=body["id"],
+        step=None if step is None else _count(step),
+        world=_count(body["world"]),
+        files={_plain(name): _record_of(name, told) for name, told in body["files"].items()},
+        tied=_strings(body["tied"]),
+        model=_dict(body["model"]),
+        optimizer=None if body["optimizer"] is None else _dict(body["optimizer"]),
+        extra=tuple(body["extra"]),
+        software=_strings(body["software"]),
+    )
+    if not _HEX.fullmatch(made.id):
+        raise ValueError(f"its id is {made.id!r:.40}")
+    if len(made.extra) not in (0, 1, made.world):
+        raise ValueError(f"extra of {len(made.extra)} ranks, of {made.world}")
+    return made
+
+
+def _record_of(name: str, told: Mapping[str, Any]) -> FileRecord:
+    size, text = _count(told["size"]), told["crc32c"]
+    if len(text) != 8 * -(-size // BLOCK):
+        raise ValueError(f"'{name:.80}' of {size} bytes has {len(text) // 8} checksums")
+    return FileRecord(size, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
+
+
+def _plain(name: str) -> str:
+    """Names of files come from here, and lead out of the folder nowhere."""
+    if not name or name in (".", "..", NAME) or set(name) & set("/\\\0") or len(name) > 255:
+        raise ValueError(f"{name!r:.80} is no name of a file in the same folder")
+    return name
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r:.40} is no object")
+    return value
+
+
+def _strings(value: Any) -> dict[str, str]:
+    if not all(isinstance(each, str) for each in _dict(value).values()):
+        raise TypeError("a value is no string")
+    return dict(value)
