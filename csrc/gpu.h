@@ -63,6 +63,10 @@ void zs_gpu_cunit_free(zs_comm *comm, zs_cunit *cunit);
 /* post: queues the move. */
 zs_status zs_gpu_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
 
+/* The first half of a collect: what the ranks' hosts have said of the round, through `control`, the unit's own there. */
+zs_status zs_gpu_hear_hosts(zs_gpu_comm *comm, const zs_cunit *cunit, zs_cunit *control, zs_wait wait, bool *ready,
+                            zs_sources *said);
+
 /* collect: waits for the peers' hosts, never for a GPU. */
 zs_status zs_gpu_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
 

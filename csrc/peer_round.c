@@ -163,11 +163,7 @@ zs_status zs_peer_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     zs_peer *self = zs_peer_of(comm);
     peer_unit *unit = (peer_unit *)cunit;
     zs_sources said;
-    ZS_TRY(zs_gpu_usable(gpu));
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
-    /* In ZS_REDUCE_ALL a move follows, so the ranks must come through here in one order: no looking first. */
-    zs_wait how = cunit->spec.mode == ZS_REDUCE_ALL ? ZS_WAIT : wait;
-    ZS_TRY(gpu->control->ops->collect(gpu->control, unit->control, how, ready, &said));
+    ZS_TRY(zs_gpu_hear_hosts(gpu, cunit, unit->control, wait, ready, &said));
     if (!*ready) return ZS_OK;
     zs_status status = find_buckets(self, unit, &said);
     if (status == ZS_OK) status = hear(self, unit, ZS_LANE_REDUCE, ZS_PEER_READY);

@@ -101,10 +101,12 @@ class Values:
         self._alike = len(set(comm.exchange(mine))) == 1
         return self._alike and drawn
 
-    def share_buffers(self, ignored: set[nn.Module]) -> None:
+    def give_buffers(self, ignored: set[nn.Module]) -> None:
         """The same for the buffers, but for those of `ignored` modules."""
         left_alone = {id(b) for m in ignored for b in m.buffers()}
-        self._share(b.detach() for b in self._root.buffers() if id(b) not in left_alone)
+        buffers = [b for b in self._root.buffers() if id(b) not in left_alone]
+        self._share(b.detach() for b in buffers)
+        move(buffers, self._device)
 
     def _share(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._source is None:

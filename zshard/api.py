@@ -29,7 +29,7 @@ from zshard._calls import calls_of, parts_to_guard
 from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
-from zshard._device import CPU, device_of, move
+from zshard._device import CPU, device_of
 from zshard._fits import check_fits, parse_limit
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._memory import memory_of, options_of
@@ -174,8 +174,7 @@ class FSDP(Controls):
         source = comm if sync_module_states and comm.world > 1 else None
         values = Values(module, Materializer(module, param_init_fn, ignored[0]), source, device)
         _wrap(module, planned, comms, values)
-        values.share_buffers(ignored[0])
-        move(_left(module, ignored[0]), device)
+        values.give_buffers(ignored[0])
         if comm.world > 1:
             watch(module, ignored[0])
         cast_buffers(module.modules(), options.precision)
@@ -374,12 +373,6 @@ def _wrap(
     engine.set_order(units)
     engine.set_calls(calls_of(module, units))
     engine.reserve()
-
-
-def _left(module: nn.Module, ignored: set[nn.Module]) -> Iterator[torch.Tensor]:
-    """Buffers, which no unit has, but for those of ignored modules."""
-    left_alone = {id(buffer) for each in ignored for buffer in each.buffers()}
-    return (buffer for buffer in module.buffers() if id(buffer) not in left_alone)
 
 
 def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:

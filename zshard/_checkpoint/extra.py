@@ -80,7 +80,7 @@ def rng_state() -> dict[str, Any]:
     torch (and of this rank's GPU, where it has one in use), of Python's random, and of NumPy if it
     is imported."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
