@@ -2,6 +2,7 @@
  *
  * The one idea: Python exceptions are made here and nowhere else, from the thread's zs_status record.
  */
+#include "ckpt_file.h"
 #include "py_util.h"
 
 /* Hooks that fail on an autograd thread have no module at hand. Borrowed; set while the module lives. */
@@ -107,11 +108,12 @@ static int module_exec(PyObject *module)
     if (add_exceptions(module, state) < 0 || zs_py_comm_init(module, state) < 0 ||
         zs_py_engine_init(module, state) < 0 || zs_py_unit_init(module, state) < 0 || zs_py_shards_init(module) < 0 ||
         zs_py_optim_init(module) < 0 || zs_py_norms_init(module) < 0 || zs_py_offload_init(module) < 0 ||
-        zs_py_nccl_init(module) < 0 || zs_py_cuda_init(module) < 0)
+        zs_py_nccl_init(module) < 0 || zs_py_cuda_init(module) < 0 || zs_py_files_init(module) < 0)
         return -1;
     live_state = state;
     zs_py_set_raiser(raise_from_hook);
     zs_comm_on_wait(interrupted);
+    zs_ckpt_on_wait(interrupted);
     return 0;
 }
 

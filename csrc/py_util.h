@@ -37,6 +37,7 @@ int zs_py_norms_init(PyObject *module);
 int zs_py_offload_init(PyObject *module);
 int zs_py_nccl_init(PyObject *module);
 int zs_py_cuda_init(PyObject *module);
+int zs_py_files_init(PyObject *module);
 
 /* Borrowed handle behind a _core.Comm / Engine / Unit; NULL with TypeError. */
 zs_comm *zs_py_comm(PyObject *object);

@@ -1,0 +1,50 @@
+/* fs.h - every call on files that checkpoints make.
+ *
+ * The one idea: there is one way to the disk, so that a test can make the nth call fail, or kill the process there, and can
+ * write down all of them (fs_faults.h). A call does what the system's own does, once: -1 and errno where it fails. To go on after
+ * an interrupt or a short count is its callers' affair.
+ */
+#ifndef ZS_FS_H
+#define ZS_FS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+
+/* open(2), close on exec; what is made has mode 0666, less the umask. */
+int zs_fs_open(const char *path, int flags);
+
+/* close(2). The descriptor is gone, whatever comes back. */
+int zs_fs_close(int fd);
+
+/* fstat(2) */
+int zs_fs_stat(int fd, struct stat *out);
+
+/* pread(2) and pwrite(2) */
+ssize_t zs_fs_read(int fd, void *memory, size_t bytes, int64_t offset);
+ssize_t zs_fs_write(int fd, const void *memory, size_t bytes, int64_t offset);
+
+/* Makes a file that is new `bytes` long, of zeros, with room on the disk for them: fallocate(2). */
+int zs_fs_reserve(int fd, int64_t bytes);
+
+/* ftruncate(2) */
+int zs_fs_truncate(int fd, int64_t bytes);
+
+/* fsync(2) */
+int zs_fs_sync(int fd);
+
+/* flock(2) */
+int zs_fs_lock(int fd, int operation);
+
+/* mkdir(2), of mode 0777 less the umask; rmdir(2); unlink(2) */
+int zs_fs_make_folder(const char *path);
+int zs_fs_remove_folder(const char *path);
+int zs_fs_remove(const char *path);
+
+/* renameat2(2), with its flags: ZS_FS_KEEP has it fail where there is something at `to`, ZS_FS_SWAP exchanges the two. */
+int zs_fs_rename(const char *from, const char *to, unsigned flags);
+
+enum { ZS_FS_KEEP = 1, ZS_FS_SWAP = 2 }; /* the system's own numbers */
+
+#endif

@@ -1,0 +1,308 @@
+/* py_ckpt.c - what checkpoints need of the core besides files: checksums, folders, locks, faults for tests. */
+#include "py_ckpt.h"
+
+#include "ckpt_folder.h"
+#include "crc32c.h"
+#include "fs_faults.h"
+
+#include <errno.h>
+
+/* --- what the bindings share ------------------------------------------------------------------------------------------- */
+
+PyObject *zs_py_raise_at(PyObject *path, PyObject *to)
+{
+    if (!PyErr_Occurred() && zs_last_status() == ZS_ERR_SYSTEM) {
+        errno = zs_last_errno();
+        zs_clear_error();
+        return PyErr_SetFromErrnoWithFilenameObjects(PyExc_OSError, path, to);
+    }
+    if (!PyErr_Occurred() && zs_last_status() == ZS_ERR_VALUE) { /* has a path in it, which need not be UTF-8 */
+        PyObject *text = PyUnicode_DecodeFSDefault(zs_last_message());
+        if (text != NULL) PyErr_SetObject(PyExc_ValueError, text);
+        Py_XDECREF(text);
+    }
+    return zs_py_raise(NULL);
+}
+
+/* One (offset, memory). */
+static int get_range(PyObject *item, bool writable, zs_ckpt_range *range, Py_buffer *view)
+{
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2) {
+        PyErr_Format(PyExc_TypeError, "a range is a tuple (offset, memory), got %.100s", Py_TYPE(item)->tp_name);
+        return -1;
+    }
+    range->offset = PyLong_AsLongLong(PyTuple_GET_ITEM(item, 0));
+    if (range->offset == -1 && PyErr_Occurred()) return -1;
+    PyObject *memory = PyTuple_GET_ITEM(item, 1);
+    if (PyObject_GetBuffer(memory, view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
+        if (PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
+        PyErr_Format(PyExc_TypeError, "a range's memory has to be a contiguous%s buffer, got %.100s",
+                     writable ? " and writable" : "", Py_TYPE(memory)->tp_name);
+        return -1;
+    }
+    range->memory = view->buf;
+    range->bytes = (size_t)view->len;
+    return 0;
+}
+
+int zs_py_ranges_get(PyObject *list, bool writable, zs_py_ranges *out)
+{
+    *out = (zs_py_ranges){0};
+    if (!PyList_Check(list) && !PyTuple_Check(list)) {
+        PyErr_Format(PyExc_TypeError, "expected a list of ranges, got %.100s", Py_TYPE(list)->tp_name);
+        return -1;
+    }
+    out->items = PySequence_Tuple(list); /* of our own: to get at memory may run any code */
+    if (out->items == NULL) return -1;
+    size_t n = (size_t)PyTuple_GET_SIZE(out->items);
+    out->ranges = PyMem_Calloc(n, sizeof *out->ranges);
+    out->views = PyMem_Calloc(n, sizeof *out->views);
+    int result = 0;
+    if (out->ranges == NULL || out->views == NULL) {
+        PyErr_NoMemory();
+        result = -1;
+    }
+    for (; result == 0 && out->n < n; out->n += result == 0)
+        result = get_range(PyTuple_GET_ITEM(out->items, out->n), writable, &out->ranges[out->n], &out->views[out->n]);
+    if (result < 0) zs_py_ranges_free(out);
+    return result;
+}
+
+void zs_py_ranges_free(zs_py_ranges *ranges)
+{
+    for (size_t i = 0; i < ranges->n; i++)
+        PyBuffer_Release(&ranges->views[i]);
+    PyMem_Free(ranges->views);
+    PyMem_Free(ranges->ranges);
+    Py_CLEAR(ranges->items);
+}
+
+/* --- checksums --------------------------------------------------------------------------------------------------------- */
+
+static bool is_crc(long long number)
+{
+    if (number >= 0 && number <= UINT32_MAX) return true;
+    PyErr_Format(PyExc_ValueError, "%lld is no crc32c: those are from 0 to 2**32 - 1", number);
+    return false;
+}
+
+PyDoc_STRVAR(
+    crc32c_doc,
+    "crc32c($module, data, crc=0, /)\n--\n\nThe CRC-32C of something whose own is `crc`, followed by `data`, a "
+    "contiguous buffer.");
+
+static PyObject *crc32c(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer data;
+    long long crc = 0;
+    if (!PyArg_ParseTuple(args, "y*|L:crc32c", &data, &crc)) return NULL;
+    uint32_t result = 0;
+    bool good = is_crc(crc);
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        result = zs_crc32c((uint32_t)crc, data.buf, (size_t)data.len);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&data);
+    return good ? PyLong_FromUnsignedLong(result) : NULL;
+}
+
+PyDoc_STRVAR(crc32c_join_doc,
+             "crc32c_join($module, a, b, length_of_b, /)\n--\n\nThe CRC-32C of A followed by B, from theirs.");
+
+static PyObject *crc32c_join(PyObject *module, PyObject *args)
+{
+    (void)module;
+    long long a, b, length;
+    if (!PyArg_ParseTuple(args, "LLL:crc32c_join", &a, &b, &length)) return NULL;
+    if (!is_crc(a) || !is_crc(b)) return NULL;
+    if (length < 0) return PyErr_Format(PyExc_ValueError, "nothing has %lld bytes", length);
+    return PyLong_FromUnsignedLong(zs_crc32c_join((uint32_t)a, (uint32_t)b, (uint64_t)length));
+}
+
+/* --- folders ----------------------------------------------------------------------------------------------------------- */
+
+/* Calls `act` with a path. */
+static PyObject *at_path(PyObject *path, zs_status (*act)(const char *path))
+{
+    PyObject *raw;
+    if (!PyUnicode_FSConverter(path, &raw)) return NULL;
+    const char *name = PyBytes_AS_STRING(raw);
+    zs_status status;
+    ZS_PY_NOGIL(status, act(name));
+    Py_DECREF(raw);
+    if (status != ZS_OK) return zs_py_raise_at(path, NULL);
+    Py_RETURN_NONE;
+}
+
+/* The same with two. */
+static PyObject *at_paths(PyObject *const *paths, zs_status (*act)(const char *from, const char *to))
+{
+    PyObject *raw[2];
+    if (!PyUnicode_FSConverter(paths[0], &raw[0])) return NULL;
+    if (!PyUnicode_FSConverter(paths[1], &raw[1])) {
+        Py_DECREF(raw[0]);
+        return NULL;
+    }
+    const char *from = PyBytes_AS_STRING(raw[0]), *to = PyBytes_AS_STRING(raw[1]);
+    zs_status status;
+    ZS_PY_NOGIL(status, act(from, to));
+    Py_DECREF(raw[0]);
+    Py_DECREF(raw[1]);
+    if (status != ZS_OK) return zs_py_raise_at(paths[0], paths[1]);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(make_folder_doc, "make_folder($module, path, /)\n--\n\nMakes a folder. OSError.");
+
+static PyObject *make_folder(PyObject *module, PyObject *path)
+{
+    (void)module;
+    return at_path(path, zs_ckpt_make_folder);
+}
+
+PyDoc_STRVAR(
+    sync_folder_doc,
+    "sync_folder($module, path, /)\n--\n\nWaits until the names in a folder are on the disk: what has been made, "
+    "renamed and removed there. OSError.");
+
+static PyObject *sync_folder(PyObject *module, PyObject *path)
+{
+    (void)module;
+    return at_path(path, zs_ckpt_sync_folder);
+}
+
+PyDoc_STRVAR(remove_file_doc, "remove_file($module, path, /)\n--\n\nRemoves a file, or a link. OSError.");
+
+static PyObject *remove_file(PyObject *module, PyObject *path)
+{
+    (void)module;
+    return at_path(path, zs_ckpt_remove_file);
+}
+
+PyDoc_STRVAR(remove_folder_doc, "remove_folder($module, path, /)\n--\n\nRemoves an empty folder. OSError.");
+
+static PyObject *remove_folder(PyObject *module, PyObject *path)
+{
+    (void)module;
+    return at_path(path, zs_ckpt_remove_folder);
+}
+
+PyDoc_STRVAR(rename_doc,
+             "rename($module, old, new, /)\n--\n\nRenames a file or a folder. OSError; FileExistsError where there is "
+             "something with the new name, be it an empty folder.");
+
+static PyObject *rename_path(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *paths[2];
+    if (!PyArg_ParseTuple(args, "OO:rename", &paths[0], &paths[1])) return NULL;
+    return at_paths(paths, zs_ckpt_rename);
+}
+
+PyDoc_STRVAR(swap_doc,
+             "swap($module, a, b, /)\n--\n\nExchanges the names of two files or folders, at once. OSError, also where "
+             "the file system cannot.");
+
+static PyObject *swap(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *paths[2];
+    if (!PyArg_ParseTuple(args, "OO:swap", &paths[0], &paths[1])) return NULL;
+    return at_paths(paths, zs_ckpt_swap);
+}
+
+PyDoc_STRVAR(
+    lock_file_doc,
+    "lock_file($module, path, /)\n--\n\nLocks a file, made where there is none, until unlock(), or this process "
+    "and those it has forked have ended. Returns a descriptor. BlockingIOError where it is locked; OSError.");
+
+static PyObject *lock_file(PyObject *module, PyObject *path)
+{
+    (void)module;
+    PyObject *raw;
+    if (!PyUnicode_FSConverter(path, &raw)) return NULL;
+    const char *name = PyBytes_AS_STRING(raw);
+    int fd = -1;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_lock(name, &fd));
+    Py_DECREF(raw);
+    return status == ZS_OK ? PyLong_FromLong(fd) : zs_py_raise_at(path, NULL);
+}
+
+PyDoc_STRVAR(
+    unlock_doc,
+    "unlock($module, fd, /)\n--\n\nUnlocks what lock_file() has locked. The file stays: another process may be "
+    "about to lock it. OSError.");
+
+static PyObject *unlock(PyObject *module, PyObject *object)
+{
+    (void)module;
+    long fd = PyLong_AsLong(object);
+    if (fd == -1 && PyErr_Occurred()) return NULL;
+    if (fd < 0 || fd > INT_MAX) return PyErr_Format(PyExc_ValueError, "%ld is no descriptor", fd);
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_unlock((int)fd));
+    if (status != ZS_OK) return zs_py_raise_at(NULL, NULL);
+    Py_RETURN_NONE;
+}
+
+/* --- for tests --------------------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(
+    faults_doc,
+    "file_faults($module, nth, what='', times=1, /)\n--\n\nFor tests: the nth call on files from now (1: the next) "
+    "and the `times` - 1 behind it suffer `what`: an errno by name (ENOSPC, EIO, EINTR, ...) with which they fail; "
+    "'short', reads and writes do half; 'kill', 'killafter', 'killshort', the process is killed before the call, "
+    "behind it, or when half is done. nth 0: none. Returns how many calls there have been since the last time.");
+
+static PyObject *file_faults(PyObject *module, PyObject *args)
+{
+    (void)module;
+    long nth, times = 1, calls = 0;
+    const char *what = "";
+    if (!PyArg_ParseTuple(args, "l|sl:file_faults", &nth, &what, &times)) return NULL;
+    zs_clear_error();
+    if (zs_fs_set_faults(nth, what, times, &calls) != ZS_OK) return zs_py_raise(NULL);
+    return PyLong_FromLong(calls);
+}
+
+PyDoc_STRVAR(
+    log_doc,
+    "file_log($module, path, /)\n--\n\nFor tests: appends all calls on files, and what they write, to the file "
+    "`path` from now on (tests/power_cut.py reads it); None: no longer. OSError if that fails, or a call "
+    "could not be appended before.");
+
+static PyObject *file_log(PyObject *module, PyObject *path)
+{
+    (void)module;
+    PyObject *raw = NULL;
+    if (path != Py_None && !PyUnicode_FSConverter(path, &raw)) return NULL;
+    zs_clear_error();
+    zs_status status = zs_fs_set_log(raw == NULL ? NULL : PyBytes_AS_STRING(raw));
+    Py_XDECREF(raw);
+    if (status != ZS_OK) return zs_py_raise_at(path, NULL);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"crc32c", crc32c, METH_VARARGS, crc32c_doc},
+    {"crc32c_join", crc32c_join, METH_VARARGS, crc32c_join_doc},
+    {"make_folder", make_folder, METH_O, make_folder_doc},
+    {"sync_folder", sync_folder, METH_O, sync_folder_doc},
+    {"rename", rename_path, METH_VARARGS, rename_doc},
+    {"swap", swap, METH_VARARGS, swap_doc},
+    {"remove_file", remove_file, METH_O, remove_file_doc},
+    {"remove_folder", remove_folder, METH_O, remove_folder_doc},
+    {"lock_file", lock_file, METH_O, lock_file_doc},
+    {"unlock", unlock, METH_O, unlock_doc},
+    {"file_faults", file_faults, METH_VARARGS, faults_doc},
+    {"file_log", file_log, METH_O, log_doc},
+    {0},
+};
+
+int zs_py_ckpt_init(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

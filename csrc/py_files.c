@@ -1,0 +1,318 @@
+/* py_files.c - _core.File: an open file of a checkpoint, as Python sees it.
+ *
+ * The one idea: a file is closed when nobody uses it, and never under a thread that does: descriptors are used again, and the
+ * bytes would go into somebody else's file.
+ */
+#include "py_ckpt.h"
+
+typedef struct file_object {
+    PyObject_HEAD
+    zs_ckpt_file file; /* its path is borrowed from `raw` */
+    PyObject *path;    /* str */
+    PyObject *raw;     /* the same, bytes */
+    int users;         /* calls under way */
+} file_object;
+
+/* --- make and close --------------------------------------------------------------------------------------------------- */
+
+static void file_dealloc(file_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_file_close(&self->file));
+    (void)status; /* nobody to tell; who wants to know calls close() */
+    zs_clear_error();
+    Py_XDECREF(self->path);
+    Py_XDECREF(self->raw);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* A closed one, with its path. */
+static file_object *new_file(PyObject *type, PyObject *path)
+{
+    file_object *self = (file_object *)((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
+    if (self == NULL) return NULL;
+    self->file.fd = -1;
+    if (PyUnicode_FSConverter(path, &self->raw))
+        self->path = PyUnicode_DecodeFSDefaultAndSize(PyBytes_AS_STRING(self->raw), PyBytes_GET_SIZE(self->raw));
+    if (self->path == NULL) Py_CLEAR(self);
+    return self;
+}
+
+/* What is to be returned, where opening has come to `status`. Steals `self`. */
+static PyObject *opened(file_object *self, zs_status status)
+{
+    if (status == ZS_OK) return (PyObject *)self;
+    zs_py_raise_at(self->path, NULL);
+    self->file.fd = -1;
+    Py_DECREF(self);
+    return NULL;
+}
+
+PyDoc_STRVAR(open_doc,
+             "open($type, path, /)\n--\n\nOpens a regular file, to be read. OSError; ValueError where it is something "
+             "else.");
+
+static PyObject *file_open(PyObject *type, PyObject *path)
+{
+    file_object *self = new_file(type, path);
+    if (self == NULL) return NULL;
+    const char *name = PyBytes_AS_STRING(self->raw);
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_file_open(name, &self->file));
+    return opened(self, status);
+}
+
+PyDoc_STRVAR(open_to_write_doc,
+             "open_to_write($type, path, /)\n--\n\nOpens a regular file that exists, to be written; no link. OSError, "
+             "ValueError likewise.");
+
+static PyObject *file_open_to_write(PyObject *type, PyObject *path)
+{
+    file_object *self = new_file(type, path);
+    if (self == NULL) return NULL;
+    const char *name = PyBytes_AS_STRING(self->raw);
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_file_open_to_write(name, &self->file));
+    return opened(self, status);
+}
+
+PyDoc_STRVAR(
+    create_doc,
+    "create($type, path, size, /)\n--\n\nA new file of `size` bytes, zeros, to be written. There is room on the "
+    "disk for them, where its file system can promise that. OSError, and no file.");
+
+static PyObject *file_create(PyObject *type, PyObject *args)
+{
+    PyObject *path;
+    long long size;
+    if (!PyArg_ParseTuple(args, "OL:create", &path, &size)) return NULL;
+    file_object *self = new_file(type, path);
+    if (self == NULL) return NULL;
+    const char *name = PyBytes_AS_STRING(self->raw);
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_file_create(name, size, &self->file));
+    return opened(self, status);
+}
+
+PyDoc_STRVAR(
+    close_doc,
+    "close($self, /)\n--\n\nCloses it; nothing if it is closed. OSError if what was written is known to be lost; "
+    "RuntimeError while another thread uses it.");
+
+static PyObject *file_close(file_object *self, PyObject *unused)
+{
+    (void)unused;
+    if (self->users > 0)
+        return PyErr_Format(PyExc_RuntimeError, "'%U' cannot be closed: another call is using it", self->path);
+    zs_ckpt_file file = self->file;
+    self->file.fd = -1; /* before other threads run */
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_file_close(&file));
+    if (status != ZS_OK) return zs_py_raise_at(self->path, NULL);
+    Py_RETURN_NONE;
+}
+
+static PyObject *file_enter(file_object *self, PyObject *unused)
+{
+    (void)unused;
+    return Py_NewRef(self);
+}
+
+static PyObject *file_exit(file_object *self, PyObject *unused)
+{
+    return file_close(self, unused);
+}
+
+/* --- use -------------------------------------------------------------------------------------------------------------- */
+
+/* Is it open? Then nobody may close it until `done`. */
+static bool begin(file_object *self)
+{
+    if (self->file.fd < 0) {
+        PyErr_Format(PyExc_ValueError, "'%U' has been closed", self->path);
+        return false;
+    }
+    self->users++;
+    return true;
+}
+
+/* What is to be returned, where a call has come to `status`. Steals `result`. */
+static PyObject *done(file_object *self, zs_status status, PyObject *result)
+{
+    self->users--;
+    if (status == ZS_OK) return result;
+    Py_XDECREF(result);
+    return zs_py_raise_at(self->path, NULL);
+}
+
+static PyObject *file_size(file_object *self, void *unused)
+{
+    (void)unused;
+    int64_t size = 0;
+    if (!begin(self)) return NULL;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_file_size(&self->file, &size));
+    return done(self, status, PyLong_FromLongLong(size));
+}
+
+static PyObject *file_path(file_object *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(self->path);
+}
+
+PyDoc_STRVAR(sync_doc,
+             "sync($self, /)\n--\n\nWaits until what was written is on the disk. OSError: nothing is known of what was "
+             "written, and to call it again would not tell.");
+
+static PyObject *file_sync(file_object *self, PyObject *unused)
+{
+    (void)unused;
+    if (!begin(self)) return NULL;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_file_sync(&self->file));
+    return done(self, status, Py_NewRef(Py_None));
+}
+
+PyDoc_STRVAR(read_doc,
+             "read($self, ranges, /)\n--\n\nFills the memory of all ranges [(offset in the file, writable memory)]. "
+             "OSError; ValueError naming file and byte where the file ends before.");
+
+static PyObject *file_read(file_object *self, PyObject *list)
+{
+    zs_py_ranges ranges;
+    if (zs_py_ranges_get(list, true, &ranges) < 0) return NULL;
+    PyObject *result = NULL;
+    if (begin(self)) {
+        zs_status status;
+        ZS_PY_NOGIL(status, zs_ckpt_file_read(&self->file, ranges.ranges, ranges.n));
+        result = done(self, status, Py_NewRef(Py_None));
+    }
+    zs_py_ranges_free(&ranges);
+    return result;
+}
+
+/* Bytes for so many sums; NULL with an exception set. */
+static PyObject *room_for(size_t sums)
+{
+    if (sums > PY_SSIZE_T_MAX / sizeof(zs_ckpt_sum)) return PyErr_NoMemory();
+    return PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sums * sizeof(zs_ckpt_sum)));
+}
+
+static PyObject *write_ranges(file_object *self, const zs_py_ranges *ranges, int64_t block)
+{
+    size_t n = 0;
+    zs_clear_error();
+    if (zs_ckpt_file_sums(&self->file, ranges->ranges, ranges->n, block, &n) != ZS_OK)
+        return zs_py_raise_at(self->path, NULL);
+    PyObject *result = room_for(n);
+    if (result == NULL || !begin(self)) {
+        Py_XDECREF(result);
+        return NULL;
+    }
+    zs_ckpt_sum *sums = (zs_ckpt_sum *)(void *)PyBytes_AS_STRING(result);
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_file_write(&self->file, ranges->ranges, ranges->n, block, sums));
+    return done(self, status, result);
+}
+
+PyDoc_STRVAR(
+    write_doc,
+    "write($self, ranges, block, /)\n--\n\nWrites all ranges [(offset in the file, memory)]. Returns checksums of "
+    "what was written, cut at the multiples of `block` in the file: native 64-bit numbers, three for each piece: "
+    "offset, bytes, crc32c. OSError.");
+
+static PyObject *file_write(file_object *self, PyObject *args)
+{
+    PyObject *list;
+    long long block;
+    zs_py_ranges ranges;
+    if (!PyArg_ParseTuple(args, "OL:write", &list, &block)) return NULL;
+    if (zs_py_ranges_get(list, false, &ranges) < 0) return NULL;
+    PyObject *result = write_ranges(self, &ranges, block);
+    zs_py_ranges_free(&ranges);
+    return result;
+}
+
+/* The sums of one range: into new bytes. */
+static PyObject *check_range(file_object *self, const zs_ckpt_range *range, int64_t block)
+{
+    size_t n = 0;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_ckpt_file_reaches(&self->file, range, 1));
+    if (status == ZS_OK) status = zs_ckpt_file_sums(&self->file, range, 1, block, &n);
+    if (status != ZS_OK) return zs_py_raise_at(self->path, NULL);
+    PyObject *result = room_for(n);
+    if (result == NULL) return NULL;
+    zs_ckpt_sum *sums = (zs_ckpt_sum *)(void *)PyBytes_AS_STRING(result);
+    ZS_PY_NOGIL(status, zs_ckpt_file_check(&self->file, *range, block, sums));
+    if (status == ZS_OK) return result;
+    Py_DECREF(result);
+    return zs_py_raise_at(self->path, NULL);
+}
+
+PyDoc_STRVAR(
+    check_doc,
+    "check($self, begin, end, block, /)\n--\n\nReads the file's bytes from `begin` to `end` in small pieces and "
+    "keeps nothing but their checksums, in the form that write() returns. OSError; ValueError naming file and byte "
+    "where the file ends before.");
+
+static PyObject *file_check(file_object *self, PyObject *args)
+{
+    long long from, to, block;
+    if (!PyArg_ParseTuple(args, "LLL:check", &from, &to, &block)) return NULL;
+    if (from < 0 || to < from)
+        return PyErr_Format(PyExc_ValueError, "'%U' has no bytes from %lld to %lld", self->path, from, to);
+    if (!begin(self)) return NULL;
+    zs_ckpt_range range = {from, (size_t)(to - from), NULL};
+    PyObject *result = check_range(self, &range, block);
+    self->users--;
+    return result;
+}
+
+static PyMethodDef file_methods[] = {
+    {"open", file_open, METH_O | METH_CLASS, open_doc},
+    {"open_to_write", file_open_to_write, METH_O | METH_CLASS, open_to_write_doc},
+    {"create", file_create, METH_VARARGS | METH_CLASS, create_doc},
+    {"read", (PyCFunction)(void (*)(void))file_read, METH_O, read_doc},
+    {"write", (PyCFunction)(void (*)(void))file_write, METH_VARARGS, write_doc},
+    {"check", (PyCFunction)(void (*)(void))file_check, METH_VARARGS, check_doc},
+    {"sync", (PyCFunction)(void (*)(void))file_sync, METH_NOARGS, sync_doc},
+    {"close", (PyCFunction)(void (*)(void))file_close, METH_NOARGS, close_doc},
+    {"__enter__", (PyCFunction)(void (*)(void))file_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nThe file."},
+    {"__exit__", (PyCFunction)(void (*)(void))file_exit, METH_VARARGS,
+     "__exit__($self, type, value, traceback, /)\n--\n\nCloses it."},
+    {0},
+};
+
+static PyGetSetDef file_getset[] = {
+    {"path", (getter)(void (*)(void))file_path, NULL, "As it was opened.", NULL},
+    {"size", (getter)(void (*)(void))file_size, NULL, "Bytes, now.", NULL},
+    {0},
+};
+
+static PyType_Slot file_slots[] = {
+    {Py_tp_dealloc, file_dealloc},
+    {Py_tp_methods, file_methods},
+    {Py_tp_getset, file_getset},
+    {Py_tp_doc, "An open regular file of a checkpoint; a context that closes it. All calls let other threads run."},
+    {0, NULL},
+};
+
+static PyType_Spec file_spec = {
+    .name = "zshard._core.File",
+    .basicsize = sizeof(file_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = file_slots,
+};
+
+int zs_py_files_init(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &file_spec, NULL);
+    if (type == NULL) return -1;
+    int result = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return result < 0 ? -1 : zs_py_ckpt_init(module);
+}
