@@ -28,9 +28,10 @@ from zshard import FSDP
 WORLDS = [pytest.param(1, "auto", id="alone"), (2, "shm"), (2, "c10d")]
 STEPS = 1000
 WINDOWS = 5  # of a run
-# Bytes: less than the smallest thing that malloc gives out; over gloo, which has threads with caches
+# Bytes: half of the smallest thing that malloc gives out; over gloo, which has threads with caches
 # of their own, less than a smallest thing in each of a step's dozens of collectives.
 PER_STEP = {"auto": 16, "shm": 16, "c10d": 96}
+COUNTS = 1024  # bytes of malloc's that the counters of a window, which are kept, may take
 MB = 1 << 20
 
 
@@ -195,7 +196,8 @@ def steady_growth(counts):
 
 def check_steps(grown, steps, transport):
     """Nothing may grow but noise that does not depend on the number of steps."""
-    assert grown.pop("heap") < PER_STEP[transport] * steps // WINDOWS, grown
+    heap = grown.pop("heap")
+    assert heap < PER_STEP[transport] * steps // WINDOWS + COUNTS, (heap, grown)
     assert grown.pop("resident") < 2 * MB // WINDOWS, grown
     assert grown.pop("objects", 0) < 10, grown  # the counters themselves
     assert grown.pop("mappings", 0) < 10, grown  # malloc's
@@ -210,8 +212,8 @@ def test_a_thousand_steps_keep_nothing(world, transport):
 
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
 def test_steps_of_other_strategies_keep_nothing(strategy):
-    for result in fork_ranks(run_steps, 2, "shm", strategy, 200, timeout=120):
-        check_steps(result.value, 200, "shm")
+    for result in fork_ranks(run_steps, 2, "shm", strategy, STEPS // 2, timeout=120):
+        check_steps(result.value, STEPS // 2, "shm")
 
 
 # --- models come and go ---------------------------------------------------------------------------
