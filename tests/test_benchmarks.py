@@ -211,7 +211,7 @@ def test_memory_quick(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_load_quick(tmp_path: Path) -> None:
-    flags = ["--sides", "plain", "zshard-meta", "zshard-load", "fsdp2-load-each"]
+    flags = ["--sides", "zshard-load", "fsdp2-load-each"]
     (result,) = quick("load", tmp_path / "load.json", *flags)["results"]
     assert list(result["sides"]) == flags[1:]
     for name, side in result["sides"].items():
