@@ -106,6 +106,7 @@ zs_nccl_result ncclCommInitRankConfig(zs_nccl_handle *out, int world, zs_nccl_id
     comms = comm;
     pthread_mutex_unlock(&lock);
     comm->late = planned("FAKE_NCCL_FAIL_LATE", F_CommInitRankConfig, count);
+    atomic_store(&comm->shared->processes[rank], getpid());
     atomic_fetch_add(&comm->shared->arrived, 1);
     *out = comm;
     return set_busy(comm, F_CommInitRankConfig);
@@ -128,7 +129,10 @@ static int outcome(fake *comm)
         *comm->window = comm->window_ptr;
         return ZS_NCCL_SUCCESS;
     case F_CommFinalize: return atomic_load(&comm->ended) < comm->begun ? ZS_NCCL_IN_PROGRESS : ZS_NCCL_SUCCESS;
-    default: put_on_streams(comm); return ZS_NCCL_SUCCESS;
+    default:
+        atomic_store(&comm->state, ZS_NCCL_SUCCESS);
+        put_on_streams(comm);
+        return atomic_load(&comm->state);
     }
 }
 
@@ -164,6 +168,7 @@ static int end(fake *comm, bool by_force)
     } else if (atomic_load(&comm->ended) < comm->begun) {
         die("ncclCommDestroy with %d operations under way", (int)(comm->begun - comm->ended));
     }
+    atomic_store(&comm->shared->processes[comm->rank], -1);
     drop_jobs(comm->pending);
     comm->pending = NULL;
     comm->dead = true;

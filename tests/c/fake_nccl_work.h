@@ -12,6 +12,7 @@
 #include "fake_streams.h"
 
 #include <math.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <time.h>
@@ -45,8 +46,9 @@ typedef struct box {
 /* What the ranks of a communicator share. */
 typedef struct board {
     _Atomic int arrived, aborted;
-    _Atomic int registered[MOST_RANKS]; /* windows so far */
-    box boxes[MOST_RANKS][MOST_RANKS];  /* [from][to] */
+    _Atomic int registered[MOST_RANKS];  /* windows so far */
+    _Atomic pid_t processes[MOST_RANKS]; /* 0: has not come yet, -1: has ended its communicator */
+    box boxes[MOST_RANKS][MOST_RANKS];   /* [from][to] */
 } board;
 
 /* A communicator. Never freed: a call on a dead one is to be noticed. */
@@ -98,6 +100,8 @@ static fake *comms;
 static int calls[FUNCTIONS], operations;
 static char last_error[512];
 static _Thread_local int depth, group_error;
+static _Thread_local bool
+    on_stream; /* jobs that run now do so in the call that queues them: a stream without a thread */
 static _Thread_local job *group_jobs, *group_pairs; /* those of Send and Recv are one job */
 
 __attribute__((format(printf, 1, 2))) static void die(const char *format, ...)
@@ -248,7 +252,18 @@ static void reduce(const job *work)
     }
 }
 
-/* The kernel: spins until all is there, or it is aborted. */
+/* Is there a peer whose part will never come? */
+static bool peer_is_gone(const fake *comm)
+{
+    for (int r = 0; r < comm->world; r++) {
+        pid_t process = atomic_load(&comm->shared->processes[r]);
+        if (process < 0 || (process > 0 && kill(process, 0) != 0)) return true;
+    }
+    return false;
+}
+
+/* The kernel: spins until all is there, or it is aborted. Where it keeps the host, nobody could abort it (in the real one no call
+ * waits for a kernel), so there it ends with its peers. */
 static void run(void *arg)
 {
     job *work = arg;
@@ -262,7 +277,12 @@ static void run(void *arg)
             moved = advance(work, &work->transfers[i]) || moved;
             done = done && work->transfers[i].done == work->transfers[i].bytes;
         }
-        if (!moved && !done) sleep_us(50);
+        if (moved || done) continue;
+        if (on_stream && peer_is_gone(comm)) {
+            atomic_store(&comm->state, complain(ZS_NCCL_REMOTE_ERROR, "a peer has gone"));
+            break;
+        }
+        sleep_us(50);
     }
     if (done && work->parts != NULL) reduce(work);
     atomic_fetch_add(&comm->ended, 1);
@@ -316,7 +336,9 @@ static void put_on_streams(fake *comm)
     for (job *work = comm->pending, *next; work != NULL; work = next) {
         next = work->next;
         work->number = comm->begun++;
+        on_stream = true;
         enqueue_on(work->stream, run, work);
+        on_stream = false;
     }
     comm->pending = NULL;
 }
