@@ -85,9 +85,9 @@ static zs_status open_regular(const char *path, int flags, zs_ckpt_file *out)
     return status;
 }
 
-zs_status zs_ckpt_file_open(const char *path, zs_ckpt_file *out)
+zs_status zs_ckpt_file_open(const char *path, bool follow, zs_ckpt_file *out)
 {
-    return open_regular(path, O_RDONLY, out);
+    return open_regular(path, O_RDONLY | (follow ? 0 : O_NOFOLLOW), out);
 }
 
 zs_status zs_ckpt_file_open_to_write(const char *path, zs_ckpt_file *out)
@@ -95,10 +95,21 @@ zs_status zs_ckpt_file_open_to_write(const char *path, zs_ckpt_file *out)
     return open_regular(path, O_RDWR | O_NOFOLLOW, out);
 }
 
+/* To reserve more than is free would first take all that is: other programs would find the disk full. */
+static zs_status must_have_free(const zs_ckpt_file *file, int64_t bytes)
+{
+    struct statvfs disk;
+    if (zs_fs_disk(file->fd, &disk) != 0 || disk.f_blocks == 0) return ZS_OK; /* it cannot tell */
+    if ((uint64_t)bytes / disk.f_frsize <= disk.f_bavail) return ZS_OK;
+    errno = ENOSPC;
+    return ZS_FAIL_ERRNO("fallocate");
+}
+
 /* Room on the disk, or where the file system cannot promise any, the length alone. */
 static zs_status reserve(const zs_ckpt_file *file, int64_t bytes)
 {
     int64_t next = 0;
+    ZS_TRY(must_have_free(file, bytes));
     while (bytes > 0 && zs_fs_reserve(file->fd, bytes) != 0) {
         if (errno == EINTR) {
             ZS_TRY(go_on(&next, true));

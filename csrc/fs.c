@@ -46,6 +46,11 @@ int zs_fs_stat(int fd, struct stat *out)
     RETURN_CALL(int, fstat(fd, out), .call = "stat", .fd = fd);
 }
 
+int zs_fs_disk(int fd, struct statvfs *out)
+{
+    RETURN_CALL(int, fstatvfs(fd, out), .call = "disk", .fd = fd);
+}
+
 /* What a call that is to be cut short does of `bytes`: at least one, since none would be the end of the file. */
 static size_t cut(zs_fs_fate fate, size_t bytes)
 {
