@@ -1,5 +1,5 @@
 /* fs.c - see fs.h. */
-#define _GNU_SOURCE /* renameat2, fallocate */
+#define _GNU_SOURCE /* renameat2, fallocate, sync_file_range */
 #include "fs.h"
 
 #include "fs_faults.h"
@@ -77,6 +77,12 @@ int zs_fs_reserve(int fd, int64_t bytes)
 int zs_fs_truncate(int fd, int64_t bytes)
 {
     RETURN_CALL(int, ftruncate(fd, bytes), .call = "truncate", .fd = fd, .length = bytes);
+}
+
+int zs_fs_write_back(int fd, int64_t offset, int64_t bytes)
+{
+    RETURN_CALL(int, sync_file_range(fd, offset, bytes, SYNC_FILE_RANGE_WRITE), .call = "write_back", .fd = fd,
+                .offset = offset, .length = bytes);
 }
 
 int zs_fs_sync(int fd)

@@ -33,6 +33,9 @@ int zs_fs_reserve(int fd, int64_t bytes);
 /* ftruncate(2) */
 int zs_fs_truncate(int fd, int64_t bytes);
 
+/* sync_file_range(2): begins to write the range to the disk, and takes no notice of errors, which fsync will tell. */
+int zs_fs_write_back(int fd, int64_t offset, int64_t bytes);
+
 /* fsync(2) */
 int zs_fs_sync(int fd);
 

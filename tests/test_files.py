@@ -137,6 +137,21 @@ def test_writes_read_only_memory_and_arrays(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == array.tobytes() + b"end"
 
 
+def test_a_long_write_is_sent_to_the_disk_behind_it(tmp_path: Path) -> None:
+    """After each 32 MiB, in whatever order they came. That it fails is for fsync to tell."""
+    room = bytearray(4 << 20)
+    ranges = [((k * 7 % 20) << 22, room) for k in range(20)]
+    with File.create(tmp_path / "a", 80 << 20) as file:
+        _core.file_faults(0)
+        triples = file.write(ranges, 4 << 20)
+        calls = _core.file_faults(0)
+        assert calls == (80 << 20) // (256 << 10) + 2
+        _core.file_faults((32 << 20) // (256 << 10) + 1, "EIO")  # the first of the two
+        assert file.write(ranges, 4 << 20) == triples
+        assert _core.file_faults(0) == calls
+        file.sync()
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
