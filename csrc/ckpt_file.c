@@ -100,7 +100,7 @@ zs_status zs_ckpt_file_open_to_write(const char *path, zs_ckpt_file *out)
 static zs_status must_have_free(const zs_ckpt_file *file, int64_t bytes)
 {
     struct statvfs disk;
-    if (zs_fs_disk(file->fd, &disk) != 0 || disk.f_blocks == 0) return ZS_OK; /* it cannot tell */
+    if (zs_fs_disk(file->fd, &disk) != 0 || disk.f_blocks == 0 || disk.f_frsize == 0) return ZS_OK; /* it cannot tell */
     if ((uint64_t)bytes / disk.f_frsize <= disk.f_bavail) return ZS_OK;
     errno = ENOSPC;
     return ZS_FAIL_ERRNO("fallocate");

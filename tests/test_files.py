@@ -5,6 +5,7 @@ anybody may have made or cut. So each call is tried on what it is not meant for,
 """
 
 import errno
+import gc
 import os
 import signal
 import stat
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_leaks import heap_bytes
 
 from zshard import _core
 from zshard._core import File, crc32c
@@ -352,6 +354,47 @@ def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
         )
     _core.unlock(lock)
     assert done.returncode == 0 and str(tmp_path) not in done.stdout
+
+
+def each_call(root: Path) -> None:
+    """Everything once, and each kind of failure."""
+    path, room = root / "a", bytearray(100)
+    with File.create(path, 10) as file:
+        file.write([(0, b"0123456789"), (5, room)], 7)
+        file.check(0, 10, 3)
+        file.read([(0, room)])
+        for call in (
+            lambda: file.read([(0, room), (1 << 40, room)]),
+            lambda: file.read([(0, room), (0, b"read-only")]),
+            lambda: file.write([(0, room), (0, None)], 7),
+            lambda: file.write([(0, room)], 0),
+            lambda: file.check(0, 1 << 40, 1),
+            lambda: File.create(path, 3),
+            lambda: File.open(root),
+            lambda: File.open(root / "none"),
+            lambda: _core.rename(path, path),
+            lambda: _core.lock_file(root),
+            lambda: _core.crc32c(room, -1),
+        ):
+            with pytest.raises((OSError, ValueError, TypeError)):
+                call()
+    with pytest.raises(ValueError):
+        file.read([(0, room)])
+    _core.unlock(_core.lock_file(path))
+    _core.remove_file(path)
+
+
+def test_nothing_grows(tmp_path: Path) -> None:
+    """Objects and bytes of the heap after hundreds of calls and failures of each kind."""
+    for _ in range(20):
+        each_call(tmp_path)
+    open_before, blocks, heap = descriptors(), sys.getallocatedblocks(), heap_bytes()
+    for _ in range(300):
+        each_call(tmp_path)
+    gc.collect()
+    assert descriptors() == open_before
+    assert sys.getallocatedblocks() - blocks < 100
+    assert heap_bytes() - heap < 300 * 16
 
 
 def long_read(file: File) -> None:
