@@ -15,6 +15,7 @@
 enum {
     PIECE = 256 << 10,    /* written at once: fits a core's second-level cache */
     STRETCH = 4 << 20,    /* read at once: the system copies it, no cache has to hold it */
+    BEHIND = 32 << 20,    /* bytes written until the disk is set to work on them */
     ASK_EVERY = 100000000 /* nanoseconds between two looks for Ctrl-C */
 };
 
@@ -85,9 +86,9 @@ static zs_status open_regular(const char *path, int flags, zs_ckpt_file *out)
     return status;
 }
 
-zs_status zs_ckpt_file_open(const char *path, zs_ckpt_file *out)
+zs_status zs_ckpt_file_open(const char *path, bool follow, zs_ckpt_file *out)
 {
-    return open_regular(path, O_RDONLY, out);
+    return open_regular(path, O_RDONLY | (follow ? 0 : O_NOFOLLOW), out);
 }
 
 zs_status zs_ckpt_file_open_to_write(const char *path, zs_ckpt_file *out)
@@ -95,10 +96,21 @@ zs_status zs_ckpt_file_open_to_write(const char *path, zs_ckpt_file *out)
     return open_regular(path, O_RDWR | O_NOFOLLOW, out);
 }
 
+/* To reserve more than is free would first take all that is: other programs would find the disk full. */
+static zs_status must_have_free(const zs_ckpt_file *file, int64_t bytes)
+{
+    struct statvfs disk;
+    if (zs_fs_disk(file->fd, &disk) != 0 || disk.f_blocks == 0 || disk.f_frsize == 0) return ZS_OK; /* it cannot tell */
+    if ((uint64_t)bytes / disk.f_frsize <= disk.f_bavail) return ZS_OK;
+    errno = ENOSPC;
+    return ZS_FAIL_ERRNO("fallocate");
+}
+
 /* Room on the disk, or where the file system cannot promise any, the length alone. */
 static zs_status reserve(const zs_ckpt_file *file, int64_t bytes)
 {
     int64_t next = 0;
+    ZS_TRY(must_have_free(file, bytes));
     while (bytes > 0 && zs_fs_reserve(file->fd, bytes) != 0) {
         if (errno == EINTR) {
             ZS_TRY(go_on(&next, true));
@@ -195,6 +207,25 @@ zs_status zs_ckpt_file_read(const zs_ckpt_file *file, const zs_ckpt_range *range
     return ZS_OK;
 }
 
+/* What a long write keeps in mind. */
+typedef struct progress {
+    int64_t next;       /* when to look for Ctrl-C */
+    int64_t begin, end; /* the range that the disk has not been set to work on, */
+    int64_t own;        /* and how much of it this call has written */
+} progress;
+
+/* [at, at + bytes) has been written. The disk begins while memory is still being copied, so that fsync has little to wait for.
+ * Other ranks write in between, and what they have written may go along. */
+static void write_behind(const zs_ckpt_file *file, progress *so_far, int64_t at, int64_t bytes)
+{
+    if (so_far->own == 0 || at < so_far->begin) so_far->begin = at;
+    if (so_far->own == 0 || at + bytes > so_far->end) so_far->end = at + bytes;
+    so_far->own += bytes;
+    if (so_far->own < BEHIND) return;
+    (void)zs_fs_write_back(file->fd, so_far->begin, so_far->end - so_far->begin);
+    so_far->own = 0;
+}
+
 static zs_status write_all(const zs_ckpt_file *file, const char *memory, size_t bytes, int64_t offset, int64_t *next)
 {
     while (bytes > 0) {
@@ -232,13 +263,15 @@ static int64_t in_block(int64_t at, int64_t end, int64_t block)
 }
 
 /* Writes what lies in one block, summing each piece before it goes. */
-static zs_status write_block(const zs_ckpt_file *file, const char *memory, zs_ckpt_sum *sum, int64_t *next)
+static zs_status write_block(const zs_ckpt_file *file, const char *memory, zs_ckpt_sum *sum, progress *so_far)
 {
     uint32_t crc = 0;
     for (size_t done = 0, piece = 0; done < sum->bytes; done += piece) {
         piece = sum->bytes - done < PIECE ? sum->bytes - done : PIECE;
         crc = zs_crc32c(crc, memory + done, piece);
-        ZS_TRY(write_all(file, memory + done, piece, (int64_t)(sum->offset + done), next));
+        int64_t at = (int64_t)(sum->offset + done);
+        ZS_TRY(write_all(file, memory + done, piece, at, &so_far->next));
+        write_behind(file, so_far, at, (int64_t)piece);
     }
     sum->crc = crc;
     return ZS_OK;
@@ -247,12 +280,12 @@ static zs_status write_block(const zs_ckpt_file *file, const char *memory, zs_ck
 zs_status zs_ckpt_file_write(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n, int64_t block,
                              zs_ckpt_sum *sums)
 {
-    int64_t next = now() + ASK_EVERY;
+    progress so_far = {.next = now() + ASK_EVERY};
     for (size_t i = 0; i < n; i++) {
         int64_t begin = ranges[i].offset, end = begin + (int64_t)ranges[i].bytes;
         for (int64_t at = begin; at < end; at += (int64_t)(sums++)->bytes) {
             *sums = (zs_ckpt_sum){(uint64_t)at, (uint64_t)in_block(at, end, block), 0};
-            ZS_TRY(write_block(file, (const char *)ranges[i].memory + (at - begin), sums, &next));
+            ZS_TRY(write_block(file, (const char *)ranges[i].memory + (at - begin), sums, &so_far));
         }
     }
     return ZS_OK;

@@ -30,8 +30,9 @@ typedef struct zs_ckpt_sum {
  * Python exception). NULL: nobody is asked. */
 void zs_ckpt_on_wait(bool (*interrupted)(void));
 
-/* What is at `path`, to be read: links are followed. ZS_ERR_VALUE where it is no regular file; never waits for a FIFO's writer. */
-zs_status zs_ckpt_file_open(const char *path, zs_ckpt_file *out);
+/* What is at `path`, to be read. `follow`: or where the link there leads; else a link is ELOOP. ZS_ERR_VALUE where it is no regular
+ * file; never waits for a FIFO's writer. */
+zs_status zs_ckpt_file_open(const char *path, bool follow, zs_ckpt_file *out);
 
 /* A file that exists, to be written (and read); no link. */
 zs_status zs_ckpt_file_open_to_write(const char *path, zs_ckpt_file *out);

@@ -1,5 +1,5 @@
 /* fs.c - see fs.h. */
-#define _GNU_SOURCE /* renameat2, fallocate */
+#define _GNU_SOURCE /* renameat2, fallocate, sync_file_range */
 #include "fs.h"
 
 #include "fs_faults.h"
@@ -46,6 +46,11 @@ int zs_fs_stat(int fd, struct stat *out)
     RETURN_CALL(int, fstat(fd, out), .call = "stat", .fd = fd);
 }
 
+int zs_fs_disk(int fd, struct statvfs *out)
+{
+    RETURN_CALL(int, fstatvfs(fd, out), .call = "disk", .fd = fd);
+}
+
 /* What a call that is to be cut short does of `bytes`: at least one, since none would be the end of the file. */
 static size_t cut(zs_fs_fate fate, size_t bytes)
 {
@@ -72,6 +77,12 @@ int zs_fs_reserve(int fd, int64_t bytes)
 int zs_fs_truncate(int fd, int64_t bytes)
 {
     RETURN_CALL(int, ftruncate(fd, bytes), .call = "truncate", .fd = fd, .length = bytes);
+}
+
+int zs_fs_write_back(int fd, int64_t offset, int64_t bytes)
+{
+    RETURN_CALL(int, sync_file_range(fd, offset, bytes, SYNC_FILE_RANGE_WRITE), .call = "write_back", .fd = fd,
+                .offset = offset, .length = bytes);
 }
 
 int zs_fs_sync(int fd)

@@ -10,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/types.h>
 
 /* open(2), close on exec; what is made has mode 0666, less the umask. */
@@ -18,8 +19,9 @@ int zs_fs_open(const char *path, int flags);
 /* close(2). The descriptor is gone, whatever comes back. */
 int zs_fs_close(int fd);
 
-/* fstat(2) */
+/* fstat(2); fstatvfs(3), of the file system that it is on */
 int zs_fs_stat(int fd, struct stat *out);
+int zs_fs_disk(int fd, struct statvfs *out);
 
 /* pread(2) and pwrite(2) */
 ssize_t zs_fs_read(int fd, void *memory, size_t bytes, int64_t offset);
@@ -30,6 +32,9 @@ int zs_fs_reserve(int fd, int64_t bytes);
 
 /* ftruncate(2) */
 int zs_fs_truncate(int fd, int64_t bytes);
+
+/* sync_file_range(2): begins to write the range to the disk, and takes no notice of errors, which fsync will tell. */
+int zs_fs_write_back(int fd, int64_t offset, int64_t bytes);
 
 /* fsync(2) */
 int zs_fs_sync(int fd);

@@ -50,17 +50,21 @@ static PyObject *opened(file_object *self, zs_status status)
     return NULL;
 }
 
-PyDoc_STRVAR(open_doc,
-             "open($type, path, /)\n--\n\nOpens a regular file, to be read. OSError; ValueError where it is something "
-             "else.");
+PyDoc_STRVAR(
+    open_doc,
+    "open($type, path, follow=True, /)\n--\n\nOpens a regular file, to be read. OSError, also for a link where "
+    "follow is false; ValueError where it is something else.");
 
-static PyObject *file_open(PyObject *type, PyObject *path)
+static PyObject *file_open(PyObject *type, PyObject *args)
 {
+    PyObject *path;
+    int follow = 1;
+    if (!PyArg_ParseTuple(args, "O|p:open", &path, &follow)) return NULL;
     file_object *self = new_file(type, path);
     if (self == NULL) return NULL;
     const char *name = PyBytes_AS_STRING(self->raw);
     zs_status status;
-    ZS_PY_NOGIL(status, zs_ckpt_file_open(name, &self->file));
+    ZS_PY_NOGIL(status, zs_ckpt_file_open(name, follow != 0, &self->file));
     return opened(self, status);
 }
 
@@ -273,7 +277,7 @@ static PyObject *file_check(file_object *self, PyObject *args)
 }
 
 static PyMethodDef file_methods[] = {
-    {"open", file_open, METH_O | METH_CLASS, open_doc},
+    {"open", file_open, METH_VARARGS | METH_CLASS, open_doc},
     {"open_to_write", file_open_to_write, METH_O | METH_CLASS, open_to_write_doc},
     {"create", file_create, METH_VARARGS | METH_CLASS, create_doc},
     {"read", (PyCFunction)(void (*)(void))file_read, METH_O, read_doc},

@@ -1,0 +1,615 @@
+"""_core.File and the calls on folders: what they do, what they refuse, and what others do meanwhile.
+
+The one idea: a checkpoint's file is written by several ranks and read by others, of files that
+anybody may have made or cut. So each call is tried on what it is not meant for, as well.
+"""
+
+import errno
+import gc
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_leaks import heap_bytes
+
+from zshard import _core
+from zshard._core import File, crc32c
+
+BLOCK = 64 << 10
+
+
+def sums(triples: bytes) -> list[tuple[int, int, int]]:
+    return [(a, b, c) for a, b, c in struct.iter_unpack("=QQQ", triples)]
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+# --- write, read, check --------------------------------------------------------------------------
+
+
+def test_create_makes_zeros_and_room(tmp_path: Path) -> None:
+    with File.create(tmp_path / "a", 5 << 20) as file:
+        assert file.size == 5 << 20
+        assert file.path == str(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == bytes(5 << 20)
+    assert (tmp_path / "a").stat().st_blocks * 512 >= 5 << 20
+
+
+def test_create_of_nothing(tmp_path: Path) -> None:
+    with File.create(tmp_path / "a", 0) as file:
+        assert file.size == 0 and file.check(0, 0, BLOCK) == b"" and file.write([], 1) == b""
+        file.read([])
+        file.read([(0, bytearray())])
+        assert file.write([(7, b"")], 1) == b""
+        assert file.size == 0
+
+
+@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 << 20])
+@pytest.mark.parametrize("offset", [0, 1, BLOCK - 1, 3 * BLOCK])
+def test_sums_are_of_what_was_written_cut_at_blocks(tmp_path: Path, size: int, offset: int) -> None:
+    data, end = noise(size), offset + size
+    with File.create(tmp_path / "a", end) as file:
+        triples = file.write([(offset, data)], BLOCK)
+        assert file.check(offset, end, BLOCK) == triples
+    assert (tmp_path / "a").read_bytes() == bytes(offset) + data
+    cuts = sorted({offset, *range(-(-offset // BLOCK) * BLOCK, end, BLOCK), end})
+    whole = bytes(offset) + data
+    assert sums(triples) == [(a, b - a, crc32c(whole[a:b])) for a, b in pairwise(cuts)]
+
+
+def test_many_ranges_in_any_order(tmp_path: Path) -> None:
+    whole = noise(1 << 20)
+    cuts = [0, 10, 10, 70_000, 500_000, 500_001, 1 << 20]
+    pairs = list(pairwise(cuts))[::-1]
+    with File.create(tmp_path / "a", len(whole)) as file:
+        triples = file.write([(a, whole[a:b]) for a, b in pairs], BLOCK)
+        assert triples == b"".join(file.check(a, b, BLOCK) for a, b in pairs)
+        rooms = [bytearray(b - a) for a, b in pairs]
+        file.read([(a, room) for (a, _), room in zip(pairs, rooms, strict=True)])
+    assert (tmp_path / "a").read_bytes() == whole
+    assert rooms == [whole[a:b] for a, b in pairs]
+
+
+def test_two_ranks_write_one_file(tmp_path: Path) -> None:
+    """Rank 0 has made it; another opens it and writes what lies between."""
+    whole = noise(1 << 20)
+    with File.create(tmp_path / "a", 1 << 20) as first, File.open_to_write(tmp_path / "a") as other:
+        first.write([(0, whole[:1000]), (600_000, whole[600_000:])], BLOCK)
+        other.write([(1000, whole[1000:600_000])], BLOCK)
+        first.sync()
+        other.sync()
+    assert (tmp_path / "a").read_bytes() == whole
+
+
+def test_write_beyond_the_end_lets_it_grow(tmp_path: Path) -> None:
+    with File.create(tmp_path / "a", 10) as file:
+        file.write([(8, b"12345")], BLOCK)
+        assert file.size == 13
+    assert (tmp_path / "a").read_bytes() == bytes(8) + b"12345"
+
+
+@pytest.mark.parametrize("offset", [(2 << 30) - 3, (5 << 30) + 1, 1 << 40])
+def test_offsets_beyond_32_bits(tmp_path: Path, offset: int) -> None:
+    path = tmp_path / "sparse"
+    path.touch()
+    with File.open_to_write(path) as file:
+        triples = file.write([(offset, b"far away")], 1 << 30)
+        assert sum(length for _, length, _ in sums(triples)) == 8
+        assert sums(triples)[0][0] == offset and file.size == offset + 8
+        assert file.check(offset, offset + 8, 1 << 30) == triples
+        room = bytearray(8)
+        file.read([(offset, room)])
+    assert room == b"far away"
+    assert path.stat().st_blocks * 512 < 1 << 20
+
+
+def test_reads_into_arrays_and_views(tmp_path: Path) -> None:
+    data = noise(4000)
+    path = write(tmp_path / "a", data)
+    array, room = np.zeros((10, 100), np.float32), bytearray(100)
+    with File.open(path) as file:
+        file.read([(0, array), (40, memoryview(room)[10:50])])
+    assert array.tobytes() == data
+    assert room == bytes(10) + data[40:80] + bytes(50)
+
+
+def test_writes_read_only_memory_and_arrays(tmp_path: Path) -> None:
+    array = np.arange(100, dtype=np.int64)
+    array.setflags(write=False)
+    with File.create(tmp_path / "a", 0) as file:
+        triples = file.write([(0, array), (800, b"end")], 1 << 20)
+    assert sums(triples) == [(0, 800, crc32c(array.tobytes())), (800, 3, crc32c(b"end"))]
+    assert (tmp_path / "a").read_bytes() == array.tobytes() + b"end"
+
+
+def test_a_long_write_is_sent_to_the_disk_behind_it(tmp_path: Path) -> None:
+    """After each 32 MiB, in whatever order they came. That it fails is for fsync to tell."""
+    room = bytearray(4 << 20)
+    ranges = [((k * 7 % 20) << 22, room) for k in range(20)]
+    with File.create(tmp_path / "a", 80 << 20) as file:
+        _core.file_faults(0)
+        triples = file.write(ranges, 4 << 20)
+        calls = _core.file_faults(0)
+        assert calls == (80 << 20) // (256 << 10) + 2
+        _core.file_faults((32 << 20) // (256 << 10) + 1, "EIO")  # the first of the two
+        assert file.write(ranges, 4 << 20) == triples
+        assert _core.file_faults(0) == calls
+        file.sync()
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranges", "error", "says"),
+    [
+        ([(0, b"read-only")], TypeError, "contiguous and writable buffer, got bytes"),
+        ([(0, np.zeros((4, 4))[:, 0])], TypeError, "contiguous and writable buffer"),
+        ([(0, np.zeros((4, 4)).T)], TypeError, "contiguous and writable buffer"),
+        ([(0, 5)], TypeError, "buffer, got int"),
+        ([(0, None)], TypeError, "buffer, got NoneType"),
+        ([(0, bytearray(1)), (0,)], TypeError, r"a tuple \(offset, memory\)"),
+        ([[0, bytearray(1)]], TypeError, r"a tuple \(offset, memory\), got list"),
+        ([(1.0, bytearray(1))], TypeError, "float"),
+        ([(2**63, bytearray(1))], OverflowError, "int"),
+        ([(-1, bytearray(1))], ValueError, "cannot have 1 bytes at byte -1"),
+        ([(2**63 - 2, bytearray(1))], ValueError, "ends at byte 100, before byte 9223372036854775807"),
+        ([(2**63 - 1, bytearray(2))], ValueError, "cannot have 2 bytes at byte 9223372036854775807"),
+        ([(0, bytearray(100)), (99, bytearray(2))], ValueError, "ends at byte 100, before byte 101"),
+        ([(101, bytearray(1))], ValueError, "ends at byte 100, before byte 102"),
+        ({}, TypeError, "a list of ranges, got dict"),
+        (None, TypeError, "a list of ranges, got NoneType"),
+    ],
+)  # fmt: skip
+def test_read_refuses(tmp_path: Path, ranges: list, error: type[Exception], says: str) -> None:
+    room = bytearray(3)
+    listed = [(0, room), *ranges] if isinstance(ranges, list) else ranges
+    with File.open(write(tmp_path / "a", b"x" * 100)) as file:
+        with pytest.raises(error, match=says) as caught:
+            file.read(listed)
+        assert error is not ValueError or f"'{tmp_path / 'a'}'" in str(caught.value)
+        assert room == bytes(3), "refused, and yet it has read"
+    room.clear()  # BufferError if it were still held
+
+
+@pytest.mark.parametrize(
+    ("ranges", "block", "error", "says"),
+    [
+        ([(0, "text")], BLOCK, TypeError, "contiguous buffer, got str"),
+        ([(-5, b"a")], BLOCK, ValueError, "cannot have 1 bytes at byte -5"),
+        ([(2**63 - 1, b"ab")], BLOCK, ValueError, "cannot have 2 bytes at byte"),
+        ([(0, b"a")], 0, ValueError, "a block cannot have 0 bytes"),
+        ([(0, b"a")], -1, ValueError, "a block cannot have -1 bytes"),
+        ([(0, b"a")], 1.5, TypeError, "float"),
+        ((0, b"a"), BLOCK, TypeError, "a tuple"),
+    ],
+)
+def test_write_refuses(
+    tmp_path: Path, ranges: list, block: int, error: type[Exception], says: str
+) -> None:
+    with File.create(tmp_path / "a", 4) as file, pytest.raises(error, match=says):
+        file.write([(0, b"good"), *ranges] if isinstance(ranges, list) else ranges, block)
+    assert (tmp_path / "a").read_bytes() == bytes(4), "refused, and yet it has written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ((0, 101, BLOCK), ValueError, "ends at byte 100, before byte 101"),
+        ((0, 2**63 - 1, 1), ValueError, "ends at byte 100, before byte 9223372036854775807"),
+        ((5, 4, BLOCK), ValueError, "has no bytes from 5 to 4"),
+        ((-1, 4, BLOCK), ValueError, "has no bytes from -1 to 4"),
+        ((0, 4, 0), ValueError, "a block cannot have 0 bytes"),
+        ((0, 4), TypeError, "3 arguments"),
+    ],
+)
+def test_check_refuses(
+    tmp_path: Path, arguments: tuple[int, ...], error: type[Exception], says: str
+) -> None:
+    with File.open(write(tmp_path / "a", b"x" * 100)) as file, pytest.raises(error, match=says):
+        file.check(*arguments)
+
+
+def test_only_regular_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path, kind in (
+        (tmp_path, "a folder"),
+        (tmp_path / "fifo", "a FIFO"),
+        ("/dev/null", "a device"),
+    ):
+        with pytest.raises(ValueError, match=f"'{path}' is no regular file but {kind}"):
+            File.open(path)
+    with pytest.raises(ValueError, match="no regular file but a FIFO"):
+        File.open_to_write(tmp_path / "fifo")
+    with pytest.raises(IsADirectoryError):
+        File.open_to_write(tmp_path)
+
+
+def test_links_are_followed_to_read_if_wanted_and_never_to_write(tmp_path: Path) -> None:
+    target, link = write(tmp_path / "target", b"data"), tmp_path / "link"
+    link.symlink_to(target)
+    with File.open(link) as file:
+        assert file.size == 4
+    with File.open(target, False) as file:
+        assert file.size == 4
+    for refused in (lambda: File.open(link, False), lambda: File.open_to_write(link)):
+        with pytest.raises(OSError) as caught:
+            refused()
+        assert caught.value.errno == errno.ELOOP and caught.value.filename == str(link)
+    with pytest.raises(FileExistsError):
+        File.create(link, 10)
+    (tmp_path / "dangling").symlink_to(tmp_path / "made")
+    with pytest.raises(FileExistsError):
+        File.create(tmp_path / "dangling", 10)
+    assert not (tmp_path / "made").exists() and target.read_bytes() == b"data"
+
+
+def test_create_leaves_what_exists(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", b"mine")
+    with pytest.raises(FileExistsError) as caught:
+        File.create(path, 100)
+    assert caught.value.filename == str(path) and path.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("size", [-1, 2**63 - 1])
+def test_create_of_an_impossible_size_leaves_nothing(tmp_path: Path, size: int) -> None:
+    with pytest.raises((ValueError, OSError)):
+        File.create(tmp_path / "a", size)
+    assert os.listdir(tmp_path) == []
+
+
+def test_reading_handle_does_not_write(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", b"mine")
+    with File.open(path) as file, pytest.raises(OSError) as caught:
+        file.write([(0, b"x")], BLOCK)
+    assert caught.value.errno == errno.EBADF and caught.value.filename == str(path)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "", None, 3, ["a"]])
+def test_bad_paths(path: object) -> None:
+    for call in (File.open, File.open_to_write, _core.make_folder, _core.lock_file):
+        with pytest.raises((TypeError, ValueError, FileNotFoundError)):
+            call(path)
+
+
+def test_paths_of_any_bytes(tmp_path: Path) -> None:
+    """A name that is no UTF-8, in a message too."""
+    raw = os.fsencode(tmp_path) + b"/\xff\xe9" + b"n" * 200
+    File.create(raw, 3).close()
+    with File.open(raw) as file:
+        assert os.fsencode(file.path) == raw
+        with pytest.raises(ValueError) as caught:
+            file.check(0, 4, 1)
+        assert file.path in str(caught.value)
+    with pytest.raises(FileExistsError) as exists:
+        File.create(os.fsdecode(raw), 3)
+    assert exists.value.filename == os.fsdecode(raw)
+
+
+def test_no_file_but_by_its_constructors() -> None:
+    with pytest.raises(TypeError):
+        File()
+    with pytest.raises(TypeError):
+        File.read("no file", [])
+
+
+# --- closed, shared, interrupted -----------------------------------------------------------------
+
+CALLS: dict[str, Callable[[File], object]] = {
+    "size": lambda file: file.size,
+    "read": lambda file: file.read([(0, bytearray(1))]),
+    "write": lambda file: file.write([(0, b"x")], 1),
+    "check": lambda file: file.check(0, 1, 1),
+    "sync": lambda file: file.sync(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_closed(tmp_path: Path, call: str) -> None:
+    file = File.create(tmp_path / "a", 4)
+    with file as same:
+        assert same is file
+    file.close()  # once more is nothing
+    with pytest.raises(ValueError, match=f"'{tmp_path / 'a'}' has been closed"):
+        CALLS[call](file)
+    assert file.path == str(tmp_path / "a")
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_a_forgotten_file_is_closed(tmp_path: Path) -> None:
+    before = descriptors()
+    File.create(tmp_path / "a", 4)
+    for _ in range(3):
+        with pytest.raises((OSError, ValueError)):
+            File.open(tmp_path)
+    assert descriptors() == before
+
+
+def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
+    lock = _core.lock_file(tmp_path / "lock")
+    with File.create(tmp_path / "a", 4):
+        listing = "import os; print(*(os.path.realpath(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')))"
+        done = subprocess.run(
+            [sys.executable, "-c", listing], close_fds=False, capture_output=True, text=True
+        )
+    _core.unlock(lock)
+    assert done.returncode == 0 and str(tmp_path) not in done.stdout
+
+
+def each_call(root: Path) -> None:
+    """Everything once, and each kind of failure."""
+    path, room = root / "a", bytearray(100)
+    with File.create(path, 10) as file:
+        file.write([(0, b"0123456789"), (5, room)], 7)
+        file.check(0, 10, 3)
+        file.read([(0, room)])
+        for call in (
+            lambda: file.read([(0, room), (1 << 40, room)]),
+            lambda: file.read([(0, room), (0, b"read-only")]),
+            lambda: file.write([(0, room), (0, None)], 7),
+            lambda: file.write([(0, room)], 0),
+            lambda: file.check(0, 1 << 40, 1),
+            lambda: File.create(path, 3),
+            lambda: File.open(root),
+            lambda: File.open(root / "none"),
+            lambda: _core.rename(path, path),
+            lambda: _core.lock_file(root),
+            lambda: _core.crc32c(room, -1),
+        ):
+            with pytest.raises((OSError, ValueError, TypeError)):
+                call()
+    with pytest.raises(ValueError):
+        file.read([(0, room)])
+    _core.unlock(_core.lock_file(path))
+    _core.remove_file(path)
+
+
+def test_nothing_grows(tmp_path: Path) -> None:
+    """Objects and bytes of the heap after hundreds of calls and failures of each kind."""
+    for _ in range(20):
+        each_call(tmp_path)
+    open_before, blocks, heap = descriptors(), sys.getallocatedblocks(), heap_bytes()
+    for _ in range(300):
+        each_call(tmp_path)
+    gc.collect()
+    assert descriptors() == open_before
+    assert sys.getallocatedblocks() - blocks < 100
+    assert heap_bytes() - heap < 300 * 16
+
+
+def long_read(file: File) -> None:
+    """2 GiB, by way of 4 MiB."""
+    room = bytearray(4 << 20)
+    file.read([(0, room)] * 512)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[File]:
+    """A file of 4 MiB."""
+    with File.create(tmp_path / "large", 4 << 20) as file:
+        yield file
+
+
+def test_close_while_another_thread_reads(large: File) -> None:
+    _core.file_faults(0)
+    thread = threading.Thread(target=long_read, args=[large])
+    thread.start()
+    while _core.file_faults(0) == 0:  # not begun
+        pass
+    with pytest.raises(RuntimeError, match="cannot be closed: another call is using it"):
+        large.close()
+    thread.join()
+    large.close()
+
+
+def test_two_threads_read_one_handle(tmp_path: Path) -> None:
+    data = noise(8 << 20)
+    rooms = [bytearray(4 << 20), bytearray(4 << 20)]
+    with File.open(write(tmp_path / "a", data)) as file:
+        threads = [
+            threading.Thread(target=file.read, args=[[(k << 22, room)]])
+            for k, room in enumerate(rooms)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert b"".join(rooms) == data
+
+
+def test_other_threads_run_meanwhile(large: File) -> None:
+    """While one reads, this one counts: the GIL is not held."""
+    thread = threading.Thread(target=long_read, args=[large])
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0)
+    assert turns > 10
+
+
+@pytest.fixture
+def alarm() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Has a function called in this thread in 10 ms, wherever it is then."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def arm(act: Callable[[], None]) -> None:
+        signal.signal(signal.SIGALRM, lambda *_: act())
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+    yield arm
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+ENDLESS = 1_000_000  # times 4 MiB: many minutes
+
+
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("call", ["read", "write", "check"])
+def test_ctrl_c_ends_a_long_call(
+    large: File, alarm: Callable[[Callable[[], None]], None], call: str
+) -> None:
+    room = bytearray(4 << 20)
+    os.truncate(large.path, 1 << 40 if call == "check" else 4 << 20)
+    alarm(ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        if call == "read":
+            large.read([(0, room)] * ENDLESS)
+        elif call == "write":
+            large.write([(0, room)] * ENDLESS, 4 << 20)
+        else:
+            large.check(0, 1 << 40, 4 << 20)
+    room.clear()  # not held any more
+    large.close()
+
+
+def test_a_file_that_gets_shorter_is_an_error(
+    large: File, alarm: Callable[[Callable[[], None]], None]
+) -> None:
+    """Cut while it is read, behind the look at its size: no signal, no bytes made up."""
+    alarm(lambda: os.truncate(large.path, 1000))
+    with pytest.raises(ValueError, match=f"'{large.path}' ends at byte 1000, or before"):
+        large.read([(0, bytearray(4 << 20))] * ENDLESS)
+
+
+# --- folders -------------------------------------------------------------------------------------
+
+
+def test_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    _core.make_folder(folder)
+    _core.sync_folder(tmp_path)
+    with pytest.raises(FileExistsError) as caught:
+        _core.make_folder(folder)
+    assert caught.value.filename == folder
+    write(folder / "file", b"")
+    with pytest.raises(OSError) as full:
+        _core.remove_folder(folder)
+    assert full.value.errno == errno.ENOTEMPTY
+    with pytest.raises(IsADirectoryError):
+        _core.remove_file(folder)
+    _core.remove_file(folder / "file")
+    _core.remove_folder(folder)
+    assert os.listdir(tmp_path) == []
+    for call in (_core.sync_folder, _core.remove_file, _core.remove_folder):
+        with pytest.raises(FileNotFoundError):
+            call(folder)
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        _core.make_folder(tmp_path / "folder")
+        File.create(tmp_path / "file", 1).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o750
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+
+
+def test_sync_folder_wants_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(NotADirectoryError):
+        _core.sync_folder(write(tmp_path / "a", b""))
+
+
+@pytest.mark.parametrize("taken", ["file", "folder", "link"])
+def test_rename_never_replaces(tmp_path: Path, taken: str) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    if taken == "file":
+        new.touch()
+    elif taken == "folder":
+        new.mkdir()
+    else:
+        new.symlink_to("nowhere")
+    with pytest.raises(FileExistsError) as caught:
+        _core.rename(old, new)
+    assert caught.value.filename == old and caught.value.filename2 == new
+    assert sorted(os.listdir(tmp_path)) == ["new", "old"]
+
+
+@pytest.mark.parametrize("unsupported", ["", "EINVAL", "ENOSYS"])
+def test_rename_without_the_systems_help(tmp_path: Path, unsupported: str) -> None:
+    """Where the file system cannot look and rename at once (NFS), the outcomes are the same."""
+    write(tmp_path / "old", b"mine")
+    (tmp_path / "taken").mkdir()
+    _core.file_faults(1 if unsupported else 0, unsupported)
+    with pytest.raises(FileExistsError):
+        _core.rename(tmp_path / "old", tmp_path / "taken")
+    _core.file_faults(1 if unsupported else 0, unsupported)
+    _core.rename(tmp_path / "old", tmp_path / "new")
+    assert _core.file_faults(0) == (2 if unsupported else 1)
+    assert sorted(os.listdir(tmp_path)) == ["new", "taken"]
+    assert (tmp_path / "new").read_bytes() == b"mine"
+
+
+def test_swap(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "a" / "file", b"mine")
+    write(tmp_path / "b", b"other")
+    _core.swap(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == b"other"
+    assert (tmp_path / "b" / "file").read_bytes() == b"mine"
+    with pytest.raises(FileNotFoundError):
+        _core.swap(tmp_path / "a", tmp_path / "none")
+
+
+def test_lock(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    lock = _core.lock_file(path)
+    with pytest.raises(BlockingIOError) as caught:
+        _core.lock_file(path)
+    assert caught.value.filename == path
+    _core.unlock(lock)
+    _core.unlock(_core.lock_file(path))
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+def test_lock_ends_with_its_process(tmp_path: Path) -> None:
+    code = f"import time; from zshard import _core; _core.lock_file({str(tmp_path / 'lock')!r}); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(BlockingIOError):
+            _core.lock_file(tmp_path / "lock")
+        holder.kill()
+    _core.unlock(_core.lock_file(tmp_path / "lock"))
+
+
+def test_lock_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError) as caught:
+        _core.lock_file(tmp_path / "lock")
+    assert caught.value.errno == errno.ELOOP and not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("fd", [-1, 2**31, "1", None])
+def test_unlock_refuses(fd: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        _core.unlock(fd)
+    with pytest.raises(OSError):
+        _core.unlock(1_000_000)
