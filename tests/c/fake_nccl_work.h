@@ -85,6 +85,7 @@ typedef struct job {
     function called, function; /* by what, and what it is to the peers */
     uint64_t number;           /* of its communicator: they run in this order, whatever their streams */
     void *stream;
+    pthread_t caller; /* who has queued it */
     transfer *transfers;
     size_t count, room;
     char *parts; /* all ranks' parts of a reduction; NULL: none */
@@ -100,8 +101,6 @@ static fake *comms;
 static int calls[FUNCTIONS], operations;
 static char last_error[512];
 static _Thread_local int depth, group_error;
-static _Thread_local bool
-    on_stream; /* jobs that run now do so in the call that queues them: a stream without a thread */
 static _Thread_local job *group_jobs, *group_pairs; /* those of Send and Recv are one job */
 
 __attribute__((format(printf, 1, 2))) static void die(const char *format, ...)
@@ -278,7 +277,7 @@ static void run(void *arg)
             done = done && work->transfers[i].done == work->transfers[i].bytes;
         }
         if (moved || done) continue;
-        if (on_stream && peer_is_gone(comm)) {
+        if (pthread_equal(work->caller, pthread_self()) && peer_is_gone(comm)) {
             atomic_store(&comm->state, complain(ZS_NCCL_REMOTE_ERROR, "a peer has gone"));
             break;
         }
@@ -336,9 +335,8 @@ static void put_on_streams(fake *comm)
     for (job *work = comm->pending, *next; work != NULL; work = next) {
         next = work->next;
         work->number = comm->begun++;
-        on_stream = true;
+        work->caller = pthread_self();
         enqueue_on(work->stream, run, work);
-        on_stream = false;
     }
     comm->pending = NULL;
 }
