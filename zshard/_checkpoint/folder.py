@@ -21,8 +21,8 @@ from typing import NamedTuple
 from zshard import _core
 from zshard._checkpoint.manifest import NAME as MANIFEST
 
-_STEP = re.compile(r"step-([0-9]{8,})")
-_HIDDEN = r"\.{}\.[0-9a-f]{{32}}\.tmp"
+_STEP = r"step-[0-9]{8,}"
+_ID = r"[0-9a-f]{32}"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -62,6 +62,14 @@ def name_of(step: int) -> str:
     return f"step-{step:08}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint with that name; None for all other names."""
+    if re.fullmatch(_STEP, name) is None:
+        return None
+    step = int(name.removeprefix("step-"))
+    return step if name_of(step) == name else None
+
+
 def latest(directory: str | os.PathLike[str]) -> str | None:
     """The path of the newest finished checkpoint in a directory of numbered ones, as zshard.save
     writes them with `step`: that of the highest step. None where there is none, or no directory.
@@ -76,12 +84,9 @@ def finished(directory: str | os.PathLike[str]) -> list[int]:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
-    steps = [int(found[1]) for name in names if (found := _STEP.fullmatch(name))]
-    return sorted(
-        step
-        for step in set(steps)
-        if os.path.isfile(os.path.join(directory, name_of(step), MANIFEST))
-    )
+    there = {name: step for name in names if (step := step_of(name)) is not None}
+    is_finished = {n: os.path.isfile(os.path.join(directory, n, MANIFEST)) for n in there}
+    return sorted(step for name, step in there.items() if is_finished[name])
 
 
 # --- a save's way ---------------------------------------------------------------------------------
@@ -104,13 +109,7 @@ class Staging:
         """Makes the folder. Raises OSError where the system refuses, FileExistsError for a path
         that is taken, RuntimeError while another save is under way there."""
         target = self._target
-        if target.is_numbered:
-            with contextlib.suppress(FileExistsError):
-                _core.make_folder(target.parent)
-                _core.sync_folder(os.path.dirname(target.parent))
-        if not os.path.isdir(target.parent):
-            kind = NotADirectoryError if os.path.exists(target.parent) else FileNotFoundError
-            raise kind(f"'{target.parent}', where '{target.name}' is to be saved, is no folder")
+        _check_parent(target)
         self._lock = _locked(target)
         self._check_free()
         if self._lock is not None:
@@ -165,9 +164,7 @@ class Staging:
 def retain(target: Target, keep_last: int, id: str) -> None:
     """Deletes numbered checkpoints but for the `keep_last` newest, and never that of `target`. One
     that cannot be deleted is a warning: the new one is saved."""
-    own = _STEP.fullmatch(target.name)
-    assert own is not None, "it is numbered"
-    others = [step for step in finished(target.parent) if step != int(own[1])]
+    others = [step for step in finished(target.parent) if name_of(step) != target.name]
     for step in others[: max(0, len(others) + 1 - keep_last)]:
         old = Target(target.parent, name_of(step), True)
         try:
@@ -191,10 +188,22 @@ def remove(path: str) -> None:
     _core.remove_folder(path)
 
 
+def _check_parent(target: Target) -> None:
+    """Makes a directory of numbered checkpoints that is not there; no other folder is made."""
+    parent, above = target.parent, os.path.dirname(target.parent)
+    if target.is_numbered and not os.path.lexists(parent) and os.path.isdir(above):
+        with contextlib.suppress(FileExistsError):
+            _core.make_folder(parent)
+        _core.sync_folder(above)
+    if not os.path.isdir(parent):
+        kind = NotADirectoryError if os.path.exists(parent) else FileNotFoundError
+        raise kind(f"'{target.path}' cannot be saved: '{parent}' is no folder")
+
+
 def _clean(target: Target) -> None:
     """Deletes what saves that were broken off have left."""
-    name = _STEP.pattern.replace("(", "").replace(")", "") if target.is_numbered else None
-    pattern = re.compile(_HIDDEN.format(name or re.escape(target.name)))
+    name = _STEP if target.is_numbered else re.escape(target.name)
+    pattern = re.compile(rf"\.{name}\.{_ID}\.tmp")
     for entry in os.listdir(target.parent):
         path = os.path.join(target.parent, entry)
         if pattern.fullmatch(entry) and os.path.isdir(path) and not os.path.islink(path):
