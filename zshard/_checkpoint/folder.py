@@ -143,10 +143,11 @@ class Staging:
     def close(self) -> None:
         """Gives the lock back."""
         if self._lock is not None:
+            lock, self._lock = self._lock, None
             with contextlib.suppress(OSError):
                 _core.remove_file(_lock_path(self._target))
-            _core.unlock(self._lock)
-            self._lock = None
+            with contextlib.suppress(OSError):  # it is closed in any case
+                _core.unlock(lock)
 
     def _check_free(self) -> None:
         path = self._target.path

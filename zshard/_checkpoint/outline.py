@@ -153,11 +153,11 @@ def settle(model: nn.Module) -> None:
     """Has all parameters lie as they do between steps. RuntimeError in a forward or backward, and
     where unshard() or summon_full_params() has made them whole."""
     for _, state in units_of(model):
-        held = next(filter(None, map(_core.held_unit, state.unit.params)), None)
-        if held is not None:
+        held = [name for p in state.unit.params if (name := _core.held_unit(p)) is not None]
+        if held:
             raise RuntimeError(
-                f"the parameters of unit '{held}' are whole copies, made by unshard() or "
-                "summon_full_params(): save when these have ended"
+                f"the parameters of unit '{held[0] or '(root)'}' are whole copies, made by "
+                "unshard() or summon_full_params(): save when these have ended"
             )
         try:
             state.unit.let_go()

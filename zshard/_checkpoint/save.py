@@ -171,14 +171,14 @@ class _Asked(NamedTuple):
     extra: Any  # this rank's, encoded
 
     def facts(self) -> list[Fact]:
-        facts = [("the path", repr(self.target.path)), ("max_shard_size", repr(self.limit))]
-        facts += [(name, repr(value)) for name, value in self.kept._asdict().items()]
+        facts = [(name, repr(value)) for name, value in self.kept._asdict().items()]
+        facts += [("path", repr(self.target.path)), ("max_shard_size", repr(self.limit))]
         for what, contents in zip(("tensor", "optimizer tensor"), self.contents, strict=False):
             facts += facts_of(contents, what)
         if len(self.contents) > 1:
             told = self.contents[1].told
             names = [group["params"] for group in told["groups"]]
-            facts += [("the optimizer", told["class"]), ("its param groups", repr(names))]
+            facts += [("the optimizer", told["class"]), ("param_groups", repr(names))]
         return facts
 
 
