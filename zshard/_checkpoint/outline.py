@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from zshard._checkpoint.extra import encode
 from zshard._group import comm_for
 from zshard._optim_names import names_of
 from zshard._optim_state import held_by
-from zshard._outline import Outline, Saved, StandIns
+from zshard._outline import Saved, StandIns
 from zshard._parts import Part, part_of
 from zshard._safetensors import CODES, is_name
 from zshard._state_dict_type import state_dict_type
@@ -40,7 +40,7 @@ from zshard._units import units_of
 
 _RANK_0, _EVERYONE = -2, -1  # groups; the others are those of units
 
-_KINDS = (Tensor, nn.Parameter, nn.Buffer, Saved)  # of subclasses nobody knows what is in them
+_KINDS = (Tensor, nn.Parameter, nn.Buffer)  # of subclasses nobody knows what is in them
 
 
 class Held(NamedTuple):
@@ -126,19 +126,26 @@ def of_model(model: nn.Module, copies: Copies, dtype: torch.dtype | None) -> Con
     Raises RuntimeError where code of the user's asks for values of sharded parameters, TypeError
     and ValueError for what cannot be kept, naming the entry.
     """
-    state = _state_of(model)
-    tensors = {n: v for n, v in _checked_names(state) if isinstance(v, Tensor)}
+    state, parts = _state_of(model)
+    # A stand-in answers slowly, so its parameter is asked for all but the shape.
+    tensors = {
+        name: value.origin if isinstance(value, Saved) else value
+        for name, value in _checked_names(state)
+        if isinstance(value, Tensor)
+    }
     for name, value in tensors.items():
-        _check_tensor(name, value)
-    tied = _tied_names(tensors, _tied_patterns(model))
+        _check_tensor(name, value, id(value) in parts)
+    tied = _tied_names(tensors, parts.keys(), _tied_patterns(model))
     items = []
     for name, value in tensors.items():
         if name not in tied:
+            part = parts.get(id(value))
+            shape = tuple(value.shape) if part is None else part.shape
             stored = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
             held = copies.from_rank_0(value.detach())
-            if isinstance(value, Saved):
-                held = _of_parameter(value.origin, copies)
-            items.append(Item(name, tuple(value.shape), stored, held))
+            if part is not None:
+                held = copies.held(part, _at_rest(value, part))
+            items.append(Item(name, shape, stored, held))
     others = {n: encode(v, f"'{n}'") for n, v in state.items() if n not in tensors}
     versions = {
         prefix: facts["version"]
@@ -165,33 +172,31 @@ def settle(model: nn.Module) -> None:
             raise RuntimeError(f"a model is saved between steps: {error}") from None
 
 
-def _state_of(model: nn.Module) -> Any:
-    """state_dict() with stand-ins in the places of the units' parameters."""
+def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
+    """state_dict() with stand-ins in the places of the units' parameters; these parameters' parts,
+    by their ids."""
     made: dict[int, Saved] = {}
-
-    def stand_in(param: nn.Parameter, part: Part) -> Saved:
-        if id(param) not in made:
+    parts: dict[int, Part] = {}
+    for param in model.parameters():
+        part = part_of(param)
+        if part is not None:
+            parts[id(param)] = part
             made[id(param)] = Saved.of(param, part.shape, part.name)
-        return made[id(param)]
-
     with ExitStack() as stack:
         for module in model.modules():
-            own = {
-                name: stand_in(param, part)
-                for name, param in module._parameters.items()
-                if param is not None and (part := part_of(param)) is not None
-            }
-            stack.enter_context(StandIns(module, own))
+            own = {n: made[id(p)] for n, p in module._parameters.items() if id(p) in made}
+            if own:
+                stack.enter_context(StandIns(module, own))
         stack.enter_context(state_dict_type(model, "FULL_STATE_DICT"))
         state = model.state_dict()
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict() of {type(model).__name__} gave a {type(state).__name__}")
-    return state
+    return state, parts
 
 
-def _of_parameter(param: nn.Parameter, copies: Copies) -> Held:
-    part, values = part_of(param), param.detach()
-    assert part is not None, "only such have stand-ins"
+def _at_rest(param: Tensor, part: Part) -> Tensor:
+    """This rank's elements of a parameter."""
+    values = param.detach()
     if tuple(values.shape) != part.local_shape:
         if tuple(values.shape) != part.shape:
             raise RuntimeError(
@@ -199,7 +204,7 @@ def _of_parameter(param: nn.Parameter, copies: Copies) -> Held:
                 f"place of {part.local_shape}: only values may be set"
             )
         values = part.of(values)  # the user's `param.data = whole`
-    return copies.held(part, values)
+    return values
 
 
 def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -211,16 +216,14 @@ def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _check_tensor(name: str, value: Tensor) -> None:
-    """Raises where a tensor cannot be in a file."""
-    if type(value) not in _KINDS or value.layout != torch.strided:
+def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:
+    """Raises where a tensor cannot be in a file. is_param: it is a unit's parameter itself."""
+    if (not is_param and type(value) not in _KINDS) or value.layout != torch.strided:
         raise TypeError(
             f"'{name}' is a {type(value).__name__} of layout {value.layout}: only plain tensors "
             "can be saved"
         )
-    if isinstance(value, Outline):
-        value = value.origin.detach()
-    elif _core.is_shard(value):
+    if not is_param and _core.is_shard(value):
         raise RuntimeError(
             f"'{name}' would be only this rank's slice of a parameter: it was tied, parametrized "
             "or given to another module after FSDP(...) (do so before), or a state_dict() of the "
@@ -232,12 +235,15 @@ def _check_tensor(name: str, value: Tensor) -> None:
         raise TypeError(f"'{name}' is of {value.dtype}, which safetensors files do not have")
 
 
-def _tied_names(tensors: Mapping[str, Tensor], is_other: Callable[[str], bool]) -> dict[str, str]:
+def _tied_names(
+    tensors: Mapping[str, Tensor], params: Container[int], is_other: Callable[[str], bool]
+) -> dict[str, str]:
     """Of tensors with several names, {name: the one it is saved under}: the first, but for those of
     which the model says that they are not to be saved."""
     names: dict[Any, list[str]] = {}
     for name, value in tensors.items():
-        names.setdefault(_identity(value) or name, []).append(name)
+        key = id(value) if id(value) in params else _identity(value)
+        names.setdefault(key or name, []).append(name)
     tied: dict[str, str] = {}
     for same in names.values():
         home = next((name for name in same if not is_other(name)), same[0])
@@ -247,8 +253,6 @@ def _tied_names(tensors: Mapping[str, Tensor], is_other: Callable[[str], bool]) 
 
 def _identity(value: Tensor) -> Any:
     """What two names of one tensor have in common; None where it has no elements."""
-    if isinstance(value, Outline):
-        return id(value.origin)
     if value.numel() == 0:
         return None
     return value.data_ptr(), value.device, value.dtype, tuple(value.shape), value.stride()
