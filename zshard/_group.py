@@ -278,7 +278,9 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
     if comm.world == 1:
         return _comm_alone(CPU)
     _drop_dead_entries()
-    group = next(entry.group for entry in _entries.values() if entry.comm is comm)
+    group = next((entry.group for entry in _entries.values() if entry.comm is comm), None)
+    if group is None:
+        raise RuntimeError("the process group of the model has been destroyed")
     key = (id(group), "beside", CPU)
     if key not in _entries:
         kind = comm.transport if comm.transport in TRANSPORTS[CPU] else "auto"
