@@ -106,6 +106,19 @@ def test_an_optimizer_of_some_parameters_in_groups(pool2, tmp_path):
     assert pool2.run(of_some_parameters, tmp_path) == [[], []]
 
 
+def stepped_in_backward(folder):
+    model = wrap("net", ("full_shard", "c10d"))
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    model.optimizer_in_backward(optimizer)
+    for step in range(2):
+        loss_of(model(CASES["net"].batch(step, rank()))).backward()
+    return saved(folder, model, optimizer)
+
+
+def test_an_optimizer_in_backward(pool2, tmp_path):
+    assert pool2.run(stepped_in_backward, tmp_path) == [[], []]
+
+
 # --- ways to set a model up -----------------------------------------------------------------------
 
 

@@ -12,8 +12,9 @@ import sys
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from checkpoints import inside, manifest_in
-from models import loss_of
+from models import differences, loss_of
 from optim_states import rank
 
 import zshard
@@ -107,6 +108,33 @@ def test_from_pretrained(pool2, tmp_path):
         config = json.loads((folder / "x" / "config.json").read_text())
         assert config["architectures"] == [kind] and config["dtype"] == dtype, case
         assert {"config.json", "generation_config.json"} < set(inside(folder / "x"))
+
+
+def of_architectures(names, folder):
+    """{name: what from_pretrained makes otherwise of what two ranks have saved}"""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    found = {}
+    for name in names:
+        torch.manual_seed(1)
+        model = ARCHITECTURES[name].build()
+        kind = type(model)
+        model = FSDP(model, transport="c10d")
+        zshard.save(folder / "x", model, overwrite=True)
+        expected = model.state_dict()
+        if rank() == 0:
+            again, told = kind.from_pretrained(
+                folder / "x", output_loading_info=True, local_files_only=True
+            )
+            wrong = differences(again.state_dict(), expected)
+            found[name] = wrong + [f"{key}: {value}" for key, value in told.items() if value]
+    return found
+
+
+@pytest.mark.slow
+def test_architectures(pool2, tmp_path):
+    found = pool2.run(of_architectures, list(ARCHITECTURES), tmp_path)[0]
+    assert len(found) > 30 and not any(found.values()), found
 
 
 def test_a_model_with_another_kind_of_config(tmp_path):
