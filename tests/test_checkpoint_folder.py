@@ -128,6 +128,19 @@ def test_overwrite(tmp_path):
     assert tensors_in(tmp_path / "step-00000001")["weight"].eq(4).all()
 
 
+def test_a_file_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
+    zshard.save(tmp_path / "x", small(1.0))
+    before = bit_by_bit(tmp_path / "x")
+
+    def swap(a, b):
+        raise OSError(folders._NO_SWAPS[0], "Invalid argument", a)
+
+    monkeypatch.setattr(_core, "swap", swap)
+    with pytest.raises(OSError, match=r"cannot exchange folders: save to another path, .*/x'"):
+        zshard.save(tmp_path / "x", small(2.0), overwrite=True)
+    assert inside(tmp_path) == ["x"] and bit_by_bit(tmp_path / "x") == before
+
+
 def leave_behind(path, names=("model.safetensors", "zshard.json")):
     path.mkdir()
     for name in names:

@@ -160,8 +160,16 @@ def of_different_contents(folder):
     def optimizers(folder, model, optimizer):
         zshard.save(folder / "new", model, [optimizer, None][rank()])
 
+    def states(folder, model, optimizer):
+        optimizer.state[model.first.weight][f"more{rank()}"] = 1
+        try:
+            zshard.save(folder / "new", model, optimizer)
+        finally:
+            del optimizer.state[model.first.weight][f"more{rank()}"]
+
     kind, found = zshard.DivergenceError, []
     for text, action in (
+        ("where rank 0 has 'first.weight.more0' (no tensor)", states),
         ("path is '", paths),
         ("where rank 0 has tensor 'more0'", names),
         ("only rank 0 has", optimizers),

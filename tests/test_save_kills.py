@@ -14,12 +14,13 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import inside, manifest_in, states_in, tensors_in
 from nursery import fork_ranks
 from torch import nn
 
 import zshard
-from zshard import _core
+from zshard import FSDP, _core
 
 
 def state(value):
@@ -119,3 +120,41 @@ def test_a_save_that_is_killed(way, what, tmp_path):
     seen, calls = result[0].value
     assert calls > 40 and set(seen) == {1.0, 2.0}  # the old one before the last steps, then the new
     assert seen[1.0] > seen[2.0]
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def saved_by_ranks(folder, victim, nth, what):
+    """Two numbered checkpoints, of which the second is one rank's last deed."""
+    for value in (1.0, 2.0):
+        plain, optimizer = state(value)
+        model = FSDP(plain, transport="c10d")
+        for param in model.parameters():
+            optimizer.state[param]["momentum_buffer"] = torch.full_like(param, value)
+        _core.file_faults(nth if value == 2.0 and dist.get_rank() == victim else 0, what)
+        zshard.save(folder, model, optimizer, step=int(value))
+    return _core.file_faults(0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["kill", "killafter"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_at_each_call(victim, what, tmp_path):
+    seen, nth = Counter(), 0
+    while True:
+        nth += 1
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        results = fork_ranks(saved_by_ranks, 2, folder, victim, nth, what)
+        calls = results[victim].value
+        if calls is not None and calls < nth:
+            break
+        assert results[victim].returncode == -signal.SIGKILL, results[victim].stderr
+        other = results[1 - victim]
+        assert other.returncode == 0 or "PeerError" in other.stderr, other.stderr
+        seen[found_in(folder, numbered)] += 1
+        numbered(folder, 3.0)
+        assert inside(folder) == ["step-00000003"]
+    assert nth > (30 if victim == 0 else 6) and seen[1.0] > 5
+    assert victim == 1 or seen[2.0] > 0

@@ -23,6 +23,7 @@ from zshard._checkpoint.manifest import NAME as MANIFEST
 
 _STEP = r"step-[0-9]{8,}"
 _ID = r"[0-9a-f]{32}"
+_NO_SWAPS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -124,12 +125,13 @@ class Staging:
         _core.sync_folder(self.path)
         self._check_free()
         self._replaced = os.path.lexists(target.path)
-        (_core.swap if self._replaced else _core.rename)(self.path, target.path)
+        move = _swap if self._replaced else _core.rename
+        move(self.path, target.path)
         self._there = self._replaced
         try:
             _core.sync_folder(target.parent)
         except OSError:  # it may be lost with the power: then it has not been saved
-            (_core.swap if self._replaced else _core.rename)(target.path, self.path)
+            move(target.path, self.path)
             self._there = True
             raise
 
@@ -187,6 +189,16 @@ def remove(path: str) -> None:
         else:
             _core.remove_file(entry.path)
     _core.remove_folder(path)
+
+
+def _swap(new: str, old: str) -> None:
+    try:
+        _core.swap(new, old)
+    except OSError as error:
+        if error.errno not in _NO_SWAPS:
+            raise
+        why = "the file system cannot exchange folders: save to another path, and delete this one"
+        raise OSError(error.errno, why, old) from None
 
 
 def _check_parent(target: Target) -> None:

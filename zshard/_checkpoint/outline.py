@@ -68,6 +68,8 @@ class Contents(NamedTuple):
     items: list[Item]
     tied: dict[str, str]  # another name: the one of an item
     told: dict[str, Any]  # for the manifest
+    others: list[str]  # names of what is no tensor
+    nested: str = ""  # what seems to hold this rank's slices within a list or dict
 
 
 def ranks_of(model: nn.Module) -> _core.Comm:
@@ -92,7 +94,7 @@ class Copies:
             everyone = [array("q", data) for data in gather_bytes(comm, parts.tobytes())]
         self._known: dict[int, tuple[int, int, int]] = {}
         for i, (key, each) in enumerate(shards.items()):
-            same = [r for r, their in enumerate(everyone) if their[i] == each.rank]
+            same = [r for r, their in enumerate(everyone) if their[i : i + 1] == parts[i : i + 1]]
             row = (1, 0) if each is comm else (len(same), same.index(comm.rank))
             self._known[key] = (*row, i)
 
@@ -113,6 +115,7 @@ def facts_of(contents: Contents, what: str) -> list[Fact]:
         (f"{what} '{each.name}'", f"shape {each.shape}, {each.dtype}") for each in contents.items
     ]
     facts += [(f"'{name}'", f"another name of '{home}'") for name, home in contents.tied.items()]
+    facts += [(f"'{name}'", "no tensor") for name in contents.others]
     return facts
 
 
@@ -153,7 +156,7 @@ def of_model(model: nn.Module, copies: Copies, dtype: torch.dtype | None) -> Con
         if isinstance(facts, Mapping) and facts.get("version", 1) != 1
     }
     told = {"extra_state": others, "versions": encode(versions, "the versions of modules")}
-    return Contents(items, tied, told)
+    return Contents(items, tied, told, list(others))
 
 
 def settle(model: nn.Module) -> None:
@@ -294,9 +297,11 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Copies) -> Cont
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     names = names_of(model, optimizer)
-    cut = {id(each.param): {k: c for k, _, c in each.entries} for each in held_by(optimizer)}
+    held = held_by(optimizer)
+    cut = {id(each.param): {k: c for k, _, c in each.entries} for each in held}
+    nested = (f"{each.nested} of '{each.part.name}'" for each in held if each.nested)
     by_key: dict[str, list[Item]] = {}
-    told_state = {}
+    told_state: dict[str, dict[str, Any]] = {}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         tensors, values = [], {}
         name, is_cut = names[id(param)], cut.get(id(param), {})
@@ -320,14 +325,8 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Copies) -> Cont
         "groups": [_group(i, group, names) for i, group in enumerate(optimizer.param_groups)],
         "state": told_state,
     }
-    return Contents(items, {}, told)
-
-
-def nested_slices(optimizer: Optimizer) -> str:
-    """What of the state seems to hold this rank's slices within a list or dict; "" if nothing. A
-    rank alone could be misled by a shape."""
-    found = (f"{e.nested} of '{e.part.name}'" for e in held_by(optimizer) if e.nested)
-    return next(found, "")
+    others = [f"{name}.{key}" for name, own in told_state.items() for key in own["values"]]
+    return Contents(items, {}, told, others, next(nested, ""))
 
 
 def _of_state(name: str, param: Tensor, value: Tensor, is_cut: bool, copies: Copies) -> Item:

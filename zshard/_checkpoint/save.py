@@ -46,7 +46,6 @@ from zshard._checkpoint.outline import (
     Contents,
     Copies,
     facts_of,
-    nested_slices,
     of_model,
     of_optimizer,
     ranks_of,
@@ -55,6 +54,7 @@ from zshard._checkpoint.outline import (
 from zshard._checkpoint.write import Chunk, Writer, Written
 from zshard._group import comm_beside
 from zshard._safetensors import CODES
+from zshard.api import FSDP
 
 _OPEN = 64  # files at a time
 
@@ -144,7 +144,7 @@ def save(
             contents.append(of_optimizer(model, optimizer, copies))
         made.append(_Asked(target, kept, limit, contents, encode(dict(extra or {}))))
     check_agreement(comm, made[0].facts(), "checkpoints to be saved")
-    _check_nested(comm, optimizer)
+    _check_nested(comm, made[0].contents[-1].nested)
     plan = _plan(comm, made[0], model)
     _write(plan, comm_beside(comm))
     return Save(target.path)
@@ -219,9 +219,9 @@ def _check_arguments(kept: _Kept, extra: Any, dtype: Any) -> None:
             raise ValueError(f"keep_last={kept.keep_last}: at least this one is kept")
 
 
-def _check_nested(comm: _core.Comm, optimizer: Optimizer | None) -> None:
-    """Refuses slices within lists and dicts of an optimizer's state."""
-    found = "" if optimizer is None else nested_slices(optimizer)
+def _check_nested(comm: _core.Comm, found: str) -> None:
+    """Refuses slices within lists and dicts of an optimizer's state, if all ranks have found some:
+    one alone could be misled by a shape."""
     if all(told == b"\1" for told in comm.exchange(b"\1" if found else b"\0")):
         raise RuntimeError(
             f"{found} in the optimizer's state holds this rank's slices, which save() cannot keep; "
@@ -296,8 +296,8 @@ def _texts(model: nn.Module, files: Sequence[File]) -> dict[str, bytes]:
 
 def _own_class(model: nn.Module) -> type:
     """The class that it had before it was wrapped."""
-    kinds = (kind for kind in type(model).__mro__ if not kind.__module__.startswith("zshard."))
-    return next(kind for kind in kinds if not kind.__name__.startswith("FSDP"))
+    kinds = (kind for kind in type(model).__mro__ if not issubclass(kind, FSDP))
+    return next(kind for kind in kinds if not kind.__module__.startswith("zshard."))
 
 
 # --- writing --------------------------------------------------------------------------------------
