@@ -14,9 +14,24 @@ import torch.distributed as dist
 from meshes import mesh_of
 from models import CASES, ddp, differences, make, make_optimizer, sharded, train
 
+import zshard
 from zshard import FSDP
 
 FULL = ("full_shard", "shm")
+HYBRID = [("hybrid_shard", 2, 2), ("hybrid_full", 2, 2), ("hybrid_shard_zero2", 2, 2)]
+
+# Elementwise optimizers by a name, with what each keeps.
+KINDS = {
+    "amsgrad": lambda params: zshard.AdamW(params, amsgrad=True),
+    "torch amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,  # which keeps two numbers for each parameter
+    "ASGD": torch.optim.ASGD,
+    "Adagrad": torch.optim.Adagrad,  # which makes its state before the first step
+    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.5),
+    "Rprop": torch.optim.Rprop,
+    "no momentum": lambda params: zshard.SGD(params, lr=0.1),
+}
 
 
 def rank() -> int:

@@ -20,6 +20,7 @@ FILES = {
     "test_mixed_precision.py": "",
     "test_hybrid.py": "not shm_within_hosts",
     "test_meta.py": "not little_is_whole",  # which looks at the host's memory
+    "test_save.py": "not chunk_of_memory and not offload",
 }
 SAMPLE = ("nccl", "test_parity.py", "two_ranks and (net or tied or odds or unused)")
 ALL = [(mover, *each) for mover in ("nccl", "peer", "c10d") for each in FILES.items()]

@@ -14,7 +14,18 @@ import pickle
 import pytest
 import torch
 from models import CASES, COMBINATIONS, Mlp, make, make_optimizer, train, wrapped
-from optim_states import FULL, differ, go_on, rank, reference, through_a_file, trained, wrap
+from optim_states import (
+    FULL,
+    HYBRID,
+    KINDS,
+    differ,
+    go_on,
+    rank,
+    reference,
+    through_a_file,
+    trained,
+    wrap,
+)
 from spawn import ranks
 
 import zshard
@@ -41,19 +52,6 @@ def against_plain(name, kind):
 def test_state_is_that_of_the_plain_models_optimizer(pool2, name, kind):
     for found in pool2.run(against_plain, name, kind):
         assert not any(found.values()), found
-
-
-KINDS = {
-    "amsgrad": lambda params: zshard.AdamW(params, amsgrad=True),
-    "torch amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True),
-    "AdamW": torch.optim.AdamW,
-    "NAdam": torch.optim.NAdam,  # which keeps two numbers for each parameter
-    "ASGD": torch.optim.ASGD,
-    "Adagrad": torch.optim.Adagrad,  # which makes its state before the first step
-    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.5),
-    "Rprop": torch.optim.Rprop,
-    "no momentum": lambda params: zshard.SGD(params, lr=0.1),
-}
 
 
 def of_a_kind(name, kind):
@@ -107,9 +105,6 @@ WAYS = [
 @pytest.mark.parametrize(("name", "kind", "source", "target"), WAYS)
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, kind, source, target):
     assert pool2.run(resumed, name, kind, source, target) == [[], []]
-
-
-HYBRID = [("hybrid_shard", 2, 2), ("hybrid_full", 2, 2), ("hybrid_shard_zero2", 2, 2)]
 
 
 @ranks(4)

@@ -10,6 +10,9 @@ See README.md for what it does, ARCHITECTURE.md for how.
 import torch  # noqa: F401 - its libraries have to be loaded before the core that links to them
 
 from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
+from zshard._checkpoint.extra import rng_state, set_rng_state
+from zshard._checkpoint.folder import latest
+from zshard._checkpoint.save import Save, save
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._features import features
 from zshard._forward_methods import register_forward_method
@@ -48,16 +51,21 @@ __all__ = [
     "OffloadPolicy",
     "PeerError",
     "PeerTimeoutError",
+    "Save",
     "ShardingStrategy",
     "empty",
     "features",
     "fully_shard",
+    "latest",
     "load",
     "load_optim_state_dict",
     "load_state_dict",
     "optim_state_dict",
     "predict_memory",
     "register_forward_method",
+    "rng_state",
+    "save",
+    "set_rng_state",
     "shard_info",
     "wrap",
 ]

@@ -52,7 +52,11 @@ def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
 
 _TEXT = 2000  # bytes of a message that the other ranks get
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, OSError, MemoryError)
+    kind.__name__: kind
+    for kind in (
+        *(FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError, OSError),
+        *(NotImplementedError, ValueError, TypeError, MemoryError),
+    )
 }
 
 

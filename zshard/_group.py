@@ -39,6 +39,8 @@ class _Entry:
     comm: _core.Comm
 
 
+_PATIENCE = 1800.0  # seconds that who waits for a disk waits at least
+
 Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
 
 _entries: dict[tuple[int, Asked, str], _Entry] = {}  # by group, transport asked for, device
@@ -268,6 +270,22 @@ def comm_for(
     elif timeout is not None:
         entry.comm.set_timeout(float(timeout))
     return entry.comm
+
+
+def comm_beside(comm: _core.Comm) -> _core.Comm:
+    """A transport between the hosts of the same ranks, for a thread of its own; collective on first
+    use. A wait lasts half an hour at least: a peer may be busy with a slow disk."""
+    if comm.world == 1:
+        return _comm_alone(CPU)
+    _drop_dead_entries()
+    group = next((entry.group for entry in _entries.values() if entry.comm is comm), None)
+    if group is None:
+        raise RuntimeError("the process group of the model has been destroyed")
+    key = (id(group), "beside", CPU)
+    if key not in _entries:
+        kind = comm.transport if comm.transport in TRANSPORTS[CPU] else "auto"
+        _entries[key] = _Entry(group, _connect(group, kind, max(comm.timeout, _PATIENCE)))
+    return _entries[key].comm
 
 
 def _comm_alone(device: str) -> _core.Comm:

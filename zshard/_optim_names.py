@@ -27,7 +27,7 @@ from zshard._parts import part_of
 from zshard._units import State, units_of
 from zshard._values import take_from_rank_0
 
-__all__ = ["OptimStateMethods", "load_optim_state_dict", "optim_state_dict"]
+__all__ = ["OptimStateMethods", "load_optim_state_dict", "names_of", "optim_state_dict"]
 
 _HOW = "zshard.optim_state_dict(model, optimizer)"
 
@@ -47,7 +47,7 @@ def optim_state_dict(
     ranks together. Raises ValueError for a parameter that the model does not have, DivergenceError
     on all ranks where their states are of different parameters, keys, shapes or dtypes.
     """
-    names = _names(model, optimizer)
+    names = names_of(model, optimizer)
     if rank0_only and _comm_of(model).rank != 0:
         gather(optimizer, keep=False)
         return {}
@@ -95,7 +95,7 @@ class OptimStateMethods:
             return _optim_state_dict(model, optim, rank0_only=rank0_only)
         if rank0_only and _comm_of(model).rank != 0:
             return {}
-        return _by_name(_names(model, optim), optim, optim_state_dict)
+        return _by_name(names_of(model, optim), optim, optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -168,8 +168,9 @@ def _check_group(model: nn.Module, group: Any) -> None:
         )
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """The name of each parameter of the optimizer, by its id."""
+def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """The name of each parameter of the optimizer, by its id: the first that the model gives it.
+    ValueError for a parameter that the model does not have."""
     names = {id(param): name for name, param in model.named_parameters()}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -220,7 +221,7 @@ def _to_load(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None, from_rank0: bool
 ) -> dict[str, Any]:
     """What optimizer.load_state_dict() takes, numbers for names. ValueError on all ranks alike."""
-    _names(model, optimizer)
+    names_of(model, optimizer)
     comm = _comm_of(model)
     given = state if comm.rank == 0 or not from_rank0 else None
     problems: list[str] = []

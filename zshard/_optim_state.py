@@ -32,7 +32,7 @@ from zshard._agree import Fact, check_agreement, gather_bytes
 from zshard._optim_memory import zeros_side_by_side
 from zshard._parts import Part, part_of
 
-__all__ = ["Room", "Taken", "gather", "install", "problems_with", "settle", "spread"]
+__all__ = ["Room", "Taken", "gather", "held_by", "install", "problems_with", "settle", "spread"]
 
 _torchs_save = Optimizer.state_dict
 _torchs_load = Optimizer.load_state_dict
@@ -118,7 +118,7 @@ class _Held:
         return None
 
 
-def _held_by(optimizer: Optimizer) -> list[_Held]:
+def held_by(optimizer: Optimizer) -> list[_Held]:
     """All sharded parameters of the optimizer, also those without state, in its order."""
     cut = [(param, part) for param in _params_of(optimizer) if (part := part_of(param))]
     states = [(param, part, optimizer.state.get(param, {})) for param, part in cut if part.is_cut]
@@ -181,7 +181,7 @@ def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[A
     on all ranks where they have state of different parameters, names, shapes or dtypes;
     RuntimeError for parts within a list or dict.
     """
-    held = _held_by(optimizer)
+    held = held_by(optimizer)
     holders: dict[int, list[tuple[int, int]]] = {}
     for comm in {id(each.part.comm): each.part.comm for each in held}.values():
         mine = [each for each in held if each.part.comm is comm]

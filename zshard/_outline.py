@@ -1,4 +1,5 @@
-"""Tensors that say what they are like and have no values: what loading shows before it copies.
+"""Tensors that say what they are like and have no values: what loading shows before it copies, and
+saving in place of what it writes.
 
 The one idea: code that runs while a model is loaded (nn.Module's, a user's hook) may ask such a
 tensor for its shape, dtype and device. Whatever would need its values is an error that names it, so
@@ -8,11 +9,14 @@ nobody computes with numbers that are not there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # What may be asked: facts, and other tensors of its shape and dtype.
 _FACTS = {
@@ -25,6 +29,7 @@ _FACTS = {
 }
 # What may be done after its example to another tensor, which comes first.
 _LIKENESSES = {getattr(Tensor, n) for n in ("expand_as", "reshape_as", "view_as", "type_as", "to")}
+_COPIES = {getattr(Tensor, name) for name in ("clone", "contiguous", "cpu")}
 _ITSELF = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
@@ -58,10 +63,10 @@ class Outline(_Valueless, nn.Parameter):
 
     origin: nn.Parameter
 
-    @staticmethod
-    def of(param: nn.Parameter, shape: tuple[int, ...], name: str) -> Outline:
+    @classmethod
+    def of(cls, param: nn.Parameter, shape: tuple[int, ...], name: str) -> Self:
         whole = torch.empty((), dtype=param.dtype, device=param.device).expand(shape)
-        made: Outline = Tensor._make_subclass(Outline, whole, param.requires_grad)
+        made: Self = Tensor._make_subclass(cls, whole, param.requires_grad)
         vars(made).update(vars(param), origin=param, label=name)
         return made
 
@@ -70,6 +75,27 @@ class Outline(_Valueless, nn.Parameter):
             f"parameter '{self.label}' while its module is loaded: a load hook sees the shape and "
             "dtype of a sharded parameter, its values are not there (take them from state_dict() "
             "before, or change them after)"
+        )
+
+
+class Saved(Outline):
+    """The same for code that makes a state dict which is to be saved. Its values go to the file as
+    they are, so a copy of it is itself."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _COPIES and isinstance(args[0], Saved):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def complaint(self) -> str:
+        return (
+            f"parameter '{self.label}' while its checkpoint is saved: a hook or method of "
+            "state_dict() sees the shape and dtype of the parameter and may give it another name, "
+            "or leave it out; its values may lie on several ranks, so nothing can be computed "
+            "with them"
         )
 
 

@@ -26,6 +26,7 @@ class Part:
     """This rank's part of a parameter: of its row-major elements, `numel` from `begin` on."""
 
     comm: _core.Comm  # of the ranks that hold all parts
+    shards: _core.Comm  # of them, those that one copy is cut over
     shape: tuple[int, ...]  # of the whole parameter
     begin: int
     numel: int
@@ -84,6 +85,7 @@ def remember_parts(state: State) -> None:
         facts = unit.param(index)
         _parts[param] = Part(
             state.comms.all,
+            state.comms.shards,
             tuple(facts["shape"]),
             facts["begin"],
             facts["numel"],

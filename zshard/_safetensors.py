@@ -52,6 +52,9 @@ _DTYPES = {
 }
 
 
+CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
 class Entry(NamedTuple):
     """A tensor of a file: `begin` is its first byte there."""
 
@@ -123,7 +126,7 @@ class File:
 
     def _span(self, name: str, facts: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
         """dtype, shape, first byte and end of the tensor `name`, in the data."""
-        if not _is_name(name):
+        if not is_name(name):
             raise self._wrong(f"{name[:80]!r} is no name for a tensor")
         if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
             raise self._wrong(f"tensor '{name}' has no dtype, shape and data_offsets, or more")
@@ -270,7 +273,7 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
 
 
-def _is_name(name: str) -> bool:
+def is_name(name: str) -> bool:
     """Surrogates alone could not be printed; nothing else is asked of a name."""
     try:
         name.encode()
@@ -281,7 +284,7 @@ def _is_name(name: str) -> bool:
 
 def _is_plain(name: str) -> bool:
     """Is it the name of a file, not a way to one?"""
-    return _is_name(name) and name.endswith(".safetensors") and not set(name) & set("/\\:")
+    return is_name(name) and name.endswith(".safetensors") and not set(name) & set("/\\:")
 
 
 def _are_counts(values: Any) -> bool:

@@ -9,6 +9,7 @@ manifest, written last, says what belongs together and has checksums of all of i
     outline.py      what a model and an optimizer have to save, and who has it
     layout.py       which tensor lies where in which file
     save.py         writing: agree, stage, write, sync, commit
+    write.py        from tensors to one file, in place or a chunk at a time
     folder.py       directories of numbered checkpoints
     safetensors.py  reading the files of others, which are not trusted
     load.py         checking, then reading to where the values belong

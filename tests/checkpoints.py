@@ -1,0 +1,138 @@
+"""Checkpoints as files, for the tests of what writes them: read without anything of zshard's reading.
+
+The one idea: what is in the files is for others to read, so it is read by the reference
+implementation of safetensors, and checksums are computed anew, by a table of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import differences
+from optim_states import rank
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import zshard
+from zshard import _core
+from zshard._checkpoint import manifest as manifests
+from zshard._checkpoint.manifest import BLOCK, Manifest
+
+
+def tensors_in(folder: str | Path, stem: str = "model") -> dict[str, Tensor]:
+    """All tensors of `<stem>*.safetensors`, by name."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(Path(folder).glob(f"{stem}*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def manifest_in(folder: str | Path) -> Manifest:
+    """The manifest, after a look at all that it says of the other files."""
+    path = Path(folder, manifests.NAME)
+    made = manifests.parse(path.read_bytes(), str(path))
+    others = {each.name for each in Path(folder).iterdir()} - {manifests.NAME}
+    assert set(made.files) == others
+    for name, record in made.files.items():
+        data = Path(folder, name).read_bytes()
+        assert len(data) == record.size, name
+        sums = [_core.crc32c(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)]
+        assert tuple(sums) == record.checksums, name
+    return made
+
+
+def whole(folder: str | Path) -> dict[str, Tensor]:
+    """The model's state dict: tied names, too."""
+    state = tensors_in(folder)
+    tied = manifest_in(folder).tied
+    assert not state.keys() & tied.keys()
+    return state | {name: state[home] for name, home in tied.items()}
+
+
+def states_in(folder: str | Path) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by names, as zshard.optim_state_dict() has it under "state"."""
+    told, tensors = manifest_in(folder).optimizer, tensors_in(folder, "optimizer")
+    assert told is not None
+    listed = {f"{name}.{key}" for name, own in told["state"].items() for key in own["tensors"]}
+    assert listed == set(tensors)
+    return {
+        name: {key: tensors[f"{name}.{key}"] for key in own["tensors"]} | own["values"]
+        for name, own in told["state"].items()
+    }
+
+
+def check_files(folder: str | Path) -> list[str]:
+    """What is wrong with the safetensors files' form: where data begins, how it is aligned, and what
+    the indices say of it."""
+    wrong = []
+    for stem in ("model", "optimizer"):
+        index = Path(folder, f"{stem}.safetensors.index.json")
+        homes = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+        for path in sorted(Path(folder).glob(f"{stem}*.safetensors")):
+            data = path.read_bytes()
+            length = int.from_bytes(data[:8], "little")
+            header = json.loads(data[8 : 8 + length])
+            if (8 + length) % 4096 or header.pop("__metadata__")["format"] != "pt":
+                wrong.append(f"{path.name}: data from byte {8 + length} on")
+            sizes = [torch.empty((), dtype=_DTYPES[h["dtype"]]).itemsize for h in header.values()]
+            if sizes != sorted(sizes, reverse=True):
+                wrong.append(f"{path.name}: items of {sizes} bytes")
+            wrong += [
+                f"{name}: not in the index" for name in header if homes.get(name) != path.name
+            ]
+            for name in header:
+                homes.pop(name, None)
+        wrong += [f"{name}: in the index only" for name in homes]
+    return wrong
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+_DTYPES |= {"F16": torch.float16, "BOOL": torch.bool, "U8": torch.uint8, "C64": torch.complex64}
+_DTYPES |= {"I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
+
+
+def unlike(
+    folder: str | Path, state: dict[str, Any], optimizer: dict[str, Any] | None
+) -> list[str]:
+    """What in a checkpoint differs from a state dict and from optim_state_dict(), or is malformed."""
+    found = check_files(folder) + differences(whole(folder), state)
+    if optimizer is None:
+        return found + (["an optimizer"] if manifest_in(folder).optimizer is not None else [])
+    saved = states_in(folder)
+    for name in sorted(saved.keys() | optimizer["state"].keys()):
+        ours, theirs = saved.get(name, {}), optimizer["state"].get(name, {})
+        found += [f"{name}: {each}" for each in differences(ours, theirs)]
+    told = manifest_in(folder).optimizer
+    assert told is not None
+    for ours, theirs in zip(told["groups"], optimizer["param_groups"], strict=True):
+        if ours["params"] != theirs["params"] or ours["options"]["lr"] != theirs["lr"]:
+            found.append(f"a group of {ours}")
+    return found
+
+
+def bit_by_bit(folder: str | Path) -> dict[str, bytes]:
+    """All files, to compare."""
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def inside(folder: str | Path) -> list[str]:
+    """The names in a folder, in order."""
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def saved(folder: str | Path, model: nn.Module, optimizer: Any = None, **options: Any) -> list[str]:
+    """Saves a model and says what differs in the files from what rank 0 has; `dtype` is one of the
+    options that zshard.save gets."""
+    path = f"{folder}/x"
+    named = None if optimizer is None else zshard.optim_state_dict(model, optimizer)
+    dtype = options.get("dtype")
+    state = {
+        name: value.to(dtype) if dtype and value.is_floating_point() else value
+        for name, value in model.state_dict().items()
+    }
+    assert zshard.save(path, model, optimizer, overwrite=True, **options).path == path
+    return unlike(path, state, named) if rank() == 0 else []

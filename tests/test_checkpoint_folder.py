@@ -1,0 +1,231 @@
+"""Directories of checkpoints: what is the latest, what is kept, what is cleaned up.
+
+The one idea: whatever lies in the folder, finished checkpoints alone are found, and nothing is deleted
+but what zshard itself has left there.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from checkpoints import bit_by_bit, inside, manifest_in, tensors_in
+from models import Mlp, make, wrapped
+from optim_states import FULL, rank
+from torch import nn
+
+import zshard
+from zshard import _core
+from zshard._checkpoint import folder as folders
+from zshard._checkpoint.folder import Target
+
+ID = "0123456789abcdef" * 2
+
+
+def small(value=1.0):
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+# --- numbered ones --------------------------------------------------------------------------------
+
+
+def numbered(folder):
+    found = []
+    for step in (3, 12, 7):
+        model = wrapped(Mlp, FULL, seed=step)
+        path = zshard.save(folder / "run", model, step=step).path
+        found.append((path, zshard.latest(folder / "run")))
+    return found
+
+
+def test_numbered_checkpoints(pool2, tmp_path):
+    paths = [f"{tmp_path}/run/step-{step:08}" for step in (3, 12, 7)]
+    expected = list(zip(paths, [paths[0], paths[1], paths[1]], strict=True))
+    assert pool2.run(numbered, tmp_path) == [expected] * 2
+    assert inside(tmp_path / "run") == ["step-00000003", "step-00000007", "step-00000012"]
+    assert [manifest_in(path).step for path in paths] == [3, 12, 7]
+    assert folders.finished(tmp_path / "run") == [3, 7, 12]
+
+
+def test_latest(tmp_path):
+    assert zshard.latest(tmp_path) is None and zshard.latest(tmp_path / "gone") is None
+    path = zshard.save(tmp_path, small(), step=5).path
+    for name in ("step-00000007", "step-9", "step-000000009", "step-00000009.old", "other"):
+        (tmp_path / name).mkdir()
+    for name in ("step-9", "step-000000009", "step-00000009.old", "other"):
+        (tmp_path / name / "zshard.json").write_text("{}")
+    (tmp_path / "step-00000008").write_text("")
+    assert zshard.latest(tmp_path) == zshard.latest(str(tmp_path)) == path
+    with pytest.raises(NotADirectoryError):
+        zshard.latest(tmp_path / "step-00000008")
+    assert zshard.save(tmp_path, small(), step=123456789).path == f"{tmp_path}/step-123456789"
+    assert zshard.latest(tmp_path) == f"{tmp_path}/step-123456789"
+
+
+def test_a_step_without_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    zshard.save("runs", small(), step=1)
+    zshard.save("runs/", small(), step=2)
+    zshard.save("one", small())
+    assert inside("runs") == ["step-00000001", "step-00000002"]
+    assert inside(".") == ["one", "runs"]
+
+
+def kept(folder):
+    model = wrapped(Mlp, FULL)
+    for step in (1, 2, 3, 4):
+        zshard.save(folder, model, step=step, keep_last=2)
+    zshard.save(folder, model, step=2, keep_last=2)  # after a return to an earlier one, say
+    if rank() == 0:
+        return inside(folder)
+
+
+def test_keep_last(pool2, tmp_path):
+    (tmp_path / "step-00000000").mkdir()  # not finished, so nobody's to delete
+    (tmp_path / "step-00000000" / "notes").write_text("")
+    names = pool2.run(kept, tmp_path)[0]
+    assert names == ["step-00000000", "step-00000002", "step-00000004"]
+
+
+def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
+    zshard.save(tmp_path, small(), step=1)
+    before = bit_by_bit(tmp_path / "step-00000001")
+
+    def refuse(old, new):
+        raise PermissionError(1, "Operation not permitted", old)
+
+    real = _core.rename
+    monkeypatch.setattr(_core, "rename", lambda a, b: real(a, b) if ".tmp" in a else refuse(a, b))
+    with pytest.warns(UserWarning, match=r"step-00000001' was not deleted: .* not permitted"):
+        zshard.save(tmp_path, small(), step=2, keep_last=1)
+    assert inside(tmp_path) == ["step-00000001", "step-00000002"]
+    assert bit_by_bit(tmp_path / "step-00000001") == before
+
+
+# --- what was there -------------------------------------------------------------------------------
+
+
+def test_overwrite(tmp_path):
+    path = tmp_path / "x"
+    path.mkdir()  # empty
+    zshard.save(path, small(1.0), overwrite=True)
+    old = manifest_in(path)
+    (path / "more").mkdir()
+    (path / "more" / "file").write_text("of the user's")
+    with open(path / "model.safetensors", "rb") as still_open:
+        zshard.save(path, small(2.0), overwrite=True)
+        assert (
+            torch.frombuffer(bytearray(still_open.read()[-32:-8]), dtype=torch.float32).eq(1).all()
+        )
+    assert inside(tmp_path) == ["x"] and not (path / "more").exists()
+    assert manifest_in(path).id != old.id
+    assert tensors_in(path)["weight"].eq(2).all()
+    zshard.save(tmp_path, small(3.0), step=1, overwrite=True)
+    zshard.save(tmp_path, small(4.0), step=1, overwrite=True)
+    assert tensors_in(tmp_path / "step-00000001")["weight"].eq(4).all()
+
+
+def test_a_file_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
+    zshard.save(tmp_path / "x", small(1.0))
+    before = bit_by_bit(tmp_path / "x")
+
+    def swap(a, b):
+        raise OSError(folders._NO_SWAPS[0], "Invalid argument", a)
+
+    monkeypatch.setattr(_core, "swap", swap)
+    with pytest.raises(OSError, match=r"cannot exchange folders: save to another path, .*/x'"):
+        zshard.save(tmp_path / "x", small(2.0), overwrite=True)
+    assert inside(tmp_path) == ["x"] and bit_by_bit(tmp_path / "x") == before
+
+
+def leave_behind(path, names=("model.safetensors", "zshard.json")):
+    path.mkdir()
+    for name in names:
+        (path / name).write_text("half")
+
+
+def test_what_a_broken_save_has_left_is_deleted(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("")
+    run = tmp_path / "run"
+    run.mkdir()
+    leave_behind(run / f".step-00000007.{ID}.tmp")
+    leave_behind(run / f".step-00000008.{ID}.tmp", [])
+    (run / f".step-00000007.{ID}.tmp" / "link").symlink_to(outside)
+    leave_behind(tmp_path / f".x.{ID}.tmp")
+    others = [f".step-7.{ID}.tmp", f".y.{ID}.tmp", ".step-00000007.tmp", f"step-00000007.{ID}.tmp"]
+    for name in others:
+        leave_behind(run / name)
+    (run / f".step-00000009.{ID}.tmp").symlink_to(outside)
+    zshard.save(run, small(), step=1)
+    assert inside(run) == sorted([*others, f".step-00000009.{ID}.tmp", "step-00000001"])
+    zshard.save(tmp_path / "y", small())
+    assert inside(tmp_path) == [f".x.{ID}.tmp", "outside", "run", "y"]
+    zshard.save(tmp_path / "x", small())
+    assert inside(tmp_path) == ["outside", "run", "x", "y"]
+    assert inside(outside) == ["file"]
+
+
+def test_saves_beside_each_other(tmp_path):
+    """The lock of one checkpoint is nobody else's."""
+    lock = folders._locked(Target.of(tmp_path / "a", None))
+    zshard.save(tmp_path / "b", small())
+    with pytest.raises(RuntimeError, match=rf"process {os.getpid()} on .*: it has the lock"):
+        zshard.save(tmp_path / "a", small())
+    _core.unlock(lock)
+    zshard.save(tmp_path / "a", small())
+    assert inside(tmp_path) == ["a", "b"]
+
+
+def test_a_lock_that_was_just_given_back(tmp_path, monkeypatch):
+    """Its file is deleted between our opening and our locking it: another one is made."""
+    target, real, calls = Target.of(tmp_path / "a", None), _core.lock_file, []
+
+    def lock_file(path):
+        lock = real(path)
+        calls.append(path)
+        if len(calls) == 1:
+            os.unlink(path)
+        return lock
+
+    monkeypatch.setattr(_core, "lock_file", lock_file)
+    lock = folders._locked(target)
+    assert len(calls) == 2 and os.path.samestat(os.fstat(lock), os.stat(calls[0]))
+    _core.unlock(lock)
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def lock_file(path):
+        raise OSError(folders._NO_LOCKS[0], "No locks available", path)
+
+    monkeypatch.setattr(_core, "lock_file", lock_file)
+    leave_behind(tmp_path / f".x.{ID}.tmp")
+    zshard.save(tmp_path / "x", small())
+    assert inside(tmp_path) == [f".x.{ID}.tmp", "x"]  # somebody may be at work on it
+
+
+def test_a_path_that_is_taken_meanwhile(tmp_path, monkeypatch):
+    real = _core.sync_folder
+
+    def sync_folder(path):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        real(path)
+
+    monkeypatch.setattr(_core, "sync_folder", sync_folder)
+    with pytest.raises(FileExistsError, match="is there already"):
+        zshard.save(tmp_path / "x", make(Mlp))
+    assert inside(tmp_path) == ["x"] and inside(tmp_path / "x") == []
+
+
+def test_remove_follows_no_link(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("")
+    leave_behind(tmp_path / "x")
+    leave_behind(tmp_path / "x" / "below")
+    (tmp_path / "x" / "below" / "link").symlink_to(tmp_path / "kept")
+    folders.remove(str(tmp_path / "x"))
+    assert inside(tmp_path) == ["kept"] and inside(tmp_path / "kept") == ["file"]

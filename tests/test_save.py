@@ -1,0 +1,299 @@
+"""zshard.save: what is in the files, for every kind of model, strategy and optimizer.
+
+The one idea: the files, as others read them, have the bits of the model's own state_dict() and of
+optim_state_dict(). What a state dict may have besides is in test_save_contents.py, what goes wrong in
+test_save_errors.py, folders in test_checkpoint_folder.py.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from checkpoints import manifest_in, saved, tensors_in, unlike
+from fully_sharded import over, stack
+from meshes import mesh_of
+from models import CASES, COMBINATIONS, Mlp, Net, loss_of, make, make_optimizer, train
+from offloaded import KINDS as OFFLOADS
+from offloaded import Wide, steps, to
+from optim_states import FULL, HYBRID, KINDS, rank, trained, wrap
+from scenarios import Stack, floats
+from spawn import ranks
+from torch import nn
+
+import zshard
+from benchmarks.memory import high_water, reset_high_water, trim
+from zshard import FSDP, MixedPrecision
+from zshard._checkpoint import write
+from zshard._stream import CHUNK
+
+
+def in_each_way(name, kind, combinations, folder):
+    """{combination: what differs} after some training."""
+    found = {}
+    for number, combination in enumerate(combinations):
+        model, optimizer = trained(name, combination, kind)
+        (path := folder / str(number)).mkdir(exist_ok=True)
+        found[combination] = saved(path, model, optimizer)
+    return found
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", CASES)
+def test_the_files_have_the_bits_of_the_state_dicts(pool, name, tmp_path):
+    kind = "torch.SGD" if name in ("conv", "frozen") else "zshard.AdamW"
+    for found in pool.run(in_each_way, name, kind, COMBINATIONS, tmp_path):
+        assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("name", ["odds", "mlp", "tied"])
+def test_hybrid_strategies(pool4, name, tmp_path):
+    ways = [*HYBRID, ("hybrid_shard", 4, 1), ("hybrid_shard", 1, 4)]
+    for found in pool4.run(in_each_way, name, "zshard.AdamW", ways, tmp_path):
+        assert not any(found.values()), found
+
+
+def of_two_meshes(folder):
+    """Units that are cut over neighbours, others over ranks further apart, and one that is not."""
+    model, mesh = make(Net), mesh_of(2, 2)
+    near, far = mesh.get_group("shard"), mesh.get_group("replicate")
+    for i, block in enumerate(model.blocks):
+        groups = (near, far) if i % 2 else (far, near)
+        FSDP(block, groups, "hybrid_shard", auto_wrap_policy={nn.Linear}, transport="c10d")
+    FSDP(model.embed, strategy="no_shard", transport="c10d")
+    optimizer = zshard.AdamW(model.parameters())
+    train(model, CASES["net"], optimizer, rank(), 1)
+    return saved(folder, model, optimizer)
+
+
+def test_units_over_different_groups(pool4, tmp_path):
+    assert pool4.run(of_two_meshes, tmp_path) == [[]] * 4
+
+
+def of_a_kind(kind, folder):
+    model = wrap("odds", FULL)
+    optimizer = KINDS[kind](model.parameters())
+    early = saved(folder, model, optimizer)  # most have no state yet
+    train(model, CASES["odds"], optimizer, rank(), steps=2)
+    return early, saved(folder, model, optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_elementwise_optimizers(pool2, kind, tmp_path):
+    assert pool2.run(of_a_kind, kind, tmp_path) == [([], [])] * 2
+
+
+def test_no_files_for_an_optimizer_without_state(tmp_path):
+    model = FSDP(make(Mlp))
+    zshard.save(tmp_path / "x", model, torch.optim.SGD(model.parameters(), 0.1))
+    assert not list(tmp_path.glob("x/optimizer*"))
+    assert manifest_in(tmp_path / "x").optimizer["state"] == {}
+    zshard.save(tmp_path / "y", model)
+    assert manifest_in(tmp_path / "y").optimizer is None
+
+
+def of_some_parameters(folder):
+    model = wrap("net", ("shard_grad_op", "c10d"))
+    some = [p for name, p in model.named_parameters() if "blocks" in name]
+    groups = [{"params": some[::2], "lr": 0.5}, {"params": some[1::2], "betas": (0.5, 0.6)}]
+    optimizer = zshard.AdamW(groups, lr=0.01)
+    train(model, CASES["net"], optimizer, rank(), 1)
+    return saved(folder, model, optimizer)
+
+
+def test_an_optimizer_of_some_parameters_in_groups(pool2, tmp_path):
+    assert pool2.run(of_some_parameters, tmp_path) == [[], []]
+
+
+def stepped_in_backward(folder):
+    model = wrap("net", ("full_shard", "c10d"))
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    model.optimizer_in_backward(optimizer)
+    for step in range(2):
+        loss_of(model(CASES["net"].batch(step, rank()))).backward()
+    return saved(folder, model, optimizer)
+
+
+def test_an_optimizer_in_backward(pool2, tmp_path):
+    assert pool2.run(stepped_in_backward, tmp_path) == [[], []]
+
+
+# --- ways to set a model up -----------------------------------------------------------------------
+
+
+def low(combination, folder):
+    """In low precision: the parameters' own values are saved, whatever a forward has left."""
+    strategy, transport = combination
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FSDP(make(Net), strategy=strategy, transport=transport, mixed_precision=precision)
+    optimizer = zshard.AdamW(model.parameters())
+    train(model, CASES["net"], optimizer, rank(), 2)
+    before = copy.deepcopy(model.state_dict())
+    loss = loss_of(model(CASES["net"].batch(2, rank())))
+    zshard.save(folder / "x", model, optimizer)
+    loss.backward()
+    named = zshard.optim_state_dict(model, optimizer)
+    kinds = {t.dtype for t in tensors_in(folder / "x").values()}
+    return unlike(folder / "x", before, named), kinds == {torch.float32}
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
+def test_mixed_precision(pool2, combination, tmp_path):
+    assert pool2.run(low, combination, tmp_path) == [([], True)] * 2
+
+
+def between(combination, folder):
+    """What differs after a backward before which there was a save, from one without."""
+    found = []
+    for is_saved in (False, True):
+        model, optimizer = trained("net", combination, "zshard.AdamW")
+        loss = loss_of(model(CASES["net"].batch(2, rank())))
+        if is_saved:
+            zshard.save(folder / "x", model, optimizer, overwrite=True)
+        loss.backward()
+        optimizer.step()
+        found.append(model.state_dict())
+    return [name for name in found[0] if not torch.equal(found[0][name], found[1][name])]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
+def test_a_save_between_forward_and_backward_changes_nothing(pool2, combination, tmp_path):
+    assert pool2.run(between, combination, tmp_path) == [[], []]
+
+
+def by_fully_shard(folder):
+    found = []
+    for transport in ("shm", "c10d"):
+        with over(transport):
+            model = stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        loss_of(model(floats(rank()))).backward()
+        optimizer.step()
+        found += saved(folder, model, optimizer)
+    return found
+
+
+def test_fully_shard(pool2, tmp_path):
+    assert pool2.run(by_fully_shard, tmp_path) == [[], []]
+
+
+def in_a_plain_model(folder):
+    """FSDP modules within a module that is none; and a part of a sharded model."""
+    torch.manual_seed(rank())
+    model = nn.Sequential(FSDP(make(Mlp)), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of(model(CASES["mlp"].batch(0, rank()))).backward()
+    optimizer.step()
+    return saved(folder, model, optimizer), saved(folder, wrap("net", FULL).blocks[1])
+
+
+def test_in_a_plain_model(pool2, tmp_path):
+    assert pool2.run(in_a_plain_model, tmp_path) == [([], [])] * 2
+
+
+def ignored(folder):
+    torch.manual_seed(rank())
+    model = make(Stack, seed=rank())
+    model = FSDP(model, ignored_modules=[model.head], auto_wrap_policy={type(model.blocks[0])})
+    optimizer = zshard.AdamW(model.parameters())
+    loss_of(model(floats(rank()))).backward()
+    optimizer.step()
+    return saved(folder, model, optimizer)
+
+
+def test_ignored_modules_are_those_of_rank_0(pool2, tmp_path):
+    assert pool2.run(ignored, tmp_path) == [[], []]
+
+
+def offloaded(kind, folder):
+    model = FSDP(
+        make(Wide), offload=to(str(folder), **OFFLOADS[kind]), auto_wrap_policy={nn.Linear}
+    )
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    steps(model, optimizer)
+    return saved(folder, model, optimizer)
+
+
+@pytest.mark.parametrize("kind", OFFLOADS)
+def test_offload(pool2, kind, tmp_path):
+    assert pool2.run(offloaded, kind, tmp_path) == [[], []]
+    assert offloaded(kind, tmp_path) == []
+
+
+def from_meta(folder):
+    with torch.device("meta"):
+        model = Mlp()
+    model = FSDP(model, transport="c10d", auto_wrap_policy={nn.Linear})
+    return saved(folder, model)
+
+
+def test_from_the_meta_device(pool2, tmp_path):
+    assert pool2.run(from_meta, tmp_path) == [[], []]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_that_is_not_wrapped(name, tmp_path):
+    model = make(CASES[name].make)
+    optimizer = make_optimizer("torch.AdamW", model)
+    train(model, CASES[name], optimizer, 0, 2)
+    assert saved(tmp_path, model, optimizer) == []
+
+
+def not_wrapped(folder):
+    torch.manual_seed(rank())
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    train(model, CASES["mlp"], optimizer, rank(), 1)
+    return saved(folder, model, optimizer)
+
+
+def test_ranks_of_a_model_that_is_not_wrapped_save_that_of_rank_0(pool2, tmp_path):
+    assert pool2.run(not_wrapped, tmp_path) == [[], []]
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def bytes_of_saving(strategy, transport, dtype, folder):
+    """Most extra bytes on this rank, and those of what it saves."""
+    layers = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+    model = FSDP(layers, strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})
+    optimizer = zshard.AdamW(model.parameters())
+    loss_of(model(torch.ones(1, 1024))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zshard.save(folder / "x", model, optimizer, dtype=dtype, overwrite=True)  # so that all is there
+    trim()
+    reset_high_water()
+    before = high_water()
+    zshard.save(folder / "x", model, optimizer, dtype=dtype, overwrite=True)
+    return high_water() - before
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=lambda both: " ".join(both))
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_chunk_of_memory_is_enough(pool2, combination, dtype, tmp_path):
+    limit = 2**20 + (CHUNK if dtype is not None else 0)
+    for extra in pool2.run(bytes_of_saving, *combination, dtype, tmp_path):
+        assert extra <= limit
+
+
+def in_small_chunks(name, folder):
+    """All of it through a chunk that is filled again and again, and cast."""
+    found = []
+    chunk, direct = write.CHUNK, write._DIRECT
+    write.CHUNK, write._DIRECT = 64, 2**40
+    try:
+        for combination in (FULL, ("no_shard", "c10d")):
+            model, optimizer = trained(name, combination, "zshard.AdamW")
+            found += saved(folder, model, optimizer)
+            found += saved(folder, model, optimizer, dtype=torch.bfloat16)
+    finally:
+        write.CHUNK, write._DIRECT = chunk, direct
+    return found
+
+
+@pytest.mark.parametrize("name", ["odds", "dtypes", "tied", "conv"])
+def test_through_small_chunks(pool2, name, tmp_path):
+    assert pool2.run(in_small_chunks, name, tmp_path) == [[], []]

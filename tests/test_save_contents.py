@@ -1,0 +1,405 @@
+"""zshard.save: what a state dict may have besides parameters, how it is written, and what is kept beside.
+
+The one idea: whatever state_dict() says, with the hooks and methods of its users, is what is saved; where
+that cannot be, an error names the entry.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+
+import numpy
+import pytest
+import torch
+from checkpoints import manifest_in, saved, states_in, tensors_in, whole
+from models import Block, Dtypes, Mlp, Tied, loss_of, make, wrapped
+from optim_states import FULL, rank, trained
+from scenarios import Stack, message_of
+from spawn import ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP
+from zshard._checkpoint import extra as extras
+from zshard._checkpoint import write
+
+APART = ("full_shard", "c10d")
+
+
+# --- in which form --------------------------------------------------------------------------------
+
+
+def in_bfloat16(folder):
+    model, optimizer = trained("conv", FULL, "zshard.AdamW")
+    found = saved(folder, model, optimizer, dtype=torch.bfloat16)
+    kinds = {name: t.dtype for name, t in tensors_in(folder / "x").items()}
+    whole_numbers = {name for name, dtype in kinds.items() if dtype == torch.int64}
+    state = states_in(folder / "x").values()
+    assert all(own["exp_avg"].dtype == torch.float32 for own in state)
+    return found, set(kinds.values()), all("num_batches" in name for name in whole_numbers)
+
+
+def test_another_dtype_on_disk(pool2, tmp_path):
+    expected = [], {torch.bfloat16, torch.int64}, True
+    assert pool2.run(in_bfloat16, tmp_path) == [expected] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_dtypes_on_disk(dtype, tmp_path):
+    assert saved(tmp_path, make(Dtypes), dtype=dtype) == []
+
+
+def in_many_files(folder):
+    model, optimizer = trained("net", APART, "zshard.AdamW")
+    return saved(folder, model, optimizer, max_shard_size=700)
+
+
+@ranks(2, 3)
+def test_many_files(pool, tmp_path):
+    assert pool.run(in_many_files, tmp_path) == [[]] * pool.world
+    names = [path.name for path in (tmp_path / "x").glob("model-*")]
+    assert len(names) > 20 and f"model-00001-of-{len(names):05}.safetensors" in names
+    shards = (tmp_path / "x").glob("optimizer-*-of-*.safetensors")
+    assert max(path.stat().st_size for path in shards) <= 4096 + 11 * 31 * 4  # one large tensor
+
+
+def test_more_files_than_are_open_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("zshard._checkpoint.save._OPEN", 3)
+    assert saved(tmp_path, make(Stack), max_shard_size=1) == []
+
+
+class Strided(nn.Module):
+    """Tensors that are not laid out row by row, each larger than a chunk in one of its dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        base = torch.randn(70, 90)
+        self.register_buffer("across", base.t())
+        self.register_buffer("every", torch.randn(300, 3)[::2])
+        self.register_buffer("spread", torch.randn(9, 1).expand(9, 40))
+        self.register_buffer(
+            "images", torch.randn(4, 5, 6, 7).to(memory_format=torch.channels_last)
+        )
+        self.register_buffer("back", torch.randn(3, 4, 5).permute(2, 0, 1))
+        self.register_buffer("conj", torch.randn(50, dtype=torch.complex64).conj())
+        self.register_buffer("imag", torch.randn(50, dtype=torch.complex64).conj().imag)
+        self.register_buffer("part", base[3:5, 10:20])
+        self.register_buffer("empty", torch.empty(0, 3).t())
+        self.register_buffer("flags", torch.rand(77) > 0.5)
+        self.register_buffer("one", torch.tensor(3.0, dtype=torch.float64))
+        self.register_buffer("left_out", torch.ones(3), persistent=False)
+
+
+@pytest.mark.parametrize("chunk", [64, 1000, 2**24])
+@pytest.mark.parametrize("direct", [0, 2**16])
+def test_tensors_that_are_not_contiguous(chunk, direct, tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "CHUNK", chunk)
+    monkeypatch.setattr(write, "_DIRECT", direct)
+    assert saved(tmp_path, Strided()) == []
+
+
+# --- tied tensors ---------------------------------------------------------------------------------
+
+
+def tied(folder):
+    model, optimizer = trained("tied", FULL, "zshard.AdamW")
+    return saved(folder, model, optimizer)
+
+
+def test_tied_parameters_are_saved_once(pool2, tmp_path):
+    assert pool2.run(tied, tmp_path) == [[], []]
+    expected = {f"twins.{i}.two.weight": f"twins.{i}.one.weight" for i in range(3)}
+    expected["head.weight"] = "embed.weight"
+    assert manifest_in(tmp_path / "x").tied == expected
+    data = (tmp_path / "x" / "model.safetensors").read_bytes()
+    notes = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    assert notes == {"format": "pt"} | expected
+
+
+class HeadFirst(nn.Module):
+    """The first name of the tied weight is the one that is not to be saved."""
+
+    _tied_weights_keys = (r"^head\.weight$", "(")
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 5, bias=False)
+        self.embed = nn.Embedding(5, 3)
+        self.embed.weight = self.head.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = HeadFirst()
+
+
+def head_first(folder):
+    model = FSDP(make(HeadFirst), transport="c10d")
+    return saved(folder, model)
+
+
+def test_a_model_says_which_name_is_not_saved(pool2, tmp_path):
+    assert pool2.run(head_first, tmp_path) == [[], []]
+    assert manifest_in(tmp_path / "x").tied == {"head.weight": "embed.weight"}
+    zshard.save(tmp_path / "y", make(Outer))
+    assert manifest_in(tmp_path / "y").tied == {"inner.head.weight": "inner.embed.weight"}
+    model = nn.Module()
+    model.head = model.other = nn.Linear(3, 5, bias=False)
+    model._tied_weights_keys = {
+        "head.weight": "x",
+        "other.weight": "x",
+    }  # as newer versions have it
+    zshard.save(tmp_path / "z", model)
+    assert manifest_in(tmp_path / "z").tied == {"other.weight": "head.weight"}
+
+
+def test_tied_buffers_and_views(tmp_path):
+    model = nn.Module()
+    table = torch.arange(12.0)
+    model.a, model.b = nn.Module(), nn.Module()
+    model.a.register_buffer("table", table)
+    model.b.register_buffer("table", table)
+    model.b.register_buffer("first", table[:6])
+    model.b.register_buffer("none", torch.empty(0))
+    model.b.register_buffer("nothing", torch.empty(0))
+    assert saved(tmp_path, model) == []
+    assert manifest_in(tmp_path / "x").tied == {"b.table": "a.table"}
+
+
+# --- hooks and methods of users -------------------------------------------------------------------
+
+
+class Described(nn.Module):
+    """Extra state, a version, and a state_dict() of its own."""
+
+    _version = 3
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block(9)
+        self.seen = {"steps": 7, "name": ("a", 1.5)}
+
+    def forward(self, x):
+        return self.block(x)
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        state["table"] = torch.full((3,), float(rank()))
+        return state
+
+
+def described(folder):
+    model = FSDP(make(Described), auto_wrap_policy={nn.Linear}, transport="c10d")
+    model.seen["steps"] += rank()
+    zshard.save(folder / "x", model)
+    expected = model.state_dict()
+    found = whole(folder / "x")
+    assert list(found) != [] and rank() >= 0
+    state = {name: value for name, value in expected.items() if isinstance(value, torch.Tensor)}
+    wrong = [
+        name for name in state if name != "table" and not torch.equal(state[name], found[name])
+    ]
+    return wrong, found.keys() ^ state.keys(), found["table"].tolist()
+
+
+def test_extra_state_versions_and_a_method_of_its_own(pool2, tmp_path):
+    assert pool2.run(described, tmp_path) == [([], set(), [0.0] * 3)] * 2
+    told = manifest_in(tmp_path / "x").model
+    assert told["versions"] == {"": 3}
+    assert extras.decode(told["extra_state"]["_extra_state"]) == {"steps": 7, "name": ("a", 1.5)}
+
+
+def hooked(folder):
+    model = wrapped(Stack, APART, auto_wrap_policy={Block})
+    seen = []
+
+    def rename(module, state, prefix, metadata):
+        for name in list(state):
+            value = state.pop(name)
+            seen.append((name, tuple(value.shape), value.dtype, value.requires_grad))
+            if "norm.bias" not in name:
+                state[f"net.{name}"] = value.clone().cpu().contiguous().detach()
+        state["ones"] = torch.ones_like(value)
+
+    handle = model.register_state_dict_post_hook(rename)
+    expected = model.state_dict()
+    first, seen[:] = list(seen), []
+    zshard.save(folder / "x", model)
+    handle.remove()
+    found = whole(folder / "x")
+    shapes = [row[:3] for row in first] == [row[:3] for row in seen]
+    wrong = [name for name in expected if not torch.equal(expected[name], found[name])]
+    return shapes, wrong, list(found.keys() ^ expected.keys()), len(found) > 10
+
+
+def test_hooks_may_rename_and_leave_out(pool2, tmp_path):
+    assert pool2.run(hooked, tmp_path) == [(True, [], [], True)] * 2
+
+
+def asks_for_values(folder):
+    model = wrapped(Stack, APART, auto_wrap_policy={Block})
+    before = model.state_dict()
+
+    def halve(module, state, prefix, metadata):
+        state["head.weight"] = state["head.weight"] / 2
+
+    def past(module, state, prefix, metadata):
+        state["other"] = shard
+
+    shard = model.head.weight.detach()
+    texts = []
+    for hook in (halve, past):
+        handle = model.register_state_dict_post_hook(hook)
+        texts.append(message_of(lambda: zshard.save(folder / "x", model), RuntimeError))
+        handle.remove()
+    after = model.state_dict()
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    return texts, same, list(folder.iterdir())
+
+
+def test_hooks_that_ask_for_values(pool2, tmp_path):
+    for (halved, past), same, names in pool2.run(asks_for_values, tmp_path):
+        assert "div" in halved and "parameter 'head.weight' while its checkpoint is saved" in halved
+        assert "'other' would be only this rank's slice" in past
+        assert same and names == []
+
+
+class Holder(nn.Module):
+    """Its state dict is what it is told."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.told = state
+
+    def state_dict(self, *args, **kwargs):
+        return self.told
+
+
+BAD = {
+    "a sparse one": ({"a": torch.eye(3).to_sparse()}, TypeError, "'a' is a Tensor of layout"),
+    "on meta": ({"a": torch.empty(3, device="meta")}, RuntimeError, "'a' is on the meta device"),
+    "complex128": (
+        {"a": torch.ones(3, dtype=torch.complex128)},
+        TypeError,
+        "'a' is of torch.complex128",
+    ),
+    "a function": (
+        {"a": message_of},
+        TypeError,
+        "'a' is a function, which a checkpoint cannot keep",
+    ),
+    "a number as name": ({1: torch.ones(3)}, TypeError, "has 1 as a key"),
+    "no name": ({"": torch.ones(3)}, ValueError, "'' cannot be the name"),
+    "the name of the notes": ({"__metadata__": torch.ones(3)}, ValueError, "cannot be the name"),
+    "a subclass": (
+        {"a": torch.ones(3).as_subclass(type("My", (torch.Tensor,), {}))},
+        TypeError,
+        "'a' is a My",
+    ),
+    "no dict": ([1], TypeError, "state_dict() of Holder gave a list"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_entries_that_cannot_be_kept(case, tmp_path):
+    state, kind, text = BAD[case]
+    assert text in message_of(lambda: zshard.save(tmp_path / "x", Holder(state)), kind)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def keeps_more(folder):
+    model, optimizer = trained("mlp", APART, "torch.SGD")
+    param = next(iter(model.parameters()))
+    optimizer.state[param] |= {"count": 3, "name": None, "more": {"a": (1, float("inf"))}}
+    optimizer.param_groups[0]["initial_lr"] = torch.tensor(0.5)
+    zshard.save(folder / "x", model, optimizer)
+    told = manifest_in(folder / "x").optimizer
+    own = extras.decode(told["state"]["first.weight"]["values"])
+    texts = []
+    for value in (message_of, {"a": message_of}):
+        optimizer.state[param]["odd"] = value
+        texts.append(message_of(lambda: zshard.save(folder / "y", model, optimizer), TypeError))
+    optimizer.state[param]["odd"] = [param.detach() + 1]
+    texts.append(message_of(lambda: zshard.save(folder / "y", model, optimizer), RuntimeError))
+    del optimizer.state[param]["odd"]
+    optimizer.state[param][7] = 1
+    texts.append(message_of(lambda: zshard.save(folder / "y", model, optimizer), TypeError))
+    return (
+        own,
+        extras.decode(told["groups"][0]["options"])["initial_lr"].item(),
+        told["class"],
+        texts,
+    )
+
+
+def test_what_an_optimizer_keeps_beside_tensors(pool2, tmp_path):
+    for own, rate, kind, texts in pool2.run(keeps_more, tmp_path):
+        assert own == {"count": 3, "name": None, "more": {"a": (1, float("inf"))}} and rate == 0.5
+        assert kind == "torch.optim.sgd.SGD"
+        assert "the optimizer's state 'odd' of 'first.weight' is a function" in texts[0]
+        assert "the optimizer's state 'odd' of 'first.weight'['a'] is a function" in texts[1]
+        assert "'odd' (a list) of 'first.weight' in the optimizer's state holds" in texts[2]
+        assert "'first.weight' has the key 7" in texts[3]
+
+
+def test_two_tensors_of_one_name(tmp_path):
+    model = nn.ParameterDict({"a": torch.ones(2)})
+    model._modules["a"] = nn.ParameterDict({"b": torch.ones(2)})  # by the back door
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first, second = model.parameters()
+    optimizer.state[first]["b.c"] = torch.ones(2)
+    optimizer.state[second]["c"] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"the optimizer's state has 'a\.b\.c' twice"):
+        zshard.save(tmp_path / "x", model, optimizer)
+
+
+# --- extra ----------------------------------------------------------------------------------------
+
+
+def with_extra(folder):
+    model = wrapped(Mlp, FULL)
+    zshard.save(folder / "same", model, extra={"step": 3, "lr": (0.5, None)})
+    own = {"rank": rank(), "drawn": torch.arange(rank()), "order": numpy.arange(3)}
+    zshard.save(folder / "own", model, extra=own | {"random": zshard.rng_state()})
+    zshard.save(folder / "none", model)
+    zshard.save(folder / "ordered", model, extra=OrderedDict(a=1))
+
+
+def test_extra(pool3, tmp_path):
+    pool3.run(with_extra, tmp_path)
+    assert len(manifest_in(tmp_path / "same").extra) == 1
+    assert extras.decode(manifest_in(tmp_path / "same").extra_of(2)) == {
+        "step": 3,
+        "lr": (0.5, None),
+    }
+    for i in range(3):
+        found = extras.decode(manifest_in(tmp_path / "own").extra_of(i))
+        assert found["rank"] == i and found["drawn"].tolist() == list(range(i))
+        assert found["order"].tolist() == [0, 1, 2] and "torch" in found["random"]
+    assert extras.decode(manifest_in(tmp_path / "none").extra_of(0)) == {}
+    assert extras.decode(manifest_in(tmp_path / "ordered").extra_of(0)) == {"a": 1}
+    told = manifest_in(tmp_path / "own")
+    assert told.world == 3 and told.software["torch"] == torch.__version__
+    assert told.software["zshard"] == zshard.__version__
+
+
+def test_a_result_of_save(tmp_path):
+    model = FSDP(make(Tied))
+    loss_of(model(torch.zeros(1, 3, dtype=torch.long))).backward()
+    result = zshard.save(tmp_path / "x", model)
+    assert result.done() and result.wait() is None
+    assert repr(result) == f"Save('{tmp_path}/x')"

@@ -1,0 +1,505 @@
+"""zshard.save: what goes wrong is the same kind of error on all ranks, and nothing has happened.
+
+The one idea: after each failure the folder has what it had before, to the bit, and no more; the model
+trains on, and the next save is a good one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import bit_by_bit, inside, saved, unlike
+from models import CASES, Mlp, loss_of, make, train, wrapped
+from nursery import fork_ranks
+from optim_states import FULL, rank, trained
+from torch import nn
+
+import zshard
+from zshard import FSDP, _core
+from zshard._checkpoint import folder as folders
+from zshard._group import comm_for
+
+APART = ("full_shard", "c10d")  # where each rank has something even of a small model
+
+
+def outcome(action):
+    """(kind of the exception, its text) that `action` ends with; None if it does well."""
+    try:
+        action()
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def tried(folder, kind, text, action):
+    """Runs `action(model, optimizer)`, which has to raise that kind of error with that text; what is
+    wrong after that. `text` is of the rank whose error it is, the last one."""
+    model, optimizer = trained("mlp", APART, "zshard.AdamW")
+    zshard.save(folder / "old", model, optimizer)
+    before = inside(folder), bit_by_bit(folder / "old")
+    found = outcome(lambda: action(folder, model, optimizer))
+    wrong = []
+    if found is None or not issubclass(found[0], kind) or text not in found[1]:
+        wrong.append(found)
+    elif rank() == 0 and before != (inside(folder), bit_by_bit(folder / "old")):
+        wrong.append(inside(folder))
+    train(model, CASES["mlp"], optimizer, rank(), 1)
+    return wrong + saved(folder, model, optimizer)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def other_model(folder, model, optimizer):
+    other = torch.optim.SGD(make(Mlp).parameters(), 0.1)
+    zshard.save(folder / "new", model, other)
+
+
+def some_function():
+    pass
+
+
+ARGUMENTS = {
+    "step below 0": (ValueError, "step=-1 is no number", {"step": -1}),
+    "no step": (TypeError, "'float' object cannot be interpreted", {"step": 1.0}),
+    "a truth value": (ValueError, "step=True is no number", {"step": True}),
+    "extra": (TypeError, "extra['a']['b'] is a function", {"extra": {"a": {"b": some_function}}}),
+    "extra that is no dict": (TypeError, "extra takes a dict, not list", {"extra": [1]}),
+    "asynchronous": (NotImplementedError, "asynchronous=True", {"asynchronous": True}),
+    "dtype": (ValueError, "dtype=torch.int32: tensors can be", {"dtype": torch.int32}),
+    "dtype of other kind": (TypeError, "torch.dtype, not 'bf16'", {"dtype": "bf16"}),
+    "size": (ValueError, "max_shard_size='5XB' is no size", {"max_shard_size": "5XB"}),
+    "keep_last": (ValueError, "keep_last is for numbered", {"keep_last": 2}),
+    "keep none": (ValueError, "keep_last=0", {"keep_last": 0, "step": 1}),
+}
+
+
+def of_arguments(case, folder):
+    kind, text, options = ARGUMENTS[case]
+    return tried(
+        folder, kind, text, lambda f, model, opt: zshard.save(f / "new", model, opt, **options)
+    )
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments(pool2, case, tmp_path):
+    assert pool2.run(of_arguments, case, tmp_path) == [[], []]
+
+
+def on_one_rank(folder):
+    """What one rank alone gets wrong, all are told."""
+
+    def wrong(folder, model, optimizer):
+        extra = {"a": some_function} if rank() == 1 else {"a": 1}
+        zshard.save(folder / "new", model, extra=extra)
+
+    text = "extra['a'] is a function" if rank() == 1 else "rank 1: extra['a'] is a function"
+    return tried(folder, TypeError, text, wrong)
+
+
+def test_what_is_wrong_on_one_rank(pool2, tmp_path):
+    assert pool2.run(on_one_rank, tmp_path) == [[], []]
+
+
+def test_what_is_no_model(tmp_path):
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, not OrderedDict"):
+        zshard.save(tmp_path / "x", make(Mlp).state_dict())
+    with pytest.raises(TypeError, match=r"takes a torch\.optim\.Optimizer, not dict"):
+        zshard.save(tmp_path / "x", make(Mlp), {})
+    for path in ("", "/"):
+        with pytest.raises(ValueError, match="is no path of a folder"):
+            zshard.save(path, make(Mlp))
+    with pytest.raises(TypeError, match="takes a string"):
+        zshard.save(b"x", make(Mlp))
+
+
+DIFFERENT = {
+    "step": ("step is 1 on rank 0 and 2 on rank 1", lambda: {"step": 1 + rank()}),
+    "limit": ("max_shard_size is 10 on rank 0 and 11", lambda: {"max_shard_size": 10 + rank()}),
+    "dtype": (
+        "tensor 'first.weight' is shape (13, 7), torch.float32 on rank 0 and shape (13, 7), torch.bf",
+        lambda: {"dtype": [None, torch.bfloat16][rank()]},
+    ),
+    "keep_last": ("keep_last is", lambda: {"keep_last": 1 + rank(), "step": 1}),
+    "overwrite": ("overwrite is", lambda: {"overwrite": bool(rank())}),
+}
+
+
+def of_different(case, folder):
+    text, options = DIFFERENT[case]
+
+    def wrong(folder, model, optimizer):
+        zshard.save(folder / "new", model, optimizer, **options())
+
+    return tried(folder, zshard.DivergenceError, text, wrong)
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_differ(pool2, case, tmp_path):
+    (tmp_path / "new").mkdir() if "keep_last" in case else None
+    assert pool2.run(of_different, case, tmp_path) == [[], []]
+
+
+def of_different_contents(folder):
+    def paths(folder, model, optimizer):
+        zshard.save(folder / f"new{rank()}", model, optimizer)
+
+    def names(folder, model, optimizer):
+        model.register_buffer(f"more{rank()}", torch.ones(1))
+        try:
+            zshard.save(folder / "new", model)
+        finally:
+            del model._buffers[f"more{rank()}"]
+
+    def optimizers(folder, model, optimizer):
+        zshard.save(folder / "new", model, [optimizer, None][rank()])
+
+    def states(folder, model, optimizer):
+        optimizer.state[model.first.weight][f"more{rank()}"] = 1
+        try:
+            zshard.save(folder / "new", model, optimizer)
+        finally:
+            del optimizer.state[model.first.weight][f"more{rank()}"]
+
+    kind, found = zshard.DivergenceError, []
+    for text, action in (
+        ("where rank 0 has 'first.weight.more0' (no tensor)", states),
+        ("path is '", paths),
+        ("where rank 0 has tensor 'more0'", names),
+        ("only rank 0 has", optimizers),
+    ):
+        (own := folder / action.__name__).mkdir(exist_ok=True)
+        found += tried(own, kind, text, action)
+    return found
+
+
+def test_ranks_that_would_save_something_else(pool2, tmp_path):
+    assert pool2.run(of_different_contents, tmp_path) == [[], []]
+
+
+def of_another_model(folder):
+    text = "has a parameter of shape (13, 7) that the model has not"
+    return tried(folder, ValueError, text, other_model)
+
+
+def test_an_optimizer_of_another_model(pool2, tmp_path):
+    assert pool2.run(of_another_model, tmp_path) == [[], []]
+
+
+# --- at the wrong time ----------------------------------------------------------------------------
+
+
+def in_forward(folder, model, optimizer):
+    def save(*_):
+        zshard.save(folder / "new", model, optimizer)
+
+    handle = model.second.register_forward_hook(save)
+    try:
+        model(CASES["mlp"].batch(0, rank()))
+    finally:
+        handle.remove()
+
+
+def in_backward(folder, model, optimizer):
+    def save(grad):
+        zshard.save(folder / "new", model)
+
+    handle = model.second.register_forward_hook(
+        lambda _, args, out: out.register_hook(save) and None
+    )
+    try:
+        loss_of(model(CASES["mlp"].batch(0, rank()))).backward()
+    finally:
+        handle.remove()
+
+
+def while_whole(folder, model, optimizer):
+    with FSDP.summon_full_params(model):
+        zshard.save(folder / "new", model)
+
+
+def unsharded(folder, model, optimizer):
+    model.first.unshard()
+    try:
+        zshard.save(folder / "new", model)
+    finally:
+        model.first.reshard()
+
+
+TIMES = {
+    in_forward: "a model is saved between steps: reshard() of unit",
+    while_whole: "are whole copies, made by unshard() or summon_full_params()",
+    unsharded: "are whole copies, made by unshard() or summon_full_params()",
+}
+
+
+def at_a_time(action, text, folder):
+    return tried(folder, RuntimeError, text, action)
+
+
+@pytest.mark.parametrize("action", TIMES, ids=lambda action: action.__name__)
+def test_at_the_wrong_time(pool2, action, tmp_path):
+    assert pool2.run(at_a_time, action, TIMES[action], tmp_path) == [[], []]
+
+
+def in_a_backward(folder):
+    """A backward that raises ends there, as any does; there is no training on from it here."""
+    model, optimizer = trained("mlp", APART, "zshard.AdamW")
+    found = outcome(lambda: in_backward(folder, model, optimizer))
+    return found[0] is RuntimeError, "a model is saved between steps" in found[1], inside(folder)
+
+
+def test_in_a_backward(pool2, tmp_path):
+    assert pool2.run(in_a_backward, tmp_path) == [(True, True, [])] * 2
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+FOLDERS = {
+    "taken": (FileExistsError, "is there already", "old", {}),
+    "a file": (FileExistsError, "is there already", "file", {}),
+    "to overwrite a file": (
+        FileExistsError,
+        "is no checkpoint of zshard's",
+        "file",
+        {"overwrite": True},
+    ),
+    "to overwrite mine": (
+        FileExistsError,
+        "is no checkpoint of zshard's",
+        "mine",
+        {"overwrite": True},
+    ),
+    "to overwrite a link": (
+        FileExistsError,
+        "is no checkpoint of zshard's",
+        "link",
+        {"overwrite": True},
+    ),
+    "no parent": (FileNotFoundError, "/gone' is no folder", "gone/new", {}),
+    "no parent of a directory": (
+        FileNotFoundError,
+        "/gone/new' is no folder",
+        "gone/new",
+        {"step": 1},
+    ),
+    "below a file": (NotADirectoryError, "/file' is no folder", "file/new", {}),
+    "a directory that is a file": (NotADirectoryError, "/file' is no folder", "file", {"step": 1}),
+}
+
+
+def of_folders(case, folder):
+    kind, text, name, options = FOLDERS[case]
+    return tried(
+        folder, kind, text, lambda f, model, opt: zshard.save(f / name, model, opt, **options)
+    )
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_folders(pool2, case, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "old")
+    assert pool2.run(of_folders, case, tmp_path) == [[], []]
+    assert inside(tmp_path / "mine") == ["notes"]
+
+
+@contextlib.contextmanager
+def mounted(path, options):
+    """Context with a file system in memory at `path`; skips the test where that is not allowed."""
+    path.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", path], capture_output=True
+    )
+    if made.returncode != 0:
+        pytest.skip(f"no mounts here: {made.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def into_full(folder):
+    model = FSDP(nn.Linear(1024, 1024, bias=False))
+    zshard.save(folder / "old", model, overwrite=True)
+    before = inside(folder), bit_by_bit(folder / "old")
+    found = outcome(lambda: zshard.save(folder / "new", model))
+    assert rank() == 1 or before == (inside(folder), bit_by_bit(folder / "old"))
+    return found
+
+
+def test_a_full_disk(pool2, tmp_path):
+    with mounted(tmp_path / "disk", "size=6m"):
+        first, second = pool2.run(into_full, tmp_path / "disk")
+        assert inside(tmp_path / "disk") == ["old"]
+    assert first[0] is OSError and "No space left on device: '" in first[1]
+    assert second[0] is OSError and "rank 0: [Errno 28] No space left on device: '" in second[1]
+    assert "model.safetensors'" in second[1]
+
+
+def test_a_disk_that_is_read_only(pool2, tmp_path):
+    with mounted(tmp_path / "disk", "ro,size=1m"):
+        found = pool2.run(refused, tmp_path / "disk")
+    assert [kind for kind, _ in found] == [OSError, OSError]
+    assert all("Read-only file system: '" in text for _, text in found)
+
+
+def refused(folder):
+    return outcome(lambda: zshard.save(folder / "new", FSDP(nn.Linear(2, 2))))
+
+
+def without_rights(folder):
+    """As somebody who may not write there."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        return refused(folder)
+    finally:
+        os.seteuid(before)
+
+
+def test_a_folder_that_is_somebody_elses():
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are root's alone
+        os.chmod(folder, 0o555)
+        kind, text = fork_ranks(without_rights, 1, Path(folder), check=True)[0].value
+        os.chmod(folder, 0o755)
+    assert kind is PermissionError and f"Permission denied: '{folder}/" in text
+
+
+def while_another(folder, is_numbered):
+    """A save while somebody else has the lock, and after that."""
+    model, options = wrapped(Mlp, APART), {"step": 5} if is_numbered else {}
+    path, comm = folder / "new", comm_for(torch.distributed.group.WORLD, None, None)
+    target = folders.Target.of(path, options.get("step"))
+    lock = None
+    if rank() == 0:
+        path.mkdir() if is_numbered else None
+        lock = folders._locked(target)
+    comm.exchange(b"")
+    found = outcome(lambda: zshard.save(path, model, **options))
+    comm.exchange(b"")
+    if lock is not None:
+        _core.unlock(lock)
+    comm.exchange(b"")
+    zshard.save(path, model, **options)
+    comm.exchange(b"")  # rank 0 tidies up last
+    return found, inside(folder)
+
+
+@pytest.mark.parametrize("is_numbered", [False, True])
+def test_while_another_save_is_under_way(pool2, is_numbered, tmp_path):
+    for (kind, text), names in pool2.run(while_another, tmp_path, is_numbered):
+        assert kind is RuntimeError and names == ["new"]
+        assert "another save into '" in text and "process " in text and ".zshard.lock'" in text
+
+
+def on_disks_of_their_own(folder, model, optimizer):
+    """Rank 1 finds another folder under the path."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 1:
+            patch.setattr(folders.Target, "hidden", lambda self, id: f"/elsewhere/{id}")
+        zshard.save(folder / "new", model, optimizer)
+
+
+def not_shared(folder):
+    text = (
+        "this rank does not see '/elsewhere/" if rank() == 1 else "rank 1: this rank does not see"
+    )
+    return tried(folder, FileNotFoundError, text, on_disks_of_their_own)
+
+
+def test_a_folder_that_ranks_do_not_share(pool2, tmp_path):
+    assert pool2.run(not_shared, tmp_path) == [[], []]
+
+
+# --- calls that fail ------------------------------------------------------------------------------
+
+
+def each_call(folder, sufferer, what, overwrite):
+    """Fails each call of a save in turn, on one rank. What is wrong, how often there was an error, and
+    how often none: some calls only tidy up."""
+    model, optimizer = trained("mlp", APART, "zshard.AdamW", steps=1)
+    zshard.save(folder / "old", model, optimizer)
+    state, named = model.state_dict(), zshard.optim_state_dict(model, optimizer)
+    before, wrong, ends, nth = bit_by_bit(folder / "old"), [], [], 0
+    path = folder / ("old" if overwrite else "new")
+    comm = comm_for(torch.distributed.group.WORLD, None, None)
+    while True:
+        nth += 1
+        comm.exchange(b"")
+        _core.file_faults(nth if rank() == sufferer else 0, what)
+        found = outcome(lambda: zshard.save(path, model, optimizer, overwrite=overwrite))
+        calls = _core.file_faults(0)
+        if rank() == 0:
+            lock = folders._lock_path(folders.Target.of(path, None))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(lock)  # it may stay; it is nobody's
+            hidden = [name for name in inside(folder) if name.startswith(".")]
+            if found is None:
+                wrong += unlike(path, state, named)
+                before = before if not overwrite else bit_by_bit(path)
+            elif set(inside(folder)) != {"old"} or bit_by_bit(folder / "old") != before:
+                wrong.append((nth, inside(folder)))
+            elif not issubclass(found[0], OSError):
+                wrong.append((nth, found))
+            if len(hidden) > 1 or (hidden and found is not None):
+                wrong.append((nth, hidden))
+            if found is None and not overwrite:
+                folders.remove(str(path))
+        ends.append(found is None)
+        last = comm.exchange(bytes([rank() == sufferer and calls < nth]))
+        if any(end == b"\1" for end in last):
+            return wrong, ends.count(False), ends.count(True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize("sufferer", [0, 1])
+@pytest.mark.parametrize("what", ["EIO", "ENOSPC"])
+def test_each_call_that_fails(pool2, sufferer, what, overwrite, tmp_path):
+    first, second = pool2.run(each_call, tmp_path, sufferer, what, overwrite)
+    assert first[0] == second[0] == []
+    assert first[1:] == second[1:]
+    assert first[1] >= (30 if sufferer == 0 else 6)
+    assert first[2] <= (24 if sufferer == 0 else 2)  # it deletes what there was, and its lock
+
+
+@pytest.mark.parametrize("what", ["EINTR", "short"])
+def test_calls_that_are_interrupted_go_on(tmp_path, what):
+    model = make(Mlp)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for nth in range(1, 200):
+        _core.file_faults(nth, what)
+        found = outcome(lambda: saved(tmp_path, model, optimizer))
+        if _core.file_faults(0) < nth:
+            break
+        assert found is None or (what == "EINTR" and found[0] is InterruptedError), (nth, found)
+    assert 30 < nth < 199 and inside(tmp_path) == ["x"]
+
+
+def dies(folder, victim, nth, combination):
+    model = wrapped(Mlp, combination)
+    zshard.save(folder / "old", model)
+    _core.file_faults(nth if rank() == victim else 0, "kill")
+    found = outcome(lambda: zshard.save(folder / "new", model))
+    return found, inside(folder)
+
+
+@pytest.mark.parametrize(("victim", "combination"), [(0, APART), (1, APART), (0, FULL)])
+def test_a_rank_that_is_killed(victim, combination, tmp_path):
+    results = fork_ranks(dies, 2, tmp_path, victim, 9 if victim == 0 else 3, combination)
+    assert results[victim].returncode == -9
+    (kind, text), names = results[1 - victim].value
+    assert kind is zshard.PeerError and f"rank {victim}" in text
+    hidden = [name for name in names if name != "old"]
+    assert len(hidden) == (2 if victim == 0 else 0), names  # its folder and its lock
+    zshard.save(tmp_path / "new", make(Mlp))
+    assert inside(tmp_path) == ["new", "old"]

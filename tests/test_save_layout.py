@@ -1,0 +1,190 @@
+"""Which bytes of which files each rank writes: zshard/_checkpoint/layout.py, without any model.
+
+The one idea: whoever has what, each byte of each file is written once, by a rank that has it, and ranks
+that have the same write the same amount.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import deserialize
+
+from zshard import _core
+from zshard._checkpoint import layout
+from zshard._checkpoint.manifest import BLOCK
+from zshard._checkpoint.outline import Held, Item
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
+
+
+@st.composite
+def worlds(draw):
+    """(items of each rank, limit): tensors that rank 0 has, that all have, or that are cut over parts
+    of the ranks, each part with `copies` ranks."""
+    parts, copies = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    world = [[] for _ in range(parts * copies)]
+    for i in range(draw(st.integers(0, 6))):
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        dtype, kind = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(["0", "all", "cut"]))
+        values = torch.empty(shape, dtype=dtype)
+        numel = values.numel()
+        cuts = sorted(draw(st.integers(0, numel)) for _ in range(parts - 1))
+        bounds = [0, *cuts, numel]
+        for rank, items in enumerate(world):
+            part, copy = rank % parts, rank // parts
+            held = Held(values, 0, 1, 0, -2) if rank == 0 else None
+            if kind == "all":
+                held = Held(values, 0, len(world), rank, -1)
+            elif kind == "cut":
+                own = values.view(-1)[bounds[part] : bounds[part + 1]]
+                held = Held(own, bounds[part], copies, copy, 0)
+            items.append(Item(f"t{i}", shape, dtype, held))
+    return world, draw(st.integers(1, 4000))
+
+
+@given(worlds())
+def test_every_byte_is_written_once_by_a_rank_that_has_it(case):
+    world, limit = case
+    files = layout.lay_out(world[0], "model", limit)
+    written = Counter()
+    for items in world:
+        own = layout.lay_out(items, "model", limit)
+        assert [file[:3] for file in own] == [file[:3] for file in files]
+        for piece in layout.pieces_of(own):
+            offset = next(o for item, o in own[piece.file].places if _has(item, piece))
+            held = next(item.held for item, _ in own[piece.file].places if _has(item, piece))
+            size = piece.dtype.itemsize
+            assert piece.offset == offset + (held.begin + piece.begin) * size
+            assert 0 <= piece.begin < piece.end <= held.values.numel()
+            end = piece.offset + (piece.end - piece.begin) * size
+            written.update((piece.file, byte) for byte in range(piece.offset, end))
+    for number, file in enumerate(files):
+        for byte in range(len(file.header), file.size):
+            assert written.pop((number, byte)) == 1
+    assert not written
+
+
+def _has(item, piece):
+    return item.held is not None and item.held.values is piece.values
+
+
+@given(worlds())
+def test_ranks_that_have_the_same_write_as_much(case):
+    world, limit = case
+    totals = {}
+    for items in world:
+        files = layout.lay_out(items, "model", limit)
+        held = {id(i.held.values): i.held for i in items if i.held is not None}
+        shares = Counter(dict.fromkeys({h.group for h in held.values()}, 0))
+        for piece in layout.pieces_of(files):
+            group = held[id(piece.values)].group
+            shares[group] += (piece.end - piece.begin) * piece.dtype.itemsize
+        for each in held.values():
+            if each.group == -1:
+                totals.setdefault(each.group, {})[each.copy] = shares[each.group]
+    for shares in totals.values():
+        assert max(shares.values()) - min(shares.values()) <= 2 * 8  # an item at either end
+
+
+@given(worlds())
+def test_files_are_valid_and_not_too_large(case):
+    world, limit = case
+    files = layout.lay_out(world[0], "some", limit, {"other": "t0"})
+    names = []
+    for i, file in enumerate(files):
+        data = file.header + bytes(file.size - len(file.header))
+        assert len(file.header) % layout.ALIGN == 0
+        found = dict(deserialize(data))
+        sizes = {item.name: len(found[item.name]["data"]) for item, _ in file.places}
+        assert len(sizes) == len(found)
+        assert sum(sizes.values()) <= limit or len(sizes) == 1 or not max(sizes.values())
+        assert file.name == (
+            "some.safetensors"
+            if len(files) == 1
+            else f"some-{i + 1:05}-of-{len(files):05}.safetensors"
+        )
+        notes = json.loads(file.header[8:])["__metadata__"]
+        assert notes == {"format": "pt"} | ({"other": "t0"} if "t0" in sizes else {})
+        for item, offset in file.places:
+            assert offset % item.dtype.itemsize == 0
+        names += sizes
+    assert sorted(names) == sorted(item.name for item in world[0])
+    told = json.loads(layout.index_of(files))
+    assert told["weight_map"] == {i.name: file.name for file in files for i, _ in file.places}
+    assert told["metadata"]["total_size"] == sum(f.size - len(f.header) for f in files)
+
+
+def test_files_are_split_as_hugging_face_does():
+    items = [Item(n, (4,), torch.float32, None) for n in "abcde"]
+    items.insert(2, Item("large", (100,), torch.float32, None))
+    names = [[i.name for i, _ in f.places] for f in layout.lay_out(items, "model", 32)]
+    assert names == [["a", "b"], ["large"], ["c", "d"], ["e"]]
+
+
+def test_a_header_that_nobody_would_read(monkeypatch):
+    monkeypatch.setattr(layout, "HEADER_LIMIT", 5000)
+    items = [Item(f"t{i}", (1,), torch.float32, None) for i in range(30)]
+    with pytest.raises(ValueError, match=r"'model.safetensors' .* a smaller max_shard_size"):
+        layout.lay_out(items, "model", 1000)
+    assert len(layout.lay_out(items, "model", 40)) == 3
+
+
+SIZES = {5: 5, "5": 5, "5GB": 5 * 10**9, "200 MiB": 200 * 2**20, "1.5kb": 1500, " 1TiB ": 2**40}
+
+
+@pytest.mark.parametrize("text", SIZES)
+def test_sizes(text):
+    assert layout.bytes_in(text) == SIZES[text]
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5XB", "-5GB", "0", 0, -1, "5 GB more", "1e3"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match=r"max_shard_size=.* is no size"):
+        layout.bytes_in(text)
+
+
+@pytest.mark.parametrize("text", [None, 1.5, True, b"5GB"])
+def test_what_cannot_be_a_size(text):
+    with pytest.raises(TypeError, match="max_shard_size takes bytes"):
+        layout.bytes_in(text)
+
+
+# --- checksums ------------------------------------------------------------------------------------
+
+
+def cut(data, cuts):
+    """(offset, length, checksum) of the bytes between the cuts, and the multiples of a block."""
+    bounds = sorted({0, *cuts, *range(0, len(data), BLOCK), len(data)})
+    pairs = itertools.pairwise(bounds)
+    return [(a, b - a, _core.crc32c(data[a:b])) for a, b in pairs]
+
+
+DATA = bytes(range(251)) * (-(-(2 * BLOCK + 1000) // 251))
+
+
+@given(st.lists(st.integers(1, len(DATA) - 1), max_size=8), st.randoms())
+def test_checksums_of_pieces_are_put_together(cuts, random):
+    rows = cut(DATA, cuts)
+    random.shuffle(rows)
+    whole = [_core.crc32c(DATA[i : i + BLOCK]) for i in range(0, len(DATA), BLOCK)]
+    assert layout.record_of("x", len(DATA), rows) == (layout.FileRecord(len(DATA), tuple(whole)))
+    one, other = layout.joined(rows[::2]), layout.joined(rows[1::2])
+    assert len(one) <= len(rows[::2])
+    assert layout.record_of("x", len(DATA), one + other).checksums == tuple(whole)
+    assert len(layout.joined(rows)) == len(whole)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda r: r[1:], lambda r: r[:-1], lambda r: r[:2] + r[3:], lambda r: [*r, r[1]]]
+)
+def test_what_was_not_written_once_is_an_error(change):
+    rows = cut(DATA, [5, 100, BLOCK + 7])
+    with pytest.raises(RuntimeError, match=r"'x' of \d+ bytes was not written as planned at byte"):
+        layout.record_of("x", len(DATA), change(rows))

@@ -1,0 +1,115 @@
+"""Writing pieces of tensors to a file, from where they lie, or a chunk at a time.
+
+The one idea: what lies in memory as it is to be in the file is handed to the system as it is. What
+has to be cast, comes from a GPU, or is so small that calls would cost more than copies, goes
+through one chunk of memory, in which as many pieces are put together as fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zshard import _core
+from zshard._agree import bytes_of
+from zshard._checkpoint.layout import Piece
+from zshard._checkpoint.manifest import BLOCK
+from zshard._stream import CHUNK
+
+_DIRECT = 2**16  # bytes; smaller pieces are copied together
+
+Written = tuple[int, int, int]  # offset, length, CRC-32C
+
+
+class Chunk:
+    """Memory that tensors are cast in, or come to from a GPU; made when it is first asked for."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory: Tensor | None = None
+
+    @property
+    def memory(self) -> Tensor:
+        if self._memory is None:
+            self._memory = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._memory
+
+
+class Writer:
+    """Writes pieces to one file; what can be written from where it lies is not copied."""
+
+    def __init__(self, file: _core.File, chunk: Chunk) -> None:
+        self._file, self._chunk = file, chunk
+        self._ranges: list[tuple[int, Any]] = []
+        self._copied: list[tuple[int, int, int]] = []  # offset in the file, from .. to in the chunk
+        self._written: list[Written] = []
+
+    def add_bytes(self, offset: int, data: bytes) -> None:
+        self._ranges.append((offset, data))
+
+    def add(self, piece: Piece) -> None:
+        values, begin, end, dtype = piece[2:]
+        size = dtype.itemsize
+        is_plain = values.device.type == "cpu" and values.dtype == dtype
+        is_plain = is_plain and values.is_contiguous() and not (values.is_conj() or values.is_neg())
+        if is_plain and (end - begin) * size >= _DIRECT:
+            self._ranges.append((piece.offset, bytes_of(values.view(-1)[begin:end])))
+            return
+        offset = piece.offset
+        for run in _runs(values, begin, end, CHUNK // max(size, values.element_size())):
+            self._copy(offset, run, dtype)
+            offset += run.numel() * size
+
+    def end(self) -> list[Written]:
+        """Writes the rest; what has been written."""
+        self._flush()
+        return self._written
+
+    def _copy(self, offset: int, values: Tensor, dtype: torch.dtype) -> None:
+        length = values.numel() * dtype.itemsize
+        first, low, high = self._copied[-1] if self._copied else (-1, 0, 0)
+        follows = first + high - low == offset  # in the file, so in the chunk as well
+        begin = high if follows else -(-high // 16) * 16
+        if begin % dtype.itemsize != 0 or begin + length > CHUNK:
+            self._flush()
+            follows, begin = False, 0
+        self._chunk.memory[begin : begin + length].view(dtype).copy_(values, non_blocking=True)
+        if follows:
+            self._copied[-1] = (first, low, begin + length)
+        else:
+            self._copied.append((offset, begin, begin + length))
+
+    def _flush(self) -> None:
+        if self._copied:
+            if self._chunk.memory.is_pinned():
+                torch.cuda.synchronize()
+            memory = bytes_of(self._chunk.memory)
+            self._ranges += [(offset, memory[low:high]) for offset, low, high in self._copied]
+            self._copied.clear()
+        if self._ranges:
+            told = memoryview(self._file.write(self._ranges, BLOCK)).cast("Q").tolist()
+            self._written += zip(told[::3], told[1::3], told[2::3], strict=True)
+            self._ranges.clear()
+
+
+def _runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
+    """The row-major elements from `begin` to `end`, as tensors of one dimension and at most `limit`
+    elements; of what is not contiguous, copies."""
+    if values.is_contiguous():
+        flat = values.view(-1)
+        for first in range(begin, end, limit):
+            yield flat[first : min(first + limit, end)]
+        return
+    row = values.numel() // values.shape[0]
+    at_once = max(1, limit // row)
+    for first in range(begin // row, -(-end // row), at_once):
+        rows = values[first : first + at_once]
+        low = max(0, begin - first * row)
+        high = min(rows.numel(), end - first * row)
+        if row > limit:
+            yield from _runs(rows[0], low, high, limit)
+        else:
+            yield rows.reshape(-1)[low:high]
