@@ -19,7 +19,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._agree import Fact, check_agreement, gather_bytes, on_all_ranks
+from zshard._checkpoint import background
 from zshard._checkpoint.extra import encode
 from zshard._checkpoint.folder import Staging, Target, retain
 from zshard._checkpoint.layout import (
@@ -62,16 +63,19 @@ _OPEN = 64  # files at a time
 class Save:
     """A checkpoint that zshard.save is writing or has written."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, task: background.Task | None = None) -> None:
         self.path = path
         """Its folder, an absolute path."""
+        self._task = task
 
     def wait(self) -> None:
         """Returns when it is finished, and raises what has kept it from that."""
+        if self._task is not None:
+            self._task.wait()
 
     def done(self) -> bool:
         """Is it finished, or has it failed?"""
-        return True
+        return self._task is None or self._task.done()
 
     def __repr__(self) -> str:
         return f"Save({self.path!r})"
@@ -106,7 +110,11 @@ def save(
     extra: this rank's own dict of numbers, strings, None, lists, tuples, dicts, sets, bytes, and
         tensors and NumPy arrays of at most 16 MiB: a scheduler's and a data loader's state,
         zshard.rng_state(). It is kept as JSON, and load() gives it to the same rank.
-    asynchronous: not in this version.
+    asynchronous: return as soon as this rank's values are copied; a thread writes the copy while
+        training goes on. The memory for it, as large as this rank's part of what is saved, is kept
+        for the next time. One save is under way at a time: a second one waits. What fails is
+        raised by wait(), or by the next save() or load(); a process that ends waits for the thread,
+        and ends with status 1 if it fails and nobody has been told.
     dtype: in which floating-point tensors of the model are written, as torch.bfloat16; None: as
         they are. The optimizer's state is always as it is.
     keep_last: (with `step`) the directory keeps so many of the newest checkpoints, and this one;
@@ -132,8 +140,7 @@ def save(
     copies = Copies(model, comm)
     made: list[_Asked] = []
     with on_all_ranks(comm), torch.no_grad():
-        if asynchronous:
-            raise NotImplementedError("save(asynchronous=True) is not in this version of zshard")
+        background.finish()
         kept = _Kept(_step(step), keep_last, overwrite)
         limit = bytes_in(max_shard_size)
         _check_arguments(kept, extra, dtype)
@@ -146,8 +153,13 @@ def save(
     check_agreement(comm, made[0].facts(), "checkpoints to be saved")
     _check_nested(comm, made[0].contents[-1].nested)
     plan = _plan(comm, made[0], model)
-    _write(plan, comm_beside(comm))
-    return Save(target.path)
+    beside = comm_beside(comm)
+    if not asynchronous:
+        _write(plan, beside)
+        return Save(target.path)
+    with on_all_ranks(comm), torch.no_grad():
+        plan = replace(plan, pieces=background.snapshot(model, plan.pieces))
+    return Save(target.path, background.start(target.path, lambda: _write(plan, beside)))
 
 
 # --- the plan -------------------------------------------------------------------------------------

@@ -53,13 +53,11 @@ class Writer:
     def add(self, piece: Piece) -> None:
         values, begin, end, dtype = piece[2:]
         size = dtype.itemsize
-        is_plain = values.device.type == "cpu" and values.dtype == dtype
-        is_plain = is_plain and values.is_contiguous() and not (values.is_conj() or values.is_neg())
-        if is_plain and (end - begin) * size >= _DIRECT:
+        if is_plain(piece) and (end - begin) * size >= _DIRECT:
             self._ranges.append((piece.offset, bytes_of(values.view(-1)[begin:end])))
             return
         offset = piece.offset
-        for run in _runs(values, begin, end, CHUNK // max(size, values.element_size())):
+        for run in runs(values, begin, end, CHUNK // max(size, values.element_size())):
             self._copy(offset, run, dtype)
             offset += run.numel() * size
 
@@ -95,7 +93,14 @@ class Writer:
             self._ranges.clear()
 
 
-def _runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
+def is_plain(piece: Piece) -> bool:
+    """Does it lie in memory of the CPU as it is to be in the file?"""
+    values = piece.values
+    as_it_is = values.device.type == "cpu" and values.dtype == piece.dtype
+    return as_it_is and values.is_contiguous() and not (values.is_conj() or values.is_neg())
+
+
+def runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
     """The row-major elements from `begin` to `end`, as tensors of one dimension and at most `limit`
     elements; of what is not contiguous, copies."""
     if values.is_contiguous():
@@ -110,6 +115,6 @@ def _runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
         low = max(0, begin - first * row)
         high = min(rows.numel(), end - first * row)
         if row > limit:
-            yield from _runs(rows[0], low, high, limit)
+            yield from runs(rows[0], low, high, limit)
         else:
             yield rows.reshape(-1)[low:high]
