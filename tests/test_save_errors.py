@@ -71,7 +71,6 @@ ARGUMENTS = {
     "a truth value": (ValueError, "step=True is no number", {"step": True}),
     "extra": (TypeError, "extra['a']['b'] is a function", {"extra": {"a": {"b": some_function}}}),
     "extra that is no dict": (TypeError, "extra takes a dict, not list", {"extra": [1]}),
-    "asynchronous": (NotImplementedError, "asynchronous=True", {"asynchronous": True}),
     "dtype": (ValueError, "dtype=torch.int32: tensors can be", {"dtype": torch.int32}),
     "dtype of other kind": (TypeError, "torch.dtype, not 'bf16'", {"dtype": "bf16"}),
     "size": (ValueError, "max_shard_size='5XB' is no size", {"max_shard_size": "5XB"}),
