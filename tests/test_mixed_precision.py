@@ -169,10 +169,22 @@ def test_outputs_are_cast_and_inputs_if_wanted(pool2):
         assert "dtype" in refuses
 
 
-def state_is_exact(combination):
+class Rooted(Stack):
+    """With parameters of the root's own, which over c10d stay as they are between a forward and its
+    backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+def state_is_exact(build, combination):
     """Is the state dict in the model's own dtype, before a backward as well?"""
-    model = wrapped(Stack, combination, mixed_precision=BF16)
-    expected = make(Stack).state_dict()
+    model = wrapped(build, combination, mixed_precision=BF16)
+    expected = make(build).state_dict()
     before = differences(model.state_dict(), expected)
     out = model(floats(dist.get_rank()))
     between = differences(model.state_dict(), expected)
@@ -183,9 +195,10 @@ def state_is_exact(combination):
     return before, between, loaded
 
 
+@pytest.mark.parametrize("build", [Stack, Rooted])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_state_dict_has_the_models_own_dtype(pool2, combination):
-    assert pool2.run(state_is_exact, combination) == [([], [], True)] * 2
+def test_state_dict_has_the_models_own_dtype(pool2, build, combination):
+    assert pool2.run(state_is_exact, build, combination) == [([], [], True)] * 2
 
 
 def sums_before(combination):

@@ -82,6 +82,11 @@ def is_block(module: nn.Module) -> bool:
     return isinstance(module, Block)
 
 
+def kind_of(policy: Any) -> str:
+    """A name that is the same in each process."""
+    return getattr(getattr(policy, "func", policy), "__name__", type(policy).__name__)
+
+
 def positional(m: nn.Module, r: bool, unwrapped: int) -> bool:
     return r or is_block(m)
 
@@ -116,7 +121,7 @@ def positional(m: nn.Module, r: bool, unwrapped: int) -> bool:
         functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=500),
         functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=is_block),
     ],
-    ids=repr,
+    ids=kind_of,
 )
 def test_every_spelling_of_a_policy_finds_the_blocks(policy: Any) -> None:
     model = Net()
@@ -240,7 +245,7 @@ def parametrized() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("policy", [{nn.Linear}, zwrap.always_wrap_policy, "auto"], ids=str)
+@pytest.mark.parametrize("policy", [{nn.Linear}, zwrap.always_wrap_policy, "auto"], ids=kind_of)
 @pytest.mark.parametrize(
     "make",
     [

@@ -32,7 +32,7 @@ from zshard import _core
 from zshard._outline import Outline, Pending, StandIns
 from zshard._plan import UnitSpec
 from zshard._slices import KEY, Record, misfit, record_of
-from zshard._units import State, is_unit, outline
+from zshard._units import State, is_unit, outline, units_of
 
 
 def attach(state: State, spec: UnitSpec) -> None:
@@ -65,6 +65,7 @@ def whole_state_dict(
     """
     if _outermost.get() is not None:
         return state_dict(*args, **kwargs)
+    _settle_replicas(module)
     token = _outermost.set(_Copies(module.parameters(), keep))
     try:
         state = state_dict(*args, **kwargs)
@@ -72,6 +73,16 @@ def whole_state_dict(
         _outermost.reset(token)
     _refuse_slices(state)
     return state
+
+
+def _settle_replicas(module: nn.Module) -> None:
+    """Has parameters that each rank has whole be of the dtype that they have between steps, also
+    where a forward has left a cast copy of them for its backward, which then makes another one."""
+    for _, state in units_of(module):
+        unit = state.unit
+        held = any(_core.held_unit(param) is not None for param in unit.params[:1])
+        if unit.replicated and unit.is_full and not held:
+            unit.let_go()
 
 
 # --- whole copies ---------------------------------------------------------------------------------
