@@ -90,7 +90,7 @@ def metadata(data: bytes) -> None:
     """Metadata of torch's, beside files that are there."""
     found = Checkpoint(_FOLDER.name)
     try:
-        dcp.read_metadata(found, data, NAME)
+        dcp.read_metadata(found, data, NAME, with_optimizer=True)
         for entry in found.model.values():
             entry.check()
     finally:

@@ -6,7 +6,7 @@ torch.distributed.checkpoint are the same to whoever loads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,6 +46,7 @@ class OptimizerState:
     groups: list[dict[str, Any]]  # options, and names under "params"
     tensors: dict[str, dict[str, Readable]]  # {parameter: {"exp_avg": ..., ...}}
     values: dict[str, dict[str, Any]]  # what is no tensor
+    options: dict[str, dict[str, Any]] | None = None  # in place of groups: of each parameter
 
 
 @dataclass
@@ -62,12 +63,12 @@ class Checkpoint:
     no_optimizer: str = ""  # why there is none, where that is not plain
     manifest: Manifest | None = None
     files: dict[str, File] = field(default_factory=dict)  # those that are read, by name
-    shared: Mapping[str, Any] = field(default_factory=dict)  # what stands beside, for all ranks
+    shared: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # extra of all ranks
 
     def extra_of(self, rank: int) -> dict[str, Any]:
         """What `rank` gave to be kept. CheckpointError for what is no dict."""
         if self.manifest is None:
-            return dict(self.shared)
+            return {name: read() for name, read in self.shared.items()}
         found = decode(self.manifest.extra_of(rank), self.path)
         if not isinstance(found, dict):
             raise CheckpointError(f"'{self.path}' has a {type(found).__name__} as extra, no dict")

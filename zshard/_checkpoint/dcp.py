@@ -11,14 +11,16 @@ nested dict that was saved. By these keys a model is told from its optimizer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from zshard._agree import bytes_of
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable
 from zshard._checkpoint.manifest import LIMIT, CheckpointError
 from zshard._checkpoint.pickled import Thing, parse
@@ -31,22 +33,26 @@ _MODELS = ("model", "model_state_dict", "state_dict", "module", "net")
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "opt")
 _PREFIX = "torch.distributed.checkpoint."
 
+_T = TypeVar("_T")
+
 Path = tuple[Any, ...]  # keys of nested dicts and lists
+Tensors = Mapping[Path, Readable]
+Values = Mapping[Path, Callable[[], Any]]  # read when they are asked for
 
 
-def open_into(found: Checkpoint) -> None:
+def open_into(found: Checkpoint, with_optimizer: bool) -> None:
     """Opens the folder at `found.path`. CheckpointError for what is damaged, or cannot be read
     without running it."""
     where = os.path.join(found.path, METADATA)
     with File(where) as file:
         text = bytes(file.bytes_of(min(file.size, LIMIT + 1)))
-    read_metadata(found, text, where)
+    read_metadata(found, text, where, with_optimizer)
 
 
-def read_metadata(found: Checkpoint, text: bytes, where: str) -> None:
+def read_metadata(found: Checkpoint, text: bytes, where: str, with_optimizer: bool) -> None:
     """Gives `found` what its metadata say; their path is for messages."""
     tensors, values = _Folder(found, where, _parsed(text, where)).read()
-    _sort_out(found, tensors, values)
+    _sort_out(found, tensors, values, with_optimizer)
 
 
 def _parsed(text: bytes, where: str) -> Any:
@@ -59,28 +65,49 @@ def _parsed(text: bytes, where: str) -> Any:
 # --- which is the model's, and which the optimizer's ----------------------------------------------
 
 
-def _sort_out(
-    found: Checkpoint, tensors: Mapping[Path, Readable], values: Mapping[Path, Any]
-) -> None:
-    """Gives the contents what lies under keys like "model" and "optimizer", at whatever depth. With
-    neither, all of it is a model."""
-    model = _under(_MODELS, [*tensors, *values])
-    optimizer = _under(_OPTIMIZERS, [*tensors, *values])
-    if model is None and optimizer is None:
-        model = ()
-    if model is not None:
-        found.model = {_dotted(p[len(model) :]): e for p, e in tensors.items() if _is_in(p, model)}
-        found.others = {_dotted(p[len(model) :]): v for p, v in values.items() if _is_in(p, model)}
-    if optimizer is not None:
-        of_optimizer = {p[len(optimizer) :]: e for p, e in tensors.items() if _is_in(p, optimizer)}
-        options = {p[len(optimizer) :]: v for p, v in values.items() if _is_in(p, optimizer)}
-        _add_optimizer(found, of_optimizer, options)
-    roots = [root for root in (model, optimizer) if root is not None]
-    found.shared = {
-        _dotted(path): value
-        for path, value in values.items()
-        if not any(_is_in(path, root) for root in roots)
-    }
+def _sort_out(found: Checkpoint, tensors: Tensors, values: Values, with_optimizer: bool) -> None:
+    """What lies under a key like "model" is the model's, and what under one like "optimizer" the
+    optimizer's, at whatever depth. Without the former, the model has the tensors at the top."""
+    paths = [*tensors, *values]
+    model, optimizer = _under(_MODELS, paths), _under(_OPTIMIZERS, paths)
+    beside = [root for root in (model, optimizer) if root is not None]
+    rest, extra = _outside(tensors, beside), _outside(values, beside)
+    if model is None:
+        of_model = {path: entry for path, entry in rest.items() if len(path) == 1} or rest
+        rest = {path: entry for path, entry in rest.items() if path not in of_model}
+        others = {path: read for path, read in extra.items() if _is_of_a_module(path)}
+        extra = {path: read for path, read in extra.items() if path not in others}
+    else:
+        of_model, others = _within(tensors, model), _within(values, model)
+    found.model = {_dotted(path): entry for path, entry in of_model.items()}
+    found.others = {_dotted(path): read() for path, read in others.items()}
+    extra |= {path: functools.partial(_whole, entry) for path, entry in rest.items()}
+    found.shared = {_dotted(path): read for path, read in extra.items()}
+    if optimizer is not None and with_optimizer:
+        told = {path: read() for path, read in _within(values, optimizer).items()}
+        try:
+            found.optimizer = _optimizer_of(_within(tensors, optimizer), told, list(found.model))
+        except (KeyError, TypeError):
+            found.no_optimizer = _NO_NAMES
+
+
+def _within(things: Mapping[Path, _T], root: Path) -> dict[Path, _T]:
+    return {p[len(root) :]: each for p, each in things.items() if p[: len(root)] == root}
+
+
+def _outside(things: Mapping[Path, _T], roots: Sequence[Path]) -> dict[Path, _T]:
+    return {p: each for p, each in things.items() if not any(p[: len(r)] == r for r in roots)}
+
+
+def _is_of_a_module(path: Path) -> bool:
+    return isinstance(path[-1], str) and path[-1].endswith("_extra_state")
+
+
+def _whole(entry: Readable) -> torch.Tensor:
+    made = torch.empty(entry.shape, dtype=entry.dtype)
+    if made.numel() > 0:
+        entry.read_into(bytes_of(made), 0)
+    return made
 
 
 def _under(names: Sequence[str], paths: Sequence[Path]) -> Path | None:
@@ -91,27 +118,18 @@ def _under(names: Sequence[str], paths: Sequence[Path]) -> Path | None:
     return min(found, key=lambda path: (len(path), names.index(path[-1])), default=None)
 
 
-def _is_in(path: Path, root: Path) -> bool:
-    return path[: len(root)] == root
-
-
 def _dotted(path: Path) -> str:
     return ".".join(str(key) for key in path)
 
 
-def _add_optimizer(
-    found: Checkpoint, tensors: Mapping[Path, Readable], values: Mapping[Path, Any]
-) -> None:
-    try:
-        found.optimizer = _optimizer_of(tensors, values)
-    except (KeyError, TypeError):
-        found.no_optimizer = _NO_NAMES
-
-
-def _optimizer_of(tensors: Mapping[Path, Readable], values: Mapping[Path, Any]) -> OptimizerState:
-    """The form of torch.distributed.checkpoint.state_dict, ("state", name, key) and
-    ("param_groups", i, option); by numbers only where the groups have names as well. KeyError or
-    TypeError for any other."""
+def _optimizer_of(
+    tensors: Tensors, values: Mapping[Path, Any], params: Sequence[str]
+) -> OptimizerState:
+    """The forms of torch.distributed.checkpoint.state_dict: ("state", name, key) and
+    ("param_groups", i, option), by numbers only where the groups have names as well; or flat,
+    ("state.name.key",) and ("param_groups.name.option",). KeyError or TypeError for any other."""
+    if all(len(path) == 1 for path in (*tensors, *values)):
+        return _flat_optimizer(tensors, values, set(params))
     groups: dict[int, dict[str, Any]] = {}
     for path, value in values.items():
         if path[:1] == ("param_groups",) and len(path) >= 3:
@@ -136,8 +154,37 @@ def _optimizer_of(tensors: Mapping[Path, Readable], values: Mapping[Path, Any]) 
     return OptimizerState(None, listed, state, others)
 
 
+def _flat_optimizer(
+    tensors: Tensors, values: Mapping[Path, Any], params: set[str]
+) -> OptimizerState:
+    """The flat form, in which each parameter has options of its own."""
+    state: dict[str, dict[str, Readable]] = {}
+    others: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for kind, prefix, into in (
+        (tensors, "state.", state),
+        (values, "state.", others),
+        (values, "param_groups.", options),
+    ):
+        for (key,), value in kind.items():
+            if key.startswith(prefix):
+                name, what = _split(key[len(prefix) :], params)
+                into.setdefault(name, {})[what] = value
+    if not options:
+        raise KeyError("param_groups")
+    return OptimizerState(None, [], state, others, options)
+
+
+def _split(text: str, params: set[str]) -> tuple[str, str]:
+    """(name of a parameter, what stands behind it and a dot). KeyError if there is none."""
+    ends = [i for i, letter in enumerate(text) if letter == "." and text[:i] in params]
+    if not ends:
+        raise KeyError(text)
+    return text[: ends[-1]], text[ends[-1] + 1 :]
+
+
 _NO_NAMES = (
-    "its optimizer's state goes by numbers, or is flat: save what get_state_dict() of "
+    "its optimizer's state goes by numbers, or by unknown names: save what get_state_dict() of "
     "torch.distributed.checkpoint.state_dict gives, which has names; the model can be loaded alone"
 )
 
@@ -179,19 +226,19 @@ class _Folder:
             raise CheckpointError(f"'{where}' is not what torch.distributed.checkpoint writes")
         self._metadata = metadata
 
-    def read(self) -> tuple[dict[Path, Readable], dict[Path, Any]]:
+    def read(self) -> tuple[Tensors, Values]:
         """Tensors and other values by their paths."""
         try:
             storage = self._storage()
             paths = self._metadata.state.get("planner_data") or {}
             tensors: dict[Path, Readable] = {}
-            values: dict[Path, Any] = {}
+            values: dict[Path, Callable[[], Any]] = {}
             for name, told in self._metadata.field("state_dict_metadata").items():
                 path = paths.get(name, tuple(name.split(".")))
                 if told.name.endswith(".TensorStorageMetadata"):
                     tensors[path] = self._tensor(name, told, storage)
                 else:
-                    values[path] = value_in(storage[name, None], name)
+                    values[path] = functools.partial(value_in, storage[name, None], name)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
                 f"'{self._where}' is not as torch.distributed.checkpoint writes it: {error!r}"

@@ -57,7 +57,7 @@ def _open(found: Checkpoint, with_optimizer: bool) -> None:
         _refuse_staging(found.path)
         _open_huggingface(found)
     elif os.path.lexists(os.path.join(found.path, dcp.METADATA)):
-        dcp.open_into(found)
+        dcp.open_into(found, with_optimizer)
     else:
         _open_newest(found, with_optimizer)
 

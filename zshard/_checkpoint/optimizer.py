@@ -9,7 +9,8 @@ afterwards, into the state as it is then.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +47,12 @@ class OptimizerPlan:
         if told is None:
             why = contents.no_optimizer or "load the model alone, by leaving the optimizer out"
             raise RuntimeError(f"'{contents.path}' has no state of an optimizer: {why}")
-        names_of(model, optimizer)
+        names = names_of(model, optimizer)
         problems = _other_class(told, optimizer) if strict else []
+        if told.options is not None:
+            groups, more = _groups_of(told.options, optimizer, names)
+            told = replace(told, groups=groups)
+            problems += more
         more, self._numbered = by_number(model, optimizer, _outline(told))
         if problems + more:
             head = f"Error(s) in loading the state of {type(optimizer).__name__}:"
@@ -163,6 +168,24 @@ def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
     if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's is as good as zshard's
         return []
     return [f"it is the state of {told.kind}, the optimizer is {name} (strict=False takes it)"]
+
+
+def _groups_of(
+    options: Mapping[str, Mapping[str, Any]], optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The optimizer's own groups, with what `options` say of each parameter; and where these say
+    different things of parameters of one group."""
+    groups, problems = [], []
+    for i, group in enumerate(optimizer.param_groups):
+        own = [names[id(p)] for p in group["params"] if names[id(p)] in options]
+        first = options[own[0]] if own else {}
+        for name in own:
+            if options[name] != first:
+                problems.append(
+                    f"'{name}' has other options than '{own[0]}', which is in group {i} as well"
+                )
+        groups.append({**first, "params": own})
+    return groups, problems
 
 
 def _outline(told: OptimizerState) -> dict[str, Any]:
