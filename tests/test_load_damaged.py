@@ -21,7 +21,7 @@ from scenarios import Stack, forward_backward, message_of
 from torch import nn
 
 import zshard
-from zshard import CheckpointError
+from zshard import CheckpointError, DivergenceError
 from zshard._checkpoint import folder, manifest
 
 
@@ -295,6 +295,7 @@ def test_an_index_that_names_what_the_manifest_does_not(pool2, path):
         ),
         ({"model": {"extra_state": []}}, "has a list as extra_state, no object"),
         ({"model": {"extra_state": {"a": {"$object": 1}}}}, "no value that this version"),
+        ({"model": {"versions": {"head": "2"}}}, "versions of modules that are no numbers"),
         ({"extra": [[1]]}, "has a list as extra, no dict"),
         ({"extra": [{"a": {"$tuple": 1, "$x": 2}}]}, "no value that this version"),
     ],
@@ -479,6 +480,26 @@ def strange_arguments(path):
         message_of(lambda: zshard.load(path, model, "optimizer"), TypeError),
         message_of(lambda: zshard.load(3, model), TypeError),
     ]
+
+
+def other_arguments(path):
+    """Ranks that ask for different things, and go on."""
+    model, optimizer = model_and_optimizer()
+    one = rank() == 1
+    said = [
+        message_of(lambda: zshard.load(path, model, optimizer if one else None), DivergenceError),
+        message_of(lambda: zshard.load(path, model, verify=one), DivergenceError),
+        message_of(lambda: zshard.load(path, model, optimizer if one else 3), TypeError),
+    ]
+    zshard.load(path, model, optimizer)
+    return said
+
+
+def test_ranks_that_ask_for_different_things(pool2, good):
+    for first, second, third in pool2.run(other_arguments, str(good)):
+        assert "load(optimizer=) is NoneType on rank 0 and AdamW on rank 1" in first
+        assert "load(verify=) is False on rank 0 and True on rank 1" in second
+        assert "takes a torch.optim.Optimizer third, not a int" in third
 
 
 def test_wrong_arguments(pool2, good):

@@ -93,11 +93,13 @@ def load(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zshard.load() takes the model second, not a {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"zshard.load() takes a torch.optim.Optimizer third, not a {kind}")
     comm = ranks_of(model)
+    with on_all_ranks(comm):
+        _check_optimizer(optimizer)
     with contextlib.ExitStack() as stack:
+        asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
+        facts = [(f"load({name}=)", str(value)) for name, value in asked]
+        check_agreement(comm, facts, "calls of zshard.load()")
         found = _open(stack, comm, path, optimizer is not None)
         if found.manifest is not None:
             heads = blocks.head_runs(found.files, found.manifest.files)
@@ -113,6 +115,12 @@ def load(
     loaded.unexpected_keys = list(plans.model.keys.unexpected_keys)
     loaded.verified = verify and found.manifest is not None
     return loaded
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"zshard.load() takes a torch.optim.Optimizer third, not a {kind}")
 
 
 # --- what there is --------------------------------------------------------------------------------

@@ -176,6 +176,8 @@ def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
     told = found.manifest.model
     found.others = {name: decode(each, where) for name, each in _dict(told, "extra_state").items()}
     found.versions = decode(_dict(told, "versions"), where)
+    if not all(type(version) is int for version in found.versions.values()):
+        raise CheckpointError(f"'{where}' has versions of modules that are no numbers")
     if with_optimizer and found.manifest.optimizer is not None:
         tensors = _add_own(found, found.manifest, OPTIMIZER)
         found.optimizer = _optimizer_of(found.manifest.optimizer, tensors, where)
