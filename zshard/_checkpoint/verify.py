@@ -33,9 +33,8 @@ class Run(NamedTuple):
 def head_runs(files: Mapping[str, File], records: Mapping[str, FileRecord]) -> list[Run]:
     """Those blocks of the files, which go by their names, that have been read when they are opened:
     headers, and whole files that are no safetensors."""
-    return [
-        Run(file, records[name], 0, _heads(file, records[name])) for name, file in files.items()
-    ]
+    heads = [(file, records[name], _heads(file, records[name])) for name, file in files.items()]
+    return [Run(file, record, 0, end) for file, record, end in heads if end > 0]
 
 
 def data_runs(files: Mapping[str, File], records: Mapping[str, FileRecord]) -> list[Run]:
