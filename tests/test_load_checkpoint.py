@@ -236,3 +236,18 @@ def untied(path):
 def test_a_tied_tensor_goes_to_all_its_names(pool2, tmp_path):
     zshard.save(tmp_path / "x", make(Tied, 7))
     assert pool2.run(untied, str(tmp_path / "x")) == [([], True)] * 2
+
+
+def behind_a_save(path):
+    """What is still being saved is waited for, and then taken."""
+    model, optimizer = trained("net", FULL, "zshard.AdamW")
+    zshard.save(path, model, optimizer, step=1)
+    go_on("net", model, optimizer)
+    wanted = state_of(model, optimizer)
+    zshard.save(path, model, optimizer, step=2, asynchronous=True)
+    loaded = zshard.load(path, model, optimizer)
+    return loaded.step, differ(state_of(model, optimizer), wanted)
+
+
+def test_a_save_that_is_under_way_is_waited_for(pool2, tmp_path):
+    assert pool2.run(behind_a_save, str(tmp_path / "x")) == [(2, [])] * 2

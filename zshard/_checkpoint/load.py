@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._agree import Fact, check_agreement, on_all_ranks
+from zshard._checkpoint import background
 from zshard._checkpoint import verify as blocks
 from zshard._checkpoint.checkpoint import Checkpoint
 from zshard._checkpoint.manifest import CheckpointError
@@ -80,10 +81,11 @@ def load(
     Each rank reads its own parts only. A model whose values all come from files is set up without
     others by `FSDP(model, param_init_fn=zshard.empty)` of a model on the meta device.
 
-    For all ranks together, outside of forward and backward. Returns this rank's `extra` (rank 0's,
-    where fewer ranks saved), as a dict with more to it: see Loaded. Load hooks and
-    `_load_from_state_dict` of modules see names, shapes and dtypes, and may rename, drop or replace
-    entries; one that asks for values is an error. At the end extra state is set and post hooks run.
+    For all ranks together, outside of forward and backward. Waits for a save that is under way, and
+    raises what has gone wrong in it. Returns this rank's `extra` (rank 0's, where fewer ranks
+    saved), as a dict with more to it: see Loaded. Load hooks and `_load_from_state_dict` of modules
+    see names, shapes and dtypes, and may rename, drop or replace entries; one that asks for values
+    is an error. At the end extra state is set and post hooks run.
 
     Raises, on all ranks and before anything changes: CheckpointError (a ValueError) for what is
     damaged, unfinished or not valid, OSError for what cannot be read, both naming the file;
@@ -95,6 +97,7 @@ def load(
         raise TypeError(f"zshard.load() takes the model second, not a {type(model).__name__}")
     comm = ranks_of(model)
     with on_all_ranks(comm):
+        background.finish()  # what is being saved may be what is to be loaded
         _check_optimizer(optimizer)
     with contextlib.ExitStack() as stack:
         asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
