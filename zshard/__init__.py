@@ -12,11 +12,13 @@ import torch  # noqa: F401 - its libraries have to be loaded before the core tha
 from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
 from zshard._checkpoint.extra import rng_state, set_rng_state
 from zshard._checkpoint.folder import latest
+from zshard._checkpoint.load import Loaded, load
+from zshard._checkpoint.manifest import CheckpointError
 from zshard._checkpoint.save import Save, save
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._features import features
 from zshard._forward_methods import register_forward_method
-from zshard._load import load, load_state_dict
+from zshard._load import load_state_dict
 from zshard._memory import predict_memory
 from zshard._meta import empty
 from zshard._nccl import NcclOptions
@@ -39,10 +41,12 @@ __all__ = [
     "Adam",
     "AdamW",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "CudaError",
     "DivergenceError",
     "FullyShardedDataParallel",
     "GradScaler",
+    "Loaded",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "NcclError",

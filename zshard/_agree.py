@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zshard import _core
+from zshard._checkpoint.manifest import CheckpointError
 
 Fact = tuple[str, str]  # (what it is about, what it says)
 
@@ -55,7 +56,7 @@ _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
         *(FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError, OSError),
-        *(NotImplementedError, ValueError, TypeError, MemoryError),
+        *(NotImplementedError, CheckpointError, ValueError, TypeError, MemoryError),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Loading a sharded model from one rank's state dict, or from safetensors files.
+"""Loading a sharded model from a state dict: every rank's, or rank 0's alone.
 
 The one idea: a model has a place for each of its slices, so values go there straight from where
 they are. No rank has a whole tensor, or more than one chunk, beside the model itself.
@@ -6,7 +6,6 @@ they are. No rank has a whole tensor, or more than one chunk, beside the model i
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core
-from zshard._agree import bytes_of, gather_bytes, on_all_ranks
+from zshard._agree import gather_bytes, on_all_ranks
 from zshard._outline import Pending
-from zshard._safetensors import Checkpoint, Entry
 from zshard._stream import CHUNK, chunks, comm_of, flat_of, stream
 
 
@@ -60,44 +58,6 @@ def load_state_dict(
     return stream(model, outline, strict, _Sent(comm, given, outline), comm)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True) -> Any:
-    """Loads safetensors files into a sharded model; nothing changes unless all of it fits.
-
-    path: a .safetensors file, or a folder as Hugging Face has them: with model.safetensors, or with
-        several files and their model.safetensors.index.json. All ranks have to see the same.
-    model: one with FSDP modules, over any ranks; its parameters and buffers are written in place.
-        Names in the files are those of model.state_dict(); of tied parameters one name is enough.
-        Dtypes as for zshard.load_state_dict.
-    strict: missing and unexpected names are an error.
-
-    Each rank reads its own parts only, straight into its shards. A model whose values all come from
-    files is set up without others by `FSDP(model, param_init_fn=zshard.empty)` of a model on the
-    meta device.
-
-    For all ranks together, outside of forward and backward. Returns missing and unexpected keys;
-    hooks as for zshard.load_state_dict.
-
-    Raises, on all ranks and before the model changes: OSError or ValueError for files that cannot
-    be read or are not valid, RuntimeError that lists what does not fit, DivergenceError where the
-    ranks see different files. A file that fails while its data is read is an OSError or ValueError,
-    too, and the model is then loaded in part.
-    """
-    comm = comm_of(model)
-    opened: list[Checkpoint] = []
-    try:
-        with on_all_ranks(comm, lambda: _facts(opened[0])):
-            opened.append(Checkpoint(path))
-        entries = opened[0].entries
-        state = OrderedDict(
-            (name, Pending.of(name, e.shape, e.dtype)) for name, e in entries.items()
-        )
-        _add_tied(model, state)
-        return stream(model, state, strict, _Read(entries), comm)
-    finally:
-        for checkpoint in opened:
-            checkpoint.close()
-
-
 # --- where values come from -----------------------------------------------------------------------
 
 
@@ -124,32 +84,6 @@ class _Sent:
                 low, high = max(first, begin), min(last, end)
                 if low < high:
                     flat[low - begin : high - begin].copy_(chunk[low - first : high - first])
-
-
-class _Read:
-    """Tensors are in files."""
-
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
-        self._entries = entries
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def read(self, name: str, begin: int, target: Tensor) -> None:
-        entry = self._entries[name]
-        offset = entry.begin + begin * entry.dtype.itemsize
-        with flat_of(target) as flat:
-            if flat.dtype == entry.dtype and flat.device.type == "cpu":
-                entry.file.read_into(bytes_of(flat), offset)
-                torch.autograd.graph.increment_version(target)
-                return
-            for first, last in chunks(flat.numel(), entry.dtype):
-                chunk = self._chunk(last - first, entry.dtype)
-                entry.file.read_into(bytes_of(chunk), offset + first * entry.dtype.itemsize)
-                flat[first:last].copy_(chunk)
-
-    def _chunk(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._memory.numel() == 0:
-            self._memory = torch.empty(CHUNK, dtype=torch.uint8)
-        return self._memory[: numel * dtype.itemsize].view(dtype)
 
 
 # --- what is in them ------------------------------------------------------------------------------
@@ -196,20 +130,3 @@ def _from_rank_0(comm: _core.Comm, outline: Any) -> OrderedDict[str, Any]:
     if metadata is not None:
         made._metadata = metadata  # type: ignore[attr-defined]
     return made
-
-
-def _facts(checkpoint: Checkpoint) -> list[Any]:
-    return sorted((name, e.shape, str(e.dtype)) for name, e in checkpoint.entries.items())
-
-
-def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
-    """Gives all names of a tied tensor what stands under one of them: files have it once."""
-    names: dict[int, list[str]] = {}
-    for kind in (model.named_parameters, model.named_buffers):
-        for name, tensor in kind(remove_duplicate=False):
-            names.setdefault(id(tensor), []).append(name)
-    for same in names.values():
-        there = next((name for name in same if name in state), None)
-        for name in same:
-            if there is not None and name not in state:
-                state[name] = state[there]

@@ -27,7 +27,13 @@ from zshard._parts import part_of
 from zshard._units import State, units_of
 from zshard._values import take_from_rank_0
 
-__all__ = ["OptimStateMethods", "load_optim_state_dict", "names_of", "optim_state_dict"]
+__all__ = [
+    "OptimStateMethods",
+    "by_number",
+    "load_optim_state_dict",
+    "names_of",
+    "optim_state_dict",
+]
 
 _HOW = "zshard.optim_state_dict(model, optimizer)"
 
@@ -225,13 +231,13 @@ def _to_load(
     comm = _comm_of(model)
     given = state if comm.rank == 0 or not from_rank0 else None
     problems: list[str] = []
-    numbered: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     if given is not None or not from_rank0:
-        problems, numbered = _numbered(model, optimizer, given)
+        problems, made = by_number(model, optimizer, given)
     _raise_together(comm, problems)
     if from_rank0 and comm.world > 1:
-        return _from_rank0(comm, optimizer, numbered)
-    return numbered
+        return _from_rank0(comm, optimizer, made)
+    return made
 
 
 def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
@@ -244,7 +250,7 @@ def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
             raise ValueError(f"the optimizer's state does not fit{where}:\n{each}")
 
 
-def _numbered(
+def by_number(
     model: nn.Module, optimizer: Optimizer, given: Mapping[str, Any] | None
 ) -> tuple[list[str], dict[str, Any]]:
     """What is wrong with a dict by name; and, if nothing is, the same by number."""

@@ -313,10 +313,8 @@ class Room:
             for key, value in entries.items():
                 if self.is_cut(param, key, value):
                     members.setdefault(key, []).append(param)
-        self._made: dict[tuple[Any, int], Tensor] = {}
-        for key, params in members.items():
-            for param, zeros in zip(params, zeros_side_by_side(params), strict=True):
-                self._made[key, id(param)] = zeros
+        self._members = members
+        self._made: dict[Any, dict[int, Tensor]] = {}
 
     def is_cut(self, param: Tensor, key: Any, value: Any) -> bool:
         """Whether `value` is a whole tensor of which this rank keeps its part of `param`."""
@@ -324,14 +322,22 @@ class Room:
         is_whole = isinstance(value, Tensor) and part is not None and value.shape == part.shape
         return is_whole and (value.dim() > 0 or key not in self._scalars)
 
+    def place(self, param: Tensor, key: Any) -> Tensor:
+        """The memory for this rank's part, of the parameter's dtype; zeros at first."""
+        if key not in self._made:  # not before: it may be that none of this name is needed
+            params = self._members[key]
+            zeros = zeros_side_by_side(params)
+            self._made[key] = {id(p): z for p, z in zip(params, zeros, strict=True)}
+        return self._made[key][id(param)]
+
     @torch.no_grad()
     def take(self, param: Tensor, key: Any, whole: Tensor) -> Tensor:
         """This rank's part of `whole`, in its place; of the parameter's dtype, as torch loads."""
-        part, zeros = part_of(param), self._made[key, id(param)]
+        part = part_of(param)
         assert part is not None
         if key == "step":  # which torch does not convert
             return part.of(whole).clone()
-        return zeros.copy_(part.of(whole))
+        return self.place(param, key).copy_(part.of(whole))
 
 
 def spread(found: Sequence[tuple[Tensor, Mapping[Any, Any]]], room: Room) -> list[dict[Any, Any]]:

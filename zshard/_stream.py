@@ -85,12 +85,18 @@ def stream(
     made: list[Plan] = []
     with on_all_ranks(comm, lambda: made[0].fact()):
         made.append(plan(model, state, strict))
-    with on_all_ranks(comm), torch.no_grad():
-        for copy in made[0].copies:
-            _perform(copy, source)
-        for call in made[0].calls:
-            call()
+    with on_all_ranks(comm):
+        carry_out(made[0], source)
     return made[0].keys
+
+
+def carry_out(plan: Plan, source: Source | None) -> None:
+    """Does what the plan says."""
+    with torch.no_grad():
+        for copy in plan.copies:
+            _perform(copy, source)
+        for call in plan.calls:
+            call()
 
 
 def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Plan:

@@ -11,8 +11,17 @@ manifest, written last, says what belongs together and has checksums of all of i
     save.py         writing: agree, stage, write, sync, commit
     write.py        from tensors to one file, in place or a chunk at a time
     folder.py       directories of numbered checkpoints
-    safetensors.py  reading the files of others, which are not trusted
-    load.py         checking, then reading to where the values belong
+    write.py        bytes of tensors into a file
+    checkpoint.py   what a checkpoint has, of whatever kind it is
+    opening.py      opening one; what is no checkpoint, and why
+    safetensors.py  headers and indices, which are not trusted
     dcp.py          folders that torch.distributed.checkpoint wrote
+    torch_file.py   the files of torch.save() in them
+    pickled.py      pickles, read as data
+    verify.py       blocks and their checksums
+    reader.py       values, to where they belong
+    optimizer.py    loading an optimizer
+    load.py         checking, verifying, reading, in this order on all ranks
+    progress.py     a bar for who looks on
     cli.py          python -m zshard ckpt
 """

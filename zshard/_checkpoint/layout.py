@@ -23,7 +23,7 @@ from torch import Tensor
 from zshard import _core
 from zshard._checkpoint.manifest import BLOCK, FileRecord
 from zshard._checkpoint.outline import Item
-from zshard._safetensors import CODES, HEADER_LIMIT
+from zshard._checkpoint.safetensors import CODES, HEADER_LIMIT
 
 ALIGN = 4096  # bytes
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -79,7 +80,7 @@ def dump(manifest: Manifest) -> bytes:
 
 def parse(text: bytes, path: str) -> Manifest:
     """What dump() made into `text`; `path` is for messages. Raises CheckpointError for all else."""
-    whole = _object_of(text, path)
+    whole = object_of(text, f"'{path}'")
     body = whole.get("checkpoint")
     if not isinstance(body, dict) or body.get("format") != "zshard":
         raise CheckpointError(f"'{path}' is no manifest of a zshard checkpoint")
@@ -101,17 +102,22 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return f"{_core.crc32c(text.encode()):08x}"
 
 
-def _object_of(text: bytes, path: str) -> dict[str, Any]:
-    if len(text) > LIMIT:
-        raise CheckpointError(f"'{path}' is longer than {LIMIT} bytes")
+def object_of(text: bytes | bytearray, what: str, limit: int = LIMIT) -> dict[str, Any]:
+    """The JSON object that a text is: UTF-8, of at most `limit` bytes, no key twice, only numbers
+    that JSON has. Raises CheckpointError, of `what`, for all else."""
+    if len(text) > limit:
+        raise CheckpointError(f"{what} is longer than {limit} bytes")
     try:
         whole = json.loads(
-            text, object_pairs_hook=_unique, parse_float=_number, parse_constant=_number
+            str(text, "utf-8"),
+            object_pairs_hook=_unique,
+            parse_float=_number,
+            parse_constant=_number,
         )
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"'{path}' is damaged: {error}") from None
+        raise CheckpointError(f"{what} is damaged: {error}") from None
     if not isinstance(whole, dict):
-        raise CheckpointError(f"'{path}' is damaged: it is no JSON object")
+        raise CheckpointError(f"{what} is damaged: it is no JSON object")
     return whole
 
 
@@ -125,7 +131,9 @@ def _number(text: str) -> float:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a key is there twice")
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"{twice[:80]!r} is there twice")
     return made
 
 

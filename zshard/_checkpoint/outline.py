@@ -28,12 +28,12 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard._agree import Fact, gather_bytes
 from zshard._checkpoint.extra import encode
+from zshard._checkpoint.safetensors import CODES, is_name
 from zshard._group import comm_for
 from zshard._optim_names import names_of
 from zshard._optim_state import held_by
 from zshard._outline import Saved, StandIns
 from zshard._parts import Part, part_of
-from zshard._safetensors import CODES, is_name
 from zshard._state_dict_type import state_dict_type
 from zshard._stream import comm_of
 from zshard._units import units_of

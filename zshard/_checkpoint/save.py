@@ -52,9 +52,9 @@ from zshard._checkpoint.outline import (
     ranks_of,
     settle,
 )
+from zshard._checkpoint.safetensors import CODES
 from zshard._checkpoint.write import Chunk, Writer, Written
 from zshard._group import comm_beside
-from zshard._safetensors import CODES
 from zshard.api import FSDP
 
 _OPEN = 64  # files at a time

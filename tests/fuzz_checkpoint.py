@@ -1,0 +1,189 @@
+"""A fuzz target for all that reads what others have written: headers of safetensors files, their
+indices, manifests, pickles that are read as data, metadata of torch.distributed.checkpoint.
+
+The one idea: whatever the bytes are, a reader gives a CheckpointError (a ValueError from the reader
+of pickles) or something that fits; any other exception, and a memory or time that the size of the
+input does not explain, is a fault.
+
+    pip install atheris
+    python tests/fuzz_checkpoint.py -max_total_time=60 CORPUS   # a folder, which is filled
+
+tests/test_fuzz_checkpoint.py runs the seeds, and the fuzzer for a moment where it is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+try:
+    import atheris
+except ImportError:
+    atheris = None
+
+# What is to be watched has to be instrumented while it is imported.
+with (
+    atheris.instrument_imports(include=["zshard._checkpoint"])
+    if atheris
+    else contextlib.nullcontext()
+):
+    from zshard._checkpoint import dcp, manifest, opening, pickled, safetensors
+    from zshard._checkpoint.checkpoint import Checkpoint, decode
+    from zshard._checkpoint.manifest import CheckpointError
+
+import torch
+import torch.distributed.checkpoint
+from safetensors_files import WRONG, packed, right_header
+
+NAME = "some/file"
+
+
+def header(data: bytes) -> None:
+    """A file's length and header; the data that they speak of may be there or not."""
+    size = len(data) + (data[-1] if data else 0)
+    length = safetensors.header_length(data[:8], size, NAME)
+    if 8 + length > len(data):
+        return
+    spans, notes = safetensors.parse_header(data[8 : 8 + length], size, NAME)
+    at = 8 + length
+    for span in sorted(spans.values(), key=lambda span: (span.begin, span.end)):
+        assert span.begin == at and span.end <= size
+        at = span.end
+    assert at == size and all(isinstance(value, str) for value in notes.values())
+
+
+def index(data: bytes) -> None:
+    for name in safetensors.parse_index(data, NAME).values():
+        assert Path(name).name == name and name.endswith(".safetensors")
+
+
+def a_manifest(data: bytes) -> None:
+    """The text of a manifest; and what stands in one, with a right checksum."""
+    with contextlib.suppress(CheckpointError):
+        manifest.parse(data, NAME)
+    body = manifest.object_of(data, NAME)
+    whole = {"crc32c": manifest._checksum(body), "checkpoint": body}
+    made = manifest.parse(json.dumps(whole).encode(), NAME)
+    assert all(Path(name).name == name for name in made.files)
+    for rank in range(min(made.world, 3)):
+        with contextlib.suppress(CheckpointError):
+            decode(made.extra_of(rank), NAME)
+    if made.optimizer is not None:
+        opening._optimizer_of(made.optimizer, {}, NAME)
+
+
+def a_pickle(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        pickled.parse(data)
+
+
+_FOLDER = tempfile.TemporaryDirectory()
+
+
+def metadata(data: bytes) -> None:
+    """Metadata of torch's, beside files that are there."""
+    found = Checkpoint(_FOLDER.name)
+    try:
+        dcp.read_metadata(found, data, NAME, with_optimizer=True)
+        for entry in found.model.values():
+            entry.check()
+    finally:
+        found.close()
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "header": header,
+    "index": index,
+    "manifest": a_manifest,
+    "pickle": a_pickle,
+    "metadata": metadata,
+}
+
+
+def one_input(data: bytes) -> None:
+    """The first byte says whose input the rest is."""
+    if data:
+        target = list(TARGETS.values())[data[0] % len(TARGETS)]
+        with contextlib.suppress(CheckpointError):
+            target(data[1:])
+
+
+# --- seeds ----------------------------------------------------------------------------------------
+
+
+def seeds() -> list[bytes]:
+    """Inputs that are right, or wrong in a known way."""
+    found = {
+        "header": [packed(right_header()), packed({}), *(each for each, _ in WRONG.values())],
+        "index": [
+            json.dumps({"metadata": {}, "weight_map": {"a": "model-1.safetensors"}}).encode(),
+            b'{"weight_map": {"a": "../x.safetensors"}}',
+        ],
+        "manifest": _manifests(),
+        "pickle": [pickle.dumps(_values(), protocol=p) for p in (2, 4)],
+        "metadata": [_metadata()],
+    }
+    short = {name: [each for each in some if len(each) < 20_000] for name, some in found.items()}
+    return [bytes([i]) + each for i, name in enumerate(TARGETS) for each in short[name]]
+
+
+def _values() -> object:
+    return {"a": [1, 2.5, None, True], "b": ("x", b"y", {3: {}}), "c": {1, 2}, "d": 2**70}
+
+
+def _manifests() -> list[bytes]:
+    made = manifest.Manifest(
+        id="0" * 32,
+        step=7,
+        world=2,
+        files={"model.safetensors": manifest.FileRecord(5, (1,))},
+        tied={"b": "a"},
+        model={"extra_state": {"x": {"$tuple": [1]}}, "versions": {}},
+        optimizer={
+            "class": "torch.optim.adamw.AdamW",
+            "groups": [{"params": ["a"], "options": {"betas": {"$tuple": [0.9, 0.99]}}}],
+            "state": {"a": {"tensors": [], "values": {"momentum_buffer": None}}},
+        },
+        extra=[{"rng": {"$tensor": {"dtype": "uint8", "shape": [1], "data": "AA=="}}}, {}],
+        software={"zshard": "0"},
+    )
+    text = manifest.dump(made)
+    body = json.loads(text)["checkpoint"]
+    return [text, json.dumps(body).encode()]
+
+
+def _metadata() -> bytes:
+    """Of a small model, whose files are put beside."""
+    state = {
+        "model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2).bfloat16()},
+        "optimizer": {"param_groups": [{"lr": 0.1, "params": ["a"]}], "state": {"a": {"x": 1}}},
+    }
+    torch.distributed.checkpoint.save(state, checkpoint_id=_FOLDER.name, no_dist=True)
+    return Path(_FOLDER.name, dcp.METADATA).read_bytes()
+
+
+def write_seeds(folder: Path) -> None:
+    """One file each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in seeds():
+        (folder / f"seed-{zlib.crc32(each):08x}").write_bytes(each)
+
+
+def main() -> None:
+    if atheris is None:
+        sys.exit("the fuzzer is not installed: pip install atheris")
+    folders = [each for each in sys.argv[1:] if not each.startswith("-")]
+    if folders:
+        write_seeds(Path(folders[0]))
+    atheris.Setup(sys.argv, one_input)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""python -m zshard ckpt: inspect, verify, export.
+
+The one idea: what it prints and writes is compared with the model that was saved, by the reference
+implementation of safetensors.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from models import Tied, differences, make, make_optimizer
+from optim_states import go_on
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+import zshard
+from zshard import __main__
+from zshard._checkpoint import manifest
+from zshard._checkpoint.progress import progress
+
+
+class Configured(Tied):
+    """It has what models of Hugging Face's have."""
+
+    class Config:
+        def to_json_string(self):
+            return json.dumps({"model_type": "tied"})
+
+    config = Config()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(a checkpoint in several files, the model and the optimizer that it is of)"""
+    path = tmp_path_factory.mktemp("saved") / "run"
+    model = make(Configured)
+    optimizer = make_optimizer("zshard.AdamW", model)
+    go_on("tied", model, optimizer, 0)
+    zshard.save(path, model, optimizer, step=7, max_shard_size="1KB", extra={"secret": 3})
+    return path / "step-00000007", model, optimizer
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs `python -m zshard ckpt` with arguments: (exit status, what it printed)."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["zshard", "ckpt", *map(str, args)])
+        status = __main__.main()
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return run
+
+
+def once(model):
+    """The state of a tied model without its other names."""
+    state = model.state_dict()
+    names = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
+    return {name: value for name, value in state.items() if name in names}
+
+
+def read(folder):
+    """All tensors of a folder, by the reference implementation."""
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def test_inspect(saved, command):
+    path, model, _ = saved
+    for where in (path, path.parent):
+        status, text = command("inspect", where)
+        assert status == 0 and "step 7" in text and f"zshard {zshard.__version__}" in text
+        assert "head.weight is embed.weight" in text
+        assert "optimizer zshard.optim.AdamW" in text and "'lr': 0.01" in text
+        for name, value in once(model).items():
+            line = next(each for each in text.splitlines() if each.startswith(f"  {name} "))
+            shape = "x".join(map(str, value.shape))
+            assert line.split()[1:3] == ["float32", shape] and ".safetensors" in line
+
+
+def test_inspect_as_json(saved, command):
+    path, model, optimizer = saved
+    status, text = command("inspect", "--json", path)
+    facts = json.loads(text)
+    assert status == 0 and facts["step"] == 7 and facts["world"] == 1
+    assert facts["tied"]["head.weight"] == "embed.weight"
+    found = {name: each["shape"] for name, each in facts["model"].items()}
+    assert found == {name: list(value.shape) for name, value in once(model).items()}
+    sizes = {name: each["bytes"] for name, each in facts["model"].items()}
+    assert sizes == {name: value.numel() * 4 for name, value in once(model).items()}
+    assert len(facts["optimizer"]["tensors"]) == sum(map(len, optimizer.state.values()))
+    assert facts["optimizer"]["groups"][0]["weight_decay"] == 0.1
+
+
+def test_verify(saved, command, tmp_path):
+    path = shutil.copytree(saved[0], tmp_path / "x")
+    status, text = command("verify", path)
+    files = [each for each in sorted(path.iterdir()) if each.name != manifest.NAME]
+    total = sum(each.stat().st_size for each in files)
+    assert status == 0 and f"as it was saved: {total:,} bytes" in text
+    for file in files:
+        right = file.read_bytes()
+        for content in (right[:-1] + bytes([right[-1] ^ 1]), right[:-1], right + b" "):
+            file.write_bytes(content)
+            status, text = command("verify", path)
+            assert status == 1 and str(file) in text
+        file.unlink()
+        assert command("verify", path)[0] == 1
+        file.write_bytes(right)
+    assert command("verify", path)[0] == 0
+
+
+def test_verify_of_what_has_no_checksums(command, tmp_path):
+    dcp.save({"model": nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
+    status, text = command("verify", tmp_path / "x")
+    assert status == 1 and "has no zshard.json, so there are no checksums" in text
+    status, text = command("verify", tmp_path / "nowhere")
+    assert status == 1 and "nowhere" in text
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16", "float64"])
+def test_export(saved, command, dtype, tmp_path):
+    path, model, _ = saved
+    options = ["--dtype", dtype] if dtype else []
+    status, text = command("export", path, tmp_path / "out", *options)
+    assert status == 0 and "model.safetensors" in text
+    wanted = {"bf16": torch.bfloat16, "float64": torch.float64, None: torch.float32}[dtype]
+    assert (
+        differences(read(tmp_path / "out"), {k: v.to(wanted) for k, v in once(model).items()}) == []
+    )
+    names = {each.name for each in (tmp_path / "out").iterdir()}
+    assert names == {"model.safetensors", "config.json"}
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+    if dtype != "bf16":
+        again = make(Tied, 3)
+        zshard.load(tmp_path / "out", again)
+        assert differences(again.state_dict(), model.state_dict()) == []
+
+
+def test_export_into_several_files(saved, command, tmp_path):
+    path, model, _ = saved
+    assert command("export", path, tmp_path / "out", "--max-shard-size", "900")[0] == 0
+    assert differences(read(tmp_path / "out"), once(model)) == []
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == once(model).keys()
+    assert len(set(index["weight_map"].values())) > 2
+
+
+def test_export_of_torchs_folders(command, tmp_path):
+    """Of several chunks of memory, too, and into another dtype."""
+    model = nn.Sequential(nn.Linear(2048, 2100), nn.BatchNorm1d(2100))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert command("export", tmp_path / "x", tmp_path / "out", "--dtype", "bf16")[0] == 0
+    wanted = {
+        k: v.bfloat16() if v.is_floating_point() else v for k, v in model.state_dict().items()
+    }
+    assert differences(read(tmp_path / "out"), wanted) == []
+
+
+def test_what_cannot_be_exported(saved, command, tmp_path):
+    path = saved[0]
+    status, text = command("export", path, path)
+    assert status == 1 and "is there already: name a folder that is to be made" in text
+    status, text = command("export", path, tmp_path / "no" / "out")
+    assert status == 1 and "is no folder" in text
+    status, text = command("export", path, tmp_path / "out", "--max-shard-size", "a lot")
+    assert status == 1 and "is no size" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_is_finished_or_not_there(saved, command, tmp_path):
+    """Each call on files fails in its turn."""
+    out, failed = tmp_path / "out", 0
+    for nth in range(1, 1000):
+        zshard._core.file_faults(nth, "EIO")
+        status, text = command("export", saved[0], out)
+        if zshard._core.file_faults(0) < nth:
+            break
+        if status == 0:  # a call that may fail: what was only read is closed
+            assert differences(read(out), once(saved[1])) == []
+            shutil.rmtree(out)
+        else:
+            failed += 1
+            assert "Input/output error" in text and not out.exists()
+    assert failed > 30 and status == 0 and out.exists()
+
+
+def test_as_a_program(saved):
+    command = [sys.executable, "-m", "zshard", "ckpt", "verify", str(saved[0])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "is as it was saved" in done.stdout and done.stderr == ""
+    done = subprocess.run([*command[:4], "inspect"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "usage: python -m zshard ckpt inspect" in done.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_for_who_looks_on(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with progress(1000, "verifying", delay=0) as done:
+        done(400)
+        done(600)
+    assert "verifying" in sys.stderr.getvalue() and "1.00k" in sys.stderr.getvalue()
+    for silent in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", silent)
+        with progress(1000, "verifying", rank=1 if silent.isatty() else 0, delay=0) as done:
+            done(1000)
+        assert silent.getvalue() == ""

@@ -1,0 +1,400 @@
+"""zshard.load of folders that torch.distributed.checkpoint wrote, and dcp.save of sharded models.
+
+The one idea: what is loaded is what torch's own loading gives, and no pickle in the folder is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import functools
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import CASES, ddp, differences, make, make_optimizer
+from optim_states import FULL, differ, go_on, wrap
+from scenarios import message_of
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import zshard
+from zshard import CheckpointError
+from zshard._checkpoint import dcp as dcp_of_zshard
+from zshard._checkpoint.opening import opened
+from zshard._checkpoint.pickled import parse
+from zshard._checkpoint.reader import Reader
+
+C10D = ("shard_grad_op", "c10d")
+
+
+@functools.cache
+def mesh():
+    return dist.init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def whole(state):
+    """Copies, and no DTensors."""
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    if isinstance(state, DTensor):
+        return state.full_tensor()
+    return copy.deepcopy(state)
+
+
+def flat_by_torch(path, name, combination):
+    """As TorchTitan saves: the model's names at the top, the optimizer's flat; then what differs
+    after a load."""
+    model = make(CASES[name].make)
+    module = fully_shard(model, mesh=mesh())
+    params = list(model.parameters())
+    groups = [{"params": params[:2], "lr": 0.5, "weight_decay": 0.0}, {"params": params[2:]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.25)
+    go_on(name, module, optimizer, 0)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    states = get_state_dict(module, optimizer, options=flat)
+    beside = {"train_state": {"step": 3, "seen": torch.arange(2)}}
+    dcp.save({**states[0], "optimizer": states[1], **beside}, checkpoint_id=path)
+    wanted = [whole(each) for each in get_state_dict(module, optimizer)]
+    other = wrap(name, combination, seed=3)
+    params = list(other.parameters())
+    theirs = zshard.AdamW([{"params": params[:2]}, {"params": params[2:]}], lr=7.0)
+    result = zshard.load(path, other, theirs)
+    found = differences(dict(result), {"train_state.step": 3, "train_state.seen": torch.arange(2)})
+    found += differ(other.state_dict(), wanted[0])
+    found += differ(zshard.optim_state_dict(other, theirs), wanted[1])
+    mixed = zshard.AdamW(params)
+    return found, message_of(lambda: zshard.load(path, other, mixed), RuntimeError)
+
+
+def test_flat_optimizers_of_torch(pool2, tmp_path):
+    for i, combination in enumerate((FULL, C10D)):
+        for found, said in pool2.run(flat_by_torch, str(tmp_path / str(i)), "mlp", combination):
+            assert found == []
+            assert "has other options than 'first.weight', which is in group 0 as well" in said
+
+
+def by_torch(path, library, name):
+    """Trains and saves by torch's libraries; what there was, by names."""
+    model = make(CASES[name].make)
+    if library == "ddp":
+        module = ddp(model, find_unused_parameters=CASES[name].unused)
+    else:
+        for part in model.children():
+            if any(True for _ in part.parameters()) and isinstance(part, nn.Linear | nn.Embedding):
+                fully_shard(part, mesh=mesh())
+        module = fully_shard(model, mesh=mesh())
+    optimizer = make_optimizer("torch.AdamW", model)
+    go_on(name, module, optimizer, 0)
+    states = get_state_dict(module, optimizer)
+    dcp.save(
+        {"model": states[0], "optimizer": states[1], "epoch": 7, "n": (1, "a")}, checkpoint_id=path
+    )
+    return whole(states[0]), whole(states[1])
+
+
+def into_zshard(path, name, combination, made):
+    """What differs, after a load into a sharded model."""
+    model = wrap(name, combination, seed=3)
+    optimizer = make_optimizer("zshard.AdamW", model)
+    result = zshard.load(path, model, optimizer)
+    found = zshard.optim_state_dict(model, optimizer)
+    theirs = copy.deepcopy(made[1])
+    assert dict(result) == {"epoch": 7, "n": (1, "a")} and not result.verified
+    return differ(model.state_dict(), made[0]) + differ(found, theirs)
+
+
+@pytest.mark.parametrize("library", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["net", "frozen", "mlp"])
+def test_models_and_optimizers_of_torchs_libraries(pools, pool2, library, name, tmp_path):
+    path = str(tmp_path / "x")
+    made = pool2.run(by_torch, path, library, name)[0]
+    for combination in (FULL, C10D, ("zero1", "c10d")):
+        assert pool2.run(into_zshard, path, name, combination, made) == [[], []]
+    assert into_zshard(path, name, FULL, made) == []
+
+
+def boxes(path):
+    """Tensors cut in every way, and of every dtype."""
+    two = dist.init_device_mesh("cpu", (2, 2)) if dist.get_world_size() == 4 else None
+    made, state = {}, {}
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2):
+        values = torch.randint(0, 2, (5, 7, 6), generator=torch.Generator().manual_seed(3)).to(
+            dtype
+        )
+        made[f"{dtype}"] = values
+        state[f"{dtype}"] = values
+    values = torch.arange(5 * 7 * 6).float().reshape(5, 7, 6)
+    for i, places in enumerate(
+        ((Shard(0), Shard(1)), (Shard(2), Shard(1)), (Replicate(), Shard(2)))
+    ):
+        made[f"cut.{i}"] = values
+        state[f"cut.{i}"] = distribute_tensor(values, two, places)
+    made["scalar"] = state["scalar"] = torch.tensor(4.0)
+    made["none"] = state["none"] = torch.empty(0, 3)
+    dcp.save(state, checkpoint_id=path)
+    return {name: (values.float(), values.dtype) for name, values in made.items()}
+
+
+def test_tensors_cut_in_any_way(pool4, tmp_path):
+    made = pool4.run(boxes, str(tmp_path / "x"))[0]
+    with opened(tmp_path / "x") as found:
+        assert found.model.keys() == made.keys()
+        for name, (wanted, dtype) in made.items():
+            entry = found.model[name]
+            assert entry.dtype == dtype and entry.shape == wanted.shape
+            assert torch.equal(Reader().whole(entry).float(), wanted), name
+            part, flat = torch.empty(11, dtype=entry.dtype), wanted.reshape(-1)
+            for begin in range(0, wanted.numel() - 11, 17):
+                Reader().read(entry, begin, part)
+                assert torch.equal(part.float(), flat[begin : begin + 11]), (name, begin)
+
+
+# --- sharded models by torch's own functions ------------------------------------------------------
+
+
+def round_trip(path, name, kind):
+    """dcp.save() and dcp.load() of a sharded model and its optimizer, which are Stateful."""
+    model = wrap(name, FULL)
+    optimizer = make_optimizer(kind, model)
+    go_on(name, model, optimizer, 0)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    expected = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    after = go_on(name, model, optimizer)
+    other = wrap(name, C10D, seed=3)
+    theirs = make_optimizer(kind, other)
+    go_on(name, other, theirs, 0)  # dcp.load() reads into the state that is there
+    dcp.load({"model": other, "optimizer": theirs}, checkpoint_id=path)
+    found = differ([other.state_dict(), theirs.state_dict()], expected)
+    found += differ(go_on(name, other, theirs), after)
+    third = wrap(name, FULL, seed=4)
+    fourth = make_optimizer(kind, third)
+    zshard.load(path, third, fourth)
+    return found + differ([third.state_dict(), fourth.state_dict()], expected)
+
+
+@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
+def test_torchs_functions_on_sharded_models(pool2, kind, tmp_path):
+    assert pool2.run(round_trip, str(tmp_path / "x"), "tied", kind) == [[], []]
+
+
+# --- what is not run ------------------------------------------------------------------------------
+
+
+class Evil:
+    """Whoever unpickles it runs it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of one rank's, with the names of its files."""
+    state = {"model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    return tmp_path / "x"
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))
+
+
+def refused(folder, words):
+    model = Two()
+    with pytest.raises(CheckpointError, match=words) as caught:
+        zshard.load(folder, model)
+    assert str(folder) in str(caught.value)
+    assert all(not param.any() for param in model.parameters())
+
+
+def test_a_pickle_that_would_run_something(folder, tmp_path):
+    sign = tmp_path / "ran"
+    right = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(sign)))
+    refused(folder, "is not what torch.distributed.checkpoint writes")
+    for protocol in (0, 1, 2, 4):
+        (folder / ".metadata").write_bytes(pickle.dumps(Evil(sign), protocol=protocol))
+        refused(folder, r"\.metadata'")
+    (folder / ".metadata").write_bytes(right)
+    dcp.save(
+        {"model": dict(Two().state_dict()), "step": Evil(sign)}, checkpoint_id=folder, no_dist=True
+    )
+    sign.unlink(missing_ok=True)
+    refused(folder, "has 'step', which cannot be read without running it: it is a posix.system")
+    assert not sign.exists()
+
+
+def test_the_whole_of_it(folder):
+    model = Two()
+    result = zshard.load(folder, model)
+    assert dict(result) == {"step": 3} and model.a[1, 2] == 5 and model.b.sum() == 4
+
+
+def test_state_by_numbers_is_refused(tmp_path):
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    (model.a.sum() + model.b.sum()).backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    before = model.a.clone()
+    with pytest.raises(RuntimeError, match="its optimizer's state goes by numbers"):
+        zshard.load(tmp_path, model, optimizer)
+    zshard.load(tmp_path, model)
+    assert torch.equal(model.a, before)
+
+
+@pytest.mark.parametrize("state", [{"a": 1}, {"model": None}])
+def test_another_layout(state, tmp_path):
+    """A plain state dict without a key is the model's."""
+    values = dict(Two().state_dict())
+    values["a"] = torch.ones(2, 3)
+    state = values if "a" in state else {"app": {"model": values, "optim": {"state": {}}}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    model = Two()
+    zshard.load(tmp_path, model)
+    assert model.a.sum() == 6
+
+
+def changed(folder, change):
+    """The metadata after `change(metadata)`, as torch would write them."""
+    file = folder / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def info_of(metadata, name):
+    return next(v for k, v in metadata.storage_data.items() if k.fqn == name)
+
+
+def set_info(name, **facts):
+    return lambda metadata: vars(info_of(metadata, name)).update(facts)
+
+
+def set_chunk(name, **facts):
+    def change(metadata):
+        chunk = metadata.state_dict_metadata[name].chunks[0]
+        for key, value in facts.items():
+            setattr(chunk, key, value)
+
+    return change
+
+
+WRONG = {
+    "a file elsewhere": (set_info("model.a", relative_path="../x"), "no file of its folder"),
+    "a missing file": (set_info("model.a", relative_path="gone"), "gone' is missing"),
+    "beyond the file": (set_info("model.a", offset=10**9), "is too short: 'model.a'"),
+    "negative": (set_info("model.a", offset=-1), "is too short: 'model.a'"),
+    "another place": (set_info("model.a", offset=7), "is damaged at bytes 7 to"),
+    "compressed": (set_info("model.a", transform_descriptors=["zstd"]), "compressed"),
+    "outside": (set_chunk("model.a", sizes=torch.Size((3, 3))), "is not within"),
+    "too little": (set_chunk("model.a", sizes=torch.Size((1, 3))), "has not all of 'model.a'"),
+    "no chunk": (
+        lambda m: m.state_dict_metadata["model.a"].chunks.clear(),
+        "has not all of 'model.a'",
+    ),
+    "twice": (
+        lambda m: m.state_dict_metadata["model.a"].chunks.append(
+            m.state_dict_metadata["model.a"].chunks[0]
+        ),
+        "has not all of 'model.a' once",
+    ),
+    "another dtype": (
+        lambda m: setattr(m.state_dict_metadata["model.a"].properties, "dtype", torch.int32),
+        "is damaged at bytes|dtype mismatch",
+    ),
+    "no storage": (lambda m: m.storage_data.clear(), "is not as torch.distributed.checkpoint"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_metadata_that_are_wrong(folder, what):
+    change, words = WRONG[what]
+    changed(folder, change)
+    model = Two()
+    with pytest.raises((CheckpointError, RuntimeError), match=words):
+        zshard.load(folder, model)
+    assert all(not param.any() for param in model.parameters())
+
+
+def test_truncated_metadata(folder):
+    file = folder / ".metadata"
+    right = file.read_bytes()
+    for length in range(0, len(right), 7):
+        file.write_bytes(right[:length])
+        refused(folder, "cannot be read without running it")
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_pickle_is_data_or_an_error(data):
+    """Of what Python can pickle, plain data comes back; what is changed is an error or data."""
+    leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+    inner = st.recursive(
+        leaf | st.binary(),
+        lambda each: st.lists(each) | st.tuples(each) | st.dictionaries(st.text(), each),
+        max_leaves=10,
+    )
+    value = data.draw(inner)
+    text = bytearray(pickle.dumps(value, protocol=data.draw(st.sampled_from([2, 3, 4, 5]))))
+    if b"bytes" not in text and b"_codecs" not in text:  # protocol 2 calls functions for bytes
+        assert parse(bytes(text)) == value
+    for _ in range(3):
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ValueError):
+        parse(bytes(text))
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_folders_with_changed_bytes(folder, data):
+    """Values that are changed are not noticed, as there is no checksum; all else is an error."""
+    copied = folder.parent / "y"
+    shutil.rmtree(copied, ignore_errors=True)
+    shutil.copytree(folder, copied)
+    file = data.draw(st.sampled_from(sorted(copied.iterdir())))
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at : at + 1] = data.draw(st.binary(max_size=2))
+    file.write_bytes(bytes(content))
+    try:
+        zshard.load(copied, Two())
+    except (CheckpointError, RuntimeError, FileNotFoundError) as error:
+        assert str(copied) in str(error) or "Error(s) in loading" in str(error)
+
+
+def test_nothing_in_the_package_can_run_a_pickle():
+    """No module of checkpoints imports what would, or calls it."""
+    folder = Path(dcp_of_zshard.__file__).parent
+    names = set()
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                names.add(str(node.module))
+            elif isinstance(node, ast.Call):
+                names.add(ast.unparse(node.func))
+    assert "pickletools.genops" in names and len(names) > 100
+    bad = {"pickle", "marshal", "shelve", "torch.load", "eval", "exec", "compile", "__import__"}
+    assert not names & bad

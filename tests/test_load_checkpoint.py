@@ -1,0 +1,253 @@
+"""zshard.load of what zshard.save has written: any strategy and number of ranks into any other.
+
+The one idea: whole tensors are compared, to the bit, with what the model and the optimizer had that
+were saved; and where the ranks are as many, training goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import CASES, Net, Tied, differences, make, make_optimizer, wrapped
+from optim_states import FULL, differ, go_on, rank, trained, wrap
+from spawn import RankPool
+from torch import nn
+
+import zshard
+from zshard import FSDP, MixedPrecision, Offload, fully_shard
+
+C10D = ("shard_grad_op", "c10d")
+NAMES = ("tied", "frozen", "odds", "conv", "dtypes", "unused")
+
+
+def state_of(model, optimizer):
+    """Copies of all that both have."""
+    return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def save(path, names, kind, combination):
+    """Trains a model of each name and saves it; {name: what it had}"""
+    made = {}
+    for name in names:
+        model, optimizer = trained(name, combination, kind)
+        extra = {"rank": rank(), "betas": (0.5, 1), "seen": torch.arange(3)}
+        zshard.save(f"{path}/{name}", model, optimizer, extra=extra)
+        made[name] = state_of(model, optimizer)
+    return made
+
+
+def wrong(path, made, world, kind, combination):
+    """What differs from `made`, on this rank, after a load into new models."""
+    found = []
+    for name, wanted in made.items():
+        model = wrap(name, combination, seed=3)
+        optimizer = make_optimizer(kind, model)
+        result = zshard.load(f"{path}/{name}", model, optimizer)
+        found += [f"{name}: {each}" for each in differ(state_of(model, optimizer), wanted)]
+        if not result.verified or result.missing_keys or result.unexpected_keys:
+            found.append(f"{name}: {vars(result)}")
+        saver = rank() if rank() < world else 0
+        extra = {"rank": saver, "betas": (0.5, 1), "seen": torch.arange(3)}
+        found += [f"{name}: {each}" for each in differences(result, extra)]
+    return found
+
+
+HOW = {1: FULL, 2: FULL, 3: C10D, 4: ("hybrid_shard", 2, 2)}
+OTHER = {1: FULL, 2: ("zero1", "c10d"), 3: ("no_shard", "shm"), 4: FULL}
+
+
+def run(pools, world, function, *args):
+    """What each rank returns; a world of one is this process."""
+    return (
+        [function(*args)]
+        if world == 1
+        else pools.setdefault(world, RankPool(world)).run(function, *args)
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
+def test_any_world_into_any_other(pools, world, kind, tmp_path):
+    names = NAMES if kind == "zshard.AdamW" else NAMES[:2]
+    made = run(pools, world, save, str(tmp_path), names, kind, HOW[world])[0]
+    for into in (1, 2, 3, 4):
+        found = run(pools, into, wrong, str(tmp_path), made, world, kind, OTHER[into])
+        assert found == [[]] * into, into
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+def resumed(path, name, kind, combination):
+    """What differs between training on, and training on after a load into another model."""
+    model, optimizer = trained(name, combination, kind)
+    zshard.save(path, model, optimizer, step=2)
+    expected = go_on(name, model, optimizer)
+    other = wrap(name, combination, seed=3)
+    theirs = make_optimizer(kind, other)
+    if rank() == 0:  # values and options that have to go
+        theirs.param_groups[0]["lr"] = 5.0
+    result = zshard.load(path, other, theirs)
+    assert result.step == 2 and result.path.endswith("/step-00000002") and dict(result) == {}
+    return differ(go_on(name, other, theirs), expected)
+
+
+WAYS = [FULL, C10D, ("zero1", "c10d"), ("no_shard", "c10d"), ("shard_grad_op", "shm")]
+
+
+@pytest.mark.parametrize("combination", WAYS, ids="-".join)
+@pytest.mark.parametrize("name", ["tied", "frozen"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, combination, tmp_path):
+    for kind in ("zshard.AdamW", "torch.SGD", "torch.Adam"):
+        path = str(tmp_path / kind)
+        assert pool2.run(resumed, path, name, kind, combination) == [[], []], kind
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+def test_a_resumed_run_in_groups(pool4, strategy, tmp_path):
+    found = pool4.run(resumed, str(tmp_path / "x"), "tied", "zshard.AdamW", (strategy, 2, 2))
+    assert found == [[]] * 4
+
+
+def with_options(path, how):
+    """The same with what is special about an optimizer."""
+    states = []
+    for load in (False, True):
+        offload = Offload(cache=2**20, directory=path) if how == "offload" else None
+        model = FSDP(make(Net), auto_wrap_policy=CASES["net"].policy, offload=offload)
+        options = {"lr": 0.01}
+        if how == "amsgrad":
+            options = {"lr": torch.tensor(0.01), "amsgrad": True}
+        if how == "low":
+            low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            model = FSDP(make(Net), mixed_precision=low, strategy="shard_grad_op", transport="c10d")
+        if how == "fully_shard":
+            model = make(Net)
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+        if how == "rounding":
+            model = FSDP(make(Net).bfloat16(), auto_wrap_policy=CASES["net"].policy)
+            options = {"lr": 0.01, "stochastic_rounding": True, "rounding_seed": 7}
+        params = list(model.parameters())
+        groups = [{"params": params[:3], "weight_decay": 0.5}, {"params": params[3:]}]
+        optimizer = zshard.AdamW(groups, **options)
+        if how == "in backward":
+            model.optimizer_in_backward(optimizer)
+        if load:
+            zshard.load(f"{path}/x", model, optimizer)
+        else:
+            go_on("net", model, optimizer, 0)
+            zshard.save(f"{path}/x", model, optimizer)
+        states.append(copy.deepcopy(go_on("net", model, optimizer)))
+    return differ(*states)
+
+
+@pytest.mark.parametrize(
+    "how", ["amsgrad", "rounding", "in backward", "offload", "low", "fully_shard"]
+)
+def test_what_is_special_about_an_optimizer(pool2, how, tmp_path):
+    assert pool2.run(with_options, str(tmp_path), how) == [[], []]
+
+
+def in_place(path, combination):
+    """State that is there is written to where it is; a model goes back to what it was."""
+    model, optimizer = trained("tied", combination, "zshard.AdamW")
+    zshard.save(path, model, optimizer)
+    before = state_of(model, optimizer)
+    go_on("tied", model, optimizer)
+    places = [each["exp_avg"].data_ptr() for each in optimizer.state.values()]
+    zshard.load(path, model, optimizer)
+    kept = places == [each["exp_avg"].data_ptr() for each in optimizer.state.values()]
+    return kept, differ(state_of(model, optimizer), before)
+
+
+def test_a_running_model_goes_back(pool2, tmp_path):
+    for i, combination in enumerate((FULL, C10D, ("no_shard", "shm"))):
+        assert pool2.run(in_place, str(tmp_path / str(i)), combination) == [(True, [])] * 2
+
+
+# --- plain models ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["torch.AdamW", "zshard.AdamW", "torch.SGD"])
+def test_into_a_plain_model(pool2, kind, tmp_path):
+    made = pool2.run(save, str(tmp_path), ["tied", "dtypes"], kind, FULL)[0]
+    for name, wanted in made.items():
+        model = make(CASES[name].make, seed=3)
+        optimizer = make_optimizer(kind, model)
+        zshard.load(tmp_path / name, model, optimizer)
+        assert differ(state_of(model, optimizer), wanted) == []
+        assert go_on(name, model, optimizer)
+
+
+def from_plain(path):
+    """A plain model of a world of one, loaded by two ranks."""
+    model = wrap("tied", C10D)
+    optimizer = make_optimizer("zshard.AdamW", model)
+    result = zshard.load(path, model, optimizer)
+    return state_of(model, optimizer), dict(result)
+
+
+def test_from_a_plain_model(pool2, tmp_path):
+    model = make(Tied, 7)
+    optimizer = make_optimizer("torch.AdamW", model)
+    go_on("tied", model, optimizer, 0)
+    zshard.save(tmp_path / "x", model, optimizer, extra={"a": 1})
+    for found, extra in pool2.run(from_plain, str(tmp_path / "x")):
+        assert differ(found, state_of(model, optimizer)) == [] and extra == {"a": 1}
+
+
+def plain_together(path):
+    """A plain model on two ranks: they save and load together."""
+    model = make(Tied)
+    optimizer = make_optimizer("torch.AdamW", model)
+    go_on("tied", model, optimizer, 0)  # batches are each rank's own
+    zshard.save(path, model, optimizer, extra={"rank": rank()})
+    other = make(Tied, 3)
+    theirs = make_optimizer("torch.AdamW", other)
+    result = zshard.load(path, other, theirs)
+    return state_of(other, theirs), dict(result)
+
+
+def test_plain_models_of_two_ranks(pool2, tmp_path):
+    first, second = pool2.run(plain_together, str(tmp_path / "x"))
+    assert differ(first[0], second[0]) == []
+    assert first[1] == {"rank": 0} and second[1] == {"rank": 1}
+
+
+class Untied(Tied):
+    """The same with two weights of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+def untied(path):
+    model = wrapped(Untied, FULL)
+    keys = zshard.load(path, model)
+    state = model.state_dict()
+    return keys.missing_keys, torch.equal(state["head.weight"], state["embed.weight"])
+
+
+def test_a_tied_tensor_goes_to_all_its_names(pool2, tmp_path):
+    zshard.save(tmp_path / "x", make(Tied, 7))
+    assert pool2.run(untied, str(tmp_path / "x")) == [([], True)] * 2
+
+
+def behind_a_save(path):
+    """What is still being saved is waited for, and then taken."""
+    model, optimizer = trained("net", FULL, "zshard.AdamW")
+    zshard.save(path, model, optimizer, step=1)
+    go_on("net", model, optimizer)
+    wanted = state_of(model, optimizer)
+    zshard.save(path, model, optimizer, step=2, asynchronous=True)
+    loaded = zshard.load(path, model, optimizer)
+    return loaded.step, differ(state_of(model, optimizer), wanted)
+
+
+def test_a_save_that_is_under_way_is_waited_for(pool2, tmp_path):
+    assert pool2.run(behind_a_save, str(tmp_path / "x")) == [(2, [])] * 2

@@ -1,0 +1,285 @@
+"""zshard.load(): a model, an optimizer, and what a script has kept, from a checkpoint.
+
+The one idea: three steps, and no rank begins one before all have done the one before. First all is
+checked that can be checked without values: files, names, shapes, dtypes, the optimizer. Then the
+checksums of what will be read, each rank its share of the blocks. Only then values are read, each
+rank its own parts, straight to where they belong. So a checkpoint that is damaged, or of another
+model, changes nothing on any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zshard import _core
+from zshard._agree import Fact, check_agreement, on_all_ranks
+from zshard._checkpoint import background
+from zshard._checkpoint import verify as blocks
+from zshard._checkpoint.checkpoint import Checkpoint
+from zshard._checkpoint.manifest import CheckpointError
+from zshard._checkpoint.opening import older_than, opened
+from zshard._checkpoint.optimizer import OptimizerPlan
+from zshard._checkpoint.outline import ranks_of
+from zshard._checkpoint.progress import progress
+from zshard._checkpoint.reader import Reader
+from zshard._checkpoint.safetensors import Entry
+from zshard._outline import Pending
+from zshard._stream import Plan, carry_out, plan
+
+__all__ = ["Loaded", "load"]
+
+
+class Loaded(dict[str, Any]):
+    """What a checkpoint has kept for this rank beside model and optimizer: `extra` of zshard.save.
+
+    path: the checkpoint that was loaded; of a directory of numbered ones, the one that was taken.
+    step: its number, or None.
+    missing_keys, unexpected_keys: names that only the model had, and only the checkpoint.
+    verified: whether checksums have said that all that was read is what was saved.
+    """
+
+    path: str
+    step: int | None
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    verified: bool
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    verify: bool = True,
+) -> Loaded:
+    """Loads a checkpoint into a model and its optimizer; nothing changes unless all of it fits.
+
+    path: a checkpoint of zshard.save(), or a directory of numbered ones, of which the newest
+        finished one is taken; a .safetensors file; a folder as Hugging Face has them, with
+        model.safetensors or several files and their model.safetensors.index.json; a folder that
+        torch.distributed.checkpoint wrote. All ranks have to see the same.
+    model: one with FSDP modules, whatever the strategy and the number of ranks, also others than
+        those that saved; or a plain one, which all ranks of torch.distributed load together.
+        Parameters and buffers are written in place. Names are those of model.state_dict(); of tied
+        parameters one name is enough. Tensors have the whole shapes; dtypes may differ within
+        floating-point, complex, and whole numbers, and are cast.
+    optimizer: over parameters of the model. It gets state and options as from load_state_dict();
+        what it has already of the same shapes is written in place.
+    strict: missing and unexpected names are an error, and an optimizer of another class.
+    verify: compare the checksums of all blocks that will be read; without, only those of headers
+        and indices. Checkpoints that zshard has not written have none.
+
+    Each rank reads its own parts only. A model whose values all come from files is set up without
+    others by `FSDP(model, param_init_fn=zshard.empty)` of a model on the meta device.
+
+    For all ranks together, outside of forward and backward. Waits for a save that is under way, and
+    raises what has gone wrong in it. Returns this rank's `extra` (rank 0's, where fewer ranks
+    saved), as a dict with more to it: see Loaded. Load hooks and `_load_from_state_dict` of modules
+    see names, shapes and dtypes, and may rename, drop or replace entries; one that asks for values
+    is an error. At the end extra state is set and post hooks run.
+
+    Raises, on all ranks and before anything changes: CheckpointError (a ValueError) for what is
+    damaged, unfinished or not valid, OSError for what cannot be read, both naming the file;
+    RuntimeError that lists what does not fit; ValueError for an optimizer of other parameters;
+    DivergenceError where the ranks see different checkpoints. A file that fails while values are
+    read is an OSError or CheckpointError, too, and they are then loaded in part.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"zshard.load() takes the model second, not a {type(model).__name__}")
+    comm = ranks_of(model)
+    with on_all_ranks(comm):
+        background.finish()  # what is being saved may be what is to be loaded
+        _check_optimizer(optimizer)
+    with contextlib.ExitStack() as stack:
+        asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
+        facts = [(f"load({name}=)", str(value)) for name, value in asked]
+        check_agreement(comm, facts, "calls of zshard.load()")
+        found = _open(stack, comm, path, optimizer is not None)
+        if found.manifest is not None:
+            heads = blocks.head_runs(found.files, found.manifest.files)
+            with _whole_checkpoint(comm, found):
+                blocks.check(blocks.share(heads, comm.rank, comm.world))
+        plans = _plan(comm, found, model, optimizer, strict)
+        _check(comm, found, plans, verify)
+        with progress(_bytes_of(plans), "loading", comm.rank) as done:
+            _carry_out(comm, plans, found, Reader(done))
+    loaded = Loaded(plans.extra)
+    loaded.path, loaded.step = found.path, found.step
+    loaded.missing_keys = list(plans.model.keys.missing_keys)
+    loaded.unexpected_keys = list(plans.model.keys.unexpected_keys)
+    loaded.verified = verify and found.manifest is not None
+    return loaded
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"zshard.load() takes a torch.optim.Optimizer third, not a {kind}")
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+def _open(
+    stack: contextlib.ExitStack, comm: _core.Comm, path: Any, with_optimizer: bool
+) -> Checkpoint:
+    made: list[Checkpoint] = []
+    with on_all_ranks(comm):
+        made.append(stack.enter_context(opened(path, with_optimizer)))
+    check_agreement(comm, _facts(made[0]), "checkpoints")
+    return made[0]
+
+
+def _facts(found: Checkpoint) -> list[Fact]:
+    """What all ranks have to see."""
+    facts = [("the id", found.manifest.id)] if found.manifest is not None else []
+    tensors = sorted(found.model.items())
+    return facts + [(f"tensor '{n}'", f"shape {e.shape}, {e.dtype}") for n, e in tensors]
+
+
+@contextlib.contextmanager
+def _whole_checkpoint(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
+    """Context for looking whether files are damaged: on_all_ranks(), and a word on what is left."""
+    with on_all_ranks(comm):
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{older_than(found.path)}") from None
+
+
+# --- what would be done ---------------------------------------------------------------------------
+
+
+class _Plans(NamedTuple):
+    model: Plan
+    optimizer: OptimizerPlan | None
+    extra: dict[str, Any]
+
+
+def _plan(
+    comm: _core.Comm,
+    found: Checkpoint,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    strict: bool,
+) -> _Plans:
+    made: list[_Plans] = []
+    with on_all_ranks(comm, lambda: made[0].model.fact()):
+        _refuse_meta(model)
+        for_model = plan(model, _state_of(found, model), strict)
+        for_optimizer = None
+        if optimizer is not None:
+            for_optimizer = OptimizerPlan(model, optimizer, found, strict)
+        made.append(_Plans(for_model, for_optimizer, found.extra_of(comm.rank)))
+    return made[0]
+
+
+def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
+    """A state dict of tensors that are still to be read."""
+    state: OrderedDict[str, Any] = OrderedDict(
+        (name, Pending.of(name, e.shape, e.dtype)) for name, e in found.model.items()
+    )
+    state.update(found.others)
+    if found.versions is not None:
+        prefixes = dict.fromkeys(name for name, _ in model.named_modules())
+        versions = {**dict.fromkeys(prefixes, 1), **found.versions}
+        state._metadata = {p: {"version": v} for p, v in versions.items()}  # type: ignore[attr-defined]
+    _add_tied(model, state)
+    names = {n for kind in (model.named_parameters, model.named_buffers) for n, _ in kind()}
+    for alias, name in found.tied.items():  # in this model they may be tensors of their own
+        if alias in names and alias not in state:
+            state[alias] = state[name]
+    return state
+
+
+def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
+    """Gives all names of a tied tensor what stands under one of them: files have it once."""
+    names: dict[int, list[str]] = {}
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+    for same in names.values():
+        there = next((name for name in same if name in state), None)
+        for name in same:
+            if there is not None and name not in state:
+                state[name] = state[there]
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    """RuntimeError for tensors without memory; nn.Module would pass over them."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    names = [f"'{name}'" for name, tensor in tensors if tensor.is_meta]
+    if names:
+        raise RuntimeError(
+            f"{', '.join(names[:5])} of the model are on the meta device, without memory: wrap it "
+            "by FSDP(model, param_init_fn=zshard.empty), or call model.to_empty(device=...)"
+        )
+
+
+def _check(comm: _core.Comm, found: Checkpoint, plans: _Plans, verify: bool) -> None:
+    """Looks at what will be read, each rank at its share: at what stands around values, and whether
+    all blocks are what they were, but for those that have been checked already."""
+    labels = {c.value.label: None for c in plans.model.copies if isinstance(c.value, Pending)}
+    entries = [found.model[label] for label in labels]
+    entries += plans.optimizer.entries if plans.optimizer is not None else []
+    with on_all_ranks(comm):
+        for entry in blocks.share(entries, comm.rank, comm.world):
+            entry.check()
+    if found.manifest is None or not verify:
+        return
+    needed = {id(entry.file) for entry in entries if isinstance(entry, Entry)}
+    files = {name: file for name, file in found.files.items() if id(file) in needed}
+    runs = blocks.data_runs(files, found.manifest.files)
+    mine = blocks.share(runs, comm.rank, comm.world)
+    total = sum(run.size for run in mine)
+    with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
+        blocks.check(mine, done)
+
+
+# --- doing it -------------------------------------------------------------------------------------
+
+
+class _Values:
+    """The model's tensors in a checkpoint, as a source of zshard._stream."""
+
+    def __init__(self, found: Checkpoint, reader: Reader) -> None:
+        self._found, self._reader = found, reader
+
+    def read(self, name: str, begin: int, target: Tensor) -> None:
+        self._reader.read(self._found.model[name], begin, target)
+
+
+def _carry_out(comm: _core.Comm, plans: _Plans, found: Checkpoint, reader: Reader) -> None:
+    optimizer = plans.optimizer
+    if optimizer is not None:
+        with on_all_ranks(comm):
+            optimizer.prepare(reader)
+        try:
+            with on_all_ranks(comm):
+                optimizer.install()
+        except BaseException:
+            optimizer.undo()
+            raise
+    with on_all_ranks(comm):
+        carry_out(plans.model, _Values(found, reader))
+        if optimizer is not None:
+            optimizer.read(reader)
+
+
+def _bytes_of(plans: _Plans) -> int:
+    """How many bytes this rank is about to read."""
+    total = sum(
+        copy.target.numel() * copy.value.dtype.itemsize
+        for copy in plans.model.copies
+        if isinstance(copy.value, Pending)
+    )
+    return total + (plans.optimizer.size if plans.optimizer is not None else 0)

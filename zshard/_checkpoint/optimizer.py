@@ -1,0 +1,221 @@
+"""Loading the state of an optimizer from a checkpoint, each rank its own parts.
+
+The one idea: optimizer.load_state_dict() is given memory in place of values: what this rank will
+have of each tensor, side by side, or what the optimizer has already. So torch and its hooks see to
+it as always, and if they refuse, on any rank, the optimizer gets back what it had. Values are read
+afterwards, into the state as it is then.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable
+from zshard._checkpoint.reader import Reader
+from zshard._optim_names import by_number, names_of
+from zshard._optim_state import Room, Taken, settle
+from zshard._outline import Pending
+from zshard._parts import part_of
+
+_HOOKS = "_optimizer_load_state_dict_post_hooks"
+
+
+class _Piece(NamedTuple):
+    """What this rank reads into the optimizer's state."""
+
+    param: Tensor
+    key: str
+    entry: Readable
+
+
+class OptimizerPlan:
+    """What loading an optimizer would do. Making it changes nothing, and raises RuntimeError that
+    lists what does not fit; ValueError for an optimizer of other parameters than the model's."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, contents: Checkpoint, strict: bool = True
+    ) -> None:
+        """strict: the optimizer's class has to be of the name that the checkpoint has."""
+        told = contents.optimizer
+        if told is None:
+            why = contents.no_optimizer or "load the model alone, by leaving the optimizer out"
+            raise RuntimeError(f"'{contents.path}' has no state of an optimizer: {why}")
+        names = names_of(model, optimizer)
+        problems = _other_class(told, optimizer) if strict else []
+        if told.options is not None:
+            groups, more = _groups_of(told.options, optimizer, names)
+            told = replace(told, groups=groups)
+            problems += more
+        more, self._numbered = by_number(model, optimizer, _outline(told))
+        if problems + more:
+            head = f"Error(s) in loading the state of {type(optimizer).__name__}:"
+            raise RuntimeError("\n\t".join([head, *problems, *more]))
+        settle(optimizer)
+        self._optimizer = optimizer
+        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._has_parts = any(part_of(param) is not None for param in self._params)
+        self._entries = {
+            _label(name, key): e for name, own in told.tensors.items() for key, e in own.items()
+        }
+        self._pieces: list[_Piece] = []
+        self._before: tuple[Any, Any] | None = None
+        self._hooks: Any = OrderedDict()
+
+    @property
+    def entries(self) -> Iterator[Readable]:
+        """All that will be read."""
+        return iter(self._entries.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes that this rank reads, but for few."""
+        pieces = (
+            (part_of(self._params[number]), value)
+            for number, entries in self._numbered["state"].items()
+            for value in entries.values()
+            if isinstance(value, Pending)
+        )
+        return sum(
+            (part.numel if part is not None and value.dim() > 0 else value.numel())
+            * value.dtype.itemsize
+            for part, value in pieces
+        )
+
+    def prepare(self, reader: Reader) -> None:
+        """Makes memory for this rank's parts, and reads what is not cut. Changes nothing."""
+        state = self._numbered["state"]
+        found = [(self._params[number], entries) for number, entries in state.items()]
+        room = Room(found)
+        rows = [
+            (param, entries, key, value.label, room.is_cut(param, key, value))
+            for param, entries in found
+            for key, value in entries.items()
+            if isinstance(value, Pending)
+        ]
+        # What there is may be written to if it is of the right kind for all parameters: else their
+        # state would not lie side by side.
+        fresh = {
+            key
+            for param, _, key, _, is_cut in rows
+            if is_cut and not _is_place(self._live(param, key), param)
+        }
+        for param, entries, key, label, is_cut in rows:
+            entry = self._entries[label]
+            if not is_cut:
+                tensor = reader.whole(entry)
+            elif key == "step":  # of a dtype of its own
+                tensor = _part(param, entry, reader)
+            else:
+                self._pieces.append(_Piece(param, key, entry))
+                tensor = room.place(param, key) if key in fresh else self._live(param, key)
+            entries[key] = Taken(tensor) if self._has_parts else tensor
+
+    def _live(self, param: Tensor, key: str) -> Any:
+        """What the optimizer has now."""
+        return self._optimizer.state.get(param, {}).get(key)
+
+    def install(self) -> None:
+        """Has the optimizer load all but the values that are still to be read. May raise whatever
+        the optimizer's load_state_dict() does; undo() is for after that."""
+        optimizer = self._optimizer
+        self._before = optimizer.state, optimizer.param_groups
+        self._hooks = getattr(optimizer, _HOOKS, OrderedDict())
+        setattr(optimizer, _HOOKS, OrderedDict())
+        try:
+            optimizer.load_state_dict(self._numbered)
+        finally:
+            setattr(optimizer, _HOOKS, self._hooks)
+        for param, key, _ in self._pieces:
+            if not _is_place(optimizer.state[param].get(key), param):
+                raise RuntimeError(
+                    f"a load_state_dict() of {type(optimizer).__name__}'s own, or a hook of it, "
+                    f"has replaced '{key}': zshard.load() could not read it in place"
+                )
+
+    def undo(self) -> None:
+        """Gives the optimizer what it had before install()."""
+        if self._before is not None:
+            self._optimizer.state, self._optimizer.param_groups = self._before
+
+    def read(self, reader: Reader) -> None:
+        """Reads the values into the state that install() made; then the post hooks run."""
+        for param, key, entry in self._pieces:
+            part = part_of(param)
+            begin = part.begin if part is not None and part.is_cut else 0
+            reader.read(entry, begin, self._optimizer.state[param][key])
+        for hook in self._hooks.values():
+            hook(self._optimizer)
+
+
+def _part(param: Tensor, entry: Readable, reader: Reader) -> Tensor:
+    """This rank's part of a tensor that is cut as `param` is, in its own dtype."""
+    part = part_of(param)
+    assert part is not None, "only these are cut"
+    made = torch.empty(part.local_shape, dtype=entry.dtype)
+    reader.read(entry, part.begin if part.is_cut else 0, made)
+    return made
+
+
+def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
+    name = type(optimizer).__name__
+    if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's is as good as zshard's
+        return []
+    return [f"it is the state of {told.kind}, the optimizer is {name} (strict=False takes it)"]
+
+
+def _groups_of(
+    options: Mapping[str, Mapping[str, Any]], optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The optimizer's own groups, with what `options` say of each parameter; and where these say
+    different things of parameters of one group."""
+    groups, problems = [], []
+    for i, group in enumerate(optimizer.param_groups):
+        own = [names[id(p)] for p in group["params"] if names[id(p)] in options]
+        first = options[own[0]] if own else {}
+        for name in own:
+            if options[name] != first:
+                problems.append(
+                    f"'{name}' has other options than '{own[0]}', which is in group {i} as well"
+                )
+        groups.append({**first, "params": own})
+    return groups, problems
+
+
+def _outline(told: OptimizerState) -> dict[str, Any]:
+    """The state dict by names, with tensors that have no values."""
+    names = dict.fromkeys([*told.tensors, *told.values])
+    state = {
+        name: {
+            **{
+                key: Pending.of(_label(name, key), entry.shape, entry.dtype)
+                for key, entry in told.tensors.get(name, {}).items()
+            },
+            **told.values.get(name, {}),
+        }
+        for name in names
+    }
+    return {"state": state, "param_groups": told.groups}
+
+
+def _label(name: str, key: str) -> str:
+    return f"{name}.{key}"
+
+
+def _is_place(value: Any, param: Tensor) -> bool:
+    """Can this rank's part of a state tensor be read into `value`?"""
+    part = part_of(param)
+    return (
+        isinstance(value, Tensor)
+        and part is not None
+        and tuple(value.shape) == part.local_shape
+        and value.dtype == param.dtype
+        and value.device == param.device
+        and not torch.is_inference(value)
+    )

@@ -1,0 +1,205 @@
+"""What a pickle says, as data. Nothing that it names is looked up, made or called.
+
+The one idea: a pickle is a small program for a stack machine, which Python's own machine obeys to
+the letter. This one knows the few operations that plain data takes, and where the program names a
+class or a function, it writes down the name and what it would have got. So the worst that a pickle
+can do here is to be refused.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from typing import Any
+
+_LIMIT = 10_000_000  # operations
+
+
+class Thing:
+    """A class or function that a pickle names, or what calling it would have given."""
+
+    def __init__(self, name: str, args: Any = None) -> None:
+        self.name = name  # dotted
+        self.args = args  # None: it was not called
+        self.state: Any = None  # what it would have been given afterwards
+
+    def __repr__(self) -> str:
+        return self.name if self.args is None else f"{self.name}(...)"
+
+    def field(self, name: str) -> Any:
+        """An attribute that it would have; KeyError if it has it not."""
+        if not isinstance(self.state, dict):
+            raise KeyError(name)
+        return self.state[name]
+
+
+class _Mark:
+    """Where a list of values begins, on the stack."""
+
+
+def parse(data: bytes) -> Any:
+    """What a pickle is of: None, bool, int, float, str, bytes, tuples, lists, dicts and sets (as
+    lists), and Things. ValueError for one that is damaged or does anything else.
+
+    torch.Size is a tuple, collections.OrderedDict a dict.
+    """
+    machine = _Machine()
+    try:
+        for count, (op, arg, _) in enumerate(pickletools.genops(data)):
+            if op.name == "STOP":
+                return machine.only()
+            if count >= _LIMIT:
+                raise ValueError(f"it has more than {_LIMIT} operations")
+            machine.do(op.name, arg)
+    except (IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is damaged: {error!r}") from None
+    raise ValueError("it has no end")
+
+
+class _Machine:
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def only(self) -> Any:
+        """The one value that is left."""
+        if len(self._stack) != 1:
+            raise ValueError("it has not exactly one value")
+        return self._stack[0]
+
+    def do(self, name: str, arg: Any) -> None:
+        if name in _IGNORED:
+            return
+        if name in _CONSTANTS:
+            self._stack.append(_CONSTANTS[name]())
+        elif name in _VALUES:
+            self._stack.append(arg)
+        elif name in _OPERATIONS:
+            _OPERATIONS[name](self, arg)
+        else:
+            raise ValueError(f"it has the operation {name}, which data does not take")
+
+    # --- operations -------------------------------------------------------------------------------
+
+    def mark(self, _: Any) -> None:
+        self._stack.append(_Mark)
+
+    def tuple_of(self, count: int | None) -> None:
+        values = self._since_mark() if count is None else self._last(count)
+        self._stack.append(tuple(values))
+
+    def append(self, _: Any) -> None:
+        self._extend(self._last(1))
+
+    def appends(self, _: Any) -> None:
+        self._extend(self._since_mark())
+
+    def set_item(self, _: Any) -> None:
+        self._update(self._last(2))
+
+    def set_items(self, _: Any) -> None:
+        self._update(self._since_mark())
+
+    def put(self, index: int | None) -> None:
+        self._memo[len(self._memo) if index is None else index] = self._stack[-1]
+
+    def get(self, index: int) -> None:
+        self._stack.append(self._memo[index])
+
+    def name(self, arg: str | None) -> None:
+        module, name = self._last(2) if arg is None else arg.split(" ", 1)
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("it names a class by something else than text")
+        self._stack.append(Thing(f"{module}.{name}"))
+
+    def call(self, _: Any) -> None:
+        what, args = self._last(2)
+        if not isinstance(what, Thing) or what.args is not None or not isinstance(args, tuple):
+            raise ValueError("it calls what is no function")
+        if what.name == "torch.Size" and len(args) == 1 and isinstance(args[0], tuple):
+            self._stack.append(args[0])
+        elif what.name == "collections.OrderedDict" and args == ():
+            self._stack.append({})
+        else:
+            self._stack.append(Thing(what.name, args))
+
+    def build(self, _: Any) -> None:
+        thing, state = self._last(2)
+        if isinstance(thing, Thing) and thing.args is not None:
+            thing.state = state
+        elif not isinstance(thing, dict):  # attributes of an OrderedDict are of no interest
+            raise ValueError("it gives a state to what has none")
+        self._stack.append(thing)
+
+    def persistent(self, _: Any) -> None:
+        self._stack.append(Thing("persistent", (self._last(1)[0],)))
+
+    # --- the stack --------------------------------------------------------------------------------
+
+    def _last(self, count: int) -> list[Any]:
+        """Takes so many values off."""
+        if len(self._stack) < count or _Mark in self._stack[len(self._stack) - count :]:
+            raise ValueError("it takes a value that is not there")
+        values = self._stack[len(self._stack) - count :]
+        del self._stack[len(self._stack) - count :]
+        return values
+
+    def _since_mark(self) -> list[Any]:
+        for i in range(len(self._stack) - 1, -1, -1):
+            if self._stack[i] is _Mark:
+                values = self._stack[i + 1 :]
+                del self._stack[i:]
+                return values
+        raise ValueError("it has no mark")
+
+    def _extend(self, values: list[Any]) -> None:
+        if not isinstance(self._stack[-1], list):
+            raise ValueError("it appends to what is no list")
+        self._stack[-1].extend(values)
+
+    def _update(self, values: list[Any]) -> None:
+        if not isinstance(self._stack[-1], dict) or len(values) % 2 != 0:
+            raise ValueError("it sets items of what is no dict")
+        self._stack[-1].update(zip(values[::2], values[1::2], strict=True))
+
+
+_IGNORED = frozenset(("PROTO", "FRAME"))
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_SET": list,
+    "EMPTY_DICT": dict,
+}
+_VALUES = frozenset(
+    (
+        *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+        *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+        *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    )
+)
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "MARK": _Machine.mark,
+    "TUPLE": _Machine.tuple_of,
+    "TUPLE1": lambda machine, _: machine.tuple_of(1),
+    "TUPLE2": lambda machine, _: machine.tuple_of(2),
+    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "APPEND": _Machine.append,
+    "APPENDS": _Machine.appends,
+    "ADDITEMS": _Machine.appends,
+    "SETITEM": _Machine.set_item,
+    "SETITEMS": _Machine.set_items,
+    "BINPUT": _Machine.put,
+    "LONG_BINPUT": _Machine.put,
+    "MEMOIZE": _Machine.put,
+    "BINGET": _Machine.get,
+    "LONG_BINGET": _Machine.get,
+    "GLOBAL": _Machine.name,
+    "STACK_GLOBAL": _Machine.name,
+    "REDUCE": _Machine.call,
+    "NEWOBJ": _Machine.call,
+    "BUILD": _Machine.build,
+    "BINPERSID": _Machine.persistent,
+}

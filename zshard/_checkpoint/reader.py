@@ -1,0 +1,55 @@
+"""Reading values to where they belong.
+
+The one idea: a part of a tensor is one run of bytes of the checkpoint, and of the memory that is to
+have it. Where dtype and device agree the run is read in place; else it comes a chunk at a time, and
+is cast or sent to the device on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zshard import _stream
+from zshard._agree import bytes_of
+from zshard._checkpoint.checkpoint import Readable
+from zshard._stream import chunks, flat_of
+
+
+class Reader:
+    """Reads tensors. `done` is told how many bytes each read was of."""
+
+    def __init__(self, done: Callable[[int], object] | None = None) -> None:
+        self._done = done
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def whole(self, entry: Readable) -> Tensor:
+        """All of a tensor, in new memory on the CPU."""
+        made = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read(entry, 0, made)
+        return made
+
+    def read(self, entry: Readable, begin: int, target: Tensor) -> None:
+        """Fills `target` with as many row-major elements of `entry`, from `begin` on, cast to its
+        dtype. Raises OSError or CheckpointError, naming the file."""
+        if target.numel() == 0:
+            return
+        item = entry.dtype.itemsize
+        with flat_of(target) as flat:
+            if flat.dtype == entry.dtype and flat.device.type == "cpu":
+                entry.read_into(bytes_of(flat), begin * item)
+                torch.autograd.graph.increment_version(target)
+            else:
+                for first, last in chunks(flat.numel(), entry.dtype):
+                    chunk = self._chunk(last - first, entry.dtype)
+                    entry.read_into(bytes_of(chunk), (begin + first) * item)
+                    flat[first:last].copy_(chunk)
+        if self._done is not None:
+            self._done(target.numel() * item)
+
+    def _chunk(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._memory.numel() == 0:
+            self._memory = torch.empty(_stream.CHUNK, dtype=torch.uint8)
+        return self._memory[: numel * dtype.itemsize].view(dtype)

@@ -1,0 +1,193 @@
+"""Files of torch.save(), read as data: plain values, and where a tensor's values lie.
+
+The one idea: such a file is a zip, in which each storage is a member that is stored as it is, and a
+pickle says what is made of them. The pickle is read as data (pickled.py); so is each tensor, from
+its place in the file.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from typing import Any, NamedTuple
+
+import torch
+
+from zshard._checkpoint.manifest import CheckpointError
+from zshard._checkpoint.pickled import Thing, parse
+from zshard._checkpoint.safetensors import CODES, File
+
+DTYPES = {str(dtype): dtype for dtype in CODES}
+"""By the names that pickles have for them."""
+
+_STORAGES = {
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "Short": torch.int16,
+    "Int": torch.int32,
+    "Long": torch.int64,
+    "Bool": torch.bool,
+    "ComplexFloat": torch.complex64,
+}
+
+
+class Stored(NamedTuple):
+    """A file of torch.save() within a file."""
+
+    file: File
+    offset: int
+    length: int
+
+
+def are_sizes(values: Any) -> bool:
+    """Is it a tuple of whole numbers from 0 on?"""
+    return isinstance(values, tuple) and all(type(v) is int and 0 <= v < 2**63 for v in values)
+
+
+class _Range(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored, self._at = stored, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._stored.length}[whence]
+        if base + offset < 0:
+            raise ValueError("before the begin of the file")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        count = max(0, min(len(memory), self._stored.length - self._at))
+        if count:
+            place = memoryview(memory).cast("B")[:count]
+            self._stored.file.read_into(place, self._stored.offset + self._at)
+            self._at += count
+        return count
+
+
+def _opened_zip(stored: Stored, name: str) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(io.BufferedReader(_Range(stored), 4096))
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise _damaged(stored, name, error) from None
+
+
+def _damaged(stored: Stored, name: str, why: object) -> CheckpointError:
+    return CheckpointError(
+        f"'{stored.file.path}' is damaged at bytes {stored.offset} to "
+        f"{stored.offset + stored.length}, where '{name}' lies: {why}"
+    )
+
+
+def _member(archive: zipfile.ZipFile, end: str) -> zipfile.ZipInfo:
+    """The one whose name ends so. KeyError if there is none."""
+    for info in archive.infolist():
+        if info.filename.endswith(end):
+            return info
+    raise KeyError(f"it has no {end}")
+
+
+def _pickle_in(archive: zipfile.ZipFile, stored: Stored, name: str) -> Any:
+    """What the archive's pickle says."""
+    try:
+        info = _member(archive, "/data.pkl")
+        if info.file_size > stored.length:
+            raise ValueError("its pickle is longer than the archive")
+        return parse(archive.read(info))
+    except CheckpointError:
+        raise
+    except (KeyError, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise _damaged(stored, name, error) from None
+    except zipfile.BadZipFile as error:
+        raise _damaged(stored, name, error) from None
+
+
+def value_in(stored: Stored, name: str) -> Any:
+    """What was saved that is no tensor. CheckpointError for what is no plain data."""
+    with _opened_zip(stored, name) as archive:
+        value = _pickle_in(archive, stored, name)
+    try:
+        return _plain(value)
+    except (TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"'{stored.file.path}' has '{name}', which cannot be read without running it: {error}"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Thing):
+        raise TypeError(f"it is a {value!r}")
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(each) for each in value)
+    return value
+
+
+def values_begin(stored: Stored, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """The first byte, in the file, of a tensor's values, which lie there row-major."""
+    with _opened_zip(stored, name) as archive:
+        told = _pickle_in(archive, stored, name)
+        try:
+            key, first, found, strides, kind = _tensor_of(told)
+            info = _member(archive, f"/data/{key}")
+            order = archive.read(_member(archive, "/byteorder")).strip()
+        except (KeyError, ValueError, TypeError, IndexError, zipfile.BadZipFile) as error:
+            raise _damaged(stored, name, error) from None
+    if kind != dtype or found != shape or not _is_row_major(found, strides) or order != b"little":
+        raise _damaged(stored, name, f"it is a tensor of shape {found}, {kind}, strides {strides}")
+    size = dtype.itemsize
+    if (
+        info.compress_type != zipfile.ZIP_STORED
+        or info.file_size < (first + math.prod(shape)) * size
+    ):
+        raise _damaged(stored, name, "its values are packed, or too few")
+    head = stored.file.bytes_of(30, stored.offset + info.header_offset)
+    lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+    begin = info.header_offset + 30 + lengths
+    if head[:4] != b"PK\3\4" or begin + info.file_size > stored.length:
+        raise _damaged(stored, name, "its values are not within it")
+    return stored.offset + begin + first * size
+
+
+def _tensor_of(told: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """(name of its storage, first element there, shape, strides, dtype) of a saved tensor."""
+    while isinstance(told, Thing) and told.name == "torch._utils._rebuild_parameter":
+        told = told.args[0]
+    if not isinstance(told, Thing) or not told.name.startswith("torch._utils._rebuild_tensor_v"):
+        raise ValueError(f"it is a {told!r}, no plain tensor")
+    storage, first, shape, strides = told.args[:4]
+    tag, kind, key, *_ = storage.args[0]
+    if tag != "storage" or not are_sizes((first,)) or not are_sizes(shape):
+        raise ValueError("it is no plain tensor")
+    if told.name.endswith("_v3"):
+        dtype = DTYPES[told.args[6].name]
+    else:
+        dtype = _STORAGES[kind.name.removeprefix("torch.").removesuffix("Storage")]
+    return str(key), first, shape, strides, dtype
+
+
+def _is_row_major(shape: tuple[int, ...], strides: Any) -> bool:
+    if math.prod(shape) == 0:
+        return True
+    wanted = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    if not isinstance(strides, tuple) or len(strides) != len(shape):
+        return False
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, wanted, strict=True))
