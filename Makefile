@@ -16,6 +16,9 @@ PIP := $(PY) -m pip --disable-pip-version-check --retries 2 install --quiet
 CLANG_FORMAT := $(PY) -c 'import clang_format; clang_format.clang_format()'
 C_FILES = $(wildcard csrc/*.[ch] csrc/*.[ch]pp cuda/*.[ch] cuda/*.cu cuda/*.cuh tests/c/*.[ch] tests/c/*.[ch]pp)
 
+# All tests without further words go to two workers, by files: their ranks wait for each other much.
+WORKERS := $(PY) -c 'import xdist; print("-n 2 --dist loadfile")' 2>/dev/null
+
 .PHONY: help demo test bench lint format build sanitize clean distclean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -27,7 +30,7 @@ demo: build $(VENV)/.demo ## train a GPT on 2 ranks, and the same under DDP and 
 	$(PY) examples/demo.py $(ARGS)
 
 test: build $(VENV)/.test ## the tests (TESTS=tests/test_layout.py, ARGS="-k name")
-	$(PY) -m pytest $(TESTS) $(ARGS)
+	$(PY) -m pytest $(TESTS) $(ARGS) $(if $(ARGS)$(filter-out tests,$(TESTS)),,$$($(WORKERS)))
 
 bench: build $(VENV)/.demo ## the benchmarks (ARGS=...)
 	$(PY) benchmarks/run.py $(ARGS)

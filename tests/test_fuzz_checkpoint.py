@@ -1,5 +1,5 @@
 """What fuzz_checkpoint.py checks: of its seeds and of changes to them; and, where the fuzzer is
-installed, of what it finds within seconds."""
+installed, of what it finds within a minute."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_changed_seeds_are_errors_or_fit(data):
 @pytest.mark.skipif(
     importlib.util.find_spec("atheris") is None, reason="the fuzzer is not installed: atheris"
 )
-def test_the_fuzzer_finds_nothing_within_seconds(tmp_path):
+def test_the_fuzzer_finds_nothing_within_a_minute(tmp_path):
     target = Path(__file__).with_name("fuzz_checkpoint.py")
-    command = [sys.executable, str(target), "-max_total_time=10", "-seed=1", str(tmp_path / "c")]
+    command = [sys.executable, str(target), "-max_total_time=60", "-seed=1", str(tmp_path / "c")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
