@@ -7,16 +7,19 @@ but what zshard itself has left there.
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import bit_by_bit, inside, manifest_in, tensors_in
 from models import Mlp, make, wrapped
 from optim_states import FULL, rank
+from spawn import ranks
 from torch import nn
 
 import zshard
-from zshard import _core
+from zshard import FSDP, _core
 from zshard._checkpoint import folder as folders
 from zshard._checkpoint.folder import Target
 
@@ -88,6 +91,36 @@ def test_keep_last(pool2, tmp_path):
     (tmp_path / "step-00000000" / "notes").write_text("")
     names = pool2.run(kept, tmp_path)[0]
     assert names == ["step-00000000", "step-00000002", "step-00000004"]
+
+
+def with_values(folder, *values):
+    """Saves a checkpoint of each value, keeping one; the names left after each; the warnings."""
+    model, seen = small(), []
+    if dist.is_initialized():
+        model = FSDP(model)
+    for step, value in enumerate(values):
+        with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for param in model.parameters():
+                param.fill_(value)
+            zshard.save(folder, model, step=step, keep_last=1)
+        names = [name for name in inside(folder) if name.startswith("step")]
+        seen.append((names, [str(each.message) for each in told]))
+    return seen
+
+
+def name(step):
+    return f"step-{step:08}"
+
+
+@ranks(1, 2)
+def test_the_last_finite_one_is_kept(pool, tmp_path):
+    rows = pool.run(with_values, tmp_path, 1.0, float("nan"), float("-inf"), 4.0, 5.0)[0]
+    left = [[name(0)], [name(0), name(1)], [name(0), name(2)], [name(3)], [name(4)]]
+    assert [names for names, _ in rows] == left
+    for step, (_, told) in enumerate(rows):
+        assert len(told) == (step in (1, 2)), told
+        assert all("NaN or infinite values in '" in text and "weight'" in text for text in told)
 
 
 def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):

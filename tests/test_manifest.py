@@ -96,6 +96,7 @@ def test_each_flipped_bit_is_found_or_says_the_same():
         ("optimizer", [], "is no object"),
         ("extra", [{}, {}, {}], "extra of 3 ranks, of 2"),
         ("software", None, "no valid manifest"),
+        ("finite", 1, "finite is 1"),
     ],
 )
 def test_content_that_is_wrong(key, value, said):

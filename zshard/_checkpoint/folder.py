@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from zshard import _core
 from zshard._checkpoint.manifest import NAME as MANIFEST
+from zshard._checkpoint.manifest import CheckpointError, parse
 
 _STEP = r"step-[0-9]{8,}"
 _ID = r"[0-9a-f]{32}"
@@ -165,16 +166,35 @@ class Staging:
 
 
 def retain(target: Target, keep_last: int, id: str) -> None:
-    """Deletes numbered checkpoints but for the `keep_last` newest, and never that of `target`. One
-    that cannot be deleted is a warning: the new one is saved."""
+    """Deletes numbered checkpoints but for the `keep_last` newest, and never that of `target`, nor
+    the newest whose parameters are finite. One that cannot be deleted is a warning: the new one is
+    saved."""
     others = [step for step in finished(target.parent) if name_of(step) != target.name]
-    for step in others[: max(0, len(others) + 1 - keep_last)]:
+    old_ones = others[: max(0, len(others) + 1 - keep_last)]
+    if old_ones and not _is_finite(target.path):
+        newest = next((s for s in reversed(others) if _is_finite(_path(target, s))), None)
+        old_ones = [step for step in old_ones if step != newest]
+    for step in old_ones:
         old = Target(target.parent, name_of(step), True)
         try:
             _core.rename(old.path, old.hidden(id))  # so that no half of it is found
             remove(old.hidden(id))
         except OSError as error:
             warnings.warn(f"the checkpoint '{old.path}' was not deleted: {error}", stacklevel=2)
+
+
+def _path(target: Target, step: int) -> str:
+    return os.path.join(target.parent, name_of(step))
+
+
+def _is_finite(path: str) -> bool:
+    """Does the manifest there say that no parameter is NaN or infinite?"""
+    manifest = os.path.join(path, MANIFEST)
+    try:
+        with open(manifest, "rb") as file:
+            return parse(file.read(), manifest).finite
+    except (OSError, CheckpointError):
+        return False
 
 
 def remove(path: str) -> None:

@@ -50,6 +50,7 @@ class Piece(NamedTuple):
     begin: int  # row-major elements of `values`, from ... to
     end: int
     dtype: torch.dtype
+    name: str  # of the tensor
 
 
 def bytes_in(text: int | str) -> int:
@@ -119,7 +120,7 @@ def pieces_of(files: Sequence[File]) -> list[Piece]:
         begin, end = (min(max(0, cut // size), values.numel()) for cut in cuts)
         if begin < end:
             start = offset + (first + begin) * size
-            pieces.append(Piece(number, start, values, begin, end, item.dtype))
+            pieces.append(Piece(number, start, values, begin, end, item.dtype, item.name))
         done[group] += values.numel() * size
     return pieces
 

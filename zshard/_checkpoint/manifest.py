@@ -57,6 +57,7 @@ class Manifest:
     optimizer: Mapping[str, Any] | None = None  # {"class", "groups", "state"}: see outline.py
     extra: Sequence[Any] = ()  # encoded, by rank; one for all if they were equal
     software: Mapping[str, str] = field(default_factory=dict)  # names and versions
+    finite: bool = True  # is no parameter NaN or infinite?
 
     def extra_of(self, rank: int) -> Any:
         """What `rank` gave, or rank 0 if there was no such rank; encoded."""
@@ -151,7 +152,10 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
         optimizer=None if body["optimizer"] is None else _dict(body["optimizer"]),
         extra=tuple(body["extra"]),
         software=_strings(body["software"]),
+        finite=body["finite"],
     )
+    if type(made.finite) is not bool:
+        raise TypeError(f"finite is {made.finite!r:.40}")
     if not _HEX.fullmatch(made.id):
         raise ValueError(f"its id is {made.id!r:.40}")
     if len(made.extra) not in (0, 1, made.world):

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import operator
 import os
+import warnings
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -52,12 +54,14 @@ from zshard._checkpoint.outline import (
     ranks_of,
     settle,
 )
+from zshard._checkpoint.progress import progress
 from zshard._checkpoint.safetensors import CODES
 from zshard._checkpoint.write import Chunk, Writer, Written
 from zshard._group import comm_beside
 from zshard.api import FSDP
 
 _OPEN = 64  # files at a time
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Save:
@@ -118,7 +122,8 @@ def save(
     dtype: in which floating-point tensors of the model are written, as torch.bfloat16; None: as
         they are. The optimizer's state is always as it is.
     keep_last: (with `step`) the directory keeps so many of the newest checkpoints, and this one;
-        older ones are deleted, when this one is finished.
+        older ones are deleted, when this one is finished. If a parameter is NaN or infinite, which
+        is a warning, the newest one where none was is kept as well.
     overwrite: a checkpoint that is there is replaced, when this one is finished.
     max_shard_size: bytes of tensors in one file, or "5GB", "200MiB".
 
@@ -159,7 +164,7 @@ def save(
         return Save(target.path)
     with on_all_ranks(comm), torch.no_grad():
         plan = replace(plan, pieces=background.snapshot(model, plan.pieces))
-    return Save(target.path, background.start(target.path, lambda: _write(plan, beside)))
+    return Save(target.path, background.start(target.path, lambda: _write(plan, beside, False)))
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -203,8 +208,9 @@ class Plan:
     files: list[File]
     pieces: list[Piece]  # this rank's, by file
     texts: Mapping[str, bytes]  # (rank 0) further files
-    manifest: Callable[[Mapping[str, FileRecord]], bytes]  # its text, given what is in the files
+    manifest: Callable[[Mapping[str, FileRecord], bool], bytes]  # its text: of files; finite?
     id: str
+    parameters: frozenset[str]  # names
 
 
 def _step(step: Any) -> int | None:
@@ -255,7 +261,7 @@ def _plan(comm: _core.Comm, asked: _Asked, model: nn.Module) -> Plan:
             texts["optimizer.safetensors.index.json"] = index_of(more)
             files = files + more
 
-    def manifest(records: Mapping[str, FileRecord]) -> bytes:
+    def manifest(records: Mapping[str, FileRecord], finite: bool) -> bytes:
         return dump(
             Manifest(
                 id=id,
@@ -267,10 +273,12 @@ def _plan(comm: _core.Comm, asked: _Asked, model: nn.Module) -> Plan:
                 optimizer=others[0].told if others else None,
                 extra=extras,
                 software=_software(),
+                finite=finite,
             )
         )
 
-    return Plan(asked.target, asked.kept, files, pieces_of(files), texts, manifest, id)
+    names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+    return Plan(asked.target, asked.kept, files, pieces_of(files), texts, manifest, id, names)
 
 
 def _from_all(comm: _core.Comm, mine: Any) -> list[Any]:
@@ -315,8 +323,8 @@ def _own_class(model: nn.Module) -> type:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _write(plan: Plan, comm: _core.Comm) -> None:
-    """Writes what is planned. Collective; `comm` is this thread's."""
+def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
+    """Writes what is planned. Collective; `comm` is this thread's. watched: the script waits."""
     rank_0 = comm.rank == 0
     staging = Staging(plan.target, plan.id, plan.kept.overwrite)
     try:
@@ -326,13 +334,23 @@ def _write(plan: Plan, comm: _core.Comm) -> None:
                 for file in plan.files:
                     _core.File.create(os.path.join(staging.path, file.name), file.size).close()
         rows: list[tuple[int, Written]] = []
-        with on_all_ranks(comm), torch.no_grad():
-            rows += _write_pieces(plan, staging.path, rank_0)
+        bar = progress(_bytes_of(plan), "saving", comm.rank if watched else -1)
+        with on_all_ranks(comm), torch.no_grad(), bar as done:
+            rows += _write_pieces(plan, staging.path, rank_0, done)
         everyone = _gather(comm, rows)
+        strange = {each.decode() for each in gather_bytes(comm, _not_finite(plan).encode()) if each}
+        finite = not strange
         with on_all_ranks(comm):
             if rank_0:
-                _finish(plan, staging, everyone)
+                _finish(plan, staging, everyone, finite)
         staging.discard()
+        if rank_0 and not finite:
+            names = ", ".join(f"'{name}'" for name in sorted(strange))
+            warnings.warn(
+                f"the checkpoint '{plan.target.path}' has NaN or infinite values in {names}; "
+                "keep_last keeps the newest one that has none, besides",
+                stacklevel=2,
+            )
         if rank_0 and plan.kept.keep_last is not None:
             retain(plan.target, plan.kept.keep_last, plan.id)
     finally:
@@ -340,9 +358,11 @@ def _write(plan: Plan, comm: _core.Comm) -> None:
         staging.close()
 
 
-def _write_pieces(plan: Plan, folder: str, headers: bool) -> Iterator[tuple[int, Written]]:
+def _write_pieces(
+    plan: Plan, folder: str, headers: bool, done: Callable[[int], object]
+) -> Iterator[tuple[int, Written]]:
     """Writes this rank's pieces, and the headers if that is its task; when it is over they are on
-    the disk. Gives files by number, with checksums."""
+    the disk. Gives files by number, with checksums; `done` is told of bytes."""
     mine: dict[int, list[Piece]] = {number: [] for number in range(len(plan.files) * headers)}
     for piece in plan.pieces:
         mine.setdefault(piece.file, []).append(piece)
@@ -354,7 +374,7 @@ def _write_pieces(plan: Plan, folder: str, headers: bool) -> Iterator[tuple[int,
             for number in numbers[first : first + _OPEN]:
                 file = _open(os.path.join(folder, plan.files[number].name))
                 opened.append(stack.enter_context(file))
-                writer = Writer(file, chunk)
+                writer = Writer(file, chunk, done)
                 if headers:
                     writer.add_bytes(0, plan.files[number].header)
                 for piece in mine[number]:
@@ -362,6 +382,11 @@ def _write_pieces(plan: Plan, folder: str, headers: bool) -> Iterator[tuple[int,
                 yield from ((number, row) for row in joined(writer.end()))
             for file in opened:
                 file.sync()
+
+
+def _bytes_of(plan: Plan) -> int:
+    """How many bytes of tensors this rank is to write."""
+    return sum((piece.end - piece.begin) * piece.dtype.itemsize for piece in plan.pieces)
 
 
 def _open(path: str) -> _core.File:
@@ -385,7 +410,23 @@ def _gather(comm: _core.Comm, rows: Sequence[tuple[int, Written]]) -> dict[int, 
     return found
 
 
-def _finish(plan: Plan, staging: Staging, written: Mapping[int, list[Written]]) -> None:
+def _not_finite(plan: Plan) -> str:
+    """A parameter of which this rank has written a number that is NaN or infinite; "" if none."""
+    own = [p for p in plan.pieces if p.name in plan.parameters and p.values.dtype in _SUMMED]
+    flat = [p.values.detach().reshape(-1)[p.begin : p.end] for p in own]
+    if math.isfinite(_core.power_sum(flat, 1.0)):
+        return ""
+    found = (
+        p.name
+        for p, values in zip(own, flat, strict=True)
+        if not math.isfinite(_core.power_sum([values], 1.0))
+    )
+    return next(found, "")
+
+
+def _finish(
+    plan: Plan, staging: Staging, written: Mapping[int, list[Written]], finite: bool
+) -> None:
     """What rank 0 does when all tensors are on the disk."""
     records = {
         file.name: record_of(file.name, file.size, written[number])
@@ -393,7 +434,7 @@ def _finish(plan: Plan, staging: Staging, written: Mapping[int, list[Written]]) 
     }
     for name, text in plan.texts.items():
         records[name] = _write_text(os.path.join(staging.path, name), text)
-    _write_text(os.path.join(staging.path, MANIFEST), plan.manifest(records))
+    _write_text(os.path.join(staging.path, MANIFEST), plan.manifest(records, finite))
     staging.commit()
 
 

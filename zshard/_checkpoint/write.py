@@ -7,7 +7,7 @@ through one chunk of memory, in which as many pieces are put together as fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from zshard._checkpoint.manifest import BLOCK
 from zshard._stream import CHUNK
 
 _DIRECT = 2**16  # bytes; smaller pieces are copied together
+_AT_ONCE = 2**28  # bytes that one call writes, for somebody who looks at the progress
 
 Written = tuple[int, int, int]  # offset, length, CRC-32C
 
@@ -41,20 +42,27 @@ class Chunk:
 class Writer:
     """Writes pieces to one file; what can be written from where it lies is not copied."""
 
-    def __init__(self, file: _core.File, chunk: Chunk) -> None:
-        self._file, self._chunk = file, chunk
+    def __init__(self, file: _core.File, chunk: Chunk, done: Callable[[int], object]) -> None:
+        """done: is told how many bytes have been written, each time."""
+        self._file, self._chunk, self._done = file, chunk, done
+        self._waiting = 0  # bytes in `_ranges`
         self._ranges: list[tuple[int, Any]] = []
         self._copied: list[tuple[int, int, int]] = []  # offset in the file, from .. to in the chunk
         self._written: list[Written] = []
 
-    def add_bytes(self, offset: int, data: bytes) -> None:
-        self._ranges.append((offset, data))
+    def add_bytes(self, offset: int, data: bytes | memoryview) -> None:
+        for first in range(0, len(data), _AT_ONCE):
+            part = data[first : first + _AT_ONCE]
+            self._ranges.append((offset + first, part))
+            self._waiting += len(part)
+            if self._waiting >= _AT_ONCE:
+                self._flush()
 
     def add(self, piece: Piece) -> None:
-        values, begin, end, dtype = piece[2:]
+        values, begin, end, dtype = piece[2:6]
         size = dtype.itemsize
         if is_plain(piece) and (end - begin) * size >= _DIRECT:
-            self._ranges.append((piece.offset, bytes_of(values.view(-1)[begin:end])))
+            self.add_bytes(piece.offset, bytes_of(values.view(-1)[begin:end]))
             return
         offset = piece.offset
         for run in runs(values, begin, end, CHUNK // max(size, values.element_size())):
@@ -90,7 +98,9 @@ class Writer:
         if self._ranges:
             told = memoryview(self._file.write(self._ranges, BLOCK)).cast("Q").tolist()
             self._written += zip(told[::3], told[1::3], told[2::3], strict=True)
+            self._done(sum(told[1::3]))
             self._ranges.clear()
+            self._waiting = 0
 
 
 def is_plain(piece: Piece) -> bool:
