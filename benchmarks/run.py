@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import harness
 
-NAMES = ("host-time", "step-time", "memory", "predict", "collectives", "adam", "load", "offload")
+NAMES = ("host-time", "step-time", "memory", "predict", "collectives", "adam", "load", "checkpoint")
+NAMES += ("offload",)
 """As on the command line and in results/; the module is the same with an underscore."""
 
 

@@ -221,6 +221,17 @@ def test_load_quick(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoint_quick(tmp_path: Path) -> None:
+    flags = ["--sides", "zshard", "dcp", "zshard-async"]
+    (result,) = quick("checkpoint", tmp_path / "checkpoint.json", *flags)["results"]
+    assert set(result["sides"]) == set(flags[1:])
+    for side in result["sides"].values():
+        assert set(side["save"]) == set(side["cold"]) == SPREAD
+        assert set(side["peaks"]) == {"save", "load"}
+    assert set(result["sides"]["zshard"]["faster"]) == {"blocked", "save", "load", "cold"}
+
+
+@pytest.mark.slow
 def test_predict_quick(tmp_path: Path) -> None:
     (result,) = quick("predict", tmp_path / "predict.json")["results"]
     assert result["cell"] == "gpt10m" and len(result["per_rank"]) == 2
