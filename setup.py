@@ -43,9 +43,10 @@ COMMON += ["-fno-math-errno", "-fno-trapping-math"]
 C = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 CXX = ["-std=c++20", "-Wall", "-Wextra"]  # torch itself is C++20 from 2.12 on; 2.11 accepts it
 # IEEE arithmetic as the C loops have it: no fused multiply-adds but those that are written out.
-NVCC = ["-std=c++17", "-O3", "-fmad=false", "-Icsrc", "-Werror", "all-warnings", "--threads=0"]
+NVCC = ["-std=c++17", "-O3", "-fmad=false", "-Werror", "all-warnings", "--threads=0"]
 NVCC += ["-Wno-deprecated-gpu-targets"]  # a later nvcc will say that of sm_80
 GPUS = ("80", "90", "100")  # compute capabilities; later ones run the PTX for the first
+CSRC = Path("csrc")
 TORCH_LIBS = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
 
 
@@ -60,6 +61,15 @@ def find_torch():
     if tuple(map(int, version.split(".")[:2])) < (2, 11):
         raise SetupError(f"torch {version} in {home} is too old for zshard. {fix}")
     return home, version
+
+
+def headers(option):
+    """`option` for each folder of csrc/ with headers, so that #include "unit.h" finds its file.
+
+    -iquote where the compiler has it, or -I: then what others include as <memory.h> may be ours.
+    """
+    folders = {path.parent for path in CSRC.rglob("*") if path.suffix in (".h", ".hpp")}
+    return [f"{option}{folder}" for folder in sorted(folders)]
 
 
 def threads_flag(compiler):
@@ -126,7 +136,8 @@ def make_image(nvcc, source, folder):
     major, minor = map(int, re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version")).groups())
     codes = [f"arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
     codes += [f"arch=compute_{gpus[0]},code=compute_{gpus[0]}"]
-    command = [nvcc, *NVCC, *(word for code in codes for word in ("-gencode", code))]
+    command = [nvcc, *NVCC, *headers("-I")]
+    command += [word for code in codes for word in ("-gencode", code)]
     if "--compress-mode" in ask(nvcc, "--help"):
         command.append("--compress-mode=size")
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,11 +180,12 @@ class BuildCore(build_ext):
         tools = {"CC": "cc", "CXX": "c++", "CFLAGS": "", "CXXFLAGS": "", "LDFLAGS": ""}
         env = {name: shlex.split(os.environ.get(name, usual)) for name, usual in tools.items()}
         threads = threads_flag(env["CXX"])
+        ours = headers("-iquote")
         python = ["-isystem", sysconfig.get_path("include")]
         aten = [f"-isystem{torch}/include", f"-isystem{torch}/include/torch/csrc/api/include"]
         recipes = {
-            ".c": [*env["CC"], *C, *flags, *python, *env["CFLAGS"]],
-            ".cpp": [*env["CXX"], *CXX, *threads, *flags, *python, *aten, *env["CXXFLAGS"]],
+            ".c": [*env["CC"], *C, *flags, *ours, *python, *env["CFLAGS"]],
+            ".cpp": [*env["CXX"], *CXX, *threads, *flags, *ours, *python, *aten, *env["CXXFLAGS"]],
         }
 
         def compile_one(source):
@@ -204,5 +216,5 @@ class BuildCore(build_ext):
 
 
 if __name__ == "__main__":
-    found = sorted(str(path) for path in Path("csrc").iterdir() if path.suffix in (".c", ".cpp"))
+    found = sorted(str(path) for path in CSRC.rglob("*") if path.suffix in (".c", ".cpp"))
     setup(ext_modules=[Extension("zshard._core", found)], cmdclass={"build_ext": BuildCore})

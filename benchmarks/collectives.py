@@ -32,7 +32,8 @@ from benchmarks import harness
 from benchmarks.harness import Sample, Spread, Turn
 
 MODULE = "benchmarks.collectives"
-SOURCES = ["status", "memory", "comm", "comm_self", "comm_shm", "file", "device_cpu", "simd"]
+SOURCES = ["status", "memory", "comm", "comm_self", "comm_shm", "shm_*", "file", "device_cpu"]
+SOURCES += ["simd"]
 FLAGS = ["-std=c11", "-O3", "-DNDEBUG", "-fno-math-errno", "-ffp-contract=off", "-pthread"]
 
 SIZES = [0.0625, 1.0, 16.0, 64.0, 256.0]
@@ -89,13 +90,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 def build(folder: Path) -> Path:
     """Compile the transport with the driver; the library's path."""
     source = harness.ROOT / "csrc"
-    files = [harness.ROOT / "benchmarks" / "collectives_driver.c", *sorted(source.glob("shm_*.c"))]
-    files += [source / f"{name}.c" for name in SOURCES]
+    files = [harness.ROOT / "benchmarks" / "collectives_driver.c"]
+    files += [path for name in SOURCES for path in sorted(source.rglob(f"{name}.c"))]
+    folders = sorted({path.parent for path in source.rglob("*.h")})
     target = folder / "collectives_driver.so"
     folder.mkdir(parents=True, exist_ok=True)
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, *FLAGS, "-shared", "-fPIC", f"-I{source}", *map(str, files), "-lm"]
-    subprocess.run([*command, "-o", str(target)], check=True)
+    flags = [*FLAGS, "-shared", "-fPIC", "-Wl,-z,defs", *(f"-iquote{path}" for path in folders)]
+    command = [*compiler, *flags, *map(str, files), "-lm", "-o", str(target)]
+    subprocess.run(command, check=True)
     return target
 
 

@@ -154,7 +154,7 @@ def _repeated(call: Callable[[], Any], steps: int) -> harness.Turn:
 # --------------------------------------------------------------------------------------
 # A loss curve
 
-TEXTS = ("*.md", "docs/*.md", "zshard/*.py", "csrc/*.[ch]", "tests/*.py")
+TEXTS = ("*.md", "docs/*.md", "zshard/*.py", "csrc/**/*.[ch]", "tests/*.py")
 TOLERANCES = {BY_HAND: 0.01, BASE: 0.03}
 """Side -> the part of its loss, mean of ten steps, by which zshard's may differ. Autocast rounds
 elsewhere."""

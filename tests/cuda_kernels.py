@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from c_sources import source, sources
 from test_c_core import ROOT, compile_c
 from test_device import DTYPES, Cast, Numbers, Sum, numbers, source_dtype
 from torch import Tensor
@@ -228,7 +229,7 @@ def image_flags() -> list[str]:
 
 def compile_kernels(target: Path) -> Path:
     """The library with cuda_kernels.h, and the CPU's loops beside it."""
-    sources = [ROOT / "csrc" / name for name in SOURCES]
-    sources += [ROOT / "csrc" / "cuda_image.c"] * (KERNELS == "gpu")
-    sources += [ROOT / "tests" / "c" / name for name in ("cuda_face.c", "serial_parallel_for.c")]
-    return compile_c(target, sources, [*FLAGS, *image_flags()])
+    files = sources(*SOURCES)
+    files += [source("cuda_image.c")] * (KERNELS == "gpu")
+    files += [ROOT / "tests" / "c" / name for name in ("cuda_face.c", "serial_parallel_for.c")]
+    return compile_c(target, files, [*FLAGS, *image_flags()])

@@ -18,15 +18,17 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import c_sources
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "tests" / "c").glob("fake_cuda*.c*"))
-HEADERS = [*(ROOT / "tests" / "c").glob("fake_*.h*"), *(ROOT / "csrc").glob("*.h")]
+HEADERS = [*(ROOT / "tests" / "c").glob("fake_*.h*"), *c_sources.HEADERS]
 KERNELS = sorted((ROOT / "cuda").iterdir())
 COMMON = ["-g", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
 COMMON += [
     "-ffp-contract=off",
     "-fno-math-errno",
-    f"-I{ROOT / 'csrc'}",
+    *c_sources.INCLUDES,
     f"-I{ROOT / 'tests' / 'c'}",
 ]
 # nvcc's pragmas are for nvcc; a 16-byte access that is not aligned is an error on a GPU.

@@ -34,7 +34,7 @@ Tree = dict[str, "bytes | None"]  # {path below the root: content, None of a fol
 
 @dataclass(frozen=True)
 class Call:
-    """A call of csrc/fs.h: `error` is its errno, 0 where it did what it is for."""
+    """A call of csrc/checkpoint/fs.h: `error` is its errno, 0 where it did what it is for."""
 
     name: str
     pid: int

@@ -13,16 +13,17 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from c_sources import source
 
 ROOT = Path(__file__).resolve().parent.parent
 
 PROJECT = {
     "zshard/__init__.py": "",
-    "csrc/answer.h": "int zs_answer(void);\nint zs_plus(int a);\n",
-    "csrc/answer.c": '#include "answer.h"\nint zs_answer(void) { return zs_plus(41); }\n',
-    "csrc/alone.c": "int zs_alone(void);\nint zs_alone(void) { return 0; }\n",
-    "csrc/plus.cpp": 'extern "C" {\n#include "answer.h"\nint zs_plus(int a) { return a + 1; }\n}\n',
-    "csrc/py_module.c": """\
+    "csrc/base/answer.h": "int zs_answer(void);\nint zs_plus(int a);\n",
+    "csrc/base/answer.c": '#include "answer.h"\nint zs_answer(void) { return zs_plus(41); }\n',
+    "csrc/base/lone/alone.c": "int zs_alone(void);\nint zs_alone(void) { return 0; }\n",
+    "csrc/torch/plus.cpp": 'extern "C" {\n#include "answer.h"\nint zs_plus(int a) { return a + 1; }\n}\n',
+    "csrc/python/py_module.c": """\
 #include <Python.h>
 #include "answer.h"
 static PyObject *answer(PyObject *module, PyObject *none)
@@ -58,7 +59,7 @@ class Project:
     def write(self, name: str, text: str) -> None:
         """Makes or replaces a file; with another text, or it would not count as an edit."""
         path = self.folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
     def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -97,10 +98,10 @@ def test_only_what_changed_is_remade(project: Project) -> None:
     assert project.build() == EVERYTHING
     assert project.answer() == "42"
     assert project.build() == set()
-    project.write("csrc/answer.c", PROJECT["csrc/answer.c"].replace("41", "42"))
+    project.write("csrc/base/answer.c", PROJECT["csrc/base/answer.c"].replace("41", "42"))
     assert project.build() == {"answer.c", "_core"}
     assert project.answer() == "43"
-    project.write("csrc/answer.h", PROJECT["csrc/answer.h"] + "/* edited */\n")
+    project.write("csrc/base/answer.h", PROJECT["csrc/base/answer.h"] + "/* edited */\n")
     assert project.build() == {"answer.c", "plus.cpp", "py_module.c", "_core"}
     assert project.build(CXXFLAGS="-DEDITED") == {"plus.cpp", "_core"}
     assert project.build(LDFLAGS="-s") == {"plus.cpp", "_core"}
@@ -118,18 +119,22 @@ def test_variants_lie_apart_and_switching_costs_nothing(project: Project) -> Non
 
 def test_failed_compile_names_the_command_and_is_tried_again(project: Project) -> None:
     project.build()
-    project.write("csrc/alone.c", "int zs_alone(void);\nint zs_alone(void) { return unknown; }\n")
+    project.write(
+        "csrc/base/lone/alone.c", "int zs_alone(void);\nint zs_alone(void) { return unknown; }\n"
+    )
     for _ in range(2):
         done = project.run("setup.py", "-q", "build_ext", "--inplace")
         assert done.returncode == 1
-        assert "csrc/alone.c:2" in done.stdout and "unknown" in done.stdout
+        assert "csrc/base/lone/alone.c:2" in done.stdout and "unknown" in done.stdout
         assert "-Werror" in done.stdout and "Traceback" not in done.stdout
-    project.write("csrc/alone.c", PROJECT["csrc/alone.c"])
+    project.write("csrc/base/lone/alone.c", PROJECT["csrc/base/lone/alone.c"])
     assert project.build() == {"alone.c", "_core"}
 
 
 def test_warning_in_c_is_an_error(project: Project) -> None:
-    project.write("csrc/alone.c", "int zs_alone(long);\nint zs_alone(long a) { return a; }\n")
+    project.write(
+        "csrc/base/lone/alone.c", "int zs_alone(long);\nint zs_alone(long a) { return a; }\n"
+    )
     done = project.run("setup.py", "-q", "build_ext", "--inplace")
     assert done.returncode == 1 and "-Werror=conversion" in done.stdout
 
@@ -196,8 +201,8 @@ esac
 def cuda_project(project: Project) -> Project:
     """The project with kernels, and an nvcc that CUDA_HOME finds."""
     for name in ("cuda_image.c", "cuda_image.h"):
-        shutil.copy(ROOT / "csrc" / name, project.folder / "csrc")
-    text = PROJECT["csrc/py_module.c"].replace("PyLong_FromLong(zs_answer())", "told()")
+        project.write(f"csrc/device/{name}", source(name).read_text())
+    text = PROJECT["csrc/python/py_module.c"].replace("PyLong_FromLong(zs_answer())", "told()")
     told = """#include "cuda_image.h"
 static PyObject *told(void)
 {
@@ -207,7 +212,7 @@ static PyObject *told(void)
 }
 static PyObject *answer"""
     text = "#define PY_SSIZE_T_CLEAN\n" + text.replace("static PyObject *answer", told, 1)
-    project.write("csrc/py_module.c", text)
+    project.write("csrc/python/py_module.c", text)
     project.write("cuda/kernels.cu", "kernels\n")
     project.write("cuda/one.cuh", "one\n")
     (project.folder / "cuda-home" / "bin").mkdir(parents=True)
@@ -286,7 +291,8 @@ def objects() -> dict[str, Path]:
     found = {path.name.removesuffix(".o"): path for path in (ROOT / "build" / tag).glob("*.o")}
     if not found:
         pytest.skip("no release build here")
-    return {name: path for name, path in found.items() if (ROOT / "csrc" / name).exists()}
+    sources = {path.name for path in (ROOT / "csrc").rglob("*")}
+    return {name: path for name, path in found.items() if name in sources}
 
 
 def test_extension_exports_its_init_function_alone(core: Path) -> None:

@@ -16,15 +16,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from c_sources import sources
 from test_c_core import NO_LOOPS, ROOT, compile_c
 
 SHM = ["status.c", "memory.c", "device.c", "comm.c", "comm_self.c", "comm_shm.c", "file.c"]
-SHM += sorted(path.name for path in (ROOT / "csrc").glob("shm_*.c"))
-C10D = sorted(path.name for path in (ROOT / "csrc").glob("c10d_*.c"))
+SHM += ["shm_*.c"]
 PROGRAMS = {
     "test_comm_shm": SHM,
     "test_comm_shm_faults": SHM,
-    "test_comm_c10d": [*SHM, "arena.c", "comm_c10d.c", *C10D],
+    "test_comm_c10d": [*SHM, "arena.c", "comm_c10d.c", "c10d_*.c"],
 }
 BUILDS = {
     "release": ["-O2"],
@@ -74,9 +74,8 @@ class Programs:
     def _compile(self, name: str, build: str) -> Path:
         if build == "threads":
             skip_without_thread_sanitizer(self._folder)
-        sources = [ROOT / "tests" / "c" / f"{name}.c", NO_LOOPS]
-        sources += [ROOT / "csrc" / source for source in PROGRAMS[name]]
-        return compile_c(self._folder / f"{name}_{build}", sources, BUILDS[build])
+        files = [ROOT / "tests" / "c" / f"{name}.c", NO_LOOPS, *sources(*PROGRAMS[name])]
+        return compile_c(self._folder / f"{name}_{build}", files, BUILDS[build])
 
 
 @pytest.fixture(scope="module")

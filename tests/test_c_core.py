@@ -15,15 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from c_sources import INCLUDES, sources
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [
-    ROOT / "csrc" / name for name in ("status.c", "memory.c", "device.c", "arena.c", "layout.c")
-]
+SOURCES = sources("status.c", "memory.c", "device.c", "arena.c", "layout.c")
 NO_LOOPS = ROOT / "tests" / "c" / "no_loops.c"
 PROGRAM = ROOT / "tests" / "c" / "test_core.c"
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"]
@@ -38,7 +37,7 @@ def compile_c(
     target: Path, sources: list[Path], flags: list[str], libraries: tuple[str, ...] = ()
 ) -> Path:
     """Compiles and links `sources` as strictly as the extension; `libraries` as "-lm"."""
-    command = [*shlex.split(os.environ.get("CC", "cc")), *STRICT, *flags, f"-I{ROOT / 'csrc'}"]
+    command = [*shlex.split(os.environ.get("CC", "cc")), *STRICT, *flags, *INCLUDES]
     done = subprocess.run(
         [*command, *map(str, sources), *libraries, "-o", str(target)],
         capture_output=True,
@@ -129,9 +128,9 @@ class Library:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    sources = [path for path in SOURCES if path.name in ("status.c", "layout.c")]
+    files = sources("status.c", "layout.c")
     target = tmp_path_factory.mktemp("layout") / "liblayout.so"
-    return Library(compile_c(target, sources, ["-O1", "-shared", "-fPIC"]))
+    return Library(compile_c(target, files, ["-O1", "-shared", "-fPIC"]))
 
 
 layouts = given(

@@ -1,6 +1,6 @@
 """CRC-32C: the numbers of RFC 3720, of a reference bit by bit, and the same on every machine.
 
-The one idea: csrc/crc32c.c needs nothing but libc, so it is compiled alone and loaded once for each
+The one idea: crc32c.c needs nothing but libc, so it is compiled alone and loaded once for each
 way it can go, by instruction or by tables; each gets the same questions as the built module.
 """
 
@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_c_core import ROOT, compile_c
+from c_sources import sources
+from test_c_core import compile_c
 
 from zshard import _core
 
@@ -20,7 +21,7 @@ from hypothesis import example, given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 Crc = Callable[[bytes, int], int]
-SOURCES = [ROOT / "csrc" / name for name in ("crc32c.c", "simd.c")]
+SOURCES = sources("crc32c.c", "simd.c")
 
 
 def load(isa: str, folder: Path) -> Crc:

@@ -6,6 +6,7 @@ C is read without a parser: comments, literals and preprocessor lines are blanke
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,15 +18,39 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(
     path
     for folder in ("csrc", "cuda")
-    for path in (ROOT / folder).glob("*")
+    for path in (ROOT / folder).rglob("*")
     if path.suffix in (".c", ".h", ".cpp", ".hpp", ".cu", ".cuh")
 )
+FOLDER_OF = {  # name -> "unit", "comm/shm", ...; "cuda" for the kernels
+    path.name: str(path.parent.relative_to(ROOT)).removeprefix("csrc/") for path in FILES
+}
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 MAX_FILE_LINES = 450
 
 SEES_TORCH = ("torch_*.cpp", "torch_*.hpp")
 SEES_PYTHON = ("py_*.c", "py_*.h", "*_py.h", *SEES_TORCH)
+
+# Whose headers the files of a folder may include, besides their own folder's (ARCHITECTURE.md,
+# Layers). Two pairs know each other: kernels of GPUs take optim.h's jobs, and peer/ is one of the
+# transports of gpu/.
+MAY_INCLUDE = {
+    "base": "",
+    "torch": "base",
+    "checkpoint": "base",
+    "pager": "base",
+    "device": "base torch optim",
+    "optim": "base torch device pager",
+    "comm": "base torch device",
+    "comm/shm": "base comm",
+    "comm/c10d": "base torch device comm",
+    "comm/nccl": "base torch device comm",
+    "comm/peer": "base device comm comm/gpu",
+    "comm/gpu": "base torch device comm comm/nccl comm/peer",
+    "unit": "base torch device pager comm",
+    "python": "base torch checkpoint pager device optim comm comm/gpu comm/nccl unit",
+    "cuda": "base device optim",
+}
 
 Rule = Callable[[str, str], list[str]]
 
@@ -178,7 +203,19 @@ def cuda_stays_in_cuda(name: str, text: str) -> list[str]:
     if name.endswith((".cu", ".cuh")):
         return []
     found = [inc for inc in includes_of(text) if re.match(r"cuda|nccl", inc)]
-    return [f"includes {inc}" for inc in found if not (ROOT / "csrc" / inc).exists()]
+    return [f"includes {inc}" for inc in found if inc not in FOLDER_OF]
+
+
+def folders_keep_their_order(name: str, text: str) -> list[str]:
+    """A file includes its own folder's headers and those of the folders below it (MAY_INCLUDE)."""
+    folder = FOLDER_OF.get(name)
+    if folder is None:  # an example
+        return []
+    if folder not in MAY_INCLUDE:
+        return [f"lies in {folder}, which has no entry in MAY_INCLUDE"]
+    known = {folder, *MAY_INCLUDE[folder].split()}
+    found = [(inc, FOLDER_OF[inc]) for inc in includes_of(text) if inc in FOLDER_OF]
+    return [f"includes {inc} of {where}" for inc, where in found if where not in known]
 
 
 def symbols_start_with_zs(name: str, text: str) -> list[str]:
@@ -278,6 +315,7 @@ RULES: list[Rule] = [
     torch_stays_in_the_shim,
     python_stays_in_the_binding,
     cuda_stays_in_cuda,
+    folders_keep_their_order,
     symbols_start_with_zs,
     gil_regions_are_clean,
     functions_are_short,
@@ -299,6 +337,23 @@ def test_sources_keep_the_rule(rule: Rule) -> None:
     assert not complaints, f"{rule.__doc__}\n" + "\n".join(complaints)
 
 
+def namesakes(paths: list[Path]) -> list[str]:
+    """Names that more than one file has."""
+    counts = Counter(path.name for path in paths)
+    return [name for name, count in counts.items() if count > 1]
+
+
+def test_names_are_unique() -> None:
+    """#include "unit.h" says no folder, nor do objects: build/.../unit.c.o."""
+    assert namesakes(FILES) == []
+    assert namesakes([*FILES, ROOT / "csrc" / "elsewhere" / "unit.h"]) == ["unit.h"]
+
+
+def test_table_of_folders_has_no_other() -> None:
+    assert set(MAY_INCLUDE) == set(FOLDER_OF.values())
+    assert {other for known in MAY_INCLUDE.values() for other in known.split()} < set(MAY_INCLUDE)
+
+
 # --- the rules can fail --------------------------------------------------------------------------
 
 LONG = "static void f(void)\n{\n" + "    g();\n" * MAX_FUNCTION_LINES + "}\n"
@@ -317,6 +372,8 @@ BAD: list[tuple[Rule, str, str, str]] = [
     (python_stays_in_the_binding, "unit.h", '#include "py_util.h"\n', "py_util.h"),
     (cuda_stays_in_cuda, "unit.c", "#include <cuda_runtime.h>\n", "cuda_runtime.h"),
     (cuda_stays_in_cuda, "nccl_lib.c", '#include "nccl.h"\n#include "nccl_lib.h"\n', "nccl.h"),
+    (folders_keep_their_order, "comm.h", '#include "unit.h"\n', "includes unit.h of unit"),
+    (folders_keep_their_order, "unit.c", '#include "shm.h"\n', "includes shm.h of comm/shm"),
     (symbols_start_with_zs, "unit.c", "int pack(int a)\n{\n    return a;\n}\n", "line 1: pack"),
     (symbols_start_with_zs, "unit.c", BRACES, "line 2: pack"),
     (symbols_start_with_zs, "torch_a.cpp", 'extern "C" {\nint f() {}\n}\n', "line 2: f"),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import fake_cuda
 import pytest
+from c_sources import source, sources
 from test_c_core import ROOT, compile_c
 
 PROGRAM = ROOT / "tests" / "c" / "test_cuda_driver.c"
@@ -32,15 +33,13 @@ SETTINGS = {
     "host_memory_is_read_at_once_unless_it_is_pinned": {"FAKE_CUDA_DELAY_US": "50000"},
     "launch_waits_for_its_kernel_if_told_to": {"FAKE_CUDA_DELAY_US": "50000", "ZSHARD_SYNC": "1"},
 }
-API = (ROOT / "csrc" / "cuda_api.h").read_text()
+API = source("cuda_api.h").read_text()
 CALLS = re.findall(r"\bX\((cu\w+), \d+,", API)
 # What names an error and a version must not fail itself; it has a test of its own below.
 NEVER_FAIL = ["cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"]
 CUDA_ERROR, MEMORY_ERROR = (
     [line.split()[0] for line in re.findall(r"ZS_(?:OK|ERR_\w+)\b.*", text)].index(name)
-    for text in [
-        (ROOT / "csrc" / "status.h").read_text().split("} zs_status;")[0].replace(",", " ")
-    ]
+    for text in [source("status.h").read_text().split("} zs_status;")[0].replace(",", " ")]
     for name in ("ZS_ERR_CUDA", "ZS_ERR_MEMORY")
 )
 
@@ -74,9 +73,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 def made(folder: Path, build: str) -> Program:
-    sources = [PROGRAM, ROOT / "tests" / "c" / "serial_parallel_for.c"]
-    sources += [ROOT / "csrc" / name for name in SOURCES]
-    return Program(compile_c(folder / build, sources, [*BUILDS[build], "-ldl", "-lm"]))
+    files = [PROGRAM, ROOT / "tests" / "c" / "serial_parallel_for.c", *sources(*SOURCES)]
+    return Program(compile_c(folder / build, files, [*BUILDS[build], "-ldl", "-lm"]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -188,7 +186,7 @@ def cuda_include() -> Path:
 
 
 def check_declarations(folder: Path, api: str) -> str:
-    """What the compiler says of csrc/cuda_api.h with the text `api`, beside NVIDIA's."""
+    """What the compiler says of cuda_api.h with the text `api`, beside NVIDIA's."""
     (folder / "cuda_api.h").write_text(api)
     names = re.findall(r"\bZS_CU_([A-Z_0-9]+) = ", api)
     assert len(names) > 30

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from c_sources import INCLUDES, sources
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [
-    *(ROOT / "csrc" / name for name in ("device_cpu.c", "simd.c", "memory.c", "status.c")),
+    *sources("device_cpu.c", "simd.c", "memory.c", "status.c"),
     ROOT / "tests" / "c" / "serial_parallel_for.c",
 ]
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"]
@@ -112,7 +113,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def compile_with(flags: tuple[str, ...]) -> Path:
         target = folder / f"device{''.join(flags)}.so"
         compiler = shlex.split(os.environ.get("CC", "cc"))
-        command = [*compiler, *STRICT, *FLAGS, *flags, f"-I{ROOT / 'csrc'}"]
+        command = [*compiler, *STRICT, *FLAGS, *flags, *INCLUDES]
         done = subprocess.run(
             [*command, *map(str, SOURCES), "-o", str(target), "-lm"], capture_output=True, text=True
         )

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import fake_cuda
 import pytest
 import torch
+from c_sources import sources
 from nursery import fork_ranks
 from stand_ins import environment
 from test_c_comm import BUILDS, SHM, skip_without_thread_sanitizer
@@ -33,7 +34,7 @@ C = ROOT / "tests" / "c"
 PROGRAM = C / "test_mover_peer.c"
 CORE = [*SHM, "arena.c", "comm_gpu.c", "gpu_round.c", "mover_peer.c", "kin.c", "lookout.c"]
 CORE += ["cuda_driver.c", "cuda_kernels.c", "device_cuda.c", "device_cpu.c", "simd.c"]
-CORE += sorted(path.name for path in (ROOT / "csrc").glob("peer_*.c"))
+CORE += ["peer_*.c"]
 NAMES = re.findall(r"^        TEST\((\w+), ", PROGRAM.read_text(), re.MULTILINE)
 THREADS = ["buckets_change_hands", "killed_rank_lets_streams_go", "failing_call_lets_the_peers_go"]
 CASES = [
@@ -48,9 +49,9 @@ CASES = [
 def build_program(folder: Path, build: str) -> Path:
     if build == "threads":
         skip_without_thread_sanitizer(folder)
-    sources = [PROGRAM, C / "serial_parallel_for.c", *(ROOT / "csrc" / name for name in CORE)]
+    files = [PROGRAM, C / "serial_parallel_for.c", *sources(*CORE)]
     flags = [*BUILDS[build], "-fno-math-errno", "-ffp-contract=off"]
-    return compile_c(folder / build, sources, flags, ("-ldl", "-lm"))
+    return compile_c(folder / build, files, flags, ("-ldl", "-lm"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """NCCL without a GPU: the table, communicators and their monitor over a stand-in, and the real library's own errors.
 
 The one idea: tests/c/fake_nccl.c has the ABI and the rules of libnccl, and the ranks are processes of a small C program
-(tests/c/test_nccl_comm.c), as in test_c_comm.py. What is declared in csrc/nccl_lib.h is held against a real nccl.h, and
+(tests/c/test_nccl_comm.c), as in test_c_comm.py. What is declared in nccl_lib.h is held against a real nccl.h, and
 the real library loads where it is installed: without a GPU its error paths are real.
 """
 
@@ -12,13 +12,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from c_sources import INCLUDES, sources
 from test_c_comm import BUILDS, NO_LOOPS, SHM, skip_without_thread_sanitizer
 from test_c_core import ROOT, STRICT, compile_c
 
 C = ROOT / "tests" / "c"
-CORE = [NO_LOOPS, *(ROOT / "csrc" / name for name in [*SHM, "lookout.c"])]
 ON_A_DEVICE = "nccl_windows.c"  # needs streams of the driver's; tested in test_nccl_options.py
-CORE += sorted(set((ROOT / "csrc").glob("nccl_*.c")) - {ROOT / "csrc" / ON_A_DEVICE})
+CORE = [NO_LOOPS, *sources(*SHM, "lookout.c")]
+CORE += [path for path in sources("nccl_*.c") if path.name != ON_A_DEVICE]
 OLD = "an_old_library_does_without"
 FAILING = "a_failing_call_is_an_error_and_no_more"
 NAMES = re.findall(r"^    TEST\((\w+), ", (C / "test_nccl_comm.c").read_text(), re.MULTILINE)
@@ -251,7 +252,7 @@ def test_a_wrong_declaration_would_be_seen(tmp_path: Path) -> None:
         (tmp_path / name).write_text(CUDA_HEADER)
     text = TYPES.replace("#define zs_nccl_redop ncclRedOp_t", "#define zs_nccl_redop float")
     (tmp_path / "check.c").write_text(text)
-    flags = [f"-I{ROOT / 'csrc'}", f"-isystem{tmp_path}", f"-isystem{headers}"]
+    flags = [*INCLUDES, f"-isystem{tmp_path}", f"-isystem{headers}"]
     done = subprocess.run(
         ["cc", *STRICT, *flags, "-fsyntax-only", str(tmp_path / "check.c")],
         capture_output=True,

@@ -28,7 +28,7 @@ from zshard._units import Comms, units_of
 
 MemoryLimit = int | str | None
 _MIB = 1 << 20
-_CHUNK = 64 * _MIB  # gradients are mapped in chunks, csrc/arena.c
+_CHUNK = 64 * _MIB  # gradients are mapped in chunks, csrc/device/arena.c
 _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 _MESSAGE = struct.Struct("8s8s7q")
 

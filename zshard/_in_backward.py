@@ -1,6 +1,6 @@
 """optimizer_in_backward(): each unit is stepped as soon as its gradients are reduced.
 
-The one idea: C tells when a unit may change (csrc/in_backward.h) and calls back here; the
+The one idea: C tells when a unit may change (csrc/unit/in_backward.h) and calls back here; the
 optimizer then steps that unit's parameters as step() would, with the same options, state and
 arithmetic. The bits are those of a step() after backward, and only the gradients of one unit are
 held at a time.
@@ -33,7 +33,7 @@ _handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
 _scaled_backward: int | None = None
 """Torch's number of the last backward that began at a scaled loss."""
 
-_OVER, _BEGIN = -1, -2  # csrc/py_in_backward.c has the same
+_OVER, _BEGIN = -1, -2  # csrc/python/py_in_backward.c has the same
 
 
 class OptimizerInBackward:

@@ -1,7 +1,7 @@
 """A model's memory: held now, at most, and predicted; of a wrapped model, and of one that is not.
 
-The one idea: the C core counts and predicts (csrc/reserve.c); what is added here is the state of
-the optimizers that have stepped the model's parameters, which is the optimizers' own.
+The one idea: the C core counts and predicts (csrc/unit/reserve.c); what is added here is the
+state of the optimizers that have stepped the model's parameters, which is the optimizers' own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Outlines: units with layouts and no memory, on transports without peers, to be measured.
 
 The one idea: what a model will take is not computed by formulas beside the code but asked of the
-same code (csrc/unit.c, csrc/plan.h). An outline is made of parameters of any device, the meta
-device too; it changes nothing and needs no process group.
+same code (csrc/unit/unit.c, csrc/unit/plan.h). An outline is made of parameters of any device, the
+meta device too; it changes nothing and needs no process group.
 """
 
 from __future__ import annotations

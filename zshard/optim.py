@@ -17,7 +17,7 @@ torch's unfused Adam differs from both in the last bit of some elements, because
 Stochastic rounding, which torch does not have, trains bfloat16 parameters without a float copy:
 what a step stores in bfloat16, the parameter and its state, is rounded up or down at random so that
 it is right on average, where rounding to nearest would lose each small update. The random bits
-depend on the seed, the number of the step and the element's place in the model (csrc/dither.h), not
+depend on the seed, the number of the step and the element's place in the model (base/dither.h), not
 on who owns the element: all strategies and numbers of ranks give the same bits. Seed and number of
 the step are options of the param group, so they are in the state dict, and a resumed run goes on
 with the bits of the one that it continues.
