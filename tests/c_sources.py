@@ -11,7 +11,8 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 HEADERS = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".hpp"))
-INCLUDES = [f"-iquote{folder}" for folder in sorted({path.parent for path in HEADERS})]
+FOLDERS = sorted({path.parent for path in HEADERS})
+INCLUDES = [f"-iquote{folder}" for folder in FOLDERS]
 """What lets a compiler find them by #include "unit.h"."""
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import fake_cuda
 import pytest
+from c_sources import FOLDERS
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = ["f32", "f64", "bf16", "f16"]
@@ -89,7 +90,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     folder = tmp_path_factory.mktemp("image")
     codes = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
     codes += [f"-gencode=arch=compute_{gpus[0]},code=compute_{gpus[0]}"]
-    command = [nvcc, *setup["NVCC"], *codes, "-Xptxas", "-v", "--keep", f"--keep-dir={folder}"]  # type: ignore[misc]
+    command = [nvcc, *setup["NVCC"], *(f"-I{path}" for path in FOLDERS), *codes]  # type: ignore[misc]
+    command += ["-Xptxas", "-v", "--keep", f"--keep-dir={folder}"]
     command += ["-fatbin", "cuda/kernels.cu", "-o", str(folder / "kernels.fatbin")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
