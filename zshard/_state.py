@@ -30,6 +30,7 @@ from torch import nn
 
 from zshard import _core
 from zshard._outline import Outline, Pending, StandIns
+from zshard._parts import part_of
 from zshard._plan import UnitSpec
 from zshard._slices import KEY, Record, misfit, record_of
 from zshard._units import State, is_unit, outline, units_of
@@ -77,12 +78,17 @@ def whole_state_dict(
 
 def _settle_replicas(module: nn.Module) -> None:
     """Has parameters that each rank has whole be of the dtype that they have between steps, also
-    where a forward has left a cast copy of them for its backward, which then makes another one."""
+    where a forward has left a cast copy of them for its backward, which then makes another one.
+    RuntimeError within that forward."""
     for _, state in units_of(module):
         unit = state.unit
-        held = any(_core.held_unit(param) is not None for param in unit.params[:1])
-        if unit.replicated and unit.is_full and not held:
+        if unit.replicated and any(_is_cast(param) for param in unit.params):
             unit.let_go()
+
+
+def _is_cast(param: nn.Parameter) -> bool:
+    part = part_of(param)
+    return part is not None and param.dtype != part.dtype and _core.held_unit(param) is None
 
 
 # --- whole copies ---------------------------------------------------------------------------------
