@@ -33,7 +33,7 @@ from benchmarks.harness import Sample, Spread, Turn
 
 MODULE = "benchmarks.collectives"
 SOURCES = ["status", "memory", "comm", "comm_self", "comm_shm", "shm_*", "file", "device_cpu"]
-SOURCES += ["simd"]
+SOURCES += ["device", "simd"]
 FLAGS = ["-std=c11", "-O3", "-DNDEBUG", "-fno-math-errno", "-ffp-contract=off", "-pthread"]
 
 SIZES = [0.0625, 1.0, 16.0, 64.0, 256.0]

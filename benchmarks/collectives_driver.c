@@ -76,7 +76,7 @@ static zs_status reduce(bench *b)
         from[r] = sources.data[r] + (size_t)b->comm->rank * slice;
     zs_sum sum = {.src = from, .world = b->comm->world, .dst = b->private_full->ptr, .dtype = b->dtype, .scale = 1.0};
     sum.numel = (int64_t)(slice / zs_dtype_size(b->dtype));
-    zs_device_sum(&sum);
+    zs_cpu_sum(&sum);
     ZS_TRY(ops->release(b->comm, b->cunit));
     return ops->reusable(b->comm, b->cunit, ZS_WAIT, &ready);
 }
