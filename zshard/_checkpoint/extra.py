@@ -8,6 +8,7 @@ kinds and of no other: nothing in a file says what is to be called, as it would 
 from __future__ import annotations
 
 import base64
+import importlib
 import math
 import random
 import sys
@@ -100,9 +101,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state:
-        import numpy  # whoever has saved its state has it
-
-        numpy.random.set_state(state["numpy"])
+        _numpy().random.set_state(state["numpy"])
 
 
 # --- one kind each --------------------------------------------------------------------------------
@@ -152,6 +151,11 @@ def _encode_numpy(value: Any, where: str) -> Any:
     )
 
 
+def _numpy() -> Any:
+    """NumPy, which whoever has saved things of its has; zshard does without."""
+    return importlib.import_module("numpy")
+
+
 def _make_tensor(told: Any) -> torch.Tensor:
     dtype, data = _DTYPES[told["dtype"]], bytearray(base64.b64decode(told["data"], validate=True))
     if not data:
@@ -160,8 +164,7 @@ def _make_tensor(told: Any) -> torch.Tensor:
 
 
 def _make_array(told: Any) -> Any:
-    import numpy
-
+    numpy = _numpy()
     dtype = numpy.dtype(told["dtype"])
     if dtype.kind not in "biufc":
         raise ValueError(f"an array of {dtype} is not among what is written")
