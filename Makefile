@@ -16,8 +16,8 @@ PIP := $(PY) -m pip --disable-pip-version-check --retries 2 install --quiet
 CLANG_FORMAT := $(PY) -c 'import clang_format; clang_format.clang_format()'
 C_FILES = $(sort $(shell find csrc cuda tests/c -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh'))
 
-# All tests without further words go to two workers, by files: their ranks wait for each other much.
-WORKERS := $(PY) -c 'import xdist; print("-n 2 --dist loadfile")' 2>/dev/null
+# All tests without further words go to two workers, file by file: their ranks wait for each other much.
+WORKERS := $(PY) -c 'import xdist; print("-n 2 --dist loadfile --no-loadscope-reorder")' 2>/dev/null
 
 .PHONY: help demo test bench lint format build sanitize clean distclean
 .NOTPARALLEL:

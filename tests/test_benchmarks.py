@@ -199,7 +199,7 @@ def test_host_time_quick(tmp_path: Path) -> None:
         assert set(side["target"]) == set(host_time.TARGETS[result["ranks"]])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_memory_quick(tmp_path: Path) -> None:
     flags = ["--models", "gpt10m", "--sides", "zshard-full_shard"]
     (result,) = quick("memory", tmp_path / "memory.json", *flags)["results"]
@@ -286,7 +286,7 @@ def test_gpu_measures_no_stand_ins(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_gpu_quick_over_stand_ins(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     done = run_gpu(

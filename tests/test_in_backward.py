@@ -57,7 +57,9 @@ def wrong_in_cases(names, optimizer):
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("optimizer", [ADAMW, "zshard.SGD"])
+@pytest.mark.parametrize(
+    "optimizer", [ADAMW, pytest.param("zshard.SGD", marks=pytest.mark.thorough)]
+)
 def test_every_model_strategy_and_transport(pool, optimizer):
     assert pool.run(wrong_in_cases, list(CASES), optimizer) == [{}] * pool.world
 
