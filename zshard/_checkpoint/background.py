@@ -143,7 +143,7 @@ class _Span:
 
     def __init__(self, number: int, piece: Piece) -> None:
         self._pieces = [(number, piece, 0)]  # and where each begins
-        self.size = (piece.end - piece.begin) * piece.dtype.itemsize
+        self.size = piece.size
 
     def take(self, number: int, piece: Piece) -> bool:
         """Adds a piece, if it lies behind the others with no more than padding in between."""
@@ -154,7 +154,7 @@ class _Span:
         if not self.size <= begin < self.size + _ALIGN:
             return False
         self._pieces.append((number, piece, begin))
-        self.size = begin + (piece.end - piece.begin) * piece.dtype.itemsize
+        self.size = begin + piece.size
         return True
 
     def copy(self, room: Tensor) -> None:
@@ -176,9 +176,8 @@ class _Span:
         """The pieces by their numbers, of the copy."""
         found = {}
         for number, piece, begin in self._pieces:
-            numel = piece.end - piece.begin
-            values = room[begin : begin + numel * piece.dtype.itemsize].view(piece.dtype)
-            found[number] = piece._replace(values=values, begin=0, end=numel)
+            values = room[begin : begin + piece.size].view(piece.dtype)
+            found[number] = piece._replace(values=values, begin=0, end=values.numel())
         return found
 
 

@@ -52,6 +52,11 @@ class Piece(NamedTuple):
     dtype: torch.dtype
     name: str  # of the tensor
 
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return (self.end - self.begin) * self.dtype.itemsize
+
 
 def bytes_in(text: int | str) -> int:
     """A number of bytes, from itself or as "5GB" or "200 MiB". ValueError, TypeError for others."""

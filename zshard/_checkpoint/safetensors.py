@@ -52,6 +52,12 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+def rows_of(told: bytes) -> list[tuple[int, int, int]]:
+    """(offset, length, CRC-32C) of what _core.File has written or checked."""
+    numbers = memoryview(told).cast("Q").tolist()
+    return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+
+
 class Span(NamedTuple):
     """A tensor in a file: `begin` is its first byte there."""
 
@@ -145,10 +151,9 @@ class File:
         """Reads that range of bytes, and keeps nothing: (offset, length, CRC-32C) of each `block`
         bytes. `begin` is a multiple of `block`."""
         try:
-            rows = memoryview(self._file.check(begin, end, block)).cast("Q").tolist()
+            return rows_of(self._file.check(begin, end, block))
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        return list(zip(rows[::3], rows[1::3], rows[2::3], strict=True))
 
 
 class SafetensorsFile(File):

@@ -55,7 +55,7 @@ from zshard._checkpoint.outline import (
     settle,
 )
 from zshard._checkpoint.progress import progress
-from zshard._checkpoint.safetensors import CODES
+from zshard._checkpoint.safetensors import CODES, rows_of
 from zshard._checkpoint.write import Chunk, Writer, Written
 from zshard._group import comm_beside
 from zshard.api import FSDP
@@ -386,7 +386,7 @@ def _write_pieces(
 
 def _bytes_of(plan: Plan) -> int:
     """How many bytes of tensors this rank is to write."""
-    return sum((piece.end - piece.begin) * piece.dtype.itemsize for piece in plan.pieces)
+    return sum(piece.size for piece in plan.pieces)
 
 
 def _open(path: str) -> _core.File:
@@ -440,6 +440,6 @@ def _finish(
 
 def _write_text(path: str, text: bytes) -> FileRecord:
     with _core.File.create(path, len(text)) as file:
-        told = memoryview(file.write([(0, text)], BLOCK)).cast("Q").tolist()
+        written = rows_of(file.write([(0, text)], BLOCK))
         file.sync()
-    return record_of(path, len(text), zip(told[::3], told[1::3], told[2::3], strict=True))
+    return record_of(path, len(text), written)

@@ -17,6 +17,7 @@ from zshard import _core
 from zshard._agree import bytes_of
 from zshard._checkpoint.layout import Piece
 from zshard._checkpoint.manifest import BLOCK
+from zshard._checkpoint.safetensors import rows_of
 from zshard._stream import CHUNK
 
 _DIRECT = 2**16  # bytes; smaller pieces are copied together
@@ -61,7 +62,7 @@ class Writer:
     def add(self, piece: Piece) -> None:
         values, begin, end, dtype = piece[2:6]
         size = dtype.itemsize
-        if is_plain(piece) and (end - begin) * size >= _DIRECT:
+        if is_plain(piece) and piece.size >= _DIRECT:
             self.add_bytes(piece.offset, bytes_of(values.view(-1)[begin:end]))
             return
         offset = piece.offset
@@ -96,9 +97,9 @@ class Writer:
             self._ranges += [(offset, memory[low:high]) for offset, low, high in self._copied]
             self._copied.clear()
         if self._ranges:
-            told = memoryview(self._file.write(self._ranges, BLOCK)).cast("Q").tolist()
-            self._written += zip(told[::3], told[1::3], told[2::3], strict=True)
-            self._done(sum(told[1::3]))
+            written = rows_of(self._file.write(self._ranges, BLOCK))
+            self._written += written
+            self._done(sum(length for _, length, _ in written))
             self._ranges.clear()
             self._waiting = 0
 
