@@ -196,11 +196,12 @@ def test_peak_memory_sees_what_is_gone_again() -> None:
     with measure.PeakMemory() as memory:
         time.sleep(3 * measure.SAMPLE_SECONDS)
         before = memory.mib
-        block = bytearray(b"x") * (64 * measure.MIB)
+        block = bytearray(b"x") * (256 * measure.MIB)
         time.sleep(3 * measure.SAMPLE_SECONDS)
         del block
     assert memory.kind == "PSS"
-    assert memory.mib - before > 60
+    # Less than the block where other processes begin to share this one's libraries meanwhile.
+    assert memory.mib - before > 128
 
 
 def test_plain_table_lines_up() -> None:

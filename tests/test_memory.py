@@ -299,11 +299,11 @@ def test_what_the_kernel_counts(combination):
 
 
 def freed(transport):
-    """Bytes that stay after a model is gone."""
+    """Bytes that stay after a model is gone: what each of several leaves, whenever one looks."""
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     x = torch.randn(8, WIDTH)
     held = []
-    for _ in range(3):
+    for _ in range(4):
         model = FSDP(
             nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))),
             transport=transport,
@@ -314,7 +314,8 @@ def freed(transport):
         dist.barrier()
         held.append(held_bytes())
         dist.barrier()
-    return held[-1] - held[0]
+    # The kernel may join pages into huge ones meanwhile; what leaks is there after each model.
+    return min(held[1:]) - held[0]
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
