@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from c_compile import BUILDS, ROOT, C, compile_c
 from c_sources import source, sources
-from test_c_core import ROOT, compile_c
 from test_device import DTYPES, Cast, Numbers, Sum, numbers, source_dtype
 from torch import Tensor
 
@@ -24,7 +24,6 @@ import zshard
 
 SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "optim_cpu.c", "simd.c", "memory.c"]
 SOURCES += ["status.c"]
-FLAGS = ["-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off", "-O2", "-ldl", "-lm"]
 KERNELS = os.environ.get("ZSHARD_TEST_KERNELS", "")  # "", "copies" or "gpu"
 ADAM, SGD = 0, 1
 
@@ -231,5 +230,6 @@ def compile_kernels(target: Path) -> Path:
     """The library with cuda_kernels.h, and the CPU's loops beside it."""
     files = sources(*SOURCES)
     files += [source("cuda_image.c")] * (KERNELS == "gpu")
-    files += [ROOT / "tests" / "c" / name for name in ("cuda_face.c", "serial_parallel_for.c")]
-    return compile_c(target, files, [*FLAGS, *image_flags()])
+    files += [C / name for name in ("cuda_face.c", "serial_parallel_for.c")]
+    flags = [*BUILDS["release"], *image_flags()]
+    return compile_c(target, files, flags, ("-shared", "-ldl", "-lm"))

@@ -61,8 +61,9 @@ class RankResult:
     value: Any  # what the function returned; None for a script or a rank that failed
 
 
-def ranks(*worlds: int) -> pytest.MarkDecorator:
-    """Runs a test once per world size, with the session's pool of that size as argument `pool`."""
+def ranks(*worlds: Any) -> pytest.MarkDecorator:
+    """Runs a test once per world size (an int, or a pytest.param of one), with the session's pool of
+    that size as argument `pool`."""
     return pytest.mark.parametrize("pool", worlds, indirect=True, ids=lambda world: f"{world}ranks")
 
 

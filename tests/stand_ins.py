@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 
 import fake_cuda
-from test_c_core import ROOT, compile_c
+from c_compile import BUILDS, C, compile_c
 
-_SOURCE = ROOT / "tests" / "c" / "fake_nccl.c"
+_SOURCE = C / "fake_nccl.c"
 
 
 @functools.cache
@@ -29,8 +29,8 @@ def nccl_library(old: bool = False) -> Path:
     old: 2.21.5, without what came later, in place of 2.28.9.
     """
     folder = Path(tempfile.mkdtemp(prefix="zshard-nccl-"))
-    flags = ["-O1", "-fPIC", "-shared", *(["-DFAKE_NCCL_OLD"] if old else [])]
-    return compile_c(folder / "libnccl.so.2", [_SOURCE], flags, ("-ldl", "-lm"))
+    flags = [*BUILDS["release"], *(["-DFAKE_NCCL_OLD"] if old else [])]
+    return compile_c(folder / "libnccl.so.2", [_SOURCE], flags, ("-shared", "-ldl", "-lm"))
 
 
 def environment(mover: str = "c10d", late: int = 200) -> dict[str, str]:

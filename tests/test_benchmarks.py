@@ -1,4 +1,7 @@
-"""The benchmarks run and say what they promise: statistics by hand, each program once, quickly."""
+"""The benchmarks run and say what they promise: statistics by hand, each program
+quickly (the longer ones among the thorough tests).
+
+The one idea: `--quick` is a program's whole way over models that are small enough for a test."""
 
 from __future__ import annotations
 
@@ -209,7 +212,7 @@ def test_memory_quick(tmp_path: Path) -> None:
     assert side["peak_bytes"] > side["held_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_load_quick(tmp_path: Path) -> None:
     flags = ["--sides", "zshard-load", "fsdp2-load-each"]
     (result,) = quick("load", tmp_path / "load.json", *flags)["results"]
@@ -231,7 +234,7 @@ def test_checkpoint_quick(tmp_path: Path) -> None:
     assert set(result["sides"]["zshard"]["faster"]) == {"blocked", "save", "load", "cold"}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_predict_quick(tmp_path: Path) -> None:
     (result,) = quick("predict", tmp_path / "predict.json")["results"]
     assert result["cell"] == "gpt10m" and len(result["per_rank"]) == 2

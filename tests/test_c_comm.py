@@ -16,8 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from c_compile import BUILDS, C, compile_c, skip_without_thread_sanitizer
 from c_sources import sources
-from test_c_core import NO_LOOPS, ROOT, compile_c
+from test_c_core import NO_LOOPS
 
 SHM = ["status.c", "memory.c", "device.c", "comm.c", "comm_self.c", "comm_shm.c", "file.c"]
 SHM += ["shm_*.c"]
@@ -25,12 +26,6 @@ PROGRAMS = {
     "test_comm_shm": SHM,
     "test_comm_shm_faults": SHM,
     "test_comm_c10d": [*SHM, "arena.c", "comm_c10d.c", "c10d_*.c"],
-}
-BUILDS = {
-    "release": ["-O2"],
-    "sanitized": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    # Sees the threads of one process; between processes it sees nothing.
-    "threads": ["-O1", "-g", "-fsanitize=thread"],
 }
 AT_A_TIME = 4
 TEST = re.compile(r"^    TEST\((\w+), (.*)\),$", re.MULTILINE)
@@ -40,7 +35,7 @@ def cases() -> list:
     """Every test of every program, in every build that tells something about it."""
     found = []
     for program in PROGRAMS:
-        text = (ROOT / "tests" / "c" / f"{program}.c").read_text()
+        text = (C / f"{program}.c").read_text()
         for build in BUILDS:
             for name, fields in TEST.findall(text):
                 slow = ".slow = true" in fields
@@ -73,8 +68,8 @@ class Programs:
 
     def _compile(self, name: str, build: str) -> Path:
         if build == "threads":
-            skip_without_thread_sanitizer(self._folder)
-        files = [ROOT / "tests" / "c" / f"{name}.c", NO_LOOPS, *sources(*PROGRAMS[name])]
+            skip_without_thread_sanitizer()
+        files = [C / f"{name}.c", NO_LOOPS, *sources(*PROGRAMS[name])]
         return compile_c(self._folder / f"{name}_{build}", files, BUILDS[build])
 
 
@@ -120,13 +115,3 @@ def test_in_c(runs: Runs, program: str, build: str, name: str) -> None:
 
 def test_program_knows_what_it_does_not_have(programs: Programs) -> None:
     assert run(programs.get("test_comm_shm", "release"), "no_such_test").returncode == 2
-
-
-def skip_without_thread_sanitizer(folder: Path) -> None:
-    """Some kernels give processes addresses that gcc's runtime cannot live with."""
-    source, probe = folder / "probe.c", folder / "probe"
-    if not probe.exists():
-        source.write_text("int main(void) { return 0; }\n")
-        subprocess.run(["cc", "-fsanitize=thread", str(source), "-o", str(probe)], check=False)
-    if not probe.exists() or subprocess.run([str(probe)], check=False).returncode != 0:
-        pytest.skip("ThreadSanitizer does not run here")

@@ -9,48 +9,28 @@ invents: a cut at the wrong element would only show as slightly wrong training.
 import ctypes
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from c_sources import INCLUDES, sources
+from c_compile import BUILDS, C, compile_c
+from c_sources import sources
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sources("status.c", "memory.c", "device.c", "arena.c", "layout.c")
-NO_LOOPS = ROOT / "tests" / "c" / "no_loops.c"
-PROGRAM = ROOT / "tests" / "c" / "test_core.c"
-STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"]
-BUILDS = {
-    "release": ["-O3"],
-    "sanitized": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-}
+NO_LOOPS = C / "no_loops.c"
+PROGRAM = C / "test_core.c"
 NAMES = re.findall(r"^    TEST\((\w+)\)", PROGRAM.read_text(), re.MULTILINE)
-
-
-def compile_c(
-    target: Path, sources: list[Path], flags: list[str], libraries: tuple[str, ...] = ()
-) -> Path:
-    """Compiles and links `sources` as strictly as the extension; `libraries` as "-lm"."""
-    command = [*shlex.split(os.environ.get("CC", "cc")), *STRICT, *flags, *INCLUDES]
-    done = subprocess.run(
-        [*command, *map(str, sources), *libraries, "-o", str(target)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return target
 
 
 # --- the tests in C ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(scope="module", params=["release", "sanitized"])
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("core") / f"test_core_{request.param}"
     return compile_c(target, [PROGRAM, NO_LOOPS, *SOURCES], BUILDS[request.param])
@@ -130,7 +110,7 @@ class Library:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     files = sources("status.c", "layout.c")
     target = tmp_path_factory.mktemp("layout") / "liblayout.so"
-    return Library(compile_c(target, files, ["-O1", "-shared", "-fPIC"]))
+    return Library(compile_c(target, files, BUILDS["release"], ("-shared",)))
 
 
 layouts = given(

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from c_compile import BUILDS, compile_c
 from c_sources import sources
-from test_c_core import compile_c
 
 from zshard import _core
 
@@ -26,7 +26,7 @@ SOURCES = sources("crc32c.c", "simd.c")
 
 def load(isa: str, folder: Path) -> Crc:
     """zs_crc32c of a library of its own, which has made its choice of instructions."""
-    path = compile_c(folder / f"crc32c_{isa}.so", SOURCES, ["-O2", "-shared", "-fPIC"])
+    path = compile_c(folder / f"crc32c_{isa}.so", SOURCES, BUILDS["release"], ("-shared",))
     function = ctypes.CDLL(str(path)).zs_crc32c
     function.argtypes = [ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]
     function.restype = ctypes.c_uint32

@@ -16,15 +16,11 @@ from pathlib import Path
 
 import fake_cuda
 import pytest
+from c_compile import BUILDS, C, compile_c
 from c_sources import source, sources
-from test_c_core import ROOT, compile_c
 
-PROGRAM = ROOT / "tests" / "c" / "test_cuda_driver.c"
+PROGRAM = C / "test_cuda_driver.c"
 SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "simd.c", "memory.c", "status.c"]
-BUILDS = {
-    "release": ["-O2"],
-    "sanitized": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-}
 NAMES = re.findall(r"^    TEST\((\w+)\)", PROGRAM.read_text(), re.MULTILINE)
 SETTINGS = {
     "spoiled_context_refuses_all": {"FAKE_CUDA_FAIL": "cuStreamSynchronize:1:700"},
@@ -62,7 +58,7 @@ class Program:
         return done.stdout.removesuffix(f"{name}: ok\n").strip()
 
 
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(scope="module", params=["release", "sanitized"])
 def each_build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Program:
     return made(tmp_path_factory.mktemp("driver"), request.param)
 
@@ -73,8 +69,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 def made(folder: Path, build: str) -> Program:
-    files = [PROGRAM, ROOT / "tests" / "c" / "serial_parallel_for.c", *sources(*SOURCES)]
-    return Program(compile_c(folder / build, files, [*BUILDS[build], "-ldl", "-lm"]))
+    files = [PROGRAM, C / "serial_parallel_for.c", *sources(*SOURCES)]
+    return Program(compile_c(folder / build, files, BUILDS[build]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,7 +97,7 @@ def test_no_driver_says_what_to_do(program: Program) -> None:
 
 def test_library_without_a_driver_in_it_is_refused(program: Program, tmp_path: Path) -> None:
     (tmp_path / "empty.c").write_text("int zs_nothing;\n")
-    empty = compile_c(tmp_path / "empty.so", [tmp_path / "empty.c"], ["-shared", "-fPIC"])
+    empty = compile_c(tmp_path / "empty.so", [tmp_path / "empty.c"], [], ("-shared",))
     said = program.run("say", ZSHARD_CUDA_LIB=str(empty))
     assert said.startswith("found=0 version=0") and "it has no cuGetProcAddress_v2" in said
 
@@ -197,7 +193,7 @@ def check_declarations(folder: Path, api: str) -> str:
     ]
     lines.append('_Static_assert((int)ZS_CU_SUCCESS == (int)CUDA_SUCCESS, "");')
     (folder / "check_cuda_values.h").write_text("\n".join(lines))
-    shutil.copy(ROOT / "tests" / "c" / "check_cuda_api.c", folder)
+    shutil.copy(C / "check_cuda_api.c", folder)
     command = ["gcc", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{folder}"]
     command += ["-isystem", str(cuda_include()), str(folder / "check_cuda_api.c")]
     return subprocess.run(command, capture_output=True, text=True).stderr
@@ -232,7 +228,7 @@ def test_wrong_declarations_would_be_found(tmp_path: Path, good: str, bad: str, 
 def test_zshard_imports_whatever_the_driver(library: str, tmp_path: Path) -> None:
     if library == "empty":
         (tmp_path / "empty.c").write_text("int zs_nothing;\n")
-        library = str(compile_c(tmp_path / "e.so", [tmp_path / "empty.c"], ["-shared", "-fPIC"]))
+        library = str(compile_c(tmp_path / "e.so", [tmp_path / "empty.c"], [], ("-shared",)))
     env = {**os.environ, "ZSHARD_CUDA_LIB": library}
     done = subprocess.run([sys.executable, "-c", "import zshard"], capture_output=True, env=env)
     assert done.returncode == 0, done.stderr.decode()

@@ -6,33 +6,24 @@ the contract of device.h, one rounding after the other, in torch.
 """
 
 import ctypes
-import functools
 import math
 import os
-import shlex
-import shutil
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from c_sources import INCLUDES, sources
+from c_compile import BUILDS, C, compile_c
+from c_sources import sources
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [
     *sources("device_cpu.c", "simd.c", "memory.c", "status.c"),
-    ROOT / "tests" / "c" / "serial_parallel_for.c",
+    C / "serial_parallel_for.c",
 ]
-STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"]
-FLAGS = ["-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off"]
-BUILDS = {
-    "base": ["-O3"],
-    "avx2": ["-O3"],
-    "avx512": ["-O3"],
-    "sanitized": ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"],
-}
+UNDEFINED = ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+FLAGS = {"base": BUILDS["release"], "avx2": BUILDS["release"], "avx512": BUILDS["release"]}
+FLAGS["sanitized"] = UNDEFINED  # and no more: Python, which loads it, is not sanitized
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 LENGTHS = [0, 1, 31, 32, 1023, 1024, 1025, 100_003]
 
@@ -104,34 +95,11 @@ class Device:
         self._lib.zs_cpu_scale(ctypes.byref(numbers(x)), ctypes.c_double(factor))
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The library of a build; builds with the same flags are compiled once."""
-    folder = tmp_path_factory.mktemp("compiled")
-
-    @functools.cache
-    def compile_with(flags: tuple[str, ...]) -> Path:
-        target = folder / f"device{''.join(flags)}.so"
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        command = [*compiler, *STRICT, *FLAGS, *flags, *INCLUDES]
-        done = subprocess.run(
-            [*command, *map(str, SOURCES), "-o", str(target), "-lm"], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return target
-
-    return lambda build: compile_with(tuple(BUILDS[build]))
-
-
-@pytest.fixture(scope="module", params=BUILDS)
-def device(
-    request: pytest.FixtureRequest,
-    compiled: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Device:
-    """A copy of the library for each instruction set: the choice is made once per library."""
+@pytest.fixture(scope="module", params=FLAGS)
+def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Device:
+    """A library for each instruction set: the choice is made once per library."""
     target = tmp_path_factory.mktemp("device") / f"device_{request.param}.so"
-    shutil.copy(compiled(request.param), target)
+    compile_c(target, SOURCES, FLAGS[request.param], ("-shared", "-lm"))
     before = os.environ.get("ZSHARD_ISA")
     os.environ["ZSHARD_ISA"] = request.param
     try:

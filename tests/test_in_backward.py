@@ -56,7 +56,7 @@ def wrong_in_cases(names, optimizer):
     return {name: bad for name, bad in found.items() if bad}
 
 
-@ranks(2, 3)
+@ranks(2, pytest.param(3, marks=pytest.mark.thorough))
 @pytest.mark.parametrize(
     "optimizer", [ADAMW, pytest.param("zshard.SGD", marks=pytest.mark.thorough)]
 )

@@ -20,17 +20,16 @@ from types import SimpleNamespace
 import fake_cuda
 import pytest
 import torch
+from c_compile import BUILDS, C, compile_c, skip_without_thread_sanitizer
 from c_sources import sources
 from nursery import fork_ranks
 from stand_ins import environment
-from test_c_comm import BUILDS, SHM, skip_without_thread_sanitizer
-from test_c_core import ROOT, compile_c
+from test_c_comm import SHM
 from torch import nn
 
 import zshard
 from zshard import FSDP, _core, _group
 
-C = ROOT / "tests" / "c"
 PROGRAM = C / "test_mover_peer.c"
 CORE = [*SHM, "arena.c", "comm_gpu.c", "gpu_round.c", "mover_peer.c", "kin.c", "lookout.c"]
 CORE += ["cuda_driver.c", "cuda_kernels.c", "device_cuda.c", "device_cpu.c", "simd.c"]
@@ -48,10 +47,9 @@ CASES = [
 
 def build_program(folder: Path, build: str) -> Path:
     if build == "threads":
-        skip_without_thread_sanitizer(folder)
+        skip_without_thread_sanitizer()
     files = [PROGRAM, C / "serial_parallel_for.c", *sources(*CORE)]
-    flags = [*BUILDS[build], "-fno-math-errno", "-ffp-contract=off"]
-    return compile_c(folder / build, files, flags, ("-ldl", "-lm"))
+    return compile_c(folder / build, files, BUILDS[build])
 
 
 @pytest.fixture(scope="module")

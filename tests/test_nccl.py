@@ -12,11 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from c_compile import BUILDS, STRICT, C, compile_c, skip_without_thread_sanitizer
 from c_sources import INCLUDES, sources
-from test_c_comm import BUILDS, NO_LOOPS, SHM, skip_without_thread_sanitizer
-from test_c_core import ROOT, STRICT, compile_c
+from test_c_comm import SHM
+from test_c_core import NO_LOOPS
 
-C = ROOT / "tests" / "c"
 ON_A_DEVICE = "nccl_windows.c"  # needs streams of the driver's; tested in test_nccl_options.py
 CORE = [NO_LOOPS, *sources(*SHM, "lookout.c")]
 CORE += [path for path in sources("nccl_*.c") if path.name != ON_A_DEVICE]
@@ -34,22 +34,24 @@ class Programs:
 
     def library(self, build: str, old: bool = False) -> Path:
         """The stand-in for libnccl; `old`: 2.21.5 instead of 2.28.9."""
-        flags = [*BUILDS[build], "-fPIC", "-shared", *(["-DFAKE_NCCL_OLD"] if old else [])]
-        return self._get(f"libfake_nccl{'_old' * old}_{build}.so", [C / "fake_nccl.c"], flags)
+        flags = [*BUILDS[build], *(["-DFAKE_NCCL_OLD"] if old else [])]
+        name = f"libfake_nccl{'_old' * old}_{build}.so"
+        return self._get(name, [C / "fake_nccl.c"], flags, "-shared")
 
     def program(self, build: str) -> Path:
         """tests/c/test_nccl_comm.c with what it tests."""
         return self._get(f"test_nccl_{build}", [C / "test_nccl_comm.c", *CORE], BUILDS[build])
 
-    def _get(self, name: str, sources: list[Path], flags: list[str]) -> Path:
+    def _get(self, name: str, sources: list[Path], flags: list[str], *link: str) -> Path:
         if name not in self._made:
-            self._made[name] = compile_c(self.folder / name, sources, flags, ("-ldl", "-lm"))
+            words = (*link, "-ldl", "-lm")
+            self._made[name] = compile_c(self.folder / name, sources, flags, words)
         return self._made[name]
 
     def run(self, build: str, name: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs one test of the program."""
         if build == "threads":
-            skip_without_thread_sanitizer(self.folder)
+            skip_without_thread_sanitizer()
         plain = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
         old = name == OLD or "ZS_TEST_OLD" in env
         plain["ZSHARD_NCCL_LIB"] = str(self.library(build, old))
@@ -292,7 +294,7 @@ int main(void)
 def test_the_real_library_loads_and_fails_as_it_should(tmp_path: Path) -> None:
     (library,) = (nccl_package() / "lib").glob("libnccl.so.2")
     (tmp_path / "real.c").write_text(REAL)
-    program = compile_c(tmp_path / "real", [tmp_path / "real.c", *CORE], ["-O1"], ("-ldl",))
+    program = compile_c(tmp_path / "real", [tmp_path / "real.c", *CORE], BUILDS["release"])
     env = {**os.environ, "ZSHARD_NCCL_LIB": str(library), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [str(program)], capture_output=True, text=True, timeout=60, env=env, check=False

@@ -12,19 +12,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from c_compile import BUILDS, C, compile_c
 from nursery import fork_ranks
-from test_c_core import ROOT, compile_c
 
 from zshard import _core, _nccl
 
-FAKE = ROOT / "tests" / "c" / "fake_nccl.c"
+FAKE = C / "fake_nccl.c"
 
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("library")
-    flags = ["-O1", "-fPIC", "-shared", "-Wl,-soname,libnccl.so.2"]
-    return compile_c(folder / "libnccl.so.2", [FAKE], flags, ("-ldl", "-lm"))
+    link = ("-shared", "-Wl,-soname,libnccl.so.2", "-ldl", "-lm")
+    return compile_c(folder / "libnccl.so.2", [FAKE], BUILDS["release"], link)
 
 
 def look(env, folder=None, loaded=None):
