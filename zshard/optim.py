@@ -1,14 +1,7 @@
 """AdamW, Adam and SGD with torch.optim's face and the whole step of a param group in one C call.
 
-The one idea: the subclasses keep everything of torch.optim (arguments, param groups, schedulers,
-state_dict) and replace step(). A plan in C (`_core.OptimPlan`) walks the group's parameters,
-reads their `.grad`, and updates all of them at once on torch's threads; no Python runs per
-parameter and step. Python works only when a parameter gets its state, or for one that the C loop
-does not take (not contiguous, sparse gradient, not on the CPU, complex): that one is updated by
-torch's own function, on the same state.
-
-State tensors lie side by side (_optim_memory.py), so that neighbouring slices of a shard are
-updated as one run.
+The one idea: arguments, numbers and state are torch's, so that a script changes an import;
+_optim_step.py has the step, and here is what the three differ in.
 
 Numbers: SGD has the bits of torch.optim.SGD; Adam and AdamW those of torch.optim.AdamW(fused=True).
 torch's unfused Adam differs from both in the last bit of some elements, because its square root
@@ -25,9 +18,6 @@ with the bits of the one that it continues.
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,200 +25,17 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zshard import _core
-from zshard._optim_memory import zeros_side_by_side
+from zshard._optim_step import InOneCall
 
 __all__ = ["SGD", "Adam", "AdamW"]
-
-
-class _InOneCall(torch.optim.Optimizer):
-    """The step() that the three share."""
-
-    _rule: str  # which rule the plan applies: "adam" or "sgd"
-    _plans: dict[Any, _core.OptimPlan]  # by index of the param group; for a part, with the unit's
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` returned, or None.
-
-        closure: reevaluates the model and returns the loss, with gradients on. Raises TypeError
-        for a parameter that wraps other tensors (DTensor), RuntimeError for one whose memory is
-        not there (a shard between unshard and reshard).
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for index, group in enumerate(self.param_groups):
-            self._step_params(index, group, self.state)
-            _count_rounding(group)
-        return loss
-
-    def _step_part(self, index: int, unit: int, params: list[Tensor]) -> None:
-        """The step of some parameters of group `index`, those of a unit; for optimizer_in_backward.
-
-        Does not count as a step of stochastic rounding: `_end_parts` does, once for all parts.
-        """
-        group = {**self.param_groups[index], "params": params}
-        state = {param: self.state[param] for param in params if param in self.state}
-        self._step_params((index, unit), group, state)
-
-    def _end_parts(self, groups: Iterable[int]) -> None:
-        """All parts of these groups have been stepped."""
-        self._opt_called = True  # what torch's schedulers look at, to warn of a missing step()
-        for index in groups:
-            if "rounding_step" in self.param_groups[index]:
-                self.param_groups[index]["rounding_step"] += 1
-
-    def _step_params(self, key: Any, group: dict[str, Any], state: dict[Any, Any]) -> None:
-        """Step a group by its plan, which is known by `key`. state: of its parameters at least."""
-        plan = self._plans.get(key)
-        foreign = None if plan is None else plan.step(group, state, self._live(group))
-        if foreign is None:
-            foreign = self._step_with_new_plan(key, group, state)
-        if foreign:
-            self._step_by_torch(group, [group["params"][i] for i in foreign])
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim; `stochastic_rounding` and `rounding_seed` may differ between groups.
-
-        NotImplementedError for the options that `_check_options` names.
-        """
-        super().add_param_group(param_group)
-        self._take_group(self.param_groups[-1])
-        self._plans = {}
-        self._tell_scaler()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            self._take_group(group)
-        self._plans = {}
-        self._tell_scaler()
-
-    def _tell_scaler(self) -> None:
-        """Whether torch's GradScaler may leave it to the step to look at `found_inf`, on the GPU.
-
-        It then sets `grad_scale` and `found_inf` while it calls step().
-        """
-        self._step_supports_amp_scaling = all(g.get("capturable") for g in self.param_groups)
-
-    def _live(self, group: dict[str, Any]) -> tuple[Tensor | None, ...] | None:
-        """(Capturable) What a step reads on the GPU: new tensors, so that a graph has its own."""
-        if not group.get("capturable"):
-            return None
-        device = group["params"][0].device
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        lr = group["lr"]
-        return (
-            torch.empty(16 * len(group["params"]), dtype=torch.float64, device=device),
-            lr.double() if isinstance(lr, Tensor) and lr.device == device else None,
-            None if scale is None else scale.double().reciprocal().float(),
-            None if found is None else found.float(),
-        )
-
-    def _set_rounding(self, stochastic: bool, seed: int) -> None:
-        """The constructor's options of rounding: defaults for its groups and for later ones."""
-        if stochastic:
-            self.defaults.update(stochastic_rounding=True, rounding_seed=operator.index(seed))
-            for group in self.param_groups:
-                self._take_group(group)
-        elif seed != 0:
-            raise ValueError(
-                "rounding_seed is for stochastic_rounding=True; a param group may have both as "
-                "options of its own"
-            )
-
-    def _take_group(self, group: dict[str, Any]) -> None:
-        """Check a group's options, and complete those of stochastic rounding if it is wanted.
-
-        Where nobody asks for it, a group has no such options: its state dict is torch's.
-        """
-        if "capturable" in self.defaults:
-            group.setdefault("capturable", self.defaults["capturable"])
-        _check_options(self, group)
-        if "stochastic_rounding" in self.defaults:
-            group.setdefault("stochastic_rounding", self.defaults["stochastic_rounding"])
-        if group.get("stochastic_rounding"):
-            _refuse_capture(self, group)
-            group.setdefault("rounding_seed", self.defaults.get("rounding_seed", 0))
-            group.setdefault("rounding_step", 0)
-            _refuse_float16(self, group)
-
-    def _numbers(self, params: Sequence[Tensor]) -> list[int]:
-        """Of each parameter, the number of its first element on this rank, where all elements of
-        all groups' whole parameters are counted one after another."""
-        begins: dict[Tensor, int] = {}
-        start = 0
-        for group in self.param_groups:
-            for param in group["params"]:
-                info = _core.shard_info(param)
-                begins[param] = start + (info["begin"] if info else 0)
-                start += math.prod(info["shape"]) if info else param.numel()
-        return [begins[param] for param in params]
-
-    def _step_with_new_plan(
-        self, key: Any, group: dict[str, Any], state: dict[Any, Any]
-    ) -> tuple[int, ...]:
-        """Give state to the parameters that lack it, and step; the indices not taken by C."""
-        params: list[Tensor] = group["params"]
-        if _core.capturing(params):
-            raise RuntimeError(
-                "an optimizer's state is made by its first step, which a CUDA graph must not "
-                "repeat: run a step or two before the capture"
-            )
-        fresh = self._make_state(group, [p for p in params if p.grad is not None])
-        numbers = self._numbers(params) if group.get("stochastic_rounding") else None
-        if state is not self.state:
-            state = {param: self.state[param] for param in params if param in self.state}
-        steps = _read_steps(params, state) if group.get("capturable") else None
-        plan = _core.OptimPlan(self._rule, params, state, fresh, numbers, steps)
-        self._plans[key] = plan
-        foreign: tuple[int, ...] | None = plan.step(group, state, self._live(group))
-        if foreign is None:
-            raise RuntimeError("the optimizer's state was changed while it was being made")
-        for i in foreign:
-            if params[i] in fresh:
-                self.state[params[i]]["momentum_buffer"] = None  # torch makes its own
-        return foreign
-
-    def _make_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> set[Tensor]:
-        """Add the missing state of `params`; returns those whose momentum_buffer is new."""
-        for param in params:
-            if is_traceable_wrapper_subclass(param):
-                raise TypeError(
-                    f"zshard.{type(self).__name__} updates plain tensors, not "
-                    f"{type(param).__name__}; use torch.optim.{type(self).__name__} for those"
-                )
-        names = self._state_names(group)
-        if "exp_avg" in names:
-            new = [param for param in params if "step" not in self.state[param]]
-            for param, step in zip(new, _counters(len(new), group), strict=True):
-                self.state[param]["step"] = step
-        fresh: set[Tensor] = set()
-        for name in names:
-            missing = [p for p in params if self.state[p].get(name) is None]
-            for param, zeros in zip(missing, zeros_side_by_side(missing), strict=True):
-                self.state[param][name] = zeros
-            if name == "momentum_buffer":
-                fresh.update(missing)
-        return fresh
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The tensors that the group's rule keeps for each parameter, each of its shape."""
-        raise NotImplementedError
-
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Update parameters that the C loop does not take, with torch's own function."""
-        raise NotImplementedError
 
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """Adam's state tensors of a parameter's shape; the last with amsgrad only."""
 
 
-class _AdamInOneCall(_InOneCall):
+class _AdamInOneCall(InOneCall):
     """Adam and AdamW: what tells them apart is an option of the group, decoupled_weight_decay."""
 
     _rule = "adam"
@@ -370,7 +177,7 @@ class AdamW(_AdamInOneCall, torch.optim.AdamW):
         self._tell_scaler()  # with fused, torch has said so already
 
 
-class SGD(_InOneCall, torch.optim.SGD):
+class SGD(InOneCall, torch.optim.SGD):
     """torch.optim.SGD with its step in C; same arguments, defaults, state and bits.
 
     Args: as torch.optim.SGD. `foreach` and `fused` are taken, and without effect: there is one
@@ -451,61 +258,3 @@ class SGD(_InOneCall, torch.optim.SGD):
         if group["momentum"] != 0:
             for param, buffer in zip(params, buffers, strict=True):
                 self.state[param]["momentum_buffer"] = buffer
-
-
-def _check_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """NotImplementedError for an option of torch.optim that a step in C cannot honour."""
-    name = type(optimizer).__name__
-    if group.get("differentiable"):
-        raise NotImplementedError(
-            f"zshard.{name}: differentiable=True is not supported; use torch.optim.{name} for it"
-        )
-    if group.get("capturable") and group["params"] and not _core.on_gpu(group["params"]):
-        where = ", ".join(sorted({str(param.device) for param in group["params"]}))
-        raise NotImplementedError(
-            f"zshard.{name}: capturable=True is not supported on {where}: it is for contiguous "
-            "parameters on one GPU; make the optimizer when the model is there, or leave "
-            "capturable out"
-        )
-
-
-def _refuse_capture(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """NotImplementedError for random bits that a CUDA graph would repeat."""
-    if group.get("capturable"):
-        raise NotImplementedError(
-            f"zshard.{type(optimizer).__name__}: stochastic_rounding=True follows the number of "
-            "the step, which a captured step does not know; use one of it and capturable=True"
-        )
-
-
-def _counters(n: int, group: dict[str, Any]) -> Sequence[Tensor]:
-    """New counters of steps: on the CPU, where C reads them; if capturable, on the GPU."""
-    if not group.get("capturable"):
-        return [torch.zeros((), dtype=torch.float32) for _ in range(n)]
-    return torch.zeros(n, dtype=torch.float32, device=group["params"][0].device).unbind()
-
-
-def _read_steps(params: Iterable[Tensor], state: dict[Any, Any]) -> list[float]:
-    """What the parameters' counters on the GPU say, or 0 without one. Waits for the GPU, once."""
-    counters = [state.get(param, {}).get("step") for param in params]
-    held = [step.reshape(()).double() for step in counters if isinstance(step, Tensor)]
-    said = iter(torch.stack(held).tolist() if held else [])
-    return [next(said) if isinstance(step, Tensor) else 0.0 for step in counters]
-
-
-def _refuse_float16(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """NotImplementedError for parameters that would be rounded to nearest all the same."""
-    for param in group["params"]:
-        if param.dtype == torch.float16:
-            raise NotImplementedError(
-                f"zshard.{type(optimizer).__name__}: stochastic_rounding=True is for bfloat16 "
-                f"parameters; one of shape {tuple(param.shape)} is of float16, which needs loss "
-                "scaling and a float copy: keep it in float32, or put it into a param group with "
-                "stochastic_rounding=False"
-            )
-
-
-def _count_rounding(group: dict[str, Any]) -> None:
-    """A step was made: the next one rounds by other bits. One without gradients is none."""
-    if "rounding_step" in group and any(p.grad is not None for p in group["params"]):
-        group["rounding_step"] += 1
