@@ -26,9 +26,9 @@ STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror",
 ARITHMETIC = ["-fno-math-errno", "-ffp-contract=off"]  # the extension's
 BUILDS = {
     "release": ["-O3"],
-    "sanitized": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "sanitized": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     # Sees the threads of one process; between processes it sees nothing.
-    "threads": ["-O1", "-g", "-fsanitize=thread"],
+    "threads": ["-O1", "-g1", "-fsanitize=thread"],
 }
 
 
