@@ -12,8 +12,8 @@ import subprocess
 import sys
 
 import pytest
+from c_compile import ROOT
 from stand_ins import with_stand_ins
-from test_c_core import ROOT
 
 FILES = {
     "test_parity.py": "",

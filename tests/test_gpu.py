@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from c_compile import ROOT
 from gpus import (
     ADAM,
     BF16,
@@ -40,7 +41,6 @@ from gpus import (
 )
 from models import CASES, Case, loss_of, make
 from spawn import RankPool
-from test_c_core import ROOT
 from torch import Tensor, nn
 
 import zshard
