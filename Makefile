@@ -19,7 +19,7 @@ C_FILES = $(sort $(shell find csrc cuda tests/c -name '*.[ch]' -o -name '*.[ch]p
 # All tests without further words go to two workers, file by file: their ranks wait for each other much.
 WORKERS := $(PY) -c 'import xdist; print("-n 2 --dist loadfile --no-loadscope-reorder")' 2>/dev/null
 
-.PHONY: help demo test bench lint format build sanitize clean distclean
+.PHONY: help demo test bench lint format build sanitize fuzz clean distclean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -51,17 +51,16 @@ format: $(VENV)/.lint ## apply what lint checks
 build: $(VENV)/.zshard ## compile what changed, in place
 	@$(PY) setup.py -q build_ext --inplace
 
-# The sanitized package lies in build/sanitize and is found by PYTHONPATH, so that the usual build
-# stays as it is. Python is not sanitized: the runtime is preloaded, with libstdc++, whose throw it wraps.
-# Leaks are not looked for: CPython and torch keep much until the process ends.
-SANITIZED := $(CURDIR)/build/sanitize
-RUNTIME = $(shell cc -print-file-name=libasan.so) $(shell c++ -print-file-name=libstdc++.so.6)
-
+# Both run in another build, below a preloaded runtime: tests/sanitized.py says how.
 sanitize: build $(VENV)/.test ## the tests with AddressSanitizer and UndefinedBehaviorSanitizer (TESTS=...)
-	@ZSHARD_SANITIZE=1 $(PY) setup.py -q build --build-lib $(SANITIZED)
-	cd $(SANITIZED) && PYTHONPATH=$(SANITIZED) ZSHARD_SANITIZE=1 LD_PRELOAD="$(RUNTIME)" \
-	    ASAN_OPTIONS=detect_leaks=0:$$ASAN_OPTIONS UBSAN_OPTIONS=print_stacktrace=1 \
-	    $(CURDIR)/$(PY) -m pytest $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
+	$(PY) tests/sanitized.py -m pytest $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
+
+FUZZ := $(CURDIR)/build/fuzz
+
+fuzz: build $(VENV)/.test ## fuzz what reads checkpoints, so sanitized, until Ctrl-C (ARGS=..., INPUT=crash-...)
+	@mkdir -p $(FUZZ)/corpus
+	$(PY) tests/sanitized.py --fuzzing $(CURDIR)/tests/fuzz_checkpoint.py -artifact_prefix=$(FUZZ)/ \
+	    $(ARGS) $(or $(abspath $(INPUT)),$(FUZZ)/corpus)
 
 clean: ## remove what was built; ./.venv stays
 	rm -rf build dist *.egg-info zshard/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

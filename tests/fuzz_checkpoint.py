@@ -1,12 +1,12 @@
-"""A fuzz target for all that reads what others have written: headers of safetensors files, their
-indices, manifests, pickles that are read as data, metadata of torch.distributed.checkpoint.
+"""A fuzz target for all that reads what others have written: safetensors files, their headers and
+indices, manifests, pickles that are read as data, torch's files and metadata; and the core's calls.
 
 The one idea: whatever the bytes are, a reader gives a CheckpointError (a ValueError from the reader
-of pickles) or something that fits; any other exception, and a memory or time that the size of the
-input does not explain, is a fault.
+of pickles) or something that fits; any other exception, a memory or time that the size of the
+input does not explain, and whatever the sanitizers see in the core, is a fault.
 
-    pip install atheris
-    python tests/fuzz_checkpoint.py -max_total_time=60 CORPUS   # a folder, which is filled
+    make fuzz ARGS=-max_total_time=60                  # with sanitizers; the corpus stays in build/
+    python tests/fuzz_checkpoint.py CORPUS             # without; a folder, which is filled
 
 tests/test_fuzz_checkpoint.py runs the seeds, and the fuzzer for a moment where it is installed.
 """
@@ -14,6 +14,7 @@ tests/test_fuzz_checkpoint.py runs the seeds, and the fuzzer for a moment where 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import pickle
 import sys
@@ -33,12 +34,13 @@ with (
     if atheris
     else contextlib.nullcontext()
 ):
-    from zshard._checkpoint import dcp, manifest, opening, pickled, safetensors
+    from zshard._checkpoint import dcp, manifest, opening, pickled, safetensors, torch_file
     from zshard._checkpoint.checkpoint import Checkpoint, decode
     from zshard._checkpoint.manifest import CheckpointError
 
 import torch
 import torch.distributed.checkpoint
+from file_calls import play, some_calls
 from safetensors_files import WRONG, packed, right_header
 
 NAME = "some/file"
@@ -97,12 +99,45 @@ def metadata(data: bytes) -> None:
         found.close()
 
 
+def a_file(data: bytes) -> None:
+    """A safetensors file as it lies on a disk: of each tensor, as much is read as its header says."""
+    path = Path(_OWN.name, "model.safetensors")
+    path.write_bytes(data)
+    with safetensors.SafetensorsFile(str(path)) as file:
+        for entry in file.entries.values():
+            span = safetensors.Span(*entry[1:])
+            room = bytearray(span.end - span.begin)
+            entry.read_into(memoryview(room), 0)
+            assert room == data[span.begin : span.end]
+
+
+def saved_by_torch(data: bytes) -> None:
+    """A file of torch.save() within another one: as plain data, and as a tensor."""
+    path = Path(_OWN.name, "__0_0.distcp")
+    path.write_bytes(b"before" + data + b"behind")
+    with safetensors.File(str(path)) as file:
+        stored = torch_file.Stored(file, len(b"before"), len(data))
+        with contextlib.suppress(CheckpointError):
+            torch_file.value_in(stored, NAME)
+        begin = torch_file.values_begin(stored, NAME, torch.float32, (2, 3))
+        assert 0 <= begin - stored.offset <= stored.length - 24
+
+
+def calls(data: bytes) -> None:
+    play(data, Path(_OWN.name, "played"))
+
+
+_OWN = tempfile.TemporaryDirectory()
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "header": header,
     "index": index,
     "manifest": a_manifest,
     "pickle": a_pickle,
     "metadata": metadata,
+    "file": a_file,
+    "saved": saved_by_torch,
+    "calls": calls,
 }
 
 
@@ -119,8 +154,9 @@ def one_input(data: bytes) -> None:
 
 def seeds() -> list[bytes]:
     """Inputs that are right, or wrong in a known way."""
+    files = [packed(right_header()), packed({}), *(each for each, _ in WRONG.values())]
     found = {
-        "header": [packed(right_header()), packed({}), *(each for each, _ in WRONG.values())],
+        "header": files,
         "index": [
             json.dumps({"metadata": {}, "weight_map": {"a": "model-1.safetensors"}}).encode(),
             b'{"weight_map": {"a": "../x.safetensors"}}',
@@ -128,6 +164,9 @@ def seeds() -> list[bytes]:
         "manifest": _manifests(),
         "pickle": [pickle.dumps(_values(), protocol=p) for p in (2, 4)],
         "metadata": [_metadata()],
+        "file": files,
+        "saved": [_saved(torch.arange(6.0).reshape(2, 3)), _saved(_values())],
+        "calls": some_calls(),
     }
     short = {name: [each for each in some if len(each) < 20_000] for name, some in found.items()}
     return [bytes([i]) + each for i, name in enumerate(TARGETS) for each in short[name]]
@@ -168,6 +207,12 @@ def _metadata() -> bytes:
     return Path(_FOLDER.name, dcp.METADATA).read_bytes()
 
 
+def _saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
 def write_seeds(folder: Path) -> None:
     """One file each."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,9 +223,9 @@ def write_seeds(folder: Path) -> None:
 def main() -> None:
     if atheris is None:
         sys.exit("the fuzzer is not installed: pip install atheris")
-    folders = [each for each in sys.argv[1:] if not each.startswith("-")]
-    if folders:
-        write_seeds(Path(folders[0]))
+    given = [Path(each) for each in sys.argv[1:] if not each.startswith("-")]
+    if given and not given[0].is_file():  # which is an input, to be run once
+        write_seeds(given[0])
     atheris.Setup(sys.argv, one_input)
     atheris.Fuzz()
 

@@ -1,6 +1,6 @@
 """A short training run with AddressSanitizer and UndefinedBehaviorSanitizer in the core.
 
-The one idea: the sanitized core is another build (build/sanitize, as `make sanitize` makes it; the
+The one idea: the sanitized core is another build (sanitized.py, as `make sanitize` makes it; the
 usual one stays as it is), and its ranks run below the preloaded runtime. One run walks through what
 training does: strategies, transports, optimizers, odd sizes, failures, models that die. Building it
 the first time costs a minute, afterwards a second. `make sanitize` runs the whole suite this way.
@@ -9,21 +9,17 @@ the first time costs a minute, afterwards a second. `make sanitize` runs the who
 import gc
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from nursery import fork_ranks
+from sanitized import SANITIZED, build
 from spawn import run_ranks
 from torch import nn
 
 import zshard
 from zshard import FSDP
-
-ROOT = Path(__file__).resolve().parent.parent
-SANITIZED = ROOT / "build" / "sanitize"
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,30 +30,13 @@ pytestmark = [
 ]
 
 
-def compilers_file(compiler, name):
-    """The path of one of the compiler's own libraries; skips the test where it has none."""
-    words = [compiler, f"-print-file-name={name}"]
-    path = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    if not os.path.isabs(path):
-        pytest.skip(f"{compiler} has no {name}")
-    return path
-
-
 @pytest.fixture(scope="module")
 def environment():
     """Builds the sanitized package; the environment in which ranks use it."""
-    # Python is not sanitized, so the runtime is preloaded, and libstdc++, whose throw it wraps.
-    runtime = [compilers_file("cc", "libasan.so"), compilers_file("c++", "libstdc++.so.6")]
-    words = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(SANITIZED)]
-    env = {**os.environ, "ZSHARD_SANITIZE": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {
-        "PYTHONPATH": str(SANITIZED),
-        "LD_PRELOAD": " ".join(runtime),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python and torch keep much until the process ends
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
+    try:
+        return build()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 def free_twice():
