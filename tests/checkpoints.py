@@ -1,4 +1,5 @@
-"""Checkpoints as files, for the tests of what writes them: read without anything of zshard's reading.
+"""Checkpoints as files, for the tests of what writes them: read without anything of zshard's reading;
+and saves that must fail and leave them as they are.
 
 The one idea: what is in the files is for others to read, so it is read by the reference
 implementation of safetensors, and checksums are computed anew, by a table of its own.
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import differences
-from optim_states import rank
+from models import CASES, differences, train
+from optim_states import rank, trained
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -136,3 +137,34 @@ def saved(folder: str | Path, model: nn.Module, optimizer: Any = None, **options
     }
     assert zshard.save(path, model, optimizer, overwrite=True, **options).path == path
     return unlike(path, state, named) if rank() == 0 else []
+
+
+# --- saves that fail ------------------------------------------------------------------------------
+
+APART = ("full_shard", "c10d")
+"""Where each rank has something even of a small model."""
+
+
+def outcome(action):
+    """(kind of the exception, its text) that `action` ends with; None if it does well."""
+    try:
+        action()
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def tried(folder, kind, text, action):
+    """Runs `action(model, optimizer)`, which has to raise that kind of error with that text; what is
+    wrong after that. `text` is of the rank whose error it is, the last one."""
+    model, optimizer = trained("mlp", APART, "zshard.AdamW")
+    zshard.save(folder / "old", model, optimizer)
+    before = inside(folder), bit_by_bit(folder / "old")
+    found = outcome(lambda: action(folder, model, optimizer))
+    wrong = []
+    if found is None or not issubclass(found[0], kind) or text not in found[1]:
+        wrong.append(found)
+    elif rank() == 0 and before != (inside(folder), bit_by_bit(folder / "old")):
+        wrong.append(inside(folder))
+    train(model, CASES["mlp"], optimizer, rank(), 1)
+    return wrong + saved(folder, model, optimizer)

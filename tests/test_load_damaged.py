@@ -1,4 +1,4 @@
-"""zshard.load of checkpoints that are damaged, incomplete, of something else, or hostile.
+"""zshard.load of checkpoints that are damaged or incomplete, or that the system fails to read.
 
 The one idea: a good checkpoint with one thing changed is one error on all ranks, which names the
 file and what is wrong; and nothing on any rank has changed.
@@ -6,96 +6,32 @@ file and what is wrong; and nothing on any rank has changed.
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
-from models import make_optimizer, wrapped
-from optim_states import FULL, differ, rank
+from damage import check, files_of, flip, good_one, model_and_optimizer, open_files, state_of
+from optim_states import differ, rank
 from safetensors.torch import save_file
-from scenarios import Stack, forward_backward, message_of
+from scenarios import message_of
 from torch import nn
 
 import zshard
-from zshard import CheckpointError, DivergenceError
-from zshard._checkpoint import folder, manifest
-
-
-def model_and_optimizer(kind="zshard.AdamW", build=Stack):
-    """After a step, so that there is state that must not change."""
-    model = wrapped(build, FULL)
-    optimizer = make_optimizer(kind, model)
-    forward_backward(model, rank())
-    optimizer.step()
-    return model, optimizer
-
-
-def state_of(model, optimizer):
-    return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-
-
-def saved(path, size="2 KB"):
-    """A checkpoint in several files."""
-    model, optimizer = model_and_optimizer()
-    zshard.save(path, model, optimizer, max_shard_size=size, extra={"a": 1})
-
-
-def refused(path, kind, options=None, with_optimizer=True, optimizer_kind="zshard.AdamW"):
-    """(the message, what has changed, open files of the checkpoint) of a load."""
-    model, optimizer = model_and_optimizer(optimizer_kind)
-    before = state_of(model, optimizer)
-    given = optimizer if with_optimizer else None
-    said = message_of(lambda: zshard.load(path, model, given, **(options or {})), kind)
-    return said, differ(state_of(model, optimizer), before), open_files(path)
-
-
-def open_files(path):
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:
-            continue
-    return [each for each in found if each.startswith(str(path))]
-
-
-def check(pool, path, words, kind=CheckpointError, **options):
-    """Both ranks refuse, with these words, and nothing has changed."""
-    found = pool.run(refused, str(path), kind, *options.values())
-    for said, changed, left_open in found:
-        assert changed == [] and left_open == []
-        for word in [words] if isinstance(words, str) else words:
-            assert word in said, said
+from zshard import CheckpointError
+from zshard._checkpoint import folder
 
 
 @pytest.fixture(scope="module")
 def good(pools, tmp_path_factory):
     """A checkpoint of two ranks, not to be changed."""
-    from spawn import RankPool
-
-    path = tmp_path_factory.mktemp("good") / "x"
-    pools.setdefault(2, RankPool(2)).run(saved, str(path))
-    return path
+    return good_one(pools, tmp_path_factory.mktemp("good"))
 
 
 @pytest.fixture
 def path(good, tmp_path):
     """A copy of it."""
     return shutil.copytree(good, tmp_path / "x")
-
-
-def files_of(path):
-    return sorted(each.name for each in path.iterdir())
-
-
-def flip(file, at, bit=0):
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1 << bit
-    file.write_bytes(bytes(content))
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -239,105 +175,6 @@ def test_files_that_the_manifest_does_not_name_are_nobodys(pool2, path):
         assert verified is True and wrong == []
 
 
-# --- hostile ones ---------------------------------------------------------------------------------
-
-
-def rewritten(path, **changes):
-    """The manifest with other things in it, and a right checksum."""
-    file = path / "zshard.json"
-    made = manifest.parse(file.read_bytes(), str(file))
-    file.write_bytes(manifest.dump(replace(made, **changes)))
-
-
-def records(path):
-    return dict(manifest.parse((path / "zshard.json").read_bytes(), "x").files)
-
-
-@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
-@pytest.mark.parametrize("name", ["model-00001-of", "optimizer.safetensors.i", "zshard.json"])
-def test_what_is_no_regular_file(pool2, path, name, kind):
-    file = next(each for each in path.iterdir() if each.name.startswith(name))
-    moved = file.rename(path.parent / file.name)
-    if kind == "link":
-        file.symlink_to(moved)
-    elif kind == "fifo":
-        os.mkfifo(file)
-    else:
-        file.mkdir()
-    check(pool2, path, [f"'{file}'", "is a link" if kind == "link" else "no regular file"])
-
-
-def test_an_index_that_names_what_the_manifest_does_not(pool2, path):
-    index = path / "model.safetensors.index.json"
-    told = json.loads(index.read_text())
-    first = next(iter(told["weight_map"]))
-    told["weight_map"][first] = "other.safetensors"
-    index.write_text(json.dumps(told))
-    files = records(path)
-    with zshard._core.File.open(index) as file:
-        crc = memoryview(file.check(0, file.size, manifest.BLOCK)).cast("Q")[2]
-        files[index.name] = manifest.FileRecord(file.size, (crc,))
-    rewritten(path, files=files)
-    check(
-        pool2, path, f"'{path / 'other.safetensors'}' is named by an index, and not by zshard.json"
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"optimizer": {}}, "lacks 'groups'"),
-        ({"optimizer": {"class": "A", "groups": 3, "state": {}}}, "has no valid optimizer"),
-        ({"optimizer": {"class": "A", "groups": [], "state": {}}}, "does not know the optimizer's"),
-        (
-            {"optimizer": {"class": "A", "groups": [], "state": {"a": {"tensors": ["b"]}}}},
-            "lacks 'a.b'",
-        ),
-        ({"model": {"extra_state": []}}, "has a list as extra_state, no object"),
-        ({"model": {"extra_state": {"a": {"$object": 1}}}}, "no value that this version"),
-        ({"model": {"versions": {"head": "2"}}}, "versions of modules that are no numbers"),
-        ({"extra": [[1]]}, "has a list as extra, no dict"),
-        ({"extra": [{"a": {"$tuple": 1, "$x": 2}}]}, "no value that this version"),
-    ],
-)
-def test_a_manifest_that_says_strange_things(pool2, path, changes, words):
-    rewritten(path, **changes)
-    check(pool2, path, words)
-
-
-def test_a_newer_format(pool2, path):
-    file = path / "zshard.json"
-    whole = json.loads(file.read_text())
-    whole["checkpoint"]["version"] = 2
-    file.write_text(json.dumps(whole))
-    check(pool2, path, ["is of version 2 of the format; this zshard reads version 1"])
-
-
-def test_a_folder_of_an_interrupted_save(pool2, path):
-    (path / "zshard.json").unlink()
-    left = path.rename(path.parent / f".x.{'0' * 32}.tmp")
-    check(pool2, left, "is what an interrupted save has left", options=None, with_optimizer=False)
-
-
-# --- pickles --------------------------------------------------------------------------------------
-
-
-def test_folders_of_pickles(pool2, tmp_path):
-    for name, files, words in (
-        ("torch", ["pytorch_model.bin"], "is a pickle by its name"),
-        ("ds", ["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "zero_to_fp32.py"),
-        ("ds2", ["latest", "global_step10/mp_rank_00_model_states.pt"], "zero_to_fp32.py"),
-        ("empty", ["notes.txt"], "has no finished checkpoint"),
-    ):
-        for file in files:
-            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name / file).write_bytes(b"cos\nsystem\n(S'touch /tmp/x'\ntR.")
-        kind = OSError if name == "empty" else CheckpointError
-        check(pool2, tmp_path / name, words, kind=kind, options=None, with_optimizer=False)
-    file = tmp_path / "torch" / "pytorch_model.bin"
-    check(pool2, file, "is a pickle by its name", options=None, with_optimizer=False)
-
-
 # --- numbered ones --------------------------------------------------------------------------------
 
 
@@ -360,160 +197,6 @@ def test_the_newest_is_taken_and_an_older_one_offered(pool2, tmp_path):
     check(pool2, newest.parent, ["model.safetensors' is missing", f"'{older}' is an older one"])
     (newest / "zshard.json").unlink()
     assert zshard.latest(newest.parent) == str(older)
-
-
-# --- what does not fit ----------------------------------------------------------------------------
-
-
-class Other(Stack):
-    """Another head, and one block less."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(9, 3)
-        del self.blocks[2]
-
-
-def of_other(path):
-    model = wrapped(Other, FULL)
-    optimizer = make_optimizer("zshard.AdamW", model)
-    forward_backward(model, rank())
-    optimizer.step()
-    zshard.save(path, model, optimizer)
-
-
-def test_another_model(pool2, tmp_path):
-    pool2.run(of_other, str(tmp_path / "x"))
-    words = [
-        "size mismatch for head.weight",
-        'Missing key(s) in state_dict: "blocks.2.norm.weight"',
-    ]
-    check(pool2, tmp_path / "x", words, kind=RuntimeError)
-    loose = {"strict": False}
-    check(pool2, tmp_path / "x", words[0], kind=RuntimeError, options=loose)
-
-
-def strange_optimizer(path, what):
-    model, optimizer = model_and_optimizer()
-    params = list(model.parameters())
-    if what == "class":
-        optimizer = zshard.SGD(params, lr=0.1, momentum=0.9)
-    elif what == "parts":
-        optimizer = zshard.AdamW(params[1:])
-    elif what == "groups":
-        optimizer = zshard.AdamW([{"params": params[:2]}, {"params": params[2:]}])
-    elif what == "stranger":
-        optimizer = zshard.AdamW([*params, nn.Parameter(torch.ones(3))])
-    elif what == "dtype":
-        optimizer = zshard.AdamW(wrapped(lambda: Stack().bfloat16(), FULL).parameters())
-    before = state_of(model, optimizer)
-    said = message_of(lambda: zshard.load(path, model, optimizer), (RuntimeError, ValueError))
-    return said, differ(state_of(model, optimizer), before)
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("class", "it is the state of zshard.optim.AdamW, the optimizer is SGD"),
-        ("parts", "the optimizer has no parameter 'blocks.0.norm.weight'"),
-        ("groups", "it has 1 param groups, the optimizer 2"),
-        ("stranger", "has a parameter of shape (3,) that the model has not"),
-        ("dtype", "that the model has not"),
-    ],
-)
-def test_another_optimizer(pool2, good, what, words):
-    for said, changed in pool2.run(strange_optimizer, str(good), what):
-        assert words in said and changed == []
-
-
-def another_class(path):
-    """strict=False takes it, as load_state_dict() would."""
-    model, _ = model_and_optimizer()
-    optimizer = torch.optim.Adam(list(model.parameters()))
-    said = message_of(lambda: zshard.load(path, model, optimizer), RuntimeError)
-    zshard.load(path, model, optimizer, strict=False)
-    return said, "exp_avg" in optimizer.state[next(model.parameters())]
-
-
-def test_another_class_of_the_same_state(pool2, good):
-    for said, has in pool2.run(another_class, str(good)):
-        assert "the optimizer is Adam (strict=False takes it)" in said and has
-
-
-def refusing(path, rank_of_error):
-    """A hook on the optimizer that raises on one rank, when it has loaded: all get back what they
-    had, and can go on."""
-    model, optimizer = model_and_optimizer()
-    optimizer.step()  # so that values and options are others than in the checkpoint
-    optimizer.param_groups[0]["lr"] = 3.0
-    before = state_of(model, optimizer)
-    usual = type(optimizer).__setstate__
-
-    def set_state(self, state):
-        usual(self, state)
-        if "param_groups" in state and rank() == rank_of_error:
-            raise NotImplementedError("not with these options")
-
-    type(optimizer).__setstate__ = set_state
-    try:
-        said = message_of(lambda: zshard.load(path, model, optimizer), NotImplementedError)
-    finally:
-        type(optimizer).__setstate__ = usual
-    changed = differ(state_of(model, optimizer), before)
-    moments = optimizer.state[next(model.parameters())]["exp_avg"]
-    other, seen = moments.clone(), []
-    optimizer.register_load_state_dict_post_hook(
-        lambda o: seen.append(o.state[next(model.parameters())]["exp_avg"].clone())
-    )
-    zshard.load(path, model, optimizer)
-    after = optimizer.state[next(model.parameters())]["exp_avg"]
-    changes = not torch.equal(after, other) or after.numel() == 0  # rank 1 may have none of it
-    seen = [torch.equal(each, after) and changes for each in seen]
-    forward_backward(model, rank())
-    optimizer.step()
-    return said, changed, seen
-
-
-def test_an_optimizer_that_refuses_on_one_rank(pool2, good):
-    for said, changed, seen in pool2.run(refusing, str(good), 1):
-        assert "not with these options" in said and changed == []
-        assert seen == [True], "post hooks see the values"
-
-
-def strange_arguments(path):
-    model, _ = model_and_optimizer()
-    return [
-        message_of(lambda: zshard.load(path, "model"), TypeError),
-        message_of(lambda: zshard.load(path, model, "optimizer"), TypeError),
-        message_of(lambda: zshard.load(3, model), TypeError),
-    ]
-
-
-def other_arguments(path):
-    """Ranks that ask for different things, and go on."""
-    model, optimizer = model_and_optimizer()
-    one = rank() == 1
-    said = [
-        message_of(lambda: zshard.load(path, model, optimizer if one else None), DivergenceError),
-        message_of(lambda: zshard.load(path, model, verify=one), DivergenceError),
-        message_of(lambda: zshard.load(path, model, optimizer if one else 3), TypeError),
-    ]
-    zshard.load(path, model, optimizer)
-    return said
-
-
-def test_ranks_that_ask_for_different_things(pool2, good):
-    for first, second, third in pool2.run(other_arguments, str(good)):
-        assert "load(optimizer=) is NoneType on rank 0 and AdamW on rank 1" in first
-        assert "load(verify=) is False on rank 0 and True on rank 1" in second
-        assert "takes a torch.optim.Optimizer third, not a int" in third
-
-
-def test_wrong_arguments(pool2, good):
-    for first, second, third in pool2.run(strange_arguments, str(good)):
-        assert "takes the model second, not a str" in first
-        assert "takes a torch.optim.Optimizer third, not a str" in second
-        assert "not int" in third
 
 
 # --- the system -----------------------------------------------------------------------------------

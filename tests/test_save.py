@@ -2,7 +2,7 @@
 
 The one idea: the files, as others read them, have the bits of the model's own state_dict() and of
 optim_state_dict(). What a state dict may have besides is in test_save_contents.py, what goes wrong in
-test_save_errors.py, folders in test_checkpoint_folder.py.
+test_save_errors.py, folders in test_save_folders.py and test_checkpoint_folder.py.
 """
 
 from __future__ import annotations
