@@ -229,7 +229,7 @@ def image_flags() -> list[str]:
 def compile_kernels(target: Path) -> Path:
     """The library with cuda_kernels.h, and the CPU's loops beside it."""
     files = sources(*SOURCES)
-    files += [source("cuda_image.c")] * (KERNELS == "gpu")
+    files += [source("cuda_image.c") if KERNELS == "gpu" else C / "fake_image.c"]
     files += [C / name for name in ("cuda_face.c", "serial_parallel_for.c")]
     flags = [*BUILDS["release"], *image_flags()]
     return compile_c(target, files, flags, ("-shared", "-ldl", "-lm"))

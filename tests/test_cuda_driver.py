@@ -69,8 +69,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 def made(folder: Path, build: str) -> Program:
-    files = [PROGRAM, C / "serial_parallel_for.c", *sources(*SOURCES)]
-    return Program(compile_c(folder / build, files, BUILDS[build]))
+    ours = [C / name for name in ("fake_image.c", "serial_parallel_for.c")]
+    return Program(compile_c(folder / build, [PROGRAM, *ours, *sources(*SOURCES)], BUILDS[build]))
 
 
 @pytest.mark.parametrize("name", NAMES)

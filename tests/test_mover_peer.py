@@ -1,8 +1,9 @@
-"""The transport "peer": between processes in C, and training over it, with a stand-in for libcuda.
+"""The transport "peer": between processes in C, with a stand-in for libcuda; when it is taken, and
+what comes of a driver that refuses a call.
 
-The one idea: the stand-in's side streams work late, on threads of their own, so the CPU's bits come
-out only if every wait, of a stream for another rank's too, is where it has to be. What runs over
-all of the GPU's transports alike is in test_cuda_path.py.
+The one idea: the stand-in's side streams work late, on threads of their own, so memory is read
+rightly only if every wait, of a stream for another rank's too, is where it has to be. Training over
+it is in test_movers.py.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +24,13 @@ from c_sources import sources
 from nursery import fork_ranks
 from stand_ins import environment
 from test_c_comm import SHM
-from torch import nn
+from test_movers import steps, wrapped
 
 import zshard
-from zshard import FSDP, _core, _group
+from zshard import _core, _group
 
 PROGRAM = C / "test_mover_peer.c"
+OTHERS = ["peer_rounds.c", "peer_failures.c", "fake_image.c", "serial_parallel_for.c"]
 CORE = [*SHM, "arena.c", "comm_gpu.c", "gpu_round.c", "mover_peer.c", "kin.c", "lookout.c"]
 CORE += ["cuda_driver.c", "cuda_kernels.c", "device_cuda.c", "device_cpu.c", "simd.c"]
 CORE += ["peer_*.c"]
@@ -48,7 +48,7 @@ CASES = [
 def build_program(folder: Path, build: str) -> Path:
     if build == "threads":
         skip_without_thread_sanitizer()
-    files = [PROGRAM, C / "serial_parallel_for.c", *sources(*CORE)]
+    files = [PROGRAM, *(C / name for name in OTHERS), *sources(*CORE)]
     return compile_c(folder / build, files, BUILDS[build])
 
 
@@ -72,88 +72,7 @@ def test_in_c(programs: Callable[[str], Path], tmp_path: Path, build: str, name:
     assert re.search(rf"^{name} +\d ranks  ok", done.stdout, re.MULTILINE)
 
 
-# --- training ------------------------------------------------------------------------------------
-
-
-def make_model(width: int = 33) -> nn.Module:
-    torch.manual_seed(7)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
-    return nn.Sequential(*layers, nn.BatchNorm1d(width), nn.Linear(width, 5))
-
-
-def wrapped(transport: str, **options):
-    return FSDP(
-        make_model(),
-        transport=transport,
-        auto_wrap_policy=zshard.wrap.ModuleWrapPolicy({nn.Linear}),
-        **options,
-    )
-
-
-def steps(model, optimizer, count):
-    rank, losses = torch.distributed.get_rank(), []
-    for step in range(count):
-        torch.manual_seed(100 * step + rank)
-        loss = model(torch.randn(4, 33)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
-
-
-def train(env, transport, strategy):
-    """Losses, whole parameters, and the transports, of two models one after the other."""
-    os.environ.update(env)
-    losses = []
-    for _ in range(2):  # the first one's memory goes while the second is trained
-        model = wrapped(transport, sharding_strategy=strategy)
-        losses += steps(model, zshard.AdamW(model.parameters(), lr=0.01), 3)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    return losses, state, {entry.comm.transport for entry in _group._entries.values()}
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard", "zero1"])
-@pytest.mark.parametrize(("world", "transport"), [(2, "shm"), (3, "shm"), (2, "c10d")])
-def test_training_has_the_bits_of_the_cpu(world, transport, strategy):
-    plain = fork_ranks(train, world, {}, transport, strategy, check=True)
-    ours = fork_ranks(train, world, environment("peer"), transport, strategy, check=True)
-    for mine, cpu in zip(ours, plain, strict=True):
-        losses, state, transports = mine.value
-        assert "peer" in transports and "peer" not in cpu.value[2]
-        assert losses == cpu.value[0]
-        assert state.keys() == cpu.value[1].keys()
-        for name, value in cpu.value[1].items():
-            assert torch.equal(state[name], value), name
-
-
-def die_in_training(env):
-    """The last rank is killed between forward and backward; how the others end, and when."""
-    os.environ.update(env)
-    model = wrapped("shm")
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model(torch.randn(4, 33)).square().mean().backward()
-    loss = model(torch.randn(4, 33)).square().mean()
-    start = time.monotonic()
-    if rank == world - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        loss.backward()
-        model(torch.randn(4, 33))
-    except (zshard.PeerError, RuntimeError) as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "nothing", "", time.monotonic() - start
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_killed_rank_is_an_error_within_seconds(world):
-    *survivors, killed = fork_ranks(die_in_training, world, environment("peer"))
-    assert killed.returncode == -signal.SIGKILL
-    for result in survivors:
-        kind, words, seconds = result.value
-        assert kind == "PeerError" and f"rank {world - 1}" in words, (kind, words)
-        assert seconds < 30
-
+# --- a driver that refuses ------------------------------------------------------------------------
 
 CALLS = ["cuStreamBatchMemOp", "cuIpcGetMemHandle", "cuIpcOpenMemHandle", "cuMemAlloc"]
 CALLS += ["cuMemcpyAsync", "cuEventRecord", "cuEventCreate", "cuStreamWaitEvent", "cuLaunchKernel"]

@@ -20,9 +20,10 @@ from test_c_core import NO_LOOPS
 ON_A_DEVICE = "nccl_windows.c"  # needs streams of the driver's; tested in test_nccl_options.py
 CORE = [NO_LOOPS, *sources(*SHM, "lookout.c")]
 CORE += [path for path in sources("nccl_*.c") if path.name != ON_A_DEVICE]
+PROGRAM = [C / name for name in ("test_nccl_comm.c", "nccl_failures.c", "nccl_processes.c")]
 OLD = "an_old_library_does_without"
 FAILING = "a_failing_call_is_an_error_and_no_more"
-NAMES = re.findall(r"^    TEST\((\w+), ", (C / "test_nccl_comm.c").read_text(), re.MULTILINE)
+NAMES = re.findall(r"^    TEST\((\w+), ", PROGRAM[0].read_text(), re.MULTILINE)
 
 
 class Programs:
@@ -40,7 +41,7 @@ class Programs:
 
     def program(self, build: str) -> Path:
         """tests/c/test_nccl_comm.c with what it tests."""
-        return self._get(f"test_nccl_{build}", [C / "test_nccl_comm.c", *CORE], BUILDS[build])
+        return self._get(f"test_nccl_{build}", [*PROGRAM, *CORE], BUILDS[build])
 
     def _get(self, name: str, sources: list[Path], flags: list[str], *link: str) -> Path:
         if name not in self._made:

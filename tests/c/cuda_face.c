@@ -1,40 +1,12 @@
 /* cuda_face.c - cuda_kernels.h and the CPU's loops beside it, for ctypes (tests/test_cuda_kernels.py).
  *
  * The one idea: a test gives the same memory to both and compares bits, so all that has to be said here is how constants are
- * made, and that there is an image to load: the stand-in for libcuda brings kernels of its own, by their names. Compiled with
- * ZS_CUDA_FATBIN, for a real GPU, the image is that of cuda_image.c.
+ * made. The image is fake_image.c's, or on a real GPU that of cuda_image.c.
  */
 #include "cuda_driver.h"
-#include "cuda_image.h"
 #include "cuda_kernels.h"
 
 #include <string.h>
-
-#ifndef ZS_CUDA_FATBIN
-
-static const uint64_t image[2] = {0xba55ed50u, 0};
-
-const void *zs_cuda_image(void)
-{
-    return image;
-}
-
-const char *zs_cuda_image_targets(void)
-{
-    return "sm_90";
-}
-
-int zs_cuda_image_version(void)
-{
-    return 13000;
-}
-
-size_t zs_cuda_image_bytes(void)
-{
-    return sizeof image;
-}
-
-#endif
 
 /* A run's constants, of one step. */
 typedef struct face_job {

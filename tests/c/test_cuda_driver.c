@@ -27,28 +27,6 @@
 
 enum { N = 1000 };
 
-static const uint64_t image[2] = {0xba55ed50u, 0};
-
-const void *zs_cuda_image(void)
-{
-    return getenv("NO_IMAGE") == NULL ? image : NULL;
-}
-
-size_t zs_cuda_image_bytes(void)
-{
-    return sizeof image;
-}
-
-const char *zs_cuda_image_targets(void)
-{
-    return "sm_90";
-}
-
-int zs_cuda_image_version(void)
-{
-    return 13000;
-}
-
 static void *at(zs_cu_ptr ptr)
 {
     return (void *)(uintptr_t)ptr;
@@ -243,7 +221,7 @@ static zs_status work_with_everything(void)
     ZS_TRY(work_with_peers(handle));
     ZS_TRY(zs_cuda_kernels_load());
     zs_cu_library library;
-    ZS_TRY(ZS_CU(cuLibraryLoadData, &library, image, NULL, NULL, 0, NULL, NULL, 0));
+    ZS_TRY(ZS_CU(cuLibraryLoadData, &library, zs_cuda_image(), NULL, NULL, 0, NULL, NULL, 0));
     ZS_TRY(ZS_CU(cuLibraryUnload, library));
     float x[4] = {1, 2, 3, 4};
     const zs_numbers numbers = {x, 4, ZS_F32};

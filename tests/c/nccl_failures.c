@@ -1,0 +1,255 @@
+/* nccl_failures.c - communicators whose calls fail, whose peers are gone, or whose work does not end (test_nccl_comm.c).
+ *
+ * The one idea: whatever fails, in the library or on another rank, is one error, told by each call from then on, and no hang.
+ */
+#include "nccl_tests.h"
+
+#include <poll.h>
+#include <sys/syscall.h>
+
+/* --- failures --------------------------------------------------------------------------------------------------------------- */
+
+static void count_lost(void *arg, zs_status failure, const char *why)
+{
+    CHECK(failure != ZS_OK && strlen(why) > 0);
+    atomic_fetch_add((_Atomic int *)arg, 1);
+}
+
+/* All that a communicator can be asked to do, until something fails. */
+static zs_status do_everything(rank_env *env, zs_nccl_comm *comm, zs_nccl_window *window)
+{
+    static char full[MAX_RANKS * 64], other[MAX_RANKS * 64];
+    char *mine = full + env->rank * 64;
+    zs_nccl_reduction sum = {full, other, 4, ZS_F32, ZS_NCCL_SUM};
+    if (getenv("ZS_TEST_OLD") == NULL) ZS_TRY(zs_nccl_window_new(comm, 4096, window));
+    for (int i = 0; i < 3; i++) {
+        ZS_TRY(zs_nccl_all_gather(comm, mine, full, 64, &stream_a));
+        ZS_TRY(zs_nccl_all_to_all(comm, full, other, 64, &stream_a));
+        ZS_TRY(zs_nccl_broadcast(comm, full, 64, 0, &stream_a));
+        ZS_TRY(zs_nccl_reduce_scatter(comm, &sum, &stream_a));
+        ZS_TRY(zs_nccl_all_reduce(comm, &sum, &stream_a));
+        ZS_TRY(zs_nccl_comm_check(comm));
+    }
+    return ZS_OK;
+}
+
+/* FAKE_NCCL_FAIL or FAKE_NCCL_FAIL_LATE or FAKE_NCCL_ASYNC is set by test_nccl.py, and ZS_TEST_WORDS says what the failure
+ * has to name; without ZS_TEST_WORDS the failure comes at the end, when nobody is told. ZS_TEST_OLD: the old library. */
+void a_failing_call_is_an_error_and_no_more(rank_env *env)
+{
+    const char *words = getenv("ZS_TEST_WORDS");
+    _Atomic int lost = 0;
+    zs_nccl_options options = {.name = "all", .timeout = 30.0, .lost = count_lost, .arg = &lost};
+    zs_nccl_comm *comm = NULL;
+    zs_nccl_window window = {0};
+    zs_clear_error();
+    zs_status status = zs_nccl_comm_new(env->comm, &options, &comm);
+    bool made = status == ZS_OK;
+    if (made) status = do_everything(env, comm, &window);
+    for (double start = now(); made && words != NULL && status == ZS_OK && now() < start + 5.0; sleep_us(1000))
+        status = zs_nccl_comm_check(comm); /* the monitor finds it */
+    CHECK(status == (words != NULL ? ZS_ERR_NCCL : ZS_OK));
+    if (words != NULL && strstr(zs_last_message(), words) == NULL) fprintf(stderr, "expected: %s\n", words);
+    CHECK(words == NULL || strstr(zs_last_message(), words) != NULL);
+    char first[1024];
+    snprintf(first, sizeof first, "%s", zs_last_message());
+    if (made && words != NULL) {
+        FAILS(do_everything(env, comm, &window), ZS_ERR_NCCL, first);
+        FAILS(zs_nccl_comm_check(comm), ZS_ERR_NCCL, first);
+        CHECK(atomic_load(&lost) == 1);
+    }
+    if (made) synchronize(&stream_a);
+    zs_nccl_window_free(&window);
+    zs_nccl_comm_release(comm);
+}
+
+/* What NCCL itself refuses without another word in its state poisons nothing. */
+void what_only_nccl_refuses_poisons_nothing(rank_env *env)
+{
+    setenv("FAKE_NCCL_FAIL", "CommWindowRegister:1:4", 1);
+    zs_nccl_comm *comm = make(env, "all");
+    zs_nccl_window window = {0};
+    FAILS(zs_nccl_window_new(comm, 4096, &window), ZS_ERR_NCCL, "ncclCommWindowRegister failed: invalid argument");
+    CHECK(window.ptr == NULL && window.comm == NULL);
+    gather(env, comm, 100, true);
+    OK(zs_nccl_window_new(comm, 4096, &window));
+    zs_nccl_window_free(&window);
+    zs_nccl_comm_release(comm);
+}
+
+/* --- peers that are gone ------------------------------------------------------------------------------------------------- */
+
+/* Word of a failure travels over the board, as it does over a transport. */
+static void tell_board(void *arg, zs_status failure, const char *why)
+{
+    (void)failure;
+    (void)why;
+    atomic_store(&((board *)arg)->step, 1);
+}
+
+static bool ask_board(void *arg, char *sentence, size_t size)
+{
+    if (atomic_load(&((board *)arg)->step) != 1) return false;
+    snprintf(sentence, size, "another rank gave up");
+    return true;
+}
+
+static zs_nccl_options over_board(rank_env *env, double timeout)
+{
+    return (zs_nccl_options){
+        .name = "all", .timeout = timeout, .gone = ask_board, .lost = tell_board, .arg = env->board};
+}
+
+/* Only the last rank fails; the others, whose kernels would wait for ever, hear of it. */
+void one_rank_fails_and_the_others_hear(rank_env *env)
+{
+    bool last = env->rank == env->world - 1;
+    if (last) setenv("FAKE_NCCL_FAIL", "AllGather:2:2", 1);
+    zs_nccl_options options = over_board(env, 60.0);
+    zs_nccl_comm *comm = NULL;
+    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    gather(env, comm, 100, true);
+    char full[MAX_RANKS] = {0}, mine = 0;
+    OK(env->comm->ops->exchange(env->comm, &mine, 1, full)); /* a slow rank's gather would be broken off as well */
+    double start = now();
+    zs_clear_error();
+    zs_status status = zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a);
+    CHECK(last ? status == ZS_ERR_NCCL && strstr(zs_last_message(), "unhandled system error") != NULL
+               : status == ZS_OK);
+    zs_clear_error();
+    if (!last) synchronize(&stream_a); /* the user's loss.item() */
+    CHECK(now() < start + 10.0);
+    if (!last) FAILS(zs_nccl_comm_check(comm), ZS_ERR_PEER, "another rank gave up");
+    zs_nccl_comm_release(comm);
+}
+
+/* Making it fails on the last rank: all say so, in the words of that rank. */
+void a_rank_that_cannot_make_it_is_told_on_all(rank_env *env)
+{
+    if (env->rank == env->world - 1) setenv("FAKE_NCCL_FAIL", "CommInitRankConfig:1:1", 1);
+    char part[64];
+    snprintf(part, sizeof part, "rank %d: NCCL, communicator 'all'", env->world - 1);
+    double start = now();
+    refuse(env, over_board(env, 60.0), ZS_ERR_NCCL, part);
+    CHECK(now() < start + 10.0);
+}
+
+static bool has_ended(void *arg, char *sentence, size_t size)
+{
+    struct pollfd look = {.fd = *(int *)arg, .events = POLLIN};
+    if (poll(&look, 1, 0) <= 0) return false;
+    snprintf(sentence, size, "rank 1 has ended");
+    return true;
+}
+
+/* A rank that has done its part and left: what is still under way here may end well. */
+void a_peer_that_has_left_breaks_nothing_off(rank_env *env)
+{
+    pid_t pid = getpid(), pids[MAX_RANKS];
+    OK(env->comm->ops->exchange(env->comm, &pid, sizeof pid, pids));
+    int pidfd = (int)syscall(SYS_pidfd_open, pids[1], 0);
+    if (env->rank != 1) setenv("FAKE_NCCL_DELAY_US", "500000", 1);
+    zs_nccl_options options = {.name = "all", .timeout = 60.0, .gone = has_ended, .arg = &pidfd};
+    if (env->rank == 1) options.gone = NULL;
+    zs_nccl_comm *comm = NULL;
+    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    char data[8] = {0};
+    if (env->rank == 1) fill(data, 8, 1, 7);
+    event done = {0};
+    OK(zs_nccl_broadcast(comm, data, 8, 1, &stream_a));
+    record(&done, &stream_a);
+    OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done, "the last"}));
+    synchronize(&stream_a);
+    if (env->rank == 1) raise(SIGKILL);
+    check_filled(data, 8, 1, 7);
+    for (double start = now(); zs_nccl_comm_check(comm) == ZS_OK; sleep_us(1000))
+        CHECK(now() < start + 10.0);
+    FAILS(zs_nccl_comm_check(comm), ZS_ERR_PEER, "rank 1 has ended");
+    zs_nccl_comm_release(comm);
+    close(pidfd);
+}
+
+void a_killed_rank_is_reported_within_seconds(rank_env *env)
+{
+    pid_t pid = getpid(), pids[MAX_RANKS];
+    OK(env->comm->ops->exchange(env->comm, &pid, sizeof pid, pids));
+    int pidfd = (int)syscall(SYS_pidfd_open, pids[1], 0);
+    zs_nccl_options options = {.name = "all", .timeout = 60.0, .gone = has_ended, .arg = &pidfd};
+    if (env->rank == 1) options.gone = NULL;
+    zs_nccl_comm *comm = NULL;
+    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    gather(env, comm, 100, true);
+    if (env->rank == 1) raise(SIGKILL);
+    char full[MAX_RANKS] = {0};
+    double start = now();
+    zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a);
+    synchronize(&stream_a);
+    CHECK(now() < start + 10.0);
+    FAILS(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a), ZS_ERR_PEER, "rank 1 has ended");
+    zs_nccl_comm_release(comm);
+    close(pidfd);
+}
+
+/* --- what does not end -------------------------------------------------------------------------------------------------- */
+
+void work_that_does_not_end_is_broken_off(rank_env *env)
+{
+    setenv("FAKE_NCCL_HANG", "AllGather:2", 1);
+    zs_nccl_options options = {.name = "all", .timeout = 1.0};
+    zs_nccl_comm *comm = NULL;
+    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    gather(env, comm, 100, true);
+    event done[3] = {{0}};
+    char full[MAX_RANKS] = {0};
+    for (int i = 0; i < 3; i++) { /* the second one hangs, the third waits behind it */
+        if (i > 0) OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a));
+        record(&done[i], &stream_a);
+        OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[i], i == 1 ? "the second" : "another"}));
+    }
+    double start = now();
+    synchronize(&stream_a);
+    CHECK(now() < start + 10.0);
+    FAILS(zs_nccl_comm_check(comm), ZS_ERR_TIMEOUT, "the second has not ended within 1 s");
+    FAILS(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[0], "more"}), ZS_ERR_TIMEOUT, "the second");
+    zs_nccl_comm_release(comm);
+}
+
+/* Work that goes on, however long in all, and work that was forgotten, is nobody's fault. */
+void progress_is_no_timeout(rank_env *env)
+{
+    setenv("FAKE_NCCL_DELAY_US", "30000", 1);
+    zs_nccl_options options = {.name = "all", .timeout = 0.8};
+    zs_nccl_comm *comm = NULL;
+    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    enum { N = 80 };
+    event done[N] = {{0}}, never = {0}, nor_this = {0};
+    char full[MAX_RANKS] = {0};
+    OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &never, "never"}));
+    for (int i = 0; i < N; i++) {
+        OK(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a));
+        record(&done[i], &stream_a);
+        OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[i], "a gather"}));
+        if (i == N / 2) OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &nor_this, "nor this"}));
+    }
+    zs_nccl_comm_forget(comm, &never);
+    zs_nccl_comm_forget(comm, &nor_this);
+    zs_nccl_comm_forget(comm, &nor_this);
+    synchronize(&stream_a);
+    OK(zs_nccl_comm_check(comm));
+    zs_nccl_comm_release(comm);
+}
+
+/* A launch that waits for a peer has the same limit. */
+void a_rank_that_never_comes_is_a_timeout(rank_env *env)
+{
+    zs_nccl_options options = {.name = "all", .timeout = 1.0};
+    zs_nccl_comm *comm = NULL;
+    OK(zs_nccl_comm_new(env->comm, &options, &comm));
+    zs_nccl_window window = {0};
+    double start = now();
+    if (env->rank == 0)
+        FAILS(zs_nccl_window_new(comm, 4096, &window), ZS_ERR_TIMEOUT,
+              "ncclCommWindowRegister is at work for more than 1 s");
+    CHECK(now() < start + 5.0);
+    zs_nccl_comm_release(comm);
+}

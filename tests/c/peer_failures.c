@@ -1,0 +1,149 @@
+/* peer_failures.c - the transport "peer" when ranks die, do not come or are refused by the driver (test_mover_peer.c).
+ *
+ * The one idea: nobody hangs: streams that wait for a rank are let go, and the next call says which rank, and why.
+ */
+#include "peer_tests.h"
+
+#include <signal.h>
+
+/* --- failures ---------------------------------------------------------------------------------------------------------------- */
+
+/* A rank dies, and the others' streams wait for it: they are let go, and the next call names the rank. */
+void killed_rank_lets_streams_go(rank_env *env)
+{
+    zs_flat_mem flat;
+    zs_mem *full = NULL;
+    begin_gpu(env);
+    OK(env->comm->ops->flat_new(env->comm, 512, &flat));
+    OK(zs_device_mem_new(env->comm->device, (size_t)env->world * 512, &full));
+    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+    meet(env);
+    if (env->rank == 1) raise(SIGKILL);
+    double start = now();
+    zs_target to = {full, full->ptr};
+    zs_status status = zs_comm_gather(env->comm, &flat, "layer", to); /* returns when the stream goes on */
+    if (status == ZS_OK) status = zs_comm_gather(env->comm, &flat, "layer", to);
+    CHECK(status == ZS_ERR_PEER && strstr(zs_last_message(), "rank 1 (pid") != NULL);
+    zs_clear_error();
+    FAILS(zs_comm_gather(env->comm, &flat, "layer", to), ZS_ERR_STATE, "rank 1 (pid");
+    CHECK(now() - start < 20.0);
+    env->comm->ops->flat_free(env->comm, &flat);
+    zs_mem_release(full);
+    end_gpu(env);
+}
+
+/* A rank that does not come is an error when the time is over. */
+void absent_rank_is_a_timeout(rank_env *env)
+{
+    zs_flat_mem flat;
+    zs_mem *full = NULL;
+    begin_gpu(env);
+    hosts->timeout = 2.0;
+    OK(env->comm->ops->flat_new(env->comm, 512, &flat));
+    OK(zs_device_mem_new(env->comm->device, (size_t)env->world * 512, &full));
+    zs_target to = {full, full->ptr};
+    zs_gathering *on_the_way = NULL;
+    OK(zs_comm_gather(env->comm, &flat, "layer", to));
+    if (env->rank == 1) {
+        sleep_us(4000000);
+    } else {
+        OK(env->comm->ops->gather_start(env->comm, &flat, "layer", to, &on_the_way));
+        OK(env->comm->ops->gather_finish(env->comm, on_the_way));
+        FAILS(env->comm->ops->gather_start(env->comm, &flat, "layer", to, &on_the_way), ZS_ERR_TIMEOUT,
+              "the gather of parameters has not ended on the GPU of rank");
+    }
+    env->comm->ops->flat_free(env->comm, &flat);
+    zs_mem_release(full);
+    end_gpu(env);
+}
+
+/* One rank's driver refuses a call: it fails there, and the others do not hang. */
+void failing_call_lets_the_peers_go(rank_env *env)
+{
+    zs_flat_mem flat;
+    zs_mem *full = NULL;
+    begin_gpu(env);
+    OK(env->comm->ops->flat_new(env->comm, 512, &flat));
+    OK(zs_device_mem_new(env->comm->device, (size_t)env->world * 512, &full));
+    zs_target to = {full, full->ptr};
+    OK(zs_comm_gather(env->comm, &flat, "layer", to));
+    meet(env);
+    if (env->rank == 1) {
+        setenv("FAKE_CUDA_FAIL", "cuMemcpyAsync:1", 1);
+        FAILS(zs_comm_gather(env->comm, &flat, "layer", to), ZS_ERR_CUDA, "cuMemcpyAsync");
+        unsetenv("FAKE_CUDA_FAIL");
+        FAILS(zs_comm_gather(env->comm, &flat, "layer", to), ZS_ERR_STATE, "since an earlier failure");
+    } else {
+        zs_status status = zs_comm_gather(env->comm, &flat, "layer", to);
+        char all[MAX_RANKS];
+        if (status == ZS_OK) status = env->comm->ops->exchange(env->comm, "", 1, all);
+        CHECK(status != ZS_OK && strstr(zs_last_message(), "cuMemcpyAsync") != NULL);
+        zs_clear_error();
+    }
+    env->comm->ops->flat_free(env->comm, &flat);
+    zs_mem_release(full);
+    end_gpu(env);
+}
+
+/* The making fails on all ranks where it does on one. */
+void birth_fails_on_all_ranks(rank_env *env)
+{
+    const zs_device *device = NULL;
+    zs_mover *mover = NULL;
+    static const char *const calls[] = {"cuMemAlloc:1:2", "cuIpcGetMemHandle:1", "cuIpcOpenMemHandle:1",
+                                        "cuStreamCreateWithPriority:1"};
+    OK(zs_device_cuda(0, true, &device));
+    for (int i = 0; i < 4; i++) {
+        if (env->rank == 1) setenv("FAKE_CUDA_FAIL", calls[i], 1);
+        zs_clear_error();
+        CHECK(zs_mover_peer_new(env->comm, device, &mover) == (i == 0 ? ZS_ERR_MEMORY : ZS_ERR_CUDA));
+        CHECK(strstr(zs_last_message(), "rank 1: cu") != NULL);
+        zs_clear_error();
+        unsetenv("FAKE_CUDA_FAIL");
+    }
+    begin_gpu(env);
+    meet(env);
+    end_gpu(env);
+}
+
+void child_is_refused(rank_env *env)
+{
+    begin_gpu(env);
+    char all[MAX_RANKS];
+    pid_t pid = fork();
+    if (pid == 0) {
+        FAILS(env->comm->ops->exchange(env->comm, "", 1, all), ZS_ERR_STATE, "a process forked from rank");
+        zs_comm_release(env->comm);
+        _exit(0);
+    }
+    int status = 1;
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0);
+    meet(env);
+    end_gpu(env);
+}
+
+/* Two transports map the same memory: each closes for itself. */
+void two_transports(rank_env *env)
+{
+    zs_flat_mem flat;
+    zs_mem *full = NULL;
+    begin_gpu(env);
+    zs_comm *first = env->comm;
+    env->comm = hosts;
+    begin_gpu(env);
+    OK(first->ops->flat_new(first, 512, &flat));
+    OK(zs_device_mem_new(first->device, (size_t)env->world * 512, &full));
+    fill_pattern(flat.shard, 512, (unsigned)env->rank);
+    OK(zs_comm_gather(first, &flat, "layer", (zs_target){full, full->ptr}));
+    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+    zs_comm_release(first);
+    memset(full->ptr, 0, full->bytes);
+    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+    compare_full(env, full->ptr, 512, 0);
+    const void *at = flat.shard;
+    env->comm->ops->flat_free(env->comm, &flat);
+    meet(env);
+    CHECK(zs_peer_alloc_at(at) == NULL);
+    zs_mem_release(full);
+    end_gpu(env);
+}

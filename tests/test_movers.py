@@ -1,0 +1,108 @@
+"""Training over NCCL and over mapped memory, with stand-ins for CUDA's driver and libnccl: the numbers,
+and a rank that dies.
+
+The one idea: the stand-ins work late and on threads of their own, and their GPUs add as the CPU does;
+so training over them gives the CPU's bits only if every wait is where it has to be. What runs over
+all of the GPU's transports alike is in test_cuda_path.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from nursery import fork_ranks
+from stand_ins import environment
+from torch import nn
+
+import zshard
+from zshard import FSDP, _group
+
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "zero1"]
+WORLDS = [("nccl", 2, "c10d"), ("nccl", 3, "c10d")]
+WORLDS += [("peer", 2, "shm"), ("peer", 3, "shm"), ("peer", 2, "c10d")]
+
+
+def make_model(width: int = 33) -> nn.Module:
+    torch.manual_seed(7)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.BatchNorm1d(width), nn.Linear(width, 5))
+
+
+def wrapped(transport: str, **options):
+    return FSDP(
+        make_model(),
+        transport=transport,
+        auto_wrap_policy=zshard.wrap.ModuleWrapPolicy({nn.Linear}),
+        **options,
+    )
+
+
+def steps(model, optimizer, count):
+    """The losses of that many steps; each rank has batches of its own."""
+    rank, losses = torch.distributed.get_rank(), []
+    for step in range(count):
+        torch.manual_seed(100 * step + rank)
+        loss = model(torch.randn(4, 33)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def train(env, transport, strategy):
+    """Losses, whole parameters, and the transports, of two models one after the other."""
+    os.environ.update(env)
+    losses = []
+    for _ in range(2):  # the first one's memory goes while the second is trained
+        model = wrapped(transport, sharding_strategy=strategy)
+        losses += steps(model, zshard.AdamW(model.parameters(), lr=0.01), 3)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, state, {entry.comm.transport for entry in _group._entries.values()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("mover", "world", "transport"), WORLDS)
+def test_training_has_the_bits_of_the_cpu(mover, world, transport, strategy):
+    plain = fork_ranks(train, world, {}, transport, strategy, check=True)
+    ours = fork_ranks(train, world, environment(mover), transport, strategy, check=True)
+    for mine, cpu in zip(ours, plain, strict=True):
+        losses, state, transports = mine.value
+        assert mover in transports and mover not in cpu.value[2]
+        assert losses == cpu.value[0]
+        assert state.keys() == cpu.value[1].keys()
+        for name, value in cpu.value[1].items():
+            assert torch.equal(state[name], value), name
+
+
+def die_in_training(env, transport):
+    """The last rank is killed between forward and backward; how the others end, and when."""
+    os.environ.update(env)
+    model = wrapped(transport)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model(torch.randn(4, 33)).square().mean().backward()
+    loss = model(torch.randn(4, 33)).square().mean()
+    start = time.monotonic()
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+        model(torch.randn(4, 33))
+    except (zshard.PeerError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", time.monotonic() - start
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("mover", "transport"), [("nccl", "c10d"), ("peer", "shm")])
+def test_killed_rank_is_an_error_within_seconds(mover, transport, world):
+    *survivors, killed = fork_ranks(die_in_training, world, environment(mover), transport)
+    assert killed.returncode == -signal.SIGKILL
+    for result in survivors:
+        kind, words, seconds = result.value
+        assert kind == "PeerError" and f"rank {world - 1}" in words, (kind, words)
+        assert seconds < 30
