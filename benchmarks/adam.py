@@ -43,12 +43,12 @@ Step = Callable[[], Any]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("Time of an AdamW step, beside torch's and a plain C loop.")
+    purpose = "Time of an AdamW step, beside torch's and a plain C loop."
+    parser = harness.parser(purpose, rounds="samples a side (15; quick: 5)")
+    parser.add_argument("--warmup", type=int, default=2, help="unmeasured samples a side")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="thread counts")
     parser.add_argument("--elements", type=int, help="in all tensors (50 M; quick: 2 M)")
     parser.add_argument("--tensors", type=int, default=1, help="equal tensors they are cut into")
-    parser.add_argument("--rounds", type=int, help="samples a side (15; quick: 5)")
-    parser.add_argument("--warmup", type=int, default=2, help="unmeasured samples a side")
     args = parser.parse_args(argv)
     args.elements = args.elements or (2_000_000 if args.quick else 50_000_000)
     args.rounds = args.rounds or (5 if args.quick else 15)

@@ -265,14 +265,12 @@ def measure_as_rank(args: argparse.Namespace) -> None:
         for number in range(args.rounds + 1):  # the first one warms up
             order = harness.rotated(list(sides), number)
             mine = {name: turn(sides[name], args.path, f"{name}-{number}") for name in order}
-            ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, mine, group=control)
+            ranks = harness.of_all_ranks(mine, control)
             runs.append({n: {k: max(r[n][k] for r in ranks) for k in ranks[0][n]} for n in order})
             harness.progress(number, args.rounds)
         mine = {name: peaks(side, args.path, f"{name}-peak") for name, side in sides.items()}
         state = sum(t.numel() * t.element_size() for t in next(iter(sides.values())).own())
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine, group=control)
+        ranks = harness.of_all_ranks(mine, control)
         most = {n: {k: max(r[n][k] for r in ranks) for k in ranks[0][n]} for n in sides}
     if rank == 0 and args.out:
         harness.write_json(args.out, {"runs": runs[1:], "peaks": most, "state_bytes": state})
@@ -285,11 +283,10 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("Saving and loading of checkpoints, all sides in one process group.")
+    purpose = "Saving and loading of checkpoints, all sides in one process group."
+    parser = harness.parser(purpose, ranks=2, rounds="default: 7; quick: 1")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: large small")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, help="default: 7; quick: 1")
     parser.add_argument("--path", help="a folder on the disk to measure (default: a temporary one)")
     args = parser.parse_args(argv)
     args.rounds = args.rounds or (1 if args.quick else 7)

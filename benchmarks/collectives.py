@@ -63,11 +63,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("Gather and reduce-scatter of shm, against gloo and memcpy.")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="world sizes")
-    parser.add_argument("--mib", nargs="+", type=float, help="sizes of the full tensor")
-    parser.add_argument("--rounds", type=int, help="samples a side (12; quick: 3)")
+    purpose = "Gather and reduce-scatter of shm, against gloo and memcpy."
+    parser = harness.parser(purpose, [2, 4], rounds="samples a side (12; quick: 3)")
     parser.add_argument("--warmup", type=int, default=1, help="unmeasured samples a side")
+    parser.add_argument("--mib", nargs="+", type=float, help="sizes of the full tensor")
     parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.mib = args.mib or (QUICK_SIZES if args.quick else SIZES)
@@ -127,8 +126,7 @@ class Driver:
         address = ctypes.create_string_buffer(128)
         self._comm = self._lib.zsb_open(dist.get_rank(), world, address)
         self._check(self._comm is not None)
-        addresses: list[Any] = [None] * world
-        dist.all_gather_object(addresses, address.value)
+        addresses = harness.of_all_ranks(address.value)
         self._check(self._lib.zsb_connect(self._comm, (text * world)(*addresses)) == 0)
 
     def barrier(self) -> None:

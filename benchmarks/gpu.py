@@ -28,14 +28,14 @@ BATCHES = ("small", "large")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("zshard on one GPU, beside plain PyTorch, DDP and FSDP2.")
+    purpose = "zshard on one GPU, beside plain PyTorch, DDP and FSDP2."
+    parser = harness.parser(purpose, rounds="measured turns a side (15; quick: 2)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=SIZES, help="of the part steps")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="of the part ranks")
-    parser.add_argument("--rounds", type=int, help="measured turns a side (15; quick: 2)")
     parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.models = args.models or (["tiny"] if args.quick else ["gpt125m", "gpt1.5b"])

@@ -7,7 +7,6 @@ plain values; it is run by ranks of a process group of its own.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,12 @@ def host(cell: Mapping[str, Any]) -> dict[str, Any]:
     GPU is done before the host has queued the next thing.
     """
     names = [host_time.PLAIN, *cell["sides"]]
-    turns = {name: _host_turn(name, cell["steps"]) for name in names}
+    sides = {name: build_tiny(name) for name in names}
+    (batch,) = batches_of(sides[host_time.PLAIN].workload, 1)
+    turns = {
+        name: host_time.turn_of(side, batch, cell["steps"], synchronize)
+        for name, side in sides.items()
+    }
     samples = harness.interleave(turns, cell["rounds"], cell["warmup"])
     return {
         "part": "host",
@@ -58,27 +62,6 @@ def host(cell: Mapping[str, Any]) -> dict[str, Any]:
         },
         "sides": {name: host_time.summarize(name, samples, 1) for name in cell["sides"]},
     }
-
-
-def _host_turn(name: str, steps: int) -> harness.Turn:
-    side = build_tiny(name)
-    (batch,) = batches_of(side.workload, 1)
-
-    def turn(_number: int) -> tuple[float, float, float]:
-        forward = backward = 0.0
-        for _ in range(steps):
-            synchronize()
-            begin = time.perf_counter()
-            loss = side.forward(batch)
-            middle = time.perf_counter()
-            loss.backward()  # type: ignore[no-untyped-call]
-            end = time.perf_counter()
-            forward += middle - begin
-            backward += end - middle
-            side.zero_grad()
-        return forward / steps, backward / steps, (forward + backward) / steps
-
-    return turn
 
 
 # --------------------------------------------------------------------------------------

@@ -119,6 +119,13 @@ def process_group(backend: str = "gloo") -> Iterator[int]:
         dist.destroy_process_group()
 
 
+def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank has brought. Collective."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 def generator() -> torch.Generator:
     """The source of this rank's batches: equal for every side and run, different between ranks."""
     return torch.Generator().manual_seed(1000 + dist.get_rank())
@@ -343,11 +350,17 @@ def finish(args: argparse.Namespace, benchmark: str, results: list[Any]) -> None
     print(f"written: {path}")
 
 
-def parser(purpose: str) -> argparse.ArgumentParser:
-    """An argument parser with what every benchmark takes: --quick and --out."""
+def parser(purpose: str, ranks: int | list[int] = 0, rounds: str = "") -> argparse.ArgumentParser:
+    """An argument parser with what every benchmark takes: --quick and --out. `ranks` is the default
+    of --ranks, of one or several; 0: no such argument. `rounds` is what --help says of --rounds."""
     made = argparse.ArgumentParser(description=purpose)
     made.add_argument("--quick", action="store_true", help="a few rounds: does it run? No result")
     made.add_argument("--out", type=Path, help="the JSON file to write (default: results/)")
+    if ranks:
+        several = "+" if isinstance(ranks, list) else None
+        made.add_argument("--ranks", nargs=several, type=int, default=ranks, help="world size")
+    if rounds:
+        made.add_argument("--rounds", type=int, help=rounds)
     return made
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks import harness
 from benchmarks.harness import Sample, Spread
-from benchmarks.models import TINY_BLOCKS, WORKLOADS
+from benchmarks.models import TINY_BLOCKS, WORKLOADS, Batch
 from benchmarks.sides import SIDES, Side, build_side
 
 PLAIN = "compute"
@@ -33,11 +33,10 @@ PARTS = ("forward", "backward", "total")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("Microseconds that each library adds to a unit's forward and backward.")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="world sizes")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help=f"beside {PLAIN}, always there")
-    parser.add_argument("--rounds", type=int, help="samples a side (40; quick: 5)")
+    purpose = "Microseconds that each library adds to a unit's forward and backward."
+    parser = harness.parser(purpose, [1, 2], rounds="samples a side (40; quick: 5)")
     parser.add_argument("--warmup", type=int, default=2, help="unmeasured samples a side")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help=f"beside {PLAIN}, always there")
     args = parser.parse_args(argv)
     args.sides = args.sides or (QUICK_SIDES if args.quick else ALL_SIDES)
     args.rounds = args.rounds or (5 if args.quick else 40)
@@ -70,7 +69,9 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 def measure(names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
     """Time all the sides and the plain module; returns the JSON record. Collective."""
     workload = WORKLOADS["tiny32"]
-    turns = {name: turn_of(build_side(name, workload)) for name in dict.fromkeys([PLAIN, *names])}
+    batch = workload.batch(harness.generator())
+    sides = {name: build_side(name, workload) for name in dict.fromkeys([PLAIN, *names])}
+    turns = {name: turn_of(side, batch, STEPS) for name, side in sides.items()}
     samples = harness.interleave(turns, rounds, warmup)
     ranks = dist.get_world_size()
     return {
@@ -85,13 +86,16 @@ def measure(names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
     }
 
 
-def turn_of(side: Side) -> harness.Turn:
-    """A turn of STEPS steps; its times are those of PARTS, each the mean of a step."""
-    batch = side.workload.batch(harness.generator())
+def turn_of(
+    side: Side, batch: Batch, steps: int, before: Callable[[], object] = lambda: None
+) -> harness.Turn:
+    """A turn of that many steps; its times are those of PARTS, each the mean of a step. `before` is
+    called before each step, unmeasured."""
 
     def turn(_number: int) -> tuple[float, float, float]:
         forward = backward = 0.0
-        for _ in range(STEPS):
+        for _ in range(steps):
+            before()
             begin = time.perf_counter()
             loss = side.forward(batch)
             middle = time.perf_counter()
@@ -100,7 +104,7 @@ def turn_of(side: Side) -> harness.Turn:
             forward += middle - begin
             backward += end - middle
             side.zero_grad()
-        return forward / STEPS, backward / STEPS, (forward + backward) / STEPS
+        return forward / steps, backward / steps, (forward + backward) / steps
 
     return turn
 

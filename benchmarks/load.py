@@ -241,8 +241,7 @@ def is_plain_model(model: Any, size: str) -> bool:
 def measure_as_rank(args: argparse.Namespace) -> None:
     """One rank's part: the first side asked for."""
     with harness.process_group() as rank:
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, measure(args))
+        ranks = harness.of_all_ranks(measure(args))
     if rank == 0 and args.out:
         harness.write_json(args.out, ranks)
     sys.stdout.flush()
@@ -254,10 +253,9 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("Set-up and loading of a large model, one side a process group.")
+    purpose = "Set-up and loading of a large model, one side a process group."
+    parser = harness.parser(purpose, ranks=2, rounds="default: 5; quick: 1")
     parser.add_argument("--sides", nargs="+", choices=[*SETUPS, *LOADS], default=[*SETUPS, *LOADS])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, help="default: 5; quick: 1")
     parser.add_argument("--size", choices=SIZES, help="default: gpt355m; quick: tiny")
     parser.add_argument("--path", help=argparse.SUPPRESS)  # for ranks
     parser.add_argument("--sampled", action="store_true", help=argparse.SUPPRESS)  # likewise

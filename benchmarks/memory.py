@@ -41,10 +41,9 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("Held and peak memory of a rank, one side a process group.")
+    parser = harness.parser("Held and peak memory of a rank, one side a process group.", ranks=2)
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, help="default: gpt85m stack100")
     parser.add_argument("--sides", nargs="+", choices=SIDES)
-    parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args(argv)
     args.models = args.models or (["gpt10m"] if args.quick else ["gpt85m", "stack100"])
     args.sides = args.sides or (QUICK_SIDES if args.quick else ALL_SIDES)
@@ -79,9 +78,7 @@ def run_alone(model: str, side: str, ranks: int) -> list[dict[str, int]]:
 def measure_as_rank(args: argparse.Namespace) -> None:
     """One rank's part: the first model and side asked for."""
     with harness.process_group() as rank:
-        mine = measure(args.models[0], args.sides[0])
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        ranks = harness.of_all_ranks(measure(args.models[0], args.sides[0]))
     if rank == 0:
         print(f"{args.models[0]} {args.sides[0]}: {ranks}", flush=True)
         if args.out:

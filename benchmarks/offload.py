@@ -50,10 +50,9 @@ GOAL = 0.7
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("A training step with parameters and state on disk.")
+    purpose = "A training step with parameters and state on disk."
+    parser = harness.parser(purpose, ranks=2, rounds="default: 3; quick: 1")
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["stack128"])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-mib", type=int, default=LIMIT, help="of all ranks together")
     parser.add_argument("--cache-mib", type=int, default=160, help="Offload(cache=...), a rank")
     parser.add_argument("--directory", type=Path, help="on the disk (default: the temporary one)")
@@ -61,6 +60,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data-limit", type=int, help=argparse.SUPPRESS)  # bytes of a rank
     parser.add_argument("--move", nargs=2, type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    args.rounds = args.rounds or 3
     if args.quick:
         args.models, args.rounds = ["gpt10m"], 1
     return args
@@ -186,8 +186,7 @@ def measure_as_rank(args: argparse.Namespace) -> None:
             mine = move(Path(args.directory), *(number // args.ranks for number in args.move))
         else:
             mine = train(args)
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        ranks = harness.of_all_ranks(mine)
     if rank == 0:
         harness.write_json(args.out, merge(ranks))
     sys.stdout.flush()

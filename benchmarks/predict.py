@@ -36,9 +36,9 @@ STEPS = 4
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("Predicted and measured memory of a rank, one cell a process group.")
+    purpose = "Predicted and measured memory of a rank, one cell a process group."
+    parser = harness.parser(purpose, ranks=2)
     parser.add_argument("--cells", nargs="+", metavar="MODEL[:VARIANT]", help=" ".join(CELLS))
-    parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args(argv)
     args.cells = args.cells or list(QUICK_CELLS if args.quick else CELLS)
     for cell in args.cells:
@@ -68,9 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure_as_rank(args: argparse.Namespace) -> None:
     """One rank's part: the first cell asked for."""
     with harness.process_group() as rank:
-        mine = measure(args.cells[0])
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        ranks = harness.of_all_ranks(measure(args.cells[0]))
     if rank == 0 and args.out:
         harness.write_json(args.out, ranks)
 

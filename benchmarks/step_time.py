@@ -37,12 +37,11 @@ FEW_SIDES = ["ddp", "fsdp2", "zshard-full_shard"]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("Step time of the sides, as a ratio to DDP in the same round.")
+    purpose = "Step time of the sides, as a ratio to DDP in the same round."
+    parser = harness.parser(purpose, ranks=2, rounds="measured steps a side (12; quick: 2)")
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, help="default: all with a target")
     parser.add_argument("--sides", nargs="+", choices=SIDES, help="default: six; three for bert")
-    parser.add_argument("--rounds", type=int, help="measured steps a side (12; quick: 2)")
     parser.add_argument("--warmup", type=int, help="unmeasured steps a side (3; quick: 1)")
-    parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args(argv)
     args.models = args.models or (["gpt10m"] if args.quick else MODELS)
     args.rounds = args.rounds or (2 if args.quick else 12)
