@@ -154,6 +154,7 @@ def one_input(data: bytes) -> None:
 
 def seeds() -> list[bytes]:
     """Inputs that are right, or wrong in a known way."""
+    tensor = _saved(torch.arange(6.0).reshape(2, 3))
     files = [packed(right_header()), packed({}), *(each for each, _ in WRONG.values())]
     found = {
         "header": files,
@@ -165,7 +166,7 @@ def seeds() -> list[bytes]:
         "pickle": [pickle.dumps(_values(), protocol=p) for p in (2, 4)],
         "metadata": [_metadata()],
         "file": files,
-        "saved": [_saved(torch.arange(6.0).reshape(2, 3)), _saved(_values())],
+        "saved": [tensor, _saved(_values()), *_spoiled(tensor)],
         "calls": some_calls(),
     }
     short = {name: [each for each in some if len(each) < 20_000] for name, some in found.items()}
@@ -211,6 +212,28 @@ def _saved(value: object) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
+
+
+def _spoiled(archive: bytes) -> list[bytes]:
+    """That archive with one fact changed of a member that is read whole, in the list at its end."""
+    changes = {
+        "flags": (8, (1, 32, 64)),  # encrypted, patched, strongly encrypted
+        "method": (10, (8, 9, 12, 14, 99)),  # unpacked by zlib, not at all, by bz2, by lzma
+        "packed bytes": (20, (0, 1, 2**31)),
+        "bytes": (24, (0, 1, 2**31)),
+        "place": (42, (1, 2**31)),
+    }
+    found = []
+    for name in (b"/data.pkl", b"/byteorder"):
+        entry = archive.rindex(b"PK\1\2", 0, archive.rindex(name))
+        for at, values in changes.values():
+            for value in values:
+                made = bytearray(archive)
+                made[entry + at : entry + at + 2] = (value % 2**16).to_bytes(2, "little")
+                if value >= 2**16:
+                    made[entry + at + 2 : entry + at + 4] = (value >> 16).to_bytes(2, "little")
+                found.append(bytes(made))
+    return found
 
 
 def write_seeds(folder: Path) -> None:

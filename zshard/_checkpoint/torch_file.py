@@ -7,9 +7,12 @@ its place in the file.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import struct
 import zipfile
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -80,13 +83,26 @@ class _Range(io.RawIOBase):
         return count
 
 
-def _opened_zip(stored: Stored, name: str) -> zipfile.ZipFile:
+# What zipfile raises, of bytes that are no archive or no longer one, and what comes of a pickle
+# that says something else than torch writes. (RecursionError is a RuntimeError, for one.)
+_WRONG = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, OverflowError, struct.error)
+_STRANGE = (ValueError, TypeError, LookupError, AttributeError)
+
+
+@contextlib.contextmanager
+def _reading(stored: Stored, name: str) -> Iterator[None]:
+    """Context in which whatever is wrong with an archive is a CheckpointError."""
     try:
+        yield
+    except CheckpointError:
+        raise
+    except (*_WRONG, *_STRANGE) as error:
+        raise _damaged(stored, name, str(error) or type(error).__name__) from None
+
+
+def _opened_zip(stored: Stored, name: str) -> zipfile.ZipFile:
+    with _reading(stored, name):
         return zipfile.ZipFile(io.BufferedReader(_Range(stored), 4096))
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise _damaged(stored, name, error) from None
 
 
 def _damaged(stored: Stored, name: str, why: object) -> CheckpointError:
@@ -104,25 +120,19 @@ def _member(archive: zipfile.ZipFile, end: str) -> zipfile.ZipInfo:
     raise KeyError(f"it has no {end}")
 
 
-def _pickle_in(archive: zipfile.ZipFile, stored: Stored, name: str) -> Any:
-    """What the archive's pickle says."""
-    try:
-        info = _member(archive, "/data.pkl")
-        if info.file_size > stored.length:
-            raise ValueError("its pickle is longer than the archive")
-        return parse(archive.read(info))
-    except CheckpointError:
-        raise
-    except (KeyError, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise _damaged(stored, name, error) from None
-    except zipfile.BadZipFile as error:
-        raise _damaged(stored, name, error) from None
+def _read(archive: zipfile.ZipFile, stored: Stored, end: str) -> bytes:
+    """A member, by the end of its name. ValueError where it is packed, which none of torch's is:
+    what is unpacked may be of any size."""
+    info = _member(archive, end)
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > stored.length:
+        raise ValueError(f"its {end} is packed, or longer than the archive")
+    return archive.read(info)
 
 
 def value_in(stored: Stored, name: str) -> Any:
     """What was saved that is no tensor. CheckpointError for what is no plain data."""
-    with _opened_zip(stored, name) as archive:
-        value = _pickle_in(archive, stored, name)
+    with _opened_zip(stored, name) as archive, _reading(stored, name):
+        value = parse(_read(archive, stored, "/data.pkl"))
     try:
         return _plain(value)
     except (TypeError, RecursionError) as error:
@@ -143,14 +153,11 @@ def _plain(value: Any) -> Any:
 
 def values_begin(stored: Stored, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """The first byte, in the file, of a tensor's values, which lie there row-major."""
-    with _opened_zip(stored, name) as archive:
-        told = _pickle_in(archive, stored, name)
-        try:
-            key, first, found, strides, kind = _tensor_of(told)
-            info = _member(archive, f"/data/{key}")
-            order = archive.read(_member(archive, "/byteorder")).strip()
-        except (KeyError, ValueError, TypeError, IndexError, zipfile.BadZipFile) as error:
-            raise _damaged(stored, name, error) from None
+    with _opened_zip(stored, name) as archive, _reading(stored, name):
+        told = parse(_read(archive, stored, "/data.pkl"))
+        key, first, found, strides, kind = _tensor_of(told)
+        info = _member(archive, f"/data/{key}")
+        order = _read(archive, stored, "/byteorder").strip()
     if kind != dtype or found != shape or not _is_row_major(found, strides) or order != b"little":
         raise _damaged(stored, name, f"it is a tensor of shape {found}, {kind}, strides {strides}")
     size = dtype.itemsize
