@@ -14,6 +14,7 @@ rest is the same: nothing links CUDA.
 """
 
 import fcntl
+import filecmp
 import importlib.util
 import os
 import re
@@ -168,6 +169,14 @@ def inputs_in(deps):
     return shlex.split(known.partition(": ")[2])
 
 
+def put(made, target):
+    """`target` becomes a copy of `made`, at once: it may be in use, or another variant."""
+    if not (target.exists() and filecmp.cmp(made, target, shallow=False)):
+        copy = target.with_suffix(".new")
+        shutil.copy(made, copy)
+        copy.replace(target)
+
+
 class BuildCore(build_ext):
     """Compiles each source by the recipe for its suffix, in parallel, and links the objects."""
 
@@ -212,8 +221,7 @@ class BuildCore(build_ext):
             make(folder / "_core.so", link, objects)
             target = self.get_ext_fullpath(ext.name)
             self.mkpath(str(Path(target).parent))
-            self.force = True  # copy over a newer file too: it may be another variant
-            self.copy_file(str(folder / "_core.so"), target)
+            put(folder / "_core.so", Path(target))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ come from malloc while fuzzing, so that what is behind each of them is watched.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import subprocess
@@ -36,7 +37,10 @@ def build() -> dict[str, str]:
     runtime = [compilers_file("cc", "libasan.so"), compilers_file("c++", "libstdc++.so.6")]
     words = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(SANITIZED)]
     env = {**os.environ, "ZSHARD_SANITIZE": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    (ROOT / "build").mkdir(exist_ok=True)
+    with open(ROOT / "build" / "sanitize.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of the tests may be at it
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(words)}\n{done.stdout}{done.stderr}")
     asked = os.environ.get("ASAN_OPTIONS", "")
