@@ -24,6 +24,7 @@ from zshard._agree import gather_bytes
 from zshard._group import comm_for
 from zshard._optim_state import Room, Taken, gather, problems_with, settle
 from zshard._parts import part_of
+from zshard._plain_names import plain
 from zshard._units import State, units_of
 from zshard._values import take_from_rank_0
 
@@ -44,7 +45,8 @@ def optim_state_dict(
     """The optimizer's state under the names of the model's parameters: whole tensors on the CPU.
 
     model: the sharded model, or one that has it as a part. A tied parameter goes by the first name
-        that model.named_parameters() gives.
+        that model.named_parameters() gives. What torch.compile() and activation checkpointing add
+        to names is left out.
     rank0_only: the other ranks get {}, and never hold more than one whole tensor.
 
     Returns {"state": {name: {key: tensor or value}}, "param_groups": [{"params": [name, ...],
@@ -177,7 +179,7 @@ def _check_group(model: nn.Module, group: Any) -> None:
 def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """The name of each parameter of the optimizer, by its id: the first that the model gives it.
     ValueError for a parameter that the model does not have."""
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): plain(name) for name, param in model.named_parameters()}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in names:
@@ -256,7 +258,8 @@ def by_number(
     """What is wrong with a dict by name; and, if nothing is, the same by number."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         return [f"it has no 'state' and 'param_groups'; give what {_HOW} returns"], {}
-    params = dict(model.named_parameters(remove_duplicate=False))
+    given = _with_plain_names(given)
+    params = {plain(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     ours, theirs = optimizer.param_groups, given["param_groups"]
     if len(ours) != len(theirs):
         return [f"it has {len(theirs)} param groups, the optimizer {len(ours)}"], {}
@@ -280,6 +283,19 @@ def by_number(
         "state": {numbers[id(param)]: entries for param, entries in found},
         "param_groups": groups,
     }
+
+
+def _with_plain_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict by name with names that no wrapper has a part in."""
+
+    def of(name: Any) -> Any:
+        return plain(name) if isinstance(name, str) else name
+
+    groups = [
+        {**group, "params": [of(n) for n in _listed(group)]} for group in given["param_groups"]
+    ]
+    state = {of(name): entries for name, entries in given["state"].items()}
+    return {**given, "state": state, "param_groups": groups}
 
 
 def _is_dict(value: Any) -> bool:

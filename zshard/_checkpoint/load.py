@@ -32,6 +32,7 @@ from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
 from zshard._checkpoint.safetensors import Entry
 from zshard._outline import Pending
+from zshard._plain_names import bare, plain, wanted_by
 from zshard._stream import Plan, carry_out, plan
 
 __all__ = ["Loaded", "load"]
@@ -95,6 +96,7 @@ def load(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zshard.load() takes the model second, not a {type(model).__name__}")
+    model = bare(model)
     comm = ranks_of(model)
     with on_all_ranks(comm):
         background.finish()  # what is being saved may be what is to be loaded
@@ -186,18 +188,19 @@ def _plan(
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
     """A state dict of tensors that are still to be read."""
     state: OrderedDict[str, Any] = OrderedDict(
-        (name, Pending.of(name, e.shape, e.dtype)) for name, e in found.model.items()
+        (plain(name), Pending.of(name, e.shape, e.dtype)) for name, e in found.model.items()
     )
-    state.update(found.others)
-    if found.versions is not None:
-        prefixes = dict.fromkeys(name for name, _ in model.named_modules())
-        versions = {**dict.fromkeys(prefixes, 1), **found.versions}
-        state._metadata = {p: {"version": v} for p, v in versions.items()}  # type: ignore[attr-defined]
+    state.update((plain(name), value) for name, value in found.others.items())
     _add_tied(model, state)
-    names = {n for kind in (model.named_parameters, model.named_buffers) for n, _ in kind()}
+    names = {plain(n) for kind in (model.named_parameters, model.named_buffers) for n, _ in kind()}
     for alias, name in found.tied.items():  # in this model they may be tensors of their own
-        if alias in names and alias not in state:
-            state[alias] = state[name]
+        if plain(alias) in names and plain(alias) not in state:
+            state[plain(alias)] = state[plain(name)]
+    state = OrderedDict(wanted_by(model, state))
+    if found.versions is not None:
+        told = {plain(prefix): version for prefix, version in found.versions.items()}
+        versions = {name: told.get(plain(name), 1) for name, _ in model.named_modules()}
+        state._metadata = {p: {"version": v} for p, v in versions.items()}  # type: ignore[attr-defined]
     return state
 
 
@@ -206,7 +209,7 @@ def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
     names: dict[int, list[str]] = {}
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
-            names.setdefault(id(tensor), []).append(name)
+            names.setdefault(id(tensor), []).append(plain(name))
     for same in names.values():
         there = next((name for name in same if name in state), None)
         for name in same:

@@ -23,6 +23,7 @@ from zshard._optim_names import by_number, names_of
 from zshard._optim_state import Room, Taken, settle
 from zshard._outline import Pending
 from zshard._parts import part_of
+from zshard._plain_names import plain
 
 _HOOKS = "_optimizer_load_state_dict_post_hooks"
 
@@ -176,6 +177,7 @@ def _groups_of(
     """The optimizer's own groups, with what `options` say of each parameter; and where these say
     different things of parameters of one group."""
     groups, problems = [], []
+    options = {plain(name): own for name, own in options.items()}
     for i, group in enumerate(optimizer.param_groups):
         own = [names[id(p)] for p in group["params"] if names[id(p)] in options]
         first = options[own[0]] if own else {}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from zshard._optim_names import names_of
 from zshard._optim_state import held_by
 from zshard._outline import Saved, StandIns
 from zshard._parts import Part, part_of
+from zshard._plain_names import plain
 from zshard._state_dict_type import state_dict_type
 from zshard._stream import comm_of
 from zshard._units import units_of
@@ -151,8 +153,8 @@ def of_model(model: nn.Module, copies: Copies, dtype: torch.dtype | None) -> Con
             items.append(Item(name, shape, stored, held))
     others = {n: encode(v, f"'{n}'") for n, v in state.items() if n not in tensors}
     versions = {
-        prefix: facts["version"]
-        for prefix, facts in (getattr(state, "_metadata", None) or {}).items()
+        plain(prefix): facts["version"]
+        for prefix, facts in state._metadata.items()
         if isinstance(facts, Mapping) and facts.get("version", 1) != 1
     }
     told = {"extra_state": others, "versions": encode(versions, "the versions of modules")}
@@ -194,7 +196,9 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
         state = model.state_dict()
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict() of {type(model).__name__} gave a {type(state).__name__}")
-    return state, parts
+    named = OrderedDict((plain(n) if isinstance(n, str) else n, v) for n, v in state.items())
+    named._metadata = getattr(state, "_metadata", None) or {}  # type: ignore[attr-defined]
+    return named, parts
 
 
 def _at_rest(param: Tensor, part: Part) -> Tensor:
@@ -265,7 +269,7 @@ def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:
     """Whether Hugging Face's `_tied_weights_keys`, of the model or a part of it, list a name; they
     are names or regular expressions, from their module on."""
     listed = [
-        (f"{prefix}." if prefix else "", key)
+        (f"{plain(prefix)}." if plain(prefix) else "", key)
         for prefix, module in model.named_modules()
         for key in getattr(module, "_tied_weights_keys", None) or ()
     ]

@@ -58,6 +58,7 @@ from zshard._checkpoint.progress import progress
 from zshard._checkpoint.safetensors import CODES, rows_of
 from zshard._checkpoint.write import Chunk, Writer, Written
 from zshard._group import comm_beside
+from zshard._plain_names import bare, plain
 from zshard.api import FSDP
 
 _OPEN = 64  # files at a time
@@ -141,6 +142,7 @@ def save(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"save takes an nn.Module, not {type(model).__name__}")
+    model = bare(model)
     comm = ranks_of(model)
     copies = Copies(model, comm)
     made: list[_Asked] = []
@@ -277,7 +279,7 @@ def _plan(comm: _core.Comm, asked: _Asked, model: nn.Module) -> Plan:
             )
         )
 
-    names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+    names = frozenset(plain(n) for n, _ in model.named_parameters(remove_duplicate=False))
     return Plan(asked.target, asked.kept, files, pieces_of(files), texts, manifest, id, names)
 
 
