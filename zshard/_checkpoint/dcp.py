@@ -23,6 +23,7 @@ import torch
 from zshard._agree import bytes_of
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable
 from zshard._checkpoint.manifest import LIMIT, CheckpointError
+from zshard._checkpoint.outline import is_extra_state
 from zshard._checkpoint.pickled import Thing, parse
 from zshard._checkpoint.safetensors import File
 from zshard._checkpoint.torch_file import DTYPES, Stored, are_sizes, value_in, values_begin
@@ -75,7 +76,7 @@ def _sort_out(found: Checkpoint, tensors: Tensors, values: Values, with_optimize
     if model is None:
         of_model = {path: entry for path, entry in rest.items() if len(path) == 1} or rest
         rest = {path: entry for path, entry in rest.items() if path not in of_model}
-        others = {path: read for path, read in extra.items() if _is_of_a_module(path)}
+        others = {path: read for path, read in extra.items() if is_extra_state(str(path[-1]))}
         extra = {path: read for path, read in extra.items() if path not in others}
     else:
         of_model, others = _within(tensors, model), _within(values, model)
@@ -97,10 +98,6 @@ def _within(things: Mapping[Path, _T], root: Path) -> dict[Path, _T]:
 
 def _outside(things: Mapping[Path, _T], roots: Sequence[Path]) -> dict[Path, _T]:
     return {p: each for p, each in things.items() if not any(p[: len(r)] == r for r in roots)}
-
-
-def _is_of_a_module(path: Path) -> bool:
-    return isinstance(path[-1], str) and path[-1].endswith("_extra_state")
 
 
 def _whole(entry: Readable) -> torch.Tensor:

@@ -23,11 +23,11 @@ from zshard import _core
 from zshard._agree import Fact, check_agreement, on_all_ranks
 from zshard._checkpoint import background
 from zshard._checkpoint import verify as blocks
-from zshard._checkpoint.checkpoint import Checkpoint
+from zshard._checkpoint.checkpoint import Checkpoint, Readable
 from zshard._checkpoint.manifest import CheckpointError
 from zshard._checkpoint.opening import older_than, opened
 from zshard._checkpoint.optimizer import OptimizerPlan
-from zshard._checkpoint.outline import ranks_of
+from zshard._checkpoint.outline import is_extra_state, ranks_of
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
 from zshard._checkpoint.safetensors import Entry
@@ -188,7 +188,8 @@ def _plan(
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
     """A state dict of tensors that are still to be read."""
     state: OrderedDict[str, Any] = OrderedDict(
-        (plain(name), Pending.of(name, e.shape, e.dtype)) for name, e in found.model.items()
+        (plain(name), Reader().whole(e) if is_extra_state(name) else _pending(name, e))
+        for name, e in found.model.items()
     )
     state.update((plain(name), value) for name, value in found.others.items())
     _add_tied(model, state)
@@ -202,6 +203,10 @@ def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
         versions = {name: told.get(plain(name), 1) for name, _ in model.named_modules()}
         state._metadata = {p: {"version": v} for p, v in versions.items()}  # type: ignore[attr-defined]
     return state
+
+
+def _pending(name: str, entry: Readable) -> Pending:
+    return Pending.of(name, entry.shape, entry.dtype)
 
 
 def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:

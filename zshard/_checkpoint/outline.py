@@ -136,7 +136,7 @@ def of_model(model: nn.Module, copies: Copies, dtype: torch.dtype | None) -> Con
     tensors = {
         name: value.origin if isinstance(value, Saved) else value
         for name, value in _checked_names(state)
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and not is_extra_state(name)
     }
     for name, value in tensors.items():
         _check_tensor(name, value, id(value) in parts)
@@ -221,6 +221,12 @@ def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         if not is_name(name) or name == "__metadata__":
             raise ValueError(f"{name!r:.80} cannot be the name of a tensor in a file")
         yield name, value
+
+
+def is_extra_state(name: str) -> bool:
+    """Is it what a module's get_extra_state() gave? set_extra_state() wants its values, so where that
+    is a tensor it is not read in parts as the others are."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:
