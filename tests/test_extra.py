@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zshard._checkpoint.safetensors import CODES
 from zshard._checkpoint.extra import decode, encode, rng_state, set_rng_state
 
 _keys = st.one_of(st.text(max_size=5), st.integers(), st.tuples(st.integers()), st.none())
@@ -62,6 +63,19 @@ def test_tensors_keep_dtype_shape_and_bits(dtype, shape):
     back.fill_(1)  # it is the caller's
 
 
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+def test_tensors_of_every_dtype_that_a_file_can_have(dtype):
+    value = torch.arange(2).to(dtype)
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert back.dtype == dtype and torch.equal(back.view(torch.uint8), value.view(torch.uint8))
+
+
+def test_views_that_say_how_to_read_their_memory():
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    back = decode(json.loads(json.dumps(encode({"conj": value.conj(), "neg": value.conj().imag}))))
+    assert back["conj"].tolist() == [1 - 2j, 3 + 4j] and back["neg"].tolist() == [-2, 4]
+
+
 def test_arrays_and_numbers_of_numpy():
     value = {
         "a": numpy.arange(6, dtype=">i4").reshape(2, 3),
@@ -94,6 +108,14 @@ def test_names_what_it_cannot_keep(value):
 def test_refuses_what_is_large():
     with pytest.raises(ValueError, match=r"extra\['big'\] has 16777217 bytes.*buffer of the model"):
         encode({"big": bytes(2**24 + 1)})
+    assert decode(json.loads(json.dumps(encode([2**8191, -(2**8191)])))) == [2**8191, -(2**8191)]
+    with pytest.raises(ValueError, match=r"extra\['big'\] is a number of 8193 bits"):
+        encode({"big": 2**8192})
+
+
+def test_says_of_what_an_array_is():
+    with pytest.raises(TypeError, match=r"extra\['names'\] is a ndarray of <U1, which"):
+        encode({"names": numpy.array(["a"])})
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,13 @@ from typing import Any
 import torch
 
 from zshard._agree import bytes_of
+from zshard._checkpoint.safetensors import CODES
 
+_BITS = 8192  # of an int; Python refuses texts of somewhat larger ones
 LIMIT = 2**24  # bytes of one tensor; larger ones belong into a module's buffers
 
 _PLAIN = (str, bool, type(None))
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32),
-        *(torch.int32, torch.uint64, torch.int64, torch.float16, torch.bfloat16, torch.float32),
-        *(torch.float64, torch.complex64, torch.complex128),
-    )
-}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.complex128)}
 
 
 def encode(value: Any, where: str = "extra") -> Any:
@@ -39,6 +34,10 @@ def encode(value: Any, where: str = "extra") -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, int):
+        if value.bit_length() > _BITS:
+            raise ValueError(
+                f"{where} is a number of {value.bit_length()} bits, the limit is {_BITS}"
+            )
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
@@ -131,9 +130,10 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     name = str(value.dtype).removeprefix("torch.")
     if value.layout != torch.strided or value.is_meta or name not in _DTYPES:
         raise TypeError(
-            f"{where} is a tensor of {value.dtype} on {value.device}: it cannot be kept"
+            f"{where} is a tensor of {value.dtype} and {value.layout} on {value.device}: it cannot be "
+            "kept"
         )
-    plain = value.detach().cpu().contiguous()
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = bytes(bytes_of(plain))
     return {"dtype": name, "shape": list(value.shape), "data": _text(data, where)}
 
@@ -145,9 +145,10 @@ def _encode_numpy(value: Any, where: str) -> Any:
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
         data = _text(numpy.ascontiguousarray(value).tobytes(), where)
         return {"$array": {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}}
+    kind = f" of {value.dtype}" if hasattr(value, "dtype") else ""
     raise TypeError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep: numbers, strings, "
-        "None, lists, tuples, dicts, sets, bytes, tensors and arrays it can"
+        f"{where} is a {type(value).__name__}{kind}, which a checkpoint cannot keep: numbers, strings, "
+        "None, lists, tuples, dicts, sets, bytes, tensors and arrays of numbers it can"
     )
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zshard import _core
 from zshard._checkpoint.manifest import NAME as MANIFEST
@@ -26,6 +26,17 @@ _STEP = r"step-[0-9]{8,}"
 _ID = r"[0-9a-f]{32}"
 _NO_SWAPS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def path_of(path: Any) -> str:
+    """A path as text. TypeError, ValueError for what is none."""
+    text = path if path is None else os.fspath(path)
+    if not isinstance(text, str):
+        why = "; zshard.latest() gives None where no checkpoint is finished" if path is None else ""
+        raise TypeError(f"path takes a string or a pathlib.Path, not {text!r}{why}")
+    if "\0" in text:
+        raise ValueError(f"path={text!r} has a NUL byte in it, which no path can have")
+    return text
 
 
 class Target(NamedTuple):
@@ -38,9 +49,7 @@ class Target(NamedTuple):
     @staticmethod
     def of(path: str | os.PathLike[str], step: int | None) -> Target:
         """TypeError, ValueError for what is no path of a folder."""
-        given = os.fspath(path)
-        if not isinstance(given, str):
-            raise TypeError(f"path takes a string or a pathlib.Path, not {given!r}")
+        given = path_of(path)
         whole = os.path.abspath(given) if given else ""
         parent, name = (whole, name_of(step)) if step is not None else os.path.split(whole)
         if not parent or not name:
@@ -230,7 +239,8 @@ def _check_parent(target: Target) -> None:
         _core.sync_folder(above)
     if not os.path.isdir(parent):
         kind = NotADirectoryError if os.path.exists(parent) else FileNotFoundError
-        raise kind(f"'{target.path}' cannot be saved: '{parent}' is no folder")
+        fix = "" if kind is NotADirectoryError else "; make it first"
+        raise kind(f"'{target.path}' cannot be saved: '{parent}' is no folder{fix}")
 
 
 def _clean(target: Target) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from zshard._checkpoint import dcp
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable, decode
-from zshard._checkpoint.folder import finished, name_of
+from zshard._checkpoint.folder import finished, name_of, path_of
 from zshard._checkpoint.manifest import LIMIT, NAME, CheckpointError, Manifest, parse
 from zshard._checkpoint.safetensors import (
     HEADER_LIMIT,
@@ -39,7 +39,7 @@ def opened(path: str | os.PathLike[str], with_optimizer: bool = False) -> Iterat
 
     Raises OSError for what cannot be opened, CheckpointError for what is not valid; both name it.
     """
-    found = Checkpoint(os.fspath(path))
+    found = Checkpoint(path_of(path))
     try:
         _open(found, with_optimizer)
         yield found

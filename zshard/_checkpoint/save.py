@@ -218,10 +218,17 @@ class Plan:
 def _step(step: Any) -> int | None:
     if step is None:
         return None
-    number = operator.index(step)
-    if number < 0 or isinstance(step, bool):
-        raise ValueError(f"step={step!r} is no number of steps")
+    number = _whole("step", step)
+    if not 0 <= number < 2**63 or isinstance(step, bool):
+        raise ValueError(f"step={step!r} is no number of steps: 0 to 2**63 - 1 are")
     return number
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name}={value!r}: {error}") from None
 
 
 def _check_arguments(kept: _Kept, extra: Any, dtype: Any) -> None:
@@ -235,7 +242,7 @@ def _check_arguments(kept: _Kept, extra: Any, dtype: Any) -> None:
     if kept.keep_last is not None:
         if kept.step is None:
             raise ValueError("keep_last is for numbered checkpoints: give step as well")
-        if operator.index(kept.keep_last) < 1:
+        if _whole("keep_last", kept.keep_last) < 1:
             raise ValueError(f"keep_last={kept.keep_last}: at least this one is kept")
 
 
