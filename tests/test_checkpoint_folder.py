@@ -19,8 +19,9 @@ from spawn import ranks
 from torch import nn
 
 import zshard
-from zshard import FSDP, _core
+from zshard import FSDP, CheckpointError, _core
 from zshard._checkpoint import folder as folders
+from zshard._checkpoint import opening
 from zshard._checkpoint.folder import Target
 
 ID = "0123456789abcdef" * 2
@@ -81,7 +82,6 @@ def kept(folder):
     model = wrapped(Mlp, FULL)
     for step in (1, 2, 3, 4):
         zshard.save(folder, model, step=step, keep_last=2)
-    zshard.save(folder, model, step=2, keep_last=2)  # after a return to an earlier one, say
     if rank() == 0:
         return inside(folder)
 
@@ -90,7 +90,42 @@ def test_keep_last(pool2, tmp_path):
     (tmp_path / "step-00000000").mkdir()  # not finished, so nobody's to delete
     (tmp_path / "step-00000000" / "notes").write_text("")
     names = pool2.run(kept, tmp_path)[0]
-    assert names == ["step-00000000", "step-00000002", "step-00000004"]
+    assert names == ["step-00000000", "step-00000003", "step-00000004"]
+
+
+def test_later_steps_are_nobodys_to_delete(tmp_path):
+    """A run that went back to an earlier step, or began anew in the wrong directory."""
+    for step in (1, 2, 7, 10**8):
+        zshard.save(tmp_path, small(), step=step)
+    with pytest.warns(
+        UserWarning, match=r"step-100000000' is of a later step than 'step-00000003'"
+    ):
+        zshard.save(tmp_path, small(), step=3, keep_last=1)
+    assert inside(tmp_path) == [name(3), name(7), name(10**8)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zshard.save(tmp_path, small(), step=10**8 + 1, keep_last=1)
+        zshard.save(tmp_path / "one", small())
+    assert inside(tmp_path) == ["one", name(10**8 + 1)]
+
+
+def test_a_directory_in_which_another_job_saves(tmp_path, monkeypatch):
+    """What is newest when it is looked for may be gone when it is opened."""
+    model = small()
+    zshard.save(tmp_path, model, step=1)
+    real = opening.read_manifest
+
+    def later(path):
+        manifest = real(path)
+        if zshard.latest(tmp_path) == f"{tmp_path}/{name(1)}":
+            zshard.save(tmp_path, model, step=2, keep_last=1)
+        return manifest
+
+    monkeypatch.setattr(opening, "read_manifest", later)
+    assert zshard.load(tmp_path, model).step == 2
+    (tmp_path / name(2) / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors' is missing"):
+        zshard.load(tmp_path, model)
 
 
 def with_values(folder, *values):

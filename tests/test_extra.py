@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zshard._checkpoint.safetensors import CODES
 from zshard._checkpoint.extra import decode, encode, rng_state, set_rng_state
+from zshard._checkpoint.safetensors import CODES
 
 _keys = st.one_of(st.text(max_size=5), st.integers(), st.tuples(st.integers()), st.none())
 _leaves = st.one_of(

@@ -130,8 +130,8 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     name = str(value.dtype).removeprefix("torch.")
     if value.layout != torch.strided or value.is_meta or name not in _DTYPES:
         raise TypeError(
-            f"{where} is a tensor of {value.dtype} and {value.layout} on {value.device}: it cannot be "
-            "kept"
+            f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which is "
+            "none of those that can be kept"
         )
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = bytes(bytes_of(plain))
@@ -147,8 +147,8 @@ def _encode_numpy(value: Any, where: str) -> Any:
         return {"$array": {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}}
     kind = f" of {value.dtype}" if hasattr(value, "dtype") else ""
     raise TypeError(
-        f"{where} is a {type(value).__name__}{kind}, which a checkpoint cannot keep: numbers, strings, "
-        "None, lists, tuples, dicts, sets, bytes, tensors and arrays of numbers it can"
+        f"{where} is a {type(value).__name__}{kind}, which a checkpoint cannot keep: numbers, "
+        "strings, None, lists, tuples, dicts, sets, bytes, tensors and arrays of numbers it can"
     )
 
 

@@ -175,10 +175,11 @@ class Staging:
 
 
 def retain(target: Target, keep_last: int, id: str) -> None:
-    """Deletes numbered checkpoints but for the `keep_last` newest, and never that of `target`, nor
-    the newest whose parameters are finite. One that cannot be deleted is a warning: the new one is
-    saved."""
-    others = [step for step in finished(target.parent) if name_of(step) != target.name]
+    """Deletes numbered checkpoints before that of `target`, but for the newest ones, which with it
+    are `keep_last`, and the newest whose parameters are finite. One that cannot be deleted is a
+    warning: the new one is saved."""
+    this = step_of(target.name) or 0
+    others = [step for step in finished(target.parent) if step < this]
     old_ones = others[: max(0, len(others) + 1 - keep_last)]
     if old_ones and not _is_finite(target.path):
         newest = next((s for s in reversed(others) if _is_finite(_path(target, s))), None)
@@ -190,6 +191,17 @@ def retain(target: Target, keep_last: int, id: str) -> None:
             remove(old.hidden(id))
         except OSError as error:
             warnings.warn(f"the checkpoint '{old.path}' was not deleted: {error}", stacklevel=2)
+
+
+def warn_of_newer(target: Target) -> None:
+    """A warning if the checkpoint of `target` is not the one that latest() gives."""
+    newest = latest(target.parent) if target.is_numbered else None
+    if newest is not None and newest != target.path:
+        warnings.warn(
+            f"'{newest}' is of a later step than '{target.name}', which has just been saved: "
+            "latest() and load() take it until it is deleted, and keep_last leaves it",
+            stacklevel=2,
+        )
 
 
 def _path(target: Target, step: int) -> str:

@@ -66,18 +66,25 @@ def _open(found: Checkpoint, with_optimizer: bool) -> None:
 
 
 def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
-    steps = finished(found.path)
+    directory, steps = found.path, finished(found.path)
     if not steps:
         _refuse_pickles(found.path)
         raise FileNotFoundError(
             f"the folder '{found.path}' has no finished checkpoint: no {NAME}, model.safetensors, "
             "model.safetensors.index.json or numbered checkpoints"
         )
-    found.path = os.path.join(found.path, name_of(steps[-1]))
+    found.path = os.path.join(directory, name_of(steps[-1]))
     try:
         _open_zshard(found, with_optimizer)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{older_than(found.path)}") from None
+    except (OSError, CheckpointError) as error:
+        if finished(directory)[-1:] != steps[-1:]:  # another job goes on saving and deleting there
+            found.close()
+            found.path, found.files = directory, {}
+            _open_newest(found, with_optimizer)
+        elif isinstance(error, CheckpointError):
+            raise CheckpointError(f"{error}{older_than(found.path)}") from None
+        else:
+            raise
 
 
 def older_than(path: str) -> str:

@@ -224,8 +224,8 @@ def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def is_extra_state(name: str) -> bool:
-    """Is it what a module's get_extra_state() gave? set_extra_state() wants its values, so where that
-    is a tensor it is not read in parts as the others are."""
+    """Is it what a module's get_extra_state() gave? set_extra_state() wants values, so a tensor of
+    that name is not read in parts as the others are."""
     return name.rpartition(".")[2] == "_extra_state"
 
 

@@ -32,7 +32,7 @@ from zshard import _core
 from zshard._agree import Fact, check_agreement, gather_bytes, on_all_ranks
 from zshard._checkpoint import background
 from zshard._checkpoint.extra import encode
-from zshard._checkpoint.folder import Staging, Target, retain
+from zshard._checkpoint.folder import Staging, Target, retain, warn_of_newer
 from zshard._checkpoint.layout import (
     File,
     Piece,
@@ -122,9 +122,10 @@ def save(
         and ends with status 1 if it fails and nobody has been told.
     dtype: in which floating-point tensors of the model are written, as torch.bfloat16; None: as
         they are. The optimizer's state is always as it is.
-    keep_last: (with `step`) the directory keeps so many of the newest checkpoints, and this one;
-        older ones are deleted, when this one is finished. If a parameter is NaN or infinite, which
-        is a warning, the newest one where none was is kept as well.
+    keep_last: (with `step`) so many checkpoints are kept of this one and those of lower steps; the
+        oldest are deleted, when this one is finished. Those of higher steps stay, which is a
+        warning, as load() would take them. If a parameter is NaN or infinite, which is a warning,
+        too, the newest one where none was is kept as well.
     overwrite: a checkpoint that is there is replaced, when this one is finished.
     max_shard_size: bytes of tensors in one file, or "5GB", "200MiB".
 
@@ -360,6 +361,8 @@ def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
                 "keep_last keeps the newest one that has none, besides",
                 stacklevel=2,
             )
+        if rank_0:
+            warn_of_newer(plan.target)
         if rank_0 and plan.kept.keep_last is not None:
             retain(plan.target, plan.kept.keep_last, plan.id)
     finally:
