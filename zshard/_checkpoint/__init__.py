@@ -16,6 +16,7 @@ manifest, written last, says what belongs together and has checksums of all of i
     opening.py      opening one; what is no checkpoint, and why
     safetensors.py  headers and indices, which are not trusted
     dcp.py          folders that torch.distributed.checkpoint wrote
+    hf_shards.py    folders of its HuggingFaceStorageWriter, in parts
     torch_file.py   the files of torch.save() in them
     pickled.py      pickles, read as data
     verify.py       blocks and their checksums

@@ -6,6 +6,7 @@ torch.distributed.checkpoint are the same to whoever loads them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import torch
 from zshard._checkpoint import extra
 from zshard._checkpoint.manifest import CheckpointError, Manifest
 from zshard._checkpoint.safetensors import File
+from zshard._checkpoint.torch_file import NoDataError
 
 
 class Readable(Protocol):
@@ -65,13 +67,25 @@ class Checkpoint:
     files: dict[str, File] = field(default_factory=dict)  # those that are read, by name
     shared: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # extra of all ranks
 
-    def extra_of(self, rank: int) -> dict[str, Any]:
-        """What `rank` gave to be kept. CheckpointError for what is no dict."""
+    def extra_of(self, rank: int, strict: bool = True) -> dict[str, Any]:
+        """What `rank` gave to be kept. CheckpointError for what is no dict, and (strict) what is no
+        plain data, which else is a warning and left out."""
         if self.manifest is None:
-            return {name: read() for name, read in self.shared.items()}
+            return self._shared(strict)
         found = decode(self.manifest.extra_of(rank), self.path)
         if not isinstance(found, dict):
             raise CheckpointError(f"'{self.path}' has a {type(found).__name__} as extra, no dict")
+        return found
+
+    def _shared(self, strict: bool) -> dict[str, Any]:
+        found = {}
+        for name, read in self.shared.items():
+            try:
+                found[name] = read()
+            except NoDataError as error:
+                if strict:
+                    raise NoDataError(f"{error}; strict=False leaves it out") from None
+                warnings.warn(f"{error}; it is left out", stacklevel=2)
         return found
 
     def close(self) -> None:

@@ -31,7 +31,14 @@ from zshard._checkpoint.torch_file import DTYPES, Stored, are_sizes, value_in, v
 METADATA = ".metadata"
 
 _MODELS = ("model", "model_state_dict", "state_dict", "module", "net")
-_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "opt")
+_OPTIMIZERS = (
+    "optimizer",
+    "optim",
+    "optimizer_state_dict",
+    "optim_state_dict",
+    "opt",
+    "optimizer_0",
+)
 _PREFIX = "torch.distributed.checkpoint."
 
 _T = TypeVar("_T")
@@ -68,7 +75,7 @@ def _parsed(text: bytes, where: str) -> Any:
 
 def _sort_out(found: Checkpoint, tensors: Tensors, values: Values, with_optimizer: bool) -> None:
     """What lies under a key like "model" is the model's, and what under one like "optimizer" the
-    optimizer's, at whatever depth. Without the former, the model has the tensors at the top."""
+    optimizer's, at the top or one below. Without the former, the model's are those at the top."""
     paths = [*tensors, *values]
     model, optimizer = _under(_MODELS, paths), _under(_OPTIMIZERS, paths)
     beside = [root for root in (model, optimizer) if root is not None]
@@ -287,12 +294,12 @@ class _Folder:
                     f"'{self._where}' has a chunk of '{name}' that is not within {shape}"
                 )
             chunks.append(Chunk(offsets, sizes, storage[name, offsets]))
-        if _covered(chunks) != math.prod(shape):
+        if covered(chunks) != math.prod(shape):
             raise CheckpointError(f"'{self._where}' has not all of '{name}' once")
         return Chunked(name, DTYPES[dtype.name], shape, chunks)
 
 
-def _covered(chunks: Sequence[Chunk]) -> int:
+def covered(chunks: Sequence[Chunk]) -> int:
     """How many elements the chunks have; -1 where two have the same."""
     ordered = sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: c.offsets)
     for i, one in enumerate(ordered):

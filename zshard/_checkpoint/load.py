@@ -75,7 +75,8 @@ def load(
         floating-point, complex, and whole numbers, and are cast.
     optimizer: over parameters of the model. It gets state and options as from load_state_dict();
         what it has already of the same shapes is written in place.
-    strict: missing and unexpected names are an error, and an optimizer of another class.
+    strict: missing and unexpected names are an error, an optimizer of another class, and entries of
+        torch.distributed.checkpoint beside model and optimizer that are no plain data.
     verify: compare the checksums of all blocks that will be read; without, only those of headers
         and indices. Checkpoints that zshard has not written have none.
 
@@ -181,7 +182,7 @@ def _plan(
         for_optimizer = None
         if optimizer is not None:
             for_optimizer = OptimizerPlan(model, optimizer, found, strict)
-        made.append(_Plans(for_model, for_optimizer, found.extra_of(comm.rank)))
+        made.append(_Plans(for_model, for_optimizer, found.extra_of(comm.rank, strict)))
     return made[0]
 
 

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zshard._checkpoint import dcp
+from zshard._checkpoint import dcp, hf_shards
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable, decode
 from zshard._checkpoint.folder import finished, name_of, path_of
 from zshard._checkpoint.manifest import LIMIT, NAME, CheckpointError, Manifest, parse
@@ -58,6 +58,8 @@ def _open(found: Checkpoint, with_optimizer: bool) -> None:
         _open_huggingface(found)
     elif os.path.lexists(os.path.join(found.path, dcp.METADATA)):
         dcp.open_into(found, with_optimizer)
+    elif hf_shards.shards_in(found.path):
+        hf_shards.open_into(found)
     else:
         _open_newest(found, with_optimizer)
 

@@ -9,6 +9,7 @@ can do here is to be refused.
 from __future__ import annotations
 
 import pickletools
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,8 @@ def parse(data: bytes) -> Any:
     """What a pickle is of: None, bool, int, float, str, bytes, tuples, lists, dicts and sets (as
     lists), and Things. ValueError for one that is damaged or does anything else.
 
-    torch.Size is a tuple, collections.OrderedDict a dict.
+    torch.Size is a tuple; OrderedDict, defaultdict and Counter are dicts, a deque is a list, and
+    numbers of NumPy's are Python's.
     """
     machine = _Machine()
     try:
@@ -51,7 +53,7 @@ def parse(data: bytes) -> Any:
             if count >= _LIMIT:
                 raise ValueError(f"it has more than {_LIMIT} operations")
             machine.do(op.name, arg)
-    except (IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ValueError(f"it is damaged: {error!r}") from None
     raise ValueError("it has no end")
 
@@ -100,6 +102,9 @@ class _Machine:
     def set_items(self, _: Any) -> None:
         self._update(self._since_mark())
 
+    def set_of(self, _: Any) -> None:
+        self._stack.append(self._since_mark())
+
     def put(self, index: int | None) -> None:
         self._memo[len(self._memo) if index is None else index] = self._stack[-1]
 
@@ -116,12 +121,9 @@ class _Machine:
         what, args = self._last(2)
         if not isinstance(what, Thing) or what.args is not None or not isinstance(args, tuple):
             raise ValueError("it calls what is no function")
-        if what.name == "torch.Size" and len(args) == 1 and isinstance(args[0], tuple):
-            self._stack.append(args[0])
-        elif what.name == "collections.OrderedDict" and args == ():
-            self._stack.append({})
-        else:
-            self._stack.append(Thing(what.name, args))
+        maker = _PLAIN.get(what.name)
+        made = None if maker is None else maker(args)
+        self._stack.append(Thing(what.name, args) if made is None else made)
 
     def build(self, _: Any) -> None:
         thing, state = self._last(2)
@@ -153,15 +155,64 @@ class _Machine:
         raise ValueError("it has no mark")
 
     def _extend(self, values: list[Any]) -> None:
+        if isinstance(self._stack[-1], Thing):
+            return  # what is in it is of no interest, as it is not read
         if not isinstance(self._stack[-1], list):
             raise ValueError("it appends to what is no list")
         self._stack[-1].extend(values)
 
     def _update(self, values: list[Any]) -> None:
+        if isinstance(self._stack[-1], Thing):
+            return
         if not isinstance(self._stack[-1], dict) or len(values) % 2 != 0:
             raise ValueError("it sets items of what is no dict")
         self._stack[-1].update(zip(values[::2], values[1::2], strict=True))
 
+
+# --- what is plain data, though it is written as a call ------------------------------------------
+
+# Of numbers of NumPy, by the names of their dtypes: what struct calls them.
+_NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?"}
+_NUMBERS |= {"i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
+
+
+def _number(args: tuple[Any, ...]) -> Any:
+    dtype, data = args
+    code = _NUMBERS.get(dtype.args[0])
+    order = dtype.state[1]
+    if dtype.name != "numpy.dtype" or code is None or order not in ("<", "|"):
+        return None
+    return struct.unpack(f"<{code}", data)[0]
+
+
+def _list(args: tuple[Any, ...]) -> Any:
+    return list(args[0]) if args and isinstance(args[0], list | tuple) else None
+
+
+def _dict(args: tuple[Any, ...]) -> Any:
+    return dict(args[0]) if args and isinstance(args[0], dict) else {}
+
+
+def _bytes(args: tuple[Any, ...]) -> Any:
+    text, encoding = args
+    return text.encode("latin-1") if encoding in ("latin1", "latin-1") else None
+
+
+# Makers of values from arguments; None: it stays a Thing.
+_PLAIN: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+    "torch.Size": lambda args: tuple(args[0]) if isinstance(args[0], tuple) else None,
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": _dict,
+    "collections.Counter": _dict,
+    "collections.deque": _list,
+    "builtins.set": _list,
+    "__builtin__.set": _list,
+    "builtins.frozenset": _list,
+    "__builtin__.frozenset": _list,
+    "_codecs.encode": _bytes,  # how protocol 2 writes bytes
+    "numpy._core.multiarray.scalar": _number,
+    "numpy.core.multiarray.scalar": _number,
+}
 
 _IGNORED = frozenset(("PROTO", "FRAME"))
 _CONSTANTS: dict[str, Callable[[], Any]] = {
@@ -189,6 +240,7 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "APPEND": _Machine.append,
     "APPENDS": _Machine.appends,
     "ADDITEMS": _Machine.appends,
+    "FROZENSET": _Machine.set_of,
     "SETITEM": _Machine.set_item,
     "SETITEMS": _Machine.set_items,
     "BINPUT": _Machine.put,

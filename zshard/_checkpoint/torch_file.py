@@ -39,6 +39,10 @@ _STORAGES = {
 }
 
 
+class NoDataError(CheckpointError):
+    """What was saved is no plain data, and nothing else is wrong."""
+
+
 class Stored(NamedTuple):
     """A file of torch.save() within a file."""
 
@@ -136,7 +140,7 @@ def value_in(stored: Stored, name: str) -> Any:
     try:
         return _plain(value)
     except (TypeError, RecursionError) as error:
-        raise CheckpointError(
+        raise NoDataError(
             f"'{stored.file.path}' has '{name}', which cannot be read without running it: {error}"
         ) from None
 

@@ -1,0 +1,292 @@
+"""zshard.load of what FSDP1 and torch's Hugging Face writer save through torch.distributed.checkpoint.
+
+The one idea: parts of tensors, of whatever kind torch has for them, are put together as torch does,
+or refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import functools
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import differences
+from optim_states import differ
+from spawn import RankPool
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+import zshard
+from zshard import FSDP, CheckpointError
+from zshard.__main__ import main
+from zshard._checkpoint.pickled import parse
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch has many, of its own FSDP1 above all
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.inner = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+
+    def forward(self, x):
+        return self.inner(self.first(x))
+
+
+def made(seed):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def train(model, optimizer):
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+
+
+def fresh(seed=7):
+    model = FSDP(made(seed), auto_wrap_policy={nn.Linear})
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+# --- FSDP1 ----------------------------------------------------------------------------------------
+
+
+def sharded_states(model, optimizer):
+    """As scripts of FSDP1 save them."""
+    with Fsdp1.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return model.state_dict(), Fsdp1.optim_state_dict(model, optimizer)
+
+
+def by_fsdp1(folder, original):
+    """What differs after a load of what FSDP1 saved, from what the same steps of zshard give."""
+    policy = ModuleWrapPolicy({nn.Linear})
+    options = {"use_orig_params": original, "device_id": torch.device("cpu")}
+    model = Fsdp1(made(1), auto_wrap_policy=policy, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    ours, theirs = fresh(1)
+    train(ours, theirs)
+    found = []
+    for get in (get_state_dict, sharded_states):
+        states = get(model, optimizer)
+        path = f"{folder}/{get.__name__}"
+        dcp.save({"model": states[0], "optim": states[1], "epoch": 3}, checkpoint_id=path)
+        other, own = fresh()
+        assert dict(zshard.load(path, other, own)) == {"epoch": 3}
+        found += near(ours.state_dict(), other.state_dict())
+        pair = (zshard.optim_state_dict(*each)["state"] for each in ((ours, theirs), (other, own)))
+        for one, two in zip(*(each.values() for each in pair), strict=True):
+            found += near(one, two)
+    return found
+
+
+def near(ours, theirs):
+    """But for buffers, of which torch saves those of any rank; FSDP1 sums in another order."""
+    assert ours.keys() == theirs.keys()
+    names = [name for name in ours if "running" not in name]
+    return [n for n in names if not torch.allclose(ours[n], theirs[n], rtol=1e-4, atol=1e-6)]
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["parameters", "flat"])
+def test_folders_of_fsdp1(pool2, original, tmp_path):
+    assert pool2.run(by_fsdp1, tmp_path, original) == [[], []]
+
+
+# --- torch's Hugging Face writer ------------------------------------------------------------------
+
+
+@functools.cache
+def mesh():
+    return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def by_the_writer(folder):
+    """What differs after a load of what the writer made, with and without putting it together."""
+    module = fully_shard(made(1), mesh=mesh())
+    state = {n: v for n, v in get_model_state_dict(module).items() if isinstance(v, DTensor)}
+    homes = {name: 1 + i % 2 for i, name in enumerate(state)}
+    wanted = {name: value.full_tensor() for name, value in state.items()}
+    found = []
+    for name, options in {
+        "parts": {},
+        "files": {"fqn_to_index_mapping": homes},
+        "whole": {"enable_consolidation": True},
+    }.items():
+        path = f"{folder}/{name}"
+        writer = HuggingFaceStorageWriter(path=path, save_distributed=True, **options)
+        dcp.save(state, storage_writer=writer)
+        for where in (path, f"{path}/sharded") if name == "whole" else (path,):
+            model, _ = fresh()
+            loaded = zshard.load(where, model, strict=False)
+            assert not loaded.verified and not loaded.unexpected_keys
+            got = {n: v for n, v in model.state_dict().items() if n in wanted}
+            found += differences(got, wanted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def parts(pools, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    assert pools.setdefault(2, RankPool(2)).run(by_the_writer, folder) == [[], []]
+    return folder
+
+
+def test_folders_of_the_hugging_face_writer(parts, tmp_path, monkeypatch, capsys):
+    for words in (["inspect", parts / "files"], ["export", parts / "files", tmp_path / "out"]):
+        monkeypatch.setattr("sys.argv", ["zshard", "ckpt", *map(str, words)])
+        assert main() == 0
+    said = capsys.readouterr().out
+    assert "first.weight" in said and "5x3" in said
+    one, two = Net(), Net()
+    zshard.load(tmp_path / "out", one, strict=False)
+    zshard.load(parts / "whole", two, strict=False)
+    assert differences(dict(one.named_parameters()), dict(two.named_parameters())) == []
+
+
+def lost(folder):
+    next(folder.glob("shard-00001-*")).unlink()
+
+
+def lost_at_the_end(folder):
+    next(folder.glob("shard-00002-*")).unlink()
+
+
+def of_another_save(folder):
+    source = next(folder.glob("shard-00002-*"))
+    shutil.copy(source, folder / source.name.replace("shard-00002", "shard-00003"))
+
+
+def changed(**facts):
+    """The note on one tensor says something else."""
+
+    def change(folder):
+        path = next(folder.glob("shard-00001-*"))
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        told = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        told["first.weight"] = facts
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(told)
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+    return change
+
+
+WRONG = {
+    "lost": (lost, CheckpointError, "have not all of 'first"),
+    "lost at the end": (lost_at_the_end, RuntimeError, "size mismatch for first.weight"),
+    "of another save": (of_another_save, CheckpointError, "once: one is missing, or of another"),
+    "no note": (changed(), CheckpointError, "does not say where its part of 'first.weight' begins"),
+    "below 0": (changed(saved_offsets=[-1, 0]), CheckpointError, "does not say where its part"),
+    "other dimensions": (changed(saved_offsets=[0]), CheckpointError, "does not say where its"),
+    "far away": (changed(saved_offsets=[2**62, 0]), CheckpointError, "not all of 'first.weight'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_parts_that_are_no_whole(parts, case, tmp_path):
+    change, kind, text = WRONG[case]
+    folder = Path(shutil.copytree(parts / "parts", tmp_path / "x"))
+    change(folder)
+    model = made(1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(kind) as caught:
+        zshard.load(folder, model, strict=False)
+    assert text in str(caught.value)
+    assert differences(dict(model.state_dict()), dict(before)) == []
+
+
+# --- names, and what is beside --------------------------------------------------------------------
+
+
+class App(dcp.stateful.Stateful):
+    """What the tutorials of torch.distributed.checkpoint save."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        states = get_state_dict(self.model, self.optimizer)
+        return {"model": states[0], "optim": states[1]}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def test_where_model_and_optimizer_may_lie(tmp_path):
+    model = made(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    own, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    forms = (
+        {"app": App(model, optimizer)},
+        {"state_dict": own, "optimizer_0": state},  # as Lightning does
+        {"model_state_dict": own, "optimizer_state_dict": state},
+    )
+    for i, form in enumerate(forms):
+        dcp.save(form, checkpoint_id=tmp_path / str(i), no_dist=True)
+        other = made(2)
+        theirs = torch.optim.AdamW(other.parameters(), lr=0.2)
+        zshard.load(tmp_path / str(i), other, theirs)
+        assert differences(dict(other.state_dict()), dict(own)) == []
+        assert differ(get_optimizer_state_dict(other, theirs), state) == []
+
+
+BESIDE = {
+    "best": numpy.float64(0.25),
+    "seen": numpy.int32(-7),
+    "ok": numpy.bool_(True),
+    "name": b"run\xff",
+    "recent": collections.deque([1.5, 2.5], maxlen=2),
+    "by_id": [collections.defaultdict(int, a=1), collections.Counter("aab")],
+    "ids": ({3, 4}, frozenset()),
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_data_that_pickles_have_as_calls(protocol):
+    wanted = {
+        **{"best": 0.25, "seen": -7, "ok": True, "name": b"run\xff", "recent": [1.5, 2.5]},
+        **{"by_id": [{"a": 1}, {"a": 2, "b": 1}], "ids": ([3, 4], [])},
+    }
+    found = parse(pickle.dumps(BESIDE, protocol=protocol))
+    assert found == wanted and type(found["seen"]) is int and type(found["ok"]) is bool
+
+
+def test_what_is_no_data_beside_the_model(tmp_path):
+    args = argparse.Namespace(lr=0.5, seen=collections.deque([print]))
+    state = {"model": made(1).state_dict(), "args": args, "best": numpy.float32(0.5)}
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    model = made(2)
+    with pytest.raises(CheckpointError, match=r"has 'args'.*Namespace.*strict=False leaves it out"):
+        zshard.load(tmp_path / "x", model)
+    assert differences(dict(model.state_dict()), dict(made(2).state_dict())) == []
+    with pytest.warns(UserWarning, match=r"has 'args'.* it is left out"):
+        loaded = zshard.load(tmp_path / "x", model, strict=False)
+    assert dict(loaded) == {"best": 0.5}
+    assert differences(dict(model.state_dict()), dict(made(1).state_dict())) == []

@@ -1,0 +1,80 @@
+"""Folders that torch's HuggingFaceStorageWriter wrote with save_distributed=True, and did not put
+together: safetensors files with each rank's parts of the tensors.
+
+The one idea: the header of each file says where in the whole tensor its part begins, so parts are
+chunks, as those of torch.distributed.checkpoint's own folders are. Nothing says how many there
+should be: what leaves a hole, or lies over another one, is refused, and where the last part of a
+tensor is missing, it is of another shape.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from zshard._checkpoint.checkpoint import Checkpoint
+from zshard._checkpoint.dcp import Chunk, Chunked, covered
+from zshard._checkpoint.manifest import CheckpointError, object_of
+from zshard._checkpoint.safetensors import HEADER_LIMIT, Entry, SafetensorsFile, are_counts
+from zshard._checkpoint.torch_file import Stored
+
+_NAME = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors")
+_NOTE = "DCP_SHARDING_INFO"
+
+
+def shards_in(path: str) -> list[str]:
+    """The names of such files in a folder."""
+    return sorted(name for name in os.listdir(path) if _NAME.fullmatch(name))
+
+
+def open_into(found: Checkpoint) -> None:
+    """Opens the folder at `found.path`. CheckpointError for parts that are not a whole."""
+    parts: dict[str, list[tuple[tuple[int, ...], Entry]]] = {}
+    for name in shards_in(found.path):
+        found.files[name] = file = SafetensorsFile(os.path.join(found.path, name))
+        for tensor, begin in _begins(file).items():
+            parts.setdefault(tensor, []).append((begin, file.entries[tensor]))
+    found.model = {name: _whole(found.path, name, own) for name, own in parts.items()}
+
+
+class _Parts(Chunked):
+    """A tensor whose chunks are tensors of safetensors files."""
+
+    def check(self) -> None:
+        """Nothing: the headers have said all."""
+
+    def _payload(self, i: int) -> int:
+        return self._chunks[i].stored.offset
+
+
+def _begins(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
+    """The first index of each part in the file."""
+    where = f"the header of '{file.path}'"
+    told = object_of(file.notes.get(_NOTE, "{}").encode(), where, HEADER_LIMIT)
+    begins = {}
+    for name, entry in file.entries.items():
+        facts = told.get(name)
+        begin: Any = facts.get("saved_offsets") if isinstance(facts, dict) else None
+        if not are_counts(begin) or len(begin) != len(entry.shape):
+            raise CheckpointError(f"{where} does not say where its part of '{name}' begins")
+        begins[name] = tuple(begin)
+    return begins
+
+
+def _whole(folder: str, name: str, parts: Sequence[tuple[tuple[int, ...], Entry]]) -> Chunked:
+    """The tensor of which these are all parts, with their first indices."""
+    dims, dtypes = {len(begin) for begin, _ in parts}, {entry.dtype for _, entry in parts}
+    if len(dims) > 1 or len(dtypes) > 1:
+        raise CheckpointError(f"the files in '{folder}' have parts of '{name}' of several kinds")
+    ends = [[b + n for b, n in zip(begin, e.shape, strict=True)] for begin, e in parts]
+    shape = tuple(max(each) for each in zip(*ends, strict=True))
+    chunks = [Chunk(begin, e.shape, Stored(e.file, e.begin, 0)) for begin, e in parts]
+    if covered(chunks) != math.prod(shape):
+        raise CheckpointError(
+            f"the files in '{folder}' have not all of '{name}' once: one is missing, or of another "
+            "save"
+        )
+    return _Parts(name, dtypes.pop(), shape, chunks)
