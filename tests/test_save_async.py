@@ -174,6 +174,31 @@ def test_a_process_that_ends_waits(world, tmp_path):
     assert set(whole(tmp_path / "x")) == {"weight", "bias"}
 
 
+def fails_at_once(folder, transport):
+    """One whose training fails then on one rank, and on the other for that."""
+    model = FSDP(nn.Linear(64, 64), transport=transport)
+    write = save._write
+
+    def slow(*args):
+        time.sleep(1)
+        write(*args)
+
+    save._write = slow
+    zshard.save(f"{folder}/x", model, asynchronous=True)
+    if rank() == 1:
+        raise ValueError("the training fails")
+    model(torch.ones(2, 64)).sum().backward()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_process_that_fails_waits(transport, tmp_path):
+    results = fork_ranks(fails_at_once, 2, str(tmp_path), transport, timeout=60)
+    assert [result.returncode for result in results] == [1, 1]
+    assert all("was not saved" not in result.stderr for result in results)
+    assert all("the training fails" in result.stderr for result in results)
+    assert set(whole(tmp_path / "x")) == {"weight", "bias"}
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_failure_that_nobody_was_told_of_is_the_exit_status(world, tmp_path):
     for result in fork_ranks(ends_at_once, world, str(tmp_path), "ENOSPC", timeout=60):

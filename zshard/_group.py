@@ -39,6 +39,7 @@ class _Entry:
     comm: _core.Comm
 
 
+_BESIDE = "beside"  # in place of a transport: one for a thread of its own
 _PATIENCE = 1800.0  # seconds that who waits for a disk waits at least
 
 Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
@@ -281,7 +282,7 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
     group = next((entry.group for entry in _entries.values() if entry.comm is comm), None)
     if group is None:
         raise RuntimeError("the process group of the model has been destroyed")
-    key = (id(group), "beside", CPU)
+    key = (id(group), _BESIDE, CPU)
     if key not in _entries:
         kind = comm.transport if comm.transport in TRANSPORTS[CPU] else "auto"
         _entries[key] = _Entry(group, _connect(group, kind, max(comm.timeout, _PATIENCE)))
@@ -420,7 +421,8 @@ def _try_shm(
 
 
 _reporting = False
-_failed = False  # an exception ends this program
+_failed = False  # an exception ends this program,
+_last_words = ""  # and this is what it says
 
 
 def _report_ends() -> None:
@@ -432,10 +434,11 @@ def _report_ends() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        global _failed
-        _failed = True
-        for entry in _entries.values():
-            entry.comm.abort(f"{kind.__name__}: {value}")
+        global _failed, _last_words
+        _failed, _last_words = True, f"{kind.__name__}: {value}"
+        for key, entry in _entries.items():
+            if key[1] != _BESIDE:  # a thread may be writing yet, and the process waits for it
+                entry.comm.abort(_last_words)
         previous(kind, value, trace)
 
     sys.excepthook = hook
@@ -445,8 +448,10 @@ def _report_ends() -> None:
 def _leave() -> None:
     """An orderly end: the peers are told that this rank left, rather than finding it dead."""
     global _failed
-    for entry in _entries.values():
+    for key, entry in _entries.items():
         _failed = _failed or bool(entry.comm.lost)
+        if key[1] == _BESIDE and _last_words:
+            entry.comm.abort(_last_words)
         entry.comm.close()
     _entries.clear()
 
