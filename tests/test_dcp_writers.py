@@ -257,6 +257,27 @@ def test_where_model_and_optimizer_may_lie(tmp_path):
         assert differ(get_optimizer_state_dict(other, theirs), state) == []
 
 
+def test_model_and_optimizer_in_folders_of_their_own(tmp_path):
+    """As Accelerate does; the folder around them is none that can be loaded."""
+    model = made(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    own, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    torch.save({}, tmp_path / "scheduler.bin")
+    dcp.save({"model": own}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": state}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    other = made(2)
+    theirs = torch.optim.AdamW(other.parameters(), lr=0.2)
+    words = r"no checkpoint, but 'optimizer_0', 'pytorch_model_fsdp_0' in it may be"
+    with pytest.raises(FileNotFoundError, match=words):
+        zshard.load(tmp_path, other)
+    zshard.load(tmp_path / "pytorch_model_fsdp_0", other)
+    zshard.load(tmp_path / "optimizer_0", other, theirs, strict=False)
+    assert differences(dict(other.state_dict()), dict(own)) == []
+    assert differ(get_optimizer_state_dict(other, theirs), state) == []
+
+
 BESIDE = {
     "best": numpy.float64(0.25),
     "seen": numpy.int32(-7),

@@ -187,7 +187,8 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
                 what = f"'{part.name}'" if part else f"of shape {tuple(param.shape)}"
                 raise ValueError(
                     f"group {i} of the optimizer has a parameter {what} that the model has not: "
-                    "give the model that the optimizer was made for"
+                    "give the model that the optimizer was made for, or a module that has all its "
+                    "parameters"
                 )
     return names
 

@@ -70,6 +70,7 @@ def _open(found: Checkpoint, with_optimizer: bool) -> None:
 def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
     directory, steps = found.path, finished(found.path)
     if not steps:
+        _point_inside(found.path)
         _refuse_pickles(found.path)
         raise FileNotFoundError(
             f"the folder '{found.path}' has no finished checkpoint: no {NAME}, model.safetensors, "
@@ -87,6 +88,20 @@ def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
             raise CheckpointError(f"{error}{older_than(found.path)}") from None
         else:
             raise
+
+
+def _point_inside(path: str) -> None:
+    """FileNotFoundError for a folder without tensors in which there are folders that have some, as
+    trainers make: which one is meant nobody can know."""
+    marks = (NAME, dcp.METADATA, f"{MODEL}.safetensors", f"{MODEL}.safetensors.index.json")
+    with os.scandir(path) as entries:
+        folders = sorted(entry.name for entry in entries if entry.is_dir())
+    inside = [f for f in folders if any(os.path.exists(os.path.join(path, f, m)) for m in marks)]
+    if inside:
+        names = ", ".join(f"'{name}'" for name in inside[:5]) + (", ..." if inside[5:] else "")
+        raise FileNotFoundError(
+            f"the folder '{path}' is no checkpoint, but {names} in it may be: give the path of one"
+        )
 
 
 def older_than(path: str) -> str:
