@@ -124,6 +124,17 @@ def test_any_way_into_any_other(pool2, tmp_path):
     assert pool2.run(there_and_back, tmp_path) == [[], []]
 
 
+def test_a_compiled_part_that_is_there_twice(tmp_path):
+    model = nn.Sequential(compiled(nn.Linear(2, 2)), nn.Linear(2, 2))
+    model.append(model[0])
+    zshard.save(tmp_path / "x", model)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model[0].weight.zero_()
+    zshard.load(tmp_path / "x", model)
+    assert differences(dict(model.state_dict()), wanted) == []
+
+
 def by_name(way):
     """The optimizer's state by names, from a model that is run in a way into the plain one's."""
     model, optimizer = made(way, 1)

@@ -42,7 +42,7 @@ def bare(model: nn.Module) -> nn.Module:
 def wanted_by(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict of plain names with those that load_state_dict() of `model` wants."""
     wanted = dict(state)
-    for path, module in model.named_modules():  # what is outside comes first
+    for path, module in model.named_modules(remove_duplicate=False):  # from outside to inside
         if _COMPILED in module._modules:
             kept = [part for part in path.split(".") if part and part != _PARTS[1]]
             prefix = "".join(f"{part}." for part in kept)
