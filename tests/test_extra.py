@@ -70,6 +70,11 @@ def test_tensors_of_every_dtype_that_a_file_can_have(dtype):
     assert back.dtype == dtype and torch.equal(back.view(torch.uint8), value.view(torch.uint8))
 
 
+def test_dtypes_themselves():
+    value = {"momentum_dtype": torch.bfloat16, "of": [torch.float8_e4m3fn, torch.complex128]}
+    assert decode(json.loads(json.dumps(encode(value)))) == value
+
+
 def test_views_that_say_how_to_read_their_memory():
     value = torch.tensor([1 + 2j, 3 - 4j])
     back = decode(json.loads(json.dumps(encode({"conj": value.conj(), "neg": value.conj().imag}))))
@@ -134,6 +139,8 @@ def test_says_of_what_an_array_is():
         {"$tensor": {"dtype": "int8", "shape": [-7], "data": ""}},
         {"$array": {"dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="}},
         {"$float": "ten"},
+        {"$dtype": "qint8"},
+        {"$dtype": ["float32"]},
     ],
 )
 def test_refuses_what_it_cannot_have_written(told):

@@ -30,7 +30,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.
 def encode(value: Any, where: str = "extra") -> Any:
     """`value` as JSON values. Raises TypeError or ValueError that names the entry, as
     `where['key'][0]`, for what cannot be kept: only numbers, strings, None, lists, tuples, dicts,
-    sets, bytes, and tensors and NumPy arrays of at most 16 MiB can."""
+    sets, bytes, dtypes of torch, and tensors and NumPy arrays of at most 16 MiB can."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, int):
@@ -52,6 +52,8 @@ def encode(value: Any, where: str = "extra") -> Any:
         return _encode_dict(value, where)
     if isinstance(value, bytes | bytearray):
         return {"$bytes": _text(bytes(value), where)}
+    if isinstance(value, torch.dtype) and str(value).removeprefix("torch.") in _DTYPES:
+        return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Tensor):
         return {"$tensor": _encode_tensor(value, where)}
     return _encode_numpy(value, where)
@@ -180,6 +182,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "$frozenset": lambda values: frozenset(decode(list(values))),
     "$dict": lambda pairs: {decode(key): decode(value) for key, value in pairs},
     "$bytes": lambda text: base64.b64decode(text, validate=True),
+    "$dtype": lambda name: _DTYPES[name],
     "$tensor": _make_tensor,
     "$array": _make_array,
 }

@@ -54,7 +54,8 @@ class OptimizerPlan:
             groups, more = _groups_of(told.options, optimizer, names)
             told = replace(told, groups=groups)
             problems += more
-        more, self._numbered = by_number(model, optimizer, _outline(told))
+        self._kept = _kept_dtypes(model, contents, told)
+        more, self._numbered = by_number(model, optimizer, _outline(told, self._kept))
         if problems + more:
             head = f"Error(s) in loading the state of {type(optimizer).__name__}:"
             raise RuntimeError("\n\t".join([head, *problems, *more]))
@@ -66,6 +67,7 @@ class OptimizerPlan:
             _label(name, key): e for name, own in told.tensors.items() for key, e in own.items()
         }
         self._pieces: list[_Piece] = []
+        self._as_saved: list[tuple[Tensor, str, Tensor]] = []  # state of dtypes of its own
         self._before: tuple[Any, Any] | None = None
         self._hooks: Any = OrderedDict()
 
@@ -104,12 +106,15 @@ class OptimizerPlan:
         # state would not lie side by side.
         fresh = {
             key
-            for param, _, key, _, is_cut in rows
-            if is_cut and not _is_place(self._live(param, key), param)
+            for param, _, key, label, is_cut in rows
+            if is_cut and not _is_place(self._live(param, key), param) and label not in self._kept
         }
         for param, entries, key, label, is_cut in rows:
             entry = self._entries[label]
-            if not is_cut:
+            if label in self._kept:
+                tensor = _part(param, entry, reader) if is_cut else reader.whole(entry)
+                self._as_saved.append((param, key, tensor.to(param.device)))
+            elif not is_cut:
                 tensor = reader.whole(entry)
             elif key == "step":  # of a dtype of its own
                 tensor = _part(param, entry, reader)
@@ -133,6 +138,9 @@ class OptimizerPlan:
             optimizer.load_state_dict(self._numbered)
         finally:
             setattr(optimizer, _HOOKS, self._hooks)
+        for param, key, tensor in self._as_saved:
+            if key in optimizer.state[param]:  # torch has made it of the parameter's dtype
+                optimizer.state[param][key] = tensor
         for param, key, _ in self._pieces:
             if not _is_place(optimizer.state[param].get(key), param):
                 raise RuntimeError(
@@ -190,14 +198,35 @@ def _groups_of(
     return groups, problems
 
 
-def _outline(told: OptimizerState) -> dict[str, Any]:
+def _kept_dtypes(
+    model: nn.Module, contents: Checkpoint, told: OptimizerState
+) -> dict[str, torch.dtype]:
+    """The labels of state that has been saved in another floating-point dtype than its parameter,
+    which is of the same one here: that is how the optimizer keeps it. Torch would cast it. With the
+    parameter's dtype, of which it is said to be while it is checked."""
+    saved = {plain(name): entry for name, entry in contents.model.items()}
+    found = {}
+    for full, param in model.named_parameters(remove_duplicate=False):
+        name = plain(full)
+        entry = saved.get(name, saved.get(contents.tied.get(name, "")))
+        if entry is None or entry.dtype != param.dtype or not param.is_floating_point():
+            continue
+        for key, state in told.tensors.get(name, {}).items():
+            is_float = state.dtype.is_floating_point and state.dtype != param.dtype
+            if is_float and state.shape == entry.shape and key != "step":
+                found[_label(name, key)] = param.dtype
+    return found
+
+
+def _outline(told: OptimizerState, kept: Mapping[str, torch.dtype]) -> dict[str, Any]:
     """The state dict by names, with tensors that have no values."""
     names = dict.fromkeys([*told.tensors, *told.values])
     state = {
         name: {
             **{
-                key: Pending.of(_label(name, key), entry.shape, entry.dtype)
+                key: Pending.of(label, entry.shape, kept.get(label, entry.dtype))
                 for key, entry in told.tensors.get(name, {}).items()
+                for label in [_label(name, key)]
             },
             **told.values.get(name, {}),
         }

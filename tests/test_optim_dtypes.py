@@ -1,0 +1,82 @@
+"""Optimizers that keep state in a dtype of their own, as AnyPrecisionAdamW does, in checkpoints.
+
+The one idea: what such an optimizer gets back is what it had, so training goes on with the same bits;
+torch's load_state_dict() would have made it of the parameters' dtype.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import CASES, make, train
+from optim_states import FULL, rank, wrap
+
+import zshard
+
+
+class Halved(torch.optim.Optimizer):
+    """SGD with momentum that is kept in bfloat16."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "momentum_dtype": torch.bfloat16})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["buffer"] = torch.zeros_like(param, dtype=group["momentum_dtype"])
+                state["step"] += 1
+                state["buffer"].mul_(0.9).add_(param.grad)
+                param.add_(state["buffer"], alpha=-group["lr"])
+
+
+def built(combination, seed):
+    model = make(CASES["net"].make, seed) if combination is None else wrap("net", combination, seed)
+    return model, Halved(model.parameters())
+
+
+def goes_on(folder, combination):
+    """What differs in the end between a run and one that was resumed."""
+    model, optimizer = built(combination, 1)
+    train(model, CASES["net"], optimizer, rank(), 2)
+    zshard.save(folder / "x", model, optimizer)
+    other, theirs = built(combination, 2)
+    zshard.load(folder / "x", other, theirs)
+    kinds = {own["buffer"].dtype for own in theirs.state.values()}
+    for each, own in ((model, optimizer), (other, theirs)):
+        train(each, CASES["net"], own, rank(), 2)
+    pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    return kinds, theirs.param_groups[0]["momentum_dtype"], all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:.*updates sharded parameters")
+@pytest.mark.parametrize("combination", [FULL, ("zero1", "c10d")], ids=str)
+def test_state_keeps_its_dtype(pool2, combination, tmp_path):
+    expected = {torch.bfloat16}, torch.bfloat16, True
+    assert pool2.run(goes_on, tmp_path, combination) == [expected] * 2
+
+
+def test_a_plain_model(tmp_path):
+    assert goes_on(tmp_path, None) == ({torch.bfloat16}, torch.bfloat16, True)
+
+
+def into_another_dtype(folder):
+    model, optimizer = built(FULL, 1)
+    train(model, CASES["net"], optimizer, rank(), 1)
+    zshard.save(folder / "x", model, optimizer)
+    other = zshard.FSDP(make(CASES["net"].make, 2).double())
+    theirs = Halved(other.parameters())
+    with pytest.raises(
+        RuntimeError, match=r"is of torch\.bfloat16, the parameter of torch\.float64"
+    ):
+        zshard.load(folder / "x", other, theirs)
+    return len(theirs.state)
+
+
+def test_parameters_of_another_dtype(pool2, tmp_path):
+    assert pool2.run(into_another_dtype, tmp_path) == [0, 0]
