@@ -7,6 +7,8 @@ that cannot be, an error names the entry.
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from collections import OrderedDict
 
 import numpy
@@ -48,6 +50,23 @@ def test_another_dtype_on_disk(pool2, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float8_e4m3fn], ids=str)
 def test_dtypes_on_disk(dtype, tmp_path):
     assert saved(tmp_path, make(Dtypes), dtype=dtype) == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_values_that_become_infinite_on_disk(asynchronous, tmp_path):
+    model = nn.Linear(2, 1)
+    options = {"dtype": torch.float16, "asynchronous": asynchronous, "overwrite": True}
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[65519.0, -65519.0]]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zshard.save(tmp_path / "x", model, **options).wait()
+    with torch.no_grad():
+        model.weight[0, 1] = -65520.0
+    with pytest.warns(UserWarning, match="has NaN or infinite values in 'weight'"):
+        zshard.save(tmp_path / "x", model, **options).wait()
+    assert tensors_in(tmp_path / "x")["weight"].tolist() == [[65504.0, -math.inf]]
+    assert not manifest_in(tmp_path / "x").finite
 
 
 def in_many_files(folder):

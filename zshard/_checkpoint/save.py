@@ -423,17 +423,23 @@ def _gather(comm: _core.Comm, rows: Sequence[tuple[int, Written]]) -> dict[int, 
 
 
 def _not_finite(plan: Plan) -> str:
-    """A parameter of which this rank has written a number that is NaN or infinite; "" if none."""
+    """A parameter of which this rank has written a number that is NaN or infinite in the file; ""
+    if none."""
     own = [p for p in plan.pieces if p.name in plan.parameters and p.values.dtype in _SUMMED]
     flat = [p.values.detach().reshape(-1)[p.begin : p.end] for p in own]
-    if math.isfinite(_core.power_sum(flat, 1.0)):
-        return ""
-    found = (
-        p.name
-        for p, values in zip(own, flat, strict=True)
-        if not math.isfinite(_core.power_sum([values], 1.0))
-    )
-    return next(found, "")
+    pairs = list(zip(own, flat, strict=True))
+    if not math.isfinite(_core.power_sum(flat, 1.0)):
+        found = (p.name for p, v in pairs if not math.isfinite(_core.power_sum([v], 1.0)))
+        return next(found, "")
+    return next((p.name for p, values in pairs if _overflows(values, p.dtype)), "")
+
+
+def _overflows(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Does a cast to `dtype` make a finite number infinite or NaN?"""
+    if torch.finfo(dtype).max >= torch.finfo(values.dtype).max or values.numel() == 0:
+        return False
+    extremes = torch.stack(torch.aminmax(values)).to(dtype).to(values.dtype)
+    return not bool(extremes.isfinite().all())
 
 
 def _finish(
