@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import pickle
 import sys
 import tempfile
@@ -34,7 +35,15 @@ with (
     if atheris
     else contextlib.nullcontext()
 ):
-    from zshard._checkpoint import dcp, manifest, opening, pickled, safetensors, torch_file
+    from zshard._checkpoint import (
+        dcp,
+        hf_shards,
+        manifest,
+        opening,
+        pickled,
+        safetensors,
+        torch_file,
+    )
     from zshard._checkpoint.checkpoint import Checkpoint, decode
     from zshard._checkpoint.manifest import CheckpointError
 
@@ -111,6 +120,22 @@ def a_file(data: bytes) -> None:
             assert room == data[span.begin : span.end]
 
 
+def parts(data: bytes) -> None:
+    """A file of torch's Hugging Face writer, with its parts of tensors."""
+    path = Path(_PARTS.name, "shard-00001-model-00001-of-00001.safetensors")
+    path.write_bytes(data)
+    found = Checkpoint(_PARTS.name)
+    try:
+        hf_shards.open_into(found)
+        for entry in found.model.values():
+            size = math.prod(entry.shape) * entry.dtype.itemsize
+            assert size <= len(data)
+            if size > 0:
+                entry.read_into(memoryview(bytearray(size)), 0)
+    finally:
+        found.close()
+
+
 def saved_by_torch(data: bytes) -> None:
     """A file of torch.save() within another one: as plain data, and as a tensor."""
     path = Path(_OWN.name, "__0_0.distcp")
@@ -128,6 +153,7 @@ def calls(data: bytes) -> None:
 
 
 _OWN = tempfile.TemporaryDirectory()
+_PARTS = tempfile.TemporaryDirectory()
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "header": header,
@@ -138,6 +164,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "file": a_file,
     "saved": saved_by_torch,
     "calls": calls,
+    "parts": parts,
 }
 
 
@@ -168,9 +195,26 @@ def seeds() -> list[bytes]:
         "file": files,
         "saved": [tensor, _saved(_values()), *_spoiled(tensor)],
         "calls": some_calls(),
+        "parts": [_part(note) for note in _NOTES],
     }
     short = {name: [each for each in some if len(each) < 20_000] for name, some in found.items()}
     return [bytes([i]) + each for i, name in enumerate(TARGETS) for each in short[name]]
+
+
+_NOTES = (
+    json.dumps({"a": {"saved_offsets": [0, 0]}}),
+    json.dumps({"a": {"saved_offsets": [1, 0]}}),
+    json.dumps({"a": {"saved_offsets": [2**62, 2**62]}}),
+    json.dumps({"a": {"saved_offsets": None}}),
+    json.dumps({"a": [0]}),
+    "\ud800",
+    "[",
+)
+
+
+def _part(note: str) -> bytes:
+    facts = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    return packed({"__metadata__": {"DCP_SHARDING_INFO": note}, "a": facts}, bytes(24))
 
 
 def _values() -> object:

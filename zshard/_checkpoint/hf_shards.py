@@ -53,7 +53,8 @@ class _Parts(Chunked):
 def _begins(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
     """The first index of each part in the file."""
     where = f"the header of '{file.path}'"
-    told = object_of(file.notes.get(_NOTE, "{}").encode(), where, HEADER_LIMIT)
+    note = file.notes.get(_NOTE, "{}").encode(errors="surrogatepass")
+    told = object_of(note, where, HEADER_LIMIT)
     begins = {}
     for name, entry in file.entries.items():
         facts = told.get(name)
