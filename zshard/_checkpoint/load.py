@@ -70,9 +70,10 @@ def load(
         torch.distributed.checkpoint wrote. All ranks have to see the same.
     model: one with FSDP modules, whatever the strategy and the number of ranks, also others than
         those that saved; or a plain one, which all ranks of torch.distributed load together.
-        Parameters and buffers are written in place. Names are those of model.state_dict(); of tied
-        parameters one name is enough. Tensors have the whole shapes; dtypes may differ within
-        floating-point, complex, and whole numbers, and are cast.
+        Parameters and buffers are written in place. Names are those of model.state_dict(), without
+        what torch.compile(), activation checkpointing and DDP add; of tied parameters one name is
+        enough. Tensors have the whole shapes; dtypes may differ within floating-point, complex, and
+        whole numbers, and are cast.
     optimizer: over parameters of the model. It gets state and options as from load_state_dict();
         what it has already of the same shapes is written in place.
     strict: missing and unexpected names are an error, an optimizer of another class, and entries of

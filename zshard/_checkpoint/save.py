@@ -105,10 +105,11 @@ def save(
         checkpoints, in which `step-00000100` is made; it is made as well if its own parent is
         there. All ranks need to see it.
     model: any module, with or without FSDP modules in it. What its state_dict() has is saved under
-        these names, whole, in the dtype that parameters have between steps; of what is no part of
-        an FSDP module, rank 0's values. Nothing is gathered: each rank writes the elements that it
-        has. Of tied parameters one is saved, and the manifest has the other names. A model of
-        Hugging Face's gets its config.json beside, and `from_pretrained` loads the folder.
+        these names (without what torch.compile(), activation checkpointing and DDP add), whole, in
+        the dtype that parameters have between steps; of what is no part of an FSDP module, rank 0's
+        values. Nothing is gathered: each rank writes the elements that it has. Of tied parameters
+        one is saved, and the manifest has the other names. A model of Hugging Face's gets its
+        config.json beside, and `from_pretrained` loads the folder.
     optimizer: one over parameters of the model; its state is saved as `<parameter>.exp_avg` in
         files of its own, its param groups and what is no tensor in the manifest.
     step: a number that is kept, and from which the name is made.
