@@ -8,6 +8,7 @@ nobody computes with numbers that are not there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,12 @@ class Pending(_Valueless, Tensor):
             "load hook may rename it, drop it, or put another tensor in its place; if it has to "
             "see values, use model.load_state_dict() with whole tensors"
         )
+
+
+def quick_facts() -> contextlib.AbstractContextManager[Any]:
+    """Context for code that asks these tensors for shapes and dtypes, many times, and for nothing
+    else: they answer without a call of Python's, and what would need values is no error."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
 
 
 class StandIns:

@@ -7,13 +7,13 @@ for as long as it lives; an entry leads to no module and no parameter.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zshard import _core
 from zshard._units import State
@@ -75,7 +75,9 @@ class Part:
             state.unit.let_go()
 
 
-_parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
+"""By id(). Loading and saving ask often, for each tensor of an optimizer's state, and torch's own
+dictionary with weak keys takes eight times as long: it makes a reference for each question."""
 
 
 def remember_parts(state: State) -> None:
@@ -83,7 +85,7 @@ def remember_parts(state: State) -> None:
     unit = state.unit
     for index, param in enumerate(unit.params):
         facts = unit.param(index)
-        _parts[param] = Part(
+        part = Part(
             state.comms.all,
             state.comms.shards,
             tuple(facts["shape"]),
@@ -95,9 +97,16 @@ def remember_parts(state: State) -> None:
             weakref.ref(state),
             index,
         )
+        _parts[id(param)] = weakref.ref(param, functools.partial(_forget, id(param))), part
 
 
-def part_of(param: torch.Tensor) -> Part | None:
+def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
+    """Leaves an entry alone that another tensor has there by now."""
+    if key in _parts and _parts[key][0] is dead:
+        del _parts[key]
+
+
+def part_of(param: Tensor) -> Part | None:
     """The part of a parameter that FSDP has wrapped, sharded or not; None for any other tensor."""
-    part: Part | None = _parts.get(param)  # type: ignore[no-untyped-call]
-    return part
+    entry = _parts.get(id(param))
+    return entry[1] if entry is not None and entry[0]() is param else None

@@ -31,7 +31,7 @@ from zshard._checkpoint.outline import is_extra_state, ranks_of
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
 from zshard._checkpoint.safetensors import Entry
-from zshard._outline import Pending
+from zshard._outline import Pending, quick_facts
 from zshard._plain_names import bare, plain, wanted_by
 from zshard._stream import Plan, carry_out, plan
 
@@ -182,7 +182,8 @@ def _plan(
         for_model = plan(model, _state_of(found, model), strict)
         for_optimizer = None
         if optimizer is not None:
-            for_optimizer = OptimizerPlan(model, optimizer, found, strict)
+            with quick_facts():
+                for_optimizer = OptimizerPlan(model, optimizer, found, strict)
         made.append(_Plans(for_model, for_optimizer, found.extra_of(comm.rank, strict)))
     return made[0]
 
@@ -271,7 +272,7 @@ class _Values:
 def _carry_out(comm: _core.Comm, plans: _Plans, found: Checkpoint, reader: Reader) -> None:
     optimizer = plans.optimizer
     if optimizer is not None:
-        with on_all_ranks(comm):
+        with on_all_ranks(comm), quick_facts():
             optimizer.prepare(reader)
         try:
             with on_all_ranks(comm):
@@ -287,9 +288,10 @@ def _carry_out(comm: _core.Comm, plans: _Plans, found: Checkpoint, reader: Reade
 
 def _bytes_of(plans: _Plans) -> int:
     """How many bytes this rank is about to read."""
-    total = sum(
-        copy.target.numel() * copy.value.dtype.itemsize
-        for copy in plans.model.copies
-        if isinstance(copy.value, Pending)
-    )
-    return total + (plans.optimizer.size if plans.optimizer is not None else 0)
+    with quick_facts():
+        total = sum(
+            copy.target.numel() * copy.value.dtype.itemsize
+            for copy in plans.model.copies
+            if isinstance(copy.value, Pending)
+        )
+        return total + (plans.optimizer.size if plans.optimizer is not None else 0)
