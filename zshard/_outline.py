@@ -134,7 +134,7 @@ class Pending(_Valueless, Tensor):
 def quick_facts() -> contextlib.AbstractContextManager[Any]:
     """Context for code that asks these tensors for shapes and dtypes, many times, and for nothing
     else: they answer without a call of Python's, and what would need values is no error."""
-    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 class StandIns:

@@ -13,13 +13,13 @@ import contextlib
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zshard import _core
+from zshard import _core, _group
 from zshard._agree import Fact, check_agreement, on_all_ranks
 from zshard._checkpoint import background
 from zshard._checkpoint import verify as blocks
@@ -113,8 +113,10 @@ def load(
             with _whole_checkpoint(comm, found):
                 blocks.check(blocks.share(heads, comm.rank, comm.world))
         plans = _plan(comm, found, model, optimizer, strict)
-        _check(comm, found, plans, verify)
-        with progress(_bytes_of(plans), "loading", comm.rank) as done:
+        ranges = _ranges(found, plans)
+        _check(comm, found, plans, ranges, verify)
+        total = sum(each.numel * each.entry.dtype.itemsize for each in ranges)
+        with progress(total, "loading", comm.rank) as done:
             _carry_out(comm, plans, found, Reader(done))
     loaded = Loaded(plans.extra)
     loaded.path, loaded.step = found.path, found.step
@@ -236,7 +238,9 @@ def _refuse_meta(model: nn.Module) -> None:
         )
 
 
-def _check(comm: _core.Comm, found: Checkpoint, plans: _Plans, verify: bool) -> None:
+def _check(
+    comm: _core.Comm, found: Checkpoint, plans: _Plans, ranges: Sequence[_Range], verify: bool
+) -> None:
     """Looks at what will be read, each rank at its share: at what stands around values, and whether
     all blocks are what they were, but for those that have been checked already."""
     labels = {c.value.label: None for c in plans.model.copies if isinstance(c.value, Pending)}
@@ -249,8 +253,8 @@ def _check(comm: _core.Comm, found: Checkpoint, plans: _Plans, verify: bool) -> 
         return
     needed = {id(entry.file) for entry in entries if isinstance(entry, Entry)}
     files = {name: file for name, file in found.files.items() if id(file) in needed}
-    runs = blocks.data_runs(files, found.manifest.files)
-    mine = blocks.share(runs, comm.rank, comm.world)
+    wanted = (e.place(begin, numel) for e, begin, numel in ranges if isinstance(e, Entry))
+    mine = blocks.own_runs(comm, files, found.manifest.files, wanted, _group._host())
     total = sum(run.size for run in mine)
     with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
         blocks.check(mine, done)
@@ -286,12 +290,22 @@ def _carry_out(comm: _core.Comm, plans: _Plans, found: Checkpoint, reader: Reade
             optimizer.read(reader)
 
 
-def _bytes_of(plans: _Plans) -> int:
-    """How many bytes this rank is about to read."""
+class _Range(NamedTuple):
+    """Elements of a tensor of the checkpoint, in row-major order."""
+
+    entry: Readable
+    begin: int
+    numel: int
+
+
+def _ranges(found: Checkpoint, plans: _Plans) -> list[_Range]:
+    """What this rank is about to read, but for few elements."""
     with quick_facts():
-        total = sum(
-            copy.target.numel() * copy.value.dtype.itemsize
+        ranges = [
+            _Range(found.model[copy.value.label], copy.value.begin, copy.target.numel())
             for copy in plans.model.copies
             if isinstance(copy.value, Pending)
-        )
-        return total + (plans.optimizer.size if plans.optimizer is not None else 0)
+        ]
+        if plans.optimizer is not None:
+            ranges += (_Range(*each) for each in plans.optimizer.ranges())
+    return ranges

@@ -76,20 +76,18 @@ class OptimizerPlan:
         """All that will be read."""
         return iter(self._entries.values())
 
-    @property
-    def size(self) -> int:
-        """Bytes that this rank reads, but for few."""
-        pieces = (
-            (part_of(self._params[number]), value)
-            for number, entries in self._numbered["state"].items()
-            for value in entries.values()
-            if isinstance(value, Pending)
-        )
-        return sum(
-            (part.numel if part is not None and value.dim() > 0 else value.numel())
-            * value.dtype.itemsize
-            for part, value in pieces
-        )
+    def ranges(self) -> Iterator[tuple[Readable, int, int]]:
+        """(tensor, first element, how many) of what this rank reads, but for few elements."""
+        for number, entries in self._numbered["state"].items():
+            part = part_of(self._params[number])
+            for value in entries.values():
+                if not isinstance(value, Pending):
+                    continue
+                entry = self._entries[value.label]
+                if part is not None and part.is_cut and value.dim() > 0:
+                    yield entry, part.begin, part.numel
+                else:
+                    yield entry, 0, value.numel()
 
     def prepare(self, reader: Reader) -> None:
         """Makes memory for this rank's parts, and reads what is not cut. Changes nothing."""

@@ -91,6 +91,12 @@ class Entry(NamedTuple):
         """The name of its file."""
         return [os.path.basename(self.file.path)]
 
+    def place(self, begin: int, numel: int) -> tuple[File, int, int]:
+        """Its file, and there the first byte and the byte behind the last one of `numel` elements
+        from `begin` on."""
+        first = self.begin + begin * self.dtype.itemsize
+        return self.file, first, first + numel * self.dtype.itemsize
+
     def check(self) -> None:
         """Nothing: the header has said all."""
 
