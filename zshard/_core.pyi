@@ -4,7 +4,7 @@ The one idea: the names here are all that Python may know of the core. What they
 docstrings of the C files (`help(zshard._core.Unit)`); users meet them through zshard.FSDP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any, final
@@ -167,7 +167,13 @@ class File:
     @property
     def size(self) -> int: ...
     def read(self, ranges: list[tuple[int, Buffer]], /) -> None: ...
-    def write(self, ranges: list[tuple[int, Buffer]], block: int, /) -> bytes: ...
+    def write(
+        self,
+        ranges: Sequence[tuple[int, Buffer] | tuple[int, Buffer, str]],
+        block: int,
+        strange: list[int] | None = None,
+        /,
+    ) -> bytes: ...
     def check(self, begin: int, end: int, block: int, /) -> bytes: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...

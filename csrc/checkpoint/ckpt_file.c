@@ -241,12 +241,22 @@ static zs_status write_all(const zs_ckpt_file *file, const char *memory, size_t 
     return ZS_OK;
 }
 
+static zs_status check_numbers(const zs_ckpt_file *file, const zs_ckpt_range *range, int64_t block)
+{
+    int64_t size = (int64_t)zs_floats_size(range->numbers);
+    if (range->offset % size == 0 && (int64_t)range->bytes % size == 0 && block % size == 0) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_VALUE,
+                   "'%s' would not have whole numbers of %lld bytes in %zu at byte %lld, in blocks of %lld", file->path,
+                   (long long)size, range->bytes, (long long)range->offset, (long long)block);
+}
+
 zs_status zs_ckpt_file_sums(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n, int64_t block, size_t *out)
 {
     if (block < 1) return ZS_FAIL(ZS_ERR_VALUE, "a block cannot have %lld bytes", (long long)block);
     size_t sums = 0;
     for (size_t i = 0; i < n; i++) {
         ZS_TRY(check_range(file, &ranges[i]));
+        ZS_TRY(check_numbers(file, &ranges[i], block));
         if (ranges[i].bytes == 0) continue;
         int64_t first = ranges[i].offset / block;
         int64_t last = (ranges[i].offset + (int64_t)ranges[i].bytes - 1) / block;
@@ -262,13 +272,15 @@ static int64_t in_block(int64_t at, int64_t end, int64_t block)
     return smaller(end - at, block - at % block);
 }
 
-/* Writes what lies in one block, summing each piece before it goes. */
-static zs_status write_block(const zs_ckpt_file *file, const char *memory, zs_ckpt_sum *sum, progress *so_far)
+/* Writes what lies in one block, looking at each piece and summing it before it goes. */
+static zs_status write_block(const zs_ckpt_file *file, zs_ckpt_range *range, zs_ckpt_sum *sum, progress *so_far)
 {
+    const char *memory = (const char *)range->memory + ((int64_t)sum->offset - range->offset);
     uint32_t crc = 0;
     for (size_t done = 0, piece = 0; done < sum->bytes; done += piece) {
         piece = sum->bytes - done < PIECE ? sum->bytes - done : PIECE;
         crc = zs_crc32c(crc, memory + done, piece);
+        range->strange |= !zs_all_finite(range->numbers, memory + done, piece);
         int64_t at = (int64_t)(sum->offset + done);
         ZS_TRY(write_all(file, memory + done, piece, at, &so_far->next));
         write_behind(file, so_far, at, (int64_t)piece);
@@ -277,7 +289,7 @@ static zs_status write_block(const zs_ckpt_file *file, const char *memory, zs_ck
     return ZS_OK;
 }
 
-zs_status zs_ckpt_file_write(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n, int64_t block,
+zs_status zs_ckpt_file_write(const zs_ckpt_file *file, zs_ckpt_range *ranges, size_t n, int64_t block,
                              zs_ckpt_sum *sums)
 {
     progress so_far = {.next = now() + ASK_EVERY};
@@ -285,7 +297,7 @@ zs_status zs_ckpt_file_write(const zs_ckpt_file *file, const zs_ckpt_range *rang
         int64_t begin = ranges[i].offset, end = begin + (int64_t)ranges[i].bytes;
         for (int64_t at = begin; at < end; at += (int64_t)(sums++)->bytes) {
             *sums = (zs_ckpt_sum){(uint64_t)at, (uint64_t)in_block(at, end, block), 0};
-            ZS_TRY(write_block(file, (const char *)ranges[i].memory + (at - begin), sums, &so_far));
+            ZS_TRY(write_block(file, &ranges[i], sums, &so_far));
         }
     }
     return ZS_OK;

@@ -6,6 +6,7 @@
 #ifndef ZS_CKPT_FILE_H
 #define ZS_CKPT_FILE_H
 
+#include "finite.h"
 #include "status.h"
 
 /* An open regular file. */
@@ -18,7 +19,9 @@ typedef struct zs_ckpt_file {
 typedef struct zs_ckpt_range {
     int64_t offset;
     size_t bytes;
-    void *memory; /* borrowed; writing only reads it */
+    void *memory;      /* borrowed; writing only reads it */
+    zs_floats numbers; /* that writing looks at on the way, while they are warm: is one NaN or infinite, */
+    bool strange;      /* this is set */
 } zs_ckpt_range;
 
 /* The checksum of a part of a file. */
@@ -49,7 +52,7 @@ zs_status zs_ckpt_file_size(const zs_ckpt_file *file, int64_t *out);
 zs_status zs_ckpt_file_read(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n);
 
 /* How many sums zs_ckpt_file_write and _check make: ranges cut at the multiples of `block` in the file. ZS_ERR_VALUE for a range
- * that no file has: what this has accepted is for the others to take. */
+ * that no file has, or whose numbers a block would cut: what this has accepted is for the others to take. */
 zs_status zs_ckpt_file_sums(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n, int64_t block,
                             size_t *out);
 
@@ -57,7 +60,7 @@ zs_status zs_ckpt_file_sums(const zs_ckpt_file *file, const zs_ckpt_range *range
 zs_status zs_ckpt_file_reaches(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n);
 
 /* Writes all ranges; sums [zs_ckpt_file_sums] in their order. The file grows where it has to. */
-zs_status zs_ckpt_file_write(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n, int64_t block,
+zs_status zs_ckpt_file_write(const zs_ckpt_file *file, zs_ckpt_range *ranges, size_t n, int64_t block,
                              zs_ckpt_sum *sums);
 
 /* The sums of a range, read and not kept: its memory is not looked at. ZS_ERR_VALUE likewise. */

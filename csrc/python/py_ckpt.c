@@ -24,15 +24,28 @@ PyObject *zs_py_raise_at(PyObject *path, PyObject *to)
     return zs_py_raise(NULL);
 }
 
-/* One (offset, memory). */
+/* The format of numbers that `code` names. */
+static int get_numbers(PyObject *code, zs_floats *out)
+{
+    const char *text = PyUnicode_Check(code) ? PyUnicode_AsUTF8(code) : "";
+    if (text == NULL) return -1;
+    *out = zs_floats_of(text);
+    if (*out != ZS_NO_FLOATS) return 0;
+    PyErr_Format(PyExc_ValueError, "%R is no format of numbers: BF16, F16, F32 or F64", code);
+    return -1;
+}
+
+/* One (offset, memory); where it is not to be written to, also (offset, memory, format of numbers). */
 static int get_range(PyObject *item, bool writable, zs_ckpt_range *range, Py_buffer *view)
 {
-    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2) {
+    Py_ssize_t size = PyTuple_Check(item) ? PyTuple_GET_SIZE(item) : 0;
+    if (size != 2 && (size != 3 || writable)) {
         PyErr_Format(PyExc_TypeError, "a range is a tuple (offset, memory), got %.100s", Py_TYPE(item)->tp_name);
         return -1;
     }
     range->offset = PyLong_AsLongLong(PyTuple_GET_ITEM(item, 0));
     if (range->offset == -1 && PyErr_Occurred()) return -1;
+    if (size == 3 && get_numbers(PyTuple_GET_ITEM(item, 2), &range->numbers) < 0) return -1;
     PyObject *memory = PyTuple_GET_ITEM(item, 1);
     if (PyObject_GetBuffer(memory, view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
         if (PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;

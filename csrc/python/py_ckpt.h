@@ -9,7 +9,7 @@
  * Returns NULL. */
 PyObject *zs_py_raise_at(PyObject *path, PyObject *to);
 
-/* Ranges of a file, out of a Python list [(offset, memory)]. */
+/* Ranges of a file, out of a Python list [(offset, memory)] or, to be written, [(offset, memory, format of numbers)]. */
 typedef struct zs_py_ranges {
     zs_ckpt_range *ranges;
     Py_buffer *views;

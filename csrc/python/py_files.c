@@ -205,6 +205,19 @@ static PyObject *room_for(size_t sums)
     return PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sums * sizeof(zs_ckpt_sum)));
 }
 
+/* Appends the places of ranges with numbers that are not finite; -1 with an exception set. */
+static int tell_strange(PyObject *list, const zs_py_ranges *ranges)
+{
+    for (size_t i = 0; i < ranges->n; i++) {
+        if (!ranges->ranges[i].strange) continue;
+        PyObject *place = PyLong_FromSize_t(i);
+        int result = place == NULL ? -1 : PyList_Append(list, place);
+        Py_XDECREF(place);
+        if (result < 0) return -1;
+    }
+    return 0;
+}
+
 static PyObject *write_ranges(file_object *self, const zs_py_ranges *ranges, int64_t block)
 {
     size_t n = 0;
@@ -224,18 +237,23 @@ static PyObject *write_ranges(file_object *self, const zs_py_ranges *ranges, int
 
 PyDoc_STRVAR(
     write_doc,
-    "write($self, ranges, block, /)\n--\n\nWrites all ranges [(offset in the file, memory)]. Returns checksums of "
-    "what was written, cut at the multiples of `block` in the file: native 64-bit numbers, three for each piece: "
-    "offset, bytes, crc32c. OSError.");
+    "write($self, ranges, block, strange=None, /)\n--\n\nWrites all ranges [(offset in the file, memory)]. Returns "
+    "checksums of what was written, cut at the multiples of `block` in the file: native 64-bit numbers, three for each "
+    "piece: offset, bytes, crc32c. Of a range (offset, memory, numbers), numbers being 'BF16', 'F16', 'F32' or 'F64', "
+    "its place in `ranges` is appended to the list `strange` if one of them is NaN or infinite. OSError; ValueError "
+    "where a block would cut a number.");
 
 static PyObject *file_write(file_object *self, PyObject *args)
 {
-    PyObject *list;
+    PyObject *list, *strange = Py_None;
     long long block;
     zs_py_ranges ranges;
-    if (!PyArg_ParseTuple(args, "OL:write", &list, &block)) return NULL;
+    if (!PyArg_ParseTuple(args, "OL|O:write", &list, &block, &strange)) return NULL;
+    if (strange != Py_None && !PyList_Check(strange))
+        return PyErr_Format(PyExc_TypeError, "write takes a list as strange, got %.100s", Py_TYPE(strange)->tp_name);
     if (zs_py_ranges_get(list, false, &ranges) < 0) return NULL;
     PyObject *result = write_ranges(self, &ranges, block);
+    if (result != NULL && strange != Py_None && tell_strange(strange, &ranges) < 0) Py_CLEAR(result);
     zs_py_ranges_free(&ranges);
     return result;
 }
@@ -270,7 +288,7 @@ static PyObject *file_check(file_object *self, PyObject *args)
     if (from < 0 || to < from)
         return PyErr_Format(PyExc_ValueError, "'%U' has no bytes from %lld to %lld", self->path, from, to);
     if (!begin(self)) return NULL;
-    zs_ckpt_range range = {from, (size_t)(to - from), NULL};
+    zs_ckpt_range range = {.offset = from, .bytes = (size_t)(to - from)};
     PyObject *result = check_range(self, &range, block);
     self->users--;
     return result;

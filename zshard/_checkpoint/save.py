@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import operator
 import os
 import warnings
@@ -56,13 +55,12 @@ from zshard._checkpoint.outline import (
 )
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.safetensors import CODES, rows_of
-from zshard._checkpoint.write import Chunk, Writer, Written
+from zshard._checkpoint.write import Chunk, Writer, Written, not_finite
 from zshard._group import comm_beside
 from zshard._plain_names import bare, plain
 from zshard.api import FSDP
 
 _OPEN = 64  # files at a time
-_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Save:
@@ -346,10 +344,12 @@ def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
                     _core.File.create(os.path.join(staging.path, file.name), file.size).close()
         rows: list[tuple[int, Written]] = []
         bar = progress(_bytes_of(plan), "saving", comm.rank if watched else -1)
+        found: set[str] = set()
         with on_all_ranks(comm), torch.no_grad(), bar as done:
-            rows += _write_pieces(plan, staging.path, rank_0, done)
+            rows += _write_pieces(plan, staging.path, rank_0, done, found)
         everyone = _gather(comm, rows)
-        strange = {each.decode() for each in gather_bytes(comm, _not_finite(plan).encode()) if each}
+        name = min(found, default="") or not_finite(plan.pieces, plan.parameters)
+        strange = {each.decode() for each in gather_bytes(comm, name.encode()) if each}
         finite = not strange
         with on_all_ranks(comm):
             if rank_0:
@@ -372,10 +372,11 @@ def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
 
 
 def _write_pieces(
-    plan: Plan, folder: str, headers: bool, done: Callable[[int], object]
+    plan: Plan, folder: str, headers: bool, done: Callable[[int], object], strange: set[str]
 ) -> Iterator[tuple[int, Written]]:
     """Writes this rank's pieces, and the headers if that is its task; when it is over they are on
-    the disk. Gives files by number, with checksums; `done` is told of bytes."""
+    the disk. Gives files by number, with checksums. `done` is told of bytes, `strange` gets names
+    of parameters that are not finite: see Writer."""
     mine: dict[int, list[Piece]] = {number: [] for number in range(len(plan.files) * headers)}
     for piece in plan.pieces:
         mine.setdefault(piece.file, []).append(piece)
@@ -387,12 +388,13 @@ def _write_pieces(
             for number in numbers[first : first + _OPEN]:
                 file = _open(os.path.join(folder, plan.files[number].name))
                 opened.append(stack.enter_context(file))
-                writer = Writer(file, chunk, done)
+                writer = Writer(file, chunk, done, plan.parameters)
                 if headers:
                     writer.add_bytes(0, plan.files[number].header)
                 for piece in mine[number]:
                     writer.add(piece)
                 yield from ((number, row) for row in joined(writer.end()))
+                strange |= writer.strange
             for file in opened:
                 file.sync()
 
@@ -421,26 +423,6 @@ def _gather(comm: _core.Comm, rows: Sequence[tuple[int, Written]]) -> dict[int, 
         for file, *row in zip(told[::4], told[1::4], told[2::4], told[3::4], strict=True):
             found.setdefault(file, []).append((row[0], row[1], row[2]))
     return found
-
-
-def _not_finite(plan: Plan) -> str:
-    """A parameter of which this rank has written a number that is NaN or infinite in the file; ""
-    if none."""
-    own = [p for p in plan.pieces if p.name in plan.parameters and p.values.dtype in _SUMMED]
-    flat = [p.values.detach().reshape(-1)[p.begin : p.end] for p in own]
-    pairs = list(zip(own, flat, strict=True))
-    if not math.isfinite(_core.power_sum(flat, 1.0)):
-        found = (p.name for p, v in pairs if not math.isfinite(_core.power_sum([v], 1.0)))
-        return next(found, "")
-    return next((p.name for p, values in pairs if _overflows(values, p.dtype)), "")
-
-
-def _overflows(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Does a cast to `dtype` make a finite number infinite or NaN?"""
-    if torch.finfo(dtype).max >= torch.finfo(values.dtype).max or values.numel() == 0:
-        return False
-    extremes = torch.stack(torch.aminmax(values)).to(dtype).to(values.dtype)
-    return not bool(extremes.isfinite().all())
 
 
 def _finish(

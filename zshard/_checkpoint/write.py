@@ -2,12 +2,14 @@
 
 The one idea: what lies in memory as it is to be in the file is handed to the system as it is. What
 has to be cast, comes from a GPU, or is so small that calls would cost more than copies, goes
-through one chunk of memory, in which as many pieces are put together as fit.
+through one chunk of memory, in which as many pieces are put together as fit. Numbers that have to
+be finite are looked at on the way, where the system is handed them as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +19,13 @@ from zshard import _core
 from zshard._agree import bytes_of
 from zshard._checkpoint.layout import Piece
 from zshard._checkpoint.manifest import BLOCK
-from zshard._checkpoint.safetensors import rows_of
+from zshard._checkpoint.safetensors import CODES, rows_of
 from zshard._stream import CHUNK
 
 _DIRECT = 2**16  # bytes; smaller pieces are copied together
 _AT_ONCE = 2**28  # bytes that one call writes, for somebody who looks at the progress
+
+_NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Written = tuple[int, int, int]  # offset, length, CRC-32C
 
@@ -41,20 +45,39 @@ class Chunk:
 
 
 class Writer:
-    """Writes pieces to one file; what can be written from where it lies is not copied."""
+    """Writes pieces to one file; what can be written from where it lies is not copied.
 
-    def __init__(self, file: _core.File, chunk: Chunk, done: Callable[[int], object]) -> None:
+    strange: names of those `watched` tensors, as far as is_direct() is true of their pieces, in
+        which a number that is NaN or infinite has been written.
+    """
+
+    def __init__(
+        self,
+        file: _core.File,
+        chunk: Chunk,
+        done: Callable[[int], object],
+        watched: Container[str] = (),
+    ) -> None:
         """done: is told how many bytes have been written, each time."""
-        self._file, self._chunk, self._done = file, chunk, done
+        self._file, self._chunk, self._done, self._watched = file, chunk, done, watched
+        self.strange: set[str] = set()
         self._waiting = 0  # bytes in `_ranges`
-        self._ranges: list[tuple[int, Any]] = []
+        self._ranges: list[Any] = []  # as _core.File.write() takes them
+        self._names: dict[int, str] = {}  # of the tensors of ranges that are watched, by place
         self._copied: list[tuple[int, int, int]] = []  # offset in the file, from .. to in the chunk
         self._written: list[Written] = []
 
-    def add_bytes(self, offset: int, data: bytes | memoryview) -> None:
+    def add_bytes(
+        self, offset: int, data: bytes | memoryview, numbers: tuple[str, str] | None = None
+    ) -> None:
+        """numbers: the name of a tensor that is watched, and what its numbers are."""
         for first in range(0, len(data), _AT_ONCE):
             part = data[first : first + _AT_ONCE]
-            self._ranges.append((offset + first, part))
+            if numbers is not None:
+                self._names[len(self._ranges)] = numbers[0]
+                self._ranges.append((offset + first, part, numbers[1]))
+            else:
+                self._ranges.append((offset + first, part))
             self._waiting += len(part)
             if self._waiting >= _AT_ONCE:
                 self._flush()
@@ -62,8 +85,10 @@ class Writer:
     def add(self, piece: Piece) -> None:
         values, begin, end, dtype = piece[2:6]
         size = dtype.itemsize
-        if is_plain(piece) and piece.size >= _DIRECT:
-            self.add_bytes(piece.offset, bytes_of(values.view(-1)[begin:end]))
+        if is_direct(piece):
+            watched = piece.name in self._watched and dtype in _NUMBERS
+            numbers = (piece.name, CODES[dtype]) if watched else None
+            self.add_bytes(piece.offset, bytes_of(values.view(-1)[begin:end]), numbers)
             return
         offset = piece.offset
         for run in runs(values, begin, end, CHUNK // max(size, values.element_size())):
@@ -97,11 +122,47 @@ class Writer:
             self._ranges += [(offset, memory[low:high]) for offset, low, high in self._copied]
             self._copied.clear()
         if self._ranges:
-            written = rows_of(self._file.write(self._ranges, BLOCK))
+            places: list[int] = []
+            written = rows_of(self._file.write(self._ranges, BLOCK, places))
             self._written += written
+            self.strange |= {self._names[place] for place in places}
+            self._names.clear()
             self._done(sum(length for _, length, _ in written))
             self._ranges.clear()
             self._waiting = 0
+
+
+def is_direct(piece: Piece) -> bool:
+    """Is it written from where it lies?"""
+    return is_plain(piece) and piece.size >= _DIRECT
+
+
+def not_finite(pieces: Sequence[Piece], watched: Container[str]) -> str:
+    """The name of a watched tensor with a number that is NaN or infinite in the file, among those
+    pieces that no Writer has looked at on the way; "" if there is none."""
+    named = [p for p in pieces if p.name in watched and not is_direct(p)]
+    own = [p for p in named if p.values.dtype in _NUMBERS]
+    flat = [p.values.detach().view(-1)[p.begin : p.end] for p in own if p.values.is_contiguous()]
+    if _are_finite(flat):  # one call for all; copies, and what is cast, are looked at one by one
+        own = [p for p in own if not p.values.is_contiguous() or p.dtype != p.values.dtype]
+    for piece in own:
+        values = piece.values.detach()
+        for part in runs(values, piece.begin, piece.end, CHUNK // values.element_size()):
+            if not _are_finite([part]) or _overflow(part, piece.dtype):
+                return piece.name
+    return ""
+
+
+def _are_finite(tensors: list[Tensor]) -> bool:
+    return math.isfinite(_core.power_sum(tensors, 1.0))
+
+
+def _overflow(values: Tensor, dtype: torch.dtype) -> bool:
+    """Does a cast to `dtype` make a finite number infinite or NaN?"""
+    if torch.finfo(dtype).max >= torch.finfo(values.dtype).max or values.numel() == 0:
+        return False
+    extremes = torch.stack(torch.aminmax(values)).to(dtype).to(values.dtype)
+    return not bool(extremes.isfinite().all())
 
 
 def is_plain(piece: Piece) -> bool:
