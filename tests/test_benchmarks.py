@@ -190,7 +190,7 @@ def test_step_time_quick(tmp_path: Path) -> None:
     assert result["sides"]["zshard-full_shard"]["loss_difference"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_host_time_quick(tmp_path: Path) -> None:
     record = quick("host_time", tmp_path / "host.json", "--sides", "ddp", "zshard-full_shard")
     assert [result["ranks"] for result in record["results"]] == [1, 2]
