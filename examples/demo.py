@@ -131,6 +131,11 @@ def demo(plan: Plan, libraries: list[str], out: Path) -> None:
         f"the first {plan.compared_steps} steps, {RANKS} ranks, {long['parameters']:,} parameters"
     )
     show_table(COLUMNS, [row(numbers, short) for numbers in short.values()])
+    if plan is FULL and len(short) > 1:
+        print(
+            "The norm that clips gradients is summed shard by shard, in another order than DDP's: "
+            "its last bit is what\nlosses differ by. Without clipping (--quick) no bit differs."
+        )
     print(
         f"\n{first} after all {plan.steps} steps: held-out loss {long['held_out'][-1][1]:.3f}, "
         f"{long['tokens_per_second']:,.0f} tokens/s\n"
