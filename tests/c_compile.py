@@ -42,6 +42,14 @@ def compile_c(
     return target
 
 
+def program_environment(**more: str) -> dict[str, str]:
+    """The variables with which a compiled program runs: this process's, and `more`."""
+    env = {**os.environ, **more}
+    env.pop("LD_PRELOAD", None)  # below another's runtime (`make sanitize`) a sanitized one stops
+    env["LSAN_OPTIONS"] = f"suppressions={C / 'not_leaks.txt'}:print_suppressions=0"
+    return env
+
+
 def skip_without_thread_sanitizer() -> None:
     """Some kernels give processes addresses that gcc's runtime cannot live with."""
     if not _thread_sanitizer_runs():

@@ -7,7 +7,6 @@ Most of these tests wait for what does not come, so all that were chosen are sta
 run AT_A_TIME. What torch's own process groups do is in test_transports.py.
 """
 
-import os
 import re
 import subprocess
 import threading
@@ -16,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from c_compile import BUILDS, C, compile_c, skip_without_thread_sanitizer
+from c_compile import BUILDS, C, compile_c, program_environment, skip_without_thread_sanitizer
 from c_sources import sources
 from test_c_core import NO_LOOPS
 
@@ -79,11 +78,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 
 
 def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
-    # A sanitized program cannot start below another's preloaded runtime (`make sanitize`).
-    env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-    return subprocess.run(
-        [str(program), name], capture_output=True, text=True, timeout=120, env=env
-    )
+    command, env = [str(program), name], program_environment()
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 Runs = dict[tuple[str, str, str], Future[subprocess.CompletedProcess[str]]]

@@ -7,14 +7,13 @@ invents: a cut at the wrong element would only show as slightly wrong training.
 """
 
 import ctypes
-import os
 import re
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from c_compile import BUILDS, C, compile_c
+from c_compile import BUILDS, C, compile_c, program_environment
 from c_sources import sources
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -37,9 +36,8 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
-    # A sanitized program cannot start below another's preloaded runtime (`make sanitize`).
-    env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-    return subprocess.run([str(program), name], capture_output=True, text=True, timeout=60, env=env)
+    command, env = [str(program), name], program_environment()
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
 
 
 @pytest.mark.parametrize("name", NAMES)

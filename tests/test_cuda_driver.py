@@ -16,7 +16,7 @@ from pathlib import Path
 
 import fake_cuda
 import pytest
-from c_compile import BUILDS, C, compile_c
+from c_compile import BUILDS, C, compile_c, program_environment
 from c_sources import source, sources
 
 PROGRAM = C / "test_cuda_driver.c"
@@ -48,8 +48,7 @@ class Program:
 
     def run(self, name: str, **env: str) -> str:
         """What the test printed; it must have succeeded."""
-        plain = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-        whole = {**plain, "ZSHARD_CUDA_LIB": str(fake_cuda.library()), **env}
+        whole = program_environment(**{"ZSHARD_CUDA_LIB": str(fake_cuda.library()), **env})
         done = subprocess.run(
             [str(self.path), name], capture_output=True, text=True, timeout=60, env=whole
         )

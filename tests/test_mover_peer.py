@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import fake_cuda
 import pytest
 import torch
-from c_compile import BUILDS, C, compile_c, skip_without_thread_sanitizer
+from c_compile import BUILDS, C, compile_c, program_environment, skip_without_thread_sanitizer
 from c_sources import sources
 from nursery import fork_ranks
 from stand_ins import environment
@@ -60,12 +60,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(("build", "name"), CASES)
-def test_in_c(programs: Callable[[str], Path], tmp_path: Path, build: str, name: str) -> None:
-    env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-    # The stand-in keeps what a stream might still look at.
-    (tmp_path / "suppressions").write_text("leak:fake_\n")
-    env["LSAN_OPTIONS"] = f"suppressions={tmp_path / 'suppressions'}:print_suppressions=0"
-    env["ZSHARD_CUDA_LIB"] = str(fake_cuda.library())
+def test_in_c(programs: Callable[[str], Path], build: str, name: str) -> None:
+    env = program_environment(ZSHARD_CUDA_LIB=str(fake_cuda.library()))
     command = [str(programs(build)), name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

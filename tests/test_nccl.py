@@ -12,7 +12,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from c_compile import BUILDS, STRICT, C, compile_c, skip_without_thread_sanitizer
+from c_compile import (
+    BUILDS,
+    STRICT,
+    C,
+    compile_c,
+    program_environment,
+    skip_without_thread_sanitizer,
+)
 from c_sources import INCLUDES, sources
 from test_c_comm import SHM
 from test_c_core import NO_LOOPS
@@ -53,17 +60,15 @@ class Programs:
         """Runs one test of the program."""
         if build == "threads":
             skip_without_thread_sanitizer()
-        plain = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-        old = name == OLD or "ZS_TEST_OLD" in env
-        plain["ZSHARD_NCCL_LIB"] = str(self.library(build, old))
-        plain["FAKE_NCCL_DIR"] = str(self.folder)
-        plain["TSAN_OPTIONS"] = "halt_on_error=1"
+        library = self.library(build, old=name == OLD or "ZS_TEST_OLD" in env)
+        usual = {"ZSHARD_NCCL_LIB": str(library), "FAKE_NCCL_DIR": str(self.folder)}
+        usual["TSAN_OPTIONS"] = "halt_on_error=1"
         return subprocess.run(
             [str(self.program(build)), name],
             capture_output=True,
             text=True,
             timeout=120,
-            env={**plain, **env},
+            env=program_environment(**{**usual, **env}),
         )
 
     def check(self, build: str, name: str, **env: str) -> None:
@@ -82,7 +87,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 # --- over the stand-in ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", ["release", "sanitized"])
+@pytest.mark.parametrize(
+    "build", ["sanitized", pytest.param("release", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != FAILING])
 def test_in_c(programs: Programs, build: str, name: str) -> None:
     programs.check(build, name)

@@ -236,7 +236,7 @@ def digest(tensor):
     [
         # Base has no FMA, so only a rule without a rounded product is the same there.
         ("t.zshard.SGD", {"lr": 2.0**-10}, ("base", "avx2", "avx512")),
-        ("t.zshard.AdamW", {}, ("avx2", "avx512")),
+        pytest.param("t.zshard.AdamW", {}, ("avx2", "avx512"), marks=pytest.mark.thorough),
     ],
 )
 def test_vector_width_does_not_matter(cls, options, sets):
