@@ -237,11 +237,17 @@ class App(dcp.stateful.Stateful):
         raise NotImplementedError
 
 
-def test_where_model_and_optimizer_may_lie(tmp_path):
+def stepped():
+    """A model and its optimizer after a step."""
     model = made(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
+    return model, optimizer
+
+
+def test_where_model_and_optimizer_may_lie(tmp_path):
+    model, optimizer = stepped()
     own, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     forms = (
         {"app": App(model, optimizer)},
@@ -259,10 +265,7 @@ def test_where_model_and_optimizer_may_lie(tmp_path):
 
 def test_model_and_optimizer_in_folders_of_their_own(tmp_path):
     """As Accelerate does; the folder around them is none that can be loaded."""
-    model = made(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.randn(4, 3)).sum().backward()
-    optimizer.step()
+    model, optimizer = stepped()
     own, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     torch.save({}, tmp_path / "scheduler.bin")
     dcp.save({"model": own}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
