@@ -55,7 +55,7 @@ from zshard._checkpoint.outline import (
 )
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.safetensors import CODES, rows_of
-from zshard._checkpoint.write import Chunk, Writer, Written, not_finite
+from zshard._checkpoint.write import Chunk, Writer, Written
 from zshard._group import comm_beside
 from zshard._plain_names import bare, plain
 from zshard.api import FSDP
@@ -344,12 +344,12 @@ def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
                     _core.File.create(os.path.join(staging.path, file.name), file.size).close()
         rows: list[tuple[int, Written]] = []
         bar = progress(_bytes_of(plan), "saving", comm.rank if watched else -1)
-        found: set[str] = set()
+        found: list[str] = []
         with on_all_ranks(comm), torch.no_grad(), bar as done:
             rows += _write_pieces(plan, staging.path, rank_0, done, found)
         everyone = _gather(comm, rows)
-        name = min(found, default="") or not_finite(plan.pieces, plan.parameters)
-        strange = {each.decode() for each in gather_bytes(comm, name.encode()) if each}
+        told = gather_bytes(comm, "".join(found[:1]).encode())
+        strange = {each.decode() for each in told if each}
         finite = not strange
         with on_all_ranks(comm):
             if rank_0:
@@ -372,7 +372,7 @@ def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
 
 
 def _write_pieces(
-    plan: Plan, folder: str, headers: bool, done: Callable[[int], object], strange: set[str]
+    plan: Plan, folder: str, headers: bool, done: Callable[[int], object], strange: list[str]
 ) -> Iterator[tuple[int, Written]]:
     """Writes this rank's pieces, and the headers if that is its task; when it is over they are on
     the disk. Gives files by number, with checksums. `done` is told of bytes, `strange` gets names
@@ -394,7 +394,7 @@ def _write_pieces(
                 for piece in mine[number]:
                     writer.add(piece)
                 yield from ((number, row) for row in joined(writer.end()))
-                strange |= writer.strange
+                strange += writer.strange
             for file in opened:
                 file.sync()
 

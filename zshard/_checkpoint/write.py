@@ -3,7 +3,8 @@
 The one idea: what lies in memory as it is to be in the file is handed to the system as it is. What
 has to be cast, comes from a GPU, or is so small that calls would cost more than copies, goes
 through one chunk of memory, in which as many pieces are put together as fit. Numbers that have to
-be finite are looked at on the way, where the system is handed them as they are.
+be finite are looked at on the way, as they will be in the file: by the core where it is handed
+them as they are, else in the chunk.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Chunk:
 class Writer:
     """Writes pieces to one file; what can be written from where it lies is not copied.
 
-    strange: names of those `watched` tensors, as far as is_direct() is true of their pieces, in
-        which a number that is NaN or infinite has been written.
+    strange: names of those `watched` tensors in which a number that is NaN or infinite has been
+        written.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class Writer:
     ) -> None:
         """done: is told how many bytes have been written, each time."""
         self._file, self._chunk, self._done, self._watched = file, chunk, done, watched
-        self.strange: set[str] = set()
+        self.strange: list[str] = []
         self._waiting = 0  # bytes in `_ranges`
         self._ranges: list[Any] = []  # as _core.File.write() takes them
         self._names: dict[int, str] = {}  # of the tensors of ranges that are watched, by place
         self._copied: list[tuple[int, int, int]] = []  # offset in the file, from .. to in the chunk
+        self._watched_copies: list[tuple[str, Tensor]] = []  # and whose it is, in the chunk
         self._written: list[Written] = []
 
     def add_bytes(
@@ -85,14 +87,16 @@ class Writer:
     def add(self, piece: Piece) -> None:
         values, begin, end, dtype = piece[2:6]
         size = dtype.itemsize
-        if is_direct(piece):
-            watched = piece.name in self._watched and dtype in _NUMBERS
+        watched = piece.name in self._watched and values.dtype in _NUMBERS
+        if is_plain(piece) and piece.size >= _DIRECT:
             numbers = (piece.name, CODES[dtype]) if watched else None
             self.add_bytes(piece.offset, bytes_of(values.view(-1)[begin:end]), numbers)
             return
         offset = piece.offset
         for run in runs(values, begin, end, CHUNK // max(size, values.element_size())):
-            self._copy(offset, run, dtype)
+            copy = self._copy(offset, run, dtype)
+            if watched:
+                self._watched_copies.append((piece.name, copy))
             offset += run.numel() * size
 
     def end(self) -> list[Written]:
@@ -100,7 +104,8 @@ class Writer:
         self._flush()
         return self._written
 
-    def _copy(self, offset: int, values: Tensor, dtype: torch.dtype) -> None:
+    def _copy(self, offset: int, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Where they will be in the chunk, until the next _flush()."""
         length = values.numel() * dtype.itemsize
         first, low, high = self._copied[-1] if self._copied else (-1, 0, 0)
         follows = first + high - low == offset  # in the file, so in the chunk as well
@@ -108,16 +113,20 @@ class Writer:
         if begin % dtype.itemsize != 0 or begin + length > CHUNK:
             self._flush()
             follows, begin = False, 0
-        self._chunk.memory[begin : begin + length].view(dtype).copy_(values, non_blocking=True)
+        copy = self._chunk.memory[begin : begin + length].view(dtype)
+        copy.copy_(values, non_blocking=True)
         if follows:
             self._copied[-1] = (first, low, begin + length)
         else:
             self._copied.append((offset, begin, begin + length))
+        return copy
 
     def _flush(self) -> None:
         if self._copied:
             if self._chunk.memory.is_pinned():
                 torch.cuda.synchronize()
+            self.strange += _not_finite(self._watched_copies)
+            self._watched_copies.clear()
             memory = bytes_of(self._chunk.memory)
             self._ranges += [(offset, memory[low:high]) for offset, low, high in self._copied]
             self._copied.clear()
@@ -125,44 +134,24 @@ class Writer:
             places: list[int] = []
             written = rows_of(self._file.write(self._ranges, BLOCK, places))
             self._written += written
-            self.strange |= {self._names[place] for place in places}
+            self.strange += [self._names[place] for place in places]
             self._names.clear()
             self._done(sum(length for _, length, _ in written))
             self._ranges.clear()
             self._waiting = 0
 
 
-def is_direct(piece: Piece) -> bool:
-    """Is it written from where it lies?"""
-    return is_plain(piece) and piece.size >= _DIRECT
-
-
-def not_finite(pieces: Sequence[Piece], watched: Container[str]) -> str:
-    """The name of a watched tensor with a number that is NaN or infinite in the file, among those
-    pieces that no Writer has looked at on the way; "" if there is none."""
-    named = [p for p in pieces if p.name in watched and not is_direct(p)]
-    own = [p for p in named if p.values.dtype in _NUMBERS]
-    flat = [p.values.detach().view(-1)[p.begin : p.end] for p in own if p.values.is_contiguous()]
-    if _are_finite(flat):  # one call for all; copies, and what is cast, are looked at one by one
-        own = [p for p in own if not p.values.is_contiguous() or p.dtype != p.values.dtype]
-    for piece in own:
-        values = piece.values.detach()
-        for part in runs(values, piece.begin, piece.end, CHUNK // values.element_size()):
-            if not _are_finite([part]) or _overflow(part, piece.dtype):
-                return piece.name
-    return ""
+def _not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """The names of those with a number that is NaN or infinite."""
+    # The core has no sums of float8.
+    known = [(name, v if v.dtype in _NUMBERS else v.float()) for name, v in named]
+    if _are_finite([values for _, values in known]):  # one call for all
+        return []
+    return [name for name, values in known if not _are_finite([values])]
 
 
 def _are_finite(tensors: list[Tensor]) -> bool:
     return math.isfinite(_core.power_sum(tensors, 1.0))
-
-
-def _overflow(values: Tensor, dtype: torch.dtype) -> bool:
-    """Does a cast to `dtype` make a finite number infinite or NaN?"""
-    if torch.finfo(dtype).max >= torch.finfo(values.dtype).max or values.numel() == 0:
-        return False
-    extremes = torch.stack(torch.aminmax(values)).to(dtype).to(values.dtype)
-    return not bool(extremes.isfinite().all())
 
 
 def is_plain(piece: Piece) -> bool:
