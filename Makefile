@@ -19,7 +19,7 @@ C_FILES = $(sort $(shell find csrc cuda tests/c -name '*.[ch]' -o -name '*.[ch]p
 # All tests without further words go to two workers, file by file: their ranks wait for each other much.
 WORKERS := $(PY) -c 'import xdist; print("-n 2 --dist loadfile --no-loadscope-reorder")' 2>/dev/null
 
-.PHONY: help demo test bench lint format build sanitize fuzz clean distclean
+.PHONY: help demo test bench lint messages format build sanitize fuzz clean distclean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -42,6 +42,9 @@ lint: build $(VENV)/.lint ## ruff, mypy, clang-format, and the stubs against the
 	$(CLANG_FORMAT) --dry-run --Werror $(C_FILES)
 	@printf '[mypy]\nfollow_imports = skip\n' > build/stubtest.ini # mypy has just checked the imports
 	$(PY) -m mypy.stubtest zshard._core --mypy-config-file build/stubtest.ini
+
+messages: ## every text that a user may read, with its file and line (ARGS=csrc/comm, --docstrings, ...)
+	@$(PYTHON) tools/messages.py $(ARGS)
 
 format: $(VENV)/.lint ## apply what lint checks
 	$(PY) -m ruff check --fix-only --quiet .
