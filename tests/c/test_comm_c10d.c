@@ -146,9 +146,9 @@ static void orders_that_differ(rank_env *env)
     }
     int mine = env->rank == 0;
     FAILS(env->comm->ops->post(env->comm, units[mine], NULL, used), ZS_ERR_DIVERGED,
-          mine ? "rank 0 was reducing gradients of unit 'right' (round 1) while rank 1 was reducing gradients of unit "
+          mine ? "rank 0 was reducing gradients of unit 'right' (round 1), but rank 1 was reducing gradients of unit "
                  "'left'"
-               : "reducing gradients of unit 'left' (round 1) while rank 0 was reducing gradients of unit 'right' "
+               : "reducing gradients of unit 'left' (round 1), but rank 0 was reducing gradients of unit 'right' "
                  "(round 1)");
     for (int u = 0; u < 2; u++)
         env->comm->ops->cunit_free(env->comm, units[u]);
@@ -166,8 +166,8 @@ static void steps_that_differ(rank_env *env)
     OK(env->comm->ops->flat_new(env->comm, 64, &flat));
     OK(zs_mem_new_private(64 * MAX_RANKS, &full));
     const char *words = env->rank == 0
-                            ? "rank 0 was gathering parameters of unit 'head' (64 bytes) while rank 1 was broad"
-                            : "broadcasting 256 bytes from rank 0 (message 1) while rank 0 was gathering";
+                            ? "rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad"
+                            : "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering";
     zs_clear_error();
     zs_status status = env->rank == 0 ? zs_comm_gather(env->comm, &flat, "head", (zs_target){full, full->ptr})
                                       : env->comm->ops->broadcast(env->comm, data, sizeof data, 0);
@@ -197,7 +197,7 @@ static void failures_are_explained(rank_env *env)
     zs_sources from;
     OK(env->comm->ops->post(env->comm, units[2].cunit, NULL, used));
     FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_TIMEOUT,
-          "while reducing gradients of unit 'blocks.2' (round 1): Timed out waiting");
+          "while reducing gradients of unit 'blocks.2' (round 1); raise timeout if it is only slow: Timed out waiting");
     CHECK(!ready && under_way == 0);
     stay(env);
     FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_STATE, "not posted");

@@ -143,7 +143,7 @@ zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status s
         zs_c10d_name_others(comm, who, sizeof who);
         if (status == ZS_ERR_TIMEOUT)
             status = ZS_FAIL(
-                status, "rank %d timed out after %.1f s waiting for %s while %s (raise timeout if it is only slow): %s",
+                status, "rank %d timed out after %.1f s waiting for %s while %s; raise timeout if it is only slow: %s",
                 own, comm->base.timeout, who, phrase, words);
         else if (status == ZS_ERR_PEER)
             status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s", who, own, phrase, words);
