@@ -325,4 +325,4 @@ def test_peers_clip_without_waiting_and_refuse_a_capture() -> None:
     for mine, other in zip(ours, nccl, strict=True):
         same(mine.value, other.value)
     for result in fork_ranks(captured_by_peers, 2, env, check=True):
-        assert "transport 'peer' cannot be captured" in result.value
+        assert "transport 'peer' does not support CUDA graph capture" in result.value

@@ -91,7 +91,7 @@ def test_rank_that_raises_ends_the_others(transport, tmp_path):
     assert results[1].returncode == 1 and f"ValueError: {PLANTED}" in results[1].stderr
     assert results[0].returncode == 1 and "PeerError" in results[0].stderr
     assert "rank 1" in results[0].stderr
-    assert f"gave up: ValueError: {PLANTED}" in results[0].stderr
+    assert f"failed: ValueError: {PLANTED}" in results[0].stderr
     assert float(results[0].stdout.split()[1]) < 5.0
 
 
@@ -164,7 +164,7 @@ def test_stopped_rank_is_named_after_the_timeout(transport, world, tmp_path):
     check_survivors(results, ("PeerTimeoutError",), f"rank {world - 1}")
     for result in results[:-1]:
         assert result.value.seconds >= 1.9, "it did not wait for the timeout"
-        assert "waited 2." in result.value.message or "2000ms" in result.value.message
+        assert "timed out after 2." in result.value.message or "2000ms" in result.value.message
     woken = results[-1]
     assert woken.returncode == 0
     assert woken.value.kind in ("PeerError", "PeerTimeoutError"), "it went on alone"
@@ -219,7 +219,7 @@ def test_backward_that_fails_on_one_rank_diverges_and_can_be_survived(pool2, tra
     )
     assert [end.kind for end in own] == ["ValueError"] and own[0].message == PLANTED
     assert [end.kind for end in others] == ["DivergenceError"]
-    assert "rank 1 gave up its backward" in others[0].message and others[0].seconds < 5
+    assert "rank 1 abandoned its backward" in others[0].message and others[0].seconds < 5
     assert equal and own_equal, "the steps after it are wrong"
 
 

@@ -161,9 +161,9 @@ def test_a_long_write_is_sent_to_the_disk_behind_it(tmp_path: Path) -> None:
         ([[0, bytearray(1)]], TypeError, r"a tuple \(offset, memory\), got list"),
         ([(1.0, bytearray(1))], TypeError, "float"),
         ([(2**63, bytearray(1))], OverflowError, "int"),
-        ([(-1, bytearray(1))], ValueError, "cannot have 1 bytes at byte -1"),
+        ([(-1, bytearray(1))], ValueError, "1 bytes at offset -1 are out of range"),
         ([(2**63 - 2, bytearray(1))], ValueError, "ends at byte 100, before byte 9223372036854775807"),
-        ([(2**63 - 1, bytearray(2))], ValueError, "cannot have 2 bytes at byte 9223372036854775807"),
+        ([(2**63 - 1, bytearray(2))], ValueError, "2 bytes at offset 9223372036854775807"),
         ([(0, bytearray(100)), (99, bytearray(2))], ValueError, "ends at byte 100, before byte 101"),
         ([(101, bytearray(1))], ValueError, "ends at byte 100, before byte 102"),
         ({}, TypeError, "a list of ranges, got dict"),
@@ -185,10 +185,10 @@ def test_read_refuses(tmp_path: Path, ranges: list, error: type[Exception], says
     ("ranges", "block", "error", "says"),
     [
         ([(0, "text")], BLOCK, TypeError, "contiguous buffer, got str"),
-        ([(-5, b"a")], BLOCK, ValueError, "cannot have 1 bytes at byte -5"),
-        ([(2**63 - 1, b"ab")], BLOCK, ValueError, "cannot have 2 bytes at byte"),
-        ([(0, b"a")], 0, ValueError, "a block cannot have 0 bytes"),
-        ([(0, b"a")], -1, ValueError, "a block cannot have -1 bytes"),
+        ([(-5, b"a")], BLOCK, ValueError, "1 bytes at offset -5 are out of range"),
+        ([(2**63 - 1, b"ab")], BLOCK, ValueError, "2 bytes at offset"),
+        ([(0, b"a")], 0, ValueError, "must be positive, got 0 bytes"),
+        ([(0, b"a")], -1, ValueError, "must be positive, got -1 bytes"),
         ([(0, b"a")], 1.5, TypeError, "float"),
         ((0, b"a"), BLOCK, TypeError, "a tuple"),
     ],
@@ -208,7 +208,7 @@ def test_write_refuses(
         ((0, 2**63 - 1, 1), ValueError, "ends at byte 100, before byte 9223372036854775807"),
         ((5, 4, BLOCK), ValueError, "has no bytes from 5 to 4"),
         ((-1, 4, BLOCK), ValueError, "has no bytes from -1 to 4"),
-        ((0, 4, 0), ValueError, "a block cannot have 0 bytes"),
+        ((0, 4, 0), ValueError, "must be positive, got 0 bytes"),
         ((0, 4), TypeError, "3 arguments"),
     ],
 )
@@ -222,13 +222,13 @@ def test_check_refuses(
 def test_only_regular_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path, kind in (
-        (tmp_path, "a folder"),
+        (tmp_path, "a directory"),
         (tmp_path / "fifo", "a FIFO"),
         ("/dev/null", "a device"),
     ):
-        with pytest.raises(ValueError, match=f"'{path}' is no regular file but {kind}"):
+        with pytest.raises(ValueError, match=f"'{path}' is not a regular file: it is {kind}"):
             File.open(path)
-    with pytest.raises(ValueError, match="no regular file but a FIFO"):
+    with pytest.raises(ValueError, match="not a regular file: it is a FIFO"):
         File.open_to_write(tmp_path / "fifo")
     with pytest.raises(IsADirectoryError):
         File.open_to_write(tmp_path)

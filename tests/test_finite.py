@@ -84,8 +84,8 @@ def test_memory_of_any_address(tmp_path, code):
     [
         ([(0, b"12345678", "F8")], 8, ValueError, "'F8' is no format of numbers: BF16, F16, F32"),
         ([(0, b"12345678", 4)], 8, ValueError, "4 is no format of numbers"),
-        ([(2, b"12345678", "F32")], 8, ValueError, "whole numbers of 4 bytes in 8 at byte 2"),
-        ([(0, b"123456", "F32")], 8, ValueError, "whole numbers of 4 bytes in 6 at byte 0"),
+        ([(2, b"12345678", "F32")], 8, ValueError, "8 bytes at offset 2 in blocks"),
+        ([(0, b"123456", "F32")], 8, ValueError, "6 bytes at offset 0 in blocks"),
         ([(0, b"12345678", "F64")], 12, ValueError, "in blocks of 12"),
         ([(0, b"12345678", "F64", 1)], 8, TypeError, r"a range is a tuple \(offset, memory\)"),
     ],

@@ -357,4 +357,4 @@ def test_a_disk_that_cannot_be_written(tmp_path, in_backward):
     """,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("go on from a checkpoint") == 2, done.stdout + done.stderr
+    assert done.stdout.count("restart from a checkpoint") == 2, done.stdout + done.stderr

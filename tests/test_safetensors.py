@@ -159,9 +159,9 @@ def test_what_is_no_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         read(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe' is no regular file"):
+    with pytest.raises(ValueError, match="pipe' is not a regular file"):
         read(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="'/dev/null' is no regular file"):
+    with pytest.raises(ValueError, match="'/dev/null' is not a regular file"):
         read("/dev/null")
     with pytest.raises(
         FileNotFoundError, match=r"no finished checkpoint: no zshard\.json, model\.saf"
@@ -244,5 +244,5 @@ def test_files_and_index_that_differ(tmp_path):
     path = folder(tmp_path / "d", HOMES)
     (tmp_path / "d" / "two.safetensors").unlink()
     os.mkfifo(tmp_path / "d" / "two.safetensors")
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         read(path)

@@ -65,7 +65,7 @@ zs_status zs_file_memory(const char *name, size_t bytes, int *fd)
     int file = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (file < 0) return ZS_FAIL_ERRNO("memfd_create");
     if (ftruncate(file, (off_t)bytes) != 0 || fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
-        zs_status status = ZS_FAIL_ERRNO("sizing a memory file");
+        zs_status status = ZS_FAIL_ERRNO("cannot size a shared-memory file");
         close(file);
         return status;
     }
@@ -79,7 +79,7 @@ static zs_status handle_new(int fd, zs_file **out)
     zs_file *file = calloc(1, sizeof *file);
     if (file == NULL) {
         close(fd);
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a file's descriptor");
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a file object");
     }
     file->fd = fd;
     file->lifetime = zs_lifetime();
@@ -108,10 +108,10 @@ zs_status zs_file_new_in(const char *directory, zs_file **out)
 {
     size_t size = strlen(directory) + sizeof "/zshard-XXXXXX";
     char *path = malloc(size);
-    if (path == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a file's name");
+    if (path == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a file name");
     snprintf(path, size, "%s/zshard-XXXXXX", directory);
     int fd = mkostemp(path, O_CLOEXEC);
-    zs_status status = fd < 0 ? fail_in(directory, "offload: making a file in") : handle_new(fd, out);
+    zs_status status = fd < 0 ? fail_in(directory, "offload: cannot create a file in") : handle_new(fd, out);
     if (status != ZS_OK) {
         if (fd >= 0) unlink(path);
         free(path);
@@ -163,8 +163,8 @@ static zs_status reserve_on_disk(zs_file *file, uint64_t start, size_t bytes)
     struct statvfs disk = {0};
     (void)fstatvfs(file->fd, &disk); /* only for the message */
     char text[512];
-    snprintf(text, sizeof text, "offload: %zu MiB more for '%s', on a disk with %llu MiB free", bytes >> 20, file->path,
-             (unsigned long long)disk.f_bavail * disk.f_frsize >> 20);
+    snprintf(text, sizeof text, "offload: cannot grow '%s' by %zu MiB (disk has %llu MiB free)", file->path,
+             bytes >> 20, (unsigned long long)disk.f_bavail * disk.f_frsize >> 20);
     errno = err;
     return ZS_FAIL_ERRNO(text);
 }
@@ -176,7 +176,7 @@ static zs_status grow(zs_file *file, size_t bytes, uint64_t *offset)
     if (file->path != NULL)
         ZS_TRY(reserve_on_disk(file, start, bytes));
     else if (ftruncate(file->fd, (off_t)(start + bytes)) != 0)
-        return ZS_FAIL_ERRNO("growing a memory file");
+        return ZS_FAIL_ERRNO("cannot grow a shared-memory file");
     file->end = start + bytes;
     *offset = start;
     return ZS_OK;
@@ -215,7 +215,7 @@ static zs_status wrap_region(void *ptr, size_t mapped, region_owner made, zs_mem
     if (status != ZS_OK) {
         free(owner);
         munmap(ptr, mapped);
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a region's descriptor");
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a region descriptor");
     }
     atomic_fetch_add(&made.file->refs, 1);
     return ZS_OK;
@@ -251,10 +251,10 @@ static zs_status map_side_by_side(const int *fds, int own_fd, int world, size_t 
         void *got = mmap(place, shard_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fds[r],
                          (off_t)offset);
         if (got == MAP_FAILED)
-            return ZS_FAIL(ZS_ERR_MEMORY,
-                           "cannot map %zu bytes of rank %d's memory: %s (many units times many ranks may need a "
-                           "larger vm.max_map_count)",
-                           shard_bytes, r, strerror(errno));
+            return ZS_FAIL(
+                ZS_ERR_MEMORY,
+                "cannot map %zu bytes of the memory of rank %d: %s (if units x ranks is large, raise vm.max_map_count)",
+                shard_bytes, r, strerror(errno));
         if (shard_bytes % HUGE_PAGE == 0) madvise(place, shard_bytes, MADV_HUGEPAGE); /* advice, may fail */
         if (fds[r] != own_fd) madvise(place, shard_bytes, MADV_DONTDUMP); /* a core dump holds the own shard */
     }
@@ -264,7 +264,7 @@ static zs_status map_side_by_side(const int *fds, int own_fd, int world, size_t 
 zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out)
 {
     if (shard_bytes == 0 || shard_bytes % ZS_PAGE != 0)
-        return ZS_FAIL(ZS_ERR_VALUE, "a shard of %zu bytes is no multiple of %d", shard_bytes, (int)ZS_PAGE);
+        return ZS_FAIL(ZS_ERR_VALUE, "shard size must be a multiple of %d, got %zu bytes", (int)ZS_PAGE, shard_bytes);
     uint64_t offset = 0;
     pthread_mutex_lock(&file->lock);
     zs_status status = grow(file, shard_bytes, &offset);
@@ -297,7 +297,7 @@ static zs_status add_slot(zs_file *file, size_t bytes, int64_t *index)
     if (file->n_slots == file->room) {
         size_t room = file->room == 0 ? 16 : 2 * file->room;
         bucket_slot *slots = realloc(file->slots, room * sizeof *slots);
-        if (slots == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the list of buckets");
+        if (slots == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory growing the list of buckets");
         file->slots = slots;
         file->room = room;
     }

@@ -15,8 +15,7 @@ static zs_status place(const int64_t *numels, int64_t step, zs_layout *layout, i
     int64_t next = 0;
     for (int64_t i = 0; i < layout->n; i++) {
         if (numels[i] < 0 || numels[i] > limit - next)
-            return ZS_FAIL(ZS_ERR_VALUE, "parameters of a unit are too large to lay out (%lld elements)",
-                           (long long)numels[i]);
+            return ZS_FAIL(ZS_ERR_VALUE, "a parameter of %lld elements makes its unit too large", (long long)numels[i]);
         layout->offsets[i] = next;
         layout->numels[i] = numels[i];
         next = round_up(next + numels[i], step);
@@ -30,13 +29,13 @@ zs_status zs_layout_new(const int64_t *numels, int64_t n, size_t itemsize, int w
 {
     memset(out, 0, sizeof *out);
     if (world < 1 || n < 0 || itemsize == 0 || ZS_PARAM_ALIGN % itemsize != 0 || shard_align % ZS_PARAM_ALIGN != 0)
-        return ZS_FAIL(ZS_ERR_VALUE, "cannot lay out elements of %zu bytes for %d ranks", itemsize, world);
+        return ZS_FAIL(ZS_ERR_VALUE, "cannot lay out elements of %zu bytes for world size %d", itemsize, world);
     size_t count = n > 0 ? (size_t)n : 1;
     out->offsets = calloc(count, sizeof *out->offsets);
     out->numels = calloc(count, sizeof *out->numels);
     if (out->offsets == NULL || out->numels == NULL) {
         zs_layout_free(out);
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the layout of %lld parameters", (long long)n);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the layout of %lld parameters", (long long)n);
     }
     out->n = n;
     out->itemsize = itemsize;

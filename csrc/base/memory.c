@@ -38,7 +38,7 @@ static void unmap_private(zs_mem *mem)
 zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *owner, zs_mem **out)
 {
     zs_mem *mem = malloc(sizeof *mem);
-    if (mem == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a block descriptor");
+    if (mem == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a block descriptor");
     mem->ptr = ptr;
     mem->bytes = bytes;
     mem->refs = 1;

@@ -52,10 +52,10 @@ static int64_t smaller(int64_t a, int64_t b)
 
 static const char *kind_of(mode_t mode)
 {
-    if (S_ISDIR(mode)) return "a folder";
+    if (S_ISDIR(mode)) return "a directory";
     if (S_ISFIFO(mode)) return "a FIFO";
     if (S_ISCHR(mode) || S_ISBLK(mode)) return "a device";
-    return "something else";
+    return "of an unknown type";
 }
 
 static zs_status must_be_regular(const zs_ckpt_file *file)
@@ -63,7 +63,7 @@ static zs_status must_be_regular(const zs_ckpt_file *file)
     struct stat facts;
     if (zs_fs_stat(file->fd, &facts) != 0) return ZS_FAIL_ERRNO("fstat");
     if (S_ISREG(facts.st_mode)) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_VALUE, "'%s' is no regular file but %s", file->path, kind_of(facts.st_mode));
+    return ZS_FAIL(ZS_ERR_VALUE, "'%s' is not a regular file: it is %s", file->path, kind_of(facts.st_mode));
 }
 
 /* Opens, again after an interrupt. (Of network file systems open can be interrupted.) */
@@ -124,7 +124,7 @@ static zs_status reserve(const zs_ckpt_file *file, int64_t bytes)
 
 zs_status zs_ckpt_file_create(const char *path, int64_t bytes, zs_ckpt_file *out)
 {
-    if (bytes < 0) return ZS_FAIL(ZS_ERR_VALUE, "a file cannot have %lld bytes", (long long)bytes);
+    if (bytes < 0) return ZS_FAIL(ZS_ERR_VALUE, "file size must not be negative, got %lld bytes", (long long)bytes);
     ZS_TRY(open_file(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW, out));
     zs_status status = reserve(out, bytes);
     if (status != ZS_OK) {
@@ -161,7 +161,7 @@ zs_status zs_ckpt_file_sync(const zs_ckpt_file *file)
 static zs_status check_range(const zs_ckpt_file *file, const zs_ckpt_range *range)
 {
     if (range->offset >= 0 && range->bytes <= (uint64_t)(INT64_MAX - range->offset)) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_VALUE, "'%s' cannot have %zu bytes at byte %lld", file->path, range->bytes,
+    return ZS_FAIL(ZS_ERR_VALUE, "'%s': %zu bytes at offset %lld are out of range", file->path, range->bytes,
                    (long long)range->offset);
 }
 
@@ -173,8 +173,8 @@ zs_status zs_ckpt_file_reaches(const zs_ckpt_file *file, const zs_ckpt_range *ra
         ZS_TRY(check_range(file, &ranges[i]));
         int64_t end = ranges[i].offset + (int64_t)ranges[i].bytes;
         if (end > size && ranges[i].bytes > 0)
-            return ZS_FAIL(ZS_ERR_VALUE, "'%s' ends at byte %lld, before byte %lld", file->path, (long long)size,
-                           (long long)end);
+            return ZS_FAIL(ZS_ERR_VALUE, "'%s' ends at byte %lld, before byte %lld: it is truncated", file->path,
+                           (long long)size, (long long)end);
     }
     return ZS_OK;
 }
@@ -187,7 +187,8 @@ static zs_status read_all(const zs_ckpt_file *file, char *memory, size_t bytes, 
         ssize_t got = zs_fs_read(file->fd, memory, wanted, offset);
         if (got < 0 && errno != EINTR) return ZS_FAIL_ERRNO("pread");
         if (got == 0)
-            return ZS_FAIL(ZS_ERR_VALUE, "'%s' ends at byte %lld, or before, and not at %lld: it is getting shorter",
+            return ZS_FAIL(ZS_ERR_VALUE,
+                           "'%s' ends at or before byte %lld instead of %lld: it was truncated while being read",
                            file->path, (long long)offset, (long long)offset + (long long)bytes);
         ZS_TRY(go_on(next, got < 0));
         if (got < 0) continue;
@@ -246,13 +247,13 @@ static zs_status check_numbers(const zs_ckpt_file *file, const zs_ckpt_range *ra
     int64_t size = (int64_t)zs_floats_size(range->numbers);
     if (range->offset % size == 0 && (int64_t)range->bytes % size == 0 && block % size == 0) return ZS_OK;
     return ZS_FAIL(ZS_ERR_VALUE,
-                   "'%s' would not have whole numbers of %lld bytes in %zu at byte %lld, in blocks of %lld", file->path,
-                   (long long)size, range->bytes, (long long)range->offset, (long long)block);
+                   "'%s': %zu bytes at offset %lld in blocks of %lld are not aligned to elements of %lld bytes",
+                   file->path, range->bytes, (long long)range->offset, (long long)block, (long long)size);
 }
 
 zs_status zs_ckpt_file_sums(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n, int64_t block, size_t *out)
 {
-    if (block < 1) return ZS_FAIL(ZS_ERR_VALUE, "a block cannot have %lld bytes", (long long)block);
+    if (block < 1) return ZS_FAIL(ZS_ERR_VALUE, "block size must be positive, got %lld bytes", (long long)block);
     size_t sums = 0;
     for (size_t i = 0; i < n; i++) {
         ZS_TRY(check_range(file, &ranges[i]));
@@ -320,7 +321,7 @@ zs_status zs_ckpt_file_check(const zs_ckpt_file *file, zs_ckpt_range range, int6
 {
     int64_t next = now() + ASK_EVERY;
     char *room = malloc(PIECE);
-    if (room == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d bytes of a file", (int)PIECE);
+    if (room == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a read buffer of %d bytes", (int)PIECE);
     zs_status status = ZS_OK;
     int64_t end = range.offset + (int64_t)range.bytes;
     for (int64_t at = range.offset; at < end && status == ZS_OK; at += (int64_t)(sums++)->bytes) {

@@ -36,13 +36,13 @@ bool zs_comm_interrupted(void)
 zs_status zs_check_exchange(size_t bytes)
 {
     if (bytes <= 4096) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_VALUE, "an exchange of %zu bytes is over the limit of 4096", bytes);
+    return ZS_FAIL(ZS_ERR_VALUE, "an all-gather message of %zu bytes exceeds the limit of 4096 bytes", bytes);
 }
 
 zs_status zs_check_root(const zs_comm *comm, int root)
 {
     if (root >= 0 && root < comm->world) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", root, comm->world);
+    return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", root, comm->world);
 }
 
 /* --- units ---------------------------------------------------------------------------------------------------------- */
@@ -51,12 +51,12 @@ static zs_status check_parts(const zs_cunit_spec *spec, int world)
 {
     if (spec->part_of == NULL && (spec->parts == 0 || spec->parts == world)) return ZS_OK;
     if (spec->part_of == NULL || spec->parts < 1 || spec->mode != ZS_REDUCE_SCATTER)
-        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': %d slices for %d ranks, and no word on who sums which", spec->name,
+        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': %d shards for %d ranks, but no map from ranks to shards", spec->name,
                        spec->parts, world);
     for (int r = 0; r < world; r++)
         if (spec->part_of[r] < 0 || spec->part_of[r] >= spec->parts)
-            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': there is no slice %d for rank %d", spec->name, spec->part_of[r],
-                           r);
+            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': shard %d of rank %d is out of range for %d shards", spec->name,
+                           spec->part_of[r], r, spec->parts);
     return ZS_OK;
 }
 
@@ -64,11 +64,11 @@ static zs_status check_spec(const zs_cunit_spec *spec, int world)
 {
     ZS_TRY(check_parts(spec, world));
     if (spec->n_slices < 0 || spec->n_slices > ZS_MAX_FLATS)
-        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' has %d trainable flats; at most %d are allowed", spec->name,
+        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' has %d trainable flat parameters; the limit is %d", spec->name,
                        spec->n_slices, (int)ZS_MAX_FLATS);
     for (int f = 0; f < spec->n_slices; f++)
         if (spec->slice_bytes[f] % 64 != 0)
-            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': a slice of %zu bytes is not a multiple of 64", spec->name,
+            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': shard size must be a multiple of 64 bytes, got %zu", spec->name,
                            spec->slice_bytes[f]);
     return ZS_OK;
 }
@@ -122,7 +122,7 @@ zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, const zs_comm
     unit->used = calloc((size_t)world, sizeof *unit->used);
     if (unit->spec.name == NULL || unit->spec.part_of == NULL || unit->data == NULL || unit->used == NULL) {
         zs_cunit_clear(unit);
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     }
     unit->used_words = zs_spec_used_words(spec);
     unit->piece_bytes = zs_spec_piece_bytes(spec);
@@ -146,22 +146,22 @@ void zs_cunit_clear(zs_cunit *unit)
 zs_status zs_cunit_may_post(const zs_cunit *unit, const zs_bucket *bucket)
 {
     if (unit->state != ZS_ROUND_NONE)
-        return ZS_FAIL(ZS_ERR_STATE, "unit '%s': round %llu is posted before round %llu was released", unit->spec.name,
-                       (unsigned long long)unit->round + 1, (unsigned long long)unit->round);
+        return ZS_FAIL(ZS_ERR_STATE, "unit '%s': cannot post round %llu before round %llu was released",
+                       unit->spec.name, (unsigned long long)unit->round + 1, (unsigned long long)unit->round);
     if (bucket == NULL && unit->spec.mode == ZS_REDUCE_ALL)
-        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': without a bucket there is no room for the sum", unit->spec.name);
+        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': cannot reduce without a bucket for the sum", unit->spec.name);
     if (bucket != NULL && bucket->bytes < unit->piece_bytes * (size_t)unit->spec.parts)
-        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': a bucket of %zu bytes is too small, %zu are needed", unit->spec.name,
+        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': a bucket of %zu bytes is too small (needs %zu)", unit->spec.name,
                        bucket->bytes, unit->piece_bytes * (size_t)unit->spec.parts);
     return ZS_OK;
 }
 
 zs_status zs_cunit_expect(const zs_cunit *unit, zs_round_state state, const char *call)
 {
-    static const char *const standing[] = {"nothing posted", "posted", "collected", "shared", "collected and shared"};
+    static const char *const standing[] = {"not posted", "posted", "collected", "shared", "collected and shared"};
     if (unit->state == state) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_STATE, "unit '%s', round %llu: %s came while the round was %s, not %s", unit->spec.name,
-                   (unsigned long long)unit->round, call, standing[unit->state], standing[state]);
+    return ZS_FAIL(ZS_ERR_STATE, "unit '%s', round %llu: cannot call %s while the round is %s (must be %s)",
+                   unit->spec.name, (unsigned long long)unit->round, call, standing[unit->state], standing[state]);
 }
 
 zs_status zs_cunit_may_release(const zs_cunit *unit)
@@ -223,7 +223,7 @@ zs_status zs_local_reader_new(zs_comm *comm, const char *name, zs_reader **out)
 {
     (void)comm;
     *out = calloc(1, sizeof **out);
-    if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the reader of '%s'", name);
+    if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the reader of '%s'", name);
     return ZS_OK;
 }
 

@@ -50,11 +50,11 @@ static void outline_destroy(zs_comm *comm)
 zs_status zs_comm_outline_new(const char *name, int rank, int world, zs_comm **out)
 {
     const zs_comm_ops *real = zs_comm_ops_of(name);
-    if (real == NULL) return ZS_FAIL(ZS_ERR_VALUE, "there is no transport '%s'", name);
+    if (real == NULL) return ZS_FAIL(ZS_ERR_VALUE, "unknown transport '%s'", name);
     if (world < 1 || rank < 0 || rank >= world)
-        return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", rank, world);
+        return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", rank, world);
     outline_comm *comm = calloc(1, sizeof *comm);
-    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the outline of a transport");
+    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a dry-run transport");
     comm->ops = (zs_comm_ops){.name = real->name,
                               .shard_align = real->shard_align,
                               .mapped = real->mapped,

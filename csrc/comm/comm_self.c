@@ -31,11 +31,11 @@ static void self_cunit_free(zs_comm *comm, zs_cunit *cunit)
 static zs_status self_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
 {
     self_unit *unit = calloc(1, sizeof *unit);
-    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     zs_status status = zs_cunit_init(&unit->base, spec, comm);
     if (status == ZS_OK) {
         unit->bitmap = calloc(unit->base.used_words, sizeof *unit->bitmap);
-        if (unit->bitmap == NULL) status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+        if (unit->bitmap == NULL) status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     }
     if (status != ZS_OK) {
         self_cunit_free(comm, &unit->base);
@@ -184,7 +184,7 @@ const zs_comm_ops zs_self_ops = {
 zs_status zs_comm_self_new(const zs_device *device, zs_comm **out)
 {
     zs_comm *comm = calloc(1, sizeof *comm);
-    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the self transport");
+    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the self transport");
     comm->ops = &zs_self_ops;
     comm->world = 1;
     comm->device = device;

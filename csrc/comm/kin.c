@@ -51,7 +51,7 @@ zs_status zs_kin_new(int rank, int world, zs_kin **out)
     if (kin == NULL || of == NULL) {
         free(kin);
         free(of);
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the processes of %d ranks", world);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the process handles of %d ranks", world);
     }
     *kin = (zs_kin){rank, world, of};
     for (int r = 0; r < world; r++)
@@ -83,8 +83,7 @@ bool zs_kin_gone(const zs_kin *kin, char *sentence, size_t size)
     for (int r = 0; r < kin->world; r++) {
         struct pollfd look = {.fd = kin->of[r].fd, .events = POLLIN};
         if (look.fd < 0 || poll(&look, 1, 0) <= 0) continue;
-        snprintf(sentence, size, "rank %d (pid %ld) has ended (it died, or its program came to its end)", r,
-                 kin->of[r].pid);
+        snprintf(sentence, size, "rank %d (pid %ld) exited; see its output for the cause", r, kin->of[r].pid);
         return true;
     }
     return false;

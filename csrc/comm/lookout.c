@@ -69,7 +69,7 @@ static zs_status start(void)
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
     errno = pthread_create(&thread, NULL, watch, NULL);
-    zs_status status = errno == 0 ? ZS_OK : ZS_FAIL_ERRNO("starting the thread that looks after GPUs");
+    zs_status status = errno == 0 ? ZS_OK : ZS_FAIL_ERRNO("cannot start the GPU watchdog thread");
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (status != ZS_OK) return status;
     pthread_detach(thread);
@@ -87,7 +87,10 @@ static bool forked(void)
 
 zs_status zs_lookout_add(zs_lookout *one)
 {
-    if (forked()) return ZS_FAIL(ZS_ERR_STATE, "a process forked from one that uses GPUs with its peers cannot do so");
+    if (forked())
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "cannot use GPU transports in a process forked from one that uses them; use the 'spawn' start method");
     pthread_mutex_lock(&lookout.lock);
     zs_status status = lookout.running ? ZS_OK : start();
     if (status == ZS_OK) {

@@ -42,7 +42,8 @@ static size_t bytes_of(const zs_pager_map *map)
 zs_status zs_pager_add(const zs_pager_map *map)
 {
     if (!ours())
-        return ZS_FAIL(ZS_ERR_STATE, "offload: a forked process cannot have memory on disk where its parent has");
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "offload: a process forked from one that offloads to disk cannot offload to disk itself");
     pthread_mutex_lock(&zs_pager.lock);
     zs_status status = zs_pager_start_threads();
     if (status == ZS_OK) status = zs_pager_add_map(&zs_pager.tables, map);
@@ -142,7 +143,7 @@ static void take_idle(zs_pager_range *r)
     r->state = READY;
 }
 
-static const char LOST[] = "offload: what was written to the disk is lost; go on from a checkpoint. Writing";
+static const char LOST[] = "offload: writing back to disk failed and the data is lost; restart from a checkpoint";
 
 static zs_status check(zs_pager_range *r)
 {
@@ -150,7 +151,7 @@ static zs_status check(zs_pager_range *r)
     if (errno != 0) return ZS_FAIL_ERRNO(LOST);
     errno = r->error;
     r->error = 0; /* the next one tries again */
-    return errno != 0 ? ZS_FAIL_ERRNO("offload: reading what was put on the disk") : ZS_OK;
+    return errno != 0 ? ZS_FAIL_ERRNO("offload: cannot read back from disk") : ZS_OK;
 }
 
 /* Waits until the range is READY for its new user. */

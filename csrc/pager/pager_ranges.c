@@ -56,10 +56,10 @@ static const zs_pager_map *map_around(const zs_pager_tables *tables, const char 
 zs_status zs_pager_add_map(zs_pager_tables *tables, const zs_pager_map *map)
 {
     zs_pager_map **grown = realloc(tables->maps, (tables->n_maps + 1) * sizeof(zs_pager_map *));
-    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the list of mappings");
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory growing the list of mappings");
     tables->maps = grown;
     zs_pager_map *made = malloc(sizeof *made);
-    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a mapping");
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a mapping");
     *made = *map;
     size_t at = maps_up_to(tables, map->ptr);
     memmove(&grown[at + 1], &grown[at], (tables->n_maps - at) * sizeof *grown);

@@ -160,7 +160,7 @@ static zs_status start_thread(void *(*run)(void *))
     pthread_t thread;
     errno = pthread_create(&thread, NULL, run, NULL);
     bool made = errno == 0;
-    zs_status status = made ? ZS_OK : ZS_FAIL_ERRNO("offload: starting a thread");
+    zs_status status = made ? ZS_OK : ZS_FAIL_ERRNO("offload: cannot start an I/O thread");
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (made) pthread_detach(thread);
     return status;

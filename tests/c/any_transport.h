@@ -235,7 +235,7 @@ static inline void broadcasts_from_all_roots(rank_env *env)
         CHECK(has_pattern(data, bytes, (unsigned)round) && data[bytes] == (char)0xee);
         if (round % 5 == 0) meet(env);
     }
-    FAILS(env->comm->ops->broadcast(env->comm, data, 4, env->world), ZS_ERR_VALUE, "no rank");
+    FAILS(env->comm->ops->broadcast(env->comm, data, 4, env->world), ZS_ERR_VALUE, "out of range");
     free(data);
 }
 

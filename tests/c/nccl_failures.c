@@ -209,7 +209,7 @@ void work_that_does_not_end_is_broken_off(rank_env *env)
     double start = now();
     synchronize(&stream_a);
     CHECK(now() < start + 10.0);
-    FAILS(zs_nccl_comm_check(comm), ZS_ERR_TIMEOUT, "the second has not ended within 1 s");
+    FAILS(zs_nccl_comm_check(comm), ZS_ERR_TIMEOUT, "the second did not finish within 1 s");
     FAILS(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[0], "more"}), ZS_ERR_TIMEOUT, "the second");
     zs_nccl_comm_release(comm);
 }
@@ -249,7 +249,7 @@ void a_rank_that_never_comes_is_a_timeout(rank_env *env)
     double start = now();
     if (env->rank == 0)
         FAILS(zs_nccl_window_new(comm, 4096, &window), ZS_ERR_TIMEOUT,
-              "ncclCommWindowRegister is at work for more than 1 s");
+              "ncclCommWindowRegister did not finish within 1 s");
     CHECK(now() < start + 5.0);
     zs_nccl_comm_release(comm);
 }

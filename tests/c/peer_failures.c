@@ -50,7 +50,7 @@ void absent_rank_is_a_timeout(rank_env *env)
         OK(env->comm->ops->gather_start(env->comm, &flat, "layer", to, &on_the_way));
         OK(env->comm->ops->gather_finish(env->comm, on_the_way));
         FAILS(env->comm->ops->gather_start(env->comm, &flat, "layer", to, &on_the_way), ZS_ERR_TIMEOUT,
-              "the gather of parameters has not ended on the GPU of rank");
+              "the all-gather of parameters did not finish on the GPU of rank");
     }
     env->comm->ops->flat_free(env->comm, &flat);
     zs_mem_release(full);
@@ -72,7 +72,7 @@ void failing_call_lets_the_peers_go(rank_env *env)
         setenv("FAKE_CUDA_FAIL", "cuMemcpyAsync:1", 1);
         FAILS(zs_comm_gather(env->comm, &flat, "layer", to), ZS_ERR_CUDA, "cuMemcpyAsync");
         unsetenv("FAKE_CUDA_FAIL");
-        FAILS(zs_comm_gather(env->comm, &flat, "layer", to), ZS_ERR_STATE, "since an earlier failure");
+        FAILS(zs_comm_gather(env->comm, &flat, "layer", to), ZS_ERR_STATE, "after an earlier failure");
     } else {
         zs_status status = zs_comm_gather(env->comm, &flat, "layer", to);
         char all[MAX_RANKS];

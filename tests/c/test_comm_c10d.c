@@ -146,9 +146,9 @@ static void orders_that_differ(rank_env *env)
     }
     int mine = env->rank == 0;
     FAILS(env->comm->ops->post(env->comm, units[mine], NULL, used), ZS_ERR_DIVERGED,
-          mine ? "rank 0 was reducing gradients of unit 'right' (round 1) while rank 1 was reducing gradients of unit "
+          mine ? "rank 0 was reducing gradients of unit 'right' (round 1), but rank 1 was reducing gradients of unit "
                  "'left'"
-               : "reducing gradients of unit 'left' (round 1) while rank 0 was reducing gradients of unit 'right' "
+               : "reducing gradients of unit 'left' (round 1), but rank 0 was reducing gradients of unit 'right' "
                  "(round 1)");
     for (int u = 0; u < 2; u++)
         env->comm->ops->cunit_free(env->comm, units[u]);
@@ -166,8 +166,8 @@ static void steps_that_differ(rank_env *env)
     OK(env->comm->ops->flat_new(env->comm, 64, &flat));
     OK(zs_mem_new_private(64 * MAX_RANKS, &full));
     const char *words = env->rank == 0
-                            ? "rank 0 was gathering parameters of unit 'head' (64 bytes) while rank 1 was broad"
-                            : "broadcasting 256 bytes from rank 0 (message 1) while rank 0 was gathering";
+                            ? "rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad"
+                            : "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering";
     zs_clear_error();
     zs_status status = env->rank == 0 ? zs_comm_gather(env->comm, &flat, "head", (zs_target){full, full->ptr})
                                       : env->comm->ops->broadcast(env->comm, data, sizeof data, 0);
@@ -197,11 +197,11 @@ static void failures_are_explained(rank_env *env)
     zs_sources from;
     OK(env->comm->ops->post(env->comm, units[2].cunit, NULL, used));
     FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_TIMEOUT,
-          "while reducing gradients of unit 'blocks.2' (round 1): Timed out waiting");
+          "while reducing gradients of unit 'blocks.2' (round 1); raise timeout if it is only slow: Timed out waiting");
     CHECK(!ready && under_way == 0);
     stay(env);
-    FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_STATE, "nothing posted");
-    FAILS(env->comm->ops->broadcast(env->comm, &ready, 1, 0), ZS_ERR_PEER, "no collective can follow");
+    FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_STATE, "not posted");
+    FAILS(env->comm->ops->broadcast(env->comm, &ready, 1, 0), ZS_ERR_PEER, "cannot run a collective");
     FAILS(env->comm->ops->broadcast(env->comm, &ready, 1, 0), ZS_ERR_PEER, "blocks.2");
     for (int u = 0; u < UNITS; u++) {
         env->comm->ops->cunit_free(env->comm, units[u].cunit);
@@ -221,7 +221,7 @@ static void unknown_peers_are_listed(rank_env *env)
     failure = ZS_ERR_PEER;
     complaint = "Connection closed by peer [10.0.0.1]:4711";
     fail_at = 1;
-    const char *who = env->world == 2 ? env->rank == 0 ? "rank 1 has gone" : "rank 0 has gone" : "one of ranks";
+    const char *who = env->world == 2 ? env->rank == 0 ? "rank 1 exited or" : "rank 0 exited or" : "one of ranks";
     zs_clear_error();
     CHECK(zs_comm_gather(env->comm, &flat, "head", (zs_target){full, full->ptr}) == ZS_ERR_PEER);
     CHECK(strstr(zs_last_message(), who) != NULL && strstr(zs_last_message(), "4711") != NULL);
@@ -244,8 +244,8 @@ static void last_words_are_told(rank_env *env)
     fail_at = 2;
     zs_clear_error();
     CHECK(env->comm->ops->exchange(env->comm, &byte, 1, all) == ZS_ERR_PEER);
-    CHECK(strstr(zs_last_message(), "gave up: ValueError: no data, while rank") != NULL);
-    CHECK(strstr(zs_last_message(), "exchanging message 1 (1 bytes): Connection closed") != NULL);
+    CHECK(strstr(zs_last_message(), "failed: ValueError: no data; rank") != NULL);
+    CHECK(strstr(zs_last_message(), "all-gathering message 1 (1 bytes): Connection closed") != NULL);
     stay(env);
 }
 
@@ -259,7 +259,7 @@ static void dead_rank_is_found(rank_env *env)
     zs_clear_error();
     CHECK(env->comm->ops->exchange(env->comm, &byte, 1, all) == ZS_ERR_PEER);
 
-    CHECK(strstr(zs_last_message(), "rank 1 (pid ") != NULL && strstr(zs_last_message(), "has ended") != NULL);
+    CHECK(strstr(zs_last_message(), "rank 1 (pid ") != NULL && strstr(zs_last_message(), "exited") != NULL);
     CHECK(now() - start < 4.0);
     exit(0); /* the wire has lost a rank, too */
 }

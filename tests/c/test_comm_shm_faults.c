@@ -74,7 +74,8 @@ static void killed_while_missed(rank_env *env)
     FAILS(collect(env, unit), ZS_ERR_PEER, "rank 1 (pid ");
     CHECK(now() - start < 2.0);
     zs_clear_error();
-    FAILS(collect(env, unit), ZS_ERR_PEER, "its gradients of unit 'blocks.3' (round 2)"); /* asked again: the same */
+    FAILS(collect(env, unit), ZS_ERR_PEER,
+          "for it to reduce gradients of unit 'blocks.3' (round 2)"); /* asked again: the same */
 }
 
 /* Rank 0 waits for rank 2, and rank 1, which it does not wait for, dies. */
@@ -89,7 +90,7 @@ static void killed_while_another_is_missed(rank_env *env)
     OK(post_empty(env, unit));
     if (env->rank == 1) kill(getpid(), SIGKILL);
     double start = now();
-    FAILS(collect(env, unit), ZS_ERR_PEER, "waited for rank 2's gradients");
+    FAILS(collect(env, unit), ZS_ERR_PEER, "waiting for rank 2 to reduce gradients");
     CHECK(now() - start < 3.0);
     arrive(env);
 }
@@ -116,7 +117,7 @@ static void leaving_is_not_dying(rank_env *env)
         return;
     }
     double start = now();
-    FAILS(meet(env), ZS_ERR_PEER, "has left");
+    FAILS(meet(env), ZS_ERR_PEER, "exited while");
     CHECK(strstr(zs_last_message(), "died") == NULL && now() - start < 2.0);
     arrive(env);
 }
@@ -130,7 +131,8 @@ static void killed_in_a_reader_wait(rank_env *env)
         kill(getpid(), SIGKILL);
     }
     double start = now();
-    FAILS(env->comm->ops->read_begin(env->comm, reader, ZS_PHASE_FORWARD), ZS_ERR_PEER, "its forward of 'gpt'");
+    FAILS(env->comm->ops->read_begin(env->comm, reader, ZS_PHASE_FORWARD), ZS_ERR_PEER,
+          "it to begin forward 1 of 'gpt'");
     CHECK(now() - start < 2.0);
     env->comm->ops->reader_free(env->comm, reader);
 }
@@ -148,9 +150,9 @@ static void deadline_names_the_late(rank_env *env)
     }
     OK(post_empty(env, unit));
     double start = now();
-    FAILS(collect(env, unit), ZS_ERR_TIMEOUT, "s for rank 1's gradients of unit 'blocks.3' (round 2); rank 1 (pid ");
+    FAILS(collect(env, unit), ZS_ERR_TIMEOUT, "rank 1 to reduce gradients of unit 'blocks.3' (round 2); rank 1 (pid ");
     CHECK(now() - start >= 0.3 && now() - start < 2.0);
-    FAILS(collect(env, unit), ZS_ERR_TIMEOUT, "has done nothing here since its reading of unit 'blocks.3' (round 1)");
+    FAILS(collect(env, unit), ZS_ERR_TIMEOUT, "last operation: release gradients of unit 'blocks.3' (round 1)");
     arrive(env);
 }
 
@@ -173,8 +175,8 @@ static void stall_is_told_once(rank_env *env)
     close(ends[1]);
     OK(status);
     CHECK(read(ends[0], text, sizeof text - 1) > 0);
-    const char *first = strstr(text, "part in exchange 1 for 10 s; rank 1 (pid ");
-    CHECK(first != NULL && strstr(first, "since its joining\n") != NULL && strchr(first, '\n')[1] == 0);
+    const char *first = strstr(text, "waiting 10 s for other ranks to all-gather message 1; rank 1 (pid ");
+    CHECK(first != NULL && strstr(first, "last operation: connect\n") != NULL && strchr(first, '\n')[1] == 0);
 }
 
 static bool interrupt_now(void)
@@ -206,7 +208,7 @@ static void abort_text_travels(rank_env *env)
         arrive(env);
     } else {
         double start = now();
-        FAILS(meet(env), ZS_ERR_PEER, "gave up: ValueError: bad batch in epoch 3");
+        FAILS(meet(env), ZS_ERR_PEER, "failed: ValueError: bad batch in epoch 3");
         CHECK(strstr(zs_last_message(), "second") == NULL && now() - start < 1.0);
     }
     wait_for_arrivals(env, 1);
@@ -247,8 +249,8 @@ static void circle_is_found(rank_env *env)
         status = collect(env, other);
     }
     CHECK(status == ZS_ERR_DIVERGED);
-    CHECK(strstr(zs_last_message(), "waits for rank 1's gradients of unit 'blocks.3' (round 1)") != NULL);
-    CHECK(strstr(zs_last_message(), "waits for rank 0's part in exchange 1") != NULL);
+    CHECK(strstr(zs_last_message(), "is waiting for rank 1 to reduce gradients of unit 'blocks.3' (round 1)") != NULL);
+    CHECK(strstr(zs_last_message(), "is waiting for rank 0 to all-gather message 1") != NULL);
     CHECK(now() - start < 5.0);
 }
 
@@ -303,7 +305,8 @@ static void unreachable_peers(rank_env *env)
     double start = now();
     zs_status status = try_to_join(env, "0123456789abcdef", true, &comm);
     CHECK(status == ZS_ERR_UNSUPPORTED && now() - start < 5.0);
-    const char *words = env->rank == 0 ? "rank 0 heard from 0 of" : "cannot reach rank 0 through shared memory";
+    const char *words =
+        env->rank == 0 ? "rank 0 got a connection from 0 of" : "cannot connect to rank 0 over shared memory";
     CHECK(strstr(zs_last_message(), words) != NULL);
     zs_flat_mem flat;
     FAILS(comm->ops->flat_new(comm, 4096, &flat), ZS_ERR_STATE, "not connected");

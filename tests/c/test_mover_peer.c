@@ -147,7 +147,7 @@ static void bucket_of_another_kind_is_refused(rank_env *env)
     zs_bucket wrong = units[0].bucket;
     OK(zs_device_mem_new(env->comm->device, wrong.bytes, &own));
     wrong.ptr = own->ptr;
-    FAILS(env->comm->ops->post(env->comm, units[0].cunit, &wrong, used), ZS_ERR_STATE, "peers can map");
+    FAILS(env->comm->ops->post(env->comm, units[0].cunit, &wrong, used), ZS_ERR_STATE, "peers cannot map");
     zs_mem_release(own);
     free_units(env, units);
     end_gpu(env);
@@ -169,7 +169,7 @@ static void device_broadcasts(rank_env *env)
         OK(env->comm->ops->broadcast_device(env->comm, data, bytes, root));
         CHECK(has_pattern(data, bytes, (unsigned)round) && data[bytes] == (char)0xee);
     }
-    FAILS(env->comm->ops->broadcast_device(env->comm, data, 4, env->world), ZS_ERR_VALUE, "no rank");
+    FAILS(env->comm->ops->broadcast_device(env->comm, data, 4, env->world), ZS_ERR_VALUE, "out of range");
     zs_mem_release(mem);
     end_gpu(env);
 }

@@ -50,7 +50,7 @@ zs_status zs_c10d_peers_meet(zs_c10d_comm *comm)
     comm->peers = calloc((size_t)world, sizeof *comm->peers);
     if (cards == NULL || comm->peers == NULL) {
         free(cards);
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d peers", world);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the state of %d ranks", world);
     }
     for (int r = 0; r < world; r++)
         comm->peers[r].pidfd = -1;
@@ -85,9 +85,9 @@ static bool tell_of(const zs_c10d_comm *comm, int r, bool ask_store, char *sente
     if (ask_store || ended) zs_group_read_words(comm->group, r, words, sizeof words);
     int pid = comm->peers[r].pid;
     if (words[0] != 0)
-        snprintf(sentence, size, "rank %d (pid %d) gave up: %s,", r, pid, words);
+        snprintf(sentence, size, "rank %d (pid %d) failed: %s", r, pid, words);
     else if (ended)
-        snprintf(sentence, size, "rank %d (pid %d) has ended (it died, or its program came to its end)", r, pid);
+        snprintf(sentence, size, "rank %d (pid %d) exited (see its output for the cause)", r, pid);
     return ended || words[0] != 0;
 }
 

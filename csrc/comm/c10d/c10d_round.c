@@ -246,7 +246,7 @@ void zs_c10d_cunit_free(zs_comm *comm, zs_cunit *cunit)
 zs_status zs_c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
 {
     c10d_unit *unit = calloc(1, sizeof *unit);
-    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     ((zs_c10d_comm *)comm)->living++;
     zs_status status = zs_cunit_init(&unit->base, spec, comm);
     if (status != ZS_OK) {

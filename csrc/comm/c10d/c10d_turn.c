@@ -39,23 +39,25 @@ zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, c
     return turn;
 }
 
-/* What a rank does, fit to stand behind "rank 0 was". */
+/* What a rank does, as a phrase that fits behind "rank 0 was". */
 static void describe(const zs_c10d_turn *turn, char *text, size_t size)
 {
     unsigned long long number = turn->number, round = turn->round, bytes = turn->bytes;
     switch ((zs_c10d_kind)turn->kind) {
     case ZS_C10D_GATHER:
-        snprintf(text, size, "gathering parameters of unit '%s' (%llu bytes)", turn->name, bytes);
+        snprintf(text, size, "all-gathering parameters of unit '%s' (%llu bytes)", turn->name, bytes);
         return;
     case ZS_C10D_POST: snprintf(text, size, "reducing gradients of unit '%s' (round %llu)", turn->name, round); return;
-    case ZS_C10D_SHARE: snprintf(text, size, "sharing gradients of unit '%s' (round %llu)", turn->name, round); return;
-    case ZS_C10D_EXCHANGE: snprintf(text, size, "exchanging message %llu (%llu bytes)", number, bytes); return;
+    case ZS_C10D_SHARE:
+        snprintf(text, size, "all-gathering reduced gradients of unit '%s' (round %llu)", turn->name, round);
+        return;
+    case ZS_C10D_EXCHANGE: snprintf(text, size, "all-gathering message %llu (%llu bytes)", number, bytes); return;
     case ZS_C10D_BROADCAST:
         snprintf(text, size, "broadcasting %llu bytes from rank %llu (message %llu)", bytes, round, number);
         return;
-    case ZS_C10D_GIVE_UP: snprintf(text, size, "giving up its backward"); return;
+    case ZS_C10D_GIVE_UP: snprintf(text, size, "abandoning its backward"); return;
     }
-    snprintf(text, size, "in an unknown collective (another version of zshard?)");
+    snprintf(text, size, "in an unknown collective (a different zshard version?)");
 }
 
 /* Has a rank given up the backward in which this one is? */
@@ -69,8 +71,8 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
         comm->base.heard = true;
         return ZS_FAIL(
             ZS_ERR_DIVERGED,
-            "rank %d gave up its backward (an exception there that was caught, most likely) while rank %d was "
-            "%s; the gradients of this step are incomplete",
+            "rank %d abandoned its backward (probably after a caught exception) while rank %d was %s; the gradients of "
+            "this step are incomplete: skip the step on all ranks",
             r, comm->base.rank, phrase);
     }
     return ZS_OK;
@@ -86,10 +88,11 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
         char ours[PHRASE], theirs[PHRASE];
         describe(&turns[own], ours, sizeof ours);
         describe(&turns[r], theirs, sizeof theirs);
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "the ranks did different things: rank %d was %s while rank %d was %s. All ranks must run the "
-                       "same forwards, backwards and collective calls; over c10d also their units in one order",
-                       own, ours, r, theirs);
+        return ZS_FAIL(
+            ZS_ERR_DIVERGED,
+            "ranks diverged: rank %d was %s, but rank %d was %s; run the same forwards, backwards and collectives "
+            "on all ranks (over c10d, also the units in the same order)",
+            own, ours, r, theirs);
     }
     return ZS_OK;
 }
@@ -97,7 +100,9 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
     if (comm->base.lost != NULL)
-        return ZS_FAIL(ZS_ERR_PEER, "no collective can follow on this process group: %s", comm->base.lost);
+        return ZS_FAIL(ZS_ERR_PEER,
+                       "cannot run a collective on this process group after an earlier failure; restart all ranks: %s",
+                       comm->base.lost);
     zs_mem *area = NULL;
     ZS_TRY(zs_c10d_borrow_area(comm, (size_t)(comm->base.world + 1) * sizeof *turn, &area));
     zs_c10d_turn *turns = area->ptr, *mine = turns + comm->base.world;
@@ -133,17 +138,17 @@ zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status s
     describe(turn, phrase, sizeof phrase);
     int own = comm->base.rank;
     if (look_for_gone(comm, status == ZS_ERR_PEER ? straggle : 0, who, sizeof who)) {
-        status = ZS_FAIL(ZS_ERR_PEER, "%s while rank %d was %s: %s", who, own, phrase, words);
+        status = ZS_FAIL(ZS_ERR_PEER, "%s; rank %d was %s: %s", who, own, phrase, words);
     } else {
         zs_c10d_name_others(comm, who, sizeof who);
         if (status == ZS_ERR_TIMEOUT)
-            status = ZS_FAIL(status, "rank %d waited %.1f s for %s while %s: %s", own, comm->base.timeout, who, phrase,
-                             words);
+            status = ZS_FAIL(
+                status, "rank %d timed out after %.1f s waiting for %s while %s; raise timeout if it is only slow: %s",
+                own, comm->base.timeout, who, phrase, words);
         else if (status == ZS_ERR_PEER)
-            status =
-                ZS_FAIL(status, "%s has gone or cannot be reached while rank %d was %s: %s", who, own, phrase, words);
+            status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s", who, own, phrase, words);
         else
-            status = ZS_FAIL(status, "rank %d, %s: %s", own, phrase, words);
+            status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, words);
     }
     if (comm->base.lost == NULL) comm->base.lost = strdup(zs_last_message());
     return status;
@@ -168,7 +173,7 @@ static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
     if (!zs_c10d_find_gone(comm, ask, who, sizeof who)) return ZS_OK;
     if (seen->gone == 0) seen->gone = time;
     if (time - seen->gone < grace) return ZS_OK; /* what it has sent before may be enough for us */
-    return ZS_FAIL(ZS_ERR_PEER, "it waits for a rank that is gone");
+    return ZS_FAIL(ZS_ERR_PEER, "the collective cannot complete without that rank");
 }
 
 /* torch's threads will write to the memory whenever the missing peer comes. */
@@ -194,7 +199,7 @@ zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *
         leave_behind(comm, work, memory);
         if (status == ZS_ERR_PEER) return zs_c10d_fail(comm, turn, status);
         if (comm->base.lost == NULL)
-            comm->base.lost = strdup("a wait was interrupted (Ctrl-C), and its collective is still under way");
+            comm->base.lost = strdup("a wait was interrupted (Ctrl-C) while its collective was in flight");
         return status;
     }
 }

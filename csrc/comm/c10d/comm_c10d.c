@@ -34,7 +34,7 @@ static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GATHER, flat->key, flat->shard_bytes, name);
     zs_gathering *made = malloc(sizeof *made);
-    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to gather unit '%s'", name);
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
     *made = (zs_gathering){turn, NULL, zs_mem_retain(to.mem)};
     zs_status status = zs_c10d_agree(self, &turn);
     if (status == ZS_OK) {
@@ -210,9 +210,9 @@ const zs_comm_ops zs_c10d_ops = {
 zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double timeout, zs_comm **out)
 {
     if (world < 1 || rank < 0 || rank >= world)
-        return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", rank, world);
+        return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", rank, world);
     zs_c10d_comm *comm = calloc(1, sizeof *comm);
-    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the c10d transport");
+    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the c10d transport");
     comm->base.ops = &zs_c10d_ops;
     comm->base.rank = rank;
     comm->base.world = world;

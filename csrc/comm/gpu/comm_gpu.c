@@ -28,7 +28,8 @@ zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
 zs_status zs_gpu_usable(zs_gpu_comm *comm)
 {
     if (comm->base.lost != NULL)
-        return ZS_FAIL(ZS_ERR_STATE, "the ranks cannot go on since an earlier failure: %s", comm->base.lost);
+        return ZS_FAIL(ZS_ERR_STATE, "cannot continue after an earlier failure; restart all ranks: %s",
+                       comm->base.lost);
     if (comm->mover->ops->check == NULL) return ZS_OK;
     zs_status status = comm->mover->ops->check(comm->mover);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
@@ -76,14 +77,12 @@ static zs_status went_apart(zs_gpu_comm *comm, const zs_gpu_order *other, int ra
     const zs_gpu_order *own = &comm->order;
     zs_status status = own->gave_up != other->gave_up
                            ? ZS_FAIL(ZS_ERR_DIVERGED,
-                                     "rank %d gave up its backward (an exception there that was caught, most likely), "
-                                     "while rank %d went on; "
-                                     "their GPUs wait for each other, so the ranks cannot go on from here",
+                                     "rank %d abandoned its backward (probably after a caught exception), but rank %d "
+                                     "continued; their GPUs are waiting for each other: restart all ranks",
                                      own->gave_up ? comm->base.rank : rank, own->gave_up ? rank : comm->base.rank)
                            : ZS_FAIL(ZS_ERR_DIVERGED,
-                                     "the ranks went different ways: rank %d has moved %llu times, last the %.111s, "
-                                     "and rank %d %llu times, "
-                                     "last the %.111s; all ranks have to run the same modules in the same order",
+                                     "ranks diverged: rank %d queued %llu transfers, last: %.111s, but rank %d queued "
+                                     "%llu, last: %.111s; run the same modules in the same order on all ranks",
                                      comm->base.rank, (unsigned long long)own->count, own->last, rank,
                                      (unsigned long long)other->count, other->last);
     return zs_gpu_fail(comm, status);
@@ -112,7 +111,7 @@ zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, siz
     order->hash = mix(order->hash, what, strlen(what) + 1);
     order->hash = mix(order->hash, unit, strlen(unit) + 1);
     order->hash = mix(order->hash, &bytes, sizeof bytes);
-    snprintf(order->last, sizeof order->last, "%s of unit '%.60s' (%zu bytes a rank)", what, unit, bytes);
+    snprintf(order->last, sizeof order->last, "%s of unit '%.60s' (%zu bytes per rank)", what, unit, bytes);
     return comm->mover->ops->blocks ? check_order(comm) : ZS_OK;
 }
 
@@ -126,9 +125,7 @@ static zs_status gpu_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase
     if (((zs_gpu_comm *)comm)->mover->ops->swap != NULL) return ZS_OK;
     ZS_TRY(zs_device_capturing(comm->device, &captured));
     if (!captured) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                   "the transport '%s' cannot be captured in a CUDA graph: use NCCL, by "
-                   "transport=\"nccl\"",
+    return ZS_FAIL(ZS_ERR_UNSUPPORTED, "transport '%s' does not support CUDA graph capture: pass transport='nccl'",
                    comm->ops->name);
 }
 
@@ -168,7 +165,7 @@ zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
         ZS_TRY(zs_device_cuda_event_new(comm->base.device, &made));
         zs_gpu_event_give(comm, made);
     }
-    if (comm->n_idle == 0) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for events");
+    if (comm->n_idle == 0) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating CUDA events");
     *out = comm->idle[--comm->n_idle];
     return ZS_OK;
 }
@@ -233,7 +230,7 @@ static zs_status gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const 
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
     zs_gathering *made = calloc(1, sizeof *made);
-    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to gather unit '%s'", name);
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
     zs_status status = zs_gpu_note(self, "parameters", name, flat->shard_bytes);
     if (status == ZS_OK) status = start_gather(self, flat, to, made);
     if (status == ZS_OK) {
@@ -328,7 +325,7 @@ static zs_status gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    ZS_TRY(zs_gpu_note(self, "numbers", "", bytes));
+    ZS_TRY(zs_gpu_note(self, "values", "", bytes));
     zs_status status = self->mover->ops->blocks ? ZS_OK : check_order(self);
     if (status == ZS_OK) status = gather_anything(self, mine, bytes, all);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
@@ -428,7 +425,7 @@ zs_status zs_comm_gpu_new(zs_comm *control, zs_mover *mover, zs_comm **out)
     zs_gpu_comm *self = calloc(1, sizeof *self);
     if (self == NULL) {
         mover->ops->destroy(mover);
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a transport");
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a GPU transport");
     }
     self->base.ops = table_for(mover);
     self->base.rank = control->rank;

@@ -63,14 +63,14 @@ static zs_status make_control(zs_gpu_comm *comm, gpu_unit *unit)
 {
     zs_cunit_spec spec = {.name = unit->base.spec.name, .n_params = unit->base.spec.n_params + 1};
     unit->posted = calloc(zs_spec_used_words(&spec), sizeof *unit->posted);
-    if (unit->posted == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec.name);
+    if (unit->posted == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec.name);
     return comm->control->ops->cunit_new(comm->control, &spec, &unit->control);
 }
 
 zs_status zs_gpu_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
 {
     gpu_unit *unit = calloc(1, sizeof *unit);
-    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     ((zs_gpu_comm *)comm)->living++;
     zs_status status = zs_cunit_init(&unit->base, spec, comm);
     if (status == ZS_OK) status = make_control((zs_gpu_comm *)comm, unit);
@@ -173,7 +173,7 @@ zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit)
     gpu_unit *unit = (gpu_unit *)cunit;
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_COLLECTED, "share"));
-    zs_status status = zs_gpu_note(self, "sums", cunit->spec.name, cunit->piece_bytes);
+    zs_status status = zs_gpu_note(self, "reduced gradients", cunit->spec.name, cunit->piece_bytes);
     for (int f = 0; f < cunit->spec.n_slices && status == ZS_OK; f++) {
         char *all = unit->bucket->ptr + zs_cunit_slice_at(cunit, f, 0);
         size_t bytes = cunit->spec.slice_bytes[f];

@@ -30,7 +30,7 @@ static zs_status finish(c10d_mover *self, zs_work *work)
     bool done = false;
     zs_status status = zs_work_wait(work, self->timeout, &done);
     if (!done)
-        return ZS_FAIL(ZS_ERR_TIMEOUT, "a collective of torch's process group did not end in %.0f s", self->timeout);
+        return ZS_FAIL(ZS_ERR_TIMEOUT, "a collective on the torch process group timed out after %.0f s", self->timeout);
     zs_work_free(work);
     return status;
 }
@@ -117,7 +117,7 @@ static const zs_mover_ops c10d_ops = {
 zs_status zs_mover_c10d_new(const zs_comm *control, const zs_device *device, const char *group_name, zs_mover **out)
 {
     c10d_mover *self = calloc(1, sizeof *self);
-    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a mover");
+    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the c10d backend");
     self->base = (zs_mover){&c10d_ops, device, control->rank, control->world};
     self->timeout = control->timeout;
     zs_status status = zs_group_new(group_name, &self->group);

@@ -80,8 +80,7 @@ static zs_status check_device(const zs_device *device)
     ZS_TRY(ZS_CU(cuCtxGetDevice, &current));
     if (device->where.type != ZS_ON_CUDA || current == device->where.index) return ZS_OK;
     return ZS_FAIL(ZS_ERR_VALUE,
-                   "the model is on GPU %d, and this thread's current one is GPU %d: call torch.cuda.set_device(%d) "
-                   "before",
+                   "the model is on GPU %d, but the current device is GPU %d: call torch.cuda.set_device(%d) first",
                    device->where.index, (int)current, device->where.index);
 }
 
@@ -118,8 +117,8 @@ static zs_status check_cards(const card *all, int world)
         if (memcmp(a, b, sizeof *a) == 0) continue;
         return ZS_FAIL(
             ZS_ERR_DIVERGED,
-            "the ranks have different NcclOptions (ctas by number, min_ctas, max_ctas, windows, communicators): "
-            "%d, %d, %d, %d, %d on rank 0, and %d, %d, %d, %d, %d on rank %d",
+            "NcclOptions differ between ranks (ctas as a number, min_ctas, max_ctas, windows, communicators): "
+            "%d, %d, %d, %d, %d on rank 0, but %d, %d, %d, %d, %d on rank %d",
             a->ctas, a->min_ctas, a->max_ctas, a->windows, a->communicators, b->ctas, b->min_ctas, b->max_ctas,
             b->windows, b->communicators, r);
     }
@@ -139,9 +138,8 @@ static zs_status limit_ctas(nccl_mover *self, const card *all)
     int asked = choices->max_ctas > choices->min_ctas ? choices->max_ctas : choices->min_ctas;
     if (asked > most)
         return ZS_FAIL(ZS_ERR_VALUE,
-                       "NcclOptions: %d CTAs are too many for a GPU of %d multiprocessors: kernels of NCCL's in three "
-                       "streams have to fit there side by side, or ranks could wait for each other for ever; %d are "
-                       "the most for each",
+                       "NcclOptions: %d CTAs exceed what a GPU with %d multiprocessors allows: NCCL kernels in three "
+                       "streams must be co-resident, or ranks could deadlock; use at most %d",
                        asked, fewest, most);
     if (choices->max_ctas == 0) choices->max_ctas = most;
     return ZS_OK;
@@ -240,7 +238,7 @@ static zs_status nccl_swap(zs_mover *mover, const zs_swap *swap)
     ZS_TRY(zs_device_cuda_stream(mover->device, ZS_LANE_REDUCE, &stream));
     zs_nccl_comm *comm = line_of(self, ZS_LANE_REDUCE)->comm;
     ZS_TRY(zs_nccl_messages(comm, self->messages, list_messages(self, swap), stream));
-    return watch(self, ZS_LANE_REDUCE, "gradients", swap->name);
+    return watch(self, ZS_LANE_REDUCE, "gradient exchange", swap->name);
 }
 
 static zs_status nccl_broadcast(zs_mover *mover, void *data, size_t bytes, int root)
@@ -341,16 +339,17 @@ static zs_status make_room(nccl_mover *self)
 {
     size_t world = (size_t)self->base.world;
     self->messages = calloc(world * ZS_MAX_FLATS, sizeof *self->messages);
-    if (self->messages == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %zu ranks", world);
+    if (self->messages == NULL)
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the messages of %zu ranks", world);
     return zs_kin_new(self->base.rank, self->base.world, &self->kin);
 }
 
 zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices, zs_mover **out)
 {
     if (choices->communicators < 1 || choices->communicators > 2)
-        return ZS_FAIL(ZS_ERR_VALUE, "NcclOptions: communicators=%d; there are 1 or 2", choices->communicators);
+        return ZS_FAIL(ZS_ERR_VALUE, "NcclOptions: communicators must be 1 or 2, got %d", choices->communicators);
     nccl_mover *self = calloc(1, sizeof *self);
-    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a mover");
+    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the NCCL backend");
     self->base = (zs_mover){&nccl_ops, device, control->rank, control->world};
     self->choices = *choices;
     self->lines[0].mover = self->lines[1].mover = self;

@@ -62,7 +62,7 @@ static zs_status peer_gather(zs_mover *mover, zs_lane lane, const void *shard, c
     ZS_TRY(meet(self, lane, ZS_PEER_READY));
     ZS_TRY(pull_all(self, lane, from, full, bytes));
     ZS_TRY(meet(self, lane, ZS_PEER_DONE));
-    return zs_peer_watch_move(self, lane, "gather of parameters", "");
+    return zs_peer_watch_move(self, lane, "all-gather of parameters", "");
 }
 
 /* A piece of what the root has goes over its stage, as the peers can not map torch's memory. */
@@ -106,7 +106,7 @@ static void peer_close(zs_mover *mover)
     if (self->lifetime != zs_lifetime()) return;
     bool clean = zs_last_status() == ZS_OK;
     if (zs_peer_drain(self, 10.0) != ZS_OK) {
-        zs_peer_abort(mover, "it came to its end with work on the GPU that waits for other ranks");
+        zs_peer_abort(mover, "the transport closed while work on its GPU was still waiting for other ranks");
         (void)zs_peer_drain(self, 10.0);
     }
     if (clean) zs_clear_error();
@@ -158,7 +158,7 @@ static zs_status agree(zs_peer *self, zs_status status, card *own, card *all)
     ZS_TRY(self->control->ops->exchange(self->control, own, sizeof *own, all));
     for (int r = 0; r < self->base.world; r++)
         if (all[r].status != ZS_OK)
-            return ZS_FAIL((zs_status)all[r].status, "transport 'peer', rank %d: %s", r, all[r].why);
+            return ZS_FAIL((zs_status)all[r].status, "transport 'peer' on rank %d: %s", r, all[r].why);
     return ZS_OK;
 }
 
@@ -166,7 +166,7 @@ static zs_status make_pad(zs_peer *self, zs_peer_address *address)
 {
     int world = self->base.world;
     self->pads = calloc((size_t)world, sizeof *self->pads);
-    if (self->pads == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d ranks", world);
+    if (self->pads == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the addresses of %d ranks", world);
     ZS_TRY(zs_kin_new(self->base.rank, world, &self->kin));
     ZS_TRY(zs_peer_maps_new(self->base.rank, world, &self->maps));
     ZS_TRY(zs_peer_mem_new(self->base.device, zs_peer_pad_bytes(world) + ZS_PEER_STAGE, &self->pad));
@@ -180,10 +180,11 @@ static zs_status map_pads(zs_peer *self, const card *all)
     for (int r = 0; r < self->base.world; r++) {
         if (r == self->base.rank) continue;
         if (!zs_kin_near(&all[r].kin, &all[self->base.rank].kin))
-            return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                           "rank %d is on another host, or in another container, and its GPU's memory can not be "
-                           "mapped here; transport='nccl' works anywhere",
-                           r);
+            return ZS_FAIL(
+                ZS_ERR_UNSUPPORTED,
+                "rank %d runs on another host or in another container, so its GPU memory cannot be mapped: pass "
+                "transport='nccl'",
+                r);
         zs_kin_meet(self->kin, r, &all[r].kin);
         ZS_TRY(zs_peer_map(self->maps, r, &all[r].pad, &self->pads[r]));
     }
@@ -203,7 +204,7 @@ static zs_status meet_peers(zs_peer *self)
 zs_status zs_mover_peer_new(zs_comm *control, const zs_device *device, zs_mover **out)
 {
     zs_peer *self = calloc(1, sizeof *self);
-    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a mover");
+    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the peer backend");
     self->base = (zs_mover){&peer_ops, device, control->rank, control->world};
     self->control = zs_comm_retain(control);
     self->lifetime = zs_lifetime();

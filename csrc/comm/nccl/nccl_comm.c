@@ -117,10 +117,10 @@ static zs_status wait_until_settled(zs_nccl_comm *comm, double patience)
         }
         if (zs_lookout_now() > start + patience) {
             char text[256];
-            snprintf(
-                text, sizeof text,
-                "NCCL, communicator '%s', rank %d of %d: nccl%s is at work for more than %g s: has a rank not come?",
-                comm->name, comm->rank, comm->world, comm->launching, patience);
+            snprintf(text, sizeof text,
+                     "NCCL, communicator '%s', rank %d of %d: nccl%s did not finish within %g s: another rank is late "
+                     "or diverged",
+                     comm->name, comm->rank, comm->world, comm->launching, patience);
             zs_nccl_poison(comm, ZS_ERR_TIMEOUT, text);
             return fail_as_recorded(comm);
         }
@@ -188,7 +188,7 @@ static int weight(const card *of)
 static zs_status exchange_cards(zs_comm *control, const card *own, card **out)
 {
     card *all = calloc((size_t)control->world, sizeof *all);
-    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d ranks", control->world);
+    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the options of %d ranks", control->world);
     zs_status status = control->ops->exchange(control, own, sizeof *own, all);
     int worst = 0;
     for (int r = 1; r < control->world && status == ZS_OK; r++)
@@ -208,14 +208,14 @@ static zs_status check_cards(const card *all, int world)
         zs_nccl_version_text(a->version, first, sizeof first);
         zs_nccl_version_text(b->version, other, sizeof other);
         if (a->version != b->version)
-            return ZS_FAIL(ZS_ERR_DIVERGED, "NCCL is %s on rank 0 and %s on rank %d: they do not go together", first,
+            return ZS_FAIL(ZS_ERR_DIVERGED,
+                           "NCCL is %s on rank 0, but %s on rank %d: install the same version on all ranks", first,
                            other, r);
         if (a->ctas != b->ctas || a->min_ctas != b->min_ctas || a->max_ctas != b->max_ctas)
-            return ZS_FAIL(
-                ZS_ERR_DIVERGED,
-                "NCCL: the ranks have different options: CTA policy %d and %d to %d CTAs on rank 0, %d and %d "
-                "to %d on rank %d",
-                a->ctas, a->min_ctas, a->max_ctas, b->ctas, b->min_ctas, b->max_ctas, r);
+            return ZS_FAIL(ZS_ERR_DIVERGED,
+                           "NCCL options differ between ranks: CTA policy %d and %d to %d CTAs on rank 0, but %d and "
+                           "%d to %d on rank %d",
+                           a->ctas, a->min_ctas, a->max_ctas, b->ctas, b->min_ctas, b->max_ctas, r);
     }
     return ZS_OK;
 }
@@ -223,15 +223,15 @@ static zs_status check_cards(const card *all, int world)
 static zs_status check_options(const zs_nccl_options *options)
 {
     if (!(options->timeout > 0))
-        return ZS_FAIL(ZS_ERR_VALUE, "NCCL: a timeout of %g s: it has to be above 0", options->timeout);
+        return ZS_FAIL(ZS_ERR_VALUE, "NCCL: timeout must be positive, got %g s", options->timeout);
     int least = options->min_ctas, most = options->max_ctas;
     if (least < 0 || least > MAX_CTAS || most < 0 || most > MAX_CTAS || (most > 0 && least > most))
-        return ZS_FAIL(
-            ZS_ERR_VALUE,
-            "NCCL: %d to %d CTAs: both are 1 to %d, or 0 for NCCL's choice, the first no more than the other", least,
-            most, (int)MAX_CTAS);
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "NCCL: min_ctas and max_ctas must be 1 to %d, or 0 for NCCL's default, with min_ctas <= "
+                       "max_ctas; got %d and %d",
+                       (int)MAX_CTAS, least, most);
     if (options->ctas < ZS_NCCL_CTAS_DEFAULT || options->ctas > ZS_NCCL_CTAS_ZERO)
-        return ZS_FAIL(ZS_ERR_VALUE, "NCCL: there is no CTA policy %d", (int)options->ctas);
+        return ZS_FAIL(ZS_ERR_VALUE, "NCCL: unknown CTA policy %d", (int)options->ctas);
     return ZS_OK;
 }
 
@@ -245,11 +245,11 @@ static zs_status prepare(zs_nccl_comm *comm, card *own)
     char text[16];
     zs_nccl_version_text(own->version, text, sizeof text);
     if (own->version < since[comm->options.ctas])
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                       "NCCL %s (%s) does not know the CTA policy '%s': 2.%d and newer ones do; install one, or leave "
-                       "the policy out",
-                       text, comm->nccl->where, comm->options.ctas == ZS_NCCL_CTAS_ZERO ? "zero" : "efficiency",
-                       since[comm->options.ctas] / 100 % 100);
+        return ZS_FAIL(
+            ZS_ERR_UNSUPPORTED,
+            "NCCL %s (%s) does not support CTA policy '%s' (needs 2.%d or newer): upgrade NCCL, or omit ctas", text,
+            comm->nccl->where, comm->options.ctas == ZS_NCCL_CTAS_ZERO ? "zero" : "efficiency",
+            since[comm->options.ctas] / 100 % 100);
     ZS_TRY(zs_nccl_monitor_add(comm));
     if (comm->rank != 0) return ZS_OK;
     pthread_mutex_lock(&comm->lock); /* the monitor looks at it already */
@@ -333,7 +333,7 @@ zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_
 {
     zs_nccl_id id;
     zs_nccl_comm *comm = calloc(1, sizeof *comm);
-    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a communicator");
+    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an NCCL communicator");
     *comm = (zs_nccl_comm){.rank = control->rank, .world = control->world, .options = *options};
     snprintf(comm->name, sizeof comm->name, "%s", options->name != NULL ? options->name : "unnamed");
     comm->options.name = comm->name;
@@ -343,7 +343,7 @@ zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_
     zs_status status = agree(comm, control, &id);
     if (status == ZS_OK) status = make_on_all(comm, control, id);
     if (status != ZS_OK) {
-        zs_nccl_comm_abort(comm, "it could not be made on all ranks");
+        zs_nccl_comm_abort(comm, "creation failed on some rank");
         zs_nccl_comm_release(comm);
         return status;
     }
@@ -370,7 +370,7 @@ static void finish(zs_nccl_comm *comm)
         comm->nccl->CommDestroy(comm->handle);
         comm->handle = NULL;
     }
-    zs_nccl_poison(comm, ZS_ERR_STATE, "the communicator has ended");
+    zs_nccl_poison(comm, ZS_ERR_STATE, "the NCCL communicator is closed");
     comm->tell = false;
     zs_nccl_leave(comm, ZS_OK);
 }

@@ -22,7 +22,7 @@ zs_status zs_nccl_set_path(const char *path)
 {
     if (path == NULL) path = "";
     if (strlen(path) >= sizeof known_path)
-        return ZS_FAIL(ZS_ERR_VALUE, "the path of libnccl has %zu bytes; %zu are the most", strlen(path),
+        return ZS_FAIL(ZS_ERR_VALUE, "the path of libnccl is %zu bytes long; the limit is %zu", strlen(path),
                        sizeof known_path - 1);
     pthread_mutex_lock(&lock);
     memcpy(known_path, path, strlen(path) + 1);
@@ -41,7 +41,7 @@ void zs_nccl_version_text(int version, char *text, size_t size)
 static const char *dl_words(void)
 {
     const char *words = dlerror();
-    return words != NULL ? words : "dlopen failed without a word";
+    return words != NULL ? words : "dlopen gave no reason";
 }
 
 /* dlopen, of a name that is kept for messages. */
@@ -57,7 +57,7 @@ static zs_status open_library(void **out)
     const char *forced = getenv("ZSHARD_NCCL_LIB");
     if (forced != NULL && forced[0] != 0) {
         *out = open_as(forced, 0);
-        if (*out == NULL) return ZS_FAIL(ZS_ERR_UNSUPPORTED, "NCCL: ZSHARD_NCCL_LIB cannot be opened: %s", dl_words());
+        if (*out == NULL) return ZS_FAIL(ZS_ERR_UNSUPPORTED, "NCCL: cannot load ZSHARD_NCCL_LIB: %s", dl_words());
         return ZS_OK;
     }
     *out = open_as(soname, RTLD_NOLOAD);
@@ -65,8 +65,8 @@ static zs_status open_library(void **out)
     if (*out == NULL) *out = open_as(soname, 0);
     if (*out == NULL)
         return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                       "NCCL: no libnccl.so.2 is here (%s): install a torch with CUDA, which brings it, or name the "
-                       "file in ZSHARD_NCCL_LIB",
+                       "NCCL: cannot find libnccl.so.2 (%s): install a CUDA build of torch, which includes it, or set "
+                       "ZSHARD_NCCL_LIB to its path",
                        dl_words());
     return ZS_OK;
 }
@@ -108,9 +108,10 @@ static zs_status load(void)
     const char *missing = find_functions(library);
     note_file();
     if (missing != NULL || table.GetVersion(&table.version) != ZS_NCCL_SUCCESS) {
-        zs_status status = ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                                   "NCCL: %s has no %s: it is no libnccl, or older than 2.14, the first that serves",
-                                   table.where, missing != NULL ? missing : "version");
+        zs_status status =
+            ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                    "NCCL: %s lacks %s: it is not libnccl, or is older than 2.14; install NCCL 2.14 or newer",
+                    table.where, missing != NULL ? missing : "a working ncclGetVersion");
         dlclose(library);
         return status;
     }

@@ -43,8 +43,8 @@ static void ask_work(zs_nccl_comm *comm)
     if (work == NULL || zs_lookout_now() < comm->watched.since + comm->options.timeout) return;
     char text[512];
     snprintf(text, sizeof text,
-             "NCCL, communicator '%s', rank %d of %d: %s has not ended within %g s: a rank has not come to it, or went "
-             "another way",
+             "NCCL, communicator '%s', rank %d of %d: %s did not finish within %g s: another rank is late or "
+             "diverged; run the same modules in the same order on all ranks, or raise timeout",
              comm->name, comm->rank, comm->world, work->what, comm->options.timeout);
     zs_nccl_poison(comm, ZS_ERR_TIMEOUT, text);
 }
@@ -111,7 +111,7 @@ static zs_status make_room(zs_nccl_watched *watched)
     if (watched->count < watched->room) return ZS_OK;
     size_t room = watched->room == 0 ? 64 : 2 * watched->room;
     zs_nccl_work *ring = malloc(room * sizeof *ring);
-    if (ring == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a list of %zu operations", room);
+    if (ring == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory listing %zu NCCL operations", room);
     for (size_t i = 0; i < watched->count; i++)
         ring[i] = watched->ring[(watched->first + i) % watched->room];
     free(watched->ring);

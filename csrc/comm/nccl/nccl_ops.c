@@ -21,11 +21,11 @@ static zs_status check_memory(const zs_nccl_comm *comm, const char *call, const 
                               size_t bytes)
 {
     if (bytes > most_bytes / (size_t)comm->world)
-        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': %s of %zu bytes for each of %d ranks is no size",
+        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': %s of %zu bytes for each of %d ranks is too large",
                        comm->name, call, bytes, comm->world);
     if (send != NULL && receive != NULL) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': %s was given no memory (NULL) to %s", comm->name, call,
-                   send == NULL ? "send" : "receive into");
+    return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': the %s buffer of %s must not be NULL", comm->name,
+                   send == NULL ? "send" : "receive", call);
 }
 
 zs_status zs_nccl_all_gather(zs_nccl_comm *comm, const void *shard, void *full, size_t shard_bytes, void *stream)
@@ -34,10 +34,10 @@ zs_status zs_nccl_all_gather(zs_nccl_comm *comm, const void *shard, void *full, 
     ZS_TRY(check_memory(comm, "all_gather", shard, full, shard_bytes));
     const char *place = (const char *)full + (size_t)comm->rank * shard_bytes;
     if (shard != place && overlap(shard, shard_bytes, full, shard_bytes * (size_t)comm->world))
-        return ZS_FAIL(
-            ZS_ERR_VALUE,
-            "NCCL, communicator '%s': all_gather's shard lies in the full buffer, but not in rank %d's place",
-            comm->name, comm->rank);
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "NCCL, communicator '%s': the shard of all_gather overlaps the full buffer, but not at the "
+                       "offset of rank %d",
+                       comm->name, comm->rank);
     ZS_TRY(zs_nccl_enter(comm));
     zs_nccl_result result = comm->nccl->AllGather(shard, full, shard_bytes, ZS_NCCL_INT8, comm->handle, stream);
     return zs_nccl_leave(comm, zs_nccl_settle(comm, "AllGather", result));
@@ -69,9 +69,10 @@ zs_status zs_nccl_messages(zs_nccl_comm *comm, const zs_nccl_message *messages, 
     for (size_t i = 0; i < count; i++) {
         const zs_nccl_message *m = &messages[i];
         if (m->peer < 0 || m->peer >= comm->world)
-            return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", m->peer, comm->world);
-        if (m->bytes == 0) return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': a message of 0 bytes", comm->name);
-        ZS_TRY(check_memory(comm, "a message", m->send, m->receive, m->bytes));
+            return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", m->peer, comm->world);
+        if (m->bytes == 0)
+            return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': cannot send a message of 0 bytes", comm->name);
+        ZS_TRY(check_memory(comm, "send/recv", m->send, m->receive, m->bytes));
     }
     if (count == 0) return zs_nccl_comm_check(comm);
     ZS_TRY(zs_nccl_enter(comm));
@@ -93,7 +94,7 @@ zs_status zs_nccl_all_to_all(zs_nccl_comm *comm, const void *send, void *receive
     ZS_TRY(check_memory(comm, "all_to_all", send, receive, piece_bytes));
     size_t whole = piece_bytes * (size_t)comm->world;
     if (overlap(send, whole, receive, whole))
-        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': all_to_all cannot receive where it sends from",
+        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': the send and receive buffers of all_to_all overlap",
                        comm->name);
     ZS_TRY(zs_nccl_enter(comm));
     if (comm->nccl->AlltoAll == NULL)
@@ -105,7 +106,7 @@ zs_status zs_nccl_all_to_all(zs_nccl_comm *comm, const void *send, void *receive
 zs_status zs_nccl_broadcast(zs_nccl_comm *comm, void *data, size_t bytes, int root, void *stream)
 {
     if (root < 0 || root >= comm->world)
-        return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", root, comm->world);
+        return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", root, comm->world);
     if (bytes == 0) return zs_nccl_comm_check(comm);
     ZS_TRY(check_memory(comm, "broadcast", data, data, bytes));
     ZS_TRY(zs_nccl_enter(comm));
@@ -126,11 +127,11 @@ static zs_status translate(const zs_nccl_comm *comm, const zs_nccl_reduction *wh
     case ZS_BF16: *type = ZS_NCCL_BFLOAT16; break;
     case ZS_F16: *type = ZS_NCCL_FLOAT16; break;
     default:
-        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': only floating-point numbers are reduced, not dtype %d",
+        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': can only reduce floating-point tensors, got dtype %d",
                        comm->name, (int)what->dtype);
     }
     if (what->op < ZS_NCCL_SUM || what->op > ZS_NCCL_MAX)
-        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': there is no reduction %d", comm->name, (int)what->op);
+        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': unknown reduction %d", comm->name, (int)what->op);
     *op = ops[what->op];
     return ZS_OK;
 }
@@ -173,8 +174,8 @@ zs_status zs_nccl_windows_there(void)
     if (there) return ZS_OK;
     zs_nccl_version_text(nccl->version, version, sizeof version);
     return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                   "NCCL %s (%s) has no windows: 2.27 and newer ones do; install one, or leave windows out", version,
-                   nccl->where);
+                   "NCCL %s (%s) does not support windows (needs 2.27 or newer): upgrade NCCL, or omit windows",
+                   version, nccl->where);
 }
 
 zs_status zs_nccl_window_new(zs_nccl_comm *comm, size_t bytes, zs_nccl_window *out)
@@ -182,7 +183,7 @@ zs_status zs_nccl_window_new(zs_nccl_comm *comm, size_t bytes, zs_nccl_window *o
     const zs_nccl *nccl = comm->nccl;
     ZS_TRY(zs_nccl_windows_there());
     if (bytes == 0 || bytes > most_bytes)
-        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': a window of %zu bytes", comm->name, bytes);
+        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': cannot create a window of %zu bytes", comm->name, bytes);
     ZS_TRY(zs_nccl_enter(comm));
     *out = (zs_nccl_window){.bytes = bytes};
     zs_status status = zs_nccl_settle(comm, "MemAlloc", nccl->MemAlloc(&out->ptr, bytes));
@@ -191,7 +192,7 @@ zs_status zs_nccl_window_new(zs_nccl_comm *comm, size_t bytes, zs_nccl_window *o
             comm, "CommWindowRegister",
             nccl->CommWindowRegister(comm->handle, out->ptr, bytes, &out->handle, ZS_NCCL_WINDOW_SYMMETRIC));
     if (status == ZS_ERR_TORCH) /* it would fill the handle in when nobody is there any more */
-        zs_nccl_poison(comm, ZS_ERR_STATE, "NCCL: the registration of a window was interrupted");
+        zs_nccl_poison(comm, ZS_ERR_STATE, "NCCL: window registration was interrupted");
     if (status == ZS_OK) {
         out->registered = out->handle != NULL;
         out->comm = zs_nccl_comm_retain(comm);

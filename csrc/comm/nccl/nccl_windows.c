@@ -40,7 +40,7 @@ typedef struct lent {
 zs_status zs_nccl_windows_new(zs_nccl_comm *comm, zs_comm *control, zs_nccl_windows **out)
 {
     zs_nccl_windows *made = calloc(1, sizeof *made);
-    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for windows");
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating NCCL windows");
     made->comm = zs_nccl_comm_retain(comm);
     made->control = control;
     made->refs = 1;
@@ -103,7 +103,7 @@ static zs_status find_free(zs_nccl_windows *windows, size_t bytes, window **out)
     *out = NULL;
     if (size == 0) return ZS_OK;
     unsigned char *all = malloc(size * (size_t)control->world);
-    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %zu windows", windows->n);
+    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory listing %zu NCCL windows", windows->n);
     pthread_mutex_lock(&windows->lock);
     for (size_t i = 0; i < windows->n; i++)
         if (is_free(windows, windows->all[i], bytes)) own[i / 8] |= (unsigned char)(1U << i % 8);
@@ -121,12 +121,14 @@ static zs_status find_free(zs_nccl_windows *windows, size_t bytes, window **out)
 
 static zs_status add_window(zs_nccl_windows *windows, const zs_device *device, size_t bytes, window **out)
 {
-    if (windows->n == MOST) return ZS_FAIL(ZS_ERR_UNSUPPORTED, "there are %d windows already", MOST);
+    if (windows->n == MOST)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "NCCL windows: the limit of %d is reached; wrap fewer modules, or omit windows", MOST);
     window **grown = realloc(windows->all, (windows->n + 1) * sizeof *grown);
-    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for window %zu", windows->n);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating NCCL window %zu", windows->n);
     windows->all = grown;
     window *made = calloc(1, sizeof *made);
-    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for window %zu", windows->n);
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating NCCL window %zu", windows->n);
     made->device = device;
     zs_status status = zs_nccl_window_new(windows->comm, bytes, &made->registered);
     if (status != ZS_OK) {
@@ -163,7 +165,7 @@ zs_status zs_nccl_windows_take(zs_nccl_windows *windows, const zs_device *device
     size_t room = zs_round_up(bytes > 0 ? bytes : 1, PLACE);
     ZS_TRY(choose(windows, device, room, &from));
     lent *block = malloc(sizeof *block);
-    if (block == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a block");
+    if (block == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a block descriptor");
     *block = (lent){windows, from};
     char *at = (char *)from->registered.ptr + from->used;
     zs_mem *mem = NULL;

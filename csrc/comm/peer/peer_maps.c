@@ -38,7 +38,7 @@ struct zs_peer_maps {
 zs_status zs_peer_maps_new(int rank, int world, zs_peer_maps **out)
 {
     zs_peer_maps *maps = calloc(1, sizeof *maps);
-    if (maps == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for mappings of the peers' memory");
+    if (maps == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the table of peer mappings");
     maps->rank = rank;
     maps->world = world;
     *out = maps;
@@ -73,7 +73,7 @@ static zs_status grow(void **array, size_t n, size_t size)
 {
     if (n > 0 && (n < 8 || (n & (n - 1)) != 0)) return ZS_OK;
     void *grown = realloc(*array, (n < 8 ? 8 : 2 * n) * size);
-    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a list of %zu", n);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory growing a peer table beyond %zu entries", n);
     *array = grown;
     return ZS_OK;
 }
@@ -97,7 +97,9 @@ static zs_status note_told(zs_peer_maps *maps, zs_peer_alloc *alloc)
 zs_status zs_peer_tell(zs_peer_maps *maps, const void *ptr, zs_peer_address *out)
 {
     zs_peer_alloc *alloc = zs_peer_alloc_at(ptr);
-    if (alloc == NULL) return ZS_FAIL(ZS_ERR_STATE, "memory at %p is not of the kind that peers can map", ptr);
+    if (alloc == NULL)
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "peers cannot map the memory at %p: zshard did not allocate it (please report this)", ptr);
     zs_status status = zs_peer_alloc_address(alloc, ptr, out);
     if (status == ZS_OK) return note_told(maps, alloc);
     zs_peer_alloc_release(alloc);
@@ -159,7 +161,7 @@ static zs_status add_shard(zs_peer *self, const void *shard)
     known made = {.at = calloc(world, sizeof *made.at), .numbers = calloc(world, sizeof *made.numbers)};
     zs_status status = made.at != NULL && made.numbers != NULL
                            ? grow((void **)&maps->shards, maps->n_shards, sizeof *maps->shards)
-                           : ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the shards of %zu ranks", world);
+                           : ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the shards of %zu ranks", world);
     if (status == ZS_OK) status = meet_shards(self, shard, &made);
     if (status == ZS_OK) {
         maps->last = maps->n_shards;
@@ -233,7 +235,7 @@ zs_status zs_peer_settle(zs_mover *mover)
     zs_comm *control = self->control;
     ZS_TRY(zs_peer_check(mover));
     going *own = calloc(1 + (size_t)maps->world, sizeof *own), *all = own + 1;
-    if (own == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to close mappings");
+    if (own == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory closing peer mappings");
     for (size_t i = 0; i < maps->n_told && own->n < NAMED; i++)
         if (zs_peer_alloc_idle(maps->told[i])) own->numbers[own->n++] = zs_peer_alloc_number(maps->told[i]);
     zs_status status = control->ops->exchange(control, own, sizeof *own, all);

@@ -74,7 +74,7 @@ static zs_peer_alloc *find_room(const zs_device *device, size_t bytes)
 static zs_status add_alloc(const zs_device *device, size_t bytes)
 {
     zs_peer_alloc *alloc = calloc(1, sizeof *alloc);
-    if (alloc == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an allocation");
+    if (alloc == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the descriptor of a GPU allocation");
     zs_status status = zs_device_cuda_mem_new_apart(device, zs_round_up(bytes, GRAIN), &alloc->mem);
     if (status != ZS_OK) {
         free(alloc);

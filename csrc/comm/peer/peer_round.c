@@ -51,10 +51,10 @@ static zs_status take_place(zs_peer *self, peer_unit *unit)
 {
     unit->place = (uint32_t)(self->units++ % ZS_PEER_UNITS);
     if (self->taken[unit->place])
-        return ZS_FAIL(ZS_ERR_STATE,
-                       "unit '%s': there are %d units already, more than ranks that map each other's GPU "
-                       "memory can have; wrap fewer modules, or use transport='nccl'",
-                       unit->base.spec.name, (int)ZS_PEER_UNITS);
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "unit '%s': transport 'peer' supports at most %d units; wrap fewer modules, or pass transport='nccl'",
+            unit->base.spec.name, (int)ZS_PEER_UNITS);
     unit->placed = self->taken[unit->place] = true;
     return ZS_OK;
 }
@@ -65,14 +65,14 @@ static zs_status make_control(zs_gpu_comm *gpu, peer_unit *unit)
     size_t words = unit->base.used_words + ADDRESS_WORDS;
     spec.n_params = 64 * words;
     unit->posted = calloc(words, sizeof *unit->posted);
-    if (unit->posted == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec.name);
+    if (unit->posted == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec.name);
     return gpu->control->ops->cunit_new(gpu->control, &spec, &unit->control);
 }
 
 zs_status zs_peer_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
 {
     peer_unit *unit = calloc(1, sizeof *unit);
-    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     zs_status status = zs_cunit_init(&unit->base, spec, comm);
     if (status == ZS_OK) status = make_control((zs_gpu_comm *)comm, unit);
     if (status == ZS_OK) status = take_place(zs_peer_of(comm), unit);
@@ -167,7 +167,7 @@ zs_status zs_peer_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     if (!*ready) return ZS_OK;
     zs_status status = find_buckets(self, unit, &said);
     if (status == ZS_OK) status = hear(self, unit, ZS_LANE_REDUCE, ZS_PEER_READY);
-    if (status == ZS_OK) status = zs_peer_watch_move(self, ZS_LANE_REDUCE, "gradients", cunit->spec.name);
+    if (status == ZS_OK) status = zs_peer_watch_move(self, ZS_LANE_REDUCE, "gradient reduction", cunit->spec.name);
     if (status != ZS_OK) return zs_gpu_fail(gpu, status);
     cunit->state = ZS_ROUND_COLLECTED;
     zs_cunit_sources(cunit, out);
@@ -179,7 +179,7 @@ zs_status zs_peer_share(zs_comm *comm, zs_cunit *cunit)
     zs_gpu_comm *gpu = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(gpu));
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_COLLECTED, "share"));
-    zs_status status = zs_gpu_note(gpu, "sums", cunit->spec.name, cunit->piece_bytes);
+    zs_status status = zs_gpu_note(gpu, "reduced gradients", cunit->spec.name, cunit->piece_bytes);
     if (status == ZS_OK) status = say(zs_peer_of(comm), (peer_unit *)cunit, ZS_PEER_SHARED);
     if (status != ZS_OK) return zs_gpu_fail(gpu, status);
     cunit->state = ZS_ROUND_SHARED;
@@ -195,7 +195,8 @@ zs_status zs_peer_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, b
     ZS_TRY(zs_gpu_usable(gpu));
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_SHARED, "collect_shared"));
     zs_status status = hear(self, (peer_unit *)cunit, ZS_LANE_REDUCE, ZS_PEER_SHARED);
-    if (status == ZS_OK) status = zs_peer_watch_move(self, ZS_LANE_REDUCE, "sums", cunit->spec.name);
+    if (status == ZS_OK)
+        status = zs_peer_watch_move(self, ZS_LANE_REDUCE, "all-gather of reduced gradients", cunit->spec.name);
     if (status != ZS_OK) return zs_gpu_fail(gpu, status);
     cunit->state = ZS_ROUND_GATHERED;
     zs_cunit_sources(cunit, out);
@@ -228,6 +229,6 @@ zs_status zs_peer_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *r
     unit->unread = false;
     zs_status status = zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, unit->read);
     if (status == ZS_OK) status = hear(self, unit, ZS_LANE_COMPUTE, ZS_PEER_DONE);
-    if (status == ZS_OK) status = zs_peer_watch_move(self, ZS_LANE_COMPUTE, "reading of gradients", cunit->spec.name);
+    if (status == ZS_OK) status = zs_peer_watch_move(self, ZS_LANE_COMPUTE, "release of gradients", cunit->spec.name);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(gpu, status);
 }

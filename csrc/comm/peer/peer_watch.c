@@ -67,9 +67,11 @@ static void ask_moves(zs_peer *self)
     zs_peer_watch *watch = &self->watch;
     double timeout = self->control->timeout;
     if (watch->stuck == 0 || zs_lookout_now() < watch->since + timeout) return;
-    snprintf(text, sizeof text,
-             "%s has not ended on the GPU of rank %d within %g s: a rank has not come to it, or went another way",
-             watch->moves[(watch->stuck - 1) % ZS_PEER_EVENTS].what, self->base.rank, timeout);
+    snprintf(
+        text, sizeof text,
+        "%s did not finish on the GPU of rank %d within %g s: another rank is late or diverged; run the same modules "
+        "in the same order on all ranks, or raise timeout",
+        watch->moves[(watch->stuck - 1) % ZS_PEER_EVENTS].what, self->base.rank, timeout);
     fail(self, ZS_ERR_TIMEOUT, text);
 }
 
@@ -148,8 +150,7 @@ zs_status zs_peer_check(zs_mover *mover)
 {
     zs_peer *self = (zs_peer *)mover;
     if (self->lifetime != zs_lifetime())
-        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use the GPUs together with its peers",
-                       mover->rank);
+        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", mover->rank);
     pthread_mutex_lock(&self->watch.lock);
     zs_status status = self->watch.failure;
     if (status != ZS_OK) (void)ZS_FAIL(status, "%s", self->watch.why);
@@ -178,7 +179,7 @@ zs_status zs_peer_drain(zs_peer *self, double seconds)
         while (status == ZS_OK && !done) {
             status = zs_cuda_event_done(event, &done);
             if (status == ZS_OK && !done && zs_lookout_now() > until)
-                status = ZS_FAIL(ZS_ERR_TIMEOUT, "what is queued on the GPU of rank %d did not end within %g s",
+                status = ZS_FAIL(ZS_ERR_TIMEOUT, "work queued on the GPU of rank %d did not finish within %g s",
                                  self->base.rank, seconds);
             if (status == ZS_OK && !done) nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
         }

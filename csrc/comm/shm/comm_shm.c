@@ -39,8 +39,8 @@ zs_status zs_shm_usable(const zs_shm *shm)
 {
     if (zs_shm_live(shm)) return atomic_load(&shm->own->stopped) == 0 ? ZS_OK : zs_shm_check_stop(shm);
     if (shm->lifetime != zs_lifetime())
-        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot take part in its group", shm->base.rank);
-    return ZS_FAIL(ZS_ERR_STATE, "rank %d: the shared memory transport is %s", shm->base.rank,
+        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", shm->base.rank);
+    return ZS_FAIL(ZS_ERR_STATE, "rank %d: the shm transport is %s", shm->base.rank,
                    shm->closed ? "closed" : "not connected");
 }
 
@@ -49,8 +49,11 @@ zs_status zs_shm_record(zs_shm *shm, size_t bytes, const char *name, uint32_t *r
     ZS_TRY(zs_shm_usable(shm));
     size_t need = zs_round_up(bytes, ZS_SHM_LINE);
     if (need > ZS_SHM_HEAP - shm->heap_used)
-        return ZS_FAIL(ZS_ERR_MEMORY, "no room for '%s': the %d MiB for units' records are used up by %s", name,
-                       (int)(ZS_SHM_HEAP >> 20), "the models made so far in this process group");
+        return ZS_FAIL(
+            ZS_ERR_MEMORY,
+            "no space for '%s': the models made so far in this process group use all %d MiB for unit records; "
+            "create a new process group, or pass transport='c10d'",
+            name, (int)(ZS_SHM_HEAP >> 20));
     *record = (uint32_t)shm->heap_used;
     shm->heap_used += need;
     snprintf(shm->own->heap + *record, ZS_SHM_NAME, "%s", name);
@@ -115,7 +118,9 @@ static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, voi
     for (int r = 0; r < comm->world; r++) {
         const zs_shm_mailbox *from = &shm->peers[r].control->mail[act.number % 2];
         if (from->bytes != bytes)
-            return ZS_FAIL(ZS_ERR_DIVERGED, "exchange %llu: rank %d gave %zu bytes and rank %d %llu: different calls",
+            return ZS_FAIL(ZS_ERR_DIVERGED,
+                           "ranks diverged at all-gather message %llu: rank %d sent %zu bytes, but rank %d sent %llu; "
+                           "run the same collectives on all ranks",
                            (unsigned long long)act.number, comm->rank, bytes, r, (unsigned long long)from->bytes);
         memcpy((char *)all + (size_t)r * bytes, from->data, bytes);
     }
@@ -141,9 +146,11 @@ static zs_status take_piece(zs_shm *shm, char *data, size_t bytes, size_t left, 
     const zs_shm_control *from = shm->peers[root].control;
     ZS_TRY(zs_shm_wait(shm, act));
     if (from->sent_bytes[act.number % 2] != left)
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "broadcast: rank %d expects %zu more bytes, root %d sends %llu: different calls", shm->base.rank,
-                       left, root, (unsigned long long)from->sent_bytes[act.number % 2]);
+        return ZS_FAIL(
+            ZS_ERR_DIVERGED,
+            "ranks diverged in a broadcast: rank %d expected %zu more bytes, but root %d sent %llu; run the same "
+            "collectives on all ranks",
+            shm->base.rank, left, root, (unsigned long long)from->sent_bytes[act.number % 2]);
     memcpy(data, from->stage[act.number % 2], bytes);
     zs_shm_note(shm, zs_shm_act_make(ZS_SHM_TAKEN, 0, act.number));
     zs_shm_set(shm, &shm->own->taken, act.number);
@@ -261,7 +268,7 @@ static int choose_spins(int world)
 static zs_status map_control(int fd, zs_shm_control **out)
 {
     void *ptr = mmap(NULL, sizeof(zs_shm_control), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    if (ptr == MAP_FAILED) return ZS_FAIL(ZS_ERR_MEMORY, "cannot map a control block: %s", strerror(errno));
+    if (ptr == MAP_FAILED) return ZS_FAIL(ZS_ERR_MEMORY, "cannot map a shared control block: %s", strerror(errno));
     madvise(ptr, sizeof(zs_shm_control), MADV_DONTDUMP);
     *out = ptr;
     return ZS_OK;
@@ -280,7 +287,7 @@ static zs_status allocate(zs_shm *shm)
         shm->peers[r].buckets = -1;
     }
     if (shm->peers == NULL || shm->flat_fds == NULL || shm->polls == NULL)
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %zu ranks", world);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the state of %zu ranks", world);
     return ZS_OK;
 }
 
@@ -303,10 +310,10 @@ static zs_status make_own(zs_shm *shm, char *address, size_t size)
 zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, size_t size, zs_comm **out)
 {
     if (world < 1 || rank < 0 || rank >= world)
-        return ZS_FAIL(ZS_ERR_VALUE, "there is no rank %d in a world of %d", rank, world);
-    if (size < 108) return ZS_FAIL(ZS_ERR_VALUE, "%zu bytes are too few for an address, 108 are needed", size);
+        return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", rank, world);
+    if (size < 108) return ZS_FAIL(ZS_ERR_VALUE, "a buffer of %zu bytes is too small for an address (needs 108)", size);
     zs_shm *shm = calloc(1, sizeof *shm);
-    if (shm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the shm transport");
+    if (shm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the shm transport");
     shm->base.ops = &zs_shm_ops;
     shm->base.rank = rank;
     shm->base.world = world;
@@ -341,13 +348,13 @@ static zs_status adopt(zs_shm *shm, int r, zs_link_party *party)
 zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const unsigned char token[16])
 {
     zs_shm *shm = (zs_shm *)comm;
-    if (shm->connected) return ZS_FAIL(ZS_ERR_STATE, "rank %d is connected already", comm->rank);
+    if (shm->connected) return ZS_FAIL(ZS_ERR_STATE, "rank %d is already connected", comm->rank);
     zs_link link = {.listener = shm->listener, .rank = comm->rank, .world = comm->world, .addresses = addresses};
     memcpy(link.token, token, sizeof link.token);
     link.seconds = comm->timeout < meeting_seconds ? comm->timeout : meeting_seconds;
     link.layout = (uint64_t)sizeof(zs_shm_control) << 16 | protocol;
     zs_link_party *parties = calloc((size_t)comm->world, sizeof *parties);
-    if (parties == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d ranks", comm->world);
+    if (parties == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating connections to %d ranks", comm->world);
     parties[comm->rank] = (zs_link_party){
         shm->peers[comm->rank].pid, {shm->control_fd, zs_file_fd(shm->flats), zs_file_fd(shm->buckets), shm->pidfd}};
     zs_status status = zs_link_meet(&link, parties);

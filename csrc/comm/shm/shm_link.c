@@ -57,7 +57,7 @@ zs_status zs_link_listen(char *address, size_t size, int *fd)
     struct sockaddr_un name;
     socklen_t bytes = abstract_name(address, &name);
     if (bind(listener, (struct sockaddr *)&name, bytes) != 0 || listen(listener, SOMAXCONN) != 0) {
-        zs_status status = ZS_FAIL_ERRNO("listening on an abstract unix socket");
+        zs_status status = ZS_FAIL_ERRNO("cannot listen on an abstract Unix socket");
         close(listener);
         return status;
     }
@@ -103,10 +103,11 @@ static zs_status send_hello(const zs_link *link, const zs_link_party *self, int 
     rights->cmsg_len = CMSG_LEN(sizeof self->fds);
     memcpy(CMSG_DATA(rights), self->fds, sizeof self->fds);
     if (sendmsg(fd, &header, MSG_NOSIGNAL) < 0)
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                       "rank %d cannot pass its memory to another rank (%s): it hung up, which it does on ranks of "
-                       "another group, user or build",
-                       link->rank, strerror(errno));
+        return ZS_FAIL(
+            ZS_ERR_UNSUPPORTED,
+            "rank %d cannot share its memory with another rank (%s): the peer closed the connection; run all ranks "
+            "of a group as one user with one build of zshard",
+            link->rank, strerror(errno));
     return ZS_OK;
 }
 
@@ -172,10 +173,11 @@ static zs_status call_rank(const zs_link *link, int rank, double deadline, int *
             nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
             continue;
         }
-        zs_status status = ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                                   "rank %d cannot reach rank %d through shared memory (%s): not on the same host, or "
-                                   "in another network namespace",
-                                   link->rank, rank, strerror(errno));
+        zs_status status =
+            ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                    "rank %d cannot connect to rank %d over shared memory (%s): they run on different hosts "
+                    "or in different network namespaces",
+                    link->rank, rank, strerror(errno));
         close(line);
         return status;
     }
@@ -187,10 +189,11 @@ static zs_status call_rank(const zs_link *link, int rank, double deadline, int *
 static zs_status answer_one(const zs_link *link, zs_link_party *parties, double deadline, int *answered)
 {
     if (!readable(link->listener, deadline))
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                       "rank %d heard from %d of %d higher ranks within %.0f s: the others cannot reach it through "
-                       "shared memory, or failed to start",
-                       link->rank, *answered, link->world - 1 - link->rank, link->seconds);
+        return ZS_FAIL(
+            ZS_ERR_UNSUPPORTED,
+            "rank %d got a connection from %d of %d higher ranks within %.0f s: the others failed to start or "
+            "cannot reach it over shared memory",
+            link->rank, *answered, link->world - 1 - link->rank, link->seconds);
     int line = accept4(link->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (line < 0) return ZS_OK; /* it hung up meanwhile */
     double patience = now() + 2.0;
@@ -218,10 +221,11 @@ static zs_status hear_answers(const zs_link *link, zs_link_party *parties, const
         int rank = -1;
         if (!readable(lines[r], deadline) || !receive_hello(link, lines[r], &rank, &parties[r]) || rank != r) {
             close_party(&parties[r]);
-            return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                           "rank %d got no answer from rank %d over shared memory's socket within %.0f s: it failed, "
-                           "runs as another user, or uses another build of zshard",
-                           link->rank, r, link->seconds);
+            return ZS_FAIL(
+                ZS_ERR_UNSUPPORTED,
+                "rank %d got no answer from rank %d over the shared-memory socket within %.0f s: rank %d failed, "
+                "runs as another user, or uses another build of zshard",
+                link->rank, r, link->seconds, r);
         }
     }
     return ZS_OK;
@@ -232,7 +236,8 @@ static zs_status meet(const zs_link *link, zs_link_party *parties, int *lines, d
     for (int r = 0; r < link->rank; r++) {
         ZS_TRY(call_rank(link, r, deadline, &lines[r]));
         if (!same_user(lines[r]))
-            return ZS_FAIL(ZS_ERR_UNSUPPORTED, "rank %d runs as another user than rank %d", r, link->rank);
+            return ZS_FAIL(ZS_ERR_UNSUPPORTED, "ranks %d and %d cannot share memory: they run as different users", r,
+                           link->rank);
         ZS_TRY(send_hello(link, &parties[link->rank], lines[r]));
     }
     /* Everybody calls before answering, so nobody waits in a circle. */
@@ -244,7 +249,7 @@ static zs_status meet(const zs_link *link, zs_link_party *parties, int *lines, d
 zs_status zs_link_meet(const zs_link *link, zs_link_party *parties)
 {
     int *lines = malloc((size_t)link->world * sizeof *lines);
-    if (lines == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %d connections", link->world);
+    if (lines == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating %d connections", link->world);
     for (int r = 0; r < link->world; r++) {
         lines[r] = -1;
         if (r == link->rank) continue;

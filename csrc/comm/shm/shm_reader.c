@@ -109,7 +109,7 @@ bool zs_shm_holds_up(uint64_t peer, uint64_t mine)
 zs_status zs_shm_reader_new(zs_comm *comm, const char *name, zs_reader **out)
 {
     zs_reader *reader = calloc(1, sizeof *reader);
-    if (reader == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the reader of '%s'", name);
+    if (reader == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the reader of '%s'", name);
     zs_status status = zs_shm_record((zs_shm *)comm, sizeof(zs_shm_reader_record), name, &reader->record);
     if (status != ZS_OK) {
         free(reader);
@@ -156,7 +156,7 @@ zs_status zs_shm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
     zs_shm_reader_record *record = zs_shm_reader_at(shm, comm->rank, reader->record);
     uint64_t word = atomic_load(&record->word), epoch = epoch_of(word);
     if (pass_of(word) != (phase == ZS_PHASE_FORWARD ? FORWARD : BACKWARD))
-        return ZS_FAIL(ZS_ERR_STATE, "'%s': a %s ends that has not begun", record->name,
+        return ZS_FAIL(ZS_ERR_STATE, "'%s': cannot end a %s that has not begun", record->name,
                        phase == ZS_PHASE_FORWARD ? "forward" : "backward");
     if (phase == ZS_PHASE_BACKWARD) epoch = (reductions_of(word) + 1) << FORWARD_BITS;
     zs_shm_set(shm, &record->word, make_word(epoch, IDLE));

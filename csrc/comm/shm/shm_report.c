@@ -1,7 +1,7 @@
-/* shm_report.c - the words in which the shm transport says what it waits for, and why it gives up waiting.
+/* shm_report.c - messages of the shm transport: what a rank is waiting for, and why a wait failed.
  *
- * The one idea: every act has one noun phrase that fits behind "rank 1's": it serves for the peer that is missed, for what
- * a peer waits for itself, and for what it did last.
+ * The one idea: every act has one verb phrase, in the infinitive, that fits behind "waiting for rank 1 to" and behind "last
+ * operation:". So it serves for the missing peer, for what a peer itself is waiting for, and for what it did last.
  */
 #include "shm_wait.h"
 
@@ -27,18 +27,20 @@ void zs_shm_describe(const zs_shm *shm, int who, zs_shm_act act, char *text, siz
     const char *name = shm->peers[who].control->heap + act.record; /* a record starts with its name */
     unsigned long long number = act.number;
     switch (act.what) {
-    case ZS_SHM_JOINED: snprintf(text, size, "joining"); return;
-    case ZS_SHM_POSTED: snprintf(text, size, "gradients of unit '%s' (round %llu)", name, number); return;
-    case ZS_SHM_SHARED: snprintf(text, size, "sum of unit '%s' (round %llu)", name, number); return;
-    case ZS_SHM_RELEASED: snprintf(text, size, "reading of unit '%s' (round %llu)", name, number); return;
-    case ZS_SHM_EXCHANGED: snprintf(text, size, "part in exchange %llu", number); return;
-    case ZS_SHM_SENT: snprintf(text, size, "sending of broadcast piece %llu", number); return;
-    case ZS_SHM_TAKEN: snprintf(text, size, "taking of broadcast piece %llu", number); return;
-    case ZS_SHM_FORWARD: snprintf(text, size, "forward of '%s' (number %llu since the step)", name, number); return;
-    case ZS_SHM_BACKWARD: snprintf(text, size, "backward of '%s'", name); return;
-    case ZS_SHM_LEFT_ALONE: snprintf(text, size, "end of its pass through '%s'", name); return;
+    case ZS_SHM_JOINED: snprintf(text, size, "connect"); return;
+    case ZS_SHM_POSTED: snprintf(text, size, "reduce gradients of unit '%s' (round %llu)", name, number); return;
+    case ZS_SHM_SHARED:
+        snprintf(text, size, "all-gather reduced gradients of unit '%s' (round %llu)", name, number);
+        return;
+    case ZS_SHM_RELEASED: snprintf(text, size, "release gradients of unit '%s' (round %llu)", name, number); return;
+    case ZS_SHM_EXCHANGED: snprintf(text, size, "all-gather message %llu", number); return;
+    case ZS_SHM_SENT: snprintf(text, size, "send broadcast chunk %llu", number); return;
+    case ZS_SHM_TAKEN: snprintf(text, size, "receive broadcast chunk %llu", number); return;
+    case ZS_SHM_FORWARD: snprintf(text, size, "begin forward %llu of '%s' since the last step", number, name); return;
+    case ZS_SHM_BACKWARD: snprintf(text, size, "begin backward of '%s'", name); return;
+    case ZS_SHM_LEFT_ALONE: snprintf(text, size, "finish its pass through '%s'", name); return;
     }
-    snprintf(text, size, "unknown act");
+    snprintf(text, size, "run an unknown operation");
 }
 
 void zs_shm_describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment, char *text, size_t size)
@@ -47,27 +49,30 @@ void zs_shm_describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment,
     zs_shm_describe(shm, r, moment->act, phrase, sizeof phrase);
     int pid = (int)shm->peers[r].pid;
     if (moment->missing >= 0)
-        snprintf(text, size, "rank %d (pid %d) waits for rank %d's %s", r, pid, moment->missing, phrase);
+        snprintf(text, size, "rank %d (pid %d) is waiting for rank %d to %s", r, pid, moment->missing, phrase);
     else
-        snprintf(text, size, "rank %d (pid %d) has done nothing here since its %s", r, pid, phrase);
+        snprintf(text, size, "rank %d (pid %d) is not in a zshard collective, last operation: %s", r, pid, phrase);
 }
 
 zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int missing)
 {
-    char phrase[PHRASE], owner[32] = "its";
+    char phrase[PHRASE], late[32] = "it";
     zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
-    if (dead != missing) snprintf(owner, sizeof owner, "rank %d's", missing);
-    return ZS_FAIL(ZS_ERR_PEER, "rank %d (pid %d) died while rank %d waited for %s %s", dead, (int)shm->peers[dead].pid,
-                   shm->base.rank, owner, phrase);
+    if (dead != missing) snprintf(late, sizeof late, "rank %d", missing);
+    return ZS_FAIL(
+        ZS_ERR_PEER,
+        "rank %d (pid %d) died while rank %d was waiting for %s to %s; see the output of rank %d for the cause", dead,
+        (int)shm->peers[dead].pid, shm->base.rank, late, phrase, dead);
 }
 
 zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left)
 {
     char phrase[PHRASE];
     zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
-    return ZS_FAIL(ZS_ERR_PEER,
-                   "rank %d (pid %d) has left (its program ended or closed zshard) while rank %d waited for its %s",
-                   left, (int)shm->peers[left].pid, shm->base.rank, phrase);
+    return ZS_FAIL(
+        ZS_ERR_PEER,
+        "rank %d (pid %d) exited while rank %d was waiting for it to %s; run the same number of steps on all ranks",
+        left, (int)shm->peers[left].pid, shm->base.rank, phrase);
 }
 
 /* Appends what the ranks missing for `act` are doing, as far as there is room. */
@@ -89,8 +94,9 @@ zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, int missing, do
     char phrase[PHRASE], others[2 * SENTENCE] = "";
     zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     append_missing(shm, act, others, sizeof others);
-    return ZS_FAIL(ZS_ERR_TIMEOUT, "rank %d waited %.1f s for rank %d's %s%s", shm->base.rank, waited, missing, phrase,
-                   others);
+    return ZS_FAIL(ZS_ERR_TIMEOUT,
+                   "rank %d timed out after %.1f s waiting for rank %d to %s%s; raise timeout if rank %d is only slow",
+                   shm->base.rank, waited, missing, phrase, others, missing);
 }
 
 zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments)
@@ -102,10 +108,11 @@ zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments)
         length = strlen(text);
         if (r + 1 < shm->base.world) length += (size_t)snprintf(text + length, sizeof text - length, "; ");
     }
-    return ZS_FAIL(ZS_ERR_DIVERGED,
-                   "the ranks did different things and now wait for each other: %s. All ranks must run the same "
-                   "backwards and collective calls",
-                   text);
+    return ZS_FAIL(
+        ZS_ERR_DIVERGED,
+        "ranks diverged and are waiting for each other: %s; run the same forwards, backwards and collectives "
+        "on all ranks",
+        text);
 }
 
 void zs_shm_print_stall(const zs_shm *shm, zs_shm_act act, double waited)
@@ -113,6 +120,6 @@ void zs_shm_print_stall(const zs_shm *shm, zs_shm_act act, double waited)
     char phrase[PHRASE], others[2 * SENTENCE] = "";
     zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     append_missing(shm, act, others, sizeof others);
-    fprintf(stderr, "zshard: rank %d has been waiting for the %s for %.0f s%s\n", shm->base.rank, phrase, waited,
+    fprintf(stderr, "zshard: rank %d has been waiting %.0f s for other ranks to %s%s\n", shm->base.rank, waited, phrase,
             others);
 }

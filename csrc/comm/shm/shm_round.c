@@ -31,7 +31,7 @@ zs_status zs_shm_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **
 {
     zs_shm *shm = (zs_shm *)comm;
     shm_unit *unit = calloc(1, sizeof *unit);
-    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     zs_status status = zs_cunit_init(&unit->base, spec, comm);
     if (status == ZS_OK) {
         size_t bytes = zs_shm_unit_record_bytes(unit->base.used_words);
@@ -92,7 +92,7 @@ static zs_status view_bucket(zs_shm *shm, int r, const zs_shm_post *post, const 
     if (post->index >= peer->n_views) {
         size_t count = post->index + 16;
         zs_shm_view *views = realloc(peer->views, count * sizeof *views);
-        if (views == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the list of rank %d's buckets", r);
+        if (views == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory listing the buckets of rank %d", r);
         memset(views + peer->n_views, 0, (count - peer->n_views) * sizeof *views);
         peer->views = views;
         peer->n_views = count;
@@ -119,9 +119,9 @@ static zs_status compare_records(const zs_shm *shm, const shm_unit *unit)
             continue;
         return ZS_FAIL(
             ZS_ERR_DIVERGED,
-            "the ranks' models differ: unit '%s' of rank %d (%llu parameters, %llu bytes a slice) stands where "
-            "rank %d has '%.*s' (%llu parameters, %llu bytes)",
-            mine->name, shm->base.rank, (unsigned long long)mine->n_params, (unsigned long long)mine->piece_bytes, r,
+            "the model differs between ranks: rank %d has unit '%s' (%llu parameters, %llu bytes per shard) where rank "
+            "%d has '%.*s' (%llu parameters, %llu bytes); build and wrap the same model on all ranks",
+            shm->base.rank, mine->name, (unsigned long long)mine->n_params, (unsigned long long)mine->piece_bytes, r,
             ZS_SHM_NAME - 1, other->name, (unsigned long long)other->n_params, (unsigned long long)other->piece_bytes);
     }
     return ZS_OK;

@@ -130,7 +130,7 @@ zs_status zs_shm_check_stop(const zs_shm *shm)
         const zs_shm_control *peer = shm->peers[r].control;
         uint32_t status = atomic_load(&peer->stopped);
         if (status == 0) continue;
-        return ZS_FAIL(status <= ZS_ERR_TORCH ? (zs_status)status : ZS_ERR_PEER, "rank %d (pid %d) gave up: %.*s", r,
+        return ZS_FAIL(status <= ZS_ERR_TORCH ? (zs_status)status : ZS_ERR_PEER, "rank %d (pid %d) failed: %.*s", r,
                        (int)shm->peers[r].pid, ZS_SHM_TEXT, peer->stop_text);
     }
     return ZS_OK;
