@@ -112,8 +112,9 @@ def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
         )
     elif driver and driver // 1000 < built // 1000:
         missing["kernels"] = (
-            f"the kernels were built with CUDA {_version(built)}, but the driver supports only CUDA "
-            f"{_version(driver)}: update the driver, or rebuild zshard with CUDA {driver // 1000}"
+            f"the kernels were built with CUDA {_version(built)}, but the driver supports only "
+            f"CUDA {_version(driver)}: update the driver, or rebuild zshard with CUDA "
+            f"{driver // 1000}"
         )
     elif old:
         missing["kernels"] = (

@@ -89,8 +89,8 @@ class FSDP(Controls):
     Each rank keeps a shard of the parameters, gradients and optimizer state. The module stays the
     same object, with the same parameters under the same names; its class becomes a subclass of FSDP
     and of the class that it had. Between steps a parameter is this rank's shard, a tensor of shape
-    (k, 1, ..., 1); inside forward and backward it has its full shape. `zshard.shard_info(p)` returns
-    the full shape. Submodules that auto_wrap_policy chooses become units, which are all-gathered
+    (k, 1, ..., 1); inside forward and backward it has its full shape, which `zshard.shard_info(p)`
+    also returns. The submodules that auto_wrap_policy chooses become units, which are all-gathered
     one at a time; the module itself is the root unit and holds the remaining parameters.
 
     Collective: call it on all ranks, with the same model and arguments.
