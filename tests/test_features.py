@@ -1,4 +1,4 @@
-"""zshard.features() and `python -m zshard doctor`: what is found, what is said to be missing.
+"""zshard.available_features() and `python -m zshard doctor`: what is found, what is said to be missing.
 
 The one idea: the driver is looked for once in a process, so each case is a process of its own, with
 the stand-in for libcuda (fake_cuda.py), none, or one that is too old.
@@ -17,7 +17,7 @@ import torch
 
 import zshard
 
-ASK = "import json, zshard; print(json.dumps(zshard.features()))"
+ASK = "import json, zshard; print(json.dumps(zshard.available_features()))"
 # A torch that says that it has CUDA and sees a GPU: what zshard asks of it is these two.
 WITH_CUDA = "import torch; torch.version.cuda = '13.0'; torch.cuda.is_available = lambda: True\n"
 
@@ -86,7 +86,7 @@ def test_driver_older_than_the_kernels_cannot_run_them() -> None:
     else:
         assert not found["gpu"]
         assert (
-            f"built with CUDA {built}, and the driver knows CUDA 12.0"
+            f"built with CUDA {built}, but the driver supports only CUDA 12.0"
             in found["missing"]["kernels"]
         )
 
@@ -105,8 +105,8 @@ def test_doctor_says_what_is_missing_and_what_to_do() -> None:
     assert "MISSING: there is no CUDA driver" in lines["driver"]
     assert "ZSHARD_CUDA_LIB names it; unset that" in lines["driver"]
     assert "MISSING" in lines["nccl"] and "GPUs        none" in done.stdout
-    assert "Models on the CPU train" in done.stdout
-    assert "Models on GPUs do not train here; see above: driver" in done.stdout
+    assert "CPU training is available" in done.stdout
+    assert "GPU training is not available; see above: driver" in done.stdout
 
 
 def test_doctor_fails_where_a_gpu_lies_idle() -> None:
@@ -114,5 +114,5 @@ def test_doctor_fails_where_a_gpu_lies_idle() -> None:
         pytest.skip("this torch has CUDA")
     done = run("-m", "zshard", "doctor", ZSHARD_CUDA_LIB=stand_in())
     assert done.returncode == 1 and "Fake GPU (9.0)" in done.stdout
-    assert "Models on GPUs do not train here; see above: torch_cuda" in done.stdout
+    assert "GPU training is not available; see above: torch_cuda" in done.stdout
     assert run("-m", "zshard").returncode == 2  # says which commands there are

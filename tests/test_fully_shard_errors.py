@@ -68,18 +68,18 @@ class Mesh3:
 
 
 class MeshOnDevice(Mesh3):
-    ndim, device_type = 1, "cuda"
+    ndim, device_type = 1, "xpu"
 
 
 MISTAKES = [
-    (lambda: fully_shard(3), TypeError, "nn.Module, not int"),
-    (lambda: fully_shard([make(Mlp), 3]), TypeError, "not int"),
+    (lambda: fully_shard(3), TypeError, "nn.Module, got int"),
+    (lambda: fully_shard([make(Mlp), 3]), TypeError, "got int"),
     (lambda: fully_shard(nn.ModuleList([make(Mlp)])), ValueError, "ModuleList has no forward"),
     (lambda: fully_shard(fully_shard(make(Mlp))), ValueError, "already"),
-    (lambda: fully_shard(make(Mlp), reshard_after_forward="yes"), TypeError, "not 'yes'"),
-    (lambda: fully_shard(make(Mlp), mesh=3), TypeError, "DeviceMesh, not int"),
+    (lambda: fully_shard(make(Mlp), reshard_after_forward="yes"), TypeError, "got 'yes'"),
+    (lambda: fully_shard(make(Mlp), mesh=3), TypeError, "DeviceMesh, got int"),
     (lambda: fully_shard(make(Mlp), mesh=Mesh3()), ValueError, "3 dimensions"),
-    (lambda: fully_shard(make(Mlp), mesh=MeshOnDevice()), NotImplementedError, "'cuda'"),
+    (lambda: fully_shard(make(Mlp), mesh=MeshOnDevice()), NotImplementedError, "'xpu'"),
     (lambda: fully_shard(make(Mlp), mp_policy=3), TypeError, "mixed_precision"),
     (lambda: fully_shard(make(Mlp), offload_policy=3), TypeError, "offload_policy"),
     (lambda: fully_shard(make(Mlp), ignored_params=[3]), TypeError, "ignored_params.*int"),

@@ -195,7 +195,9 @@ def test_what_a_file_lacks_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match=r'Missing key.*"table"'):
         zshard.load(path, model)
     assert model.table.isnan().all() and model.layer.weight.isnan().all()
-    with pytest.raises(ValueError, match=r"'table' is on the meta device, .*no state dict has it"):
+    with pytest.raises(
+        ValueError, match=r"'table' is on the meta device, .*no state dict contains it"
+    ):
         FSDP(other, param_init_fn=zshard.empty)
 
 

@@ -183,7 +183,7 @@ def forgets_table(module):
 
 MISTAKES = [
     (lambda: FSDP(on_meta(Odd)), ValueError, "'gain' .*Odd has no reset_parameters"),
-    (lambda: FSDP(on_meta(Forgetful)), ValueError, "'angles' .*Forgetful leaves it without values"),
+    (lambda: FSDP(on_meta(Forgetful)), ValueError, "'angles' .*Forgetful does not initialize it"),
     (lambda: FSDP(on_meta(Odd), param_init_fn=forgets_table), ValueError, "'table' .*param_init_fn"),
     (lambda: FSDP(nn.Linear(1, 1), param_init_fn="normal"), TypeError, "'normal' cannot be"),
 ]  # fmt: skip

@@ -4,27 +4,32 @@
     model = FSDP(model)
     optimizer = AdamW(model.parameters(), lr=3e-4)
 
-See README.md for what it does, ARCHITECTURE.md for how.
+README.md says what it does, ARCHITECTURE.md how.
+
+Earlier names still work, but dir() and `from zshard import *` leave them out: `empty` is
+`uninitialized`, `features` is `available_features`, `latest` is `latest_checkpoint`, and `Save` is
+`SaveHandle`.
 """
 
-import torch  # noqa: F401 - its libraries have to be loaded before the core that links to them
+import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
 from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
 from zshard._checkpoint.extra import rng_state, set_rng_state
-from zshard._checkpoint.folder import latest
+from zshard._checkpoint.folder import latest_checkpoint
 from zshard._checkpoint.load import Loaded, load
 from zshard._checkpoint.manifest import CheckpointError
-from zshard._checkpoint.save import Save, save
+from zshard._checkpoint.save import Save as SaveHandle
+from zshard._checkpoint.save import save
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
-from zshard._features import features
+from zshard._features import available_features
 from zshard._forward_methods import register_forward_method
+from zshard._fully_shard import fully_shard
 from zshard._load import load_state_dict
 from zshard._memory import predict_memory
-from zshard._meta import empty
+from zshard._meta import uninitialized
 from zshard._nccl import NcclOptions
 from zshard._optim_names import load_optim_state_dict, optim_state_dict
 from zshard.api import FSDP, shard_info
-from zshard.fully_shard import fully_shard
 from zshard.grad_scaler import GradScaler
 from zshard.offload import CPUOffloadPolicy, Offload, OffloadPolicy
 from zshard.optim import SGD, Adam, AdamW
@@ -32,6 +37,12 @@ from zshard.precision import MixedPrecision, MixedPrecisionPolicy
 from zshard.strategy import ShardingStrategy
 
 FullyShardedDataParallel = FSDP  # FSDP1's name for it
+
+# Earlier names.
+Save = SaveHandle
+empty = uninitialized
+features = available_features
+latest = latest_checkpoint
 
 __version__ = "0.1.0"
 
@@ -55,12 +66,11 @@ __all__ = [
     "OffloadPolicy",
     "PeerError",
     "PeerTimeoutError",
-    "Save",
+    "SaveHandle",
     "ShardingStrategy",
-    "empty",
-    "features",
+    "available_features",
     "fully_shard",
-    "latest",
+    "latest_checkpoint",
     "load",
     "load_optim_state_dict",
     "load_state_dict",
@@ -71,8 +81,15 @@ __all__ = [
     "save",
     "set_rng_state",
     "shard_info",
+    "uninitialized",
     "wrap",
 ]
+
+
+def __dir__() -> list[str]:
+    """Only the public names: not the submodules, which are attributes as well once imported."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
 
 _optim_guard.install()
 _additions.install()

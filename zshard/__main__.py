@@ -1,8 +1,7 @@
-"""python -m zshard doctor: what is here, what will be used, and what to do about what is missing.
+"""python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
 python -m zshard ckpt: checkpoints (see _checkpoint/cli.py).
 
-The one idea: doctor prints what zshard.features() finds, and nothing that was not asked for and
-tried.
+The one idea: doctor prints what zshard.available_features() finds, all of it queried or tried.
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ from zshard._features import report
 
 
 def main() -> int:
-    """Runs the command that the arguments name; its exit status."""
+    """Run the command that the arguments name; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m zshard")
     commands = parser.add_subparsers(required=True, metavar="command")
     doctor = commands.add_parser(
-        "doctor", help="what is here, what is used, what is missing; 1: a GPU is idle"
+        "doctor",
+        help="report what zshard finds and will use, and what is missing; exit status 1 if a GPU "
+        "cannot be used",
     )
     doctor.set_defaults(run=_doctor)
     cli.add_commands(commands)

@@ -1,7 +1,7 @@
-"""What is here: torch, the driver, GPUs, kernels, NCCL, shared memory; what is missing for what.
+"""What this machine has: torch, the driver, GPUs, kernels, NCCL, shared memory; what is missing.
 
-The one idea: each fact is asked of whoever will be asked when a model is trained, never guessed
-from versions, and each thing that is missing comes with what to do about it.
+The one idea: each fact comes from the component that training will use, never from a guess by
+version, and each missing one comes with a remedy.
 """
 
 from __future__ import annotations
@@ -19,22 +19,31 @@ from zshard import _core, _nccl
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
 
 
-def features() -> dict[str, Any]:
-    """What this machine and this build of zshard have, as a dict of plain values.
+def available_features() -> dict[str, Any]:
+    """Return what this machine and this build of zshard support.
 
-    "torch", "torch_cuda": their versions; None where torch is built without CUDA.
-    "loops": the instruction set of the CPU's loops, "base", "avx2" or "avx512".
-    "kernels", "kernels_cuda": what the CUDA kernels were compiled for, ["sm_90", ...], and by which
-        CUDA version, "13.0"; [] and None in a build without.
-    "driver": the CUDA version that NVIDIA's driver knows; None.
-    "gpus": a dict for each, of name, capability (two ints) and multiprocessors.
-    "nccl": its version; None.
-    "shm", "c10d": may ranks of one host share memory, and has torch a process group for CPUs?
-    "gpu": can models be trained on GPUs?
-    "missing": for each of these that is not there, why, and what to do.
+    `python -m zshard doctor` prints the same facts. Initializes the CUDA driver if there is one, so
+    call it after forking, not before. zshard.features is an alias.
 
-    Starts the CUDA driver where there is one, so call it after forks, not before. Raises CudaError
-    where the driver has started and then refuses to say what its GPUs are.
+    Returns:
+        A dict of plain values:
+
+        "torch", "torch_cuda": the versions of torch and of the CUDA it was built with; None for a
+            torch without CUDA.
+        "loops": the instruction set of the CPU loops: "base", "avx2" or "avx512".
+        "kernels", "kernels_cuda": the architectures that the CUDA kernels were compiled for, as
+            ["sm_90", ...], and the CUDA version of the compiler, as "13.0"; [] and None in a build
+            without kernels.
+        "driver": the CUDA version that the NVIDIA driver supports, or None.
+        "gpus": a dict for each GPU: "name", "capability" (two ints) and "multiprocessors".
+        "nccl": the version of NCCL, or None.
+        "shm": whether ranks on one host can use shared memory.
+        "c10d": whether torch has a process group for CPUs (gloo).
+        "gpu": whether zshard can train on GPUs here.
+        "missing": {name: reason and remedy} for each of these that is not available.
+
+    Raises:
+        CudaError: the CUDA driver was initialized, but a query of its GPUs failed.
     """
     machine = _core.machine()
     missing: dict[str, str] = {}
@@ -53,7 +62,9 @@ def features() -> dict[str, Any]:
     if machine["problem"]:
         missing["driver"] = machine["problem"]
     if not found["c10d"]:
-        missing["c10d"] = "this torch has no gloo: ranks on CPUs of several hosts cannot meet"
+        missing["c10d"] = (
+            "this torch was built without gloo: CPU ranks on several hosts cannot communicate"
+        )
     _judge_kernels(machine, missing)
     _judge_torch(missing)
     needed = ("driver", "kernels", "torch_cuda")
@@ -70,12 +81,12 @@ def _nccl_version(missing: dict[str, str]) -> str | None:
     try:
         return _nccl.library()[0]
     except (NotImplementedError, OSError, ValueError) as error:
-        missing["nccl"] = f"{error}. Without it several GPUs use torch's process group"
+        missing["nccl"] = f"{error}. Without NCCL, ranks on several GPUs use torch's process group"
         return None
 
 
 def _shm(missing: dict[str, str]) -> bool:
-    """Can this process do what ranks over shm do: a memory file, a pidfd, an abstract socket?"""
+    """Whether this process can make what shm needs: a memory file, a pidfd, an abstract socket."""
     try:
         os.close(os.memfd_create("zshard-doctor"))
         os.close(os.pidfd_open(os.getpid()))
@@ -83,50 +94,51 @@ def _shm(missing: dict[str, str]) -> bool:
             probe.bind(f"\0zshard-doctor-{os.getpid()}")
     except (OSError, AttributeError) as error:
         missing["shm"] = (
-            f"{error}: memfd_create, pidfd_open (Linux 5.3) and abstract unix sockets are needed, "
-            "which some sandboxes forbid. Ranks of one host then use torch's process group"
+            f"{error}: shm needs memfd_create, pidfd_open (Linux 5.3) and abstract Unix sockets, "
+            "which some sandboxes forbid. Without shm, ranks on one host use torch's process group"
         )
         return False
     return True
 
 
 def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
-    """Are there kernels, and do they run on the driver and the GPUs that are here?"""
+    """Whether this build has kernels that run on this driver and these GPUs."""
     built, driver = machine["built"], machine["version"]
     old = [gpu for gpu in machine["gpus"] if tuple(gpu["capability"]) < OLDEST_GPU]
     if not built:
         missing["kernels"] = (
-            "this build of zshard has no CUDA kernels: build it where nvcc is found (CUDA_HOME, "
-            "PATH or /usr/local/cuda), and not with ZSHARD_CUDA=0"
+            "this build of zshard has no CUDA kernels: rebuild it with nvcc in CUDA_HOME, PATH or "
+            "/usr/local/cuda, and without ZSHARD_CUDA=0"
         )
     elif driver and driver // 1000 < built // 1000:
         missing["kernels"] = (
-            f"the kernels were built with CUDA {_version(built)}, and the driver knows CUDA "
-            f"{_version(driver)}: update the driver, or build zshard with an nvcc {driver // 1000}"
+            f"the kernels were built with CUDA {_version(built)}, but the driver supports only "
+            f"CUDA {_version(driver)}: update the driver, or rebuild zshard with CUDA "
+            f"{driver // 1000}"
         )
     elif old:
         missing["kernels"] = (
             f"{old[0]['name']} has compute capability {'.'.join(map(str, old[0]['capability']))}; "
-            f"the kernels are for {'.'.join(map(str, OLDEST_GPU))} and later"
+            f"the kernels need {'.'.join(map(str, OLDEST_GPU))} or later"
         )
 
 
 def _judge_torch(missing: dict[str, str]) -> None:
     if torch.version.cuda is None:
         missing["torch_cuda"] = (
-            f"torch {torch.__version__} is built without CUDA: install one that has it (see "
-            "https://pytorch.org/get-started), then zshard anew, as it is built against torch"
+            f"torch {torch.__version__} is built without CUDA: install a CUDA build (see "
+            "https://pytorch.org/get-started), then reinstall zshard, which is built against torch"
         )
     elif not torch.cuda.is_available():
         missing["torch_cuda"] = (
             f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, but sees no GPU: "
-            "the driver may be too old for it, or CUDA_VISIBLE_DEVICES hides them"
+            "update the driver if it is too old, or check CUDA_VISIBLE_DEVICES"
         )
 
 
 def report() -> tuple[str, int]:
-    """What `python -m zshard doctor` prints, and its exit status: 1 where a GPU cannot be used."""
-    found = features()
+    """What `python -m zshard doctor` prints, and its exit status: 1 if a GPU cannot be used."""
+    found = available_features()
     kernels = f"{' '.join(found['kernels'])} (nvcc {found['kernels_cuda']})"
     gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in found["gpus"]]
     facts = [
@@ -151,15 +163,15 @@ def report() -> tuple[str, int]:
 
 
 def _what_is_used(found: dict[str, Any]) -> list[str]:
-    """Which way ranks will go, on CPUs and on GPUs."""
+    """Whether training works on CPUs and on GPUs, and the transports that ranks will use."""
     host = "shm on one host, c10d between hosts" if found["shm"] else "c10d"
-    cpu = f"Models on the CPU train; several ranks meet over {host}."
+    cpu = f"CPU training is available; ranks communicate over {host}."
     if not found["c10d"]:
-        cpu = "Models on the CPU train, on one rank only."
+        cpu = "CPU training is available, on a single rank only."
     if found["gpu"]:
         transport = "NCCL" if found["nccl"] else "torch's process group (c10d)"
-        gpu = f"Models on GPUs train; several ranks meet over {transport}."
+        gpu = f"GPU training is available; ranks communicate over {transport}."
     else:
         first = [name for name in ("driver", "torch_cuda", "kernels") if name in found["missing"]]
-        gpu = f"Models on GPUs do not train here; see above: {', '.join(first) or 'GPUs'}."
+        gpu = f"GPU training is not available; see above: {', '.join(first) or 'GPUs'}."
     return [cpu, gpu]

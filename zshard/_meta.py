@@ -1,10 +1,10 @@
-"""Models on the meta device: each unit is made real just before it is sharded.
+"""Models on the meta device: each unit is materialized just before it is sharded.
 
 The one idea: modules get memory and values one after another in the order in which their
-constructors ran, children before the module that holds them, so that random numbers fall as in the
-plain model; and no further than to the unit that is wanted next, so that little is whole at a time.
-Before a module is initialised its tensors are filled with a mark; one that still has it afterwards
-was forgotten, which would train on garbage.
+constructors ran, children before the module that contains them, so that they draw the same random
+numbers as in the plain model; and only up to the unit that is sharded next, so that little is
+unsharded at a time. Before a module is initialized its tensors are filled with a mark; a tensor
+that still has it afterwards was forgotten, and would train on garbage.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from zshard._units import is_unit
 Init = Callable[[nn.Module], Any]
 
 
-def empty(module: nn.Module) -> None:
-    """For FSDP(model, param_init_fn=zshard.empty): what is on the meta device gets no values, since
-    all of them will come from a file (zshard.load) or a state dict. Until then they are NaN.
+def uninitialized(module: nn.Module) -> None:
+    """Leave the parameters and buffers of a model on the meta device uninitialized (NaN).
 
-    Buffers that are in no state dict would never get any: they are a ValueError.
+    Pass it as FSDP(model, param_init_fn=zshard.uninitialized) if all values will come from a
+    checkpoint (zshard.load) or a state dict. A non-persistent buffer, which neither of them
+    contains, makes FSDP raise ValueError. zshard.empty is an alias.
     """
 
 
 class Materializer:
-    """Makes the modules of a model real that are on the meta device.
+    """Materializes the modules of a model that are on the meta device.
 
     init: FSDP1's param_init_fn, which is called with each module that has parameters or buffers of
     its own there; None: the module's reset_parameters.
@@ -43,23 +44,23 @@ class Materializer:
         self._place = {id(module): place for place, module in enumerate(self._queue)}
         self._done = 0
         self._areas = Areas()
-        self._given: set[int] = set()  # parameters that were made real here
+        self._given: set[int] = set()  # parameters that were materialized here
 
     def up_to(self, module: nn.Module) -> None:
-        """Makes `module` real, all below it, and all that was made before it.
+        """Materializes `module`, all modules below it, and all that were constructed before it.
 
-        Raises ValueError, naming the tensor, for one that its module's initialisation leaves out.
+        Raises ValueError, naming the tensor, for one that its module's initialization leaves out.
         """
         last = self._place[id(module)]
         while self._done <= last:
-            self._make_real(self._queue[self._done])
+            self._materialize(self._queue[self._done])
             self._done += 1
 
     def has_made(self, params: Iterable[nn.Parameter]) -> bool:
         """Have all of them got their values here?"""
         return all(id(param) in self._given for param in params)
 
-    def _make_real(self, module: nn.Module) -> None:
+    def _materialize(self, module: nn.Module) -> None:
         params = {k: p for k, p in module._parameters.items() if p is not None and p.is_meta}
         buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
         tied = [p for p in module._parameters.values() if id(p) in self._given]
@@ -72,7 +73,7 @@ class Materializer:
         for name, buffer in buffers.items():
             module._buffers[name] = _marked(buffer)
         marked = {name: getattr(module, name).data_ptr() for name in (*params, *buffers)}
-        if self._init is empty:
+        if self._init is uninitialized:
             self._refuse_unsaved(module, buffers)
             return
         self._initialise(module, list(marked))
@@ -81,7 +82,7 @@ class Materializer:
         for name, place in marked.items():
             tensor = getattr(module, name)  # elsewhere: to_empty(), for rank 0's values
             if tensor.data_ptr() == place and _has_mark(tensor):
-                raise ValueError(self._complaint(module, name, "leaves it without values"))
+                raise ValueError(self._complaint(module, name, "does not initialize it"))
 
     def _initialise(self, module: nn.Module, names: Sequence[str]) -> None:
         own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
@@ -97,15 +98,17 @@ class Materializer:
         for name in buffers:
             if name in module._non_persistent_buffers_set:
                 raise ValueError(
-                    self._complaint(module, name, "gives it no values, and no state dict has it")
+                    self._complaint(
+                        module, name, "leaves it uninitialized, but no state dict contains it"
+                    )
                 )
 
     def _complaint(self, module: nn.Module, name: str, what: str) -> str:
         path = ".".join(part for part in (self._names.get(id(module), ""), name) if part)
         how = "param_init_fn" if self._init is not None else type(module).__name__
         return (
-            f"{path!r} is on the meta device, and {how} {what}: give FSDP(param_init_fn=...), "
-            "which is called with each such module and sets all its own parameters and buffers"
+            f"{path!r} is on the meta device, and {how} {what}: pass FSDP(param_init_fn=...) a "
+            "function that initializes all parameters and buffers of the module it is called with"
         )
 
 

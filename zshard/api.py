@@ -1,4 +1,4 @@
-"""`FSDP(module)`: the one entry. It wraps a module in place and hands the work to the C core.
+"""`FSDP(module)`: the entry point. It wraps a module in place and hands the work to the C core.
 
 The one idea: the module stays the same object with the same parameters and names; its class is
 swapped to a subclass of (FSDP, its class), and two C callables become its forward hooks. Everything
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard._additions import watch
@@ -41,6 +42,17 @@ from zshard._state import attach, refuse_strange_slices, whole_state_dict
 from zshard._state_dict_type import state_dict_type
 from zshard._summary import memory_table, summary_of
 from zshard._summon import own_unit_as_on_rank_0, summon_full_params
+from zshard._types import (
+    CPUOffloadLike,
+    DeviceLike,
+    InitFn,
+    OffloadLike,
+    PrecisionLike,
+    PrefetchLike,
+    ProcessGroupLike,
+    StrategyLike,
+    WrapPolicyLike,
+)
 from zshard._units import (
     ATTRIBUTE,
     Comms,
@@ -63,87 +75,157 @@ from zshard.precision import (
 )
 from zshard.wrap import CustomPolicy, plan_units
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_M = TypeVar("_M", bound=nn.Module)
+
 _classes: dict[type[nn.Module], type[FSDP]] = {}
 
 
 class FSDP(Controls):
-    """Wraps `module` for sharded data-parallel training; returns the same module object.
+    """Wrap a module for sharded data-parallel training, in place, and return it.
 
-    Arguments, in FSDP1's order and with its names:
+    Each rank keeps a shard of the parameters, gradients and optimizer state. The module stays the
+    same object, with the same parameters under the same names; its class becomes a subclass of FSDP
+    and of the class that it had. Between steps a parameter is this rank's shard, a tensor of shape
+    (k, 1, ..., 1); inside forward and backward it has its full shape, which `zshard.shard_info(p)`
+    also returns. The submodules that auto_wrap_policy chooses become units, which are all-gathered
+    one at a time; the module itself is the root unit and holds the remaining parameters.
 
-    process_group: ranks to shard over; the default group if None (made with gloo under torchrun if
-        the script has made none; a world of one without torchrun). For a hybrid strategy a pair:
-        ranks to shard over, ranks to replicate over; if None, each host's ranks hold one copy.
-    device_mesh: instead of process_group, a mesh to shard over, or (replicate, shard) for a hybrid
-        strategy.
-    sharding_strategy (short: strategy): "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2),
-        "zero1", "no_shard" (DDP), "hybrid_shard" or "hybrid_shard_zero2" (HSDP), "hybrid_full"
-        (HFSDP), or an enum member of that name; see zshard.ShardingStrategy.
-    auto_wrap_policy: which submodules are gathered on their own. "auto" finds the repeated blocks;
-        else a set of module classes, a policy or callable from zshard.wrap, or None for one unit.
-    backward_prefetch, forward_prefetch: begin the next unit's gather before it is wanted, in the
-        order of the last pass: in backward before the gradients of the unit before are computed
-        ("backward_pre", or FSDP1's enum) or only while they are reduced ("backward_post", None);
-        in forward if True, and always on GPUs. Over shm no gather takes time, and they change
-        nothing.
-    limit_all_gathers: one gather goes ahead at a time; if False, two.
-    mixed_precision: a zshard.MixedPrecision or MixedPrecisionPolicy, or torch's; None: no casts.
-    ignored_modules, ignored_states: modules (or parameters) that are left alone on every rank.
-    param_init_fn: initialises a module's own parameters and buffers, where they are on the meta
-        device; its reset_parameters() if None. Units are made real, initialised and sharded one at
-        a time, so that a model need never be whole. With sync_module_states rank 0's values count.
-    device_id: a GPU (its number, or a torch.device) to train on: parameters and buffers that are on
-        the CPU or the meta device go there, a unit at a time; None: where the parameters are.
-    sync_module_states: take parameters and buffers from rank 0 (default). If False, ranks whose
-        values differ are an error.
-    transport: "shm" (ranks of one host), "c10d" (anything torch.distributed reaches) or "auto";
-        on GPUs "nccl", "peer" (ranks of one host), "c10d", "auto" or a zshard.NcclOptions.
-    timeout: seconds that a wait for another rank may last; the process group's own if None.
-    forward_sync_buffers: copy buffers from rank 0 at each forward, as DDP does by default.
-    offload: a zshard.Offload, or a directory for one: parameters and optimizer state are kept in
-        files there, for models larger than memory. cpu_offload: FSDP1's spelling; on CPU ranks all
-        is in host memory anyway.
-    memory_limit: bytes that zshard may hold on a rank ("12GiB" too); "auto": what the host's memory
-        (MemAvailable), control groups and the process's limits leave it, divided among the ranks
-        that share them; None: nobody looks. A model of which zshard would hold more is refused on
-        all ranks, with what would fit; one that would not fit with Adam's state is warned of. What
-        is offloaded to a disk does not count.
+    Collective: call it on all ranks, with the same model and arguments.
 
-    Between steps each parameter holds this rank's slice, of shape (k, 1, ..., 1); inside forward
-    and backward it is whole. `zshard.shard_info(p)` gives its whole shape.
+    Example::
 
-    Raises ValueError or TypeError for what cannot be wrapped, naming it; NotImplementedError for
-    arguments whose feature is still to come; DivergenceError (on every rank) if the ranks' models
-    differ; PeerError if a rank is gone; MemoryError (on every rank, the module is as it was) where
-    memory_limit refuses.
+        model = zshard.FSDP(Transformer(), strategy="full_shard", auto_wrap_policy={Block})
+        optimizer = zshard.AdamW(model.parameters(), lr=3e-4)  # after wrapping
+        model(inputs).sum().backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    Args:
+        module: the nn.Module to wrap.
+
+    What is sharded, and over which ranks:
+
+        strategy: what to shard and for how long. "full_shard" (ZeRO-3, the default),
+            "shard_grad_op" (ZeRO-2), "zero1", "no_shard" (DDP), "hybrid_shard" or
+            "hybrid_shard_zero2" (HSDP), "hybrid_full" (HFSDP); or a zshard.ShardingStrategy, or
+            torch's enum.
+        sharding_strategy: FSDP1's name for `strategy`. Pass only one of them.
+        process_group: the ranks to shard over. For a hybrid strategy, a pair: the ranks to shard
+            over and the ranks to replicate over. Default: None, the default process group; under
+            torchrun zshard initializes it with gloo if the script has not, and without torchrun it
+            runs as a single process. With a hybrid strategy, None makes one replica per host.
+        device_mesh: a DeviceMesh, instead of process_group: one-dimensional to shard over, or
+            two-dimensional (replicate, shard) for a hybrid strategy. Default: None.
+        ignored_modules: modules that zshard leaves alone, on every rank. Default: None.
+        ignored_states: parameters, or modules, that zshard leaves alone, on every rank. Default:
+            None.
+
+    Wrapping:
+
+        auto_wrap_policy: which submodules become units. "auto" (the default) finds the repeated
+            blocks of the model. Or a set (or list) of module classes; a policy from zshard.wrap or
+            torch.distributed.fsdp.wrap; a callable (module, recurse, nonwrapped_numel) -> bool or
+            (module) -> bool; or None for a single unit.
+
+    Precision:
+
+        mixed_precision: a MixedPrecision or MixedPrecisionPolicy, zshard's or torch's. Default:
+            None, no casts.
+
+    Memory and offload:
+
+        offload: a zshard.Offload, or a directory. With a directory, parameters and optimizer state
+            live in files there, so that a model may be larger than memory. Default: None.
+        cpu_offload: FSDP1's and FSDP2's spelling of `offload`: True, torch's CPUOffload, or an
+            offload policy. On CPU ranks it has no effect, since everything is in host memory.
+            Default: None. Pass only one of `offload` and `cpu_offload`.
+        memory_limit: the bytes that zshard may allocate on this rank, as a number or a string such
+            as "12GiB". "auto" (the default): on a CPU, what the host's MemAvailable, the control
+            groups and the process's limits leave to it, divided among the ranks that share them;
+            on a GPU, the free GPU memory. None: no check. A model that needs more raises
+            MemoryError on all ranks, which lists settings that fit; a model that fits, but not
+            with Adam's state, is a warning. Data that is offloaded to disk does not count.
+
+    Initialization:
+
+        device_id: the GPU to train on, as an index, string or torch.device. Parameters and buffers
+            on the CPU or the meta device are moved there one unit at a time. Default: None, the
+            device that the parameters are on.
+        param_init_fn: called with each module that has parameters or buffers of its own on the meta
+            device; it must initialize them. zshard.uninitialized leaves them as NaN, for models
+            that load a checkpoint next. Default: None, the module's reset_parameters(). Units are
+            materialized, initialized and sharded one at a time, so the full model never has to fit
+            in memory. With sync_module_states, rank 0's values count.
+        sync_module_states: True (the default): take parameters and buffers from rank 0. False:
+            ranks whose values differ raise DivergenceError.
+
+    Prefetch (no effect over "shm", where an all-gather takes no time):
+
+        backward_prefetch: when backward starts the all-gather of the next unit, in the order of
+            the last pass. "backward_pre" (the default, or torch's enum): before it computes the
+            gradients of the current unit. "backward_post" or None: while those are being reduced.
+        forward_prefetch: True: forward starts the all-gather of the next unit early as well; GPUs
+            always do. Default: False.
+        limit_all_gathers: True (the default): prefetch one unit at a time. False: two.
+
+    Communication:
+
+        transport: on CPUs "shm" (ranks on one host), "c10d" (any torch.distributed process group)
+            or "auto"; on GPUs "nccl", "peer" (ranks on one host), "c10d", "auto" or a
+            zshard.NcclOptions. Default: None, the environment variable ZSHARD_TRANSPORT, else
+            "auto".
+        timeout: seconds that one wait for another rank may take. Default: None, the environment
+            variable ZSHARD_TIMEOUT, else the process group's timeout.
+        forward_sync_buffers: True: broadcast buffers from rank 0 in each forward, as DDP does.
+            Default: False.
+
+    Compatibility with FSDP1, whose positional order of arguments this signature keeps:
+
+        use_orig_params: must be True (the default): zshard always keeps the original parameters.
+
+    Returns:
+        `module` itself. A type checker sees FSDP's methods, takes all other attributes as Any, and
+        accepts the result where the module's own class is expected. `model.module` has the module's
+        own type.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or the module cannot be wrapped; the message
+            names the argument or the parameter.
+        NotImplementedError: an argument asks for a feature that zshard does not support.
+        DivergenceError: the ranks' models or arguments differ (on every rank).
+        MemoryError: the model exceeds memory_limit (on every rank; the module is unchanged).
+        PeerError: another rank exited. PeerTimeoutError: another rank did not arrive in time.
     """
 
     def __new__(
         cls,
-        module: nn.Module,
-        process_group: Any = None,
-        sharding_strategy: Any = None,
-        cpu_offload: Any = None,
-        auto_wrap_policy: Any = "auto",
-        backward_prefetch: Any = "backward_pre",
-        mixed_precision: Any = None,
+        module: _M,
+        process_group: ProcessGroupLike | None = None,
+        sharding_strategy: StrategyLike | None = None,
+        cpu_offload: CPUOffloadLike | None = None,
+        auto_wrap_policy: WrapPolicyLike | None = "auto",
+        backward_prefetch: PrefetchLike | None = "backward_pre",
+        mixed_precision: PrecisionLike | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
-        param_init_fn: Any = None,
-        device_id: Any = None,
+        param_init_fn: InitFn | None = None,
+        device_id: DeviceLike | None = None,
         sync_module_states: bool = True,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
         use_orig_params: bool = True,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-        device_mesh: Any = None,
+        device_mesh: DeviceMesh | None = None,
         *,
-        strategy: Any = None,
+        strategy: StrategyLike | None = None,
         transport: str | NcclOptions | None = None,
         timeout: float | None = None,
         forward_sync_buffers: bool = False,
-        offload: Any = None,
+        offload: OffloadLike | None = None,
         memory_limit: int | str | None = "auto",
-    ) -> Any:
+    ) -> Wrapped[_M]:
         check_fixed_arguments(use_orig_params)
         check_module(module)
         device = device_of(module, device_id)
@@ -180,18 +262,25 @@ class FSDP(Controls):
         cast_buffers(module.modules(), options.precision)
         if forward_sync_buffers:
             _sync_buffers(module)
-        return module
+        return cast("Wrapped[_M]", module)
 
-    if not TYPE_CHECKING:  # type checkers are to see the arguments of __new__
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # of the module's own class
+
+    else:  # type checkers are to see the arguments of __new__
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             pass  # FSDP(module) returns an existing module; it must not be initialised again
 
     @property
     def module(self) -> Any:
-        """The model as its original class, for scripts that come from DDP or FSDP1; a child called
-        so wins. All that it has is this module's; only `module` it has not, so that code which
-        unwraps models until there is none comes to an end."""
+        """The model as an instance of its original class, for scripts written for DDP or FSDP1.
+
+        It shares all state with this module, but has no attribute `module` itself, so that code
+        which unwraps a model in a loop terminates. If the model has a child named "module",
+        returns that child.
+        """
         if "module" in self._modules:
             return self._modules["module"]
         original: type[nn.Module] = type(self).__bases__[1]
@@ -202,21 +291,35 @@ class FSDP(Controls):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scales all gradients so that their global norm is at most `max_norm`; in place.
+        """Scale all gradients in place so that their global norm is at most `max_norm`.
 
-        Returns the norm before, a 0-dim tensor, the same bits on every rank. Collective. Raises
-        RuntimeError with `error_if_nonfinite` for a norm that is NaN or infinite.
+        On GPUs the host does not wait for the norm, unless `error_if_nonfinite` is set.
+        Collective: call it on all ranks.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: the order of the norm, a positive number or inf. Default: 2.0.
+            error_if_nonfinite: raise an error if the norm is NaN or infinite. Default: False.
+
+        Returns:
+            The norm before scaling, a 0-dim tensor, bit-identical on all ranks.
+
+        Raises:
+            RuntimeError: the norm is NaN or infinite and `error_if_nonfinite` is set; parameters
+                are stepped in backward; or the script replaced a sharded parameter's .grad.
+            ValueError: `norm_type` is not positive.
         """
         return clip_grad_norm(list(self.parameters()), max_norm, norm_type, error_if_nonfinite)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backward leaves gradients on their rank, as in DDP and FSDP1.
+        """Context manager in which backward does not reduce gradients, as in DDP and FSDP1.
 
-        There, `.grad` is this rank's own gradient, whole, summed up over the backwards; that takes
-        memory for the whole model's gradients. The next backward outside reduces the sum. For all
-        ranks together; not inside a backward. Without it, each backward reduces and the sum stays
-        sharded, which costs no more memory and gives the same gradient.
+        Inside it, `.grad` is this rank's own, unsharded gradient, accumulated over the backwards;
+        this takes memory for the full model's gradients. The next backward outside reduces the sum.
+        Without no_sync(), each backward reduces and the accumulated gradient stays sharded, which
+        takes no extra memory and gives the same gradient. Collective: use it on all ranks, and not
+        inside a backward.
         """
         before = [(state.unit, state.unit.sync) for _, state in units_of(self)]
         self.set_requires_gradient_sync(False)
@@ -229,20 +332,27 @@ class FSDP(Controls):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards from now on reduce gradients (FSDP2's spelling of no_sync).
+        """Set whether later backwards reduce gradients (FSDP2's counterpart of no_sync).
 
-        recurse: units below this one as well. Takes effect at the next backward.
+        Takes effect at the next backward. Call it on all ranks.
+
+        Args:
+            requires_gradient_sync: False: gradients stay unreduced on their rank, as in no_sync().
+            recurse: also set it for the units below this one. Default: True.
         """
         for module, state in units_of(self):
             if recurse or module is self:
                 state.unit.sync = requires_gradient_sync
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole plain tensors under plain names; collective: call it on all ranks.
+        """Return the state dict: full, plain tensors under the names of the unwrapped model.
 
-        Arguments as nn.Module.state_dict. Each rank gets the whole dict, or within state_dict_type
-        what that says. Raises RuntimeError where it cannot give a parameter whole, naming it;
-        PeerError if a rank is gone.
+        Collective: call it on all ranks; each rank gets the full dict. Within state_dict_type(),
+        the dict has the form that was chosen there. Takes the arguments of nn.Module.state_dict.
+
+        Raises:
+            RuntimeError: a parameter cannot be unsharded; the message names it.
+            PeerError: another rank exited.
         """
         state = state_of(self)
         is_part = bool(args) or kwargs.get("destination") is not None  # of a larger dict
@@ -253,52 +363,70 @@ class FSDP(Controls):
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """nn.Module's, with whole tensors of which each rank takes its slice, or within
-        state_dict_type slices that state_dict() gave there; needs no other rank. See also
-        zshard.load_state_dict and zshard.load.
+        """Load a state dict of full tensors; each rank copies its own shard.
 
-        Raises RuntimeError for slices that are not this rank's, before anything changes, and for
-        what nn.Module raises it for; ValueError for assign=True.
+        Not collective: it does not communicate. Within state_dict_type(), it also takes the shards
+        that state_dict() returned there. Takes the arguments and returns the missing and unexpected
+        keys of nn.Module.load_state_dict. See also zshard.load_state_dict and zshard.load.
+
+        Raises:
+            RuntimeError: a shard belongs to another rank (nothing has changed then); and whatever
+                nn.Module.load_state_dict raises it for.
+            ValueError: assign=True.
         """
         refuse_strange_slices(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """nn.Module.apply, for initialisation say: parameters are whole where `fn` sees them, a
-        unit at a time, and get the values that rank 0 gives them. For all ranks together."""
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call `fn` on each submodule and on this module, as nn.Module.apply, for example to
+        initialize them.
+
+        `fn` sees full parameters, one unit at a time; the values that rank 0 writes count.
+        Collective: call it on all ranks. Returns this module.
+        """
         with own_unit_as_on_rank_0(self):
             return super().apply(fn)
 
     summon_full_params = summon_full_params
 
     def summary(self) -> str:
-        """A table of the units: name, parameters, bytes whole and per rank, strategy, transport;
-        and one of the model's memory by part, in MiB: predicted, now and at most."""
+        """Return two tables as text: the units (name, parameters, full and per-rank bytes,
+        strategy, transport), and the model's memory by part in MiB (predicted, now and peak)."""
         own = state_of(self)
         units = summary_of([state.unit for _, state in units_of(self)], own.comms)
         kinds = ("predicted", "now", "peak")
         return f"{units}\n\n{memory_table({kind: memory_of(self, kind) for kind in kinds})}"
 
     def memory(self, what: str = "now") -> dict[str, int]:
-        """Bytes on this rank: shards, kept, grads, slots, buckets, transport, optimizer, and their
-        total; and offloaded: what an Offload has put into files, or of a GPU's into its host's
-        memory, which counts nowhere else.
+        """Return the bytes that the model takes on this rank, by part.
 
-        what: "now", what zshard holds now; "peak", the most that there has been of each part at a
-        time since the model was wrapped, and of all together (holds by unshard() and the gradients
-        of no_sync() are in it); "predicted", what a step takes with the settings as they are, if
-        modules run in the order in which they stand in the model. What a step takes is reserved
-        before the first one, so "now" is "predicted" but for the optimizer's state.
+        Args:
+            what: "now" (the default): what zshard holds now. "peak": the maximum of each part, and
+                of their total, since the model was wrapped (including unshard() and the gradients
+                of no_sync()). "predicted": what a step takes with the current settings, if modules
+                run in the order in which they are registered.
 
-        "kept" is the copy of parameters that zero1 and hybrid_full keep between steps. "transport"
-        is what the ranks' transport has for itself (over c10d, what is sent and received; over shm,
-        the ranks' letter boxes): it is made once per process group and serves all models there, so
-        do not add it up over models ("predicted": of a new one). "optimizer" is the state of this
-        module's parameters in optimizers that have made a step; "predicted", until one has, that of
-        Adam. The other parts are those of the whole model.
+        Returns:
+            A dict of bytes:
 
-        Memory is counted when it is reserved; the system gives it when it is first touched. Raises
-        ValueError for another `what`.
+            "shards", "grads", "slots", "buckets": parameters, gradients, gathered full parameters,
+                and gradients on their way to the reduction.
+            "kept": the secondary shards of zero1 and hybrid_full, which stay between steps.
+            "transport": buffers of the transport (c10d: what is sent and received; shm: the ranks'
+                mailboxes). They are allocated once per process group and serve all its models, so
+                do not add them up over models. "predicted" counts those of a new transport.
+            "optimizer": the state of this module's parameters in all optimizers that have made a
+                step. "predicted": Adam's state, until an optimizer has made one.
+            "offloaded": what an Offload keeps in files, or for a GPU in host memory. It is not part
+                of the other numbers.
+            "total": the sum of the parts, without "offloaded".
+
+            All parts but "optimizer" are those of the whole model. A step's memory is reserved
+            before the first step, so "now" equals "predicted" except for the optimizer's state.
+            Memory counts once it is reserved; the system provides it when it is first touched.
+
+        Raises:
+            ValueError: `what` is something else.
         """
         return memory_of(self, what)
 
@@ -306,7 +434,10 @@ class FSDP(Controls):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDP]:
-        """The modules under (and including) `module` that are units, parents first."""
+        """Return the units at and below `module`, parents first.
+
+        root_only: only those that are not inside another unit. Default: False.
+        """
         found = [m for m in module.modules() if isinstance(m, FSDP)]
         if not root_only:
             return found
@@ -323,17 +454,39 @@ class FSDP(Controls):
         return f"{own}, {note}" if own else note
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Another sharded model with the same values, over the same ranks; without gradients, as
-        nn.Parameter copies. For all ranks together (a moving average of the weights, say)."""
+        """Return another sharded model with the same values, over the same ranks, for example for
+        a moving average of the weights. Gradients are not copied, as nn.Parameter copies none.
+        Collective: call it on all ranks."""
         return copy_module(self, memo) if is_within() else _copy_model(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a sharded model cannot be pickled; save model.state_dict() instead")
 
 
+if TYPE_CHECKING:
+
+    class Wrapped(FSDP, Generic[_M], Any):  # type: ignore[misc]
+        """What FSDP(module) returns, for type checkers: a module of class _M with FSDP's methods.
+
+        Python's types have no intersection of two classes. The base Any comes close: the result has
+        FSDP's typed methods, has any attribute that _M may have, and is accepted as an _M.
+        """
+
+        @property
+        def module(self) -> _M: ...
+
+else:
+
+    class Wrapped(Generic[_M]):
+        """Only for annotations: at run time the class of the result is made by _class_for()."""
+
+
 def shard_info(param: torch.Tensor) -> dict[str, Any] | None:
-    """Facts of a sharded parameter: name, unit, whole shape, and the (begin, numel) of its
-    row-major elements that this rank owns. None for any other tensor."""
+    """Return a dict that describes a sharded parameter, or None for any other tensor.
+
+    "name" and "unit": its name, and that of its unit. "shape": its full shape. "begin" and "numel":
+    this rank owns that many elements from element `begin` on, in row-major order.
+    """
     return _core.shard_info(param)
 
 

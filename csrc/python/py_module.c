@@ -82,9 +82,12 @@ static int add_exceptions(PyObject *module, zs_py_state *state)
     if (add_exception(module, "zshard.PeerError", "Another rank died, left or gave up; the message names it.",
                       PyExc_RuntimeError, &state->peer_error) < 0)
         return -1;
-    if (add_exception(module, "zshard.PeerTimeoutError", "Another rank did not come within the timeout.",
-                      state->peer_error, &state->peer_timeout_error) < 0)
-        return -1;
+    PyObject *bases = PyTuple_Pack(2, state->peer_error, PyExc_TimeoutError);
+    if (bases == NULL) return -1;
+    int made = add_exception(module, "zshard.PeerTimeoutError", "Another rank did not come within the timeout.", bases,
+                             &state->peer_timeout_error);
+    Py_DECREF(bases);
+    if (made < 0) return -1;
     if (add_exception(module, "zshard.CudaError",
                       "The CUDA driver is missing, too old or refused a call; the message has its words.",
                       PyExc_RuntimeError, &state->cuda_error) < 0)

@@ -81,12 +81,15 @@ def step_of(name: str) -> int | None:
     return step if name_of(step) == name else None
 
 
-def latest(directory: str | os.PathLike[str]) -> str | None:
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """The path of the newest finished checkpoint in a directory of numbered ones, as zshard.save
     writes them with `step`: that of the highest step. None where there is none, or no directory.
     NotADirectoryError where it is a file."""
     found = finished(directory)
     return os.path.join(os.fspath(directory), name_of(found[-1])) if found else None
+
+
+latest = latest_checkpoint  # its earlier name
 
 
 def finished(directory: str | os.PathLike[str]) -> list[int]:
