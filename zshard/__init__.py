@@ -11,7 +11,7 @@ import torch  # noqa: F401 - its libraries have to be loaded before the core tha
 
 from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
 from zshard._checkpoint.extra import rng_state, set_rng_state
-from zshard._checkpoint.folder import latest
+from zshard._checkpoint.folder import latest, latest_checkpoint
 from zshard._checkpoint.load import Loaded, load
 from zshard._checkpoint.manifest import CheckpointError
 from zshard._checkpoint.save import Save, save
@@ -61,6 +61,7 @@ __all__ = [
     "features",
     "fully_shard",
     "latest",
+    "latest_checkpoint",
     "load",
     "load_optim_state_dict",
     "load_state_dict",
