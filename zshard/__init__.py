@@ -32,6 +32,7 @@ from zshard.precision import MixedPrecision, MixedPrecisionPolicy
 from zshard.strategy import ShardingStrategy
 
 FullyShardedDataParallel = FSDP  # FSDP1's name for it
+uninitialized = empty
 
 __version__ = "0.1.0"
 

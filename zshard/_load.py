@@ -52,7 +52,10 @@ def load_state_dict(
     given = {} if state is None else state
     with on_all_ranks(comm):
         if from_rank0 and comm.rank != 0 and len(given) > 0:
-            raise ValueError("load_state_dict(from_rank0=True): pass state=None on all ranks but 0")
+            raise ValueError(
+                f"load_state_dict(from_rank0=True) got a state on rank {comm.rank}: pass None on "
+                "all ranks but 0"
+            )
         _check_state(given if not from_rank0 or comm.rank == 0 else {})
     if not from_rank0:
         return stream(model, given, strict, None, comm)

@@ -64,7 +64,9 @@ def comm_of(model: nn.Module) -> _core.Comm:
             "model.load_state_dict()"
         )
     if any(comm is not comms[0] for comm in comms):
-        raise ValueError("the units of the model span different ranks: handle them one by one")
+        raise ValueError(
+            "the units of the model span different ranks: save and load each of them on its own"
+        )
     return comms[0]
 
 

@@ -133,8 +133,8 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     name = str(value.dtype).removeprefix("torch.")
     if value.layout != torch.strided or value.is_meta or name not in _DTYPES:
         raise TypeError(
-            f"cannot save {where}, a tensor of {value.dtype}, {value.layout}, on {value.device}: "
-            "expected a strided tensor with values, of a dtype that safetensors supports"
+            f"cannot save {where}: unsupported tensor ({value.dtype}, {value.layout}, "
+            f"{value.device}); pass a strided tensor with values, of a dtype that safetensors has"
         )
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = bytes(bytes_of(plain))
@@ -150,8 +150,8 @@ def _encode_numpy(value: Any, where: str) -> Any:
         return {"$array": {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}}
     kind = f" of {value.dtype}" if hasattr(value, "dtype") else ""
     raise TypeError(
-        f"cannot save {where} of type {type(value).__name__}{kind}: pass numbers, strings, None, "
-        "lists, tuples, dicts, sets, bytes, or tensors and arrays of numbers"
+        f"cannot save {where}: unsupported type {type(value).__name__}{kind}; pass numbers, "
+        "strings, None, lists, tuples, dicts, sets, bytes, or tensors or arrays of numbers"
     )
 
 

@@ -210,7 +210,7 @@ def warn_of_newer(target: Target) -> None:
     if newest is not None and newest != target.path:
         warnings.warn(
             f"'{newest}' has a later step than '{target.name}', which was just saved: "
-            "latest_checkpoint() and load() use it until you delete it, and keep_last leaves it",
+            "latest_checkpoint() and load() use it until you delete it; keep_last does not",
             stacklevel=2,
         )
 

@@ -238,8 +238,8 @@ def _refuse_meta(model: nn.Module) -> None:
     names = [f"'{name}'" for name, tensor in tensors if tensor.is_meta]
     if names:
         raise RuntimeError(
-            f"cannot load into tensors on the meta device ({', '.join(names[:5])}): wrap the model "
-            "with FSDP(..., param_init_fn=zshard.uninitialized), or call model.to_empty(device=...)"
+            f"cannot load into tensors on the meta device ({', '.join(names[:5])}): first call "
+            "FSDP(model, param_init_fn=zshard.uninitialized) or model.to_empty(device=...)"
         )
 
 
