@@ -78,7 +78,7 @@ def test_inspect(saved, command):
     for where in (path, path.parent):
         status, text = command("inspect", where)
         assert status == 0 and "step 7" in text and f"zshard {zshard.__version__}" in text
-        assert "head.weight is embed.weight" in text
+        assert "head.weight is tied to embed.weight" in text
         assert "optimizer zshard.optim.AdamW" in text and "'lr': 0.01" in text
         for name, value in once(model).items():
             line = next(each for each in text.splitlines() if each.startswith(f"  {name} "))

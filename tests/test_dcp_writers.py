@@ -210,7 +210,7 @@ WRONG = {
     "far away": (
         changed(saved_offsets=[2**62, 0]),
         CheckpointError,
-        "the parts of 'first.weight' in .* overlap or leave a gap",
+        "the parts of 'first.weight' in",
     ),
 }
 

@@ -81,7 +81,7 @@ def test_the_block_and_its_tensors_are_named(pool2, path):
     file = next(each for each in sorted(path.iterdir()) if each.name.startswith("optimizer-00001"))
     flip(file, file.stat().st_size - 1)
     words = [
-        f"'{file}' is damaged: bytes 0 to {file.stat().st_size} (block 0)",
+        f"'{file}' is damaged: checksum mismatch in bytes 0 to {file.stat().st_size} (block 0)",
         "which contain the header",
     ]
     check(pool2, path, words)
@@ -161,7 +161,7 @@ def test_files_of_another_save(pool2, path, tmp_path):
     for name in files_of(path):
         if name.startswith("model-00001"):
             shutil.copy(tmp_path / "y" / name, path / name)
-            check(pool2, path, f"'{path / name}' is damaged: bytes 0 to")
+            check(pool2, path, f"'{path / name}' is damaged: checksum mismatch in bytes 0 to")
 
 
 def other_values(path):
@@ -278,6 +278,6 @@ def test_verify_off(tmp_path):
         zshard.load(tmp_path / "x", model)
     assert zshard.load(tmp_path / "x", model, verify=False).verified is False
     flip(file, file.read_bytes().index(b"weight"))
-    with pytest.raises(CheckpointError, match=r"\(block 0\) are not .*; its header, "):
+    with pytest.raises(CheckpointError, match=r"checksum mismatch .* \(block 0\), which contain the header, "):
         zshard.load(tmp_path / "x", model, verify=False)
     assert model.weight[0, 0].item() == before

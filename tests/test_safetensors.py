@@ -164,7 +164,7 @@ def test_what_is_no_file(tmp_path):
     with pytest.raises(ValueError, match="'/dev/null' is no regular file"):
         read("/dev/null")
     with pytest.raises(
-        FileNotFoundError, match=r"no finished checkpoint: no zshard\.json, model\.saf"
+        FileNotFoundError, match=r"no finished checkpoint in .*: it has no zshard\.json, model\.saf"
     ):
         read(tmp_path)
 
