@@ -12,10 +12,14 @@ from torch import nn
 import zshard
 
 PATHS = {
-    "none": (None, TypeError, "path takes a string or a pathlib.Path, not None; zshard.latest"),
-    "bytes": (b"x", TypeError, "path takes a string or a pathlib.Path, not b'x'"),
+    "none": (
+        None,
+        TypeError,
+        "path must be a string or a pathlib.Path, got None; zshard.latest_checkpoint",
+    ),
+    "bytes": (b"x", TypeError, "path must be a string or a pathlib.Path, got b'x'"),
     "a number": (3, TypeError, "expected str, bytes or os.PathLike object, not int"),
-    "a NUL byte": ("a\0b", ValueError, r"path='a\x00b' has a NUL byte"),
+    "a NUL byte": ("a\0b", ValueError, r"path='a\x00b' contains a NUL byte"),
 }
 
 
@@ -31,14 +35,16 @@ def test_no_path(call, case):
 def test_a_folder_that_is_to_be_made_first(tmp_path):
     missing = tmp_path / "runs"
     for path, options in ((missing / "x", {}), (missing / "run" / "x", {"step": 1})):
-        with pytest.raises(FileNotFoundError, match=f"'{path.parent}.*is no folder; make it first"):
+        with pytest.raises(
+            FileNotFoundError, match=f"'{path.parent}.*does not exist; create it first"
+        ):
             zshard.save(path, nn.Linear(1, 1), **options)
     assert list(tmp_path.iterdir()) == []
 
 
 STEPS = {
     "text": ({"step": "7"}, TypeError, "step='7': 'str' object cannot be interpreted"),
-    "too large": ({"step": 2**63}, ValueError, "step=9223372036854775808 is no number of steps"),
+    "too large": ({"step": 2**63}, ValueError, "0 to 2**63 - 1, got 9223372036854775808"),
     "keep_last": ({"step": 1, "keep_last": 1.5}, TypeError, "keep_last=1.5: 'float' object cannot"),
 }
 

@@ -1,6 +1,6 @@
-"""The examples of docs/checkpoints.md, as they stand there.
+"""The examples of docs/checkpoints.md run as printed.
 
-The one idea: each block of Python is run, over names that a reader would have.
+The one idea: each block of Python runs with the names that a reader would have.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from models import differences
+from optim_states import differ
 from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig
 
 import zshard
 from zshard import FSDP
-
-transformers = pytest.importorskip("transformers")
 
 TEXT = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
@@ -61,6 +63,7 @@ def test_a_run_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_model_from_the_meta_device(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
     (text,) = (block for block in BLOCKS if '"meta"' in block)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 9}
@@ -73,3 +76,37 @@ def test_a_model_from_the_meta_device(tmp_path, monkeypatch):
     exec(text, names)
     ids = torch.arange(6).reshape(2, 3)
     assert torch.equal(names["model"](ids).logits, model(ids).logits)
+
+
+# --- state dicts ----------------------------------------------------------------------------------
+
+
+def saved_and_loaded(folder, saving, loading):
+    """Trains, runs a block that saves and, with another model, one that loads: the differences
+    between both models and optimizers, and whether the load changed anything."""
+    names = {"FullStateDictConfig": FullStateDictConfig, "FSDP": FSDP, "torch": torch}
+    names["rank"] = dist.get_rank()
+    ours, theirs = trained(), trained()
+    step_of(ours)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(saving, {**names, **ours})
+        dist.barrier()
+        before = theirs["model"].state_dict()
+        exec(loading, {**names, **theirs})
+    wanted = ours["model"].state_dict()
+    found = differences(theirs["model"].state_dict(), wanted)
+    found += differ(theirs["optimizer"].state_dict(), ours["optimizer"].state_dict())
+    return found, differences(before, wanted) != []
+
+
+@pytest.mark.parametrize("file", ["state.pt", "rank0.pt"])
+def test_state_dicts(pool2, file, tmp_path):
+    saving, loading = (block for block in BLOCKS if file in block)
+    assert pool2.run(saved_and_loaded, tmp_path, saving, loading) == [([], True)] * 2
+
+
+def test_each_block_is_run():
+    marks = ("for step in", '"meta"', "state.pt", "rank0.pt")
+    assert [sum(mark in block for block in BLOCKS) for mark in marks] == [1, 1, 2, 2]
+    assert len(BLOCKS) == 6

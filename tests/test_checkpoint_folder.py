@@ -97,9 +97,7 @@ def test_later_steps_are_nobodys_to_delete(tmp_path):
     """A run that went back to an earlier step, or began anew in the wrong directory."""
     for step in (1, 2, 7, 10**8):
         zshard.save(tmp_path, small(), step=step)
-    with pytest.warns(
-        UserWarning, match=r"step-100000000' is of a later step than 'step-00000003'"
-    ):
+    with pytest.warns(UserWarning, match=r"step-100000000' has a later step than 'step-00000003'"):
         zshard.save(tmp_path, small(), step=3, keep_last=1)
     assert inside(tmp_path) == [name(3), name(7), name(10**8)]
     with warnings.catch_warnings():
@@ -167,7 +165,9 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
 
     real = _core.rename
     monkeypatch.setattr(_core, "rename", lambda a, b: real(a, b) if ".tmp" in a else refuse(a, b))
-    with pytest.warns(UserWarning, match=r"step-00000001' was not deleted: .* not permitted"):
+    with pytest.warns(
+        UserWarning, match=r"could not delete the checkpoint '.*step-00000001': .* not permitted"
+    ):
         zshard.save(tmp_path, small(), step=2, keep_last=1)
     assert inside(tmp_path) == ["step-00000001", "step-00000002"]
     assert bit_by_bit(tmp_path / "step-00000001") == before
@@ -204,7 +204,7 @@ def test_a_file_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
         raise OSError(folders._NO_SWAPS[0], "Invalid argument", a)
 
     monkeypatch.setattr(_core, "swap", swap)
-    with pytest.raises(OSError, match=r"cannot exchange folders: save to another path, .*/x'"):
+    with pytest.raises(OSError, match=r"cannot swap folders: save to another path, .*/x'"):
         zshard.save(tmp_path / "x", small(2.0), overwrite=True)
     assert inside(tmp_path) == ["x"] and bit_by_bit(tmp_path / "x") == before
 
@@ -242,7 +242,7 @@ def test_saves_beside_each_other(tmp_path):
     """The lock of one checkpoint is nobody else's."""
     lock = folders._locked(Target.of(tmp_path / "a", None))
     zshard.save(tmp_path / "b", small())
-    with pytest.raises(RuntimeError, match=rf"process {os.getpid()} on .*: it has the lock"):
+    with pytest.raises(RuntimeError, match=rf"process {os.getpid()} on .* holds the lock"):
         zshard.save(tmp_path / "a", small())
     _core.unlock(lock)
     zshard.save(tmp_path / "a", small())
@@ -284,7 +284,7 @@ def test_a_path_that_is_taken_meanwhile(tmp_path, monkeypatch):
         real(path)
 
     monkeypatch.setattr(_core, "sync_folder", sync_folder)
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         zshard.save(tmp_path / "x", make(Mlp))
     assert inside(tmp_path) == ["x"] and inside(tmp_path / "x") == []
 

@@ -81,7 +81,10 @@ def test_flat_optimizers_of_torch(pool2, tmp_path):
     for i, combination in enumerate((FULL, C10D)):
         for found, said in pool2.run(flat_by_torch, str(tmp_path / str(i)), "mlp", combination):
             assert found == []
-            assert "has other options than 'first.weight', which is in group 0 as well" in said
+            assert (
+                "and 'first.weight' are both in param group 0, but the checkpoint has different options"
+                in said
+            )
 
 
 def by_torch(path, library, name):
@@ -227,7 +230,7 @@ def test_a_pickle_that_would_run_something(folder, tmp_path):
     sign = tmp_path / "ran"
     right = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(sign)))
-    refused(folder, "is not what torch.distributed.checkpoint writes")
+    refused(folder, "is not torch.distributed.checkpoint metadata")
     for protocol in (0, 1, 2, 4):
         (folder / ".metadata").write_bytes(pickle.dumps(Evil(sign), protocol=protocol))
         refused(folder, r"\.metadata'")
@@ -236,7 +239,7 @@ def test_a_pickle_that_would_run_something(folder, tmp_path):
         {"model": dict(Two().state_dict()), "step": Evil(sign)}, checkpoint_id=folder, no_dist=True
     )
     sign.unlink(missing_ok=True)
-    refused(folder, "has 'step', which cannot be read without running it: it is a posix.system")
+    refused(folder, "cannot read 'step' in .* as plain data: it contains posix.system")
     assert not sign.exists()
 
 
@@ -254,7 +257,7 @@ def test_state_by_numbers_is_refused(tmp_path):
     state = {"model": model, "optimizer": optimizer}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     before = model.a.clone()
-    with pytest.raises(RuntimeError, match="its optimizer's state goes by numbers"):
+    with pytest.raises(RuntimeError, match="has no usable optimizer state: it is keyed by numbers"):
         zshard.load(tmp_path, model, optimizer)
     zshard.load(tmp_path, model)
     assert torch.equal(model.a, before)
@@ -298,29 +301,38 @@ def set_chunk(name, **facts):
 
 
 WRONG = {
-    "a file elsewhere": (set_info("model.a", relative_path="../x"), "no file of its folder"),
+    "a file elsewhere": (set_info("model.a", relative_path="../x"), "not a file in its folder"),
     "a missing file": (set_info("model.a", relative_path="gone"), "gone' is missing"),
-    "beyond the file": (set_info("model.a", offset=10**9), "is too short: 'model.a'"),
-    "negative": (set_info("model.a", offset=-1), "is too short: 'model.a'"),
+    "beyond the file": (
+        set_info("model.a", offset=10**9),
+        "is too short: .* 'model.a' is at bytes",
+    ),
+    "negative": (set_info("model.a", offset=-1), "is too short: .* 'model.a' is at bytes"),
     "another place": (set_info("model.a", offset=7), "is damaged at bytes 7 to"),
     "compressed": (set_info("model.a", transform_descriptors=["zstd"]), "compressed"),
-    "outside": (set_chunk("model.a", sizes=torch.Size((3, 3))), "is not within"),
-    "too little": (set_chunk("model.a", sizes=torch.Size((1, 3))), "has not all of 'model.a'"),
+    "outside": (set_chunk("model.a", sizes=torch.Size((3, 3))), "outside its shape"),
+    "too little": (
+        set_chunk("model.a", sizes=torch.Size((1, 3))),
+        "chunks of 'model.a' that overlap or leave a gap",
+    ),
     "no chunk": (
         lambda m: m.state_dict_metadata["model.a"].chunks.clear(),
-        "has not all of 'model.a'",
+        "chunks of 'model.a' that overlap or leave a gap",
     ),
     "twice": (
         lambda m: m.state_dict_metadata["model.a"].chunks.append(
             m.state_dict_metadata["model.a"].chunks[0]
         ),
-        "has not all of 'model.a' once",
+        "chunks of 'model.a' that overlap or leave a gap",
     ),
     "another dtype": (
         lambda m: setattr(m.state_dict_metadata["model.a"].properties, "dtype", torch.int32),
         "is damaged at bytes|dtype mismatch",
     ),
-    "no storage": (lambda m: m.storage_data.clear(), "is not as torch.distributed.checkpoint"),
+    "no storage": (
+        lambda m: m.storage_data.clear(),
+        "is not valid torch.distributed.checkpoint metadata",
+    ),
 }
 
 
@@ -339,7 +351,7 @@ def test_truncated_metadata(folder):
     right = file.read_bytes()
     for length in range(0, len(right), 7):
         file.write_bytes(right[:length])
-        refused(folder, "cannot be read without running it")
+        refused(folder, "cannot read .* as plain data")
 
 
 @settings(max_examples=300, deadline=None)

@@ -197,13 +197,21 @@ def changed(**facts):
 
 
 WRONG = {
-    "lost": (lost, CheckpointError, "have not all of 'first"),
+    "lost": (lost, CheckpointError, "the parts of 'first"),
     "lost at the end": (lost_at_the_end, RuntimeError, "size mismatch for first.weight"),
-    "of another save": (of_another_save, CheckpointError, "once: one is missing, or of another"),
-    "no note": (changed(), CheckpointError, "does not say where its part of 'first.weight' begins"),
-    "below 0": (changed(saved_offsets=[-1, 0]), CheckpointError, "does not say where its part"),
-    "other dimensions": (changed(saved_offsets=[0]), CheckpointError, "does not say where its"),
-    "far away": (changed(saved_offsets=[2**62, 0]), CheckpointError, "not all of 'first.weight'"),
+    "of another save": (
+        of_another_save,
+        CheckpointError,
+        "a gap: a file is missing or belongs to another save",
+    ),
+    "no note": (changed(), CheckpointError, "has no valid saved_offsets for 'first.weight'"),
+    "below 0": (changed(saved_offsets=[-1, 0]), CheckpointError, "has no valid saved_offsets"),
+    "other dimensions": (changed(saved_offsets=[0]), CheckpointError, "has no valid saved_offsets"),
+    "far away": (
+        changed(saved_offsets=[2**62, 0]),
+        CheckpointError,
+        "the parts of 'first.weight' in",
+    ),
 }
 
 
@@ -272,7 +280,7 @@ def test_model_and_optimizer_in_folders_of_their_own(tmp_path):
     dcp.save({"optimizer": state}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
     other = made(2)
     theirs = torch.optim.AdamW(other.parameters(), lr=0.2)
-    words = r"no checkpoint, but 'optimizer_0', 'pytorch_model_fsdp_0' in it may be"
+    words = r"not a checkpoint, but contains 'optimizer_0', 'pytorch_model_fsdp_0'"
     with pytest.raises(FileNotFoundError, match=words):
         zshard.load(tmp_path, other)
     zshard.load(tmp_path / "pytorch_model_fsdp_0", other)
@@ -307,10 +315,12 @@ def test_what_is_no_data_beside_the_model(tmp_path):
     state = {"model": made(1).state_dict(), "args": args, "best": numpy.float32(0.5)}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
     model = made(2)
-    with pytest.raises(CheckpointError, match=r"has 'args'.*Namespace.*strict=False leaves it out"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot read 'args'.*Namespace.*pass strict=False to skip it"
+    ):
         zshard.load(tmp_path / "x", model)
     assert differences(dict(model.state_dict()), dict(made(2).state_dict())) == []
-    with pytest.warns(UserWarning, match=r"has 'args'.* it is left out"):
+    with pytest.warns(UserWarning, match=r"cannot read 'args'.*; skipped"):
         loaded = zshard.load(tmp_path / "x", model, strict=False)
     assert dict(loaded) == {"best": 0.5}
     assert differences(dict(model.state_dict()), dict(made(1).state_dict())) == []

@@ -106,7 +106,7 @@ def test_state_of_schedulers():
     "value", [torch.nn.Linear(1, 1), object(), lambda: 0, {"x": [1, print]}, 1j]
 )
 def test_names_what_it_cannot_keep(value):
-    with pytest.raises(TypeError, match=r"^extra(\['x'\]\[1\])? is a"):
+    with pytest.raises(TypeError, match=r"^cannot save extra(\['x'\]\[1\])?: unsupported type"):
         encode(value)
 
 
@@ -114,12 +114,12 @@ def test_refuses_what_is_large():
     with pytest.raises(ValueError, match=r"extra\['big'\] has 16777217 bytes.*buffer of the model"):
         encode({"big": bytes(2**24 + 1)})
     assert decode(json.loads(json.dumps(encode([2**8191, -(2**8191)])))) == [2**8191, -(2**8191)]
-    with pytest.raises(ValueError, match=r"extra\['big'\] is a number of 8193 bits"):
+    with pytest.raises(ValueError, match=r"extra\['big'\] is an integer of 8193 bits"):
         encode({"big": 2**8192})
 
 
 def test_says_of_what_an_array_is():
-    with pytest.raises(TypeError, match=r"extra\['names'\] is a ndarray of <U1, which"):
+    with pytest.raises(TypeError, match=r"extra\['names'\]: unsupported type ndarray of <U1;"):
         encode({"names": numpy.array(["a"])})
 
 
@@ -157,7 +157,7 @@ def test_random_numbers_go_on_where_they_were():
 
 
 def test_random_state_of_something_else():
-    with pytest.raises(ValueError, match="'jax' is no key"):
+    with pytest.raises(ValueError, match="unexpected key 'jax'"):
         set_rng_state({"jax": 1})
 
 

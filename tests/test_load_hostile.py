@@ -53,7 +53,8 @@ def test_what_is_no_regular_file(pool2, path, name, kind):
         os.mkfifo(file)
     else:
         file.mkdir()
-    check(pool2, path, [f"'{file}'", "is a link" if kind == "link" else "no regular file"])
+    is_link = kind == "link" and name == "zshard.json"
+    check(pool2, path, [f"'{file}'", "is a symbolic link" if is_link else "regular file"])
 
 
 def test_an_index_that_names_what_the_manifest_does_not(pool2, path):
@@ -68,7 +69,7 @@ def test_an_index_that_names_what_the_manifest_does_not(pool2, path):
         files[index.name] = manifest.FileRecord(file.size, (crc,))
     rewritten(path, files=files)
     check(
-        pool2, path, f"'{path / 'other.safetensors'}' is named by an index, and not by zshard.json"
+        pool2, path, f"'{path / 'other.safetensors'}' is listed in an index, but not in zshard.json"
     )
 
 
@@ -76,17 +77,17 @@ def test_an_index_that_names_what_the_manifest_does_not(pool2, path):
     ("changes", "words"),
     [
         ({"optimizer": {}}, "lacks 'groups'"),
-        ({"optimizer": {"class": "A", "groups": 3, "state": {}}}, "has no valid optimizer"),
-        ({"optimizer": {"class": "A", "groups": [], "state": {}}}, "does not know the optimizer's"),
+        ({"optimizer": {"class": "A", "groups": 3, "state": {}}}, "has an invalid optimizer entry"),
+        ({"optimizer": {"class": "A", "groups": [], "state": {}}}, "does not list the optimizer's"),
         (
             {"optimizer": {"class": "A", "groups": [], "state": {"a": {"tensors": ["b"]}}}},
             "lacks 'a.b'",
         ),
-        ({"model": {"extra_state": []}}, "has a list as extra_state, no object"),
-        ({"model": {"extra_state": {"a": {"$object": 1}}}}, "no value that this version"),
-        ({"model": {"versions": {"head": "2"}}}, "versions of modules that are no numbers"),
-        ({"extra": [[1]]}, "has a list as extra, no dict"),
-        ({"extra": [{"a": {"$tuple": 1, "$x": 2}}]}, "no value that this version"),
+        ({"model": {"extra_state": []}}, "extra_state must be an object, got list"),
+        ({"model": {"extra_state": {"a": {"$object": 1}}}}, "not a value that this version"),
+        ({"model": {"versions": {"head": "2"}}}, "module versions that are not integers"),
+        ({"extra": [[1]]}, "extra must be a dict, got list"),
+        ({"extra": [{"a": {"$tuple": 1, "$x": 2}}]}, "not a value that this version"),
     ],
 )
 def test_a_manifest_that_says_strange_things(pool2, path, changes, words):
@@ -99,13 +100,13 @@ def test_a_newer_format(pool2, path):
     whole = json.loads(file.read_text())
     whole["checkpoint"]["version"] = 2
     file.write_text(json.dumps(whole))
-    check(pool2, path, ["is of version 2 of the format; this zshard reads version 1"])
+    check(pool2, path, ["has format version 2, but this zshard reads version 1"])
 
 
 def test_a_folder_of_an_interrupted_save(pool2, path):
     (path / "zshard.json").unlink()
     left = path.rename(path.parent / f".x.{'0' * 32}.tmp")
-    check(pool2, left, "is what an interrupted save has left", options=None, with_optimizer=False)
+    check(pool2, left, "an interrupted save left it", options=None, with_optimizer=False)
 
 
 # --- pickles --------------------------------------------------------------------------------------
@@ -113,10 +114,10 @@ def test_a_folder_of_an_interrupted_save(pool2, path):
 
 def test_folders_of_pickles(pool2, tmp_path):
     for name, files, words in (
-        ("torch", ["pytorch_model.bin"], "is a pickle by its name"),
+        ("torch", ["pytorch_model.bin"], "looks like a pickle"),
         ("ds", ["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "zero_to_fp32.py"),
         ("ds2", ["latest", "global_step10/mp_rank_00_model_states.pt"], "zero_to_fp32.py"),
-        ("empty", ["notes.txt"], "has no finished checkpoint"),
+        ("empty", ["notes.txt"], "no finished checkpoint in"),
     ):
         for file in files:
             (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
@@ -124,4 +125,4 @@ def test_folders_of_pickles(pool2, tmp_path):
         kind = OSError if name == "empty" else CheckpointError
         check(pool2, tmp_path / name, words, kind=kind, options=None, with_optimizer=False)
     file = tmp_path / "torch" / "pytorch_model.bin"
-    check(pool2, file, "is a pickle by its name", options=None, with_optimizer=False)
+    check(pool2, file, "looks like a pickle", options=None, with_optimizer=False)

@@ -34,16 +34,32 @@ def some_function():
 
 
 ARGUMENTS = {
-    "step below 0": (ValueError, "step=-1 is no number", {"step": -1}),
+    "step below 0": (
+        ValueError,
+        "step must be an integer from 0 to 2**63 - 1, got -1",
+        {"step": -1},
+    ),
     "no step": (TypeError, "'float' object cannot be interpreted", {"step": 1.0}),
-    "a truth value": (ValueError, "step=True is no number", {"step": True}),
-    "extra": (TypeError, "extra['a']['b'] is a function", {"extra": {"a": {"b": some_function}}}),
-    "extra that is no dict": (TypeError, "extra takes a dict, not list", {"extra": [1]}),
-    "dtype": (ValueError, "dtype=torch.int32: tensors can be", {"dtype": torch.int32}),
-    "dtype of other kind": (TypeError, "torch.dtype, not 'bf16'", {"dtype": "bf16"}),
-    "size": (ValueError, "max_shard_size='5XB' is no size", {"max_shard_size": "5XB"}),
-    "keep_last": (ValueError, "keep_last is for numbered", {"keep_last": 2}),
-    "keep none": (ValueError, "keep_last=0", {"keep_last": 0, "step": 1}),
+    "a truth value": (
+        ValueError,
+        "step must be an integer from 0 to 2**63 - 1, got True",
+        {"step": True},
+    ),
+    "extra": (
+        TypeError,
+        "extra['a']['b']: unsupported type function",
+        {"extra": {"a": {"b": some_function}}},
+    ),
+    "extra that is no dict": (TypeError, "extra must be a dict, got list", {"extra": [1]}),
+    "dtype": (
+        ValueError,
+        "must be a floating-point dtype that safetensors supports, got torch.int32",
+        {"dtype": torch.int32},
+    ),
+    "dtype of other kind": (TypeError, "torch.dtype, got 'bf16'", {"dtype": "bf16"}),
+    "size": (ValueError, "max_shard_size='5XB' is not a size", {"max_shard_size": "5XB"}),
+    "keep_last": (ValueError, "keep_last needs numbered", {"keep_last": 2}),
+    "keep none": (ValueError, "keep_last must be at least 1, got 0", {"keep_last": 0, "step": 1}),
 }
 
 
@@ -66,7 +82,11 @@ def on_one_rank(folder):
         extra = {"a": some_function} if rank() == 1 else {"a": 1}
         zshard.save(folder / "new", model, extra=extra)
 
-    text = "extra['a'] is a function" if rank() == 1 else "rank 1: extra['a'] is a function"
+    text = (
+        "cannot save extra['a']: unsupported type"
+        if rank() == 1
+        else "rank 1: cannot save extra['a']: unsupported type"
+    )
     return tried(folder, TypeError, text, wrong)
 
 
@@ -75,14 +95,14 @@ def test_what_is_wrong_on_one_rank(pool2, tmp_path):
 
 
 def test_what_is_no_model(tmp_path):
-    with pytest.raises(TypeError, match=r"takes an nn\.Module, not OrderedDict"):
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got OrderedDict"):
         zshard.save(tmp_path / "x", make(Mlp).state_dict())
-    with pytest.raises(TypeError, match=r"takes a torch\.optim\.Optimizer, not dict"):
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got dict"):
         zshard.save(tmp_path / "x", make(Mlp), {})
     for path in ("", "/"):
-        with pytest.raises(ValueError, match="is no path of a folder"):
+        with pytest.raises(ValueError, match="does not name a folder"):
             zshard.save(path, make(Mlp))
-    with pytest.raises(TypeError, match="takes a string"):
+    with pytest.raises(TypeError, match="must be a string"):
         zshard.save(b"x", make(Mlp))
 
 
@@ -136,7 +156,7 @@ def of_different_contents(folder):
 
     kind, found = zshard.DivergenceError, []
     for text, action in (
-        ("where rank 0 has 'first.weight.more0' (no tensor)", states),
+        ("where rank 0 has 'first.weight.more0' (not a tensor)", states),
         ("path is '", paths),
         ("where rank 0 has tensor 'more0'", names),
         ("only rank 0 has", optimizers),
@@ -200,9 +220,9 @@ def unsharded(folder, model, optimizer):
 
 
 TIMES = {
-    in_forward: "a model is saved between steps: reshard() of unit",
-    while_whole: "are whole copies, made by unshard() or summon_full_params()",
-    unsharded: "are whole copies, made by unshard() or summon_full_params()",
+    in_forward: "cannot save a model during a step: reshard() of unit",
+    while_whole: "cannot save while unshard() or summon_full_params() keeps the parameters",
+    unsharded: "cannot save while unshard() or summon_full_params() keeps the parameters",
 }
 
 
@@ -219,7 +239,7 @@ def in_a_backward(folder):
     """A backward that raises ends there, as any does; there is no training on from it here."""
     model, optimizer = trained("mlp", APART, "zshard.AdamW")
     found = outcome(lambda: in_backward(folder, model, optimizer))
-    return found[0] is RuntimeError, "a model is saved between steps" in found[1], inside(folder)
+    return found[0] is RuntimeError, "cannot save a model during a step" in found[1], inside(folder)
 
 
 def test_in_a_backward(pool2, tmp_path):

@@ -26,35 +26,40 @@ from zshard._checkpoint import folder as folders
 from zshard._group import comm_for
 
 FOLDERS = {
-    "taken": (FileExistsError, "is there already", "old", {}),
-    "a file": (FileExistsError, "is there already", "file", {}),
+    "taken": (FileExistsError, "already exists", "old", {}),
+    "a file": (FileExistsError, "already exists", "file", {}),
     "to overwrite a file": (
         FileExistsError,
-        "is no checkpoint of zshard's",
+        "is not a zshard checkpoint",
         "file",
         {"overwrite": True},
     ),
     "to overwrite mine": (
         FileExistsError,
-        "is no checkpoint of zshard's",
+        "is not a zshard checkpoint",
         "mine",
         {"overwrite": True},
     ),
     "to overwrite a link": (
         FileExistsError,
-        "is no checkpoint of zshard's",
+        "is not a zshard checkpoint",
         "link",
         {"overwrite": True},
     ),
-    "no parent": (FileNotFoundError, "/gone' is no folder", "gone/new", {}),
+    "no parent": (FileNotFoundError, "/gone' does not exist", "gone/new", {}),
     "no parent of a directory": (
         FileNotFoundError,
-        "/gone/new' is no folder",
+        "/gone/new' does not exist",
         "gone/new",
         {"step": 1},
     ),
-    "below a file": (NotADirectoryError, "/file' is no folder", "file/new", {}),
-    "a directory that is a file": (NotADirectoryError, "/file' is no folder", "file", {"step": 1}),
+    "below a file": (NotADirectoryError, "/file' is not a directory", "file/new", {}),
+    "a directory that is a file": (
+        NotADirectoryError,
+        "/file' is not a directory",
+        "file",
+        {"step": 1},
+    ),
 }
 
 
@@ -162,7 +167,7 @@ def while_another(folder, is_numbered):
 def test_while_another_save_is_under_way(pool2, is_numbered, tmp_path):
     for (kind, text), names in pool2.run(while_another, tmp_path, is_numbered):
         assert kind is RuntimeError and names == ["new"]
-        assert "another save into '" in text and "process " in text and ".zshard.lock'" in text
+        assert "another save to '" in text and "process " in text and ".zshard.lock'" in text
 
 
 def on_disks_of_their_own(folder, model, optimizer):
@@ -174,9 +179,7 @@ def on_disks_of_their_own(folder, model, optimizer):
 
 
 def not_shared(folder):
-    text = (
-        "this rank does not see '/elsewhere/" if rank() == 1 else "rank 1: this rank does not see"
-    )
+    text = "this rank cannot see '/elsewhere/" if rank() == 1 else "rank 1: this rank cannot see"
     return tried(folder, FileNotFoundError, text, on_disks_of_their_own)
 
 

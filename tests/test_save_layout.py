@@ -146,13 +146,13 @@ def test_sizes(text):
 
 @pytest.mark.parametrize("text", ["", "GB", "5XB", "-5GB", "0", 0, -1, "5 GB more", "1e3"])
 def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match=r"max_shard_size=.* is no size"):
+    with pytest.raises(ValueError, match=r"max_shard_size=.* is not a size"):
         layout.bytes_in(text)
 
 
 @pytest.mark.parametrize("text", [None, 1.5, True, b"5GB"])
 def test_what_cannot_be_a_size(text):
-    with pytest.raises(TypeError, match="max_shard_size takes bytes"):
+    with pytest.raises(TypeError, match="max_shard_size must be a number of bytes"):
         layout.bytes_in(text)
 
 
@@ -186,5 +186,7 @@ def test_checksums_of_pieces_are_put_together(cuts, random):
 )
 def test_what_was_not_written_once_is_an_error(change):
     rows = cut(DATA, [5, 100, BLOCK + 7])
-    with pytest.raises(RuntimeError, match=r"'x' of \d+ bytes was not written as planned at byte"):
+    with pytest.raises(
+        RuntimeError, match=r"'x' \(\d+ bytes\) was not written exactly once at byte"
+    ):
         layout.record_of("x", len(DATA), change(rows))

@@ -1,7 +1,7 @@
-"""Loading a sharded model from a state dict: every rank's, or rank 0's alone.
+"""Load a sharded model from a state dict, which every rank passes, or only rank 0.
 
-The one idea: a model has a place for each of its slices, so values go there straight from where
-they are. No rank has a whole tensor, or more than one chunk, beside the model itself.
+The one idea: values go directly into the shards. Beside the model itself, no rank needs memory for
+a full tensor, or for more than one chunk.
 """
 
 from __future__ import annotations
@@ -27,30 +27,35 @@ def load_state_dict(
     strict: bool = True,
     from_rank0: bool = False,
 ) -> Any:
-    """Loads whole tensors under plain names into a sharded model; nothing changes unless all fits.
+    """Load an unsharded state dict into a sharded model; change nothing unless all of it fits.
 
-    model: one with FSDP modules, over any ranks; its parameters and buffers are written in place.
-    state: {name: tensor} as state_dict() gives it, each of the parameter's or buffer's whole shape;
-        dtypes may differ within floating-point, complex, and whole numbers, and are cast.
-    strict: missing and unexpected names are an error.
-    from_rank0: only rank 0 passes a state, the others None; values are sent in chunks of 16 MiB, of
-        which each rank keeps its part. Else each rank passes the same.
+    Collective: call it on all ranks, outside forward and backward.
 
-    For all ranks together, outside of forward and backward. Returns missing and unexpected keys, as
-    nn.Module.load_state_dict does. Load hooks and `_load_from_state_dict` of modules run before
-    anything is copied, and with from_rank0 before any value is there: then they see names, shapes
-    and dtypes, and may rename, drop or replace entries; one that asks for values is an error. At
-    the end extra state is set and post hooks run; `strict` is judged before them.
+    model: a model with FSDP modules; its parameters and buffers are written in place.
+    state: {name: tensor} as from state_dict(), with full shapes. Dtypes are cast, within
+        floating-point, complex and integer dtypes.
+    strict: raise an error for missing and unexpected names.
+    from_rank0: only rank 0 passes a state, and the other ranks pass None. Rank 0 sends the values
+        in chunks of 16 MiB, of which each rank keeps its shards. Otherwise each rank passes the
+        same state.
 
-    Raises RuntimeError, on all ranks, that lists what does not fit; ValueError for a model without
-    sharded modules, or a state on another rank than 0; TypeError for a state that is no dict of
-    tensors; DivergenceError where ranks would load different tensors.
+    Returns missing and unexpected keys, like nn.Module.load_state_dict(). Load hooks and
+    `_load_from_state_dict` of modules run before anything is copied. With from_rank0 they see
+    names, shapes and dtypes, and may rename, drop or replace entries; asking for values is an
+    error. Extra state and post hooks come last, after `strict` is applied.
+
+    Raises, on all ranks: RuntimeError listing everything that does not fit; ValueError if the model
+    has no sharded modules, or if a rank other than 0 passes a state with from_rank0; TypeError if
+    the state is not a dict of tensors; DivergenceError if ranks would load different tensors.
     """
     comm = comm_of(model)
     given = {} if state is None else state
     with on_all_ranks(comm):
         if from_rank0 and comm.rank != 0 and len(given) > 0:
-            raise ValueError("load_state_dict(from_rank0=True) got a state of this rank's own, too")
+            raise ValueError(
+                f"load_state_dict(from_rank0=True) got a state on rank {comm.rank}: pass None on "
+                "all ranks but 0"
+            )
         _check_state(given if not from_rank0 or comm.rank == 0 else {})
     if not from_rank0:
         return stream(model, given, strict, None, comm)
@@ -58,11 +63,11 @@ def load_state_dict(
     return stream(model, outline, strict, _Sent(comm, given, outline), comm)
 
 
-# --- where values come from -----------------------------------------------------------------------
+# --- the source of values -------------------------------------------------------------------------
 
 
 class _Sent:
-    """Rank 0 has all tensors; the others know what they are like."""
+    """Rank 0 has all tensors; the other ranks know names, shapes and dtypes."""
 
     def __init__(
         self, comm: _core.Comm, state: Mapping[str, Any], outline: Mapping[str, Any]
@@ -86,23 +91,25 @@ class _Sent:
                     flat[low - begin : high - begin].copy_(chunk[low - first : high - first])
 
 
-# --- what is in them ------------------------------------------------------------------------------
+# --- the state dict -------------------------------------------------------------------------------
 
 
 def _check_state(state: Any) -> None:
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"a state dict is a mapping of names to tensors, not {type(state).__name__}"
+            f"state must be a mapping from names to tensors, got {type(state).__name__}"
         )
     for name, value in state.items():
         if not isinstance(name, str):
-            raise TypeError(f"a state dict has names as keys, not {name!r}")
+            raise TypeError(f"state dict keys must be strings, got {name!r}")
         if not isinstance(value, Tensor):
             continue
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided:
-            raise TypeError(f"'{name}' in the state dict is no plain tensor, but {_text(value)}")
+            raise TypeError(
+                f"'{name}' in the state dict must be a plain strided tensor, got {_text(value)}"
+            )
         if value.is_meta:
-            raise TypeError(f"'{name}' in the state dict is on the meta device: it has no values")
+            raise TypeError(f"'{name}' in the state dict is on the meta device and has no values")
 
 
 def _text(value: Tensor) -> str:
@@ -110,15 +117,15 @@ def _text(value: Tensor) -> str:
 
 
 def _outline_of(state: Mapping[str, Any]) -> Any:
-    """All of a state dict but the tensors' values: what the other ranks have to know."""
+    """Everything in a state dict but the tensors' values, for the other ranks."""
     tensors = {n: (tuple(v.shape), v.dtype) for n, v in state.items() if isinstance(v, Tensor)}
     others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     return list(state), tensors, others, getattr(state, "_metadata", None)
 
 
 def _from_rank_0(comm: _core.Comm, outline: Any) -> OrderedDict[str, Any]:
-    """The state dict of rank 0, with Pending tensors. Ranks trust one another, as they do in
-    torch.distributed's collectives of objects."""
+    """The state dict of rank 0, with Pending tensors. Ranks trust one another, as in
+    torch.distributed's object collectives."""
     data = b""
     with on_all_ranks(comm):
         data = pickle.dumps(outline) if comm.rank == 0 else b""

@@ -1,9 +1,8 @@
-"""Loading in two steps: first all is checked, then values come one chunk at a time.
+"""Load in two steps: first check everything, then read values one chunk at a time.
 
-The one idea: nn.Module loads as always, with its hooks and complaints, but the tensors that it gets
-are pending ones, and what it copies is written down instead. So a plan comes out of it, in which
-each of this rank's slices stands beside the tensor that it is a part of. Once all ranks have one,
-values are read, straight to where they belong.
+The one idea: nn.Module loads as always, with its hooks and errors, but it gets pending tensors, and
+its copies are recorded instead of done. The result is a plan, which lists each of this rank's
+shards with the tensor to read it from. Once all ranks have a plan, values are read into place.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ CHUNK = 2**24  # bytes
 
 
 class Source(Protocol):
-    """Where values come from."""
+    """A source of values."""
 
     def read(self, name: str, begin: int, target: Tensor) -> None:
-        """Fills `target` with as many row-major elements of the tensor `name`, from `begin` on,
-        cast to its dtype. All ranks call it for the same names in the same order."""
+        """Fill `target` with row-major elements of the tensor `name` from `begin` on, cast to its
+        dtype. All ranks call it for the same names in the same order."""
 
 
 class Copy(NamedTuple):
-    """One tensor of the model, and what it is to become."""
+    """A tensor of the model, and the value to load into it."""
 
     target: Tensor
     value: Tensor
 
 
 class Plan(NamedTuple):
-    """What loading would do: copies, then calls; and what nn.Module says of the names."""
+    """What loading will do: copies, then calls; and the keys that nn.Module returns."""
 
     copies: list[Copy]
     calls: list[Callable[[], Any]]
     keys: Any
 
     def fact(self) -> list[tuple[str, Any]]:
-        """What has to be equal on all ranks."""
+        """The facts that must agree between ranks."""
         return [
             (copy.value.label, copy.value.dtype)
             for copy in self.copies
@@ -56,16 +55,18 @@ class Plan(NamedTuple):
 
 
 def comm_of(model: nn.Module) -> _core.Comm:
-    """All ranks that the units of `model` are over. ValueError where there is no unit, or units are
-    over different ranks."""
+    """Return the ranks that the units of `model` span. Raise ValueError if there is no unit, or if
+    units span different ranks."""
     comms = [state.comms.all for _, state in units_of(model)]
     if not comms:
         raise ValueError(
-            f"this {type(model).__name__} has no sharded module: call FSDP(model) first, or use "
+            f"this {type(model).__name__} has no sharded modules: call FSDP(model) first, or use "
             "model.load_state_dict()"
         )
     if any(comm is not comms[0] for comm in comms):
-        raise ValueError("the units of the model are over different ranks: load them one by one")
+        raise ValueError(
+            "the units of the model span different ranks: save and load each of them on its own"
+        )
     return comms[0]
 
 
@@ -76,11 +77,11 @@ def stream(
     source: Source | None,
     comm: _core.Comm,
 ) -> Any:
-    """Loads `state`, whose Pending tensors are of `source`, into `model`. Collective.
+    """Load `state`, whose Pending tensors come from `source`, into `model`. Collective.
 
-    Returns what nn.Module.load_state_dict does. Raises on all ranks what one of them has to raise:
-    RuntimeError, before the model changes, for what does not fit; for what reading raises, when a
-    part of it may have changed.
+    Returns what nn.Module.load_state_dict() returns. Raises, on all ranks, RuntimeError for what
+    does not fit, before the model changes; and errors of reading, after which the model may be
+    partly loaded.
     """
     made: list[Plan] = []
     with on_all_ranks(comm, lambda: made[0].fact()):
@@ -91,7 +92,7 @@ def stream(
 
 
 def carry_out(plan: Plan, source: Source | None) -> None:
-    """Does what the plan says."""
+    """Execute the plan."""
     with torch.no_grad():
         for copy in plan.copies:
             _perform(copy, source)
@@ -100,8 +101,8 @@ def carry_out(plan: Plan, source: Source | None) -> None:
 
 
 def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Plan:
-    """What model.load_state_dict(state) would copy; changes nothing. RuntimeError for what does not
-    fit, which lists all of it."""
+    """Return what model.load_state_dict(state) would do; change nothing. Raise RuntimeError, which
+    lists everything that does not fit."""
     with _Recorder(model) as recorder, _later(model) as calls:
         error, keys = None, None
         try:
@@ -118,15 +119,15 @@ def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Plan:
 
 def _perform(copy: Copy, source: Source | None) -> None:
     if isinstance(copy.value, Pending):
-        assert source is not None, "it is the source that makes them"
+        assert source is not None, "only a source makes them"
         source.read(copy.value.label, copy.value.begin, copy.target)
     else:
         copy.target.copy_(copy.value)
 
 
 class _Recorder(TorchFunctionMode):
-    """Context in which what would be copied to the tensors of a model is written down, with what
-    would lose its meaning by the copy."""
+    """Context that records copies to the tensors of a model instead of doing them, and copies that
+    would change the kind of dtype."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -143,8 +144,8 @@ class _Recorder(TorchFunctionMode):
         target, value = args[:2]
         if _kind(value.dtype) != _kind(target.dtype):
             self.wrong.append(
-                f"dtype mismatch for {self._names[id(target)]}: {value.dtype} in checkpoint cannot "
-                f"be cast to {target.dtype}, the dtype in current model."
+                f"dtype mismatch for {self._names[id(target)]}: cannot cast {value.dtype} from "
+                f"checkpoint to {target.dtype} in current model."
             )
         self.copies.pop(id(target), None)  # tied: the last one counts, as for nn.Module
         self.copies[id(target)] = Copy(target.detach(), value)
@@ -157,8 +158,8 @@ def _kind(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def _later(model: nn.Module) -> Iterator[Callable[[Any], list[Callable[[], Any]]]]:
-    """Context in which modules of `model` get no extra state, and their post hooks for loading are
-    not run. Gives a function that turns what load_state_dict() returned into the calls for that."""
+    """Context that delays set_extra_state() and load post hooks of the modules of `model`. Yields a
+    function that turns the result of load_state_dict() into the delayed calls."""
     extra: list[Callable[[], Any]] = []
     hooks: list[tuple[nn.Module, dict[int, Any]]] = []
 
@@ -194,8 +195,8 @@ def _later(model: nn.Module) -> Iterator[Callable[[Any], list[Callable[[], Any]]
 
 @contextlib.contextmanager
 def flat_of(target: Tensor) -> Iterator[Tensor]:
-    """A view of one dimension of all elements of a tensor, to write to; where there is none, a
-    tensor whose values `target` gets in the end."""
+    """Yield a 1-dimensional view of a tensor to write to; without such a view, a temporary tensor
+    that is copied to `target` at the end."""
     if target.is_contiguous():
         yield target.view(-1)
         return
@@ -205,7 +206,7 @@ def flat_of(target: Tensor) -> Iterator[Tensor]:
 
 
 def chunks(numel: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """(begin, end) of all elements, in pieces of at most CHUNK bytes."""
+    """Yield (begin, end) of all elements, in pieces of at most CHUNK bytes."""
     step = CHUNK // dtype.itemsize
     for begin in range(0, numel, step):
         yield begin, min(begin + step, numel)

@@ -1,28 +1,28 @@
 """Checkpoints: plain safetensors files, written by all ranks at once, and a manifest.
 
-The one idea: a rank's part of a parameter is one run of its row-major elements, so every rank
+The one idea: a rank's shard of a parameter is one run of its row-major elements, so every rank
 writes and reads its own bytes of ordinary files, whatever the strategy and the number of ranks. A
-manifest, written last, says what belongs together and has checksums of all of it.
+manifest, written last, lists the files of the checkpoint with their checksums.
 
-    manifest.py     zshard.json: what a checkpoint consists of
-    extra.py        what else a script keeps, as JSON
-    outline.py      what a model and an optimizer have to save, and who has it
-    layout.py       which tensor lies where in which file
-    save.py         writing: agree, stage, write, sync, commit
-    write.py        from tensors to one file, in place or a chunk at a time
-    folder.py       directories of numbered checkpoints
-    write.py        bytes of tensors into a file
-    checkpoint.py   what a checkpoint has, of whatever kind it is
-    opening.py      opening one; what is no checkpoint, and why
-    safetensors.py  headers and indices, which are not trusted
+    manifest.py     zshard.json: the files of a checkpoint and their checksums
+    extra.py        a script's own state, as JSON
+    outline.py      what a model and an optimizer have to save, and which rank holds it
+    layout.py       the file and the offset of each tensor
+    save.py         saving: agree, stage, write, sync, commit
+    background.py   asynchronous saves: a snapshot, and a thread that writes it
+    write.py        writing tensors to a file, in place or a chunk at a time
+    folder.py       checkpoint directories, locks, temporary folders
+    checkpoint.py   the content of a checkpoint, whatever its format
+    opening.py      opening a checkpoint; explaining what is not a checkpoint
+    safetensors.py  headers and indices, which are untrusted
     dcp.py          folders that torch.distributed.checkpoint wrote
-    hf_shards.py    folders of its HuggingFaceStorageWriter, in parts
-    torch_file.py   the files of torch.save() in them
+    hf_shards.py    unconsolidated folders of its HuggingFaceStorageWriter
+    torch_file.py   the torch.save() files inside them
     pickled.py      pickles, read as data
     verify.py       blocks and their checksums
-    reader.py       values, to where they belong
+    reader.py       reading values into place
     optimizer.py    loading an optimizer
     load.py         checking, verifying, reading, in this order on all ranks
-    progress.py     a bar for who looks on
+    progress.py     progress bars
     cli.py          python -m zshard ckpt
 """

@@ -1,10 +1,10 @@
-"""Saving while training goes on: a copy of what is to be saved, and a thread that writes it.
+"""Saving while training continues: a snapshot of the values, and a thread that writes it.
 
-The one idea: what a step may change is copied before save() returns, which takes as long as a copy
-of memory does; all else is the work of a thread, which has a transport of its own and needs nothing
-of the model. One save is under way at a time. What goes wrong in it is raised by the next call that
-has to do with checkpoints, and if there is none, the process ends with status 1: no failure is
-lost. A process that ends waits for the thread, as it does for any that is no daemon.
+The one idea: save() copies whatever a step may change and returns, which takes as long as a memory
+copy does. A thread does the rest; it has its own transport and does not touch the model. One save
+runs at a time. The next checkpoint call raises the error of a failed save; if there is no next
+call, the process exits with status 1, so no failure is lost. A process that exits waits for the
+thread, as for any non-daemon thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALIGN = 64  # bytes; parameters lie at multiples of it in their flat, with gaps
 
 
 class Task:
-    """What a thread does; `name` is for messages."""
+    """An action that runs in a thread; messages refer to it by `name`."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self.name = name
@@ -44,19 +44,19 @@ class Task:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when it is done; raises what it has failed with, each time it is asked."""
+        """Wait for the action to finish. Raise its error, on every call."""
         self._thread.join()
         if self._error is not None:
             self._told = True
             raise self._error
 
     def done(self) -> bool:
-        """Has it ended, well or not?"""
+        """Return whether the action has finished or failed."""
         return not self._thread.is_alive()
 
     @property
     def lost(self) -> BaseException | None:
-        """An error that nobody has been told of."""
+        """The error, if no call has raised it yet."""
         return None if self._told else self._error
 
     def _run(self) -> None:
@@ -65,23 +65,23 @@ class Task:
         except BaseException as error:
             self._error = error
         finally:
-            del self._action  # and what it holds
+            del self._action  # and everything that it references
 
 
 _last: Task | None = None
 
 
 def start(name: str, action: Callable[[], None]) -> Task:
-    """Has a thread do `action`. The one before has to be finished()."""
+    """Run `action` in a thread. Call finish() first."""
     global _last
-    assert _last is None or _last.done(), "one save at a time"
+    assert _last is None or _last.done(), "only one save may run at a time"
     _last = Task(name, action)
     _last.start()
     return _last
 
 
 def finish() -> None:
-    """Waits for what is under way. Raises its error, if nobody has been told of it."""
+    """Wait for the running save. Raise its error, unless a call has raised it already."""
     global _last
     task, _last = _last, None
     if task is None:
@@ -92,10 +92,10 @@ def finish() -> None:
 
 
 def _at_exit() -> None:
-    """The exit status is all that is left to tell of a save that failed."""
+    """Report a failed save that no call has raised: print it and exit with status 1."""
     if _last is None or _last.lost is None:
         return
-    print(f"zshard: the checkpoint '{_last.name}' was not saved:", file=sys.stderr)
+    print(f"zshard: failed to save the checkpoint '{_last.name}':", file=sys.stderr)
     traceback.print_exception(_last.lost)
     logging.shutdown()
     sys.stdout.flush()
@@ -103,17 +103,17 @@ def _at_exit() -> None:
     os._exit(1)
 
 
-atexit.register(_at_exit)  # early, so it runs late: what others do at the end is done by then
+atexit.register(_at_exit)  # registered early, so that it runs after most other exit handlers
 
 
-# --- the copy -------------------------------------------------------------------------------------
+# --- the snapshot ---------------------------------------------------------------------------------
 
 _buffers: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
 
 
 def snapshot(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
-    """The same pieces of a copy of their values, already cast. The memory for it is kept until the
-    model is gone, as memory that is new costs more than the copy."""
+    """Copy the values of the pieces, cast to their dtypes, and return the pieces of the copy. The
+    memory is kept as long as the model lives: new memory costs more than the copy."""
     spans = _spans(pieces)
     size = sum(-(-span.size // _ALIGN) * _ALIGN for span in spans)
     buffer = _buffer_of(model, size, any(piece.values.is_cuda for piece in pieces))
@@ -139,14 +139,14 @@ def _buffer_of(model: nn.Module, size: int, pinned: bool) -> Tensor:
 
 
 class _Span:
-    """Pieces that are copied at once: one, or several of one storage that lie side by side."""
+    """Pieces that are copied at once: one, or several adjacent ones of one storage."""
 
     def __init__(self, number: int, piece: Piece) -> None:
         self._pieces = [(number, piece, 0)]  # and where each begins
         self.size = piece.size
 
     def take(self, number: int, piece: Piece) -> bool:
-        """Adds a piece, if it lies behind the others with no more than padding in between."""
+        """Add a piece if it follows the others with only padding in between."""
         _, first, _ = self._pieces[0]
         if not (is_plain(first) and is_plain(piece)) or _storage(first) != _storage(piece):
             return False
@@ -173,7 +173,7 @@ class _Span:
             done += run.numel()
 
     def pieces_in(self, room: Tensor) -> dict[int, Piece]:
-        """The pieces by their numbers, of the copy."""
+        """Return {number: piece} of the copy in `room`."""
         found = {}
         for number, piece, begin in self._pieces:
             values = room[begin : begin + piece.size].view(piece.dtype)

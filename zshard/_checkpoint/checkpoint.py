@@ -1,7 +1,7 @@
-"""What a checkpoint has, whoever wrote it: tensors by name, and where each can be read.
+"""The content of a checkpoint, whatever its format: tensors by name, and where to read each one.
 
-The one idea: a checkpoint of zshard, a safetensors file, a folder of Hugging Face's and one of
-torch.distributed.checkpoint are the same to whoever loads them.
+The one idea: code that loads does not see the format. zshard checkpoints, safetensors files,
+Hugging Face folders and torch.distributed.checkpoint folders all become a Checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zshard._checkpoint.torch_file import NoDataError
 
 
 class Readable(Protocol):
-    """A tensor that can be read, as whoever loads it knows it."""
+    """A tensor that can be read."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -30,51 +30,53 @@ class Readable(Protocol):
 
     @property
     def files(self) -> list[str]:
-        """The names of those that have it."""
+        """The names of the files that contain it."""
 
     def check(self) -> None:
-        """CheckpointError where it can be seen without the values that they are not as they should
-        be, and opening has not seen it."""
+        """Check what opening has not checked and what does not need the values. Raise
+        CheckpointError if something is wrong."""
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fills `memory`, of bytes, with the tensor's own, row-major, from byte `offset` on."""
+        """Fill `memory` with the tensor's bytes, in row-major order, from byte `offset` on."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state of an optimizer, by the names of parameters."""
+    """The state of an optimizer, keyed by parameter name."""
 
-    kind: str | None  # its class, with its module
-    groups: list[dict[str, Any]]  # options, and names under "params"
+    kind: str | None  # the qualified name of its class
+    groups: list[dict[str, Any]]  # options, and parameter names under "params"
     tensors: dict[str, dict[str, Readable]]  # {parameter: {"exp_avg": ..., ...}}
-    values: dict[str, dict[str, Any]]  # what is no tensor
-    options: dict[str, dict[str, Any]] | None = None  # in place of groups: of each parameter
+    values: dict[str, dict[str, Any]]  # state that is not a tensor
+    options: dict[str, dict[str, Any]] | None = None  # instead of groups: options per parameter
 
 
 @dataclass
 class Checkpoint:
-    """An opened checkpoint; closing it closes its files."""
+    """An open checkpoint; close() closes its files."""
 
     path: str
     step: int | None = None
     model: Mapping[str, Readable] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)  # a name: the one in `model`
-    others: Mapping[str, Any] = field(default_factory=dict)  # of a state dict, no tensors
-    versions: Mapping[str, int] | None = None  # of modules, by their prefix, where it is not 1
+    tied: Mapping[str, str] = field(default_factory=dict)  # alias: name in `model`
+    others: Mapping[str, Any] = field(default_factory=dict)  # state dict entries without tensors
+    versions: Mapping[str, int] | None = None  # of modules, by prefix, where the version is not 1
     optimizer: OptimizerState | None = None
-    no_optimizer: str = ""  # why there is none, where that is not plain
+    no_optimizer: str = ""  # why there is none, where that needs an explanation
     manifest: Manifest | None = None
-    files: dict[str, File] = field(default_factory=dict)  # those that are read, by name
+    files: dict[str, File] = field(default_factory=dict)  # open files by name
     shared: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # extra of all ranks
 
     def extra_of(self, rank: int, strict: bool = True) -> dict[str, Any]:
-        """What `rank` gave to be kept. CheckpointError for what is no dict, and (strict) what is no
-        plain data, which else is a warning and left out."""
+        """Return the `extra` that `rank` saved. Raise CheckpointError if it is not a dict or, with
+        `strict`, if an entry is not plain data; otherwise warn and skip that entry."""
         if self.manifest is None:
             return self._shared(strict)
         found = decode(self.manifest.extra_of(rank), self.path)
         if not isinstance(found, dict):
-            raise CheckpointError(f"'{self.path}' has a {type(found).__name__} as extra, no dict")
+            raise CheckpointError(
+                f"'{self.path}': extra must be a dict, got {type(found).__name__}"
+            )
         return found
 
     def _shared(self, strict: bool) -> dict[str, Any]:
@@ -84,19 +86,19 @@ class Checkpoint:
                 found[name] = read()
             except NoDataError as error:
                 if strict:
-                    raise NoDataError(f"{error}; strict=False leaves it out") from None
-                warnings.warn(f"{error}; it is left out", stacklevel=2)
+                    raise NoDataError(f"{error}; pass strict=False to skip it") from None
+                warnings.warn(f"{error}; skipped", stacklevel=2)
         return found
 
     def close(self) -> None:
-        """More than once is nothing."""
+        """Close all files. Further calls do nothing."""
         for file in self.files.values():
             file.close()
 
 
 def decode(value: Any, path: str) -> Any:
-    """As extra.decode(); CheckpointError that names the file."""
+    """Call extra.decode(). Raise CheckpointError, which names the file, for invalid values."""
     try:
         return extra.decode(value)
     except ValueError as error:
-        raise CheckpointError(f"'{path}' is no valid manifest: {error}") from None
+        raise CheckpointError(f"'{path}' is not a valid manifest: {error}") from None

@@ -1,7 +1,6 @@
-"""python -m zshard ckpt: what is in a checkpoint, is it as it was saved, and as one folder of
-Hugging Face's.
+"""python -m zshard ckpt: inspect a checkpoint, verify it, export it as a Hugging Face folder.
 
-The one idea: one process looks at what any number of ranks have written, and needs no model for it.
+The one idea: one process handles what any number of ranks have written, and needs no model.
 """
 
 from __future__ import annotations
@@ -42,29 +41,39 @@ _DTYPES = {
     for name in names
 }
 _COPIED = ("config.json", "generation_config.json")
-_DELAY = 1.0  # seconds until a bar is drawn
+_DELAY = 1.0  # seconds before a progress bar appears
 
 
 def add_commands(commands: Any) -> None:
-    """Adds `ckpt` to the subparsers of `python -m zshard`; run() is told the arguments."""
-    ckpt = commands.add_parser("ckpt", help="look into checkpoints, check them, export them")
+    """Add `ckpt` to the subparsers of `python -m zshard`; run() takes the parsed arguments."""
+    ckpt = commands.add_parser("ckpt", help="inspect, verify or export a checkpoint")
     words = ckpt.add_subparsers(required=True, metavar="command", dest="word")
-    path_help = "a checkpoint, a directory of numbered ones (the newest), a .safetensors file, "
-    path_help += "a folder of Hugging Face's or of torch.distributed.checkpoint"
-    inspect = words.add_parser("inspect", help="its tensors, step, world, versions, optimizer")
-    inspect.add_argument("--json", action="store_true", help="as one JSON object")
-    verify = words.add_parser("verify", help="all of it against its checksums; 1: it is damaged")
-    export = words.add_parser("export", help="its model as one folder that from_pretrained() loads")
+    path_help = "a checkpoint, a checkpoint directory (its newest checkpoint is used), a "
+    path_help += ".safetensors file, or a Hugging Face or torch.distributed.checkpoint folder"
+    inspect = words.add_parser(
+        "inspect", help="show tensors, step, world size, versions, optimizer"
+    )
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    verify = words.add_parser(
+        "verify", help="check every block against its checksum; exit status 1 if it is damaged"
+    )
+    export = words.add_parser(
+        "export", help="write the model as one folder that from_pretrained() loads"
+    )
     for each in (inspect, verify, export):
         each.add_argument("path", help=path_help)
-    export.add_argument("out", help="the folder to be made")
-    export.add_argument("--dtype", choices=_DTYPES, help="of floating-point tensors; as they are")
-    export.add_argument("--max-shard-size", default="5GB", help="bytes in one file (5GB)")
+    export.add_argument("out", help="the folder to create")
+    export.add_argument(
+        "--dtype", choices=_DTYPES, help="convert floating-point tensors (default: keep dtypes)"
+    )
+    export.add_argument(
+        "--max-shard-size", default="5GB", help="maximum bytes of tensors per file (default: 5GB)"
+    )
     ckpt.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs a command; its exit status: 1 where the checkpoint is not valid or cannot be read."""
+    """Run a command and return its exit status: 1 if the checkpoint is invalid or unreadable."""
     try:
         if args.word == "inspect":
             return _inspect(args.path, args.json)
@@ -117,11 +126,11 @@ def _text(facts: Mapping[str, Any]) -> str:
         lines.append(f"step {facts['step']}")
     if "world" in facts:
         versions = ", ".join(f"{name} {version}" for name, version in facts["software"].items())
-        lines.append(f"ranks that saved it: {facts['world']}; {versions}; id {facts['id']}")
+        lines.append(f"world size {facts['world']}; {versions}; id {facts['id']}")
     else:
-        lines.append(f"no {NAME}: it was not saved by zshard, and has no checksums")
+        lines.append(f"no {NAME}: not saved by zshard, no checksums")
     lines += ["", *_table("model", facts["model"])]
-    lines += [f"{alias} is {name}" for alias, name in facts["tied"].items()]
+    lines += [f"{alias} is tied to {name}" for alias, name in facts["tied"].items()]
     if "optimizer" in facts:
         optimizer = facts["optimizer"]
         title = f"optimizer {optimizer['class'] or ''}".strip()
@@ -152,23 +161,25 @@ def _table(title: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _verify(path: str) -> int:
     with opened(path, with_optimizer=True) as found:
         if found.manifest is None:
-            raise CheckpointError(f"'{found.path}' has no {NAME}, so there are no checksums")
+            raise CheckpointError(
+                f"cannot verify '{found.path}': it has no {NAME}, so no checksums"
+            )
         count = _check_all(found)
-        print(f"'{found.path}' is as it was saved: {count:,} bytes in {len(found.files)} files")
+        print(f"'{found.path}' is intact: {count:,} bytes in {len(found.files)} files")
     return 0
 
 
 def _check_all(found: Checkpoint) -> int:
-    """Checks all files of the manifest; how many bytes they have. CheckpointError for damage."""
-    assert found.manifest is not None, "its caller has looked"
+    """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
+    assert found.manifest is not None, "the caller checks this"
     records = found.manifest.files
     for name in records:
         if name not in found.files:
             found.files[name] = OpenFile(os.path.join(found.path, name), follow=False)
         if found.files[name].size != records[name].size:
             raise CheckpointError(
-                f"'{found.files[name].path}' has {found.files[name].size} bytes; it was saved with "
-                f"{records[name].size}"
+                f"'{found.files[name].path}' is damaged: it has {found.files[name].size} bytes, "
+                f"but was saved with {records[name].size}"
             )
     runs = [*blocks.head_runs(found.files, records), *blocks.data_runs(found.files, records)]
     total = sum(run.size for run in runs)
@@ -183,10 +194,10 @@ def _check_all(found: Checkpoint) -> int:
 def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
     size = bytes_in(limit)
     if os.path.lexists(out):
-        raise FileExistsError(f"'{out}' is there already: name a folder that is to be made")
+        raise FileExistsError(f"'{out}' already exists: choose another folder")
     with opened(path) as found:
         if not found.model:
-            raise CheckpointError(f"'{found.path}' has no tensors of a model")
+            raise CheckpointError(f"'{found.path}' contains no model tensors")
         if found.manifest is not None:
             _check_all(found)
         for entry in found.model.values():
@@ -204,7 +215,7 @@ def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
         finally:
             staging.close()
     where = files[0].name if len(files) == 1 else f"{len(files)} files"
-    print(f"'{out}' has {len(items)} tensors in {where}")
+    print(f"wrote {len(items)} tensors to '{out}' ({where})")
     return 0
 
 
@@ -232,7 +243,7 @@ def _write_all(folder: str, files: list[File], found: Checkpoint) -> None:
 
 
 def _write(file: _core.File, item: Item, offset: int, entry: Readable, done: Any) -> None:
-    """Writes one tensor, a chunk at a time."""
+    """Write one tensor, a chunk at a time."""
     reader, size = Reader(), item.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)
     for begin, end in chunks(math.prod(item.shape), larger):

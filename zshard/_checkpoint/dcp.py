@@ -1,12 +1,12 @@
 """Folders that torch.distributed.checkpoint wrote, read as data.
 
-The one idea: a tensor lies there in chunks, each of which is a file of torch.save() within a larger
-file: a zip with the values, stored as they are, and a pickle that says what they are. All pickles
-are read as data (pickled.py), never run; then the values of any range of elements can be read
-straight to where they belong.
+The one idea: such a folder stores a tensor in chunks. Each chunk is a torch.save() file within a
+larger file: a zip archive with the uncompressed values, and a pickle that describes them. All
+pickles are read as data (pickled.py) and never executed; then any range of elements can be read
+straight into place.
 
-`.metadata` says which tensors there are, of which chunks, and by which keys each was reached in the
-nested dict that was saved. By these keys a model is told from its optimizer.
+`.metadata` lists the tensors, their chunks, and the keys that led to each tensor in the nested dict
+that was saved. These keys tell the model from its optimizer.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Values = Mapping[Path, Callable[[], Any]]  # read when they are asked for
 
 
 def open_into(found: Checkpoint, with_optimizer: bool) -> None:
-    """Opens the folder at `found.path`. CheckpointError for what is damaged, or cannot be read
-    without running it."""
+    """Open the folder at `found.path`. Raise CheckpointError if it is damaged, or if its pickles
+    cannot be read as plain data."""
     where = os.path.join(found.path, METADATA)
     with File(where) as file:
         text = bytes(file.bytes_of(min(file.size, LIMIT + 1)))
@@ -58,7 +58,7 @@ def open_into(found: Checkpoint, with_optimizer: bool) -> None:
 
 
 def read_metadata(found: Checkpoint, text: bytes, where: str, with_optimizer: bool) -> None:
-    """Gives `found` what its metadata say; their path is for messages."""
+    """Fill `found` from the text of its metadata; messages refer to `where`."""
     tensors, values = _Folder(found, where, _parsed(text, where)).read()
     _sort_out(found, tensors, values, with_optimizer)
 
@@ -67,15 +67,15 @@ def _parsed(text: bytes, where: str) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        raise CheckpointError(f"'{where}' cannot be read without running it: {error}") from None
+        raise CheckpointError(f"cannot read '{where}' as plain data: {error}") from None
 
 
 # --- which is the model's, and which the optimizer's ----------------------------------------------
 
 
 def _sort_out(found: Checkpoint, tensors: Tensors, values: Values, with_optimizer: bool) -> None:
-    """What lies under a key like "model" is the model's, and what under one like "optimizer" the
-    optimizer's, at the top or one below. Without the former, the model's are those at the top."""
+    """Assign entries under a key like "model" to the model and under a key like "optimizer" to the
+    optimizer, at the top level or one below. Without the former, the top level is the model."""
     paths = [*tensors, *values]
     model, optimizer = _under(_MODELS, paths), _under(_OPTIMIZERS, paths)
     beside = [root for root in (model, optimizer) if root is not None]
@@ -115,7 +115,7 @@ def _whole(entry: Readable) -> torch.Tensor:
 
 
 def _under(names: Sequence[str], paths: Sequence[Path]) -> Path | None:
-    """The shortest path of keys that ends with one of the names and leads to several more."""
+    """The shortest path of keys that ends with one of the names and has keys below it."""
     found = {
         path[: i + 1] for path in paths for i in range(min(2, len(path) - 1)) if path[i] in names
     }
@@ -129,9 +129,10 @@ def _dotted(path: Path) -> str:
 def _optimizer_of(
     tensors: Tensors, values: Mapping[Path, Any], params: Sequence[str]
 ) -> OptimizerState:
-    """The forms of torch.distributed.checkpoint.state_dict: ("state", name, key) and
-    ("param_groups", i, option), by numbers only where the groups have names as well; or flat,
-    ("state.name.key",) and ("param_groups.name.option",). KeyError or TypeError for any other."""
+    """Accept the forms of torch.distributed.checkpoint.state_dict: ("state", name, key) and
+    ("param_groups", i, option), with numbers for names only where the groups give the names, too;
+    or flat, ("state.name.key",) and ("param_groups.name.option",). Otherwise raise KeyError or
+    TypeError."""
     if all(len(path) == 1 for path in (*tensors, *values)):
         return _flat_optimizer(tensors, values, set(params))
     groups: dict[int, dict[str, Any]] = {}
@@ -161,7 +162,7 @@ def _optimizer_of(
 def _flat_optimizer(
     tensors: Tensors, values: Mapping[Path, Any], params: set[str]
 ) -> OptimizerState:
-    """The flat form, in which each parameter has options of its own."""
+    """The flat form, in which each parameter has its own options."""
     state: dict[str, dict[str, Readable]] = {}
     others: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -180,7 +181,7 @@ def _flat_optimizer(
 
 
 def _split(text: str, params: set[str]) -> tuple[str, str]:
-    """(name of a parameter, what stands behind it and a dot). KeyError if there is none."""
+    """Split "<parameter>.<rest>" into both. Raise KeyError if it begins with no parameter name."""
     ends = [i for i, letter in enumerate(text) if letter == "." and text[:i] in params]
     if not ends:
         raise KeyError(text)
@@ -188,8 +189,8 @@ def _split(text: str, params: set[str]) -> tuple[str, str]:
 
 
 _NO_NAMES = (
-    "its optimizer's state goes by numbers, or by unknown names: save what get_state_dict() of "
-    "torch.distributed.checkpoint.state_dict gives, which has names; the model can be loaded alone"
+    "it is keyed by numbers or unknown names; save the result of get_state_dict() of "
+    "torch.distributed.checkpoint.state_dict, which uses names, or load the model alone"
 )
 
 
@@ -202,12 +203,12 @@ def _put(into: dict[Any, Any], path: Path, value: Any) -> None:
 
 
 def _is_list(value: Any) -> bool:
-    """Was it a list? (Torch flattens lists that have tensors in them.)"""
+    """Return whether it was a list. (Torch flattens lists that contain tensors.)"""
     return isinstance(value, dict) and list(value) == list(range(len(value))) and bool(value)
 
 
 def _names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """{what the state calls a parameter, as text: its name}"""
+    """{key of a parameter in the state, as text: name of the parameter}"""
     names: dict[str, str] = {}
     for group in groups:
         params = group.get("params", [])
@@ -218,20 +219,20 @@ def _names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return names
 
 
-# --- what the metadata say ------------------------------------------------------------------------
+# --- the metadata ---------------------------------------------------------------------------------
 
 
 class _Folder:
-    """What is in a folder, from its metadata."""
+    """The content of a folder, from its metadata."""
 
     def __init__(self, found: Checkpoint, where: str, metadata: Any) -> None:
         self._found, self._where = found, where
         if not isinstance(metadata, Thing) or metadata.name != f"{_PREFIX}metadata.Metadata":
-            raise CheckpointError(f"'{where}' is not what torch.distributed.checkpoint writes")
+            raise CheckpointError(f"'{where}' is not torch.distributed.checkpoint metadata")
         self._metadata = metadata
 
     def read(self) -> tuple[Tensors, Values]:
-        """Tensors and other values by their paths."""
+        """Return tensors and other values by their paths."""
         try:
             storage = self._storage()
             paths = self._metadata.state.get("planner_data") or {}
@@ -245,25 +246,25 @@ class _Folder:
                     values[path] = functools.partial(value_in, storage[name, None], name)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
-                f"'{self._where}' is not as torch.distributed.checkpoint writes it: {error!r}"
+                f"'{self._where}' is not valid torch.distributed.checkpoint metadata: {error!r}"
             ) from None
         return tensors, values
 
     def _storage(self) -> dict[tuple[str, Any], Stored]:
-        """Where each chunk of each name lies, by the name and the chunk's first index."""
+        """The location of each chunk, by name and the chunk's first index."""
         made = {}
         for index, info in self._metadata.field("storage_data").items():
             name, offset = index.field("fqn"), index.state.get("offset")
             if info.state.get("transform_descriptors"):
                 raise CheckpointError(
-                    f"'{self._where}' has '{name}' compressed: load it with "
-                    "torch.distributed.checkpoint, and save it without extensions"
+                    f"'{self._where}' stores '{name}' compressed, which is not supported: load it "
+                    "with torch.distributed.checkpoint and save it again without extensions"
                 )
             file = self._file(info.field("relative_path"))
             begin, length = info.field("offset"), info.field("length")
             if not are_sizes((begin, length)) or begin + length > file.size:
                 raise CheckpointError(
-                    f"'{file.path}' of {file.size} bytes is too short: '{name}' should lie at "
+                    f"'{file.path}' is too short: it has {file.size} bytes, but '{name}' is at "
                     f"bytes {begin} to {begin + length}"
                 )
             made[name, offset] = Stored(file, begin, length)
@@ -272,17 +273,21 @@ class _Folder:
     def _file(self, name: Any) -> File:
         if name not in self._found.files:
             if not isinstance(name, str) or set(name) & set("/\\\0") or name in ("", ".", ".."):
-                raise CheckpointError(f"'{self._where}' names {name!r:.80}, no file of its folder")
+                raise CheckpointError(
+                    f"'{self._where}' refers to {name!r:.80}, which is not a file in its folder"
+                )
             path = os.path.join(self._found.path, name)
             if not os.path.lexists(path):
-                raise CheckpointError(f"'{path}' is missing, which '{self._where}' names")
+                raise CheckpointError(f"'{path}' is missing, but '{self._where}' refers to it")
             self._found.files[name] = File(path)
         return self._found.files[name]
 
     def _tensor(self, name: str, told: Thing, storage: Mapping[tuple[str, Any], Stored]) -> Chunked:
         shape, dtype = told.field("size"), told.field("properties").state[0]
         if not are_sizes(shape) or getattr(dtype, "name", None) not in DTYPES:
-            raise CheckpointError(f"'{self._where}' has '{name}' of shape {shape!r}, {dtype!r}")
+            raise CheckpointError(
+                f"'{self._where}' has an invalid shape or dtype for '{name}': {shape!r}, {dtype!r}"
+            )
         chunks = []
         for each in told.field("chunks"):
             offsets, sizes = each.field("offsets"), each.field("sizes")
@@ -291,16 +296,18 @@ class _Folder:
                 for begin, size, whole in zip(offsets, sizes, shape, strict=True)
             ):
                 raise CheckpointError(
-                    f"'{self._where}' has a chunk of '{name}' that is not within {shape}"
+                    f"'{self._where}' has a chunk of '{name}' outside its shape {shape}"
                 )
             chunks.append(Chunk(offsets, sizes, storage[name, offsets]))
         if covered(chunks) != math.prod(shape):
-            raise CheckpointError(f"'{self._where}' has not all of '{name}' once")
+            raise CheckpointError(
+                f"'{self._where}' has chunks of '{name}' that overlap or leave a gap"
+            )
         return Chunked(name, DTYPES[dtype.name], shape, chunks)
 
 
 def covered(chunks: Sequence[Chunk]) -> int:
-    """How many elements the chunks have; -1 where two have the same."""
+    """Return how many elements the chunks have; -1 if two chunks overlap."""
     ordered = sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: c.offsets)
     for i, one in enumerate(ordered):
         for other in ordered[i + 1 :]:
@@ -316,7 +323,7 @@ def covered(chunks: Sequence[Chunk]) -> int:
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: its first index, its shape, and where it lies."""
+    """A box of a tensor: its first index, its shape, and its location."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -334,16 +341,16 @@ class Chunked:
 
     @property
     def files(self) -> list[str]:
-        """The names of the files that have it."""
+        """The names of the files that contain it."""
         return sorted({os.path.basename(chunk.stored.file.path) for chunk in self._chunks})
 
     def check(self) -> None:
-        """Looks at what stands around the values in all chunks."""
+        """Check the archives around the values of all chunks."""
         for i in range(len(self._chunks)):
             self._payload(i)
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fills `memory`, of bytes, with the tensor's own, row-major, from byte `offset` on."""
+        """Fill `memory` with the tensor's bytes, in row-major order, from byte `offset` on."""
         item = self.dtype.itemsize
         begin, end = offset // item, (offset + len(memory)) // item
         for i, chunk in enumerate(self._chunks):
@@ -362,8 +369,8 @@ class Chunked:
 
 
 def _runs(shape: tuple[int, ...], chunk: Chunk) -> Iterator[tuple[int, int, int]]:
-    """Elements of a chunk that lie side by side in the whole tensor as well: (the first one's
-    number there, and in the chunk, how many)."""
+    """Runs of elements that are contiguous in the chunk and in the full tensor: (first element in
+    the tensor, first element in the chunk, number of elements)."""
     dims = len(shape)
     inner = dims  # all dimensions from here on are whole in the chunk
     while inner > 0 and chunk.sizes[inner - 1] == shape[inner - 1]:

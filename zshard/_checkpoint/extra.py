@@ -1,8 +1,8 @@
-"""What a script keeps beside tensors (step, scheduler, random numbers), as JSON and back.
+"""A script's own state (scheduler, data loader, random number generators) as JSON, and back.
 
-The one idea: JSON has fewer kinds of values than the state that schedulers and generators give, so
-each other kind is an object with one key, which begins with "$". Reading makes values of these
-kinds and of no other: nothing in a file says what is to be called, as it would in a pickle.
+The one idea: JSON has fewer types than the state of schedulers and generators, so each further type
+becomes an object with one key, which begins with "$". Decoding creates values of these types and of
+no others: unlike a pickle, the file cannot name anything to call.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import torch
 from zshard._agree import bytes_of
 from zshard._checkpoint.safetensors import CODES
 
-_BITS = 8192  # of an int; Python refuses texts of somewhat larger ones
-LIMIT = 2**24  # bytes of one tensor; larger ones belong into a module's buffers
+_BITS = 8192  # of an int; Python refuses to parse somewhat larger ones
+LIMIT = 2**24  # bytes of one tensor; larger ones belong in a module's buffers
 
 _PLAIN = (str, bool, type(None))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.complex128)}
 
 
 def encode(value: Any, where: str = "extra") -> Any:
-    """`value` as JSON values. Raises TypeError or ValueError that names the entry, as
-    `where['key'][0]`, for what cannot be kept: only numbers, strings, None, lists, tuples, dicts,
-    sets, bytes, dtypes of torch, and tensors and NumPy arrays of at most 16 MiB can."""
+    """Return `value` as JSON values. Supported are numbers, strings, None, lists, tuples, dicts,
+    sets, bytes, torch dtypes, and tensors and NumPy arrays of at most 16 MiB. For anything else,
+    raise TypeError or ValueError, which names the entry as `where['key'][0]`."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, int):
         if value.bit_length() > _BITS:
             raise ValueError(
-                f"{where} is a number of {value.bit_length()} bits, the limit is {_BITS}"
+                f"{where} is an integer of {value.bit_length()} bits; the limit is {_BITS}"
             )
         return int(value)
     if isinstance(value, float):
@@ -45,7 +45,9 @@ def encode(value: Any, where: str = "extra") -> Any:
         return [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]
     if isinstance(value, tuple):
         return {"$tuple": [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]}
-    if isinstance(value, set | frozenset):  # in one order, so that ranks which have the same agree
+    if isinstance(
+        value, set | frozenset
+    ):  # in a fixed order, so that equal sets agree between ranks
         kind = "$set" if isinstance(value, set) else "$frozenset"
         return {kind: [encode(each, f"an element of {where}") for each in sorted(value, key=repr)]}
     if isinstance(value, Mapping):
@@ -60,7 +62,7 @@ def encode(value: Any, where: str = "extra") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What encode() was given. Raises ValueError for JSON that it cannot have made."""
+    """Return the value that encode() was given. Raise ValueError for any other JSON."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):
@@ -70,17 +72,16 @@ def decode(value: Any) -> Any:
         return {key: decode(each) for key, each in value.items()}
     maker = _MAKERS.get(kind)
     if maker is None or len(value) != 1:
-        raise ValueError(f"{str(value)[:80]} is no value that this version of zshard writes")
+        raise ValueError(f"{str(value)[:80]} is not a value that this version of zshard writes")
     try:
         return maker(value[kind])
     except (TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
-        raise ValueError(f"{str(value)[:80]} is no value of the kind {kind}: {error}") from None
+        raise ValueError(f"{str(value)[:80]} is not a valid {kind}: {error}") from None
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of this process's random number generators, for `extra` of zshard.save: those of
-    torch (and of this rank's GPU, where it has one in use), of Python's random, and of NumPy if it
-    is imported."""
+    """Return the state of this process's random number generators, for `extra` of zshard.save():
+    torch, this rank's GPU if CUDA is initialized, Python's random, and NumPy if it is imported."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
@@ -90,11 +91,11 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Gives the generators what rng_state() took; those that it does not have stay as they are.
-    ValueError for a dict with other keys."""
+    """Restore the random number generators from the dict that rng_state() returned. Generators
+    that the dict does not list keep their state. Raise ValueError for unexpected keys."""
     strange = sorted(set(state) - {"torch", "random", "cuda", "numpy"})
     if strange:
-        raise ValueError(f"{strange[0]!r} is no key of what rng_state() gives")
+        raise ValueError(f"unexpected key {strange[0]!r}: pass the dict that rng_state() returned")
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "random" in state:
@@ -105,11 +106,11 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         _numpy().random.set_state(state["numpy"])
 
 
-# --- one kind each --------------------------------------------------------------------------------
+# --- one function per type ------------------------------------------------------------------------
 
 
 def _encode_dict(value: Mapping[Any, Any], where: str) -> Any:
-    """As an object if its keys allow that; else as a list of pairs."""
+    """Encode a dict as an object if its keys allow that; otherwise as a list of pairs."""
     if all(type(key) is str for key in value) and not any(key.startswith("$") for key in value):
         return {key: encode(each, f"{where}[{key!r}]") for key, each in value.items()}
     pairs = [
@@ -122,8 +123,8 @@ def _encode_dict(value: Mapping[Any, Any], where: str) -> Any:
 def _text(data: bytes, where: str) -> str:
     if len(data) > LIMIT:
         raise ValueError(
-            f"{where} has {len(data)} bytes, the limit is {LIMIT}: what is that large belongs into "
-            "a buffer of the model"
+            f"{where} has {len(data)} bytes; the limit is {LIMIT}: store larger data in a buffer "
+            "of the model"
         )
     return base64.b64encode(data).decode()
 
@@ -132,8 +133,8 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     name = str(value.dtype).removeprefix("torch.")
     if value.layout != torch.strided or value.is_meta or name not in _DTYPES:
         raise TypeError(
-            f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which is "
-            "none of those that can be kept"
+            f"cannot save {where}: unsupported tensor ({value.dtype}, {value.layout}, "
+            f"{value.device}); pass a strided tensor with values, of a dtype that safetensors has"
         )
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = bytes(bytes_of(plain))
@@ -149,13 +150,13 @@ def _encode_numpy(value: Any, where: str) -> Any:
         return {"$array": {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}}
     kind = f" of {value.dtype}" if hasattr(value, "dtype") else ""
     raise TypeError(
-        f"{where} is a {type(value).__name__}{kind}, which a checkpoint cannot keep: numbers, "
-        "strings, None, lists, tuples, dicts, sets, bytes, tensors and arrays of numbers it can"
+        f"cannot save {where}: unsupported type {type(value).__name__}{kind}; pass numbers, "
+        "strings, None, lists, tuples, dicts, sets, bytes, or tensors or arrays of numbers"
     )
 
 
 def _numpy() -> Any:
-    """NumPy, which whoever has saved things of its has; zshard does without."""
+    """NumPy, which zshard does not need, but a script that saves NumPy values has."""
     return importlib.import_module("numpy")
 
 
@@ -170,7 +171,7 @@ def _make_array(told: Any) -> Any:
     numpy = _numpy()
     dtype = numpy.dtype(told["dtype"])
     if dtype.kind not in "biufc":
-        raise ValueError(f"an array of {dtype} is not among what is written")
+        raise ValueError(f"unsupported array dtype {dtype}")
     data = base64.b64decode(told["data"], validate=True)
     return numpy.frombuffer(data, dtype).reshape(told["shape"]).copy()
 

@@ -1,11 +1,11 @@
-"""Folders of checkpoints: names, what is finished, one save at a time, what is thrown away.
+"""Checkpoint directories: names, finished checkpoints, the lock of a save, and cleaning up.
 
-The one idea: a checkpoint gets its name when it is finished, and loses it before anything of it is
-deleted. Whatever is on the way in or out has a hidden name, `.<name>.<id>.tmp`; who has the lock
-may delete that, since nobody else can be at work on it.
+The one idea: a checkpoint is renamed into place when it is finished, and renamed away before any of
+it is deleted. In between it has a hidden name, `.<name>.<id>.tmp`. The holder of the lock may
+delete such folders, since no other process can be using them.
 
-Checkpoints of a run lie in one directory as `step-00000100`, and share one lock; any other has a
-lock of its own. Both are files of the system's (flock): when a process dies, its lock is gone.
+The checkpoints of a run are in one directory, as `step-00000100`, and share one lock; any other
+checkpoint has its own lock. Locks are flock() files: when a process dies, its lock is released.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def path_of(path: Any) -> str:
-    """A path as text. TypeError, ValueError for what is none."""
+    """Return a path as text. Raise TypeError or ValueError for an invalid path."""
     text = path if path is None else os.fspath(path)
     if not isinstance(text, str):
-        why = "; zshard.latest() gives None where no checkpoint is finished" if path is None else ""
-        raise TypeError(f"path takes a string or a pathlib.Path, not {text!r}{why}")
+        why = ""
+        if path is None:
+            why = "; zshard.latest_checkpoint() returns None if it finds no finished checkpoint"
+        raise TypeError(f"path must be a string or a pathlib.Path, got {text!r}{why}")
     if "\0" in text:
-        raise ValueError(f"path={text!r} has a NUL byte in it, which no path can have")
+        raise ValueError(f"path={text!r} contains a NUL byte")
     return text
 
 
 class Target(NamedTuple):
-    """Where a checkpoint goes."""
+    """The place of a checkpoint."""
 
     parent: str  # an absolute path
     name: str
-    is_numbered: bool  # `parent` is a directory of numbered ones
+    is_numbered: bool  # `parent` is a directory of numbered checkpoints
 
     @staticmethod
     def of(path: str | os.PathLike[str], step: int | None) -> Target:
-        """TypeError, ValueError for what is no path of a folder."""
+        """Raise TypeError or ValueError for a path that cannot name a folder."""
         given = path_of(path)
         whole = os.path.abspath(given) if given else ""
         parent, name = (whole, name_of(step)) if step is not None else os.path.split(whole)
         if not parent or not name:
-            raise ValueError(f"path={given!r} is no path of a folder")
+            raise ValueError(f"path={given!r} does not name a folder")
         return Target(parent, name, step is not None)
 
     @property
@@ -61,20 +63,20 @@ class Target(NamedTuple):
         return os.path.join(self.parent, self.name)
 
     def hidden(self, id: str) -> str:
-        """The path that it has while it is not finished."""
+        """Its temporary path, until it is finished."""
         return os.path.join(self.parent, f".{self.name}.{id}.tmp")
 
 
-# --- numbered ones --------------------------------------------------------------------------------
+# --- numbered checkpoints -------------------------------------------------------------------------
 
 
 def name_of(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """The name of the checkpoint of a step."""
     return f"step-{step:08}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint with that name; None for all other names."""
+    """The step in the name of a checkpoint; None for all other names."""
     if re.fullmatch(_STEP, name) is None:
         return None
     step = int(name.removeprefix("step-"))
@@ -82,18 +84,22 @@ def step_of(name: str) -> int | None:
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """The path of the newest finished checkpoint in a directory of numbered ones, as zshard.save
-    writes them with `step`: that of the highest step. None where there is none, or no directory.
-    NotADirectoryError where it is a file."""
+    """Return the path of the finished checkpoint with the highest step in a checkpoint directory.
+
+    directory: the path that zshard.save() took together with `step`.
+
+    Returns None if it has no finished checkpoint, or does not exist. Raises NotADirectoryError if
+    it is a file.
+    """
     found = finished(directory)
     return os.path.join(os.fspath(directory), name_of(found[-1])) if found else None
 
 
-latest = latest_checkpoint  # its earlier name
+latest = latest_checkpoint  # its former name
 
 
 def finished(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps of all finished checkpoints in a directory, in order; none where there is none."""
+    """The steps of all finished checkpoints in a directory, in ascending order."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -103,25 +109,25 @@ def finished(directory: str | os.PathLike[str]) -> list[int]:
     return sorted(step for name, step in there.items() if is_finished[name])
 
 
-# --- a save's way ---------------------------------------------------------------------------------
+# --- the stages of a save -------------------------------------------------------------------------
 
 
 class Staging:
-    """The folder of a save until it is finished, and the lock that it needs; on one rank.
+    """The temporary folder of a save, and its lock; on one rank.
 
-    open() and then commit(), or discard() at any time; close() in the end.
+    Call open() and then commit(), or discard() at any time; call close() at the end.
     """
 
     def __init__(self, target: Target, id: str, overwrite: bool) -> None:
         self.path = target.hidden(id)
         self._target, self._overwrite = target, overwrite
         self._lock: int | None = None
-        self._there = False  # is something under `path`?
-        self._replaced = False  # and it is what was there before
+        self._there = False  # whether `path` exists
+        self._replaced = False  # whether it is the checkpoint that was replaced
 
     def open(self) -> None:
-        """Makes the folder. Raises OSError where the system refuses, FileExistsError for a path
-        that is taken, RuntimeError while another save is under way there."""
+        """Create the folder. Raise OSError if the system refuses, FileExistsError if the target
+        exists, RuntimeError while another save is in progress there."""
         target = self._target
         _check_parent(target)
         self._lock = _locked(target)
@@ -132,8 +138,8 @@ class Staging:
         self._there = True
 
     def commit(self) -> None:
-        """Gives the folder, of which all is on the disk, its name. Afterwards all is done or, if
-        this raises, nothing."""
+        """Rename the folder, whose files are synced, to its final name. If this raises, nothing has
+        changed."""
         target = self._target
         _core.sync_folder(self.path)
         self._check_free()
@@ -143,20 +149,20 @@ class Staging:
         self._there = self._replaced
         try:
             _core.sync_folder(target.parent)
-        except OSError:  # it may be lost with the power: then it has not been saved
+        except OSError:  # a power failure may undo the rename, so this does not count as saved
             move(target.path, self.path)
             self._there = True
             raise
 
     def discard(self) -> None:
-        """Deletes what is left; what cannot be deleted now, the next save will find."""
+        """Delete what is left. The next save deletes what cannot be deleted now."""
         if self._there:
             self._there = False
             with contextlib.suppress(OSError):
                 remove(self.path)
 
     def close(self) -> None:
-        """Gives the lock back."""
+        """Release the lock."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
             with contextlib.suppress(OSError):
@@ -170,17 +176,19 @@ class Staging:
             return
         if not self._overwrite:
             raise FileExistsError(
-                f"'{path}' is there already: save to another path, or with overwrite=True"
+                f"'{path}' already exists: save to another path, or pass overwrite=True"
             )
         is_folder = os.path.isdir(path) and not os.path.islink(path)
         if not is_folder or (os.listdir(path) and not os.path.isfile(os.path.join(path, MANIFEST))):
-            raise FileExistsError(f"'{path}' is no checkpoint of zshard's: it is not overwritten")
+            raise FileExistsError(
+                f"cannot overwrite '{path}', which is not a zshard checkpoint: save to another path"
+            )
 
 
 def retain(target: Target, keep_last: int, id: str) -> None:
-    """Deletes numbered checkpoints before that of `target`, but for the newest ones, which with it
-    are `keep_last`, and the newest whose parameters are finite. One that cannot be deleted is a
-    warning: the new one is saved."""
+    """Delete checkpoints with lower steps than `target`. Keep the newest ones, so that `keep_last`
+    remain including `target`, and the newest one whose parameters are finite. Warn if one cannot
+    be deleted: the new one is saved all the same."""
     this = step_of(target.name) or 0
     others = [step for step in finished(target.parent) if step < this]
     old_ones = others[: max(0, len(others) + 1 - keep_last)]
@@ -190,19 +198,19 @@ def retain(target: Target, keep_last: int, id: str) -> None:
     for step in old_ones:
         old = Target(target.parent, name_of(step), True)
         try:
-            _core.rename(old.path, old.hidden(id))  # so that no half of it is found
+            _core.rename(old.path, old.hidden(id))  # so that nobody finds half of it
             remove(old.hidden(id))
         except OSError as error:
-            warnings.warn(f"the checkpoint '{old.path}' was not deleted: {error}", stacklevel=2)
+            warnings.warn(f"could not delete the checkpoint '{old.path}': {error}", stacklevel=2)
 
 
 def warn_of_newer(target: Target) -> None:
-    """A warning if the checkpoint of `target` is not the one that latest() gives."""
-    newest = latest(target.parent) if target.is_numbered else None
+    """Warn if latest_checkpoint() returns another checkpoint than `target`."""
+    newest = latest_checkpoint(target.parent) if target.is_numbered else None
     if newest is not None and newest != target.path:
         warnings.warn(
-            f"'{newest}' is of a later step than '{target.name}', which has just been saved: "
-            "latest() and load() take it until it is deleted, and keep_last leaves it",
+            f"'{newest}' has a later step than '{target.name}', which was just saved: "
+            "latest_checkpoint() and load() use it until you delete it; keep_last does not",
             stacklevel=2,
         )
 
@@ -212,7 +220,7 @@ def _path(target: Target, step: int) -> str:
 
 
 def _is_finite(path: str) -> bool:
-    """Does the manifest there say that no parameter is NaN or infinite?"""
+    """Return whether the manifest there says that no parameter is NaN or infinite."""
     manifest = os.path.join(path, MANIFEST)
     try:
         with open(manifest, "rb") as file:
@@ -222,7 +230,7 @@ def _is_finite(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Deletes a folder and all in it; links are not followed. OSError where that fails."""
+    """Delete a folder with its content, without following links. Raise OSError on failure."""
     with contextlib.suppress(FileNotFoundError):
         _core.remove_file(os.path.join(path, MANIFEST))  # half a checkpoint must not look finished
     with os.scandir(path) as entries:
@@ -241,31 +249,33 @@ def _swap(new: str, old: str) -> None:
     except OSError as error:
         if error.errno not in _NO_SWAPS:
             raise
-        why = "the file system cannot exchange folders: save to another path, and delete this one"
+        why = "the file system cannot swap folders: save to another path, then delete this one"
         raise OSError(error.errno, why, old) from None
 
 
 def _check_parent(target: Target) -> None:
-    """Makes a directory of numbered checkpoints that is not there; no other folder is made."""
+    """Create a missing directory of numbered checkpoints; no other parent is created."""
     parent, above = target.parent, os.path.dirname(target.parent)
     if target.is_numbered and not os.path.lexists(parent) and os.path.isdir(above):
         with contextlib.suppress(FileExistsError):
             _core.make_folder(parent)
         _core.sync_folder(above)
     if not os.path.isdir(parent):
-        kind = NotADirectoryError if os.path.exists(parent) else FileNotFoundError
-        fix = "" if kind is NotADirectoryError else "; make it first"
-        raise kind(f"'{target.path}' cannot be saved: '{parent}' is no folder{fix}")
+        if os.path.exists(parent):
+            raise NotADirectoryError(f"cannot save '{target.path}': '{parent}' is not a directory")
+        raise FileNotFoundError(
+            f"cannot save '{target.path}': '{parent}' does not exist; create it first"
+        )
 
 
 def _clean(target: Target) -> None:
-    """Deletes what saves that were broken off have left."""
+    """Delete what interrupted saves have left."""
     name = _STEP if target.is_numbered else re.escape(target.name)
     pattern = re.compile(rf"\.{name}\.{_ID}\.tmp")
     for entry in os.listdir(target.parent):
         path = os.path.join(target.parent, entry)
         if pattern.fullmatch(entry) and os.path.isdir(path) and not os.path.islink(path):
-            with contextlib.suppress(OSError):  # it is in nobody's way
+            with contextlib.suppress(OSError):  # it does no harm
                 remove(path)
 
 
@@ -275,21 +285,22 @@ def _lock_path(target: Target) -> str:
 
 
 def _locked(target: Target) -> int | None:
-    """The lock; None where the file system has none. RuntimeError where somebody else has it."""
+    """Take the lock. Return None if the file system has no locks; raise RuntimeError if another
+    process holds it."""
     path = _lock_path(target)
     while True:
         try:
             lock = _core.lock_file(path)
         except BlockingIOError:
             raise RuntimeError(
-                f"another save into '{target.parent}' is under way, of {_holder(path)}: it has the "
-                f"lock '{path}'"
+                f"another save to '{target.parent}' is in progress: {_holder(path)} holds the lock "
+                f"'{path}'; wait for it to finish"
             ) from None
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 return None
             raise
-        # Whoever had it before deletes it in the end: then this is the lock of a file that is gone.
+        # The previous holder deletes the file at the end: then this locks a file that is gone.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 os.ftruncate(lock, 0)

@@ -1,10 +1,9 @@
-"""Folders that torch's HuggingFaceStorageWriter wrote with save_distributed=True, and did not put
-together: safetensors files with each rank's parts of the tensors.
+"""Folders that torch's HuggingFaceStorageWriter wrote with save_distributed=True and did not
+consolidate: safetensors files with each rank's parts of the tensors.
 
-The one idea: the header of each file says where in the whole tensor its part begins, so parts are
-chunks, as those of torch.distributed.checkpoint's own folders are. Nothing says how many there
-should be: what leaves a hole, or lies over another one, is refused, and where the last part of a
-tensor is missing, it is of another shape.
+The one idea: the header of each file gives the offsets of its parts in the full tensors, so parts
+are chunks, as in torch.distributed.checkpoint's own folders. Nothing tells how many parts there
+should be: gaps and overlaps are errors, and a tensor whose last part is missing has another shape.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _NOTE = "DCP_SHARDING_INFO"
 
 
 def shards_in(path: str) -> list[str]:
-    """The names of such files in a folder."""
+    """Return the names of such files in a folder."""
     return sorted(name for name in os.listdir(path) if _NAME.fullmatch(name))
 
 
 def open_into(found: Checkpoint) -> None:
-    """Opens the folder at `found.path`. CheckpointError for parts that are not a whole."""
+    """Open the folder at `found.path`. Raise CheckpointError if parts overlap or leave gaps."""
     parts: dict[str, list[tuple[tuple[int, ...], Entry]]] = {}
     for name in shards_in(found.path):
         found.files[name] = file = SafetensorsFile(os.path.join(found.path, name))
@@ -44,14 +43,14 @@ class _Parts(Chunked):
     """A tensor whose chunks are tensors of safetensors files."""
 
     def check(self) -> None:
-        """Nothing: the headers have said all."""
+        """Do nothing: the headers have been checked."""
 
     def _payload(self, i: int) -> int:
         return self._chunks[i].stored.offset
 
 
 def _begins(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
-    """The first index of each part in the file."""
+    """The first index of each part in the file, by tensor name."""
     where = f"the header of '{file.path}'"
     note = file.notes.get(_NOTE, "{}").encode(errors="surrogatepass")
     told = object_of(note, where, HEADER_LIMIT)
@@ -60,22 +59,24 @@ def _begins(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
         facts = told.get(name)
         begin: Any = facts.get("saved_offsets") if isinstance(facts, dict) else None
         if not are_counts(begin) or len(begin) != len(entry.shape):
-            raise CheckpointError(f"{where} does not say where its part of '{name}' begins")
+            raise CheckpointError(f"{where} has no valid saved_offsets for '{name}'")
         begins[name] = tuple(begin)
     return begins
 
 
 def _whole(folder: str, name: str, parts: Sequence[tuple[tuple[int, ...], Entry]]) -> Chunked:
-    """The tensor of which these are all parts, with their first indices."""
+    """The tensor that consists of these parts, given with their first indices."""
     dims, dtypes = {len(begin) for begin, _ in parts}, {entry.dtype for _, entry in parts}
     if len(dims) > 1 or len(dtypes) > 1:
-        raise CheckpointError(f"the files in '{folder}' have parts of '{name}' of several kinds")
+        raise CheckpointError(
+            f"the files in '{folder}' disagree on the dtype or number of dimensions of '{name}'"
+        )
     ends = [[b + n for b, n in zip(begin, e.shape, strict=True)] for begin, e in parts]
     shape = tuple(max(each) for each in zip(*ends, strict=True))
     chunks = [Chunk(begin, e.shape, Stored(e.file, e.begin, 0)) for begin, e in parts]
     if covered(chunks) != math.prod(shape):
         raise CheckpointError(
-            f"the files in '{folder}' have not all of '{name}' once: one is missing, or of another "
-            "save"
+            f"the parts of '{name}' in '{folder}' overlap or leave a gap: a file is missing or "
+            "belongs to another save"
         )
     return _Parts(name, dtypes.pop(), shape, chunks)

@@ -1,11 +1,11 @@
-"""Which tensor lies in which file at which byte, and which bytes this rank writes.
+"""The file and the offset of each tensor, and the bytes that this rank writes.
 
-The one idea: all follows from the names, shapes and dtypes that the ranks have agreed on, so each
-of them lays out all files by itself, and nobody has to be told where to write.
+The one idea: the layout follows from names, shapes and dtypes, on which the ranks have agreed, so
+each rank computes the layout of all files, and no rank needs to be told where to write.
 
-Files are split as Hugging Face's tools do: tensors in order, a new file when the next one would
-exceed the limit. Within a file larger dtypes come first, so that each tensor lies at a multiple of
-its item's size; the header ends in spaces up to a multiple of ALIGN.
+Files are split as Hugging Face's tools split them: tensors in order, and a new file when the next
+tensor would exceed the limit. Within a file, larger dtypes come first, so that the offset of each
+tensor is a multiple of its item size; spaces pad the header to a multiple of ALIGN.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _UNITS |= {f"{p}iB".upper(): 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
 
 class File(NamedTuple):
-    """A safetensors file that is to be written."""
+    """A safetensors file to write."""
 
     name: str
-    header: bytes  # with its length, and padded
+    header: bytes  # with its length, padded
     size: int
     places: list[tuple[Item, int]]  # tensors and their first bytes in the file
 
 
 class Piece(NamedTuple):
-    """Bytes of a file that this rank writes: some elements of a tensor, cast to a dtype."""
+    """A run of bytes that this rank writes: some elements of a tensor, cast to a dtype."""
 
     file: int  # its number
     offset: int  # of the first byte
@@ -54,32 +54,37 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """Its bytes in the file."""
         return (self.end - self.begin) * self.dtype.itemsize
 
 
 def bytes_in(text: int | str) -> int:
-    """A number of bytes, from itself or as "5GB" or "200 MiB". ValueError, TypeError for others."""
+    """Return a size in bytes, given as a number or as "5GB" or "200 MiB". Raise ValueError or
+    TypeError for anything else."""
     if isinstance(text, int) and not isinstance(text, bool):
         number, unit = str(text), ""
     elif isinstance(text, str):
         found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
         number, unit = found.groups() if found else ("", "")
     else:
-        raise TypeError(f"max_shard_size takes bytes, as a number or as '5GB', not {text!r}")
+        raise TypeError(
+            f"max_shard_size must be a number of bytes or a string such as '5GB', got {text!r}"
+        )
     size = int(float(number) * _UNITS.get(unit.upper(), 0)) if number else 0
     if size < 1:
-        raise ValueError(f"max_shard_size={text!r} is no size: give bytes, or '5GB', '200MiB'")
+        raise ValueError(
+            f"max_shard_size={text!r} is not a size: pass bytes, or text such as '5GB', '200MiB'"
+        )
     return size
 
 
 def lay_out(
     items: Sequence[Item], stem: str, limit: int, tied: Mapping[str, str] | None = None
 ) -> list[File]:
-    """The files for `items`, of at most `limit` bytes of tensors each, but for larger tensors.
+    """Return the files for `items`, each with at most `limit` bytes of tensors, or one tensor.
 
-    stem: they are called `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors`.
-    tied: other names of tensors, which the header of the file that has these keeps as notes.
+    stem: files are named `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors` and so on.
+    tied: aliases of tensors, which the header of the tensor's file lists as metadata.
     """
     groups: list[list[Item]] = [[]]
     filled = 0
@@ -98,7 +103,7 @@ def lay_out(
 
 
 def index_of(files: Sequence[File]) -> bytes:
-    """The text of `<stem>.safetensors.index.json`."""
+    """Return the text of `<stem>.safetensors.index.json`."""
     homes = {item.name: file.name for file in files for item, _ in file.places}
     total = sum(_size_of(item) for file in files for item, _ in file.places)
     whole = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
@@ -106,8 +111,8 @@ def index_of(files: Sequence[File]) -> bytes:
 
 
 def pieces_of(files: Sequence[File]) -> list[Piece]:
-    """What this rank writes, in order. What several ranks have is one row of bytes, of which each
-    writes an equal part."""
+    """Return what this rank writes, in order. Ranks that hold the same bytes write an equal share
+    of them each."""
     places = [(number, *place) for number, file in enumerate(files) for place in file.places]
     totals: Counter[int] = Counter()  # bytes, by group
     for _, item, _ in places:
@@ -120,7 +125,7 @@ def pieces_of(files: Sequence[File]) -> list[Piece]:
             continue
         values, first, copies, copy, group = item.held
         size = item.dtype.itemsize
-        # Rounded alike by both neighbours, so there is no gap between what they write.
+        # Both neighbors round alike, so there is no gap between what they write.
         cuts = (totals[group] * i // copies - done[group] for i in (copy, copy + 1))
         begin, end = (min(max(0, cut // size), values.numel()) for cut in cuts)
         if begin < end:
@@ -131,8 +136,8 @@ def pieces_of(files: Sequence[File]) -> list[Piece]:
 
 
 def record_of(file: str, size: int, written: Iterable[tuple[int, int, int]]) -> FileRecord:
-    """The checksums of a file, from (offset, length, CRC-32C) of what the ranks wrote of it.
-    RuntimeError where that is not each byte once."""
+    """Return the checksums of a file, from (offset, length, CRC-32C) of each write of all ranks.
+    Raise RuntimeError unless they wrote each byte exactly once."""
     sums: list[int] = []
     end = 0
     for offset, length, crc in sorted(written):
@@ -144,12 +149,14 @@ def record_of(file: str, size: int, written: Iterable[tuple[int, int, int]]) -> 
             sums[-1] = _core.crc32c_join(sums[-1], crc, length)
         end += length
     if end != size:
-        raise RuntimeError(f"'{file}' of {size} bytes was not written as planned at byte {end}")
+        raise RuntimeError(
+            f"'{file}' ({size} bytes) was not written exactly once at byte {end}: please report it"
+        )
     return FileRecord(size, tuple(sums))
 
 
 def joined(written: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The same checksums, with one for bytes that lie side by side in one block."""
+    """Merge the checksums of adjacent bytes of one block."""
     made: list[tuple[int, int, int]] = []
     for offset, length, crc in sorted(written):
         if made and offset % BLOCK != 0 and sum(made[-1][:2]) == offset:
@@ -161,7 +168,7 @@ def joined(written: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]
 
 
 def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> File:
-    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # which keeps the rest in order
+    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # a stable sort
     inside = {item.name for item in ordered}
     notes = {other: home for other, home in tied.items() if home in inside}
     header: dict[str, object] = {"__metadata__": {**notes, "format": "pt"}}
@@ -176,8 +183,8 @@ def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> File:
     text = json.dumps(header, separators=(",", ":")).encode()
     if len(text) > HEADER_LIMIT - ALIGN:
         raise ValueError(
-            f"the header of '{name}' would have {len(text)} bytes: a smaller max_shard_size makes "
-            "more files, with fewer tensors each"
+            f"the header of '{name}' would have {len(text)} bytes, which is too large: pass a "
+            "smaller max_shard_size, for more files with fewer tensors each"
         )
     text += b" " * (-(len(text) + 8) % ALIGN)
     begin = 8 + len(text)

@@ -1,10 +1,10 @@
-"""zshard.load(): a model, an optimizer, and what a script has kept, from a checkpoint.
+"""zshard.load(): load a model, an optimizer and a script's own state from a checkpoint.
 
-The one idea: three steps, and no rank begins one before all have done the one before. First all is
-checked that can be checked without values: files, names, shapes, dtypes, the optimizer. Then the
-checksums of what will be read, each rank its share of the blocks. Only then values are read, each
-rank its own parts, straight to where they belong. So a checkpoint that is damaged, or of another
-model, changes nothing on any rank.
+The one idea: three steps, and no rank begins a step before all ranks have completed the previous
+one. First, check everything that needs no values: files, names, shapes, dtypes, the optimizer.
+Second, verify the checksums of the blocks to be read; each rank verifies its share. Third, each
+rank reads its own shards, directly into place. So a checkpoint that is damaged, or that belongs to
+another model, changes nothing on any rank.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = ["Loaded", "load"]
 
 
 class Loaded(dict[str, Any]):
-    """What a checkpoint has kept for this rank beside model and optimizer: `extra` of zshard.save.
+    """The result of zshard.load(): this rank's `extra` as a dict, and facts about the checkpoint.
 
-    path: the checkpoint that was loaded; of a directory of numbered ones, the one that was taken.
-    step: its number, or None.
-    missing_keys, unexpected_keys: names that only the model had, and only the checkpoint.
-    verified: whether checksums have said that all that was read is what was saved.
+    path: the checkpoint that was loaded; for a checkpoint directory, the one that was chosen.
+    step: its step, or None.
+    missing_keys, unexpected_keys: names that only the model has, and only the checkpoint has.
+    verified: whether checksums confirmed everything that was read.
     """
 
     path: str
@@ -62,51 +62,56 @@ def load(
     strict: bool = True,
     verify: bool = True,
 ) -> Loaded:
-    """Loads a checkpoint into a model and its optimizer; nothing changes unless all of it fits.
+    """Load a checkpoint into a model and its optimizer; change nothing unless all of it fits.
 
-    path: a checkpoint of zshard.save(), or a directory of numbered ones, of which the newest
-        finished one is taken; a .safetensors file; a folder as Hugging Face has them, with
-        model.safetensors or several files and their model.safetensors.index.json; a folder that
-        torch.distributed.checkpoint wrote. All ranks have to see the same.
-    model: one with FSDP modules, whatever the strategy and the number of ranks, also others than
-        those that saved; or a plain one, which all ranks of torch.distributed load together.
-        Parameters and buffers are written in place. Names are those of model.state_dict(), without
-        what torch.compile(), activation checkpointing and DDP add; of tied parameters one name is
-        enough. Tensors have the whole shapes; dtypes may differ within floating-point, complex, and
-        whole numbers, and are cast.
-    optimizer: over parameters of the model. It gets state and options as from load_state_dict();
-        what it has already of the same shapes is written in place.
-    strict: missing and unexpected names are an error, an optimizer of another class, and entries of
-        torch.distributed.checkpoint beside model and optimizer that are no plain data.
-    verify: compare the checksums of all blocks that will be read; without, only those of headers
-        and indices. Checkpoints that zshard has not written have none.
+    Collective: call it on all ranks, outside forward and backward. Each rank reads only its own
+    shards. The strategy and the number of ranks may differ from those of the save. To load without
+    initializing values first, build the model on the meta device and wrap it with
+    `FSDP(model, param_init_fn=zshard.uninitialized)`.
 
-    Each rank reads its own parts only. A model whose values all come from files is set up without
-    others by `FSDP(model, param_init_fn=zshard.empty)` of a model on the meta device.
+    path: one of the following; all ranks must see the same files.
+        - a checkpoint that zshard.save() wrote
+        - a checkpoint directory; its newest finished checkpoint is loaded
+        - a .safetensors file
+        - a Hugging Face folder, with model.safetensors, or with model.safetensors.index.json and
+          the files that it lists
+        - a folder that torch.distributed.checkpoint wrote
+    model: an nn.Module with or without FSDP modules; all ranks of the default process group load a
+        plain model together. Parameters and buffers are written in place. Names are those of
+        model.state_dict(), without the prefixes of torch.compile(), activation checkpointing and
+        DDP; one name is enough for tied parameters. Tensors have the full shape. Dtypes are cast,
+        within floating-point, complex and integer dtypes.
+    optimizer: an optimizer over parameters of the model. It receives state and options as from
+        load_state_dict(); existing state of the same shape is written in place.
+    strict: raise an error for missing and unexpected names, for an optimizer of another class, and
+        for entries of torch.distributed.checkpoint beside model and optimizer that are not plain
+        data.
+    verify: verify the checksums of all blocks to be read. If False, verify only those of headers
+        and indices. Only checkpoints of zshard.save() have checksums.
 
-    For all ranks together, outside of forward and backward. Waits for a save that is under way, and
-    raises what has gone wrong in it. Returns this rank's `extra` (rank 0's, where fewer ranks
-    saved), as a dict with more to it: see Loaded. Load hooks and `_load_from_state_dict` of modules
-    see names, shapes and dtypes, and may rename, drop or replace entries; one that asks for values
-    is an error. At the end extra state is set and post hooks run.
+    Returns this rank's `extra`, or rank 0's if this rank did not exist when saving; a Loaded, which
+    is a dict with further attributes. Waits for a running asynchronous save and raises its error.
+    Load hooks and `_load_from_state_dict` of modules see names, shapes and dtypes, and may rename,
+    drop or replace entries; asking for values is an error. Extra state and post hooks come last.
 
-    Raises, on all ranks and before anything changes: CheckpointError (a ValueError) for what is
-    damaged, unfinished or not valid, OSError for what cannot be read, both naming the file;
-    RuntimeError that lists what does not fit; ValueError for an optimizer of other parameters;
-    DivergenceError where the ranks see different checkpoints. A file that fails while values are
-    read is an OSError or CheckpointError, too, and they are then loaded in part.
+    Raises, on all ranks and before anything changes: CheckpointError (a ValueError) if a file is
+    damaged, incomplete or invalid, and OSError if it cannot be read, both naming the file;
+    RuntimeError listing everything that does not fit; ValueError if the optimizer has parameters
+    that the model does not have; DivergenceError if ranks see different checkpoints. If a file
+    fails while values are being read, raises OSError or CheckpointError and leaves the model and
+    the optimizer partly loaded.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"zshard.load() takes the model second, not a {type(model).__name__}")
+        raise TypeError(f"zshard.load(): model must be an nn.Module, got {type(model).__name__}")
     model = bare(model)
     comm = ranks_of(model)
     with on_all_ranks(comm):
-        background.finish()  # what is being saved may be what is to be loaded
+        background.finish()  # the running save may be the one to load
         _check_optimizer(optimizer)
     with contextlib.ExitStack() as stack:
         asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
         facts = [(f"load({name}=)", str(value)) for name, value in asked]
-        check_agreement(comm, facts, "calls of zshard.load()")
+        check_agreement(comm, facts, "calls to zshard.load()")
         found = _open(stack, comm, path, optimizer is not None)
         if found.manifest is not None:
             heads = blocks.head_runs(found.files, found.manifest.files)
@@ -129,10 +134,10 @@ def load(
 def _check_optimizer(optimizer: Any) -> None:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
-        raise TypeError(f"zshard.load() takes a torch.optim.Optimizer third, not a {kind}")
+        raise TypeError(f"zshard.load(): optimizer must be a torch.optim.Optimizer, got {kind}")
 
 
-# --- what there is --------------------------------------------------------------------------------
+# --- opening --------------------------------------------------------------------------------------
 
 
 def _open(
@@ -146,15 +151,15 @@ def _open(
 
 
 def _facts(found: Checkpoint) -> list[Fact]:
-    """What all ranks have to see."""
-    facts = [("the id", found.manifest.id)] if found.manifest is not None else []
+    """The facts that must agree between ranks."""
+    facts = [("the checkpoint id", found.manifest.id)] if found.manifest is not None else []
     tensors = sorted(found.model.items())
     return facts + [(f"tensor '{n}'", f"shape {e.shape}, {e.dtype}") for n, e in tensors]
 
 
 @contextlib.contextmanager
 def _whole_checkpoint(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
-    """Context for looking whether files are damaged: on_all_ranks(), and a word on what is left."""
+    """Context for checking files: on_all_ranks(), and errors name an older checkpoint."""
     with on_all_ranks(comm):
         try:
             yield
@@ -162,7 +167,7 @@ def _whole_checkpoint(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
             raise CheckpointError(f"{error}{older_than(found.path)}") from None
 
 
-# --- what would be done ---------------------------------------------------------------------------
+# --- planning -------------------------------------------------------------------------------------
 
 
 class _Plans(NamedTuple):
@@ -191,7 +196,7 @@ def _plan(
 
 
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
-    """A state dict of tensors that are still to be read."""
+    """A state dict of tensors that are not yet read."""
     state: OrderedDict[str, Any] = OrderedDict(
         (plain(name), Reader().whole(e) if is_extra_state(name) else _pending(name, e))
         for name, e in found.model.items()
@@ -199,7 +204,7 @@ def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
     state.update((plain(name), value) for name, value in found.others.items())
     _add_tied(model, state)
     names = {plain(n) for kind in (model.named_parameters, model.named_buffers) for n, _ in kind()}
-    for alias, name in found.tied.items():  # in this model they may be tensors of their own
+    for alias, name in found.tied.items():  # in this model they may be separate tensors
         if plain(alias) in names and plain(alias) not in state:
             state[plain(alias)] = state[plain(name)]
     state = OrderedDict(wanted_by(model, state))
@@ -215,7 +220,7 @@ def _pending(name: str, entry: Readable) -> Pending:
 
 
 def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
-    """Gives all names of a tied tensor what stands under one of them: files have it once."""
+    """Give all names of a tied tensor the entry of one of them: files contain it once."""
     names: dict[int, list[str]] = {}
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
@@ -228,21 +233,21 @@ def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
 
 
 def _refuse_meta(model: nn.Module) -> None:
-    """RuntimeError for tensors without memory; nn.Module would pass over them."""
+    """Raise RuntimeError for tensors without memory, which nn.Module would skip."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     names = [f"'{name}'" for name, tensor in tensors if tensor.is_meta]
     if names:
         raise RuntimeError(
-            f"{', '.join(names[:5])} of the model are on the meta device, without memory: wrap it "
-            "by FSDP(model, param_init_fn=zshard.empty), or call model.to_empty(device=...)"
+            f"cannot load into tensors on the meta device ({', '.join(names[:5])}): first call "
+            "FSDP(model, param_init_fn=zshard.uninitialized) or model.to_empty(device=...)"
         )
 
 
 def _check(
     comm: _core.Comm, found: Checkpoint, plans: _Plans, ranges: Sequence[_Range], verify: bool
 ) -> None:
-    """Looks at what will be read, each rank at its share: at what stands around values, and whether
-    all blocks are what they were, but for those that have been checked already."""
+    """Check what will be read; each rank checks its share. Check the archives around values, and
+    the checksums of all blocks that have not been checked yet."""
     labels = {c.value.label: None for c in plans.model.copies if isinstance(c.value, Pending)}
     entries = [found.model[label] for label in labels]
     entries += plans.optimizer.entries if plans.optimizer is not None else []
@@ -260,7 +265,7 @@ def _check(
         blocks.check(mine, done)
 
 
-# --- doing it -------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 class _Values:
@@ -299,7 +304,7 @@ class _Range(NamedTuple):
 
 
 def _ranges(found: Checkpoint, plans: _Plans) -> list[_Range]:
-    """What this rank is about to read, but for few elements."""
+    """What this rank will read, except for a few elements."""
     with quick_facts():
         ranges = [
             _Range(found.model[copy.value.label], copy.value.begin, copy.target.numel())

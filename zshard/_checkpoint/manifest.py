@@ -1,14 +1,14 @@
-"""zshard.json: what a checkpoint consists of, how long its files are, and their checksums.
+"""zshard.json: the files of a checkpoint, their sizes and their checksums.
 
-The one idea: it is written when all else is on the disk, and before the folder gets its name. So a
-folder that has a valid one is finished, and whatever does not agree with it has been damaged since.
-It says of every byte of every file what the byte was, by CRC-32C of blocks of 4 MiB, and of itself
-as well.
+The one idea: it is written when all other files are synced, and before the folder is renamed into
+place. So a folder with a valid manifest is finished, and a file that does not match it has been
+damaged since. CRC-32C checksums of 4 MiB blocks cover every byte of every file, and one checksum
+covers the manifest itself.
 
     {"crc32c": "89abcdef", "checkpoint": {"format": "zshard", "version": 1, "id": ..., ...}}
 
-The checksum is of the object under "checkpoint", as json.dumps() with sorted keys and without
-spaces has it: to lay the text out anew damages nothing.
+The checksum covers the object under "checkpoint", as json.dumps() writes it with sorted keys and
+without spaces: reformatting the text does no damage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from zshard import _core
 
 NAME = "zshard.json"
-BLOCK = 2**22  # bytes that one checksum is of
+BLOCK = 2**22  # bytes per checksum
 VERSION = 1
 LIMIT = 2**30  # bytes of a manifest
 
@@ -32,8 +32,8 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, unfinished, or not what it says it is; the message names the file,
-    and the tensor where it is one."""
+    """A checkpoint is damaged, unfinished or invalid; the message names the file and, where
+    possible, the tensor."""
 
 
 @dataclass(frozen=True)
@@ -41,33 +41,33 @@ class FileRecord:
     """A file of a checkpoint."""
 
     size: int  # bytes
-    checksums: tuple[int, ...]  # CRC-32C of each BLOCK of it; the last one may be shorter
+    checksums: tuple[int, ...]  # CRC-32C of each BLOCK; the last block may be shorter
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What zshard.json says."""
+    """The content of zshard.json."""
 
-    id: str  # 32 hexadecimal digits, another one for each save
+    id: str  # 32 hexadecimal digits, unique to a save
     step: int | None
     world: int  # ranks that wrote it
-    files: Mapping[str, FileRecord]  # all but the manifest
-    tied: Mapping[str, str] = field(default_factory=dict)  # a name: the one that is in a file
+    files: Mapping[str, FileRecord]  # all files but the manifest
+    tied: Mapping[str, str] = field(default_factory=dict)  # alias: name in a file
     model: Mapping[str, Any] = field(default_factory=dict)  # {"extra_state": {name: encoded value}}
     optimizer: Mapping[str, Any] | None = None  # {"class", "groups", "state"}: see outline.py
-    extra: Sequence[Any] = ()  # encoded, by rank; one for all if they were equal
+    extra: Sequence[Any] = ()  # encoded, by rank; only one if all are equal
     software: Mapping[str, str] = field(default_factory=dict)  # names and versions
-    finite: bool = True  # is no parameter NaN or infinite?
+    finite: bool = True  # whether no parameter is NaN or infinite
 
     def extra_of(self, rank: int) -> Any:
-        """What `rank` gave, or rank 0 if there was no such rank; encoded."""
+        """Return what `rank` saved, or rank 0 if there was no such rank; encoded."""
         if not self.extra:
             return {}
         return self.extra[rank if rank < len(self.extra) else 0]
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The text of zshard.json."""
+    """Return the text of zshard.json."""
     files = {
         name: {"size": record.size, "crc32c": "".join(f"{crc:08x}" for crc in record.checksums)}
         for name, record in manifest.files.items()
@@ -80,22 +80,23 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(text: bytes, path: str) -> Manifest:
-    """What dump() made into `text`; `path` is for messages. Raises CheckpointError for all else."""
+    """Return the Manifest that dump() made into `text`; messages refer to `path`. Raise
+    CheckpointError for any other text."""
     whole = object_of(text, f"'{path}'")
     body = whole.get("checkpoint")
     if not isinstance(body, dict) or body.get("format") != "zshard":
-        raise CheckpointError(f"'{path}' is no manifest of a zshard checkpoint")
+        raise CheckpointError(f"'{path}' is not the manifest of a zshard checkpoint")
     if body.get("version") != VERSION:
         raise CheckpointError(
-            f"'{path}' is of version {str(body.get('version'))[:20]} of the format; this zshard "
-            f"reads version {VERSION}: use a newer one"
+            f"'{path}' has format version {str(body.get('version'))[:20]}, but this zshard reads "
+            f"version {VERSION}: upgrade zshard"
         )
     if whole.get("crc32c") != _checksum(body):
-        raise CheckpointError(f"'{path}' is damaged: its checksum is not that of what it says")
+        raise CheckpointError(f"'{path}' is damaged: its checksum does not match its content")
     try:
         return _manifest_of(body)
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"'{path}' is no valid manifest: {error!r}") from None
+        raise CheckpointError(f"'{path}' is not a valid manifest: {error!r}") from None
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -104,8 +105,8 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def object_of(text: bytes | bytearray, what: str, limit: int = LIMIT) -> dict[str, Any]:
-    """The JSON object that a text is: UTF-8, of at most `limit` bytes, no key twice, only numbers
-    that JSON has. Raises CheckpointError, of `what`, for all else."""
+    """Parse a JSON object: UTF-8, at most `limit` bytes, no duplicate keys, no NaN or infinity.
+    Raise CheckpointError, which names `what`, for anything else."""
     if len(text) > limit:
         raise CheckpointError(f"{what} is longer than {limit} bytes")
     try:
@@ -118,14 +119,14 @@ def object_of(text: bytes | bytearray, what: str, limit: int = LIMIT) -> dict[st
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is damaged: {error}") from None
     if not isinstance(whole, dict):
-        raise CheckpointError(f"{what} is damaged: it is no JSON object")
+        raise CheckpointError(f"{what} is damaged: expected a JSON object")
     return whole
 
 
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text:.40} is no number that JSON has")
+        raise ValueError(f"{text:.40} is not a valid JSON number")
     return value
 
 
@@ -134,13 +135,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"{twice[:80]!r} is there twice")
+        raise ValueError(f"duplicate key {twice[:80]!r}")
     return made
 
 
 def _manifest_of(body: Mapping[str, Any]) -> Manifest:
     if body["block"] != BLOCK:
-        raise ValueError(f"blocks of {body['block']!r} bytes")
+        raise ValueError(f"unsupported block size {body['block']!r}")
     step = body["step"]
     made = Manifest(
         id=body["id"],
@@ -155,41 +156,43 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
         finite=body["finite"],
     )
     if type(made.finite) is not bool:
-        raise TypeError(f"finite is {made.finite!r:.40}")
+        raise TypeError(f"finite must be a boolean, got {made.finite!r:.40}")
     if not _HEX.fullmatch(made.id):
-        raise ValueError(f"its id is {made.id!r:.40}")
+        raise ValueError(f"invalid id {made.id!r:.40}")
     if len(made.extra) not in (0, 1, made.world):
-        raise ValueError(f"extra of {len(made.extra)} ranks, of {made.world}")
+        raise ValueError(f"extra has {len(made.extra)} entries for {made.world} ranks")
     return made
 
 
 def _record_of(name: str, told: Mapping[str, Any]) -> FileRecord:
     size, text = _count(told["size"]), told["crc32c"]
     if len(text) != 8 * -(-size // BLOCK):
-        raise ValueError(f"'{name:.80}' of {size} bytes has {len(text) // 8} checksums")
+        raise ValueError(
+            f"wrong number of checksums for '{name:.80}' ({size} bytes): {len(text) // 8}"
+        )
     return FileRecord(size, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
 
 
 def _plain(name: str) -> str:
-    """Names of files come from here, and lead out of the folder nowhere."""
+    """Check that a file name does not lead out of the folder."""
     if not name or name in (".", "..", NAME) or set(name) & set("/\\\0") or len(name) > 255:
-        raise ValueError(f"{name!r:.80} is no name of a file in the same folder")
+        raise ValueError(f"{name!r:.80} is not the name of a file in the same folder")
     return name
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r:.40} is no count")
+        raise ValueError(f"expected a non-negative integer, got {value!r:.40}")
     return value
 
 
 def _dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.40} is no object")
+        raise TypeError(f"expected an object, got {value!r:.40}")
     return value
 
 
 def _strings(value: Any) -> dict[str, str]:
     if not all(isinstance(each, str) for each in _dict(value).values()):
-        raise TypeError("a value is no string")
+        raise TypeError("expected an object of strings")
     return dict(value)

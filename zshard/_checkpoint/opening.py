@@ -1,7 +1,7 @@
-"""Opening a checkpoint, of whatever kind it is.
+"""Open a checkpoint of any supported format.
 
-The one idea: what is opened has been checked as far as it says something of itself: sizes, headers,
-indices, manifest. No value has been read. What would have to be run to be read is refused.
+The one idea: opening checks everything that a checkpoint says about itself: sizes, headers,
+indices, the manifest. It reads no values. A file that would have to be executed is refused.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from zshard._checkpoint.safetensors import (
 )
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""What names of files begin with."""
+"""The prefixes of file names."""
 
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], with_optimizer: bool = False) -> Iterator[Checkpoint]:
     """Context in which the checkpoint at `path` is open.
 
-    path: a .safetensors file, a folder, or a directory of numbered checkpoints, of which the newest
-        finished one is taken.
+    path: a .safetensors file, a folder, or a checkpoint directory, whose newest finished checkpoint
+        is opened.
     with_optimizer: open the optimizer's files, too.
 
-    Raises OSError for what cannot be opened, CheckpointError for what is not valid; both name it.
+    Raises OSError if a file cannot be opened and CheckpointError if it is invalid, naming the file.
     """
     found = Checkpoint(path_of(path))
     try:
@@ -64,7 +64,7 @@ def _open(found: Checkpoint, with_optimizer: bool) -> None:
         _open_newest(found, with_optimizer)
 
 
-# --- numbered ones, and what is none --------------------------------------------------------------
+# --- checkpoint directories, and errors -----------------------------------------------------------
 
 
 def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
@@ -73,14 +73,14 @@ def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
         _point_inside(found.path)
         _refuse_pickles(found.path)
         raise FileNotFoundError(
-            f"the folder '{found.path}' has no finished checkpoint: no {NAME}, model.safetensors, "
+            f"no finished checkpoint in '{found.path}': it has no {NAME}, model.safetensors, "
             "model.safetensors.index.json or numbered checkpoints"
         )
     found.path = os.path.join(directory, name_of(steps[-1]))
     try:
         _open_zshard(found, with_optimizer)
     except (OSError, CheckpointError) as error:
-        if finished(directory)[-1:] != steps[-1:]:  # another job goes on saving and deleting there
+        if finished(directory)[-1:] != steps[-1:]:  # another job is saving and deleting there
             found.close()
             found.path, found.files = directory, {}
             _open_newest(found, with_optimizer)
@@ -91,8 +91,8 @@ def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
 
 
 def _point_inside(path: str) -> None:
-    """FileNotFoundError for a folder without tensors in which there are folders that have some, as
-    trainers make: which one is meant nobody can know."""
+    """Raise FileNotFoundError for a folder without tensors whose subfolders have some, as trainers
+    create them: which one is meant is unknown."""
     marks = (NAME, dcp.METADATA, f"{MODEL}.safetensors", f"{MODEL}.safetensors.index.json")
     with os.scandir(path) as entries:
         folders = sorted(entry.name for entry in entries if entry.is_dir())
@@ -100,36 +100,36 @@ def _point_inside(path: str) -> None:
     if inside:
         names = ", ".join(f"'{name}'" for name in inside[:5]) + (", ..." if inside[5:] else "")
         raise FileNotFoundError(
-            f"the folder '{path}' is no checkpoint, but {names} in it may be: give the path of one"
+            f"'{path}' is not a checkpoint, but contains {names}: pass the path of the one to load"
         )
 
 
 def older_than(path: str) -> str:
-    """Words on the finished checkpoint before the numbered one at `path`, or none."""
+    """Return a hint at the finished checkpoint before the numbered one at `path`, or ""."""
     parent, name = os.path.split(os.path.abspath(path))
     names = [name_of(step) for step in finished(parent)]
     before = names[: names.index(name)] if name in names else []
-    return f"; '{os.path.join(parent, before[-1])}' is an older one" if before else ""
+    return f"; '{os.path.join(parent, before[-1])}' is an older checkpoint" if before else ""
 
 
 def _refuse_staging(path: str) -> None:
-    """A save that has not come to its end leaves files of full length, partly of zeros."""
+    """Raise CheckpointError for the folder of an interrupted save, whose files have their full
+    length, but zeros where nothing was written."""
     name = os.path.basename(os.path.abspath(path))
     if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", name):
-        raise CheckpointError(f"'{path}' is what an interrupted save has left: no checkpoint")
+        raise CheckpointError(f"'{path}' is not a checkpoint: an interrupted save left it")
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def _refuse_pickles(path: str) -> None:
-    """CheckpointError for what programs have to be run for to be read."""
+    """Raise CheckpointError for pickles."""
     if not os.path.isdir(path):
         if path.endswith(_PICKLES):
             raise CheckpointError(
-                f"'{path}' is a pickle by its name, which can run any program when it is read: "
-                "load it with torch.load(weights_only=True), and write it with "
-                "safetensors.torch.save_file()"
+                f"'{path}' looks like a pickle, which can execute arbitrary code: load it with "
+                "torch.load(weights_only=True) and convert it with safetensors.torch.save_file()"
             )
         return
     names = os.listdir(path)
@@ -137,9 +137,9 @@ def _refuse_pickles(path: str) -> None:
     below = os.listdir(os.path.join(path, inner[0])) if _is_folder(path, inner) else []
     if any(re.match(r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states", n) for n in names + below):
         raise CheckpointError(
-            f"'{path}' is a checkpoint of DeepSpeed: pickles, which can run any program when they "
-            "are read. Where you trust it, have DeepSpeed's zero_to_fp32.py write it as "
-            "safetensors (--safe_serialization), and load that folder"
+            f"'{path}' is a DeepSpeed checkpoint, which consists of pickles that can execute "
+            "arbitrary code: if you trust it, convert it with DeepSpeed's zero_to_fp32.py "
+            "--safe_serialization and load the resulting folder"
         )
     for name in sorted(names):
         if name.endswith(_PICKLES):
@@ -154,7 +154,7 @@ def _is_folder(path: str, names: list[str]) -> bool:
 
 
 def _of_huggingface(path: str, prefix: str) -> str | None:
-    """The file of a folder that has tensors or their index, if there is one."""
+    """The file in a folder that has the tensors or their index, if there is one."""
     for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
         if os.path.exists(os.path.join(path, name)):
             return name
@@ -173,7 +173,7 @@ def _open_huggingface(found: Checkpoint) -> None:
     for file_name in dict.fromkeys(homes.values()):
         paths[file_name] = os.path.join(found.path, file_name)
         if not os.path.exists(paths[file_name]):
-            raise FileNotFoundError(f"'{path}' names '{file_name}', which is not there")
+            raise FileNotFoundError(f"'{path}' refers to '{file_name}', which is missing")
     files = _add_model(found, paths)
     check_homes(homes, files, path)
 
@@ -188,7 +188,7 @@ def _add_model(found: Checkpoint, paths: Mapping[str, str]) -> dict[str, Safeten
     return files
 
 
-# --- zshard's own ---------------------------------------------------------------------------------
+# --- zshard checkpoints ---------------------------------------------------------------------------
 
 
 def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
@@ -201,7 +201,7 @@ def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
     found.others = {name: decode(each, where) for name, each in _dict(told, "extra_state").items()}
     found.versions = decode(_dict(told, "versions"), where)
     if not all(type(version) is int for version in found.versions.values()):
-        raise CheckpointError(f"'{where}' has versions of modules that are no numbers")
+        raise CheckpointError(f"'{where}' has module versions that are not integers")
     if with_optimizer and found.manifest.optimizer is not None:
         tensors = _add_own(found, found.manifest, OPTIMIZER)
         found.optimizer = _optimizer_of(found.manifest.optimizer, tensors, where)
@@ -210,20 +210,22 @@ def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
 def _dict(told: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = told.get(name, {})
     if not isinstance(value, dict):
-        raise CheckpointError(f"the manifest has a {type(value).__name__} as {name}, no object")
+        raise CheckpointError(
+            f"invalid manifest: {name} must be an object, got {type(value).__name__}"
+        )
     return value
 
 
 def read_manifest(path: str) -> Manifest:
-    """That of the checkpoint at `path`."""
+    """Read the manifest of the checkpoint at `path`."""
     where = os.path.join(path, NAME)
     with File(where, follow=False) as file:
         return parse(bytes(file.bytes_of(min(file.size, LIMIT + 1))), where)
 
 
 def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Readable]:
-    """Opens the files of the model or the optimizer, by what the manifest names and nothing else:
-    other files in the folder are of no save, or of another one."""
+    """Open the files of the model or the optimizer that the manifest lists, and no others: other
+    files in the folder belong to no save, or to another one."""
     one, index = f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"
     homes = None
     if one in manifest.files:
@@ -233,9 +235,9 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
         homes = parse_index(file.bytes_of(min(file.size, HEADER_LIMIT + 1)), file.path)
         names = list(dict.fromkeys(homes.values()))
     elif prefix == OPTIMIZER:
-        return {}  # one without state
+        return {}  # an optimizer without state
     else:
-        raise CheckpointError(f"'{os.path.join(found.path, NAME)}' names no {one} and no {index}")
+        raise CheckpointError(f"'{os.path.join(found.path, NAME)}' lists neither {one} nor {index}")
     files = {}
     for name in names:
         found.files[name] = files[name] = _own(found, manifest, name, SafetensorsFile)
@@ -245,24 +247,26 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
 
 
 def _own(found: Checkpoint, manifest: Manifest, name: str, kind: Any) -> Any:
-    """Opens a file of the manifest as a `kind` of File; it has to have the size that it had."""
+    """Open a file of the manifest as a `kind` of File; its size must be that of the save."""
     path = os.path.join(found.path, name)
     if name not in manifest.files:
-        raise CheckpointError(f"'{path}' is named by an index, and not by {NAME}")
+        raise CheckpointError(f"'{path}' is listed in an index, but not in {NAME}")
     if not os.path.lexists(path):
-        raise CheckpointError(f"'{path}' is missing; the checkpoint was saved with it")
+        raise CheckpointError(f"'{path}' is missing from the checkpoint")
     facts, saved = os.lstat(path), manifest.files[name].size
     if not stat.S_ISREG(facts.st_mode):
-        raise CheckpointError(f"'{path}' is a link or no regular file; it was saved as one")
+        raise CheckpointError(f"'{path}' is not a regular file, but was saved as one")
     if facts.st_size != saved:
-        raise CheckpointError(f"'{path}' has {facts.st_size} bytes; it was saved with {saved}")
+        raise CheckpointError(
+            f"'{path}' is damaged: it has {facts.st_size} bytes, but was saved with {saved}"
+        )
     return kind(path, follow=False)
 
 
 def _optimizer_of(
     told: Mapping[str, Any], tensors: Mapping[str, Readable], where: str
 ) -> OptimizerState:
-    """What a manifest says of the optimizer; see outline.py."""
+    """The optimizer's state as a manifest describes it; see outline.py."""
     left = dict(tensors)
     state: dict[str, dict[str, Readable]] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -277,28 +281,28 @@ def _optimizer_of(
         kind = _name(told["class"])
     except KeyError as error:
         raise CheckpointError(
-            f"'{where}' and the optimizer's files do not fit: one of them lacks {error}"
+            f"'{where}' and the optimizer's files do not match: one of them lacks {error}"
         ) from None
     except (TypeError, AttributeError) as error:
-        raise CheckpointError(f"'{where}' has no valid optimizer: {error}") from None
+        raise CheckpointError(f"'{where}' has an invalid optimizer entry: {error}") from None
     if left:
-        raise CheckpointError(f"'{where}' does not know the optimizer's tensor '{min(left)}'")
+        raise CheckpointError(f"'{where}' does not list the optimizer's tensor '{min(left)}'")
     return OptimizerState(kind, groups, state, values)
 
 
 def _dict_of(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.40} is no dict")
+        raise TypeError(f"expected a dict, got {value!r:.40}")
     return value
 
 
 def _name(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is no name")
+        raise TypeError(f"expected a name, got {value!r:.40}")
     return value
 
 
 def _names(value: Any) -> list[str]:
     if not isinstance(value, list):
-        raise TypeError(f"{value!r:.40} is no list")
+        raise TypeError(f"expected a list, got {value!r:.40}")
     return [_name(each) for each in value]

@@ -1,8 +1,8 @@
-"""Loading the state of an optimizer from a checkpoint, each rank its own parts.
+"""Load the state of an optimizer from a checkpoint; each rank reads its own shards.
 
-The one idea: optimizer.load_state_dict() is given memory in place of values: what this rank will
-have of each tensor, side by side, or what the optimizer has already. So torch and its hooks see to
-it as always, and if they refuse, on any rank, the optimizer gets back what it had. Values are read
+The one idea: optimizer.load_state_dict() receives memory instead of values: new memory for this
+rank's shards, or the state that the optimizer already has. So torch and its hooks work as always,
+and if they fail on any rank, the optimizer gets its previous state back. Values are read
 afterwards, into the state as it is then.
 """
 
@@ -29,7 +29,7 @@ _HOOKS = "_optimizer_load_state_dict_post_hooks"
 
 
 class _Piece(NamedTuple):
-    """What this rank reads into the optimizer's state."""
+    """A shard that this rank reads into the optimizer's state."""
 
     param: Tensor
     key: str
@@ -37,17 +37,17 @@ class _Piece(NamedTuple):
 
 
 class OptimizerPlan:
-    """What loading an optimizer would do. Making it changes nothing, and raises RuntimeError that
-    lists what does not fit; ValueError for an optimizer of other parameters than the model's."""
+    """The plan of loading an optimizer. Creating it changes nothing. It raises RuntimeError, which
+    lists what does not fit, and ValueError for parameters that are not the model's."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, contents: Checkpoint, strict: bool = True
     ) -> None:
-        """strict: the optimizer's class has to be of the name that the checkpoint has."""
+        """strict: require an optimizer of the class that the checkpoint names."""
         told = contents.optimizer
         if told is None:
-            why = contents.no_optimizer or "load the model alone, by leaving the optimizer out"
-            raise RuntimeError(f"'{contents.path}' has no state of an optimizer: {why}")
+            why = contents.no_optimizer or "omit the optimizer to load the model alone"
+            raise RuntimeError(f"'{contents.path}' has no usable optimizer state: {why}")
         names = names_of(model, optimizer)
         problems = _other_class(told, optimizer) if strict else []
         if told.options is not None:
@@ -57,7 +57,7 @@ class OptimizerPlan:
         self._kept = _kept_dtypes(model, contents, told)
         more, self._numbered = by_number(model, optimizer, _outline(told, self._kept))
         if problems + more:
-            head = f"Error(s) in loading the state of {type(optimizer).__name__}:"
+            head = f"Error(s) in loading optimizer state for {type(optimizer).__name__}:"
             raise RuntimeError("\n\t".join([head, *problems, *more]))
         settle(optimizer)
         self._optimizer = optimizer
@@ -67,17 +67,18 @@ class OptimizerPlan:
             _label(name, key): e for name, own in told.tensors.items() for key, e in own.items()
         }
         self._pieces: list[_Piece] = []
-        self._as_saved: list[tuple[Tensor, str, Tensor]] = []  # state of dtypes of its own
+        self._as_saved: list[tuple[Tensor, str, Tensor]] = []  # state with a dtype of its own
         self._before: tuple[Any, Any] | None = None
         self._hooks: Any = OrderedDict()
 
     @property
     def entries(self) -> Iterator[Readable]:
-        """All that will be read."""
+        """All tensors that will be read."""
         return iter(self._entries.values())
 
     def ranges(self) -> Iterator[tuple[Readable, int, int]]:
-        """(tensor, first element, how many) of what this rank reads, but for few elements."""
+        """(tensor, first element, number of elements) of what this rank reads, except for a few
+        elements."""
         for number, entries in self._numbered["state"].items():
             part = part_of(self._params[number])
             for value in entries.values():
@@ -90,7 +91,7 @@ class OptimizerPlan:
                     yield entry, 0, value.numel()
 
     def prepare(self, reader: Reader) -> None:
-        """Makes memory for this rank's parts, and reads what is not cut. Changes nothing."""
+        """Allocate memory for this rank's shards, and read what is not sharded. Change nothing."""
         state = self._numbered["state"]
         found = [(self._params[number], entries) for number, entries in state.items()]
         room = Room(found)
@@ -100,8 +101,8 @@ class OptimizerPlan:
             for key, value in entries.items()
             if isinstance(value, Pending)
         ]
-        # What there is may be written to if it is of the right kind for all parameters: else their
-        # state would not lie side by side.
+        # Existing state may be overwritten if it has the right kind for all parameters: otherwise
+        # their state would not be contiguous.
         fresh = {
             key
             for param, _, key, label, is_cut in rows
@@ -114,7 +115,7 @@ class OptimizerPlan:
                 self._as_saved.append((param, key, tensor.to(param.device)))
             elif not is_cut:
                 tensor = reader.whole(entry)
-            elif key == "step":  # of a dtype of its own
+            elif key == "step":  # with a dtype of its own
                 tensor = _part(param, entry, reader)
             else:
                 self._pieces.append(_Piece(param, key, entry))
@@ -122,12 +123,12 @@ class OptimizerPlan:
             entries[key] = Taken(tensor) if self._has_parts else tensor
 
     def _live(self, param: Tensor, key: str) -> Any:
-        """What the optimizer has now."""
+        """The optimizer's current state."""
         return self._optimizer.state.get(param, {}).get(key)
 
     def install(self) -> None:
-        """Has the optimizer load all but the values that are still to be read. May raise whatever
-        the optimizer's load_state_dict() does; undo() is for after that."""
+        """Make the optimizer load everything but the values that are not yet read. May raise
+        whatever the optimizer's load_state_dict() raises; then call undo()."""
         optimizer = self._optimizer
         self._before = optimizer.state, optimizer.param_groups
         self._hooks = getattr(optimizer, _HOOKS, OrderedDict())
@@ -142,17 +143,17 @@ class OptimizerPlan:
         for param, key, _ in self._pieces:
             if not _is_place(optimizer.state[param].get(key), param):
                 raise RuntimeError(
-                    f"a load_state_dict() of {type(optimizer).__name__}'s own, or a hook of it, "
-                    f"has replaced '{key}': zshard.load() could not read it in place"
+                    f"zshard.load() cannot read '{key}' in place: load_state_dict() of "
+                    f"{type(optimizer).__name__} or one of its hooks replaced it"
                 )
 
     def undo(self) -> None:
-        """Gives the optimizer what it had before install()."""
+        """Restore the optimizer's state from before install()."""
         if self._before is not None:
             self._optimizer.state, self._optimizer.param_groups = self._before
 
     def read(self, reader: Reader) -> None:
-        """Reads the values into the state that install() made; then the post hooks run."""
+        """Read the values into the state that install() created, then run the post hooks."""
         for param, key, entry in self._pieces:
             part = part_of(param)
             begin = part.begin if part is not None and part.is_cut else 0
@@ -162,9 +163,9 @@ class OptimizerPlan:
 
 
 def _part(param: Tensor, entry: Readable, reader: Reader) -> Tensor:
-    """This rank's part of a tensor that is cut as `param` is, in its own dtype."""
+    """Read this rank's shard of a tensor that is sharded like `param`, in its own dtype."""
     part = part_of(param)
-    assert part is not None, "only these are cut"
+    assert part is not None, "only sharded parameters get here"
     made = torch.empty(part.local_shape, dtype=entry.dtype)
     reader.read(entry, part.begin if part.is_cut else 0, made)
     return made
@@ -174,14 +175,17 @@ def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
     name = type(optimizer).__name__
     if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's is as good as zshard's
         return []
-    return [f"it is the state of {told.kind}, the optimizer is {name} (strict=False takes it)"]
+    return [
+        f"the checkpoint has the state of {told.kind}, but the optimizer is {name}; pass "
+        "strict=False to load it anyway"
+    ]
 
 
 def _groups_of(
     options: Mapping[str, Mapping[str, Any]], optimizer: Optimizer, names: Mapping[int, str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The optimizer's own groups, with what `options` say of each parameter; and where these say
-    different things of parameters of one group."""
+    """Return the optimizer's own param groups with the `options` of their parameters, and a list
+    of parameters whose options differ within a group."""
     groups, problems = [], []
     options = {plain(name): own for name, own in options.items()}
     for i, group in enumerate(optimizer.param_groups):
@@ -190,7 +194,8 @@ def _groups_of(
         for name in own:
             if options[name] != first:
                 problems.append(
-                    f"'{name}' has other options than '{own[0]}', which is in group {i} as well"
+                    f"'{name}' and '{own[0]}' are both in param group {i}, but the checkpoint has "
+                    "different options for them"
                 )
         groups.append({**first, "params": own})
     return groups, problems
@@ -199,9 +204,9 @@ def _groups_of(
 def _kept_dtypes(
     model: nn.Module, contents: Checkpoint, told: OptimizerState
 ) -> dict[str, torch.dtype]:
-    """The labels of state that has been saved in another floating-point dtype than its parameter,
-    which is of the same one here: that is how the optimizer keeps it. Torch would cast it. With the
-    parameter's dtype, of which it is said to be while it is checked."""
+    """{label: dtype of the parameter} of state that was saved in another floating-point dtype than
+    its parameter, where the parameter has the same dtype here. The optimizer keeps such state in
+    its own dtype, while torch would cast it; checks see the dtype of the parameter."""
     saved = {plain(name): entry for name, entry in contents.model.items()}
     found = {}
     for full, param in model.named_parameters(remove_duplicate=False):
@@ -217,7 +222,7 @@ def _kept_dtypes(
 
 
 def _outline(told: OptimizerState, kept: Mapping[str, torch.dtype]) -> dict[str, Any]:
-    """The state dict by names, with tensors that have no values."""
+    """The state dict by names, with tensors that have no values yet."""
     names = dict.fromkeys([*told.tensors, *told.values])
     state = {
         name: {
@@ -238,7 +243,7 @@ def _label(name: str, key: str) -> str:
 
 
 def _is_place(value: Any, param: Tensor) -> bool:
-    """Can this rank's part of a state tensor be read into `value`?"""
+    """Return whether this rank's shard of a state tensor can be read into `value`."""
     part = part_of(param)
     return (
         isinstance(value, Tensor)

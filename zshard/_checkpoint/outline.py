@@ -1,11 +1,11 @@
-"""What a model and an optimizer have to save: names, and whose each element is.
+"""What a model and an optimizer have to save: names, and which rank holds which elements.
 
-The one idea: state_dict() says what a model saves and under which names, with all hooks and methods
-of its users. It is run over stand-ins without values in the places of parameters; so what comes out
-is a plan, in which each stand-in means "the elements that this rank has". No value moves for it.
+The one idea: state_dict() tells what a model saves and under which names, including all hooks and
+overrides. It runs with placeholders without values instead of parameters, so the result is a plan,
+in which each placeholder means "the elements that this rank holds". No value moves.
 
-What the manifest says of an optimizer (`optimizer`), beside its tensors, which are in files as
-`<parameter>.<key>`, each under the first name that named_parameters() gives the parameter:
+The entry of an optimizer in the manifest (`optimizer`). Its tensors are in files as
+`<parameter>.<key>`, under the first name that named_parameters() gives the parameter:
 
     {"class": "torch.optim.adamw.AdamW",
      "groups": [{"params": [name, ...], "options": {name: encoded}}],
@@ -40,43 +40,43 @@ from zshard._state_dict_type import state_dict_type
 from zshard._stream import comm_of
 from zshard._units import units_of
 
-_RANK_0, _EVERYONE = -2, -1  # groups; the others are those of units
+_RANK_0, _EVERYONE = -2, -1  # groups; the other groups are those of units
 
-_KINDS = (Tensor, nn.Parameter, nn.Buffer)  # of subclasses nobody knows what is in them
+_KINDS = (Tensor, nn.Parameter, nn.Buffer)  # subclasses may hold anything
 
 
 class Held(NamedTuple):
-    """What this rank has of a tensor, and who has the same."""
+    """The elements of a tensor that this rank holds, and how many ranks hold the same."""
 
-    values: Tensor  # of any shape: its row-major elements are
-    begin: int  # those of the whole tensor from this one on
-    copies: int  # so many ranks have them,
-    copy: int  # and this is the one of that number.
-    group: int  # Who has them is the same for all items of one number.
+    values: Tensor  # of any shape, in row-major order
+    begin: int  # the index of its first element in the full tensor
+    copies: int  # the number of ranks that hold these elements
+    copy: int  # the index of this rank among them
+    group: int  # items with the same number are held by the same ranks
 
 
 class Item(NamedTuple):
-    """A tensor to be saved."""
+    """A tensor to save."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype  # in the file
-    held: Held | None  # None: nothing on this rank
+    held: Held | None  # None: this rank holds nothing
 
 
 class Contents(NamedTuple):
-    """All that a model or an optimizer has to save."""
+    """Everything that a model or an optimizer has to save."""
 
     items: list[Item]
-    tied: dict[str, str]  # another name: the one of an item
+    tied: dict[str, str]  # alias: name of an item
     told: dict[str, Any]  # for the manifest
-    others: list[str]  # names of what is no tensor
-    nested: str = ""  # what seems to hold this rank's slices within a list or dict
+    others: list[str]  # names of entries that are not tensors
+    nested: str = ""  # the entry that seems to hold this rank's shards within a list or dict
 
 
 def ranks_of(model: nn.Module) -> _core.Comm:
-    """The ranks that save a model together: those of its units; of a model without, all of the
-    default process group. ValueError where units are over different ranks."""
+    """The ranks that save a model together: those of its units or, without units, those of the
+    default process group. Raises ValueError if units span different ranks."""
     if next(units_of(model), None) is not None:
         return comm_of(model)
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -84,7 +84,7 @@ def ranks_of(model: nn.Module) -> _core.Comm:
 
 
 class Copies:
-    """How many ranks have the elements that this one has, unit by unit."""
+    """How many ranks hold the same elements as this one, per unit."""
 
     def __init__(self, model: nn.Module, comm: _core.Comm) -> None:
         """Collective."""
@@ -101,23 +101,23 @@ class Copies:
             self._known[key] = (*row, i)
 
     def held(self, part: Part, values: Tensor) -> Held:
-        """Of a tensor that is cut as a parameter is, this rank's elements."""
+        """This rank's elements of a tensor that is sharded like a parameter."""
         if not part.is_cut:
             return Held(values, 0, self._comm.world, self._comm.rank, _EVERYONE)
         return Held(values, part.begin, *self._known[id(part.shards)])
 
     def from_rank_0(self, values: Tensor) -> Held | None:
-        """Of a tensor of which rank 0's values count."""
+        """The elements of a tensor that rank 0 saves."""
         return Held(values, 0, 1, 0, _RANK_0) if self._comm.rank == 0 else None
 
 
 def facts_of(contents: Contents, what: str) -> list[Fact]:
-    """What the ranks have to agree on."""
+    """The facts that must agree between ranks."""
     facts = [
         (f"{what} '{each.name}'", f"shape {each.shape}, {each.dtype}") for each in contents.items
     ]
-    facts += [(f"'{name}'", f"another name of '{home}'") for name, home in contents.tied.items()]
-    facts += [(f"'{name}'", "no tensor") for name in contents.others]
+    facts += [(f"'{name}'", f"tied to '{home}'") for name, home in contents.tied.items()]
+    facts += [(f"'{name}'", "not a tensor") for name in contents.others]
     return facts
 
 
@@ -125,14 +125,15 @@ def facts_of(contents: Contents, what: str) -> list[Fact]:
 
 
 def of_model(model: nn.Module, copies: Copies, dtype: torch.dtype | None) -> Contents:
-    """What the model's state_dict() would have; this rank's parameters have to be at rest.
+    """Return what the model's state_dict() would contain. Call settle() first.
 
-    dtype: in which its floating-point tensors are written; None: as they are.
-    Raises RuntimeError where code of the user's asks for values of sharded parameters, TypeError
-    and ValueError for what cannot be kept, naming the entry.
+    dtype: the dtype of floating-point tensors in the file; None keeps their dtypes.
+
+    Raises RuntimeError if user code reads values of sharded parameters; TypeError and ValueError,
+    which name the entry, for what cannot be saved.
     """
     state, parts = _state_of(model)
-    # A stand-in answers slowly, so its parameter is asked for all but the shape.
+    # Placeholders are slow: take everything but the shape from the parameter.
     tensors = {
         name: value.origin if isinstance(value, Saved) else value
         for name, value in _checked_names(state)
@@ -157,29 +158,29 @@ def of_model(model: nn.Module, copies: Copies, dtype: torch.dtype | None) -> Con
         for prefix, facts in state._metadata.items()
         if isinstance(facts, Mapping) and facts.get("version", 1) != 1
     }
-    told = {"extra_state": others, "versions": encode(versions, "the versions of modules")}
+    told = {"extra_state": others, "versions": encode(versions, "the module versions")}
     return Contents(items, tied, told, list(others))
 
 
 def settle(model: nn.Module) -> None:
-    """Has all parameters lie as they do between steps. RuntimeError in a forward or backward, and
-    where unshard() or summon_full_params() has made them whole."""
+    """Bring all parameters to their state between steps. Raise RuntimeError during forward or
+    backward, and while unshard() or summon_full_params() keeps them unsharded."""
     for _, state in units_of(model):
         held = [name for p in state.unit.params if (name := _core.held_unit(p)) is not None]
         if held:
             raise RuntimeError(
-                f"the parameters of unit '{held[0] or '(root)'}' are whole copies, made by "
-                "unshard() or summon_full_params(): save when these have ended"
+                f"cannot save while unshard() or summon_full_params() keeps the parameters of unit "
+                f"'{held[0] or '(root)'}' unsharded: call reshard() or leave the context first"
             )
         try:
             state.unit.let_go()
         except RuntimeError as error:
-            raise RuntimeError(f"a model is saved between steps: {error}") from None
+            raise RuntimeError(f"cannot save a model during a step: {error}") from None
 
 
 def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
-    """state_dict() with stand-ins in the places of the units' parameters; these parameters' parts,
-    by their ids."""
+    """Return state_dict() with placeholders for the units' parameters, and {id: part} of these
+    parameters."""
     made: dict[int, Saved] = {}
     parts: dict[int, Part] = {}
     for param in model.parameters():
@@ -195,7 +196,10 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
         stack.enter_context(state_dict_type(model, "FULL_STATE_DICT"))
         state = model.state_dict()
     if not isinstance(state, Mapping):
-        raise TypeError(f"state_dict() of {type(model).__name__} gave a {type(state).__name__}")
+        raise TypeError(
+            f"state_dict() of {type(model).__name__} must return a mapping, got "
+            f"{type(state).__name__}"
+        )
     named = OrderedDict((plain(n) if isinstance(n, str) else n, v) for n, v in state.items())
     named._metadata = getattr(state, "_metadata", None) or {}  # type: ignore[attr-defined]
     return named, parts
@@ -207,52 +211,52 @@ def _at_rest(param: Tensor, part: Part) -> Tensor:
     if tuple(values.shape) != part.local_shape:
         if tuple(values.shape) != part.shape:
             raise RuntimeError(
-                f"parameter '{part.name}' has been given another shape, {tuple(values.shape)}, in "
-                f"place of {part.local_shape}: only values may be set"
+                f"the shape of parameter '{part.name}' was changed from {part.local_shape} to "
+                f"{tuple(values.shape)}: assign values of the same shape only"
             )
-        values = part.of(values)  # the user's `param.data = whole`
+        values = part.of(values)  # after `param.data = full_tensor`
     return values
 
 
 def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in state.items():
         if not isinstance(name, str):
-            raise TypeError(f"the state dict has {name!r} as a key: names are strings")
+            raise TypeError(f"state dict keys must be strings, got {name!r}")
         if not is_name(name) or name == "__metadata__":
-            raise ValueError(f"{name!r:.80} cannot be the name of a tensor in a file")
+            raise ValueError(f"{name!r:.80} is not a valid tensor name for a safetensors file")
         yield name, value
 
 
 def is_extra_state(name: str) -> bool:
-    """Is it what a module's get_extra_state() gave? set_extra_state() wants values, so a tensor of
-    that name is not read in parts as the others are."""
+    """Return whether it names the result of a module's get_extra_state(). set_extra_state() needs
+    values, so a tensor of that name is read at once, unlike others."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:
-    """Raises where a tensor cannot be in a file. is_param: it is a unit's parameter itself."""
+    """Raise for a tensor that cannot be saved. is_param: it is the parameter of a unit."""
     if (not is_param and type(value) not in _KINDS) or value.layout != torch.strided:
         raise TypeError(
-            f"'{name}' is a {type(value).__name__} of layout {value.layout}: only plain tensors "
-            "can be saved"
+            f"'{name}' is a {type(value).__name__} of layout {value.layout}: only plain strided "
+            "tensors can be saved"
         )
     if not is_param and _core.is_shard(value):
         raise RuntimeError(
-            f"'{name}' would be only this rank's slice of a parameter: it was tied, parametrized "
-            "or given to another module after FSDP(...) (do so before), or a state_dict() of the "
-            "model's own reads it past nn.Module's"
+            f"'{name}' would contain only this rank's shard of a parameter: tie, parametrize or "
+            "share the parameter before FSDP(...), not after it; in a state_dict() of your own, "
+            "take parameters from nn.Module.state_dict()"
         )
     if value.is_meta:
-        raise RuntimeError(f"'{name}' is on the meta device: it has no values to save")
+        raise RuntimeError(f"'{name}' is on the meta device and has no values to save")
     if value.dtype not in CODES:
-        raise TypeError(f"'{name}' is of {value.dtype}, which safetensors files do not have")
+        raise TypeError(f"'{name}' is of dtype {value.dtype}, which safetensors lacks")
 
 
 def _tied_names(
     tensors: Mapping[str, Tensor], params: Container[int], is_other: Callable[[str], bool]
 ) -> dict[str, str]:
-    """Of tensors with several names, {name: the one it is saved under}: the first, but for those of
-    which the model says that they are not to be saved."""
+    """{alias: name} of tensors with several names. A tensor is saved under its first name that the
+    model does not list as tied."""
     names: dict[Any, list[str]] = {}
     for name, value in tensors.items():
         key = id(value) if id(value) in params else _identity(value)
@@ -265,15 +269,15 @@ def _tied_names(
 
 
 def _identity(value: Tensor) -> Any:
-    """What two names of one tensor have in common; None where it has no elements."""
+    """A key that is equal for two names of one tensor; None if it has no elements."""
     if value.numel() == 0:
         return None
     return value.data_ptr(), value.device, value.dtype, tuple(value.shape), value.stride()
 
 
 def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:
-    """Whether Hugging Face's `_tied_weights_keys`, of the model or a part of it, list a name; they
-    are names or regular expressions, from their module on."""
+    """Return a function that tells whether Hugging Face's `_tied_weights_keys` list a name. A
+    module's keys are names or regular expressions, relative to that module."""
     listed = [
         (f"{plain(prefix)}." if plain(prefix) else "", key)
         for prefix, module in model.named_modules()
@@ -299,13 +303,15 @@ def _matches(key: Any, name: str) -> bool:
 
 
 def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Copies) -> Contents:
-    """What an optimizer over parameters of the model has, the tensors of one kind side by side.
+    """Return what an optimizer over parameters of the model has to save, ordered by state key.
 
-    Raises TypeError for what is no optimizer of torch's kind or cannot be kept, naming it;
-    ValueError for a parameter that is none of the model's.
+    Raises TypeError for an object that is not a torch optimizer, and for state that cannot be
+    saved, naming it; ValueError for a parameter that is not the model's.
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
     names = names_of(model, optimizer)
     held = held_by(optimizer)
     cut = {id(each.param): {k: c for k, _, c in each.entries} for each in held}
@@ -317,14 +323,14 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Copies) -> Cont
         name, is_cut = names[id(param)], cut.get(id(param), {})
         for key, value in optimizer.state.get(param, {}).items():
             if not isinstance(key, str):
-                raise TypeError(f"the optimizer's state of '{name}' has the key {key!r}, no string")
+                raise TypeError(f"optimizer state keys must be strings, got {key!r} for '{name}'")
             if isinstance(value, Tensor):
                 _check_tensor(f"{name}.{key}", value)
                 item = _of_state(f"{name}.{key}", param, value, is_cut.get(key, False), copies)
                 by_key.setdefault(key, []).append(item)
                 tensors.append(key)
             else:
-                values[key] = encode(value, f"the optimizer's state '{key}' of '{name}'")
+                values[key] = encode(value, f"optimizer state '{key}' of '{name}'")
         if tensors or values:
             told_state[name] = {"tensors": tensors, "values": values}
     items = [item for same in by_key.values() for item in same]
@@ -354,14 +360,14 @@ def _check_unique(items: list[Item]) -> None:
     for item in items:
         if item.name in seen or not is_name(item.name) or item.name == "__metadata__":
             raise ValueError(
-                f"the optimizer's state has '{item.name:.80}' twice, or it is no name for a tensor"
+                f"duplicate or invalid tensor name in the optimizer state: '{item.name:.80}'"
             )
         seen.add(item.name)
 
 
 def _group(i: int, group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
     options = {
-        key: encode(value, f"option '{key}' of the optimizer's group {i}")
+        key: encode(value, f"option '{key}' of param group {i}")
         for key, value in group.items()
         if key not in ("params", "param_names")
     }

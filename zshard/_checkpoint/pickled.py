@@ -1,9 +1,8 @@
-"""What a pickle says, as data. Nothing that it names is looked up, made or called.
+"""Read pickles as data: nothing that a pickle names is imported, created or called.
 
-The one idea: a pickle is a small program for a stack machine, which Python's own machine obeys to
-the letter. This one knows the few operations that plain data takes, and where the program names a
-class or a function, it writes down the name and what it would have got. So the worst that a pickle
-can do here is to be refused.
+The one idea: a pickle is a small program for a stack machine, and Python's unpickler runs any such
+program. This one supports only the opcodes that plain data needs. Where the program names a class
+or a function, it records the name and the arguments. So a malicious pickle is only an error here.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-_LIMIT = 10_000_000  # operations
+_LIMIT = 10_000_000  # opcodes
 
 
 class Thing:
-    """A class or function that a pickle names, or what calling it would have given."""
+    """A class or function that a pickle names, or the result that calling it would have."""
 
     def __init__(self, name: str, args: Any = None) -> None:
         self.name = name  # dotted
-        self.args = args  # None: it was not called
-        self.state: Any = None  # what it would have been given afterwards
+        self.args = args  # None: not called
+        self.state: Any = None  # what __setstate__() would have received
 
     def __repr__(self) -> str:
         return self.name if self.args is None else f"{self.name}(...)"
 
     def field(self, name: str) -> Any:
-        """An attribute that it would have; KeyError if it has it not."""
+        """Return an attribute from its state. Raise KeyError if it lacks that."""
         if not isinstance(self.state, dict):
             raise KeyError(name)
         return self.state[name]
@@ -39,11 +38,11 @@ class _Mark:
 
 
 def parse(data: bytes) -> Any:
-    """What a pickle is of: None, bool, int, float, str, bytes, tuples, lists, dicts and sets (as
-    lists), and Things. ValueError for one that is damaged or does anything else.
+    """Return the content of a pickle: None, bool, int, float, str, bytes, tuples, lists, dicts,
+    sets (as lists), and Things. Raise ValueError if it is damaged or needs anything else.
 
-    torch.Size is a tuple; OrderedDict, defaultdict and Counter are dicts, a deque is a list, and
-    numbers of NumPy's are Python's.
+    torch.Size becomes a tuple; OrderedDict, defaultdict and Counter become dicts; a deque becomes a
+    list; NumPy numbers become Python numbers.
     """
     machine = _Machine()
     try:
@@ -51,11 +50,11 @@ def parse(data: bytes) -> Any:
             if op.name == "STOP":
                 return machine.only()
             if count >= _LIMIT:
-                raise ValueError(f"it has more than {_LIMIT} operations")
+                raise ValueError(f"it has more than {_LIMIT} opcodes")
             machine.do(op.name, arg)
     except (LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ValueError(f"it is damaged: {error!r}") from None
-    raise ValueError("it has no end")
+    raise ValueError("it has no STOP opcode")
 
 
 class _Machine:
@@ -64,9 +63,9 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def only(self) -> Any:
-        """The one value that is left."""
+        """Return the only value on the stack."""
         if len(self._stack) != 1:
-            raise ValueError("it has not exactly one value")
+            raise ValueError("it does not contain exactly one value")
         return self._stack[0]
 
     def do(self, name: str, arg: Any) -> None:
@@ -79,9 +78,9 @@ class _Machine:
         elif name in _OPERATIONS:
             _OPERATIONS[name](self, arg)
         else:
-            raise ValueError(f"it has the operation {name}, which data does not take")
+            raise ValueError(f"it has opcode {name}, which plain data does not need")
 
-    # --- operations -------------------------------------------------------------------------------
+    # --- opcodes ----------------------------------------------------------------------------------
 
     def mark(self, _: Any) -> None:
         self._stack.append(_Mark)
@@ -114,13 +113,13 @@ class _Machine:
     def name(self, arg: str | None) -> None:
         module, name = self._last(2) if arg is None else arg.split(" ", 1)
         if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError("it names a class by something else than text")
+            raise ValueError("it has a class name that is not a string")
         self._stack.append(Thing(f"{module}.{name}"))
 
     def call(self, _: Any) -> None:
         what, args = self._last(2)
         if not isinstance(what, Thing) or what.args is not None or not isinstance(args, tuple):
-            raise ValueError("it calls what is no function")
+            raise ValueError("it calls an object that is not a function")
         maker = _PLAIN.get(what.name)
         made = None if maker is None else maker(args)
         self._stack.append(Thing(what.name, args) if made is None else made)
@@ -129,8 +128,8 @@ class _Machine:
         thing, state = self._last(2)
         if isinstance(thing, Thing) and thing.args is not None:
             thing.state = state
-        elif not isinstance(thing, dict):  # attributes of an OrderedDict are of no interest
-            raise ValueError("it gives a state to what has none")
+        elif not isinstance(thing, dict):  # attributes of an OrderedDict are ignored
+            raise ValueError("it sets the state of an object that has none")
         self._stack.append(thing)
 
     def persistent(self, _: Any) -> None:
@@ -139,9 +138,9 @@ class _Machine:
     # --- the stack --------------------------------------------------------------------------------
 
     def _last(self, count: int) -> list[Any]:
-        """Takes so many values off."""
+        """Pop `count` values."""
         if len(self._stack) < count or _Mark in self._stack[len(self._stack) - count :]:
-            raise ValueError("it takes a value that is not there")
+            raise ValueError("it pops from an empty stack")
         values = self._stack[len(self._stack) - count :]
         del self._stack[len(self._stack) - count :]
         return values
@@ -152,26 +151,26 @@ class _Machine:
                 values = self._stack[i + 1 :]
                 del self._stack[i:]
                 return values
-        raise ValueError("it has no mark")
+        raise ValueError("it has no MARK opcode")
 
     def _extend(self, values: list[Any]) -> None:
         if isinstance(self._stack[-1], Thing):
-            return  # what is in it is of no interest, as it is not read
+            return  # its items are ignored
         if not isinstance(self._stack[-1], list):
-            raise ValueError("it appends to what is no list")
+            raise ValueError("it appends to an object that is not a list")
         self._stack[-1].extend(values)
 
     def _update(self, values: list[Any]) -> None:
         if isinstance(self._stack[-1], Thing):
             return
         if not isinstance(self._stack[-1], dict) or len(values) % 2 != 0:
-            raise ValueError("it sets items of what is no dict")
+            raise ValueError("it sets items of an object that is not a dict")
         self._stack[-1].update(zip(values[::2], values[1::2], strict=True))
 
 
-# --- what is plain data, though it is written as a call ------------------------------------------
+# --- plain data that pickles write as calls -------------------------------------------------------
 
-# Of numbers of NumPy, by the names of their dtypes: what struct calls them.
+# NumPy dtype name: struct format.
 _NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?"}
 _NUMBERS |= {"i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 
@@ -198,7 +197,7 @@ def _bytes(args: tuple[Any, ...]) -> Any:
     return text.encode("latin-1") if encoding in ("latin1", "latin-1") else None
 
 
-# Makers of values from arguments; None: it stays a Thing.
+# Functions that make values from arguments; if they return None, the call stays a Thing.
 _PLAIN: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "torch.Size": lambda args: tuple(args[0]) if isinstance(args[0], tuple) else None,
     "collections.OrderedDict": _dict,

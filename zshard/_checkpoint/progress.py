@@ -1,7 +1,7 @@
-"""A bar on the terminal for what takes long.
+"""Progress bars for long operations.
 
-The one idea: it is for somebody who looks on: on rank 0, on a terminal, with tqdm installed, and
-only when it has taken some seconds already. Else nothing is printed.
+The one idea: a bar is for a person who watches. It appears on rank 0 only, on a terminal, if tqdm
+is installed, and after some seconds. Otherwise nothing is printed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _DELAY = 3.0  # seconds
 def progress(
     total: int, what: str, rank: int = 0, delay: float = _DELAY
 ) -> Iterator[Callable[[int], object]]:
-    """Context with a function that is told how many of the `total` bytes have been done.
+    """Context that yields a function; call it with the number of bytes done, of `total`.
 
-    delay: seconds that it may take before a bar is drawn.
+    delay: seconds before a bar appears.
     """
     if rank != 0 or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield lambda count: None

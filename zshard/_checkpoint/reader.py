@@ -1,8 +1,8 @@
-"""Reading values to where they belong.
+"""Read values into place.
 
-The one idea: a part of a tensor is one run of bytes of the checkpoint, and of the memory that is to
-have it. Where dtype and device agree the run is read in place; else it comes a chunk at a time, and
-is cast or sent to the device on the way.
+The one idea: a shard of a tensor is one run of bytes in the checkpoint, and one in memory. If dtype
+and device match, the run is read directly into place; otherwise it is read a chunk at a time and
+cast, or copied to the device.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from zshard._stream import chunks, flat_of
 
 
 class Reader:
-    """Reads tensors. `done` is told how many bytes each read was of."""
+    """Reads tensors, and calls `done` with the number of bytes of each read."""
 
     def __init__(self, done: Callable[[int], object] | None = None) -> None:
         self._done = done
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def whole(self, entry: Readable) -> Tensor:
-        """All of a tensor, in new memory on the CPU."""
+        """Read a full tensor into new memory on the CPU."""
         made = torch.empty(entry.shape, dtype=entry.dtype)
         self.read(entry, 0, made)
         return made
 
     def read(self, entry: Readable, begin: int, target: Tensor) -> None:
-        """Fills `target` with as many row-major elements of `entry`, from `begin` on, cast to its
-        dtype. Raises OSError or CheckpointError, naming the file."""
+        """Fill `target` with row-major elements of `entry` from `begin` on, cast to its dtype.
+        Raise OSError or CheckpointError, naming the file."""
         if target.numel() == 0:
             return
         item = entry.dtype.itemsize

@@ -1,13 +1,13 @@
-"""Safetensors files: what they hold and where it lies; reading any range of it.
+"""Safetensors files: their tensors and offsets, and reading any range of bytes.
 
-The one idea: a file is not trusted. All that its header says is checked before a byte of its data
-is read: each tensor's bytes have the size of its shape and dtype, and the tensors lie one behind
-the other from the first byte to the last. Names in files never become paths, but for the names of
-files in an index, which must be plain. Bytes are read, not mapped: a file that another program cuts
-off is then an error, not the end of the process.
+The one idea: files are untrusted. The whole header is checked before any data is read: each
+tensor's range has the size of its shape and dtype, and the tensors fill the data section without
+gaps or overlaps. Names in files never become paths, except for the file names in an index, which
+must be plain. Files are read, not mapped: if another program truncates one, that is an error, not a
+SIGBUS.
 
 The format: 8 bytes, little-endian: the length of the header. The header, JSON: {name: {"dtype": "",
-"shape": [], "data_offsets": [begin, end]}}, offsets from the end of the header on. Then the data.
+"shape": [], "data_offsets": [begin, end]}}, with offsets from the end of the header. Then the data.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def rows_of(told: bytes) -> list[tuple[int, int, int]]:
-    """(offset, length, CRC-32C) of what _core.File has written or checked."""
+    """Return (offset, length, CRC-32C) of each run that _core.File wrote or checked."""
     numbers = memoryview(told).cast("Q").tolist()
     return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
 
 
 class Span(NamedTuple):
-    """A tensor in a file: `begin` is its first byte there."""
+    """A tensor in a file; `begin` is the offset of its first byte."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,12 +67,12 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte behind its last one."""
+        """The offset after its last byte."""
         return self.begin + math.prod(self.shape) * self.dtype.itemsize
 
 
 class Header(NamedTuple):
-    """What the header of a file says."""
+    """The content of a header."""
 
     spans: dict[str, Span]
     notes: dict[str, str]  # __metadata__
@@ -92,26 +92,25 @@ class Entry(NamedTuple):
         return [os.path.basename(self.file.path)]
 
     def place(self, begin: int, numel: int) -> tuple[File, int, int]:
-        """Its file, and there the first byte and the byte behind the last one of `numel` elements
-        from `begin` on."""
+        """Return (file, first byte, byte after the last) of `numel` elements from `begin` on."""
         first = self.begin + begin * self.dtype.itemsize
         return self.file, first, first + numel * self.dtype.itemsize
 
     def check(self) -> None:
-        """Nothing: the header has said all."""
+        """Do nothing: the header has been checked."""
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fills `memory`, of bytes, with the tensor's own from its byte `offset` on. Raises OSError
-        or CheckpointError, naming the file."""
+        """Fill `memory` with the tensor's bytes from byte `offset` on. Raise OSError or
+        CheckpointError, naming the file."""
         self.file.read_into(memory, self.begin + offset)
 
 
 class File:
-    """An open file. A context: leaving it closes the file. Raises OSError for what the system
-    refuses, CheckpointError for what is no regular file, or ends too early; both name it."""
+    """An open file, also as a context manager. Raises OSError if the system refuses, and
+    CheckpointError if it is not a regular file or is truncated; both name the file."""
 
     def __init__(self, path: str, follow: bool = True) -> None:
-        """follow: where `path` is a link, open what it leads to; else that is an error."""
+        """follow: follow a symbolic link; otherwise a link is an error."""
         self.path = path
         try:
             self._file = _core.File.open(path, follow)
@@ -119,14 +118,14 @@ class File:
             if follow or error.errno != errno.ELOOP:
                 raise
             raise CheckpointError(
-                f"'{path}' is a link, which a checkpoint of zshard has not"
+                f"'{path}' is a symbolic link, which a zshard checkpoint must not contain"
             ) from None
         except ValueError as error:
             raise CheckpointError(str(error)) from None
 
     @property
     def size(self) -> int:
-        """Bytes that it has now."""
+        """Its current size in bytes."""
         return self._file.size
 
     def __enter__(self) -> File:
@@ -136,26 +135,26 @@ class File:
         self.close()
 
     def close(self) -> None:
-        """More than once is nothing."""
-        with contextlib.suppress(OSError):  # of a file that was only read nothing can be lost
+        """Close the file. Further calls do nothing."""
+        with contextlib.suppress(OSError):  # a file that was only read cannot lose data
             self._file.close()
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fills `memory`, of bytes, with what lies in the file from byte `offset` on."""
+        """Fill `memory` with the bytes of the file from byte `offset` on."""
         try:
             self._file.read([(offset, memory)])
         except ValueError as error:
             raise CheckpointError(str(error)) from None
 
     def bytes_of(self, count: int, offset: int = 0) -> bytearray:
-        """That many bytes from byte `offset` on."""
+        """Return `count` bytes from byte `offset` on."""
         data = bytearray(count)
         self.read_into(memoryview(data), offset)
         return data
 
     def check(self, begin: int, end: int, block: int) -> list[tuple[int, int, int]]:
-        """Reads that range of bytes, and keeps nothing: (offset, length, CRC-32C) of each `block`
-        bytes. `begin` is a multiple of `block`."""
+        """Read a range of bytes and return only (offset, length, CRC-32C) of each `block` bytes.
+        `begin` is a multiple of `block`."""
         try:
             return rows_of(self._file.check(begin, end, block))
         except ValueError as error:
@@ -163,8 +162,8 @@ class File:
 
 
 class SafetensorsFile(File):
-    """A safetensors file, whose header has been checked; `entries` are its tensors by name, `notes`
-    the __metadata__, `data` is the first byte behind the header."""
+    """A safetensors file whose header has been checked. `entries` has its tensors by name, `notes`
+    the __metadata__; `data` is the offset of the data section."""
 
     def __init__(self, path: str, follow: bool = True) -> None:
         super().__init__(path, follow)
@@ -178,8 +177,8 @@ class SafetensorsFile(File):
             raise
 
     def in_range(self, begin: int, end: int) -> list[str]:
-        """What lies at these bytes: names of tensors in quotes, and "its header"."""
-        there = ["its header"] if begin < self.data else []
+        """Return what these bytes contain: tensor names in quotes, and "the header"."""
+        there = ["the header"] if begin < self.data else []
         for name, entry in self.entries.items():
             span = Span(*entry[1:])
             if span.begin < end and begin < span.end:
@@ -191,69 +190,69 @@ class SafetensorsFile(File):
 
 
 def header_length(first: bytes, size: int, path: str) -> int:
-    """The length of the header, from the first 8 bytes of a file of `size` bytes. CheckpointError
-    for one that cannot be; nothing of that length has been asked for then."""
+    """Return the length of the header, from the first 8 bytes of a file of `size` bytes. Raise
+    CheckpointError for an impossible length, before any memory of that size is allocated."""
     if size < 8:
-        raise _wrong(path, f"it has {size} bytes, the length of the header alone takes 8")
+        raise _wrong(path, f"it has {size} bytes, but the header length alone takes 8")
     length = int.from_bytes(first, "little")
     if length > HEADER_LIMIT:
-        raise _wrong(path, f"its header of {length} bytes is above the limit of {HEADER_LIMIT}")
+        raise _wrong(path, f"its header has {length} bytes; the limit is {HEADER_LIMIT}")
     if length > size - 8:
-        raise _wrong(path, f"it ends at byte {size}, within its header, which ends at {8 + length}")
+        raise _wrong(path, f"it is truncated at byte {size}; its header ends at {8 + length}")
     return length
 
 
 def parse_header(text: bytes | bytearray, size: int, path: str) -> Header:
-    """What a header says, of a file of `size` bytes. CheckpointError for one that is not valid."""
+    """Parse the header of a file of `size` bytes. Raise CheckpointError if it is invalid."""
     header = object_of(text, f"the header of '{path}'", HEADER_LIMIT)
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
-        raise _wrong(path, "__metadata__ in its header is no object of strings")
+        raise _wrong(path, "__metadata__ in its header must be an object of strings")
     data = 8 + len(text)
     spans = {name: _span(name, facts, data, path) for name, facts in header.items()}
     at = data
     for name, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
         if span.begin != at:
-            what = "overlaps another" if span.begin < at else "leaves bytes before it to no tensor"
+            what = "overlaps another" if span.begin < at else "leaves a gap before it"
             raise _wrong(
                 path, f"tensor '{name}' begins at byte {span.begin - data} of the data and {what}"
             )
         at = span.end
     if at != size:
-        raise _wrong(path, f"its tensors take {at - data} bytes, and it has {size - data} for them")
+        raise _wrong(path, f"its tensors take {at - data} bytes, but its data has {size - data}")
     return Header(spans, notes)
 
 
 def _span(name: str, facts: Any, data: int, path: str) -> Span:
-    """Where the tensor `name` lies in a file whose data begins at byte `data`."""
+    """The location of the tensor `name` in a file whose data section begins at byte `data`."""
     if not is_name(name):
-        raise _wrong(path, f"{name[:80]!r} is no name for a tensor")
+        raise _wrong(path, f"{name[:80]!r} is not a valid tensor name")
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
-        raise _wrong(path, f"tensor '{name}' has no dtype, shape and data_offsets, or more")
+        raise _wrong(path, f"tensor '{name}' must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _wrong(path, f"tensor '{name}' is of dtype {_short(dtype)!r}, which is not known")
+        raise _wrong(path, f"tensor '{name}' has the unknown dtype {_short(dtype)!r}")
     if not are_counts(shape) or len(shape) > _DIMS_LIMIT:
         raise _wrong(
             path,
-            f"tensor '{name}' has the shape {_short(shape)}: a list of at most {_DIMS_LIMIT} "
-            "numbers is one",
+            f"tensor '{name}' must have a list of at most {_DIMS_LIMIT} sizes as shape, got "
+            f"{_short(shape)}",
         )
     if not are_counts(offsets) or len(offsets) != 2:
-        raise _wrong(path, f"tensor '{name}' has no [begin, end] as data_offsets")
+        raise _wrong(path, f"tensor '{name}' must have [begin, end] as data_offsets")
     begin, end = offsets
     bytes_of_shape = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != bytes_of_shape or bytes_of_shape >= 2**63:
         raise _wrong(
             path,
             f"tensor '{name}' of shape {_short(shape)} and dtype {dtype} takes {bytes_of_shape} "
-            f"bytes, its data_offsets are {begin} to {end}",
+            f"bytes, but its data_offsets are {begin} to {end}",
         )
     return Span(DTYPES[dtype], tuple(shape), data + begin)
 
 
 def _wrong(path: str, what: str) -> CheckpointError:
-    return CheckpointError(f"'{path}' is no valid safetensors file: {what}")
+    return CheckpointError(f"'{path}' is not a valid safetensors file: {what}")
 
 
 def _short(value: Any) -> str:
@@ -264,38 +263,39 @@ def _short(value: Any) -> str:
 
 
 def parse_index(text: bytes | bytearray, path: str) -> dict[str, str]:
-    """{name of a tensor: name of a file in the same folder}. CheckpointError for what is no index,
-    or leads out of its folder."""
+    """Parse an index: {tensor name: name of a file in the same folder}. Raise CheckpointError if it
+    is invalid or a file name leads out of the folder."""
     homes = object_of(text, f"'{path}'", HEADER_LIMIT).get("weight_map")
     if not isinstance(homes, dict) or not homes:
-        raise CheckpointError(f"'{path}' has no weight_map of tensors and files")
+        raise CheckpointError(f"'{path}' has no weight_map from tensors to files")
     for name, file in homes.items():
         if not isinstance(file, str) or not _is_plain(file):
             raise CheckpointError(
-                f"'{path}' has the tensor {name[:80]!r} in {_short(file)!r}, which is not the "
-                "name of a .safetensors file in the same folder"
+                f"'{path}' maps tensor {name[:80]!r} to {_short(file)!r}, which is not the name "
+                "of a .safetensors file in the same folder"
             )
     return homes
 
 
 def check_homes(homes: Mapping[str, str], files: Mapping[str, SafetensorsFile], index: str) -> None:
-    """CheckpointError unless the files have exactly the tensors that the index at `index` says."""
+    """Raise CheckpointError unless the files have exactly the tensors that `index` maps to them."""
     for file, opened in files.items():
         for name in opened.entries:
             if homes.get(name) != file:
                 raise CheckpointError(
-                    f"'{opened.path}' has the tensor '{name}', which '{index}' has elsewhere or "
-                    "nowhere"
+                    f"'{opened.path}' has tensor '{name}', which '{index}' maps to another file "
+                    "or does not list"
                 )
     for name, file in homes.items():
         if name not in files[file].entries:
             raise CheckpointError(
-                f"'{index}' has the tensor {name[:80]!r} in '{file}', which has it not"
+                f"'{index}' maps tensor {name[:80]!r} to '{file}', which lacks it"
             )
 
 
 def is_name(name: str) -> bool:
-    """Surrogates alone could not be printed; nothing else is asked of a name."""
+    """Return whether a tensor may have this name: not empty, not too long, no NUL, and printable
+    (no lone surrogates)."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -304,10 +304,10 @@ def is_name(name: str) -> bool:
 
 
 def _is_plain(name: str) -> bool:
-    """Is it the name of a file, not a way to one?"""
+    """Return whether it is a plain file name, not a path."""
     return is_name(name) and name.endswith(".safetensors") and not set(name) & set("/\\:")
 
 
 def are_counts(values: Any) -> bool:
-    """Is it a list of whole numbers from 0 on? (True is an int.)"""
+    """Return whether it is a list of non-negative integers. (True is an int.)"""
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)

@@ -1,13 +1,13 @@
-"""Saving a checkpoint: all ranks write their own bytes of the same files, then it gets its name.
+"""zshard.save(): all ranks write their own bytes of the same files; a rename completes the save.
 
-The one idea: two halves. The plan is made by the thread that trains: what there is to save, which
-bytes of which files it is, and whether the ranks agree; no value is read for it. Writing needs the
-plan and a transport of its own, and nothing else of the model: it may be any thread's work.
+The one idea: two halves. The training thread makes a plan: what to save, into which bytes of which
+files, and whether the ranks agree. That reads no values. Writing needs only the plan and its own
+transport, not the model, so any thread can do it.
 
-Writing is agreed upon step by step, so each step has gone well on all ranks before the next begins:
-rank 0 makes a hidden folder and the files in it; all write, sync, and say what the checksums are;
-rank 0 writes the manifest and gives the folder its name. What fails on one rank is an error on all,
-the hidden folder is deleted, and what had been saved before is as it was.
+Writing proceeds in steps, and each step succeeds on all ranks before the next begins. Rank 0
+creates a hidden folder with the files; all ranks write, fsync and exchange checksums; rank 0 writes
+the manifest and renames the folder into place. A failure on one rank is an error on all ranks: the
+hidden folder is deleted, and earlier checkpoints stay as they are.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ _OPEN = 64  # files at a time
 
 
 class Save:
-    """A checkpoint that zshard.save is writing or has written."""
+    """A checkpoint that zshard.save() is writing or has written."""
 
     def __init__(self, path: str, task: background.Task | None = None) -> None:
         self.path = path
-        """Its folder, an absolute path."""
+        """The absolute path of its folder."""
         self._task = task
 
     def wait(self) -> None:
-        """Returns when it is finished, and raises what has kept it from that."""
+        """Wait until the save has finished. Raise its error if it failed."""
         if self._task is not None:
             self._task.wait()
 
     def done(self) -> bool:
-        """Is it finished, or has it failed?"""
+        """Return whether the save has finished or failed."""
         return self._task is None or self._task.done()
 
     def __repr__(self) -> str:
@@ -97,51 +97,53 @@ def save(
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
 ) -> Save:
-    """Saves a model, its optimizer and what else training needs, as plain safetensors files.
+    """Save a model, its optimizer and the script's own state as plain safetensors files.
 
-    path: the folder to be made; its parent has to be there. With `step`, a directory of numbered
-        checkpoints, in which `step-00000100` is made; it is made as well if its own parent is
-        there. All ranks need to see it.
-    model: any module, with or without FSDP modules in it. What its state_dict() has is saved under
-        these names (without what torch.compile(), activation checkpointing and DDP add), whole, in
-        the dtype that parameters have between steps; of what is no part of an FSDP module, rank 0's
-        values. Nothing is gathered: each rank writes the elements that it has. Of tied parameters
-        one is saved, and the manifest has the other names. A model of Hugging Face's gets its
-        config.json beside, and `from_pretrained` loads the folder.
-    optimizer: one over parameters of the model; its state is saved as `<parameter>.exp_avg` in
-        files of its own, its param groups and what is no tensor in the manifest.
-    step: a number that is kept, and from which the name is made.
-    extra: this rank's own dict of numbers, strings, None, lists, tuples, dicts, sets, bytes, and
-        tensors and NumPy arrays of at most 16 MiB: a scheduler's and a data loader's state,
-        zshard.rng_state(). It is kept as JSON, and load() gives it to the same rank.
-    asynchronous: return as soon as this rank's values are copied; a thread writes the copy while
-        training goes on. The memory for it, as large as this rank's part of what is saved, is kept
-        for the next time. One save is under way at a time: a second one waits. What fails is
-        raised by wait(), or by the next save() or load(); a process that ends waits for the thread,
-        and ends with status 1 if it fails and nobody has been told.
-    dtype: in which floating-point tensors of the model are written, as torch.bfloat16; None: as
-        they are. The optimizer's state is always as it is.
-    keep_last: (with `step`) so many checkpoints are kept of this one and those of lower steps; the
-        oldest are deleted, when this one is finished. Those of higher steps stay, which is a
-        warning, as load() would take them. If a parameter is NaN or infinite, which is a warning,
-        too, the newest one where none was is kept as well.
-    overwrite: a checkpoint that is there is replaced, when this one is finished.
-    max_shard_size: bytes of tensors in one file, or "5GB", "200MiB".
+    Collective: call it on all ranks, outside forward and backward. Nothing is gathered: each rank
+    writes the elements that it holds. Checkpoints are atomic: the folder is renamed into place once
+    every rank has fsynced. If the process dies earlier, earlier checkpoints stay as they are, and
+    the next save deletes the hidden folder that is left. Needs 16 MiB of memory if tensors are cast
+    or on a GPU, otherwise none.
 
-    For all ranks together, outside of forward and backward. The folder gets its name when all of it
-    is on the disk; whatever ends the process before leaves earlier checkpoints as they were, and a
-    hidden folder that the next save deletes. Takes a chunk of memory (16 MiB) beside the model,
-    where tensors are cast or on a GPU, else none.
+    path: the folder to create; its parent must exist. With `step`, a checkpoint directory, in which
+        the folder `step-00000100` is created; the directory is created if its own parent exists.
+        All ranks must see it.
+    model: any module, with or without FSDP modules. The entries of its state_dict() are saved under
+        their names (without the prefixes of torch.compile(), activation checkpointing and DDP),
+        unsharded, in the dtype that parameters have between steps. For tensors outside FSDP
+        modules, rank 0's values are saved. Tied parameters are saved once; the manifest lists their
+        other names. The folder of a Hugging Face model includes config.json, and from_pretrained()
+        loads it.
+    optimizer: an optimizer over parameters of the model. Its state tensors are saved in separate
+        files, as `<parameter>.exp_avg`; its param groups and other state are in the manifest.
+    step: the step number, which is saved and gives the folder its name.
+    extra: a dict of this rank's own state, such as that of a scheduler or data loader and
+        zshard.rng_state(); it is saved as JSON, and load() returns it to the same rank. May contain
+        numbers, strings, None, lists, tuples, dicts, sets, bytes, and tensors and NumPy arrays of
+        at most 16 MiB.
+    asynchronous: copy this rank's values and return; a thread writes the copy while training
+        continues. The memory of the copy, as large as this rank's share of the checkpoint, is
+        reused by later saves. Only one save runs at a time: the next one waits for it. wait() of
+        the result, or the next save() or load(), raises its error. A process that exits waits for
+        the thread; if the save failed and no call has raised its error, the exit status is 1.
+    dtype: the dtype of the model's floating-point tensors in the files, such as torch.bfloat16;
+        None keeps their dtypes. The optimizer's state always keeps its dtypes.
+    keep_last: with `step`, the number of checkpoints to keep, counting this one and those of lower
+        steps; older ones are deleted once this one is finished. Checkpoints of higher steps are
+        kept, with a warning, since load() would choose them. If a parameter is NaN or infinite,
+        warns and also keeps the newest checkpoint without such values.
+    overwrite: replace an existing checkpoint once this one is finished.
+    max_shard_size: the maximum bytes of tensors per file, as a number or as "5GB", "200MiB".
 
-    Raises the same kind of error on all ranks, and training can go on: FileExistsError for a path
-    that is taken; OSError where the system refuses; ValueError, TypeError for arguments and entries
-    that cannot be kept, naming them; RuntimeError in a forward or backward, where a hook asks for
-    the values of sharded parameters, and while another save into the directory is under way;
-    DivergenceError where ranks would save different tensors, or to different places; PeerError if a
-    rank is gone.
+    Raises the same type of error on all ranks, after which training can continue: FileExistsError
+    if the path exists; OSError if the system refuses; ValueError or TypeError, which name the
+    argument or entry, for what cannot be saved; RuntimeError during forward or backward, if a hook
+    reads values of sharded parameters, or while another save to the directory is in progress;
+    DivergenceError if ranks would save different tensors, or to different paths; PeerError if a
+    rank exited.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"save takes an nn.Module, not {type(model).__name__}")
+        raise TypeError(f"zshard.save(): model must be an nn.Module, got {type(model).__name__}")
     model = bare(model)
     comm = ranks_of(model)
     copies = Copies(model, comm)
@@ -157,7 +159,7 @@ def save(
         if optimizer is not None:
             contents.append(of_optimizer(model, optimizer, copies))
         made.append(_Asked(target, kept, limit, contents, encode(dict(extra or {}))))
-    check_agreement(comm, made[0].facts(), "checkpoints to be saved")
+    check_agreement(comm, made[0].facts(), "checkpoints to save")
     _check_nested(comm, made[0].contents[-1].nested)
     plan = _plan(comm, made[0], model)
     beside = comm_beside(comm)
@@ -173,7 +175,7 @@ def save(
 
 
 class _Kept(NamedTuple):
-    """What there will be beside it."""
+    """The arguments about other checkpoints."""
 
     step: int | None
     keep_last: int | None
@@ -181,12 +183,12 @@ class _Kept(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What a rank has been asked to save; the ranks may not agree."""
+    """What this rank was asked to save; ranks may disagree."""
 
     target: Target
     kept: _Kept
     limit: int  # bytes in a file
-    contents: list[Contents]  # of the model and, if it was given, the optimizer
+    contents: list[Contents]  # of the model and, if given, the optimizer
     extra: Any  # this rank's, encoded
 
     def facts(self) -> list[Fact]:
@@ -203,7 +205,7 @@ class _Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All that writing needs. What `pieces` have is read when it is written."""
+    """Everything that writing needs. The values of `pieces` are read when they are written."""
 
     target: Target
     kept: _Kept
@@ -220,7 +222,7 @@ def _step(step: Any) -> int | None:
         return None
     number = _whole("step", step)
     if not 0 <= number < 2**63 or isinstance(step, bool):
-        raise ValueError(f"step={step!r} is no number of steps: 0 to 2**63 - 1 are")
+        raise ValueError(f"step must be an integer from 0 to 2**63 - 1, got {step!r}")
     return number
 
 
@@ -233,31 +235,33 @@ def _whole(name: str, value: Any) -> int:
 
 def _check_arguments(kept: _Kept, extra: Any, dtype: Any) -> None:
     if extra is not None and not isinstance(extra, Mapping):
-        raise TypeError(f"extra takes a dict, not {type(extra).__name__}")
+        raise TypeError(f"extra must be a dict, got {type(extra).__name__}")
     if dtype is not None:
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype takes a torch.dtype, not {dtype!r}")
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
         if not dtype.is_floating_point or dtype not in CODES:
-            raise ValueError(f"dtype={dtype}: tensors can be written in a floating-point dtype")
+            raise ValueError(
+                f"dtype must be a floating-point dtype that safetensors supports, got {dtype}"
+            )
     if kept.keep_last is not None:
         if kept.step is None:
-            raise ValueError("keep_last is for numbered checkpoints: give step as well")
+            raise ValueError("keep_last needs numbered checkpoints: pass step as well")
         if _whole("keep_last", kept.keep_last) < 1:
-            raise ValueError(f"keep_last={kept.keep_last}: at least this one is kept")
+            raise ValueError(f"keep_last must be at least 1, got {kept.keep_last}")
 
 
 def _check_nested(comm: _core.Comm, found: str) -> None:
-    """Refuses slices within lists and dicts of an optimizer's state, if all ranks have found some:
-    one alone could be misled by a shape."""
+    """Refuse shards within lists and dicts of an optimizer's state if all ranks found some: on one
+    rank alone, a shape may match by chance."""
     if all(told == b"\1" for told in comm.exchange(b"\1" if found else b"\0")):
         raise RuntimeError(
-            f"{found} in the optimizer's state holds this rank's slices, which save() cannot keep; "
-            "it can where tensors are under names of their own"
+            f"cannot save {found} in the optimizer state, which contains this rank's shards: store "
+            "each tensor under a key of its own"
         )
 
 
 def _plan(comm: _core.Comm, asked: _Asked, model: nn.Module) -> Plan:
-    """Collective. The ranks have agreed."""
+    """Collective. The ranks agree on `asked`."""
     own, *others = asked.contents
     extras = _from_all(comm, asked.extra)
     id = comm.exchange(os.urandom(16))[0].hex()
@@ -291,7 +295,7 @@ def _plan(comm: _core.Comm, asked: _Asked, model: nn.Module) -> Plan:
 
 
 def _from_all(comm: _core.Comm, mine: Any) -> list[Any]:
-    """The JSON values of all ranks, or one if they are equal."""
+    """The JSON values of all ranks, or only one if all are equal."""
     text = json.dumps(mine).encode()
     if len(set(comm.exchange(hashlib.sha256(text).digest()))) == 1:
         return [mine]
@@ -299,20 +303,20 @@ def _from_all(comm: _core.Comm, mine: Any) -> list[Any]:
 
 
 def _software() -> dict[str, str]:
-    from zshard import __version__  # which is set when all modules are imported
+    from zshard import __version__  # set after all modules are imported
 
     return {"zshard": __version__, "torch": torch.__version__}
 
 
 def _texts(model: nn.Module, files: Sequence[File]) -> dict[str, bytes]:
-    """Hugging Face's files beside the tensors, of a model that has what they are made of."""
+    """Hugging Face's configuration files, if the model has the configurations."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_json_string", None)):
         return {}
     told = json.loads(config.to_json_string())
     dtypes = [item.dtype for file in files for item, _ in file.places]
     stored = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-    if stored is not None:  # as save_pretrained() does: it is what from_pretrained() makes of them
+    if stored is not None:  # like save_pretrained(): from_pretrained() uses this dtype
         told["torch_dtype" if "torch_dtype" in told else "dtype"] = str(stored)[len("torch.") :]
     if not told.get("architectures"):
         told["architectures"] = [_own_class(model).__name__]
@@ -324,7 +328,7 @@ def _texts(model: nn.Module, files: Sequence[File]) -> dict[str, bytes]:
 
 
 def _own_class(model: nn.Module) -> type:
-    """The class that it had before it was wrapped."""
+    """The class of the model before it was wrapped."""
     kinds = (kind for kind in type(model).__mro__ if not issubclass(kind, FSDP))
     return next(kind for kind in kinds if not kind.__module__.startswith("zshard."))
 
@@ -333,7 +337,7 @@ def _own_class(model: nn.Module) -> type:
 
 
 def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
-    """Writes what is planned. Collective; `comm` is this thread's. watched: the script waits."""
+    """Execute the plan. Collective; `comm` belongs to this thread. watched: the script waits."""
     rank_0 = comm.rank == 0
     staging = Staging(plan.target, plan.id, plan.kept.overwrite)
     try:
@@ -359,7 +363,7 @@ def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
             names = ", ".join(f"'{name}'" for name in sorted(strange))
             warnings.warn(
                 f"the checkpoint '{plan.target.path}' has NaN or infinite values in {names}; "
-                "keep_last keeps the newest one that has none, besides",
+                "keep_last also keeps the newest checkpoint without such values",
                 stacklevel=2,
             )
         if rank_0:
@@ -374,9 +378,9 @@ def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
 def _write_pieces(
     plan: Plan, folder: str, headers: bool, done: Callable[[int], object], strange: list[str]
 ) -> Iterator[tuple[int, Written]]:
-    """Writes this rank's pieces, and the headers if that is its task; when it is over they are on
-    the disk. Gives files by number, with checksums. `done` is told of bytes, `strange` gets names
-    of parameters that are not finite: see Writer."""
+    """Write this rank's pieces, and the headers if `headers`, and fsync them. Yield (file number,
+    checksum) pairs. Call `done` with bytes, and add the names of parameters with NaN or infinite
+    values to `strange`: see Writer."""
     mine: dict[int, list[Piece]] = {number: [] for number in range(len(plan.files) * headers)}
     for piece in plan.pieces:
         mine.setdefault(piece.file, []).append(piece)
@@ -400,7 +404,7 @@ def _write_pieces(
 
 
 def _bytes_of(plan: Plan) -> int:
-    """How many bytes of tensors this rank is to write."""
+    """The bytes of tensors that this rank writes."""
     return sum(piece.size for piece in plan.pieces)
 
 
@@ -409,13 +413,13 @@ def _open(path: str) -> _core.File:
         return _core.File.open_to_write(path)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"this rank does not see '{path}', which rank 0 has just made: all ranks have to save "
-            "into one folder, on a file system that they share"
+            f"this rank cannot see '{path}', which rank 0 just created: save to a folder on a file "
+            "system that all ranks share"
         ) from None
 
 
 def _gather(comm: _core.Comm, rows: Sequence[tuple[int, Written]]) -> dict[int, list[Written]]:
-    """What all ranks have written, by file."""
+    """What all ranks wrote, by file."""
     mine = array("Q", [number for file, row in rows for number in (file, *row)])
     found: dict[int, list[Written]] = {}
     for data in gather_bytes(comm, mine.tobytes()):
@@ -428,7 +432,7 @@ def _gather(comm: _core.Comm, rows: Sequence[tuple[int, Written]]) -> dict[int, 
 def _finish(
     plan: Plan, staging: Staging, written: Mapping[int, list[Written]], finite: bool
 ) -> None:
-    """What rank 0 does when all tensors are on the disk."""
+    """Finish the save on rank 0, after all tensors are synced."""
     records = {
         file.name: record_of(file.name, file.size, written[number])
         for number, file in enumerate(plan.files)

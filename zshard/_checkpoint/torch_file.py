@@ -1,8 +1,8 @@
-"""Files of torch.save(), read as data: plain values, and where a tensor's values lie.
+"""Read torch.save() files as data: plain values, and the location of a tensor's values.
 
-The one idea: such a file is a zip, in which each storage is a member that is stored as it is, and a
-pickle says what is made of them. The pickle is read as data (pickled.py); so is each tensor, from
-its place in the file.
+The one idea: such a file is a zip archive with one uncompressed member per storage, and a pickle
+that describes them. The pickle is read as data (pickled.py), and tensors directly from their place
+in the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zshard._checkpoint.pickled import Thing, parse
 from zshard._checkpoint.safetensors import CODES, File
 
 DTYPES = {str(dtype): dtype for dtype in CODES}
-"""By the names that pickles have for them."""
+"""By their names in pickles."""
 
 _STORAGES = {
     "Float": torch.float32,
@@ -40,11 +40,11 @@ _STORAGES = {
 
 
 class NoDataError(CheckpointError):
-    """What was saved is no plain data, and nothing else is wrong."""
+    """A value is not plain data; nothing else is wrong."""
 
 
 class Stored(NamedTuple):
-    """A file of torch.save() within a file."""
+    """A torch.save() file within a file."""
 
     file: File
     offset: int
@@ -52,12 +52,12 @@ class Stored(NamedTuple):
 
 
 def are_sizes(values: Any) -> bool:
-    """Is it a tuple of whole numbers from 0 on?"""
+    """Return whether it is a tuple of non-negative integers."""
     return isinstance(values, tuple) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
 class _Range(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A range of a file, as a file object."""
 
     def __init__(self, stored: Stored) -> None:
         self._stored, self._at = stored, 0
@@ -71,7 +71,7 @@ class _Range(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._stored.length}[whence]
         if base + offset < 0:
-            raise ValueError("before the begin of the file")
+            raise ValueError("negative seek position")
         self._at = base + offset
         return self._at
 
@@ -87,15 +87,15 @@ class _Range(io.RawIOBase):
         return count
 
 
-# What zipfile raises, of bytes that are no archive or no longer one, and what comes of a pickle
-# that says something else than torch writes. (RecursionError is a RuntimeError, for one.)
+# What zipfile raises for bytes that are not an archive or are damaged, and what a pickle causes
+# that does not match what torch writes. (RecursionError is a RuntimeError, for example.)
 _WRONG = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, OverflowError, struct.error)
 _STRANGE = (ValueError, TypeError, LookupError, AttributeError)
 
 
 @contextlib.contextmanager
 def _reading(stored: Stored, name: str) -> Iterator[None]:
-    """Context in which whatever is wrong with an archive is a CheckpointError."""
+    """Context that turns any error of an archive into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -112,42 +112,42 @@ def _opened_zip(stored: Stored, name: str) -> zipfile.ZipFile:
 def _damaged(stored: Stored, name: str, why: object) -> CheckpointError:
     return CheckpointError(
         f"'{stored.file.path}' is damaged at bytes {stored.offset} to "
-        f"{stored.offset + stored.length}, where '{name}' lies: {why}"
+        f"{stored.offset + stored.length} ('{name}'): {why}"
     )
 
 
 def _member(archive: zipfile.ZipFile, end: str) -> zipfile.ZipInfo:
-    """The one whose name ends so. KeyError if there is none."""
+    """The member whose name ends with `end`. Raises KeyError if there is none."""
     for info in archive.infolist():
         if info.filename.endswith(end):
             return info
-    raise KeyError(f"it has no {end}")
+    raise KeyError(f"it has no member {end}")
 
 
 def _read(archive: zipfile.ZipFile, stored: Stored, end: str) -> bytes:
-    """A member, by the end of its name. ValueError where it is packed, which none of torch's is:
-    what is unpacked may be of any size."""
+    """Read a member, by the end of its name. Raise ValueError if it is compressed, which torch's
+    members never are: decompressed data could have any size."""
     info = _member(archive, end)
     if info.compress_type != zipfile.ZIP_STORED or info.file_size > stored.length:
-        raise ValueError(f"its {end} is packed, or longer than the archive")
+        raise ValueError(f"its member {end} is compressed, or longer than the archive")
     return archive.read(info)
 
 
 def value_in(stored: Stored, name: str) -> Any:
-    """What was saved that is no tensor. CheckpointError for what is no plain data."""
+    """Return a saved value that is not a tensor. Raise CheckpointError if it is not plain data."""
     with _opened_zip(stored, name) as archive, _reading(stored, name):
         value = parse(_read(archive, stored, "/data.pkl"))
     try:
         return _plain(value)
     except (TypeError, RecursionError) as error:
         raise NoDataError(
-            f"'{stored.file.path}' has '{name}', which cannot be read without running it: {error}"
+            f"cannot read '{name}' in '{stored.file.path}' as plain data: {error}"
         ) from None
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Thing):
-        raise TypeError(f"it is a {value!r}")
+        raise TypeError(f"it contains {value!r}")
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -156,38 +156,38 @@ def _plain(value: Any) -> Any:
 
 
 def values_begin(stored: Stored, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """The first byte, in the file, of a tensor's values, which lie there row-major."""
+    """Return the offset in the file of a tensor's values, which are in row-major order."""
     with _opened_zip(stored, name) as archive, _reading(stored, name):
         told = parse(_read(archive, stored, "/data.pkl"))
         key, first, found, strides, kind = _tensor_of(told)
         info = _member(archive, f"/data/{key}")
         order = _read(archive, stored, "/byteorder").strip()
     if kind != dtype or found != shape or not _is_row_major(found, strides) or order != b"little":
-        raise _damaged(stored, name, f"it is a tensor of shape {found}, {kind}, strides {strides}")
+        raise _damaged(stored, name, f"unexpected tensor: shape {found}, {kind}, strides {strides}")
     size = dtype.itemsize
     if (
         info.compress_type != zipfile.ZIP_STORED
         or info.file_size < (first + math.prod(shape)) * size
     ):
-        raise _damaged(stored, name, "its values are packed, or too few")
+        raise _damaged(stored, name, "its values are compressed or incomplete")
     head = stored.file.bytes_of(30, stored.offset + info.header_offset)
     lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
     begin = info.header_offset + 30 + lengths
     if head[:4] != b"PK\3\4" or begin + info.file_size > stored.length:
-        raise _damaged(stored, name, "its values are not within it")
+        raise _damaged(stored, name, "its values are outside the archive")
     return stored.offset + begin + first * size
 
 
 def _tensor_of(told: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """(name of its storage, first element there, shape, strides, dtype) of a saved tensor."""
+    """(name of the storage, first element there, shape, strides, dtype) of a saved tensor."""
     while isinstance(told, Thing) and told.name == "torch._utils._rebuild_parameter":
         told = told.args[0]
     if not isinstance(told, Thing) or not told.name.startswith("torch._utils._rebuild_tensor_v"):
-        raise ValueError(f"it is a {told!r}, no plain tensor")
+        raise ValueError(f"expected a plain tensor, got {told!r}")
     storage, first, shape, strides = told.args[:4]
     tag, kind, key, *_ = storage.args[0]
     if tag != "storage" or not are_sizes((first,)) or not are_sizes(shape):
-        raise ValueError("it is no plain tensor")
+        raise ValueError("expected a plain tensor")
     if told.name.endswith("_v3"):
         dtype = DTYPES[told.args[6].name]
     else:

@@ -1,9 +1,9 @@
-"""Are a checkpoint's files what they were when they were saved?
+"""Verify the files of a checkpoint against their checksums.
 
-The one idea: the manifest has a checksum of each block of each file, so the blocks can be shared
-out among the ranks, and what is wrong can be named: the file, the bytes, the tensors there. A block
-that one host alone is going to read is checked there: then that host has it in memory already, and
-it comes from the disk, or over the network, once.
+The one idea: the manifest has a checksum of each block of each file, so the ranks can divide the
+blocks among them, and an error can name the file, the bytes and the tensors. If only one host will
+read a block, that host verifies it: then the block is in its page cache when it is read, and comes
+from the disk or over the network only once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zshard._checkpoint.manifest import BLOCK, CheckpointError, FileRecord
 from zshard._checkpoint.safetensors import File, SafetensorsFile
 
 _T = TypeVar("_T")
-_RUN = 16  # blocks that are checked by one call
+_RUN = 16  # blocks per call
 
 
 class Run(NamedTuple):
@@ -31,19 +31,19 @@ class Run(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Its bytes."""
         return min(self.end * BLOCK, self.record.size) - self.first * BLOCK
 
 
 def head_runs(files: Mapping[str, File], records: Mapping[str, FileRecord]) -> list[Run]:
-    """Those blocks of the files, which go by their names, that have been read when they are opened:
-    headers, and whole files that are no safetensors."""
+    """Return the blocks that opening the files reads: headers, and complete files that are not
+    safetensors files. files, records: by file name."""
     heads = [(file, records[name], _heads(file, records[name])) for name, file in files.items()]
     return [Run(file, record, 0, end) for file, record, end in heads if end > 0]
 
 
 def data_runs(files: Mapping[str, File], records: Mapping[str, FileRecord]) -> list[Run]:
-    """All other blocks."""
+    """Return all other blocks."""
     return [
         Run(file, records[name], first, min(first + _RUN, len(records[name].checksums)))
         for name, file in files.items()
@@ -63,17 +63,18 @@ def own_runs(
     wanted: Iterable[tuple[File, int, int]],
     host: str,
 ) -> list[Run]:
-    """What this rank is to check of data_runs(). What one host alone wants, its ranks share out
-    among them, a stretch each, as disks like it; the rest all ranks. Collective.
+    """Return the part of data_runs() that this rank verifies. Collective. The ranks of a host
+    divide the blocks that only this host wants, in contiguous stretches, which suit disks; all
+    ranks divide the rest.
 
-    wanted: (file, first byte, byte behind the last) of what this rank is going to read. It says who
-        checks a block, not whether one is checked: the ranks check all of them, each once.
-    host: the name of this rank's.
+    wanted: (file, first byte, byte after the last) of what this rank will read. It decides which
+        rank verifies a block, not whether it is verified: the ranks verify each block once.
+    host: the name of this rank's host.
     """
     places = _Places(files, records)
     marked = places.marked(wanted)
     told = gather_bytes(comm, marked + host.encode())
-    hosts: dict[bytes, list[int]] = {}  # the ranks of each
+    hosts: dict[bytes, list[int]] = {}  # their ranks
     for rank, data in enumerate(told):
         hosts.setdefault(data[len(marked) :], []).append(rank)
     masks = dict.fromkeys(hosts, 0)
@@ -93,7 +94,8 @@ def own_runs(
 
 
 class _Places:
-    """All blocks of some files by places, file behind file; some of them as bits of one number."""
+    """All blocks of some files, numbered one file after the other; a set of blocks is an integer's
+    bits."""
 
     def __init__(self, files: Mapping[str, File], records: Mapping[str, FileRecord]) -> None:
         self._files = [(file, records[name]) for name, file in files.items()]
@@ -109,15 +111,15 @@ class _Places:
         """The blocks of data_runs()."""
 
     def marked(self, ranges: Iterable[tuple[File, int, int]]) -> bytes:
-        """The blocks that the ranges touch."""
+        """Return the blocks that the ranges touch, as bytes."""
         return self._number(ranges).to_bytes(-(-self._count // 8), "little")
 
     def of(self, number: int) -> list[int]:
-        """The places of its blocks."""
+        """Return the block numbers in a set."""
         return [at for at, bit in enumerate(f"{number:b}"[::-1]) if bit == "1"]
 
     def runs(self, blocks: Iterable[int]) -> Iterator[Run]:
-        """The blocks at these places, in order."""
+        """Yield the blocks with these numbers, in order."""
         marks = bytearray(b"0" * self._count)
         for at in blocks:
             marks[at] = ord("1")
@@ -137,14 +139,14 @@ class _Places:
 
 
 def share(things: Sequence[_T], rank: int, world: int) -> Sequence[_T]:
-    """What `rank` is to check of all things: as many as the others, side by side."""
+    """Return the contiguous share of `things` that `rank` checks; all shares are about equal."""
     return things[len(things) * rank // world : len(things) * (rank + 1) // world]
 
 
 def check(runs: Iterable[Run], done: Callable[[int], object] | None = None) -> None:
-    """Reads the runs. CheckpointError for the first block that is not what was saved.
+    """Verify the runs. Raise CheckpointError for the first block with a wrong checksum.
 
-    done: is told the bytes of each run.
+    done: called with the bytes of each run.
     """
     for run in runs:
         begin = run.first * BLOCK
@@ -157,11 +159,9 @@ def check(runs: Iterable[Run], done: Callable[[int], object] | None = None) -> N
 
 
 def _damage(file: File, block: int, begin: int, end: int) -> str:
-    text = (
-        f"'{file.path}' is damaged: bytes {begin} to {end} (block {block}) are not what was saved"
-    )
+    text = f"'{file.path}' is damaged: checksum mismatch in bytes {begin} to {end} (block {block})"
     there = file.in_range(begin, end) if isinstance(file, SafetensorsFile) else []
     if not there:
         return text
     more = f" and {len(there) - 3} more" if len(there) > 3 else ""
-    return f"{text}; {', '.join(there[:3])}{more} lie there"
+    return f"{text}, which contain {', '.join(there[:3])}{more}"

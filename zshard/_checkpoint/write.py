@@ -1,10 +1,10 @@
-"""Writing pieces of tensors to a file, from where they lie, or a chunk at a time.
+"""Write pieces of tensors to a file, directly from their memory or a chunk at a time.
 
-The one idea: what lies in memory as it is to be in the file is handed to the system as it is. What
-has to be cast, comes from a GPU, or is so small that calls would cost more than copies, goes
-through one chunk of memory, in which as many pieces are put together as fit. Numbers that have to
-be finite are looked at on the way, as they will be in the file: by the core where it is handed
-them as they are, else in the chunk.
+The one idea: values that are in CPU memory as the file needs them are written directly. Values that
+must be cast, that are on a GPU, or that are so small that system calls would cost more than copies
+go through one chunk of memory, which collects as many pieces as fit. On the way, parameters are
+checked for NaN and infinite values, as they will be in the file: by the core if it writes them
+directly, otherwise in the chunk.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from zshard._checkpoint.manifest import BLOCK
 from zshard._checkpoint.safetensors import CODES, rows_of
 from zshard._stream import CHUNK
 
-_DIRECT = 2**16  # bytes; smaller pieces are copied together
-_AT_ONCE = 2**28  # bytes that one call writes, for somebody who looks at the progress
+_DIRECT = 2**16  # bytes; smaller pieces are collected in the chunk
+_AT_ONCE = 2**28  # bytes per call, so that the progress bar moves
 
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -32,7 +32,7 @@ Written = tuple[int, int, int]  # offset, length, CRC-32C
 
 
 class Chunk:
-    """Memory that tensors are cast in, or come to from a GPU; made when it is first asked for."""
+    """Memory for casting tensors and copying them from a GPU; allocated on first use."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -46,10 +46,9 @@ class Chunk:
 
 
 class Writer:
-    """Writes pieces to one file; what can be written from where it lies is not copied.
+    """Writes pieces to one file, without copying what can be written directly.
 
-    strange: names of those `watched` tensors in which a number that is NaN or infinite has been
-        written.
+    strange: the names of `watched` tensors that have had NaN or infinite values.
     """
 
     def __init__(
@@ -59,20 +58,20 @@ class Writer:
         done: Callable[[int], object],
         watched: Container[str] = (),
     ) -> None:
-        """done: is told how many bytes have been written, each time."""
+        """done: called with the number of bytes of each write."""
         self._file, self._chunk, self._done, self._watched = file, chunk, done, watched
         self.strange: list[str] = []
         self._waiting = 0  # bytes in `_ranges`
-        self._ranges: list[Any] = []  # as _core.File.write() takes them
-        self._names: dict[int, str] = {}  # of the tensors of ranges that are watched, by place
+        self._ranges: list[Any] = []  # the argument of _core.File.write()
+        self._names: dict[int, str] = {}  # index of a watched range: its tensor
         self._copied: list[tuple[int, int, int]] = []  # offset in the file, from .. to in the chunk
-        self._watched_copies: list[tuple[str, Tensor]] = []  # and whose it is, in the chunk
+        self._watched_copies: list[tuple[str, Tensor]] = []  # of watched tensors, in the chunk
         self._written: list[Written] = []
 
     def add_bytes(
         self, offset: int, data: bytes | memoryview, numbers: tuple[str, str] | None = None
     ) -> None:
-        """numbers: the name of a tensor that is watched, and what its numbers are."""
+        """numbers: the name of the watched tensor and the code of its dtype."""
         for first in range(0, len(data), _AT_ONCE):
             part = data[first : first + _AT_ONCE]
             if numbers is not None:
@@ -100,12 +99,12 @@ class Writer:
             offset += run.numel() * size
 
     def end(self) -> list[Written]:
-        """Writes the rest; what has been written."""
+        """Write the rest. Return everything that was written."""
         self._flush()
         return self._written
 
     def _copy(self, offset: int, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Where they will be in the chunk, until the next _flush()."""
+        """Copy values to the chunk. Return the copy, which is valid until the next _flush()."""
         length = values.numel() * dtype.itemsize
         first, low, high = self._copied[-1] if self._copied else (-1, 0, 0)
         follows = first + high - low == offset  # in the file, so in the chunk as well
@@ -142,8 +141,8 @@ class Writer:
 
 
 def _not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """The names of those with a number that is NaN or infinite."""
-    # The core has no sums of float8.
+    """The names of tensors with NaN or infinite values."""
+    # The core cannot sum float8.
     known = [(name, v if v.dtype in _NUMBERS else v.float()) for name, v in named]
     if _are_finite([values for _, values in known]):  # one call for all
         return []
@@ -155,15 +154,15 @@ def _are_finite(tensors: list[Tensor]) -> bool:
 
 
 def is_plain(piece: Piece) -> bool:
-    """Does it lie in memory of the CPU as it is to be in the file?"""
+    """Return whether the values are in CPU memory as the file needs them."""
     values = piece.values
     as_it_is = values.device.type == "cpu" and values.dtype == piece.dtype
     return as_it_is and values.is_contiguous() and not (values.is_conj() or values.is_neg())
 
 
 def runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
-    """The row-major elements from `begin` to `end`, as tensors of one dimension and at most `limit`
-    elements; of what is not contiguous, copies."""
+    """Yield the row-major elements from `begin` to `end` as 1-dimensional tensors of at most
+    `limit` elements; these are copies if `values` is not contiguous."""
     if values.is_contiguous():
         flat = values.view(-1)
         for first in range(begin, end, limit):
