@@ -316,7 +316,7 @@ def test_gpu_quick_over_stand_ins(tmp_path: Path) -> None:
     assert all(side["same_bits_as_first"] for side in ranks["sides"].values())
     assert all(side["largest_difference_to_ddp"] == 0 for side in ranks["sides"].values())
     page = out.with_suffix(".md").read_text()
-    assert "A STAND-IN ON THE HOST" in page and "| zshard |" in page
+    assert "FAKE GPU ON THE HOST" in page and "| zshard |" in page
 
 
 def test_gpu_sides_that_do_not_fit_together_are_measured_in_pairs(
