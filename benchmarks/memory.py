@@ -45,7 +45,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.parser(PURPOSE, ranks=2)
     models = f"of {', '.join(WORKLOADS)} (default: gpt85m stack100; with --quick: gpt10m)"
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="MODEL", help=models)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help=f"default: {' '.join(ALL_SIDES)}")
+    few = f"with --quick: {' '.join(QUICK_SIDES)}"
+    sides = f"of {', '.join(SIDES)} (default: {' '.join(ALL_SIDES)}; {few})"
+    parser.add_argument("--sides", nargs="+", choices=SIDES, metavar="SIDE", help=sides)
     args = parser.parse_args(argv)
     args.models = args.models or (["gpt10m"] if args.quick else ["gpt85m", "stack100"])
     args.sides = args.sides or (QUICK_SIDES if args.quick else ALL_SIDES)

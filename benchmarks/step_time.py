@@ -41,12 +41,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.parser(
         purpose, ranks=2, rounds="timed steps per side (default: 12; with --quick: 2)"
     )
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=WORKLOADS,
-        help="default: all with a target; with --quick: gpt10m",
-    )
+    models = f"of {', '.join(WORKLOADS)} (default: {' '.join(MODELS)}; with --quick: gpt10m)"
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="MODEL", help=models)
     few = f"with --quick and for bert: {' '.join(FEW_SIDES)}"
     which = f"of {', '.join(SIDES)} (default: {' '.join(ALL_SIDES)}; {few})"
     parser.add_argument("--sides", nargs="+", choices=SIDES, metavar="SIDE", help=which)
