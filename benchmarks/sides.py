@@ -152,17 +152,25 @@ def _zshard(strategy: str, transport: str) -> Factory:
     return build
 
 
-def _deepspeed(stage: int) -> Factory:
+def _deepspeed(stage: int, sized: bool = True) -> Factory:
     def build(workload: Workload) -> Parts:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         module = workload.build()
+        units = [child for child in module.modules() if type(child) in workload.units]
+        unit = max(sum(p.numel() for p in child.parameters()) for child in units)
+        limits = {"reduce_bucket_size": unit}
+        if stage == 3:
+            limits["stage3_prefetch_bucket_size"] = unit
+            limits["stage3_max_live_parameters"] = 2 * unit
+            limits["stage3_max_reuse_distance"] = 0
         config = {
+            "gradient_clipping": 0.0,  # the default, 1.0, would not compute what the others do
             "train_micro_batch_size_per_gpu": 1,  # required, and used for its logs only
             "steps_per_print": 2**31,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, **(limits if sized else {})},
         }
         engine, optimizer, *_ = deepspeed.initialize(
             model=module,
@@ -186,7 +194,8 @@ SIDES: dict[str, Factory] = {
     "fsdp2-shard_grad_op": _fsdp2(reshard=False),
 }
 DEEPSPEED = {f"deepspeed-{stage}": _deepspeed(stage) for stage in (1, 2, 3)}
-"""ZeRO stage by stage. The optimizer is torch's fused AdamW, as for the other peers."""
+DEEPSPEED["deepspeed-3-defaults"] = _deepspeed(3, sized=False)
+"""DeepSpeed's default limits exceed these models: stage 3 then never frees a gathered parameter."""
 
 INSTALL = (
     "python -m pip install 'setuptools<81' wheel && DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "
