@@ -1,14 +1,14 @@
-"""Adam: a step of zshard.AdamW beside torch's three and a plain C loop over the same memory.
+"""Adam: a zshard.AdamW step, compared with torch's three and a plain C loop over the same memory.
 
     python -m benchmarks.adam [--threads 1 2] [--elements 50000000] [--tensors 1] [--rounds 15]
 
-An AdamW step reads parameter, gradient and two moments and writes all but the gradient: 28 bytes
-an element in float32, so at this size the memory sets the pace. All sides work on the same
-tensors, hence on the same pages. `stream` (stream.c, compiled when this starts) passes the 28
-bytes with next to no arithmetic: the most there is to get.
+An AdamW step reads the parameter, the gradient and two moments and writes all but the gradient: 28
+bytes per element in float32, so at this size memory bandwidth is the limit. All sides use the same
+tensors and therefore the same pages. `stream` (stream.c, compiled at startup) moves the same 28
+bytes with almost no arithmetic: the upper bound.
 
-Two more rows are of bfloat16 parameters with bfloat16 state, 14 bytes an element: rounded to
-nearest, and stochastically. They are on tensors of their own.
+Two more rows use bfloat16 parameters with bfloat16 state, 14 bytes per element, rounded to nearest
+and stochastically. They use separate tensors.
 """
 
 from __future__ import annotations
@@ -37,18 +37,26 @@ NEAREST = "zshard bf16"
 STOCHASTIC = "zshard bf16, stochastic"
 BYTES = 28
 TARGETS = {"torch-fused": 1.03, STREAM: 1 / 0.9}
-"""Side -> how much of its time OURS may take, at the median."""
+"""Side -> largest allowed median of OURS / side."""
 
 Step = Callable[[], Any]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "Time of an AdamW step, beside torch's and a plain C loop."
-    parser = harness.parser(purpose, rounds="samples a side (15; quick: 5)")
-    parser.add_argument("--warmup", type=int, default=2, help="unmeasured samples a side")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="thread counts")
-    parser.add_argument("--elements", type=int, help="in all tensors (50 M; quick: 2 M)")
-    parser.add_argument("--tensors", type=int, default=1, help="equal tensors they are cut into")
+    purpose = "Time an AdamW step of zshard, of torch and of a plain C loop."
+    parser = harness.parser(purpose, rounds="samples per side (default: 15; with --quick: 5)")
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="untimed samples per side (default: 2)"
+    )
+    parser.add_argument(
+        "--threads", nargs="+", type=int, default=[1, 2], help="thread counts (default: 1 2)"
+    )
+    parser.add_argument(
+        "--elements", type=int, help="total elements (default: 50 M; with --quick: 2 M)"
+    )
+    parser.add_argument(
+        "--tensors", type=int, default=1, help="number of equal tensors (default: 1)"
+    )
     args = parser.parse_args(argv)
     args.elements = args.elements or (2_000_000 if args.quick else 50_000_000)
     args.rounds = args.rounds or (5 if args.quick else 15)
@@ -76,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure_as_rank(args: argparse.Namespace) -> None:
-    """The one rank's part: a process of its own for each thread count."""
+    """Measure in this rank; each thread count has its own process."""
     with harness.process_group(), tempfile.TemporaryDirectory() as folder:
         result = measure(args, Path(folder))
     show(result)
@@ -85,7 +93,7 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Time all sides; returns the JSON record."""
+    """Time all sides and return the JSON record."""
     threads = args.threads[0]
     torch.set_num_threads(threads)
     params, states = tensors(args.elements, args.tensors)
@@ -108,7 +116,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def tensors(elements: int, count: int) -> tuple[list[nn.Parameter], list[dict[str, Tensor]]]:
-    """`count` equal float32 parameters with gradients, and AdamW's state of each."""
+    """Return `count` equal float32 parameters with gradients, and the AdamW state of each."""
     numel = elements // count
     params = [nn.Parameter(torch.randn(numel)) for _ in range(count)]
     for param in params:
@@ -120,7 +128,7 @@ def tensors(elements: int, count: int) -> tuple[list[nn.Parameter], list[dict[st
 def optimizers(
     params: list[nn.Parameter], states: list[dict[str, Tensor]]
 ) -> dict[str, torch.optim.Optimizer]:
-    """The sides that are optimizers, each with the same parameters and state tensors."""
+    """Return the optimizers, which share parameters and state tensors."""
     made: dict[str, torch.optim.Optimizer] = {
         OURS: zshard.AdamW(params),
         "torch-fused": torch.optim.AdamW(params, fused=True),
@@ -134,7 +142,7 @@ def optimizers(
 
 
 def step_of_bf16(values: list[Tensor], stochastic: bool) -> Step:
-    """AdamW's step for bfloat16 parameters on `values`, which its calls share."""
+    """Return an AdamW step for bfloat16 parameters that share the memory of `values`."""
     params = [nn.Parameter(value) for value in values]
     for param in params:
         param.grad = torch.ones_like(param)
@@ -144,7 +152,7 @@ def step_of_bf16(values: list[Tensor], stochastic: bool) -> Step:
 def stream_over(
     params: list[nn.Parameter], states: list[dict[str, Tensor]], threads: int, folder: Path
 ) -> Step:
-    """A call that streams over the same memory; SystemExit where there is no C compiler."""
+    """Return a call that streams over the same memory. Raises SystemExit without a C compiler."""
     library = folder / "stream.so"
     flags = ["-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
     source = harness.ROOT / "benchmarks" / "stream.c"
@@ -152,7 +160,7 @@ def stream_over(
     try:
         subprocess.run([*compiler, *flags, str(source), "-o", str(library)], check=True)
     except OSError as error:
-        raise SystemExit(f"no C compiler for {source}: {error}; set CC") from error
+        raise SystemExit(f"cannot compile {source}: {error}; set CC to a C compiler") from error
     stream = ctypes.CDLL(str(library)).stream
     calls = [
         [
@@ -167,13 +175,13 @@ def stream_over(
     def step() -> None:
         for pointers in calls:
             if stream(*pointers, numel, ctypes.c_int(threads)) != 0:
-                raise SystemExit("stream could not start its threads")
+                raise SystemExit("stream.c failed to start its threads")
 
     return step
 
 
 def turn_of(step: Step) -> harness.Turn:
-    """A turn of one step."""
+    """Return a turn of one step."""
 
     def turn(_number: int) -> tuple[float, ...]:
         begin = time.perf_counter()
@@ -184,7 +192,7 @@ def turn_of(step: Step) -> harness.Turn:
 
 
 def summarize(name: str, samples: Mapping[str, list[Sample]], elements: int) -> dict[str, Any]:
-    """One side's part of the record: milliseconds, GB/s, and OURS in terms of it."""
+    """Return one side's record: milliseconds, GB/s, and the ratio of OURS to it."""
     seconds = [samples[name][i].times[0] for i in harness.clean_rounds(samples[name])]
     ratios = harness.same_round_ratios(samples[OURS], samples[name])
     size = BYTES / 2 if name in (NEAREST, STOCHASTIC) else BYTES
@@ -197,7 +205,7 @@ def summarize(name: str, samples: Mapping[str, list[Sample]], elements: int) -> 
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print the table of one thread count."""
+    """Print the table for one thread count."""
     rows = []
     for name, side in result["sides"].items():
         ratio = side["zshard_ratio"]

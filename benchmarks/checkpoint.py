@@ -1,12 +1,12 @@
-"""Saving and loading a checkpoint: time, memory beyond the state, and how long training waits.
+"""Checkpoint save and load: time, extra memory, and how long training is blocked.
 
     python -m benchmarks.checkpoint [--sides zshard dcp ...] [--models large small] [--rounds 7]
 
-The one idea: all sides save the same state, parameters and Adam's moments of about 1 GB in all, to
-the same disk, fsynced, and load it back from the page cache and (where the kernel lets a process
-drop pages) from the disk. They take turns within one process group, in an order that rotates, as a
-disk is faster after a rest. Each load goes into a model whose values were changed, and is checked.
-Peaks are of turns of their own, as looking at memory takes time.
+All sides save the same state (parameters and Adam moments, about 1 GB in total) to the same disk,
+with fsync, and load it from the page cache and, after dropping its pages, from the disk.
+The sides take turns in one process group in rotating order, because a disk is faster after a pause.
+Each load starts from overwritten values, and its result is verified. Peak memory is measured in
+separate turns, because sampling takes time.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from benchmarks.memory import MALLOC, PssSampler, pss, trim
 
 BLOCKS = 10
 MODELS = {"large": (1, 2880), "small": (100, 288), "tiny": (2, 32)}
-"""Linear layers in a block, and their width. large: 30 tensors of state of 33 MB; small: 3,000 of
-332 kB; tiny: does it run?"""
+"""Linear layers per block, and their width. large: 30 state tensors of 33 MB; small: 3,000 of 332
+kB; tiny: for --quick."""
 
 TARGETS = {"large": {"save": 2.0, "load": 3.0}, "small": {"save": 3.0, "load": 3.0}}
-"""Times faster than dcp."""
+"""Required speedup over dcp."""
 
 
 class Block(nn.Sequential):
-    """Linear layers without bias."""
+    """A stack of Linear layers without bias."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -64,7 +64,7 @@ def build(model: str) -> nn.Module:
 
 
 class Side:
-    """A model with an optimizer that has made a step; how a library saves and loads both."""
+    """A model and its optimizer after one step, saved and loaded with one library."""
 
     def __init__(self, model: str) -> None:
         self.model: Any = self.wrap(build(model))
@@ -84,14 +84,14 @@ class Side:
         return torch.optim.AdamW(self.model.parameters(), fused=True)
 
     def save(self, path: str) -> Callable[[], Any]:
-        """Returns what waits for the end: a call of nothing where saving has ended already."""
+        """Save to `path` and return a function that waits for completion."""
         raise NotImplementedError
 
     def load(self, path: str) -> None:
         raise NotImplementedError
 
     def own(self) -> list[Tensor]:
-        """All tensors of this rank's state, parameters first."""
+        """Return all tensors of this rank's state, parameters first."""
         params = list(self.model.parameters())
         states = [self.optimizer.state[p] for p in params]
         tensors = [*params, *(s[key] for s in states for key in ("exp_avg", "exp_avg_sq"))]
@@ -128,7 +128,7 @@ class ZshardAsync(Zshard):
 
 
 class Dcp(Side):
-    """torch.distributed.checkpoint of fully_shard's DTensors, as its tutorial has it."""
+    """torch.distributed.checkpoint of fully_shard's DTensors, as in its tutorial."""
 
     def state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -155,7 +155,7 @@ class DcpAsync(Dcp):
 
 
 class Rank0(Side):
-    """Everything gathered to rank 0, which writes it by torch.save; each rank loads all of it."""
+    """Rank 0 gathers the full state and writes it with torch.save; every rank loads all of it."""
 
     def save(self, path: str) -> Callable[[], Any]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -197,10 +197,10 @@ SIDES: dict[str, type[Side]] = {
 
 
 def turn(side: Side, folder: str, name: str) -> dict[str, float]:
-    """One save and two loads: seconds of the slowest rank."""
+    """Time one save and two loads; return seconds on this rank."""
     path = os.path.join(folder, name)
     wanted = [tensor.clone() for tensor in side.own()]
-    os.sync()  # what others have left to write is not this side's
+    os.sync()  # do not charge this side for earlier writes
     dist.barrier()
     start = time.perf_counter()
     wait = side.save(path)
@@ -227,12 +227,12 @@ def timed_load(side: Side, path: str, wanted: Sequence[Tensor]) -> float:
     dist.barrier()
     seconds = time.perf_counter() - start
     if not all(torch.equal(a, b) for a, b in zip(side.own(), wanted, strict=True)):
-        raise AssertionError(f"{type(side).__name__} has loaded other values than it has saved")
+        raise AssertionError(f"{type(side).__name__} loaded different values than it saved")
     return seconds
 
 
 def drop(path: str) -> None:
-    """Has the kernel forget the pages of all files there; they are on the disk."""
+    """Drop the page cache of all files below `path`."""
     for file in Path(path).rglob("*"):
         if file.is_file():
             with open(file, "rb") as opened:
@@ -240,7 +240,7 @@ def drop(path: str) -> None:
 
 
 def peaks(side: Side, folder: str, name: str) -> dict[str, float]:
-    """Most bytes of a rank, anonymous and shared, beyond those before: of a save and a load."""
+    """Return the peak growth of this rank's PSS in bytes, for a save and for a load."""
     path = os.path.join(folder, name)
     found = {}
     for what, action in (("save", lambda: side.save(path)()), ("load", lambda: side.load(path))):
@@ -275,7 +275,7 @@ def measure_as_rank(args: argparse.Namespace) -> None:
     if rank == 0 and args.out:
         harness.write_json(args.out, {"runs": runs[1:], "peaks": most, "state_bytes": state})
     sys.stdout.flush()
-    os._exit(0)  # the peers' groups abort now and then while the interpreter ends
+    os._exit(0)  # torch's process groups sometimes abort at interpreter exit
 
 
 # --------------------------------------------------------------------------------------
@@ -283,11 +283,15 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "Saving and loading of checkpoints, all sides in one process group."
-    parser = harness.parser(purpose, ranks=2, rounds="default: 7; quick: 1")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    purpose = "Time checkpoint saves and loads, all sides in one process group."
+    parser = harness.parser(purpose, ranks=2, rounds="rounds (default: 7; with --quick: 1)")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: large small")
-    parser.add_argument("--path", help="a folder on the disk to measure (default: a temporary one)")
+    parser.add_argument(
+        "--path", help="directory on the disk to measure (default: a temporary one)"
+    )
     args = parser.parse_args(argv)
     args.rounds = args.rounds or (1 if args.quick else 7)
     args.models = args.models or (["tiny"] if args.quick else ["large", "small"])
@@ -311,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(model: str, ranks: int, found: dict[str, Any]) -> dict[str, Any]:
-    """A model's record: spreads of seconds, and of dcp over the side, by rounds."""
+    """Return a model's record: spreads of seconds, and of dcp's seconds / the side's by round."""
     sides = {}
     for name in found["runs"][0]:
         own = [run[name] for run in found["runs"]]
@@ -346,10 +350,10 @@ def show(result: dict[str, Any]) -> None:
         ]
         rows.append(row)
     harness.print_table(
-        f"{result['model']}, {result['ranks']} ranks with "
-        f"{result['state_bytes_per_rank'] / MIB:.0f} MiB of state each; seconds, in brackets times "
-        "faster than dcp",
-        ["side", "blocked", "save", "load, warm", "load, cold", "peak of save, MiB", "of load"],
+        f"{result['model']}, {result['ranks']} ranks, "
+        f"{result['state_bytes_per_rank'] / MIB:.0f} MiB of state per rank; seconds (speedup "
+        "over dcp), min/median/max",
+        ["side", "blocked", "save", "load, warm", "load, cold", "save peak, MiB", "load peak, MiB"],
         rows,
     )
 

@@ -1,15 +1,15 @@
-"""Collectives: the shm transport alone, against gloo and against memcpy.
+"""Collectives: the shm transport alone, compared with gloo and memcpy.
 
     python -m benchmarks.collectives [--ranks 2 4] [--mib 0.0625 1 16 64 256] [--rounds 12]
 
-Over shm a gather moves nothing: an unshard is permission to read (`unshard`), and what it hands
-out is the peers' own memory. So that this is not taken for a gather for nothing, reading it is
-measured too: `copy` is the full buffer copied out of the mapping, all that a copying transport
-would have to do, and `memcpy` is a copy of as many bytes within one process. For the reduction
-`copy` is the bytes it must at least fetch, moved but not summed.
+Over shm an all-gather moves no bytes: `unshard` only grants access to the peers' memory, and the
+cost of reading it comes later. To make the comparison fair, reading is measured too: `copy` copies
+the full buffer out of the mapping, which is all that a copying transport would have to do, and
+`memcpy` copies as many bytes within one process. For the reduction, `copy` moves the bytes that it
+has to fetch at least, without summing them.
 
 Before each operation the owner rewrites what its peers will read, as an optimizer or a backward
-does, and all ranks meet; neither is timed. A sample is the mean of several operations, on the
+does, followed by a barrier; neither is timed. A sample is the mean of several operations on the
 slowest rank.
 """
 
@@ -40,7 +40,7 @@ SIZES = [0.0625, 1.0, 16.0, 64.0, 256.0]
 QUICK_SIZES = [0.0625, 16.0]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SAMPLE = 0.15
-"""Seconds that a sample is to last, operations and preparation together."""
+"""Target duration of a sample in seconds, including preparation."""
 
 SIDES = {"gather": ("gloo", "copy", "memcpy", "unshard"), "reduce": ("gloo", "shm", "copy")}
 PAIRS = {
@@ -55,18 +55,22 @@ OPERATIONS = {
     ("reduce", "copy"): "copy_slices",
 }
 TARGETS = {"gather": ("gloo", "copy", 8.0), "reduce": ("gloo", "shm", 12.0)}
-"""what -> (slow, fast, how many times as long slow should take, at 1 and 16 MiB)."""
+"""Operation -> (slow side, fast side, smallest allowed slow / fast at 1 and 16 MiB)."""
 
-# torch 2.13 gave its collectives new names, and warns of the old ones.
+# torch 2.13 renamed its collectives and warns about the old names.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "Gather and reduce-scatter of shm, against gloo and memcpy."
-    parser = harness.parser(purpose, [2, 4], rounds="samples a side (12; quick: 3)")
-    parser.add_argument("--warmup", type=int, default=1, help="unmeasured samples a side")
-    parser.add_argument("--mib", nargs="+", type=float, help="sizes of the full tensor")
+    purpose = "Time all-gather and reduce-scatter over shm, gloo and memcpy."
+    parser = harness.parser(
+        purpose, [2, 4], rounds="samples per side (default: 12; with --quick: 3)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=1, help="untimed samples per side (default: 1)"
+    )
+    parser.add_argument("--mib", nargs="+", type=float, help="sizes of the full tensor in MiB")
     parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.mib = args.mib or (QUICK_SIZES if args.quick else SIZES)
@@ -87,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(folder: Path) -> Path:
-    """Compile the transport with the driver; the library's path."""
+    """Compile the transport and its driver; return the library's path."""
     source = harness.ROOT / "csrc"
     files = [harness.ROOT / "benchmarks" / "collectives_driver.c"]
     files += [path for name in SOURCES for path in sorted(source.rglob(f"{name}.c"))]
@@ -130,11 +134,11 @@ class Driver:
         self._check(self._lib.zsb_connect(self._comm, (text * world)(*addresses)) == 0)
 
     def barrier(self) -> None:
-        """Microseconds, where gloo's takes a fraction of a millisecond."""
+        """Wait for all ranks: microseconds, where gloo's barrier takes up to a millisecond."""
         self._check(self._lib.zsb_barrier(self._comm) == 0)
 
     def memory(self, nbytes: int, bfloat16: bool) -> int:
-        """What one size needs; give it to `free`. Collective."""
+        """Allocate the buffers for one size; release them with free(). Collective."""
         made: int | None = self._lib.zsb_new(self._comm, nbytes, bfloat16)
         if made is None:
             raise self._error()
@@ -144,7 +148,7 @@ class Driver:
         self._lib.zsb_free(memory)
 
     def run(self, memory: int, operation: str, count: int) -> float:
-        """Mean seconds of an operation."""
+        """Run an operation `count` times and return its mean seconds."""
         seconds: float = self._lib.zsb_run(memory, operation.encode(), count)
         self._check(seconds >= 0)
         return seconds
@@ -158,7 +162,7 @@ class Driver:
 
 
 def gloo_turn(driver: Driver, what: str, nbytes: int, dtype: torch.dtype) -> Callable[[int], float]:
-    """Mean seconds of torch's collective over gloo, prepared as the driver's operations are."""
+    """Return a function that times torch's collective over gloo, prepared like the driver's."""
     full = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
     part = torch.zeros(full.numel() // dist.get_world_size(), dtype=dtype)
     gather = what == "gather"
@@ -180,7 +184,7 @@ def gloo_turn(driver: Driver, what: str, nbytes: int, dtype: torch.dtype) -> Cal
 
 
 def repeated(run: Callable[[int], float]) -> Turn:
-    """A turn of as many operations as fit into SAMPLE; the same number on all ranks."""
+    """Return a turn of as many operations as fit into SAMPLE; the same number on all ranks."""
     start = time.perf_counter()
     run(2)  # the first touch of memory, and gloo's first connection
     run(2)
@@ -195,7 +199,7 @@ def repeated(run: Callable[[int], float]) -> Turn:
 
 
 def measure_as_rank(args: argparse.Namespace) -> None:
-    """One rank's part, whatever the world's size."""
+    """Measure in this rank, for any world size."""
     results = []
     with harness.process_group() as rank:
         driver = Driver(args.library)
@@ -215,7 +219,7 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 def measure(
     driver: Driver, what: str, dtype: str, nbytes: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """All sides at one size; returns the JSON record. Collective."""
+    """Time all sides at one size and return the JSON record. Collective."""
     memory = driver.memory(nbytes, dtype == "bf16")
     turns: dict[str, Turn] = {}
     for side in SIDES[what]:
@@ -242,7 +246,7 @@ def driver_turn(driver: Driver, memory: int, operation: str) -> Callable[[int], 
 
 
 def summary(samples: Sequence[Sample]) -> Spread:
-    """Microseconds."""
+    """Return the spread in microseconds."""
     return Spread.of([samples[i].times[0] * 1e6 for i in harness.clean_rounds(samples)])
 
 
@@ -251,7 +255,7 @@ def summary(samples: Sequence[Sample]) -> Spread:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print one table: medians in microseconds, then the ratios that matter."""
+    """Print one table: medians in microseconds, then the ratios."""
     what, ranks = result["what"], result["ranks"]
     pairs = PAIRS[what]
     header = [
@@ -273,7 +277,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def judge(what: str, ranks: int, size: dict[str, Any]) -> str:
-    """The target and whether it is met, where there is one."""
+    """Return the target and whether it is met; "" if there is none."""
     slow, fast, least = TARGETS[what]
     if size["bytes"] not in (harness.MIB, 16 * harness.MIB):
         return ""

@@ -1,11 +1,11 @@
-"""One GPU: zshard beside plain PyTorch, DDP and FSDP2, in time, memory and numbers.
+"""One GPU: zshard compared with plain PyTorch, DDP and FSDP2 in time, memory and losses.
 
     python -m benchmarks.gpu [--parts steps host adam curve ranks] [--models gpt125m gpt1.5b]
-    python tests/stand_ins.py python -m benchmarks.gpu --quick     # does it run? Without a GPU
+    python tests/stand_ins.py python -m benchmarks.gpu --quick     # a smoke test without a GPU
 
-The one idea: each cell (a model, a batch and a mode; or another part) is a fresh torchrun of one
-rank, so that nothing that a compiler or an allocator remembers goes from one to the next; what is
-done is written after each cell, so that a run that is cut off leaves what it has.
+Each cell (a model with a batch and a mode, or another part) runs in a fresh torchrun, so compiler
+caches and allocator state do not carry over. Results are written after each cell, so an interrupted
+run keeps what it has measured.
 """
 
 from __future__ import annotations
@@ -28,14 +28,33 @@ BATCHES = ("small", "large")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "zshard on one GPU, beside plain PyTorch, DDP and FSDP2."
-    parser = harness.parser(purpose, rounds="measured turns a side (15; quick: 2)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--models", nargs="+", choices=SIZES, help="of the part steps")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--batches", nargs="+", choices=BATCHES, default=list(BATCHES))
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="of the part ranks")
+    purpose = "Compare zshard with plain PyTorch, DDP and FSDP2 on one GPU."
+    parser = harness.parser(purpose, rounds="timed turns per side (default: 15; with --quick: 2)")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=SIZES,
+        help="for the part steps (default: both GPTs; with --quick: tiny)",
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all"
+    )
+    parser.add_argument(
+        "--batches", nargs="+", choices=BATCHES, default=list(BATCHES), help="default: all"
+    )
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=list(SIDES), help="default: all"
+    )
+    parser.add_argument(
+        "--ranks",
+        nargs="+",
+        type=int,
+        default=[2, 4],
+        help="world sizes for the part ranks (default: 2 4)",
+    )
     parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.models = args.models or (["tiny"] if args.quick else ["gpt125m", "gpt1.5b"])
@@ -50,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     missing = gpu_sides.what_is_missing()
     if missing:
-        raise SystemExit(f"benchmarks.gpu needs a GPU that zshard can train on.\n{missing}")
+        raise SystemExit(f"benchmarks.gpu needs a GPU that zshard supports:\n{missing}")
     if gpu_sides.is_stand_in() and not args.quick:
-        raise SystemExit("ZSHARD_CUDA_ON_HOST=1: stand-ins have no speed to measure; add --quick")
+        raise SystemExit(
+            "ZSHARD_CUDA_ON_HOST=1 selects a fake GPU, whose times are meaningless: add --quick"
+        )
     results = [gpu_sides.describe()]
     for ranks, cell in cells(args):
         results.append(run_cell(ranks, cell))
@@ -64,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def cells(args: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(ranks, cell) of all that was asked for, in the order of PARTS."""
+    """Yield (ranks, cell) for everything requested, in the order of PARTS."""
     quick, turns = args.quick, {"rounds": args.rounds, "warmup": 1 if args.quick else 3}
     for part in (part for part in PARTS if part in args.parts):
         if part == "steps":
@@ -89,7 +110,7 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def step_cells(args: argparse.Namespace, turns: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Cells of whole steps; a turn of a small batch has more of them."""
+    """Yield the cells of the part steps; a turn of a small batch has more steps."""
     for model in args.models:
         for mode in args.modes:
             for batch in args.batches:
@@ -99,7 +120,7 @@ def step_cells(args: argparse.Namespace, turns: Mapping[str, int]) -> Iterator[d
 
 
 def run_cell(ranks: int, cell: dict[str, Any]) -> dict[str, Any]:
-    """One cell's record, shown; one that failed says so."""
+    """Run one cell, print its tables and return its record, which has "failed" if it failed."""
     try:
         record: dict[str, Any] = harness.collect(
             "benchmarks.gpu", ranks, ["--cell", json.dumps(cell)]
@@ -112,7 +133,7 @@ def run_cell(ranks: int, cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_as_rank(args: argparse.Namespace) -> None:
-    """One rank's part of one cell."""
+    """Measure one cell in this rank."""
     cell = args.cell
     if not gpu_sides.is_stand_in():
         torch.cuda.set_device(0)  # several ranks share it
@@ -125,8 +146,7 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 
 
 def write(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    """What there is so far, as JSON and beside it as Markdown; nothing of a quick run without
-    --out."""
+    """Write the results so far as JSON and Markdown; a quick run without --out writes nothing."""
     if args.quick and args.out is None:
         return
     path: Path = args.out or harness.RESULTS / f"{datetime.date.today()}-gpu.json"

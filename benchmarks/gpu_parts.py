@@ -1,7 +1,7 @@
 """The smaller parts of benchmarks/gpu.py: host time, AdamW, a loss curve, ranks on one GPU.
 
-The one idea: each part is a function of its cell, a dict of plain values, and returns a record of
-plain values; it is run by ranks of a process group of its own.
+Each part is a function that takes its cell, a dict of plain values, and returns a record of plain
+values. Its ranks run in their own process group.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from benchmarks.sides import SEED
 
 
 def host(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """What each library's work on the host adds to a unit's forward and backward.
+    """Measure the host time that each library adds to a unit's forward and backward.
 
-    cell: "sides" (beside the plain module), "rounds", "warmup", "steps". Tensors are tiny, so the
-    GPU is done before the host has queued the next thing.
+    cell: "sides" (besides the plain module), "rounds", "warmup", "steps". Tensors are tiny, so the
+    GPU always waits for the host.
     """
     names = [host_time.PLAIN, *cell["sides"]]
     sides = {name: build_tiny(name) for name in names}
@@ -76,9 +76,9 @@ GOAL = 0.9  # of the rate of a copy
 
 
 def adam(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """GB/s of an AdamW step, beside torch's and a copy on the device, and as a share of that one's.
+    """Measure GB/s of an AdamW step: zshard's, torch's, and as a fraction of a device copy's rate.
 
-    cell: "elements", "tensors" (equal ones that they are cut into), "rounds", "warmup", "steps".
+    cell: "elements", "tensors" (number of equal tensors), "rounds", "warmup", "steps".
     """
     numel = cell["elements"] // cell["tensors"]
     where = {"device": device()}
@@ -139,12 +139,12 @@ def _repeated(call: Callable[[], Any], steps: int) -> harness.Turn:
 
 TEXTS = ("*.md", "docs/*.md", "zshard/*.py", "csrc/**/*.[ch]", "tests/*.py")
 TOLERANCES = {BY_HAND: 0.01, BASE: 0.03}
-"""Side -> the part of its loss, mean of ten steps, by which zshard's may differ. Autocast rounds
-elsewhere."""
+"""Side -> largest allowed relative difference of zshard's loss (mean of ten steps) from it.
+Autocast rounds at other places."""
 
 
 def curve(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Losses of a GPT of bytes that learns this repository's text, by zshard and by plain PyTorch.
+    """Train a byte-level GPT on this repository's text with zshard and plain PyTorch.
 
     cell: "layers", "width", "seq", "rows", "steps".
     """
@@ -186,9 +186,9 @@ def _losses(name: str, workload: Workload, batches: Sequence[Batch]) -> Tensor:
 
 
 def ranks(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Losses of several ranks on one GPU over each transport, beside DDP's over gloo. Collective.
+    """Compare the losses of several ranks on one GPU, over each transport, with DDP's. Collective.
 
-    cell: "layers", "width", "seq", "rows", "steps". For correctness: they take turns on the GPU.
+    cell: "layers", "width", "seq", "rows", "steps". Checks correctness only.
     """
     workload = gpt("ranks", cell["layers"], cell["width"], cell["seq"], cell["rows"])
     batches = batches_of(workload, cell["steps"])
@@ -214,7 +214,7 @@ def ranks(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _transports() -> list[str]:
-    """What moves bytes between ranks of one GPU: not NCCL, which wants a GPU for each."""
+    """Return the transports that work on one GPU; NCCL is not one, as it needs a GPU per rank."""
     if is_stand_in():
         return [os.environ.get("ZSHARD_MOVER", "c10d")]
     return ["c10d", "peer"]
@@ -239,7 +239,7 @@ def _train(model: nn.Module, workload: Workload, batches: Sequence[Batch]) -> Te
 
 
 def _of_all(number: float) -> float:
-    """The largest over the ranks."""
+    """Return the maximum over all ranks."""
     largest = torch.tensor(number, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)

@@ -1,7 +1,4 @@
-"""The results of benchmarks/gpu.py as tables: printed, and as a piece of Markdown.
-
-The one idea: a record becomes a table once, of text, and whoever shows it asks for that.
-"""
+"""The results of benchmarks/gpu.py as tables, printed or as Markdown."""
 
 from __future__ import annotations
 
@@ -21,18 +18,18 @@ class Table:
     rows: list[list[str]]
 
     def show(self) -> None:
-        """Print it."""
+        """Print the table."""
         harness.print_table(self.title, self.header, self.rows)
 
     def markdown(self) -> str:
-        """It, in Markdown."""
+        """Return the table as Markdown."""
         lines = [self.header, ["---"] * len(self.header), *self.rows]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return f"**{self.title}**\n\n{text}\n"
 
 
 def tables(record: Mapping[str, Any]) -> list[Table]:
-    """The tables of one part's record."""
+    """Return the tables for one part's record."""
     if "failed" in record:
         return [Table(f"{record['part']}: FAILED", ["cell"], [[str(record["cell"])]])]
     made: list[Table] = _OF_PART[record["part"]](record)
@@ -40,7 +37,7 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
 
 
 def markdown(records: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> str:
-    """A whole run as a piece of a page; `where`: harness.machine()'s."""
+    """Return a full run as Markdown; `where` is the result of harness.machine()."""
     head = f"# GPU, {where['date']}, commit {where['commit']}, torch {where['torch']}\n"
     return "\n".join([head, *(table.markdown() for each in records for table in tables(each))])
 
@@ -60,7 +57,7 @@ def _device(record: Mapping[str, Any]) -> list[Table]:
     names = [name for name in record if name != "part"]
     title = "Device"
     if record["stand_in"]:
-        title += " (A STAND-IN ON THE HOST: no time or size here says anything about a GPU)"
+        title += " (FAKE GPU ON THE HOST: these times and sizes say nothing about a real GPU)"
     return [Table(title, names, [[str(record[name]) for name in names]])]
 
 
@@ -91,7 +88,7 @@ def _step_times(record: Mapping[str, Any], what: str) -> Table:
         )
     header = ["side", "ms (GPU)", "ms (clock)", "ms (host)"]
     header += [f"x {other}" for other in (BASE, BY_HAND, PEER)]
-    header += ["goal", f"loss to {BASE}", f"loss to {BY_HAND}", "contended"]
+    header += ["goal", f"loss diff to {BASE}", f"loss diff to {BY_HAND}", "contended"]
     return Table(f"Step: {what} (min/median/max)", header, rows)
 
 
@@ -106,9 +103,9 @@ def _step_memory(record: Mapping[str, Any], what: str) -> Table:
         held = [_mib(memory["held_bytes"]), _mib(memory["peak_bytes"])]
         constant = "yes" if memory["constant"] else "NO"
         rows.append([name, *held, constant, quiet, *map(_mib, own), same])
-    header = ["side", "held", "peak", "held constant", "no cudaMalloc after step 2"]
+    header = ["side", "held", "peak", "held is constant", "no cudaMalloc after step 2"]
     header += ["counted", "predicted", "prediction"]
-    return Table(f"Memory, MiB, each side alone: {what}", header, rows)
+    return Table(f"Memory in MiB, one side at a time: {what}", header, rows)
 
 
 def _host(record: Mapping[str, Any]) -> list[Table]:
@@ -117,7 +114,9 @@ def _host(record: Mapping[str, Any]) -> list[Table]:
         for name, side in record["sides"].items()
     ]
     plain = _text(record["plain_us"]["total"], 1)
-    title = f"Host: us added to a unit, of {record['units']} (min/median/max; plain: {plain})"
+    title = (
+        f"Host: us added per unit, {record['units']} units (min/median/max; plain unit: {plain})"
+    )
     return [Table(title, ["side", *host_time.PARTS], rows)]
 
 
@@ -129,7 +128,7 @@ def _adam(record: Mapping[str, Any]) -> list[Table]:
         met += "" if goal is None else "met" if share["median"] >= goal else "MISSED"
         rows.append([name, _text(side["ms"], 3), _text(side["gb_per_s"], 0), _text(share, 3), met])
     title = f"AdamW: {record['elements']:,} elements in {record['tensors']} tensors"
-    return [Table(title, ["side", "ms", "GB/s", "share of a copy's", "goal"], rows)]
+    return [Table(title, ["side", "ms", "GB/s", "fraction of a copy's rate", "goal"], rows)]
 
 
 def _curve(record: Mapping[str, Any]) -> list[Table]:
@@ -137,15 +136,15 @@ def _curve(record: Mapping[str, Any]) -> list[Table]:
     count = len(next(iter(losses.values())))
     shown = sorted({round(i * (count - 1) / 9) for i in range(10)})
     rows = [[name, *(f"{values[i]:.3f}" for i in shown)] for name, values in losses.items()]
-    title = f"Loss, means of ten steps ({record['steps']} steps, width {record['width']})"
+    title = f"Loss, mean of ten steps ({record['steps']} steps, width {record['width']})"
     limits = record["tolerance"]
     apart = [
         [name, f"{value:.1e}", harness.verdict(value, limits[name])]
         for name, value in record["largest_difference"].items()
     ]
     return [
-        Table(title, ["side", *(f"to {10 * i + 10}" for i in shown)], rows),
-        Table("Loss of zshard beside", ["side", "largest difference", "tolerance"], apart),
+        Table(title, ["side", *(f"to step {10 * i + 10}" for i in shown)], rows),
+        Table("Loss of zshard against", ["side", "max relative difference", "tolerance"], apart),
     ]
 
 
@@ -155,7 +154,11 @@ def _ranks(record: Mapping[str, Any]) -> list[Table]:
         for name, side in record["sides"].items()
     ]
     title = f"{record['ranks']} ranks on one GPU, {record['steps']} steps, float32"
-    return [Table(title, ["transport", "loss to DDP's (gloo)", "bits of the first"], rows)]
+    return [
+        Table(
+            title, ["transport", "max loss diff to DDP (gloo)", "bit-identical to the first"], rows
+        )
+    ]
 
 
 _OF_PART = {

@@ -1,8 +1,8 @@
-"""What benchmarks/gpu.py trains and by which library, and the device that all of it is on.
+"""The models, sides and device of benchmarks/gpu.py.
 
-The one idea: "the device" is the GPU, or the host where stand-ins play CUDA's driver
-(ZSHARD_CUDA_ON_HOST=1), so that the same program runs anywhere. Sides compute in bfloat16 and keep
-float32 parameters, each in its library's own way, and start from the same values.
+The device is the GPU, or the host with a fake CUDA driver (ZSHARD_CUDA_ON_HOST=1), so the same
+program runs anywhere. All sides compute in bfloat16 with float32 parameters, each with its
+library's own means, and start from the same values.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ BF16 = torch.bfloat16
 
 
 def is_stand_in() -> bool:
-    """Do stand-ins play the GPU?"""
+    """Return whether the GPU is fake."""
     return os.environ.get("ZSHARD_CUDA_ON_HOST") == "1"
 
 
 def what_is_missing() -> str:
-    """Why nothing here can run; "" where it can."""
+    """Return why these benchmarks cannot run here; "" if they can."""
     if is_stand_in():
         return ""
     found = zshard.features()
@@ -43,29 +43,29 @@ def what_is_missing() -> str:
         return ""
     names = ("driver", "torch_cuda", "kernels")
     reasons = [f"{name}: {found['missing'][name]}" for name in names if name in found["missing"]]
-    return "\n".join(reasons) or "there is no GPU"
+    return "\n".join(reasons) or "no GPU found"
 
 
 def device() -> torch.device:
-    """Where models and batches are."""
+    """Return the device of models and batches."""
     return torch.device("cpu") if is_stand_in() else torch.device("cuda", 0)
 
 
 def backend(ranks: int) -> str:
-    """The process group's: one rank has NCCL for the libraries that want it; several ranks on one
-    GPU may not."""
+    """Return the process group's backend: NCCL for one rank; gloo for several ranks on one GPU,
+    which NCCL does not support."""
     return "gloo" if is_stand_in() or ranks > 1 else "cpu:gloo,cuda:nccl"
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all queued work."""
     if not is_stand_in():
         torch.cuda.synchronize()
 
 
 def warm_up() -> None:
-    """Have cuBLAS take its workspaces from torch's allocator, so that no side is charged for
-    them: one for each thread that computes, in each precision's way."""
+    """Make cuBLAS allocate its workspaces, one per computing thread and precision, so that no side
+    is charged for them."""
     for dtype in (torch.float32, BF16):
         x = torch.randn(64, 64, device=device(), dtype=dtype, requires_grad=True)
         torch.addmm(x, x, x).sum().backward()  # type: ignore[no-untyped-call]
@@ -73,20 +73,20 @@ def warm_up() -> None:
 
 
 def forget() -> None:
-    """Give back what deleted models had."""
+    """Free the memory of deleted models."""
     gc.collect()
     if not is_stand_in():
         torch.cuda.empty_cache()
 
 
 def describe() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return the record of the GPU and its software."""
     found = zshard.features()
     gpu = {} if is_stand_in() else torch.cuda.get_device_properties(0)
     return {
         "part": "device",
         "stand_in": is_stand_in(),
-        "gpu": "none: stand-ins on the host" if is_stand_in() else gpu.name,
+        "gpu": "none: fake GPU on the host" if is_stand_in() else gpu.name,
         "memory_bytes": None if is_stand_in() else gpu.total_memory,
         **{name: found[name] for name in ("torch_cuda", "driver", "nccl", "kernels")},
     }
@@ -102,17 +102,17 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "gpt1.5b": ({"layers": 48, "width": 1600, **GPT2}, {"small": 1, "large": 8}),
     "tiny": (TINY, {"small": 1, "large": 4}),
 }
-"""Name -> sizes of the model, and rows in a batch. tiny is for quick runs."""
+"""Name -> model sizes, and rows per batch. tiny is for quick runs."""
 
 
 def workload_of(model: str, batch: str) -> Workload:
-    """KeyError for a model or batch that SIZES has not."""
+    """Return the workload. Raises KeyError for a model or batch that SIZES lacks."""
     sizes, rows = SIZES[model]
     return gpt(model, rows=rows[batch], **sizes)
 
 
 def batches_of(workload: Workload, count: int) -> list[Batch]:
-    """The same batches for every side, on the device."""
+    """Return `count` batches on the device, the same for every side."""
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     drawn = [workload.batch(generator) for _ in range(count)]
     return [(x.to(device()), y.to(device())) for x, y in drawn]
@@ -124,7 +124,7 @@ def batches_of(workload: Workload, count: int) -> list[Batch]:
 
 @dataclass
 class GpuSide(Side):
-    """A side that computes in bfloat16 by autocast where the library does not see to it."""
+    """A side that computes in bfloat16, with autocast if its library has no mixed precision."""
 
     autocast: bool = False
 
@@ -134,8 +134,8 @@ class GpuSide(Side):
 
 
 class Masters(torch.optim.AdamW):
-    """Mixed precision by hand: casts a float32 module to bfloat16, and is a fused AdamW on the
-    float32 values that it had."""
+    """Mixed precision by hand: casts a float32 module to bfloat16 and runs fused AdamW on float32
+    master weights."""
 
     def __init__(self, module: nn.Module, lr: float) -> None:
         self.low = list(module.parameters())
@@ -198,11 +198,11 @@ SIDES: dict[str, tuple[Wrap, bool]] = {
     PEER: (_fsdp2, False),
     OURS: (_zshard, False),
 }
-"""Name -> how it is wrapped, and whether autocast makes it compute in bfloat16."""
+"""Name -> how to wrap the module, and whether to compute under autocast."""
 
 
 def compile_blocks(module: nn.Module, units: Iterable[type[nn.Module]]) -> None:
-    """Compile each unit in place, by inductor on a GPU."""
+    """Compile each unit in place, with inductor on a real GPU."""
     torch._dynamo.config.recompile_limit = 64  # one code object serves all sides' blocks
     for child in module.modules():
         if type(child) in set(units):
@@ -210,8 +210,10 @@ def compile_blocks(module: nn.Module, units: Iterable[type[nn.Module]]) -> None:
 
 
 def build(name: str, workload: Workload, compiled: bool = False) -> GpuSide:
-    """The side called `name`, on the device, with the same values as all others. KeyError for an
-    unknown name."""
+    """Build the side `name` on the device, from a fixed seed.
+
+    Raises KeyError for an unknown name.
+    """
     wrap, autocast = SIDES[name]
     torch.manual_seed(SEED)
     with torch.device(device()):
@@ -223,8 +225,8 @@ def build(name: str, workload: Workload, compiled: bool = False) -> GpuSide:
 
 
 def build_tiny(name: str) -> GpuSide:
-    """A side of the host-time model, in float32 where nothing else is its way, without optimizer;
-    "compute" is the plain module."""
+    """Build a side of the host-time model, without optimizer and in float32 unless the side has its
+    own precision; "compute" is the plain module."""
     workload = WORKLOADS["tiny32"]
     torch.manual_seed(SEED)
     with torch.device(device()):

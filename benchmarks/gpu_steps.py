@@ -1,9 +1,8 @@
-"""Whole training steps on a GPU: time of all sides in turn, and memory of each alone.
+"""Full training steps on a GPU: time of all sides in turn, and memory of each side alone.
 
-The one idea: a turn is several steps between two synchronisations, so that the host may run ahead
-as it does in training; its time is taken by CUDA events, by the clock, and up to where the host had
-queued all (which is what counts where a step is short). Memory is measured before, each side alone
-on the GPU: a peak belongs to one model then.
+A turn is several steps between two synchronizations, so the host can run ahead as in training. Its
+time is taken with CUDA events, with the clock, and until the host has queued everything (the limit
+where steps are short). Memory is measured first, with one side on the GPU at a time.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from benchmarks.harness import Sample, Spread
 from benchmarks.models import Batch
 
 STEPS_ALONE = 5
-ROOM = 0.9  # of the GPU's memory that models may fill together
+ROOM = 0.9  # fraction of the GPU's memory that the models may fill together
 GOALS = {"large": (BASE, 1.01), "small": (PEER, 1.0)}
-"""Batch -> the side to which zshard's step time is compared, and what it may take of that's."""
+"""Batch -> the side to compare zshard's step time with, and the largest allowed ratio."""
 
 COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
 
 
 def measure(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """One model, batch and mode: memory of each side, then time of all. Collective.
+    """Measure one model, batch and mode: memory of each side, then time of all. Collective.
 
     cell: "model", "batch", "compiled", "sides", "rounds", "warmup", "steps" (in a turn).
     """
@@ -63,8 +62,8 @@ def measure(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def alone(name: str, cell: Mapping[str, Any], batches: Sequence[Batch]) -> dict[str, Any]:
-    """What one side takes: bytes by torch's allocator after each step and at its peak, calls of
-    cudaMalloc and the like; for zshard what it counts and predicts. None where there is no GPU."""
+    """Measure the memory of one side: bytes in torch's allocator after each step and at the peak,
+    calls of cudaMalloc and the like, and zshard's memory(). Values are None without a GPU."""
     forget()
     before = _allocated()
     side = build(name, workload_of(cell["model"], cell["batch"]), cell["compiled"])
@@ -106,7 +105,7 @@ def _allocated() -> int:
 def groups_that_fit(
     names: Sequence[str], memory: Mapping[str, Mapping[str, Any]]
 ) -> list[list[str]]:
-    """Sides that are on the GPU together: all, or where these do not fit, each with BASE."""
+    """Return the groups of sides to time together: all, or pairs with BASE if all do not fit."""
     if is_stand_in():
         return [list(names)]
     held = sum(memory[name]["held_bytes"] for name in names)
@@ -124,7 +123,7 @@ def groups_that_fit(
 def together(
     names: Sequence[str], cell: Mapping[str, Any], batches: Sequence[Batch]
 ) -> dict[str, dict[str, Any]]:
-    """Times of the sides in turn, and how far their losses are apart. Collective."""
+    """Time the sides in turn and compare their losses. Collective."""
     workload = workload_of(cell["model"], cell["batch"])
     sides = {name: build(name, workload, cell["compiled"]) for name in names}
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in names}
@@ -135,14 +134,14 @@ def together(
     curves = {name: torch.stack(values).double() for name, values in losses.items()}
     for name, curve in curves.items():
         if not curve.isfinite().all():
-            raise RuntimeError(f"{workload.name}: a loss of {name} is not finite")
+            raise RuntimeError(f"{workload.name}: the loss of {name} is not finite")
     return {name: summarize(name, cell["batch"], samples, curves) for name in names}
 
 
 def turn_of(
     side: GpuSide, batches: Sequence[Batch], steps: int, losses: list[torch.Tensor]
 ) -> harness.Turn:
-    """A turn of `steps` steps: seconds of one by the device, by the clock, and of the host."""
+    """Return a turn of `steps` steps: seconds per step on the device, by the clock, on the host."""
 
     def turn(number: int) -> tuple[float, float, float]:
         first, last = Events(), Events()
@@ -161,7 +160,7 @@ def turn_of(
 
 
 class Events:
-    """A point in the device's time; the host's clock where it stands in."""
+    """A CUDA event; a clock reading if the GPU is fake."""
 
     def __init__(self) -> None:
         self.event = None if is_stand_in() else torch.cuda.Event(enable_timing=True)
@@ -173,7 +172,7 @@ class Events:
             self.event.record()
 
     def seconds_to(self, later: Events) -> float:
-        """Call it when the device has come past both."""
+        """Return the seconds until `later`. Call it after the device has passed both."""
         if self.event is None or later.event is None:
             return later.clock - self.clock
         return float(self.event.elapsed_time(later.event)) / 1e3
@@ -185,7 +184,7 @@ def summarize(
     samples: Mapping[str, list[Sample]],
     curves: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """One side's record: milliseconds, ratios of the same round, and its losses beside others'."""
+    """Return one side's record: milliseconds, same-round ratios, and loss differences."""
     mine = samples[name]
     clean = harness.clean_rounds(mine)
     kinds = ("ms", "wall_ms", "host_ms")

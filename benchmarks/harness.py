@@ -1,10 +1,9 @@
-"""What the benchmarks share: processes, clocks, statistics, and the form of their results.
+"""Shared by all benchmarks: processes, clocks, statistics and the format of results.
 
-The one idea: a ratio is taken inside a round. All sides live in one process group and take turns,
-in an order that rotates each round; a side's ratio is the median of (its time / the base's time
-in the same round), so whatever slows the machine for a while slows both. A sample during which
-other programs took more than FOREIGN_LIMIT of the machine is left out, where MIN_CLEAN others
-remain.
+Ratios are taken within a round. All sides share one process group and take turns, in an order that
+rotates each round; a side's ratio is the median of (its time / the base's time in the same round),
+so a temporary slowdown of the machine affects both. A sample during which other programs used more
+than FOREIGN_LIMIT of the machine is dropped if at least MIN_CLEAN others remain.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import contextlib
 import ctypes
 import datetime
 import gc
+import importlib.metadata
 import json
 import os
 import platform
@@ -37,10 +37,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOREIGN_LIMIT = 0.05
 MIN_CLEAN = 5
 JUDGED_FROM = 0.2
-"""Seconds. /proc/stat counts in ticks of 10 ms: on a shorter sample the foreign share is noise."""
+"""Seconds. /proc/stat counts ticks of 10 ms, so for shorter samples the foreign share is noise."""
 
 GRACE = 20.0
-"""Seconds that torchrun gets to end its ranks after a Ctrl-C."""
+"""Seconds for torchrun to terminate its ranks after Ctrl-C."""
 
 MIB = 2**20
 
@@ -49,21 +49,21 @@ MIB = 2**20
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank."""
+    """Return whether this process is a rank."""
     return "RANK" in os.environ
 
 
 def ranks_wanted() -> int:
-    """How many ranks torchrun has started."""
+    """Return the number of ranks that torchrun started."""
     return int(os.environ["WORLD_SIZE"])
 
 
 def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     """Run `command` in the repository root and return its exit status.
 
-    However this function is left, the child has ended: on Ctrl-C (SIGTERM and SIGHUP are treated
-    alike) it is asked to terminate, waited for, and only then killed. Its session is its own, so
-    that it gets one signal: a second one would interrupt torchrun while it ends its ranks.
+    The child has exited when this function returns or raises: on Ctrl-C, SIGTERM or SIGHUP it is
+    terminated, waited for, and killed after GRACE. It has its own session, so it receives only one
+    signal: a second one would interrupt torchrun while it terminates its ranks.
     """
     signals = (signal.SIGTERM, signal.SIGHUP)
     previous = {number: signal.signal(number, signal.default_int_handler) for number in signals}
@@ -84,7 +84,7 @@ def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> i
 
 
 def start(main: Callable[[], int | None]) -> NoReturn:
-    """Run a program's `main` and exit; a Ctrl-C ends it without a traceback."""
+    """Run a program's `main` and exit, without a traceback on Ctrl-C."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:
@@ -94,9 +94,9 @@ def start(main: Callable[[], int | None]) -> NoReturn:
 def collect(
     module: str, ranks: int, arguments: Sequence[str], env: Mapping[str, str] | None = None
 ) -> Any:
-    """Run `module` on `ranks` ranks of a fresh torchrun and return what rank 0 wrote to its --out.
+    """Run `module` on `ranks` ranks of a fresh torchrun; return what rank 0 wrote to --out.
 
-    Raises SystemExit, with the command, if it failed.
+    Raises SystemExit with the command if it fails.
     """
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
         out = Path(folder) / "out.json"
@@ -104,13 +104,13 @@ def collect(
         command = [sys.executable, *torchrun, "-m", module, *arguments, f"--out={out}"]
         status = run_child(command, {"OMP_NUM_THREADS": "1", **(env or {})})
         if status != 0:
-            raise SystemExit(f"benchmark failed with status {status}: {' '.join(command)}")
+            raise SystemExit(f"benchmark failed with exit status {status}: {' '.join(command)}")
         return json.loads(out.read_text())
 
 
 @contextlib.contextmanager
 def process_group(backend: str = "gloo") -> Iterator[int]:
-    """This rank's process group for the length of a `with`; gives the rank."""
+    """A context with an initialized process group; yields the rank."""
     _die_with_parent()
     dist.init_process_group(backend)
     try:
@@ -120,23 +120,23 @@ def process_group(backend: str = "gloo") -> Iterator[int]:
 
 
 def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank has brought. Collective."""
+    """Return the objects of all ranks, in rank order. Collective."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
 
 
 def generator() -> torch.Generator:
-    """The source of this rank's batches: equal for every side and run, different between ranks."""
+    """Return this rank's random generator: the same for all sides and runs, different per rank."""
     return torch.Generator().manual_seed(1000 + dist.get_rank())
 
 
 def _die_with_parent() -> None:
-    """End with torchrun, even if it is killed: a rank has its own session and would live on."""
+    """Exit with torchrun even if it is killed: a rank has its own session and would survive."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() == 1:  # it died before the request
-        raise SystemExit("torchrun is gone")
+    if os.getppid() == 1:  # it exited before the request
+        raise SystemExit("torchrun exited")
 
 
 # --------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _die_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Spread:
-    """Smallest, middle and largest of some values. Compare by the median."""
+    """Minimum, median and maximum. Compare by the median."""
 
     min: float
     median: float
@@ -153,7 +153,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Raises ValueError if there are no values."""
+        """Raises ValueError if `values` is empty."""
         if not values:
             raise ValueError("no samples: a spread needs at least one")
         return cls(min(values), statistics.median(values), max(values))
@@ -169,8 +169,8 @@ class Spread:
 class Sample:
     """One side's turn in one round.
 
-    times: seconds of each timed part, of the slowest rank. foreign: the share of the machine's
-    processor time that went to other programs meanwhile, 0 where it cannot be known.
+    times: seconds of each timed part, on the slowest rank. foreign: the fraction of the machine's
+    CPU time that other programs used meanwhile, 0 if unknown.
     """
 
     times: tuple[float, ...]
@@ -178,20 +178,20 @@ class Sample:
 
 
 def contended(sample: Sample) -> bool:
-    """Whether other programs took too much of the machine for the sample to count."""
+    """Return whether other programs used too much of the machine for the sample to count."""
     return sample.foreign > FOREIGN_LIMIT
 
 
 def clean_rounds(samples: Sequence[Sample]) -> list[int]:
-    """The rounds that are not contended; all rounds if those are fewer than MIN_CLEAN."""
+    """Return the rounds that are not contended; all rounds if fewer than MIN_CLEAN are left."""
     clean = [i for i, sample in enumerate(samples) if not contended(sample)]
     return clean if len(clean) >= MIN_CLEAN else list(range(len(samples)))
 
 
 def same_round_ratios(side: Sequence[Sample], base: Sequence[Sample]) -> list[float]:
-    """side / base, by their first times, for each round that is clean for both (all if none is).
+    """Return side / base by their first times in rounds that are clean for both (all if none is).
 
-    A base of zero or less (a difference that drowned in noise) leaves its round out.
+    A round whose base is zero or less (a difference below the noise) is dropped.
     """
     both = set(clean_rounds(side)) & set(clean_rounds(base)) or set(range(len(side)))
     pairs = [(side[i].times[0], base[i].times[0]) for i in sorted(both)]
@@ -202,15 +202,15 @@ def same_round_ratios(side: Sequence[Sample], base: Sequence[Sample]) -> list[fl
 # Clocks
 
 Turn = Callable[[int], tuple[float, ...]]
-"""One side's turn in a round, given the round's number: returns the seconds of each timed part."""
+"""One side's turn: takes the round number and returns the seconds of each timed part."""
 
 
 def interleave(turns: Mapping[str, Turn], rounds: int, warmup: int) -> dict[str, list[Sample]]:
-    """Let the sides take turns for `warmup` unmeasured and `rounds` measured rounds. Collective.
+    """Run the sides in turn for `warmup` untimed and `rounds` timed rounds. Collective.
 
-    A barrier precedes each turn, and the order rotates by one each round, so that no side always
-    follows the same one. Times are the maximum over ranks. Rounds are numbered from 0, warmup
-    included. Garbage is collected between turns, and only then.
+    Each turn starts with a barrier, and the order rotates by one each round, so no side always
+    follows the same one. Times are the maximum over ranks. Rounds are numbered from 0, including
+    warmup. Garbage is collected between turns only.
     """
     names = list(turns)
     records: list[list[list[float]]] = []
@@ -238,7 +238,7 @@ def interleave(turns: Mapping[str, Turn], rounds: int, warmup: int) -> dict[str,
 
 @contextlib.contextmanager
 def _collected_by_hand() -> Iterator[None]:
-    """No automatic collection; what lives already is left out, so that collecting is quick."""
+    """A context without automatic garbage collection; existing objects are frozen."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -250,19 +250,19 @@ def _collected_by_hand() -> Iterator[None]:
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """`names` rotated left by `number`."""
+    """Return `names` rotated left by `number`."""
     shift = number % len(names)
     return [*names[shift:], *names[:shift]]
 
 
 class _CpuClock:
-    """Processor time since it was made: of the whole machine, and of this process."""
+    """CPU time since construction, of the whole machine and of this process."""
 
     def __init__(self) -> None:
         self.start = self._now()
 
     def read(self) -> list[float]:
-        """Seconds passed, busy seconds over all processors, and this process's own."""
+        """Return elapsed seconds, busy seconds over all CPUs, and this process's CPU seconds."""
         return [now - then for now, then in zip(self._now(), self.start, strict=True)]
 
     @staticmethod
@@ -271,7 +271,7 @@ class _CpuClock:
 
 
 def _machine_busy() -> float:
-    """Busy seconds of all processors since boot; steal, which is other guests' time, counts."""
+    """Return the busy seconds of all CPUs since boot, including steal (other guests' time)."""
     try:
         with open("/proc/stat", "rb") as stat:
             fields = [int(field) for field in stat.readline().split()[1:]]
@@ -295,7 +295,7 @@ def _sample(slowest: list[float], total: list[float]) -> Sample:
 
 
 def machine() -> dict[str, Any]:
-    """Where and when: what a reader needs to judge a result."""
+    """Return the record of the machine, the software and the date."""
     return {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -306,12 +306,20 @@ def machine() -> dict[str, Any]:
         "libc": "-".join(platform.libc_ver()),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **_deepspeed(),
         "load_1min": os.getloadavg()[0],
     }
 
 
+def _deepspeed() -> dict[str, str]:
+    """Return DeepSpeed's version as an entry of machine(); empty if it is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return {"deepspeed": importlib.metadata.version("deepspeed")}
+    return {}
+
+
 def _commit() -> str:
-    """The checkout's commit, with -dirty if files differ from it; "unknown" outside of git."""
+    """Return the commit, with -dirty if files differ from it; "unknown" outside of git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -329,13 +337,13 @@ def _proc_field(path: str, name: str) -> str:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write `record` to `path`, making its folder. ValueError on NaN and infinity: no JSON."""
+    """Write `record` to `path`, creating its directory. Raises ValueError on NaN and infinity."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 def finish(args: argparse.Namespace, benchmark: str, results: list[Any]) -> None:
-    """Write a whole run to --out or today's file in results/; if quick, to --out only."""
+    """Write a run to --out or to today's file in results/; a quick run only to --out."""
     if args.quick and args.out is None:
         return
     path = args.out or RESULTS / f"{datetime.date.today()}-{benchmark}.json"
@@ -347,39 +355,48 @@ def finish(args: argparse.Namespace, benchmark: str, results: list[Any]) -> None
         "results": results,
     }
     write_json(path, record)
-    print(f"written: {path}")
+    print(f"wrote {path}")
 
 
 def parser(purpose: str, ranks: int | list[int] = 0, rounds: str = "") -> argparse.ArgumentParser:
-    """An argument parser with what every benchmark takes: --quick and --out. `ranks` is the default
-    of --ranks, of one or several; 0: no such argument. `rounds` is what --help says of --rounds."""
+    """Return an argument parser with --quick and --out, which every benchmark has.
+
+    ranks: the default of --ranks, one number or a list; 0 omits the option. rounds: the help text
+    of --rounds; "" omits the option.
+    """
     made = argparse.ArgumentParser(description=purpose)
-    made.add_argument("--quick", action="store_true", help="a few rounds: does it run? No result")
-    made.add_argument("--out", type=Path, help="the JSON file to write (default: results/)")
+    made.add_argument(
+        "--quick", action="store_true", help="smoke test: few rounds, small model, no results"
+    )
+    made.add_argument(
+        "--out", type=Path, help="JSON file to write (default: in benchmarks/results)"
+    )
     if ranks:
         several = "+" if isinstance(ranks, list) else None
-        made.add_argument("--ranks", nargs=several, type=int, default=ranks, help="world size")
+        default = " ".join(map(str, ranks)) if isinstance(ranks, list) else ranks
+        what = f"world size (default: {default})"
+        made.add_argument("--ranks", nargs=several, type=int, default=ranks, help=what)
     if rounds:
         made.add_argument("--rounds", type=int, help=rounds)
     return made
 
 
 def progress(done: int, of: int) -> None:
-    """A counter on a terminal's stderr, written by rank 0 only."""
+    """Show a progress counter on rank 0's stderr if it is a terminal."""
     if dist.get_rank() == 0 and sys.stderr.isatty():
         end = "\n" if done == of else ""
         print(f"\rround {done}/{of}", end=end, file=sys.stderr, flush=True)
 
 
 def verdict(value: float | None, limit: float | None) -> str:
-    """The limit and whether `value` keeps it; empty where there is no limit or no value."""
+    """Return the limit and whether `value` meets it; "" without a limit or a value."""
     if limit is None or value is None:
         return ""
     return f"<= {limit:g}: {'met' if value <= limit else 'MISSED'}"
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of text in aligned columns; the first column is left-aligned, the others right."""
+    """Print rows in aligned columns: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,10 +1,10 @@
-"""Host time: what wrapping adds to one unit's forward and backward.
+"""Host time: what each library adds to a unit's forward and backward.
 
     python -m benchmarks.host_time [--ranks 1 2] [--sides ddp fsdp2 ...] [--rounds 40]
 
-The model is TINY_BLOCKS blocks with next to no arithmetic, so (a side's time - the plain
-module's) / TINY_BLOCKS is the library's own work per unit, with 2 ranks its waits too. A sample
-is the mean of STEPS steps; the optimizer and zero_grad are not in it.
+The model is TINY_BLOCKS blocks with almost no arithmetic, so (a side's time - the plain module's
+time) / TINY_BLOCKS is the library's own work per unit, including waits if there are 2 ranks. A
+sample is the mean of STEPS steps, without the optimizer and zero_grad.
 """
 
 from __future__ import annotations
@@ -19,24 +19,33 @@ import torch.distributed as dist
 from benchmarks import harness
 from benchmarks.harness import Sample, Spread
 from benchmarks.models import TINY_BLOCKS, WORKLOADS, Batch
-from benchmarks.sides import SIDES, Side, build_side
+from benchmarks.sides import DEEPSPEED, SIDES, Side, build_side
 
 PLAIN = "compute"
 TARGET_SIDE = "zshard-full_shard"
 TARGETS: dict[int, dict[str, float]] = {1: {"fsdp2": 1 / 20, "ddp": 1.0}, 2: {"fsdp2": 1 / 5}}
-"""Ranks -> peer -> how much of what the peer adds TARGET_SIDE may add, at the median."""
+"""Ranks -> peer -> largest allowed median of TARGET_SIDE's added time / the peer's."""
 
 ALL_SIDES = ["ddp", "fsdp2", "zshard-full_shard", "zshard-no_shard"]
 QUICK_SIDES = ["ddp", "fsdp2", "zshard-full_shard"]
+HOOKED = [name for name in SIDES if name not in DEEPSPEED]
+"""Sides whose backward runs without the optimizer."""
+
 STEPS = 10
 PARTS = ("forward", "backward", "total")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "Microseconds that each library adds to a unit's forward and backward."
-    parser = harness.parser(purpose, [1, 2], rounds="samples a side (40; quick: 5)")
-    parser.add_argument("--warmup", type=int, default=2, help="unmeasured samples a side")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help=f"beside {PLAIN}, always there")
+    purpose = "Measure the host time that each library adds to a unit's forward and backward."
+    parser = harness.parser(
+        purpose, [1, 2], rounds="samples per side (default: 40; with --quick: 5)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="untimed samples per side (default: 2)"
+    )
+    few = f"with --quick: {' '.join(QUICK_SIDES)}"
+    sides = f"of {', '.join(HOOKED)} (default: {' '.join(ALL_SIDES)}; {few})"
+    parser.add_argument("--sides", nargs="+", choices=HOOKED, metavar="SIDE", help=sides)
     args = parser.parse_args(argv)
     args.sides = args.sides or (QUICK_SIDES if args.quick else ALL_SIDES)
     args.rounds = args.rounds or (5 if args.quick else 40)
@@ -57,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure_as_rank(args: argparse.Namespace) -> None:
-    """One rank's part, whatever the world's size."""
+    """Measure in this rank, for any world size."""
     with harness.process_group() as rank:
         result = measure(args.sides, args.rounds, args.warmup)
     if rank == 0:
@@ -67,7 +76,7 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 
 
 def measure(names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
-    """Time all the sides and the plain module; returns the JSON record. Collective."""
+    """Time all sides and the plain module and return the JSON record. Collective."""
     workload = WORKLOADS["tiny32"]
     batch = workload.batch(harness.generator())
     sides = {name: build_side(name, workload) for name in dict.fromkeys([PLAIN, *names])}
@@ -89,8 +98,8 @@ def measure(names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
 def turn_of(
     side: Side, batch: Batch, steps: int, before: Callable[[], object] = lambda: None
 ) -> harness.Turn:
-    """A turn of that many steps; its times are those of PARTS, each the mean of a step. `before` is
-    called before each step, unmeasured."""
+    """Return a turn of `steps` steps whose times are the means of PARTS. `before` is called before
+    each step, untimed."""
 
     def turn(_number: int) -> tuple[float, float, float]:
         forward = backward = 0.0
@@ -110,7 +119,7 @@ def turn_of(
 
 
 def added(samples: Mapping[str, Sequence[Sample]], name: str, part: int) -> list[Sample]:
-    """What a side adds to one unit in each round, as samples of one time in seconds."""
+    """Return what a side adds to a unit in each round, as samples in seconds."""
     return [
         Sample(
             ((mine.times[part] - plain.times[part]) / TINY_BLOCKS,),
@@ -121,7 +130,7 @@ def added(samples: Mapping[str, Sequence[Sample]], name: str, part: int) -> list
 
 
 def summarize(name: str, samples: Mapping[str, list[Sample]], ranks: int) -> dict[str, Any]:
-    """One side's part of the record: microseconds added to a unit, and as a ratio to the peers."""
+    """Return one side's record: microseconds added per unit, and ratios to the peers."""
     part_of = {part: added(samples, name, i) for i, part in enumerate(PARTS)}
     clean = harness.clean_rounds(part_of["total"])
     targets = TARGETS.get(ranks, {}) if name == TARGET_SIDE else {}
@@ -142,7 +151,7 @@ def summarize(name: str, samples: Mapping[str, list[Sample]], ranks: int) -> dic
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print the table of one world size."""
+    """Print the table for one world size."""
     rows = []
     for name, side in result["sides"].items():
         spreads = [Spread(**side["added_us"][part]).text(1) for part in PARTS]
@@ -154,8 +163,8 @@ def show(result: Mapping[str, Any]) -> None:
         rows.append([name, *spreads, *cells])
     plain = Spread(**result["plain_us"]["total"]).text(1)
     harness.print_table(
-        f"{result['units']} tiny units, {result['ranks']} ranks; us added to a unit, min/med/max "
-        f"(the plain unit: {plain})",
+        f"{result['units']} tiny units, {result['ranks']} ranks; us added per unit, min/med/max "
+        f"(plain unit: {plain})",
         ["side", *PARTS, "x ddp", "target", "x fsdp2", "target"],
         rows,
     )

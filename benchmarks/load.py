@@ -1,13 +1,12 @@
-"""Setting a large model up, and loading it from a file: time and peak memory of a rank.
+"""Setting up a large model and loading it from a file: time and peak memory per rank.
 
     python -m benchmarks.load [--sides zshard-meta fsdp1-meta ...] [--rounds 5]
 
-The one idea: what matters is what a rank needs beyond what it keeps. Each side runs alone in a
-fresh process group, round after round, so that nothing of an earlier one is in the way; its peak is
-the kernel's high-water mark of resident memory, in which shared pages count in full, less what the
-rank held before (set-up) or holds at rest (loading). All sides have the same model and units: a GPT
-of 355 M parameters, and a safetensors file of its values that is made once and lies in the page
-cache. Processor time stands beside the clock's: it is what is left to compare on a loaded machine.
+The question is how much memory a rank needs beyond what it keeps. Each side runs alone in a fresh
+process group in every round. Its peak is the kernel's high-water mark of resident memory, which
+counts shared pages in full, minus what the rank held before. All sides have the same model and
+units: a GPT of 355 M parameters. Loads read a safetensors file that is written once and stays in
+the page cache. CPU time is reported next to elapsed time; on a loaded machine, compare CPU time.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ SEED = 1234
 
 
 class Model(nn.Module):
-    """GPT-2's sizes: int64 [batch, seq] to fp32 logits. The head is the embedding."""
+    """A GPT-2: int64 [batch, seq] to fp32 logits. The head shares the embedding's weight."""
 
     def __init__(self, layers: int, width: int, vocabulary: int, seq: int) -> None:
         super().__init__()
@@ -96,7 +95,7 @@ def fsdp2_of(module: nn.Module) -> nn.Module:
 
 
 def fsdp2_from_meta(size: str) -> nn.Module:
-    """As torchtitan does it: sharded on meta, then memory, then each rank initialises its part."""
+    """Like torchtitan: shard on meta, allocate, then initialize the local shards."""
     module = fsdp2_of(on_meta(size)).to_empty(device="cpu")
     with torch.no_grad():
         for child in module.modules():
@@ -113,7 +112,7 @@ SETUPS: dict[str, Callable[[str], nn.Module]] = {
     "fsdp2-meta": fsdp2_from_meta,
     "fsdp2-real": lambda size: fsdp2_of(build(size)),
 }
-"""What makes a sharded model with random values; plain: one that is not, the floor of the time."""
+"""Functions that build a sharded model with random values. plain is unsharded: the lower bound."""
 
 
 def zshard_blank(size: str) -> Any:
@@ -167,8 +166,8 @@ LOADS: dict[str, tuple[Callable[[str], Any], Load]] = {
     "fsdp2-load-from-rank0": (fsdp2_blank, fsdp2_from_rank0),
     "fsdp2-load-each": (fsdp2_blank, fsdp2_each),
 }
-"""What makes a model without values, and what loads it from a file. each: every rank reads the
-whole file into memory and takes its part; from-rank0: rank 0 does so, and sends."""
+"""Functions that build a model without values, and load it from a file. each: every rank reads the
+full file into memory and keeps its shard; from-rank0: rank 0 reads it and sends the shards."""
 
 
 # --------------------------------------------------------------------------------------
@@ -176,12 +175,12 @@ whole file into memory and takes its part; from-rank0: rank 0 does so, and sends
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One set-up or one load: seconds, and bytes beyond what was held before. With args.sampled
-    `peak` has no pages of files, and the seconds are of no use."""
+    """Measure one set-up or load: seconds, and bytes beyond those held before. With args.sampled,
+    `peak` excludes mapped files, and the seconds are meaningless."""
     side = args.sides[0]
     make = SETUPS.get(side) or LOADS[side][0]
     with torch.random.fork_rng():
-        make("tiny")  # what a library makes once per process: groups, arenas
+        make("tiny")  # once per process: groups, arenas
     torch.manual_seed(SEED)
     if side in SETUPS:
         model, found = watched(lambda: make(args.size), args.sampled)
@@ -195,7 +194,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def watched(action: Callable[[], Any], sampled: bool) -> tuple[Any, dict[str, Any]]:
-    """What `action` gives; seconds of it, most bytes beyond those held before, bytes kept."""
+    """Return the result of `action`, its seconds, and its peak and kept bytes."""
     trim()
     dist.barrier()
     reset_high_water()
@@ -215,14 +214,14 @@ def watched(action: Callable[[], Any], sampled: bool) -> tuple[Any, dict[str, An
 
 
 def touch(model: nn.Module) -> None:
-    """Has all pages of the model's memory there."""
+    """Touch all pages of the model's parameters."""
     with torch.no_grad():
         for param in model.parameters():
             getattr(param, "_local_tensor", param).fill_(0.5)
 
 
 def is_plain_model(model: Any, size: str) -> bool:
-    """Has a sharded model this rank's slices of the plain one of the same seed?"""
+    """Return whether this rank's shards equal those of the plain model with the same seed."""
     import zshard
 
     torch.manual_seed(SEED)
@@ -239,13 +238,13 @@ def is_plain_model(model: Any, size: str) -> bool:
 
 
 def measure_as_rank(args: argparse.Namespace) -> None:
-    """One rank's part: the first side asked for."""
+    """Measure the first requested side in this rank."""
     with harness.process_group() as rank:
         ranks = harness.of_all_ranks(measure(args))
     if rank == 0 and args.out:
         harness.write_json(args.out, ranks)
     sys.stdout.flush()
-    os._exit(0)  # the peers' groups abort now and then while the interpreter ends
+    os._exit(0)  # torch's process groups sometimes abort at interpreter exit
 
 
 # --------------------------------------------------------------------------------------
@@ -253,10 +252,11 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "Set-up and loading of a large model, one side a process group."
-    parser = harness.parser(purpose, ranks=2, rounds="default: 5; quick: 1")
-    parser.add_argument("--sides", nargs="+", choices=[*SETUPS, *LOADS], default=[*SETUPS, *LOADS])
-    parser.add_argument("--size", choices=SIZES, help="default: gpt355m; quick: tiny")
+    purpose = "Measure set-up and loading of a large model, one side per process group."
+    parser = harness.parser(purpose, ranks=2, rounds="rounds (default: 5; with --quick: 1)")
+    names = [*SETUPS, *LOADS]
+    parser.add_argument("--sides", nargs="+", choices=names, default=names, help="default: all")
+    parser.add_argument("--size", choices=SIZES, help="default: gpt355m; with --quick: tiny")
     parser.add_argument("--path", help=argparse.SUPPRESS)  # for ranks
     parser.add_argument("--sampled", action="store_true", help=argparse.SUPPRESS)  # likewise
     args = parser.parse_args(argv)
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_file(path: str, size: str) -> None:
-    """The values that a set-up of the same seed draws, so that a load can be checked."""
+    """Write the values that a set-up with the same seed draws, so that loads can be verified."""
     from safetensors.torch import save_file
 
     torch.manual_seed(SEED)
@@ -300,7 +300,7 @@ def run_alone(side: str, args: argparse.Namespace, path: str, sampled: bool) -> 
 
 
 def facts_of(size: str, ranks: int) -> dict[str, int]:
-    """Elements of the model; bytes of a rank's share, and of the largest unit: the embeddings'."""
+    """Return the number of elements, and the bytes of a rank's shards and of the largest unit."""
     model = on_meta(size)
     blocks = [m for m in model.modules() if isinstance(m, GPTBlock)]
     inner = [sum(p.numel() for p in block.parameters()) for block in blocks]
@@ -313,7 +313,7 @@ def facts_of(size: str, ranks: int) -> dict[str, int]:
 
 
 def summed_up(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """One side's record: the first run was sampled; of ranks the slowest and the largest."""
+    """Return one side's record: maxima over ranks. The first run is the sampled one."""
     (sampled, *timed) = runs
     return {
         "seconds": Spread.of([max(r["seconds"] for r in run) for run in timed]).as_dict(),
@@ -327,7 +327,7 @@ def summed_up(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the tables of set-up and of loading."""
+    """Print the tables for set-up and loading."""
 
     def mib(count: int) -> str:
         return f"{count / MIB:.0f}"
@@ -353,16 +353,16 @@ def show(result: dict[str, Any]) -> None:
             if name in known
         ]
         harness.print_table(
-            f"{title}: {result['model']}, {result['ranks']} ranks; a rank's share is "
-            f"{mib(result['share_bytes'])} MiB, its largest unit "
+            f"{title}: {result['model']}, {result['ranks']} ranks; a rank's shards take "
+            f"{mib(result['share_bytes'])} MiB, the largest unit "
             f"{mib(result['largest_unit_bytes'])} MiB",
             [
                 "side",
                 "s (min/median/max)",
                 "CPU s",
                 "peak RSS, MiB",
-                "without files",
-                "kept",
+                "peak without files, MiB",
+                "kept RSS, MiB",
                 "target",
             ],
             rows,

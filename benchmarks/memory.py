@@ -1,13 +1,13 @@
-"""Memory of a rank: what is held between steps, and the peak over a few training steps.
+"""Memory per rank: held between steps, and at its peak over a few training steps.
 
     python -m benchmarks.memory [--models gpt85m ...] [--sides fsdp2 ...]
 
-The one idea: count what a rank *adds*. PSS (from /proc/self/smaps_rollup) divides a shared page
-among those that map it: RSS would charge a rank for its peers' windows. Of PSS the anonymous and
-the shared-memory part count; the rest is the libraries' files. What remains of the libraries is
-measured by the same side on a tiny model, and subtracted. Every side runs alone in a fresh
-process group, with malloc's mmap threshold fixed, so that freed memory is returned and no side is
-charged for what glibc keeps.
+Memory is counted as PSS (/proc/self/smaps_rollup), which divides a shared page among the processes
+that map it; RSS would charge a rank for its peers' shared memory too. Only the anonymous and
+shared-memory parts of PSS count, not mapped files. The libraries' own memory is measured with the
+same side on a tiny model and subtracted. Each side runs alone in a fresh process group, with
+malloc's mmap threshold fixed, so freed memory returns to the kernel and glibc's caches are not
+counted.
 """
 
 from __future__ import annotations
@@ -26,24 +26,28 @@ import torch.distributed as dist
 from benchmarks import harness
 from benchmarks.harness import MIB
 from benchmarks.models import WORKLOADS
-from benchmarks.sides import SIDES, build_side
+from benchmarks.sides import SIDES, build_side, check_installed
 
 TINY = "tiny32"
 TARGET_SIDE = "zshard-full_shard"
 PEERS = ("fsdp1", "fsdp2")
-"""TARGET_SIDE's peak may be no larger than the smaller of theirs."""
+"""TARGET_SIDE's peak must not exceed the smaller of theirs."""
 
 ALL_SIDES = ["ddp", "ddp-view", "fsdp1", "fsdp2", "zshard-full_shard"]
 QUICK_SIDES = ["fsdp2", "zshard-full_shard"]
+PURPOSE = "Measure held and peak memory per rank, one side per process group."
 STEPS = 4
 PERIOD = 0.003
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = harness.parser("Held and peak memory of a rank, one side a process group.", ranks=2)
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, help="default: gpt85m stack100")
-    parser.add_argument("--sides", nargs="+", choices=SIDES)
+    parser = harness.parser(PURPOSE, ranks=2)
+    models = f"of {', '.join(WORKLOADS)} (default: gpt85m stack100; with --quick: gpt10m)"
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="MODEL", help=models)
+    few = f"with --quick: {' '.join(QUICK_SIDES)}"
+    sides = f"of {', '.join(SIDES)} (default: {' '.join(ALL_SIDES)}; {few})"
+    parser.add_argument("--sides", nargs="+", choices=SIDES, metavar="SIDE", help=sides)
     args = parser.parse_args(argv)
     args.models = args.models or (["gpt10m"] if args.quick else ["gpt85m", "stack100"])
     args.sides = args.sides or (QUICK_SIDES if args.quick else ALL_SIDES)
@@ -55,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if harness.under_torchrun():
         measure_as_rank(args)
         return
+    check_installed(args.sides)
     tiny = {side: run_alone(TINY, side, args.ranks) for side in args.sides}
     results = []
     for model in args.models:
@@ -69,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_alone(model: str, side: str, ranks: int) -> list[dict[str, int]]:
-    """Measure one side in a process group of its own; returns each rank's bytes."""
+    """Measure one side in its own process group and return each rank's bytes."""
     flags = ["--models", model, "--sides", side]
     measured: list[dict[str, int]] = harness.collect("benchmarks.memory", ranks, flags, MALLOC)
     return measured
 
 
 def measure_as_rank(args: argparse.Namespace) -> None:
-    """One rank's part: the first model and side asked for."""
+    """Measure the first requested model and side in this rank."""
     with harness.process_group() as rank:
         ranks = harness.of_all_ranks(measure(args.models[0], args.sides[0]))
     if rank == 0:
@@ -86,10 +91,10 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 
 
 def measure(model: str, name: str) -> dict[str, int]:
-    """Train STEPS steps; returns bytes: held and peak (PSS), peak_rss (the kernel's high-water).
+    """Train STEPS steps; return bytes: held and peak (PSS), peak_rss (kernel's high-water mark).
 
-    peak_rss counts shared pages in full, but misses no peak: it checks the sampled PSS of the
-    sides that share nothing.
+    peak_rss counts shared pages in full but misses no peak, so it verifies the sampled PSS of the
+    sides that share no memory.
     """
     side = build_side(name, WORKLOADS[model])
     generator = harness.generator()
@@ -108,7 +113,7 @@ def measure(model: str, name: str) -> dict[str, int]:
 
 
 class PssSampler(threading.Thread):
-    """Keeps the largest PSS seen, looking every PERIOD seconds from its own thread."""
+    """A thread that samples PSS every PERIOD seconds and keeps the maximum."""
 
     def __init__(self) -> None:
         super().__init__(name="pss-sampler", daemon=True)
@@ -121,35 +126,35 @@ class PssSampler(threading.Thread):
             self.sample()
 
     def sample(self) -> None:
-        """Look now, from any thread."""
+        """Take a sample now, from any thread."""
         self._largest = max(self._largest, pss())
 
     def stop(self) -> int:
-        """End the thread; returns the largest PSS in bytes."""
+        """Stop the thread and return the largest PSS in bytes."""
         self._end.set()
         self.join()
         return self._largest
 
 
 def pss() -> int:
-    """This process's proportional bytes of anonymous and shared memory, without mapped files."""
+    """Return this process's PSS of anonymous and shared memory in bytes, without mapped files."""
     text = Path("/proc/self/smaps_rollup").read_bytes()
     return sum(int(kib) for kib in re.findall(rb"Pss_(?:Anon|Shmem): +(\d+) kB", text)) * 1024
 
 
 def high_water() -> int:
-    """The largest RSS since reset_high_water(), in bytes."""
+    """Return the largest RSS since reset_high_water(), in bytes."""
     found = re.search(rb"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_bytes())
     return int(found[1]) * 1024 if found else 0
 
 
 def reset_high_water() -> None:
-    """Let the high-water mark start from the present RSS (clear_refs takes 5 for that)."""
+    """Reset the high-water mark to the current RSS."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def trim() -> None:
-    """Have malloc return what it can."""
+    """Make malloc return free memory to the kernel."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -163,7 +168,7 @@ def compare(
     cells: Mapping[str, list[dict[str, int]]],
     tiny: Mapping[str, list[dict[str, int]]],
 ) -> dict[str, Any]:
-    """One model's JSON record: bytes a side, the libraries' own taken off, largest of ranks."""
+    """Return one model's JSON record: bytes per side without libraries, the maximum over ranks."""
     sides: dict[str, Any] = {}
     for name, measured in cells.items():
         net = [
@@ -184,10 +189,10 @@ def compare(
 
 
 def ideal(model: str, ranks: int) -> dict[str, int]:
-    """Bytes of the fp32 parameters, and the least a full shard with Adam can hold and peak at.
+    """Return the bytes of the fp32 parameters, and the lower bounds for a full shard with Adam.
 
-    Held: parameters and two states. Peak, without activations: gradients too, and two units' full
-    buffers.
+    Held: parameters and two moments. Peak, without activations: also gradients and two unsharded
+    units.
     """
     workload = WORKLOADS[model]
     with torch.device("meta"):
@@ -203,7 +208,7 @@ def ideal(model: str, ranks: int) -> dict[str, int]:
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print one model's table, in MiB."""
+    """Print one model's table in MiB."""
 
     def mib(count: int) -> str:
         return f"{count / MIB:.0f}"
@@ -220,8 +225,8 @@ def show(result: Mapping[str, Any]) -> None:
     ]
     rows.append(["ideal", mib(result["ideal_held_bytes"]), mib(result["ideal_peak_bytes"]), "", ""])
     harness.print_table(
-        f"{result['model']}: MiB a rank, {result['ranks']} ranks, libraries subtracted; "
-        f"one copy of the parameters is {mib(result['parameter_bytes'])}",
+        f"{result['model']}: MiB per rank, {result['ranks']} ranks, libraries subtracted; "
+        f"the parameters take {mib(result['parameter_bytes'])}",
         ["side", "held", "peak", "peak RSS", "target"],
         rows,
     )

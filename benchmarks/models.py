@@ -1,9 +1,8 @@
-"""The models that every benchmark measures.
+"""The models of the benchmarks.
 
-A Workload is all a side needs: how to build the module, which classes of it are units, how to
-draw a batch, how to turn module and batch into a loss. The sizes are those of the project's
-reference measurements, so that ratios can be compared with them. All are plain fp32 torch without
-dropout: two sides given equal seeds must give equal losses.
+A Workload holds everything a side needs: the module, its unit classes, the batches and the loss.
+The sizes are those of the project's reference measurements, so ratios are comparable. All models
+are plain fp32 torch without dropout: two sides with the same seed must give the same losses.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """One model with its data. `batch` draws one rank's (inputs, targets); `lr` keeps it finite."""
+    """A model with its data. `batch` draws one rank's (inputs, targets); `lr` keeps it finite."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -30,7 +29,7 @@ class Workload:
     lr: float
 
     def parameters(self) -> int:
-        """Elements of all parameters."""
+        """Return the number of elements of all parameters."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.build().parameters())
 
@@ -59,7 +58,7 @@ class MLP(nn.Sequential):
 
 
 class GPTBlock(nn.Module):
-    """Pre-norm decoder block: the unit of the GPTs."""
+    """Pre-norm decoder block, the unit of the GPTs."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -73,9 +72,9 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT, of bytes by default: int64 [batch, seq] to logits [batch, seq, vocabulary].
+    """A GPT, byte-level by default: int64 [batch, seq] to logits [batch, seq, vocabulary].
 
-    tied: the head has the embedding's weight, drawn small enough for both, as in GPT-2.
+    tied: the head shares the embedding's weight, initialized as in GPT-2.
     """
 
     VOCABULARY = 256
@@ -108,7 +107,7 @@ class GPT(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """Post-norm encoder block: the unit of BERT."""
+    """Post-norm encoder block, the unit of BERT."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -122,7 +121,7 @@ class BertLayer(nn.Module):
 
 
 class BertClassifier(nn.Module):
-    """BERT-base, pooler and classifier: int64 [batch, seq] to fp32 logits [batch, labels]."""
+    """BERT-base with pooler and classifier: int64 [batch, seq] to fp32 logits [batch, labels]."""
 
     VOCABULARY, POSITIONS, SEGMENTS = 30522, 512, 2
 
@@ -147,7 +146,7 @@ class BertClassifier(nn.Module):
 
 
 class TinyBlock(nn.Module):
-    """A residual block with next to no arithmetic, so that what wrapping adds is what is seen."""
+    """A residual block with almost no arithmetic, so that the library's overhead dominates."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -160,10 +159,10 @@ class TinyBlock(nn.Module):
 
 
 def build_stack(layers: int, width: int) -> nn.Sequential:
-    """`layers` times Linear + ReLU, in He's scale.
+    """Return `layers` times Linear + ReLU, with He initialization.
 
-    torch's default for Linear shrinks the gradient 2.4-fold a layer: after 100 layers it is
-    denormal, and the time measured would be that of the processor's denormal path.
+    torch's default initialization shrinks the gradient by 2.4 per layer: after 100 layers it is
+    denormal, and the benchmark would time the CPU's slow path for denormals.
     """
     stack = nn.Sequential()
     for _ in range(layers):
@@ -191,7 +190,7 @@ def gpt(
     vocabulary: int = GPT.VOCABULARY,
     tied: bool = False,
 ) -> Workload:
-    """A GPT with heads of 64, fed with `rows` random texts of `seq` tokens a step."""
+    """Return a GPT with head size 64 and batches of `rows` random texts of `seq` tokens."""
 
     def batch(generator: torch.Generator) -> Batch:
         text = torch.randint(vocabulary, (rows, seq + 1), generator=generator)
@@ -226,7 +225,7 @@ def _rows(
 
 
 TINY_BLOCKS = 32
-"""Units of the host-time model (its root has no parameters of its own)."""
+"""Number of units of the host-time model; its root has no parameters."""
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload

@@ -1,15 +1,15 @@
-"""A model on disk: the step beside the same step in memory, and beside what the disk can do.
+"""Offload: a training step with the model on disk, compared with memory and with the disk itself.
 
     python -m benchmarks.offload [--models gpt85m stack128] [--limit-mib 1500] [--directory DIR]
 
-The one idea: three programs take turns. The model in memory, without a limit; the same model with
-parameters and optimizer state in files, under a limit of a fraction of their size; and a program
-that does nothing but move, with O_DIRECT, as many bytes as a step of the second was seen to read
-and write, from as many processes. The last one's time by the second's is what zshard makes of the
-disk; the losses of the first two have to be equal.
+Three programs take turns: the model in memory without a limit; the same model with parameters and
+optimizer state in files, under a memory limit of a fraction of their size; and a program that only
+moves, with O_DIRECT and as many processes, the bytes that a step of the second program read and
+wrote. The third program's time / the second's is the fraction of the disk's speed that zshard
+reaches. The losses of the first two programs must be equal.
 
-The limit is a memory cgroup's, which counts page cache as well, where this user may make one (v1 or
-v2). Elsewhere it is RLIMIT_DATA, under which mapped files are free: then the peak RSS tells.
+The limit is a memory cgroup (v1 or v2), which counts page cache too, if this user may create one.
+Otherwise it is RLIMIT_DATA, which does not count mapped files: check the peak RSS then.
 """
 
 from __future__ import annotations
@@ -39,23 +39,28 @@ from benchmarks.models import WORKLOADS
 
 STEPS = 6
 LEARNED = 2
-"""Steps that are not timed: the first makes the state, the second learns what follows what."""
+"""Untimed steps: the first creates the optimizer state, the second records the access order."""
 
 LIMIT = 1500
-"""MiB. Half of it is two processes that have imported torch. If the sum of what they use comes near
-the limit, the kernel takes pages that are about to be used, and time goes where it should not."""
+"""MiB. Two processes that have imported torch take half of it. Close to the limit the kernel evicts
+pages that are needed next, which distorts the times."""
 
 BLOCK = 16 * MIB
 GOAL = 0.7
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "A training step with parameters and state on disk."
-    parser = harness.parser(purpose, ranks=2, rounds="default: 3; quick: 1")
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["stack128"])
-    parser.add_argument("--limit-mib", type=int, default=LIMIT, help="of all ranks together")
-    parser.add_argument("--cache-mib", type=int, default=160, help="Offload(cache=...), a rank")
-    parser.add_argument("--directory", type=Path, help="on the disk (default: the temporary one)")
+    purpose = "Time a training step with parameters and optimizer state on disk."
+    parser = harness.parser(purpose, ranks=2, rounds="rounds (default: 3; with --quick: 1)")
+    parser.add_argument(
+        "--models", nargs="+", choices=WORKLOADS, default=["stack128"], help="default: stack128"
+    )
+    limit = f"memory limit of all ranks together in MiB (default: {LIMIT})"
+    parser.add_argument("--limit-mib", type=int, default=LIMIT, help=limit)
+    cache = "Offload(cache=...) per rank in MiB (default: 160)"
+    parser.add_argument("--cache-mib", type=int, default=160, help=cache)
+    directory = "directory on the disk to measure (default: the system's temporary directory)"
+    parser.add_argument("--directory", type=Path, help=directory)
     parser.add_argument("--side", choices=("memory", "disk", "raw"), help=argparse.SUPPRESS)
     parser.add_argument("--data-limit", type=int, help=argparse.SUPPRESS)  # bytes of a rank
     parser.add_argument("--move", nargs=2, type=int, help=argparse.SUPPRESS)
@@ -81,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_model(model: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Rounds of the three programs; prints and returns the comparison."""
+    """Run the three programs in rounds; print and return the comparison."""
     rounds = []
     for _ in range(args.rounds):
         common = ["--models", model, "--directory", str(folder), "--cache-mib", str(args.cache_mib)]
@@ -103,7 +108,7 @@ def run_side(args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
 def run_limited(
     args: argparse.Namespace, flags: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same under the limit; second, how it was limited, and the peak that was counted."""
+    """Like run_side() under the limit; also return the kind of limit and the peak it counted."""
     limit = args.limit_mib * MIB
     with cgroup(limit) as group:
         if group is not None:
@@ -119,7 +124,7 @@ def run_limited(
 
 
 class Cgroup:
-    """A memory cgroup of its own, v1 or v2."""
+    """A memory cgroup, v1 or v2."""
 
     def __init__(self, folder: Path, version: int) -> None:
         self.folder = folder
@@ -132,7 +137,7 @@ class Cgroup:
         (self.folder / self._limit).write_text(str(limit))
 
     def enter(self) -> None:
-        """This process, and all that it starts from now on."""
+        """Move this process and its future children into the cgroup."""
         (self.folder / self._tasks).write_text(str(os.getpid()))
 
     def peak(self) -> int | None:
@@ -142,7 +147,7 @@ class Cgroup:
 
 
 def own_cgroup() -> Cgroup | None:
-    """The memory cgroup that this process is in; None where there is none to be seen."""
+    """Return this process's memory cgroup, or None if none is visible."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -154,7 +159,7 @@ def own_cgroup() -> Cgroup | None:
 
 @contextlib.contextmanager
 def cgroup(limit: int) -> Iterator[Cgroup | None]:
-    """A context in which this process is in a new cgroup with that limit; None if it may not."""
+    """A context in which this process is in a new cgroup with `limit`; None if not permitted."""
     home, group = own_cgroup(), None
     if home is not None:
         top = Path("/sys/fs/cgroup/memory") if home.version == 1 else home.folder
@@ -190,11 +195,11 @@ def measure_as_rank(args: argparse.Namespace) -> None:
     if rank == 0:
         harness.write_json(args.out, merge(ranks))
     sys.stdout.flush()
-    os._exit(0)  # process groups abort now and then while the interpreter ends
+    os._exit(0)  # torch's process groups sometimes abort at interpreter exit
 
 
 def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Times of the slowest rank, bytes of all."""
+    """Merge the ranks' records: maximum of times, sum of bytes."""
     merged: dict[str, Any] = {}
     for key, first in ranks[0].items():
         values = [rank[key] for rank in ranks]
@@ -208,7 +213,7 @@ def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Steps in backward on this rank: seconds a step, bytes moved a step, the losses."""
+    """Train with the optimizer in backward; return seconds and bytes per step, and the losses."""
     import zshard
 
     if args.data_limit is not None:
@@ -250,7 +255,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def init(module: nn.Module) -> None:
-    """Much as the workloads are initialised where they are not on the meta device."""
+    """Initialize `module` much like a workload that is not built on the meta device."""
     reset = getattr(module, "reset_parameters", None)
     if reset is not None:
         reset()
@@ -262,19 +267,19 @@ def init(module: nn.Module) -> None:
 
 
 def moved_bytes() -> tuple[int, int]:
-    """What this process has had read from and written to storage."""
+    """Return the bytes that this process has read from and written to storage."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
 def move(folder: Path, read: int, write: int) -> dict[str, Any]:
-    """Reads and writes that many bytes of a file of this rank, at the same time."""
+    """Read and write that many bytes of this rank's file at the same time."""
     size = max(read, write, BLOCK) // BLOCK * BLOCK
     path = folder / f"raw-{os.getpid()}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
-        transfer(fd, size, True)  # so that reading reads
+        transfer(fd, size, True)  # so that reads hit the disk
         dist.barrier()
         start = time.perf_counter()
         threads = [
@@ -292,7 +297,7 @@ def move(folder: Path, read: int, write: int) -> dict[str, Any]:
 
 
 def transfer(fd: int, count: int, write: bool) -> None:
-    with mmap.mmap(-1, BLOCK) as buffer:  # aligned, as O_DIRECT wants it
+    with mmap.mmap(-1, BLOCK) as buffer:  # aligned, as O_DIRECT requires
         buffer.write(os.urandom(MIB) * (BLOCK // MIB))
         for offset in range(0, count // BLOCK * BLOCK, BLOCK):
             if write:
@@ -308,7 +313,7 @@ def transfer(fd: int, count: int, write: bool) -> None:
 def summary(
     model: str, args: argparse.Namespace, rounds: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Medians over rounds, and the ratios that are asked for."""
+    """Return the JSON record: medians over rounds, and ratios."""
 
     def spread(values: Sequence[float]) -> dict[str, float]:
         return harness.Spread.of(values).as_dict()
@@ -346,16 +351,16 @@ def show(result: Mapping[str, Any]) -> None:
     ]
     state = result["parameters_and_state_bytes"]
     title = (
-        f"{result['model']}: {state / MIB:.0f} MiB of parameters and state under "
+        f"{result['model']}: {state / MIB:.0f} MiB of parameters and state, limit "
         f"{limit['bytes'] / MIB:.0f} MiB ({limit['by']}"
     )
     title += f", peak {peak / MIB:.0f} MiB)" if peak else ")"
-    harness.print_table(title, ["side", "s a step", "range"], rows)
+    harness.print_table(title, ["side", "s per step", "range"], rows)
     read, write = result["read_bytes"], result["write_bytes"]
     print(f"a step reads {read / MIB:.0f} MiB and writes {write / MIB:.0f} MiB")
     met = "met" if share["median"] >= GOAL else "MISSED"
-    print(f"of the disk's speed: {share['median']:.2f} (goal {GOAL}: {met})")
-    print(f"losses equal to those in memory: {'yes' if result['same_losses'] else 'NO'}")
+    print(f"fraction of the disk's speed: {share['median']:.2f} (goal {GOAL}: {met})")
+    print(f"losses equal those in memory: {'yes' if result['same_losses'] else 'NO'}")
 
 
 if __name__ == "__main__":

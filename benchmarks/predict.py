@@ -1,13 +1,12 @@
-"""Predicted against measured memory of a rank: does memory("predicted") tell what a step takes?
+"""Predicted and measured memory per rank: does memory("predicted") match what training uses?
 
     python -m benchmarks.predict [--cells gpt85m bert:c10d ...]
 
-The one idea: what zshard takes it does not give back between steps, and what else a step takes
-(activations, torch's temporaries) is gone when the step is over. So the growth of a rank's memory
-from before the model was built to after some steps, with the gradients still there, is what the
-prediction speaks of: every slot and bucket has been touched by then. Growth is the mean of the
-ranks' PSS (see benchmarks/memory.py), so that a shared page counts once. A model that came and went
-before has warmed up libraries, the transport and malloc.
+zshard keeps its memory between steps; everything else that a step allocates (activations, torch's
+temporaries) is free after it. So the prediction should equal the growth of a rank's memory from
+before the model is built until after some steps, with the gradients still allocated: by then every
+slot and bucket has been touched. Growth is the ranks' mean PSS (see benchmarks/memory.py), which
+counts a shared page once. An earlier model has warmed up the libraries, the transport and malloc.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from benchmarks.memory import MALLOC, pss, trim
 from benchmarks.models import WORKLOADS
 
 VARIANTS = ("shm", "c10d", "bf16", "in-backward")
-"""full_shard over either transport; over shm in bf16, and with the optimizer in backward."""
+"""full_shard over shm or c10d; over shm with bf16, and with the optimizer in backward."""
 
 CELLS = ("gpt10m", "gpt85m", "bert", "stack100", "gpt85m:c10d", "gpt85m:bf16", "gpt85m:in-backward")
 QUICK_CELLS = ("gpt10m",)
@@ -36,15 +35,19 @@ STEPS = 4
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "Predicted and measured memory of a rank, one cell a process group."
+    purpose = "Compare predicted and measured memory per rank, one cell per process group."
     parser = harness.parser(purpose, ranks=2)
-    parser.add_argument("--cells", nargs="+", metavar="MODEL[:VARIANT]", help=" ".join(CELLS))
+    which = f"variants: {', '.join(VARIANTS)} (default: {' '.join(CELLS)})"
+    parser.add_argument("--cells", nargs="+", metavar="MODEL[:VARIANT]", help=which)
     args = parser.parse_args(argv)
     args.cells = args.cells or list(QUICK_CELLS if args.quick else CELLS)
+    known = ", ".join(WORKLOADS)
     for cell in args.cells:
         model, _, variant = cell.partition(":")
         if model not in WORKLOADS or variant not in ("", *VARIANTS):
-            parser.error(f"unknown cell {cell!r}: a model of {list(WORKLOADS)}, one of {VARIANTS}")
+            parser.error(
+                f"unknown cell {cell!r}: models are {known}, variants {', '.join(VARIANTS)}"
+            )
     return args
 
 
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure_as_rank(args: argparse.Namespace) -> None:
-    """One rank's part: the first cell asked for."""
+    """Measure the first requested cell in this rank."""
     with harness.process_group() as rank:
         ranks = harness.of_all_ranks(measure(args.cells[0]))
     if rank == 0 and args.out:
@@ -74,7 +77,7 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 
 
 def measure(cell: str) -> dict[str, Any]:
-    """{"predicted": bytes by part, "measured": bytes, "peak": memory("peak")} of this rank."""
+    """Return {"predicted": bytes by part, "measured": bytes, "peak": memory("peak")} here."""
     name, _, variant = cell.partition(":")
     workload, transport = WORKLOADS[name], "c10d" if variant == "c10d" else "shm"
     warm_up(transport)
@@ -83,7 +86,7 @@ def measure(cell: str) -> dict[str, Any]:
     model = wrap(workload.build(), set(workload.units), transport, variant)
     optimizer = adamw(model, workload.lr, variant)
     predicted = model.memory("predicted")
-    if transport == "shm":  # the ranks' letter boxes are there already
+    if transport == "shm":  # warm_up() has allocated its mailboxes
         predicted["total"] -= predicted.pop("transport")
     generator = harness.generator()
     for _ in range(STEPS):
@@ -115,7 +118,7 @@ def adamw(model: Any, lr: float, variant: str) -> Any:
 
 
 def warm_up(transport: str) -> None:
-    """A step of a model whose parameters are larger than any buffer of a transport."""
+    """Train a model whose parameters are larger than the transport's buffers."""
     model = wrap(nn.Sequential(nn.Linear(2048, 2048), nn.GELU()), {nn.Linear}, transport, "")
     optimizer = adamw(model, 0.1, "")
     for _ in range(2):
@@ -124,7 +127,7 @@ def warm_up(transport: str) -> None:
 
 
 def settled() -> int:
-    """This rank's PSS, when no rank is at work."""
+    """Return this rank's PSS while all ranks are idle. Collective."""
     gc.collect()
     trim()
     dist.barrier()
@@ -138,7 +141,7 @@ def settled() -> int:
 
 
 def compare(cell: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One cell's JSON record: means over the ranks, in bytes."""
+    """Return one cell's JSON record: means over the ranks in bytes."""
     predicted = sum(each["predicted"]["total"] for each in ranks) / len(ranks)
     measured = sum(each["measured"] for each in ranks) / len(ranks)
     return {
@@ -151,7 +154,7 @@ def compare(cell: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]], ranks: int) -> None:
-    """Print the table, in MiB."""
+    """Print the table in MiB."""
     rows = [
         [
             each["cell"],
@@ -163,8 +166,8 @@ def show(results: Sequence[dict[str, Any]], ranks: int) -> None:
         for each in results
     ]
     harness.print_table(
-        f"MiB a rank, {ranks} ranks, parameters to optimizer state, without activations",
-        ["cell", "predicted", "measured", "off by", "target"],
+        f"MiB per rank, {ranks} ranks: parameters, gradients, optimizer state and buffers",
+        ["cell", "predicted", "measured", "error", "target"],
         rows,
     )
 

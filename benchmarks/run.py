@@ -1,9 +1,9 @@
-"""Run the benchmarks: all, or those named. `make bench` calls this.
+"""Run all benchmarks, or those named. `make bench` calls this.
 
     python benchmarks/run.py [--quick] [--out-dir DIR] [step-time host-time memory ...]
 
-Each benchmark is a program of its own (`python -m benchmarks.step_time --help`) that launches its
-ranks itself; a failed one does not keep the next from running.
+Each benchmark is also a program (`python -m benchmarks.step_time --help`) that launches its own
+ranks. If one fails, the others still run.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from benchmarks import harness
 
 NAMES = ("host-time", "step-time", "memory", "predict", "collectives", "adam", "load", "checkpoint")
 NAMES += ("offload",)
-"""As on the command line and in results/; the module is the same with an underscore."""
+"""Names on the command line and in results/; modules have underscores instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     there = [name for name in NAMES if source(name).exists()]
     parser = argparse.ArgumentParser(description="Run zshard's benchmarks.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(there)} (all)")
-    parser.add_argument("--quick", action="store_true", help="smoke runs: no result files")
-    parser.add_argument("--out-dir", type=Path, help="for the JSON files (benchmarks/results)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"{', '.join(there)} (default: all)"
+    )
+    parser.add_argument("--quick", action="store_true", help="smoke tests, no result files")
+    parser.add_argument(
+        "--out-dir", type=Path, help="directory for JSON files (default: benchmarks/results)"
+    )
     args = parser.parse_args(argv)
     unknown = set(args.names) - set(there)
     if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(there)}")
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(there)}")
     failed = [name for name in args.names or there if not run(name, args.quick, args.out_dir)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
@@ -40,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def source(name: str) -> Path:
-    """The file of a benchmark."""
+    """Return the source file of a benchmark."""
     return harness.ROOT / "benchmarks" / f"{name.replace('-', '_')}.py"
 
 
 def run(name: str, quick: bool, out_dir: Path | None) -> bool:
-    """Run one benchmark to its end; whether it succeeded."""
+    """Run one benchmark and return whether it succeeded."""
     command = [sys.executable, "-m", f"benchmarks.{source(name).stem}"]
     if quick:
         command.append("--quick")

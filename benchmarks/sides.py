@@ -1,14 +1,16 @@
-"""The sides: each trains the same workload by another library, in units of the same size.
+"""The sides: each trains the same workload with a different library, in units of the same size.
 
-A side is a wrapped module with its optimizer. Factories are looked up by name in SIDES; each
-seeds torch, builds the module, wraps it and makes the optimizer, so that all sides start from the
-same parameters. zshard is imported by its own factory only: the peers can be
-measured where it is not built.
+A side is a wrapped module and its optimizer. SIDES maps names to factories; build_side() seeds
+torch before it calls one, so all sides start from the same parameters. zshard and DeepSpeed are
+imported by their own factories only: the other sides run without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,7 @@ SEED = 1234
 
 @dataclass
 class Side:
-    """A wrapped module, and the optimizer that updates it; None means that none is run."""
+    """A wrapped module and the optimizer that updates it, or None to run no optimizer."""
 
     name: str
     workload: Workload
@@ -34,14 +36,14 @@ class Side:
     optimizer: torch.optim.Optimizer | None
 
     def forward(self, batch: Batch) -> Tensor:
-        """The loss of `batch` on this rank, a scalar with its graph."""
+        """Return this rank's loss for `batch`, a scalar with its graph."""
         return self.workload.loss(self.module, batch)
 
     def zero_grad(self) -> None:
         self.module.zero_grad(set_to_none=True)
 
     def step(self, batch: Batch) -> Tensor:
-        """One whole training step on `batch`; returns this rank's loss without its graph."""
+        """Run one full training step on `batch` and return this rank's loss, detached."""
         loss = self.forward(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
@@ -50,19 +52,38 @@ class Side:
         return loss.detach()
 
 
+class DeepSpeedSide(Side):
+    """A DeepSpeed engine, which runs backward, the optimizer and zero_grad itself."""
+
+    def step(self, batch: Batch) -> Tensor:
+        engine: Any = self.module
+        loss = self.forward(batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+
 Parts = tuple[nn.Module, torch.optim.Optimizer | None]
 Factory = Callable[[Workload], Parts]
 
 
 def build_side(name: str, workload: Workload) -> Side:
-    """The side called `name` on `workload`, freshly seeded.
+    """Build the side `name` for `workload`, from a fixed seed.
 
-    Collective: all ranks build the same sides in one order. Raises KeyError for an unknown name,
-    ImportError for a zshard side where zshard is not built.
+    Collective: all ranks build the same sides in the same order. Raises KeyError for an unknown
+    name, and ImportError if the side's library is not installed.
     """
     torch.manual_seed(SEED)
     module, optimizer = SIDES[name](workload)
-    return Side(name, workload, module, optimizer)
+    kind = DeepSpeedSide if name in DEEPSPEED else Side
+    return kind(name, workload, module, optimizer)
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Exit with the install command if `names` needs DeepSpeed and it is not installed."""
+    wanted = [name for name in names if name in DEEPSPEED]
+    if wanted and importlib.util.find_spec("deepspeed") is None:
+        raise SystemExit(f"{wanted[0]} requires DeepSpeed, which is not installed: run\n{INSTALL}")
 
 
 def _fused_adamw(module: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -119,7 +140,7 @@ def _zshard(strategy: str, transport: str) -> Factory:
     def build(workload: Workload) -> Parts:
         import zshard
 
-        # Named, not left to the automatic choice: a benchmark must not measure a fallback unseen.
+        # An explicit transport: the benchmark must not silently measure a fallback.
         module: Any = zshard.FSDP(
             workload.build(),
             sharding_strategy=strategy,
@@ -127,6 +148,37 @@ def _zshard(strategy: str, transport: str) -> Factory:
             transport=transport if dist.get_world_size() > 1 else None,
         )
         return module, zshard.AdamW(module.parameters(), lr=workload.lr)
+
+    return build
+
+
+def _deepspeed(stage: int, sized: bool = True) -> Factory:
+    def build(workload: Workload) -> Parts:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        module = workload.build()
+        units = [child for child in module.modules() if type(child) in workload.units]
+        unit = max(sum(p.numel() for p in child.parameters()) for child in units)
+        limits = {"reduce_bucket_size": unit}
+        if stage == 3:
+            limits["stage3_prefetch_bucket_size"] = unit
+            limits["stage3_max_live_parameters"] = 2 * unit
+            limits["stage3_max_reuse_distance"] = 0
+        config = {
+            "gradient_clipping": 0.0,  # the default, 1.0, would not compute what the others do
+            "train_micro_batch_size_per_gpu": 1,  # required, and used for its logs only
+            "steps_per_print": 2**31,
+            "zero_optimization": {"stage": stage, **(limits if sized else {})},
+        }
+        engine, optimizer, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=_fused_adamw(module, workload.lr),
+            config=config,
+            dist_init_required=False,
+        )
+        return engine, optimizer
 
     return build
 
@@ -141,6 +193,16 @@ SIDES: dict[str, Factory] = {
     "fsdp2": _fsdp2(reshard=True),
     "fsdp2-shard_grad_op": _fsdp2(reshard=False),
 }
+DEEPSPEED = {f"deepspeed-{stage}": _deepspeed(stage) for stage in (1, 2, 3)}
+DEEPSPEED["deepspeed-3-defaults"] = _deepspeed(3, sized=False)
+"""DeepSpeed's default limits exceed these models: stage 3 then never frees a gathered parameter."""
+
+INSTALL = (
+    "python -m pip install 'setuptools<81' wheel && DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "
+    "python -m pip install --no-build-isolation deepspeed==0.19.8"
+)
+
+SIDES.update(DEEPSPEED)
 for _strategy in ("full_shard", "shard_grad_op", "no_shard"):
     SIDES[f"zshard-{_strategy}"] = _zshard(_strategy, "shm")
     SIDES[f"zshard-{_strategy}-c10d"] = _zshard(_strategy, "c10d")

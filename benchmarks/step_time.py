@@ -1,10 +1,10 @@
-"""Step time against DDP: whole training steps of all sides, interleaved in one process group.
+"""Step time against DDP: full training steps of all sides, interleaved in one process group.
 
     python -m benchmarks.step_time [--models gpt85m ...] [--sides ddp fsdp2 ...] [--rounds 12]
 
-Each model gets a fresh torchrun. The sides see the same batches from the same start, so on the
-way the run shows whether their losses are those of DDP: bit-equal is expected of two ranks, where
-a sum of two terms has no order.
+Each model runs in a fresh torchrun. All sides start from the same values and see the same batches,
+so the run also compares their losses with DDP's. With two ranks they should be bit-identical,
+because a sum of two terms does not depend on their order; DeepSpeed rounds differently.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch.distributed as dist
 from benchmarks import harness
 from benchmarks.harness import Sample, Spread
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.sides import SIDES, Side, build_side
+from benchmarks.sides import SIDES, Side, build_side, check_installed
 
 BASE = "ddp"
 TARGET_SIDE = "zshard-full_shard"
 TARGETS = {"gpt10m": 1.0, "gpt85m": 0.9, "bert": 0.85, "stack100": 0.65}
-"""The largest median ratio of TARGET_SIDE to BASE that the project allows itself."""
+"""Model -> largest allowed median of TARGET_SIDE / BASE."""
 
 UNTRAINED = ("compute", "local")
-"""Sides whose ranks go their own ways: their losses are not comparable."""
+"""Sides that do not synchronize their ranks, so their losses are not comparable."""
 
 MODELS = list(TARGETS)
 ALL_SIDES = ["compute", "local", "ddp", "fsdp1", "fsdp2", "zshard-full_shard"]
@@ -37,11 +37,17 @@ FEW_SIDES = ["ddp", "fsdp2", "zshard-full_shard"]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    purpose = "Step time of the sides, as a ratio to DDP in the same round."
-    parser = harness.parser(purpose, ranks=2, rounds="measured steps a side (12; quick: 2)")
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, help="default: all with a target")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="default: six; three for bert")
-    parser.add_argument("--warmup", type=int, help="unmeasured steps a side (3; quick: 1)")
+    purpose = "Measure step time, as a ratio to DDP in the same round."
+    parser = harness.parser(
+        purpose, ranks=2, rounds="timed steps per side (default: 12; with --quick: 2)"
+    )
+    models = f"of {', '.join(WORKLOADS)} (default: {' '.join(MODELS)}; with --quick: gpt10m)"
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="MODEL", help=models)
+    few = f"with --quick and for bert: {' '.join(FEW_SIDES)}"
+    which = f"of {', '.join(SIDES)} (default: {' '.join(ALL_SIDES)}; {few})"
+    parser.add_argument("--sides", nargs="+", choices=SIDES, metavar="SIDE", help=which)
+    warmup = "untimed steps per side (default: 3; with --quick: 1)"
+    parser.add_argument("--warmup", type=int, help=warmup)
     args = parser.parse_args(argv)
     args.models = args.models or (["gpt10m"] if args.quick else MODELS)
     args.rounds = args.rounds or (2 if args.quick else 12)
@@ -50,7 +56,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def default_sides(model: str, quick: bool) -> list[str]:
-    """Six sides of BERT's size, each with its Adam states, near 24 GiB: it gets three."""
+    """Return the sides to measure: few for BERT, as all of them need almost 24 GiB."""
     return FEW_SIDES if quick or model == "bert" else ALL_SIDES
 
 
@@ -59,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if harness.under_torchrun():
         measure_as_rank(args)
         return
+    check_installed(args.sides or ())
     results = []
     for model in args.models:
         sides = args.sides or default_sides(model, args.quick)
@@ -69,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure_as_rank(args: argparse.Namespace) -> None:
-    """One rank's part: all models asked for, in this process group."""
+    """Measure all requested models in this rank."""
     results = []
     with harness.process_group() as rank:
         for model in args.models:
@@ -83,7 +90,7 @@ def measure_as_rank(args: argparse.Namespace) -> None:
 
 
 def measure(workload: Workload, names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
-    """Train `workload` by all the sides in turn; returns the JSON record. Collective."""
+    """Train `workload` with all sides in turn and return the JSON record. Collective."""
     sides = {name: build_side(name, workload) for name in names}
     generator = harness.generator()
     batches = [workload.batch(generator) for _ in range(rounds + warmup)]
@@ -114,10 +121,10 @@ def measure(workload: Workload, names: Sequence[str], rounds: int, warmup: int) 
 
 
 def loss_difference(curves: Mapping[str, torch.Tensor], side: Side) -> float | None:
-    """The largest difference of a side's losses to BASE's, over all steps and ranks. Collective.
+    """Return the largest difference of a side's losses to BASE's over steps and ranks. Collective.
 
-    None for the base itself, without it, and for sides that do not train as it does. Raises
-    RuntimeError if a loss is not finite: times of arithmetic on NaN say nothing.
+    Return None for the base itself, without a base, and for UNTRAINED. Raises RuntimeError if a
+    loss is not finite, because times of arithmetic on NaN are meaningless.
     """
     if BASE not in curves or side.name in (BASE, *UNTRAINED):
         return None
@@ -132,7 +139,7 @@ def loss_difference(curves: Mapping[str, torch.Tensor], side: Side) -> float | N
 def summarize(
     model: str, name: str, samples: Mapping[str, list[Sample]], difference: float | None
 ) -> dict[str, Any]:
-    """One side's part of the record. Times in milliseconds."""
+    """Return one side's record, with times in milliseconds."""
 
     def milliseconds(sample: Sample) -> float:
         return sample.times[0] * 1e3

@@ -28,8 +28,10 @@ from benchmarks import (
     harness,
     host_time,
     memory,
+    picture,
     predict,
     run,
+    sides,
     step_time,
 )
 from benchmarks.harness import Sample, Spread
@@ -265,6 +267,83 @@ def test_run_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step-time, memory" in error
 
 
+# --- DeepSpeed, and README's picture ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [step_time, memory])
+def test_a_deepspeed_side_without_deepspeed_names_the_install_command(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sides.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(harness, "collect", lambda *_: pytest.fail("launched ranks"))
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"deepspeed-3 requires DeepSpeed(?s:.*)DS_BUILD_OPS=0"):
+        module.main(["--quick", "--sides", "ddp", "deepspeed-3"])
+
+
+def test_deepspeed_is_measured_only_if_asked_for() -> None:
+    for module in (step_time, host_time, memory):
+        assert not set(module.ALL_SIDES) & set(sides.DEEPSPEED)
+    assert not set(host_time.HOOKED) & set(sides.DEEPSPEED)
+
+
+@pytest.mark.thorough
+def test_step_time_of_deepspeed_quick(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    flags = ["--models", "tiny32", "--sides", "ddp", *sides.DEEPSPEED]
+    (result,) = quick("step_time", tmp_path / "step.json", *flags)["results"]
+    assert list(result["sides"]) == flags[3:]
+    assert all(result["sides"][name]["loss_difference"] < 1e-4 for name in sides.DEEPSPEED)
+
+
+def results_files(folder: Path, date: str, names: list[str]) -> tuple[Path, Path]:
+    """Small step-time and memory results of the picture's model."""
+    machine = {"date": date, "cpu": "a CPU", "cores": 2, "memory_bytes": 2**34, "torch": "2.13"}
+    spread = {"min": 0.75, "median": 1.25, "max": 1.5}
+    step = {"ratio": spread, "samples_ms": [1.0] * 8}
+    peak = {"peak_bytes": 777 * harness.MIB}
+    paths = folder / f"{date}-step-time.json", folder / f"{date}-memory.json"
+    for path, side in zip(paths, (step, peak), strict=True):
+        result = {"model": picture.MODEL, "ranks": 2, "sides": dict.fromkeys(names, side)}
+        benchmark = path.stem.removeprefix(f"{date}-")
+        record = {"benchmark": benchmark, "machine": machine, "settings": {}, "results": [result]}
+        harness.write_json(path, record)
+    return paths
+
+
+def test_picture_is_drawn_and_the_same_every_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    steps, peaks = results_files(tmp_path, "2026-01-02", list(picture.SIDES))
+    drawn = []
+    for name in ("a.svg", "b.svg"):
+        out = tmp_path / "new" / name
+        picture.main([f"--step-time={steps}", f"--memory={peaks}", f"--out={out}"])
+        drawn.append(out.read_text())
+    assert drawn[0] == drawn[1] and len(drawn[0]) < 60_000
+    for text in (*picture.SIDES.values(), "1.25", "777", "a CPU, 2 cores, 16 GiB", "2026-01-02"):
+        assert text in drawn[0]
+
+
+def test_picture_takes_the_newest_results_with_all_sides(tmp_path: Path) -> None:
+    results_files(tmp_path, "2026-01-02", list(picture.SIDES))
+    results_files(tmp_path, "2026-01-03", list(picture.SIDES))
+    results_files(tmp_path, "2026-01-04", ["ddp", "fsdp1"])
+    for benchmark in ("step-time", "memory"):
+        assert picture.pick(benchmark, None, tmp_path)["machine"]["date"] == "2026-01-03"
+
+
+def test_picture_names_what_is_missing(tmp_path: Path) -> None:
+    steps, peaks = results_files(tmp_path, "2026-01-04", ["ddp", "fsdp1"])
+    with pytest.raises(SystemExit, match=r"run\npython -m benchmarks.step_time --models gpt85m"):
+        picture.pick("step-time", None, tmp_path)
+    with pytest.raises(SystemExit, match="no memory results of gpt85m for fsdp2, deepspeed-3"):
+        picture.pick("memory", peaks, tmp_path)
+    with pytest.raises(SystemExit, match="no memory results"):
+        picture.pick("memory", steps, tmp_path)
+    with pytest.raises(SystemExit, match=r"cannot read .*absent.json"):
+        picture.pick("memory", tmp_path / "absent.json")
+
+
 # --- benchmarks on a GPU ---------------------------------------------------------------------------
 
 
@@ -316,7 +395,7 @@ def test_gpu_quick_over_stand_ins(tmp_path: Path) -> None:
     assert all(side["same_bits_as_first"] for side in ranks["sides"].values())
     assert all(side["largest_difference_to_ddp"] == 0 for side in ranks["sides"].values())
     page = out.with_suffix(".md").read_text()
-    assert "A STAND-IN ON THE HOST" in page and "| zshard |" in page
+    assert "FAKE GPU ON THE HOST" in page and "| zshard |" in page
 
 
 def test_gpu_sides_that_do_not_fit_together_are_measured_in_pairs(

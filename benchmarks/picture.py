@@ -1,0 +1,206 @@
+"""Draw README's picture of step time and peak memory from results files.
+
+    python -m benchmarks.picture [--step-time FILE] [--memory FILE] [--out docs/images/x.svg]
+
+The picture compares the libraries on gpt85m. The numbers come from the newest step-time and memory
+files in benchmarks/results that contain all of SIDES, unless files are named. The same files give
+the same picture, byte for byte (with the same matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.harness import MIB
+
+MODEL = "gpt85m"
+TITLE = "GPT, 85 M parameters, fp32, AdamW"
+SIDES = {
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "deepspeed-3": "DeepSpeed ZeRO-3",
+    "zshard-full_shard": "zshard full_shard",
+}
+"""Name in the results -> label, from top to bottom."""
+
+OURS = "zshard-full_shard"
+OUT = harness.ROOT / "docs" / "images" / "memory-and-speed.svg"
+
+INK, FAINT, PEER_COLOUR, OUR_COLOUR = "#1f2328", "#59636e", "#afb8c1", "#0969da"
+SIZE = (8.6, 3.3)
+"""Inches: about the width of a page on GitHub."""
+
+STYLE: dict[str, Any] = {
+    "svg.hashsalt": "zshard",  # or element ids are random
+    "svg.fonttype": "none",  # text as text: a tenth of the size of outlines
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # of nearly the same width
+    "font.size": 9.5,
+}
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    made = argparse.ArgumentParser(
+        description=f"Draw step time and peak memory of {MODEL} from results files."
+    )
+    newest = "(default: the newest in benchmarks/results with all sides)"
+    made.add_argument("--step-time", type=Path, metavar="FILE", help=f"step-time results {newest}")
+    made.add_argument("--memory", type=Path, metavar="FILE", help=f"memory results {newest}")
+    made.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        metavar="FILE",
+        help=f"the image to write, .svg or .png (default: {OUT.relative_to(harness.ROOT)})",
+    )
+    return made.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(argv)
+    steps = pick("step-time", args.step_time)
+    memory = pick("memory", args.memory)
+    draw(steps, memory, args.out)
+    print(f"wrote {args.out} ({args.out.stat().st_size / 1e3:.0f} kB)")
+
+
+# --------------------------------------------------------------------------------------
+# The results
+
+
+def pick(benchmark: str, path: Path | None, folder: Path = harness.RESULTS) -> dict[str, Any]:
+    """Return the record in `path`, or the newest one of `benchmark` in `folder` with all sides.
+
+    Raises SystemExit if there is none or `path` lacks a side.
+    """
+    if path is not None:
+        record = read(path)
+        missing = missing_sides(record, benchmark)
+        if missing:
+            raise SystemExit(f"{path} has no {benchmark} results of {MODEL} for {missing}")
+        return record
+    records = [read(each) for each in sorted(folder.glob("*.json"))]
+    found = [record for record in records if not missing_sides(record, benchmark)]
+    if not found:
+        module = benchmark.replace("-", "_")
+        raise SystemExit(
+            f"no {benchmark} results of {MODEL} with {', '.join(SIDES)} in {folder}: run\n"
+            f"python -m benchmarks.{module} --models {MODEL} --sides {' '.join(SIDES)}"
+        )
+    return max(found, key=lambda record: str(record["machine"]["date"]))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the record in `path`. Raises SystemExit if it cannot be read or is not JSON."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cannot read {path}: {error}") from error
+    return record
+
+
+def missing_sides(record: Mapping[str, Any], benchmark: str) -> str:
+    """Return the names of the sides that `record` lacks; "" if it has all of them."""
+    names = {} if record.get("benchmark") != benchmark else sides_of(record)
+    return ", ".join(name for name in SIDES if name not in names)
+
+
+def sides_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sides of MODEL in `record`, by name; empty if it was not measured."""
+    return result_of(record).get("sides", {})
+
+
+def result_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    return next((each for each in record["results"] if each.get("model") == MODEL), {})
+
+
+def caption(steps: Mapping[str, Any], memory: Mapping[str, Any]) -> str:
+    """Return the lines below the bars: how, where and when the numbers were measured."""
+    here, there = steps["machine"], memory["machine"]
+    rounds = len(next(iter(sides_of(steps).values()))["samples_ms"])
+    dates = sorted({str(each["date"])[:10] for each in (here, there)})
+    versions = [f"torch {here['torch']}"]
+    if "deepspeed" in here:
+        versions.append(f"DeepSpeed {here['deepspeed']}")
+    machine = f"{here['cpu']}, {here['cores']} cores, {here['memory_bytes'] / 2**30:.0f} GiB"
+    return (
+        f"Step time: median of {rounds} rounds, lines from min to max; DDP = 1 in each round. "
+        "Memory: PSS, libraries subtracted.\n"
+        f"{machine}, {', '.join(versions)}, {' and '.join(dates)}."
+    )
+
+
+# --------------------------------------------------------------------------------------
+# The picture
+
+
+def draw(steps: Mapping[str, Any], memory: Mapping[str, Any], out: Path) -> None:
+    """Draw both panels and write them to `out`, creating its directory."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SystemExit(
+            "benchmarks.picture requires matplotlib: run python -m pip install matplotlib"
+        ) from error
+    ratios = {name: sides_of(steps)[name]["ratio"] for name in SIDES}
+    peaks = {name: sides_of(memory)[name]["peak_bytes"] / MIB for name in SIDES}
+    ranks = result_of(steps)["ranks"]
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
+        figure = Figure(figsize=SIZE, facecolor="white")
+        left, right = figure.subplots(1, 2, sharey=True)
+        bars(left, {name: ratio["median"] for name, ratio in ratios.items()}, "{:.2f}", ratios)
+        bars(right, peaks, "{:.0f}", {})
+        left.axvline(1.0, color=FAINT, linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
+        left.set_title("Step time, ratio to DDP (lower is better)", fontsize=10, color=INK)
+        right.set_title("Peak memory per rank, MiB (lower is better)", fontsize=10, color=INK)
+        left.set_yticks(range(len(SIDES)), list(SIDES.values()))
+        left.get_yticklabels()[list(SIDES).index(OURS)].set_fontweight("bold")
+        left.invert_yaxis()
+        figure.suptitle(f"{TITLE}, {ranks} CPU ranks", fontsize=11, fontweight="bold", color=INK)
+        figure.text(0.012, 0.025, caption(steps, memory), fontsize=7.5, color=FAINT)
+        figure.subplots_adjust(left=0.175, right=0.985, top=0.82, bottom=0.15, wspace=0.06)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        stamps = {"Date": None, "Creator": None} if out.suffix == ".svg" else {"Software": None}
+        figure.savefig(out, dpi=150, metadata=stamps)
+
+
+def bars(
+    axes: Any,
+    values: Mapping[str, float],
+    form: str,
+    spreads: Mapping[str, Mapping[str, float]],
+) -> None:
+    """Draw one panel: a bar and its value for each side, and a line over the range in `spreads`."""
+    ends = [spreads[name]["max"] if name in spreads else value for name, value in values.items()]
+    longest = max(ends)
+    for row, (name, value) in enumerate(values.items()):
+        ours = name == OURS
+        axes.barh(row, value, height=0.62, color=OUR_COLOUR if ours else PEER_COLOUR, zorder=1)
+        if name in spreads and spreads[name]["max"] > spreads[name]["min"]:
+            limits = [spreads[name]["min"], spreads[name]["max"]]
+            axes.plot(limits, [row, row], color=INK, linewidth=0.9, zorder=2)
+        axes.text(
+            ends[row] + 0.015 * longest,
+            row,
+            form.format(value),
+            va="center",
+            color=INK,
+            fontweight="bold" if ours else "normal",
+        )
+    axes.set_xlim(0, 1.2 * longest)
+    axes.tick_params(axis="y", length=0, colors=INK)
+    axes.tick_params(axis="x", bottom=False, labelbottom=False)
+    for edge in ("top", "right", "bottom"):
+        axes.spines[edge].set_visible(False)
+    axes.spines["left"].set_color(PEER_COLOUR)
+
+
+if __name__ == "__main__":
+    harness.start(main)
