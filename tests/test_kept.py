@@ -191,7 +191,7 @@ def test_memory_is_a_slice_of_state_and_the_part_that_is_kept(pool4, strategy):
         assert memory["shards"] < 1.1 * whole / 4 and memory["grads"] < 1.1 * whole / 4
         assert state < 1.1 * whole / 4
         near = 1 if strategy == "zero1" else 2
-        assert f"kept between steps over {near} ranks" in head
+        assert f"secondary shards over {near} rank(s)" in head
 
 
 @pytest.mark.parametrize("strategy", KEEPING)
@@ -269,7 +269,7 @@ def mistakes():
 
 
 def test_mistakes_are_named(pool4):
-    expected = ["does not divide the 4 ranks", "for whole models", "two groups", "no mesh"]
+    expected = ["does not divide the 4 ranks", "apply to whole models", "two groups", "a mesh"]
     for messages in pool4.run(mistakes):
         for word, message in zip(expected, messages, strict=True):
             assert word in message

@@ -375,7 +375,7 @@ def test_a_parameter_shared_with_a_wrapped_module_is_refused() -> None:
     model = Net()
     model.head.weight = model.embed.weight
     mark_wrapped(model.head)
-    with pytest.raises(ValueError, match=r"'embed.weight' .*'head.weight'.* wrap the module"):
+    with pytest.raises(ValueError, match=r"'embed.weight' .*'head.weight'.* wrap a module"):
         plan_units(model)
     plan_units(model, ignored_modules={model.embed})
 

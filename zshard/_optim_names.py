@@ -209,9 +209,13 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
         for param in group["params"]:
             if id(param) not in names:
                 part = part_of(param)
-                what = f"'{part.name}'" if part else f"of shape {tuple(param.shape)}"
+                what = (
+                    f"parameter '{part.name}'"
+                    if part
+                    else f"a parameter of shape {tuple(param.shape)}"
+                )
                 raise ValueError(
-                    f"param group {i} of the optimizer has parameter {what}, which the model "
+                    f"param group {i} of the optimizer has {what}, which the model "
                     "lacks: pass the model that the optimizer was created for"
                 )
     return names
