@@ -94,7 +94,11 @@ def test_a_device_that_is_none_here(device_id):
 
 @pytest.mark.parametrize(
     ("device_id", "error", "text"),
-    [("gpu", ValueError, "is no device"), ("xpu", ValueError, "CUDA"), (True, TypeError, "number")],
+    [
+        ("gpu", ValueError, "is not a valid device"),
+        ("xpu", ValueError, "CUDA"),
+        (True, TypeError, "index"),
+    ],
 )
 def test_what_is_no_device(device_id, error, text):
     with pytest.raises(error, match=text):

@@ -215,8 +215,8 @@ NONE_SET = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "Z
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, ("RANK=2", "WORLD_SIZE=2", "torchrun")),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, ("RANK=-1", "WORLD_SIZE=2", "torchrun")),
-        ({"RANK": "first", "WORLD_SIZE": "2"}, ("RANK='first'", "no number")),
-        ({"RANK": "0", "WORLD_SIZE": "two"}, ("WORLD_SIZE='two'", "no number")),
+        ({"RANK": "first", "WORLD_SIZE": "2"}, ("RANK='first'", "not an integer")),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, ("WORLD_SIZE='two'", "not an integer")),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ("MASTER_ADDR",)),
     ],
 )

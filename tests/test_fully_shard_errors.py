@@ -83,7 +83,7 @@ MISTAKES = [
     (lambda: fully_shard(make(Mlp), mp_policy=3), TypeError, "mixed_precision"),
     (lambda: fully_shard(make(Mlp), offload_policy=3), TypeError, "offload_policy"),
     (lambda: fully_shard(make(Mlp), ignored_params=[3]), TypeError, "ignored_params.*int"),
-    (lambda: stack().set_reshard_after_forward(1), TypeError, "bool, not 1"),
+    (lambda: stack().set_reshard_after_forward(1), TypeError, "bool, got 1"),
     (lambda: FSDP(make(Mlp), strategy="no_shard").set_reshard_after_forward(False), ValueError, "no_shard"),
     (lambda: stack().set_gradient_divide_factor(0), ValueError, "positive"),
     (lambda: stack().set_gradient_divide_factor(float("inf")), ValueError, "positive"),

@@ -386,7 +386,7 @@ def test_a_lazy_parameter_is_refused() -> None:
 
 
 def test_a_unit_must_lie_below_the_root() -> None:
-    with pytest.raises(ValueError, match="Block given as a unit is not a module of this Net"):
+    with pytest.raises(ValueError, match="Block passed as a unit is not in this Net"):
         assign_parameters(Net(), [Block()])
 
 

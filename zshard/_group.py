@@ -207,7 +207,7 @@ def _env_int(name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"environment variable {name} must be an integer, got {text!r}") from None
+        raise ValueError(f"environment variable {name}={text!r} is not an integer") from None
 
 
 def comms_for(
@@ -329,7 +329,9 @@ def _check_timeout(timeout: float | None) -> float | None:
     except (TypeError, ValueError):
         seconds = math.nan
     if not seconds > 0:
-        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+        raise ValueError(
+            f"{name}={value!r} is not a valid timeout: expected a positive number of seconds"
+        )
     return seconds
 
 

@@ -39,7 +39,7 @@ def summary_of(units: list[_core.Unit], comms: Comms) -> str:
     head = f"zshard: rank {comm.rank} of {comm.world}, transport {comm.transport}"
     if shards.world < comm.world:
         count = comm.world // shards.world
-        head += f"; {count} replicas of {shards.world} ranks each, transport {shards.transport}"
+        head += f"; {count} replicas of {shards.world} rank(s) each, transport {shards.transport}"
     if far is not None:
         head += f"; secondary shards over {near.world} rank(s), transport {near.transport}"
     return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])

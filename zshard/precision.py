@@ -103,7 +103,7 @@ def parse_precision(value: Any) -> Precision:
         dtype = getattr(value, name, None)
         if dtype is not None and dtype not in _FLOATS:
             known = ", ".join(str(each) for each in _FLOATS)
-            raise ValueError(f"{name} must be one of {known}, got {dtype!r}")
+            raise ValueError(f"{name}={dtype!r} is not supported: expected one of {known}")
     casts = bool(value.cast_forward_inputs)
     keep = getattr(value, "_module_classes_to_ignore", None)
     return Precision(
