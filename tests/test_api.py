@@ -85,14 +85,20 @@ def test_torchs_argument_objects_are_taken():
 @pytest.mark.parametrize("device_id", [0, "cuda", torch.device("cuda", 1)])
 def test_a_device_that_is_none_here(device_id):
     model = Mlp()
-    with pytest.raises(RuntimeError, match=r"device_id=.*sees no GPU; `python -m zshard doctor`"):
+    with pytest.raises(
+        RuntimeError, match=r"device_id=.*sees no GPU: run `python -m zshard doctor`"
+    ):
         FSDP(model, device_id=device_id)
     assert type(model) is Mlp
 
 
 @pytest.mark.parametrize(
     ("device_id", "error", "text"),
-    [("gpu", ValueError, "is no device"), ("xpu", ValueError, "CUDA"), (True, TypeError, "number")],
+    [
+        ("gpu", ValueError, "is not a valid device"),
+        ("xpu", ValueError, "CUDA"),
+        (True, TypeError, "index"),
+    ],
 )
 def test_what_is_no_device(device_id, error, text):
     with pytest.raises(error, match=text):
@@ -289,7 +295,7 @@ def test_pickling_is_refused(save, part):
 def test_each_module_is_wrapped_once():
     model = FSDP(make(Net), auto_wrap_policy={Nested})
     for part in (model, model.blocks[1]):
-        with pytest.raises(ValueError, match="wrapped already"):
+        with pytest.raises(ValueError, match="already wrapped"):
             FSDP(part)
     outer = FSDP(nn.Sequential(model, nn.Linear(31, 2)), auto_wrap_policy=None)
     assert list(FSDP.fsdp_modules(outer))[1] is model
@@ -348,7 +354,7 @@ def test_summary_lists_the_units(pool2):
     for rank, (_, _, summary, _) in enumerate(pool2.run(facts, FULL)):
         lines = summary.split("\n\n")[0].splitlines()
         assert lines[0] == f"zshard: rank {rank} of 2, transport shm"
-        assert lines[1].split() == ["unit", "parameters", "whole", "per", "rank", "strategy"]
+        assert lines[1].split() == ["unit", "parameters", "unsharded", "per", "rank", "strategy"]
         rows = {line.split()[0]: line.split() for line in lines[3:-2]}
         assert list(rows) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
         block = make(Net).blocks[0]

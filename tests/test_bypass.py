@@ -231,7 +231,7 @@ def test_blocks_that_are_reached_through_are_reported() -> None:
             return x
 
     model = Rescaled()
-    with pytest.warns(UserWarning, match="makes no unit of Pair, because Rescaled uses its"):
+    with pytest.warns(UserWarning, match="does not make Pair a unit, because Rescaled uses its"):
         units = plan_units(model)
     assert "layers.0" not in names(units)
     assert uses_while_sharded(units, torch.randn(2, 8)) == []

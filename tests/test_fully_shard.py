@@ -109,7 +109,7 @@ def on_a_mesh(shape, reshard, transport):
 @pytest.mark.parametrize("reshard", [True, False, None])
 def test_a_mesh_of_two_dimensions_is_hybrid(pool4, reshard, transport):
     for gap, head in pool4.run(on_a_mesh, (2, 2), reshard, transport):
-        assert gap < 1e-6 and "2 copies, each over 2 ranks" in head
+        assert gap < 1e-6 and "2 replicas of 2 rank(s) each" in head
 
 
 def test_a_mesh_of_one_dimension_is_sharded_over(pool2):

@@ -83,14 +83,14 @@ MISTAKES = [
     (lambda: fully_shard(make(Mlp), mp_policy=3), TypeError, "mixed_precision"),
     (lambda: fully_shard(make(Mlp), offload_policy=3), TypeError, "offload_policy"),
     (lambda: fully_shard(make(Mlp), ignored_params=[3]), TypeError, "ignored_params.*int"),
-    (lambda: stack().set_reshard_after_forward(1), TypeError, "bool, not 1"),
+    (lambda: stack().set_reshard_after_forward(1), TypeError, "bool, got 1"),
     (lambda: FSDP(make(Mlp), strategy="no_shard").set_reshard_after_forward(False), ValueError, "no_shard"),
     (lambda: stack().set_gradient_divide_factor(0), ValueError, "positive"),
     (lambda: stack().set_gradient_divide_factor(float("inf")), ValueError, "positive"),
     (lambda: stack().set_gradient_divide_factor("2"), TypeError, "real number"),
     (lambda: stack().set_is_last_backward(None), TypeError, "bool"),
     (lambda: stack().set_modules_to_forward_prefetch([nn.Linear(1, 1)]), TypeError, "Linear is not"),
-    (lambda: stack().set_modules_to_backward_prefetch(stack()), TypeError, "not one module"),
+    (lambda: stack().set_modules_to_backward_prefetch(stack()), TypeError, "got one module"),
     (lambda: setattr(units_of(stack())[0], "strategy", "no_shard"), ValueError, "cannot become"),
 ]  # fmt: skip
 

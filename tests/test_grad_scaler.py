@@ -267,7 +267,7 @@ def test_gradients_that_are_not_reduced_are_refused_as_they_are(pool2):
 
 def test_devices():
     assert zshard.GradScaler().is_enabled()  # torch's default would be a device that is not here
-    with pytest.raises(ValueError, match="'cpu' or 'cuda', not 'tpu'"):
+    with pytest.raises(ValueError, match="'cpu' or 'cuda', got 'tpu'"):
         zshard.GradScaler("tpu")
     assert issubclass(zshard.GradScaler, torch.amp.GradScaler)
 

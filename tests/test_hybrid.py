@@ -99,7 +99,7 @@ def test_memory_is_that_of_the_shard_group(pool4):
     (held, head), *_ = pool4.run(bytes_held, (2, 2))
     (whole, _), *_ = pool4.run(bytes_held, (4, 1))
     assert 0.45 < held / whole < 0.6
-    assert "rank 0 of 4" in head and "2 copies, each over 2 ranks" in head
+    assert "rank 0 of 4" in head and "2 replicas of 2 rank(s) each" in head
 
 
 def by_groups():
@@ -145,7 +145,7 @@ def copies_within_hosts():
 def test_shm_within_hosts_and_c10d_between(pool4):
     for head, wrong in pool4.run(copies_within_hosts):
         assert wrong == []
-        assert "transport c10d; 2 copies, each over 2 ranks, transport shm" in head
+        assert "transport c10d; 2 replicas of 2 rank(s) each, transport shm" in head
 
 
 def by_local_world_size(size):
@@ -158,9 +158,9 @@ def by_local_world_size(size):
 
 
 def test_without_groups_each_host_has_a_copy(pool4):
-    assert "2 copies, each over 2 ranks" in pool4.run(by_local_world_size, 2)[0]
+    assert "2 replicas of 2 rank(s) each" in pool4.run(by_local_world_size, 2)[0]
     assert "copies" not in pool4.run(by_local_world_size, 4)[0]
-    assert "4 copies, each over 1 ranks" in pool4.run(by_local_world_size, 1)[0]
+    assert "4 replicas of 1 rank(s) each" in pool4.run(by_local_world_size, 1)[0]
 
 
 def mistakes():
@@ -177,7 +177,7 @@ def mistakes():
 
 
 def test_what_is_no_mesh_is_refused(pool2):
-    expected = ["two groups", "hybrid", "no mesh", "pair", "hybrid", "not both"]
+    expected = ["two groups", "hybrid", "a mesh", "pair", "hybrid", "not both"]
     for messages in pool2.run(mistakes):
         for word, message in zip(expected, messages, strict=True):
             assert word in message

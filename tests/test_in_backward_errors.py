@@ -32,7 +32,7 @@ def test_what_cannot_be_stepped_in_backward():
     model, optimizer, handle = alone(True)
     torchs = torch.optim.AdamW(model.parameters())
     text = message_of(lambda: model.optimizer_in_backward(torchs), TypeError)
-    assert "zshard.AdamW" in text and "torch.optim.adamw.AdamW steps all or none" in text
+    assert "zshard.AdamW" in text and "one unit at a time, got torch.optim.adamw.AdamW" in text
     text = message_of(lambda: model.optimizer_in_backward(optimizer), RuntimeError)
     assert "unit '' is stepped in backward already" in text
     handle.remove()
@@ -41,7 +41,7 @@ def test_what_cannot_be_stepped_in_backward():
     assert "none of the model's parameters" in text
     twin = zshard.SGD(model.parameters(), 0.1)
     text = message_of(lambda: model.optimizer_in_backward(optimizer, twin), ValueError)
-    assert "two optimizers have the same parameter" in text
+    assert "is in two optimizers" in text
     loss_of(model(batch(0))).backward()
     text = message_of(lambda: model.optimizer_in_backward(optimizer), RuntimeError)
     assert "parameter 'shift' has a .grad" in text

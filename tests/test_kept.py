@@ -191,7 +191,7 @@ def test_memory_is_a_slice_of_state_and_the_part_that_is_kept(pool4, strategy):
         assert memory["shards"] < 1.1 * whole / 4 and memory["grads"] < 1.1 * whole / 4
         assert state < 1.1 * whole / 4
         near = 1 if strategy == "zero1" else 2
-        assert f"kept between steps over {near} ranks" in head
+        assert f"secondary shards over {near} rank(s)" in head
 
 
 @pytest.mark.parametrize("strategy", KEEPING)
@@ -216,7 +216,7 @@ def kept_on_hosts(precision):
 def test_the_copy_is_read_by_shm_where_the_ranks_of_a_host_keep_it(pool4, precision):
     for head, wrong, slots in pool4.run(kept_on_hosts, precision):
         assert wrong == []
-        assert "transport c10d; kept between steps over 2 ranks, transport shm" in head
+        assert "transport c10d; secondary shards over 2 rank(s), transport shm" in head
         assert slots == 0 or precision is not None  # state_dict() gathers what is not kept
 
 
@@ -236,7 +236,7 @@ def by_number(number):
 
 def test_a_number_of_ranks_to_reshard_to(pool4):
     for wrong, head in pool4.run(with_environment, by_number, 2):
-        assert wrong == [] and "kept between steps over 2 ranks" in head
+        assert wrong == [] and "secondary shards over 2 rank(s)" in head
     for wrong, head in pool4.run(with_environment, by_number, 4):
         assert wrong == [] and "kept" not in head
 
@@ -269,7 +269,7 @@ def mistakes():
 
 
 def test_mistakes_are_named(pool4):
-    expected = ["does not divide the 4 ranks", "for whole models", "two groups", "no mesh"]
+    expected = ["does not divide the 4 ranks", "apply to whole models", "two groups", "a mesh"]
     for messages in pool4.run(mistakes):
         for word, message in zip(expected, messages, strict=True):
             assert word in message

@@ -306,7 +306,7 @@ def other_tensors():
 
 
 def test_ranks_that_would_load_different_tensors(pool2):
-    assert pool2.run(other_tensors) == ["rank 1 has other tensors to load than rank 0"] * 2
+    assert pool2.run(other_tensors) == ["rank 1 loads different tensors than rank 0"] * 2
 
 
 # --- hooks and extra state ------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def asking_for_values(from_rank0):
 def test_a_hook_that_asks_for_values(pool2):
     assert pool2.run(asking_for_values, False) == [True, True]
     for said in pool2.run(asking_for_values, True):
-        assert "mul() on 'head.weight', which is read into the model only when all of it" in said
+        assert "cannot call mul() on 'head.weight', whose values are read only after all" in said
 
 
 def old_batch_norm():

@@ -78,9 +78,9 @@ def strange_optimizer(path, what):
     [
         ("class", "the checkpoint has the state of zshard.optim.AdamW, but the optimizer is SGD"),
         ("parts", "the optimizer has no parameter 'blocks.0.norm.weight'"),
-        ("groups", "it has 1 param groups, the optimizer 2"),
-        ("stranger", "has a parameter of shape (3,) that the model has not"),
-        ("dtype", "that the model has not"),
+        ("groups", "it has 1 param groups, but the optimizer has 2"),
+        ("stranger", "has a parameter of shape (3,), which the model lacks"),
+        ("dtype", "which the model lacks"),
     ],
 )
 def test_another_optimizer(pool2, good, what, words):
@@ -166,8 +166,8 @@ def other_arguments(path):
 
 def test_ranks_that_ask_for_different_things(pool2, good):
     for first, second, third in pool2.run(other_arguments, str(good)):
-        assert "load(optimizer=) is NoneType on rank 0 and AdamW on rank 1" in first
-        assert "load(verify=) is False on rank 0 and True on rank 1" in second
+        assert "load(optimizer=) is NoneType on rank 0, but AdamW on rank 1" in first
+        assert "load(verify=) is False on rank 0, but True on rank 1" in second
         assert "optimizer must be a torch.optim.Optimizer, got int" in third
 
 

@@ -78,7 +78,7 @@ def test_what_is_no_option_is_refused():
 def test_it_is_for_gpus(monkeypatch):
     monkeypatch.delenv("ZSHARD_CUDA_ON_HOST", raising=False)
     model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="for models on GPUs"):
+    with pytest.raises(ValueError, match="requires a model on a GPU"):
         FSDP(model, transport=NcclOptions())
     assert type(model) is nn.Linear
 

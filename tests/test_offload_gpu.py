@@ -88,4 +88,4 @@ def refused(env):
 
 def test_files_are_for_the_cpu():
     (result,) = fork_ranks(refused, 1, stand_ins.environment(), check=True)
-    assert "on a GPU leave the directory out" in result.value
+    assert "on a GPU: omit directory" in result.value

@@ -111,7 +111,7 @@ def test_refused_even_if_only_the_last_parameter_is_a_shard(sharded):
 
 @pytest.mark.parametrize("cls", [OwnStep, Lambda])
 def test_unknown_ones_warn_once_per_class(sharded, cls):
-    with pytest.warns(UserWarning, match=rf"test_optim_guard\.{cls.__name__} updates sharded"):
+    with pytest.warns(UserWarning, match=rf"test_optim_guard\.{cls.__name__} is updating sharded"):
         cls(sharded).step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

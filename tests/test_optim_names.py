@@ -164,15 +164,17 @@ def spoil_numbers(state):
 
 SPOILS = {
     "no parameter 'embed.wait'": spoil_rename,
-    "group 0 of it has no parameter 'twins.0.one.bias'": spoil_missing,
-    "group 0 of it has no parameter 'embed.weight'": spoil_group,
-    "'exp_avg' of parameter 'twins.0.one.bias' has the shape (8,), the parameter (9,)": spoil_shape,
-    "'exp_avg_sq' of parameter 'twins.1.one.weight' is of torch.float64": spoil_dtype,
+    "its param group 0 lacks parameter 'twins.0.one.bias'": spoil_missing,
+    "its param group 0 lacks parameter 'embed.weight'": spoil_group,
+    "'exp_avg' of parameter 'twins.0.one.bias' has shape (8,), expected (9,)": spoil_shape,
+    "'exp_avg_sq' of parameter 'twins.1.one.weight' has dtype torch.float64": spoil_dtype,
     "twice, under two of its names": spoil_twice,
-    "load it by optimizer.load_state_dict()": spoil_numbers,
-    "it has 2 param groups, the optimizer 1": lambda state: state["param_groups"].append({}),
-    "it has no 'state' and 'param_groups'": lambda state: {"model": 3},
-    "its state of 'embed.weight' is no dict": lambda s: s["state"].update({"embed.weight": 1}),
+    "use optimizer.load_state_dict()": spoil_numbers,
+    "it has 2 param groups, but the optimizer has 1": lambda state: state["param_groups"].append(
+        {}
+    ),
+    "it lacks 'state' or 'param_groups'": lambda state: {"model": 3},
+    "the state of 'embed.weight' is not a dict": lambda s: s["state"].update({"embed.weight": 1}),
 }
 
 
@@ -212,7 +214,7 @@ def test_what_is_wrong_on_one_rank_is_told_on_all(pool2):
     first, second = pool2.run(one_rank_is_wrong)
     assert first == second and len(first) == 2
     assert "on rank 1" in first[0] and "(2,)" in first[0]
-    assert "on rank 1" in first[1] and "its groups have [5] parameters" in first[1]
+    assert "on rank 1" in first[1] and "its param groups have [5] parameters" in first[1]
 
 
 def another_name():

@@ -200,15 +200,15 @@ def test_arguments():
         model.memory("later")
     plain = make(Net)
     for options, message in (
-        ({"optimizer": "muon"}, "number of tensors"),
+        ({"optimizer": "muon"}, "number of state tensors"),
         ({"transport": "tcp"}, "unknown transport"),
         ({"strategy": "zero4"}, "unknown sharding_strategy"),
-        ({"transport": "shm", "local_world_size": 1}, "several"),
-        ({"local_world_size": 3}, "do not divide"),
+        ({"transport": "shm", "local_world_size": 1}, "on one host"),
+        ({"local_world_size": 3}, "not a multiple"),
     ):
         with pytest.raises(ValueError, match=message):
             predict_memory(plain, 4, **options)
-    with pytest.raises(ValueError, match="no number of ranks"):
+    with pytest.raises(ValueError, match="must be a positive integer"):
         predict_memory(plain, 0)
     with pytest.raises(ValueError, match="already wrapped"):
         predict_memory(model, 2)

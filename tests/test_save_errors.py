@@ -107,10 +107,10 @@ def test_what_is_no_model(tmp_path):
 
 
 DIFFERENT = {
-    "step": ("step is 1 on rank 0 and 2 on rank 1", lambda: {"step": 1 + rank()}),
-    "limit": ("max_shard_size is 10 on rank 0 and 11", lambda: {"max_shard_size": 10 + rank()}),
+    "step": ("step is 1 on rank 0, but 2 on rank 1", lambda: {"step": 1 + rank()}),
+    "limit": ("max_shard_size is 10 on rank 0, but 11", lambda: {"max_shard_size": 10 + rank()}),
     "dtype": (
-        "tensor 'first.weight' is shape (13, 7), torch.float32 on rank 0 and shape (13, 7), torch.bf",
+        "tensor 'first.weight' is shape (13, 7), torch.float32 on rank 0, but shape (13, 7), torch.b",
         lambda: {"dtype": [None, torch.bfloat16][rank()]},
     ),
     "keep_last": ("keep_last is", lambda: {"keep_last": 1 + rank(), "step": 1}),
@@ -156,9 +156,9 @@ def of_different_contents(folder):
 
     kind, found = zshard.DivergenceError, []
     for text, action in (
-        ("where rank 0 has 'first.weight.more0' (not a tensor)", states),
+        ("rank 0 has 'first.weight.more0' (not a tensor)", states),
         ("path is '", paths),
-        ("where rank 0 has tensor 'more0'", names),
+        ("rank 0 has tensor 'more0'", names),
         ("only rank 0 has", optimizers),
     ):
         (own := folder / action.__name__).mkdir(exist_ok=True)
@@ -171,7 +171,7 @@ def test_ranks_that_would_save_something_else(pool2, tmp_path):
 
 
 def of_another_model(folder):
-    text = "has a parameter of shape (13, 7) that the model has not"
+    text = "has a parameter of shape (13, 7), which the model lacks"
     return tried(folder, ValueError, text, other_model)
 
 

@@ -115,7 +115,7 @@ def left_whole():
 def test_units_that_are_whole(pool2):
     for wrong, after, said in pool2.run(left_whole):
         assert wrong == after == []
-        assert "is whole by unshard() or summon_full_params()" in said
+        assert "is unsharded: call state_dict() after reshard()" in said
 
 
 class Buffered(nn.Sequential):
@@ -188,13 +188,13 @@ def refused(what):
 
 
 EXPECTED = {
-    "outside": ("first.weight: elements ", "load it within FSDP.state_dict_type(model, 'SHARDED"),
-    "of the other rank": ("first.weight: elements ", " of 2; this rank has elements "),
-    "of other units": ("first.weight: elements ", "; this rank has elements "),
+    "outside": ("first.weight: got shard ", "load it within FSDP.state_dict_type(model, 'SHARDED"),
+    "of the other rank": ("first.weight: got shard ", " of 2 (", ", but this rank has shard "),
+    "of other units": ("first.weight: got shard ", ", but this rank has shard "),
     "without a record": ("size mismatch for", "the shape in current model is torch.Size([64, 64])"),
-    "with a broken record": ("first.weight: a slice with a record that cannot be read",),
-    "of another size": (".weight: its shape is (", "that of the slice is ("),
-    "of a sharded model": ("first.weight: elements", "here it is not sharded: save and load whole"),
+    "with a broken record": ("first.weight: got a shard with an invalid record",),
+    "of another size": (".weight: got shape (", "the shard has shape ("),
+    "of a sharded model": ("first.weight: got shard", "is not sharded here: save and load full"),
 }
 
 
@@ -228,7 +228,7 @@ def without_metadata():
 
 def test_a_destination_has_to_take_the_records(pool2):
     for said in pool2.run(without_metadata):
-        assert "needs a destination with a dict `_metadata`" in said
+        assert "needs a destination with a `_metadata` dict" in said
 
 
 def whole_within():

@@ -412,7 +412,7 @@ def test_what_cannot_be_rounded_so_is_refused():
     optimizer = zshard.AdamW(make_params(BF16), stochastic_rounding=True)
     with pytest.raises(NotImplementedError, match="float16"):
         optimizer.add_param_group({"params": half})
-    with pytest.raises(ValueError, match="rounding_seed is for stochastic_rounding=True"):
+    with pytest.raises(ValueError, match="rounding_seed requires stochastic_rounding=True"):
         zshard.SGD(make_params(BF16), rounding_seed=3)
     with pytest.raises(TypeError):
         zshard.SGD(make_params(BF16), stochastic_rounding=True, rounding_seed=0.5)

@@ -375,7 +375,7 @@ def test_a_parameter_shared_with_a_wrapped_module_is_refused() -> None:
     model = Net()
     model.head.weight = model.embed.weight
     mark_wrapped(model.head)
-    with pytest.raises(ValueError, match=r"'embed.weight' .*'head.weight'.* wrap the module"):
+    with pytest.raises(ValueError, match=r"'embed.weight' .*'head.weight'.* wrap a module"):
         plan_units(model)
     plan_units(model, ignored_modules={model.embed})
 
@@ -386,7 +386,7 @@ def test_a_lazy_parameter_is_refused() -> None:
 
 
 def test_a_unit_must_lie_below_the_root() -> None:
-    with pytest.raises(ValueError, match="Block given as a unit is not a module of this Net"):
+    with pytest.raises(ValueError, match="Block passed as a unit is not in this Net"):
         assign_parameters(Net(), [Block()])
 
 

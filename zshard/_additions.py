@@ -1,7 +1,7 @@
-"""Parameters that are added after wrapping: an error, where each rank would train them alone.
+"""Reject parameters added after wrapping: each rank would train them on its own.
 
-The one idea: nn.Module tells a global hook of every parameter and module that is registered, and
-the modules of sharded models are known; nothing is looked for in any step.
+The one idea: nn.Module reports every registered parameter and module to a global hook, and the
+modules of sharded models are known; no step searches for anything.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _installed = False
 
 
 def watch(root: nn.Module, ignored: Collection[nn.Module]) -> None:
-    """Has additions to `root` and what is below it refused, but to `ignored` modules."""
+    """Reject additions to `root` and its descendants, except to `ignored` modules."""
     left_alone = {id(each) for module in ignored for each in module.modules()}
     _members.update(module for module in root.modules() if id(module) not in left_alone)
 
 
 def install() -> None:
-    """Sets the hooks; once is enough, more does nothing."""
+    """Register the global hooks. Idempotent."""
     global _installed
     if not _installed:
         register_module_parameter_registration_hook(_refuse_parameter)
@@ -60,7 +60,7 @@ def _is_alone(param: Any) -> bool:
 
 def _complaint(module: nn.Module, name: str, what: str) -> str:
     return (
-        f"the {what} {name!r} was added to a {type(module).__name__} after FSDP(...): each rank "
-        "would train it alone. Add it before wrapping the model; or freeze it "
+        f"{what} {name!r} was added to a {type(module).__name__} after FSDP(...), so its gradient "
+        "would not be reduced: add it before wrapping the model, or freeze it "
         "(requires_grad_(False))"
     )

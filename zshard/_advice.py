@@ -1,7 +1,7 @@
-"""What to say where a model does not fit: how much of what is missing, and what would take less.
+"""The error text for a model that does not fit in memory: what it needs, and what needs less.
 
-The one idea: each way out comes with the bytes that it would take, from the same outlines as the
-refusal itself, so that nobody has to try them.
+The one idea: each alternative is listed with the bytes it would take, from the same estimates as
+the check itself, so that nobody has to try them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_TIMES = 1024  # as many ranks are worth a thought
 
 
 class Model(NamedTuple):
-    """The model that does not fit. partly: some of its units are there already."""
+    """The model that does not fit. partly: earlier calls have already made some of its units."""
 
     module: nn.Module
     planned: Sequence[Planned]
@@ -32,8 +32,11 @@ class Model(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """missing: bytes that are not there. rank, needed, limit, source: where, and what of what.
-    optimizer: bytes of Adam's state there."""
+    """A rank that lacks memory.
+
+    missing: bytes short, that is, `needed` - `limit`. source: which limit, for the message.
+    optimizer: bytes of Adam's state on that rank.
+    """
 
     missing: int
     rank: int
@@ -44,24 +47,24 @@ class Shortage(NamedTuple):
 
 
 def explain(model: Model, short: Shortage, what: str) -> str:
-    """The message. what: the words for all that is needed."""
+    """Return the message. what: what the memory is needed for."""
     parts = model.outline.predict()
     by_part = ", ".join(
         f"{part} {_mib(size)}" for part, size in parts.items() if size and part != "total"
     )
-    net = " more than its parameters give back" if short.needed < parts["total"] else ""
+    net = " beyond what its parameters already occupy" if short.needed < parts["total"] else ""
     lines = [
-        f"this {type(model.module).__name__} does not fit: what {what} on rank {short.rank} of "
-        f"{model.world.size} takes {_mib(short.needed)} MiB{net}, and there are "
-        f"{_mib(short.limit)} MiB ({short.source}).",
-        f"By part, in MiB: {by_part}; besides, the state of Adam {_mib(short.optimizer)}.",
+        f"this {type(model.module).__name__} does not fit in memory: rank {short.rank} of "
+        f"{model.world.size} needs {_mib(short.needed)} MiB for {what}{net}, but only "
+        f"{_mib(short.limit)} MiB are available ({short.source}).",
+        f"By part, in MiB: {by_part}; Adam's state adds {_mib(short.optimizer)}.",
     ]
     ways = [] if model.partly else list(_ways_out(model, parts["total"], short))
     if ways:
-        lines.append(f"Instead of {_mib(parts['total'])} MiB:")
+        lines.append(f"Alternatives to these {_mib(parts['total'])} MiB:")
         lines += [f"  {way}" for way in ways]
     lines.append(f"  {_smaller_units(model)}")
-    lines.append("memory_limit=None wraps it all the same.")
+    lines.append("Pass memory_limit=None to wrap the model anyway.")
     return "\n".join(lines)
 
 
@@ -70,22 +73,22 @@ def _mib(size: int) -> str:
 
 
 def _ways_out(model: Model, total: int, short: Shortage) -> Iterator[str]:
-    """A line for each way that takes less, with its bytes."""
+    """Yield a line for each alternative that takes less memory, with its size."""
     room = total - short.missing
     for words, size in _alternatives(model):
         if size < total:
-            yield f"{words}: {_mib(size)} MiB{', which fits' if size <= room else ''}"
+            yield f"{words}: {_mib(size)} MiB{' (fits)' if size <= room else ''}"
     count = _fewest_ranks(model, room)
     if count is not None:
         size = _total(model, _sharded(model), ranks=count)
-        words = f"from {count} ranks on, each with as much memory, and full_shard"
-        yield f"{words}: {_mib(size)} MiB, which fits"
+        words = f"full_shard on {count} or more ranks, each with as much memory"
+        yield f"{words}: {_mib(size)} MiB (fits)"
 
 
 def _fewest_ranks(model: Model, room: int) -> int | None:
-    """With how many ranks a fully sharded model takes at most `room`; None: not with a thousand
-    times as many. What a rank takes falls with their number, so half of them are left out at a
-    time."""
+    """Return the smallest number of ranks on which full_shard takes at most `room` bytes per rank,
+    or None if _MOST_TIMES as many are too few. A rank's bytes fall as ranks are added, so this is a
+    binary search."""
     planned = _sharded(model)
     below, enough = model.world.size, 2 * model.world.size
     while _total(model, planned, ranks=enough) > room:
@@ -105,14 +108,15 @@ def _alternatives(model: Model) -> Iterator[tuple[str, int]]:
     usual = model.planned[-1][1]
     if usual.offload is None:
         words = (
-            "offload=zshard.Offload(directory=..., grads=True), with Adam's state on the disk, too"
+            "offload=zshard.Offload(directory=..., grads=True), which also puts Adam's state on "
+            "disk"
         )
         on_disk = Offload(directory=".", grads=True)
         yield words, _total(model, _changed(model, offload=on_disk))
     if model.world.size > 1:
         if usual.strategy is not ShardingStrategy.FULL_SHARD:
             yield 'strategy="full_shard"', _total(model, _sharded(model))
-        words = "memory_limit=None and model.optimizer_in_backward(...), which holds no gradients"
+        words = "memory_limit=None and model.optimizer_in_backward(...), which keeps no gradients"
         yield words, _total(model, model.planned, stepped=True)
     if usual.precision.compute is None:
         half = parse_precision(MixedPrecision(torch.bfloat16))
@@ -138,17 +142,17 @@ def _total(
     stepped: bool = False,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """Bytes that a rank takes with other settings."""
+    """Return the bytes per rank under other settings."""
     world = model.world if ranks is None else model.world._replace(size=ranks, near=ranks)
     comms = outline_comms(world, planned[-1][1].strategy)
     return Outline(model.module, planned, comms, dtype=dtype).predict(stepped)["total"]
 
 
 def _smaller_units(model: Model) -> str:
-    """A line on the largest unit."""
+    """Return the line about the largest unit."""
     largest = max(model.outline.units, key=lambda unit: unit.bytes["full"])
     name, size = largest.name or "(root)", largest.bytes
     return (
-        f"smaller units (auto_wrap_policy): the largest, '{name}', is {_mib(size['full'])} MiB "
-        f"whole, and as much in each bucket ({_mib(size['bucket'])} MiB) and slot"
+        f"smaller units (auto_wrap_policy): the largest, '{name}', takes {_mib(size['full'])} MiB "
+        f"unsharded, in each slot and again in each bucket ({_mib(size['bucket'])} MiB)"
     )

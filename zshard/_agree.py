@@ -1,7 +1,7 @@
-"""Do the ranks hold the same? Asked of a model at wrap time, before anything is shared, and of an
-optimizer before its state is gathered. And has the last thing that they did gone well on all?
+"""Check that ranks agree: on a model at wrap time, before anything is shared, and on an optimizer
+before its state is gathered. Also: share the outcome of an operation, so that all ranks fail alike.
 
-The one idea: ranks exchange one short hash; only if it differs do they exchange the whole
+The one idea: ranks exchange one short hash; only if it differs do they exchange the full
 description, find the first difference and all raise the same error. An outcome is as short.
 """
 
@@ -24,9 +24,9 @@ Fact = tuple[str, str]  # (what it is about, what it says)
 
 
 def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models") -> None:
-    """Raises DivergenceError on every rank, naming the first fact that differs.
+    """Raise DivergenceError on all ranks if the facts differ, naming the first that does.
 
-    what: which things these are facts of, in the plural.
+    what: what the facts describe, in the plural. Collective.
     """
     if comm.world == 1:
         return
@@ -41,7 +41,7 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
 
 
 def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
-    """What each rank gives, of whatever length, in rank order. Collective."""
+    """Return the bytes of every rank, of any length, in rank order. Collective."""
     gathered = []
     for root, length in enumerate(comm.exchange(len(mine).to_bytes(8, "little"))):
         data = bytearray(mine if root == comm.rank else int.from_bytes(length, "little"))
@@ -63,11 +63,12 @@ _KINDS: dict[str, type[Exception]] = {
 
 @contextlib.contextmanager
 def on_all_ranks(comm: _core.Comm, fact: Callable[[], Any] | None = None) -> Iterator[None]:
-    """Context that ends on all ranks as on the worst of them: what raises on one is raised by all.
+    """Context manager that fails on all ranks if its body raises on any. Collective.
 
-    fact: what has to be equal on all ranks when it ends. Collective. Raises the rank's own
-    exception; where that has none, one of that kind (OSError, RuntimeError) that names the rank;
-    DivergenceError where `fact` differs.
+    fact: its value must be equal on all ranks on exit.
+
+    Raises a rank's own exception on that rank; on the others, one of the same kind (OSError,
+    RuntimeError, ...) that names the rank; DivergenceError if `fact` differs.
     """
     error: Exception | None = None
     digest = b""
@@ -88,7 +89,10 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], Any] | None = None) -> Ite
             raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {text}")
     for rank, outcome in enumerate(outcomes):
         if outcome[_TEXT:] != outcomes[0][_TEXT:]:
-            raise _core.DivergenceError(f"rank {rank} has other tensors to load than rank 0")
+            raise _core.DivergenceError(
+                f"rank {rank} loads different tensors than rank 0: pass the same checkpoint and "
+                "the same model on all ranks"
+            )
 
 
 def _kind_of(error: Exception | None) -> str:
@@ -100,10 +104,8 @@ def _first_difference(ours: list[Fact], theirs: list[Fact], rank: int) -> str | 
         if mine == other:
             continue
         if mine[0] != other[0]:
-            return (
-                f"where rank 0 has {mine[0]} ({mine[1]}), rank {rank} has {other[0]} ({other[1]})"
-            )
-        return f"{mine[0]} is {mine[1]} on rank 0 and {other[1]} on rank {rank}"
+            return f"rank 0 has {mine[0]} ({mine[1]}), but rank {rank} has {other[0]} ({other[1]})"
+        return f"{mine[0]} is {mine[1]} on rank 0, but {other[1]} on rank {rank}"
     if len(ours) != len(theirs):
         longer, rank_of = (ours, 0) if len(ours) > len(theirs) else (theirs, rank)
         extra = longer[min(len(ours), len(theirs))]
@@ -112,24 +114,24 @@ def _first_difference(ours: list[Fact], theirs: list[Fact], rank: int) -> str | 
 
 
 def tensor_fact(kind: str, name: str, tensor: torch.Tensor) -> Fact:
-    """What has to agree of a parameter or buffer."""
+    """Return what ranks must agree on about a parameter or buffer."""
     grad = ", trainable" if tensor.requires_grad else ""
     return f"{kind} '{name}'", f"shape {tuple(tensor.shape)}, {tensor.dtype}{grad}"
 
 
 def value_fact(name: str, tensor: torch.Tensor) -> Fact:
-    """A checksum of the values."""
-    return f"the value of '{name}'", f"of checksum {checksum(tensor):08x}"
+    """Return a checksum of the values, as a fact."""
+    return f"the checksum of the values of '{name}'", f"{checksum(tensor):08x}"
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of a tensor's values; 32 bits."""
+    """Return the CRC-32 of a tensor's values."""
     plain = tensor.detach().cpu().contiguous()  # it may be a copy, and has to outlive its bytes
     return zlib.crc32(bytes_of(plain))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to read and to write; it has to outlive them."""
+    """Return a writable view of a contiguous CPU tensor's bytes; the tensor must outlive it."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")

@@ -1,8 +1,8 @@
-"""Memory for tensors that live for a short time, one like another.
+"""A cache of memory for short-lived tensors of the same sizes.
 
-The one idea: whole parameters come and go, unit after unit, with the same sizes. Memory that one
-has given back goes to the next as it is: the kernel need not clear its pages again, and malloc,
-which would keep some of it in pieces, never sees it. What no tensor wants any more is unmapped.
+The one idea: full parameters come and go, unit after unit, with the same sizes. Memory that one
+has freed goes to the next as it is: the kernel need not zero its pages again, and malloc, which
+would fragment it, never sees it. What no tensor reuses is unmapped.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _LEAST = 2**18  # bytes; smaller tensors are malloc's
 
 
 class Areas:
-    """Gives tensors memory of its own; it comes back when nothing holds the tensor's storage."""
+    """A cache of memory for tensors; memory returns once nothing refers to the tensor's storage."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """A CPU tensor of that shape and dtype, contiguous if it is large."""
+        """Return an uninitialized CPU tensor of that shape and dtype, contiguous if large."""
         numel = math.prod(tensor.shape)
         size = numel * tensor.element_size()
         if size < _LEAST:
@@ -45,7 +45,7 @@ class Areas:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def give(self, area: mmap.mmap) -> None:
-        """Takes memory back."""
+        """Return memory to the cache."""
         self._free.setdefault(len(area), []).append(area)
 
 

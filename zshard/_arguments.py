@@ -1,7 +1,7 @@
-"""FSDP's arguments: what they may be, and what is refused.
+"""FSDP's arguments: parsing and validation.
 
-The one idea: nothing is ignored silently. A value that asks for something that zshard does not do
-is an error that names the argument, before any rank has met another.
+The one idea: nothing is ignored silently. A value that asks for something zshard does not support
+is an error that names the argument, raised before ranks communicate.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ Ignored = tuple[set[nn.Module], set[nn.Parameter]]
 
 
 def check_fixed_arguments(use_orig_params: bool) -> None:
-    """NotImplementedError for what zshard does in one way only."""
+    """Raise NotImplementedError for a value that zshard does not support."""
     if not use_orig_params:
         raise NotImplementedError(
-            "FSDP(use_orig_params=False): zshard always keeps the original parameters; leave it out"
+            "use_orig_params=False is not supported: zshard always keeps the original parameters; "
+            "omit use_orig_params"
         )
 
 
 def parse_prefetch(
     backward_prefetch: Any, forward_prefetch: Any, limit_all_gathers: Any
 ) -> Prefetch:
-    """FSDP1's three arguments. ValueError for an unknown value."""
+    """Parse FSDP1's three prefetch arguments. Raises ValueError for an unknown value."""
     name = backward_prefetch
     if isinstance(name, enum.Enum):
         name = name.name
@@ -38,7 +39,7 @@ def parse_prefetch(
         name = name.lower()
     if name not in (None, "backward_pre", "backward_post"):
         raise ValueError(
-            "backward_prefetch is 'backward_pre', 'backward_post' or None, not "
+            "backward_prefetch must be 'backward_pre', 'backward_post' or None, got "
             f"{backward_prefetch!r}"
         )
     units = 1 if limit_all_gathers else 2
@@ -50,32 +51,34 @@ def parse_prefetch(
 
 def choose_strategy(sharding_strategy: Any, strategy: Any) -> ShardingStrategy:
     if sharding_strategy is not None and strategy is not None:
-        raise ValueError("give sharding_strategy or its short name strategy, not both")
+        raise ValueError("pass either sharding_strategy or strategy (its short name), not both")
     given = strategy if strategy is not None else sharding_strategy
     return ShardingStrategy.FULL_SHARD if given is None else parse_strategy(given)
 
 
 def check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"FSDP takes an nn.Module, not {type(module).__name__}")
+        raise TypeError(f"FSDP expects an nn.Module, got {type(module).__name__}")
     if is_unit(module):
         raise ValueError(
-            f"this {type(module).__name__} is wrapped already; call FSDP once on each module "
-            "(inner modules first if you wrap by hand)"
+            f"this {type(module).__name__} is already wrapped: call FSDP once per module "
+            "(inner modules first when wrapping by hand)"
         )
     devices: dict[torch.device, str] = {}
     for name, param in module.named_parameters():
-        if not param.is_meta:  # it is made real later
+        if not param.is_meta:  # it is materialized later
             devices.setdefault(param.device, name)
     if len(devices) > 1:
         places = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
-        raise ValueError(f"all parameters have to be on one device; there are {places}")
+        raise ValueError(f"all parameters must be on one device, got {places}")
 
 
 def check_init(param_init_fn: Any) -> None:
-    """TypeError for what cannot initialise a module."""
+    """Raise TypeError if `param_init_fn` cannot be called."""
     if param_init_fn is not None and not callable(param_init_fn):
-        raise TypeError(f"param_init_fn is called with a module; {param_init_fn!r} cannot be")
+        raise TypeError(
+            f"param_init_fn must be a callable that takes a module, got {param_init_fn!r}"
+        )
 
 
 def split_ignored(
@@ -89,8 +92,8 @@ def split_ignored(
         elif isinstance(item, nn.Parameter):
             ignored_params.add(item)
         else:
-            raise TypeError(f"ignored_states holds modules or parameters, not {item!r}")
+            raise TypeError(f"ignored_states must contain modules or parameters, got {item!r}")
     for module in ignored_modules:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"ignored_modules holds modules, not {module!r}")
+            raise TypeError(f"ignored_modules must contain modules, got {module!r}")
     return ignored_modules, ignored_params

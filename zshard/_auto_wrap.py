@@ -1,4 +1,4 @@
-"""auto_wrap_policy="auto": finds the units of a model by its shape alone.
+"""auto_wrap_policy="auto": find the units of a model from its structure alone.
 
 The one idea: big models repeat themselves. Children of one container that share a class are the
 model's blocks, and the outermost level of them whose blocks are small enough becomes the units;
@@ -37,7 +37,7 @@ _WHOLE = 9 / 10
 
 
 def auto_units(tree: ModuleTree) -> list[Node]:
-    """The nodes of `tree` that become units, the root not among them."""
+    """Return the nodes of `tree` that become units, without the root."""
     if tree.root.numel == 0:
         return []
     return _AutoWrap(tree).run()
@@ -152,17 +152,17 @@ class _AutoWrap:
         return node.numel > _LARGE * self._total and largest >= self._leftover
 
     def _warn_of_bypassed(self) -> None:
-        """Says so where modules that cannot be units keep much of the model in the root."""
+        """Warn if modules that cannot be units keep much of the model in the root."""
         kept = self._kept_by_bypass(self._root)
         if sum(node.numel for node in kept) < _LARGE * self._total:
             return
         example = max(kept, key=lambda node: node.numel).module
         reader = self._bypassed[id(example)]
         warnings.warn(
-            f'auto_wrap_policy="auto" makes no unit of {type(example).__name__}, because '
-            f"{type(reader).__name__} uses its weights without calling it: they stay gathered, "
-            "which saves no memory. If that code does not run in training, name the class: "
-            f"auto_wrap_policy={{{type(example).__name__}}}",
+            f'auto_wrap_policy="auto" does not make {type(example).__name__} a unit, because '
+            f"{type(reader).__name__} uses its weights without calling it: they stay unsharded "
+            "during forward and backward, which saves no memory. If that code does not run in "
+            f"training, pass auto_wrap_policy={{{type(example).__name__}}}",
             stacklevel=2,
         )
 

@@ -58,8 +58,8 @@ _cache: weakref.WeakKeyDictionary[FunctionType, _Uses] = weakref.WeakKeyDictiona
 
 
 def bypassed_modules(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
-    """The modules that one of `modules` reaches through without calling them: the id of each, and
-    the module that does so."""
+    """Return the modules that one of `modules` reaches through without calling them: the id of
+    each, with the module that does so."""
     found: dict[int, nn.Module] = {}
     for module in modules:
         if module._modules:
@@ -220,7 +220,7 @@ class _Bindings:
                 self._bind_statement(node)
 
     def paths(self, expr: ast.expr) -> set[Path]:
-        """The paths that `expr` may stand for; none where it is no path from `self`."""
+        """Return the paths that `expr` may stand for; none if it does not start at `self`."""
         if isinstance(expr, ast.Name):
             return set(self._names.get(expr.id, ()))
         if isinstance(expr, ast.Attribute):

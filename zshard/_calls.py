@@ -21,7 +21,7 @@ Call = tuple[_core.Unit, int]
 
 
 def _hooked(model: nn.Module) -> dict[int, _core.Unit]:
-    """The units by the id of the modules whose hooks make them whole."""
+    """Return the units by the id of the modules whose hooks unshard them."""
     found = {}
     for module in model.modules():
         owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
@@ -30,7 +30,7 @@ def _hooked(model: nn.Module) -> dict[int, _core.Unit]:
 
 
 def calls_of(model: nn.Module, units: list[_core.Unit]) -> list[Call]:
-    """The calls of a model whose modules have their hooks; for Engine.set_calls."""
+    """Return the calls of a model whose modules have their hooks; for Engine.set_calls."""
     hooked = _hooked(model)
     used = {id(param): (unit, index) for unit in units for index, param in enumerate(unit.params)}
     return list(_Walk(hooked, used).of(model))
@@ -41,8 +41,11 @@ def calls_of_specs(
     pairs: list[tuple[UnitSpec, _core.Unit]],
     stands_for: Mapping[int, _core.Unit],
 ) -> list[Call]:
-    """The calls that `model` will have once it is wrapped with these units. stands_for: some of
-    them by the id of the unit that is there already, hooks and all."""
+    """Return the calls that `model` will have once it is wrapped with these units.
+
+    stands_for: those of them that replace a unit which already exists, hooks included, by the id of
+        that unit.
+    """
     root = model if len(pairs) - len(stands_for) > 1 else None
     hooked = {at: stands_for[id(unit)] for at, unit in _hooked(model).items()}
     used = {}
@@ -59,11 +62,12 @@ def calls_of_specs(
 
 
 def parts_to_guard(spec: UnitSpec, root: nn.Module | None) -> Iterator[nn.Module]:
-    """The parts of a unit that are to make it whole as well: scripts call parts by themselves, as
-    `model.encoder(ids)` does in generate(), with a shared embedding that is in the root's unit.
+    """Yield the submodules of a unit whose calls unshard it as well: scripts call submodules
+    directly, as generate() calls `model.encoder(ids)` with a shared embedding in the root's unit.
 
-    Those are what lies in the `root` of several units, little as a rule, and all embeddings: most
-    modules refuse weights of a slice's shape, an embedding would silently look up in it.
+    They are those that own parameters of a `root` with several units, usually few, and all
+    embeddings: most modules fail on weights of a shard's shape, but an embedding would silently
+    look up in it.
     """
     owners = {id(owner): owner for ref in spec.params for owner, _ in ref.owners}
     for owner in owners.values():

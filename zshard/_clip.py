@@ -1,10 +1,10 @@
 """The global gradient norm, for model.clip_grad_norm_ and for torch.nn.utils.clip_grad_norm_.
 
-The one idea: a rank holds slices of the gradients, so a norm over what it holds is the norm of
-nothing. Gradients that lie on a shard are known by their storage (`_core.grad_owner`); their power
-sums are exchanged and added in rank order, so that every rank scales by the same bits. All
-torch.nn.utils functions that need a total norm get it from `clip_grad._get_total_norm`, which is
-taught so here; without sharded gradients in its list it is torch's own.
+The one idea: a rank holds shards of the gradients, so a norm over them alone is meaningless.
+Gradients that lie on a shard are known by their storage (`_core.grad_owner`); their power sums are
+exchanged and added in rank order, so that every rank scales by the same bits. All torch.nn.utils
+functions that need a total norm get it from `clip_grad._get_total_norm`, which is replaced here;
+without sharded gradients in its list it is torch's own.
 
 The other gradients in a list (of ignored modules, or with strategy "no_shard") are the same on all
 ranks and counted once.
@@ -33,7 +33,7 @@ _torchs_scale: Callable[..., None] = _wrappers._clip_grads_with_norm_.__wrapped_
 
 
 def install() -> None:
-    """Give torch.nn.utils the global norm; once is enough, more does nothing."""
+    """Make torch.nn.utils compute the global norm. Idempotent."""
     _teach(clip_grad._get_total_norm, _torchs_total_norm, _get_total_norm)
     _teach(clip_grad._clip_grads_with_norm_, _torchs_scale, _clip_grads_with_norm_)
 
@@ -54,12 +54,16 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale the gradients of `params` in place so that their global norm is at most `max_norm`.
 
-    Returns the norm before: a 0-dim tensor of the gradients' dtype (at least float32), with the
-    same bits on every rank. Collective if any parameter is sharded. Raises RuntimeError for
-    parameters that are stepped in backward, and where the gradient of a sharded parameter is not
-    the one zshard put there, since its part of the norm could not be told from the others'; with
-    `error_if_nonfinite`, for a norm that is NaN or infinite; ValueError for a `norm_type` of zero
-    or less.
+    Collective if any parameter is sharded.
+
+    max_norm: upper bound of the norm.
+    norm_type: order p of the norm, positive; inf for the maximum norm.
+    error_if_nonfinite: raise RuntimeError if the norm is NaN or infinite.
+
+    Returns the norm before clipping: a 0-dim tensor of the gradients' dtype (at least float32),
+    bit-identical on all ranks. Raises RuntimeError if parameters are stepped in backward, or if
+    the `.grad` of a sharded parameter was replaced by another tensor, whose share of the norm is
+    unknown; ValueError if `norm_type` is not positive.
     """
     params = list(params)
     refuse_clipping(params)
@@ -80,8 +84,8 @@ def _refuse_foreign(params: Iterable[Tensor]) -> None:
         info = _core.shard_info(param) if _core.is_shard(param) else None
         if info is not None:
             raise RuntimeError(
-                f"the .grad of the sharded parameter {info['name']!r} was replaced by another "
-                "tensor; write into it instead: p.grad.copy_(...), p.grad.mul_(...)"
+                f"the .grad of sharded parameter {info['name']!r} was replaced by another tensor: "
+                "modify it in place instead (p.grad.copy_(...), p.grad.mul_(...))"
             )
 
 
@@ -127,8 +131,8 @@ def _get_total_norm(
         norm = _norm(sharded, whole, float(norm_type))
     if error_if_nonfinite and not math.isfinite(norm):  # waits for a GPU
         raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be "
-            "clipped; with error_if_nonfinite=False they are scaled by it all the same"
+            f"the total norm of order {norm_type} for gradients is {norm}, so they cannot be "
+            "clipped: to scale them by it anyway, pass error_if_nonfinite=False"
         )
     dtype = functools.reduce(torch.promote_types, (g.dtype for g in grads), torch.float32)
     if isinstance(norm, Tensor):
@@ -138,7 +142,7 @@ def _get_total_norm(
 
 def _check_norm_type(norm_type: float) -> None:
     if not norm_type > 0:
-        raise ValueError(f"norm_type must be a number above 0, or inf; got {norm_type}")
+        raise ValueError(f"norm_type must be a positive number or inf, got {norm_type}")
 
 
 def _norm_on_gpu(

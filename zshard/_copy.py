@@ -1,8 +1,8 @@
 """copy.deepcopy of a sharded model: another sharded model, for a moving average of weights, say.
 
-The one idea: nothing is gathered. The modules are copied with parameters that have whole shapes
-and no memory; the copy is wrapped with the same units over the same ranks; and each rank copies its
-own slices.
+The one idea: nothing is gathered. The modules are copied with parameters of full shape and no
+memory; the copy is wrapped with the same units over the same ranks; and each rank copies its own
+shards.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ _within: ContextVar[bool] = ContextVar("zshard_deepcopy", default=False)
 
 @dataclass(frozen=True)
 class Copied:
-    """A plain copy of a sharded model: `module`, the copy of each of its units' modules by the
-    unit, and the parameters that are in no unit."""
+    """A plain copy of a sharded model.
+
+    module: the copy. units: each unit with the copy of its module. others: copies of parameters
+    that belong to no unit.
+    """
 
     module: nn.Module
     units: list[tuple[_core.Unit, nn.Module]]
@@ -42,13 +45,13 @@ class Copied:
 
 
 def is_within() -> bool:
-    """Is a model that holds this one being copied?"""
+    """Return whether an enclosing model is being copied."""
     return _within.get()
 
 
 @contextlib.contextmanager
 def without(hooks: list[Hook]) -> Iterator[None]:
-    """Takes hooks off their modules for a while; they come back in their old places."""
+    """Context manager that removes hooks from their modules and restores them in their order."""
     before = []
     for reference, number in hooks:
         module = reference()
@@ -68,7 +71,7 @@ def without(hooks: list[Hook]) -> Iterator[None]:
 def copy_plain(
     root: nn.Module, units: list[tuple[nn.Module, _core.Unit]], memo: dict[int, Any]
 ) -> Copied:
-    """Copies the modules; parameters of `units` have their whole shape and no values."""
+    """Copy the modules; parameters of `units` get their full shape and no values."""
     held = set()
     for _, unit in units:
         for index, param in enumerate(unit.params):
@@ -85,8 +88,8 @@ def copy_plain(
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of one unit's module, of its own class and without what zshard has put there but for
-    hooks: see without()."""
+    """Copy one unit's module, as its original class and without zshard's attributes. Hooks are
+    copied: see without()."""
     original: type[nn.Module] = type(module).__bases__[1]
     made = original.__new__(original)
     memo[id(module)] = made
@@ -100,8 +103,8 @@ def _is_ours(key: str, value: Any) -> bool:
 
 
 def copy_slices(source: _core.Unit, target: _core.Unit) -> None:
-    """Copies what this rank holds of a unit's values. Raises RuntimeError where the copy's unit has
-    other parameters, or another part of them."""
+    """Copy this rank's shard of a unit. Raises RuntimeError if the units' parameters or their
+    shards differ."""
 
     def parts(unit: _core.Unit) -> list[tuple[Any, ...]]:
         facts = [unit.param(index) for index in range(unit.n_params)]
@@ -109,8 +112,8 @@ def copy_slices(source: _core.Unit, target: _core.Unit) -> None:
 
     if parts(source) != parts(target):
         raise RuntimeError(
-            f"unit '{source.name}' cannot be copied: its copy would hold other parameters (did "
-            "modules or ties change after FSDP(...)?)"
+            f"cannot copy unit '{source.name or '(root)'}': its copy would have different "
+            "parameters; do not change modules or tied parameters after FSDP(...)"
         )
     with torch.no_grad():
         for theirs, ours in zip(source.params, target.params, strict=True):

@@ -1,9 +1,9 @@
-"""Does a model fit into memory? Asked when it is wrapped, before anything is changed.
+"""Check at wrap time, before anything changes, whether a model fits in memory.
 
-The one idea: what zshard will hold is known from layouts, so a model that cannot fit is refused on
-all ranks with numbers, and what would fit, instead of being killed by the kernel some steps later.
-What is refused is only what will be held for sure. A module's parameters lie in memory already, and
-go as their units are made: that memory has not to be found again.
+The one idea: layouts tell what zshard will allocate, so a model that cannot fit is an error on all
+ranks, with numbers and alternatives, instead of a process that the kernel kills some steps later.
+Only certain allocations count. A module's parameters are in memory already and are freed as their
+units are made, so that memory is not needed a second time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _MESSAGE = struct.Struct("8s8s7q")
 
 
 class _Need(NamedTuple):
-    """Bytes that a rank has to find, and of them the process's own, and its addresses; what the
-    optimizer adds later."""
+    """Bytes that a rank still has to allocate: in all, private to the process, and of address
+    space; and what the optimizer adds later."""
 
     found: int
     private: int
@@ -44,7 +44,7 @@ class _Need(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """What a rank tells the others; -1: no limit."""
+    """What a rank sends to the others; -1: no limit."""
 
     host: bytes
     cgroup: bytes
@@ -57,28 +57,28 @@ class _Rank(NamedTuple):
     optimizer: int
 
 
-_OWN = ("memory_limit", "RLIMIT_DATA", "RLIMIT_AS", "the GPU's memory")
+_OWN = ("memory_limit", "RLIMIT_DATA", "RLIMIT_AS", "GPU memory")
 
 
 def parse_limit(limit: MemoryLimit) -> MemoryLimit:
-    """memory_limit as bytes, "auto" or None. "12GiB", "800MB": GB and GiB both mean 2**30 bytes.
+    """Return memory_limit as bytes, "auto" or None. "12GiB", "12GB": both mean 12 * 2**30 bytes.
 
-    Raises ValueError for what is no number of bytes, TypeError for what is no limit at all.
+    Raises ValueError for a malformed size, TypeError for an argument of another type.
     """
     if limit is None or limit == "auto":
         return limit
     if isinstance(limit, bool) or not isinstance(limit, int | str):
         raise TypeError(
-            'memory_limit is a number of bytes, a text such as "12GiB", "auto" or None, '
-            f"not {limit!r}"
+            'memory_limit must be a number of bytes, a string such as "12GiB", "auto" or None, '
+            f"got {limit!r}"
         )
     if isinstance(limit, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", limit.lower())
         if found is None:
-            raise ValueError(f'memory_limit={limit!r} is no number of bytes such as "12GiB"')
+            raise ValueError(f'memory_limit must be a size such as "12GiB", got {limit!r}')
         limit = int(float(found[1]) * (1 << _UNITS[found[2]] if found[2] else 1))
     if limit <= 0:
-        raise ValueError(f"memory_limit={limit!r}: a rank needs more than that")
+        raise ValueError(f"memory_limit must be positive, got {limit!r}")
     return limit
 
 
@@ -89,11 +89,11 @@ def check_fits(
     limit: MemoryLimit,
     device: str = CPU,
 ) -> None:
-    """Raises MemoryError on all ranks if what zshard will hold of `module` is more than one of them
-    can have; warns on rank 0 if it is so once the optimizer has its state. One exchange.
+    """Raise MemoryError on all ranks if `module` does not fit in the memory of one of them; warn on
+    rank 0 if it will not fit once the optimizer has its state. Collective: one exchange.
 
-    limit: bytes that a rank may hold, "auto": what the hosts and the processes' limits leave, or
-        on a GPU, what is free there.
+    limit: bytes that a rank may use. "auto": what the hosts and the limits of the processes leave,
+        or on a GPU, its free memory.
     """
     if limit is None:
         return
@@ -112,10 +112,10 @@ def check_fits(
     model = Model(module, planned, world, outline, bool(inner))
     short = _worst(ranks, with_optimizer=False)
     if short is not None:
-        raise MemoryError(explain(model, short, "zshard holds of it"))
+        raise MemoryError(explain(model, short, "the model"))
     short = _worst(ranks, with_optimizer=True)
     if short is not None and comms.all.rank == 0:
-        text = explain(model, short, "zshard and an Adam's state hold of it")
+        text = explain(model, short, "the model and Adam's state")
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
@@ -129,7 +129,7 @@ def _need_of(
     comms: Comms,
     device: torch.device,
 ) -> _Need:
-    """What has to be found beyond what is there: parameters and inner units are."""
+    """Return what must be allocated beyond what exists: parameters and inner units do."""
     there = sum(_held_by(unit) for unit in outline.inner)
     given_back = 0
     within = peak = 0  # while units are made one after the other
@@ -156,7 +156,7 @@ def _need_of(
 
 
 def _in_memory(unit: _core.Unit) -> int:
-    """Bytes of a unit's shard; none if it is on a disk."""
+    """Return the bytes of a unit's shard in memory: 0 if it is on disk."""
     return 0 if unit.offloads[0] else unit.bytes["shard"]
 
 
@@ -184,7 +184,7 @@ def _tell(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
 
 
 def _room_of_gpu(device: str) -> int:
-    """Bytes that torch can still give out: free ones, and those that it keeps for itself."""
+    """Return the bytes that torch can still allocate: free ones, and those that it caches."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
@@ -207,7 +207,7 @@ def _digest(text: str) -> bytes:
 
 
 def _worst(ranks: list[_Rank], with_optimizer: bool) -> Shortage | None:
-    """The rank that lacks most, as all ranks see it; None if all have enough."""
+    """Return the rank that lacks most, the same on all ranks; None if all have enough."""
     found = []
     for rank, each in enumerate(ranks):
         later = each.optimizer if with_optimizer else 0
@@ -224,14 +224,14 @@ def _limits_of(ranks: list[_Rank], each: _Rank) -> Iterator[tuple[int, int, str]
         yield (
             each.own_need,
             each.own,
-            "memory_limit" if name == "memory_limit" else f"{name} leaves",
+            "memory_limit" if name == "memory_limit" else f"remaining {name}",
         )
     sharing = sum(other.host == each.host for other in ranks)
     sharing = max(sharing, _env_int("LOCAL_WORLD_SIZE") or 1) if len(ranks) > 1 else 1
-    among = f"divided among its {sharing} ranks" if sharing > 1 else "left"
+    among = f", divided among its {sharing} ranks" if sharing > 1 else ""
     if each.on_host >= 0:
-        yield each.need, each.on_host // sharing, f"the host's MemAvailable, {among}"
+        yield each.need, each.on_host // sharing, f"the host's MemAvailable{among}"
     inside = sum(other.cgroup == each.cgroup for other in ranks)
-    among = f"divided among its {inside} ranks" if inside > 1 else "left"
+    among = f", divided among its {inside} ranks" if inside > 1 else ""
     if each.in_cgroup >= 0:
-        yield each.need, each.in_cgroup // inside, f"the control group's limit, {among}"
+        yield each.need, each.in_cgroup // inside, f"remaining under the cgroup's limit{among}"

@@ -1,4 +1,4 @@
-"""Methods other than forward that are to find a unit's parameters whole.
+"""Methods other than forward that need a unit's full parameters.
 
 The one idea: a method is wrapped once per class, and does what the two forward hooks do.
 """
@@ -15,12 +15,17 @@ from zshard.precision import cast_arguments
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Has another method of a unit's module do what its forward does: gather the unit's parameters,
-    and take care of their gradients. For `forward_features`, `encode` and the like; a method that
-    calls the modules, as transformers' `generate` does, needs nothing.
+    """Treat a method of a sharded module like its forward: all-gather parameters around it.
 
-    For all modules of that class. A module that FSDP has not wrapped is left alone. Raises
-    AttributeError where there is no such method.
+    For methods such as `forward_features` or `encode`. Gradients are reduced as after a forward.
+    Methods that call the modules, like transformers' `generate`, do not need it.
+
+    Args:
+        module: a module wrapped by FSDP; any other module is ignored.
+        method_name: name of the method. It is replaced on the module's class, that is, for all
+            modules of that class.
+
+    Raises AttributeError if the class lacks the method.
     """
     if not is_unit(module):
         return

@@ -1,7 +1,7 @@
 """Ranks: the process group, and the transport between its members.
 
 The one idea: one transport per process group and process, made on first use by all members together
-and kept. Without torchrun there is a world of one and no process group at all.
+and kept. Without torchrun the world size is 1 and there is no process group at all.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import os
 import socket
 import sys
@@ -40,7 +41,7 @@ class _Entry:
 
 
 _BESIDE = "beside"  # in place of a transport: one for a thread of its own
-_PATIENCE = 1800.0  # seconds that who waits for a disk waits at least
+_PATIENCE = 1800.0  # seconds: least timeout of a wait for a rank that may be waiting for a disk
 
 Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
 
@@ -50,35 +51,36 @@ _alone: dict[str, _core.Comm] = {}  # by device
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a model; None: a world of one. Equal ones are the same object."""
+    """The process groups of a model; None: a single rank. Equal ones are the same object."""
 
     world: Any | None  # all ranks
-    near: Any | None  # those that gather from each other
-    far: Any | None  # for a strategy that keeps: those that have the same part of what is kept
+    near: Any | None  # the shard group: ranks that gather from each other
+    far: Any | None  # with secondary shards: ranks that have the same one
 
 
 def resolve_groups(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> Groups:
-    """The process groups that FSDP's arguments mean.
+    """Return the process groups that FSDP's arguments specify.
 
-    process_group: one group; for a hybrid strategy a pair (to shard over, to replicate over).
-    device_mesh: of one dimension (to shard over) or two (replicate, shard), in place of the former.
-    strategy: a hybrid one, without either, gathers within each host's ranks, as torchrun's
-        LOCAL_WORLD_SIZE has them.
+    process_group: one group; for a hybrid strategy a pair (shard group, replica group).
+    device_mesh: instead of process_group, a 1-D mesh (shard) or a 2-D mesh (replicate, shard).
+    strategy: a hybrid strategy given neither shards within each host (LOCAL_WORLD_SIZE ranks, as
+        torchrun sets it).
 
-    Makes the default group (gloo) under torchrun if the script has not. Raises ValueError for what
-    does not fit together, TypeError for what is no group. Collective where a group has to be made.
+    Creates the default process group (gloo) under torchrun if the script has not. Collective if a
+    group has to be created. Raises ValueError for arguments that contradict each other, TypeError
+    for arguments of the wrong type.
     """
     hybrid = strategy.is_hybrid
     if device_mesh is not None:
         if process_group is not None:
-            raise ValueError("give process_group or device_mesh, not both")
+            raise ValueError("pass either process_group or device_mesh, not both")
         process_group = _groups_of_mesh(device_mesh, hybrid)
     if isinstance(process_group, tuple):
         return _resolve_pair(process_group, hybrid)
     if hybrid and process_group is not None:
         raise ValueError(
-            "a hybrid strategy needs two groups: process_group=(to shard over, to replicate over), "
-            "or a device_mesh of two dimensions (replicate, shard)"
+            "a hybrid strategy needs two groups: pass process_group=(shard group, replica group), "
+            "or a 2-D device_mesh (replicate, shard)"
         )
     world = _resolve_one(process_group)
     if world is None:
@@ -91,25 +93,28 @@ def resolve_groups(process_group: Any, device_mesh: Any, strategy: ShardingStrat
 
 def _groups_of_mesh(mesh: Any, hybrid: bool) -> Any:
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"device_mesh takes a torch.distributed.DeviceMesh, not {mesh!r}")
+        raise TypeError(f"device_mesh must be a torch.distributed.DeviceMesh, got {mesh!r}")
     if mesh.ndim == 1 and not hybrid:
         return mesh.get_group()
     if mesh.ndim == 2:
         return mesh.get_group(1), mesh.get_group(0)
     raise ValueError(
-        f"device_mesh has {mesh.ndim} dimension(s); it takes one to shard over, or two (replicate, "
-        "shard) for a hybrid strategy"
+        f"device_mesh has {mesh.ndim} dimension(s): pass a 1-D mesh (shard), or for a hybrid "
+        "strategy a 2-D mesh (replicate, shard)"
     )
 
 
 def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
     if not hybrid:
         raise ValueError(
-            "two process groups, or a mesh of two dimensions, mean a hybrid strategy: "
+            "two process groups or a 2-D device_mesh require a hybrid strategy: pass "
             'sharding_strategy="hybrid_shard", "hybrid_shard_zero2" or "hybrid_full"'
         )
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
-        raise TypeError(f"process_group takes a pair of process groups, not {pair!r}")
+        raise TypeError(
+            f"process_group must be a pair (shard group, replica group) of ProcessGroups, got "
+            f"{pair!r}"
+        )
     shard, replicate = pair
     world = _union(shard, replicate)
     if dist.get_world_size(replicate) == 1:
@@ -119,14 +124,14 @@ def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
 
 
 def _union(shard: Any, replicate: Any) -> Any:
-    """The group of all ranks of a mesh, given this rank's two groups of it."""
+    """Return the group of all ranks of a mesh, given this rank's two groups of it. Collective."""
     rows: list[Any] = [None] * dist.get_world_size(replicate)
     dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
     ranks = tuple(sorted(rank for row in rows for rank in row))
     if len(set(ranks)) < len(ranks) or any(len(row) != len(rows[0]) for row in rows):
         raise ValueError(
-            f"the process groups are no mesh: those to shard over are {rows}; they have to be of "
-            "one size and without common ranks"
+            f"the process groups do not form a mesh: the shard groups are {rows}, but they must be "
+            "of equal size and disjoint"
         )
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -137,15 +142,15 @@ _parts: dict[tuple[int, ...], Any] = {}  # groups of some of a group's ranks, by
 
 
 def block_of(group: Any, size: int) -> Any:
-    """This rank's block of `size` neighbours in `group`, which `size` divides; collective among
-    them on first use."""
+    """Return the block of `size` consecutive ranks of `group` that includes this one; `size`
+    divides the group. Collective over the block on first use."""
     ranks = dist.get_process_group_ranks(group)
     first = dist.get_rank(group) // size * size
     return _part(ranks[first : first + size])
 
 
 def column_of(group: Any, size: int) -> Any:
-    """The ranks at this one's place in all such blocks; likewise."""
+    """Return the ranks at this rank's position in all such blocks. Collective likewise."""
     return _part(dist.get_process_group_ranks(group)[dist.get_rank(group) % size :: size])
 
 
@@ -163,15 +168,15 @@ def _split_by_host(world: Any, keeps: bool) -> Groups:
         return Groups(world, world, None)
     if whole % size != 0:
         raise ValueError(
-            f"{whole} ranks do not divide into hosts of LOCAL_WORLD_SIZE={size}; give "
-            "process_group=(to shard over, to replicate over) or device_mesh"
+            f"world size {whole} is not a multiple of LOCAL_WORLD_SIZE={size}: pass "
+            "process_group=(shard group, replica group) or device_mesh"
         )
     near = block_of(world, size) if size > 1 else None
     return Groups(world, near, column_of(world, size) if keeps else None)
 
 
 def _resolve_one(process_group: Any) -> Any | None:
-    """The group to use for `process_group`; None for a world of one."""
+    """Return the group to use for `process_group`; None for a single rank."""
     if process_group is not None:
         return process_group if dist.get_world_size(process_group) > 1 else None
     if not dist.is_available() or (not dist.is_initialized() and not _launched()):
@@ -183,13 +188,15 @@ def _resolve_one(process_group: Any) -> Any | None:
 
 
 def _launched() -> bool:
-    """Did torchrun (or something like it) start more than one rank?"""
+    """Return whether torchrun, or a similar launcher, started more than one rank."""
     world = _env_int("WORLD_SIZE")
     rank = _env_int("RANK")
     if world is None or rank is None:
         return False
     if not 0 <= rank < world:
-        raise ValueError(f"RANK={rank} is not below WORLD_SIZE={world}; start ranks with torchrun")
+        raise ValueError(
+            f"RANK={rank} is out of range for WORLD_SIZE={world}: start the ranks with torchrun"
+        )
     return world > 1
 
 
@@ -200,16 +207,17 @@ def _env_int(name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"the environment has {name}={text!r}, which is no number") from None
+        raise ValueError(f"environment variable {name}={text!r} is not an integer") from None
 
 
 def comms_for(
     groups: Groups, strategy: ShardingStrategy, comm: _core.Comm, settings: tuple[Any, Any, str]
 ) -> Comms:
-    """The transports of a model's groups; `comm` is that of all ranks. Collective on first use.
+    """Return the transports of a model's groups; `comm` is that of all ranks. Collective on first
+    use.
 
-    settings: comm_for's transport, timeout and device. Over shm nothing is kept: see
-    ShardingStrategy.
+    settings: comm_for's transport, timeout and device. Over shm there are no secondary shards: see
+        ShardingStrategy.
     """
     if strategy.keeps:
         if comm.transport == "shm" or groups.near is groups.world:
@@ -226,10 +234,10 @@ def comms_for(
 def check_settings(
     transport: Asked | None, timeout: float | None, device: str = CPU
 ) -> tuple[Asked, float | None]:
-    """The transport and the seconds that the arguments or the environment ask for.
+    """Return the transport and the timeout in seconds that the arguments or the environment set.
 
-    Raises ValueError for what is neither. To be asked before ranks meet, so that none of them finds
-    the connection to another broken.
+    Raises ValueError for invalid ones. Call it before ranks connect, so that no rank sees another's
+    connection break.
     """
     wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
     kind = CPU if is_stand_in(device) else device.partition(":")[0]
@@ -237,23 +245,27 @@ def check_settings(
     if isinstance(wanted, NcclOptions):
         if device == CPU:
             raise ValueError(
-                f"transport={wanted!r} is for models on GPUs, and this one is on the CPU: move it "
-                "there, or give device_id"
+                f"transport={wanted!r} requires a model on a GPU, but this one is on the CPU: "
+                "move the model, or pass device_id"
             )
     elif wanted not in known:
-        raise ValueError(f"unknown transport {wanted!r}; there are {', '.join(known)}")
+        raise ValueError(
+            f"unknown transport {wanted!r} for a model on {kind}: expected one of "
+            f"{', '.join(known)}"
+        )
     return wanted, _check_timeout(timeout)
 
 
 def comm_for(
     group: Any | None, transport: Asked | None, timeout: float | None, device: str = CPU
 ) -> _core.Comm:
-    """The transport of `group`, made on first use; collective over the group then.
+    """Return the transport of `group`, created on first use, which is collective over the group.
 
-    transport: "auto" (None), "shm" or "c10d", on GPUs "nccl", "peer", "c10d" or NcclOptions;
-        ZSHARD_TRANSPORT where None.
-    timeout: seconds that one wait may last; ZSHARD_TIMEOUT, then the group's own where None.
-    Raises ValueError for unknown names, RuntimeError where a forced transport cannot be had.
+    transport: "auto", "shm" or "c10d"; on GPUs "auto", "nccl", "peer", "c10d" or NcclOptions.
+        None: ZSHARD_TRANSPORT, or "auto".
+    timeout: seconds that one wait may last. None: ZSHARD_TIMEOUT, or the group's own timeout.
+
+    Raises ValueError for an unknown name, RuntimeError if the requested transport is not available.
     """
     wanted, seconds = check_settings(transport, timeout, device)
     if group is None:
@@ -274,14 +286,18 @@ def comm_for(
 
 
 def comm_beside(comm: _core.Comm) -> _core.Comm:
-    """A transport between the hosts of the same ranks, for a thread of its own; collective on first
-    use. A wait lasts half an hour at least: a peer may be busy with a slow disk."""
+    """Return a second transport between the same ranks' hosts, for use on another thread.
+    Collective on first use. Its timeout is at least half an hour: a peer may wait for a slow
+    disk."""
     if comm.world == 1:
         return _comm_alone(CPU)
     _drop_dead_entries()
     group = next((entry.group for entry in _entries.values() if entry.comm is comm), None)
     if group is None:
-        raise RuntimeError("the process group of the model has been destroyed")
+        raise RuntimeError(
+            "the model's process group has been destroyed: call destroy_process_group() only after "
+            "the last use of the model"
+        )
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
         kind = comm.transport if comm.transport in TRANSPORTS[CPU] else "auto"
@@ -302,7 +318,7 @@ def _drop_dead_entries() -> None:
 
 
 def _check_timeout(timeout: float | None) -> float | None:
-    """Seconds from the argument or ZSHARD_TIMEOUT; None where neither is given."""
+    """Return the seconds from the argument or ZSHARD_TIMEOUT; None if neither is given."""
     name, value = "timeout", timeout
     if value is None and os.environ.get("ZSHARD_TIMEOUT"):
         name, value = "ZSHARD_TIMEOUT", os.environ["ZSHARD_TIMEOUT"]  # type: ignore[assignment]
@@ -311,9 +327,11 @@ def _check_timeout(timeout: float | None) -> float | None:
     try:
         seconds = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"the timeout {name}={value!r} is no number of seconds") from None
+        seconds = math.nan
     if not seconds > 0:
-        raise ValueError(f"the timeout {name}={value!r} must be a positive number of seconds")
+        raise ValueError(
+            f"{name}={value!r} is not a valid timeout: expected a positive number of seconds"
+        )
     return seconds
 
 
@@ -338,16 +356,16 @@ def _connect(group: Any, wanted: Asked, timeout: float) -> _core.Comm:
             return comm
         if wanted == "shm":
             raise RuntimeError(
-                f"transport='shm' cannot be had: {reason}. It needs all ranks on one host in one "
-                "pid and network namespace; transport='c10d' works anywhere"
+                f"transport='shm' is not available: {reason}. It requires all ranks on one host, "
+                "in one PID and network namespace: use transport='c10d' instead"
             )
     name = new_group(group, CPU).group_name
     return _core.Comm.c10d(name, rank, world, timeout)
 
 
 def new_group(group: Any, device: str) -> Any:
-    """A group of zshard's own for tensors on that device, so that its collectives never mix with
-    the script's."""
+    """Return a new process group for tensors on that device, so that zshard's collectives never
+    mix with the script's."""
     ranks = dist.get_process_group_ranks(group)
     whole = len(ranks) == dist.get_world_size()
     kind = torch_device(device).type
@@ -356,7 +374,7 @@ def new_group(group: Any, device: str) -> Any:
 
 
 def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core.Comm:
-    """The transport between GPUs: one between their hosts, and what moves what is on the GPUs."""
+    """Return the transport between GPUs: one between their hosts, and a backend for GPU memory."""
     by_test = is_stand_in(device)  # there, a name says how the hosts talk
     options = wanted if isinstance(wanted, NcclOptions) else None
     control = comm_for(group, wanted if by_test and options is None else "auto", timeout)
@@ -377,12 +395,12 @@ def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core
 
 
 def _gpu_id(device: str) -> str:
-    """What tells this GPU from all others, whatever its number is in this process."""
+    """Return the UUID of this GPU, which does not depend on its index in this process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _share_a_gpu(control: _core.Comm, gpu: str) -> bool:
-    """Have two ranks of one host the same GPU, which NCCL refuses? Collective; alike on all."""
+    """Return whether two ranks of one host share a GPU, which NCCL rejects. Collective."""
     ids = control.exchange(gpu.encode().ljust(64))
     return control.transport == "shm" and len(set(ids)) < len(ids)
 
@@ -395,7 +413,7 @@ def _host() -> str:
 def _try_shm(
     group: Any, rank: int, world: int, timeout: float
 ) -> tuple[_core.Comm | None, str | None]:
-    """The shm transport if every rank could connect to every other; else None and the reason."""
+    """Return the shm transport if all ranks could connect to each other; else None and why not."""
     comm, problem = None, None
     try:
         comm = _core.Comm.shm(rank, world, timeout)
@@ -426,7 +444,7 @@ _last_words = ""  # and this is what it says
 
 
 def _report_ends() -> None:
-    """Has the peers told how this rank ends: in order, or by an exception with its text."""
+    """Tell the peers how this rank exits: normally, or by an exception, with its text."""
     global _reporting
     if _reporting:
         return
@@ -446,7 +464,7 @@ def _report_ends() -> None:
 
 
 def _leave() -> None:
-    """An orderly end: the peers are told that this rank left, rather than finding it dead."""
+    """Exit in order: tell the peers that this rank left, so that they do not find it dead."""
     global _failed
     for key, entry in _entries.items():
         _failed = _failed or bool(entry.comm.lost)
@@ -457,8 +475,8 @@ def _leave() -> None:
 
 
 def _destroy_own_group() -> None:
-    """torch wants a process group destroyed before Python ends: its threads may need Python.
+    """Destroy the process group before the interpreter exits: its threads may need Python.
 
-    Not where a collective may be under way still: this would wait for it."""
+    Skipped if a collective may still be running: this would wait for it."""
     if not _failed and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""How much more memory this process can have: what the host, its control groups and the process's
-own limits leave.
+"""How much more memory this process can allocate under the limits of the host, its cgroups and the
+process itself.
 
-The one idea: page cache that can be given back counts as free, as the kernel counts it in
-MemAvailable; a limit that is not set, or cannot be read, limits nothing.
+The one idea: reclaimable page cache counts as free, as in the kernel's MemAvailable; a limit that
+is not set, or cannot be read, does not count.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
 
 class Room(NamedTuple):
-    """bytes: that are free. source: of which limit, for messages. key: the same for processes that
-    share it."""
+    """Memory left under a limit.
+
+    bytes: how much. source: the limit, for messages. key: equal for processes that share it.
+    """
 
     bytes: int
     source: str
@@ -30,20 +32,20 @@ class Room(NamedTuple):
 
 
 def room_of_host(root: Path = _ROOT) -> Room | None:
-    """What the host's memory leaves, without swapping; None where the kernel does not tell."""
+    """Return the host's available memory, without swapping; None if the kernel does not say."""
     text = _read(root / "proc/meminfo")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", text or "", re.MULTILINE)
     return Room(1024 * int(found[1]), "the host's memory (MemAvailable)", "") if found else None
 
 
 def room_of_cgroup(root: Path = _ROOT) -> Room | None:
-    """What the tightest of the control groups leaves that this process is in; None: no limit."""
+    """Return what the tightest of this process's cgroups leaves; None: no limit."""
     rooms = [room for folder, names in _groups(root) if (room := _room_of(folder, names))]
     return min(rooms, default=None)
 
 
 def room_of_process(name: str) -> int | None:
-    """Bytes that this process's RLIMIT_DATA or RLIMIT_AS leaves; None: no limit."""
+    """Return the bytes left under this process's RLIMIT_DATA or RLIMIT_AS; None: no limit."""
     soft, _ = resource.getrlimit(getattr(resource, name))
     field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[name]
     found = re.search(rf"^{field}:\s+(\d+) kB", _read(Path("/proc/self/status")) or "", re.M)
@@ -53,7 +55,7 @@ def room_of_process(name: str) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
-    """The folders of the process's memory control groups, from its own up, and their files."""
+    """Yield the directories of this process's memory cgroups, innermost first, and their files."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -74,7 +76,7 @@ def _room_of(folder: Path, names: tuple[str, str, str, str]) -> Room | None:
     stat = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE))
     cache = sum(int(stat.get(name, 0)) for name in names[2:])
     room = max(limit - max(usage - cache, 0), 0)
-    return Room(room, f"the control group's limit ({folder / names[0]})", str(folder.stat().st_ino))
+    return Room(room, f"the cgroup's limit ({folder / names[0]})", str(folder.stat().st_ino))
 
 
 def _number(path: Path) -> int | None:

@@ -1,12 +1,12 @@
 """optimizer_in_backward(): each unit is stepped as soon as its gradients are reduced.
 
-The one idea: C tells when a unit may change (csrc/unit/in_backward.h) and calls back here; the
+The one idea: C knows when a unit may change (csrc/unit/in_backward.h) and calls back here; the
 optimizer then steps that unit's parameters as step() would, with the same options, state and
-arithmetic. The bits are those of a step() after backward, and only the gradients of one unit are
-held at a time.
+arithmetic. The result is bit-identical to a step() after backward, and only the gradients of one
+unit are in memory at a time.
 
 The model owns the handle; the handle owns the optimizers; C refers to the handle weakly. Nothing
-leads from a parameter back to its model, so all of it goes when the model does.
+refers from a parameter back to its model, so everything is freed with the model.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["OptimizerInBackward", "refuse_clipping", "watch_scaled"]
 _handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
     weakref.WeakKeyDictionary()
 )
-"""Those that step now, by the module that optimizer_in_backward was called on."""
+"""The active handles, by the module that optimizer_in_backward was called on."""
 
 _scaled_backward: int | None = None
-"""Torch's number of the last backward that began at a scaled loss."""
+"""Torch's graph task id of the last backward that started at a scaled loss."""
 
 _OVER, _BEGIN = -1, -2  # csrc/python/py_in_backward.c has the same
 
 
 class OptimizerInBackward:
-    """What `model.optimizer_in_backward(...)` returns: remove() undoes it."""
+    """The handle that `model.optimizer_in_backward(...)` returns; remove() undoes the call."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = [_checked(optimizer) for optimizer in optimizers]
@@ -46,7 +46,7 @@ class OptimizerInBackward:
         self._module = weakref.ref(module)
         self._units: list[_core.Unit] = []
         self._parts: list[list[tuple[Any, int, list[Tensor]]]] = []
-        """Of each unit: (optimizer, index of its param group, parameters)."""
+        """For each unit: (optimizer, index of its param group, parameters)."""
         self._hooks: list[tuple[State, Hook, RemovableHandle]] = []
         self._stepped: dict[Any, set[int]] = {}  # in this backward: the groups of each optimizer
         self._ids: set[int] = set()
@@ -59,15 +59,15 @@ class OptimizerInBackward:
             raise
         if not self._units:
             raise ValueError(
-                "optimizer_in_backward(): the optimizer has none of the model's parameters; make "
-                "it of model.parameters() and after FSDP(...)"
+                "optimizer_in_backward(): the optimizer has none of the model's parameters: "
+                "construct it from model.parameters() after FSDP(...)"
             )
         _handles.setdefault(module, []).append(self)
 
     def remove(self) -> None:
-        """From the next backward on gradients stay in `.grad`, and optimizer.step() steps.
+        """Undo optimizer_in_backward(): later backwards keep `.grad` for optimizer.step().
 
-        Raises RuntimeError in a backward. More than once is no error.
+        May be called more than once. Raises RuntimeError during a backward.
         """
         for unit in self._units:
             unit.step_by_hand()
@@ -95,7 +95,7 @@ class OptimizerInBackward:
         self._units.append(unit)
         self._parts.append(list(parts.values()))
         self._ids.update(id(unit.params[i]) for i in known)
-        if not unit.is_hooked:  # in a world of one nothing else happens in forward
+        if not unit.is_hooked:  # on a single rank nothing else happens in forward
             made = hook_forward(module, unit)
             hooks = known_hooks(module, made)
             state.hooks += hooks
@@ -116,17 +116,17 @@ class OptimizerInBackward:
 
 
 def refuse_clipping(params: Iterable[Tensor] | None = None) -> None:
-    """RuntimeError if any of `params` (None: of whatever model) is stepped in backward."""
+    """Raise RuntimeError if any of `params` (None: of any model) is stepped in backward."""
     if _any_steps(params):
         raise RuntimeError(
-            "there are no gradients to clip: optimizer_in_backward() has stepped with them, and a "
-            "norm over all of them is known only at the end of backward; remove() its handle to "
-            "clip, or clip values in a hook (p.register_post_accumulate_grad_hook)"
+            "no gradients to clip: optimizer_in_backward() steps with them during backward, "
+            "before their total norm is known. To clip by norm, call remove() on its handle; to "
+            "clip by value, use a hook (p.register_post_accumulate_grad_hook)"
         )
 
 
 def watch_scaled(outputs: Any) -> Any:
-    """Has a backward from `outputs`, a scaled loss or several, refuse to step any model."""
+    """Make a backward from `outputs`, one or more scaled losses, an error if it steps a model."""
     if isinstance(outputs, Tensor):
         if _handles and outputs.requires_grad:
             outputs.register_hook(_note_scaled)  # type: ignore[no-untyped-call]
@@ -144,12 +144,12 @@ def _note_scaled(_grad: Tensor) -> None:
 
 
 def _refuse_scaled() -> None:
-    """RuntimeError in a backward of a scaled loss."""
+    """Raise RuntimeError in a backward of a scaled loss."""
     if torch._C._current_graph_task_id() == _scaled_backward:
         raise RuntimeError(
-            "optimizer_in_backward() with GradScaler: parameters would be stepped with gradients "
-            "that are still scaled, and inf is known only at the end of backward; remove() the "
-            "handle, or train in bfloat16, which needs no loss scaling"
+            "optimizer_in_backward() does not support GradScaler: it would step with gradients "
+            "that are still scaled, before the check for inf. Call remove() on the handle, or "
+            "train in bfloat16, which needs no loss scaling"
         )
 
 
@@ -167,23 +167,22 @@ def _checked(optimizer: Any) -> Any:
     if isinstance(optimizer, Adam | AdamW | SGD):
         return optimizer
     raise TypeError(
-        "optimizer_in_backward() steps parts of an optimizer's parameters, which zshard.AdamW, "
-        f"Adam and SGD can; {type(optimizer).__module__}.{type(optimizer).__qualname__} steps all "
-        "or none"
+        "optimizer_in_backward() expects zshard.AdamW, Adam or SGD, which can step one unit at a "
+        f"time, got {type(optimizer).__module__}.{type(optimizer).__qualname__}"
     )
 
 
 def _groups_of(optimizers: Sequence[Any]) -> dict[int, tuple[Any, int]]:
-    """By id of each parameter, its optimizer and the index of its group. ValueError for one that
-    two optimizers have."""
+    """Return, by the id of each parameter, its optimizer and the index of its group. Raises
+    ValueError for a parameter that appears twice."""
     found: dict[int, tuple[Any, int]] = {}
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 if id(param) in found:
                     raise ValueError(
-                        "optimizer_in_backward(): two optimizers have the same parameter, of "
-                        f"shape {tuple(param.shape)}"
+                        "optimizer_in_backward(): a parameter of shape "
+                        f"{tuple(param.shape)} is in two optimizers: pass it to one only"
                     )
                 found[id(param)] = optimizer, index
     return found

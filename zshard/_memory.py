@@ -1,7 +1,7 @@
-"""A model's memory: held now, at most, and predicted; of a wrapped model, and of one that is not.
+"""A model's memory: current, peak and predicted, of a wrapped model or before wrapping it.
 
-The one idea: the C core counts and predicts (csrc/unit/reserve.c); what is added here is the
-state of the optimizers that have stepped the model's parameters, which is the optimizers' own.
+The one idea: the C core counts and predicts (csrc/unit/reserve.c); this file adds the state of the
+optimizers that have stepped the model's parameters, which belongs to the optimizers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from zshard.wrap import plan_units
 
 WHATS = ("now", "peak", "predicted")
 STATE_TENSORS = {"adam": 2, "adamw": 2, "sgd": 0, "rmsprop": 1, "adagrad": 1}
-"""Tensors of a parameter's size that optimizers keep, by their class's name."""
+"""Number of parameter-sized state tensors per parameter, by optimizer class."""
 
 
 def memory_of(module: nn.Module, what: str) -> dict[str, int]:
     """See FSDP.memory."""
     if what not in WHATS:
         known = ", ".join(repr(each) for each in WHATS)
-        raise ValueError(f"memory(what={what!r}): there are {known}")
+        raise ValueError(f"memory(): what must be one of {known}, got {what!r}")
     state = state_of(module)
     states = [each for _, each in units_of(module)]
     held = _optimizer_bytes(states)
@@ -47,15 +47,17 @@ def memory_of(module: nn.Module, what: str) -> dict[str, int]:
 
 
 def with_optimizer(parts: dict[str, int], optimizer: int, elsewhere: int = 0) -> dict[str, int]:
-    """The parts with that of the optimizer, and their total at the end. elsewhere: bytes of its
-    state that is offloaded, which the parts do not know of."""
+    """Return the parts with the optimizer's bytes added, and their total last.
+
+    elsewhere: bytes of optimizer state that is offloaded, to be added to that part.
+    """
     total = parts.pop("total") + optimizer
     offloaded = parts["offloaded"] + elsewhere
     return {**parts, "offloaded": offloaded, "optimizer": optimizer, "total": total}
 
 
 def _optimizer_bytes(states: Iterable[State]) -> int:
-    """Bytes of the state that optimizers seen so far have of these units' parameters."""
+    """Return the bytes of state that the optimizers seen so far keep for these units."""
     params = [
         param for state in states for param in state.unit.params if not _core.offloads_state(param)
     ]
@@ -69,8 +71,8 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
 
 
 def _trained_bytes(states: Iterable[State], offloaded: bool) -> int:
-    """Bytes of this rank's part of the parameters that get gradients, and whose optimizer state is
-    offloaded, or is not."""
+    """Return the bytes of this rank's shards of the trainable parameters whose optimizer state is,
+    or is not, offloaded."""
     return sum(
         state.unit.param(i)["numel"] * param.itemsize
         for state in states
@@ -91,22 +93,26 @@ def predict_memory(
     local_world_size: int | None = None,
     offload: Any = None,
 ) -> dict[str, int]:
-    """What a rank will take for `module`, wrapped by FSDP with these arguments: bytes by part, as
-    `memory("predicted")` gives them, on rank 0, of which no other has much more.
+    """Predict the memory that FSDP with these arguments takes on rank 0, in bytes by part.
 
-    The module is not changed, may be on the meta device, and no process group is needed.
+    Other ranks take about the same. The module is not changed and may be on the meta device; no
+    process group is needed.
 
-    world_size: number of ranks. local_world_size: of them on one host, all if None; a hybrid
-        strategy shards over these.
-    transport: "shm", "c10d" or "auto": shm where all ranks are on one host.
-    optimizer: "adamw", "adam", "sgd", "rmsprop" or "adagrad", or the number of tensors of a
-        parameter's size that it keeps; None: none.
-    offload: as for FSDP; what goes to a disk is the part "offloaded", and in no total. (The
-        directory may be any: nothing is made there.)
+    Args:
+        module: the model, not yet wrapped.
+        world_size: number of ranks.
+        strategy, auto_wrap_policy, mixed_precision: as for FSDP.
+        transport: "shm", "c10d" or "auto" (shm if all ranks are on one host).
+        optimizer: "adamw", "adam", "sgd", "rmsprop" or "adagrad"; or the number of parameter-sized
+            state tensors that it keeps per parameter; None for no optimizer.
+        local_world_size: ranks per host, over which a hybrid strategy shards. None: all.
+        offload: as for FSDP. Bytes on disk are reported as "offloaded" and not included in
+            "total". The directory need not exist.
 
-    Activations, and what torch itself takes, are not in it. In a world of one gradients are
-    torch's own as well. Raises ValueError or TypeError for what FSDP would refuse, and for unknown
-    names.
+    Returns a dict like that of `model.memory("predicted")`, which ends with "total". Activations
+    and torch's own memory are not included; with world size 1, gradients are torch's own as well.
+
+    Raises ValueError or TypeError for arguments that FSDP would reject, and for unknown names.
     """
     tensors = _state_tensors(optimizer)
     options = Options(
@@ -123,13 +129,13 @@ def predict_memory(
 
 
 def outline_of(module: nn.Module, planned: list[tuple[UnitSpec, Options]], world: World) -> Outline:
-    """The outline of `module` in a world without peers; the strategy is that of the root."""
+    """Return the outline of `module` in a world without peers, with the root's strategy."""
     return Outline(module, planned, outline_comms(world, planned[-1][1].strategy))
 
 
 def options_of(spec: UnitSpec, usual: Options) -> Options:
-    """What a CustomPolicy has overridden for this unit, and the rest as for the model. ValueError
-    for what is not a unit's to choose."""
+    """Return the model's options with a CustomPolicy's overrides for this unit. Raises ValueError
+    for an override that only applies to a whole model."""
     strategy: ShardingStrategy = usual.strategy
     precision: Precision = usual.precision
     given = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
@@ -137,9 +143,9 @@ def options_of(spec: UnitSpec, usual: Options) -> Options:
         strategy = parse_strategy(given)
     if strategy is not usual.strategy and (strategy.is_hybrid or strategy.keeps):
         raise ValueError(
-            f"unit '{spec.name}' asks for the strategy {strategy.value!r}, the model for "
-            f"{usual.strategy.value!r}: strategies with groups or copies of their own are for "
-            "whole models"
+            f"unit '{spec.name}' requests strategy {strategy.value!r}, but the model has "
+            f"{usual.strategy.value!r}: hybrid strategies and zero1 apply to whole models; set "
+            "them on the outermost FSDP(...)"
         )
     given = spec.overrides.get("mixed_precision")
     if given is not None:
@@ -156,8 +162,8 @@ def _state_tensors(optimizer: str | int | None) -> int:
     if name not in STATE_TENSORS:
         known = ", ".join(repr(each) for each in STATE_TENSORS)
         raise ValueError(
-            f"optimizer={optimizer!r}: there are {known}; else give the number of tensors that it "
-            "keeps for a parameter"
+            f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
+            "tensors that it keeps per parameter"
         )
     return STATE_TENSORS[name]
 
@@ -166,13 +172,16 @@ def _world(size: int, local: int | None, transport: str) -> World:
     local = size if local is None else local
     for name, value in (("world_size", size), ("local_world_size", local)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} is no number of ranks")
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if local < size and size % local != 0:
-        raise ValueError(f"{size} ranks do not divide into hosts of {local}")
+        raise ValueError(f"world_size={size} is not a multiple of local_world_size={local}")
     if transport not in ("auto", "shm", "c10d"):
-        raise ValueError(f"unknown transport {transport!r}; there are 'auto', 'shm' and 'c10d'")
+        raise ValueError(f"unknown transport {transport!r}: expected 'auto', 'shm' or 'c10d'")
     on_one_host = local >= size
     if transport == "shm" and not on_one_host:
-        raise ValueError(f"transport='shm' is for one host; {size} ranks are on several of {local}")
+        raise ValueError(
+            f"transport='shm' requires all ranks on one host, but local_world_size={local} is less "
+            f"than world_size={size}"
+        )
     inside = "c10d" if transport == "c10d" else "shm"
     return World(size, min(local, size), inside if on_one_host else "c10d", inside)

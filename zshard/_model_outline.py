@@ -1,8 +1,8 @@
-"""Outlines: units with layouts and no memory, on transports without peers, to be measured.
+"""Outlines: units with layouts and no memory, on transports without peers, to estimate memory.
 
-The one idea: what a model will take is not computed by formulas beside the code but asked of the
-same code (csrc/unit/unit.c, csrc/unit/plan.h). An outline is made of parameters of any device, the
-meta device too; it changes nothing and needs no process group.
+The one idea: the estimate does not come from separate formulas but from the same code that
+allocates (csrc/unit/unit.c, csrc/unit/plan.h). An outline is made from parameters on any device,
+the meta device included; it changes nothing and needs no process group.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ Planned = tuple[UnitSpec, Options]
 
 
 class World(NamedTuple):
-    """Ranks as a prediction knows them. near: of them, those that a hybrid strategy shards over;
-    transport: "shm" or "c10d", between all of them; inside: between the near ones."""
+    """The ranks that a prediction assumes.
+
+    size: all ranks. near: size of the shard group of a hybrid strategy. transport: "shm" or "c10d",
+    between all ranks; inside: within a shard group.
+    """
 
     size: int
     near: int
@@ -34,14 +37,14 @@ class World(NamedTuple):
 
 
 def world_of(comms: Comms) -> World:
-    """The world in which a model is being wrapped."""
+    """Return the world in which a model is being wrapped."""
     inside = comms.near.transport if comms.far is None else comms.all.transport
     near = comms.shards.world if comms.far is None else comms.near.world
     return World(comms.all.world, near, comms.all.transport, inside)
 
 
 def outline_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
-    """What zshard._group.comms_for would give in such a world, without peers."""
+    """Return what zshard._group.comms_for would in such a world, without peers."""
 
     def comm(transport: str, size: int) -> _core.Comm:
         return _core.Comm.outline(transport if size > 1 else "self", rank % size, size)
@@ -62,10 +65,10 @@ def outline_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Co
 
 
 class Outline:
-    """What `module` will be, wrapped with these units over these (outlined) ranks.
+    """A dry run of wrapping `module` with these units over these ranks.
 
-    inner: units of earlier calls below `module`, which are measured with it. dtype: as if all
-    floating-point parameters were of it.
+    inner: units of earlier calls below `module`, included in the estimate. dtype: assume that all
+        floating-point parameters have it.
     """
 
     def __init__(
@@ -116,12 +119,12 @@ class Outline:
         return nn.Parameter(made, requires_grad=param.requires_grad)
 
     def predict(self, stepped: bool = False) -> dict[str, int]:
-        """Bytes by part, as Engine.predict gives them."""
+        """Return bytes by part, like Engine.predict."""
         return self.engine.predict(stepped)
 
     def trained_bytes(self, offloaded: bool = False) -> int:
-        """Bytes of this rank's part of the parameters that get gradients: what one tensor of
-        optimizer state takes; of those whose state is in memory, or on a disk."""
+        """Return the bytes of this rank's shards of trainable parameters, the size of one tensor of
+        optimizer state; of those whose state is in memory, or (`offloaded`) on disk."""
         total = 0
         for unit in [*self.units, *self.inner]:
             if unit.offloads[2] is not offloaded:

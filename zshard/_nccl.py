@@ -1,7 +1,7 @@
-"""libnccl: where it lies, which one it is, how it is to be used, and its end.
+"""libnccl: finding, configuring and shutting it down.
 
-The one idea: torch's wheels with CUDA bring NCCL as a package of its own (nvidia.nccl). torch has
-usually loaded it; where it has not, this package says where the file is. All else is in C.
+The one idea: torch's CUDA wheels install NCCL as a package of its own (nvidia.nccl). torch has
+usually loaded it; if not, that package tells where the file is. Everything else is in C.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ POLICIES = ("default", "efficiency", "zero")  # by their numbers in the C core
 
 @dataclass(frozen=True)
 class NcclOptions:
-    """How NCCL is to be used for a model on GPUs: FSDP(model, transport=zshard.NcclOptions(...)).
+    """NCCL settings for a model on GPUs: FSDP(model, transport=zshard.NcclOptions(...)).
 
-    ctas: what NCCL may take of a GPU's multiprocessors. "default": as it likes; "efficiency": few
-        (NCCL 2.27); "zero": none where the GPU's copy engines can do it (NCCL 2.28): gathers within
-        a host, of memory in windows; the rest is as by default.
-    min_ctas, max_ctas: limits for each kernel of NCCL's (a CTA is a thread block, and takes a
-        multiprocessor); None: NCCL's choice. Kernels in three streams have to find room side by
-        side, so a third of the multiprocessors, rounded down to a power of two (32 of an H200's
-        132), is the most, and is what None means for max_ctas.
-    windows: shards, full parameters, buckets and what is received lie in memory that is registered
-        with NCCL (2.27), which then needs no copies between in a gather (but not what zero1 and
-        hybrid_full keep). That memory is NCCL's, not of torch's allocator; it goes in steps of
-        2 MiB, which memory() does not count, and is kept for other models as long as the process
-        group is.
-    communicators: 2: parameters are gathered while gradients are exchanged; 1: one after the other,
-        which takes half of the memory that NCCL has for itself.
+    Pass the same settings on all ranks.
 
-    Equal on all ranks. Raises ValueError for what is no option; FSDP raises NotImplementedError
-    where the NCCL that is here is too old, with its version, DivergenceError where ranks differ,
-    and ValueError for more CTAs than the GPUs have room for.
+    Args:
+        ctas: NCCL's CTA policy, that is, how many of a GPU's multiprocessors it may occupy.
+            "default": NCCL's choice. "efficiency": few (needs NCCL 2.27). "zero": none where the
+            GPU's copy engines can do the work (needs NCCL 2.28), that is, for all-gathers within a
+            host of memory in windows; otherwise as "default".
+        min_ctas, max_ctas: lower and upper limit for each NCCL kernel, 1 to 64. (A CTA is a thread
+            block and occupies one multiprocessor.) Kernels of three streams run side by side, so
+            max_ctas is at most a third of the multiprocessors, rounded down to a power of two (32
+            of an H200's 132). None: NCCL's choice for min_ctas, that maximum for max_ctas.
+        windows: register shards, full parameters, buckets and receive buffers with NCCL as
+            symmetric windows (needs NCCL 2.27), which saves copies in all-gathers. The secondary
+            shards of zero1 and hybrid_full are not registered. This memory comes from NCCL, not
+            from torch's allocator, in multiples of 2 MiB (memory() does not count the rounding),
+            and is reused by other models until the process group is destroyed.
+        communicators: 2 overlaps parameter all-gathers with gradient reductions; 1 runs them one
+            after the other and halves NCCL's own memory.
+
+    Raises ValueError for invalid values. FSDP(...) raises NotImplementedError, with the version, if
+    the installed NCCL is too old; DivergenceError if ranks differ; ValueError for more CTAs than
+    the GPUs have room for.
     """
 
     ctas: str = "default"
@@ -50,23 +54,28 @@ class NcclOptions:
     def __post_init__(self) -> None:
         if self.ctas not in POLICIES:
             known = ", ".join(repr(each) for each in POLICIES)
-            raise ValueError(f"NcclOptions(ctas={self.ctas!r}): there are {known}")
+            raise ValueError(f"NcclOptions: ctas must be one of {known}, got {self.ctas!r}")
         for name in ("min_ctas", "max_ctas"):
             value = getattr(self, name)
             if value is not None and not _is_count(value, MAX_CTAS):
-                raise ValueError(f"NcclOptions({name}={value!r}): None or 1 to {MAX_CTAS}")
+                raise ValueError(
+                    f"NcclOptions: {name} must be None or an integer from 1 to {MAX_CTAS}, got "
+                    f"{value!r}"
+                )
         if (
             self.min_ctas is not None
             and self.max_ctas is not None
             and self.min_ctas > self.max_ctas
         ):
             raise ValueError(
-                f"NcclOptions: min_ctas={self.min_ctas} is above max_ctas={self.max_ctas}"
+                f"NcclOptions: min_ctas={self.min_ctas} exceeds max_ctas={self.max_ctas}"
             )
         if not isinstance(self.windows, bool):
-            raise ValueError(f"NcclOptions(windows={self.windows!r}): True or False")
+            raise ValueError(f"NcclOptions: windows must be a bool, got {self.windows!r}")
         if not _is_count(self.communicators, 2):
-            raise ValueError(f"NcclOptions(communicators={self.communicators!r}): there are 1 or 2")
+            raise ValueError(
+                f"NcclOptions: communicators must be 1 or 2, got {self.communicators!r}"
+            )
 
     def _numbers(self) -> tuple[int, int, int, int, int]:
         """As zshard._core.Comm.gpu takes them."""
@@ -83,22 +92,22 @@ _known: tuple[str, str] | None = None
 
 
 def library() -> tuple[str, str]:
-    """NCCL's version ("2.28.9") and file; opens the library on first use.
+    """Return NCCL's version ("2.28.9") and file; loads the library on first use.
 
-    ZSHARD_NCCL_LIB (a path) goes before the one that torch has loaded, that before the one of
-    Python's nvidia.nccl package, and the system's comes last. Raises NotImplementedError where
-    there is none, or one that is too old (before 2.14).
+    Searched in this order: ZSHARD_NCCL_LIB (a path), the library that torch has loaded, that of the
+    Python package nvidia.nccl, the system's. Raises NotImplementedError if there is none, or if it
+    is older than 2.14.
     """
     global _known
     if _known is None:
         _known = _core.nccl_library(_packaged())
         # Never from a destructor: what NCCL itself needs may be gone by then.
-        atexit.register(_core.nccl_abort, "the interpreter has ended")
+        atexit.register(_core.nccl_abort, "the Python interpreter is exiting")
     return _known
 
 
 def _packaged() -> str | None:
-    """The file of Python's nvidia.nccl package."""
+    """Return the library of the Python package nvidia.nccl, or None."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:  # no nvidia at all

@@ -1,13 +1,13 @@
-"""Stops optimizers that would compute something else on slices of parameters than on whole ones.
+"""Reject optimizers that would compute something else on shards than on full parameters.
 
-The one idea: a sharded parameter is a flat slice. An elementwise rule (AdamW, SGD, ...) does the
-same on a slice as on the whole; one that needs the matrix (Muon, Adafactor, Shampoo) or a norm
-over the parameter or the model (LAMB, LARS, LBFGS) steps without complaint and is wrong. A hook
-that torch runs before every optimizer's step refuses the second kind by name and warns once of a
+The one idea: a shard is a flat slice of a parameter. An elementwise rule (AdamW, SGD, ...) computes
+the same on a shard as on the full parameter; one that needs the matrix (Muon, Adafactor, Shampoo)
+or a norm over the parameter or the model (LAMB, LARS, LBFGS) would be silently wrong. A hook that
+torch runs before every optimizer's step rejects the second kind by name and warns once about a
 class it does not know. It costs a dictionary look-up, and for an optimizer that is not known to be
-elementwise one cheap question per parameter until the first shard is met.
+elementwise one cheap check per parameter until the first shard is found.
 
-With strategy "no_shard" and in a world of one parameters are whole, and everything passes.
+With strategy "no_shard" and with world size 1 parameters are not sharded, and everything passes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class _Kind(Enum):
     ELEMENTWISE = "elementwise"
     REFUSED = "refused"
     UNKNOWN = "unknown"
-    WARNED_OF = "unknown, and the user has been told"
+    WARNED_OF = "unknown, and the user has been warned"
 
 
 _ELEMENTWISE = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
 )
-"""Classes of torch.optim (and, of those names, of zshard)."""
+"""Classes of torch.optim, and those of the same name in zshard."""
 
-_MATRIX = "it works on whole matrices, and a shard is a flat slice of them"
-_PARAM_NORM = "it scales each update by norms over whole parameters"
+_MATRIX = "it needs full matrices, but a shard is a flat slice"
+_PARAM_NORM = "it scales updates by norms over full parameters"
 _ALL_NORM = "it needs dot products over all parameters of the model"
 
 _REFUSED = {
@@ -61,7 +61,7 @@ _REFUSED = {
     "lbfgs": _ALL_NORM,
     "prodigy": _ALL_NORM,
 }
-"""Words of a class's name, in lower case, and why it is refused."""
+"""Words in a class's name, in lower case, and why such a class is rejected."""
 
 _kinds: dict[type, _Kind] = {}
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -69,27 +69,27 @@ _handle: RemovableHandle | None = None
 
 
 def install() -> None:
-    """Start watching every optimizer's step; once is enough, more does nothing."""
+    """Start watching the steps of all optimizers. Idempotent."""
     global _handle
     if _handle is None:
         _handle = register_optimizer_step_pre_hook(_before_step)
 
 
 def know(optimizer: torch.optim.Optimizer) -> None:
-    """Counts an optimizer among those seen, whose step() may never be called."""
+    """Count an optimizer as seen even if its step() is never called."""
     _seen.add(optimizer)
 
 
 def seen_optimizers() -> list[torch.optim.Optimizer]:
-    """All living optimizers that have stepped, or are known to do so in backward."""
+    """Return all living optimizers that have stepped, or that step in backward."""
     return list(_seen)
 
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Torch's pre-hook. RuntimeError for an optimizer that is wrong on the shards it holds, for
-    gradients that have not been reduced, and for parameters that unshard() has made whole."""
+    """Torch's pre-hook. Raises RuntimeError for an optimizer that is wrong on the shards it has,
+    for gradients that have not been reduced, and for parameters that unshard() has gathered."""
     _seen.add(optimizer)
     if _core.has_local_grads():
         _refuse_local_grads(optimizer)
@@ -104,14 +104,13 @@ def _before_step(
     if kind is _Kind.REFUSED:
         raise RuntimeError(
             f"{cls.__name__} cannot update sharded parameters: {_reason(cls)}. Use an elementwise "
-            'optimizer (zshard.AdamW, torch.optim.SGD, ...), or FSDP(..., strategy="no_shard"), '
-            "which leaves parameters whole"
+            'optimizer (zshard.AdamW, torch.optim.SGD, ...), or FSDP(..., strategy="no_shard")'
         )
     _kinds[cls] = _Kind.WARNED_OF
     warnings.warn(
-        f"{cls.__module__}.{cls.__qualname__} updates sharded parameters, which are flat slices "
-        "of shape (k, 1, ..., 1): that is right only if it treats every element by itself, "
-        "without norms over parameters and without their shapes",
+        f"{cls.__module__}.{cls.__qualname__} is updating sharded parameters (flat slices of shape "
+        "(k, 1, ..., 1)): results are correct only if its update is elementwise and uses neither "
+        "norms over parameters nor their shapes",
         UserWarning,
         stacklevel=3,
     )
@@ -130,9 +129,9 @@ def _refuse_held_units(optimizer: torch.optim.Optimizer) -> None:
             name = _core.held_unit(param)
             if name is not None:
                 raise RuntimeError(
-                    f"the parameters of unit '{name or '(root)'}' are whole copies, made by "
-                    "unshard(): an update of them would be lost; call reshard() on its module "
-                    "before the optimizer's step"
+                    f"unit '{name or '(root)'}' is unsharded by unshard(), so its parameters are "
+                    "copies and the update would be lost: call reshard() on its module before the "
+                    "optimizer's step"
                 )
 
 
@@ -143,7 +142,7 @@ def _kind_of(cls: type) -> _Kind:
 
 
 def _reason(cls: type) -> str | None:
-    """Why the class or one it is derived from is refused; None if none is."""
+    """Return why the class, or one of its bases, is rejected; None if it is not."""
     for base in cls.__mro__:
         for word, reason in _REFUSED.items():
             if _has_word(base.__name__, word):

@@ -1,8 +1,8 @@
-"""Where the state of an optimizer lies in memory.
+"""The memory layout of an optimizer's state.
 
-The one idea: state tensors lie side by side in one block for each name, spaced as the parameters
-are. Where slices of a shard are neighbours, so is their state, and the C loop updates all of them
-as one run.
+The one idea: the state tensors of one name are adjacent in one block, spaced like the parameters.
+Where parameters are adjacent in a shard, so is their state, and the C loop updates all of them as
+one run.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zshard import _core
 __all__ = ["ALIGN", "zeros_side_by_side"]
 
 ALIGN = 64
-"""Bytes: a cache line, and the longest gap that padding leaves between slices of one shard."""
+"""Bytes: a cache line, and the largest gap that padding leaves between parameters in a shard."""
 
 
 def zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
-    """A tensor of zeros for each of `params`, with its shape, dtype, device and memory format.
+    """Return a tensor of zeros for each of `params`, of its shape, dtype, device and memory format.
 
-    Those for contiguous tensors are views of one block per dtype and device, in the order and with
-    the gaps that the parameters have where they lie within a cache line of each other.
+    Those for contiguous tensors are views of one block per dtype and device, in the parameters'
+    order, and with their gaps where they are within a cache line of each other.
     """
     made: dict[int, Tensor] = {}
     blocks: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}  # ..., is it offloaded

@@ -1,8 +1,8 @@
-"""The state of an optimizer by the names of a model's parameters: FSDP1's optim_state_dict.
+"""Optimizer state by parameter name: FSDP1's optim_state_dict.
 
-The one idea: optimizer.state_dict() is whole already (_optim_state.py); here numbers become names
-and names numbers. What is added is who holds it: with `rank0_only` other ranks only give their
-parts, and with `from_rank0` they get theirs out of one whole tensor at a time.
+The one idea: optimizer.state_dict() is full already (_optim_state.py); here numbers become names
+and names numbers. What is added is which rank has it: with `rank0_only` other ranks only send their
+shards, and with `from_rank0` they receive theirs from one full tensor at a time.
 
     {"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [{"params": [name], ...}]}
 """
@@ -42,18 +42,23 @@ _HOW = "zshard.optim_state_dict(model, optimizer)"
 def optim_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = False
 ) -> dict[str, Any]:
-    """The optimizer's state under the names of the model's parameters: whole tensors on the CPU.
+    """Return the optimizer's full state, keyed by parameter name, as tensors on the CPU.
 
-    model: the sharded model, or one that has it as a part. A tied parameter goes by the first name
-        that model.named_parameters() gives. What torch.compile() and activation checkpointing add
-        to names is left out.
-    rank0_only: the other ranks get {}, and never hold more than one whole tensor.
+    Collective.
+
+    Args:
+        model: the sharded model, or a module that contains it. A tied parameter has the first name
+            in model.named_parameters(). Prefixes of torch.compile() and activation checkpointing
+            are removed from names.
+        optimizer: an optimizer of the model's parameters.
+        rank0_only: return {} on ranks other than 0, which then hold at most one full tensor.
 
     Returns {"state": {name: {key: tensor or value}}, "param_groups": [{"params": [name, ...],
-    option: value}]}, which FSDP1 and torch.distributed.checkpoint.state_dict have as well; tensors
-    have the shape and dtype that the plain model's optimizer gives them, and are copies. For all
-    ranks together. Raises ValueError for a parameter that the model does not have, DivergenceError
-    on all ranks where their states are of different parameters, keys, shapes or dtypes.
+    option: value}]}, the format of FSDP1 and torch.distributed.checkpoint.state_dict. Tensors are
+    copies, with the shapes and dtypes of the unsharded model's optimizer state.
+
+    Raises ValueError if the optimizer has a parameter that the model lacks; DivergenceError on all
+    ranks if their states differ in parameters, keys, shapes or dtypes.
     """
     names = names_of(model, optimizer)
     if rank0_only and _comm_of(model).rank != 0:
@@ -69,21 +74,27 @@ def load_optim_state_dict(
     *,
     from_rank0: bool = False,
 ) -> None:
-    """Loads what optim_state_dict() gave, at whatever strategy and number of ranks.
+    """Load the result of optim_state_dict(), under any strategy and world size.
 
-    state: as optim_state_dict() returns it; whole tensors of the parameters' shapes and dtypes. A
-        tied parameter may go by any of its names; one without state has none afterwards.
-    from_rank0: rank 0 alone has it, and the others pass None or {}. They get it a tensor at a time
-        and never hold more than one whole tensor.
+    Collective.
 
-    For all ranks together. Raises ValueError on all ranks, before anything has changed, naming
-    parameters that are unknown, missing or in another group, and shapes and dtypes that are wrong.
+    Args:
+        model: the sharded model, or a module that contains it.
+        optimizer: the optimizer to load into.
+        state: as returned by optim_state_dict(): full tensors of the parameters' shapes and dtypes.
+            A tied parameter may have any of its names. Parameters without an entry lose their
+            state.
+        from_rank0: only rank 0 has `state`; the others pass None or {}, receive it a tensor at a
+            time and hold at most one full tensor.
+
+    Raises ValueError on all ranks, before anything changes, that lists unknown, missing or
+    misplaced parameters and wrong shapes and dtypes.
     """
     optimizer.load_state_dict(_to_load(model, optimizer, state, from_rank0))
 
 
 class OptimStateMethods:
-    """FSDP1's spellings of both, as static methods of FSDP."""
+    """FSDP1's static methods for optimizer state."""
 
     @staticmethod
     def optim_state_dict(
@@ -92,10 +103,13 @@ class OptimStateMethods:
         optim_state_dict: Mapping[str, Any] | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """zshard.optim_state_dict(); within state_dict_type, as its optim_state_dict_config says.
+        """Return the optimizer's full state by parameter name; see zshard.optim_state_dict().
 
-        optim_state_dict: what optim.state_dict() gave, if there is that already.
-        group: the process group of the model's ranks; these take part in any case.
+        Within FSDP.state_dict_type, its optim_state_dict_config applies. Collective.
+
+        Args:
+            optim_state_dict: the result of optim.state_dict(), if you have it already.
+            group: accepted for compatibility: a process group of the same size as the model's.
         """
         _check_group(model, group)
         rank0_only = _rank0_only(model)
@@ -114,16 +128,22 @@ class OptimStateMethods:
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Makes optim_state_dict()'s result what optim.load_state_dict() takes; see
-        zshard.load_optim_state_dict() for what is wrong with one. For all ranks together.
+        """Convert the result of optim_state_dict() into what optim.load_state_dict() takes.
 
-        load_directly: load it as well. is_named_optimizer: True is a NotImplementedError.
-        Within state_dict_type with `rank0_only`, rank 0 alone has the dict, and what is returned is
-        for `optim` on this rank only.
+        Collective.
+
+        Args:
+            optim_state_dict: the dict; within FSDP.state_dict_type with `rank0_only` only rank 0
+                has it, and the result is valid for `optim` on this rank only.
+            is_named_optimizer: True raises NotImplementedError.
+            load_directly: also load it into `optim`.
+            group: accepted for compatibility: a process group of the same size as the model's.
+
+        Raises ValueError as zshard.load_optim_state_dict() does.
         """
         if is_named_optimizer:
             raise NotImplementedError(
-                "is_named_optimizer=True is for torch's _NamedOptimizer, which zshard does not know"
+                "is_named_optimizer=True (torch's _NamedOptimizer) is not supported"
             )
         _check_group(model, group)
         made = _to_load(model, optim, optim_state_dict, _rank0_only(model))
@@ -139,14 +159,19 @@ class OptimStateMethods:
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """zshard.optim_state_dict(), by default for rank 0 only. optim_input: leave it out."""
+        """Return the optimizer's full state by parameter name, by default on rank 0 only.
+
+        See zshard.optim_state_dict(). `optim_input` must be None (NotImplementedError).
+        """
         if optim_input is not None:
-            raise NotImplementedError("full_optim_state_dict: optim_input is not needed; leave out")
+            raise NotImplementedError(
+                "full_optim_state_dict(): optim_input is not supported: omit it"
+            )
         _check_group(model, group)
         return _optim_state_dict(model, optim, rank0_only=rank0_only)
 
 
-_optim_state_dict = optim_state_dict  # which within the class is another
+_optim_state_dict = optim_state_dict  # within the class the name is taken
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -157,7 +182,7 @@ def _first_state(model: nn.Module) -> State | None:
 
 
 def _comm_of(model: nn.Module) -> _core.Comm:
-    """The ranks of the outermost unit; a world of one for a model without units."""
+    """Return the ranks of the outermost unit; a single rank for a model without units."""
     state = _first_state(model)
     return state.comms.all if state is not None else comm_for(None, None, None)
 
@@ -171,24 +196,27 @@ def _check_group(model: nn.Module, group: Any) -> None:
     world = _comm_of(model).world
     if group is not None and dist.get_world_size(group) != world:
         raise ValueError(
-            f"group has {dist.get_world_size(group)} ranks and the model {world}; the model's own "
-            "ranks take part: leave group out"
+            f"group has {dist.get_world_size(group)} ranks, but the model has {world}: omit group "
+            "to use the model's ranks"
         )
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """The name of each parameter of the optimizer, by its id: the first that the model gives it.
-    ValueError for a parameter that the model does not have."""
+    """Return the first name in the model of each of the optimizer's parameters, by id. Raises
+    ValueError for a parameter that the model lacks."""
     names = {id(param): plain(name) for name, param in model.named_parameters()}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in names:
                 part = part_of(param)
-                what = f"'{part.name}'" if part else f"of shape {tuple(param.shape)}"
+                what = (
+                    f"parameter '{part.name}'"
+                    if part
+                    else f"a parameter of shape {tuple(param.shape)}"
+                )
                 raise ValueError(
-                    f"group {i} of the optimizer has a parameter {what} that the model has not: "
-                    "give the model that the optimizer was made for, or a module that has all its "
-                    "parameters"
+                    f"param group {i} of the optimizer has {what}, which the model "
+                    "lacks: pass the model that the optimizer was created for"
                 )
     return names
 
@@ -196,7 +224,8 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 def _by_name(
     names: Mapping[int, str], optimizer: Optimizer, numbered: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A state dict of torch's form with names for numbers; nothing in it is the optimizer's own."""
+    """Return a state dict of torch's format with names for numbers, without the optimizer's own
+    tensors."""
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for ours, given in zip(optimizer.param_groups, numbered["param_groups"], strict=True):
@@ -229,7 +258,8 @@ def _copy(value: Any, live: Any) -> Any:
 def _to_load(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None, from_rank0: bool
 ) -> dict[str, Any]:
-    """What optimizer.load_state_dict() takes, numbers for names. ValueError on all ranks alike."""
+    """Return what optimizer.load_state_dict() takes, numbers for names. Raises ValueError on all
+    ranks alike."""
     names_of(model, optimizer)
     comm = _comm_of(model)
     given = state if comm.rank == 0 or not from_rank0 else None
@@ -244,36 +274,36 @@ def _to_load(
 
 
 def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
-    """ValueError on all ranks if there are problems on any."""
+    """Raise ValueError on all ranks if there are problems on any."""
     text = "\n".join(problems)
     everyone = [each.decode() for each in gather_bytes(comm, text.encode())]
     for rank, each in enumerate(everyone):
         if each:
             where = "" if len(set(everyone)) == 1 else f" on rank {rank}"
-            raise ValueError(f"the optimizer's state does not fit{where}:\n{each}")
+            raise ValueError(f"the state dict does not match the optimizer{where}:\n{each}")
 
 
 def by_number(
     model: nn.Module, optimizer: Optimizer, given: Mapping[str, Any] | None
 ) -> tuple[list[str], dict[str, Any]]:
-    """What is wrong with a dict by name; and, if nothing is, the same by number."""
+    """Return what is wrong with a dict by name, and the same dict by number if nothing is."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-        return [f"it has no 'state' and 'param_groups'; give what {_HOW} returns"], {}
+        return [f"it lacks 'state' or 'param_groups': pass the result of {_HOW}"], {}
     given = _with_plain_names(given)
     params = {plain(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     ours, theirs = optimizer.param_groups, given["param_groups"]
     if len(ours) != len(theirs):
-        return [f"it has {len(theirs)} param groups, the optimizer {len(ours)}"], {}
+        return [f"it has {len(theirs)} param groups, but the optimizer has {len(ours)}"], {}
     listed = {id(p) for group in ours for p in group["params"]}
     known = {name: param for name, param in params.items() if id(param) in listed}
     problems = _unknown(given, known)
     for i, (own, other) in enumerate(zip(ours, theirs, strict=True)):
         problems += _misplaced(i, own["params"], [known.get(n) for n in _listed(other)], known)
     states = {name: entries for name, entries in given["state"].items() if name in known}
-    problems += [f"its state of {n!r} is no dict" for n, e in states.items() if not _is_dict(e)]
+    problems += [f"the state of {n!r} is not a dict" for n, e in states.items() if not _is_dict(e)]
     found = [(known[name], entries) for name, entries in states.items() if _is_dict(entries)]
     if len({id(param) for param, _ in found}) < len(found):
-        problems.append("it has the state of a tied parameter twice, under two of its names")
+        problems.append("it has state for a tied parameter twice, under two of its names")
     problems += problems_with(found) + _wrong_types(found)
     numbers = {id(p): i for i, p in enumerate(p for group in ours for p in group["params"])}
     groups = [
@@ -287,7 +317,7 @@ def by_number(
 
 
 def _with_plain_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict by name with names that no wrapper has a part in."""
+    """Return a dict by name without the prefixes of wrappers."""
 
     def of(name: Any) -> Any:
         return plain(name) if isinstance(name, str) else name
@@ -308,29 +338,30 @@ def _listed(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _unknown(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> list[str]:
-    """Names that no parameter of the optimizer has."""
+    """Return the names that match no parameter of the optimizer."""
     names = dict.fromkeys(given["state"])
     names.update(dict.fromkeys(n for group in given["param_groups"] for n in _listed(group)))
     strangers = [name for name in names if name not in known]
     if strangers and all(isinstance(name, int) for name in strangers):
-        return ["it has numbers for parameters; load it by optimizer.load_state_dict()"]
+        return ["its parameters are numbered, not named: use optimizer.load_state_dict()"]
     return [f"the optimizer has no parameter {name!r}" for name in strangers]
 
 
 def _misplaced(
     i: int, own: Sequence[Tensor], other: Sequence[Tensor | None], known: Mapping[str, Tensor]
 ) -> list[str]:
-    """Parameters that group `i` has here and not in the state dict, or the other way round."""
+    """Return the parameters that are in group `i` of only the optimizer or only the state dict."""
     first = {id(param): name for name, param in reversed(list(known.items()))}
     here = {first[id(p)] for p in own}
     there = {first[id(p)] for p in other if p is not None}
-    return [f"group {i} of it has no parameter '{name}'" for name in sorted(here - there)] + [
-        f"group {i} of the optimizer has no parameter '{name}'" for name in sorted(there - here)
+    return [f"its param group {i} lacks parameter '{name}'" for name in sorted(here - there)] + [
+        f"param group {i} of the optimizer lacks parameter '{name}'"
+        for name in sorted(there - here)
     ]
 
 
 def _wrong_types(found: Iterable[tuple[Tensor, Mapping[Any, Any]]]) -> list[str]:
-    """State of a parameter's shape that is not of its dtype: torch would convert it in silence."""
+    """Return parameter-shaped state of another dtype, which torch would silently convert."""
     problems = []
     for param, entries in found:
         part = part_of(param)
@@ -339,7 +370,7 @@ def _wrong_types(found: Iterable[tuple[Tensor, Mapping[Any, Any]]]) -> list[str]
                 continue
             if value.shape == part.shape and value.dtype != part.dtype:
                 problems.append(
-                    f"'{key}' of parameter '{part.name}' is of {value.dtype}, the parameter of "
+                    f"'{key}' of parameter '{part.name}' has dtype {value.dtype}, expected "
                     f"{part.dtype}"
                 )
     return problems
@@ -350,7 +381,7 @@ def _wrong_types(found: Iterable[tuple[Tensor, Mapping[Any, Any]]]) -> list[str]
 
 @torch.inference_mode(False)
 def _from_rank0(comm: _core.Comm, optimizer: Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
-    """The state dict that rank 0 has, with this rank's parts in place of whole tensors."""
+    """Return rank 0's state dict with this rank's shards in place of full tensors."""
     mine = pickle.dumps(_outline(numbered)) if comm.rank == 0 else b""
     outline: dict[str, Any] = pickle.loads(gather_bytes(comm, mine)[0])
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -359,7 +390,7 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, numbered: dict[str, Any]
     found = [(params[i], entries) for i, entries in outline["state"].items() if i < len(params)]
     problems = problems_with(found) if comm.rank != 0 else []
     if sizes != theirs:
-        problems = [f"its groups have {theirs} parameters, this rank's optimizer {sizes}"]
+        problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
     _raise_together(comm, problems)
     settle(optimizer)
     room, state = Room(found), {}
@@ -372,7 +403,7 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, numbered: dict[str, Any]
 
 
 def _outline(numbered: Mapping[str, Any]) -> dict[str, Any]:
-    """The dict without the values of tensors that have dimensions."""
+    """Return the dict without the values of tensors that have dimensions."""
     state = {
         number: {
             key: value.to("meta") if isinstance(value, Tensor) and value.dim() > 0 else value
@@ -384,8 +415,8 @@ def _outline(numbered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _received(comm: _core.Comm, room: Room, place: tuple[Tensor, Any], value: Any) -> Any:
-    """What this rank loads in a `place`, (parameter, key), of rank 0's value; elsewhere, `value` is
-    its outline."""
+    """Return what this rank loads at `place`, (parameter, key), from rank 0's `value`; on other
+    ranks `value` only has its shape."""
     if isinstance(value, Tensor) and value.dim() > 0:
         value = torch.empty_like(value, device="cpu") if value.is_meta else value.detach().cpu()
         take_from_rank_0(comm, value)

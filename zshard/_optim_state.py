@@ -1,14 +1,14 @@
-"""state_dict() and load_state_dict() of optimizers over sharded parameters: whole tensors.
+"""state_dict() and load_state_dict() of optimizers over sharded parameters: full tensors.
 
-The one idea: an optimizer's state of a sharded parameter is cut as the parameter is. Two hooks of
-torch's own stand between that and the state dict: one behind torch's packing, and before any hook
-of the user's, puts the parts together, a tensor at a time; one before torch's loading, and behind
-any hook of the user's, takes this rank's part of each whole tensor. So what is saved is what the
-same optimizer over the plain model would save, and it loads under any strategy, at any number of
-ranks, and into the plain model's optimizer.
+The one idea: the optimizer state of a sharded parameter is sharded like the parameter. Two torch
+hooks convert between that and the state dict: one, after torch's packing and before any hook of the
+user's, gathers the shards, a tensor at a time; the other, before torch's loading and after any hook
+of the user's, takes this rank's shard of each full tensor. So the result is what the same optimizer
+over the unsharded model would save, and it loads under any strategy, at any world size, and into
+the unsharded model's optimizer.
 
-Saving is for all ranks together; they agree first on what there is to gather. Loading is not: each
-rank has all it needs. State that is loaded lies side by side again (_optim_memory.py).
+Saving is collective; ranks agree first on what to gather. Loading is not: each rank has all it
+needs. State that is loaded is adjacent again (_optim_memory.py).
 
 Optimizers without parameters of a wrapped model are left to torch.
 """
@@ -38,19 +38,19 @@ _torchs_save = Optimizer.state_dict
 _torchs_load = Optimizer.load_state_dict
 
 _SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
-"""What torch's optimizers keep as one number for each parameter. Asked only where shapes leave it
-open: of parameters that have no dimension themselves."""
+"""What torch's optimizers keep as one number per parameter. Used only if shapes do not tell: for
+parameters that have no dimensions themselves."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """In a state dict, in place of a whole tensor: this rank's part of it, already taken."""
+    """In a state dict, in place of a full tensor: this rank's shard of it, already taken."""
 
     tensor: Tensor
 
 
 def install() -> None:
-    """Teaches torch's optimizers; once is enough, more does nothing."""
+    """Make torch's optimizers save and load full tensors. Idempotent."""
     Optimizer.state_dict = _save  # type: ignore[method-assign]
     Optimizer.load_state_dict = _load  # type: ignore[method-assign]
 
@@ -102,7 +102,7 @@ def _scalar_keys(states: Iterable[tuple[tuple[int, ...], Mapping[Any, Any]]]) ->
 
 @dataclass(frozen=True)
 class _Held:
-    """A sharded parameter with its state on this rank: (name, value, is it cut?), in one order."""
+    """A sharded parameter with its state on this rank: (name, value, is it sharded), sorted."""
 
     param: Tensor
     part: Part
@@ -110,7 +110,7 @@ class _Held:
 
     @property
     def nested(self) -> str | None:
-        """What has tensors within a list or dict that seem to be cut."""
+        """The first entry that has sharded tensors within a list or dict; None if none has."""
         for key, value, _ in self.entries:
             leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
             if self.part.shape != () and any(_is_cut(leaf, self.part) for leaf in leaves):
@@ -119,7 +119,7 @@ class _Held:
 
 
 def held_by(optimizer: Optimizer) -> list[_Held]:
-    """All sharded parameters of the optimizer, also those without state, in its order."""
+    """Return all sharded parameters of the optimizer in its order, also those without state."""
     cut = [(param, part) for param in _params_of(optimizer) if (part := part_of(param))]
     states = [(param, part, optimizer.state.get(param, {})) for param, part in cut if part.is_cut]
     scalars = _scalar_keys((part.shape, entries) for _, part, entries in states)
@@ -174,12 +174,14 @@ def _numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[
 
 @torch.inference_mode(False)  # what is made is to be written to later
 def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[Any, Tensor]]]:
-    """The sharded parameters, and of each the state that is cut as it is, made whole.
+    """Return the sharded parameters, each with the full tensors of its sharded state.
 
-    keep: have it; else this rank only gives its parts, one whole tensor at a time is in memory, and
-    the dicts are empty. Collective over the ranks of the parameters' models. Raises DivergenceError
-    on all ranks where they have state of different parameters, names, shapes or dtypes;
-    RuntimeError for parts within a list or dict.
+    keep: return the state; else this rank only sends its shards, holds one full tensor at a time,
+        and returns empty dicts.
+
+    Collective over the ranks of the parameters' models. Raises DivergenceError on all ranks if
+    their states differ in parameters, names, shapes or dtypes; RuntimeError for shards within a
+    list or dict.
     """
     held = held_by(optimizer)
     holders: dict[int, list[tuple[int, int]]] = {}
@@ -197,8 +199,8 @@ def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[A
 
 
 def _ranges(comm: _core.Comm, held: Sequence[_Held]) -> list[list[tuple[int, int]]]:
-    """Of each parameter, the (begin, numel) of all ranks. RuntimeError on all of them for one that
-    has cut tensors within a list or dict; a rank alone could be misled by a shape."""
+    """Return each parameter's (begin, numel) on all ranks. Raises RuntimeError on all of them if
+    sharded tensors are within a list or dict; a rank alone could be misled by a shape."""
     told = [(each.part.begin, each.part.numel, int(each.nested is not None)) for each in held]
     mine = array("q", [number for row in told for number in row])
     everyone = [array("q", data) for data in gather_bytes(comm, mine.tobytes())]
@@ -207,20 +209,24 @@ def _ranges(comm: _core.Comm, held: Sequence[_Held]) -> list[list[tuple[int, int
         rows = [them[3 * i : 3 * i + 3] for them in everyone]
         if all(row[2] for row in rows):
             raise RuntimeError(
-                f"{each.nested} in the optimizer's state of '{each.part.name}' holds this rank's "
-                "slices, which state_dict() cannot make whole; it can where tensors are under "
-                "names of their own"
+                f"{each.nested} in the optimizer's state of '{each.part.name}' contains sharded "
+                "tensors, which state_dict() cannot gather: store each tensor directly under its "
+                "own key"
             )
         found.append([(row[0], row[1]) for row in rows])
     return found
 
 
 def _join(part: Part, value: Tensor, ranges: list[tuple[int, int]], keep: bool) -> Tensor:
-    """One whole tensor from the parts, of which rank r holds `numel` elements from `begin` on,
-    ranges[r]; each part is sent by the first rank that has it. Without `keep` it is not filled."""
+    """Return one full tensor from its shards, of which rank r has ranges[r], that is, `numel`
+    elements from `begin` on; the first rank that has a shard sends it. Without `keep` it is
+    empty."""
     numels = dict(reversed([(begin, numel) for begin, numel in ranges if numel > 0]))
     if sum(numels.values()) != part.whole_numel:
-        raise RuntimeError(f"the ranks' parts of '{part.name}' are not the whole parameter")
+        raise RuntimeError(
+            f"the ranks' shards of '{part.name}' do not add up to the full parameter; please "
+            "report this"
+        )
     whole = torch.empty(part.whole_numel if keep else 0, dtype=value.dtype)
     for begin, numel in sorted(numels.items()):
         root = ranges.index((begin, numel))
@@ -233,14 +239,14 @@ def _join(part: Part, value: Tensor, ranges: list[tuple[int, int]], keep: bool) 
 
 def _fact_of(each: _Held) -> Fact:
     told = [f"{key} {_described(value, is_cut)}" for key, value, is_cut in each.entries]
-    about = f"the state of '{each.part.name}', of shape {each.part.shape},"
+    about = f"the state of '{each.part.name}' (shape {each.part.shape})"
     return about, ", ".join(told) or "none"
 
 
 def _described(value: Any, is_cut: bool) -> str:
     if not isinstance(value, Tensor):
         return f"({type(value).__name__})"
-    return f"({value.dtype}{', cut' if is_cut else f', shape {tuple(value.shape)}'})"
+    return f"({value.dtype}{', sharded' if is_cut else f', shape {tuple(value.shape)}'})"
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -248,8 +254,8 @@ def _described(value: Any, is_cut: bool) -> str:
 
 @torch.inference_mode(False)
 def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
-    """Torch's pre-hook of load_state_dict(): what this rank is to load. ValueError for what does
-    not fit, before anything has changed."""
+    """Torch's pre-hook of load_state_dict(): return what this rank loads. Raises ValueError for
+    state that does not match, before anything changes."""
     sizes = [len(group["params"]) for group in given["param_groups"]]
     if sizes != [len(group["params"]) for group in optimizer.param_groups]:
         return None  # torch's own error
@@ -259,7 +265,7 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
     found = [(param, entries) for param, entries in rows if isinstance(entries, Mapping)]
     problems = problems_with(found)
     if problems:
-        raise ValueError("\n".join(["the optimizer's state dict does not fit:", *problems]))
+        raise ValueError("\n".join(["the state dict does not match the optimizer:", *problems]))
     settle(optimizer)
     taken = spread(found, Room(found))
     state = dict(given["state"])
@@ -269,8 +275,8 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
 
 
 def problems_with(found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> list[str]:
-    """What is wrong with the state that is given for each parameter: its tensors have to be whole,
-    or of no dimension."""
+    """Return what is wrong with the state of each parameter: its tensors must be full, or have no
+    dimensions."""
     problems, looks_cut = [], False
     for param, entries in found:
         part = part_of(param)
@@ -280,22 +286,21 @@ def problems_with(found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> list[str
             shape, where = tuple(value.shape), f"'{key}' of parameter '{part.name}'"
             if is_traceable_wrapper_subclass(value):
                 problems.append(
-                    f"{where} is a {type(value).__name__}; give plain tensors (full_tensor())"
+                    f"{where} is a {type(value).__name__}: pass a plain tensor (full_tensor())"
                 )
             elif shape not in (part.shape, ()):
-                problems.append(f"{where} has the shape {shape}, the parameter {part.shape}")
+                problems.append(f"{where} has shape {shape}, expected {part.shape} or ()")
                 looks_cut |= len(shape) == max(len(part.shape), 1) and set(shape[1:]) <= {1}
     if looks_cut:
         problems.append(
-            "older versions of zshard saved one rank's slices, which have such shapes: load them "
-            "with that version, at the number of ranks that saved them; this one saves whole "
-            "tensors"
+            "these may be shards saved by an older zshard: load them with that version, at the "
+            "world size that saved them; this version saves full tensors"
         )
     return problems
 
 
 def settle(optimizer: Optimizer) -> None:
-    """Has the optimizer's parameters lie as they do between steps; see Part.settle()."""
+    """Reshard the optimizer's parameters, as between steps; see Part.settle()."""
     for param in _params_of(optimizer):
         part = part_of(param)
         if part is not None:
@@ -303,10 +308,10 @@ def settle(optimizer: Optimizer) -> None:
 
 
 class Room:
-    """Memory for what is cut of the state of some parameters, side by side for each name."""
+    """Memory for the sharded state of some parameters, adjacent for each name."""
 
     def __init__(self, found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> None:
-        """found: for each parameter, its state to come; only shapes are looked at."""
+        """found: each parameter with the state to load, of which only shapes are used."""
         self._scalars = _scalar_keys((_whole_shape(param), entries) for param, entries in found)
         members: dict[Any, list[Tensor]] = {}
         for param, entries in found:
@@ -317,13 +322,13 @@ class Room:
         self._made: dict[Any, dict[int, Tensor]] = {}
 
     def is_cut(self, param: Tensor, key: Any, value: Any) -> bool:
-        """Whether `value` is a whole tensor of which this rank keeps its part of `param`."""
+        """Return whether `value` is a full tensor of which this rank keeps its shard."""
         part = part_of(param)
         is_whole = isinstance(value, Tensor) and part is not None and value.shape == part.shape
         return is_whole and (value.dim() > 0 or key not in self._scalars)
 
     def place(self, param: Tensor, key: Any) -> Tensor:
-        """The memory for this rank's part, of the parameter's dtype; zeros at first."""
+        """Return the memory for this rank's shard, of the parameter's dtype; zeros at first."""
         if key not in self._made:  # not before: it may be that none of this name is needed
             params = self._members[key]
             zeros = zeros_side_by_side(params)
@@ -332,7 +337,7 @@ class Room:
 
     @torch.no_grad()
     def take(self, param: Tensor, key: Any, whole: Tensor) -> Tensor:
-        """This rank's part of `whole`, in its place; of the parameter's dtype, as torch loads."""
+        """Copy this rank's shard of `whole` to its place, in the parameter's dtype; return it."""
         part = part_of(param)
         assert part is not None
         if key == "step":  # which torch does not convert
@@ -341,8 +346,8 @@ class Room:
 
 
 def spread(found: Sequence[tuple[Tensor, Mapping[Any, Any]]], room: Room) -> list[dict[Any, Any]]:
-    """Of whole state, what this rank loads; no tensor of it is the state dict's, which torch would
-    go on to write to."""
+    """Return what this rank loads of full state. No tensor of it is the state dict's, since later
+    steps would write to it."""
 
     def taken(param: Tensor, key: Any, value: Any) -> Any:
         if isinstance(value, Taken):
@@ -406,16 +411,17 @@ def _given_names(given: Sequence[Any]) -> list[list[str]] | None:
 
 
 def _match(groups: list[dict[str, Any]], ours: list[list[str]], theirs: list[list[str]]) -> None:
-    """Puts the groups' numbers in the order of our names, if these are theirs as well. ValueError
-    where a parameter is in another group."""
+    """Put the groups' numbers in the order of our names, if theirs are the same names. Raises
+    ValueError if a parameter is in another group."""
     if {name for own in ours for name in own} != {name for own in theirs for name in own}:
         return
     for i, (group, own, other) in enumerate(zip(groups, ours, theirs, strict=True)):
         strangers = sorted(set(other) - set(own))
         if strangers:
             raise ValueError(
-                f"group {i} of the optimizer's state dict has the parameter '{strangers[0]}', "
-                "which is in another group of this optimizer"
+                f"param group {i} of the state dict has parameter '{strangers[0]}', which is in "
+                "another param group of the optimizer: construct the optimizer with the same "
+                "param groups"
             )
         number_of = dict(zip(other, group["params"], strict=True))
         group["params"] = [number_of[name] for name in own]

@@ -1,14 +1,14 @@
-"""The step of zshard's optimizers: a whole param group of torch.optim's in one C call.
+"""The step of zshard's optimizers: one C call per param group.
 
 The one idea: the subclasses keep everything of torch.optim (arguments, param groups, schedulers,
 state_dict) and replace step(). A plan in C (`_core.OptimPlan`) walks the group's parameters,
 reads their `.grad`, and updates all of them at once on torch's threads; no Python runs per
-parameter and step. Python works only when a parameter gets its state, or for one that the C loop
-does not take (not contiguous, sparse gradient, not on the CPU, complex): that one is updated by
-torch's own function, on the same state.
+parameter and step. Python runs only when a parameter gets its state, or for one that the C loop
+does not support (not contiguous, sparse gradient, other devices, complex): torch's own function
+updates it, on the same state.
 
-State tensors lie side by side (_optim_memory.py), so that neighbouring slices of a shard are
-updated as one run.
+State tensors are adjacent (_optim_memory.py), so that adjacent parameters of a shard are updated as
+one run.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from zshard._optim_memory import zeros_side_by_side
 
 
 class InOneCall(torch.optim.Optimizer):
-    """The step() of a torch.optim.Optimizer, with the options of it that zshard adds."""
+    """Base class of zshard's optimizers: step() in C, and the options that zshard adds."""
 
     _rule: str  # which rule the plan applies: "adam" or "sgd"
     _plans: dict[Any, _core.OptimPlan]  # by index of the param group; for a part, with the unit's
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` returned, or None.
+        """Update every parameter that has a gradient.
 
-        closure: reevaluates the model and returns the loss, with gradients on. Raises TypeError
-        for a parameter that wraps other tensors (DTensor), RuntimeError for one whose memory is
-        not there (a shard between unshard and reshard).
+        Args:
+            closure: called first, with gradients enabled; reevaluates the model and returns the
+                loss.
+
+        Returns what `closure` returned, or None. Raises TypeError for a tensor subclass that wraps
+        other tensors (DTensor), RuntimeError for a parameter that is currently unsharded.
         """
         loss = None
         if closure is not None:
@@ -74,9 +77,13 @@ class InOneCall(torch.optim.Optimizer):
             self._step_by_torch(group, [group["params"][i] for i in foreign])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim; `stochastic_rounding` and `rounding_seed` may differ between groups.
+        """Add a param group, as in torch.optim.
 
-        NotImplementedError for the options that `_check_options` names.
+        Args:
+            param_group: "params" and options; `stochastic_rounding` and `rounding_seed` may differ
+                between groups.
+
+        Raises NotImplementedError for options that the constructor rejects.
         """
         super().add_param_group(param_group)
         self._take_group(self.param_groups[-1])
@@ -119,8 +126,8 @@ class InOneCall(torch.optim.Optimizer):
                 self._take_group(group)
         elif seed != 0:
             raise ValueError(
-                "rounding_seed is for stochastic_rounding=True; a param group may have both as "
-                "options of its own"
+                "rounding_seed requires stochastic_rounding=True: pass both to the optimizer, or "
+                "set both on a param group"
             )
 
     def _take_group(self, group: dict[str, Any]) -> None:
@@ -158,8 +165,8 @@ class InOneCall(torch.optim.Optimizer):
         params: list[Tensor] = group["params"]
         if _core.capturing(params):
             raise RuntimeError(
-                "an optimizer's state is made by its first step, which a CUDA graph must not "
-                "repeat: run a step or two before the capture"
+                "cannot capture an optimizer's first step in a CUDA graph, as it creates the "
+                "optimizer's state: run a warm-up step before the capture"
             )
         fresh = self._make_state(group, [p for p in params if p.grad is not None])
         numbers = self._numbers(params) if group.get("stochastic_rounding") else None
@@ -170,7 +177,9 @@ class InOneCall(torch.optim.Optimizer):
         self._plans[key] = plan
         foreign: tuple[int, ...] | None = plan.step(group, state, self._live(group))
         if foreign is None:
-            raise RuntimeError("the optimizer's state was changed while it was being made")
+            raise RuntimeError(
+                "the optimizer's state changed during step(): do not modify it from another thread"
+            )
         for i in foreign:
             if params[i] in fresh:
                 self.state[params[i]]["momentum_buffer"] = None  # torch makes its own
@@ -181,8 +190,8 @@ class InOneCall(torch.optim.Optimizer):
         for param in params:
             if is_traceable_wrapper_subclass(param):
                 raise TypeError(
-                    f"zshard.{type(self).__name__} updates plain tensors, not "
-                    f"{type(param).__name__}; use torch.optim.{type(self).__name__} for those"
+                    f"zshard.{type(self).__name__} does not support {type(param).__name__} "
+                    f"parameters: use torch.optim.{type(self).__name__} for them"
                 )
         names = self._state_names(group)
         if "exp_avg" in names:
@@ -208,39 +217,40 @@ class InOneCall(torch.optim.Optimizer):
 
 
 def _check_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """NotImplementedError for an option of torch.optim that a step in C cannot honour."""
+    """Raise NotImplementedError for options of torch.optim that the step in C does not support."""
     name = type(optimizer).__name__
     if group.get("differentiable"):
         raise NotImplementedError(
-            f"zshard.{name}: differentiable=True is not supported; use torch.optim.{name} for it"
+            f"zshard.{name}: differentiable=True is not supported: use torch.optim.{name}"
         )
     if group.get("capturable") and group["params"] and not _core.on_gpu(group["params"]):
         where = ", ".join(sorted({str(param.device) for param in group["params"]}))
         raise NotImplementedError(
-            f"zshard.{name}: capturable=True is not supported on {where}: it is for contiguous "
-            "parameters on one GPU; make the optimizer when the model is there, or leave "
-            "capturable out"
+            f"zshard.{name}: capturable=True requires contiguous parameters on one GPU, got "
+            f"parameters on {where}: move the model before constructing the optimizer, or omit "
+            "capturable"
         )
 
 
 def _refuse_capture(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """NotImplementedError for random bits that a CUDA graph would repeat."""
+    """Raise NotImplementedError for random bits that a CUDA graph would repeat."""
     if group.get("capturable"):
         raise NotImplementedError(
-            f"zshard.{type(optimizer).__name__}: stochastic_rounding=True follows the number of "
-            "the step, which a captured step does not know; use one of it and capturable=True"
+            f"zshard.{type(optimizer).__name__}: stochastic_rounding=True does not support "
+            "capturable=True, as a captured step would repeat its random bits: omit one of them"
         )
 
 
 def _counters(n: int, group: dict[str, Any]) -> Sequence[Tensor]:
-    """New counters of steps: on the CPU, where C reads them; if capturable, on the GPU."""
+    """Return new step counters: on the CPU, where C reads them; if capturable, on the GPU."""
     if not group.get("capturable"):
         return [torch.zeros((), dtype=torch.float32) for _ in range(n)]
     return torch.zeros(n, dtype=torch.float32, device=group["params"][0].device).unbind()
 
 
 def _read_steps(params: Iterable[Tensor], state: dict[Any, Any]) -> list[float]:
-    """What the parameters' counters on the GPU say, or 0 without one. Waits for the GPU, once."""
+    """Return the values of the step counters on the GPU, 0 for a parameter without one.
+    Synchronizes with the GPU once."""
     counters = [state.get(param, {}).get("step") for param in params]
     held = [step.reshape(()).double() for step in counters if isinstance(step, Tensor)]
     said = iter(torch.stack(held).tolist() if held else [])
@@ -248,18 +258,17 @@ def _read_steps(params: Iterable[Tensor], state: dict[Any, Any]) -> list[float]:
 
 
 def _refuse_float16(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """NotImplementedError for parameters that would be rounded to nearest all the same."""
+    """Raise NotImplementedError for parameters that stochastic rounding does not support."""
     for param in group["params"]:
         if param.dtype == torch.float16:
             raise NotImplementedError(
-                f"zshard.{type(optimizer).__name__}: stochastic_rounding=True is for bfloat16 "
-                f"parameters; one of shape {tuple(param.shape)} is of float16, which needs loss "
-                "scaling and a float copy: keep it in float32, or put it into a param group with "
-                "stochastic_rounding=False"
+                f"zshard.{type(optimizer).__name__}: stochastic_rounding=True supports bfloat16, "
+                f"but a parameter of shape {tuple(param.shape)} is float16: keep it in float32, or "
+                "put it in a param group with stochastic_rounding=False"
             )
 
 
 def _count_rounding(group: dict[str, Any]) -> None:
-    """A step was made: the next one rounds by other bits. One without gradients is none."""
+    """Count a step, so that the next one uses other random bits; not if no gradients exist."""
     if "rounding_step" in group and any(p.grad is not None for p in group["params"]):
         group["rounding_step"] += 1

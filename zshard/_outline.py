@@ -1,9 +1,9 @@
-"""Tensors that say what they are like and have no values: what loading shows before it copies, and
-saving in place of what it writes.
+"""Placeholder tensors with shape, dtype and device but no values: what load hooks see before values
+are copied, and save hooks in place of what is written.
 
 The one idea: code that runs while a model is loaded (nn.Module's, a user's hook) may ask such a
-tensor for its shape, dtype and device. Whatever would need its values is an error that names it, so
-nobody computes with numbers that are not there.
+tensor for its shape, dtype and device. Any use of its values is an error that names it, so nobody
+computes with values that do not exist.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ITSELF = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
 class _Valueless:
-    """What outlines and pending tensors share."""
+    """Base of all placeholders."""
 
     label: str
 
     def complaint(self) -> str:
-        """Why there are no values, and what to do."""
+        """Return why there are no values, and what to do."""
         raise NotImplementedError
 
     @classmethod
@@ -55,12 +55,12 @@ class _Valueless:
         if func is Tensor.__getitem__ and isinstance(args[0], Pending) and args[1] == 0:
             return args[0].only()
         used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Valueless))
-        raise RuntimeError(f"{getattr(func, '__name__', func)}() on {used.complaint()}")
+        raise RuntimeError(f"cannot call {getattr(func, '__name__', func)}() on {used.complaint()}")
 
 
 class Outline(_Valueless, nn.Parameter):
-    """What a load hook sees of a sharded parameter: shape, dtype and device of the whole. Put into
-    the state dict, it means "as it is". `origin` is the parameter."""
+    """What a load hook sees of a sharded parameter: shape, dtype and device of the full one. In a
+    state dict it means "unchanged". `origin` is the parameter."""
 
     origin: nn.Parameter
 
@@ -73,15 +73,15 @@ class Outline(_Valueless, nn.Parameter):
 
     def complaint(self) -> str:
         return (
-            f"parameter '{self.label}' while its module is loaded: a load hook sees the shape and "
-            "dtype of a sharded parameter, its values are not there (take them from state_dict() "
-            "before, or change them after)"
+            f"parameter '{self.label}' while its module is loaded: load hooks see a sharded "
+            "parameter's shape and dtype, but not its values. Read them from state_dict() before "
+            "loading, or modify them after"
         )
 
 
 class Saved(Outline):
-    """The same for code that makes a state dict which is to be saved. Its values go to the file as
-    they are, so a copy of it is itself."""
+    """The same for code that builds a state dict to be saved. Its values go to the file unchanged,
+    so a copy of it is itself."""
 
     @classmethod
     def __torch_function__(
@@ -93,16 +93,15 @@ class Saved(Outline):
 
     def complaint(self) -> str:
         return (
-            f"parameter '{self.label}' while its checkpoint is saved: a hook or method of "
-            "state_dict() sees the shape and dtype of the parameter and may give it another name, "
-            "or leave it out; its values may lie on several ranks, so nothing can be computed "
-            "with them"
+            f"parameter '{self.label}' while its checkpoint is saved: hooks and methods of "
+            "state_dict() see its shape and dtype and may rename or drop it, but its values are "
+            "sharded over ranks and cannot be used"
         )
 
 
 class Pending(_Valueless, Tensor):
-    """What a load hook sees of a tensor that is still to be read: the entry `name` of the source,
-    or its elements from `begin` on, in row-major order."""
+    """What a load hook sees of a tensor that is not read yet: the entry `name` of the source, or
+    its elements from `begin` on, in row-major order."""
 
     begin: int
 
@@ -114,31 +113,31 @@ class Pending(_Valueless, Tensor):
         return made
 
     def part(self, begin: int, shape: tuple[int, ...]) -> Pending:
-        """As many elements as `shape` has, from `begin` on."""
+        """Return the elements from `begin` on, as many as `shape` has."""
         return Pending.of(self.label, shape, self.dtype, self.begin + begin)
 
     def only(self) -> Pending:
-        """The one element of a tensor of shape (1,), which is how old files have scalars."""
+        """Return the element of a tensor of shape (1,), as which old files store scalars."""
         if tuple(self.shape) != (1,):
-            raise RuntimeError(f"indexing of {self.complaint()}")
+            raise RuntimeError(f"cannot index {self.complaint()}")
         return self.part(0, ())
 
     def complaint(self) -> str:
         return (
-            f"'{self.label}', which is read into the model only when all of it has been checked: a "
-            "load hook may rename it, drop it, or put another tensor in its place; if it has to "
-            "see values, use model.load_state_dict() with whole tensors"
+            f"'{self.label}', whose values are read only after all checks: load hooks may rename, "
+            "drop or replace it. If a hook needs values, use model.load_state_dict() with full "
+            "tensors"
         )
 
 
 def quick_facts() -> contextlib.AbstractContextManager[Any]:
-    """Context for code that asks these tensors for shapes and dtypes, many times, and for nothing
-    else: they answer without a call of Python's, and what would need values is no error."""
+    """Context manager for code that only reads these tensors' shapes and dtypes, many times:
+    faster, but uses of values are not errors."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 class StandIns:
-    """Context in which a module has other parameters, by attribute, in the places of its own."""
+    """Context manager that replaces parameters of a module, by attribute."""
 
     def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         self._places = module._parameters
@@ -153,7 +152,7 @@ class StandIns:
         self.end()
 
     def end(self) -> None:
-        """Puts the module's own back, but not over what somebody else put there meanwhile."""
+        """Restore the module's own parameters, except where other code has replaced them since."""
         for name, param in self._params.items():
             if self._places.get(name) is param:
                 self._places[name] = self._own[name]

@@ -1,8 +1,8 @@
-"""Which part of a parameter this rank holds, asked of the parameter itself.
+"""Look up this rank's shard of a parameter by the parameter itself.
 
-The one idea: an optimizer knows parameters and no modules, and a parameter's memory tells what it
-is only while its unit is sharded. So each parameter of a unit is entered here when it is wrapped,
-for as long as it lives; an entry leads to no module and no parameter.
+The one idea: an optimizer knows parameters but no modules, and a parameter's memory identifies it
+only while its unit is sharded. So each parameter of a unit is registered here when it is wrapped,
+for as long as it lives; an entry refers to no module and no parameter.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ __all__ = ["Part", "part_of", "remember_parts"]
 
 @dataclass(eq=False, frozen=True)
 class Part:
-    """This rank's part of a parameter: of its row-major elements, `numel` from `begin` on."""
+    """This rank's shard of a parameter: of its row-major elements, `numel` from `begin` on."""
 
-    comm: _core.Comm  # of the ranks that hold all parts
-    shards: _core.Comm  # of them, those that one copy is cut over
-    shape: tuple[int, ...]  # of the whole parameter
+    comm: _core.Comm  # of the ranks that hold all shards
+    shards: _core.Comm  # of them, those that one replica is sharded over
+    shape: tuple[int, ...]  # of the full parameter
     begin: int
     numel: int
     dtype: torch.dtype  # between steps
-    is_cut: bool  # else every rank has the whole
+    is_cut: bool  # sharded; else every rank has the full parameter
     _first_name: str
     _state: weakref.ref[State]
     _index: int
 
     @property
     def name(self) -> str:
-        """The parameter's dotted name, from the outermost wrapped module on."""
+        """The parameter's dotted name, relative to the outermost wrapped module."""
         state = self._state()
         return str(state.unit.param(self._index)["name"]) if state else self._first_name
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """What a tensor that is cut as the parameter is has as its shape on this rank."""
+        """The shape on this rank of a tensor that is sharded like the parameter."""
         if not self.is_cut or (self.shape == () and self.numel == 1):
             return self.shape
         return (self.numel, *(1 for _ in self.shape[1:]))
@@ -54,21 +54,21 @@ class Part:
         return math.prod(self.shape)
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the whole shape; a view where that can be."""
+        """Return this rank's shard of a tensor of the full shape; a view if possible."""
         if not self.is_cut:
             return whole
         elements = whole.detach().reshape(-1)[self.begin : self.begin + self.numel]
         return elements.reshape(self.local_shape)
 
     def settle(self, param: Tensor) -> None:
-        """Gives back the whole parameter that a forward has kept, so that `param` has the shape and
-        dtype that it has between steps. RuntimeError where unshard() has made it whole, and in a
-        forward or backward."""
+        """Reshard a parameter that a forward has kept, so that `param` has the shape and dtype that
+        it has between steps. Raises RuntimeError if unshard() has gathered it, and during a forward
+        or backward."""
         held = _core.held_unit(param)
         if held is not None:
             raise RuntimeError(
-                f"the parameters of unit '{held or '(root)'}' are whole copies, made by unshard(); "
-                "call reshard() on its module before the optimizer's load_state_dict()"
+                f"unit '{held or '(root)'}' is unsharded by unshard(): call reshard() on its "
+                "module before the optimizer's load_state_dict()"
             )
         state = self._state()
         if state is not None and state.unit.is_full:
@@ -76,12 +76,12 @@ class Part:
 
 
 _parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
-"""By id(). Loading and saving ask often, for each tensor of an optimizer's state, and torch's own
-dictionary with weak keys takes eight times as long: it makes a reference for each question."""
+"""By id(). Loading and saving look up often, for each tensor of an optimizer's state, and torch's
+own dictionary with weak keys takes eight times as long: it makes a reference for each look-up."""
 
 
 def remember_parts(state: State) -> None:
-    """Enters the parameters of a unit that has just been made."""
+    """Register the parameters of a new unit."""
     unit = state.unit
     for index, param in enumerate(unit.params):
         facts = unit.param(index)
@@ -101,12 +101,12 @@ def remember_parts(state: State) -> None:
 
 
 def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
-    """Leaves an entry alone that another tensor has there by now."""
+    """Remove the entry, unless it belongs to another tensor by now."""
     if key in _parts and _parts[key][0] is dead:
         del _parts[key]
 
 
 def part_of(param: Tensor) -> Part | None:
-    """The part of a parameter that FSDP has wrapped, sharded or not; None for any other tensor."""
+    """Return the entry of a parameter that FSDP has wrapped, sharded or not; None for others."""
     entry = _parts.get(id(param))
     return entry[1] if entry is not None and entry[0]() is param else None

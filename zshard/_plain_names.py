@@ -1,9 +1,9 @@
-"""Names of parameters and modules as the model has them that nobody has wrapped.
+"""Names of parameters and modules without the prefixes that wrappers add.
 
 The one idea: a checkpoint is of a model, not of how it is run. torch.compile(), activation
-checkpointing and DDP each put a module around another one, whose names then have a part more, in
-some places: state_dict() has it or has it not. So names that are kept are without these parts, and
-loading puts back those that load_state_dict() wants.
+checkpointing and DDP each wrap a module in another one, which adds a component to its names, though
+not always in state_dict(). So saved names are without these components, and loading restores those
+that load_state_dict() expects.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _PARTS = (_COMPILED, "_checkpoint_wrapped_module")  # the latter load_state_dict
 
 
 def plain(name: str) -> str:
-    """A name without the parts that are of wrappers."""
+    """Return a name without the components that wrappers add."""
     if not any(part in name for part in _PARTS):
         return name
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model that DDP and torch.compile() were given; what is a unit itself is none of them."""
+    """Return the model that was passed to DDP and torch.compile(). Stops at a unit."""
     while ATTRIBUTE not in vars(model):
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -40,7 +40,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def wanted_by(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of plain names with those that load_state_dict() of `model` wants."""
+    """Return a state dict of plain names with the names that `model`.load_state_dict() expects."""
     wanted = dict(state)
     for path, module in model.named_modules(remove_duplicate=False):  # from outside to inside
         if _COMPILED in module._modules:

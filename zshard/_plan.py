@@ -48,8 +48,8 @@ class ParamRef:
 
 @dataclass(eq=False)
 class UnitSpec:
-    """One unit: its module, that module's dotted name from the root ('' for the root), its own
-    parameters in `named_parameters()` order, and what a CustomPolicy overrides for it."""
+    """One unit: its module, that module's dotted name relative to the root ('' for the root), its
+    own parameters in `named_parameters()` order, and what a CustomPolicy overrides for it."""
 
     module: nn.Module
     name: str
@@ -58,13 +58,13 @@ class UnitSpec:
 
     @property
     def numel(self) -> int:
-        """Elements in this unit's parameters; nested units are not counted."""
+        """Number of elements in this unit's parameters, without nested units."""
         return sum(ref.param.numel() for ref in self.params)
 
 
 class Node:
     """A module in the dominator tree. `numel` counts the parameters whose home is here or below:
-    what a unit here would hold if no other unit lay below it."""
+    what a unit here would hold if there were none below it."""
 
     __slots__ = ("barred", "children", "depth", "edges", "module", "numel", "parent", "rank")
 
@@ -80,8 +80,8 @@ class Node:
 
     @property
     def may_be_unit(self) -> bool:
-        """Whether a hook on this module can see the uses of the parameters below: it has a forward
-        that is called, and no sealed module stands above it."""
+        """Whether a hook on this module sees all uses of the parameters below: it has a forward
+        that is called, and no sealed module is above it."""
         return not self.barred and has_forward(self.module)
 
     @property
@@ -102,9 +102,9 @@ class _Entry:
 class ModuleTree:
     """All modules and parameters below `root` that are neither ignored nor in a unit already.
 
-    A parameter of an ignored module is ignored wherever else it appears. Raises ValueError for a
-    root that is a unit already, for a parameter shared with a nested module that is one, and for
-    a lazy parameter that has no shape yet.
+    A parameter of an ignored module is ignored wherever else it appears. Raises ValueError if the
+    root is a unit already, if a parameter is shared with a nested unit, and if a lazy parameter has
+    no shape yet.
     """
 
     def __init__(
@@ -114,7 +114,9 @@ class ModuleTree:
         ignored_params: Collection[nn.Parameter] = (),
     ) -> None:
         if is_unit(root):
-            raise ValueError(f"this {type(root).__name__} is already wrapped by FSDP")
+            raise ValueError(
+                f"this {type(root).__name__} is already wrapped: call FSDP once per module"
+            )
         self._ignored_modules = {id(module) for module in ignored_modules}
         self._ignored_params = {id(param) for param in ignored_params}
         for module in ignored_modules:
@@ -138,12 +140,12 @@ class ModuleTree:
         return bool(self._wrapped)
 
     def find(self, module: nn.Module) -> Node | None:
-        """The node of `module`, or None where it is not in the tree."""
+        """Return the node of `module`, or None if it is not in the tree."""
         return self._by_id.get(id(module))
 
     def names(self, node: Node, above: Node) -> tuple[str, ...]:
-        """All dotted names of `node` relative to `above`, a dominator of it; that of the first
-        visit comes first."""
+        """Return all dotted names of `node` relative to `above`, a dominator of it; that of the
+        first visit comes first."""
         if node is above:
             return ("",)
         known = self._names.get((node, above))
@@ -156,7 +158,7 @@ class ModuleTree:
         return known
 
     def assign(self, chosen: Mapping[Node, dict[str, Any]]) -> list[UnitSpec]:
-        """Gives each parameter to its unit: the root and the `chosen` nodes, with their overrides.
+        """Assign each parameter to its unit: the root and the `chosen` nodes, with their overrides.
 
         Children come before parents, in module order, the root last. A chosen node that is left
         without parameters of its own is dropped; the root never is.
@@ -175,8 +177,8 @@ class ModuleTree:
         return [spec for node, spec in specs.items() if spec.params or node is self.root]
 
     def fell(self) -> None:
-        """Takes the tree apart once it has served: its cycles would keep the model alive, with all
-        its memory, until Python next looks for cycles."""
+        """Take the tree apart after use: its cycles would keep the model alive, with all its
+        memory, until the next garbage collection."""
         for node in self.nodes:
             node.children.clear()
 
@@ -223,7 +225,7 @@ class ModuleTree:
             if isinstance(param, UninitializedParameter):
                 name = _join(self._name(node), attribute)
                 raise ValueError(
-                    f"parameter {name!r} of a lazy module has no shape yet: run one forward pass "
+                    f"parameter {name!r} of a lazy module is uninitialized: run a forward pass "
                     "before FSDP(...)"
                 )
 
@@ -236,9 +238,9 @@ class ModuleTree:
                     continue
                 owner, own_name = entry.owners[0]
                 raise ValueError(
-                    f"parameter {_join(self._name(owner), own_name)!r} is the same as "
-                    f"{_join(prefix, name)!r}, which the nested FSDP module {prefix!r} holds "
-                    "already: wrap the module that contains both instead, or leave the wrapping "
+                    f"parameter {_join(self._name(owner), own_name)!r} is tied to "
+                    f"{_join(prefix, name)!r}, which already belongs to the nested FSDP module "
+                    f"{prefix!r}: wrap a module that contains both instead, or leave the wrapping "
                     "to auto_wrap_policy"
                 )
 
@@ -272,11 +274,11 @@ def assign_parameters(
     unit_modules: Collection[nn.Module],
     ignored: Collection[nn.Parameter] = (),
 ) -> list[UnitSpec]:
-    """Gives each parameter of `root` to exactly one unit: `root` or one of `unit_modules`.
+    """Assign each parameter of `root` to exactly one unit: `root` or one of `unit_modules`.
 
-    That is the innermost of them that contains all the places of the parameter. The units come
-    children first, the root last; one without parameters of its own is left out. Raises ValueError
-    as ModuleTree does, and where a module of `unit_modules` is not below `root`.
+    That is the innermost of them that contains all uses of the parameter. Returns the units,
+    children first, the root last, without those that have no parameters of their own. Raises
+    ValueError as ModuleTree does, and if a module of `unit_modules` is not below `root`.
     """
     tree = ModuleTree(root, ignored_params=ignored)
     chosen: dict[Node, dict[str, Any]] = {}
@@ -284,8 +286,8 @@ def assign_parameters(
         node = tree.find(module)
         if node is None:
             raise ValueError(
-                f"the {type(module).__name__} given as a unit is not a module of this "
-                f"{type(root).__name__}, or is wrapped already"
+                f"the {type(module).__name__} passed as a unit is not in this "
+                f"{type(root).__name__}, or is already wrapped"
             )
         chosen[node] = {}
     specs = tree.assign(chosen)

@@ -1,8 +1,8 @@
-"""State dicts of slices: what a slice is of, which goes with it, and whether it fits here.
+"""State dicts of shards: a record of what each shard contains, and whether it fits this rank.
 
-The one idea: a slice of one place and a slice of another may look alike, so each state dict of
-slices says in its `_metadata`, where nn.Module has its versions and which torch.save keeps, which
-elements of which whole each of them holds. Loading compares that with what this rank holds.
+The one idea: shards of different ranks may have the same shape, so each state dict of shards
+records in its `_metadata`, which also has nn.Module's versions and which torch.save keeps, which
+elements of which full parameter each shard contains. Loading compares that with this rank's shard.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Record = dict[str, Any]
 
 
 def record_of(state: State, index: int) -> Record:
-    """Of a unit's parameter: its whole shape, which of the parts it is cut into this rank has, and
-    the first and the number of that part's row-major elements."""
+    """Return the record of this rank's shard of a parameter: the full shape, the index of the shard
+    and the number of shards, and the shard's row-major elements (first, count)."""
     fact, shards = state.unit.param(index), state.comms.shards
     return {
         "shape": tuple(fact["shape"]),
@@ -31,31 +31,31 @@ def record_of(state: State, index: int) -> Record:
 
 
 def misfit(record: Record, own: Record | None, wanted: bool) -> str:
-    """Why the slice of `record` cannot be loaded where this rank has `own`; "" if it can.
+    """Return why the shard of `record` cannot be loaded into this rank's `own`; "" if it can.
 
-    own: None where this rank has the parameter whole. wanted: are slices to be loaded now?
+    own: None if the parameter is not sharded on this rank. wanted: whether shards are to be loaded.
     """
     if own is None:
-        return f"{_text(record)}; here it is not sharded: {_OTHERWISE}"
+        return f"got {_text(record)}, but the parameter is not sharded here: {_OTHERWISE}"
     if not wanted:
         return (
-            f"{_text(record)}: load it within FSDP.state_dict_type(model, 'SHARDED_STATE_DICT'), "
-            f"on that rank of as many; elsewhere, {_OTHERWISE}"
+            f"got {_text(record)}: load it within FSDP.state_dict_type(model, "
+            f"'SHARDED_STATE_DICT') on the same rank at the same world size, or {_OTHERWISE}"
         )
     if record == own:
         return ""
-    return f"{_text(record)}; this rank has {_text(own)}: {_OTHERWISE}"
+    return f"got {_text(record)}, but this rank has {_text(own)}: {_OTHERWISE}"
 
 
-_OTHERWISE = "save and load whole tensors (FULL_STATE_DICT, which is what state_dict() gives)"
+_OTHERWISE = "save and load full tensors (FULL_STATE_DICT, the default of state_dict())"
 
 
 def _text(record: Record) -> str:
     try:
         end = record["begin"] + record["numel"]
         return (
-            f"elements {record['begin']} to {end} of shape {tuple(record['shape'])}, "
-            f"part {record['part']} of {record['parts']}"
+            f"shard {record['part']} of {record['parts']} (elements {record['begin']} to {end} of "
+            f"shape {tuple(record['shape'])})"
         )
     except (KeyError, TypeError):
-        return f"a slice with a record that cannot be read ({record!r})"
+        return f"a shard with an invalid record ({record!r})"

@@ -1,17 +1,17 @@
 """state_dict() and load_state_dict() of sharded modules: plain tensors under plain names.
 
-The one idea: nn.Module walks, names and complains itself; of each module it asks two methods,
-`_save_to_state_dict` and `_load_from_state_dict`. On the modules that own sharded parameters these
-are replaced, on the instance, and while they run, stand-ins of whole shape take the parameters'
-places. So the module's own code and its users' hooks meet whole tensors only, whichever module the
-call began at. Saving, the stand-ins are whole copies, one unit gathered at a time. Loading, they
-are shapes without memory, and what nn.Module copies in the end is this rank's slice of each given
-tensor: loading needs no gather, and no rank has to wait for another.
+The one idea: nn.Module walks the modules, names their tensors and reports errors; on each module it
+calls two methods, `_save_to_state_dict` and `_load_from_state_dict`. On the modules that own
+sharded parameters these are replaced, on the instance, and while they run, placeholders of full
+shape replace the parameters. So the module's own code and users' hooks see full tensors only,
+whichever module the call starts at. In saving, the placeholders are full copies, one unit gathered
+at a time. In loading, they are shapes without memory, and what nn.Module copies in the end is this
+rank's shard of each given tensor: loading needs no gather, and no rank waits for another.
 
-Why methods and not hooks: a load hook of ours would have to run behind all others, also those that
-are registered later, and a dict of hooks may not be put in order while nn.Module runs them. Nor is
-there a hook that sees the whole of a call, which is what lets a unit be gathered once for all its
-owners. Why instances and not classes: an owner may be any module below a unit, and its class stays.
+Why methods and not hooks: a load hook of ours would have to run after all others, also those that
+are registered later, and a dict of hooks may not be reordered while nn.Module runs them. Nor is
+there a hook around a whole call, which is what lets a unit be gathered once for all its owners. Why
+instances and not classes: an owner may be any module below a unit, and its class stays.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from zshard._units import State, is_unit, outline, units_of
 
 
 def attach(state: State, spec: UnitSpec) -> None:
-    """Makes saving and loading of a sharded unit's parameters whole, from whichever module at or
-    below the unit's the call begins."""
+    """Make a sharded unit save and load full parameters, whichever module at or below the unit's
+    the call starts at."""
     params = _UnitParams(state, [ref.param for ref in spec.params])
     # The unit's module too where it owns none: it is asked first, so it refuses before a change.
     _places_of(spec.module)
@@ -59,10 +59,11 @@ def whole_state_dict(
     kwargs: dict[str, Any],
     keep: bool = True,
 ) -> Any:
-    """What `state_dict`, the method of `module`, returns; each unit is gathered once for it.
+    """Return what `state_dict`, the method of `module`, returns, gathering each unit once.
 
-    keep: if False, the result has the right shapes and no values: this rank only takes part.
-    Collective. Raises RuntimeError where a slice would get into the result unasked.
+    keep: if False, this rank only takes part: the result has shapes but no values.
+
+    Collective. Raises RuntimeError if a shard would get into the result.
     """
     if _outermost.get() is not None:
         return state_dict(*args, **kwargs)
@@ -77,9 +78,9 @@ def whole_state_dict(
 
 
 def _settle_replicas(module: nn.Module) -> None:
-    """Has parameters that each rank has whole be of the dtype that they have between steps, also
-    where a forward has left a cast copy of them for its backward, which then makes another one.
-    RuntimeError within that forward."""
+    """Restore the dtype that unsharded parameters have between steps, where a forward has left a
+    cast copy for its backward, which then makes another one. Raises RuntimeError within that
+    forward."""
     for _, state in units_of(module):
         unit = state.unit
         if unit.replicated and any(_is_cast(param) for param in unit.params):
@@ -91,7 +92,7 @@ def _is_cast(param: nn.Parameter) -> bool:
     return part is not None and param.dtype != part.dtype and _core.held_unit(param) is None
 
 
-# --- whole copies ---------------------------------------------------------------------------------
+# --- full copies ----------------------------------------------------------------------------------
 
 
 class _UnitParams:
@@ -104,8 +105,8 @@ class _UnitParams:
         self.params = params
 
     def copies(self, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
-        """Whole copies of the parameters whose id is wanted, by id; one gather, so collective.
-        keep: else they are shapes only."""
+        """Return full copies of the parameters whose id is wanted, by id. Collective: one gather.
+        keep: else they have shapes only."""
         engine = self.unit.engine
         engine.open()
         try:
@@ -132,7 +133,7 @@ class _UnitParams:
 
 @dataclass(eq=False, frozen=True)
 class _Place:
-    """What lies under one attribute of an owner: the parameter `index` of a unit."""
+    """What one attribute of an owner refers to: the parameter `index` of a unit."""
 
     params: _UnitParams
     index: int
@@ -151,7 +152,7 @@ class _Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole one."""
+        """The full shape."""
         return tuple(self.unit.param(self.index)["shape"])
 
     @property
@@ -160,24 +161,24 @@ class _Place:
 
     @property
     def wants_slices(self) -> bool:
-        """Are state dicts of this rank's slices now?"""
+        """Whether state dicts currently contain this rank's shards."""
         return self.params.state.slices
 
     def slice(self) -> nn.Parameter:
-        """A copy of this rank's slice, of one dimension. Raises RuntimeError where a script holds
-        the unit whole."""
+        """Return a 1-D copy of this rank's shard. Raises RuntimeError if the script has unsharded
+        the unit."""
         if self.unit.is_full:
             if _core.held_unit(self.param) is not None:
                 raise RuntimeError(
-                    f"parameter '{self.name}' is whole by unshard() or summon_full_params(): a "
-                    "state dict of slices is taken outside of these"
+                    f"parameter '{self.name}' is unsharded: call state_dict() after reshard(), and "
+                    "outside summon_full_params(), to get shards"
                 )
             self.unit.reshard()
         return _like(self.param, self.param.detach().reshape(-1).clone())
 
 
 class _Copies:
-    """The whole copies that one call of state_dict() has made. Tied parameters share theirs."""
+    """The full copies that one call of state_dict() has made. Tied parameters share theirs."""
 
     def __init__(self, params: Iterator[nn.Parameter], keep: bool = True) -> None:
         self._below = {id(param) for param in params}  # of a unit, what the call is about
@@ -185,7 +186,7 @@ class _Copies:
         self._made: dict[int, nn.Parameter] = {}
 
     def of(self, place: _Place) -> nn.Parameter:
-        """The copy of a parameter; the first one of a unit gathers it."""
+        """Return the copy of a parameter; the first one of a unit gathers it."""
         key = id(place.param)
         if key not in self._made:
             self._made.update(place.params.copies(self._below | {key}, self._keep))
@@ -196,20 +197,20 @@ _outermost: ContextVar[_Copies | None] = ContextVar("zshard_state_dict", default
 
 
 def _like(param: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """A parameter on `data` with all else, the user's attributes too, as `param` has it."""
+    """Return a parameter on `data` with `param`'s other properties and attributes."""
     made = nn.Parameter(data, requires_grad=param.requires_grad)
     vars(made).update(vars(param))
     return made
 
 
 def _refuse_slices(state: Any) -> None:
-    """Raises RuntimeError for an entry that lies on a shard."""
+    """Raise RuntimeError for an entry that lies on a shard."""
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, torch.Tensor) and _core.is_shard(value):
             raise RuntimeError(
-                f"'{key}' would be only this rank's slice of a parameter in the state dict: it "
-                "was tied, parametrized or given to another module after FSDP(...) (do so before), "
-                "or a state_dict() of the model's own reads it past nn.Module's"
+                f"the state dict would contain only this rank's shard of '{key}': tie, parametrize "
+                "or share parameters before FSDP(...), and call nn.Module's state_dict() in a "
+                "state_dict() of your own"
             )
 
 
@@ -229,11 +230,11 @@ class _Override:
     def module(self) -> nn.Module:
         module = self._module()
         if module is None:
-            raise RuntimeError(f"{self.name}() of a module that is gone")
+            raise RuntimeError(f"{self.name}() called on a module that no longer exists")
         return module
 
     def original(self) -> Callable[..., Any]:
-        """What the module would run without this."""
+        """Return the method that the module would run without this one."""
         if self._patch is not None:
             return self._patch  # type: ignore[no-any-return]
         return types.MethodType(getattr(type(self.module), self.name), self.module)
@@ -260,7 +261,7 @@ class _OwnersMethod(_Override):
         self.places = places
 
     def in_use(self) -> dict[str, _Place]:
-        """The places that hold their parameter now; what a user put there instead is theirs."""
+        """Return the places that still have their parameter, without those that users replaced."""
         there = self.module._parameters
         return {name: p for name, p in self.places.items() if there.get(name) is p.param}
 
@@ -302,8 +303,8 @@ class _Load(_OwnersMethod):
     ) -> None:
         if local_metadata.get("assign_to_params_buffers", False):
             raise ValueError(
-                "load_state_dict(assign=True) would replace sharded parameters; "
-                "leave assign out: values are copied into the shards"
+                "load_state_dict(assign=True) is not supported: it would replace sharded "
+                "parameters; omit assign to copy values into the shards"
             )
         used = self.in_use()
         for place in used.values():
@@ -331,7 +332,7 @@ class _Load(_OwnersMethod):
         prefix: str,
         *rest: Any,
     ) -> None:
-        """The last load hook: the module gets its shards back, and their slices to copy."""
+        """The last load hook: restores the module's shards, and cuts what they are to copy."""
         stand_ins.end()
         for name, place in self.in_use().items():
             key = prefix + name
@@ -340,7 +341,7 @@ class _Load(_OwnersMethod):
 
 
 def _places_of(module: nn.Module) -> dict[str, _Place]:
-    """The places of an owner, to be added to; the first time, its methods are replaced."""
+    """Return the places of an owner, to be added to; replaces its methods on the first call."""
     known = module.__dict__.get(_Save.name)
     if isinstance(known, _Save):
         return known.places
@@ -354,8 +355,8 @@ def _places_of(module: nn.Module) -> dict[str, _Place]:
 
 
 def refuse_strange_slices(module: nn.Module, state: Any) -> None:
-    """Raises RuntimeError, before anything changes, if `state` has slices that are not those which
-    this rank has of the parameters below `module`, or if it is not the time for slices."""
+    """Raise RuntimeError, before anything changes, if `state` has shards other than this rank's of
+    the parameters below `module`, or if shards are not to be loaded now."""
     modules = dict(module.named_modules(remove_duplicate=False))
     wrong = []
     for prefix, facts in (getattr(state, "_metadata", None) or {}).items():
@@ -370,7 +371,7 @@ def refuse_strange_slices(module: nn.Module, state: Any) -> None:
                 wrong.append(f"{prefix}.{name}: {said}" if prefix else f"{name}: {said}")
     if wrong:
         lines = "\n\t".join(wrong)
-        raise RuntimeError(f"Error(s) in loading slices for {type(module).__name__}:\n\t{lines}")
+        raise RuntimeError(f"Error(s) in loading shards for {type(module).__name__}:\n\t{lines}")
 
 
 def _metadata_of(destination: Any) -> Any:
@@ -378,16 +379,16 @@ def _metadata_of(destination: Any) -> Any:
         return destination._metadata
     except AttributeError:
         raise TypeError(
-            "state_dict(destination=...) of slices needs a destination with a dict `_metadata`, "
-            "which is where it says what slices they are: leave `destination` out"
+            "state_dict(destination=...) of shards needs a destination with a `_metadata` dict "
+            "for their records: omit destination"
         ) from None
 
 
 def _slice(
     place: _Place, key: str, value: Any, record: Record | None, error_msgs: list[str]
 ) -> Any:
-    """What nn.Module is to copy into this rank's shard, given a whole tensor, or by its `record`
-    this rank's slice."""
+    """Return what nn.Module is to copy into this rank's shard, given a full tensor, or with
+    `record` this rank's shard."""
     if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]
         return value  # nn.Module's error
     local, whole = place.param.detach(), place.shape
@@ -398,7 +399,7 @@ def _slice(
     if record is not None:
         wrong = misfit(record, place.record, place.wants_slices)
         if not wrong and tuple(value.shape) != (local.numel(),):
-            wrong = f"its shape is {tuple(value.shape)}, that of the slice is ({local.numel()},)"
+            wrong = f"got shape {tuple(value.shape)}, but the shard has shape ({local.numel()},)"
         if wrong:
             error_msgs.append(f"{key}: {wrong}")
         return local if wrong else value.reshape(local.shape)

@@ -1,8 +1,8 @@
-"""FSDP1's `state_dict_type`: which state_dict() a script wants, in the words it has for that.
+"""FSDP1's `state_dict_type`: select what state_dict() returns.
 
-The one idea: state_dict() of zshard is FULL_STATE_DICT without asking. What is left to say is
-who gets it, or that each rank is to get its own slices and nothing is to be gathered; torch's enum
-and config objects are known by their names and fields.
+The one idea: state_dict() of zshard is FULL_STATE_DICT by default. What remains to choose is which
+ranks get it, or that each rank gets its own shards and nothing is gathered; torch's enum and config
+objects are recognized by their names and fields.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ def state_dict_type(
     state_dict_config: Any = None,
     optim_state_dict_config: Any = None,
 ) -> Iterator[None]:
-    """Context in which state_dict() of `module`, and of units below it, is of that type.
+    """Context manager that sets what state_dict() of `module` and of its units returns.
 
-    state_dict_type: FULL_STATE_DICT of torch.distributed.fsdp.StateDictType, or that name: whole
-        tensors. SHARDED_STATE_DICT and LOCAL_STATE_DICT, which are the same here: of each sharded
-        parameter this rank's slice, a tensor of one dimension and a copy, under the plain name;
-        buffers, and parameters that are not sharded, whole. No rank waits for another.
-        load_state_dict() takes such slices in that context, on the rank that has the same ones
-        (they say which they are in the dict's `_metadata`: keep it, as torch.save does), and whole
-        tensors as anywhere else.
-    state_dict_config: a FullStateDictConfig; with its `rank0_only`, ranks other than 0 get an empty
-        dict, and hold one unit whole at a time meanwhile. `offload_to_cpu` asks for what is so
-        anyway.
-    optim_state_dict_config: the same for FSDP.optim_state_dict(); with its `rank0_only`, rank 0
-        alone has what FSDP.optim_state_dict_to_load() takes, too.
+    Args:
+        module: a module with sharded modules.
+        state_dict_type: a torch.distributed.fsdp.StateDictType, or its name.
+            FULL_STATE_DICT: full tensors (the default outside this context).
+            SHARDED_STATE_DICT or LOCAL_STATE_DICT, equivalent here: this rank's shard of each
+            sharded parameter, a 1-D copy under the plain name; full buffers and unsharded
+            parameters. Not collective. load_state_dict() accepts such shards within this context,
+            on the rank that has the same ones (the dict's `_metadata` records which: keep it, as
+            torch.save does), and full tensors as everywhere.
+        state_dict_config: a FullStateDictConfig. With `rank0_only`, other ranks get an empty dict
+            and unshard one unit at a time. `offload_to_cpu` is ignored.
+        optim_state_dict_config: the same for FSDP.optim_state_dict(). With `rank0_only`, only rank
+            0 passes a dict to FSDP.optim_state_dict_to_load().
 
-    Raises ValueError for another type.
+    Raises ValueError for an unknown type.
     """
     name = state_dict_type.name if isinstance(state_dict_type, enum.Enum) else state_dict_type
     if name not in _TYPES:
         known = ", ".join(map(repr, _TYPES))
-        raise ValueError(f"unknown state_dict_type {name!r}; there are {known}")
+        raise ValueError(f"unknown state_dict_type {name!r}: expected one of {known}")
     configs = state_dict_config, optim_state_dict_config
     wanted = [bool(getattr(config, "rank0_only", False)) for config in configs]
     states = [state for _, state in units_of(module)]
@@ -60,4 +61,4 @@ def state_dict_type(
 
 
 _TYPES = {"FULL_STATE_DICT": False, "SHARDED_STATE_DICT": True, "LOCAL_STATE_DICT": True}
-"""Whether they are slices."""
+"""Whether the type contains shards."""

@@ -1,6 +1,6 @@
 """The tables that model.summary() prints.
 
-The one idea: what a reader wants to compare stands in one column.
+The one idea: what a reader wants to compare is in one column.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Return a size for people: 1536 -> '1.5 KiB'."""
     for unit in _UNITS[:-1]:
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -21,9 +21,9 @@ def format_bytes(count: float) -> str:
 
 
 def summary_of(units: list[_core.Unit], comms: Comms) -> str:
-    """One line per unit, then totals."""
+    """Return the table of units: one line per unit, then totals."""
     comm, shards, near, far = comms
-    rows = [("unit", "parameters", "whole", "per rank", "strategy")]
+    rows = [("unit", "parameters", "unsharded", "per rank", "strategy")]
     numel = whole = local = 0
     for unit in units:
         count = sum(_product(unit.param(i)["shape"]) for i in range(unit.n_params))
@@ -38,16 +38,16 @@ def summary_of(units: list[_core.Unit], comms: Comms) -> str:
     rule = "-" * len(lines[0])
     head = f"zshard: rank {comm.rank} of {comm.world}, transport {comm.transport}"
     if shards.world < comm.world:
-        copies = comm.world // shards.world
-        head += f"; {copies} copies, each over {shards.world} ranks, transport {shards.transport}"
+        count = comm.world // shards.world
+        head += f"; {count} replicas of {shards.world} rank(s) each, transport {shards.transport}"
     if far is not None:
-        head += f"; kept between steps over {near.world} ranks, transport {near.transport}"
+        head += f"; secondary shards over {near.world} rank(s), transport {near.transport}"
     return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 
 def memory_table(kinds: dict[str, dict[str, int]]) -> str:
-    """One line per part of memory, in MiB; `kinds`: the columns, bytes by part. Parts that are
-    nowhere are left out."""
+    """Return the table of memory in MiB, one line per part. `kinds`: the columns, bytes by part.
+    Parts that are 0 in all columns are omitted."""
     parts = list(next(iter(kinds.values())))
     rows = [("memory, MiB", *kinds)]
     for part in parts:

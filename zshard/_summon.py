@@ -1,8 +1,8 @@
-"""Whole parameters by hand, to read or to write: FSDP1's summon_full_params, and apply().
+"""Read or write full parameters: FSDP1's summon_full_params, and apply().
 
-The one idea: each rank gets a copy of the units' whole parameters, and if wanted of their
-gradients; in the end it keeps its slice of what has become of them. So all ranks have to write the
-same, as they do to the parameters of a plain model under DDP.
+The one idea: each rank gets a copy of the units' full parameters, and optionally of their
+gradients; on exit it keeps its shard of the modified copy. So all ranks must write the same values,
+as they do to the parameters of a plain model under DDP.
 """
 
 from __future__ import annotations
@@ -27,23 +27,27 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Context in which the parameters of `module` are whole, in their own dtype and shape.
+    """Context manager that unshards the parameters of `module`, in their original shape and dtype.
 
-    recurse: those of all units at and below `module`; else those of its own unit.
-    writeback: what is written to them counts: each rank keeps its slice. Else it is dropped.
-    rank0_only: only rank 0 has them (the others take part); not with writeback.
-    offload_to_cpu: has no effect on CPU ranks.
-    with_grads: their `.grad`s are whole, too, and what is written to those, or put in their place,
-        counts or is dropped likewise. None stays None, unless some rank has a gradient: the others'
-        parts are zeros then. A `.grad` that no_sync() has kept on its rank is whole already, and
-        stays that rank's own.
+    Collective; use it outside forward and backward. Takes memory for the full parameters, and with
+    `with_grads` for the full gradients.
 
-    For all ranks together, outside of forward and backward; takes memory for the whole parameters,
-    and gradients. Raises ValueError for rank0_only with writeback, RuntimeError in a backward, and
-    for a gradient that only some ranks have kept in no_sync().
+    Args:
+        module: a sharded module, or one that contains sharded modules.
+        recurse: include all units at and below `module`; else only its own.
+        writeback: keep changes: on exit each rank keeps its shard of what was written. Write the
+            same values on all ranks. False discards changes.
+        rank0_only: unshard on rank 0 only (other ranks still take part). Requires writeback=False.
+        offload_to_cpu: accepted for compatibility; no effect.
+        with_grads: also unshard `.grad`, and keep or discard what is written or assigned to it. A
+            rank without a gradient contributes zeros; `.grad` is None if no rank has one. A `.grad`
+            accumulated within no_sync() is unsharded already and stays local to its rank.
+
+    Raises ValueError for rank0_only with writeback; RuntimeError during a backward, and if only
+    some ranks have accumulated a gradient within no_sync().
     """
     if rank0_only and writeback:
-        raise ValueError("rank0_only needs writeback=False: other ranks have nothing to write back")
+        raise ValueError("rank0_only=True requires writeback=False")
     states = [state for each, state in units_of(module) if recurse or each is module]
     before = [] if writeback else _values(states)
     held: list[State] = []
@@ -76,7 +80,7 @@ def summon_full_params(
 
 
 def _values(states: list[State]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of parameters that are whole at all times, what they are now."""
+    """Return the current values of parameters that are never sharded."""
     return [
         (param, param.detach().clone())
         for state in states
@@ -87,8 +91,7 @@ def _values(states: list[State]) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @contextlib.contextmanager
 def own_unit_as_on_rank_0(module: nn.Module) -> Iterator[None]:
-    """Context in which the parameters of the unit of `module` are whole; what rank 0 has made of
-    them in the end is what all ranks have."""
+    """Context manager that unshards the unit of `module`; on exit all ranks get rank 0's values."""
     unit, comm = state_of(module).unit, state_of(module).comms.all
     with summon_full_params(module, recurse=False):
         yield

@@ -1,7 +1,7 @@
-"""What zshard knows of a module that is a unit.
+"""What zshard stores about a module that is a unit.
 
-The one idea: it lives in the module's __dict__, under one name, and a model's units are found by
-walking its modules; nothing else has a list of them.
+The one idea: it is in the module's __dict__, under one name, and a model's units are found by
+walking its modules; there is no other list of them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Hook = tuple["weakref.ref[nn.Module]", int]
 
 
 class Comms(NamedTuple):
-    """Who takes part in what; the order of Engine's arguments."""
+    """The transports of a model, in the order of Engine's arguments."""
 
-    all: _core.Comm  # they reduce
-    shards: _core.Comm  # of them, those that one copy of the model is cut over
-    near: _core.Comm  # those that gather from each other
-    far: _core.Comm | None  # those that have the same part of what is kept between steps
+    all: _core.Comm  # all ranks, which reduce gradients
+    shards: _core.Comm  # of them, those that one replica of the model is sharded over
+    near: _core.Comm  # the shard group: ranks that gather from each other
+    far: _core.Comm | None  # ranks that have the same secondary shard
 
 
 class Prefetch(NamedTuple):
-    """How many units gathers go ahead, where they take time; the order of Engine.set_prefetch's
+    """How many units to prefetch in forward and backward, in the order of Engine.set_prefetch's
     arguments."""
 
     forward: int = 0
@@ -43,7 +43,7 @@ class Prefetch(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a unit was wrapped with."""
+    """The options that a unit was wrapped with."""
 
     strategy: ShardingStrategy
     precision: Precision
@@ -52,10 +52,10 @@ class Options(NamedTuple):
 
 
 class State:
-    """What a unit's module remembers.
+    """What a unit's module stores.
 
-    Nothing in it leads back to the module: a model that is dropped gives its memory back at once,
-    not when Python next looks for cycles.
+    Nothing in it refers back to the module: a dropped model frees its memory at once, not at the
+    next garbage collection.
     """
 
     def __init__(self, unit: _core.Unit, comms: Comms, options: Options) -> None:
@@ -72,18 +72,18 @@ class State:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether an FSDP(...) call has made a unit of `module`."""
+    """Return whether an FSDP(...) call has made `module` a unit."""
     return ATTRIBUTE in module.__dict__
 
 
 def state_of(module: nn.Module) -> State:
-    """Raises KeyError for a module that is no unit."""
+    """Return the state of a unit's module. Raises KeyError for any other module."""
     state: State = module.__dict__[ATTRIBUTE]
     return state
 
 
 def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
-    """The units at and below `module`, parents before children, as modules appear."""
+    """Yield the units at and below `module`, parents before children, in module order."""
     for each in module.modules():
         if is_unit(each):
             yield each, state_of(each)
@@ -92,7 +92,7 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
 def outline(
     param: nn.Parameter, shape: tuple[int, ...], device: torch.device | str
 ) -> nn.Parameter:
-    """A parameter like `param` but for its shape and device, of zeros that take no memory."""
+    """Return a parameter like `param` with another shape and device, of zeros without memory."""
     data = torch.zeros((), dtype=param.dtype, device=device).expand(shape)
     made = nn.Parameter(data, requires_grad=param.requires_grad)
     vars(made).update(vars(param))
@@ -100,7 +100,7 @@ def outline(
 
 
 def hook_forward(module: nn.Module, unit: _core.Unit) -> list[RemovableHandle]:
-    """Makes the unit whole in the forward of `module`."""
+    """Register the hooks that unshard the unit during the forward of `module`."""
     return [
         module.register_forward_pre_hook(unit.pre_forward, prepend=True),
         module.register_forward_hook(unit.post_forward, always_call=True),
@@ -108,5 +108,5 @@ def hook_forward(module: nn.Module, unit: _core.Unit) -> list[RemovableHandle]:
 
 
 def known_hooks(module: nn.Module, handles: Iterable[RemovableHandle]) -> list[Hook]:
-    """Hooks on `module` as State.hooks has them."""
+    """Return hooks on `module` in the form of State.hooks."""
     return [(weakref.ref(module), handle.id) for handle in handles]

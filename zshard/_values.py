@@ -1,4 +1,4 @@
-"""What a model is before it is sharded: do ranks hold the same, and where do values come from?
+"""The model before it is sharded: what ranks must agree on, and where values come from.
 
 The one idea: ranks agree on names, shapes and dtypes before anything changes; values then come a
 unit at a time, from the model itself, from an initialisation, or from rank 0.
@@ -23,14 +23,14 @@ from zshard.precision import name_of
 
 
 def names_of(spec: UnitSpec) -> list[str]:
-    """The dotted names of a unit's parameters, from the root on."""
+    """Return the dotted names of a unit's parameters, relative to the root."""
     prefix = f"{spec.name}." if spec.name else ""
     return [prefix + ref.names[0] for ref in spec.params]
 
 
 def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None, set[int]]:
-    """The last arguments of _core.Unit: dtypes to compute and to send in, and the parameters that
-    keep their own."""
+    """Return the last arguments of _core.Unit: compute dtype, reduce dtype, and the indices of
+    parameters that keep their dtype."""
     precision = options.precision
     keep = {
         i
@@ -43,10 +43,10 @@ def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None,
 def facts_of(
     module: nn.Module, specs: list[UnitSpec], options: Options, values: bool
 ) -> list[Fact]:
-    """All that the ranks have to agree on; `values`: of the parameters' values, too."""
+    """Return all that the ranks must agree on; with `values`, the parameters' values as well."""
     facts: list[Fact] = [("the strategy", options.strategy.value), ("torch", torch.__version__)]
     for spec in specs:
-        facts.append((f"unit '{spec.name}'", type(spec.module).__name__))
+        facts.append((f"unit '{spec.name or '(root)'}'", f"a {type(spec.module).__name__}"))
         for name, ref in zip(names_of(spec), spec.params, strict=True):
             facts.append(tensor_fact("parameter", name, ref.param))
             if values and not ref.param.is_meta:
@@ -59,15 +59,15 @@ def facts_of(
 
 
 def check_unit(spec: UnitSpec) -> None:
-    """Raises as making the unit would, and changes nothing. What is on the meta device is taken for
-    what it will be."""
+    """Raise what creating the unit would, without changing anything. Parameters on the meta device
+    count as materialized."""
     params = [ref.param for ref in spec.params]
     real = [outline(param, param.shape, "cpu") if param.is_meta else param for param in params]
     _core.Unit.check(spec.name, names_of(spec), real)
 
 
 class Values:
-    """Where values come from: they are there, or made here; with `source`, taken from rank 0."""
+    """The source of values: present, or initialised here; with `source`, broadcast from rank 0."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Values:
         self._alike = True  # so far
 
     def give(self, spec: UnitSpec) -> None:
-        """Sees to the parameters of a unit that is about to be made."""
+        """Materialize, share and move the parameters of a unit that is about to be made."""
         self._materializer.up_to(spec.module)
         values = [ref.param.detach() for ref in spec.params]
         drawn = self._materializer.has_made(ref.param for ref in spec.params)
@@ -93,7 +93,7 @@ class Values:
         move((ref.param for ref in spec.params), self._device)
 
     def _same(self, comm: _core.Comm, values: list[torch.Tensor], drawn: bool) -> bool:
-        """Have all ranks drawn the same values? Collective, and asked no more once they had not."""
+        """Return whether all ranks drew the same values. Collective, until they once did not."""
         if not self._alike:
             return False
         facts = (drawn, [checksum(value) for value in values] if drawn else [])
@@ -102,7 +102,7 @@ class Values:
         return self._alike and drawn
 
     def give_buffers(self, ignored: set[nn.Module]) -> None:
-        """The same for the buffers, but for those of `ignored` modules."""
+        """Do the same for the buffers, except those of `ignored` modules."""
         left_alone = {id(b) for m in ignored for b in m.buffers()}
         buffers = [b for b in self._root.buffers() if id(b) not in left_alone]
         self._share(b.detach() for b in buffers)
@@ -118,7 +118,7 @@ class Values:
 
 
 def take_from_rank_0(comm: _core.Comm, tensor: torch.Tensor) -> None:
-    """Gives a dense tensor the values that rank 0 has; in place, on all ranks."""
+    """Broadcast a dense tensor from rank 0, in place. Collective."""
     if tensor.numel() == 0:
         return
     plain = tensor.contiguous().cpu()

@@ -1,8 +1,8 @@
-"""Gradients of a unit, whole for a while: for summon_full_params(with_grads=True).
+"""Full gradients of a unit, for summon_full_params(with_grads=True).
 
-The one idea: ranks first say which gradients they have and which slices, and then each sends its
-slices in turn. A parameter's own `.grad`, a view of the grad shard, is set aside meanwhile and
-comes back with this rank's slice of what has become of the whole.
+The one idea: ranks first exchange which gradients and which shards they have, and then each sends
+its shards in turn. A parameter's own `.grad`, a view of the grad shard, is set aside meanwhile and
+restored with this rank's shard of the modified full gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FACTS = 4096 // _FACT.size  # in one exchange
 
 
 class _Part(NamedTuple):
-    """What a rank has of a parameter's gradient."""
+    """A rank's share of a parameter's gradient."""
 
     kind: int
     begin: int
@@ -30,7 +30,7 @@ class _Part(NamedTuple):
 
 
 class WholeGrads:
-    """The gradients of one unit: gather(), then show(); in the end take(), then give_back()."""
+    """The gradients of one unit: gather(), then show(); finally take(), then give_back()."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -43,8 +43,8 @@ class WholeGrads:
         self._shown = False
 
     def gather(self) -> None:
-        """Makes whole copies; nothing is changed yet. Collective. RuntimeError, on all ranks, where
-        a gradient is some ranks' own and others' not."""
+        """Gather full copies; nothing is changed yet. Collective. Raises RuntimeError on all ranks
+        if a gradient is local on some of them only."""
         if self._state.whole_grads:  # within another such context
             return
         kinds = [self._kind(grad) for grad in self._own]
@@ -57,15 +57,15 @@ class WholeGrads:
             found = {part.kind for part in parts}
             if _LOCAL in found and len(found) > 1:
                 raise RuntimeError(
-                    f"the gradient of parameter '{self._unit.param(index)['name']}' is some ranks' "
-                    "own, kept in no_sync(), and not the others': run the last backward outside of "
-                    "no_sync() first"
+                    f"some ranks, but not all, have an unreduced gradient of parameter "
+                    f"'{self._unit.param(index)['name']}' from no_sync(): run the last backward "
+                    "outside no_sync() first"
                 )
             if found != {_LOCAL}:
                 self._whole[index] = self._send(index, parts) if _SLICE in found else None
 
     def show(self) -> None:
-        """Puts the whole gradients in their places, where the parameters are whole."""
+        """Assign the full gradients to `.grad`, where the parameters are unsharded."""
         self._shown = not self._state.whole_grads and bool(self._params) and self._unit.is_full
         if not self._shown:
             self._whole.clear()
@@ -76,8 +76,8 @@ class WholeGrads:
 
     @torch.no_grad()
     def take(self, writeback: bool) -> None:
-        """Takes them out again, before the parameters are slices; those that were whole anyway are
-        as before unless `writeback`."""
+        """Remove the full gradients before parameters are resharded. Gradients that were full
+        anyway are restored unless `writeback`."""
         for index, value in self._before.items() if not writeback else ():
             grad = self._own[index]
             assert grad is not None, "there was one to copy"
@@ -90,7 +90,7 @@ class WholeGrads:
 
     @torch.no_grad()
     def give_back(self, writeback: bool) -> None:
-        """The parameters' own gradients return, with this rank's slices if `writeback`."""
+        """Restore the parameters' own gradients, with this rank's shards if `writeback`."""
         if self._shown:
             self._state.whole_grads = False
             for index, whole in self._whole.items():
@@ -116,7 +116,7 @@ class WholeGrads:
         return _SLICE
 
     def _exchange(self, kinds: list[int]) -> list[list[_Part]]:
-        """Of each parameter, what each rank has."""
+        """Return what each rank has of each parameter's gradient."""
         facts = [self._unit.param(index) for index in range(len(self._params))]
         mine = [
             _FACT.pack(kind, fact["begin"], fact["numel"])
@@ -130,7 +130,7 @@ class WholeGrads:
         return found
 
     def _send(self, index: int, parts: list[_Part]) -> Tensor:
-        """The whole gradient of a parameter; zeros where a rank has none."""
+        """Return the full gradient of a parameter; zeros where a rank has none."""
         param, own = self._params[index], self._own[index]
         whole = torch.zeros(self._unit.param(index)["shape"], dtype=param.dtype)
         flat = whole.view(-1)

@@ -1,10 +1,9 @@
-"""Loss scaling over shards: zshard.GradScaler, and torch.amp.GradScaler taught the same.
+"""Loss scaling over shards: zshard.GradScaler, and the same for torch.amp.GradScaler.
 
-The one idea: a scaler skips a step when it finds inf or NaN in the gradients, and a rank sees only
-its slices. One rank that skips while the others step has another model from then on, and another
-scale. So what a rank has found is exchanged with the ranks that hold the other slices, before
-anybody acts on it. All ways of torch's scaler to look for inf lead through one method, which is
-replaced here; for an optimizer without sharded gradients it is torch's own.
+The one idea: a scaler skips a step when it finds inf or NaN in the gradients, but a rank sees only
+its shards. If one rank skipped a step that the others take, models and scales would diverge. So
+ranks exchange what they found before they act on it. All of torch's checks for inf go through one
+method, which is replaced here; for an optimizer without sharded gradients it is torch's own.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def _unscale_grads_(
 
 
 def _share_on_gpu(engines: list[_core.Engine], flag: torch.Tensor) -> None:
-    """`flag` becomes the largest of all ranks', without waiting for the GPU."""
+    """Set `flag` to the maximum over all ranks, without synchronizing with the GPU."""
     numbers = flag.new_zeros(1 + max(map(_core.gpu_ranks, engines)), dtype=torch.float64)
     numbers[0] = flag
     for engine in engines:
@@ -61,8 +60,8 @@ def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
-    """The engines that the optimizer's gradients are of, in the order of its parameters, which is
-    that of all ranks. Raises RuntimeError for a gradient that no_sync() has kept on this rank."""
+    """Return the engines of the optimizer's gradients, in the order of its parameters, which is the
+    same on all ranks. Raises RuntimeError for an unreduced gradient (no_sync())."""
     owners: dict[_core.Engine, None] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -75,8 +74,8 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
 
 
 def install() -> None:
-    """Have torch's scaler ask all ranks, and no model step in a scaled loss's backward; once is
-    enough, more does nothing."""
+    """Make torch's scaler check all ranks, and make it an error if a model steps in the backward of
+    a scaled loss. Idempotent."""
     if torch.amp.GradScaler._unscale_grads_ is _torchs_unscale:
         torch.amp.GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
     if torch.amp.GradScaler.scale is _torchs_scale:
@@ -86,12 +85,19 @@ def install() -> None:
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for sharded models: all ranks skip a step, or none does.
 
-    Arguments, methods and state_dict as torch's; `device` is "cpu" by default, or "cuda".
-    `unscale_` and `step` are then for all ranks together. torch.amp.GradScaler does the same as
-    soon as zshard is imported; this one does so whatever another library makes of torch's.
+    Arguments, methods and state_dict are torch's. `unscale_` and `step` are collective.
 
-    Raises ValueError for another device; RuntimeError for a gradient that is not reduced, and
-    in the backward of a scaled loss of a model that is stepped in backward.
+    Importing zshard makes torch.amp.GradScaler do the same; this class also works if another
+    library replaces torch's methods.
+
+    Args:
+        device: "cpu" (default) or "cuda".
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in
+            torch.amp.GradScaler.
+
+    Raises ValueError for another device. `unscale_` and `step` raise RuntimeError for gradients
+    that are not reduced (no_sync()), and backward raises RuntimeError if the loss is scaled and the
+    model is stepped in backward (optimizer_in_backward).
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         if device not in ("cpu", "cuda"):
-            raise ValueError(f"GradScaler's device is 'cpu' or 'cuda', not {device!r}")
+            raise ValueError(f"GradScaler: device must be 'cpu' or 'cuda', got {device!r}")
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )

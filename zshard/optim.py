@@ -1,19 +1,19 @@
-"""AdamW, Adam and SGD with torch.optim's face and the whole step of a param group in one C call.
+"""AdamW, Adam and SGD with torch.optim's interface, stepping a param group in one C call.
 
-The one idea: arguments, numbers and state are torch's, so that a script changes an import;
-_optim_step.py has the step, and here is what the three differ in.
+The one idea: arguments, numerics and state are torch's, so a script only changes an import;
+_optim_step.py has the step, and this file what the three differ in.
 
-Numbers: SGD has the bits of torch.optim.SGD; Adam and AdamW those of torch.optim.AdamW(fused=True).
+Numerics: SGD is bit-identical to torch.optim.SGD, Adam and AdamW to torch.optim.AdamW(fused=True).
 torch's unfused Adam differs from both in the last bit of some elements, because its square root
-(MKL's) is not correctly rounded. Half-precision parameters are updated in float, as by `fused`.
+(MKL's) is not correctly rounded. Half-precision parameters are updated in float32, as by `fused`.
 
-Stochastic rounding, which torch does not have, trains bfloat16 parameters without a float copy:
+Stochastic rounding, which torch does not have, trains bfloat16 parameters without a float32 copy:
 what a step stores in bfloat16, the parameter and its state, is rounded up or down at random so that
-it is right on average, where rounding to nearest would lose each small update. The random bits
-depend on the seed, the number of the step and the element's place in the model (base/dither.h), not
-on who owns the element: all strategies and numbers of ranks give the same bits. Seed and number of
-the step are options of the param group, so they are in the state dict, and a resumed run goes on
-with the bits of the one that it continues.
+it is unbiased, where rounding to nearest would lose each small update. The random bits depend on
+the seed, the step number and the element's position in the model (base/dither.h), not on the rank
+that owns the element: all strategies and world sizes give bit-identical results. Seed and step
+number are options of the param group, so they are in the state dict, and a resumed run continues
+with the bits that an uninterrupted one would use.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["SGD", "Adam", "AdamW"]
 
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""Adam's state tensors of a parameter's shape; the last with amsgrad only."""
+"""Adam's state tensors of a parameter's shape; the last one with amsgrad only."""
 
 
 class _AdamInOneCall(InOneCall):
-    """Adam and AdamW: what tells them apart is an option of the group, decoupled_weight_decay."""
+    """Adam and AdamW, which differ in an option of the group, decoupled_weight_decay."""
 
     _rule = "adam"
 
@@ -48,8 +48,8 @@ class _AdamInOneCall(InOneCall):
         grads = [p.grad for p in params if p.grad is not None]
         if any(grad.is_sparse for grad in grads):
             raise RuntimeError(
-                f"zshard.{type(self).__name__} does not take sparse gradients: make the layer "
-                "with sparse=False, or give its parameters to torch.optim.SparseAdam"
+                f"zshard.{type(self).__name__} does not support sparse gradients: create the layer "
+                "with sparse=False, or use torch.optim.SparseAdam for its parameters"
             )
         states = [self.state[p] for p in params]
         adam(
@@ -74,20 +74,23 @@ class _AdamInOneCall(InOneCall):
 
 
 class Adam(_AdamInOneCall, torch.optim.Adam):
-    """torch.optim.Adam with its step in C; same arguments, defaults, state and numbers.
+    """torch.optim.Adam with its step in C: same arguments, defaults, state and numerics.
 
-    Args: as torch.optim.Adam. `foreach` and `fused` are taken, and without effect: there is one
-    way, and it is fused. `differentiable` must stay False: NotImplementedError. ValueError for
-    numbers out of range.
+    Args:
+        params: parameters or param groups, sharded or not.
+        lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in
+            torch.optim.Adam.
+        foreach, fused: accepted for compatibility; no effect, the step is always fused.
+        differentiable: must be False.
+        capturable: as in torch.optim, for parameters on a GPU and without stochastic_rounding. The
+            step count stays on the GPU, and the step reads `lr` (if it is a tensor on that GPU) and
+            a GradScaler's `found_inf` there, without synchronizing, so a CUDA graph can replay it.
+        stochastic_rounding: round bfloat16 parameters and their state stochastically (unbiased), to
+            train without a float32 copy. Other dtypes are not affected, except that float16 is not
+            supported.
+        rounding_seed: seed of the random bits, an int; pass the same on all ranks.
 
-    capturable: as torch's, for parameters on a GPU (NotImplementedError elsewhere, and with
-        stochastic_rounding): the step counts on the GPU, reads `lr` there if it is a tensor of
-        that GPU, and `found_inf` of a GradScaler; no host waits, and a CUDA graph can repeat it.
-
-    stochastic_rounding: round what is stored of bfloat16 parameters, and their state, at random and
-        right on average, for training without a float copy; other dtypes are not touched, float16
-        is refused (NotImplementedError).
-    rounding_seed: of these random bits; give all ranks the same.
+    Raises ValueError for hyperparameters out of range, NotImplementedError for unsupported options.
     """
 
     def __init__(
@@ -127,20 +130,22 @@ class Adam(_AdamInOneCall, torch.optim.Adam):
 
 
 class AdamW(_AdamInOneCall, torch.optim.AdamW):
-    """torch.optim.AdamW with its step in C; same arguments, defaults, state and numbers.
+    """torch.optim.AdamW with its step in C: same arguments, defaults, state and numerics.
 
-    Args: as torch.optim.AdamW. `foreach` and `fused` are taken, and without effect: there is one
-    way, and it is fused. `differentiable` must stay False: NotImplementedError. ValueError for
-    numbers out of range.
+    Args:
+        params: parameters or param groups, sharded or not.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW.
+        foreach, fused: accepted for compatibility; no effect, the step is always fused.
+        differentiable: must be False.
+        capturable: as in torch.optim, for parameters on a GPU and without stochastic_rounding. The
+            step count stays on the GPU, and the step reads `lr` (if it is a tensor on that GPU) and
+            a GradScaler's `found_inf` there, without synchronizing, so a CUDA graph can replay it.
+        stochastic_rounding: round bfloat16 parameters and their state stochastically (unbiased), to
+            train without a float32 copy. Other dtypes are not affected, except that float16 is not
+            supported.
+        rounding_seed: seed of the random bits, an int; pass the same on all ranks.
 
-    capturable: as torch's, for parameters on a GPU (NotImplementedError elsewhere, and with
-        stochastic_rounding): the step counts on the GPU, reads `lr` there if it is a tensor of
-        that GPU, and `found_inf` of a GradScaler; no host waits, and a CUDA graph can repeat it.
-
-    stochastic_rounding: round what is stored of bfloat16 parameters, and their state, at random and
-        right on average, for training without a float copy; other dtypes are not touched, float16
-        is refused (NotImplementedError).
-    rounding_seed: of these random bits; give all ranks the same.
+    Raises ValueError for hyperparameters out of range, NotImplementedError for unsupported options.
     """
 
     def __init__(
@@ -178,18 +183,21 @@ class AdamW(_AdamInOneCall, torch.optim.AdamW):
 
 
 class SGD(InOneCall, torch.optim.SGD):
-    """torch.optim.SGD with its step in C; same arguments, defaults, state and bits.
+    """torch.optim.SGD with its step in C: same arguments, defaults and state, bit-identical.
 
-    Args: as torch.optim.SGD. `foreach` and `fused` are taken, and without effect: there is one
-    way, and it is fused. `differentiable` must stay False: NotImplementedError. ValueError for
-    numbers out of range.
+    Args:
+        params: parameters or param groups, sharded or not.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
+        foreach, fused: accepted for compatibility; no effect, the step is always fused.
+        differentiable: must be False.
+        capturable: as in AdamW: for parameters on a GPU, a CUDA graph can replay the step with a
+            different `lr` (a tensor on that GPU), and a GradScaler can skip it.
+        stochastic_rounding: round bfloat16 parameters and their state stochastically (unbiased), to
+            train without a float32 copy. Other dtypes are not affected, except that float16 is not
+            supported.
+        rounding_seed: seed of the random bits, an int; pass the same on all ranks.
 
-    capturable: as of AdamW, for steps that a CUDA graph repeats with another `lr` (a tensor on the
-        parameters' GPU) or that a GradScaler may leave out.
-    stochastic_rounding: round what is stored of bfloat16 parameters, and their state, at random and
-        right on average, for training without a float copy; other dtypes are not touched, float16
-        is refused (NotImplementedError).
-    rounding_seed: of these random bits; give all ranks the same.
+    Raises ValueError for hyperparameters out of range, NotImplementedError for unsupported options.
     """
 
     _rule = "sgd"
@@ -228,7 +236,8 @@ class SGD(InOneCall, torch.optim.SGD):
         self._tell_scaler()
 
     def _set_capturable(self, capturable: bool) -> None:
-        """torch's SGD has no such option: its state dict stays torch's where nobody asks for it."""
+        """Set the option only if requested: torch's SGD lacks it, so by default the state dict
+        stays torch's."""
         if capturable:
             self.defaults.update(capturable=True)
             for group in self.param_groups:

@@ -1,11 +1,10 @@
-"""Mixed precision: in which dtypes parameters are computed with, and gradients travel.
+"""Mixed precision: the dtypes for computing with parameters and for reducing gradients.
 
-The one idea: at rest nothing changes. Parameters, gradients and optimizer state keep the dtype
-that the model has (float32, say); a unit's forward and backward see a cast copy, and a gradient is
-sent in the reduce dtype and summed in float32.
+The one idea: between steps nothing changes. Parameters, gradients and optimizer state keep the
+model's dtype (float32, say); a unit's forward and backward use a cast copy, and gradients are sent
+in the reduce dtype and summed in float32.
 
-Both of torch's spellings are taken, its own classes as well: FSDP1's `MixedPrecision` and FSDP2's
-`MixedPrecisionPolicy`.
+FSDP1's `MixedPrecision` and FSDP2's `MixedPrecisionPolicy` are accepted, zshard's and torch's.
 """
 
 from __future__ import annotations
@@ -24,15 +23,20 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """FSDP1's spelling; None: the model's own dtype.
+    """FSDP1's mixed precision: FSDP(model, mixed_precision=MixedPrecision(torch.bfloat16)).
 
-    param_dtype: of parameters in forward and backward.
-    reduce_dtype: of gradients on their way; param_dtype if None. Sums are taken in float32.
-    buffer_dtype: to which floating-point buffers are cast when the model is wrapped.
-    cast_forward_inputs: cast floating-point arguments of each unit's forward to param_dtype.
-    cast_root_forward_inputs: the same for the root alone.
-    _module_classes_to_ignore: modules of these classes keep their parameters' and buffers' dtype;
-        their arguments are cast to it, their results to param_dtype.
+    Parameters, `.grad` and optimizer state keep the model's dtype. All dtypes are floating-point.
+
+    Args:
+        param_dtype: dtype of parameters in forward and backward. None: the model's.
+        reduce_dtype: dtype in which gradients are sent; they are summed in float32. None:
+            param_dtype.
+        buffer_dtype: dtype to which floating-point buffers are cast on wrapping. None: the model's.
+        keep_low_precision_grads: must be False (NotImplementedError).
+        cast_forward_inputs: cast floating-point arguments of each unit's forward to param_dtype.
+        cast_root_forward_inputs: the same for the root unit only.
+        _module_classes_to_ignore: modules of these classes keep the dtype of their parameters and
+            buffers; their arguments are cast to it, their results to param_dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -46,10 +50,12 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """FSDP2's spelling; None: the model's own dtype.
+    """FSDP2's mixed precision: fully_shard(module, mp_policy=MixedPrecisionPolicy(...)).
 
-    param_dtype, reduce_dtype, cast_forward_inputs: as in MixedPrecision.
-    output_dtype: to which floating-point results of each unit's forward are cast.
+    Args:
+        param_dtype, reduce_dtype, cast_forward_inputs: as in MixedPrecision.
+        output_dtype: dtype to which floating-point results of each unit's forward are cast. None:
+            no cast.
     """
 
     param_dtype: torch.dtype | None = None
@@ -60,7 +66,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class Precision:
-    """What both of them come to."""
+    """The common form of both."""
 
     compute: torch.dtype | None = None
     wire: torch.dtype | None = None
@@ -71,32 +77,33 @@ class Precision:
     keep: tuple[type[nn.Module], ...] = ()
 
     def keeps(self, module: nn.Module) -> bool:
-        """Do the module's own parameters keep their dtype?"""
+        """Return whether the module's own parameters keep their dtype."""
         return isinstance(module, self.keep)
 
 
 def parse_precision(value: Any) -> Precision:
-    """What `mixed_precision` means; None: nothing is cast.
+    """Parse `mixed_precision`; None: nothing is cast.
 
-    Raises TypeError for what is no such object, ValueError for dtypes that are no floating-point
-    ones, NotImplementedError for keep_low_precision_grads.
+    Raises TypeError for any other object, ValueError for a dtype that is not floating-point,
+    NotImplementedError for keep_low_precision_grads.
     """
     if value is None or isinstance(value, Precision):
         return value or Precision()
     if not hasattr(value, "param_dtype") or not hasattr(value, "reduce_dtype"):
         raise TypeError(
-            f"mixed_precision is a zshard.MixedPrecision or MixedPrecisionPolicy, not {value!r}"
+            "mixed_precision must be a MixedPrecision or MixedPrecisionPolicy, zshard's or "
+            f"torch's, got {value!r}"
         )
     if getattr(value, "keep_low_precision_grads", False):
         raise NotImplementedError(
-            "MixedPrecision(keep_low_precision_grads=True): gradients are kept in the parameters' "
-            "dtype; leave it out"
+            "keep_low_precision_grads=True is not supported: gradients have the parameters' dtype; "
+            "omit keep_low_precision_grads"
         )
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
         dtype = getattr(value, name, None)
         if dtype is not None and dtype not in _FLOATS:
             known = ", ".join(str(each) for each in _FLOATS)
-            raise ValueError(f"{name}={dtype!r} is none of {known}")
+            raise ValueError(f"{name}={dtype!r} is not supported: expected one of {known}")
     casts = bool(value.cast_forward_inputs)
     keep = getattr(value, "_module_classes_to_ignore", None)
     return Precision(
@@ -111,14 +118,14 @@ def parse_precision(value: Any) -> Precision:
 
 
 def name_of(dtype: torch.dtype | None) -> str | None:
-    """torch.bfloat16 -> "bfloat16"."""
+    """Return the name of a dtype: torch.bfloat16 -> "bfloat16"."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def install_casts(
     module: nn.Module, precision: Precision, is_root: bool
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Has the arguments and results of a unit's forward cast; returns the hooks."""
+    """Cast the arguments and results of a unit's forward; return the hooks."""
     hooks = []
     inputs = precision.cast_root_inputs if is_root else precision.cast_inputs
     if precision.compute is not None and inputs:
@@ -130,7 +137,7 @@ def install_casts(
 
 
 def cast_arguments(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments as the forward of a unit's module would get them."""
+    """Return the arguments as the forward of a unit's module would get them."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, _CastInputs):
             args, kwargs = hook(module, args, kwargs)
@@ -138,7 +145,7 @@ def cast_arguments(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]
 
 
 def install_kept(modules: Iterable[nn.Module], precision: Precision) -> None:
-    """Has modules that keep their dtype called with it."""
+    """Cast the arguments of modules that keep their dtype to it."""
     if precision.compute is None:
         return
     for module in modules:
@@ -150,7 +157,7 @@ def install_kept(modules: Iterable[nn.Module], precision: Precision) -> None:
 
 
 def cast_buffers(modules: Iterable[nn.Module], precision: Precision) -> None:
-    """Casts the floating-point buffers, in place of the old ones."""
+    """Replace the floating-point buffers by cast ones."""
     if precision.buffers is None:
         return
     for module in modules:

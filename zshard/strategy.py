@@ -1,7 +1,7 @@
 """What is sharded, and for how long: the values of `sharding_strategy`.
 
-The one idea: a strategy has one name, whoever spells it: a string, `zshard.ShardingStrategy`, or
-torch's own `torch.distributed.fsdp.ShardingStrategy`, so that scripts move by changing the import.
+The one idea: a strategy has one name, given as a string, as `zshard.ShardingStrategy` or as torch's
+`torch.distributed.fsdp.ShardingStrategy`, so that scripts migrate by changing the import.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from typing import Any
 
 
 class ShardingStrategy(str, enum.Enum):
-    """The strategies. Each is also taken as its string value.
+    """Sharding strategies. FSDP also accepts each as its string value ("full_shard", ...).
 
-    FULL_SHARD: parameters, gradients and optimizer state sharded (ZeRO-3).
-    SHARD_GRAD_OP: the same, but parameters stay whole from forward to backward (ZeRO-2).
-    NO_SHARD: everything on every rank, gradients averaged (DDP).
-    HYBRID_SHARD: FULL_SHARD within groups of ranks (the ranks of a host, say), each group a whole
-        copy of the model; gradients averaged over all ranks (HSDP).
-    HYBRID_SHARD_ZERO2: the same with SHARD_GRAD_OP in the groups.
-    ZERO1: as FULL_SHARD, and each rank keeps the parameters whole: they are gathered once after
-        each optimizer step (ZeRO-1).
-    HYBRID_FULL: the same within groups: parameters are kept sharded over the ranks of a group,
-        slices and optimizer state lie over all ranks (HFSDP; ZeRO++'s hpZ).
+    FULL_SHARD: parameters, gradients and optimizer state are sharded (ZeRO-3).
+    SHARD_GRAD_OP: FULL_SHARD, but parameters stay unsharded from forward to backward (ZeRO-2).
+    NO_SHARD: every rank has everything; gradients are averaged (DDP).
+    HYBRID_SHARD: FULL_SHARD within each shard group (for example, the ranks of a host), with one
+        replica of the model per group; gradients are averaged over all ranks (HSDP).
+    HYBRID_SHARD_ZERO2: SHARD_GRAD_OP within each shard group.
+    ZERO1: gradients and optimizer state are sharded; every rank keeps full parameters, which are
+        all-gathered once after each optimizer step (ZeRO-1).
+    HYBRID_FULL: optimizer state and gradients are sharded over all ranks; each shard group keeps
+        secondary shards of the parameters, updated once after each optimizer step (HFSDP; hpZ of
+        ZeRO++).
 
-    Over shm the last two are FULL_SHARD: all parameters can be read where they lie, so that keeping
-    another copy would only cost memory.
+    Over shm, ZERO1 and HYBRID_FULL behave like FULL_SHARD: all ranks can read all shards in place,
+    so keeping copies would only cost memory.
     """
 
     FULL_SHARD = "full_shard"
@@ -38,17 +39,17 @@ class ShardingStrategy(str, enum.Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Is the model gathered within groups that each have a copy of it?"""
+        """Whether the model is gathered within shard groups that each have a replica of it."""
         return self in _HYBRIDS
 
     @property
     def keeps(self) -> bool:
-        """Does a copy of the parameters stay between steps, besides the slices?"""
+        """Whether secondary shards of the parameters are kept between steps."""
         return self in (ShardingStrategy.ZERO1, ShardingStrategy.HYBRID_FULL)
 
     @property
     def in_group(self) -> ShardingStrategy:
-        """What happens among the ranks that one copy of the model is cut over."""
+        """The strategy among the ranks that one replica of the model is sharded over."""
         return _IN_GROUPS.get(self, self)
 
 
@@ -72,13 +73,13 @@ _ALIASES = {
 
 
 def parse_strategy(value: Any) -> ShardingStrategy:
-    """The strategy that `value` names (a string, or an enum member with such a name).
+    """Return the strategy that `value` names: a string, or an enum member of that name.
 
-    Raises ValueError for an unknown one, TypeError for what is no name.
+    Raises ValueError for an unknown name, TypeError for any other type.
     """
     name = value.name if isinstance(value, enum.Enum) else value
     if not isinstance(name, str):
-        raise TypeError(f"sharding_strategy is a string or an enum member, not {value!r}")
+        raise TypeError(f"sharding_strategy must be a string or an enum member, got {value!r}")
     key = name.lower()
     if key in _ALIASES:
         return _ALIASES[key]
@@ -86,4 +87,4 @@ def parse_strategy(value: Any) -> ShardingStrategy:
         return ShardingStrategy(key)
     except ValueError:
         known = ", ".join(repr(s.value) for s in ShardingStrategy)
-        raise ValueError(f"unknown sharding_strategy {name!r}; there are {known}") from None
+        raise ValueError(f"unknown sharding_strategy {name!r}: expected one of {known}") from None

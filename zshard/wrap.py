@@ -1,13 +1,13 @@
-"""Which modules become units: the wrap policies, manual wrapping, and `plan_units`.
+"""Which modules become units: wrap policies, manual wrapping, and `plan_units`.
 
-The one idea: every policy, whatever its spelling, comes down to a choice of nodes in the module
-tree (`_plan.py`), and one function gives the parameters to them. "auto" (`_auto_wrap.py`) makes the
-choice from the model's shape. The names and signatures are those of torch.distributed.fsdp.wrap, so
-that scripts move by changing the import; torch's own policy objects are taken as well.
+The one idea: every policy, in whatever form, comes down to a choice of nodes in the module tree
+(`_plan.py`), and one function assigns the parameters to them. "auto" (`_auto_wrap.py`) chooses from
+the model's structure. Names and signatures are those of torch.distributed.fsdp.wrap, so that
+scripts migrate by changing the import; torch's own policy objects are accepted as well.
 
-No policy can make a unit of a container that has no forward, nor of anything below a module that
-uses its children's weights without calling the children (nn.MultiheadAttention and its like): such
-a module's parameters stay with the unit above.
+No policy can make a unit of a container without a forward, nor of anything below a module that uses
+its children's weights without calling the children (such as nn.MultiheadAttention): the parameters
+of such a module belong to the unit above.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ ModuleClasses = Iterable[type[nn.Module]]
 _Choice = dict[Node, dict[str, Any]]
 
 _ACCEPTED = (
-    'accepted are "auto", None (one unit), a set of nn.Module classes, ModuleWrapPolicy, '
+    'expected "auto", None (one unit), a set of nn.Module classes, a ModuleWrapPolicy or '
     "CustomPolicy, a callable (module, recurse, nonwrapped_numel) -> bool such as "
-    "functools.partial(size_based_auto_wrap_policy, min_num_params=...), and a callable "
+    "functools.partial(size_based_auto_wrap_policy, min_num_params=...), or a callable "
     "(module) -> bool"
 )
 
 
 class ModuleWrapPolicy:
-    """Makes a unit of each module that is an instance of one of `module_classes`.
+    """A policy that makes every instance of `module_classes` a unit.
 
-    Raises TypeError for anything but nn.Module classes, ValueError for none at all.
+    Raises TypeError for anything but nn.Module classes, ValueError for an empty set.
     """
 
     def __init__(self, module_classes: ModuleClasses) -> None:
@@ -67,23 +67,23 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """Asks `lambda_fn(module)` about each module.
+    """A policy that calls `lambda_fn(module)` for each module.
 
-    True makes a unit of it, a dict does so with these FSDP arguments in place of the root's, False
-    or an empty dict leaves it to the unit above.
+    The function returns True to make the module a unit; a dict to make it a unit with these FSDP
+    arguments instead of the root's; False or an empty dict to leave it to the unit above.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self._lambda_fn = lambda_fn
 
     def overrides(self, module: nn.Module) -> dict[str, Any] | None:
-        """The overrides for `module` as a unit, None where it is none. Raises TypeError if the
-        function returned neither a bool nor a dict."""
+        """Return the overrides for `module`, or None if it is not to be a unit. Raises TypeError if
+        the function returned neither a bool nor a dict."""
         answer = self._lambda_fn(module)
         if not isinstance(answer, bool | dict):
             raise TypeError(
-                f"the function of CustomPolicy returned {answer!r} for a {type(module).__name__}; "
-                "it must return False, True or a dict of FSDP arguments"
+                f"CustomPolicy's lambda_fn returned {answer!r} for a {type(module).__name__}: "
+                "expected True, False or a dict of FSDP arguments"
             )
         if not answer:
             return None
@@ -91,7 +91,7 @@ class CustomPolicy:
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Makes a unit of every module that has parameters of its own."""
+    """A policy that makes every module with parameters of its own a unit."""
     return True
 
 
@@ -101,7 +101,10 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """Makes a unit of each module for which `lambda_fn(module)` is true. For functools.partial."""
+    """A policy that makes a module a unit if `lambda_fn(module)` is true.
+
+    Bind `lambda_fn` with functools.partial.
+    """
     return recurse or bool(lambda_fn(module))
 
 
@@ -111,7 +114,10 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: ModuleClasses,
 ) -> bool:
-    """Makes a unit of each instance of `transformer_layer_cls`. For functools.partial."""
+    """A policy that makes every instance of `transformer_layer_cls`, a set of classes, a unit.
+
+    Bind `transformer_layer_cls` with functools.partial.
+    """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -127,11 +133,16 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: ModuleClasses | None = None,
     exclude_wrap_modules: ModuleClasses | None = None,
 ) -> bool:
-    """Makes a unit, from the leaves up, wherever at least `min_num_params` elements are in no unit
-    yet. For functools.partial.
+    """A policy that makes units by size, from the leaves up.
 
-    Nothing below `force_leaf_modules` (default: MultiheadAttention) becomes a unit, nor any
-    instance of `exclude_wrap_modules` (default: ModuleList, ModuleDict).
+    A module becomes a unit if it has at least `min_num_params` elements that are in no unit yet.
+    Bind the last three arguments with functools.partial.
+
+    min_num_params: number of parameter elements (default: 10**8).
+    force_leaf_modules: classes below whose instances nothing becomes a unit (default:
+        MultiheadAttention).
+    exclude_wrap_modules: classes whose instances never become units (default: ModuleList,
+        ModuleDict).
     """
     if recurse:
         barred = _FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
@@ -151,7 +162,7 @@ def _or_policy(
     nonwrapped_numel: int,
     policies: Iterable[Callable[..., bool]],
 ) -> bool:
-    """Makes a unit of each module that one of `policies` would. For functools.partial."""
+    """A policy that makes a module a unit if one of `policies` would."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies
@@ -165,9 +176,9 @@ _manual: ContextVar[tuple[Callable[..., nn.Module], Mapping[str, Any]] | None] =
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside this context `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`.
+    """Context manager in which `wrap(module)` returns `wrapper_cls(module, **wrapper_kwargs)`.
 
-    It holds for the current thread (or asyncio task) only; of nested contexts the innermost counts.
+    Applies to the current thread (or asyncio task); the innermost context wins.
     """
     token = _manual.set((wrapper_cls, wrapper_kwargs))
     try:
@@ -177,8 +188,10 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wraps `module` as the surrounding `enable_wrap(...)` says, with `wrap_overrides` in place of
-    that context's arguments; outside of one, returns it as it is."""
+    """Wrap `module` with the surrounding `enable_wrap(...)`; outside of one, return it unchanged.
+
+    wrap_overrides: arguments that replace those of the context.
+    """
     manual = _manual.get()
     if manual is None:
         return module
@@ -192,15 +205,17 @@ def plan_units(
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
 ) -> list[UnitSpec]:
-    """Chooses the units of `root` and gives each of its parameters to exactly one.
+    """Choose the units of `root` and assign each of its parameters to exactly one.
 
-    Returns them children first, in module order; the last is `root` itself, which holds what no
-    other unit does (possibly nothing). Every other unit has parameters. Modules that are units of
-    an earlier FSDP call are left alone, with their parameters.
+    policy: as FSDP's auto_wrap_policy.
+    ignored_modules, ignored_params: left out, with all parameters of ignored modules.
 
-    Raises TypeError or ValueError for a policy that is none, and ValueError for a root that is
-    wrapped already, for a parameter shared with a nested module that is, and for a lazy parameter
-    that has no shape yet.
+    Returns the units children first, in module order; the last is `root` itself, which has what no
+    other unit has (possibly nothing). Every other unit has parameters. Modules that are units of an
+    earlier FSDP call are left alone, with their parameters.
+
+    Raises TypeError or ValueError for an invalid policy; ValueError if the root is already wrapped,
+    if a parameter is shared with a nested unit, and if a lazy parameter has no shape yet.
     """
     choose = _chooser(policy)
     tree = ModuleTree(root, ignored_modules, ignored_params)
@@ -211,12 +226,12 @@ def plan_units(
 
 
 def _chooser(policy: Any) -> Callable[[ModuleTree, Collection[nn.Module]], _Choice]:
-    """The function that chooses the nodes; checks the policy before any module is looked at."""
+    """Return the function that chooses the nodes. Checks the policy before looking at modules."""
     if policy is None:
         return lambda tree, ignored: {}
     if isinstance(policy, str):
         if policy != "auto":
-            raise ValueError(f"auto_wrap_policy={policy!r} is unknown; {_ACCEPTED}")
+            raise ValueError(f"unknown auto_wrap_policy {policy!r}: {_ACCEPTED}")
         return lambda tree, ignored: {node: {} for node in auto_units(tree)}
     if isinstance(policy, set | frozenset | list | tuple):
         policy = ModuleWrapPolicy(policy)
@@ -227,7 +242,7 @@ def _chooser(policy: Any) -> Callable[[ModuleTree, Collection[nn.Module]], _Choi
     if hasattr(policy, "_run_policy"):  # torch.distributed.fsdp.wrap's policy objects
         return lambda tree, ignored: _by_torch_policy(tree, policy, ignored)
     if isinstance(policy, type | nn.Module) or not callable(policy):
-        raise TypeError(f"auto_wrap_policy={policy!r} is not a policy; {_ACCEPTED}")
+        raise TypeError(f"auto_wrap_policy={policy!r} is not a policy: {_ACCEPTED}")
     ask = _fsdp1_signature(policy)
     return lambda tree, ignored: _by_recursion(tree, ask)
 
@@ -236,11 +251,11 @@ def _by_class(tree: ModuleTree, policy: ModuleWrapPolicy) -> _Choice:
     matching = [node for node in tree.nodes if policy(node.module)]
     choice: _Choice = {node: {} for node in matching if node.may_be_unit}
     if not choice and tree.root.numel and not tree.has_wrapped:
-        why = "no such module is there" if not matching else "those modules cannot be units"
+        why = "no such modules" if not matching else "those modules cannot be units"
         warnings.warn(
-            f"{policy!r} finds no unit in this {type(tree.root.module).__name__} ({why}): all its "
-            'parameters are gathered at once, which saves no memory; auto_wrap_policy="auto" finds '
-            "the units by itself",
+            f"{policy!r} finds no units in this {type(tree.root.module).__name__} ({why}), so all "
+            "its parameters are gathered at once, which saves no memory: pass "
+            'auto_wrap_policy="auto" to choose units automatically',
             stacklevel=2,
         )
     return choice
@@ -266,7 +281,7 @@ def _by_torch_policy(tree: ModuleTree, policy: Any, ignored: Collection[nn.Modul
 
 
 def _by_recursion(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], bool]) -> _Choice:
-    """FSDP1's recursion: `ask(module, True, numel)` whether to look below a module, then
+    """FSDP1's recursion: `ask(module, True, numel)` tells whether to look below a module, then
     `ask(module, False, rest)` whether to make a unit of what is in none yet."""
     choice: _Choice = {}
     _descend(tree.root, ask, choice)
@@ -274,7 +289,7 @@ def _by_recursion(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], bool])
 
 
 def _descend(node: Node, ask: Callable[[nn.Module, bool, int], bool], choice: _Choice) -> int:
-    """Returns how many elements are in units at or below `node`."""
+    """Return how many elements are in units at or below `node`."""
     if not ask(node.module, True, node.numel):
         return 0
     held = sum(_descend(child, ask, choice) for child in node.children if not child.barred)
@@ -287,12 +302,12 @@ def _descend(node: Node, ask: Callable[[nn.Module, bool, int], bool], choice: _C
 
 
 def _fsdp1_signature(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], bool]:
-    """`policy` as a function of (module, recurse, nonwrapped_numel), whichever way it takes its
-    arguments. Raises TypeError where it takes neither these nor one module."""
+    """Return `policy` as a function of (module, recurse, nonwrapped_numel). Raises TypeError if it
+    accepts neither these arguments nor a single module."""
     try:
         signature = inspect.signature(policy)
     except (TypeError, ValueError):
-        raise TypeError(f"auto_wrap_policy={policy!r} has no signature; {_ACCEPTED}") from None
+        raise TypeError(f"auto_wrap_policy={policy!r} has no signature: {_ACCEPTED}") from None
 
     def takes(*args: Any, **kwargs: Any) -> bool:
         try:
@@ -309,14 +324,14 @@ def _fsdp1_signature(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, i
         return lambda module, recurse, numel: recurse or bool(policy(module))
     if takes(None, None, None):
         return lambda module, recurse, numel: bool(policy(module, recurse, numel))
-    raise TypeError(f"auto_wrap_policy={policy!r} takes {signature}; {_ACCEPTED}")
+    raise TypeError(f"auto_wrap_policy={policy!r} has signature {signature}: {_ACCEPTED}")
 
 
 def _checked_classes(classes: ModuleClasses) -> tuple[type[nn.Module], ...]:
     checked = tuple(classes)
     for cls in checked:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"{cls!r} in the wrap policy's classes is not an nn.Module class")
+            raise TypeError(f"wrap policy classes must be nn.Module classes, got {cls!r}")
     if not checked:
-        raise ValueError("the wrap policy's set of classes is empty; pass None for a single unit")
+        raise ValueError("the wrap policy's set of classes is empty: pass None for a single unit")
     return tuple(dict.fromkeys(checked))
