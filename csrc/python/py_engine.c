@@ -296,7 +296,7 @@ static bool read_call(zs_engine *engine, PyObject *item, zs_call *call)
     *call = (zs_call){zs_py_unit(unit), what};
     if (call->unit == NULL) return false;
     if (call->unit->engine == engine && what >= ZS_CALL_EXIT && what < call->unit->n_params) return true;
-    PyErr_Format(PyExc_ValueError, "unit '%s' is not of this engine, or has no parameter %lld", call->unit->name, what);
+    PyErr_Format(PyExc_ValueError, "unit '%s' is not of this engine, or has no parameter %lld", zs_unit_label(call->unit->name), what);
     return false;
 }
 

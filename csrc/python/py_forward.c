@@ -22,7 +22,7 @@ static int check_places(const unit_object *self)
             "shared; "
             "write into the parameter instead (with torch.no_grad(): p.copy_(...)), or change the model before "
             "wrapping it",
-            name, self->unit->name, now == NULL ? "removed" : "replaced by another object");
+            name, zs_unit_label(self->unit->name), now == NULL ? "removed" : "replaced by another object");
         return -1;
     }
     return 0;

@@ -82,7 +82,7 @@ static int check_reduced(PyObject *object)
             PyExc_RuntimeError,
             "a gradient of unit '%s' is this rank's own: it was made in no_sync() and has not been reduced; run "
             "the last backward before clipping or the optimizer's step outside of no_sync()",
-            unit->name);
+            zs_unit_label(unit->name));
     return PyErr_Occurred() ? -1 : 0;
 }
 

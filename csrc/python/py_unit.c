@@ -295,7 +295,7 @@ static zs_status read_into(const zs_unit *unit, int64_t i, PyObject *object)
 static int64_t check_index(const zs_unit *unit, Py_ssize_t i)
 {
     if (i >= 0 && i < unit->n_params) return i;
-    PyErr_Format(PyExc_IndexError, "unit '%s' has %lld parameters", unit->name, (long long)unit->n_params);
+    PyErr_Format(PyExc_IndexError, "unit '%s' has %lld parameters", zs_unit_label(unit->name), (long long)unit->n_params);
     return -1;
 }
 

@@ -61,7 +61,7 @@ static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
         zs_engine_replan(unit->engine);
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "unit '%s' has the strategy %s, which cannot become %s any more", unit->name,
+    PyErr_Format(PyExc_ValueError, "unit '%s' has the strategy %s, which cannot become %s any more", zs_unit_label(unit->name),
                  strategy_names[unit->strategy], text);
     return -1;
 }
@@ -157,7 +157,7 @@ static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
         PyErr_Format(PyExc_NotImplementedError,
                      "unit '%s' is not sharded: its gradients are divided by the number of ranks (%d), nothing else; "
                      "scale the loss instead",
-                     unit->name, world);
+                     zs_unit_label(unit->name), world);
         return -1;
     }
     unit->divisor = divisor;
