@@ -53,10 +53,11 @@ static zs_status begin_backward(zs_engine *engine)
 static zs_status refuse_double_backward(const zs_unit *unit)
 {
     if (!zs_grad_mode() || unit->fixed) return ZS_OK;
-    return ZS_FAIL(
-        ZS_ERR_STATE,
-        "backward with create_graph=True (gradient penalty, Hessian) is not supported for unit '%s', which is sharded: double backward needs the full parameters after the first backward; use strategy='no_shard', or a penalty without second derivatives",
-        zs_unit_label(unit->name));
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "backward with create_graph=True (gradient penalty, Hessian) is not supported for unit '%s', which "
+                   "is sharded: double backward needs the full parameters after the first backward; use "
+                   "strategy='no_shard', or a penalty without second derivatives",
+                   zs_unit_label(unit->name));
 }
 
 static zs_status post_unit(zs_unit *unit)
@@ -131,7 +132,10 @@ static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_wha
 {
     return ZS_FAIL(
         ZS_ERR_STATE,
-        "got a gradient for %sparameter '%s' of unit '%s', which is sharded: the parameter was used outside the unit's forward (a penalty over model.parameters(), a weight read by another module), or the forward returned its output in an object that zshard does not search (return tensors, tuples, lists, dicts or dataclasses); call module.unshard() before such a use, or register the method that uses it with zshard.register_forward_method()",
+        "got a gradient for %sparameter '%s' of unit '%s', which is sharded: the parameter was used outside the unit's "
+        "forward (a penalty over model.parameters(), a weight read by another module), or the forward returned its "
+        "output in an object that zshard does not search (return tensors, tuples, lists, dicts or dataclasses); call "
+        "module.unshard() before such a use, or register the method that uses it with zshard.register_forward_method()",
         of_what, unit->params[i].name, zs_unit_label(unit->name));
 }
 

@@ -77,10 +77,10 @@ static zs_status open_peer(const calling_card *card, int rank, int *fd)
     *fd = open(card->path, O_RDWR | O_CLOEXEC);
     bool same = *fd >= 0 && fstat(*fd, &found) == 0 && found.st_dev == card->device && found.st_ino == card->inode;
     if (same) return ZS_OK;
-    return ZS_FAIL(
-        ZS_ERR_VALUE,
-        "offload: cannot open the file of rank %d on the same host, '%s' (%s): pass a directory that all ranks of the host can access, or transport='c10d'",
-        rank, card->path, *fd < 0 ? strerror(errno) : "the path names a different file here");
+    return ZS_FAIL(ZS_ERR_VALUE,
+                   "offload: cannot open the file of rank %d on the same host, '%s' (%s): pass a directory that all "
+                   "ranks of the host can access, or transport='c10d'",
+                   rank, card->path, *fd < 0 ? strerror(errno) : "the path names a different file here");
 }
 
 static zs_status describe_own(const zs_disk *disk, calling_card *card)
@@ -158,7 +158,9 @@ zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_d
 zs_status zs_disk_new_on_host(const zs_device *device, zs_disk **out)
 {
     if (device->ops->mem_new_host == NULL)
-        return ZS_FAIL(ZS_ERR_VALUE, "offload: offloading to host memory requires a GPU; without one, everything is in host memory already");
+        return ZS_FAIL(
+            ZS_ERR_VALUE,
+            "offload: offloading to host memory requires a GPU; without one, everything is in host memory already");
     zs_disk *disk = calloc(1, sizeof *disk);
     if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload to host memory");
     atomic_init(&disk->refs, 1);

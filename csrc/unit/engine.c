@@ -15,7 +15,8 @@ static zs_status check_mesh(const zs_ranks *ranks)
     for (int r = 0; r < ranks->far->world; r++)
         if (memcmp(&all[2 * r], mine, sizeof mine) != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
-                           "the process groups do not form a mesh: rank %d of %d of a shard group must replicate with rank %d of the other shard groups, got rank %d of %d",
+                           "the process groups do not form a mesh: rank %d of %d of a shard group must replicate with "
+                           "rank %d of the other shard groups, got rank %d of %d",
                            mine[0], mine[1], mine[0], all[2 * r], all[2 * r + 1]);
     return ZS_OK;
 }
@@ -38,8 +39,9 @@ static zs_status find_parts(zs_engine *engine)
     for (int r = 0; r < world; r++) {
         if (all[2 * r + 1] != parts || world % parts != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
-                           "all shard groups must have the same size, which must divide the world size: got %d ranks here, %d on rank %d, world size %d", parts,
-                           all[2 * r + 1], r, world);
+                           "all shard groups must have the same size, which must divide the world size: got %d ranks "
+                           "here, %d on rank %d, world size %d",
+                           parts, all[2 * r + 1], r, world);
         engine->part_of[r] = all[2 * r];
     }
     return ZS_OK;
@@ -212,11 +214,14 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
     zs_engine *old = unit->engine;
     if (old == engine) return ZS_OK;
     if (old->phase != IDLE || engine->phase != IDLE)
-        return ZS_FAIL(ZS_ERR_STATE, "FSDP(...) was called during a forward or backward of unit '%s'; call it between steps",
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "FSDP(...) was called during a forward or backward of unit '%s'; call it between steps",
                        zs_unit_label(unit->name));
     if (memcmp(&old->ranks, &engine->ranks, sizeof old->ranks) != 0)
         return ZS_FAIL(ZS_ERR_VALUE,
-                       "unit '%s' uses another process group, transport or kind of strategy than the outer FSDP(...): pass the same to all units; zero1, hybrid_full and an integer reshard_after_forward must be used for all units or none",
+                       "unit '%s' uses another process group, transport or kind of strategy than the outer FSDP(...): "
+                       "pass the same to all units; zero1, hybrid_full and an integer reshard_after_forward must be "
+                       "used for all units or none",
                        zs_unit_label(unit->name));
     ZS_TRY(zs_engine_add(engine, unit));
     zs_bucket_forget(old->buckets, unit);
@@ -229,9 +234,11 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
 
 zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n)
 {
-    if (n != engine->n) return ZS_FAIL(ZS_ERR_VALUE, "set_order() expects all units of the engine: got %zu of %zu", n, engine->n);
+    if (n != engine->n)
+        return ZS_FAIL(ZS_ERR_VALUE, "set_order() expects all units of the engine: got %zu of %zu", n, engine->n);
     for (size_t i = 0; i < n; i++) {
-        if (units[i]->engine != engine) return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' belongs to another engine", zs_unit_label(units[i]->name));
+        if (units[i]->engine != engine)
+            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' belongs to another engine", zs_unit_label(units[i]->name));
     }
     memcpy(engine->units, units, n * sizeof *units);
     zs_mem_heap_freed(0); /* of the units that have just been made */

@@ -20,8 +20,8 @@ struct zs_in_backward_state {
     bool *arrived;             /* [n_params] (alone) which gradients are there in this backward; likewise */
 };
 
-static const char GIVEN_BACK[] =
-    "this gradient was freed: optimizer_in_backward() stepped with it and released its memory; clone it in a hook to keep it";
+static const char GIVEN_BACK[] = "this gradient was freed: optimizer_in_backward() stepped with it and released its "
+                                 "memory; clone it in a hook to keep it";
 
 bool zs_in_backward_alone(const zs_unit *unit)
 {
@@ -120,7 +120,8 @@ static zs_status check_idle(const zs_unit *unit, const bool *stepped)
 {
     if (unit->stepping != NULL)
         return ZS_FAIL(ZS_ERR_STATE,
-                       "unit '%s' is already stepped in backward: pass all optimizers to one call of optimizer_in_backward(), or remove() the earlier handle first",
+                       "unit '%s' is already stepped in backward: pass all optimizers to one call of "
+                       "optimizer_in_backward(), or remove() the earlier handle first",
                        zs_unit_label(unit->name));
     if (zs_in_backward()) return ZS_FAIL(ZS_ERR_STATE, "optimizer_in_backward() cannot be called during a backward");
     for (int64_t i = 0; i < unit->n_params; i++) {
@@ -129,7 +130,8 @@ static zs_status check_idle(const zs_unit *unit, const bool *stepped)
         ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
         if (grad.defined)
             return ZS_FAIL(ZS_ERR_STATE,
-                           "parameter '%s' already has a .grad, which backward would accumulate into and step with: call optimizer.step() and zero_grad() before optimizer_in_backward()",
+                           "parameter '%s' already has a .grad, which backward would accumulate into and step with: "
+                           "call optimizer.step() and zero_grad() before optimizer_in_backward()",
                            unit->params[i].name);
     }
     return ZS_OK;
@@ -222,7 +224,9 @@ zs_status zs_in_backward_check(const zs_unit *unit)
 {
     if (!zs_in_backward_is_over(unit)) return ZS_OK;
     return ZS_FAIL(ZS_ERR_STATE,
-                   "backward needs the parameters of unit '%s' again after optimizer_in_backward() stepped them: they were used outside the unit's forward, or their part of the graph is recomputed more than once; remove() the handle and call optimizer.step() after backward",
+                   "backward needs the parameters of unit '%s' again after optimizer_in_backward() stepped them: they "
+                   "were used outside the unit's forward, or their part of the graph is recomputed more than once; "
+                   "remove() the handle and call optimizer.step() after backward",
                    zs_unit_label(unit->name));
 }
 

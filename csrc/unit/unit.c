@@ -87,14 +87,15 @@ static zs_status check_param(const zs_unit_spec *spec, const zs_device *device, 
 {
     const char *name = spec->names[i];
     if (info->where.type == ZS_ON_META && !spec->outline)
-        return ZS_FAIL(
-            ZS_ERR_VALUE,
-            "parameter '%s' is on the meta device and has no values to shard: initialize the model on the CPU (or call module.to_empty(device='cpu') and initialize it) before FSDP(...)",
-            name);
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' is on the meta device and has no values to shard: initialize the model on the "
+                       "CPU (or call module.to_empty(device='cpu') and initialize it) before FSDP(...)",
+                       name);
     bool elsewhere = device != NULL && !zs_same_where(info->where, device->where) && !spec->outline;
     if (info->where.type == ZS_ON_OTHER || elsewhere)
         return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' of unit '%s' is on another device: all parameters of a model must be on one device (%s); move the model there before FSDP(...)",
+                       "parameter '%s' of unit '%s' is on another device: all parameters of a model must be on one "
+                       "device (%s); move the model there before FSDP(...)",
                        name, zs_unit_label(spec->name), device != NULL ? device->ops->name : "the CPU or a CUDA GPU");
     if (!info->strided)
         return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a dense tensor; pass its module in ignored_modules", name);
@@ -102,11 +103,11 @@ static zs_status check_param(const zs_unit_spec *spec, const zs_device *device, 
         return ZS_FAIL(ZS_ERR_UNSUPPORTED, "parameter '%s' has %d dimensions; at most %d are supported", name,
                        info->ndim, ZS_MAX_DIM);
     if (!info->is_leaf)
-        return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a leaf tensor: detach() it before FSDP(...)",
-                       name);
+        return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a leaf tensor: detach() it before FSDP(...)", name);
     if (info->requires_grad && info->dtype == ZS_BYTES)
         return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' requires grad, but gradients of its dtype cannot be reduced (only float32, float64, bfloat16 and float16): convert it, or pass its module in ignored_modules",
+                       "parameter '%s' requires grad, but gradients of its dtype cannot be reduced (only float32, "
+                       "float64, bfloat16 and float16): convert it, or pass its module in ignored_modules",
                        name);
     return ZS_OK;
 }
@@ -139,7 +140,9 @@ static zs_status find_flat(zs_unit *unit, const zs_tensor_info *info, zs_precisi
         }
     }
     if (unit->n_flats == ZS_MAX_FLATS)
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "unit '%s' has more than %d combinations of parameter dtype and requires_grad; wrap its submodules as units of their own",
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "unit '%s' has more than %d combinations of parameter dtype and requires_grad; wrap its "
+                       "submodules as units of their own",
                        zs_unit_label(unit->name), ZS_MAX_FLATS);
     zs_flat *flat = &unit->flats[unit->n_flats];
     flat->dtype = info->dtype;
