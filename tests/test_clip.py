@@ -74,9 +74,9 @@ def test_power_sum_has_the_same_bits_for_any_number_of_threads():
 
 
 def test_power_sum_refuses_what_it_cannot_read():
-    with pytest.raises(TypeError, match="contiguous floating tensors"):
+    with pytest.raises(TypeError, match="contiguous floating-point tensors"):
         _core.power_sum([torch.ones(4, 4).t()[:2]], 2.0)
-    with pytest.raises(TypeError, match="contiguous floating tensors"):
+    with pytest.raises(TypeError, match="contiguous floating-point tensors"):
         _core.power_sum([torch.ones(4, dtype=torch.int64)], 2.0)
     with pytest.raises(ValueError, match="1, 2 or inf"):
         _core.power_sum([torch.ones(4)], 3.0)

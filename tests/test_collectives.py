@@ -228,4 +228,4 @@ def mistakes():
 
 def test_mistakes_are_named(pool2):
     for models, value in pool2.run(mistakes):
-        assert "two models" in models and "'soon'" in value
+        assert "different models" in models and "'soon'" in value

@@ -89,16 +89,16 @@ def test_driver_is_found(program: Program) -> None:
 def test_no_driver_says_what_to_do(program: Program) -> None:
     named = program.run("say", ZSHARD_CUDA_LIB="/no/libcuda.so.1")
     assert named.startswith(
-        f"found=0 version=0 devices=0 status={CUDA_ERROR} words=there is no CUDA"
+        f"found=0 version=0 devices=0 status={CUDA_ERROR} words=CUDA driver not"
     )
-    assert "/no/libcuda.so.1" in named and "ZSHARD_CUDA_LIB names it; unset that" in named
+    assert "/no/libcuda.so.1" in named and "unset ZSHARD_CUDA_LIB" in named
 
 
 def test_library_without_a_driver_in_it_is_refused(program: Program, tmp_path: Path) -> None:
     (tmp_path / "empty.c").write_text("int zs_nothing;\n")
     empty = compile_c(tmp_path / "empty.so", [tmp_path / "empty.c"], [], ("-shared",))
     said = program.run("say", ZSHARD_CUDA_LIB=str(empty))
-    assert said.startswith("found=0 version=0") and "it has no cuGetProcAddress_v2" in said
+    assert said.startswith("found=0 version=0") and "it lacks cuGetProcAddress_v2" in said
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -108,15 +108,15 @@ def test_driver_that_lacks_a_call_is_too_old(program: Program, name: str) -> Non
     if optional:
         assert said == "found=1 version=13000 devices=1 status=0 words="
     else:
-        assert said.startswith("found=0") and f"is too old: it has no {name}. zshard needs" in said
+        assert said.startswith("found=0") and f"is too old, it lacks {name}: upgrade" in said
 
 
 def test_old_driver_and_missing_gpu_are_told_apart(program: Program) -> None:
     old = program.run("say", FAKE_CUDA_VERSION="11080")
-    assert "(CUDA 11.8) is too old: its version says so. zshard needs one of CUDA 12.0" in old
+    assert "(CUDA 11.8) is too old: upgrade to driver 525 (CUDA 12.0) or newer" in old
     none = program.run("say", FAKE_CUDA_DEVICES="0")
-    assert none.startswith("found=1 version=13000 devices=0") and "does not start" in none
-    assert "Does nvidia-smi list a GPU here" in none
+    assert none.startswith("found=1 version=13000 devices=0") and "cannot initialize" in none
+    assert "check that nvidia-smi lists a GPU" in none
     broken = program.run("say", FAKE_CUDA_FAIL="cuInit:1:803")
     assert "CUDA_ERROR_FAKE_803 (803): fake error 803" in broken
 
@@ -138,7 +138,7 @@ def test_each_call_that_fails_is_named_with_the_drivers_words(program: Program, 
     assert int(status) == CUDA_ERROR and "CUDA_ERROR_FAKE_999 (999): fake error 999" in words
     names = {"cuLaunchKernel": "zs_scale_f32", "cuLibraryGetKernel": "zs_sum_f32_f32"}
     starts = call in ("cuInit", "cuDeviceGetCount")
-    assert "does not start" in words if starts else words.startswith(f"{names.get(call, call)}: ")
+    assert "initialize" in words if starts else words.startswith(f"{names.get(call, call)}: ")
     if not starts:
         said = program.run("work", FAKE_CUDA_FAIL=f"{call}:1:2")
         assert int(said.split()[0]) == MEMORY_ERROR and "the GPU is out of memory" in said
@@ -147,8 +147,9 @@ def test_each_call_that_fails_is_named_with_the_drivers_words(program: Program, 
 def test_image_that_does_not_fit_says_what_to_do(program: Program) -> None:
     for code in (209, 222):
         said = program.run("work", FAKE_CUDA_FAIL=f"cuLibraryLoadData:1:{code}")
-        assert "(sm_90, built with CUDA 13.0) do not fit this GPU or its driver (CUDA 13.0)" in said
-        assert "update the driver, or build zshard with an nvcc of the driver's" in said
+        assert "(sm_90, built with CUDA 13.0) do not support this GPU" in said
+        assert "or its driver (CUDA 13.0)" in said
+        assert "update the driver, or rebuild zshard with an nvcc of the driver's" in said
     assert "this build of zshard has no CUDA kernels" in program.run("work", NO_IMAGE="1")
 
 

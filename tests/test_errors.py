@@ -76,7 +76,7 @@ def test_lazy_parameters():
 
 def test_trainable_complex_parameters():
     model = Holder(torch.ones(3, dtype=torch.complex64))
-    check(error_of(FSDP, model), ValueError, "'odd'", "cannot be summed", "float32, float64")
+    check(error_of(FSDP, model), ValueError, "'odd'", "cannot be reduced", "float32, float64")
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int64, torch.bool])
@@ -97,7 +97,7 @@ def test_too_many_dimensions():
 
 
 def test_too_many_kinds_of_parameters():
-    check(error_of(FSDP, many_kinds()), NotImplementedError, "more than 8 kinds", "dtype")
+    check(error_of(FSDP, many_kinds()), NotImplementedError, "more than 8 combinations", "dtype")
 
 
 def test_a_wrapped_module():
@@ -362,8 +362,8 @@ def change_and_use(what, strategy):
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("shape", ValueError, ("'1.weight'", "100 elements", "6", "its whole shape")),
-        ("double", ValueError, ("'0.weight'", "another dtype", "before wrapping")),
+        ("shape", ValueError, ("'1.weight'", "100 elements", "6", "its full shape")),
+        ("double", ValueError, ("'0.weight'", "changed its dtype", "before FSDP")),
         ("parameter", ValueError, ("'1.weight'", "replaced")),
     ],
 )

@@ -36,7 +36,7 @@ def test_closed(tmp_path: Path, call: str) -> None:
     with file as same:
         assert same is file
     file.close()  # once more is nothing
-    with pytest.raises(ValueError, match=f"'{tmp_path / 'a'}' has been closed"):
+    with pytest.raises(ValueError, match=f"'{tmp_path / 'a'}' is closed"):
         CALLS[call](file)
     assert file.path == str(tmp_path / "a")
 
@@ -125,7 +125,7 @@ def test_close_while_another_thread_reads(large: File) -> None:
     thread.start()
     while _core.file_faults(0) == 0:  # not begun
         pass
-    with pytest.raises(RuntimeError, match="cannot be closed: another call is using it"):
+    with pytest.raises(RuntimeError, match="cannot close .* another thread is using it"):
         large.close()
     thread.join()
     large.close()

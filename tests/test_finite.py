@@ -82,12 +82,12 @@ def test_memory_of_any_address(tmp_path, code):
 @pytest.mark.parametrize(
     "ranges, block, error, text",
     [
-        ([(0, b"12345678", "F8")], 8, ValueError, "'F8' is no format of numbers: BF16, F16, F32"),
-        ([(0, b"12345678", 4)], 8, ValueError, "4 is no format of numbers"),
+        ([(0, b"12345678", "F8")], 8, ValueError, "'F8' is not a number format: expected 'BF16'"),
+        ([(0, b"12345678", 4)], 8, ValueError, "4 is not a number format"),
         ([(2, b"12345678", "F32")], 8, ValueError, "8 bytes at offset 2 in blocks"),
         ([(0, b"123456", "F32")], 8, ValueError, "6 bytes at offset 0 in blocks"),
         ([(0, b"12345678", "F64")], 12, ValueError, "in blocks of 12"),
-        ([(0, b"12345678", "F64", 1)], 8, TypeError, r"a range is a tuple \(offset, memory\)"),
+        ([(0, b"12345678", "F64", 1)], 8, TypeError, r"a range must be a tuple \(offset, memory\)"),
     ],
 )
 def test_what_is_refused(tmp_path, ranges, block, error, text):
@@ -97,7 +97,7 @@ def test_what_is_refused(tmp_path, ranges, block, error, text):
         assert file.size == 0
         with pytest.raises(TypeError, match="list"):
             file.write([], block, ())
-        with pytest.raises(TypeError, match="a range is a tuple"):
+        with pytest.raises(TypeError, match="a range must be a tuple"):
             file.read([(0, bytearray(8), "F32")])
 
 

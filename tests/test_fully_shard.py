@@ -285,4 +285,4 @@ def test_units_are_named_from_the_root(pool2):
     for units, param, unit, message in pool2.run(names):
         assert units == ["", "blocks.0", "blocks.1", "blocks.2"]
         assert (param, unit) == ("blocks.2.norm.weight", "blocks.2")
-        assert "unit 'blocks.2' are sharded now" in message
+        assert "unit 'blocks.2' are sharded: " in message

@@ -91,7 +91,7 @@ MISTAKES = [
     (lambda: stack().set_is_last_backward(None), TypeError, "bool"),
     (lambda: stack().set_modules_to_forward_prefetch([nn.Linear(1, 1)]), TypeError, "Linear is not"),
     (lambda: stack().set_modules_to_backward_prefetch(stack()), TypeError, "got one module"),
-    (lambda: setattr(units_of(stack())[0], "strategy", "no_shard"), ValueError, "cannot become"),
+    (lambda: setattr(units_of(stack())[0], "strategy", "no_shard"), ValueError, "cannot change"),
 ]  # fmt: skip
 
 

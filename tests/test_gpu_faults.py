@@ -34,7 +34,7 @@ POLLED = {"cuCtxGetCurrent", "CommGetAsyncError", "cuEventQuery"}  # as often as
 NOT_CALLS = {"step", "end", "torch", "transfer", "config", "cuLaunchHostFunc", "GetLastError"}
 # What an exception says in place of the call's name.
 WORDS = {"cuLaunchKernel": "zs_", "cuLibraryGetKernel": "zs_", "CommGetAsyncError": "nccl"}
-WORDS |= {"cuInit": "does not start", "cuDeviceGetCount": "does not start"}
+WORDS |= {"cuInit": "cannot initialize", "cuDeviceGetCount": "cannot initialize"}
 
 
 def work(options):

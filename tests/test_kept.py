@@ -162,7 +162,7 @@ def changed_in_place():
     model[0].write = False
     after = model(torch.ones(2, 8))
     wanted = nn.functional.linear(torch.ones(2, 8), before["0.weight"], before["0.bias"])
-    return "changed in place" in message, torch.equal(after, wanted)
+    return "modified in place" in message, torch.equal(after, wanted)
 
 
 def test_a_write_to_the_copy_is_an_error_and_undone(pool2):

@@ -377,7 +377,7 @@ def changed_in_forward():
 
 def test_weight_changed_inside_forward_is_an_error(pool2):
     for message in pool2.run(changed_in_forward):
-        assert "'blocks.1.up.weight'" in message and "changed in place" in message
+        assert "'blocks.1.up.weight'" in message and "modified in place" in message
 
 
 # --- lifetimes -------------------------------------------------------------------------------------

@@ -424,7 +424,7 @@ def test_nothing_is_rounded_to_nearest_in_silence(cls):
     usual = bf16_param(torch.ones(4))
     optimizer = cls([usual, across], stochastic_rounding=True)
     give_grads([usual, across])
-    with pytest.raises(NotImplementedError, match=r"contiguous bfloat16 parameters.*one of 30"):
+    with pytest.raises(NotImplementedError, match=r"contiguous bfloat16 parameters.*of 30"):
         optimizer.step()
     assert torch.equal(usual, torch.ones(4).to(BF16))  # nothing was done before
     optimizer.param_groups[0]["stochastic_rounding"] = False

@@ -101,7 +101,7 @@ def forward_within():
 
 def test_a_forward_within(pool2):
     for same, message in pool2.run(forward_within):
-        assert same and "summon_full_params" in message and "another dtype" in message
+        assert same and "summon_full_params" in message and "original dtype" in message
 
 
 def an_error_within(combination):

@@ -255,7 +255,7 @@ def cast_after_wrapping(transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_cast_after_wrapping_is_an_error(pool2, transport):
     for message in pool2.run(cast_after_wrapping, transport):
-        assert "'blocks.0.norm.weight'" in message and "before wrapping" in message
+        assert "'blocks.0.norm.weight'" in message and "before FSDP" in message
 
 
 # --- buffers and the start ---------------------------------------------------------------------------

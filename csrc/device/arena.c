@@ -20,7 +20,7 @@ struct zs_arena {
 zs_status zs_arena_new(const zs_device *device, zs_arena **out)
 {
     *out = calloc(1, sizeof **out);
-    if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an arena");
+    if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an arena");
     (*out)->device = device;
     return ZS_OK;
 }
@@ -64,7 +64,7 @@ static slot *best_fit(zs_arena *arena, size_t bytes)
 static zs_status add_slot(zs_arena *arena, slot **out)
 {
     slot *grown = realloc(arena->slots, (arena->n + 1) * sizeof *grown);
-    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for slot %zu", arena->n);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating slot %zu", arena->n);
     arena->slots = grown;
     *out = &grown[arena->n++];
     **out = (slot){0};
@@ -125,7 +125,7 @@ static void match(zs_arena *arena, const zs_arena *plan, bool *met)
 zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan)
 {
     bool *met = calloc(plan->n + 1, sizeof *met);
-    if (met == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to reserve slots");
+    if (met == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory reserving slots");
     match(arena, plan, met);
     zs_status status = ZS_OK;
     for (size_t p = 0; p < plan->n && status == ZS_OK; p++) {
@@ -146,7 +146,7 @@ zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan)
 zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan)
 {
     zs_mem **taken = calloc(plan->n + 1, sizeof(zs_mem *));
-    if (taken == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to reserve slots");
+    if (taken == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory reserving slots");
     zs_status status = ZS_OK;
     for (size_t p = 0; p < plan->n && status == ZS_OK; p++)
         status = zs_arena_take(arena, plan->slots[p].mem->bytes, &taken[p]);
@@ -178,7 +178,7 @@ struct zs_pool {
 zs_status zs_pool_new(const zs_device *device, zs_pool **out)
 {
     *out = calloc(1, sizeof **out);
-    if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a pool");
+    if (*out == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a pool");
     (*out)->device = device;
     return ZS_OK;
 }
@@ -195,7 +195,7 @@ void zs_pool_free(zs_pool *pool)
 static zs_status add_chunk(zs_pool *pool, size_t bytes)
 {
     zs_mem **grown = realloc(pool->chunks, (pool->n + 1) * sizeof *grown);
-    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for chunk %zu", pool->n);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating chunk %zu", pool->n);
     pool->chunks = grown;
     bool exact = bytes > CHUNK || pool->device->ops->queues; /* there, memory that is not touched is taken too */
     ZS_TRY(zs_device_mem_new(pool->device, exact ? bytes : CHUNK, &grown[pool->n]));

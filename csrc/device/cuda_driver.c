@@ -75,7 +75,7 @@ static const char *name_of(zs_cu_result result)
 {
     const char *name = NULL;
     if (driver.table.cuGetErrorName == NULL || driver.table.cuGetErrorName(result, &name) != ZS_CU_SUCCESS) name = NULL;
-    return name != NULL ? name : "an error that the driver does not know";
+    return name != NULL ? name : "unrecognized CUDA error";
 }
 
 static const char *text_of(zs_cu_result result)
@@ -83,7 +83,7 @@ static const char *text_of(zs_cu_result result)
     const char *text = NULL;
     if (driver.table.cuGetErrorString == NULL || driver.table.cuGetErrorString(result, &text) != ZS_CU_SUCCESS)
         text = NULL;
-    return text != NULL ? text : "no text";
+    return text != NULL ? text : "no description";
 }
 
 static bool start(void)
@@ -93,8 +93,8 @@ static bool start(void)
     if (result == ZS_CU_SUCCESS && driver.info.devices == 0) result = ZS_CU_ERROR_NO_DEVICE;
     if (result == ZS_CU_SUCCESS) return true;
     driver.info.devices = 0;
-    off("the CUDA driver in %s does not start: %s (%u): %s. Does nvidia-smi list a GPU here, and does "
-        "CUDA_VISIBLE_DEVICES hide it?",
+    off("cannot initialize the CUDA driver %s: %s (%u): %s; check that nvidia-smi lists a GPU and that "
+        "CUDA_VISIBLE_DEVICES does not hide it",
         driver.info.path, name_of(result), result, text_of(result));
     return false;
 }
@@ -113,9 +113,9 @@ static void open_driver(void)
     void *library = dlopen(driver.info.path, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {
         const char *why = dlerror();
-        off("there is no CUDA driver: %s. %s", why != NULL ? why : driver.info.path,
-            named ? "ZSHARD_CUDA_LIB names it; unset that, or let it name a libcuda.so.1"
-                  : "Install NVIDIA's driver, or, in a container, start it with the GPUs (docker run --gpus all)");
+        off("CUDA driver not found: %s; %s", why != NULL ? why : driver.info.path,
+            named ? "unset ZSHARD_CUDA_LIB, or set it to a libcuda.so.1"
+                  : "install the NVIDIA driver, or give the container access to the GPUs (docker run --gpus all)");
         return;
     }
     get_proc_address *get;
@@ -124,10 +124,10 @@ static void open_driver(void)
     const char *missing = get != NULL ? fill_table(get) : "cuGetProcAddress_v2";
     if (driver.table.cuDriverGetVersion != NULL) (void)driver.table.cuDriverGetVersion(&driver.info.version);
     if (missing != NULL || driver.info.version < OLDEST_DRIVER) {
-        off("the CUDA driver in %s (CUDA %d.%d) is too old: %s%s. zshard needs one of CUDA %d.%d or later (525 and up)",
+        off("the CUDA driver %s (CUDA %d.%d) is too old%s%s: upgrade to driver 525 (CUDA %d.%d) or newer",
             driver.info.path, driver.info.version / 1000, driver.info.version % 1000 / 10,
-            missing != NULL ? "it has no " : "", missing != NULL ? missing : "its version says so",
-            OLDEST_DRIVER / 1000, OLDEST_DRIVER % 1000 / 10);
+            missing != NULL ? ", it lacks " : "", missing != NULL ? missing : "", OLDEST_DRIVER / 1000,
+            OLDEST_DRIVER % 1000 / 10);
         return;
     }
     driver.info.found = true;
@@ -203,13 +203,13 @@ zs_status zs_cuda_alive_at(const char *file, int line)
 {
     if (!atomic_load_explicit(&spoiled.set, memory_order_acquire)) return ZS_OK;
     return zs_fail_at(file, line, ZS_ERR_CUDA,
-                      "the GPU can not be used any more in this process, which has to be started anew, since %s",
+                      "CUDA is unusable in this process after an earlier error: %s; restart the process",
                       spoiled.words);
 }
 
 zs_cu_result zs_cuda_note(zs_cu_result result)
 {
-    remember("a call that gives something back", result);
+    remember("a call that releases a resource", result);
     return result;
 }
 
@@ -219,7 +219,8 @@ zs_cu_result zs_cuda_note(zs_cu_result result)
 static zs_status primary_of(int ordinal, zs_cu_context *out)
 {
     if (ordinal < 0 || ordinal >= driver.info.devices || ordinal >= ZS_CUDA_MAX_DEVICES)
-        return ZS_FAIL(ZS_ERR_VALUE, "there is no CUDA device %d: the driver offers %d", ordinal, driver.info.devices);
+        return ZS_FAIL(ZS_ERR_VALUE, "CUDA device %d is out of range: the driver reports %d devices", ordinal,
+                       driver.info.devices);
     zs_status status = ZS_OK;
     (void)pthread_mutex_lock(&primary.lock);
     if (primary.of[ordinal] == NULL) {

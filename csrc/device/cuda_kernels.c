@@ -18,7 +18,7 @@
 
 enum { DTYPES = ZS_BYTES, KINDS = DTYPES + 1, DITHERED = DTYPES, RULES = 4 };
 
-static_assert(ZS_CONSTANTS_BYTES == sizeof(zs_cuda_constants), "optim.h promises so many");
+static_assert(ZS_CONSTANTS_BYTES == sizeof(zs_cuda_constants), "must match optim.h");
 
 /* Where the numbers of each kind of kernel begin. */
 enum {
@@ -83,19 +83,18 @@ static zs_status load_image(zs_cu_library *library)
     zs_cuda_info info;
     ZS_TRY(zs_cuda_alive_at(__FILE__, __LINE__));
     if (image == NULL)
-        return ZS_FAIL(ZS_ERR_CUDA,
-                       "this build of zshard has no CUDA kernels: build it where nvcc is found (CUDA_HOME, PATH "
-                       "or /usr/local/cuda) and ZSHARD_CUDA is not 0");
+        return ZS_FAIL(ZS_ERR_CUDA, "this build of zshard has no CUDA kernels: rebuild it where nvcc is found "
+                                    "(CUDA_HOME, PATH or /usr/local/cuda) and ZSHARD_CUDA is not 0");
     zs_cu_result result = zs_cuda_table()->cuLibraryLoadData(library, image, NULL, NULL, 0, NULL, NULL, 0);
     if (result != ZS_CU_ERROR_NO_BINARY_FOR_GPU && result != ZS_CU_ERROR_UNSUPPORTED_PTX_VERSION)
         return zs_cuda_check_at(__FILE__, __LINE__, "cuLibraryLoadData", result);
     zs_cuda_describe(&info);
     int built = zs_cuda_image_version();
-    return ZS_FAIL(
-        ZS_ERR_CUDA,
-        "zshard's kernels (%s, built with CUDA %d.%d) do not fit this GPU or its driver (CUDA %d.%d): update "
-        "the driver, or build zshard with an nvcc of the driver's CUDA version",
-        zs_cuda_image_targets(), built / 1000, built % 1000 / 10, info.version / 1000, info.version % 1000 / 10);
+    return ZS_FAIL(ZS_ERR_CUDA,
+                   "zshard's kernels (%s, built with CUDA %d.%d) do not support this GPU or its driver (CUDA %d.%d): "
+                   "update the driver, or rebuild zshard with an nvcc of the driver's CUDA version",
+                   zs_cuda_image_targets(), built / 1000, built % 1000 / 10, info.version / 1000,
+                   info.version % 1000 / 10);
 }
 
 /* Finds every kernel and makes it resident: what is loaded at its first launch may wait for the device, which may wait for a
@@ -201,11 +200,10 @@ static zs_status find_stride(const zs_sum *sum, zs_cuda_sum_args *args)
     for (int r = 0; r < sum->world; r++) {
         bool there = src[r] != NULL && (intptr_t)src[r] - (intptr_t)src[0] == r * args->stride;
         if (!there)
-            return ZS_FAIL(
-                ZS_ERR_UNSUPPORTED,
-                "a sum of %d sources on a GPU: more than %d have to lie at equal distances, and rank %d's does "
-                "not",
-                sum->world, ZS_CUDA_SOURCES, r);
+            return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                           "cannot sum %d sources on a GPU: more than %d must be equally spaced in memory, and that of "
+                           "rank %d is not",
+                           sum->world, ZS_CUDA_SOURCES, r);
     }
     return ZS_OK;
 }
@@ -262,7 +260,7 @@ zs_status zs_cuda_differs(const void *a, const void *b, size_t bytes, uint32_t *
 
 static zs_status kind_of(double p, uint32_t *kind)
 {
-    if (p != 1 && p != 2 && !isinf(p)) return ZS_FAIL(ZS_ERR_VALUE, "norms are taken for p = 1, 2 or inf, not %g", p);
+    if (p != 1 && p != 2 && !isinf(p)) return ZS_FAIL(ZS_ERR_VALUE, "p must be 1, 2 or inf, got %g", p);
     *kind = isinf(p) ? ZS_CUDA_MAX : p == 1 ? ZS_CUDA_ABS : ZS_CUDA_SQUARE;
     return ZS_OK;
 }

@@ -89,10 +89,10 @@ static zs_status refuse_capture(zs_cu_stream stream, const char *what)
     bool capturing = false;
     ZS_TRY(is_capturing(stream, &capturing));
     if (!capturing) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                   "%s is wanted on the host, while a CUDA graph is being captured: docs/cuda_graphs.md says what a "
-                   "captured step may have in it",
-                   what);
+    return ZS_FAIL(
+        ZS_ERR_UNSUPPORTED,
+        "cannot read %s on the host during CUDA graph capture: see docs/cuda_graphs.md for what a captured step may do",
+        what);
 }
 
 /* A lane that is not in the capture that the compute lane is in has nothing in it that could be waited for: what was queued
@@ -111,7 +111,7 @@ static zs_status cuda_wait(const zs_device *device)
 {
     zs_cu_stream stream;
     ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
-    ZS_TRY(refuse_capture(stream, "something of the model"));
+    ZS_TRY(refuse_capture(stream, "model data"));
     return ZS_CU(cuStreamSynchronize, stream);
 }
 
@@ -400,7 +400,7 @@ static zs_status make_device(int index, bool on_host, cuda_device **out)
     ZS_TRY(zs_cuda_enter(index));
     ZS_TRY(zs_cuda_kernels_load());
     cuda_device *self = calloc(1, sizeof *self);
-    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a device");
+    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a device");
     self->base.ops = &cuda_ops;
     self->base.where = on_host ? (zs_where){ZS_ON_CPU, 0} : (zs_where){ZS_ON_CUDA, index};
     self->index = index;
@@ -418,7 +418,7 @@ zs_status zs_device_cuda(int index, bool on_host, const zs_device **out)
 {
     static cuda_device *devices[ZS_CUDA_MAX_DEVICES][2];
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    if (index < 0 || index >= ZS_CUDA_MAX_DEVICES) return ZS_FAIL(ZS_ERR_VALUE, "there is no GPU number %d", index);
+    if (index < 0 || index >= ZS_CUDA_MAX_DEVICES) return ZS_FAIL(ZS_ERR_VALUE, "GPU index %d is out of range", index);
     pthread_mutex_lock(&lock);
     cuda_device *made = devices[index][on_host];
     zs_status status = made == NULL ? make_device(index, on_host, &made) : ZS_OK;

@@ -30,7 +30,7 @@ zs_status zs_counters_new(int64_t n, const double *key, zs_counters **out)
     if (counters == NULL || rows == NULL) {
         free(counters);
         free(rows);
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the counters of %lld parameters", (long long)n);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the counters of %lld parameters", (long long)n);
     }
     *counters = (zs_counters){.n = n, .of = rows, .count = rows + n, .moved = rows + 2 * n};
     group(counters, key);

@@ -14,7 +14,7 @@ zs_status zs_optim_new(zs_rule rule, int64_t capacity, zs_optim **out)
 {
     size_t n = capacity > 0 ? (size_t)capacity : 1;
     zs_optim *plan = calloc(1, sizeof *plan);
-    if (plan == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an optimizer plan");
+    if (plan == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an optimizer plan");
     plan->rule = rule;
     plan->capacity = capacity;
     plan->members = calloc(n, sizeof *plan->members);
@@ -29,7 +29,7 @@ zs_status zs_optim_new(zs_rule rule, int64_t capacity, zs_optim **out)
     bool room = plan->taken && plan->counters && plan->slots;
     if (!room || !plan->members || !plan->views || !plan->runs || !plan->ends || !plan->constants) {
         zs_optim_free(plan);
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an optimizer plan of %zu parameters", n);
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an optimizer plan of %zu parameters", n);
     }
     *out = plan;
     return ZS_OK;
@@ -185,11 +185,11 @@ static zs_status look_at_number(const zs_member *member, zs_view *out)
     zs_run *run = &out->run;
     bool taken = out->verdict == ZS_MEMBER_TAKEN;
     if (run->dtype == ZS_F16 || (run->dtype == ZS_BF16 && out->verdict == ZS_MEMBER_FOREIGN))
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                       "stochastic_rounding is for contiguous bfloat16 parameters with dense gradients and state of "
-                       "their dtype; one of %lld elements %s: put it into a param group with "
-                       "stochastic_rounding=False",
-                       (long long)run->numel, run->dtype == ZS_F16 ? "is of float16" : "is not so");
+        return ZS_FAIL(
+            ZS_ERR_UNSUPPORTED,
+            "stochastic_rounding requires contiguous bfloat16 parameters with dense gradients and state of the same "
+            "dtype, but a parameter of %lld elements %s: move it to a param group with stochastic_rounding=False",
+            (long long)run->numel, run->dtype == ZS_F16 ? "is float16" : "does not qualify");
     run->dithered = run->dtype == ZS_BF16;
     run->number = (uint64_t)member->number;
     /* An FSDP(...) in between has made slices of the parameters. */

@@ -30,8 +30,8 @@ static zs_status refuse_first(const zs_optim *plan)
         first = first || (plan->views[i].verdict == ZS_MEMBER_TAKEN && plan->members[i].first);
     if (first && plan->full && plan->rule == ZS_RULE_SGD) ZS_TRY(find_capture(plan, &captured));
     if (!captured) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_STATE, "the first step of an optimizer with momentum sets it up, which a CUDA graph must not "
-                                 "repeat: run a step or two before the capture");
+    return ZS_FAIL(ZS_ERR_STATE, "the first step of an optimizer with momentum initializes its state and cannot be "
+                                 "captured in a CUDA graph: run a step or two before the capture");
 }
 
 zs_status zs_live_refuse_capture(const zs_optim *plan)
@@ -42,8 +42,8 @@ zs_status zs_live_refuse_capture(const zs_optim *plan)
     ZS_TRY(find_capture(plan, &captured));
     if (!captured) return ZS_OK;
     return ZS_FAIL(ZS_ERR_STATE,
-                   "a CUDA graph would repeat the number of this optimizer step: make the optimizer with "
-                   "capturable=True%s",
+                   "this optimizer step depends on its step count, which a CUDA graph would replay unchanged: create "
+                   "the optimizer with capturable=True%s",
                    plan->dithered ? " and without stochastic_rounding" : "");
 }
 
@@ -51,7 +51,7 @@ zs_status zs_live_refuse_capture(const zs_optim *plan)
 static zs_status make_kin(zs_optim *plan)
 {
     double *key = calloc((size_t)plan->n_members + 1, sizeof *key);
-    if (key == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an optimizer plan");
+    if (key == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an optimizer plan");
     for (int64_t i = 0; i < plan->n_members; i++)
         key[i] = plan->members[i].step_wide ? -1 - plan->members[i].steps : plan->members[i].steps;
     zs_status status = zs_counters_new(plan->n_members, key, &plan->kin);
@@ -71,12 +71,11 @@ zs_status zs_live_look(zs_optim *plan)
         if (here && plan->live_device == NULL) plan->live_device = found->run.device;
         bool stays = found->verdict == ZS_MEMBER_IDLE || found->verdict == ZS_MEMBER_STATELESS;
         if (stays || (here && found->run.device == plan->live_device)) continue;
-        return ZS_FAIL(
-            ZS_ERR_UNSUPPORTED,
-            "capturable=True is for contiguous parameters on one GPU, with dense gradients and state of their "
-            "dtype there; parameter %lld of a group (%lld elements) is not so: put it into a param group with "
-            "capturable=False",
-            (long long)i, (long long)found->run.numel);
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "capturable=True requires contiguous parameters on one GPU, with dense gradients and state of "
+                       "the same dtype and device; parameter %lld of a group (%lld elements) does not qualify: move it "
+                       "to a param group with capturable=False",
+                       (long long)i, (long long)found->run.numel);
     }
     if (plan->kin == NULL) ZS_TRY(make_kin(plan));
     zs_counters_part(plan->kin, plan->taken);

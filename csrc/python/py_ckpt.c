@@ -31,7 +31,7 @@ static int get_numbers(PyObject *code, zs_floats *out)
     if (text == NULL) return -1;
     *out = zs_floats_of(text);
     if (*out != ZS_NO_FLOATS) return 0;
-    PyErr_Format(PyExc_ValueError, "%R is no format of numbers: BF16, F16, F32 or F64", code);
+    PyErr_Format(PyExc_ValueError, "%R is not a number format: expected 'BF16', 'F16', 'F32' or 'F64'", code);
     return -1;
 }
 
@@ -40,7 +40,7 @@ static int get_range(PyObject *item, bool writable, zs_ckpt_range *range, Py_buf
 {
     Py_ssize_t size = PyTuple_Check(item) ? PyTuple_GET_SIZE(item) : 0;
     if (size != 2 && (size != 3 || writable)) {
-        PyErr_Format(PyExc_TypeError, "a range is a tuple (offset, memory), got %.100s", Py_TYPE(item)->tp_name);
+        PyErr_Format(PyExc_TypeError, "a range must be a tuple (offset, memory), got %.100s", Py_TYPE(item)->tp_name);
         return -1;
     }
     range->offset = PyLong_AsLongLong(PyTuple_GET_ITEM(item, 0));
@@ -49,7 +49,7 @@ static int get_range(PyObject *item, bool writable, zs_ckpt_range *range, Py_buf
     PyObject *memory = PyTuple_GET_ITEM(item, 1);
     if (PyObject_GetBuffer(memory, view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) {
         if (PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
-        PyErr_Format(PyExc_TypeError, "a range's memory has to be a contiguous%s buffer, got %.100s",
+        PyErr_Format(PyExc_TypeError, "the memory of a range must be a contiguous%s buffer, got %.100s",
                      writable ? " and writable" : "", Py_TYPE(memory)->tp_name);
         return -1;
     }
@@ -95,14 +95,12 @@ void zs_py_ranges_free(zs_py_ranges *ranges)
 static bool is_crc(long long number)
 {
     if (number >= 0 && number <= UINT32_MAX) return true;
-    PyErr_Format(PyExc_ValueError, "%lld is no crc32c: those are from 0 to 2**32 - 1", number);
+    PyErr_Format(PyExc_ValueError, "a CRC-32C must be in [0, 2**32), got %lld", number);
     return false;
 }
 
-PyDoc_STRVAR(
-    crc32c_doc,
-    "crc32c($module, data, crc=0, /)\n--\n\nThe CRC-32C of something whose own is `crc`, followed by `data`, a "
-    "contiguous buffer.");
+PyDoc_STRVAR(crc32c_doc, "crc32c($module, data, crc=0, /)\n--\n\nReturn the CRC-32C of `data`, a contiguous buffer, "
+                         "continuing from the checksum `crc` of the bytes before it.");
 
 static PyObject *crc32c(PyObject *module, PyObject *args)
 {
@@ -121,8 +119,8 @@ static PyObject *crc32c(PyObject *module, PyObject *args)
     return good ? PyLong_FromUnsignedLong(result) : NULL;
 }
 
-PyDoc_STRVAR(crc32c_join_doc,
-             "crc32c_join($module, a, b, length_of_b, /)\n--\n\nThe CRC-32C of A followed by B, from theirs.");
+PyDoc_STRVAR(crc32c_join_doc, "crc32c_join($module, a, b, length_of_b, /)\n--\n\nReturn the CRC-32C of the "
+                              "concatenation A + B, given the checksums of A and B and the length of B in bytes.");
 
 static PyObject *crc32c_join(PyObject *module, PyObject *args)
 {
@@ -130,7 +128,7 @@ static PyObject *crc32c_join(PyObject *module, PyObject *args)
     long long a, b, length;
     if (!PyArg_ParseTuple(args, "LLL:crc32c_join", &a, &b, &length)) return NULL;
     if (!is_crc(a) || !is_crc(b)) return NULL;
-    if (length < 0) return PyErr_Format(PyExc_ValueError, "nothing has %lld bytes", length);
+    if (length < 0) return PyErr_Format(PyExc_ValueError, "length_of_b must be non-negative, got %lld", length);
     return PyLong_FromUnsignedLong(zs_crc32c_join((uint32_t)a, (uint32_t)b, (uint64_t)length));
 }
 
@@ -167,7 +165,7 @@ static PyObject *at_paths(PyObject *const *paths, zs_status (*act)(const char *f
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(make_folder_doc, "make_folder($module, path, /)\n--\n\nMakes a folder. OSError.");
+PyDoc_STRVAR(make_folder_doc, "make_folder($module, path, /)\n--\n\nCreate a directory. Raises OSError.");
 
 static PyObject *make_folder(PyObject *module, PyObject *path)
 {
@@ -175,10 +173,8 @@ static PyObject *make_folder(PyObject *module, PyObject *path)
     return at_path(path, zs_ckpt_make_folder);
 }
 
-PyDoc_STRVAR(
-    sync_folder_doc,
-    "sync_folder($module, path, /)\n--\n\nWaits until the names in a folder are on the disk: what has been made, "
-    "renamed and removed there. OSError.");
+PyDoc_STRVAR(sync_folder_doc, "sync_folder($module, path, /)\n--\n\nfsync a directory, so that files created, renamed "
+                              "and removed in it are durable. Raises OSError.");
 
 static PyObject *sync_folder(PyObject *module, PyObject *path)
 {
@@ -186,7 +182,7 @@ static PyObject *sync_folder(PyObject *module, PyObject *path)
     return at_path(path, zs_ckpt_sync_folder);
 }
 
-PyDoc_STRVAR(remove_file_doc, "remove_file($module, path, /)\n--\n\nRemoves a file, or a link. OSError.");
+PyDoc_STRVAR(remove_file_doc, "remove_file($module, path, /)\n--\n\nRemove a file or a symbolic link. Raises OSError.");
 
 static PyObject *remove_file(PyObject *module, PyObject *path)
 {
@@ -194,7 +190,7 @@ static PyObject *remove_file(PyObject *module, PyObject *path)
     return at_path(path, zs_ckpt_remove_file);
 }
 
-PyDoc_STRVAR(remove_folder_doc, "remove_folder($module, path, /)\n--\n\nRemoves an empty folder. OSError.");
+PyDoc_STRVAR(remove_folder_doc, "remove_folder($module, path, /)\n--\n\nRemove an empty directory. Raises OSError.");
 
 static PyObject *remove_folder(PyObject *module, PyObject *path)
 {
@@ -202,9 +198,8 @@ static PyObject *remove_folder(PyObject *module, PyObject *path)
     return at_path(path, zs_ckpt_remove_folder);
 }
 
-PyDoc_STRVAR(rename_doc,
-             "rename($module, old, new, /)\n--\n\nRenames a file or a folder. OSError; FileExistsError where there is "
-             "something with the new name, be it an empty folder.");
+PyDoc_STRVAR(rename_doc, "rename($module, old, new, /)\n--\n\nRename a file or directory without replacing `new`. "
+                         "Raises OSError; FileExistsError if `new` exists, even as an empty directory.");
 
 static PyObject *rename_path(PyObject *module, PyObject *args)
 {
@@ -214,9 +209,8 @@ static PyObject *rename_path(PyObject *module, PyObject *args)
     return at_paths(paths, zs_ckpt_rename);
 }
 
-PyDoc_STRVAR(swap_doc,
-             "swap($module, a, b, /)\n--\n\nExchanges the names of two files or folders, at once. OSError, also where "
-             "the file system cannot.");
+PyDoc_STRVAR(swap_doc, "swap($module, a, b, /)\n--\n\nAtomically exchange the names of two files or directories. "
+                       "Raises OSError, also if the file system does not support it.");
 
 static PyObject *swap(PyObject *module, PyObject *args)
 {
@@ -226,10 +220,9 @@ static PyObject *swap(PyObject *module, PyObject *args)
     return at_paths(paths, zs_ckpt_swap);
 }
 
-PyDoc_STRVAR(
-    lock_file_doc,
-    "lock_file($module, path, /)\n--\n\nLocks a file, made where there is none, until unlock(), or this process "
-    "and those it has forked have ended. Returns a descriptor. BlockingIOError where it is locked; OSError.");
+PyDoc_STRVAR(lock_file_doc, "lock_file($module, path, /)\n--\n\nLock a file, creating it if needed, until unlock() is "
+                            "called or this process and all its forked children exit. Returns a file descriptor. "
+                            "Raises BlockingIOError if the file is locked already, and OSError.");
 
 static PyObject *lock_file(PyObject *module, PyObject *path)
 {
@@ -244,17 +237,15 @@ static PyObject *lock_file(PyObject *module, PyObject *path)
     return status == ZS_OK ? PyLong_FromLong(fd) : zs_py_raise_at(path, NULL);
 }
 
-PyDoc_STRVAR(
-    unlock_doc,
-    "unlock($module, fd, /)\n--\n\nUnlocks what lock_file() has locked. The file stays: another process may be "
-    "about to lock it. OSError.");
+PyDoc_STRVAR(unlock_doc, "unlock($module, fd, /)\n--\n\nRelease a lock taken by lock_file(). The file is kept, since "
+                         "another process may be about to lock it. Raises OSError.");
 
 static PyObject *unlock(PyObject *module, PyObject *object)
 {
     (void)module;
     long fd = PyLong_AsLong(object);
     if (fd == -1 && PyErr_Occurred()) return NULL;
-    if (fd < 0 || fd > INT_MAX) return PyErr_Format(PyExc_ValueError, "%ld is no descriptor", fd);
+    if (fd < 0 || fd > INT_MAX) return PyErr_Format(PyExc_ValueError, "invalid file descriptor: %ld", fd);
     zs_status status;
     ZS_PY_NOGIL(status, zs_ckpt_unlock((int)fd));
     if (status != ZS_OK) return zs_py_raise_at(NULL, NULL);
@@ -263,12 +254,11 @@ static PyObject *unlock(PyObject *module, PyObject *object)
 
 /* --- for tests --------------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(
-    faults_doc,
-    "file_faults($module, nth, what='', times=1, /)\n--\n\nFor tests: the nth call on files from now (1: the next) "
-    "and the `times` - 1 behind it suffer `what`: an errno by name (ENOSPC, EIO, EINTR, ...) with which they fail; "
-    "'short', reads and writes do half; 'kill', 'killafter', 'killshort', the process is killed before the call, "
-    "behind it, or when half is done. nth 0: none. Returns how many calls there have been since the last time.");
+PyDoc_STRVAR(faults_doc, "file_faults($module, nth, what='', times=1, /)\n--\n\nInject faults into file calls, for "
+                         "tests: the nth call from now (1: the next) and the `times` - 1 calls after it are subject to "
+                         "`what`: the name of an errno to fail with (ENOSPC, EIO, EINTR, ...); 'short': read or write "
+                         "half; 'kill', 'killafter', 'killshort': kill the process before the call, after it, or after "
+                         "half of it. nth 0 injects none. Returns the number of calls since the last file_faults().");
 
 static PyObject *file_faults(PyObject *module, PyObject *args)
 {
@@ -281,11 +271,9 @@ static PyObject *file_faults(PyObject *module, PyObject *args)
     return PyLong_FromLong(calls);
 }
 
-PyDoc_STRVAR(
-    log_doc,
-    "file_log($module, path, /)\n--\n\nFor tests: appends all calls on files, and what they write, to the file "
-    "`path` from now on (tests/power_cut.py reads it); None: no longer. OSError if that fails, or a call "
-    "could not be appended before.");
+PyDoc_STRVAR(log_doc, "file_log($module, path, /)\n--\n\nLog all file calls and the data they write to the file "
+                      "`path`, for tests (read by tests/power_cut.py); None stops logging. Raises OSError if that "
+                      "fails, or if an earlier call could not be logged.");
 
 static PyObject *file_log(PyObject *module, PyObject *path)
 {

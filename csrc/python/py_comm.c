@@ -50,11 +50,12 @@ static zs_status find_device(const char *name, const zs_device **out)
     }
     bool read = sscanf(name, "cuda:%d%n", &index, &end) == 1;
     bool on_host = read && strcmp(name + end, "/host") == 0;
-    if (!read || (name[end] != 0 && !on_host)) return ZS_FAIL(ZS_ERR_VALUE, "there is no device '%s'", name);
+    if (!read || (name[end] != 0 && !on_host)) return ZS_FAIL(ZS_ERR_VALUE, "unknown device '%s'", name);
     return zs_device_cuda(index, on_host, out);
 }
 
-PyDoc_STRVAR(comm_alone_doc, "alone($type, device='cpu', /)\n--\n\nA world of one: nothing is exchanged.");
+PyDoc_STRVAR(comm_alone_doc, "alone($type, device='cpu', /)\n--\n\nCreate the transport of a single process (world "
+                             "size 1), which exchanges nothing.");
 
 static PyObject *comm_alone(PyObject *type, PyObject *args)
 {
@@ -79,14 +80,15 @@ static zs_status new_mover(zs_comm *control, const mover_request *request, const
     if (strcmp(request->kind, "c10d") == 0) return zs_mover_c10d_new(control, device, request->group, out);
     if (strcmp(request->kind, "nccl") == 0) return zs_mover_nccl_new(control, device, &request->nccl, out);
     if (strcmp(request->kind, "peer") == 0) return zs_mover_peer_new(control, device, out);
-    return ZS_FAIL(ZS_ERR_VALUE, "there is no mover '%s'", request->kind);
+    return ZS_FAIL(ZS_ERR_VALUE, "unknown backend '%s'", request->kind);
 }
 
-PyDoc_STRVAR(comm_gpu_doc,
-             "gpu($type, control, mover, device, group_name, nccl=(0, 0, 0, 0, 2), /)\n--\n\nA transport between GPUs: "
-             "`control` between the hosts, and what moves the bytes, over the process group of that name where it is "
-             "torch's. nccl: the CTA policy (0 default, 1 efficiency, 2 zero), the least and the most CTAs (0: any), "
-             "0 or 1 for windows, the number of communicators.");
+PyDoc_STRVAR(
+    comm_gpu_doc,
+    "gpu($type, control, mover, device, group_name, nccl=(0, 0, 0, 0, 2), /)\n--\n\nCreate a transport between GPUs. "
+    "control: the Comm between the host processes; mover: the backend that transfers the data ('c10d', 'nccl' or "
+    "'peer'); group_name: the torch process group that 'c10d' uses; nccl: (CTA policy: 0 default, 1 efficiency, 2 "
+    "zero; minimum CTAs, maximum CTAs (0: NCCL's choice); 1 to use windows, else 0; number of communicators).");
 
 static PyObject *comm_gpu(PyObject *type, PyObject *args)
 {
@@ -109,10 +111,8 @@ static PyObject *comm_gpu(PyObject *type, PyObject *args)
     return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }
 
-PyDoc_STRVAR(
-    comm_shm_doc,
-    "shm($type, rank, world, timeout, /)\n--\n\nOpens this rank's end of a shared-memory transport; give `address` to "
-    "the peers, then connect().");
+PyDoc_STRVAR(comm_shm_doc, "shm($type, rank, world, timeout, /)\n--\n\nOpen this rank's end of a shared-memory "
+                           "transport. Send `address` to the peers, then call connect(). timeout: seconds.");
 
 static PyObject *comm_shm(PyObject *type, PyObject *args)
 {
@@ -126,9 +126,8 @@ static PyObject *comm_shm(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, address);
 }
 
-PyDoc_STRVAR(
-    comm_c10d_doc,
-    "c10d($type, group_name, rank, world, timeout, /)\n--\n\nA transport over a process group of torch.distributed.");
+PyDoc_STRVAR(comm_c10d_doc, "c10d($type, group_name, rank, world, timeout, /)\n--\n\nCreate a transport over a "
+                            "torch.distributed process group. timeout: seconds.");
 
 static PyObject *comm_c10d(PyObject *type, PyObject *args)
 {
@@ -142,9 +141,8 @@ static PyObject *comm_c10d(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, "");
 }
 
-PyDoc_STRVAR(
-    comm_outline_doc,
-    "outline($type, transport, rank, world, /)\n--\n\nWhat stands for a transport where only sizes are asked for.");
+PyDoc_STRVAR(comm_outline_doc, "outline($type, transport, rank, world, /)\n--\n\nCreate the placeholder of a transport "
+                               "for a dry run, which only computes sizes.");
 
 static PyObject *comm_outline(PyObject *type, PyObject *args)
 {
@@ -157,10 +155,8 @@ static PyObject *comm_outline(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, "");
 }
 
-PyDoc_STRVAR(
-    comm_connect_doc,
-    "connect($self, addresses, token, /)\n--\n\nConnects to all ranks: their addresses in rank order, and 16 bytes "
-    "that all of them share.");
+PyDoc_STRVAR(comm_connect_doc, "connect($self, addresses, token, /)\n--\n\nConnect to all ranks. addresses: one per "
+                               "rank, in rank order; token: 16 bytes, the same on all ranks.");
 
 static PyObject *comm_connect(comm_object *self, PyObject *args)
 {
@@ -169,7 +165,7 @@ static PyObject *comm_connect(comm_object *self, PyObject *args)
     Py_ssize_t token_size;
     if (!PyArg_ParseTuple(args, "O!y#:connect", &PyList_Type, &list, &token, &token_size)) return NULL;
     if (PyList_GET_SIZE(list) != self->comm->world || token_size != 16) {
-        PyErr_SetString(PyExc_ValueError, "connect() takes one address per rank and a token of 16 bytes");
+        PyErr_SetString(PyExc_ValueError, "connect() expects one address per rank and a 16-byte token");
         return NULL;
     }
     const char **addresses = calloc((size_t)self->comm->world, sizeof *addresses);
@@ -185,10 +181,8 @@ static PyObject *comm_connect(comm_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    comm_exchange_doc,
-    "exchange($self, data, /)\n--\n\nGives every rank's bytes (all of one length, at most 4096), in rank order. "
-    "Also a barrier.");
+PyDoc_STRVAR(comm_exchange_doc, "exchange($self, data, /)\n--\n\nAll-gather `data`: return the bytes of all ranks in "
+                                "rank order. All ranks must pass the same length, at most 4096. Also a barrier.");
 
 static PyObject *comm_exchange(comm_object *self, PyObject *data)
 {
@@ -212,8 +206,9 @@ static PyObject *comm_exchange(comm_object *self, PyObject *data)
     return list;
 }
 
-PyDoc_STRVAR(comm_broadcast_doc,
-             "broadcast($self, tensor, root, /)\n--\n\nCopies the values of a contiguous CPU tensor from rank `root`.");
+PyDoc_STRVAR(
+    comm_broadcast_doc,
+    "broadcast($self, tensor, root, /)\n--\n\nBroadcast the values of a contiguous CPU tensor from rank `root`.");
 
 static PyObject *comm_broadcast(comm_object *self, PyObject *args)
 {
@@ -227,7 +222,7 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args)
     zs_status status = zs_py_tensor(object, &tensor);
     if (status == ZS_OK) status = zs_tensor_describe(tensor, &info);
     if (status == ZS_OK && !(info.contiguous && info.where.type == ZS_ON_CPU))
-        status = ZS_FAIL(ZS_ERR_VALUE, "broadcast() takes a contiguous tensor on the CPU");
+        status = ZS_FAIL(ZS_ERR_VALUE, "broadcast() expects a contiguous CPU tensor");
     if (status == ZS_OK) status = zs_tensor_data(tensor, &data);
     if (status == ZS_OK) {
         size_t bytes = (size_t)info.numel * info.itemsize;
@@ -240,7 +235,7 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args)
 
 PyDoc_STRVAR(
     comm_abort_doc,
-    "abort($self, reason, /)\n--\n\nTells the peers that this rank cannot go on; their waits fail with the reason.");
+    "abort($self, reason, /)\n--\n\nTell the peers that this rank cannot continue; their waits fail with `reason`.");
 
 static PyObject *comm_abort(comm_object *self, PyObject *reason)
 {
@@ -250,7 +245,8 @@ static PyObject *comm_abort(comm_object *self, PyObject *reason)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_close_doc, "close($self, /)\n--\n\nLeaves the peers in good order. Every later call on it fails.");
+PyDoc_STRVAR(comm_close_doc,
+             "close($self, /)\n--\n\nDisconnect from the peers in an orderly way. All later calls fail.");
 
 static PyObject *comm_close(comm_object *self, PyObject *unused)
 {
@@ -259,13 +255,14 @@ static PyObject *comm_close(comm_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_set_timeout_doc, "set_timeout($self, seconds, /)\n--\n\nHow long one wait may last from now on.");
+PyDoc_STRVAR(comm_set_timeout_doc,
+             "set_timeout($self, seconds, /)\n--\n\nSet the timeout of each wait from now on, in seconds.");
 
 static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds)
 {
     double value = PyFloat_AsDouble(seconds);
     if (PyErr_Occurred()) return NULL;
-    if (!(value > 0)) return PyErr_Format(PyExc_ValueError, "a timeout is a positive number of seconds");
+    if (!(value > 0)) return PyErr_Format(PyExc_ValueError, "timeout must be a positive number of seconds");
     self->comm->timeout = value;
     Py_RETURN_NONE;
 }
@@ -311,9 +308,9 @@ static PyGetSetDef comm_getset[] = {
     {"rank", (getter)comm_rank, NULL, "This rank.", NULL},
     {"world", (getter)comm_world, NULL, "Number of ranks.", NULL},
     {"transport", (getter)comm_transport, NULL, "'self', 'shm' or 'c10d'.", NULL},
-    {"address", (getter)comm_address, NULL, "Where peers connect to (shm).", NULL},
-    {"timeout", (getter)comm_timeout, NULL, "Longest wait in seconds.", NULL},
-    {"lost", (getter)comm_lost, NULL, "Why no call can follow any more (c10d); '' if one can.", NULL},
+    {"address", (getter)comm_address, NULL, "Address that peers connect to (shm).", NULL},
+    {"timeout", (getter)comm_timeout, NULL, "Timeout of one wait, in seconds.", NULL},
+    {"lost", (getter)comm_lost, NULL, "Why the transport is unusable (c10d); '' if it is usable.", NULL},
     {0},
 };
 

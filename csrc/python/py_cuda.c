@@ -28,10 +28,12 @@ static PyObject *gpus(int n)
     return list;
 }
 
-PyDoc_STRVAR(machine_doc,
-             "machine($module, /)\n--\n\nThe instruction set of the CPU's loops; what the kernels were compiled for, "
-             "and by which CUDA version (13000 is 13.0; 0: there are none); the CUDA driver, why it is off (\"\" if "
-             "it is not), and its GPUs. Starts the driver, where there is one: not before a fork.");
+PyDoc_STRVAR(
+    machine_doc,
+    "machine($module, /)\n--\n\nDescribe the machine in a dict: loops (the instruction set of the CPU kernels), "
+    "targets (the GPU architectures the CUDA kernels were compiled for), built (the CUDA version they were compiled "
+    "with: 13000 is 13.0, 0 means no kernels), driver and version (the CUDA driver), problem (why the driver is "
+    "unavailable, else \"\") and gpus. Initializes the CUDA driver, if there is one: do not fork afterwards.");
 
 static PyObject *machine(PyObject *module, PyObject *unused)
 {

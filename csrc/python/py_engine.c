@@ -72,7 +72,7 @@ static Py_hash_t engine_hash(engine_object *self)
     return (Py_hash_t)((uintptr_t)self->engine >> 4);
 }
 
-PyDoc_STRVAR(engine_adopt_doc, "adopt($self, unit, /)\n--\n\nTakes a unit over from the engine it has.");
+PyDoc_STRVAR(engine_adopt_doc, "adopt($self, unit, /)\n--\n\nMove a unit to this engine from the one it belongs to.");
 
 static PyObject *engine_adopt(engine_object *self, PyObject *object)
 {
@@ -83,8 +83,8 @@ static PyObject *engine_adopt(engine_object *self, PyObject *object)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_set_order_doc,
-             "set_order($self, units, /)\n--\n\nThe engine's units, parents before children, as modules appear.");
+PyDoc_STRVAR(engine_set_order_doc, "set_order($self, units, /)\n--\n\nSet the order of the engine's units: the order "
+                                   "of their modules, parents before children.");
 
 static PyObject *engine_set_order(engine_object *self, PyObject *list)
 {
@@ -98,9 +98,8 @@ static PyObject *engine_set_order(engine_object *self, PyObject *list)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    engine_set_prefetch_doc,
-    "set_prefetch($self, forward, backward, /)\n--\n\nHow many units gathers go ahead in forward and in backward.");
+PyDoc_STRVAR(engine_set_prefetch_doc, "set_prefetch($self, forward, backward, /)\n--\n\nSet how many units ahead to "
+                                      "prefetch in forward and in backward.");
 
 static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
 {
@@ -113,10 +112,10 @@ static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
 }
 
 PyDoc_STRVAR(engine_set_offload_doc,
-             "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nHas units that are made from now "
-             "on keep these kinds of memory in files in a directory: those that have this fraction of the model's "
-             "bytes. For all ranks together. OSError, on all ranks, where no file can be made there. '': in the "
-             "memory of the GPU's host. None: for outlines.");
+             "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nOffload units that are created "
+             "from now on: of the given kinds of memory, keep `fraction` of the model's bytes in files in `directory`. "
+             "directory '' means the GPU's host memory; None is for dry runs. Collective. Raises OSError, on all "
+             "ranks, if a file cannot be created.");
 
 static PyObject *engine_set_offload(engine_object *self, PyObject *args)
 {
@@ -140,12 +139,13 @@ static void free_handles(zs_tensor **handles, size_t n)
     free(handles);
 }
 
-PyDoc_STRVAR(engine_sync_buffers_doc,
-             "sync_buffers($self, tensors, /)\n--\n\nHas these buffers copied from rank 0 at each forward.");
+PyDoc_STRVAR(
+    engine_sync_buffers_doc,
+    "sync_buffers($self, tensors, /)\n--\n\nBroadcast these buffers from rank 0 at the start of each forward.");
 
 static PyObject *engine_sync_buffers(engine_object *self, PyObject *list)
 {
-    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "sync_buffers() takes a list of tensors");
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "sync_buffers() expects a list of tensors");
     size_t n = (size_t)PyList_GET_SIZE(list);
     zs_tensor **handles = calloc(n + 1, sizeof(zs_tensor *));
     if (handles == NULL) return PyErr_NoMemory();
@@ -164,7 +164,7 @@ static PyObject *engine_sync_buffers(engine_object *self, PyObject *list)
 }
 
 PyDoc_STRVAR(engine_open_doc,
-             "open($self, /)\n--\n\nOpens a session in which units may be unsharded by hand; on all ranks together.");
+             "open($self, /)\n--\n\nOpen a session in which Unit.unshard() may be called. Collective.");
 
 static PyObject *engine_open(engine_object *self, PyObject *unused)
 {
@@ -175,7 +175,7 @@ static PyObject *engine_open(engine_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_close_doc, "close($self, /)\n--\n\nCloses what open() opened.");
+PyDoc_STRVAR(engine_close_doc, "close($self, /)\n--\n\nClose the session that open() opened.");
 
 static PyObject *engine_close(engine_object *self, PyObject *unused)
 {
@@ -228,17 +228,16 @@ static PyObject *over_ranks(engine_object *self, PyObject *numbers, bool max)
     return reduce_numbers(max ? ranks->all : ranks->shards, mine, n, max);
 }
 
-PyDoc_STRVAR(engine_sum_doc,
-             "sum_over_ranks($self, numbers, /)\n--\n\nSums a list of floats over the ranks of one copy, in "
-             "rank order.");
+PyDoc_STRVAR(engine_sum_doc, "sum_over_ranks($self, numbers, /)\n--\n\nReturn the sums of a list of floats over the "
+                             "ranks of one replica, added in rank order. Collective.");
 
 static PyObject *engine_sum(engine_object *self, PyObject *numbers)
 {
     return over_ranks(self, numbers, false);
 }
 
-PyDoc_STRVAR(engine_max_doc,
-             "max_over_ranks($self, numbers, /)\n--\n\nThe largest of each float over all ranks; NaN if any is.");
+PyDoc_STRVAR(engine_max_doc, "max_over_ranks($self, numbers, /)\n--\n\nReturn the maximum of each float over all "
+                             "ranks; NaN if any rank's is NaN. Collective.");
 
 static PyObject *engine_max(engine_object *self, PyObject *numbers)
 {
@@ -253,10 +252,10 @@ static PyObject *dict_of(const zs_engine_bytes *bytes)
                          (Py_ssize_t)bytes->offloaded, "total", (Py_ssize_t)bytes->total);
 }
 
-PyDoc_STRVAR(engine_memory_doc, "memory($self, /)\n--\n\nBytes held on this rank: shards, kept (a copy between steps), "
-                                "grads, slots (full buffers), buckets, "
-                                "transport (the transport's own, for all models that use it), offloaded (in "
-                                "files, or in a GPU's host), and the total of all but that.");
+PyDoc_STRVAR(engine_memory_doc,
+             "memory($self, /)\n--\n\nReturn the bytes in use on this rank, as a dict: shards, kept (secondary "
+             "shards), grads, slots (full buffers), buckets, transport (the transport's own, shared by all models that "
+             "use it), offloaded (in files or in host memory) and total (all of these except offloaded).");
 
 static PyObject *engine_memory(engine_object *self, PyObject *unused)
 {
@@ -265,7 +264,7 @@ static PyObject *engine_memory(engine_object *self, PyObject *unused)
     return dict_of(&bytes);
 }
 
-PyDoc_STRVAR(engine_peak_doc, "peak($self, /)\n--\n\nThe same: the most of each that there has been at a time.");
+PyDoc_STRVAR(engine_peak_doc, "peak($self, /)\n--\n\nReturn the peak of each number of memory().");
 
 static PyObject *engine_peak(engine_object *self, PyObject *unused)
 {
@@ -274,9 +273,8 @@ static PyObject *engine_peak(engine_object *self, PyObject *unused)
     return dict_of(&bytes);
 }
 
-PyDoc_STRVAR(engine_predict_doc,
-             "predict($self, stepped, /)\n--\n\nThe same: what the units and a step will take. stepped: as if all "
-             "units were stepped in backward.");
+PyDoc_STRVAR(engine_predict_doc, "predict($self, stepped, /)\n--\n\nPredict the peaks of memory() from the units and a "
+                                 "training step. stepped: as if all units were stepped in backward.");
 
 static PyObject *engine_predict(engine_object *self, PyObject *stepped)
 {
@@ -296,19 +294,19 @@ static bool read_call(zs_engine *engine, PyObject *item, zs_call *call)
     *call = (zs_call){zs_py_unit(unit), what};
     if (call->unit == NULL) return false;
     if (call->unit->engine == engine && what >= ZS_CALL_EXIT && what < call->unit->n_params) return true;
-    PyErr_Format(PyExc_ValueError, "unit '%s' is not of this engine, or has no parameter %lld", call->unit->name, what);
+    PyErr_Format(PyExc_ValueError, "unit '%s' belongs to another engine, or has no parameter %lld",
+                 zs_unit_label(call->unit->name), what);
     return false;
 }
 
-PyDoc_STRVAR(
-    engine_set_calls_doc,
-    "set_calls($self, calls, /)\n--\n\nWhat a forward of the modules in their order does: (unit, -1) where its "
-    "module, or a part that makes it whole, is entered, (unit, -2) where that is left, (unit, i) where its "
-    "parameter i is used first.");
+PyDoc_STRVAR(engine_set_calls_doc,
+             "set_calls($self, calls, /)\n--\n\nSet what a forward does, assuming that modules run in their order. "
+             "calls: a list of pairs: (unit, -1) where the unit's module, or another one that unshards it, begins; "
+             "(unit, -2) where that one ends; (unit, i) at the first use of its parameter i.");
 
 static PyObject *engine_set_calls(engine_object *self, PyObject *list)
 {
-    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "set_calls() takes a list of pairs");
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "set_calls() expects a list of pairs (unit, call)");
     size_t n = (size_t)PyList_GET_SIZE(list);
     zs_call *calls = calloc(n + 1, sizeof *calls);
     if (calls == NULL) return PyErr_NoMemory();
@@ -321,7 +319,8 @@ static PyObject *engine_set_calls(engine_object *self, PyObject *list)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_reserve_doc, "reserve($self, /)\n--\n\nReserves the memory of a step, unless it is.");
+PyDoc_STRVAR(engine_reserve_doc,
+             "reserve($self, /)\n--\n\nReserve the memory of a training step, unless it is reserved already.");
 
 static PyObject *engine_reserve(engine_object *self, PyObject *unused)
 {
@@ -351,10 +350,9 @@ static PyMethodDef engine_methods[] = {
 
 static PyType_Slot engine_slots[] = {
     {Py_tp_doc,
-     "Engine(name, all, shards, near, far)\n--\n\nThe schedule of one model. all: the transport of the ranks that "
-     "reduce; shards: of "
-     "those that one copy is cut over; near: of those that gather from each other; far: of those that have the same "
-     "part of what is kept between steps, or None."},
+     "Engine(name, all, shards, near, far)\n--\n\nThe schedule of one model. all: the transport of all ranks that "
+     "reduce gradients together; shards: of the ranks that one replica is sharded over; near: of the ranks that "
+     "all-gather parameters from each other; far: of the ranks that share a secondary shard, or None."},
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
     {Py_tp_richcompare, engine_compare},

@@ -50,10 +50,8 @@ static PyObject *opened(file_object *self, zs_status status)
     return NULL;
 }
 
-PyDoc_STRVAR(
-    open_doc,
-    "open($type, path, follow=True, /)\n--\n\nOpens a regular file, to be read. OSError, also for a link where "
-    "follow is false; ValueError where it is something else.");
+PyDoc_STRVAR(open_doc, "open($type, path, follow=True, /)\n--\n\nOpen a regular file for reading. Raises OSError, also "
+                       "for a symbolic link if `follow` is false; ValueError if the path is not a regular file.");
 
 static PyObject *file_open(PyObject *type, PyObject *args)
 {
@@ -68,9 +66,8 @@ static PyObject *file_open(PyObject *type, PyObject *args)
     return opened(self, status);
 }
 
-PyDoc_STRVAR(open_to_write_doc,
-             "open_to_write($type, path, /)\n--\n\nOpens a regular file that exists, to be written; no link. OSError, "
-             "ValueError likewise.");
+PyDoc_STRVAR(open_to_write_doc, "open_to_write($type, path, /)\n--\n\nOpen an existing regular file for writing, "
+                                "without following a symbolic link. Raises OSError and ValueError as open() does.");
 
 static PyObject *file_open_to_write(PyObject *type, PyObject *path)
 {
@@ -82,10 +79,8 @@ static PyObject *file_open_to_write(PyObject *type, PyObject *path)
     return opened(self, status);
 }
 
-PyDoc_STRVAR(
-    create_doc,
-    "create($type, path, size, /)\n--\n\nA new file of `size` bytes, zeros, to be written. There is room on the "
-    "disk for them, where its file system can promise that. OSError, and no file.");
+PyDoc_STRVAR(create_doc, "create($type, path, size, /)\n--\n\nCreate a file of `size` zero bytes for writing. Reserves "
+                         "the disk space if the file system can. Raises OSError, and then leaves no file behind.");
 
 static PyObject *file_create(PyObject *type, PyObject *args)
 {
@@ -100,16 +95,14 @@ static PyObject *file_create(PyObject *type, PyObject *args)
     return opened(self, status);
 }
 
-PyDoc_STRVAR(
-    close_doc,
-    "close($self, /)\n--\n\nCloses it; nothing if it is closed. OSError if what was written is known to be lost; "
-    "RuntimeError while another thread uses it.");
+PyDoc_STRVAR(close_doc, "close($self, /)\n--\n\nClose the file; no-op if it is closed. Raises OSError if written data "
+                        "is known to be lost, and RuntimeError while another thread uses the file.");
 
 static PyObject *file_close(file_object *self, PyObject *unused)
 {
     (void)unused;
     if (self->users > 0)
-        return PyErr_Format(PyExc_RuntimeError, "'%U' cannot be closed: another call is using it", self->path);
+        return PyErr_Format(PyExc_RuntimeError, "cannot close '%U': another thread is using it", self->path);
     zs_ckpt_file file = self->file;
     self->file.fd = -1; /* before other threads run */
     zs_status status;
@@ -135,7 +128,7 @@ static PyObject *file_exit(file_object *self, PyObject *unused)
 static bool begin(file_object *self)
 {
     if (self->file.fd < 0) {
-        PyErr_Format(PyExc_ValueError, "'%U' has been closed", self->path);
+        PyErr_Format(PyExc_ValueError, "'%U' is closed", self->path);
         return false;
     }
     self->users++;
@@ -167,9 +160,8 @@ static PyObject *file_path(file_object *self, void *unused)
     return Py_NewRef(self->path);
 }
 
-PyDoc_STRVAR(sync_doc,
-             "sync($self, /)\n--\n\nWaits until what was written is on the disk. OSError: nothing is known of what was "
-             "written, and to call it again would not tell.");
+PyDoc_STRVAR(sync_doc, "sync($self, /)\n--\n\nfsync the file. Raises OSError: the state of the written data is then "
+                       "unknown, and calling sync() again would not tell.");
 
 static PyObject *file_sync(file_object *self, PyObject *unused)
 {
@@ -180,9 +172,8 @@ static PyObject *file_sync(file_object *self, PyObject *unused)
     return done(self, status, Py_NewRef(Py_None));
 }
 
-PyDoc_STRVAR(read_doc,
-             "read($self, ranges, /)\n--\n\nFills the memory of all ranges [(offset in the file, writable memory)]. "
-             "OSError; ValueError naming file and byte where the file ends before.");
+PyDoc_STRVAR(read_doc, "read($self, ranges, /)\n--\n\nRead into all ranges [(offset in the file, writable memory)]. "
+                       "Raises OSError, and ValueError with the path and offset if the file is too short.");
 
 static PyObject *file_read(file_object *self, PyObject *list)
 {
@@ -235,13 +226,12 @@ static PyObject *write_ranges(file_object *self, const zs_py_ranges *ranges, int
     return done(self, status, result);
 }
 
-PyDoc_STRVAR(
-    write_doc,
-    "write($self, ranges, block, strange=None, /)\n--\n\nWrites all ranges [(offset in the file, memory)]. Returns "
-    "checksums of what was written, cut at the multiples of `block` in the file: native 64-bit numbers, three for each "
-    "piece: offset, bytes, crc32c. Of a range (offset, memory, numbers), numbers being 'BF16', 'F16', 'F32' or 'F64', "
-    "its place in `ranges` is appended to the list `strange` if one of them is NaN or infinite. OSError; ValueError "
-    "where a block would cut a number.");
+PyDoc_STRVAR(write_doc,
+             "write($self, ranges, block, strange=None, /)\n--\n\nWrite all ranges [(offset in the file, memory)]. "
+             "Returns the checksums of what was written, cut at multiples of `block` in the file: three native 64-bit "
+             "integers for each piece (offset, bytes, crc32c). A range may be (offset, memory, format), with format "
+             "'BF16', 'F16', 'F32' or 'F64'; if it contains a NaN or an infinity, its index in `ranges` is appended to "
+             "the list `strange`. Raises OSError, and ValueError if a block would cut a number.");
 
 static PyObject *file_write(file_object *self, PyObject *args)
 {
@@ -250,7 +240,8 @@ static PyObject *file_write(file_object *self, PyObject *args)
     zs_py_ranges ranges;
     if (!PyArg_ParseTuple(args, "OL|O:write", &list, &block, &strange)) return NULL;
     if (strange != Py_None && !PyList_Check(strange))
-        return PyErr_Format(PyExc_TypeError, "write takes a list as strange, got %.100s", Py_TYPE(strange)->tp_name);
+        return PyErr_Format(PyExc_TypeError, "write() expects a list as strange, got %.100s",
+                            Py_TYPE(strange)->tp_name);
     if (zs_py_ranges_get(list, false, &ranges) < 0) return NULL;
     PyObject *result = write_ranges(self, &ranges, block);
     if (result != NULL && strange != Py_None && tell_strange(strange, &ranges) < 0) Py_CLEAR(result);
@@ -275,18 +266,16 @@ static PyObject *check_range(file_object *self, const zs_ckpt_range *range, int6
     return zs_py_raise_at(self->path, NULL);
 }
 
-PyDoc_STRVAR(
-    check_doc,
-    "check($self, begin, end, block, /)\n--\n\nReads the file's bytes from `begin` to `end` in small pieces and "
-    "keeps nothing but their checksums, in the form that write() returns. OSError; ValueError naming file and byte "
-    "where the file ends before.");
+PyDoc_STRVAR(check_doc, "check($self, begin, end, block, /)\n--\n\nRead bytes [begin, end) of the file in small pieces "
+                        "and return only their checksums, in the format of write(). Raises OSError, and ValueError "
+                        "with the path and offset if the file is too short.");
 
 static PyObject *file_check(file_object *self, PyObject *args)
 {
     long long from, to, block;
     if (!PyArg_ParseTuple(args, "LLL:check", &from, &to, &block)) return NULL;
     if (from < 0 || to < from)
-        return PyErr_Format(PyExc_ValueError, "'%U' has no bytes from %lld to %lld", self->path, from, to);
+        return PyErr_Format(PyExc_ValueError, "'%U': invalid byte range [%lld, %lld)", self->path, from, to);
     if (!begin(self)) return NULL;
     zs_ckpt_range range = {.offset = from, .bytes = (size_t)(to - from)};
     PyObject *result = check_range(self, &range, block);
@@ -303,15 +292,15 @@ static PyMethodDef file_methods[] = {
     {"check", (PyCFunction)(void (*)(void))file_check, METH_VARARGS, check_doc},
     {"sync", (PyCFunction)(void (*)(void))file_sync, METH_NOARGS, sync_doc},
     {"close", (PyCFunction)(void (*)(void))file_close, METH_NOARGS, close_doc},
-    {"__enter__", (PyCFunction)(void (*)(void))file_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nThe file."},
+    {"__enter__", (PyCFunction)(void (*)(void))file_enter, METH_NOARGS, "__enter__($self, /)\n--\n\nReturn the file."},
     {"__exit__", (PyCFunction)(void (*)(void))file_exit, METH_VARARGS,
-     "__exit__($self, type, value, traceback, /)\n--\n\nCloses it."},
+     "__exit__($self, type, value, traceback, /)\n--\n\nClose the file."},
     {0},
 };
 
 static PyGetSetDef file_getset[] = {
-    {"path", (getter)(void (*)(void))file_path, NULL, "As it was opened.", NULL},
-    {"size", (getter)(void (*)(void))file_size, NULL, "Bytes, now.", NULL},
+    {"path", (getter)(void (*)(void))file_path, NULL, "Path that the file was opened by.", NULL},
+    {"size", (getter)(void (*)(void))file_size, NULL, "Current size in bytes.", NULL},
     {0},
 };
 
@@ -319,7 +308,8 @@ static PyType_Slot file_slots[] = {
     {Py_tp_dealloc, file_dealloc},
     {Py_tp_methods, file_methods},
     {Py_tp_getset, file_getset},
-    {Py_tp_doc, "An open regular file of a checkpoint; a context that closes it. All calls let other threads run."},
+    {Py_tp_doc,
+     "An open regular file of a checkpoint, and a context manager that closes it. All methods release the GIL."},
     {0, NULL},
 };
 

@@ -16,20 +16,18 @@ static int check_places(const unit_object *self)
         if (now == place->param) continue;
         if (now == NULL && PyErr_Occurred()) return -1;
         const char *name = self->unit->params[place->index].name;
-        PyErr_Format(
-            PyExc_ValueError,
-            "parameter '%s' of unit '%s' was %s after FSDP(...), so its values and gradients would no longer be "
-            "shared; "
-            "write into the parameter instead (with torch.no_grad(): p.copy_(...)), or change the model before "
-            "wrapping it",
-            name, self->unit->name, now == NULL ? "removed" : "replaced by another object");
+        PyErr_Format(PyExc_ValueError,
+                     "parameter '%s' of unit '%s' was %s after FSDP(...), so its values and gradients would no longer "
+                     "be synchronized across ranks: write into the parameter instead (with torch.no_grad(): "
+                     "p.copy_(...)), or change the model before FSDP(...)",
+                     name, zs_unit_label(self->unit->name), now == NULL ? "removed" : "replaced by another object");
         return -1;
     }
     return 0;
 }
 
 const char zs_py_pre_forward_doc[] =
-    PyDoc_STR("pre_forward($self, module, args, /)\n--\n\nForward-pre-hook of the unit's module.");
+    PyDoc_STR("pre_forward($self, module, args, /)\n--\n\nForward pre-hook of the unit's module.");
 
 PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
 {
@@ -97,8 +95,8 @@ static int hook_outputs(output_walk *walk, PyObject *object, int depth)
 }
 
 const char zs_py_post_forward_doc[] =
-    PyDoc_STR("post_forward($self, module, args, output, /)\n--\n\nForward-hook of the unit's module; called even "
-              "if the forward raised (output is then None).");
+    PyDoc_STR("post_forward($self, module, args, output, /)\n--\n\nForward hook of the unit's module; also called if "
+              "the forward raised, with output None.");
 
 PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
 {

@@ -19,8 +19,9 @@ static zs_status call(const python_stepper *stepper, Py_ssize_t index)
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *result = NULL, *method = PyObject_CallNoArgs(stepper->weak);
     if (method == Py_None)
-        PyErr_SetString(PyExc_RuntimeError, "optimizer_in_backward(): the model that it was called on is gone, but "
-                                            "parts of it are trained; call it on them");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "optimizer_in_backward(): the model that it was called on was deleted, but some of its modules "
+                        "are still trained; call optimizer_in_backward() on those");
     else if (method != NULL)
         result = PyObject_CallFunction(method, "n", index);
     bool good = result != NULL;
@@ -60,11 +61,11 @@ static void release(void *ctx)
     free(stepper);
 }
 
-const char zs_py_step_in_backward_doc[] = PyDoc_STR(
-    "step_in_backward($self, method, index, params, /)\n--\n\nHas method()(index) called in each backward when "
-    "the gradients of `params`, a set of indices, are reduced: it steps them, after which they have no .grad. "
-    "method: a weakref.WeakMethod. The unit of index 0 calls method()(-2) and (-1) at the begin and the end of "
-    "each backward.");
+const char zs_py_step_in_backward_doc[] =
+    PyDoc_STR("step_in_backward($self, method, index, params, /)\n--\n\nCall method()(index) in each backward once the "
+              "gradients of `params`, a set of indices, are reduced: it steps these parameters, and their .grad is "
+              "None afterwards. method: a weakref.WeakMethod. For the unit of index 0, also call method()(-2) at the "
+              "start and method()(-1) at the end of each backward.");
 
 PyObject *zs_py_step_in_backward(unit_object *self, PyObject *args)
 {
@@ -101,12 +102,12 @@ PyObject *zs_py_step_in_backward(unit_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-const char zs_py_step_by_hand_doc[] = PyDoc_STR("step_by_hand($self, /)\n--\n\nUndoes step_in_backward().");
+const char zs_py_step_by_hand_doc[] = PyDoc_STR("step_by_hand($self, /)\n--\n\nUndo step_in_backward().");
 
 PyObject *zs_py_step_by_hand(unit_object *self, PyObject *unused)
 {
     (void)unused;
-    if (zs_in_backward()) return PyErr_Format(PyExc_RuntimeError, "remove() was called in a backward");
+    if (zs_in_backward()) return PyErr_Format(PyExc_RuntimeError, "remove() cannot be called during a backward");
     zs_in_backward_detach(self->unit);
     Py_RETURN_NONE;
 }

@@ -79,24 +79,26 @@ static int add_exception(PyObject *module, const char *name, const char *doc, Py
 
 static int add_exceptions(PyObject *module, zs_py_state *state)
 {
-    if (add_exception(module, "zshard.PeerError", "Another rank died, left or gave up; the message names it.",
+    if (add_exception(module, "zshard.PeerError",
+                      "Another rank exited, closed its connection or aborted; the message names the rank.",
                       PyExc_RuntimeError, &state->peer_error) < 0)
         return -1;
     PyObject *bases = PyTuple_Pack(2, state->peer_error, PyExc_TimeoutError);
     if (bases == NULL) return -1;
-    int made = add_exception(module, "zshard.PeerTimeoutError", "Another rank did not come within the timeout.", bases,
+    int made = add_exception(module, "zshard.PeerTimeoutError",
+                             "Timed out waiting for another rank; the message names the rank.", bases,
                              &state->peer_timeout_error);
     Py_DECREF(bases);
     if (made < 0) return -1;
     if (add_exception(module, "zshard.CudaError",
-                      "The CUDA driver is missing, too old or refused a call; the message has its words.",
+                      "The CUDA driver is missing, too old or returned an error, which the message gives.",
                       PyExc_RuntimeError, &state->cuda_error) < 0)
         return -1;
     if (add_exception(module, "zshard.DivergenceError",
-                      "The ranks did different things where they have to do the same.", PyExc_RuntimeError,
-                      &state->divergence_error) < 0)
+                      "Ranks diverged: they ran different operations where they must all run the same.",
+                      PyExc_RuntimeError, &state->divergence_error) < 0)
         return -1;
-    return add_exception(module, "zshard.NcclError", "NCCL failed; the message has the call and NCCL's own words.",
+    return add_exception(module, "zshard.NcclError", "NCCL failed; the message gives the NCCL call and its error.",
                          PyExc_RuntimeError, &state->nccl_error);
 }
 
@@ -105,7 +107,7 @@ static int module_exec(PyObject *module)
     zs_py_state *state = PyModule_GetState(module);
     if (live_state != NULL) {
         PyErr_SetString(PyExc_ImportError,
-                        "zshard._core can be loaded once per process: it holds torch's global hooks");
+                        "zshard._core can be loaded only once per process: it registers global torch hooks");
         return -1;
     }
     if (add_exceptions(module, state) < 0 || zs_py_comm_init(module, state) < 0 ||
@@ -160,7 +162,7 @@ static PyModuleDef_Slot module_slots[] = {
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "zshard._core",
-    .m_doc = "The C core of zshard: units, transports, the step, the optimizers.",
+    .m_doc = "The C core of zshard: units, transports, the training step and the optimizers.",
     .m_size = sizeof(zs_py_state),
     .m_slots = module_slots,
     .m_traverse = module_traverse,

@@ -4,11 +4,10 @@
 #include "nccl_comm.h"
 #include "nccl_lib.h"
 
-PyDoc_STRVAR(
-    library_doc,
-    "nccl_library($module, path, /)\n--\n\nOpens libnccl, unless that has been done: what ZSHARD_NCCL_LIB names, "
-    "what torch has loaded, the file `path` (or None), what the system has. Gives its version (\"2.28.9\") and "
-    "its file; NotImplementedError where there is none.");
+PyDoc_STRVAR(library_doc,
+             "nccl_library($module, path, /)\n--\n\nLoad libnccl, unless it is loaded: from ZSHARD_NCCL_LIB, else the "
+             "one that torch has loaded, else the file `path` (or None), else the system's. Returns its version "
+             "(\"2.28.9\") and its path. Raises NotImplementedError if none is found.");
 
 static PyObject *nccl_library(PyObject *module, PyObject *object)
 {
@@ -25,9 +24,8 @@ static PyObject *nccl_library(PyObject *module, PyObject *object)
     return Py_BuildValue("(ss)", version, nccl->where);
 }
 
-PyDoc_STRVAR(abort_doc,
-             "nccl_abort($module, why, /)\n--\n\nAborts all NCCL communicators of this process: their kernels "
-             "end, and each later call fails with `why`. For the interpreter's end.");
+PyDoc_STRVAR(abort_doc, "nccl_abort($module, why, /)\n--\n\nAbort all NCCL communicators of this process: their "
+                        "kernels end, and all later calls fail with `why`. Called at interpreter exit.");
 
 static PyObject *nccl_abort(PyObject *module, PyObject *object)
 {

@@ -57,7 +57,7 @@ static zs_status add_tensor(norm_batch *batch, PyObject *object)
     zs_status status = zs_tensor_describe(tensor, &info);
     if (status == ZS_OK) status = zs_optim_device_of(tensor, &info, &device);
     if (status == ZS_OK && (device == NULL || !info.contiguous || info.dtype == ZS_BYTES)) {
-        status = ZS_FAIL(ZS_ERR_TYPE, "power_sum takes contiguous floating tensors of the CPU or a GPU");
+        status = ZS_FAIL(ZS_ERR_TYPE, "power_sum() expects contiguous floating-point tensors on the CPU or a GPU");
     }
     if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(tensor, &data);
     if (status == ZS_OK && info.numel > 0)
@@ -68,10 +68,9 @@ static zs_status add_tensor(norm_batch *batch, PyObject *object)
 
 PyDoc_STRVAR(
     power_sum_doc,
-    "power_sum($module, tensors, p, /)\n--\n\n"
-    "Sum of |x|**p over all elements of a list of contiguous tensors of the CPU or a GPU, taken in double and\n"
-    "in an order that depends on their lengths alone, for p = 1 or 2; for p = inf the largest\n"
-    "|x|. 0.0 of nothing. NaN and inf come through. TypeError for other tensors.");
+    "power_sum($module, tensors, p, /)\n--\n\nReturn the sum of |x|**p (p = 1 or 2), or the maximum of |x| (p = inf), "
+    "over all elements of a list of\ncontiguous CPU or GPU tensors. Accumulates in double, in an order that depends on "
+    "the lengths only.\nAn empty list gives 0.0; NaN and inf propagate. Raises TypeError for other tensors.");
 
 static PyObject *power_sum(PyObject *module, PyObject *args)
 {
@@ -79,7 +78,7 @@ static PyObject *power_sum(PyObject *module, PyObject *args)
     double p;
     if (!PyArg_ParseTuple(args, "O!d:power_sum", &PyList_Type, &tensors, &p)) return NULL;
     if (p != 1 && p != 2 && p != (double)INFINITY) {
-        return PyErr_Format(PyExc_ValueError, "power_sum takes p = 1, 2 or inf");
+        return PyErr_Format(PyExc_ValueError, "power_sum() supports p = 1, 2 and inf only");
     }
     zs_clear_error();
     Py_ssize_t n = PyList_GET_SIZE(tensors);
@@ -121,13 +120,12 @@ static zs_status look_at_gpu(PyObject *object, on_gpu *out)
     return status;
 }
 
-PyDoc_STRVAR(on_gpu_doc,
-             "on_gpu($module, tensors, /)\n--\n\nAre these (at least one) all contiguous floating tensors of\n"
-             "one GPU, so that queue_power_sum and scale_by take them?");
+PyDoc_STRVAR(on_gpu_doc, "on_gpu($module, tensors, /)\n--\n\nWhether these are contiguous floating-point tensors "
+                         "on\none GPU (at least one), as queue_power_sum and scale_by require.");
 
 static PyObject *all_on_gpu(PyObject *module, PyObject *list)
 {
-    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "on_gpu takes a list of tensors");
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "on_gpu() expects a list of tensors");
     const zs_device *device = NULL;
     bool all = PyList_GET_SIZE(list) > 0;
     zs_clear_error();
@@ -141,13 +139,12 @@ static PyObject *all_on_gpu(PyObject *module, PyObject *list)
     return PyBool_FromLong(all);
 }
 
-PyDoc_STRVAR(capturing_doc,
-             "capturing($module, tensors, /)\n--\n\nIs any of these on a GPU whose work, in torch's current\n"
-             "stream, is now captured in a CUDA graph, and not done?");
+PyDoc_STRVAR(capturing_doc, "capturing($module, tensors, /)\n--\n\nWhether any of these tensors is on a GPU whose "
+                            "current\ntorch stream is being captured into a CUDA graph.");
 
 static PyObject *any_capturing(PyObject *module, PyObject *list)
 {
-    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "capturing takes a list of tensors");
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "capturing() expects a list of tensors");
     const zs_device *device = NULL;
     bool captured = false;
     zs_clear_error();
@@ -171,8 +168,8 @@ static zs_status find_room(PyObject *object, int64_t numel, double **out)
     ZS_TRY(zs_py_tensor(object, &tensor));
     zs_status status = zs_tensor_describe(tensor, &info);
     if (status == ZS_OK && (!info.contiguous || info.dtype != ZS_F64 || info.numel < numel))
-        status = ZS_FAIL(ZS_ERR_TYPE, "room for norms is a contiguous float64 tensor of at least %lld elements",
-                         (long long)numel);
+        status =
+            ZS_FAIL(ZS_ERR_TYPE, "expected a contiguous float64 workspace of at least %lld elements", (long long)numel);
     if (status == ZS_OK) status = zs_tensor_data(tensor, &data);
     zs_tensor_free(tensor);
     *out = data;
@@ -188,16 +185,16 @@ static zs_status list_numbers(PyObject *list, zs_numbers *numbers, const zs_devi
         zs_tensor_free(one.tensor);
         if (i == 0) *device = one.device;
         if (one.device == NULL || one.device != *device)
-            return ZS_FAIL(ZS_ERR_TYPE, "this takes contiguous floating tensors of one GPU");
+            return ZS_FAIL(ZS_ERR_TYPE, "expected contiguous floating-point tensors on one GPU");
         numbers[i] = one.numbers;
     }
     return ZS_OK;
 }
 
 PyDoc_STRVAR(queue_power_sum_doc,
-             "queue_power_sum($module, tensors, p, room, /)\n--\n\n"
-             "power_sum of contiguous tensors of one GPU, without waiting: room[0] gets it when the GPU comes there.\n"
-             "room: float64 on that GPU, norm_room() and two for each tensor. TypeError for other tensors.");
+             "queue_power_sum($module, tensors, p, room, /)\n--\n\nQueue power_sum of contiguous tensors on one GPU, "
+             "without synchronizing; the result goes to room[0].\nroom: float64 workspace on that GPU of norm_room() "
+             "elements plus two per tensor. Raises TypeError for other tensors.");
 
 static PyObject *queue_power_sum(PyObject *module, PyObject *args)
 {
@@ -205,7 +202,7 @@ static PyObject *queue_power_sum(PyObject *module, PyObject *args)
     zs_norm_job job = {0};
     if (!PyArg_ParseTuple(args, "O!dO:queue_power_sum", &PyList_Type, &list, &job.p, &room)) return NULL;
     job.n = (size_t)PyList_GET_SIZE(list);
-    if (job.n == 0) return PyErr_Format(PyExc_ValueError, "queue_power_sum takes at least one tensor");
+    if (job.n == 0) return PyErr_Format(PyExc_ValueError, "queue_power_sum() expects at least one tensor");
     zs_numbers *numbers = PyMem_Calloc(job.n, sizeof *numbers);
     if (numbers == NULL) return PyErr_NoMemory();
     const zs_device *device = NULL;
@@ -220,8 +217,8 @@ static PyObject *queue_power_sum(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(norm_room_doc,
-             "norm_room($module, /)\n--\n\nHow many float64 queue_power_sum needs, besides two a tensor.");
+PyDoc_STRVAR(norm_room_doc, "norm_room($module, /)\n--\n\nReturn the workspace size of queue_power_sum in float64 "
+                            "elements, without the two per tensor.");
 
 static PyObject *norm_room(PyObject *module, PyObject *unused)
 {
@@ -236,13 +233,13 @@ static zs_status join_ranks(zs_comm *comm, double *numbers, double p)
     zs_norm_job job = {.parts = numbers + 1, .n = (size_t)comm->world, .p = p, .result = numbers};
     if (comm->world == 1) return ZS_OK;
     if (comm->ops->gather_device == NULL)
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "the transport '%s' has no device to queue on", comm->ops->name);
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "transport '%s' cannot queue work on a GPU", comm->ops->name);
     ZS_TRY(comm->ops->gather_device(comm, numbers, sizeof *numbers, numbers + 1));
     return zs_device_norm_join(comm->device, &job);
 }
 
-PyDoc_STRVAR(gpu_ranks_doc, "gpu_ranks($module, engine, /)\n--\n\nHow many ranks reduce a model's gradients together "
-                            "on GPUs;\n0: it is not on one.");
+PyDoc_STRVAR(gpu_ranks_doc, "gpu_ranks($module, engine, /)\n--\n\nReturn the number of ranks that reduce this model's "
+                            "gradients on GPUs;\n0 if the model is not on a GPU.");
 
 static PyObject *gpu_ranks(PyObject *module, PyObject *object)
 {
@@ -254,10 +251,10 @@ static PyObject *gpu_ranks(PyObject *module, PyObject *object)
 }
 
 PyDoc_STRVAR(queue_over_ranks_doc,
-             "queue_over_ranks($module, engine, p, numbers, /)\n--\n\n"
-             "numbers[0] becomes the sum of all ranks' of one copy, in rank order (p = 1 or 2), or the largest of all\n"
-             "ranks' (p = inf; NaN if any is), without waiting for the GPU. numbers: float64 on the model's GPU, one\n"
-             "for each rank besides. Collective. NotImplementedError where the model is not on a GPU.");
+             "queue_over_ranks($module, engine, p, numbers, /)\n--\n\nQueue the reduction of numbers[0] over the ranks "
+             "of one replica, in place and without synchronizing: the sum in\nrank order (p = 1 or 2), or the maximum "
+             "(p = inf; NaN if any is). numbers: float64 on the model's GPU, one element\nplus one per rank. "
+             "Collective. Raises NotImplementedError if the model is not on a GPU.");
 
 static PyObject *queue_over_ranks(PyObject *module, PyObject *args)
 {
@@ -306,9 +303,9 @@ static zs_status scale_all(PyObject *list, zs_numbers *numbers, const float *fac
 }
 
 PyDoc_STRVAR(scale_by_doc,
-             "scale_by($module, tensors, factor, /)\n--\n\nMultiplies contiguous tensors of one GPU in place by a\n"
-             "float32 number that lies there, in float32 (float64 for those), rounded once; neighbours in one go.\n"
-             "TypeError for other tensors.");
+             "scale_by($module, tensors, factor, /)\n--\n\nMultiply contiguous tensors on one GPU in place by "
+             "a\nfloat32 scalar tensor on that GPU. Computes in float32 (float64 for float64 tensors) and rounds once; "
+             "adjacent\ntensors share a kernel launch. Raises TypeError for other tensors.");
 
 static PyObject *scale_by(PyObject *module, PyObject *args)
 {
@@ -323,7 +320,7 @@ static PyObject *scale_by(PyObject *module, PyObject *args)
     zs_status status = zs_py_tensor(factor, &tensor);
     if (status == ZS_OK) status = zs_tensor_describe(tensor, &info);
     if (status == ZS_OK && (info.dtype != ZS_F32 || info.numel != 1 || !info.contiguous))
-        status = ZS_FAIL(ZS_ERR_TYPE, "scale_by takes a factor of one float32");
+        status = ZS_FAIL(ZS_ERR_TYPE, "scale_by() expects a factor of one float32 element");
     if (status == ZS_OK) status = zs_tensor_data(tensor, &data);
     if (status == ZS_OK) status = scale_all(list, numbers, data);
     zs_tensor_free(tensor);

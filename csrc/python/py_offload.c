@@ -12,7 +12,7 @@ static const zs_unit *offloader_of(const zs_tensor *param)
 }
 
 PyDoc_STRVAR(offloads_doc,
-             "offloads_state($module, param, /)\n--\n\nDoes the optimizer state of this parameter go to a disk?");
+             "offloads_state($module, param, /)\n--\n\nWhether the optimizer state of this parameter is offloaded.");
 
 static PyObject *offloads_state(PyObject *module, PyObject *param)
 {
@@ -25,10 +25,9 @@ static PyObject *offloads_state(PyObject *module, PyObject *param)
     return PyBool_FromLong(found);
 }
 
-PyDoc_STRVAR(
-    zeros_doc,
-    "offloaded_zeros($module, param, numel, /)\n--\n\nA new tensor of `numel` zeros, of the dtype of a parameter "
-    "that offloads_state(), on that disk. OSError where it is full, ValueError for another tensor.");
+PyDoc_STRVAR(zeros_doc, "offloaded_zeros($module, param, numel, /)\n--\n\nReturn a new offloaded tensor of `numel` "
+                        "zeros, with the dtype of `param`, for which offloads_state() must hold. Raises OSError if the "
+                        "disk is full, and ValueError for other tensors.");
 
 static PyObject *offloaded_zeros(PyObject *module, PyObject *args)
 {
@@ -44,7 +43,7 @@ static PyObject *offloaded_zeros(PyObject *module, PyObject *args)
     if (unit != NULL)
         ZS_PY_NOGIL(status, zs_offload_state_new(unit, numel, handle, &made));
     else
-        status = ZS_FAIL(ZS_ERR_VALUE, "the state of this tensor's optimizer is in memory");
+        status = ZS_FAIL(ZS_ERR_VALUE, "the optimizer state of this tensor is not offloaded");
     zs_tensor_free(handle);
     if (status != ZS_OK) return zs_py_raise(NULL);
     PyObject *tensor = zs_py_wrap(made);
@@ -52,9 +51,8 @@ static PyObject *offloaded_zeros(PyObject *module, PyObject *args)
     return tensor;
 }
 
-PyDoc_STRVAR(limit_doc,
-             "set_pager_limit($module, bytes, /)\n--\n\nHow much of what is on a disk may be in memory when it is "
-             "not in use, of all models together.");
+PyDoc_STRVAR(limit_doc, "set_pager_limit($module, bytes, /)\n--\n\nSet how many bytes of offloaded data may stay "
+                        "resident in memory while unused, over all models.");
 
 static PyObject *set_pager_limit(PyObject *module, PyObject *object)
 {
@@ -65,11 +63,10 @@ static PyObject *set_pager_limit(PyObject *module, PyObject *object)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    counts_doc,
-    "pager_counts($module, /)\n--\n\nSince the process began: ranges of memory on a disk that were "
-    "wanted, those of them that were there or on their way (ahead), and that an optimizer worked on in a buffer "
-    "(lent); bytes resident now, and at most.");
+PyDoc_STRVAR(counts_doc,
+             "pager_counts($module, /)\n--\n\nReturn counts since the process started: wanted (ranges of offloaded "
+             "memory requested), ahead (of these, already resident or being prefetched), lent (of these, updated by an "
+             "optimizer in a buffer); and bytes: resident (now) and most (the peak).");
 
 static PyObject *pager_counts(PyObject *module, PyObject *unused)
 {

@@ -97,7 +97,7 @@ static int add_member(plan_object *self, PyObject *param, PyObject *entry, zs_me
     zs_member member = facts;
     zs_status status = weak_handle(param, &member.param);
     if (status == ZS_OK && member.param == NULL) {
-        status = ZS_FAIL(ZS_ERR_TYPE, "an optimizer updates tensors, not %s", Py_TYPE(param)->tp_name);
+        status = ZS_FAIL(ZS_ERR_TYPE, "an optimizer can only update tensors, got %s", Py_TYPE(param)->tp_name);
     }
     for (int s = 0; status == ZS_OK && s < ZS_OPTIM_STATES; s++) {
         status = weak_handle(item_of(entry, state_names[self->rule][s]), &member.state[s]);
@@ -172,7 +172,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     bool adam = strcmp(rule, "adam") == 0;
     if (!adam && strcmp(rule, "sgd") != 0) {
-        return PyErr_Format(PyExc_ValueError, "rule is 'adam' or 'sgd', not '%s'", rule);
+        return PyErr_Format(PyExc_ValueError, "rule must be 'adam' or 'sgd', got '%s'", rule);
     }
     plan_object *self = (plan_object *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
@@ -187,7 +187,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static PyObject *option(PyObject *group, const char *key)
 {
     PyObject *value = PyDict_GetItemString(group, key);
-    if (value == NULL) PyErr_Format(PyExc_KeyError, "a param group has no '%s'", key);
+    if (value == NULL) PyErr_Format(PyExc_KeyError, "param group lacks '%s'", key);
     return value;
 }
 
@@ -215,7 +215,7 @@ static int read_betas(PyObject *betas, zs_hyper *hyper)
         bad = read_number(PyTuple_GET_ITEM(pair, 0), &hyper->beta1) ||
               read_number(PyTuple_GET_ITEM(pair, 1), &hyper->beta2);
     } else {
-        PyErr_SetString(PyExc_ValueError, "betas are two numbers");
+        PyErr_SetString(PyExc_ValueError, "betas must be a pair of numbers");
     }
     Py_DECREF(pair);
     return bad ? -1 : 0;
@@ -263,7 +263,8 @@ static zs_status elements_of(PyObject *object, zs_dtype dtype, int64_t numel, vo
     ZS_TRY(zs_py_tensor(object, &tensor));
     zs_status status = zs_tensor_describe(tensor, &info);
     if (status == ZS_OK && (!info.contiguous || info.dtype != dtype || info.numel < numel))
-        status = ZS_FAIL(ZS_ERR_TYPE, "a capturable step takes contiguous tensors of its own dtypes and sizes");
+        status =
+            ZS_FAIL(ZS_ERR_TYPE, "a capturable step() expects contiguous tensors of the documented dtypes and sizes");
     if (status == ZS_OK) status = zs_tensor_data(tensor, out);
     zs_tensor_free(tensor);
     return status;
@@ -300,14 +301,14 @@ static PyObject *members_with(const plan_object *self, Py_ssize_t n, zs_verdict 
     return result;
 }
 
-PyDoc_STRVAR(step_doc, "step($self, group, state, live=None, /)\n--\n\n"
-                       "Updates the group's parameters that have a gradient. Returns the indices of those it could\n"
-                       "not take (not plain dense CPU memory of one floating dtype), which the caller updates; or\n"
-                       "None, with nothing done, where this plan is out of date: make state and a new plan.\n\n"
-                       "live: the step is capturable, and takes what changes from step to step out of tensors on the\n"
-                       "GPU: (room, lr, grad_factor, found_inf); room: float64, 16 for each parameter, for the step's\n"
-                       "constants; lr: float64, or None to take the group's; grad_factor, found_inf: float32 or None.\n"
-                       "NotImplementedError, with nothing done, for parameters that cannot be taken so.");
+PyDoc_STRVAR(step_doc,
+             "step($self, group, state, live=None, /)\n--\n\nUpdate the group's parameters that have a gradient. "
+             "Returns the indices of the parameters that were not\nupdated because they are not supported (the caller "
+             "updates them), or None, with nothing done, if this plan\nis out of date: create the missing state and a "
+             "new plan.\n\nlive: for capturable steps, the GPU tensors (room, lr, grad_factor, found_inf) with what "
+             "changes from step\nto step. room: float64, 16 elements per parameter, a workspace; lr: float64, or None "
+             "to use the group's;\ngrad_factor, found_inf: float32 or None. Raises NotImplementedError, with nothing "
+             "done, for parameters that\na capturable step does not support.");
 
 /* Looks, steps; what is left to the caller, None, or an exception. */
 static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hyper, const zs_live *live)
@@ -332,13 +333,13 @@ static PyObject *plan_step(plan_object *self, PyObject *const *args, Py_ssize_t 
     bool live = tuple != Py_None;
     if (n_args < 2 || n_args > 3 || !PyDict_Check(args[0]) || !PyDict_Check(args[1]) ||
         (live && (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 4)))
-        return PyErr_Format(PyExc_TypeError, "step takes a param group and the optimizer's state, both dicts");
+        return PyErr_Format(PyExc_TypeError, "step() expects a param group and the optimizer's state, both dicts");
     zs_hyper hyper;
     zs_live found = {0};
     PyObject *params = option(args[0], "params");
     bool lr_is_live = live && PyTuple_GET_ITEM(tuple, 1) != Py_None;
     if (params == NULL || read_hyper(self->rule, args[0], lr_is_live, &hyper) < 0) return NULL;
-    if (!PyList_Check(params)) return PyErr_Format(PyExc_TypeError, "a group's params are a list");
+    if (!PyList_Check(params)) return PyErr_Format(PyExc_TypeError, "the 'params' of a param group must be a list");
 
     Py_ssize_t count = -1, n = PyList_GET_SIZE(params);
     walk(self, params, args[1], compare, &count);
@@ -381,12 +382,12 @@ static void plan_dealloc(plan_object *self)
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(plan_doc, "OptimPlan(rule, params, state, fresh, numbers=None, steps=None)\n\n"
-                       "How to update the parameters of one group in one call. rule: 'adam' (AdamW too) or 'sgd';\n"
-                       "params: the group's list; state: the optimizer's; fresh: the set of those parameters whose\n"
-                       "momentum_buffer is new; numbers: for stochastic rounding, of each parameter the number of its\n"
-                       "first element; steps: for capturable steps, of each parameter how many its counter says.\n"
-                       "The plan holds references to all it was given but these.");
+PyDoc_STRVAR(plan_doc,
+             "OptimPlan(rule, params, state, fresh, numbers=None, steps=None)\n\nA plan to update the parameters of "
+             "one param group in a single call. rule: 'adam' (also AdamW) or 'sgd';\nparams: the group's list; state: "
+             "the optimizer's; fresh: the set of parameters whose momentum_buffer is new;\nnumbers: for stochastic "
+             "rounding, the global index of each parameter's first element; steps: for capturable\nsteps, the step "
+             "count of each parameter. The plan keeps references to all arguments except numbers and steps.");
 
 static PyMethodDef plan_methods[] = {
     {"step", (PyCFunction)(void (*)(void))plan_step, METH_FASTCALL, step_doc},

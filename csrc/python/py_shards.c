@@ -34,9 +34,8 @@ static zs_unit *user_of(PyObject *object, zs_mem_role role, zs_tensor **handle)
     return mem != NULL && mem->role == role ? mem->user : NULL;
 }
 
-PyDoc_STRVAR(shard_info_doc, "shard_info($module, tensor, /)\n--\n\nFacts of a sharded parameter as Unit.param() gives "
-                             "them, or None for any other "
-                             "tensor.");
+PyDoc_STRVAR(shard_info_doc, "shard_info($module, tensor, /)\n--\n\nReturn the facts of a sharded parameter, as "
+                             "Unit.param() does, or None for any other tensor.");
 
 static PyObject *shard_info(PyObject *module, PyObject *object)
 {
@@ -54,8 +53,9 @@ static PyObject *shard_info(PyObject *module, PyObject *object)
     return result;
 }
 
-PyDoc_STRVAR(is_shard_doc,
-             "is_shard($module, tensor, /)\n--\n\nDoes the tensor lie on a unit's shard (or its mapped full buffer)?");
+PyDoc_STRVAR(
+    is_shard_doc,
+    "is_shard($module, tensor, /)\n--\n\nWhether the tensor is in a unit's shard (or in its mapped full buffer).");
 
 static PyObject *is_shard(PyObject *module, PyObject *object)
 {
@@ -66,10 +66,9 @@ static PyObject *is_shard(PyObject *module, PyObject *object)
     return PyErr_Occurred() ? NULL : PyBool_FromLong(found);
 }
 
-PyDoc_STRVAR(
-    grad_owner_doc,
-    "grad_owner($module, tensor, /)\n--\n\nThe Engine whose grad shard the tensor lies on, or None. RuntimeError "
-    "for a gradient that no_sync() has kept on this rank.");
+PyDoc_STRVAR(grad_owner_doc,
+             "grad_owner($module, tensor, /)\n--\n\nReturn the Engine whose gradient shard contains the tensor, or "
+             "None. Raises RuntimeError for a gradient that no_sync() accumulated and that is not reduced yet.");
 
 /* -1 with an exception for a gradient that has not been reduced. */
 static int check_reduced(PyObject *object)
@@ -78,11 +77,10 @@ static int check_reduced(PyObject *object)
     const zs_unit *unit = user_of(object, ZS_MEM_LOCAL_GRAD, &handle);
     zs_tensor_free(handle);
     if (unit != NULL)
-        PyErr_Format(
-            PyExc_RuntimeError,
-            "a gradient of unit '%s' is this rank's own: it was made in no_sync() and has not been reduced; run "
-            "the last backward before clipping or the optimizer's step outside of no_sync()",
-            unit->name);
+        PyErr_Format(PyExc_RuntimeError,
+                     "a gradient of unit '%s' was accumulated in no_sync() and has not been reduced: run the last "
+                     "backward outside of no_sync() before gradient clipping or optimizer.step()",
+                     zs_unit_label(unit->name));
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -98,8 +96,9 @@ static PyObject *grad_owner(PyObject *module, PyObject *object)
     return zs_py_engine_wrap(unit->engine);
 }
 
-PyDoc_STRVAR(has_local_grads_doc,
-             "has_local_grads($module, /)\n--\n\nIs there any unit whose gradients no_sync() has kept on this rank?");
+PyDoc_STRVAR(
+    has_local_grads_doc,
+    "has_local_grads($module, /)\n--\n\nWhether any unit has unreduced gradients from no_sync() on this rank.");
 
 static PyObject *has_local_grads(PyObject *module, PyObject *unused)
 {
@@ -108,7 +107,7 @@ static PyObject *has_local_grads(PyObject *module, PyObject *unused)
     return PyBool_FromLong(zs_local_grads_any());
 }
 
-PyDoc_STRVAR(has_held_units_doc, "has_held_units($module, /)\n--\n\nIs there any unit that unshard() has made whole?");
+PyDoc_STRVAR(has_held_units_doc, "has_held_units($module, /)\n--\n\nWhether any unit is kept unsharded by unshard().");
 
 static PyObject *has_held_units(PyObject *module, PyObject *unused)
 {
@@ -117,9 +116,8 @@ static PyObject *has_held_units(PyObject *module, PyObject *unused)
     return PyBool_FromLong(zs_hold_any());
 }
 
-PyDoc_STRVAR(held_unit_doc,
-             "held_unit($module, tensor, /)\n--\n\nThe name of the unit that unshard() has made whole and "
-             "that the tensor is of, or None.");
+PyDoc_STRVAR(held_unit_doc, "held_unit($module, tensor, /)\n--\n\nReturn the name of the unit that the tensor belongs "
+                            "to if unshard() keeps it unsharded, else None.");
 
 static PyObject *held_unit(PyObject *module, PyObject *object)
 {
@@ -133,8 +131,8 @@ static PyObject *held_unit(PyObject *module, PyObject *object)
 }
 
 PyDoc_STRVAR(mappings_doc,
-             "mappings($module, /)\n--\n\nHow many times this process has mapped memory for parameters, gradients and "
-             "their like. It stands still once a model's steps have all they need.");
+             "mappings($module, /)\n--\n\nReturn how often this process has mapped memory for parameters, gradients "
+             "and the like. Constant once a model's steps have all the memory they need.");
 
 static PyObject *mappings(PyObject *module, PyObject *unused)
 {

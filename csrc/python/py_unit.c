@@ -50,7 +50,7 @@ static int parse_dtype(PyObject *name, zs_dtype *out)
         *out = (zs_dtype)i;
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "parameters cannot be computed with in '%s'", text);
+    PyErr_Format(PyExc_ValueError, "unsupported dtype '%s': expected float32, float64, bfloat16 or float16", text);
     return -1;
 }
 
@@ -92,7 +92,7 @@ static int read_lists(PyObject *names, PyObject *tensors, param_lists *out)
 {
     out->n = PyList_GET_SIZE(names);
     if (PyList_GET_SIZE(tensors) != out->n) {
-        PyErr_SetString(PyExc_ValueError, "a unit needs one name for each parameter");
+        PyErr_SetString(PyExc_ValueError, "a unit requires one name per parameter");
         return -1;
     }
     out->names = calloc((size_t)out->n + 1, sizeof *out->names);
@@ -179,9 +179,8 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-PyDoc_STRVAR(unit_check_doc,
-             "check($type, name, names, tensors, /)\n--\n\nRaises what Unit(...) would raise for these parameters; "
-             "changes nothing.");
+PyDoc_STRVAR(unit_check_doc, "check($type, name, names, tensors, /)\n--\n\nRaise what Unit(...) would raise for these "
+                             "parameters; creates nothing.");
 
 static PyObject *unit_check(PyObject *type, PyObject *args)
 {
@@ -218,9 +217,8 @@ static void unit_dealloc(unit_object *self)
 
 /* --- by hand ---------------------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(unit_unshard_doc,
-             "unshard($self, exact=False, /)\n--\n\nMakes the parameters whole; inside an engine's session. exact: in "
-             "their own dtype, where forward has them in another.");
+PyDoc_STRVAR(unit_unshard_doc, "unshard($self, exact=False, /)\n--\n\nUnshard (all-gather) the parameters, within an "
+                               "engine's session. exact: in their original dtype, not in the compute dtype.");
 
 static PyObject *unit_unshard(unit_object *self, PyObject *args)
 {
@@ -232,7 +230,7 @@ static PyObject *unit_unshard(unit_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(unit_reshard_doc, "reshard($self, /)\n--\n\nGives the full buffer back.");
+PyDoc_STRVAR(unit_reshard_doc, "reshard($self, /)\n--\n\nReshard the parameters, freeing the full buffer.");
 
 static PyObject *unit_reshard(unit_object *self, PyObject *unused)
 {
@@ -243,10 +241,9 @@ static PyObject *unit_reshard(unit_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    unit_hold_doc,
-    "hold($self, exact=False, /)\n--\n\nMakes the parameters whole until let_go() or the end of the next backward; "
-    "on all ranks together. exact: in their own dtype. False if they were held, or always are whole.");
+PyDoc_STRVAR(unit_hold_doc, "hold($self, exact=False, /)\n--\n\nUnshard the parameters and pin them until let_go() or "
+                            "the end of the next backward. exact: in their original dtype. Returns False if they were "
+                            "pinned already or are never sharded. Collective.");
 
 static PyObject *unit_hold(unit_object *self, PyObject *args)
 {
@@ -259,10 +256,9 @@ static PyObject *unit_hold(unit_object *self, PyObject *args)
     return PyBool_FromLong(self->unit->held && !before);
 }
 
-PyDoc_STRVAR(
-    unit_let_go_doc,
-    "let_go($self, keep=None, /)\n--\n\nGives back what hold() or a forward has kept whole. keep: what was written "
-    "to it counts (True), or is dropped (False); None: it is an error.");
+PyDoc_STRVAR(unit_let_go_doc,
+             "let_go($self, keep=None, /)\n--\n\nReshard parameters that hold() pinned or that a forward left "
+             "unsharded. keep: whether in-place changes are kept (True) or dropped (False); None: they are an error.");
 
 static PyObject *unit_let_go(unit_object *self, PyObject *args)
 {
@@ -285,7 +281,9 @@ static zs_status read_into(const zs_unit *unit, int64_t i, PyObject *object)
     zs_status status = zs_tensor_describe(out, &info);
     if (status == ZS_OK && (!info.contiguous || info.numel != unit->params[i].numel ||
                             info.itemsize != unit->flats[unit->params[i].flat].layout.itemsize))
-        status = ZS_FAIL(ZS_ERR_VALUE, "the target for parameter '%s' is not of its size", unit->params[i].name);
+        status = ZS_FAIL(ZS_ERR_VALUE,
+                         "the output tensor of parameter '%s' must be contiguous, with the parameter's size and dtype",
+                         unit->params[i].name);
     if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(out, &data);
     if (status == ZS_OK && info.numel > 0) status = zs_unit_read_param(unit, i, data, info.where);
     zs_tensor_free(out);
@@ -295,14 +293,13 @@ static zs_status read_into(const zs_unit *unit, int64_t i, PyObject *object)
 static int64_t check_index(const zs_unit *unit, Py_ssize_t i)
 {
     if (i >= 0 && i < unit->n_params) return i;
-    PyErr_Format(PyExc_IndexError, "unit '%s' has %lld parameters", unit->name, (long long)unit->n_params);
+    PyErr_Format(PyExc_IndexError, "parameter index out of range: unit '%s' has %lld parameters",
+                 zs_unit_label(unit->name), (long long)unit->n_params);
     return -1;
 }
 
-PyDoc_STRVAR(
-    unit_read_param_doc,
-    "read_param($self, index, out, /)\n--\n\nCopies a whole parameter into a contiguous tensor of its shape and "
-    "dtype. The unit must be unsharded.");
+PyDoc_STRVAR(unit_read_param_doc, "read_param($self, index, out, /)\n--\n\nCopy a full parameter into a contiguous "
+                                  "tensor of its shape and dtype. The unit must be unsharded.");
 
 static PyObject *unit_read_param(unit_object *self, PyObject *args)
 {
@@ -314,10 +311,8 @@ static PyObject *unit_read_param(unit_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    unit_param_doc,
-    "param($self, index, /)\n--\n\nFacts of a parameter: name, unit, whole shape, and which elements (begin, numel) of "
-    "its row-major order this rank owns.");
+PyDoc_STRVAR(unit_param_doc, "param($self, index, /)\n--\n\nReturn the facts of a parameter: name, unit, full shape, "
+                             "and the range (begin, numel) of its elements, in row-major order, that this rank owns.");
 
 static PyObject *unit_param(unit_object *self, PyObject *index)
 {
@@ -328,10 +323,9 @@ static PyObject *unit_param(unit_object *self, PyObject *index)
 
 /* --- type ----------------------------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(
-    unit_prefetch_doc,
-    "prefetch($self, backward, units, /)\n--\n\nThe units whose gathers begin when this one is whole, in forward or "
-    "in backward; an empty list: those that the last pass showed.");
+PyDoc_STRVAR(unit_prefetch_doc,
+             "prefetch($self, backward, units, /)\n--\n\nSet the units to prefetch once this one is unsharded, in "
+             "forward or in backward. An empty list restores the default: the order of the previous pass.");
 
 static PyObject *unit_prefetch(unit_object *self, PyObject *args)
 {
@@ -367,9 +361,8 @@ static PyMethodDef unit_methods[] = {
 static PyType_Slot unit_slots[] = {
     {Py_tp_doc,
      "Unit(engine, name, strategy, names, tensors, places, compute=None, wire=None, keep=set())\n--\n\nParameters that "
-     "are gathered and reduced together. compute, wire: dtypes, as 'bfloat16', in forward and backward, and of "
-     "gradients "
-     "on their way; keep: indices of parameters that keep theirs."},
+     "are all-gathered and reduced together. compute: the dtype of forward and backward, such as 'bfloat16'; wire: the "
+     "dtype that gradients are reduced in; keep: indices of parameters that keep their dtype."},
     {Py_tp_new, unit_new},
     {Py_tp_dealloc, unit_dealloc},
     {Py_tp_methods, unit_methods},

@@ -61,8 +61,8 @@ static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
         zs_engine_replan(unit->engine);
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "unit '%s' has the strategy %s, which cannot become %s any more", unit->name,
-                 strategy_names[unit->strategy], text);
+    PyErr_Format(PyExc_ValueError, "cannot change the strategy of unit '%s' from %s to %s after FSDP(...)",
+                 zs_unit_label(unit->name), strategy_names[unit->strategy], text);
     return -1;
 }
 
@@ -128,7 +128,7 @@ static int unit_set_sync(unit_object *self, PyObject *value, void *unused)
     (void)unused;
     int on = value == NULL ? -1 : PyObject_IsTrue(value);
     if (on < 0) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "sync cannot be deleted");
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "cannot delete the attribute sync");
         return -1;
     }
     self->unit->sync = on != 0;
@@ -150,14 +150,14 @@ static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
     zs_unit *unit = self->unit;
     int world = zs_engine_comm(unit->engine)->world;
     if (!(divisor > 0.0 && isfinite(divisor))) {
-        PyErr_SetString(PyExc_ValueError, "gradients are divided by a positive number");
+        PyErr_SetString(PyExc_ValueError, "the gradient divide factor must be a positive finite number");
         return -1;
     }
     if (unit->replicated && divisor != world) {
         PyErr_Format(PyExc_NotImplementedError,
-                     "unit '%s' is not sharded: its gradients are divided by the number of ranks (%d), nothing else; "
-                     "scale the loss instead",
-                     unit->name, world);
+                     "unit '%s' is not sharded: its gradients can only be divided by the number of ranks (%d); scale "
+                     "the loss instead",
+                     zs_unit_label(unit->name), world);
         return -1;
     }
     unit->divisor = divisor;
@@ -168,15 +168,16 @@ PyGetSetDef zs_py_unit_getset[] = {
     {"name", (getter)unit_name, (setter)unit_set_name, "Dotted name of the module; '' for the root.", NULL},
     {"strategy", (getter)unit_strategy, (setter)unit_set_strategy, "'full_shard', 'shard_grad_op' or 'no_shard'.",
      NULL},
-    {"divisor", (getter)unit_divisor, (setter)unit_set_divisor, "What sums of gradients are divided by.", NULL},
-    {"is_full", (getter)unit_is_full, NULL, "Are the parameters whole right now?", NULL},
-    {"offloads", (getter)unit_offloads, NULL, "Are its parameters, gradients, optimizer state on a disk?", NULL},
-    {"replicated", (getter)unit_replicated, NULL, "Are the parameters whole on this rank all the time?", NULL},
+    {"divisor", (getter)unit_divisor, (setter)unit_set_divisor, "Divisor of gradient sums.", NULL},
+    {"is_full", (getter)unit_is_full, NULL, "Whether the parameters are unsharded now.", NULL},
+    {"offloads", (getter)unit_offloads, NULL, "Whether its parameters, gradients and optimizer state are offloaded.",
+     NULL},
+    {"replicated", (getter)unit_replicated, NULL, "Whether each rank always has the full parameters.", NULL},
     {"params", (getter)unit_params, NULL, "Its parameters, in order.", NULL},
-    {"is_hooked", (getter)unit_is_hooked, NULL, "Does anything happen to it in forward and backward?", NULL},
+    {"is_hooked", (getter)unit_is_hooked, NULL, "Whether the unit takes part in forward and backward.", NULL},
     {"n_params", (getter)unit_n_params, NULL, "Number of parameters.", NULL},
-    {"bytes", (getter)unit_sizes, NULL, "Bytes: shard, full, bucket, grad.", NULL},
-    {"sync", (getter)unit_sync, (setter)unit_set_sync, "Are gradients of the next backwards reduced?", NULL},
-    {"engine", (getter)unit_engine, NULL, "The engine it belongs to now.", NULL},
+    {"bytes", (getter)unit_sizes, NULL, "Sizes in bytes: shard, full, bucket, grad.", NULL},
+    {"sync", (getter)unit_sync, (setter)unit_set_sync, "Whether the next backwards reduce gradients.", NULL},
+    {"engine", (getter)unit_engine, NULL, "The engine that the unit belongs to.", NULL},
     {0},
 };

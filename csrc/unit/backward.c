@@ -53,12 +53,11 @@ static zs_status begin_backward(zs_engine *engine)
 static zs_status refuse_double_backward(const zs_unit *unit)
 {
     if (!zs_grad_mode() || unit->fixed) return ZS_OK;
-    return ZS_FAIL(
-        ZS_ERR_STATE,
-        "backward with create_graph=True (a gradient penalty, a Hessian) reached unit '%s', which is sharded: "
-        "gradients of gradients need whole parameters after the backward. Use strategy='no_shard' for this "
-        "model, or a penalty without second derivatives",
-        unit->name);
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "backward with create_graph=True (gradient penalty, Hessian) is not supported for unit '%s', which "
+                   "is sharded: double backward needs the full parameters after the first backward; use "
+                   "strategy='no_shard', or a penalty without second derivatives",
+                   zs_unit_label(unit->name));
 }
 
 static zs_status post_unit(zs_unit *unit)
@@ -133,12 +132,11 @@ static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_wha
 {
     return ZS_FAIL(
         ZS_ERR_STATE,
-        "a gradient%s arrived for parameter '%s', and its unit '%s' is sharded: the parameter was used "
-        "outside the unit's forward (a penalty over model.parameters(), a weight read by another module), or "
-        "the forward's output was hidden in an object that zshard does not look into (return tensors, "
-        "tuples, lists, dicts or dataclasses). module.unshard() makes it whole by hand, "
-        "zshard.register_forward_method names methods that use it",
-        of_what, unit->params[i].name, unit->name);
+        "got a gradient for %sparameter '%s' of unit '%s', which is sharded: the parameter was used outside the unit's "
+        "forward (a penalty over model.parameters(), a weight read by another module), or the forward returned its "
+        "output in an object that zshard does not search (return tensors, tuples, lists, dicts or dataclasses); call "
+        "module.unshard() before such a use, or register the method that uses it with zshard.register_forward_method()",
+        of_what, unit->params[i].name, zs_unit_label(unit->name));
 }
 
 /* A graph that was made of the slice gives the slice's gradient, whatever the parameter is by now. */
@@ -148,7 +146,7 @@ static zs_status check_whole(const zs_unit *unit, int64_t i)
     ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
     if (grad.numel == unit->params[i].numel) return ZS_OK;
     zs_grad_set(unit->params[i].tensor, NULL);
-    return used_outside(unit, i, " of this rank's slice");
+    return used_outside(unit, i, "the shard of ");
 }
 
 /* Do ranks meet to gather the unit? */

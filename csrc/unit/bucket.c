@@ -74,7 +74,7 @@ void zs_bucket_forget_rounds(zs_bucket_pool *pool)
 zs_status zs_bucket_pool_new(zs_comm *comm, zs_bucket_pool **out)
 {
     zs_bucket_pool *pool = calloc(1, sizeof *pool);
-    if (pool == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a pool of buckets");
+    if (pool == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a bucket pool");
     pool->comm = comm;
     *out = pool;
     return ZS_OK;
@@ -102,10 +102,10 @@ size_t zs_bucket_pool_bytes(const zs_bucket_pool *pool)
 static zs_status add_slot(zs_bucket_pool *pool, size_t bytes, zs_bucket_slot **out)
 {
     zs_bucket_slot **grown = realloc(pool->slots, (pool->n + 1) * sizeof *grown);
-    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for bucket %zu", pool->n);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating bucket %zu", pool->n);
     pool->slots = grown;
     zs_bucket_slot *slot = calloc(1, sizeof *slot);
-    if (slot == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for bucket %zu", pool->n);
+    if (slot == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating bucket %zu", pool->n);
     zs_status status = pool->comm->ops->bucket_new(pool->comm, bytes, &slot->bucket);
     if (status != ZS_OK) {
         free(slot);
@@ -139,7 +139,7 @@ static void match(zs_bucket_pool *pool, const size_t *bytes, size_t n, bool *met
 zs_status zs_bucket_pool_fit(zs_bucket_pool *pool, const size_t *bytes, size_t n)
 {
     bool *met = calloc(n + 1, sizeof *met);
-    if (met == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to reserve buckets");
+    if (met == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory reserving buckets");
     match(pool, bytes, n, met);
     zs_status status = ZS_OK;
     zs_bucket_slot *made = NULL;

@@ -67,7 +67,7 @@ static zs_status agree(zs_comm *all, zs_status own, const char *what)
     zs_status status = all->ops->exchange(all, &failed, sizeof failed, every);
     if (own != ZS_OK || status != ZS_OK) return own != ZS_OK ? own : status;
     for (int r = 0; r < all->world; r++)
-        if (every[r]) return ZS_FAIL(ZS_ERR_STATE, "offload: rank %d %s; its own message says why", r, what);
+        if (every[r]) return ZS_FAIL(ZS_ERR_STATE, "offload: rank %d %s; see the error of that rank", r, what);
     return ZS_OK;
 }
 
@@ -77,18 +77,17 @@ static zs_status open_peer(const calling_card *card, int rank, int *fd)
     *fd = open(card->path, O_RDWR | O_CLOEXEC);
     bool same = *fd >= 0 && fstat(*fd, &found) == 0 && found.st_dev == card->device && found.st_ino == card->inode;
     if (same) return ZS_OK;
-    return ZS_FAIL(
-        ZS_ERR_VALUE,
-        "offload: the file of rank %d on the same host, '%s', cannot be opened here (%s); give a directory that "
-        "all of its ranks see, or transport='c10d'",
-        rank, card->path, *fd < 0 ? strerror(errno) : "there is another one");
+    return ZS_FAIL(ZS_ERR_VALUE,
+                   "offload: cannot open the file of rank %d on the same host, '%s' (%s): pass a directory that all "
+                   "ranks of the host can access, or transport='c10d'",
+                   rank, card->path, *fd < 0 ? strerror(errno) : "the path names a different file here");
 }
 
 static zs_status describe_own(const zs_disk *disk, calling_card *card)
 {
     struct stat found;
     const char *path = zs_file_path(disk->file);
-    if (strlen(path) >= PATH_ROOM) return ZS_FAIL(ZS_ERR_VALUE, "offload: the path '%.200s...' is too long", path);
+    if (strlen(path) >= PATH_ROOM) return ZS_FAIL(ZS_ERR_VALUE, "offload: path too long: '%.200s...'", path);
     if (fstat(zs_file_fd(disk->file), &found) != 0) return ZS_FAIL_ERRNO("offload: fstat");
     card->device = found.st_dev;
     card->inode = found.st_ino;
@@ -100,7 +99,7 @@ static zs_status describe_own(const zs_disk *disk, calling_card *card)
 static zs_status meet(zs_disk *disk, zs_comm *shards)
 {
     calling_card *cards = calloc((size_t)shards->world + 1, sizeof *cards);
-    if (cards == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the names of files");
+    if (cards == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating file names");
     calling_card *own = &cards[shards->world];
     zs_status status = describe_own(disk, own);
     own->failed = status != ZS_OK;
@@ -126,7 +125,7 @@ static zs_status open_own(zs_disk *disk, const char *directory)
 {
     size_t n = (size_t)disk->world;
     disk->fds = malloc(n * sizeof *disk->fds);
-    if (disk->fds == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for %zu files", n);
+    if (disk->fds == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating %zu file descriptors", n);
     for (size_t r = 0; r < n; r++)
         disk->fds[r] = -1;
     ZS_TRY(zs_file_new_in(directory, &disk->file));
@@ -138,15 +137,15 @@ static zs_status open_own(zs_disk *disk, const char *directory)
 zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_disk **out)
 {
     zs_disk *disk = calloc(1, sizeof *disk);
-    if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an offload directory");
+    if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload directory");
     atomic_init(&disk->refs, 1);
     disk->direct = -1;
     disk->mapped = shards->ops->mapped;
     disk->world = disk->mapped ? shards->world : 1;
     disk->rank = disk->mapped ? shards->rank : 0;
-    zs_status status = agree(all, open_own(disk, directory), "could not make its file");
+    zs_status status = agree(all, open_own(disk, directory), "could not create its file");
     if (status == ZS_OK && disk->world > 1) status = meet(disk, shards);
-    if (status == ZS_OK || disk->world > 1) status = agree(all, status, "could not open its peers' files");
+    if (status == ZS_OK || disk->world > 1) status = agree(all, status, "could not open the files of its peers");
     if (disk->file != NULL) zs_file_hide(disk->file);
     if (status != ZS_OK) {
         zs_disk_release(disk);
@@ -159,9 +158,11 @@ zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_d
 zs_status zs_disk_new_on_host(const zs_device *device, zs_disk **out)
 {
     if (device->ops->mem_new_host == NULL)
-        return ZS_FAIL(ZS_ERR_VALUE, "offload: the host's memory is where everything is, without a GPU");
+        return ZS_FAIL(
+            ZS_ERR_VALUE,
+            "offload: offloading to host memory requires a GPU; without one, everything is in host memory already");
     zs_disk *disk = calloc(1, sizeof *disk);
-    if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to offload to the host");
+    if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload to host memory");
     atomic_init(&disk->refs, 1);
     disk->device = device;
     disk->world = 1;
@@ -188,7 +189,7 @@ static zs_status wrap(zs_disk *disk, zs_mem *mem, size_t part_bytes, zs_mem **ou
     zs_pager_map map = {mem->ptr, part_bytes, parts, own, NULL, zs_file_offset_of(mem), disk->direct};
     map.fds = parts > 1 ? disk->fds : &disk->fds[disk->rank];
     region *owner = malloc(sizeof *owner);
-    zs_status status = owner == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a region") : zs_pager_add(&map);
+    zs_status status = owner == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a region") : zs_pager_add(&map);
     bool known = status == ZS_OK;
     if (known) {
         *owner = (region){mem, zs_disk_retain(disk), part_bytes};
@@ -211,7 +212,7 @@ static zs_status take_on_host(zs_disk *disk, size_t bytes, zs_mem **out)
 {
     zs_mem *mem = NULL;
     region *owner = malloc(sizeof *owner);
-    zs_status status = owner == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a region")
+    zs_status status = owner == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a region")
                                      : disk->device->ops->mem_new_host(disk->device, bytes, &mem);
     if (status == ZS_OK) status = zs_mem_wrap(mem->ptr, mem->bytes, free_region, owner, out);
     if (status != ZS_OK) {

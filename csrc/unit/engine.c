@@ -15,8 +15,8 @@ static zs_status check_mesh(const zs_ranks *ranks)
     for (int r = 0; r < ranks->far->world; r++)
         if (memcmp(&all[2 * r], mine, sizeof mine) != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
-                           "the process groups are no mesh: a rank that is number %d of %d in its group to shard over "
-                           "has to replicate with the number %d of the others, not with a number %d of %d",
+                           "the process groups do not form a mesh: rank %d of %d of a shard group must replicate with "
+                           "rank %d of the other shard groups, got rank %d of %d",
                            mine[0], mine[1], mine[0], all[2 * r], all[2 * r + 1]);
     return ZS_OK;
 }
@@ -29,7 +29,7 @@ static zs_status find_parts(zs_engine *engine)
     engine->n_parts = parts;
     engine->part = ranks->far == NULL ? ranks->shards->rank : ranks->near->rank * ranks->far->world + ranks->far->rank;
     engine->part_of = calloc((size_t)world, sizeof *engine->part_of);
-    if (engine->part_of == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an engine");
+    if (engine->part_of == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
     for (int r = 0; r < world; r++)
         engine->part_of[r] = r;
     if (ranks->shards == ranks->all && ranks->far == NULL) return ZS_OK;
@@ -39,8 +39,9 @@ static zs_status find_parts(zs_engine *engine)
     for (int r = 0; r < world; r++) {
         if (all[2 * r + 1] != parts || world % parts != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
-                           "the groups to shard over differ in size: %d ranks here, %d at rank %d, of %d in all", parts,
-                           all[2 * r + 1], r, world);
+                           "all shard groups must have the same size, which must divide the world size: got %d ranks "
+                           "here, %d on rank %d, world size %d",
+                           parts, all[2 * r + 1], r, world);
         engine->part_of[r] = all[2 * r];
     }
     return ZS_OK;
@@ -71,7 +72,7 @@ static zs_status make_slot(void *near, size_t bytes, zs_mem **out)
 zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out)
 {
     zs_engine *engine = calloc(1, sizeof *engine);
-    if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for an engine");
+    if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
     engine->refs = 1;
     engine->ranks = *ranks;
     engine->prefetch.ahead[ZS_PHASE_BACKWARD] = 1;
@@ -180,7 +181,7 @@ bool zs_engine_gave_up(const zs_engine *engine)
 zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
 {
     zs_unit **grown = realloc(engine->units, (engine->n + 1) * sizeof *grown);
-    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(unit->name));
     engine->units = grown;
     engine->units[engine->n++] = unit;
     zs_engine_replan(engine);
@@ -213,13 +214,15 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
     zs_engine *old = unit->engine;
     if (old == engine) return ZS_OK;
     if (old->phase != IDLE || engine->phase != IDLE)
-        return ZS_FAIL(ZS_ERR_STATE, "FSDP(...) was called while a forward or backward of unit '%s' is running",
-                       unit->name);
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "FSDP(...) was called during a forward or backward of unit '%s'; call it between steps",
+                       zs_unit_label(unit->name));
     if (memcmp(&old->ranks, &engine->ranks, sizeof old->ranks) != 0)
         return ZS_FAIL(ZS_ERR_VALUE,
-                       "unit '%s' was wrapped with another process group, transport or kind of strategy than the outer "
-                       "FSDP(...): zero1, hybrid_full and a number of ranks to reshard to are for all units or none",
-                       unit->name);
+                       "unit '%s' uses another process group, transport or kind of strategy than the outer FSDP(...): "
+                       "pass the same to all units; zero1, hybrid_full and an integer reshard_after_forward must be "
+                       "used for all units or none",
+                       zs_unit_label(unit->name));
     ZS_TRY(zs_engine_add(engine, unit));
     zs_bucket_forget(old->buckets, unit);
     zs_engine_forget(old, unit);
@@ -231,9 +234,11 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
 
 zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n)
 {
-    if (n != engine->n) return ZS_FAIL(ZS_ERR_VALUE, "the order names %zu units of %zu", n, engine->n);
+    if (n != engine->n)
+        return ZS_FAIL(ZS_ERR_VALUE, "set_order() expects all units of the engine: got %zu of %zu", n, engine->n);
     for (size_t i = 0; i < n; i++) {
-        if (units[i]->engine != engine) return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' is not of this engine", units[i]->name);
+        if (units[i]->engine != engine)
+            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' belongs to another engine", zs_unit_label(units[i]->name));
     }
     memcpy(engine->units, units, n * sizeof *units);
     zs_mem_heap_freed(0); /* of the units that have just been made */

@@ -76,10 +76,11 @@ zs_status zs_hold_check_forward(const zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats && unit->held && unit->exact; f++)
         if (unit->flats[f].compute != unit->flats[f].dtype)
-            return ZS_FAIL(ZS_ERR_STATE,
-                           "the forward of unit '%s' was called within summon_full_params(), where its parameters have "
-                           "another dtype than forward computes with",
-                           unit->name);
+            return ZS_FAIL(
+                ZS_ERR_STATE,
+                "unit '%s' was called within summon_full_params(), where its parameters are in their original dtype, "
+                "not in the compute dtype (param_dtype); call the model outside summon_full_params()",
+                zs_unit_label(unit->name));
     return ZS_OK;
 }
 

@@ -20,9 +20,8 @@ struct zs_in_backward_state {
     bool *arrived;             /* [n_params] (alone) which gradients are there in this backward; likewise */
 };
 
-static const char GIVEN_BACK[] =
-    "this gradient is gone: optimizer_in_backward() has stepped with it and given its memory "
-    "back; clone it in a hook to keep it";
+static const char GIVEN_BACK[] = "this gradient was freed: optimizer_in_backward() stepped with it and released its "
+                                 "memory; clone it in a hook to keep it";
 
 bool zs_in_backward_alone(const zs_unit *unit)
 {
@@ -121,18 +120,18 @@ static zs_status check_idle(const zs_unit *unit, const bool *stepped)
 {
     if (unit->stepping != NULL)
         return ZS_FAIL(ZS_ERR_STATE,
-                       "unit '%s' is stepped in backward already: give all optimizers in one call of "
-                       "optimizer_in_backward(), or remove() the other first",
-                       unit->name);
-    if (zs_in_backward()) return ZS_FAIL(ZS_ERR_STATE, "optimizer_in_backward() was called in a backward");
+                       "unit '%s' is already stepped in backward: pass all optimizers to one call of "
+                       "optimizer_in_backward(), or remove() the earlier handle first",
+                       zs_unit_label(unit->name));
+    if (zs_in_backward()) return ZS_FAIL(ZS_ERR_STATE, "optimizer_in_backward() cannot be called during a backward");
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_grad_info grad = {0};
         if (!stepped[i] || !zs_tensor_alive(unit->params[i].tensor)) continue;
         ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
         if (grad.defined)
             return ZS_FAIL(ZS_ERR_STATE,
-                           "parameter '%s' has a .grad, which backward would add to and step with: call "
-                           "optimizer.step() and zero_grad() before optimizer_in_backward()",
+                           "parameter '%s' already has a .grad, which backward would accumulate into and step with: "
+                           "call optimizer.step() and zero_grad() before optimizer_in_backward()",
                            unit->params[i].name);
     }
     return ZS_OK;
@@ -154,7 +153,7 @@ zs_status zs_in_backward_attach(zs_unit *unit, const zs_stepper *stepper, const 
     zs_in_backward_state *made = NULL;
     zs_status status = check_idle(unit, stepped);
     if (status == ZS_OK && (made = calloc(1, sizeof *made + 2 * n * sizeof *stepped)) == NULL)
-        status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
+        status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(unit->name));
     if (status != ZS_OK) {
         stepper->release(stepper->ctx);
         return status;
@@ -225,10 +224,10 @@ zs_status zs_in_backward_check(const zs_unit *unit)
 {
     if (!zs_in_backward_is_over(unit)) return ZS_OK;
     return ZS_FAIL(ZS_ERR_STATE,
-                   "the parameters of unit '%s' are wanted again in a backward in which optimizer_in_backward() has "
-                   "stepped them: they were used outside of the unit's forward, or their part of the graph is "
-                   "recomputed more than once; remove() the handle and call optimizer.step() after backward",
-                   unit->name);
+                   "backward needs the parameters of unit '%s' again after optimizer_in_backward() stepped them: they "
+                   "were used outside the unit's forward, or their part of the graph is recomputed more than once; "
+                   "remove() the handle and call optimizer.step() after backward",
+                   zs_unit_label(unit->name));
 }
 
 zs_status zs_in_backward_graph_done(zs_unit *unit)

@@ -54,7 +54,7 @@ static zs_status look(const zs_comm *far, zs_unit *const *units, size_t n, unsig
 static zs_status agree(zs_comm *far, unsigned char *stale, size_t n)
 {
     unsigned char *all = malloc((size_t)far->world * EXCHANGED);
-    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to compare parameters");
+    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing parameters");
     zs_status status = ZS_OK;
     for (size_t begin = 0; begin < n && status == ZS_OK; begin += EXCHANGED) {
         size_t size = n - begin < EXCHANGED ? n - begin : EXCHANGED;
@@ -87,7 +87,7 @@ zs_status zs_kept_refresh(zs_comm *far, zs_unit *const *units, size_t n)
 {
     size_t n_flats = count_kept(units, n);
     unsigned char *stale = malloc(n_flats + 1);
-    if (stale == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory to compare parameters");
+    if (stale == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing parameters");
     zs_status status = look(far, units, n, stale);
     if (status == ZS_OK) status = agree(far, stale, n_flats);
     if (status == ZS_OK) status = renew_all(far, units, n, stale);

@@ -81,12 +81,11 @@ zs_status zs_local_grads_hide(const zs_unit *unit, zs_param *param, bool *hidden
     bool zero = false;
     ZS_TRY(is_zero(unit, param, &zero));
     if (!zero)
-        return ZS_FAIL(
-            ZS_ERR_VALUE,
-            "the .grad of parameter '%s' of unit '%s' was changed in place in no_sync(), while the gradient of "
-            "earlier backwards, which is reduced and sharded, lies under it and is not changed with it; make "
-            "all backwards but the last in no_sync(), or change gradients after the last",
-            param->name, unit->name);
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "the .grad of parameter '%s' of unit '%s' was modified in place in no_sync(), but the gradient "
+                       "of earlier backwards is already reduced and sharded, and was not modified with it; run all "
+                       "backwards but the last in no_sync(), or modify gradients after the last",
+                       param->name, zs_unit_label(unit->name));
     param->below = false;
     return ZS_OK;
 }

@@ -274,7 +274,7 @@ static zs_status begin(planner *p, bool stepped)
     p->near = engine->ranks.near->ops;
     p->own = p->all->room(NULL, engine->ranks.all->world);
     p->units = calloc(engine->n + 1, sizeof *p->units);
-    if (p->units == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a plan");
+    if (p->units == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
     for (size_t i = 0; i < engine->n; i++)
         engine->units[i]->place = i;
     for (size_t i = 0; i < engine->n; i++)
@@ -325,7 +325,7 @@ static zs_status settle(planner *p)
 static zs_status hand_out(const planner *p)
 {
     p->plan->buckets = calloc((size_t)p->n_buckets + 1, sizeof *p->plan->buckets);
-    if (p->plan->buckets == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a plan");
+    if (p->plan->buckets == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
     for (int i = 0; i < p->n_buckets; i++)
         p->plan->buckets[i] = p->buckets[i].asked;
     p->plan->n_buckets = (size_t)p->n_buckets;

@@ -122,7 +122,7 @@ static pool_view look(const planner *p, size_t bytes)
 static zs_status add_bucket(planner *p, size_t bytes, int *index)
 {
     plan_bucket *grown = realloc(p->buckets, (size_t)(p->n_buckets + 1) * sizeof *grown);
-    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a plan");
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
     p->buckets = grown;
     *index = p->n_buckets++;
     grown[*index] = (plan_bucket){.asked = bytes, .bytes = p->all->bucket_room(bytes)};

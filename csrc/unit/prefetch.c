@@ -74,14 +74,16 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
     for (size_t i = 0; i < n; i++)
         if (units[i]->engine != unit->engine)
             return ZS_FAIL(ZS_ERR_VALUE,
-                           "units '%s' and '%s' are of two models; say what to prefetch after the outermost module was "
-                           "wrapped",
-                           unit->name, units[i]->name);
+                           "cannot prefetch across models: units '%s' and '%s' belong to different models; set the "
+                           "units to prefetch after wrapping the outermost module",
+                           zs_unit_label(unit->name), zs_unit_label(units[i]->name));
     zs_follow *list = &unit->by_hand[phase];
     zs_unit **copy = NULL;
     if (n > 0) {
         copy = malloc(n * sizeof(zs_unit *));
-        if (copy == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the units that follow '%s'", unit->name);
+        if (copy == NULL)
+            return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the prefetch list of unit '%s'",
+                           zs_unit_label(unit->name));
         memcpy(copy, units, n * sizeof(zs_unit *));
     }
     free(list->units);

@@ -61,11 +61,12 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
     if (!zs_grad_is(param->tensor, param->grad)) {
         bool here = zs_same_where(grad.where, zs_engine_device(unit->engine)->where);
         if (!grad.dense || !here || grad.dtype != flat->dtype || grad.numel != param->owned.numel)
-            return ZS_FAIL(
-                ZS_ERR_VALUE,
-                "parameter '%s' of unit '%s' has a .grad of %lld elements that is not this rank's slice of its "
-                "gradient (%lld elements of the parameter's dtype); set it to None before backward",
-                param->name, unit->name, (long long)grad.numel, (long long)param->owned.numel);
+            return ZS_FAIL(ZS_ERR_VALUE,
+                           "parameter '%s' of unit '%s' has a .grad of %lld elements that does not match this rank's "
+                           "shard (a dense tensor of %lld elements, with the parameter's dtype and device); set .grad "
+                           "to None before backward",
+                           param->name, zs_unit_label(unit->name), (long long)grad.numel,
+                           (long long)param->owned.numel);
         ZS_TRY(zs_in_backward_lend(unit));
         char *dst = (char *)flat->grad_mem->ptr + (size_t)param->in_shard.begin * flat->layout.itemsize;
         size_t bytes = (size_t)grad.numel * flat->layout.itemsize;

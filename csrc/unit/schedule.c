@@ -16,7 +16,9 @@ static zs_status broadcast_buffers(zs_engine *engine)
         void *data = NULL;
         ZS_TRY(zs_tensor_describe(engine->buffers[i], &info));
         if (info.numel == 0) continue;
-        if (!info.contiguous) return ZS_FAIL(ZS_ERR_UNSUPPORTED, "forward_sync_buffers needs contiguous buffers");
+        if (!info.contiguous)
+            return ZS_FAIL(ZS_ERR_UNSUPPORTED, "forward_sync_buffers requires contiguous buffers: make them "
+                                               "contiguous, or pass forward_sync_buffers=False");
         ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
         size_t bytes = (size_t)info.numel * info.itemsize;
         zs_comm *all = engine->ranks.all;
@@ -115,7 +117,8 @@ static zs_status end_session(zs_engine *engine)
 zs_status zs_engine_open(zs_engine *engine)
 {
     if (engine->phase == BACKWARD && zs_in_backward())
-        return ZS_FAIL(ZS_ERR_STATE, "whole parameters cannot be read during a backward");
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "full parameters cannot be accessed during a backward; access them before or after it");
     zs_status status = engine->depth == 0 ? begin_session(engine) : ZS_OK;
     if (status == ZS_OK)
         engine->depth++;
@@ -142,8 +145,10 @@ zs_status zs_engine_reshard(zs_unit *unit)
 {
     bool running = unit->engine->phase == BACKWARD && zs_in_backward();
     if (unit->inside > 0 || running)
-        return ZS_FAIL(ZS_ERR_STATE, "reshard() of unit '%s' in %s, which needs its parameters whole", unit->name,
-                       running ? "a backward" : "its own forward");
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "reshard() of unit '%s' was called during %s, which needs the full parameters; call it afterwards",
+            zs_unit_label(unit->name), running ? "a backward" : "its own forward");
     return zs_unit_reshard(unit, ZS_SHARDED);
 }
 
@@ -165,10 +170,11 @@ zs_status zs_engine_make_whole(zs_unit *unit, zs_phase phase)
 static zs_status check_outside(const zs_unit *unit)
 {
     if (unit->stepping == NULL || !zs_in_backward()) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                   "the forward of unit '%s' runs inside of a backward that is not the model's own, most likely of a "
-                   "checkpoint around the whole model; optimizer_in_backward() needs use_reentrant=False there",
-                   unit->name);
+    return ZS_FAIL(
+        ZS_ERR_UNSUPPORTED,
+        "unit '%s' runs its forward inside another backward, most likely that of a reentrant checkpoint around the "
+        "whole model, which optimizer_in_backward() does not support: pass use_reentrant=False to checkpoint()",
+        zs_unit_label(unit->name));
 }
 
 zs_status zs_engine_pre_forward(zs_unit *unit)

@@ -87,29 +87,27 @@ static zs_status check_param(const zs_unit_spec *spec, const zs_device *device, 
 {
     const char *name = spec->names[i];
     if (info->where.type == ZS_ON_META && !spec->outline)
-        return ZS_FAIL(
-            ZS_ERR_VALUE,
-            "parameter '%s' is on the meta device, so it has no values to shard; initialise the model on the "
-            "CPU (or call module.to_empty(device='cpu') and initialise it) before FSDP(...)",
-            name);
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' is on the meta device and has no values to shard: initialize the model on the "
+                       "CPU (or call module.to_empty(device='cpu') and initialize it) before FSDP(...)",
+                       name);
     bool elsewhere = device != NULL && !zs_same_where(info->where, device->where) && !spec->outline;
     if (info->where.type == ZS_ON_OTHER || elsewhere)
         return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' of unit '%s' is on another device; all parameters of a model have to be on one, "
-                       "the CPU or a CUDA GPU, here %s: move the model there before FSDP(...)",
-                       name, spec->name, device != NULL ? device->ops->name : "one of these");
+                       "parameter '%s' of unit '%s' is on another device: all parameters of a model must be on one "
+                       "device (%s); move the model there before FSDP(...)",
+                       name, zs_unit_label(spec->name), device != NULL ? device->ops->name : "the CPU or a CUDA GPU");
     if (!info->strided)
         return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a dense tensor; pass its module in ignored_modules", name);
     if (info->ndim > ZS_MAX_DIM)
         return ZS_FAIL(ZS_ERR_UNSUPPORTED, "parameter '%s' has %d dimensions; at most %d are supported", name,
                        info->ndim, ZS_MAX_DIM);
     if (!info->is_leaf)
-        return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is the result of a computation, not a leaf; detach it first",
-                       name);
+        return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a leaf tensor: detach() it before FSDP(...)", name);
     if (info->requires_grad && info->dtype == ZS_BYTES)
         return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' is trainable and of a dtype whose gradients cannot be summed; float32, float64, "
-                       "bfloat16 and float16 can",
+                       "parameter '%s' requires grad, but gradients of its dtype cannot be reduced (only float32, "
+                       "float64, bfloat16 and float16): convert it, or pass its module in ignored_modules",
                        name);
     return ZS_OK;
 }
@@ -142,8 +140,10 @@ static zs_status find_flat(zs_unit *unit, const zs_tensor_info *info, zs_precisi
         }
     }
     if (unit->n_flats == ZS_MAX_FLATS)
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "unit '%s' has parameters of more than %d kinds (dtype, trainable or not)",
-                       unit->name, ZS_MAX_FLATS);
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "unit '%s' has more than %d combinations of parameter dtype and requires_grad; wrap its "
+                       "submodules as units of their own",
+                       zs_unit_label(unit->name), ZS_MAX_FLATS);
     zs_flat *flat = &unit->flats[unit->n_flats];
     flat->dtype = info->dtype;
     flat->compute = own.compute;
@@ -183,7 +183,7 @@ static zs_status describe_params(zs_unit *unit, const zs_unit_spec *spec)
         param->name = strdup(spec->names[i]);
         param->sizes = calloc((size_t)info.ndim + 1, sizeof *param->sizes);
         if (param->name == NULL || param->sizes == NULL)
-            return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for parameter '%s'", spec->names[i]);
+            return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating parameter '%s'", spec->names[i]);
         memcpy(param->sizes, info.sizes, (size_t)info.ndim * sizeof *param->sizes);
     }
     return ZS_OK;
@@ -232,7 +232,7 @@ static size_t bytes_of(const zs_unit_spec *spec)
 zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out)
 {
     zs_unit *unit = calloc(1, sizeof *unit);
-    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(spec->name));
     unit->refs = 1;
     unit->engine = zs_engine_retain(engine);
     unit->strategy = spec->strategy;
@@ -249,7 +249,7 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
     unit->params = calloc((size_t)spec->n_params + 1, sizeof *unit->params);
     zs_status status = ZS_OK;
     if (unit->name == NULL || unit->sharded_message == NULL || unit->params == NULL)
-        status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", spec->name);
+        status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(spec->name));
     if (status == ZS_OK) status = build(unit, spec);
     if (status == ZS_OK) status = zs_engine_add(engine, unit);
     if (!spec->outline && !zs_engine_device(engine)->ops->queues) zs_mem_heap_freed(bytes_of(spec));

@@ -29,8 +29,10 @@ zs_status zs_unit_move(zs_unit *unit, zs_unit_state next)
 {
     static const char *const names[] = {"SHARDED", "GATHERING", "FULL", "REDUCING"};
     if (!allowed(unit, next))
-        return ZS_FAIL(ZS_ERR_STATE, "unit '%s' cannot go from %s to %s; please report this with the script",
-                       unit->name, names[unit->state], names[next]);
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "internal error: unit '%s' cannot go from state %s to %s; please report this with a script that "
+                       "reproduces it",
+                       zs_unit_label(unit->name), names[unit->state], names[next]);
     unit->state = next;
     return ZS_OK;
 }
@@ -125,10 +127,11 @@ static void clear_full_storage(zs_unit *unit, zs_flat *flat)
 
 static zs_status moved_error(const zs_unit *unit, const zs_param *param, const char *when)
 {
-    return ZS_FAIL(ZS_ERR_STATE,
-                   "parameter '%s' of unit '%s' was replaced %s (p.data = ..., .to(), load_state_dict(assign=True)); "
-                   "change it outside of forward and backward, or cast the model before FSDP(...)",
-                   param->name, unit->name, when);
+    return ZS_FAIL(
+        ZS_ERR_STATE,
+        "parameter '%s' of unit '%s' was replaced %s (by p.data = ..., .to() or load_state_dict(assign=True)); replace "
+        "it outside of forward and backward, or convert the model before FSDP(...)",
+        param->name, zs_unit_label(unit->name), when);
 }
 
 static zs_status bind_full(zs_unit *unit, int64_t i)
@@ -149,11 +152,11 @@ zs_status zs_unit_unshard_exact(zs_unit *unit)
     for (int f = 0; f < unit->n_flats; f++)
         lowered |= unit->flats[f].compute != unit->flats[f].dtype;
     if (lowered && zs_unit_is_full(unit) && !unit->exact)
-        return ZS_FAIL(
-            ZS_ERR_STATE,
-            "unit '%s' is inside its forward, where its parameters are of another dtype; read them before or "
-            "after",
-            unit->name);
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "unit '%s' is unsharded in the compute dtype (param_dtype), by its forward or by unshard(), so "
+                       "its full parameters cannot be read in their original dtype; read them outside the unit's "
+                       "forward, or after reshard()",
+                       zs_unit_label(unit->name));
     zs_unit_cancel(unit); /* begun in the other dtype */
     unit->exact = true;
     zs_status status = zs_unit_unshard(unit);
@@ -213,15 +216,14 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
     bool written = !moved && zs_tensor_version(param->tensor) != param->version;
     ZS_TRY(zs_unit_bind_local(unit, param));
     if (written) zs_kept_spoil(unit);
-    if (moved) return moved_error(unit, param, "while it was whole");
+    if (moved) return moved_error(unit, param, "while it was unsharded");
     if (written)
         return ZS_FAIL(
             ZS_ERR_STATE,
-            "parameter '%s' of unit '%s' was changed in place while it was whole (inside its unit's forward or "
-            "backward, "
-            "or after unshard()), where each rank would change it on its own; do it between steps on the sharded "
-            "parameter instead (elementwise changes work there; Embedding(max_norm=...) is such a change)",
-            param->name, unit->name);
+            "parameter '%s' of unit '%s' was modified in place while it was unsharded (in its unit's forward or "
+            "backward, or after unshard()), which each rank would do on its own; modify the sharded parameter between "
+            "steps instead: elementwise operations work there (Embedding(max_norm=...) modifies its weight in forward)",
+            param->name, zs_unit_label(unit->name));
     return ZS_OK;
 }
 
@@ -260,17 +262,17 @@ static zs_status write_back_param(zs_unit *unit, zs_param *param)
     bool here = zs_same_where(info.where, device->where);
     if (info.dtype != flat->dtype || info.itemsize != flat->layout.itemsize || !here || !info.strided)
         return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' of unit '%s' got another dtype or device after FSDP(...) (by .to(), .double(), "
-                       ".half(), p.data = ...); cast the model before wrapping it",
-                       param->name, unit->name);
+                       "parameter '%s' of unit '%s' changed its dtype or device after FSDP(...) (by .to(), .double(), "
+                       ".half() or p.data = ...); convert the model before FSDP(...)",
+                       param->name, zs_unit_label(unit->name));
     char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
     bool whole = same_sizes(&info, param->ndim, param->sizes);
     if (!whole && info.numel != param->owned.numel)
-        return ZS_FAIL(
-            ZS_ERR_VALUE,
-            "parameter '%s' of unit '%s' was replaced by a tensor of %lld elements; it has %lld, of which %lld are "
-            "on this rank: give it its whole shape, or this rank's slice",
-            param->name, unit->name, (long long)info.numel, (long long)param->numel, (long long)param->owned.numel);
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' of unit '%s' was replaced by a tensor of %lld elements: expected its full shape "
+                       "(%lld elements) or this rank's shard (%lld elements)",
+                       param->name, zs_unit_label(unit->name), (long long)info.numel, (long long)param->numel,
+                       (long long)param->owned.numel);
     int64_t begin = whole ? param->owned.begin : 0;
     ZS_TRY(zs_tensor_read(param->tensor, begin, param->owned.numel, dst, device->where));
     return zs_unit_bind_local(unit, param);
@@ -297,7 +299,8 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where
     const char *base = zs_flat_source(unit, flat)->full;
     if (base == NULL && flat->full_mem != NULL) base = flat->full_mem->ptr;
     bool readable = zs_unit_is_full(unit) && !zs_flat_is_lowered(unit, flat);
-    if (base == NULL || !readable) return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not gathered", unit->name);
+    if (base == NULL || !readable)
+        return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not unsharded", zs_unit_label(unit->name));
     const zs_device *device = zs_engine_device(unit->engine);
     size_t begin = (size_t)param->offset * flat->layout.itemsize, bytes = (size_t)param->numel * flat->layout.itemsize;
     ZS_TRY(zs_device_copy(device, ZS_LANE_COMPUTE, dst, base + begin, bytes));

@@ -9,14 +9,20 @@
 
 /* --- names ------------------------------------------------------------------------------------------------------------ */
 
+const char *zs_unit_label(const char *name)
+{
+    return *name != 0 ? name : "(root)";
+}
+
 char *zs_unit_message(const char *name)
 {
     static const char text[] =
-        "the parameters of unit '%s' are sharded now: they are whole only inside the unit's forward and its backward. "
-        "Call the module itself, or read them by model.state_dict() (on all ranks)";
-    size_t size = sizeof text + strlen(name);
+        "the parameters of unit '%s' are sharded: their full values exist only during the unit's forward and backward; "
+        "call the module itself, call module.unshard() first, or read model.state_dict() (on all ranks)";
+    const char *label = zs_unit_label(name);
+    size_t size = sizeof text + strlen(label);
     char *message = malloc(size);
-    if (message != NULL) snprintf(message, size, text, *name ? name : "(root)");
+    if (message != NULL) snprintf(message, size, text, label);
     return message;
 }
 
@@ -32,7 +38,7 @@ static char *renamed(const char *name, size_t prefix, const char *to)
 
 static zs_status replace(char **text, char *made)
 {
-    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for a name");
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a name");
     free(*text);
     *text = made;
     return ZS_OK;

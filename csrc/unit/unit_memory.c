@@ -35,7 +35,8 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
 {
     zs_flat *flat = &unit->flats[f];
     int64_t *numels = calloc((size_t)unit->n_params, sizeof *numels);
-    if (numels == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the layout of unit '%s'", unit->name);
+    if (numels == NULL)
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the layout of unit '%s'", zs_unit_label(unit->name));
     int64_t n = 0;
     for (int64_t i = 0; i < unit->n_params; i++)
         if (unit->params[i].flat == f) numels[n++] = unit->params[i].numel;
@@ -164,7 +165,8 @@ static zs_status make_gradients(zs_unit *unit)
     if (spec.n_slices == 0) return ZS_OK;
     unit->used_words = (spec.n_params + 63) / 64;
     unit->used = calloc(3 * unit->used_words, sizeof *unit->used);
-    if (unit->used == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for unit '%s'", unit->name);
+    if (unit->used == NULL)
+        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(unit->name));
     unit->arrived = unit->used + unit->used_words;
     unit->kept = unit->arrived + unit->used_words;
     return comm->ops->cunit_new(comm, &spec, &unit->cunit);
