@@ -15,7 +15,7 @@ from nursery import fork_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md")) + [ROOT / "benchmarks" / "README.md"]
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "checkpoints", "gpus", "cuda_graphs"}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
