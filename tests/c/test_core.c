@@ -335,7 +335,7 @@ static void layouts_that_cannot_be(void)
     refuse(huge, 1, 4, 2, "9223372036854775807 elements");
     refuse(many, 3, 4, 2, "too large"); /* only together */
     refuse(negative, 2, 4, 2, "-1 elements");
-    refuse(one, 1, 4, 0, "0 ranks");
+    refuse(one, 1, 4, 0, "world size 0");
     refuse(one, 1, 0, 2, "0 bytes");
     refuse(one, 1, 3, 2, "3 bytes"); /* does not divide the alignment */
     refuse(one, 1, 128, 2, "128 bytes");

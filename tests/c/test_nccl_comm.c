@@ -245,7 +245,7 @@ static void no_library_is_told_on_all_ranks(rank_env *env)
 static void another_library_is_told(rank_env *env)
 {
     setenv("ZSHARD_NCCL_LIB", "libc.so.6", 1);
-    refuse(env, (zs_nccl_options){.name = "all", .timeout = 30.0}, ZS_ERR_UNSUPPORTED, "has no ncclGetVersion");
+    refuse(env, (zs_nccl_options){.name = "all", .timeout = 30.0}, ZS_ERR_UNSUPPORTED, "lacks ncclGetVersion");
 }
 
 /* Runs with 2.21.5 (see test_nccl.py). */
