@@ -4,7 +4,7 @@
 
 Each model runs in a fresh torchrun. All sides start from the same values and see the same batches,
 so the run also compares their losses with DDP's. With two ranks they should be bit-identical,
-because a sum of two terms does not depend on their order; DeepSpeed rounds differently.
+because a sum of two terms does not depend on their order; DeepSpeed's may differ in the last bits.
 """
 
 from __future__ import annotations
