@@ -278,6 +278,8 @@ def test_verify_off(tmp_path):
         zshard.load(tmp_path / "x", model)
     assert zshard.load(tmp_path / "x", model, verify=False).verified is False
     flip(file, file.read_bytes().index(b"weight"))
-    with pytest.raises(CheckpointError, match=r"checksum mismatch .* \(block 0\), which contain the header, "):
+    with pytest.raises(
+        CheckpointError, match=r"checksum mismatch .* \(block 0\), which contain the header, "
+    ):
         zshard.load(tmp_path / "x", model, verify=False)
     assert model.weight[0, 0].item() == before
