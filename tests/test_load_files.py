@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_listed(pool2, tmp_path):
         '"stranger"',
         "size mismatch for head.weight",
     )
-    dtype = "dtype mismatch for head.bias: torch.int32"
+    dtype = "dtype mismatch for head.bias: cannot cast torch.int32"
     check_refused(pool2, (path, path), RuntimeError, *words, dtype)
 
 
