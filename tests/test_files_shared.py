@@ -125,7 +125,7 @@ def test_close_while_another_thread_reads(large: File) -> None:
     thread.start()
     while _core.file_faults(0) == 0:  # not begun
         pass
-    with pytest.raises(RuntimeError, match="cannot close .* another thread is using it"):
+    with pytest.raises(RuntimeError, match="another thread is using it"):
         large.close()
     thread.join()
     large.close()

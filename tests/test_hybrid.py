@@ -177,7 +177,7 @@ def mistakes():
 
 
 def test_what_is_no_mesh_is_refused(pool2):
-    expected = ["two groups", "hybrid", "form a mesh", "pair", "hybrid", "not both"]
+    expected = ["two groups", "hybrid", "no mesh", "pair", "hybrid", "not both"]
     for messages in pool2.run(mistakes):
         for word, message in zip(expected, messages, strict=True):
             assert word in message
