@@ -219,7 +219,8 @@ def test_backward_that_fails_on_one_rank_diverges_and_can_be_survived(pool2, tra
     )
     assert [end.kind for end in own] == ["ValueError"] and own[0].message == PLANTED
     assert [end.kind for end in others] == ["DivergenceError"]
-    assert "rank 1 abandoned its backward" in others[0].message and others[0].seconds < 5
+    assert "rank 1" in others[0].message and "its backward" in others[0].message
+    assert others[0].seconds < 5
     assert equal and own_equal, "the steps after it are wrong"
 
 

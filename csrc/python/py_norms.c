@@ -78,7 +78,7 @@ static PyObject *power_sum(PyObject *module, PyObject *args)
     double p;
     if (!PyArg_ParseTuple(args, "O!d:power_sum", &PyList_Type, &tensors, &p)) return NULL;
     if (p != 1 && p != 2 && p != (double)INFINITY) {
-        return PyErr_Format(PyExc_ValueError, "power_sum() supports p = 1, 2 and inf only");
+        return PyErr_Format(PyExc_ValueError, "power_sum() requires p = 1, 2 or inf");
     }
     zs_clear_error();
     Py_ssize_t n = PyList_GET_SIZE(tensors);
