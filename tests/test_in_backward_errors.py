@@ -79,7 +79,7 @@ def clipped_and_scaled(combination):
 def test_clipping_and_loss_scaling_are_refused(pool2, combination):
     for scale, torchs_scale, clip, torchs_clip in pool2.run(clipped_and_scaled, combination):
         assert scale == torchs_scale
-        assert "gradients that are still scaled" in scale and "remove() the handle" in scale
+        assert "gradients that are still scaled" in scale and "remove() on the handle" in scale
         assert clip == torchs_clip
         assert "no gradients to clip" in clip and "remove()" in clip
 

@@ -239,7 +239,7 @@ def test_any_name_of_a_tied_parameter(pool2):
 def a_strangers_optimizer():
     model, _ = trained("mlp", FULL, "zshard.AdamW")
     other = zshard.AdamW(wrapped(CASES["mlp"].make, FULL).parameters())
-    with pytest.raises(ValueError, match=r"group 0 .* parameter 'first.weight' that the model has"):
+    with pytest.raises(ValueError, match=r"group 0 .* parameter 'first.weight', which the model"):
         optim_state_dict(model, other)
 
 

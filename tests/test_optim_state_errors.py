@@ -117,7 +117,7 @@ def in_another_group():
 
 def test_a_parameter_in_another_group_is_named(pool2):
     for text in pool2.run(in_another_group):
-        assert "group 0 of the optimizer's state dict has the parameter 'first.weight'" in text
+        assert "param group 0 of the state dict has parameter 'first.weight'" in text
 
 
 def names_of(kind):
@@ -196,7 +196,7 @@ def nested():
     optimizer = torch.optim.SGD(model.parameters())
     for param in model.parameters():
         optimizer.state[param]["history"] = [torch.zeros_like(param)]
-    with pytest.raises(RuntimeError, match=r"'history' \(a list\) .* of 'first.weight' holds"):
+    with pytest.raises(RuntimeError, match=r"'history' \(a list\) .* of 'first.weight' contains"):
         optimizer.state_dict()
 
 

@@ -53,7 +53,9 @@ def test_units_within(pool2):
 
 def test_other_types_are_refused():
     model = FSDP(make(Mlp))
-    match = "unknown state_dict_type 'WHOLE'; there are 'FULL_STATE_DICT', 'SHARDED_STATE_DICT'"
+    match = (
+        "unknown state_dict_type 'WHOLE': expected one of 'FULL_STATE_DICT', 'SHARDED_STATE_DICT'"
+    )
     with pytest.raises(ValueError, match=match), FSDP.state_dict_type(model, "WHOLE"):
         pass
 

@@ -207,8 +207,8 @@ def test_custom_policy_carries_overrides() -> None:
         ({"Block"}, TypeError, "'Block'"),
         ([int], TypeError, "int"),
         (set(), ValueError, "empty"),
-        (lambda: True, TypeError, r"takes \(\)"),
-        (lambda a, b: True, TypeError, r"takes \(a, b\)"),
+        (lambda: True, TypeError, r"signature \(\)"),
+        (lambda a, b: True, TypeError, r"signature \(a, b\)"),
         (CustomPolicy(lambda module: "yes"), TypeError, "'yes'"),  # type: ignore[arg-type, return-value]
     ],
 )
