@@ -37,6 +37,7 @@ class Config:
 
 SIZES = {
     "tiny": Config(layers=2, width=64, heads=2, context=64),
+    "5m": Config(layers=6, width=256, heads=4),
     "10m": Config(layers=6, width=384, heads=6),
     "85m": Config(layers=12, width=768, heads=12),
     "350m": Config(layers=28, width=1024, heads=16),
