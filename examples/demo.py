@@ -153,7 +153,7 @@ def demo(plan: Plan, libraries: list[str], out: Path) -> bool:
         f"tokens/s from the median of the last {measured} steps"
     )
     print(table(COLUMNS, [row(numbers, runs) for numbers in runs.values()]))
-    if plan is not QUICK and len(runs) > 1:
+    if plan is not QUICK and "ddp" in runs and len(runs) > 1:
         print(f"\n{NOTE_ON_CLIPPING}")
     print(
         "\nThese are single runs, one after another: treat differences of a few percent as noise.\n"
@@ -176,8 +176,8 @@ def check(plan: Plan, library: str, numbers: dict[str, Any]) -> bool:
     reached = bool(loss < plan.goal)  # False for NaN
     print(
         f"{'PASS' if reached else 'FAIL'}: {library}'s held-out loss is {loss:.3f} nats per byte "
-        f"after {plan.steps} steps; expected: below {plan.goal} (a uniform guess: "
-        f"{math.log(256):.2f})",
+        f"after {plan.steps} steps; expected: below {plan.goal} (uniform "
+        f"guessing: {math.log(256):.2f})",
         flush=True,
     )
     return reached

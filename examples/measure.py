@@ -174,7 +174,9 @@ def save_comparison(path: Path, runs: dict[str, dict[str, Any]]) -> bool:
         style = styles[index % len(styles)]
         curves.plot(steps, _smoothed(run["loss"]), style, color=color, label=f"{library}, training")
         held_out = list(zip(*run["held_out"], strict=True))
-        curves.plot(*held_out, "osD^"[index % 4], color=color, label=f"{library}, held-out")
+        size, marker = 11 - 2.5 * index, "osD^"[index % 4]
+        label = f"{library}, held-out"
+        curves.plot(*held_out, marker, ms=size, fillstyle="none", color=color, label=label)
         peak = max(run["compared"]["peak_memory_mib"])
         bars.bar(library, peak, color=color)
         bars.text(library, peak, f"{peak:,.0f}", ha="center", va="bottom")

@@ -74,7 +74,7 @@ class Trainer:
             progress.update(step, meter.line() + self.last_held_out())
 
     def results(self, meter: Meter) -> dict[str, Any]:
-        """Held-out loss, speed and every rank's peak memory so far; call it on all ranks."""
+        """Held-out loss, speed and every rank's peak memory so far. Collective."""
         return {
             "steps": len(meter.losses),
             "held_out": self.held_out[-1][1],
@@ -97,7 +97,7 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """The mean loss over all ranks' held-out windows; call it on all ranks."""
+        """The mean loss over all ranks' held-out windows. Collective."""
         batches = corpus.held_out_batches(
             self.held_out_text,
             self.args.batch,
@@ -113,7 +113,7 @@ class Trainer:
     def sample(self, length: int) -> str:
         """`length` bytes that the model generates after this rank's prompt.
 
-        Call it on all ranks with the same length: each forward gathers parameters.
+        Collective, with the same length on all ranks: each forward gathers parameters.
         """
         generator = torch.Generator().manual_seed(SAMPLE_SEED + self.rank)
         text = list(PROMPTS[self.rank % len(PROMPTS)])
