@@ -4,11 +4,21 @@
 # that torch is used, and what else is there is not installed again (nor is a network needed for it);
 # if not, TORCH is installed first. So
 #     make test PYTHON=/path/to/python     tests against that Python and its torch (after make distclean)
+#
+# CUDA=1 compiles the CUDA kernels, CUDA=0 leaves them out; the choice holds until `make clean`. Without a choice
+# they are compiled where nvcc and a GPU are found (setup.py).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TESTS ?= tests
 ARGS ?=
+CUDA ?=
+
+ifneq ($(filter 0 1,$(CUDA)),)
+export ZSHARD_CUDA := $(CUDA)
+else ifeq ($(origin CUDA),command line)
+$(error CUDA must be 0 or 1, got '$(CUDA)')
+endif
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -26,7 +36,7 @@ WORKERS := $(PY) -c 'import xdist; print("-n 2 --dist loadfile --no-loadscope-re
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: build $(VENV)/.demo ## train a GPT on 2 ranks, and the same under DDP and FSDP2 (ARGS=...)
+demo: build $(VENV)/.demo ## train a GPT on 2 ranks; compare with DDP and FSDP2 (ARGS=--long, --quick)
 	$(PY) examples/demo.py $(ARGS)
 
 test: build $(VENV)/.test ## the tests (TESTS=tests/test_layout.py, ARGS="-k name")
@@ -51,7 +61,7 @@ format: $(VENV)/.lint ## apply what lint checks
 	$(PY) -m ruff format .
 	$(CLANG_FORMAT) -i $(C_FILES)
 
-build: $(VENV)/.zshard ## compile what changed, in place
+build: $(VENV)/.zshard ## compile what changed, in place (CUDA=1: with the CUDA kernels)
 	@$(PY) setup.py -q build_ext --inplace
 
 # Both run in another build, below a preloaded runtime: tests/sanitized.py says how.
@@ -87,20 +97,22 @@ $(VENV)/.python:
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	    { echo "$(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
 	@if $(PYTHON) -c '$(FIND_TORCH)'; then \
-	    echo "set-up: ./$(VENV) with the torch of $$($(PYTHON) -c 'import sys; print(sys.prefix)')"; \
+	    echo "set-up: creating ./$(VENV) with the torch of $$($(PYTHON) -c 'import sys; print(sys.prefix)')"; \
 	    $(PYTHON) -m venv --system-site-packages $(VENV) && \
 	    $(PYTHON) -c '$(FOLDERS)' > "$$($(PY) -c '$(PURELIB)')/torch-of-parent.pth" && \
 	    $(PY) -m pip uninstall --quiet --yes setuptools 2>/dev/null; \
 	else \
-	    echo "set-up: ./$(VENV) with $(TORCH)"; \
-	    $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH); \
+	    echo "set-up: installing $(TORCH) into ./$(VENV)"; \
+	    $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH) 'setuptools>=77'; \
 	fi
-	@$(PIP) 'setuptools>=77' wheel || \
+	@$(PY) -c 'import setuptools; exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null || \
+	    $(PIP) 'setuptools>=77' || \
 	    { echo "set-up: setuptools 77 or newer is needed and could not be installed" >&2; exit 1; }
 	@touch $@
 
 # zshard itself, editable: Python files are used where they lie, the extension is built in place.
 $(VENV)/.zshard: pyproject.toml $(VENV)/.python
+	@echo "set-up: compiling zshard, about a minute on two cores"
 	@$(PY) setup.py -q build_ext --inplace
 	@$(PIP) --no-build-isolation --no-deps --no-index --editable .
 	@touch $@
@@ -110,12 +122,12 @@ $(VENV)/.zshard: pyproject.toml $(VENV)/.python
 $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.zshard
 	@if $(PIP) 'zshard[$*]'; then touch $@; \
 	elif test $* = test && $(PY) -c 'import pytest' 2>/dev/null; then \
-	    echo "set-up: some test tools could not be installed: going on without" >&2; \
+	    echo "set-up: some test tools could not be installed: continuing without them" >&2; \
 	else \
-	    echo "set-up: what \`make $*\` needs could not be installed" >&2; exit 1; \
+	    echo "set-up: the tools of \`make $*\` could not be installed" >&2; exit 1; \
 	fi
 
-# Progress bars and pictures: the demo runs without them.
+# Progress bars and plots: the demo runs without them. What is imported of them is compiled then, not all now.
 $(VENV)/.demo: $(VENV)/.zshard
-	@$(PIP) 'zshard[demo]' && touch $@ || \
-	    echo "set-up: no $$(sed -n 's/^demo = //p' pyproject.toml) to be had: going on without" >&2
+	@$(PIP) --no-compile 'zshard[demo]' && touch $@ || \
+	    echo "set-up: $$(sed -n 's/^demo = //p' pyproject.toml) could not be installed: continuing without" >&2

@@ -8,13 +8,20 @@ ZSHARD_DEBUG=1 (-O0, assertions on), ZSHARD_SANITIZE=1 (ASan and UBSan, see `mak
 ZSHARD_COVERAGE=1 (gcov) choose another build. Objects of each choice, Python and torch lie apart
 under build/: switching costs a link. CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual; they win.
 
-Where nvcc is found (CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda), the kernels of cuda/ are compiled
-into one image that lies in _core as bytes; without it, or with ZSHARD_CUDA=0, there are none. The
-rest is the same: nothing links CUDA.
+CUDA kernels (cuda/) take nvcc a minute or two, so they are compiled only where they are wanted:
+
+    ZSHARD_CUDA=1    compile them; an error where there is no nvcc
+    ZSHARD_CUDA=0    leave them out
+    not set          as the last build in this folder did; without one, if nvcc and a GPU are found
+
+`make build CUDA=1` sets ZSHARD_CUDA=1. nvcc is looked for in CUDA_HOME, CUDA_PATH, PATH and
+/usr/local/cuda. The kernels are one image that _core carries as bytes: nothing links CUDA, and the
+rest of the build is the same. build/cuda/choice keeps the choice until `make clean`.
 """
 
 import fcntl
 import filecmp
+import glob
 import importlib.util
 import os
 import re
@@ -22,6 +29,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +56,14 @@ CXX = ["-std=c++20", "-Wall", "-Wextra"]  # torch itself is C++20 from 2.12 on; 
 NVCC = ["-std=c++17", "-O3", "-fmad=false", "-Werror", "all-warnings", "--threads=0"]
 NVCC += ["-Wno-deprecated-gpu-targets"]  # a later nvcc will say that of sm_80
 GPUS = ("80", "90", "100")  # compute capabilities; later ones run the PTX for the first
+GPU_FILES = (  # one of them exists where NVIDIA's driver has a GPU
+    "/dev/nvidiactl",  # a host, or a container that was given a GPU
+    "/proc/driver/nvidia/gpus/*",  # a host where nothing has opened the GPU since it booted
+    "/usr/lib/wsl/lib/libcuda.so.1",  # WSL 2
+)
+KERNELS = Path("cuda", "kernels.cu")
+IMAGES = Path("build", "cuda")
+HOW_TO_GET_CUDA = "`make build CUDA=1` or `ZSHARD_CUDA=1 pip install --no-build-isolation .`"
 CSRC = Path("csrc")
 TORCH_LIBS = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
 
@@ -94,34 +110,71 @@ def up_to_date(target, record, words, inputs):
 
 
 def make(target, command, inputs):
-    """Makes `target` by `command` (without -o) unless it is up to date; CompileError on failure."""
+    """Makes `target` by `command` (without -o) unless it is up to date: was it made?
+
+    CompileError on failure.
+    """
     words = shlex.join([*command, "-o", str(target)])
     record = target.with_name(f"{target.name}.cmd")
     if up_to_date(target, record, words, inputs):
-        return
-    print(f"{command[0]} {target.stem}\n", end="", flush=True)  # one write: others print too
+        return False
+    line = f"{command[0]} {target.stem}"
+    # One write, as others print too. A terminal shows the newest line only.
+    print(f"\r\033[K{line}" if sys.stdout.isatty() else f"{line}\n", end="", flush=True)
     started = time.time_ns()
     done = subprocess.run(shlex.split(words), text=True, stdout=-1, stderr=subprocess.STDOUT)
-    print(done.stdout, end="", flush=True)
+    if done.stdout:
+        print(f"\r\033[K{done.stdout}" if sys.stdout.isatty() else done.stdout, end="", flush=True)
     if done.returncode:
         raise CompileError(f"exit status {done.returncode} from: {words}")
     os.utime(target, ns=(started, started))  # an input edited while the compiler ran is newer
     record.write_text(words)
+    return True
 
 
 def find_nvcc():
-    """The path of nvcc; None where there is none, or CUDA is switched off."""
-    if os.environ.get("ZSHARD_CUDA") == "0":
-        return None
+    """The path of nvcc; None if there is none."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     places = [f"{home}/bin/nvcc" for home in homes if home]
-    for place in [*places, "nvcc", "/usr/local/cuda/bin/nvcc"]:
-        found = shutil.which(place)
-        if found:
-            return found
-    if os.environ.get("ZSHARD_CUDA", "") != "":
-        raise SetupError("ZSHARD_CUDA asks for CUDA, but there is no nvcc: set CUDA_HOME")
-    return None
+    found = map(shutil.which, [*places, "nvcc", "/usr/local/cuda/bin/nvcc"])
+    return next(filter(None, found), None)
+
+
+def find_gpu():
+    """Is there an NVIDIA GPU? Asked of files, as drivers may take seconds to answer."""
+    return any(glob.glob(pattern) for pattern in GPU_FILES)
+
+
+def choose_cuda():
+    """(nvcc's path, "") to compile the kernels; (None, why not) to leave them out."""
+    wanted, kept = os.environ.get("ZSHARD_CUDA", ""), IMAGES / "choice"
+    nvcc, built = find_nvcc(), (IMAGES / "kernels.fatbin").exists()
+    if wanted:
+        why = "ZSHARD_CUDA=0"
+    elif kept.exists():
+        wanted, why = kept.read_text().strip(), f"ZSHARD_CUDA=0 earlier, see {kept}"
+    elif built:  # a GPU that has gone does not take the kernels along
+        wanted, why = "1", ""
+    else:
+        wanted = "1" if nvcc and find_gpu() else "0"
+        why = "no GPU was found" if nvcc else "no nvcc was found"
+    if wanted == "0":
+        return None, why
+    if nvcc is None:
+        asked = "ZSHARD_CUDA=1" if os.environ.get("ZSHARD_CUDA") else "this folder's last build"
+        raise SetupError(
+            f"{asked} compiles CUDA kernels, but nvcc was not found: set CUDA_HOME, or build "
+            "without them (`make build CUDA=0`, or ZSHARD_CUDA=0)"
+        )
+    return nvcc, ""
+
+
+def keep_choice():
+    """Builds that say nothing about CUDA do as this one, which said it."""
+    wanted = os.environ.get("ZSHARD_CUDA", "")
+    if wanted:
+        IMAGES.mkdir(parents=True, exist_ok=True)
+        (IMAGES / "choice").write_text("0\n" if wanted == "0" else "1\n")
 
 
 def ask(*command):
@@ -134,7 +187,7 @@ def make_image(nvcc, source, folder):
     known = set(re.findall(r"sm_(\d+)\b", ask(nvcc, "--list-gpu-code")))
     gpus = [gpu for gpu in GPUS if gpu in known]
     if not gpus:
-        raise SetupError(f"{nvcc} knows none of the GPUs {GPUS}; ZSHARD_CUDA=0 builds without CUDA")
+        raise SetupError(f"{nvcc} supports none of {GPUS}; ZSHARD_CUDA=0 builds without CUDA")
     major, minor = map(int, re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version")).groups())
     codes = [f"arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
     codes += [f"arch=compute_{gpus[0]},code=compute_{gpus[0]}"]
@@ -146,7 +199,7 @@ def make_image(nvcc, source, folder):
     target, deps = folder / "kernels.fatbin", folder / "kernels.d"
     if not target.exists() and len(gpus) < len(GPUS):
         left = ", ".join(f"sm_{gpu}" for gpu in GPUS if gpu not in gpus)
-        print(f"note: {nvcc} does not know {left}: left out", flush=True)
+        print(f"note: {nvcc} does not support {left}: left out", flush=True)
     command += ["-MMD", "-MF", str(deps), "-fatbin", str(source)]
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the folder is for all variants of the build
@@ -175,6 +228,16 @@ def put(made, target):
         copy = target.with_suffix(".new")
         shutil.copy(made, copy)
         copy.replace(target)
+
+
+def cores():
+    """How many cores this process may use: fewer than the machine has, in many containers."""
+    return len(os.sched_getaffinity(0))
+
+
+def slowest_first(source):
+    """Sorts sources so that no long compile is left to the end: C++ with torch's headers first."""
+    return source.suffix != ".cpp", -source.stat().st_size
 
 
 class BuildCore(build_ext):
@@ -208,17 +271,22 @@ class BuildCore(build_ext):
             make(target, command, inputs)
             return str(target)
 
-        with (folder / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+        with (folder / "lock").open("w") as lock, ThreadPoolExecutor(cores()) as pool:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second `make` in another terminal waits
-            nvcc, kernels = find_nvcc(), Path("cuda", "kernels.cu")
+            nvcc, why_not = choose_cuda() if KERNELS.exists() else (None, "")
             image = None  # begun first, so that it is under way when cuda_image.c asks for it
-            if nvcc and kernels.exists():
-                image = pool.submit(make_image, nvcc, kernels, Path("build", "cuda"))
-            sources = sorted(map(Path, ext.sources), key=lambda path: path.suffix != ".cpp")
-            objects = list(pool.map(compile_one, sources))  # the slow ones start first
+            if nvcc:
+                image = pool.submit(make_image, nvcc, KERNELS, IMAGES)
+            sources = sorted(map(Path, ext.sources), key=slowest_first)
+            objects = list(pool.map(compile_one, sources))
             where = [f"-L{torch}/lib", f"-Wl,-rpath,$ORIGIN/../torch/lib:{torch}/lib"]
             link = [*env["CXX"], "-shared", *flags, *objects, *TORCH_LIBS, *where, *env["LDFLAGS"]]
-            make(folder / "_core.so", link, objects)
+            linked = make(folder / "_core.so", link, objects)
+            if linked and sys.stdout.isatty():
+                print("\r\033[K", end="")
+            if linked and why_not:
+                print(f"CUDA kernels left out: {why_not}. To get them: {HOW_TO_GET_CUDA}")
+            keep_choice()
             target = self.get_ext_fullpath(ext.name)
             self.mkpath(str(Path(target).parent))
             put(folder / "_core.so", Path(target))

@@ -1,8 +1,8 @@
-"""The corpus: the sources of Python's own standard library, text that every machine has.
+"""The corpus: the sources of Python's standard library, a text that every machine has.
 
-The one idea: nothing is downloaded and nothing is left to chance. Files are taken in sorted order,
-each file goes to the train or the held-out side by a hash of its name, and every batch is a
-function of (seed, rank, step) alone: two libraries given the same seed see the same bytes.
+The one idea: nothing is downloaded, and everything is deterministic. Files are read in sorted
+order, a hash of its name assigns each file to the training or the held-out side, and every batch
+is a function of (seed, rank, step): two libraries with the same seed see the same bytes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-FILE_END = b"\0"  # stands between files: a byte that no source text contains
-HELD_OUT_SHARE = 16  # one file in so many is held out
-SKIPPED = {  # installed packages, tests, caches, and long tables that read like no program
+FILE_END = b"\0"  # separates files: no source text contains this byte
+HELD_OUT_SHARE = 16  # one file in 16 is held out
+SKIPPED = {  # installed packages, tests, caches, and long tables
     *("site-packages", "dist-packages", "__pycache__", "ensurepip"),
     *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"),
     *("encodings", "pydoc_data"),
@@ -25,7 +25,7 @@ SKIPPED = {  # installed packages, tests, caches, and long tables that read like
 
 
 class CorpusError(RuntimeError):
-    """No text to train on; the message says where it was sought."""
+    """No text to train on; the message names the directory."""
 
 
 def source_files(root: Path | None = None) -> list[Path]:
@@ -38,8 +38,8 @@ def source_files(root: Path | None = None) -> list[Path]:
     kept = [Path(name) for name in names if _is_wanted(Path(name))]
     if not kept:
         raise CorpusError(
-            f"no Python sources below {root}: this Python was installed without its library's .py "
-            "files (a zipped or stripped one?); use another Python or give another root"
+            f"no Python sources found in {root}: this Python was installed without the .py files "
+            "of its standard library (zipped or stripped); use another Python"
         )
     return kept
 
@@ -51,7 +51,7 @@ def is_held_out(name: Path) -> bool:
 
 
 def load(root: Path | None = None) -> tuple[Tensor, Tensor]:
-    """The train and the held-out text, each uint8 of shape (bytes,).
+    """The training and the held-out text, each uint8 of shape (bytes,).
 
     Raises CorpusError if a side is empty or a file cannot be read.
     """
@@ -64,9 +64,9 @@ def load(root: Path | None = None) -> tuple[Tensor, Tensor]:
             raise CorpusError(f"cannot read {root / name}: {error.strerror}") from error
         sides[is_held_out(name)].append(text)
     train, held_out = (_as_tensor(texts) for texts in sides)
-    for side, joined in (("train", train), ("held-out", held_out)):
+    for side, joined in (("training", train), ("held-out", held_out)):
         if joined.numel() == 0:
-            raise CorpusError(f"the {side} side of the corpus below {root} is empty: too few files")
+            raise CorpusError(f"the {side} side of the corpus in {root} is empty: too few files")
     return train, held_out
 
 
@@ -75,7 +75,7 @@ def train_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless random windows of `text`: (inputs, targets), each int64 of shape (batch, context).
 
-    Ranks draw from generators of their own. Raises CorpusError if `text` is shorter than a window.
+    Every rank has its own generator. Raises CorpusError if `text` is shorter than a window.
     """
     _require_window(text, context)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
@@ -87,10 +87,10 @@ def train_batches(
 def held_out_batches(
     text: Tensor, batch: int, context: int, count: int, *, rank: int, world: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's `count` windows, spread evenly over the held-out text, none shared with others.
+    """This rank's `count` windows, spread evenly over the held-out text and disjoint from others'.
 
-    Shapes as train_batches, the last batch may be smaller. The same windows on every call. Raises
-    CorpusError if `text` is shorter than a window.
+    Shapes as in train_batches; the last batch may be smaller. Every call returns the same windows.
+    Raises CorpusError if `text` is shorter than a window.
     """
     _require_window(text, context)
     last = text.numel() - context - 1
@@ -104,12 +104,12 @@ def _standard_library() -> Path:
 
 
 def _is_wanted(name: Path) -> bool:
-    """Build settings are left out too: they hold paths of this machine, not text."""
+    """Excludes build settings too: they contain this machine's paths."""
     return SKIPPED.isdisjoint(name.parts) and not name.name.startswith("_sysconfigdata")
 
 
 def _as_tensor(texts: list[bytes]) -> Tensor:
-    joined = bytearray(FILE_END.join(texts))  # a bytearray: frombuffer wants writable memory
+    joined = bytearray(FILE_END.join(texts))  # a bytearray: frombuffer needs writable memory
     return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0).byte()
 
 

@@ -1,8 +1,7 @@
-"""A byte-level GPT in plain PyTorch: nothing here knows that it will be sharded.
+"""A byte-level GPT in plain PyTorch, without a line of code for sharding.
 
-The vocabulary is the 256 bytes, so there is no tokenizer: text goes in as `bytes` and comes out as
-`bytes`. The one idea to take from this file is what it does not contain: the model is written as
-for one process, and `FSDP(model)` finds the repeated blocks by itself.
+The one idea: the model is written for a single process, and `FSDP(model)` finds the repeated
+blocks. The vocabulary is the 256 byte values, so there is no tokenizer: `bytes` in, `bytes` out.
 
 Shapes use B (batch), T (time, at most the context), D (width), H (heads) and V = 256.
 """
@@ -29,7 +28,7 @@ class Config:
     context: int = 128
 
     def parameter_count(self) -> int:
-        """How many parameters `GPT(self)` has."""
+        """The number of parameters of `GPT(self)`."""
         block = 12 * self.width**2 + 13 * self.width  # weights, then biases and the two norms
         ends = 2 * VOCABULARY * self.width + 2 * self.width  # embedding, head, last norm
         return self.layers * block + ends
@@ -37,6 +36,7 @@ class Config:
 
 SIZES = {
     "tiny": Config(layers=2, width=64, heads=2, context=64),
+    "5m": Config(layers=6, width=256, heads=4),
     "10m": Config(layers=6, width=384, heads=6),
     "85m": Config(layers=12, width=768, heads=12),
     "350m": Config(layers=28, width=1024, heads=16),
@@ -51,15 +51,15 @@ class Rotation(NamedTuple):
 
     @classmethod
     def of(cls, time: int, size: int, device: torch.device) -> Rotation:
-        """`time` positions, heads of (even) `size`; pair i turns 10,000^(-2i / size) a step."""
+        """For heads of even `size`; pair i turns by 10,000^(-2i / size) per position."""
         rates = 10_000.0 ** (-torch.arange(0, size, 2, device=device) / size)
         angles = torch.arange(time, device=device)[:, None] * rates
         return cls(angles.cos(), angles.sin())
 
     def turn(self, x: Tensor) -> Tensor:
-        """Turn each pair (x[i], x[i + half]) of (B, H, T, D / H) by its position's angle.
+        """Rotate each pair (x[i], x[i + half]) of (B, H, T, D / H) by its position's angle.
 
-        The product of a turned query and a turned key then depends on their distance alone.
+        The product of a rotated query and key then depends only on their distance.
         """
         first, second = x.chunk(2, dim=-1)
         return torch.cat(
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Position-wise network: (B, T, D) -> (B, T, D), four times as wide inside."""
+    """Position-wise network: (B, T, D) -> (B, T, D), with a hidden width of 4 D."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (B, T) int64 -> logits (B, T, V); with targets (B, T), the mean loss in nats a byte."""
+    """Bytes (B, T) int64 -> logits (B, T, V); with targets (B, T), the mean loss, nats per byte."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class GPT(nn.Module):
         self._initialize(blocks)
 
     def _initialize(self, blocks: list[Block]) -> None:
-        """Variances that neither depth nor width changes; a small head: the first guess is flat."""
+        """Variances independent of depth and width; a small head: almost uniform first guesses."""
         depth = 2 * len(blocks)  # terms that the blocks add to the residual stream
         for block in blocks:
             for layer in (block.attention.query_key_value, block.mlp.inner):
@@ -144,7 +144,7 @@ class GPT(nn.Module):
         time = tokens.shape[1]
         if time > self.config.context:
             raise ValueError(
-                f"{time} bytes do not fit into the model's context of {self.config.context}"
+                f"a sequence of {time} bytes exceeds the model's context of {self.config.context}"
             )
         head_size = self.config.width // self.config.heads
         rotation = Rotation.of(time, head_size, tokens.device)

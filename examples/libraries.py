@@ -1,7 +1,7 @@
-"""One function per library: how zshard, DDP, FSDP2 and FSDP1 each take a plain model.
+"""One function per library: how zshard, DDP, FSDP2 and FSDP1 wrap a plain model.
 
-All return the same three things (model, optimizer, gradient clipping), so that train_gpt.py has one
-training loop for all of them. zshard comes first: the rest is here to be compared with.
+All return the same three things (model, optimizer, gradient clipping), so train_gpt.py has one
+training loop for all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WEIGHT_DECAY = 0.1
 
 
 class Sharded(NamedTuple):
-    """A model made ready by a library; `clip(max_norm)` returns the gradients' norm before it."""
+    """A wrapped model; `clip(max_norm)` clips the gradients and returns their norm before that."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -29,7 +29,7 @@ class Sharded(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What train_gpt.py's flags say about sharding; see its --help."""
+    """The flags of train_gpt.py that concern sharding; see its --help."""
 
     strategy: str
     lr: float
@@ -38,7 +38,7 @@ class Options(NamedTuple):
 
 
 def use_zshard(model: GPT, options: Options) -> Sharded:
-    """zshard: the repeated blocks are found by itself, parameters keep names and dimensions."""
+    """zshard: finds the repeated blocks; parameters keep their names and shapes."""
     from zshard import FSDP, AdamW
 
     sharded = FSDP(
@@ -52,13 +52,13 @@ def use_zshard(model: GPT, options: Options) -> Sharded:
 
 
 def use_ddp(model: GPT, options: Options) -> Sharded:
-    """torch's DistributedDataParallel: every rank holds everything."""
+    """torch's DistributedDataParallel: every rank holds the full model."""
     replica = nn.parallel.DistributedDataParallel(model)
     return Sharded(replica, _fused_adamw(decay_groups(replica), options.lr), _clip(replica))
 
 
 def use_fsdp2(model: GPT, options: Options) -> Sharded:
-    """torch's fully_shard, called for each block and then for the rest, as its manual says."""
+    """torch's fully_shard, applied to each block and then to the model, as its docs recommend."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -73,11 +73,11 @@ def use_fsdp2(model: GPT, options: Options) -> Sharded:
 
 
 def use_fsdp1(model: GPT, options: Options) -> Sharded:
-    """torch's FullyShardedDataParallel with one flat parameter a block."""
+    """torch's FullyShardedDataParallel with one flat parameter per block."""
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    groups = decay_groups(model)  # before wrapping: after it every parameter has one dimension
+    groups = decay_groups(model)  # before wrapping, which flattens the parameters
     wrapped = FullyShardedDataParallel(
         model,
         sharding_strategy=ShardingStrategy[options.strategy.upper()],
@@ -89,7 +89,7 @@ def use_fsdp1(model: GPT, options: Options) -> Sharded:
 
 
 class Library(NamedTuple):
-    """How to wrap, and the strategies that the library has; the first is the default."""
+    """How to wrap a model, and the library's strategies; the first is the default."""
 
     use: Callable[[GPT, Options], Sharded]
     strategies: tuple[str, ...]
@@ -114,36 +114,36 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 @contextmanager
 def process_group() -> Iterator[tuple[int, int]]:
-    """Join torchrun's gloo group, or make a group of one; yields (rank, world size)."""
+    """Join torchrun's gloo group, or create one of a single process; yields (rank, world size)."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.get_rank(), dist.get_world_size()
-        # gloo's threads drop the last collective's tensors a moment after it ends. If Python is
-        # shutting down by then, the process aborts; a barrier, which holds none, lets it pass.
+        # gloo's threads release the last collective's tensors shortly after it ends. If Python
+        # is shutting down by then, the process aborts; a barrier, which has none, avoids that.
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
-    """Each value's mean over all ranks, in float64; all ranks must call this together."""
+    """Each value's mean over all ranks, in float64. Collective."""
     summed = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(summed)
     return (summed / dist.get_world_size()).tolist()
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
-    """The ranks' values (anything that pickles), by rank; all ranks must call this together."""
+    """All ranks' values (any picklable object), by rank. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def _fused_adamw(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """torch's fastest AdamW: the default one is three times slower on a CPU."""
+    """torch's fastest AdamW: the default is three times slower on CPUs."""
     return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True)
 
 

@@ -1,7 +1,7 @@
-"""What a run is measured by: memory of this process, progress on the screen, a JSON and a PNG.
+"""Measurements of a run: memory of this process, progress on the screen, a JSON file and plots.
 
-The one idea: memory is PSS, the proportional set size. A page that N processes share counts 1/N in
-each, so that a library which shares memory between ranks is not charged twice for it (RSS would).
+The one idea: memory is PSS, the proportional set size. A page shared by N processes counts 1/N in
+each, so a library that shares memory between ranks is not charged twice for it, as by RSS.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from typing import Any
 
 MIB = 1024 * 1024
 SAMPLE_SECONDS = 0.05
+LOG_LINES = 5  # of a run's progress, where they are not rewritten
+WARMUP_STEPS = 10  # of a run, not counted in its speed
 
 
 class PeakMemory:
-    """Samples this process's memory in a thread while it is entered; `mib` is the highest seen.
+    """Sample this process's memory in a thread inside `with`; `mib` is the peak so far.
 
-    PSS where Linux tells it; elsewhere the kernel's own high-water mark of RSS since the start.
+    PSS on Linux; elsewhere the kernel's high-water mark of RSS since the process started.
     """
 
     def __init__(self) -> None:
@@ -57,32 +59,25 @@ class PeakMemory:
 
 
 class Progress:
-    """One line of numbers that is rewritten on a terminal, and printed now and then in a log.
+    """The progress of a run: one line, rewritten in place on a terminal; a few lines in a log.
 
-    Rank 0 shows; on other ranks every method does nothing. Uses tqdm if it is installed.
+    Rank 0 prints; on other ranks every method does nothing. The terminal needs tqdm.
     """
 
     def __init__(self, steps: int, title: str, *, show: bool) -> None:
         self.steps = steps
         self.title = title
         self.show = show
-        self.every = max(1, steps // 20)
+        self.every = max(1, steps // LOG_LINES)
         self.bar = _terminal_bar(steps, title) if show else None
 
     def update(self, step: int, numbers: str) -> None:
-        """After step `step` (counted from 1)."""
+        """Show `numbers` after step `step` (counted from 1)."""
         if self.bar is not None:
             self.bar.set_postfix_str(numbers, refresh=False)
             self.bar.update()
-        elif self.show and (step % self.every == 0 or step in (1, self.steps)):
-            print(f"{self.title} {step:5d}/{self.steps}  {numbers}", flush=True)
-
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        if self.bar is not None:
-            self.bar.write(text)
-        elif self.show:
-            print(text, flush=True)
+        elif self.show and (step % self.every == 0 or step == self.steps):
+            print(f"{self.title:<7}{step:5d}/{self.steps}  {numbers}", flush=True)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -90,7 +85,7 @@ class Progress:
 
 
 class Meter:
-    """Losses and step times of this rank, and the running figures for the progress line."""
+    """Losses and step times of this rank, and the current figures for the progress line."""
 
     def __init__(self, tokens_per_step: int, memory: PeakMemory) -> None:
         self.tokens_per_step = tokens_per_step
@@ -107,15 +102,26 @@ class Meter:
         self.losses.append(loss)
 
     def line(self) -> str:
-        """The last ten steps' loss on this rank and speed of all ranks, and the memory's peak."""
+        """This rank's mean loss and the speed of all ranks over ten steps, and peak memory."""
         recent = self.losses[-10:]
         speed = self.tokens_per_step * len(recent) / sum(self.seconds[-10:])
         loss = sum(recent) / len(recent)
-        return f"loss {loss:.3f}, {speed:,.0f} tokens/s, peak {self.memory.mib:,.0f} MiB"
+        return f"loss {loss:.2f}, {speed:,.0f} tokens/s, {self.memory.mib:,.0f} MiB"
+
+    def speed(self) -> dict[str, Any]:
+        """The speed of the steps so far without the first ones, which allocate and warm caches."""
+        warmup = min(WARMUP_STEPS, len(self.seconds) // 4)
+        measured = sorted(self.seconds[warmup:])
+        median = measured[len(measured) // 2]
+        return {
+            "tokens_per_second": self.tokens_per_step / median,
+            "step_seconds": {"min": measured[0], "median": median, "max": measured[-1]},
+            "measured_steps": len(measured),
+        }
 
 
 def surroundings() -> dict[str, Any]:
-    """Where and when: date, machine and versions, for the JSON."""
+    """Date, machine and versions, for the JSON file."""
     packages = ("torch", "zshard")
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -135,30 +141,74 @@ def save_json(path: Path, numbers: dict[str, Any]) -> None:
 
 
 def save_curve(path: Path, title: str, losses: list[float], held_out: list[list[float]]) -> bool:
-    """Draw the loss of each step and the held-out loss; False if there is no matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    """Plot the loss of each step and the held-out loss; False if matplotlib is not installed."""
+    pyplot = _pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")  # no window: this runs on servers too
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, linewidth=0.6, alpha=0.45, color="tab:blue", label="each step")
     axes.plot(steps, _smoothed(losses), color="tab:blue", label="smoothed")
     axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="held-out files")
-    axes.set(title=title, xlabel="step", ylabel="loss (nats a byte)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    _finish_loss(axes, title)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
     return True
 
 
+def save_comparison(path: Path, runs: dict[str, dict[str, Any]]) -> bool:
+    """Plot what each library's run.json holds: losses, and peak memory per rank at "compared".
+
+    False if matplotlib is not installed.
+    """
+    pyplot = _pyplot()
+    if pyplot is None:
+        return False
+    figure, (curves, bars) = pyplot.subplots(
+        1, 2, figsize=(11, 4.5), dpi=120, width_ratios=(2.2, 1)
+    )
+    styles = ("-", "--", ":", "-.")  # equal curves lie on top of each other: all stay visible
+    for index, (library, run) in enumerate(runs.items()):
+        color, steps = f"C{index}", range(1, len(run["loss"]) + 1)
+        style = styles[index % len(styles)]
+        curves.plot(steps, _smoothed(run["loss"]), style, color=color, label=f"{library}, training")
+        held_out = list(zip(*run["held_out"], strict=True))
+        size, marker = 11 - 2.5 * index, "osD^"[index % 4]
+        label = f"{library}, held-out"
+        curves.plot(*held_out, marker, ms=size, fillstyle="none", color=color, label=label)
+        peak = max(run["compared"]["peak_memory_mib"])
+        bars.bar(library, peak, color=color)
+        bars.text(library, peak, f"{peak:,.0f}", ha="center", va="bottom")
+    _finish_loss(curves, "loss (training: smoothed)")
+    kind = next(iter(runs.values()))["memory_kind"]
+    bars.set(title=f"peak memory per rank ({kind})", ylabel="MiB")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+    return True
+
+
+def _pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files only; None if matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _finish_loss(axes: Any, title: str) -> None:
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
 def _pss_bytes() -> int | None:
-    """PSS of this process, or None where the kernel does not tell."""
+    """PSS of this process; None if the kernel does not report it."""
     try:
         with open("/proc/self/smaps_rollup", "rb") as rollup:
             for line in rollup:
@@ -175,9 +225,9 @@ def _peak_rss_bytes() -> int:
 
 
 def _terminal_bar(steps: int, title: str) -> Any:
-    """A tqdm bar on a terminal; None in a log or without tqdm: lines are printed then."""
+    """A tqdm bar on a terminal; None in a log or without tqdm, where lines are printed instead."""
     if not sys.stdout.isatty() or 0 in os.get_terminal_size(sys.stdout.fileno()):
-        return None  # a terminal that knows no size is some tool's: tqdm would draw nothing there
+        return None  # a terminal without a size is a tool's pty: tqdm would draw nothing
     try:
         from tqdm import tqdm
     except ImportError:
@@ -187,7 +237,7 @@ def _terminal_bar(steps: int, title: str) -> Any:
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """Exponential mean, with the start's bias taken out as Adam does."""
+    """Exponential moving average with Adam's bias correction."""
     smooth, mean, keep = [], 0.0, 0.9
     for step, value in enumerate(values, 1):
         mean = keep * mean + (1 - keep) * value

@@ -41,7 +41,7 @@ PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&module); }
 # Would change the builds below; `make sanitize` sets some of them.
 FLAGS = {"CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "LD_PRELOAD", "PYTHONPATH"} | {
     *(f"ZSHARD_{variant}" for variant in ("DEBUG", "SANITIZE", "COVERAGE", "CUDA")),
-    *("CUDA_HOME", "CUDA_PATH"),
+    *("CUDA", "CUDA_HOME", "CUDA_PATH"),
 }
 
 
@@ -221,11 +221,16 @@ static PyObject *answer"""
     return project
 
 
+def home_of(project: Project) -> dict[str, str]:
+    """Where the project's nvcc is, and the wish for its kernels."""
+    return {"CUDA_HOME": str(project.folder / "cuda-home"), "ZSHARD_CUDA": "1"}
+
+
 def test_kernels_are_compiled_into_the_extension(cuda_project: Project) -> None:
-    home = {"CUDA_HOME": str(cuda_project.folder / "cuda-home")}
+    home = home_of(cuda_project)
     done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home)
     assert done.returncode == 0, done.stdout
-    assert "does not know sm_100: left out" in done.stdout
+    assert "does not support sm_100: left out" in done.stdout
     codes = "arch=compute_80,code=sm_80;arch=compute_90,code=sm_90;"
     image = f"an image for {codes}arch=compute_80,code=compute_80; of one\\n"
     assert cuda_project.answer() == f"(b'{image}', 'sm_80 sm_90 compute_80', 12060)"
@@ -238,28 +243,89 @@ def test_kernels_are_compiled_into_the_extension(cuda_project: Project) -> None:
     assert "cc cuda_image.c" in done.stdout and "nvcc" not in done.stdout  # one image for all
 
 
-def test_without_nvcc_there_are_no_kernels(cuda_project: Project) -> None:
-    home = {"CUDA_HOME": str(cuda_project.folder / "cuda-home")}
-    cuda_project.build(**home, ZSHARD_CUDA="0")
+def test_switching_cuda_remakes_one_object_and_the_choice_is_kept(cuda_project: Project) -> None:
+    home = home_of(cuda_project)
+    cuda_project.build(**{**home, "ZSHARD_CUDA": "0"})
     assert cuda_project.answer() == "(None, '', 0)"
     assert cuda_project.build(**home) == {"cuda_image.c", "_core"}
     assert cuda_project.answer().endswith("12060)")
+    silent = {"CUDA_HOME": home["CUDA_HOME"]}
+    assert cuda_project.build(**silent) == set()  # a build that says nothing keeps the kernels
+    (cuda_project.folder / "build" / "cuda" / "choice").unlink()
+    assert cuda_project.build(**silent) == set()  # so does one after a build with a GPU
+    without = {**home, "ZSHARD_CUDA": "0"}
+    done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **without)
+    assert "CUDA kernels left out: ZSHARD_CUDA=0. To get them: `make build CUDA=1`" in done.stdout
+    assert "cc cuda_image.c" in done.stdout and "nvcc" not in done.stdout
+    assert cuda_project.build(**silent) == set()  # nor do they come back unasked
+    assert cuda_project.answer() == "(None, '', 0)"
 
 
-def test_missing_nvcc_is_an_error_where_cuda_is_asked_for(
-    project: Project, tmp_path_factory: pytest.TempPathFactory
+CHOOSE = """
+import runpy
+names = runpy.run_path("setup.py")["choose_cuda"].__globals__
+names["find_gpu"], names["find_nvcc"] = lambda: {gpu}, lambda: {nvcc!r}
+print(names["choose_cuda"]())
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "nvcc", "gpu", "chosen"),
+    [
+        ("", "/nvcc", True, "('/nvcc', '')"),
+        ("", "/nvcc", False, "(None, 'no GPU was found')"),
+        ("", None, True, "(None, 'no nvcc was found')"),
+        ("1", "/nvcc", False, "('/nvcc', '')"),
+        ("1", None, True, "ZSHARD_CUDA=1 compiles CUDA kernels, but nvcc was not found"),
+        ("0", "/nvcc", True, "(None, 'ZSHARD_CUDA=0')"),
+    ],
+)
+def test_kernels_are_compiled_where_they_are_wanted(
+    project: Project, asked: str, nvcc: str | None, gpu: bool, chosen: str
 ) -> None:
-    script = "import runpy, shutil; shutil.which = lambda name: None\n"
-    script += "print('found', runpy.run_path('setup.py')['find_nvcc']())\n"
-    assert project.run("-c", script).stdout.strip() == "found None"
-    done = project.run("-c", script, ZSHARD_CUDA="1")
-    assert done.returncode == 1 and "there is no nvcc: set CUDA_HOME" in done.stdout
+    done = project.run("-c", CHOOSE.format(gpu=gpu, nvcc=nvcc), ZSHARD_CUDA=asked)
+    assert chosen in done.stdout
+    assert done.returncode == int("not found" in chosen)
+
+
+def test_kernels_are_not_dropped_in_silence_where_nvcc_is_gone(cuda_project: Project) -> None:
+    cuda_project.build(**home_of(cuda_project))
+    done = cuda_project.run("-c", CHOOSE.format(gpu=False, nvcc=None))
+    assert done.returncode == 1
+    assert "this folder's last build compiles CUDA kernels, but nvcc was not found" in done.stdout
+
+
+def test_a_gpu_is_found_by_the_drivers_files(tmp_path: Path, project: Project) -> None:
+    script = "import runpy\nnames = runpy.run_path('setup.py')['find_gpu'].__globals__\n"
+    script += f"names['GPU_FILES'] = ({str(tmp_path / 'gpus/*')!r},)\n"
+    script += "print(names['find_gpu']())\n"
+    (tmp_path / "gpus").mkdir()
+    assert project.run("-c", script).stdout.strip() == "False"
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir()
+    assert project.run("-c", script).stdout.strip() == "True"
+
+
+def test_make_maps_cuda_to_the_builds_variable(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(
+        f"include {ROOT / 'Makefile'}\nsaid: ; @echo is=$$ZSHARD_CUDA=\n"
+    )
+
+    def said(*words: str, **env: str) -> str:
+        plain = {name: value for name, value in os.environ.items() if name not in FLAGS}
+        plain = {name: value for name, value in plain.items() if not name.startswith("MAKE")}
+        command = ["make", "-s", "-C", str(tmp_path), "said", *words]
+        done = subprocess.run(command, env={**plain, **env}, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    assert "is==" in said()
+    assert "is=1=" in said("CUDA=1") and "is=1=" in said(CUDA="1") and "is=0=" in said("CUDA=0")
+    assert "is==" in said(CUDA="/usr/local/cuda")  # somebody else's variable
+    assert "CUDA must be 0 or 1, got 'yes'" in said("CUDA=yes")
 
 
 def test_kernels_that_do_not_compile_say_how_to_go_without(cuda_project: Project) -> None:
-    home = {"CUDA_HOME": str(cuda_project.folder / "cuda-home")}
     cuda_project.write("cuda/kernels.cu", "broken\n")
-    done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home)
+    done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home_of(cuda_project))
     assert done.returncode == 1 and "kernels.cu(1): error: broken" in done.stdout
     assert "ZSHARD_CUDA=0 builds without CUDA" in done.stdout and "Traceback" not in done.stdout
 

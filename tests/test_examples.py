@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import json
 import math
 import os
@@ -21,7 +22,13 @@ import zshard
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))  # the examples import each other by plain names, as scripts do
 
-STATED_SIZES = {"tiny": 132_864, "10m": 10_844_160, "85m": 85_449_216, "350m": 353_220_608}
+STATED_SIZES = {
+    "tiny": 132_864,
+    "5m": 4_870_144,
+    "10m": 10_844_160,
+    "85m": 85_449_216,
+    "350m": 353_220_608,
+}
 
 
 def example(name: str) -> ModuleType:
@@ -178,9 +185,9 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--library", "ddp", "--strategy", "full_shard"], "ddp has no_shard, not full_shard"),
-        (["--library", "fsdp2", "--transport", "shm"], "--transport is zshard's"),
-        (["--batch", "0"], "--batch must be at least 1"),
+        (["--library", "ddp", "--strategy", "full_shard"], "with ddp: choose no_shard"),
+        (["--library", "fsdp2", "--transport", "shm"], "--transport requires --library zshard"),
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
     ],
 )
 def test_flags_that_cannot_be_meant(
@@ -204,10 +211,90 @@ def test_peak_memory_sees_what_is_gone_again() -> None:
     assert memory.mib - before > 128
 
 
-def test_plain_table_lines_up() -> None:
+def test_speed_leaves_out_the_first_steps() -> None:
+    measure = example("measure")
+    meter = measure.Meter(1000, measure.PeakMemory())
+    meter.seconds = [9.0] * 10 + [0.5, 0.25, 1.0] * 10
+    assert meter.speed() == {
+        "tokens_per_second": 2000.0,
+        "step_seconds": {"min": 0.25, "median": 0.5, "max": 1.0},
+        "measured_steps": 30,
+    }
+    meter.seconds = [2.0]
+    assert meter.speed()["measured_steps"] == 1
+
+
+def test_every_plan_measures_thirty_steps_of_each_library() -> None:
+    demo, measure = example("demo"), example("measure")
+    for plan in (demo.NORMAL, demo.LONG):
+        assert plan.compared_steps - measure.WARMUP_STEPS >= 30
+        assert plan.steps > plan.compared_steps
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+
+def test_progress_is_one_line_on_a_terminal_and_a_few_in_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+    measure = example("measure")
+
+    def show() -> None:
+        progress = measure.Progress(200, "zshard", show=True)
+        for step in range(1, 201):
+            progress.update(step, f"loss {step}")
+        progress.close()
+
+    show()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"zshard {step:5d}/200  loss {step}" for step in range(40, 201, 40)]
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((100, 40)))
+    show()
+    assert screen.getvalue().count("\n") == 1 and screen.getvalue().count("\r") > 1
+    assert "200/200" in screen.getvalue().rsplit("\r", 1)[-1]
+
+
+@pytest.mark.parametrize(("loss", "reached"), [(2.0, True), (2.5, False), (math.nan, False)])
+def test_demo_checks_the_loss(
+    loss: float, reached: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     demo = example("demo")
-    lines = demo.plain_table(("name", "n"), [("longer name", "1"), ("x", "22")]).splitlines()
-    assert lines == ["name         n", "-----------  --", "longer name  1", "x            22"]
+    plan = demo.NORMAL._replace(goal=2.3)
+    assert demo.check(plan, "zshard", {"final": {"held_out": loss}}) is reached
+    said = capsys.readouterr().out
+    assert said.startswith("PASS: " if reached else "FAIL: ")
+    assert f"{loss:.3f} nats per byte after 200 steps; expected: below 2.3" in said
+
+
+@pytest.mark.parametrize(("reached", "status"), [(True, 0), (False, 1)])
+def test_demo_fails_where_the_loss_is_too_high(
+    reached: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo = example("demo")
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(demo, "demo", lambda *_: reached)
+    assert demo.main() == status
+
+
+def test_table_is_aligned() -> None:
+    demo = example("demo")
+    rows = [("longer name", "a", "1"), ("x", "b", "22")]
+    lines = demo.table(("name", "kind", "n"), rows).splitlines()
+    assert lines == [
+        "name         kind   n",
+        "-----------  ----  --",
+        "longer name  a      1",
+        "x            b     22",
+    ]
 
 
 # --- whole runs -----------------------------------------------------------------------------------
@@ -238,18 +325,23 @@ def numbers_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_demo_ends_with_a_table_and_a_curve(quick_demo: tuple[Path, str]) -> None:
+def test_demo_ends_with_a_table_and_a_plot(quick_demo: tuple[Path, str]) -> None:
     out, printed = quick_demo
     table = printed[printed.rindex("===") :]
     for library in ("zshard", "ddp", "fsdp2"):
         numbers = numbers_of(out / library)
-        assert f"{numbers['held_out'][-1][1]:.4f}" in table
-        assert len(numbers["peak_memory_mib"]) == numbers["ranks"] == 2
-        assert min(numbers["peak_memory_mib"]) > 50
-        assert numbers["tokens_per_second"] > 0
+        compared = numbers["compared"]
+        assert f"{compared['held_out']:.4f}" in table
+        assert len(compared["peak_memory_mib"]) == numbers["ranks"] == 2
+        assert min(compared["peak_memory_mib"]) > 50
+        assert compared["tokens_per_second"] > 0
+    assert "PASS: zshard's held-out loss is" in printed
+    assert printed.count("corpus:") == 1  # said by the first run only
     assert all(prompt in printed for prompt in ("\nclass ", "\ndef "))  # a text of each rank
+    assert "`make bench`" in table
     if importlib.util.find_spec("matplotlib"):
-        assert (out / "long" / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert f"plot: {out / 'demo.png'}" in table
+        assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -257,12 +349,11 @@ def test_loss_curves_are_equal_bit_for_bit(quick_demo: tuple[Path, str]) -> None
     out, _ = quick_demo
     ddp, fsdp2, ours = (numbers_of(out / library) for library in ("ddp", "fsdp2", "zshard"))
     assert ours["config"]["strategy"] == "full_shard"
-    assert len(ours["loss"]) == ours["config"]["stop_after"] >= 5
-    assert ours["loss"] == ddp["loss"] == fsdp2["loss"]
-    assert ours["held_out"] == ddp["held_out"] == fsdp2["held_out"]
-    long = numbers_of(out / "long")
-    assert long["loss"][: len(ours["loss"])] == ours["loss"]
-    assert long["held_out"][-1][1] < long["loss"][0] - 0.2
+    steps = ours["compared"]["steps"]
+    assert ddp["compared"]["steps"] == steps == 5 and len(ours["loss"]) == 8
+    assert ours["loss"][:steps] == ddp["loss"] == fsdp2["loss"]
+    assert ours["held_out"][0] == ddp["held_out"][0] == fsdp2["held_out"][0]
+    assert ours["held_out"][-1][1] < ours["loss"][0] - 0.2
 
 
 @pytest.mark.slow
@@ -284,10 +375,10 @@ def test_one_process_without_torchrun(tmp_path: Path) -> None:
 def test_demo_shows_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo = example("demo")
     monkeypatch.setattr(os, "environ", environment())
-    with pytest.raises(demo.RunFailed, match="--transport is zshard's") as raised:
+    with pytest.raises(demo.RunFailed, match="--transport requires --library zshard") as raised:
         plan = demo.QUICK._replace(flags=(*demo.QUICK.flags, "--transport", "shm"))
-        demo.run(plan, "ddp", tmp_path, 1, 0)
-    assert "ddp failed with status 1" in str(raised.value)
+        demo.run(plan, "ddp", tmp_path, main_run=False)
+    assert "ddp failed with exit status 1" in str(raised.value)
 
 
 @pytest.mark.slow

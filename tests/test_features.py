@@ -67,6 +67,10 @@ def test_gpus_are_used_only_where_nothing_is_missing() -> None:
     whole = features(WITH_CUDA, **there)
     assert whole["gpu"] == has_kernels()
     assert ("kernels" in whole["missing"]) != has_kernels()
+    if not has_kernels():
+        assert (
+            "rebuild it with `make build CUDA=1` or `ZSHARD_CUDA=1" in whole["missing"]["kernels"]
+        )
     if torch.version.cuda is None:
         without = features(**there)
         assert not without["gpu"] and "is built without CUDA" in without["missing"]["torch_cuda"]
@@ -76,7 +80,7 @@ def test_gpus_are_used_only_where_nothing_is_missing() -> None:
 
 
 @pytest.mark.skipif(
-    not has_kernels(), reason="this build has no kernels: no nvcc, or ZSHARD_CUDA=0"
+    not has_kernels(), reason="built without CUDA kernels: make test CUDA=1 (needs nvcc)"
 )
 def test_driver_older_than_the_kernels_cannot_run_them() -> None:
     found = features(WITH_CUDA, ZSHARD_CUDA_LIB=stand_in(), FAKE_CUDA_VERSION="12000")

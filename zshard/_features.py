@@ -107,8 +107,8 @@ def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
     old = [gpu for gpu in machine["gpus"] if tuple(gpu["capability"]) < OLDEST_GPU]
     if not built:
         missing["kernels"] = (
-            "this build of zshard has no CUDA kernels: rebuild it with nvcc in CUDA_HOME, PATH or "
-            "/usr/local/cuda, and without ZSHARD_CUDA=0"
+            "zshard was built without CUDA kernels: rebuild it with `make build CUDA=1` or "
+            "`ZSHARD_CUDA=1 pip install --no-build-isolation .` (needs nvcc)"
         )
     elif driver and driver // 1000 < built // 1000:
         missing["kernels"] = (

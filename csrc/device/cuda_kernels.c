@@ -82,10 +82,12 @@ static zs_status load_image(zs_cu_library *library)
     const void *image = zs_cuda_image();
     zs_cuda_info info;
     ZS_TRY(zs_cuda_alive_at(__FILE__, __LINE__));
-    if (image == NULL)
-        return ZS_FAIL(ZS_ERR_CUDA, "this build of zshard has no CUDA kernels: rebuild it where nvcc is found "
-                                    "(CUDA_HOME, PATH or /usr/local/cuda) and ZSHARD_CUDA is not 0");
-    zs_cu_result result = zs_cuda_table()->cuLibraryLoadData(library, image, NULL, NULL, 0, NULL, NULL, 0);
+    /* Without an image the driver is handed PTX that it refuses; the tests' stand-in takes it, and brings its own kernels. */
+    const void *code = image != NULL ? image : "// no kernels\n";
+    zs_cu_result result = zs_cuda_table()->cuLibraryLoadData(library, code, NULL, NULL, 0, NULL, NULL, 0);
+    if (image == NULL && result != ZS_CU_SUCCESS)
+        return ZS_FAIL(ZS_ERR_CUDA, "zshard was built without CUDA kernels: rebuild it with `make build CUDA=1` or "
+                                    "`ZSHARD_CUDA=1 pip install --no-build-isolation .` (needs nvcc)");
     if (result != ZS_CU_ERROR_NO_BINARY_FOR_GPU && result != ZS_CU_ERROR_UNSUPPORTED_PTX_VERSION)
         return zs_cuda_check_at(__FILE__, __LINE__, "cuLibraryLoadData", result);
     zs_cuda_describe(&info);

@@ -2,11 +2,14 @@
 #ifndef ZS_TORCH_INTERNAL_HPP
 #define ZS_TORCH_INTERNAL_HPP
 
+// ATen's headers then include the operators they use, not all of them: a file compiles in half the time.
+#define AT_PER_OPERATOR_HEADERS
 #include <torch/csrc/python_headers.h>
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <cstring>

@@ -5,8 +5,18 @@
 // know units.
 #include "torch_internal.hpp"
 
+#include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+extern "C" {
+#include "torch_cuda.h"
+}
 
 namespace {
 
@@ -72,6 +82,24 @@ c10::weak_intrusive_ptr<at::TensorImpl> weak_to(const at::Tensor &tensor)
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     c10::raw::intrusive_ptr::incref(impl);
     return c10::weak_intrusive_ptr<at::TensorImpl>(c10::intrusive_ptr<at::TensorImpl>::reclaim(impl));
+}
+
+c10::Device gpu(int index)
+{
+    return {at::kCUDA, static_cast<c10::DeviceIndex>(index)};
+}
+
+// As torch's own operators would raise it.
+zs_status out_of_memory(const char *text)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *kind = torch != nullptr ? PyObject_GetAttrString(torch, "OutOfMemoryError") : nullptr;
+    if (kind != nullptr) PyErr_SetString(kind, text);
+    Py_XDECREF(kind);
+    Py_XDECREF(torch);
+    PyGILState_Release(gil);
+    return zs::fail_torch("zs_torch_cuda_alloc", text);
 }
 
 } // namespace
@@ -246,6 +274,48 @@ bool zs_tensor_on_storage(const zs_tensor *handle, const zs_storage *storage)
 void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *ctx)
 {
     at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { fn(ctx, begin, end); });
+}
+
+// --- torch's CUDA allocator and streams (torch_cuda.h) --------------------------------------------------------------
+
+bool zs_torch_has_cuda(void)
+{
+    try {
+        return c10::impl::hasDeviceGuardImpl(at::kCUDA) && c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount() > 0;
+    } catch (...) {
+        return false;
+    }
+}
+
+zs_status zs_torch_cuda_alloc(int index, size_t bytes, void **ptr, void **owner)
+{
+    return guarded("zs_torch_cuda_alloc", [&] {
+        try {
+            const c10::DeviceGuard guard(gpu(index));
+            auto data = std::make_unique<c10::DataPtr>(c10::GetAllocator(at::kCUDA)->allocate(bytes));
+            *ptr = data->get();
+            *owner = data.release();
+            return ZS_OK;
+        } catch (const c10::OutOfMemoryError &error) {
+            return out_of_memory(error.what_without_backtrace());
+        }
+    });
+}
+
+void zs_torch_cuda_free(void *owner)
+{
+    try {
+        delete static_cast<c10::DataPtr *>(owner);
+    } catch (...) { // the driver is gone already: the process ends
+    }
+}
+
+zs_status zs_torch_cuda_stream(int index, void **stream)
+{
+    return guarded("zs_torch_cuda_stream", [&] {
+        *stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(gpu(index)).native_handle();
+        return ZS_OK;
+    });
 }
 
 // --- PyObjects ---------------------------------------------------------------------------------------------------------------
