@@ -425,4 +425,4 @@ def test_a_result_of_save(tmp_path):
     loss_of(model(torch.zeros(1, 3, dtype=torch.long))).backward()
     result = zshard.save(tmp_path / "x", model)
     assert result.done() and result.wait() is None
-    assert repr(result) == f"Save('{tmp_path}/x')"
+    assert repr(result) == f"SaveHandle('{tmp_path}/x')"

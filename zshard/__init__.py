@@ -18,8 +18,7 @@ from zshard._checkpoint.extra import rng_state, set_rng_state
 from zshard._checkpoint.folder import latest_checkpoint
 from zshard._checkpoint.load import Loaded, load
 from zshard._checkpoint.manifest import CheckpointError
-from zshard._checkpoint.save import Save as SaveHandle
-from zshard._checkpoint.save import save
+from zshard._checkpoint.save import SaveHandle, save
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._features import available_features
 from zshard._forward_methods import register_forward_method

@@ -63,7 +63,7 @@ from zshard.api import FSDP
 _OPEN = 64  # files at a time
 
 
-class Save:
+class SaveHandle:
     """A checkpoint that zshard.save() is writing or has written."""
 
     def __init__(self, path: str, task: background.Task | None = None) -> None:
@@ -81,7 +81,7 @@ class Save:
         return self._task is None or self._task.done()
 
     def __repr__(self) -> str:
-        return f"Save({self.path!r})"
+        return f"SaveHandle({self.path!r})"
 
 
 def save(
@@ -96,7 +96,7 @@ def save(
     keep_last: int | None = None,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
-) -> Save:
+) -> SaveHandle:
     """Save a model, its optimizer and the script's own state as plain safetensors files.
 
     Collective: call it on all ranks, outside forward and backward. Nothing is gathered: each rank
@@ -165,10 +165,11 @@ def save(
     beside = comm_beside(comm)
     if not asynchronous:
         _write(plan, beside)
-        return Save(target.path)
+        return SaveHandle(target.path)
     with on_all_ranks(comm), torch.no_grad():
         plan = replace(plan, pieces=background.snapshot(model, plan.pieces))
-    return Save(target.path, background.start(target.path, lambda: _write(plan, beside, False)))
+    task = background.start(target.path, lambda: _write(plan, beside, False))
+    return SaveHandle(target.path, task)
 
 
 # --- the plan -------------------------------------------------------------------------------------
