@@ -1,13 +1,19 @@
-"""Manual wrapping: `with enable_wrap(...): wrap(layer)`."""
+"""Manual wrapping: `with enable_wrap(...): wrap(layer)`, and FSDP(...) from the leaves up."""
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from nursery import fork_ranks
 from torch import nn
 
+import zshard
+from zshard import FSDP
 from zshard.wrap import enable_wrap, wrap
 
 
@@ -57,3 +63,26 @@ def test_the_context_is_its_threads_own() -> None:
         thread.join()
         assert isinstance(wrap(nn.Linear(2, 2)), Wrapped)
     assert seen == [nn.Linear]
+
+
+def wait_for_a_rank_that_does_not_come(transport: str) -> str:
+    """Rank 0's backward waits for rank 1, which sleeps: the message, or "" on rank 1."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for i, layer in enumerate(model):
+        model[i] = FSDP(layer, transport=transport, timeout=1.0)
+    model = FSDP(model, auto_wrap_policy=None, transport=transport, timeout=1.0)
+    loss = model(torch.ones(1, 4)).sum()
+    if dist.get_rank() == 1:
+        time.sleep(3.0)
+        return ""
+    try:
+        loss.backward()
+    except zshard.PeerTimeoutError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_timeout_names_a_unit_that_was_made_before_its_parent(transport: str) -> None:
+    first, _ = fork_ranks(wait_for_a_rank_that_does_not_come, 2, transport)
+    assert "unit '1'" in (first.value or ""), first

@@ -120,6 +120,7 @@ typedef struct zs_comm_ops {
 
     zs_status (*cunit_new)(zs_comm *, const zs_cunit_spec *, zs_cunit **out);
     void (*cunit_free)(zs_comm *, zs_cunit *);
+    void (*cunit_renamed)(zs_comm *, zs_cunit *); /* its spec has another name now; NULL: nothing else keeps it */
 
     zs_status (*post)(zs_comm *, zs_cunit *, const zs_bucket *bucket, const uint64_t *used);
     zs_status (*collect)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready, zs_sources *out);
@@ -219,6 +220,9 @@ void zs_comm_on_wait(bool (*interrupted)(void));
 
 /* gather_start and gather_finish in one. */
 zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to);
+
+/* Gives the unit the name that it has in an outer model. All ranks do so before its first round, or none. */
+zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name);
 
 /* What `bytes` is made of, without a transport: room() for a unit of `spec`, or of none (NULL); bucket_room() what a bucket
  * for `bytes` holds. Two functions of the table that need no comm. */

@@ -50,6 +50,7 @@ zs_status zs_unit_rename(zs_unit *unit, const char *name)
     for (int64_t i = 0; i < unit->n_params; i++)
         ZS_TRY(replace(&unit->params[i].name, renamed(unit->params[i].name, prefix, name)));
     ZS_TRY(replace(&unit->name, strdup(name)));
+    if (unit->cunit != NULL) ZS_TRY(zs_cunit_rename(zs_engine_comm(unit->engine), unit->cunit, name));
     ZS_TRY(replace(&unit->sharded_message, zs_unit_message(name)));
     for (int f = 0; f < unit->n_flats && !zs_unit_is_full(unit); f++)
         ZS_TRY(zs_storage_clear(unit->flats[f].full, unit->sharded_message));

@@ -139,8 +139,7 @@ def save(
     if the path exists; OSError if the system refuses; ValueError or TypeError, which name the
     argument or entry, for what cannot be saved; RuntimeError during forward or backward, if a hook
     reads values of sharded parameters, or while another save to the directory is in progress;
-    DivergenceError if ranks would save different tensors, or to different paths; PeerError if a
-    rank exited.
+    DivergenceError if ranks would save different things; PeerError if a rank exited.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zshard.save(): model must be an nn.Module, got {type(model).__name__}")

@@ -384,6 +384,7 @@ static void gpu_destroy(zs_comm *comm)
         .bucket_free = zs_local_bucket_free,            \
         .cunit_new = zs_##rounds##_cunit_new,           \
         .cunit_free = zs_##rounds##_cunit_free,         \
+        .cunit_renamed = zs_##rounds##_cunit_renamed,   \
         .post = zs_##rounds##_post,                     \
         .collect = zs_##rounds##_collect,               \
         .share = zs_##rounds##_share,                   \

@@ -60,6 +60,9 @@ zs_status zs_gpu_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **
 /* cunit_free. NULL allowed. */
 void zs_gpu_cunit_free(zs_comm *comm, zs_cunit *cunit);
 
+/* cunit_renamed. */
+void zs_gpu_cunit_renamed(zs_comm *comm, zs_cunit *cunit);
+
 /* post: queues the move. */
 zs_status zs_gpu_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
 

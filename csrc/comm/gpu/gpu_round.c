@@ -42,6 +42,13 @@ static void return_area(zs_gpu_comm *comm, zs_mem **area)
     *area = NULL;
 }
 
+void zs_gpu_cunit_renamed(zs_comm *comm, zs_cunit *cunit)
+{
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
+    gpu_unit *unit = (gpu_unit *)cunit;
+    if (unit->control != NULL) (void)zs_cunit_rename(self->control, unit->control, cunit->spec.name);
+}
+
 void zs_gpu_cunit_free(zs_comm *comm, zs_cunit *cunit)
 {
     if (cunit == NULL) return;

@@ -159,6 +159,9 @@ zs_status zs_peer_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit *
 /* cunit_free. NULL allowed. */
 void zs_peer_cunit_free(zs_comm *comm, zs_cunit *cunit);
 
+/* cunit_renamed. */
+void zs_peer_cunit_renamed(zs_comm *comm, zs_cunit *cunit);
+
 /* post: tells where the bucket is, and queues that it may be read. */
 zs_status zs_peer_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
 

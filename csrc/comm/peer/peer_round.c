@@ -33,6 +33,13 @@ zs_room zs_peer_room(const zs_cunit_spec *spec, int world)
 
 /* --- birth and end ----------------------------------------------------------------------------------------------------- */
 
+void zs_peer_cunit_renamed(zs_comm *comm, zs_cunit *cunit)
+{
+    zs_gpu_comm *gpu = (zs_gpu_comm *)comm;
+    peer_unit *unit = (peer_unit *)cunit;
+    if (unit->control != NULL) (void)zs_cunit_rename(gpu->control, unit->control, cunit->spec.name);
+}
+
 void zs_peer_cunit_free(zs_comm *comm, zs_cunit *cunit)
 {
     if (cunit == NULL) return;

@@ -236,6 +236,7 @@ const zs_comm_ops zs_shm_ops = {
     .bucket_free = zs_local_bucket_free,
     .cunit_new = zs_shm_cunit_new,
     .cunit_free = zs_shm_cunit_free,
+    .cunit_renamed = zs_shm_cunit_renamed,
     .post = zs_shm_post_round,
     .collect = zs_shm_collect,
     .share = zs_shm_share,

@@ -199,6 +199,9 @@ bool zs_shm_holds_up(uint64_t peer, uint64_t mine);
 /* cunit_new. */
 zs_status zs_shm_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);
 
+/* cunit_renamed. */
+void zs_shm_cunit_renamed(zs_comm *comm, zs_cunit *cunit);
+
 /* cunit_free; NULL allowed. Its record stays: peers may still look at it. */
 void zs_shm_cunit_free(zs_comm *comm, zs_cunit *cunit);
 

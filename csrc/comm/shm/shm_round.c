@@ -7,6 +7,7 @@
 #include "shm_wait.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -35,7 +36,7 @@ zs_status zs_shm_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **
     zs_status status = zs_cunit_init(&unit->base, spec, comm);
     if (status == ZS_OK) {
         size_t bytes = zs_shm_unit_record_bytes(unit->base.used_words);
-        status = zs_shm_record(shm, bytes, spec->name, &unit->record);
+        status = zs_shm_record(shm, bytes, unit->base.spec.name, &unit->record);
     }
     if (status != ZS_OK) {
         zs_shm_cunit_free(comm, &unit->base);
@@ -46,6 +47,13 @@ zs_status zs_shm_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **
     own->piece_bytes = unit->base.piece_bytes;
     *out = &unit->base;
     return ZS_OK;
+}
+
+void zs_shm_cunit_renamed(zs_comm *comm, zs_cunit *cunit)
+{
+    const shm_unit *unit = (const shm_unit *)cunit;
+    zs_shm_unit_record *own = zs_shm_unit_at((zs_shm *)comm, comm->rank, unit->record);
+    snprintf(own->name, sizeof own->name, "%s", cunit->spec.name);
 }
 
 void zs_shm_cunit_free(zs_comm *comm, zs_cunit *cunit)
