@@ -17,15 +17,23 @@ static zs_isa isa_of_machine(void)
     return ZS_ISA_BASE;
 }
 
-static zs_isa isa_allowed(void)
+/* What a variable allows of `best`: the set that it names, if that is a smaller one. */
+static zs_isa limited(const char *variable, const char *const names[ZS_ISA_COUNT], zs_isa best)
 {
-    static const char *const names[ZS_ISA_COUNT] = {"base", "avx2", "avx512"};
-    const char *wanted = getenv("ZSHARD_ISA");
-    zs_isa best = isa_of_machine();
+    const char *wanted = getenv(variable);
     for (int i = 0; wanted != NULL && i < (int)best; i++) {
         if (strcmp(wanted, names[i]) == 0) return (zs_isa)i;
     }
     return best;
+}
+
+/* torch's own variable counts too: a script that compares with torch.optim then compares the same arithmetic. */
+static zs_isa isa_allowed(void)
+{
+    static const char *const ours[ZS_ISA_COUNT] = {"base", "avx2", "avx512"};
+    static const char *const torchs[ZS_ISA_COUNT] = {"default", "avx2", "avx512"};
+    if (getenv("ZSHARD_ISA") != NULL) return limited("ZSHARD_ISA", ours, isa_of_machine());
+    return limited("ATEN_CPU_CAPABILITY", torchs, isa_of_machine());
 }
 
 zs_isa zs_isa_best(void)

@@ -13,7 +13,7 @@
 typedef enum zs_isa { ZS_ISA_BASE, ZS_ISA_AVX2, ZS_ISA_AVX512, ZS_ISA_COUNT } zs_isa;
 
 /* The best set of this machine; less if the environment variable ZSHARD_ISA names one of base, avx2, avx512 (tests run
- * all of them on one machine). Read once. */
+ * all of them on one machine), or without it, if torch's ATEN_CPU_CAPABILITY names default or avx2. Read once. */
 zs_isa zs_isa_best(void);
 
 #if defined(__x86_64__)
