@@ -49,14 +49,14 @@ NORMAL = Plan(
     steps=200,
     compared_steps=40,
     sample=0,
-    goal=2.3,
+    goal=2.1,  # 1.96 with Python 3.11's library
 )
 LONG = Plan(
     ("--size", "10m", "--batch", "4", "--lr", "2e-3"),
     steps=400,
     compared_steps=40,
     sample=300,
-    goal=2.2,
+    goal=2.1,
 )
 QUICK = Plan(  # no clipping, so that losses are bit-identical: see NOTE_ON_CLIPPING
     ("--size", "tiny", "--batch", "2", "--warmup", "2", "--eval-sequences", "3", "--clip", "0"),

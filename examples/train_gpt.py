@@ -187,7 +187,7 @@ def report(trainer: Trainer, meter: Meter, numbers: dict[str, Any]) -> None:
     } | surroundings()
     args.out.mkdir(parents=True, exist_ok=True)
     save_json(args.out / "run.json", numbers)
-    if args.brief:
+    if args.compare_at:  # demo.py prints and plots the results
         return
     print(
         f"\nheld-out loss {final['held_out']:.4f} nats per byte, "
