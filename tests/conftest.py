@@ -2,6 +2,7 @@
 thread for torch."""
 
 import importlib.util
+import platform
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,18 @@ def pytest_report_header() -> str:
     """Which build is tested: in place, installed or sanitized."""
     spec = importlib.util.find_spec("zshard")
     return f"zshard: {spec.origin if spec else 'not importable; run `make test`'}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs fused multiply-adds where this machine, or ATEN_CPU_CAPABILITY, has none."""
+    marked = [item for item in items if item.get_closest_marker("needs_fma")]
+    if not marked:
+        return
+    import zshard
+
+    if zshard.available_features()["loops"] == "base" and platform.machine() == "x86_64":
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="the CPU's loops do not use FMA here"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -101,6 +101,7 @@ def same(mine: Any, other: Any) -> None:
 # --- numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs_fma
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_capturable_steps_have_the_bits_of_the_cpu(world: int, optimizer: str) -> None:
@@ -134,6 +135,7 @@ def with_a_layer_out(env: dict[str, str], capturable: bool) -> Any:
     return [], {name: value.clone() for name, value in model.state_dict().items()}, [], steps
 
 
+@pytest.mark.needs_fma
 def test_counters_part_where_gradients_are_missing() -> None:
     plain = fork_ranks(with_a_layer_out, 2, {}, False, check=True)
     ours = fork_ranks(with_a_layer_out, 2, stand_ins.environment("nccl"), True, check=True)
@@ -232,6 +234,7 @@ def scaled(env: dict[str, str], capturable: bool, log: str, unscale: bool) -> An
     return scales, {name: value.clone() for name, value in model.state_dict().items()}, [], steps
 
 
+@pytest.mark.needs_fma
 @pytest.mark.parametrize("unscale", [False, True])
 def test_scaler_leaves_out_a_step_on_the_gpu(tmp_path: Path, unscale: bool) -> None:
     env, log = stand_ins.environment("nccl"), str(tmp_path / "{rank}.log")

@@ -328,6 +328,7 @@ def tensors_for(stepper: Stepper, n: int, dtype: torch.dtype, special: bool) -> 
     return [t.abs() if stepper.rule == ADAM and i > 2 else t for i, t in enumerate(made)]
 
 
+@pytest.mark.needs_fma
 @needs_fma
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("dtype", "dithered"), KINDS, ids=str)
@@ -349,6 +350,7 @@ def test_update_has_the_bits_of_the_cpu(
                 assert place.untouched_around()
 
 
+@pytest.mark.needs_fma
 @needs_fma
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("dtype", "dithered"), KINDS, ids=str)
@@ -380,6 +382,7 @@ def test_update_leaves_a_copy_and_takes_scalars_from_the_device(
             assert same_bits(copy.values, theirs[0].to(low)) and copy.untouched_around()
 
 
+@pytest.mark.needs_fma
 @needs_fma
 @pytest.mark.skipif(bool(KERNELS), reason="its arrays stay where they are")
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -364,6 +364,7 @@ def test_lack_of_memory_is_torchs_own_error(start: Start) -> None:
 # --- the kernels' bits --------------------------------------------------------------------------------
 
 
+@pytest.mark.needs_fma
 @pytest.mark.parametrize("kernels", ["gpu", "copies"])
 def test_kernels_have_the_bits_of_the_cpu(kernels: str) -> None:
     """All of test_cuda_kernels.py on the GPU; with stand-ins, what brings its arrays there."""

@@ -129,6 +129,7 @@ TOGETHER = [("stand-in", 2, mover) for mover in MOVERS]
 TOGETHER += [("gpu", world, mover) for world in (2, 4) for mover in MOVERS]
 
 
+@pytest.mark.needs_fma
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
 @pytest.mark.parametrize(("kind", "world", "mover"), TOGETHER)

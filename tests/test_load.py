@@ -306,7 +306,8 @@ def other_tensors():
 
 
 def test_ranks_that_would_load_different_tensors(pool2):
-    assert pool2.run(other_tensors) == ["rank 1 loads different tensors than rank 0"] * 2
+    expected = "rank 1 loads different tensors than rank 0: pass the same checkpoint and the same model on all ranks"
+    assert pool2.run(other_tensors) == [expected] * 2
 
 
 # --- hooks and extra state ------------------------------------------------------------------------

@@ -185,7 +185,7 @@ MISTAKES = [
     (lambda: FSDP(on_meta(Odd)), ValueError, "'gain' .*Odd has no reset_parameters"),
     (lambda: FSDP(on_meta(Forgetful)), ValueError, "'angles' .*Forgetful does not initialize it"),
     (lambda: FSDP(on_meta(Odd), param_init_fn=forgets_table), ValueError, "'table' .*param_init_fn"),
-    (lambda: FSDP(nn.Linear(1, 1), param_init_fn="normal"), TypeError, "'normal' cannot be"),
+    (lambda: FSDP(nn.Linear(1, 1), param_init_fn="normal"), TypeError, "callable that takes a module, got 'normal'"),
 ]  # fmt: skip
 
 

@@ -65,6 +65,7 @@ def train(env, transport, strategy):
     return losses, state, {entry.comm.transport for entry in _group._entries.values()}
 
 
+@pytest.mark.needs_fma
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("mover", "world", "transport"), WORLDS)
 def test_training_has_the_bits_of_the_cpu(mover, world, transport, strategy):

@@ -290,7 +290,7 @@ def asks_for_values(folder):
 def test_hooks_that_ask_for_values(pool2, tmp_path):
     for (halved, past), same, names in pool2.run(asks_for_values, tmp_path):
         assert "div" in halved and "parameter 'head.weight' while its checkpoint is saved" in halved
-        assert "'other' would be only this rank's slice" in past
+        assert "only this rank's shard of 'other'" in past
         assert same and names == []
 
 
