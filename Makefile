@@ -103,11 +103,13 @@ $(VENV)/.python:
 	    $(PY) -m pip uninstall --quiet --yes setuptools 2>/dev/null; \
 	else \
 	    echo "set-up: installing $(TORCH) into ./$(VENV)"; \
-	    $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH) 'setuptools>=77'; \
+	    $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH) 'setuptools>=77' numpy; \
 	fi
 	@$(PY) -c 'import setuptools; exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null || \
 	    $(PIP) 'setuptools>=77' || \
 	    { echo "set-up: setuptools 77 or newer is needed and could not be installed" >&2; exit 1; }
+	@$(PY) -c 'import numpy' 2>/dev/null || $(PIP) numpy || \
+	    { echo "set-up: numpy is needed and could not be installed" >&2; exit 1; }
 	@touch $@
 
 # zshard itself, editable: Python files are used where they lie, the extension is built in place.

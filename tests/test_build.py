@@ -4,6 +4,7 @@ What setup.py does is tried on a copy of it with a small project: three C files 
 includes nothing of torch, so that a whole build takes a second.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -402,3 +403,8 @@ def test_arithmetic_is_not_contracted(objects: dict[str, Path]) -> None:
     for path in objects.values():
         command = path.with_name(f"{path.name}.cmd").read_text()
         assert "-ffp-contract=off" in command and "-ffast-math" not in command
+
+
+def test_what_torchs_collectives_of_objects_need_is_installed_with_zshard() -> None:
+    """Without NumPy, all_gather_object fails in torch; torch itself does not require it."""
+    assert "numpy" in (importlib.metadata.requires("zshard") or [])

@@ -202,7 +202,7 @@ def test_arguments():
     for options, message in (
         ({"optimizer": "muon"}, "number of state tensors"),
         ({"transport": "tcp"}, "unknown transport"),
-        ({"strategy": "zero4"}, "unknown sharding_strategy"),
+        ({"strategy": "zero4"}, "unknown strategy"),
         ({"transport": "shm", "local_world_size": 1}, "on one host"),
         ({"local_world_size": 3}, "not a multiple"),
     ):

@@ -6,6 +6,7 @@ The one idea: a strategy has one name, given as a string, as `zshard.ShardingStr
 
 from __future__ import annotations
 
+import difflib
 import enum
 from typing import Any
 
@@ -79,12 +80,15 @@ def parse_strategy(value: Any) -> ShardingStrategy:
     """
     name = value.name if isinstance(value, enum.Enum) else value
     if not isinstance(name, str):
-        raise TypeError(f"sharding_strategy must be a string or an enum member, got {value!r}")
+        raise TypeError(f"strategy must be a string or an enum member, got {value!r}")
     key = name.lower()
     if key in _ALIASES:
         return _ALIASES[key]
     try:
         return ShardingStrategy(key)
     except ValueError:
-        known = ", ".join(repr(s.value) for s in ShardingStrategy)
-        raise ValueError(f"unknown sharding_strategy {name!r}: expected one of {known}") from None
+        names = [s.value for s in ShardingStrategy] + [n for n in _ALIASES if n[0] != "_"]
+        near = difflib.get_close_matches(key, names, 1)
+        hint = f"did you mean {near[0]!r}? Expected" if near else "expected"
+        known = ", ".join(map(repr, names))
+        raise ValueError(f"unknown strategy {name!r}: {hint} one of {known}") from None
