@@ -144,7 +144,7 @@ def test_unknown_strategy(name):
 
 
 def test_strategy_of_another_type():
-    check(error_of(FSDP, two_linears(), strategy=3), TypeError, "sharding_strategy", "string", "3")
+    check(error_of(FSDP, two_linears(), strategy=3), TypeError, "strategy must be", "string", "3")
 
 
 def test_strategy_given_twice():
