@@ -407,7 +407,7 @@ def test_a_step_without_gradients_does_not_count():
 
 def test_what_cannot_be_rounded_so_is_refused():
     half = make_params(torch.float16)
-    with pytest.raises(NotImplementedError, match=r"of shape \(16,\) is of float16"):
+    with pytest.raises(NotImplementedError, match=r"of shape \(16,\) is float16"):
         zshard.AdamW(half, stochastic_rounding=True)
     optimizer = zshard.AdamW(make_params(BF16), stochastic_rounding=True)
     with pytest.raises(NotImplementedError, match="float16"):
