@@ -217,7 +217,7 @@ def from_below():
 
 def test_parts_refuse_slices_too(pool2):
     for said in pool2.run(from_below):
-        assert "weight: elements" in said and "load it within" in said
+        assert "weight: got shard" in said and "load it within" in said
 
 
 def without_metadata():

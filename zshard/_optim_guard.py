@@ -129,9 +129,9 @@ def _refuse_held_units(optimizer: torch.optim.Optimizer) -> None:
             name = _core.held_unit(param)
             if name is not None:
                 raise RuntimeError(
-                    f"unit '{name or '(root)'}' is unsharded by unshard(), so its parameters are "
-                    "copies and the update would be lost: call reshard() on its module before the "
-                    "optimizer's step"
+                    f"unit '{name or '(root)'}' is unsharded by unshard() or summon_full_params(), "
+                    "so its parameters are copies and the update would be lost: call reshard() on "
+                    "its module, or leave the context, before the optimizer's step"
                 )
 
 
