@@ -171,4 +171,4 @@ def tied_too_late(how):
 def test_a_slice_in_a_state_dict_is_an_error(pool2, how):
     name = {"tied": "head.weight", "given away": "other"}[how]
     for message in pool2.run(tied_too_late, how):
-        assert f"'{name}'" in message and "after FSDP" in message
+        assert f"'{name}'" in message and "before FSDP" in message
