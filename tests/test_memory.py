@@ -352,3 +352,20 @@ def freed_at_once(transport, policy):
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_a_dropped_model_is_freed_at_once(pool2, transport, policy):
     assert pool2.run(freed_at_once, transport, policy) == [[], []]
+
+
+def hooked_and_dropped(transport):
+    """Is a model gone whose parameter has a hook that holds the model?"""
+    case = CASES["net"]
+    model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy="auto")
+    model.head.weight.register_hook(lambda grad, held=model: None)
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=1)
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    return seen() is None
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_hook_that_holds_the_model_does_not_leak_it(pool2, transport):
+    assert pool2.run(hooked_and_dropped, transport) == [True, True]

@@ -110,15 +110,14 @@ void zs_cunit_lay_side_by_side(zs_cunit *unit)
         unit->at[f] = unit->at[f - 1] + unit->spec.slice_bytes[f - 1];
 }
 
-/* What messages call a unit: the outermost has an empty name. */
-static const char *label_of(const char *name)
+const char *zs_unit_label(const char *name)
 {
     return *name != 0 ? name : "(root)";
 }
 
 zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name)
 {
-    char *copy = strdup(label_of(name));
+    char *copy = strdup(zs_unit_label(name));
     if (copy == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a name");
     free((char *)unit->spec.name);
     unit->spec.name = copy;
@@ -131,7 +130,7 @@ zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, const zs_comm
     int world = comm->world;
     ZS_TRY(check_spec(spec, world));
     unit->spec = *spec;
-    unit->spec.name = strdup(label_of(spec->name));
+    unit->spec.name = strdup(zs_unit_label(spec->name));
     unit->spec.parts = spec->parts > 0 ? spec->parts : world;
     unit->spec.part_of = parts_of_ranks(spec, world);
     unit->data = calloc((size_t)world, sizeof *unit->data);

@@ -221,6 +221,9 @@ void zs_comm_on_wait(bool (*interrupted)(void));
 /* gather_start and gather_finish in one. */
 zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to);
 
+/* What messages call a unit of this name: "(root)" for the outermost, whose name is empty; borrowed. */
+const char *zs_unit_label(const char *name);
+
 /* Gives the unit the name that it has in an outer model. All ranks do so before its first round, or none. */
 zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name);
 

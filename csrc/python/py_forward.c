@@ -44,6 +44,8 @@ typedef struct output_walk {
     zs_hook hook;
     int64_t since; /* nodes that are older were passed through: their backward needs nothing of this unit */
     bool hooked;   /* an output with history was found */
+    PyObject *seen; /* containers within the output -> how deep they were found first, and themselves: a result may hold
+                     * itself; NULL: none yet */
 } output_walk;
 
 static int hook_outputs(output_walk *walk, PyObject *object, int depth);
@@ -63,12 +65,44 @@ static int hook_attributes(output_walk *walk, PyObject *object, int depth)
     if (PyType_Check(object) || PyCallable_Check(object)) return 0;
     PyObject *dict = PyObject_GetAttrString(object, "__dict__");
     if (dict == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1; /* Ctrl-C is nobody's lack of attributes */
         PyErr_Clear();
         return 0;
     }
     int result = PyDict_Check(dict) ? hook_values(walk, dict, depth) : 0;
     Py_DECREF(dict);
     return result;
+}
+
+/* Was the container searched already, from no deeper? Notes that it is now; -1 with an exception. */
+static int is_known(output_walk *walk, PyObject *object, int depth)
+{
+    if (depth == 0) return 0;
+    if (walk->seen == NULL && (walk->seen = PyDict_New()) == NULL) return -1;
+    PyObject *key = PyLong_FromVoidPtr(object);
+    if (key == NULL) return -1;
+    int known = -1;
+    PyObject *found = PyDict_GetItemWithError(walk->seen, key);
+    if (found != NULL && PyLong_AsLong(PyTuple_GET_ITEM(found, 0)) <= depth) {
+        known = 1;
+    } else if (found != NULL || !PyErr_Occurred()) {
+        PyObject *entry = Py_BuildValue("(iO)", depth, object); /* keeps it: nobody else gets its address meanwhile */
+        if (entry != NULL && PyDict_SetItem(walk->seen, key, entry) == 0) known = 0;
+        Py_XDECREF(entry);
+    }
+    Py_DECREF(key);
+    return known;
+}
+
+static int hook_container(output_walk *walk, PyObject *object, int depth)
+{
+    int known = is_known(walk, object, depth);
+    if (known != 0) return known < 0 ? -1 : 0;
+    if (PyDict_Check(object)) return hook_values(walk, object, depth);
+    if (!PyTuple_Check(object) && !PyList_Check(object)) return hook_attributes(walk, object, depth);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++)
+        if (hook_outputs(walk, PySequence_Fast_GET_ITEM(object, i), depth + 1) < 0) return -1;
+    return 0;
 }
 
 static int hook_outputs(output_walk *walk, PyObject *object, int depth)
@@ -84,14 +118,8 @@ static int hook_outputs(output_walk *walk, PyObject *object, int depth)
         walk->hooked |= hooked;
         return 0;
     }
-    if (PyTuple_Check(object) || PyList_Check(object)) {
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++)
-            if (hook_outputs(walk, PySequence_Fast_GET_ITEM(object, i), depth + 1) < 0) return -1;
-        return 0;
-    }
-    if (PyDict_Check(object)) return hook_values(walk, object, depth);
     if (PyUnicode_Check(object) || PyLong_Check(object) || PyFloat_Check(object)) return 0;
-    return hook_attributes(walk, object, depth);
+    return hook_container(walk, object, depth);
 }
 
 const char zs_py_post_forward_doc[] =
@@ -101,9 +129,11 @@ const char zs_py_post_forward_doc[] =
 PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
 {
     output_walk walk = {.hook = zs_engine_backward_hook(self->unit), .since = self->unit->begun};
-    if (zs_grad_mode() && n > 2 && hook_outputs(&walk, args[2], 0) < 0) return NULL;
+    int searched = zs_grad_mode() && n > 2 ? hook_outputs(&walk, args[2], 0) : 0;
+    Py_CLEAR(walk.seen);
     zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_post_forward(self->unit, walk.hooked));
+    ZS_PY_NOGIL(status, zs_engine_post_forward(self->unit, walk.hooked)); /* in any case: the forward is over */
+    if (searched < 0) return NULL;
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }

@@ -201,16 +201,39 @@ static PyObject *unit_check(PyObject *type, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Modules hold their unit, and the places hold what a module keeps: a hook on a parameter closes the circle. */
+static int unit_traverse(unit_object *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    for (Py_ssize_t i = 0; i < self->n_places; i++) {
+        Py_VISIT(self->places[i].dict);
+        Py_VISIT(self->places[i].key);
+        Py_VISIT(self->places[i].param);
+    }
+    return 0;
+}
+
+static int unit_clear(unit_object *self)
+{
+    param_place *places = self->places;
+    Py_ssize_t n = self->n_places;
+    self->places = NULL; /* first: what is let go may come back here */
+    self->n_places = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        Py_DECREF(places[i].dict);
+        Py_DECREF(places[i].key);
+        Py_DECREF(places[i].param);
+    }
+    free(places);
+    return 0;
+}
+
 static void unit_dealloc(unit_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
     zs_unit_release(self->unit);
-    for (Py_ssize_t i = 0; i < self->n_places; i++) {
-        Py_DECREF(self->places[i].dict);
-        Py_DECREF(self->places[i].key);
-        Py_DECREF(self->places[i].param);
-    }
-    free(self->places);
+    (void)unit_clear(self);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -365,6 +388,8 @@ static PyType_Slot unit_slots[] = {
      "dtype that gradients are reduced in; keep: indices of parameters that keep their dtype."},
     {Py_tp_new, unit_new},
     {Py_tp_dealloc, unit_dealloc},
+    {Py_tp_traverse, unit_traverse},
+    {Py_tp_clear, unit_clear},
     {Py_tp_methods, unit_methods},
     {Py_tp_getset, zs_py_unit_getset},
     {0, NULL},
@@ -373,7 +398,7 @@ static PyType_Slot unit_slots[] = {
 static PyType_Spec unit_type_spec = {
     .name = "zshard._core.Unit",
     .basicsize = sizeof(unit_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = unit_slots,
 };
 

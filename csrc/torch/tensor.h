@@ -140,10 +140,10 @@ zs_status zs_grad_describe(const zs_tensor *tensor, zs_grad_info *info);
 zs_status zs_grad_copy(const zs_tensor *tensor, void *dst, zs_dtype dtype, bool add);
 
 /* Is tensor.grad this very tensor? */
-bool zs_grad_is(const zs_tensor *tensor, const zs_tensor *grad);
+zs_status zs_grad_is(const zs_tensor *tensor, const zs_tensor *grad, bool *same);
 
 /* tensor.grad = `grad` (shares the tensor; not checked against the parameter's shape). NULL: None. */
-void zs_grad_set(zs_tensor *tensor, const zs_tensor *grad);
+zs_status zs_grad_set(zs_tensor *tensor, const zs_tensor *grad);
 
 /* --- autograd hooks: run without the GIL, keep a counted reference to their context --------------------------------- */
 
@@ -161,7 +161,7 @@ typedef struct zs_hook {
 zs_status zs_hook_grad_ready(zs_tensor *tensor, const zs_hook *hook);
 
 /* Takes ours out again and puts the user's back. */
-void zs_hook_grad_remove(zs_tensor *tensor);
+zs_status zs_hook_grad_remove(zs_tensor *tensor);
 
 /* Runs the user's post-accumulate hook that zs_hook_grad_ready kept, if any. */
 zs_status zs_hook_run_users(zs_tensor *tensor);

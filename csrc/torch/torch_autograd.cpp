@@ -171,14 +171,20 @@ zs_status zs_grad_copy(const zs_tensor *handle, void *dst, zs_dtype dtype, bool 
     });
 }
 
-void zs_grad_set(zs_tensor *handle, const zs_tensor *grad)
+zs_status zs_grad_set(zs_tensor *handle, const zs_tensor *grad)
 {
-    handle->tensor.mutable_grad() = grad == nullptr ? at::Tensor() : grad->tensor;
+    return guarded("zs_grad_set", [&] {
+        handle->tensor.mutable_grad() = grad == nullptr ? at::Tensor() : grad->tensor;
+        return ZS_OK;
+    });
 }
 
-bool zs_grad_is(const zs_tensor *handle, const zs_tensor *grad)
+zs_status zs_grad_is(const zs_tensor *handle, const zs_tensor *grad, bool *same)
 {
-    return handle->tensor.grad().is_same(grad->tensor);
+    return guarded("zs_grad_is", [&] {
+        *same = handle->tensor.grad().is_same(grad->tensor);
+        return ZS_OK;
+    });
 }
 
 // --- hooks -----------------------------------------------------------------------------------------------------------------
@@ -201,12 +207,15 @@ zs_status zs_hook_grad_ready(zs_tensor *handle, const zs_hook *hook)
     });
 }
 
-void zs_hook_grad_remove(zs_tensor *handle)
+zs_status zs_hook_grad_remove(zs_tensor *handle)
 {
-    GradReady *ours = our_hook(handle->tensor);
-    if (ours == nullptr) return;
-    std::unique_ptr<ag::PostAccumulateGradHook> users = std::move(ours->users);
-    ag::impl::set_post_acc_grad_hooks(handle->tensor, std::move(users));
+    return guarded("zs_hook_grad_remove", [&] {
+        GradReady *ours = our_hook(handle->tensor);
+        if (ours == nullptr) return ZS_OK;
+        std::unique_ptr<ag::PostAccumulateGradHook> users = std::move(ours->users);
+        ag::impl::set_post_acc_grad_hooks(handle->tensor, std::move(users));
+        return ZS_OK;
+    });
 }
 
 bool zs_hook_has_users(const zs_tensor *handle)

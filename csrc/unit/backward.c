@@ -145,7 +145,7 @@ static zs_status check_whole(const zs_unit *unit, int64_t i)
     zs_grad_info grad;
     ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
     if (grad.numel == unit->params[i].numel) return ZS_OK;
-    zs_grad_set(unit->params[i].tensor, NULL);
+    ZS_TRY(zs_grad_set(unit->params[i].tensor, NULL));
     return used_outside(unit, i, "the shard of ");
 }
 
@@ -291,7 +291,7 @@ static void abandon_backward(zs_engine *engine)
     zs_prefetch_end(engine, ZS_PHASE_BACKWARD);
     for (size_t i = 0; i < engine->n; i++) {
         drop_packed(engine->units[i]);
-        zs_reduce_hand_out(engine->units[i]);
+        (void)zs_reduce_hand_out(engine->units[i]);
         zs_in_backward_abandon(engine->units[i]);
     }
 }

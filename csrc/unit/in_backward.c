@@ -65,7 +65,8 @@ static bool grads_shown(const zs_unit *unit)
     for (int64_t i = 0; i < unit->n_params; i++) {
         const zs_param *param = &unit->params[i];
         if (param->grad == NULL || !zs_tensor_alive(param->tensor)) continue;
-        if (zs_grad_is(param->tensor, param->grad)) return true;
+        bool shown = false;
+        if (zs_grad_is(param->tensor, param->grad, &shown) != ZS_OK || shown) return true;
     }
     return false;
 }
@@ -181,7 +182,7 @@ void zs_in_backward_detach(zs_unit *unit)
     take_memory_back(unit);
     zs_engine_replan(unit->engine);
     for (int64_t i = 0; i < unit->n_params && zs_in_backward_alone(unit); i++)
-        if (zs_tensor_alive(unit->params[i].tensor)) zs_hook_grad_remove(unit->params[i].tensor);
+        if (zs_tensor_alive(unit->params[i].tensor)) (void)zs_hook_grad_remove(unit->params[i].tensor);
     unit->stepping = NULL;
     stepping->stepper.release(stepping->stepper.ctx);
     free(stepping);
@@ -275,7 +276,7 @@ zs_status zs_in_backward_step(zs_unit *unit)
     zs_pager_nest(false);
     ZS_TRY(status);
     for (int64_t i = 0; i < unit->n_params && any; i++)
-        if (is_stepped(unit, i)) zs_grad_set(unit->params[i].tensor, NULL);
+        if (is_stepped(unit, i)) ZS_TRY(zs_grad_set(unit->params[i].tensor, NULL));
     give_back(unit);
     return ZS_OK;
 }

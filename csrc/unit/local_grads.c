@@ -74,9 +74,10 @@ static zs_status is_zero(const zs_unit *unit, const zs_param *param, bool *zero)
 
 zs_status zs_local_grads_hide(const zs_unit *unit, zs_param *param, bool *hidden)
 {
-    *hidden = param->local != NULL && zs_grad_is(param->tensor, param->local);
+    *hidden = false;
+    if (param->local != NULL) ZS_TRY(zs_grad_is(param->tensor, param->local, hidden));
     if (!*hidden) return ZS_OK;
-    zs_grad_set(param->tensor, NULL);
+    ZS_TRY(zs_grad_set(param->tensor, NULL));
     if (!param->below || zs_tensor_version(param->local) == param->shown) return ZS_OK;
     bool zero = false;
     ZS_TRY(is_zero(unit, param, &zero));
@@ -90,8 +91,9 @@ zs_status zs_local_grads_hide(const zs_unit *unit, zs_param *param, bool *hidden
     return ZS_OK;
 }
 
-void zs_local_grads_show(zs_param *param)
+zs_status zs_local_grads_show(zs_param *param)
 {
-    zs_grad_set(param->tensor, param->local);
+    ZS_TRY(zs_grad_set(param->tensor, param->local));
     param->shown = zs_tensor_version(param->local);
+    return ZS_OK;
 }

@@ -24,6 +24,6 @@ void zs_local_grads_free(zs_unit *unit);
 zs_status zs_local_grads_hide(const zs_unit *unit, zs_param *param, bool *hidden);
 
 /* Gives a parameter the view of its local gradient as `.grad`. */
-void zs_local_grads_show(zs_param *param);
+zs_status zs_local_grads_show(zs_param *param);
 
 #endif

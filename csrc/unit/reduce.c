@@ -58,7 +58,9 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
     param->has_grad = grad.defined;
     if (!grad.defined) return ZS_OK;
     const zs_flat *flat = &unit->flats[param->flat];
-    if (!zs_grad_is(param->tensor, param->grad)) {
+    bool shown = false;
+    ZS_TRY(zs_grad_is(param->tensor, param->grad, &shown));
+    if (!shown) {
         bool here = zs_same_where(grad.where, zs_engine_device(unit->engine)->where);
         if (!grad.dense || !here || grad.dtype != flat->dtype || grad.numel != param->owned.numel)
             return ZS_FAIL(ZS_ERR_VALUE,
@@ -72,8 +74,7 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
         size_t bytes = (size_t)grad.numel * flat->layout.itemsize;
         ZS_TRY(zs_device_copy(zs_engine_device(unit->engine), ZS_LANE_COMPUTE, dst, grad.data, bytes));
     }
-    zs_grad_set(param->tensor, NULL);
-    return ZS_OK;
+    return zs_grad_set(param->tensor, NULL);
 }
 
 /* Readies one parameter for a new gradient: .grad becomes None, what it was is kept. */
@@ -140,7 +141,7 @@ zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool *complete)
     if (unit->n_arrived == unit->n_expected) expect_all(unit);
     bool again = zs_get_bit(unit->used, i);
     ZS_TRY(pack_grad(unit, param, again));
-    zs_grad_set(param->tensor, NULL);
+    ZS_TRY(zs_grad_set(param->tensor, NULL));
     if (!zs_get_bit(unit->arrived, i)) unit->n_arrived++;
     zs_set_bit(unit->arrived, i);
     zs_set_bit(unit->used, i);
@@ -244,27 +245,30 @@ zs_status zs_reduce_post(zs_unit *unit)
 
 /* --- the end of a backward -------------------------------------------------------------------------------------------- */
 
-void zs_reduce_hand_out(zs_unit *unit)
+zs_status zs_reduce_hand_out(zs_unit *unit)
 {
+    zs_status status = ZS_OK;
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (!zs_tensor_alive(param->tensor)) continue;
         bool local = param->local != NULL && zs_get_bit(unit->used, i);
         if (param->has_grad) unit->grads_held = true;
+        zs_status one = ZS_OK;
         if (local)
-            zs_local_grads_show(param);
+            one = zs_local_grads_show(param);
         else if (param->has_grad)
-            zs_grad_set(param->tensor, param->grad);
+            one = zs_grad_set(param->tensor, param->grad);
+        if (status == ZS_OK) status = one;
         if (unit->in_backward) param->below = local && param->has_grad;
         param->has_grad = false;
     }
     unit->in_backward = false;
+    return status;
 }
 
 zs_status zs_reduce_deliver(zs_unit *unit)
 {
-    zs_status status = ZS_OK;
-    zs_reduce_hand_out(unit);
+    zs_status status = zs_reduce_hand_out(unit);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         bool run = param->reduced && zs_tensor_alive(param->tensor) && zs_hook_has_users(param->tensor);
@@ -289,7 +293,9 @@ static bool grads_wanted(const zs_unit *unit, int f)
         const zs_param *param = &unit->params[i];
         if (param->flat != f || param->grad == NULL) continue;
         if (param->below) return true;
-        if (zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad)) return true;
+        bool shown = false;
+        if (zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad, &shown) != ZS_OK) return true;
+        if (shown) return true;
         own++;
     }
     return zs_storage_users(unit->flats[f].grads) > own;

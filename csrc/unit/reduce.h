@@ -35,7 +35,7 @@ zs_status zs_reduce_share(zs_unit *unit);
 bool zs_reduce_grads_wanted(const zs_unit *unit);
 
 /* Gives each parameter that has a gradient its .grad. */
-void zs_reduce_hand_out(zs_unit *unit);
+zs_status zs_reduce_hand_out(zs_unit *unit);
 
 /* The same, and runs users' post-accumulate hooks on the new ones. */
 zs_status zs_reduce_deliver(zs_unit *unit);

@@ -200,7 +200,7 @@ static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
     ZS_TRY(zs_unit_take_values(unit));
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
-        zs_grad_set(param->tensor, NULL);
+        ZS_TRY(zs_grad_set(param->tensor, NULL));
         ZS_TRY(zs_unit_bind_local(unit, param));
         if (zs_unit_reduces(unit)) ZS_TRY(zs_unit_hook_param(unit, i));
     }

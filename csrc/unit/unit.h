@@ -265,9 +265,6 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param);
  * FULL. */
 zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where where);
 
-/* What messages call a unit of this name: "(root)" for the outermost, whose name is empty; borrowed. */
-const char *zs_unit_label(const char *name);
-
 /* The error of an access to the sharded full buffer of a unit called `name`; new, NULL if out of memory. */
 char *zs_unit_message(const char *name);
 

@@ -9,11 +9,6 @@
 
 /* --- names ------------------------------------------------------------------------------------------------------------ */
 
-const char *zs_unit_label(const char *name)
-{
-    return *name != 0 ? name : "(root)";
-}
-
 char *zs_unit_message(const char *name)
 {
     static const char text[] =

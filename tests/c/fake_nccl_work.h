@@ -251,18 +251,31 @@ static void reduce(const job *work)
     }
 }
 
-/* Is there a peer whose part will never come? */
-static bool peer_is_gone(const fake *comm)
+/* The peers that have gone, a bit each. */
+static uint64_t gone_peers(const fake *comm)
 {
+    uint64_t gone = 0;
     for (int r = 0; r < comm->world; r++) {
         pid_t process = atomic_load(&comm->shared->processes[r]);
-        if (process < 0 || (process > 0 && kill(process, 0) != 0)) return true;
+        if (process < 0 || (process > 0 && kill(process, 0) != 0)) gone |= UINT64_C(1) << r;
+    }
+    return gone;
+}
+
+/* Does the job wait for one of these peers? A peer that has done its part may go while others still wait for each other. One
+ * that hangs waits for all. */
+static bool waits_for(const job *work, uint64_t peers)
+{
+    if (work->hangs) return peers != 0;
+    for (size_t i = 0; i < work->count; i++) {
+        const transfer *t = &work->transfers[i];
+        if (t->done < t->bytes && (peers >> t->peer & 1) != 0) return true;
     }
     return false;
 }
 
 /* The kernel: spins until all is there, or it is aborted. Where it keeps the host, nobody could abort it (in the real one no call
- * waits for a kernel), so there it ends with its peers. */
+ * waits for a kernel), so there it ends with the peers that it waits for. */
 static void run(void *arg)
 {
     job *work = arg;
@@ -271,13 +284,15 @@ static void run(void *arg)
     bool done = false;
     while (!done && !atomic_load(&comm->aborted)) {
         bool moved = false, turn = atomic_load(&comm->ended) == work->number;
+        bool watches = pthread_equal(work->caller, pthread_self());
+        uint64_t gone = watches ? gone_peers(comm) : 0; /* before this look: what a peer left is still taken */
         done = turn && !work->hangs;
         for (size_t i = 0; turn && i < work->count; i++) {
             moved = advance(work, &work->transfers[i]) || moved;
             done = done && work->transfers[i].done == work->transfers[i].bytes;
         }
         if (moved || done) continue;
-        if (pthread_equal(work->caller, pthread_self()) && peer_is_gone(comm)) {
+        if (waits_for(work, gone)) {
             atomic_store(&comm->state, complain(ZS_NCCL_REMOTE_ERROR, "a peer has gone"));
             break;
         }

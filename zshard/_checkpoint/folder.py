@@ -95,9 +95,6 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     return os.path.join(os.fspath(directory), name_of(found[-1])) if found else None
 
 
-latest = latest_checkpoint  # its former name
-
-
 def finished(directory: str | os.PathLike[str]) -> list[int]:
     """The steps of all finished checkpoints in a directory, in ascending order."""
     try:

@@ -35,7 +35,7 @@ zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, c
     turn.kind = kind;
     turn.number = number;
     turn.bytes = bytes;
-    if (name != NULL) snprintf(turn.name, sizeof turn.name, "%s", *name ? name : "(root)");
+    if (name != NULL) snprintf(turn.name, sizeof turn.name, "%s", zs_unit_label(name));
     return turn;
 }
 

@@ -1,0 +1,105 @@
+"""What a forward may return: the search for tensors in its output ends, and raises as it should.
+
+The one idea: a result object may hold itself, its parent or the same thing many times; the search
+looks into each container once for each depth at which it is found.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import COMBINATIONS, Block, loss_of, wrapped
+from scenarios import WIDTH, floats, forward_backward, mean_grads, near, whole_grads, wrong_grads
+from torch import nn
+
+
+class Result:
+    """A node of a graph that counts how often somebody asks what is in it."""
+
+    looks = 0
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.links = []
+
+    def __getattribute__(self, name):
+        if name == "__dict__":
+            Result.looks += 1
+        return super().__getattribute__(name)
+
+
+class Linked(nn.Module):
+    """Returns results that all hold each other and themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        results = []
+        for block in self.blocks:
+            x = block(x)
+            results.append(Result(x))
+        results += [Result(None) for _ in range(10)]
+        for result in results:
+            result.links = results
+        return results[0]
+
+
+def learn(model, rank):
+    result = model(floats(rank))
+    loss_of(result.links[0].tensor + result.links[1].tensor).backward()
+
+
+def linked(combination):
+    """(looks at a forward's 12 results, the gradients that are wrong)."""
+    model = wrapped(Linked, combination)
+    Result.looks = 0
+    learn(model, torch.distributed.get_rank())
+    looks = Result.looks
+    expected = mean_grads(Linked, learn)
+    ours = whole_grads(model)
+    return looks, wrong_grads({n: near(g, expected.get(n)) for n, g in ours.items()}, expected)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_results_that_hold_each_other(pool2, combination):
+    for looks, wrong in pool2.run(linked, combination):
+        assert wrong == []
+        assert looks <= 12 * 8, "a container is searched once for each depth"
+
+
+class Odd:
+    """Cannot be searched."""
+
+    @property
+    def __dict__(self):
+        raise KeyboardInterrupt("planted")
+
+
+class Thrower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.odd = False
+
+    def forward(self, x):
+        return (self.layer(x), Odd()) if self.odd else self.layer(x)
+
+
+def after_an_output_that_raises(combination):
+    """Names of the gradients that are wrong after such an output was caught on all ranks."""
+    model = wrapped(Thrower, combination)
+    model.odd = True
+    with pytest.raises(KeyboardInterrupt):
+        model(floats(0))
+    model.odd = False
+    forward_backward(model, torch.distributed.get_rank())
+    expected = mean_grads(Thrower, forward_backward)
+    ours = whole_grads(model)
+    return wrong_grads({n: near(g, expected.get(n)) for n, g in ours.items()}, expected)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_an_output_that_raises_ends_the_forward(pool2, combination):
+    assert pool2.run(after_an_output_that_raises, combination) == [[], []]
