@@ -1,6 +1,6 @@
 """`make demo`: train a GPT with zshard on two ranks, then compare its start with DDP and FSDP2.
 
-    python examples/demo.py            # about two minutes on two cores
+    python examples/demo.py            # two and a half minutes on two cores
     python examples/demo.py --long     # a larger model and 400 steps
     python examples/demo.py --quick    # a tiny model and a few steps: does everything run?
 

@@ -85,6 +85,7 @@ def fuzz(environment, script, folder, *options):
     )
 
 
+@pytest.mark.thorough  # the fuzzer takes minutes to build
 class TestFuzzer:
     pytestmark = needs_fuzzer
 

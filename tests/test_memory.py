@@ -278,7 +278,15 @@ def measured(combination):
     }
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize(
+    "combination",
+    [
+        combination
+        if combination in (("full_shard", "shm"), ("shard_grad_op", "c10d"))
+        else pytest.param(combination, marks=pytest.mark.thorough)
+        for combination in COMBINATIONS
+    ],
+)
 def test_what_the_kernel_counts(combination):
     """In processes of its own: what earlier models have left to malloc and to gloo is not counted."""
     strategy, transport = combination

@@ -6,10 +6,13 @@ The one idea: a method is wrapped once per class, and does what the two forward 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from zshard import _core
+from zshard._passes import call_guarded
 from zshard._units import is_unit, state_of
 from zshard.precision import cast_arguments
 
@@ -39,13 +42,20 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         if not unit.is_hooked:
             return original(self, *args, **kwargs)
         args, kwargs = cast_arguments(self, args, kwargs)
-        unit.pre_forward(self, args)
-        output = None
-        try:
-            output = original(self, *args, **kwargs)
-        finally:
-            unit.post_forward(self, args, output)
-        return output
+        return call_guarded(unit, _call, unit, original, self, args, kwargs)
 
     method._zshard_original = original  # type: ignore[attr-defined]
     setattr(type(module), method_name, method)
+
+
+def _call(
+    unit: _core.Unit,
+    original: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    unit.pre_forward(module, args)
+    output = original(module, *args, **kwargs)
+    unit.post_forward(module, args, output)
+    return output

@@ -4,7 +4,8 @@ The one idea: a shard is a flat slice of a parameter. An elementwise rule (AdamW
 the same on a shard as on the full parameter; one that needs the matrix (Muon, Adafactor, Shampoo)
 or a norm over the parameter or the model (LAMB, LARS, LBFGS) would be silently wrong. A hook that
 torch runs before every optimizer's step rejects the second kind by name and warns once about a
-class it does not know. It costs a dictionary look-up, and for an optimizer that is not known to be
+class it does not know. Another one tells the models that they were stepped, as a step that one rank
+leaves out is an error. It costs a dictionary look-up, and for an optimizer that is not known to be
 elementwise one cheap check per parameter until the first shard is found.
 
 With strategy "no_shard" and with world size 1 parameters are not sharded, and everything passes.
@@ -20,10 +21,14 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
+from zshard._parts import units_stepped_by
 
 __all__ = ["install", "know", "seen_optimizers"]
 
@@ -65,14 +70,14 @@ _REFUSED = {
 
 _kinds: dict[type, _Kind] = {}
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_handle: RemovableHandle | None = None
+_handles: list[RemovableHandle] = []
 
 
 def install() -> None:
     """Start watching the steps of all optimizers. Idempotent."""
-    global _handle
-    if _handle is None:
-        _handle = register_optimizer_step_pre_hook(_before_step)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+        _handles.append(register_optimizer_step_post_hook(_after_step))
 
 
 def know(optimizer: torch.optim.Optimizer) -> None:
@@ -91,6 +96,8 @@ def _before_step(
     """Torch's pre-hook. Raises RuntimeError for an optimizer that is wrong on the shards it has,
     for gradients that have not been reduced, and for parameters that unshard() has gathered."""
     _seen.add(optimizer)
+    for unit in units_stepped_by(optimizer):
+        unit.engine.before_step()
     if _core.has_local_grads():
         _refuse_local_grads(optimizer)
     if _core.has_held_units():
@@ -114,6 +121,14 @@ def _before_step(
         UserWarning,
         stacklevel=3,
     )
+
+
+def _after_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Torch's post-hook, which it runs only if the step has not raised."""
+    for unit in units_stepped_by(optimizer):
+        unit.engine.note_step()
 
 
 def _refuse_local_grads(optimizer: torch.optim.Optimizer) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from zshard import _core
 from zshard._units import State
 
-__all__ = ["Part", "part_of", "remember_parts"]
+__all__ = ["Part", "part_of", "remember_parts", "units_stepped_by"]
 
 
 @dataclass(eq=False, frozen=True)
@@ -110,3 +110,28 @@ def part_of(param: Tensor) -> Part | None:
     """Return the entry of a parameter that FSDP has wrapped, sharded or not; None for others."""
     entry = _parts.get(id(param))
     return entry[1] if entry is not None and entry[0]() is param else None
+
+
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[State]]]]
+_stepped = weakref.WeakKeyDictionary()
+
+
+def units_stepped_by(optimizer: torch.optim.Optimizer) -> list[_core.Unit]:
+    """Return one unit of each sharded model of which the optimizer has parameters."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _stepped.get(optimizer)
+    if known is None or known[0] != count:
+        known = _stepped[optimizer] = count, _states_of(optimizer)
+    return [state.unit for state in (reference() for reference in known[1]) if state is not None]
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[State]]:
+    """One unit's state of each model; by the root of its ranks, as inner units may be adopted."""
+    found: dict[int, weakref.ref[State]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            part = part_of(param)
+            state = part._state() if part is not None else None
+            if part is not None and state is not None:
+                found.setdefault(state.unit.engine_id, part._state)
+    return list(found.values())

@@ -37,6 +37,7 @@ from zshard._memory import memory_of, options_of
 from zshard._meta import Materializer
 from zshard._nccl import NcclOptions
 from zshard._parts import remember_parts
+from zshard._passes import call_guarded
 from zshard._plan import UnitSpec
 from zshard._state import attach, refuse_strange_slices, whole_state_dict
 from zshard._state_dict_type import state_dict_type
@@ -272,6 +273,10 @@ class FSDP(Controls):
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             pass  # FSDP(module) returns an existing module; it must not be initialised again
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; if it raises, whatever it raises, the model is ready for the next."""
+        return call_guarded(state_of(self).unit, super().__call__, *args, **kwargs)
 
     @property
     def module(self) -> Any:

@@ -3,6 +3,7 @@
 #include "comm_local.h"
 
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -113,6 +114,40 @@ void zs_cunit_lay_side_by_side(zs_cunit *unit)
 const char *zs_unit_label(const char *name)
 {
     return *name != 0 ? name : "(root)";
+}
+
+void zs_comm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t before, uint64_t now)
+{
+    comm->history ^= before ^ now;
+    if (comm->ops->tell_history != NULL && reader != NULL) comm->ops->tell_history(comm, reader, now);
+}
+
+void zs_comm_tell_mishap(zs_comm *comm, const char *what)
+{
+    snprintf(comm->mishap, sizeof comm->mishap, "%s", what);
+    if (comm->ops->tell_mishap != NULL) comm->ops->tell_mishap(comm, what);
+}
+
+void zs_comm_mishaps(const zs_comm *comm, char *text, size_t size)
+{
+    size_t used = 0;
+    text[0] = 0;
+    for (int r = 0; r < comm->world && used < size; r++) {
+        bool own = r == comm->rank;
+        const char *what = own ? comm->mishap : comm->ops->mishap_of != NULL ? comm->ops->mishap_of(comm, r) : "";
+        if (*what == 0) continue;
+        used += (size_t)snprintf(text + used, size - used, "; rank %d %.*s", r, ZS_MISHAP - 1, what);
+    }
+}
+
+zs_status zs_comm_fail_history(const zs_comm *comm, int other)
+{
+    char mishaps[3 * ZS_MISHAP];
+    zs_comm_mishaps(comm, mishaps, sizeof mishaps);
+    return ZS_FAIL(ZS_ERR_DIVERGED,
+                   "the parameters are out of step: rank %d and rank %d have not made the same optimizer steps and loads, "
+                   "so their shards are of different steps%s; load a checkpoint on all ranks, and step on all or none",
+                   comm->rank, other, mishaps);
 }
 
 zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name)

@@ -102,6 +102,8 @@ typedef struct zs_room {
     size_t piece;          /* of a broadcast, at most */
 } zs_room;
 
+enum { ZS_MISHAP = 256 }; /* longest account of a mishap */
+
 typedef struct zs_comm_ops {
     const char *name;   /* "self", "shm", "c10d" */
     size_t shard_align; /* flats' shard_bytes must be a multiple of this */
@@ -133,7 +135,10 @@ typedef struct zs_comm_ops {
     void (*reader_free)(zs_comm *, zs_reader *);
     zs_status (*read_begin)(zs_comm *, zs_reader *, zs_phase);
     zs_status (*read_end)(zs_comm *, zs_reader *, zs_phase);
-    zs_status (*give_up)(zs_comm *); /* collective; NULL if mapped */
+    zs_status (*give_up)(zs_comm *);                           /* collective; NULL if mapped */
+    void (*tell_history)(zs_comm *, zs_reader *, uint64_t now); /* NULL: the head has it */
+    void (*tell_mishap)(zs_comm *, const char *);              /* likewise */
+    const char *(*mishap_of)(const zs_comm *, int rank);       /* what a peer told last; NULL: nobody knows */
 
     size_t (*bytes)(const zs_comm *);
     zs_room (*room)(const zs_cunit_spec *spec, int world);
@@ -157,6 +162,8 @@ struct zs_comm {
     double timeout;          /* seconds that one wait may last */
     char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
+    uint64_t history;        /* of all models that use it, see zs_comm_tell_history */
+    char mishap[ZS_MISHAP];  /* see zs_comm_tell_mishap */
     uint64_t
         sessions; /* so many have ended; what lanes did in them comes before all that the compute lane does since */
     _Atomic long refs;
@@ -223,6 +230,22 @@ zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *uni
 
 /* What messages call a unit of this name: "(root)" for the outermost, whose name is empty; borrowed. */
 const char *zs_unit_label(const char *name);
+
+/* Something has happened to the parameters on this rank that must happen on all ranks, or on none: `history`, a number made
+ * of all such events of a model, was `before` and is `now`. It is compared with the peers' whenever ranks meet to gather
+ * parameters or to reduce gradients; where it differs, that fails on all ranks with ZS_ERR_DIVERGED. `reader`: the model's,
+ * if this transport made it, else NULL. Never waits. */
+void zs_comm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t before, uint64_t now);
+
+/* What has failed on this rank lately, as a clause that goes on "rank 0 ": peers put it into the errors that come of it.
+ * "": nothing. Never waits. */
+void zs_comm_tell_mishap(zs_comm *comm, const char *what);
+
+/* "; rank 0 raised ..." for all ranks that have told of a mishap, as far as this one knows; "" if none has. */
+void zs_comm_mishaps(const zs_comm *comm, char *text, size_t size);
+
+/* The failure of a rank that finds that rank `other` has another history. */
+zs_status zs_comm_fail_history(const zs_comm *comm, int other);
 
 /* Gives the unit the name that it has in an outer model. All ranks do so before its first round, or none. */
 zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name);

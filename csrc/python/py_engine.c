@@ -1,4 +1,5 @@
 /* py_engine.c - _core.Engine: the schedule of one model, as Python sees it. Two objects of one engine compare equal. */
+#include "history.h"
 #include "plan.h"
 #include "py_util.h"
 
@@ -186,6 +187,52 @@ static PyObject *engine_close(engine_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(engine_settle_doc,
+             "settle($self, /)\n--\n\nIf a backward has raised on this rank: tell the other ranks, and wait until none "
+             "of them reads this rank's shards. Call it before writing to them.");
+
+static PyObject *engine_settle(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_settle(self->engine));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nAs settle(), before an optimizer's step. Raises "
+                                     "RuntimeError if .grad holds what a failed backward has left there.");
+
+static PyObject *engine_before_step(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_before_step(self->engine));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(engine_note_step_doc,
+             "note_step($self, /)\n--\n\nAn optimizer has stepped parameters of this model: all ranks' do, or none's.");
+
+static PyObject *engine_note_step(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_engine_note_step(self->engine);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(engine_note_load_doc, "note_load($self, content, /)\n--\n\nParameters of this model have been loaded. "
+                                   "content: an int below 2**64, the same on ranks that loaded the same.");
+
+static PyObject *engine_note_load(engine_object *self, PyObject *content)
+{
+    unsigned long long number = PyLong_AsUnsignedLongLong(content);
+    if (number == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
+    zs_engine_note_load(self->engine, number);
+    Py_RETURN_NONE;
+}
+
 static double combine(double a, double b, bool max)
 {
     if (!max) return a + b;
@@ -337,6 +384,10 @@ static PyMethodDef engine_methods[] = {
     {"set_offload", (PyCFunction)engine_set_offload, METH_VARARGS, engine_set_offload_doc},
     {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
+    {"before_step", (PyCFunction)engine_before_step, METH_NOARGS, engine_before_step_doc},
+    {"note_step", (PyCFunction)engine_note_step, METH_NOARGS, engine_note_step_doc},
+    {"note_load", (PyCFunction)engine_note_load, METH_O, engine_note_load_doc},
+    {"settle", (PyCFunction)engine_settle, METH_NOARGS, engine_settle_doc},
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},
     {"sum_over_ranks", (PyCFunction)engine_sum, METH_O, engine_sum_doc},
     {"max_over_ranks", (PyCFunction)engine_max, METH_O, engine_max_doc},

@@ -1,5 +1,6 @@
 /* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
 #include "py_unit.h"
+#include "history.h"
 #include "hold.h"
 
 #include <math.h>
@@ -295,6 +296,22 @@ static PyObject *unit_let_go(unit_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(unit_unwind_doc, "unwind($self, n_open, what, /)\n--\n\nEnd the forwards and sessions of the unit's "
+                              "model that were opened since n_open was `n_open`, after an exception. what: a clause "
+                              "for the other ranks' errors, as 'raised ValueError: text in forward', or ''.");
+
+static PyObject *unit_unwind(unit_object *self, PyObject *args)
+{
+    Py_ssize_t n;
+    const char *what;
+    if (!PyArg_ParseTuple(args, "ns:unwind", &n, &what)) return NULL;
+    zs_status status;
+    if (n == 0 && *what != 0) zs_engine_tell_mishap(self->unit->engine, what);
+    ZS_PY_NOGIL(status, zs_engine_unwind(self->unit->engine, (size_t)n));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
 static zs_status read_into(const zs_unit *unit, int64_t i, PyObject *object)
 {
     zs_tensor *out = NULL;
@@ -373,6 +390,7 @@ static PyMethodDef unit_methods[] = {
     {"prefetch", (PyCFunction)unit_prefetch, METH_VARARGS, unit_prefetch_doc},
     {"hold", (PyCFunction)unit_hold, METH_VARARGS, unit_hold_doc},
     {"let_go", (PyCFunction)unit_let_go, METH_VARARGS, unit_let_go_doc},
+    {"unwind", (PyCFunction)unit_unwind, METH_VARARGS, unit_unwind_doc},
     {"step_in_backward", (PyCFunction)zs_py_step_in_backward, METH_VARARGS, zs_py_step_in_backward_doc},
     {"step_by_hand", (PyCFunction)zs_py_step_by_hand, METH_NOARGS, zs_py_step_by_hand_doc},
     {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},

@@ -111,6 +111,18 @@ static PyObject *unit_n_params(unit_object *self, void *unused)
     return PyLong_FromLongLong(self->unit->n_params);
 }
 
+static PyObject *unit_engine_id(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromVoidPtr(self->unit->engine);
+}
+
+static PyObject *unit_n_open(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(zs_engine_n_open(self->unit->engine));
+}
+
 static PyObject *unit_engine(unit_object *self, void *unused)
 {
     (void)unused;
@@ -178,6 +190,8 @@ PyGetSetDef zs_py_unit_getset[] = {
     {"n_params", (getter)unit_n_params, NULL, "Number of parameters.", NULL},
     {"bytes", (getter)unit_sizes, NULL, "Sizes in bytes: shard, full, bucket, grad.", NULL},
     {"sync", (getter)unit_sync, (setter)unit_set_sync, "Whether the next backwards reduce gradients.", NULL},
+    {"engine_id", (getter)unit_engine_id, NULL, "A number that units of one engine have in common.", NULL},
+    {"n_open", (getter)unit_n_open, NULL, "Number of open forwards and sessions of the unit's model.", NULL},
     {"engine", (getter)unit_engine, NULL, "The engine that the unit belongs to.", NULL},
     {0},
 };

@@ -176,6 +176,10 @@ enum { ZS_BACKWARD_ABANDONED = -1 };
  * runs with ZS_BACKWARD_ABANDONED when the pass is given up, and its status is ignored. */
 zs_status zs_hook_backward_end(const zs_hook *hook);
 
+/* In that hook, when it runs with ZS_BACKWARD_ABANDONED: what the pass has raised, as "ValueError: text"; "" if that is not
+ * known; this thread's, until the next. */
+const char *zs_backward_failure(void);
+
 /* Is a backward pass running on this thread right now? */
 bool zs_in_backward(void);
 

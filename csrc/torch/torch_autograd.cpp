@@ -9,9 +9,13 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
 #include <memory>
 
 namespace {
@@ -76,15 +80,73 @@ struct GradReady final : ag::PostAccumulateGradHook {
     std::unique_ptr<ag::PostAccumulateGradHook> users;
 };
 
+// What the backward that was given up last on this thread had raised; "" if that is not known.
+thread_local char failure[160];
+
+void write_failure(const char *kind, const char *text)
+{
+    std::snprintf(failure, sizeof failure, "%s%s%s", kind, *text != 0 ? ": " : "", text);
+}
+
+// A Python exception, as the last line of its traceback has it.
+void describe_python(const python_error &error)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    PyObject *text = error.value != nullptr ? PyObject_Str(error.value) : nullptr;
+    const char *utf8 = text != nullptr ? PyUnicode_AsUTF8(text) : nullptr;
+    const bool named = error.type != nullptr && PyType_Check(error.type);
+    const char *name = named ? reinterpret_cast<PyTypeObject *>(error.type)->tp_name : "an exception";
+    write_failure(name, utf8 != nullptr ? utf8 : "");
+    Py_XDECREF(text);
+    PyErr_Clear();
+    PyErr_Restore(kind, value, trace);
+    PyGILState_Release(gil);
+}
+
+void describe_failure(std::exception_ptr pointer)
+{
+    try {
+        std::rethrow_exception(std::move(pointer));
+    } catch (const python_error &error) {
+        describe_python(error);
+    } catch (const c10::Error &error) {
+        write_failure("RuntimeError", error.what_without_backtrace());
+    } catch (const std::exception &error) {
+        write_failure("RuntimeError", error.what());
+    } catch (...) {
+        write_failure("an exception", "");
+    }
+}
+
+// The pass that is running on this thread. torch gives out a part of it, of which this is the whole.
+ag::GraphTask *running_task()
+{
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Winvalid-offsetof" // without virtual bases it is what one thinks
+    constexpr std::size_t offset = offsetof(ag::GraphTask, exec_info_);
+#pragma GCC diagnostic pop
+    const auto *part = ag::get_current_graph_task_exec_info();
+    if (part == nullptr) return nullptr;
+    return reinterpret_cast<ag::GraphTask *>(reinterpret_cast<std::uintptr_t>(part) - offset);
+}
+
 // A backward that raises never runs its callbacks, it only drops them: that is when this one learns of it.
 class BackwardEnd {
   public:
-    explicit BackwardEnd(const zs_hook &hook) : ref(hook) {}
+    explicit BackwardEnd(const zs_hook &hook) : ref(hook)
+    {
+        if (ag::GraphTask *task = running_task()) outcome = task->future_result_;
+    }
     BackwardEnd(const BackwardEnd &) = delete;
     BackwardEnd &operator=(const BackwardEnd &) = delete;
     ~BackwardEnd()
     {
-        if (!ran) ref.run_quietly(ZS_BACKWARD_ABANDONED);
+        if (ran) return;
+        failure[0] = 0;
+        if (outcome && outcome->hasError()) describe_failure(outcome->exception_ptr());
+        ref.run_quietly(ZS_BACKWARD_ABANDONED);
     }
 
     void run()
@@ -95,6 +157,7 @@ class BackwardEnd {
 
   private:
     HookRef ref;
+    c10::intrusive_ptr<at::ivalue::Future> outcome; // of the pass; holds what it has raised
     bool ran = false;
 };
 
@@ -240,6 +303,11 @@ zs_status zs_hook_backward_end(const zs_hook *hook)
         ag::Engine::get_default_engine().queue_callback([end] { end->run(); });
         return ZS_OK;
     });
+}
+
+const char *zs_backward_failure(void)
+{
+    return failure;
 }
 
 bool zs_in_backward(void)

@@ -4,10 +4,14 @@
  * backward is through with the unit (through.h), which all ranks see at the same hook.
  */
 #include "engine.h"
+#include "history.h"
 #include "hold.h"
 #include "in_backward.h"
 #include "reduce.h"
 #include "through.h"
+
+#include <math.h>
+#include <stdio.h>
 
 static zs_status backward_end_hook(void *engine, int64_t unused);
 
@@ -27,9 +31,52 @@ static zs_status hook_fixed(const zs_engine *engine)
     return ZS_OK;
 }
 
+/* Is what a parameter shows as .grad left from a backward that failed? Zeros are nobody's. */
+static zs_status is_spoiled(const zs_unit *unit, const zs_param *param, bool *spoiled)
+{
+    *spoiled = false;
+    if (param->grad == NULL || !zs_tensor_alive(param->tensor)) return ZS_OK;
+    ZS_TRY(zs_grad_is(param->tensor, param->grad, spoiled));
+    zs_grad_info grad;
+    if (*spoiled) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+    if (!*spoiled || !grad.dense) return ZS_OK;
+    zs_numbers numbers = {grad.data, grad.numel, grad.dtype};
+    double largest = 0;
+    ZS_TRY(zs_device_norm(zs_engine_device(unit->engine), &numbers, 1, (double)INFINITY, &largest));
+    *spoiled = largest != 0;
+    return ZS_OK;
+}
+
+static zs_status check_spoiled(zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n && engine->spoiled; i++) {
+        zs_unit *unit = engine->units[i];
+        for (int64_t p = 0; p < unit->n_params; p++) {
+            bool spoiled = false;
+            ZS_TRY(is_spoiled(unit, &unit->params[p], &spoiled));
+            if (spoiled)
+                return ZS_FAIL(ZS_ERR_STATE,
+                               "the .grad of parameter '%s' was accumulated before a backward that failed, which has "
+                               "already added some of its gradients: call zero_grad() on all ranks before the next "
+                               "backward or optimizer step",
+                               unit->params[p].name);
+        }
+    }
+    engine->spoiled = false;
+    return ZS_OK;
+}
+
+zs_status zs_engine_before_step(zs_engine *engine)
+{
+    ZS_TRY(zs_engine_settle(engine));
+    return check_spoiled(engine);
+}
+
 static zs_status begin_backward(zs_engine *engine)
 {
     if (engine->phase == BACKWARD) return ZS_OK;
+    ZS_TRY(zs_engine_settle(engine)); /* another backward has raised, and no forward came between */
+    ZS_TRY(check_spoiled(engine));
     for (size_t i = 0; i < engine->n; i++)
         ZS_TRY(zs_in_backward_begin(engine->units[i]));
     ZS_TRY(hook_fixed(engine));
@@ -228,6 +275,7 @@ static void drop_packed(zs_unit *unit)
 static void forget_backward(zs_engine *engine)
 {
     for (size_t i = 0; i < engine->n; i++) {
+        engine->spoiled |= zs_reduce_undo(engine->units[i]);
         drop_packed(engine->units[i]);
         (void)zs_reduce_end(engine->units[i]);
         zs_in_backward_forget(engine->units[i]);
@@ -256,6 +304,17 @@ static zs_status step_rest(zs_engine *engine, zs_status status)
     return status;
 }
 
+/* Gives all units' parameters their gradients; users' hooks that fail are told after that. */
+static zs_status deliver(zs_engine *engine)
+{
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < engine->n; i++) {
+        zs_status one = zs_reduce_end(engine->units[i]);
+        if (status == ZS_OK) status = one;
+    }
+    return status;
+}
+
 static zs_status close_backward(zs_engine *engine)
 {
     zs_status resharded = ZS_OK;
@@ -273,23 +332,55 @@ static zs_status close_backward(zs_engine *engine)
     engine->phase = IDLE;
     if (status == ZS_ERR_DIVERGED) end_rounds(engine);
     if (status != ZS_OK) forget_backward(engine);
-    for (size_t i = 0; i < engine->n && status == ZS_OK; i++)
-        status = zs_reduce_end(engine->units[i]);
+    zs_status delivered = status == ZS_OK ? deliver(engine) : ZS_OK;
     for (size_t i = 0; i < engine->n; i++)
         zs_through_end(engine->units[i]);
     zs_status ended = zs_engine_end_reading(engine, ZS_PHASE_BACKWARD);
     if (status == ZS_OK) status = ended;
     if (status == ZS_OK) status = zs_bucket_settle_all(engine->buckets);
+    zs_history_reduced(engine, status == ZS_OK && !engine->gave_up);
+    if (status == ZS_OK) status = delivered;
     return step_rest(engine, status);
 }
 
+/* Has a backward given all the gradients that it has to give? Then nothing is missing if it raises after that. */
+static bool all_arrived(const zs_engine *engine)
+{
+    bool any = false;
+    for (size_t i = 0; i < engine->n; i++) {
+        const zs_unit *unit = engine->units[i];
+        if (unit->cunit == NULL) continue;
+        bool packed = unit->bucket != NULL && unit->n_arrived == unit->n_expected;
+        if (!unit->syncs || !(packed || (unit->posted && unit->bucket == NULL))) return false;
+        any = true;
+    }
+    return any;
+}
+
+/* What a backward has raised, and when, for the peers. */
+static void tell_failure(zs_engine *engine, const char *when)
+{
+    const char *what = zs_backward_failure();
+    char text[ZS_MISHAP];
+    snprintf(text, sizeof text, "raised %s %s", *what != 0 ? what : "an exception", when);
+    zs_engine_tell_mishap(engine, text);
+}
+
 /* A backward has raised. What needs no peer is done at once, so that a zero_grad() that follows means what it says; the
- * peers are told by zs_engine_recover, at the next forward. */
+ * peers are told by zs_engine_settle, before this rank does anything else with its parameters. */
 static void abandon_backward(zs_engine *engine)
 {
+    if (all_arrived(engine)) { /* the peers miss nothing: it is over as if it had not raised, and they wait for no more */
+        (void)close_backward(engine);
+        tell_failure(engine, "after its gradients had been reduced");
+        return;
+    }
+    tell_failure(engine, "in backward");
+    engine->phase = FAILED;
     (void)zs_engine_reshard_all(engine, true);
     zs_prefetch_end(engine, ZS_PHASE_BACKWARD);
     for (size_t i = 0; i < engine->n; i++) {
+        engine->spoiled |= zs_reduce_undo(engine->units[i]);
         drop_packed(engine->units[i]);
         (void)zs_reduce_hand_out(engine->units[i]);
         zs_in_backward_abandon(engine->units[i]);
@@ -303,8 +394,9 @@ static zs_status backward_end_hook(void *pointer, int64_t arg)
     return ZS_OK;
 }
 
-zs_status zs_engine_recover(zs_engine *engine)
+zs_status zs_engine_settle(zs_engine *engine)
 {
+    if (engine->phase != FAILED) return ZS_OK;
     engine->gave_up = true;
     for (size_t i = 0; i < engine->n; i++)
         drop_packed(engine->units[i]);

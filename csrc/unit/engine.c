@@ -116,6 +116,7 @@ void zs_engine_release(void *pointer)
     zs_pool_free(engine->grads);
     free_buffers(engine);
     free(engine->calls);
+    free(engine->open);
     free(engine->units);
     free(engine->part_of);
     zs_disk_release(engine->offload.disk);
@@ -205,6 +206,7 @@ void zs_engine_forget(zs_engine *engine, zs_unit *unit)
         break;
     }
     zs_prefetch_forget(engine, unit);
+    zs_engine_forget_open(engine, unit);
     forget_calls(engine, unit);
     zs_engine_replan(engine);
 }
@@ -213,6 +215,7 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
 {
     zs_engine *old = unit->engine;
     if (old == engine) return ZS_OK;
+    ZS_TRY(zs_engine_settle(old));
     if (old->phase != IDLE || engine->phase != IDLE)
         return ZS_FAIL(ZS_ERR_STATE,
                        "FSDP(...) was called during a forward or backward of unit '%s'; call it between steps",

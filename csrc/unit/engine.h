@@ -9,8 +9,9 @@
 #include "prefetch.h"
 #include "schedule.h"
 
-/* Which pass is running. */
-typedef enum engine_phase { IDLE, FORWARD, BACKWARD } engine_phase;
+/* Which pass is running. FAILED: a backward has raised here; what needs no peer is put in order, and the peers' part of it
+ * is done before anything else (zs_engine_settle). */
+typedef enum engine_phase { IDLE, FORWARD, BACKWARD, FAILED } engine_phase;
 
 /* See schedule.h. */
 struct zs_engine {
@@ -32,10 +33,17 @@ struct zs_engine {
     zs_unit *latest;        /* made whole last in this pass; borrowed */
     zs_unit *last;          /* made whole last in the last forward; borrowed */
     bool outermost_gathers; /* the forward that is running began with a unit that has parameters */
-    int depth;              /* forwards of units that are running, nested */
+    zs_unit **open;         /* [n_open] what holds the session open, the innermost last: forwards of units that are
+                             * running; NULL: a session opened by hand, or of a unit that is gone; owned */
+    size_t n_open, open_room;
     bool recording;         /* autograd was on when the forward session began: a backward may follow */
     bool reading;           /* a reader session is open */
+    bool spoiled;           /* a backward that failed has left gradients that are not to be used */
     bool gave_up;           /* the backward being closed was abandoned here */
+    uint64_t reductions;    /* backwards that have ended, well or not */
+    uint64_t stepped;       /* how many had when an optimizer stepped last */
+    uint64_t history, told, agreed; /* see history.h: now, as the peers may know it, and the last that all ranks had */
+    bool mishap;                    /* the peers are told of one */
     int64_t session;        /* when the last session of forwards began, in nodes of the graph */
     size_t next_post;       /* (collective transports) how many units have posted in this backward */
     zs_call *calls;         /* [n_calls] what a forward of the modules in their order does; owned */
@@ -61,8 +69,7 @@ zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase);
 /* Between zero_grad() and the next gradients their memory is free for activations. */
 void zs_engine_discard_dead_grads(zs_engine *engine);
 
-/* A backward that raised never reached its end: the peers still wait for this rank's gradients. Tells them that they will
- * not come, finishes the rounds, and is as after any backward. */
-zs_status zs_engine_recover(zs_engine *engine);
+/* Takes a unit that dies off the list of what is open. */
+void zs_engine_forget_open(zs_engine *engine, const zs_unit *unit);
 
 #endif

@@ -99,7 +99,7 @@ zs_status zs_reduce_begin(zs_unit *unit, int64_t arriving)
     if (unit->local != NULL) expect_all(unit);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
-        param->has_grad = param->reduced = false;
+        param->has_grad = param->reduced = param->held = false;
         if (!zs_tensor_alive(param->tensor)) continue;
         bool wanted = zs_tensor_requires_grad(param->tensor);
         unit->has_frozen |= !wanted;
@@ -107,6 +107,9 @@ zs_status zs_reduce_begin(zs_unit *unit, int64_t arriving)
         if (wanted) unit->n_expected++;
         /* Replicated gradients accumulate in place, as under DDP: shapes agree. */
         if (!unit->replicated && i != arriving) ZS_TRY(put_away(unit, i));
+        zs_grad_info grad = {0};
+        if (unit->replicated) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+        param->held = param->has_grad || grad.defined;
     }
     return ZS_OK;
 }
@@ -251,7 +254,8 @@ zs_status zs_reduce_hand_out(zs_unit *unit)
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (!zs_tensor_alive(param->tensor)) continue;
-        bool local = param->local != NULL && zs_get_bit(unit->used, i);
+        /* Of a unit that took no part its user may have dropped them meanwhile. */
+        bool local = unit->in_backward && param->local != NULL && zs_get_bit(unit->used, i);
         if (param->has_grad) unit->grads_held = true;
         zs_status one = ZS_OK;
         if (local)
@@ -264,6 +268,20 @@ zs_status zs_reduce_hand_out(zs_unit *unit)
     }
     unit->in_backward = false;
     return status;
+}
+
+bool zs_reduce_undo(zs_unit *unit)
+{
+    bool spoiled = false;
+    for (int64_t i = 0; i < unit->n_params && unit->in_backward; i++) {
+        zs_param *param = &unit->params[i];
+        bool packed = unit->replicated && param->grad != NULL && zs_get_bit(unit->used, i);
+        if (!param->reduced && !packed) continue;
+        spoiled |= param->held; /* what it held is not there without what came on top */
+        param->has_grad = param->held;
+        param->reduced = false;
+    }
+    return spoiled;
 }
 
 zs_status zs_reduce_deliver(zs_unit *unit)

@@ -34,6 +34,10 @@ zs_status zs_reduce_share(zs_unit *unit);
 /* Does any .grad, or a view of one, refer to the unit's grad shards? */
 bool zs_reduce_grads_wanted(const zs_unit *unit);
 
+/* The backward has failed: its sums are to count for nothing. True if there are some that cannot be told any more from the
+ * gradients that they went on top of; these are then shown, and not to be used. */
+bool zs_reduce_undo(zs_unit *unit);
+
 /* Gives each parameter that has a gradient its .grad. */
 zs_status zs_reduce_hand_out(zs_unit *unit);
 

@@ -88,11 +88,13 @@ static zs_status check_gave_up(const summing *s)
     for (int r = 0; r < s->world; r++) {
         if (r == s->rank || !zs_get_bit(s->sources->used[r], s->unit->n_params)) continue;
         if (zs_engine_gave_up(s->unit->engine)) continue; /* this rank did so too: nothing is lost */
+        char mishaps[3 * ZS_MISHAP];
+        zs_comm_mishaps(zs_engine_comm(s->unit->engine), mishaps, sizeof mishaps);
         return ZS_FAIL(ZS_ERR_DIVERGED,
                        "ranks diverged: rank %d abandoned its backward before unit '%s' (most likely an exception was "
-                       "caught there), but rank %d continued; the gradients of this step are incomplete: call "
+                       "caught there), but rank %d continued%s; the gradients of this step are incomplete: call "
                        "zero_grad() and skip the step on all ranks",
-                       r, zs_unit_label(s->unit->name), s->rank);
+                       r, zs_unit_label(s->unit->name), s->rank, mishaps);
     }
     return ZS_OK;
 }

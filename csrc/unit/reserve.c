@@ -26,7 +26,7 @@ void zs_engine_set_calls(zs_engine *engine, zs_call *calls, size_t n)
 
 zs_status zs_engine_reserve(zs_engine *engine)
 {
-    if (engine->reserved || engine->phase != IDLE || engine->depth > 0) return ZS_OK;
+    if (engine->reserved || engine->phase != IDLE || engine->n_open > 0) return ZS_OK;
     zs_engine_note_peak(engine);
     zs_plan plan;
     zs_status status = zs_plan_make(engine, false, &plan);

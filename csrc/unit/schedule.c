@@ -1,10 +1,13 @@
 /* schedule.c - see schedule.h. */
 #include "engine.h"
+#include "history.h"
 #include "hold.h"
 #include "in_backward.h"
 #include "kept.h"
 #include "reduce.h"
 #include "through.h"
+
+#include <stdlib.h>
 
 /* --- sessions ------------------------------------------------------------------------------------------------------------- */
 
@@ -90,7 +93,7 @@ zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase)
 
 static zs_status begin_session(zs_engine *engine)
 {
-    if (engine->phase == BACKWARD) ZS_TRY(zs_engine_recover(engine));
+    ZS_TRY(zs_engine_settle(engine));
     ZS_TRY(zs_engine_reserve(engine));
     engine->phase = FORWARD;
     engine->session = zs_next_node();
@@ -103,15 +106,74 @@ static zs_status begin_session(zs_engine *engine)
         ZS_TRY(zs_unit_cast(engine->units[i]));
     if (engine->ranks.far != NULL) ZS_TRY(zs_kept_refresh(engine->ranks.far, engine->units, engine->n));
     zs_engine_discard_dead_grads(engine);
+    zs_history_tell(engine);
     ZS_TRY(broadcast_buffers(engine));
     return zs_engine_begin_reading(engine, ZS_PHASE_FORWARD);
 }
 
 static zs_status end_session(zs_engine *engine)
 {
-    engine->phase = IDLE;
+    if (engine->phase == FORWARD) engine->phase = IDLE;
     zs_prefetch_end(engine, ZS_PHASE_FORWARD);
     return zs_engine_end_reading(engine, ZS_PHASE_FORWARD);
+}
+
+/* --- what is open ------------------------------------------------------------------------------------------------------ */
+
+static zs_status make_room(zs_engine *engine)
+{
+    if (engine->n_open < engine->open_room) return ZS_OK;
+    size_t room = 2 * engine->open_room + 8;
+    zs_unit **grown = realloc(engine->open, room * sizeof *grown);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory beginning a forward");
+    engine->open = grown;
+    engine->open_room = room;
+    return ZS_OK;
+}
+
+/* Opens the session unless it is open, and notes for whom; if that fails, nothing is open that was not before. */
+static zs_status enter(zs_engine *engine, zs_unit *unit)
+{
+    ZS_TRY(make_room(engine));
+    zs_status status = engine->n_open == 0 ? begin_session(engine) : ZS_OK;
+    if (status == ZS_OK)
+        engine->open[engine->n_open++] = unit;
+    else
+        (void)end_session(engine); /* the first failure is the one that is reported */
+    return status;
+}
+
+/* Where `unit` is open, innermost first; n_open: nowhere. */
+static size_t find_open(const zs_engine *engine, const zs_unit *unit)
+{
+    for (size_t i = engine->n_open; i-- > 0;)
+        if (engine->open[i] == unit) return i;
+    return engine->n_open;
+}
+
+zs_status zs_engine_unwind(zs_engine *engine, size_t n_open)
+{
+    zs_status status = ZS_OK;
+    while (engine->n_open > n_open) {
+        zs_unit *unit = engine->open[--engine->n_open];
+        zs_status one = ZS_OK;
+        if (unit != NULL && --unit->inside == 0 && !unit->held) one = zs_unit_reshard(unit, ZS_SHARDED);
+        if (status == ZS_OK) status = one;
+        if (engine->n_open == 0) one = end_session(engine);
+        if (status == ZS_OK) status = one;
+    }
+    return status;
+}
+
+size_t zs_engine_n_open(const zs_engine *engine)
+{
+    return engine->n_open;
+}
+
+void zs_engine_forget_open(zs_engine *engine, const zs_unit *unit)
+{
+    for (size_t i = 0; i < engine->n_open; i++)
+        if (engine->open[i] == unit) engine->open[i] = NULL;
 }
 
 zs_status zs_engine_open(zs_engine *engine)
@@ -119,17 +181,13 @@ zs_status zs_engine_open(zs_engine *engine)
     if (engine->phase == BACKWARD && zs_in_backward())
         return ZS_FAIL(ZS_ERR_STATE,
                        "full parameters cannot be accessed during a backward; access them before or after it");
-    zs_status status = engine->depth == 0 ? begin_session(engine) : ZS_OK;
-    if (status == ZS_OK)
-        engine->depth++;
-    else
-        (void)end_session(engine); /* the first failure is the one that is reported */
-    return status;
+    return enter(engine, NULL);
 }
 
 zs_status zs_engine_close(zs_engine *engine)
 {
-    return --engine->depth == 0 ? end_session(engine) : ZS_OK;
+    size_t at = find_open(engine, NULL);
+    return at < engine->n_open ? zs_engine_unwind(engine, at) : ZS_OK;
 }
 
 zs_status zs_engine_unshard(zs_unit *unit, bool exact)
@@ -187,9 +245,9 @@ zs_status zs_engine_pre_forward(zs_unit *unit)
     }
     ZS_TRY(check_outside(unit));
     ZS_TRY(zs_hold_check_forward(unit));
-    ZS_TRY(zs_engine_open(engine)); /* if it fails, the post-forward hook finds nothing to close */
+    ZS_TRY(enter(engine, unit)); /* if it fails, the post-forward hook finds nothing to close */
     if (unit->inside++ == 0 && engine->recording) zs_in_backward_called(unit);
-    if (engine->depth == 1) engine->outermost_gathers = unit->n_params > 0;
+    if (engine->n_open == 1) engine->outermost_gathers = unit->n_params > 0;
     return zs_engine_make_whole(unit, ZS_PHASE_FORWARD);
 }
 
@@ -202,7 +260,7 @@ static bool stays_full(const zs_unit *unit, bool keep)
     if (unit->strategy == ZS_SHARD_GRAD_OP) return true;
     const zs_engine *engine = unit->engine;
     if (engine->ranks.near->ops->mapped) return false;
-    return engine->depth == 1 || (!engine->outermost_gathers && zs_prefetch_is_last(unit));
+    return engine->n_open == 1 || (!engine->outermost_gathers && zs_prefetch_is_last(unit));
 }
 
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep)
@@ -210,8 +268,12 @@ zs_status zs_engine_post_forward(zs_unit *unit, bool keep)
     zs_engine *engine = unit->engine;
     if (keep) zs_through_expect(unit);
     if (unit->inside == 0) return ZS_OK; /* recomputed in backward: stays FULL until its gradients are there */
-    zs_status status = ZS_OK;
-    if (--unit->inside == 0 && !stays_full(unit, keep)) status = zs_unit_reshard(unit, ZS_SHARDED);
-    zs_status closed = zs_engine_close(engine);
-    return status != ZS_OK ? status : closed;
+    size_t at = find_open(engine, unit);
+    zs_status status = zs_engine_unwind(engine, at + 1); /* what was within, and was left without a word */
+    zs_status one = ZS_OK;
+    if (--unit->inside == 0 && !stays_full(unit, keep)) one = zs_unit_reshard(unit, ZS_SHARDED);
+    if (status == ZS_OK) status = one;
+    engine->n_open = at;
+    if (at == 0) one = end_session(engine);
+    return status != ZS_OK ? status : one;
 }

@@ -83,9 +83,23 @@ void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch);
 zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n);
 
 /* Before / after the forward of a unit's module. `keep`: gradients will be wanted (autograd records and an output has
- * history). post is to be called even if the forward raised. */
+ * history). post is to be called even if the forward raised; without a pre it is a no-op. */
 zs_status zs_engine_pre_forward(zs_unit *unit);
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep);
+
+/* How many forwards and sessions are open now, for zs_engine_unwind. */
+size_t zs_engine_n_open(const zs_engine *engine);
+
+/* Ends what has been opened since there were `n_open`: forwards that an exception left whose hooks torch does not run then
+ * (KeyboardInterrupt, SystemExit). No-op if they have ended. The first failure is reported, and all end. */
+zs_status zs_engine_unwind(zs_engine *engine, size_t n_open);
+
+/* If a backward has raised here: tells the peers, who still wait for this rank's gradients, that they will not come,
+ * finishes the rounds, and waits until nobody reads this rank's shards, so that they may be written. Else a no-op. */
+zs_status zs_engine_settle(zs_engine *engine);
+
+/* The same, before an optimizer's step. ZS_ERR_STATE if .grad holds what a failed backward has left there. */
+zs_status zs_engine_before_step(zs_engine *engine);
 
 /* Opens / closes a session by hand, for reading whole parameters outside of forward. Same meetings as a forward. If open
  * fails, nothing is open that was not before. */

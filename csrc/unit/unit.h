@@ -59,6 +59,7 @@ typedef struct zs_param {
     uint32_t shown; /* version of `local` when it became .grad */
     bool has_grad;  /* its grad shard holds a gradient (set aside, or reduced in this backward) */
     bool reduced;   /* a new gradient was reduced in this backward */
+    bool held;      /* it had a gradient when this backward began, which the new one goes on top of */
 } zs_param;
 
 /* Parameters of one dtype, all trainable or all frozen. With mixed precision they are computed with in another dtype: then

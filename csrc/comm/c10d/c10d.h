@@ -35,6 +35,7 @@ typedef struct zs_c10d_turn {
     uint64_t number; /* which flat, unit, exchange or broadcast */
     uint64_t round;  /* of the unit's gradients; the root of a broadcast; else 0 */
     uint64_t bytes;  /* that each rank brings */
+    uint64_t history; /* of the models' parameters, where these or their gradients travel; else 0 */
     char name[96];   /* of the unit, cut off; for messages */
 } zs_c10d_turn;
 
@@ -54,6 +55,7 @@ typedef struct zs_c10d_comm {
     size_t living;                   /* units that are not freed */
     zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
     bool told;       /* this rank has left its last words */
+    char *mishaps;   /* [world][ZS_MISHAP] what had failed on each rank when the ranks' turns differed last; NULL: never */
     zs_c10d_stray *strays;
     struct zs_c10d_comm *next; /* in the list of those that are kept for their strays' sake */
 } zs_c10d_comm;
@@ -74,6 +76,9 @@ zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *
 
 /* Fails with this thread's record, put into the words of `turn`; looks for the rank that is to blame. */
 zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status);
+
+/* mishap_of: as of when turns differed last. */
+const char *zs_c10d_mishap_of(const zs_comm *comm, int rank);
 
 /* Memory for one collective, until it is given to zs_c10d_return_area, which makes it NULL (and may get NULL). */
 zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area);

@@ -66,14 +66,58 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     const zs_c10d_turn *own = &turns[comm->base.rank];
     for (int r = 0; r < comm->base.world; r++) {
         if (turns[r].kind != ZS_C10D_GIVE_UP) continue;
-        char phrase[PHRASE];
+        char phrase[PHRASE], mishaps[3 * ZS_MISHAP];
         describe(own, phrase, sizeof phrase);
+        zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
         comm->base.heard = true;
         return ZS_FAIL(
             ZS_ERR_DIVERGED,
-            "rank %d abandoned its backward (probably after a caught exception) while rank %d was %s; the gradients of "
-            "this step are incomplete: skip the step on all ranks",
-            r, comm->base.rank, phrase);
+            "rank %d abandoned its backward (probably after a caught exception) while rank %d was %s%s; the gradients "
+            "of this step are incomplete: skip the step on all ranks",
+            r, comm->base.rank, phrase, mishaps);
+    }
+    return ZS_OK;
+}
+
+static bool all_alike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    for (int r = 1; r < comm->base.world; r++)
+        if (memcmp(&turns[r], turns, sizeof *turns) != 0) return false;
+    return true;
+}
+
+/* All ranks have seen that turns differ: they tell each other what has failed on each, before they say so. */
+static void learn_mishaps(zs_c10d_comm *comm, const zs_c10d_turn *turn)
+{
+    if (comm->mishaps == NULL) comm->mishaps = calloc((size_t)comm->base.world, ZS_MISHAP);
+    zs_mem *area = NULL;
+    size_t bytes = (size_t)comm->base.world * ZS_MISHAP;
+    if (zs_c10d_borrow_area(comm, bytes + ZS_MISHAP, &area) != ZS_OK) return;
+    char *all = area->ptr, *mine = all + bytes;
+    memcpy(mine, comm->base.mishap, ZS_MISHAP);
+    zs_work *work = NULL;
+    zs_status status = zs_group_all_gather(comm->group, mine, all, ZS_MISHAP, comm->base.world, &work);
+    if (status == ZS_OK) status = zs_c10d_finish(comm, turn, work, NULL);
+    if (status == ZS_OK && comm->mishaps != NULL) memcpy(comm->mishaps, all, bytes);
+    zs_c10d_return_area(comm, &area);
+    zs_clear_error();
+}
+
+const char *zs_c10d_mishap_of(const zs_comm *comm, int rank)
+{
+    const char *all = ((const zs_c10d_comm *)comm)->mishaps;
+    return all != NULL ? all + (size_t)rank * ZS_MISHAP : "";
+}
+
+/* Do the ranks mean the same, but with parameters of different steps? */
+static zs_status compare_histories(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    const zs_c10d_turn *own = &turns[comm->base.rank];
+    for (int r = 0; r < comm->base.world; r++) {
+        zs_c10d_turn other = turns[r];
+        if (other.history == own->history) continue;
+        other.history = own->history;
+        if (memcmp(&other, own, sizeof other) == 0) return zs_comm_fail_history(&comm->base, r);
     }
     return ZS_OK;
 }
@@ -81,8 +125,13 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     int own = comm->base.rank;
+    if (all_alike(comm, turns)) return ZS_OK;
+    learn_mishaps(comm, &turns[own]);
     if (turns[own].kind == ZS_C10D_GIVE_UP) return ZS_OK; /* whatever the others are at, they hear of it */
     ZS_TRY(check_gave_up(comm, turns));
+    ZS_TRY(compare_histories(comm, turns));
+    char mishaps[3 * ZS_MISHAP];
+    zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
     for (int r = 0; r < comm->base.world; r++) {
         if (memcmp(&turns[r], &turns[own], sizeof *turns) == 0) continue;
         char ours[PHRASE], theirs[PHRASE];
@@ -90,9 +139,9 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
         describe(&turns[r], theirs, sizeof theirs);
         return ZS_FAIL(
             ZS_ERR_DIVERGED,
-            "ranks diverged: rank %d was %s, but rank %d was %s; run the same forwards, backwards and collectives "
+            "ranks diverged: rank %d was %s, but rank %d was %s%s; run the same forwards, backwards and collectives "
             "on all ranks (over c10d, also the units in the same order)",
-            own, ours, r, theirs);
+            own, ours, r, theirs, mishaps);
     }
     return ZS_OK;
 }
@@ -107,6 +156,7 @@ zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     ZS_TRY(zs_c10d_borrow_area(comm, (size_t)(comm->base.world + 1) * sizeof *turn, &area));
     zs_c10d_turn *turns = area->ptr, *mine = turns + comm->base.world;
     *mine = *turn;
+    if (turn->kind == ZS_C10D_GATHER || turn->kind == ZS_C10D_POST) mine->history = comm->base.history;
     zs_work *work = NULL;
     zs_group_set_timeout(comm->group, comm->base.timeout);
     zs_status status = zs_group_all_gather(comm->group, mine, turns, sizeof *turn, comm->base.world, &work);

@@ -168,6 +168,7 @@ static void c10d_destroy(zs_comm *comm)
     }
     zs_c10d_free_areas(self);
     free(self->base.lost);
+    free(self->mishaps);
     zs_c10d_peers_free(self);
     zs_group_free(self->group);
     free(self);
@@ -196,6 +197,7 @@ const zs_comm_ops zs_c10d_ops = {
     .read_begin = zs_local_read,
     .read_end = zs_local_read,
     .give_up = c10d_give_up,
+    .mishap_of = zs_c10d_mishap_of,
     .bytes = c10d_bytes,
     .room = zs_c10d_room,
     .bucket_room = zs_local_bucket_room,

@@ -82,6 +82,7 @@ typedef struct zs_shm_control {
     alignas(ZS_SHM_LINE) _Atomic uint32_t left; /* closed in an orderly way */
     _Atomic uint32_t stopped;                   /* the zs_status of an abort, 0: none */
     char stop_text[ZS_SHM_TEXT];
+    char mishap[ZS_MISHAP]; /* own: what has failed lately; "": nothing */
 
     alignas(4096) zs_shm_mailbox mail[2]; /* by parity of the exchange's number */
     alignas(4096) char stage[2][ZS_SHM_STAGE];
@@ -117,6 +118,7 @@ static inline size_t zs_shm_unit_record_bytes(size_t used_words)
 typedef struct zs_shm_reader_record {
     char name[ZS_SHM_NAME];
     alignas(ZS_SHM_LINE) _Atomic uint64_t word;
+    _Atomic uint64_t history; /* set before the word that begins a forward */
 } zs_shm_reader_record;
 
 /* A peer's bucket as mapped here. */
@@ -187,6 +189,15 @@ zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase);
 
 /* read_end; ZS_ERR_STATE if no such pass has begun. */
 zs_status zs_shm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
+
+/* tell_history. */
+void zs_shm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t now);
+
+/* tell_mishap. */
+void zs_shm_tell_mishap(zs_comm *comm, const char *what);
+
+/* mishap_of. */
+const char *zs_shm_mishap_of(const zs_comm *comm, int rank);
 
 /* May a reader whose word is `mine` read the shards of an owner whose word is `owner`? */
 bool zs_shm_admits(uint64_t owner, uint64_t mine);

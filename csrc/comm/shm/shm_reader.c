@@ -130,6 +130,22 @@ void zs_shm_reader_free(zs_comm *comm, zs_reader *reader)
     free(reader);
 }
 
+void zs_shm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t now)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (zs_shm_live(shm)) atomic_store(&zs_shm_reader_at(shm, comm->rank, reader->record)->history, now);
+}
+
+/* All ranks that have begun this forward, or stand in a backward, have the history that they had when they began. */
+static zs_status compare_histories(zs_shm *shm, const zs_reader *reader)
+{
+    uint64_t mine = atomic_load(&zs_shm_reader_at(shm, shm->base.rank, reader->record)->history);
+    for (int r = 0; r < shm->base.world; r++)
+        if (atomic_load(&zs_shm_reader_at(shm, r, reader->record)->history) != mine)
+            return zs_comm_fail_history(&shm->base, r);
+    return ZS_OK;
+}
+
 zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase)
 {
     zs_shm *shm = (zs_shm *)comm;
@@ -142,6 +158,7 @@ zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase)
     zs_shm_note(shm, act);
     zs_shm_set(shm, word, make_word(epoch, phase == ZS_PHASE_FORWARD ? WANTS : BACKWARD));
     zs_status status = zs_shm_wait(shm, act);
+    if (status == ZS_OK && phase == ZS_PHASE_FORWARD) status = compare_histories(shm, reader);
     if (status != ZS_OK)
         zs_shm_set(shm, word, make_word(epoch, IDLE)); /* the pass will not happen; nobody should wait for its end */
     else if (phase == ZS_PHASE_FORWARD)

@@ -10,6 +10,17 @@
 
 enum { PHRASE = 192, SENTENCE = 320 };
 
+void zs_shm_tell_mishap(zs_comm *comm, const char *what)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (zs_shm_live(shm)) snprintf(shm->own->mishap, sizeof shm->own->mishap, "%s", what);
+}
+
+const char *zs_shm_mishap_of(const zs_comm *comm, int rank)
+{
+    return ((const zs_shm *)comm)->peers[rank].control->mishap;
+}
+
 zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r)
 {
     const zs_shm_control *control = shm->peers[r].control;

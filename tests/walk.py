@@ -1,0 +1,625 @@
+"""Failures that a script catches: every place, kind, rank and sequel, and what must come of them.
+
+The one idea: a cell is a short training script in which something is raised, is caught, and the
+script goes on. The script is run twice: by two ranks with a sharded model, and by two threads with
+plain models whose gradients are averaged as DDP does. What the sharded run gives must be what the
+plain one gives, or an error of zshard's on every rank. A backward that failed midway contributes
+nothing to the plain run (torch leaves some of its gradients there, which no other rank has).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Block, loss_of, make
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zshard
+from zshard import FSDP, MixedPrecision
+
+WIDTH = 9
+DEADLINE = 2.0  # seconds that one wait of a cell may last
+HANGS = 1.0  # seconds after which a thread of the plain run is taken to wait for ever
+
+
+# --- cells ----------------------------------------------------------------------------------------
+
+
+class Unusual(BaseException):
+    """Neither an Exception nor known to Python."""
+
+
+KINDS: dict[str, type[BaseException]] = {
+    "Exception": LookupError,
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "SystemExit": SystemExit,
+    "BaseException": Unusual,
+    "MemoryError": MemoryError,
+}
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "where": (
+        "before_forward",
+        "within_forward",
+        "before_unit",
+        "after_unit",
+        "after_forward",
+        "method",
+        "before_method",
+        "first_in_backward",
+        "middle_of_backward",
+        "last_in_backward",
+        "end_of_backward",
+        "gradient_hook",
+        "recomputation",
+        "reentrant_recomputation",
+        "before_step",
+        "after_step",
+        "no_sync",
+        "accumulating",
+        "summon",
+        "save",
+    ),
+    "what": tuple(KINDS),
+    "who": ("all", "one"),
+    "then": ("train", "backward", "zero_grad", "evaluate", "save"),
+    "transport": ("shm", "c10d"),
+    "strategy": ("full_shard", "shard_grad_op", "zero1", "no_shard"),
+    "dtype": ("float32", "bfloat16"),
+    "held": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    where: str
+    what: str
+    who: str
+    then: str
+    transport: str
+    strategy: str
+    dtype: str
+    held: bool
+
+    def __str__(self) -> str:
+        return "-".join(str(getattr(self, field.name)) for field in fields(self))
+
+
+def reason_to_leave_out(cell: Cell) -> str | None:
+    """Why a cell is no script that one could write, or None."""
+    if cell.strategy == "zero1" and cell.transport == "shm":
+        return "over shm, zero1 is full_shard"
+    if cell.then == "backward" and cell.where in ("before_step", "after_step", "summon", "save"):
+        return "the optimizer has changed the weights that the earlier graph needs, or comes first"
+    if cell.what != "Exception" and cell.where == "save":
+        return "a state dict hook raises what a forward hook does; one kind is enough"
+    return None
+
+
+def all_cells() -> list[Cell]:
+    every = (Cell(*values) for values in itertools.product(*FACTORS.values()))
+    return [cell for cell in every if reason_to_leave_out(cell) is None]
+
+
+def pairwise(cells: list[Cell]) -> list[Cell]:
+    """A small part of `cells` in which each pair of values of two factors comes up.
+
+    Greedy, and the same each time: the cell with the most new pairs is taken until none has any.
+    """
+    names = [field.name for field in fields(Cell)]
+    pairs_of = {
+        cell: {
+            (a, getattr(cell, a), b, getattr(cell, b)) for a, b in itertools.combinations(names, 2)
+        }
+        for cell in cells
+    }
+    left = set().union(*pairs_of.values())
+    taken = []
+    pool = sorted(cells, key=lambda cell: hash_of(str(cell)))
+    while left:
+        best = max(itertools.islice(itertools.cycle(pool), len(pool)), key=lambda c: len(pairs_of[c] & left))
+        taken.append(best)
+        left -= pairs_of[best]
+        pool = [cell for cell in pool if pairs_of[cell] & left]
+    return taken
+
+
+def hash_of(text: str) -> int:
+    """An order that is the same in each process and has nothing to do with the factors."""
+    value = 0
+    for char in text:
+        value = (value * 1000003 ^ ord(char)) & 0xFFFFFFFF
+    return value
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Blocks that are units, of which one may be checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, 2)
+        self.how = "plain"
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            if i == 1 and self.how != "plain":
+                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
+            else:
+                x = block(x)
+        return self.head(x)
+
+    def scores(self, x):
+        return self.head(self.blocks[0](x))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+# --- what is raised, and where --------------------------------------------------------------------
+
+
+class Planted:
+    """Raises once, where the cell says, and takes itself out again."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.kind = KINDS[cell.what]
+        self.handles: list[Any] = []
+
+    def fail(self, *_: Any) -> None:
+        raise self.kind("planted")
+
+    def on(self, register: Callable[..., Any], hook: Callable[..., Any] | None = None, **how: Any) -> None:
+        self.handles.append(register(hook or self.fail, **how))
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def queue_failure(planted: Planted) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(planted.fail)
+
+    return hook
+
+
+def fail_again(planted: Planted) -> Callable[..., None]:
+    """Raises at the second call: when the block is recomputed."""
+    calls = itertools.count()
+
+    def hook(*_: Any) -> None:
+        if next(calls) > 0:
+            planted.fail()
+
+    return hook
+
+
+class Script:
+    """One rank's script; the two sides differ in how they build, average and look."""
+
+    def __init__(self, cell: Cell, rank: int) -> None:
+        self.cell, self.rank = cell, rank
+        self.fails = cell.who == "all" or rank == 0
+        self.seen: list[Any] = []
+        self.build()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
+
+    model: nn.Module
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def backward(self, loss: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def evaluate(self, step: int) -> torch.Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            out = self.forward(batch(0, step))
+        self.model.train()
+        return out.float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def train(self, step: int) -> None:
+        if not self.cell.held:
+            self.optimizer.zero_grad()
+        self.backward(loss_of(self.forward(batch(self.rank, step))))
+        self.optimizer.step()
+
+    def failing_step(self) -> None:
+        """A step in which something is raised on the ranks that fail."""
+        planted, x = Planted(self.cell), batch(self.rank, 1).requires_grad_()
+        if self.fails:
+            self.plant(self.cell.where, planted, x)
+        try:
+            self.do_failing_step(x, planted)
+        finally:
+            planted.remove()
+            self.model.how = "plain"
+
+    def plant(self, where: str, planted: Planted, x: torch.Tensor) -> None:
+        model = self.model
+        block = model.blocks[1]
+        if where == "before_forward":
+            planted.on(model.register_forward_pre_hook, prepend=True)
+        elif where == "within_forward":
+            planted.on(block.down.register_forward_pre_hook)
+        elif where == "before_unit":
+            planted.on(block.register_forward_pre_hook)
+        elif where == "after_unit":
+            planted.on(block.register_forward_hook)
+        elif where == "after_forward":
+            planted.on(model.register_forward_hook)
+        elif where == "method":
+            planted.on(model.head.register_forward_hook)
+        elif where in ("middle_of_backward", "no_sync", "accumulating"):
+            planted.on(block.up.weight.register_hook)
+        elif where == "last_in_backward":
+            planted.on(x.register_hook)
+        elif where == "end_of_backward":
+            planted.on(model.blocks[0].up.weight.register_hook, queue_failure(planted))
+        elif where == "gradient_hook":
+            planted.on(model.head.weight.register_post_accumulate_grad_hook)
+        elif "recomputation" in where:
+            planted.on(block.down.register_forward_hook, fail_again(planted))
+        elif where == "before_step":
+            planted.on(self.optimizer.register_step_pre_hook)
+        elif where == "after_step":
+            planted.on(self.optimizer.register_step_post_hook)
+        elif where == "save":
+            planted.on(model.register_state_dict_pre_hook)
+
+    def do_failing_step(self, x: torch.Tensor, planted: Planted) -> None:
+        where, model = self.cell.where, self.model
+        if not self.cell.held:
+            self.optimizer.zero_grad()
+        if where == "recomputation":
+            model.how = "checkpointed"
+        elif where == "reentrant_recomputation":
+            model.how = "reentrant"
+        elif where == "accumulating":
+            self.backward(loss_of(self.forward(batch(self.rank, 7))))
+        elif where == "save":
+            model.state_dict()
+        elif where == "summon":
+            with self.whole():
+                if self.fails:
+                    planted.fail()
+        if where == "last_in_backward":
+            x = x * 1.0  # so that all parameters' gradients are there before that of the input
+        if where == "before_method" and self.fails:
+            self.method(None)
+        out = self.method(x) if where == "method" else self.forward(x)
+        loss = loss_of(out)
+        if where == "first_in_backward" and self.fails:
+            planted.on(out.register_hook)
+        if where == "no_sync":
+            with self.no_sync():
+                self.backward(loss)
+            self.backward(loss_of(self.forward(batch(self.rank, 8))))
+        else:
+            self.backward(loss)
+        self.optimizer.step()
+
+    def run(self) -> list[Any]:
+        self.train(0)
+        then = self.cell.then
+        kept = loss_of(self.forward(batch(self.rank, 5))) if then == "backward" else None
+        caught = (KINDS[self.cell.what], TypeError, AttributeError)
+        try:
+            self.failing_step()
+        except caught as error:
+            if self.cell.where != "before_method" and isinstance(error, (TypeError, AttributeError)):
+                raise
+            self.seen.append("caught")
+            if kept is not None:
+                if not self.cell.held:
+                    self.optimizer.zero_grad()
+                self.backward(kept)
+                self.optimizer.step()
+        else:
+            self.seen.append("not raised")
+        if then == "zero_grad":
+            self.optimizer.zero_grad()
+        if then in ("train", "zero_grad"):
+            self.train(2)
+        if then != "save":
+            self.seen.append(self.evaluate(3))
+        self.seen.append(self.parameters())
+        self.train(4)
+        self.seen.append(self.parameters())
+        return self.seen
+
+
+# --- the sharded side -----------------------------------------------------------------------------
+
+
+class Sharded(Script):
+    def build(self) -> None:
+        limit = datetime.timedelta(seconds=DEADLINE)
+        self.group = dist.new_group(timeout=limit)
+        precision = None
+        if self.cell.dtype == "bfloat16":
+            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self.model = FSDP(
+            make(Net),
+            process_group=self.group,
+            strategy=self.cell.strategy,
+            transport=self.cell.transport,
+            mixed_precision=precision,
+            timeout=DEADLINE,
+        )
+        zshard.register_forward_method(self.model, "scores")
+
+    def forward(self, x):
+        return self.model(x)
+
+    def method(self, x):
+        return self.model.scores(x)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def no_sync(self):
+        return self.model.no_sync()
+
+    def whole(self):
+        return FSDP.summon_full_params(self.model)
+
+    def parameters(self):
+        return {name: t.detach().clone() for name, t in self.model.state_dict().items()}
+
+
+OWN_ERRORS = (zshard.DivergenceError, zshard.PeerError, zshard.PeerTimeoutError)
+
+
+def sharded(cell: Cell) -> tuple[str, Any]:
+    """("seen", what the script saw), or ("error", the text of the zshard error that ended it)."""
+    script = None
+    try:
+        script = Sharded(cell, dist.get_rank())
+        return "seen", script.run()
+    except OWN_ERRORS as error:
+        return "error", f"{type(error).__name__}: {error}"
+    except RuntimeError as error:
+        kind = "error" if "call zero_grad() on all ranks" in str(error) else "wrong"
+        return kind, f"RuntimeError: {error}"
+    except BaseException as error:  # what was planted, in a place where nobody is to see it
+        return "wrong", f"{type(error).__name__}: {error}"
+
+
+# --- the plain side -------------------------------------------------------------------------------
+
+
+class Waits(Exception):
+    """The other rank never came: DDP would wait for ever."""
+
+
+class Average:
+    """Two threads meet to average their gradients, in the order in which each comes."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2)
+        self.given: dict[int, list[torch.Tensor | None]] = {}
+
+    def of(self, rank: int, mine: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        self.given[rank] = mine
+        try:
+            self.barrier.wait(HANGS)
+            pairs = list(zip(self.given[0], self.given[1], strict=True))
+            self.barrier.wait(HANGS)
+        except threading.BrokenBarrierError:
+            raise Waits from None
+        return [mean_of(a, b) for a, b in pairs]
+
+    def over(self) -> None:
+        self.barrier.abort()
+
+
+def mean_of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None and b is None:
+        return None
+    zero = torch.zeros_like(a if a is not None else b)
+    return ((a if a is not None else zero) + (b if b is not None else zero)) / 2
+
+
+class Plain(Script):
+    def __init__(self, cell: Cell, rank: int, average: Average) -> None:
+        self.average, self.syncs = average, True
+        super().__init__(cell, rank)
+
+    def build(self) -> None:
+        self.model = make(Net)
+        self.params = dict(self.model.named_parameters())
+        self.reduced: dict[str, torch.Tensor | None] = {}
+        self.local: dict[str, torch.Tensor | None] = {}
+
+    def call(self, x, method):
+        self.restore()
+        if self.cell.dtype == "float32":
+            return method(x)
+        for name, param in self.params.items():  # as param_dtype does; gradients come back in float32
+            module, leaf = self.owner(name)
+            del module._parameters[leaf]
+            setattr(module, leaf, param.to(torch.bfloat16))
+        return method(x.to(torch.bfloat16) if x is not None else None)
+
+    def owner(self, name: str) -> tuple[nn.Module, str]:
+        path, _, leaf = name.rpartition(".")
+        return self.model.get_submodule(path), leaf
+
+    def restore(self) -> None:
+        """Parameters are where they were; until then a block may be recomputed with the cast ones."""
+        for name, param in self.params.items():
+            module, leaf = self.owner(name)
+            if leaf not in module._parameters:
+                delattr(module, leaf)
+                module._parameters[leaf] = param
+
+    def forward(self, x):
+        return self.call(x, self.model)
+
+    def method(self, x):
+        return self.call(x, self.model.scores)
+
+    def backward(self, loss):
+        try:
+            self.reduce(loss)
+        finally:
+            self.restore()
+
+    def reduce(self, loss):
+        """Runs a backward. `reduced` is what all ranks have, `local` what is not averaged yet."""
+        for name, param in self.params.items():
+            if param.grad is None:  # zero_grad() since
+                self.reduced[name] = self.local[name] = None
+            param.grad = None
+        try:
+            loss.backward()
+        except BaseException:
+            late = all(param.grad is not None for param in self.params.values())
+            if self.syncs and not late and self.cell.strategy != "no_shard":
+                for param in self.params.values():
+                    param.grad = None
+            self.accumulate(self.syncs and late)
+            raise
+        self.accumulate(self.syncs)
+        if self.fails_late:
+            self.fails_late = False
+            raise KINDS[self.cell.what]("planted")
+
+    def accumulate(self, synchronize: bool) -> None:
+        for name, param in self.params.items():
+            self.local[name] = add(self.local[name], param.grad)
+        if synchronize:
+            means = self.average.of(self.rank, list(self.local.values()))
+            for name, mean in zip(self.params, means, strict=True):
+                self.reduced[name] = add(self.reduced[name], mean)
+                self.local[name] = None
+        for name, param in self.params.items():
+            param.grad = add(self.reduced[name], self.local[name])
+
+    fails_late = False
+
+    def failing_step(self):
+        self.restore()  # hooks go onto the parameters themselves
+        super().failing_step()
+
+    def plant(self, where, planted, x):
+        if where == "gradient_hook":  # ours run when the gradient is reduced
+            self.fails_late = True
+        else:
+            super().plant(where, planted, x)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.syncs = False
+        try:
+            yield
+        finally:
+            self.syncs = True
+
+    def whole(self):
+        return contextlib.nullcontext()
+
+    def parameters(self):
+        self.restore()
+        return {name: t.detach().clone() for name, t in self.params.items()}
+
+
+def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return a + b
+
+
+def plain(cell: Cell) -> list[tuple[str, Any]]:
+    """What two ranks of DDP see: ("seen", ...), ("waits", None), or ("error", ...)."""
+    average = Average()
+    results: list[tuple[str, Any]] = [("error", "did not run")] * 2
+
+    scripts = [Plain(cell, rank, average) for rank in range(2)]
+
+    def rank_of(rank: int) -> None:
+        try:
+            results[rank] = "seen", scripts[rank].run()
+        except Waits:
+            results[rank] = "waits", None
+        except BaseException as error:
+            results[rank] = "error", f"{type(error).__name__}: {error}"
+        finally:
+            average.over() if results[rank][0] != "seen" else None
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+# --- the judge ------------------------------------------------------------------------------------
+
+
+def difference(a: Any, b: Any, tolerance: float) -> str | None:
+    if isinstance(a, torch.Tensor):
+        gap = float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")
+        return None if gap <= tolerance else f"by {gap:.2g}"
+    if isinstance(a, dict):
+        gaps = [f"{k} {d}" for k in a if (d := difference(a[k], b[k], tolerance))]
+        return ", ".join(gaps[:3]) or None
+    return None if a == b else f"{a!r} instead of {b!r}"
+
+
+def verdict(cell: Cell, ours: list[tuple[str, Any]], theirs: list[tuple[str, Any]]) -> str | None:
+    """What is wrong with a cell, or None."""
+    wrong = [text for kind, text in ours if kind == "wrong"]
+    if wrong:
+        return f"an exception that is none of zshard's: {wrong}"
+    if [kind for kind, _ in theirs if kind == "error"]:
+        return f"the plain run fails: {theirs}"
+    errors = [kind == "error" for kind, _ in ours]
+    if all(errors):
+        return None
+    waits = [kind == "waits" for kind, _ in theirs]
+    if any(errors) and not any(waits):
+        return f"an error on one rank only: {[text for kind, text in ours if kind == 'error']}"
+    tolerance = 1e-5 if cell.dtype == "float32" else 0.02
+    for rank in range(2):
+        if errors[rank]:
+            continue
+        if waits[rank]:
+            return f"rank {rank}: no error, where DDP waits for ever"
+        for i, (a, b) in enumerate(zip(ours[rank][1], theirs[rank][1], strict=True)):
+            gap = difference(a, b, tolerance)
+            if gap:
+                return f"rank {rank}, look {i}: {gap}"
+    return None
