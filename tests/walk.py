@@ -28,7 +28,6 @@ from zshard import FSDP, MixedPrecision
 
 WIDTH = 9
 DEADLINE = 2.0  # seconds that one wait of a cell may last
-HANGS = 1.0  # seconds after which a thread of the plain run is taken to wait for ever
 
 
 # --- cells ----------------------------------------------------------------------------------------
@@ -126,7 +125,10 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
     taken = []
     pool = sorted(cells, key=lambda cell: hash_of(str(cell)))
     while left:
-        best = max(itertools.islice(itertools.cycle(pool), len(pool)), key=lambda c: len(pairs_of[c] & left))
+        best = max(
+            itertools.islice(itertools.cycle(pool), len(pool)),
+            key=lambda c: len(pairs_of[c] & left),
+        )
         taken.append(best)
         left -= pairs_of[best]
         pool = [cell for cell in pool if pairs_of[cell] & left]
@@ -182,7 +184,9 @@ class Planted:
     def fail(self, *_: Any) -> None:
         raise self.kind("planted")
 
-    def on(self, register: Callable[..., Any], hook: Callable[..., Any] | None = None, **how: Any) -> None:
+    def on(
+        self, register: Callable[..., Any], hook: Callable[..., Any] | None = None, **how: Any
+    ) -> None:
         self.handles.append(register(hook or self.fail, **how))
 
     def remove(self) -> None:
@@ -337,7 +341,9 @@ class Script:
         try:
             self.failing_step()
         except caught as error:
-            if self.cell.where != "before_method" and isinstance(error, (TypeError, AttributeError)):
+            if self.cell.where != "before_method" and isinstance(
+                error, (TypeError, AttributeError)
+            ):
                 raise
             self.seen.append("caught")
             if kept is not None:
@@ -427,21 +433,26 @@ class Average:
     """Two threads meet to average their gradients, in the order in which each comes."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(2)
-        self.given: dict[int, list[torch.Tensor | None]] = {}
+        self.given: list[list[list[torch.Tensor | None]]] = [[], []]
+        self.ended = [False, False]
+        self.changed = threading.Condition()
 
     def of(self, rank: int, mine: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        self.given[rank] = mine
-        try:
-            self.barrier.wait(HANGS)
-            pairs = list(zip(self.given[0], self.given[1], strict=True))
-            self.barrier.wait(HANGS)
-        except threading.BrokenBarrierError:
-            raise Waits from None
-        return [mean_of(a, b) for a, b in pairs]
+        """The means with what the other rank brings to its meeting of the same number."""
+        with self.changed:
+            self.given[rank].append(mine)
+            self.changed.notify()
+            number, others = len(self.given[rank]), self.given[1 - rank]
+            self.changed.wait_for(lambda: len(others) >= number or self.ended[1 - rank])
+            if len(others) < number:
+                raise Waits
+            other = others[number - 1]
+        return [mean_of(a, b) for a, b in zip(mine, other, strict=True)]
 
-    def over(self) -> None:
-        self.barrier.abort()
+    def end(self, rank: int) -> None:
+        with self.changed:
+            self.ended[rank] = True
+            self.changed.notify()
 
 
 def mean_of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
@@ -459,14 +470,16 @@ class Plain(Script):
     def build(self) -> None:
         self.model = make(Net)
         self.params = dict(self.model.named_parameters())
-        self.reduced: dict[str, torch.Tensor | None] = {}
-        self.local: dict[str, torch.Tensor | None] = {}
+        self.total: dict[str, torch.Tensor | None] = {}
 
     def call(self, x, method):
         self.restore()
         if self.cell.dtype == "float32":
             return method(x)
-        for name, param in self.params.items():  # as param_dtype does; gradients come back in float32
+        for (
+            name,
+            param,
+        ) in self.params.items():  # as param_dtype does; gradients come back in float32
             module, leaf = self.owner(name)
             del module._parameters[leaf]
             setattr(module, leaf, param.to(torch.bfloat16))
@@ -497,11 +510,9 @@ class Plain(Script):
             self.restore()
 
     def reduce(self, loss):
-        """Runs a backward. `reduced` is what all ranks have, `local` what is not averaged yet."""
+        """Runs a backward. `total` is what .grad held before."""
         for name, param in self.params.items():
-            if param.grad is None:  # zero_grad() since
-                self.reduced[name] = self.local[name] = None
-            param.grad = None
+            self.total[name], param.grad = param.grad, None
         try:
             loss.backward()
         except BaseException:
@@ -517,15 +528,12 @@ class Plain(Script):
             raise KINDS[self.cell.what]("planted")
 
     def accumulate(self, synchronize: bool) -> None:
-        for name, param in self.params.items():
-            self.local[name] = add(self.local[name], param.grad)
+        """Adds new gradients to .grad; DDP's rule: what has been accumulated takes part in the mean."""
+        grads = [add(self.total[name], param.grad) for name, param in self.params.items()]
         if synchronize:
-            means = self.average.of(self.rank, list(self.local.values()))
-            for name, mean in zip(self.params, means, strict=True):
-                self.reduced[name] = add(self.reduced[name], mean)
-                self.local[name] = None
-        for name, param in self.params.items():
-            param.grad = add(self.reduced[name], self.local[name])
+            grads = self.average.of(self.rank, grads)
+        for param, grad in zip(self.params.values(), grads, strict=True):
+            param.grad = grad
 
     fails_late = False
 
@@ -576,7 +584,7 @@ def plain(cell: Cell) -> list[tuple[str, Any]]:
         except BaseException as error:
             results[rank] = "error", f"{type(error).__name__}: {error}"
         finally:
-            average.over() if results[rank][0] != "seen" else None
+            average.end(rank)
 
     threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(2)]
     for thread in threads:

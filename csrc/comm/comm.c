@@ -144,10 +144,11 @@ zs_status zs_comm_fail_history(const zs_comm *comm, int other)
 {
     char mishaps[3 * ZS_MISHAP];
     zs_comm_mishaps(comm, mishaps, sizeof mishaps);
-    return ZS_FAIL(ZS_ERR_DIVERGED,
-                   "the parameters are out of step: rank %d and rank %d have not made the same optimizer steps and loads, "
-                   "so their shards are of different steps%s; load a checkpoint on all ranks, and step on all or none",
-                   comm->rank, other, mishaps);
+    return ZS_FAIL(
+        ZS_ERR_DIVERGED,
+        "the parameters are out of step: rank %d and rank %d have not made the same optimizer steps and loads, "
+        "so their shards are of different steps%s; load a checkpoint on all ranks, and step on all or none",
+        comm->rank, other, mishaps);
 }
 
 zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name)

@@ -135,10 +135,10 @@ typedef struct zs_comm_ops {
     void (*reader_free)(zs_comm *, zs_reader *);
     zs_status (*read_begin)(zs_comm *, zs_reader *, zs_phase);
     zs_status (*read_end)(zs_comm *, zs_reader *, zs_phase);
-    zs_status (*give_up)(zs_comm *);                           /* collective; NULL if mapped */
+    zs_status (*give_up)(zs_comm *);                            /* collective; NULL if mapped */
     void (*tell_history)(zs_comm *, zs_reader *, uint64_t now); /* NULL: the head has it */
-    void (*tell_mishap)(zs_comm *, const char *);              /* likewise */
-    const char *(*mishap_of)(const zs_comm *, int rank);       /* what a peer told last; NULL: nobody knows */
+    void (*tell_mishap)(zs_comm *, const char *);               /* likewise */
+    const char *(*mishap_of)(const zs_comm *, int rank);        /* what a peer told last; NULL: nobody knows */
 
     size_t (*bytes)(const zs_comm *);
     zs_room (*room)(const zs_cunit_spec *spec, int world);

@@ -222,17 +222,6 @@ static PyObject *engine_note_step(engine_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_note_load_doc, "note_load($self, content, /)\n--\n\nParameters of this model have been loaded. "
-                                   "content: an int below 2**64, the same on ranks that loaded the same.");
-
-static PyObject *engine_note_load(engine_object *self, PyObject *content)
-{
-    unsigned long long number = PyLong_AsUnsignedLongLong(content);
-    if (number == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
-    zs_engine_note_load(self->engine, number);
-    Py_RETURN_NONE;
-}
-
 static double combine(double a, double b, bool max)
 {
     if (!max) return a + b;
@@ -386,7 +375,6 @@ static PyMethodDef engine_methods[] = {
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
     {"before_step", (PyCFunction)engine_before_step, METH_NOARGS, engine_before_step_doc},
     {"note_step", (PyCFunction)engine_note_step, METH_NOARGS, engine_note_step_doc},
-    {"note_load", (PyCFunction)engine_note_load, METH_O, engine_note_load_doc},
     {"settle", (PyCFunction)engine_settle, METH_NOARGS, engine_settle_doc},
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},
     {"sum_over_ranks", (PyCFunction)engine_sum, METH_O, engine_sum_doc},

@@ -42,8 +42,8 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
 
 typedef struct output_walk {
     zs_hook hook;
-    int64_t since; /* nodes that are older were passed through: their backward needs nothing of this unit */
-    bool hooked;   /* an output with history was found */
+    int64_t since;  /* nodes that are older were passed through: their backward needs nothing of this unit */
+    bool hooked;    /* an output with history was found */
     PyObject *seen; /* containers within the output -> how deep they were found first, and themselves: a result may hold
                      * itself; NULL: none yet */
 } output_walk;

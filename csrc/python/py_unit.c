@@ -312,6 +312,20 @@ static PyObject *unit_unwind(unit_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(unit_note_load_doc, "note_load($self, index, content, /)\n--\n\nA parameter has been loaded. content: an "
+                                 "int below 2**64, the same on ranks that loaded the same.");
+
+static PyObject *unit_note_load(unit_object *self, PyObject *args)
+{
+    long long index;
+    unsigned long long content;
+    if (!PyArg_ParseTuple(args, "LK:note_load", &index, &content)) return NULL;
+    if (index < 0 || index >= self->unit->n_params)
+        return PyErr_Format(PyExc_IndexError, "parameter %lld is out of range", index);
+    zs_unit_note_load(self->unit, index, content);
+    Py_RETURN_NONE;
+}
+
 static zs_status read_into(const zs_unit *unit, int64_t i, PyObject *object)
 {
     zs_tensor *out = NULL;
@@ -391,6 +405,7 @@ static PyMethodDef unit_methods[] = {
     {"hold", (PyCFunction)unit_hold, METH_VARARGS, unit_hold_doc},
     {"let_go", (PyCFunction)unit_let_go, METH_VARARGS, unit_let_go_doc},
     {"unwind", (PyCFunction)unit_unwind, METH_VARARGS, unit_unwind_doc},
+    {"note_load", (PyCFunction)unit_note_load, METH_VARARGS, unit_note_load_doc},
     {"step_in_backward", (PyCFunction)zs_py_step_in_backward, METH_VARARGS, zs_py_step_in_backward_doc},
     {"step_by_hand", (PyCFunction)zs_py_step_by_hand, METH_NOARGS, zs_py_step_by_hand_doc},
     {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},

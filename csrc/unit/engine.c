@@ -76,6 +76,8 @@ zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out
     engine->refs = 1;
     engine->ranks = *ranks;
     engine->prefetch.ahead[ZS_PHASE_BACKWARD] = 1;
+    engine->history.window = 1;
+    engine->history.stepped = UINT64_MAX;
     retain_ranks(ranks);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);

@@ -13,6 +13,15 @@
  * is done before anything else (zs_engine_settle). */
 typedef enum engine_phase { IDLE, FORWARD, BACKWARD, FAILED } engine_phase;
 
+/* See history.h. */
+typedef struct zs_history {
+    uint64_t reductions;             /* backwards that have ended, well or not */
+    uint64_t stepped;                /* how many had when an optimizer stepped last */
+    uint64_t window;                 /* how many of them went well on all ranks, and one */
+    uint64_t steps, loads, n_loaded; /* since the last of those: steps and loads, folded; parameters loaded */
+    uint64_t agreed, told;           /* what all ranks had at that time; what the peers are told now */
+} zs_history;
+
 /* See schedule.h. */
 struct zs_engine {
     long refs;
@@ -36,17 +45,15 @@ struct zs_engine {
     zs_unit **open;         /* [n_open] what holds the session open, the innermost last: forwards of units that are
                              * running; NULL: a session opened by hand, or of a unit that is gone; owned */
     size_t n_open, open_room;
-    bool recording;         /* autograd was on when the forward session began: a backward may follow */
-    bool reading;           /* a reader session is open */
-    bool spoiled;           /* a backward that failed has left gradients that are not to be used */
-    bool gave_up;           /* the backward being closed was abandoned here */
-    uint64_t reductions;    /* backwards that have ended, well or not */
-    uint64_t stepped;       /* how many had when an optimizer stepped last */
-    uint64_t history, told, agreed; /* see history.h: now, as the peers may know it, and the last that all ranks had */
-    bool mishap;                    /* the peers are told of one */
-    int64_t session;        /* when the last session of forwards began, in nodes of the graph */
-    size_t next_post;       /* (collective transports) how many units have posted in this backward */
-    zs_call *calls;         /* [n_calls] what a forward of the modules in their order does; owned */
+    bool recording; /* autograd was on when the forward session began: a backward may follow */
+    bool reading;   /* a reader session is open */
+    bool spoiled;   /* a backward that failed has left gradients that are not to be used */
+    bool gave_up;   /* the backward being closed was abandoned here */
+    zs_history history;
+    bool mishap;      /* the peers are told of one */
+    int64_t session;  /* when the last session of forwards began, in nodes of the graph */
+    size_t next_post; /* (collective transports) how many units have posted in this backward */
+    zs_call *calls;   /* [n_calls] what a forward of the modules in their order does; owned */
     size_t n_calls;
     bool reserved;        /* for the units, calls and settings that it has now */
     zs_engine_bytes peak; /* the most of each that there has been */

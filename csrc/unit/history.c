@@ -12,17 +12,48 @@ static uint64_t fold(uint64_t history, uint64_t event)
     return x ^ x >> 31;
 }
 
-void zs_engine_note_step(zs_engine *engine)
+static uint64_t fold_text(const char *text)
 {
-    if (engine->stepped == engine->reductions) return;
-    engine->stepped = engine->reductions;
-    engine->history = fold(engine->history, engine->reductions);
+    uint64_t folded = 0;
+    for (; *text != 0; text++)
+        folded = fold(folded, (unsigned char)*text);
+    return folded;
 }
 
-void zs_engine_note_load(zs_engine *engine, uint64_t content)
+void zs_engine_note_step(zs_engine *engine)
 {
-    engine->history = fold(~engine->agreed, content);
-    engine->stepped = engine->reductions;
+    zs_history *history = &engine->history;
+    if (history->stepped == history->reductions) return;
+    history->stepped = history->reductions;
+    history->steps = fold(history->steps, history->reductions + 1);
+}
+
+void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
+{
+    zs_history *history = &unit->engine->history;
+    zs_param *param = &unit->params[i];
+    bool again = param->loaded_in == history->window;
+    uint64_t now = fold(fold_text(param->name), content);
+    history->loads ^= (again ? param->loaded : 0) ^ now;
+    history->n_loaded += !again;
+    param->loaded = now;
+    param->loaded_in = history->window;
+}
+
+static uint64_t n_params(const zs_engine *engine)
+{
+    uint64_t n = 0;
+    for (size_t i = 0; i < engine->n; i++)
+        n += (uint64_t)engine->units[i]->n_params;
+    return n;
+}
+
+static uint64_t history_of(const zs_engine *engine)
+{
+    const zs_history *history = &engine->history;
+    if (history->n_loaded == 0 && history->steps == 0) return history->agreed;
+    bool all = history->n_loaded == n_params(engine);
+    return fold(fold(history->agreed, all ? 0 : history->steps), history->loads);
 }
 
 typedef struct comms {
@@ -47,13 +78,14 @@ static comms comms_of(const zs_engine *engine)
 
 void zs_history_tell(zs_engine *engine)
 {
-    if (engine->told == engine->history) return;
+    uint64_t now = history_of(engine);
+    if (engine->history.told == now) return;
     comms list = comms_of(engine);
     for (size_t i = 0; i < list.n; i++) {
         zs_reader *reader = list.each[i] == engine->ranks.near ? engine->reader : NULL;
-        zs_comm_tell_history(list.each[i], reader, engine->told, engine->history);
+        zs_comm_tell_history(list.each[i], reader, engine->history.told, now);
     }
-    engine->told = engine->history;
+    engine->history.told = now;
 }
 
 void zs_engine_tell_mishap(zs_engine *engine, const char *what)
@@ -67,8 +99,11 @@ void zs_engine_tell_mishap(zs_engine *engine, const char *what)
 
 void zs_history_reduced(zs_engine *engine, bool good)
 {
-    engine->reductions++;
+    zs_history *history = &engine->history;
+    history->reductions++;
     if (!good) return;
-    engine->agreed = engine->told;
+    history->agreed = history->told;
+    history->steps = history->loads = history->n_loaded = 0;
+    history->window++;
     zs_engine_tell_mishap(engine, "");
 }

@@ -245,14 +245,14 @@ void zs_in_backward_mark(zs_unit *unit, uint64_t *used)
     /* What is whole still has frozen parameters that backward is to go through. */
     stepping->over = stepping->calls <= 1 && (unit->fixed || unit->state != ZS_FULL);
     if (zs_engine_gave_up(unit->engine)) stepping->over = false;
-    if (stepping->over) zs_set_bit(used, zs_unit_over_bit(unit));
+    if (stepping->over) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_OVER));
 }
 
 bool zs_in_backward_over_everywhere(const zs_unit *unit, const uint64_t *const *used, int world)
 {
     bool everywhere = zs_in_backward_is_over(unit);
     for (int r = 0; r < world && everywhere; r++)
-        everywhere = zs_get_bit(used[r], zs_unit_over_bit(unit));
+        everywhere = zs_get_bit(used[r], zs_unit_round_bit(unit, ZS_ROUND_OVER));
     return everywhere;
 }
 

@@ -209,14 +209,25 @@ static zs_status count_kept(zs_unit *unit)
     return ZS_OK;
 }
 
+/* Says of the round what is to be said beyond its parameters. */
+static void mark(zs_unit *unit, uint64_t *used)
+{
+    bool held = false;
+    for (int64_t i = 0; i < unit->n_params && unit->in_backward; i++)
+        held |= unit->params[i].held;
+    if (held) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_HELD));
+    if (zs_engine_gave_up(unit->engine)) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_GAVE_UP));
+    zs_in_backward_mark(unit, used);
+}
+
 /* A round without gradients; what stayed local stays so. */
 static zs_status post_nothing(zs_unit *unit, uint64_t *used)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
     ZS_TRY(zs_bucket_drain(zs_engine_buckets(unit->engine), unit, ZS_WAIT));
+    if (!zs_engine_gave_up(unit->engine)) ZS_TRY(zs_reduce_begin(unit, -1)); /* what it holds is to be known */
     clear_bits(unit, used);
-    if (zs_engine_gave_up(unit->engine)) zs_set_bit(used, unit->n_params);
-    zs_in_backward_mark(unit, used);
+    mark(unit, used);
     return comm->ops->post(comm, unit->cunit, NULL, used);
 }
 
@@ -227,8 +238,7 @@ static zs_status post_bucket(zs_unit *unit)
         ZS_TRY(take_bucket(unit));
         clear_bits(unit, unit->used);
     }
-    if (zs_engine_gave_up(unit->engine)) zs_set_bit(unit->used, unit->n_params);
-    zs_in_backward_mark(unit, unit->used);
+    mark(unit, unit->used);
     ZS_TRY(fill_rest(unit));
     ZS_TRY(count_kept(unit));
     return comm->ops->post(comm, unit->cunit, &unit->bucket->bucket, unit->used);

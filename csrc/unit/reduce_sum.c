@@ -85,8 +85,9 @@ static zs_status sum_flat(const summing *s, int f)
 
 static zs_status check_gave_up(const summing *s)
 {
+    int64_t gave_up = zs_unit_round_bit(s->unit, ZS_ROUND_GAVE_UP);
     for (int r = 0; r < s->world; r++) {
-        if (r == s->rank || !zs_get_bit(s->sources->used[r], s->unit->n_params)) continue;
+        if (r == s->rank || !zs_get_bit(s->sources->used[r], gave_up)) continue;
         if (zs_engine_gave_up(s->unit->engine)) continue; /* this rank did so too: nothing is lost */
         char mishaps[3 * ZS_MISHAP];
         zs_comm_mishaps(zs_engine_comm(s->unit->engine), mishaps, sizeof mishaps);
@@ -95,6 +96,21 @@ static zs_status check_gave_up(const summing *s)
                        "caught there), but rank %d continued%s; the gradients of this step are incomplete: call "
                        "zero_grad() and skip the step on all ranks",
                        r, zs_unit_label(s->unit->name), s->rank, mishaps);
+    }
+    return ZS_OK;
+}
+
+/* Slices that hold sums of different backwards would be no gradient at all. (Whole ones are averaged as DDP does.) */
+static zs_status check_held(const summing *s)
+{
+    int64_t held = zs_unit_round_bit(s->unit, ZS_ROUND_HELD);
+    bool mine = zs_get_bit(s->sources->used[s->rank], held);
+    for (int r = 0; r < s->world; r++) {
+        if (s->unit->replicated || zs_get_bit(s->sources->used[r], held) == mine) continue;
+        return ZS_FAIL(ZS_ERR_DIVERGED,
+                       "ranks diverged: rank %d has gradients of earlier backwards for unit '%s', and rank %d has none "
+                       "(zero_grad() was called on one of them only); call zero_grad() and skip the step on all ranks",
+                       mine ? s->rank : r, zs_unit_label(s->unit->name), mine ? r : s->rank);
     }
     return ZS_OK;
 }
@@ -205,6 +221,7 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
     /* Who has models on a disk is short of memory; that of the gradients which have been packed lies idle on the heap. */
     if (unit->offloads.disk != NULL) zs_mem_heap_freed(zs_unit_bucket_bytes(unit));
     zs_status status = check_gave_up(&s);
+    if (status == ZS_OK && !zs_engine_gave_up(unit->engine)) status = check_held(&s);
     bool over = zs_in_backward_over_everywhere(unit, s.sources->used, comm->world);
     zs_bucket_summed(zs_engine_buckets(unit->engine), unit);
     ZS_TRY(comm->ops->release(comm, unit->cunit));

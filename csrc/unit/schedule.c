@@ -94,6 +94,7 @@ zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase)
 static zs_status begin_session(zs_engine *engine)
 {
     ZS_TRY(zs_engine_settle(engine));
+    zs_history_tell(engine);
     ZS_TRY(zs_engine_reserve(engine));
     engine->phase = FORWARD;
     engine->session = zs_next_node();
@@ -106,7 +107,6 @@ static zs_status begin_session(zs_engine *engine)
         ZS_TRY(zs_unit_cast(engine->units[i]));
     if (engine->ranks.far != NULL) ZS_TRY(zs_kept_refresh(engine->ranks.far, engine->units, engine->n));
     zs_engine_discard_dead_grads(engine);
-    zs_history_tell(engine);
     ZS_TRY(broadcast_buffers(engine));
     return zs_engine_begin_reading(engine, ZS_PHASE_FORWARD);
 }

@@ -59,7 +59,8 @@ typedef struct zs_param {
     uint32_t shown; /* version of `local` when it became .grad */
     bool has_grad;  /* its grad shard holds a gradient (set aside, or reduced in this backward) */
     bool reduced;   /* a new gradient was reduced in this backward */
-    bool held;      /* it had a gradient when this backward began, which the new one goes on top of */
+    uint64_t loaded, loaded_in; /* see history.h: what was, and in which window */
+    bool held;                  /* it had a gradient when this backward began, which the new one goes on top of */
 } zs_param;
 
 /* Parameters of one dtype, all trainable or all frozen. With mixed precision they are computed with in another dtype: then
@@ -144,7 +145,7 @@ struct zs_unit {
     /* the round of gradients that is being packed or is out; see reduce.h */
     zs_bucket_slot *bucket; /* bucket being packed, NULL if none */
     zs_bucket_slot *out;    /* bucket that is posted and not yet summed, NULL if none or an empty post */
-    uint64_t *used;         /* bitmap of parameters packed in this round; two bits more: gave up, over; owned */
+    uint64_t *used;         /* bitmap of parameters packed in this round, and ZS_ROUND_BITS more; owned */
     uint64_t *arrived;      /* [used_words] those of them that came in this backward; part of `used`'s memory */
     uint64_t *kept;         /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
     size_t used_words;
@@ -164,10 +165,18 @@ struct zs_unit {
     zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
 };
 
-/* The bit in `used` by which a rank says that its backward will not want the unit again. */
-static inline int64_t zs_unit_over_bit(const zs_unit *unit)
+/* What a rank says of a round beyond which parameters it used, as bits of `used` after theirs. */
+enum {
+    ZS_ROUND_GAVE_UP, /* its backward has failed */
+    ZS_ROUND_OVER,    /* its backward will not want the unit again */
+    ZS_ROUND_HELD,    /* gradients were there before, which the sum goes on top of */
+    ZS_ROUND_BITS
+};
+
+/* Where in `used` such a bit stands. */
+static inline int64_t zs_unit_round_bit(const zs_unit *unit, int bit)
 {
-    return unit->n_params + 1;
+    return unit->n_params + bit;
 }
 
 /* Is the full buffer, as it is to be now, of another dtype than the parameters at rest? */

@@ -139,7 +139,7 @@ static void lay_out_gradients(zs_unit *unit)
 
 zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
 {
-    zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + 2};
+    zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + ZS_ROUND_BITS};
     spec.mode = unit->replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
     spec.parts = parts_of(unit);
     if (!unit->replicated) spec.part_of = zs_engine_part_of(unit->engine);

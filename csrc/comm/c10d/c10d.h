@@ -31,12 +31,12 @@ typedef enum zs_c10d_kind {
 
 /* What a rank is about to do. Ranks that mean the same say the same, byte for byte. */
 typedef struct zs_c10d_turn {
-    uint64_t kind;   /* a zs_c10d_kind */
-    uint64_t number; /* which flat, unit, exchange or broadcast */
-    uint64_t round;  /* of the unit's gradients; the root of a broadcast; else 0 */
-    uint64_t bytes;  /* that each rank brings */
+    uint64_t kind;    /* a zs_c10d_kind */
+    uint64_t number;  /* which flat, unit, exchange or broadcast */
+    uint64_t round;   /* of the unit's gradients; the root of a broadcast; else 0 */
+    uint64_t bytes;   /* that each rank brings */
     uint64_t history; /* of the models' parameters, where these or their gradients travel; else 0 */
-    char name[96];   /* of the unit, cut off; for messages */
+    char name[96];    /* of the unit, cut off; for messages */
 } zs_c10d_turn;
 
 /* A collective that was not waited for to its end, and what torch's threads may still write to. */
@@ -55,7 +55,8 @@ typedef struct zs_c10d_comm {
     size_t living;                   /* units that are not freed */
     zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
     bool told;       /* this rank has left its last words */
-    char *mishaps;   /* [world][ZS_MISHAP] what had failed on each rank when the ranks' turns differed last; NULL: never */
+    char
+        *mishaps; /* [world][ZS_MISHAP] what had failed on each rank when the ranks' turns differed last; NULL: never */
     zs_c10d_stray *strays;
     struct zs_c10d_comm *next; /* in the list of those that are kept for their strays' sake */
 } zs_c10d_comm;

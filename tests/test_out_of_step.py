@@ -1,0 +1,132 @@
+"""Ranks whose parameters are of different steps: an error on all of them, and a load makes it good."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import COMBINATIONS, loss_of, make
+from scenarios import Stack, floats
+
+import zshard
+from zshard import FSDP
+
+SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
+
+
+def built(combination):
+    """A model on transports of its own: a test may leave them in ruins."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
+    strategy, transport = combination
+    return FSDP(
+        make(Stack), process_group=group, strategy=strategy, transport=transport, timeout=10
+    )
+
+
+def learn(model, optimizer, step, stepping=True):
+    optimizer.zero_grad()
+    loss_of(model(floats(dist.get_rank(), step))).backward()
+    if stepping:
+        optimizer.step()
+
+
+def whole(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def one_rank_does(combination, what):
+    """The error of the next forward, after rank 0 alone has done something; then all load."""
+    model = built(combination)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    learn(model, optimizer, 0)
+    saved = whole(model)
+    other = make(Stack, seed=7).state_dict()
+    if what == "load":
+        learn(model, optimizer, 1)
+        if dist.get_rank() == 0:
+            model.load_state_dict(saved)
+    elif what == "load something else":
+        model.load_state_dict(saved if dist.get_rank() == 0 else other)
+    elif what == "leave out a step":
+        learn(model, optimizer, 1, stepping=dist.get_rank() != 0)
+    elif what == "fail in a step":
+        with contextlib.suppress(LookupError):
+            learn(model, Failing(optimizer), 1)
+    found = []
+    for _ in range(2):
+        with pytest.raises(zshard.DivergenceError) as caught:
+            model(floats(0))
+        found.append(str(caught.value))
+    model.load_state_dict(saved)
+    learn(model, optimizer, 2)
+    return found, whole(model), after_a_load(saved)
+
+
+class Failing:
+    """An optimizer whose step raises on rank 0."""
+
+    def __init__(self, optimizer):
+        self.zero_grad = optimizer.zero_grad
+        self.inner = optimizer
+
+    def step(self):
+        def fail(*_):
+            raise LookupError("planted")
+
+        if dist.get_rank() == 0:
+            self.inner.register_step_pre_hook(fail)
+        try:
+            self.inner.step()
+        finally:
+            self.inner._optimizer_step_pre_hooks.clear()
+
+
+def after_a_load(saved):
+    """What a plain model has after loading, and a step with both ranks' batches."""
+    models = [make(Stack) for _ in range(2)]
+    for rank, model in enumerate(models):
+        model.load_state_dict(saved)
+        loss_of(model(floats(rank, 2))).backward()
+    with torch.no_grad():
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            a -= 0.1 * (a.grad + b.grad) / 2
+    return models[0].state_dict()
+
+
+@pytest.mark.parametrize(
+    "what", ["load", "load something else", "leave out a step", "fail in a step"]
+)
+@pytest.mark.parametrize("combination", SHARDED)
+def test_what_one_rank_does_alone_is_an_error_on_all(pool2, combination, what):
+    for found, ours, expected in pool2.run(one_rank_does, combination, what):
+        for text in found:
+            assert "out of step" in text and "load a checkpoint on all ranks" in text
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)
+
+
+def all_do(combination):
+    """Loads, steps left out, and several optimizers, alike on all ranks."""
+    model = built(combination)
+    first = torch.optim.SGD(list(model.parameters())[:3], lr=0.1)
+    second = torch.optim.SGD(list(model.parameters())[3:], lr=0.1)
+    learn(model, first, 0)
+    learn(model, second, 1)
+    learn(model, first, 2, stepping=False)
+    saved = whole(model)
+    if dist.get_rank() == 0:
+        model.load_state_dict(make(Stack, seed=3).state_dict())
+    model.load_state_dict(saved)  # and all is well again
+    learn(model, first, 3)
+    if dist.get_rank() == 0:
+        second.step()  # once more after the same backward: no matter how often
+    learn(model, second, 4)
+    return True
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_what_all_ranks_do_is_none(pool2, combination):
+    assert pool2.run(all_do, combination) == [True, True]

@@ -1,0 +1,64 @@
+"""What a script gets that catches an exception and goes on: see walk.py."""
+
+from __future__ import annotations
+
+import pytest
+from spawn import RankFailure, RankPool
+from walk import Cell, all_cells, pairwise, plain, sharded, verdict
+
+SAMPLE = pairwise(all_cells())
+SHARES = 4  # tests that the sample is cut into; a share's ranks are its own
+
+
+def walk(cells: list[Cell]) -> list[str]:
+    """What is wrong, a line for each cell in which something is."""
+    found = []
+    pool = RankPool(2)
+    for cell in cells:
+        try:
+            wrong = verdict(cell, pool.run(sharded, cell, timeout=60), plain(cell))
+        except RankFailure as failure:  # a hang, or a crash
+            wrong = str(failure)[-2000:]
+            pool.close()
+            pool = RankPool(2)
+        if wrong:
+            found.append(f"{cell}: {wrong}")
+    pool.close(patience=5.0)
+    return found
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_each_pair_of_factors(share):
+    assert walk(SAMPLE[share::SHARES]) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("where", sorted({cell.where for cell in all_cells()}))
+def test_each_cell(where):
+    assert walk([cell for cell in all_cells() if cell.where == where]) == []
+
+
+def test_the_judge_finds_what_is_wrong():
+    """A run against that of another cell, an error on one rank, and an exception of nobody's."""
+    cell = next(c for c in all_cells() if (c.where, c.who, c.held) == ("before_step", "all", False))
+    good = plain(cell)
+    assert verdict(cell, good, good) is None
+    other = Cell(**{**vars(cell), "where": "after_step"})
+    assert "rank 0" in str(verdict(cell, plain(other), good))
+    assert "one rank only" in str(verdict(cell, [good[0], ("error", "x")], good))
+    assert "none of zshard's" in str(verdict(cell, [good[0], ("wrong", "x")], good))
+    assert verdict(cell, [("error", "x")] * 2, good) is None
+
+
+def test_the_sample_has_each_pair():
+    def pairs(cells):
+        return {
+            (a, b)
+            for cell in cells
+            for a in vars(cell).items()
+            for b in vars(cell).items()
+            if a < b
+        }
+
+    assert pairs(SAMPLE) == pairs(all_cells())
+    assert len(SAMPLE) < 120
