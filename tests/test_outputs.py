@@ -12,6 +12,8 @@ from models import COMBINATIONS, Block, loss_of, wrapped
 from scenarios import WIDTH, floats, forward_backward, mean_grads, near, whole_grads, wrong_grads
 from torch import nn
 
+from zshard._units import state_of
+
 
 class Result:
     """A node of a graph that counts how often somebody asks what is in it."""
@@ -103,3 +105,38 @@ def after_an_output_that_raises(combination):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_an_output_that_raises_ends_the_forward(pool2, combination):
     assert pool2.run(after_an_output_that_raises, combination) == [[], []]
+
+
+class Recursive(nn.Module):
+    """Calls itself, as a tree does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.stop = False
+
+    def forward(self, x, depth=3):
+        if self.stop:
+            raise KeyboardInterrupt
+        x = torch.tanh(self.layer(x))
+        return x if depth == 0 else self(x, depth - 1)
+
+
+def after_a_call_that_was_left(combination):
+    """The gradients that are wrong after a forward by way of .module was interrupted."""
+    model = wrapped(Recursive, combination)
+    model.stop = True
+    for call in (model.module, model, model.module):
+        with pytest.raises(KeyboardInterrupt):
+            call(floats(0))
+    model.stop = False
+    forward_backward(model, torch.distributed.get_rank())
+    assert state_of(model).unit.n_open == 0
+    expected = mean_grads(Recursive, forward_backward)
+    ours = whole_grads(model)
+    return wrong_grads({n: near(g, expected.get(n)) for n, g in ours.items()}, expected)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_call_that_was_left_is_ended_by_the_next(pool2, combination):
+    assert pool2.run(after_a_call_that_was_left, combination) == [[], []]

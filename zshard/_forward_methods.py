@@ -42,7 +42,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         if not unit.is_hooked:
             return original(self, *args, **kwargs)
         args, kwargs = cast_arguments(self, args, kwargs)
-        return call_guarded(unit, _call, unit, original, self, args, kwargs)
+        return call_guarded(self, unit, _call, (unit, original, self, args, kwargs), {})
 
     method._zshard_original = original  # type: ignore[attr-defined]
     setattr(type(module), method_name, method)

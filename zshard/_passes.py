@@ -8,24 +8,46 @@ on, and the other ranks are not kept waiting.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from zshard import _core
 
 __all__ = ["call_guarded"]
 
 _LONGEST = 200  # characters of an exception that the other ranks get
+_CALLS = (nn.Module._call_impl.__code__,)
 
 
-def call_guarded(unit: _core.Unit, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return call(*args, **kwargs), and end what is open of the unit's model if that raises."""
+def call_guarded(
+    module: nn.Module, unit: _core.Unit, call: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Return call(*args, **kwargs), a forward of the unit's module; if that raises, end what is
+    open of the model."""
     n_open = unit.n_open
+    if n_open and unit.is_running and not _is_on_stack(module):
+        unit.unwind(0, "")  # left by a call that went another way, such as model.module(x)
+        n_open = 0
     try:
         return call(*args, **kwargs)
     except BaseException as error:
         unit.unwind(n_open, _what(error) if n_open == 0 else "")
         raise
+
+
+def _is_on_stack(module: nn.Module) -> bool:
+    """Whether a forward of the module is running: does it call itself, or was it left?"""
+    frame = sys._getframe(3)  # below: call_guarded, and the method that has called it
+    while frame is not None:
+        if frame.f_code in _CALLS:
+            caller = frame.f_locals.get("self")
+            if caller is not None and vars(caller) is vars(module):
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _what(error: BaseException) -> str:

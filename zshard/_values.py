@@ -83,9 +83,12 @@ class Values:
         # Ranks that draw the same numbers need not send them: a checksum says so in less time.
         self._alike = True  # so far
 
-    def give(self, spec: UnitSpec) -> None:
-        """Materialize, share and move the parameters of a unit that is about to be made."""
+    def make(self, spec: UnitSpec) -> None:
+        """Materialize the parameters of a unit; runs the user's initialization."""
         self._materializer.up_to(spec.module)
+
+    def give(self, spec: UnitSpec) -> None:
+        """Share and move the parameters of a unit, which are materialized. Collective."""
         values = [ref.param.detach() for ref in spec.params]
         drawn = self._materializer.has_made(ref.param for ref in spec.params)
         if self._source is not None and not self._same(self._source, values, drawn):

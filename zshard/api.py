@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard._additions import watch
-from zshard._agree import check_agreement
+from zshard._agree import check_agreement, on_all_ranks
 from zshard._arguments import (
     check_fixed_arguments,
     check_init,
@@ -82,6 +82,7 @@ if TYPE_CHECKING:
 _M = TypeVar("_M", bound=nn.Module)
 
 _classes: dict[type[nn.Module], type[FSDP]] = {}
+_HALF = "_zshard_half"  # attribute of a model that FSDP() is sharding, or has failed to
 
 
 class FSDP(Controls):
@@ -229,6 +230,7 @@ class FSDP(Controls):
     ) -> Wrapped[_M]:
         check_fixed_arguments(use_orig_params)
         check_module(module)
+        _refuse_half(module)
         device = device_of(module, device_id)
         gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
         options = Options(
@@ -251,13 +253,15 @@ class FSDP(Controls):
         settings = transport, timeout, device
         comms = _inner_comms(module, comms_for(groups, options.strategy, comm, settings))
         planned = list(zip(specs, own, strict=True))
-        for spec in specs:  # what cannot be sharded at all has its own words
-            check_unit(spec)
+        with on_all_ranks(comm):
+            for spec in specs:  # what cannot be sharded at all has its own words
+                check_unit(spec)
         check_fits(module, planned, comms, limit, device)
         source = comm if sync_module_states and comm.world > 1 else None
         values = Values(module, Materializer(module, param_init_fn, ignored[0]), source, device)
-        _wrap(module, planned, comms, values)
-        values.give_buffers(ignored[0])
+        with _begun(module):
+            _wrap(module, planned, comms, values)
+            values.give_buffers(ignored[0])
         if comm.world > 1:
             watch(module, ignored[0])
         cast_buffers(module.modules(), options.precision)
@@ -276,7 +280,7 @@ class FSDP(Controls):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; if it raises, whatever it raises, the model is ready for the next."""
-        return call_guarded(state_of(self).unit, super().__call__, *args, **kwargs)
+        return call_guarded(self, state_of(self).unit, super().__call__, args, kwargs)
 
     @property
     def module(self) -> Any:
@@ -512,18 +516,16 @@ def _wrap(
         check_unit(spec)
         _class_for(type(spec.module))
     set_offload(engine, planned[-1][1].offload)
+    root = module if len(planned) > 1 else None
     for spec, options in planned:
-        if values is not None:
-            values.give(spec)
-        unit = _make_unit(engine, spec, options)
-        state = State(unit, comms, options)
-        remember_parts(state)
-        _install(spec, state)
-        casts = install_casts(spec.module, options.precision, spec.module is module)
-        state.hooks += known_hooks(spec.module, casts)
-        install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)
-        if unit.is_hooked and not unit.replicated:
-            state.hooks += _guard_parts(spec, unit, module if len(planned) > 1 else None)
+        if values is None:  # a copy, which ranks need not make at the same time
+            _shard(spec, options, engine, comms, root)
+            continue
+        with on_all_ranks(comms.all):
+            values.make(spec)
+        values.give(spec)
+        with on_all_ranks(comms.all):
+            _shard(spec, options, engine, comms, root)
     for nested in inner:
         engine.adopt(nested)
     _rename_units(module)
@@ -531,6 +533,38 @@ def _wrap(
     engine.set_order(units)
     engine.set_calls(calls_of(module, units))
     engine.reserve()
+
+
+def _shard(
+    spec: UnitSpec, options: Options, engine: _core.Engine, comms: Comms, root: nn.Module | None
+) -> None:
+    """Makes a module a unit; `root` has others as well, None: it is the only one."""
+    unit = _make_unit(engine, spec, options)
+    state = State(unit, comms, options)
+    remember_parts(state)
+    _install(spec, state)
+    outermost = root is None or spec.module is root
+    casts = install_casts(spec.module, options.precision, outermost)
+    state.hooks += known_hooks(spec.module, casts)
+    install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)
+    if unit.is_hooked and not unit.replicated:
+        state.hooks += _guard_parts(spec, unit, root)
+
+
+@contextlib.contextmanager
+def _begun(module: nn.Module) -> Iterator[None]:
+    """Context manager that marks a model which FSDP() leaves half-way."""
+    module.__dict__[_HALF] = True
+    yield
+    del module.__dict__[_HALF]
+
+
+def _refuse_half(module: nn.Module) -> None:
+    if _HALF in module.__dict__:
+        raise RuntimeError(
+            f"an earlier FSDP() of this {type(module).__name__} failed after it had begun to "
+            "shard it: build the model again, on all ranks"
+        )
 
 
 def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:

@@ -117,6 +117,12 @@ static PyObject *unit_engine_id(unit_object *self, void *unused)
     return PyLong_FromVoidPtr(self->unit->engine);
 }
 
+static PyObject *unit_is_running(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->unit->inside > 0);
+}
+
 static PyObject *unit_n_open(unit_object *self, void *unused)
 {
     (void)unused;
@@ -191,6 +197,7 @@ PyGetSetDef zs_py_unit_getset[] = {
     {"bytes", (getter)unit_sizes, NULL, "Sizes in bytes: shard, full, bucket, grad.", NULL},
     {"sync", (getter)unit_sync, (setter)unit_set_sync, "Whether the next backwards reduce gradients.", NULL},
     {"engine_id", (getter)unit_engine_id, NULL, "A number that units of one engine have in common.", NULL},
+    {"is_running", (getter)unit_is_running, NULL, "Whether a forward of its module has begun and not ended.", NULL},
     {"n_open", (getter)unit_n_open, NULL, "Number of open forwards and sessions of the unit's model.", NULL},
     {"engine", (getter)unit_engine, NULL, "The engine that the unit belongs to.", NULL},
     {0},

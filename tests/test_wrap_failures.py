@@ -1,0 +1,80 @@
+"""FSDP() fails on one rank: all ranks hear why, and can try again."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import loss_of, make
+from scenarios import Stack, floats
+from torch import nn
+
+from zshard import FSDP
+
+TRANSPORTS = ("shm", "c10d")
+
+
+def options(transport):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
+    return {"process_group": group, "transport": transport, "timeout": 10}
+
+
+def attempt(model, how):
+    """The text of what FSDP() raises; None if it does not."""
+    try:
+        FSDP(model, **how)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def trains(model):
+    loss_of(model(floats(dist.get_rank()))).backward()
+    return all(p.grad is not None for p in model.parameters())
+
+
+def with_a_strange_parameter(transport):
+    """Rank 1's model has a parameter that cannot be sharded; all try again without."""
+    model, how = make(Stack), options(transport)
+    weight = model.head.weight
+    if dist.get_rank() == 1:
+        model.head.weight = nn.Parameter(torch.eye(2, 9).to_sparse())
+    first = attempt(model, how)
+    model.head.weight = weight
+    return first, attempt(model, how), trains(model)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_cannot_be_sharded_on_one_rank(pool2, transport):
+    for first, second, trained in pool2.run(with_a_strange_parameter, transport):
+        assert "head.weight" in first and "not a dense tensor" in first
+        assert second is None and trained
+
+
+def with_a_failing_initialization(transport):
+    """Rank 1's param_init_fn raises in the middle; all try again, then with a new model."""
+    how = options(transport)
+
+    def fail(module):
+        if dist.get_rank() == 1 and isinstance(module, nn.LayerNorm):
+            raise LookupError("planted")
+        module.reset_parameters()
+
+    with torch.device("meta"):
+        model = Stack()
+    found = [attempt(model, {**how, "param_init_fn": fail}), attempt(model, how)]
+    with torch.device("meta"):
+        model = Stack()
+    return found, attempt(model, how), trains(model)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_initialization_that_fails_on_one_rank(pool2, transport):
+    results = pool2.run(with_a_failing_initialization, transport)
+    assert results[1][0][0] == "LookupError: planted"
+    assert results[0][0][0] == "RuntimeError: rank 1: planted"
+    for found, last, trained in results:
+        assert "build the model again, on all ranks" in found[1]
+        assert last is None and trained
