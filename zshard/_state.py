@@ -38,6 +38,17 @@ from zshard._units import State, is_unit, outline, units_of
 
 _SAMPLES = 16  # elements of a loaded tensor that tell it from another
 
+Load = tuple[_core.Unit, int, int]  # a parameter that is loaded: its index; _content_of() it
+
+planned_loads: ContextVar[list[Load] | None] = ContextVar("planned_loads", default=None)
+"""Set while a load is only planned: collects what it would load."""
+
+
+def note_loads(loads: Collection[Load]) -> None:
+    """Tell the models what has been loaded, as ranks that load alone are an error."""
+    for unit, index, content in loads:
+        unit.note_load(index, content)
+
 
 def attach(state: State, spec: UnitSpec) -> None:
     """Make a sharded unit save and load full parameters, whichever module at or below the unit's
@@ -321,18 +332,25 @@ class _Load(_OwnersMethod):
         with StandIns(self.module, outlines) as stand_ins:
             # Registered now, so it runs behind all others: they are to see whole shapes, and
             # nn.Module, which goes on behind this one, the slices.
-            last = functools.partial(self._cut, stand_ins, local_metadata.get(KEY, {}))
+            loads: list[Load] = []
+            last = functools.partial(self._cut, stand_ins, local_metadata.get(KEY, {}), loads)
             handle = self.module._register_load_state_dict_pre_hook(last)  # type: ignore[no-untyped-call]
             try:
                 rest = (strict, missing_keys, unexpected_keys, error_msgs)
                 self.original()(state_dict, prefix, local_metadata, *rest)
             finally:
                 handle.remove()
+        planned = planned_loads.get()
+        if planned is None:
+            note_loads(loads)
+        else:
+            planned += loads
 
     def _cut(
         self,
         stand_ins: StandIns,
         records: dict[str, Record],
+        loads: list[Load],
         state: dict[str, Any],
         prefix: str,
         *rest: Any,
@@ -342,10 +360,11 @@ class _Load(_OwnersMethod):
         for name, place in self.in_use().items():
             key = prefix + name
             if key in state:
-                value = state[key]
+                value, errors = state[key], len(rest[-1])
                 state[key] = _slice(place, key, value, records.get(name), rest[-1])
-                if value is not place.param:
-                    place.unit.note_load(place.index, _content_of(value, name in records))
+                own = value is place.param or isinstance(value, Outline)
+                if not own and len(rest[-1]) == errors:
+                    loads.append((place.unit, place.index, _content_of(value, name in records)))
 
 
 def _places_of(module: nn.Module) -> dict[str, _Place]:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from zshard import _core
 from zshard._agree import on_all_ranks
 from zshard._outline import Pending
+from zshard._state import Load, note_loads, planned_loads
 from zshard._units import units_of
 
 CHUNK = 2**24  # bytes
@@ -44,6 +45,7 @@ class Plan(NamedTuple):
     copies: list[Copy]
     calls: list[Callable[[], Any]]
     keys: Any
+    loads: list[Load]
 
     def fact(self) -> list[tuple[str, Any]]:
         """The facts that must agree between ranks."""
@@ -98,11 +100,15 @@ def carry_out(plan: Plan, source: Source | None) -> None:
             _perform(copy, source)
         for call in plan.calls:
             call()
+    # All ranks carry out the same plan, and some of them know no contents.
+    note_loads([(unit, index, 0) for unit, index, _ in plan.loads])
 
 
 def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Plan:
     """Return what model.load_state_dict(state) would do; change nothing. Raise RuntimeError, which
     lists everything that does not fit."""
+    loads: list[Load] = []
+    token = planned_loads.set(loads)
     with _Recorder(model) as recorder, _later(model) as calls:
         error, keys = None, None
         try:
@@ -111,10 +117,12 @@ def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Plan:
             if not recorder.wrong:
                 raise
             error = caught
+        finally:
+            planned_loads.reset(token)
     if recorder.wrong:
         head = str(error or f"Error(s) in loading state_dict for {type(model).__name__}:")
         raise RuntimeError("\n\t".join([head, *recorder.wrong]))
-    return Plan(list(recorder.copies.values()), calls(keys), keys)
+    return Plan(list(recorder.copies.values()), calls(keys), keys, loads)
 
 
 def _perform(copy: Copy, source: Source | None) -> None:

@@ -51,6 +51,9 @@
  * Chains of waits end: WANTS waits for smaller epochs only; an ended pass waits for WANTS of no larger epoch, for FORWARD,
  * and for BACKWARD of fewer reductions; neither waits for its equal in the same state.
  *
+ * A forward that is admitted compares histories (comm.h) with all owners: theirs stand still, since each has begun this forward or
+ * is in a backward. Where they differ it reads nothing, and ends as any other before that is told: then all have compared.
+ *
  * A pass that fails halfway leaves its word standing (peers that end a pass wait for it) until the next forward begins:
  * that raises the epoch and so lets them go. A rank that skipped a forward or ran extra ones is level with the others again
  * after the next reduction, because that sets the count of forwards to zero.
@@ -146,6 +149,15 @@ static zs_status compare_histories(zs_shm *shm, const zs_reader *reader)
     return ZS_OK;
 }
 
+/* Reads no more, and comes back when nobody reads what is this rank's. */
+static zs_status leave(zs_shm *shm, const zs_reader *reader, uint64_t epoch)
+{
+    zs_shm_set(shm, &zs_shm_reader_at(shm, shm->base.rank, reader->record)->word, make_word(epoch, IDLE));
+    zs_shm_act act = zs_shm_act_make(ZS_SHM_LEFT_ALONE, reader->record, 0);
+    zs_shm_note(shm, act);
+    return zs_shm_wait(shm, act);
+}
+
 zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase)
 {
     zs_shm *shm = (zs_shm *)comm;
@@ -158,7 +170,11 @@ zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase)
     zs_shm_note(shm, act);
     zs_shm_set(shm, word, make_word(epoch, phase == ZS_PHASE_FORWARD ? WANTS : BACKWARD));
     zs_status status = zs_shm_wait(shm, act);
-    if (status == ZS_OK && phase == ZS_PHASE_FORWARD) status = compare_histories(shm, reader);
+    if (status == ZS_OK && phase == ZS_PHASE_FORWARD) {
+        zs_status compared = compare_histories(shm, reader);
+        if (compared != ZS_OK) (void)leave(shm, reader, epoch); /* once the others have compared as well */
+        ZS_TRY(compared);
+    }
     if (status != ZS_OK)
         zs_shm_set(shm, word, make_word(epoch, IDLE)); /* the pass will not happen; nobody should wait for its end */
     else if (phase == ZS_PHASE_FORWARD)
@@ -176,8 +192,5 @@ zs_status zs_shm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
         return ZS_FAIL(ZS_ERR_STATE, "'%s': cannot end a %s that has not begun", record->name,
                        phase == ZS_PHASE_FORWARD ? "forward" : "backward");
     if (phase == ZS_PHASE_BACKWARD) epoch = (reductions_of(word) + 1) << FORWARD_BITS;
-    zs_shm_set(shm, &record->word, make_word(epoch, IDLE));
-    zs_shm_act act = zs_shm_act_make(ZS_SHM_LEFT_ALONE, reader->record, 0);
-    zs_shm_note(shm, act);
-    return zs_shm_wait(shm, act);
+    return leave(shm, reader, epoch);
 }
