@@ -370,8 +370,8 @@ static void tell_failure(zs_engine *engine, const char *when)
  * peers are told by zs_engine_settle, before this rank does anything else with its parameters. */
 static void abandon_backward(zs_engine *engine)
 {
-    if (all_arrived(
-            engine)) { /* the peers miss nothing: it is over as if it had not raised, and they wait for no more */
+    if (all_arrived(engine)) {
+        /* The peers miss nothing: it is over as if it had not raised, and they need not wait for this rank's next move. */
         (void)close_backward(engine);
         tell_failure(engine, "after its gradients had been reduced");
         return;
