@@ -369,8 +369,12 @@ class Script:
 
 
 class Sharded(Script):
+    def __init__(self, cell: Cell, rank: int, deadline: float) -> None:
+        self.deadline = deadline
+        super().__init__(cell, rank)
+
     def build(self) -> None:
-        limit = datetime.timedelta(seconds=DEADLINE)
+        limit = datetime.timedelta(seconds=self.deadline)
         self.group = dist.new_group(timeout=limit)
         precision = None
         if self.cell.dtype == "bfloat16":
@@ -381,7 +385,7 @@ class Sharded(Script):
             strategy=self.cell.strategy,
             transport=self.cell.transport,
             mixed_precision=precision,
-            timeout=DEADLINE,
+            timeout=self.deadline,
         )
         zshard.register_forward_method(self.model, "scores")
 
@@ -407,11 +411,11 @@ class Sharded(Script):
 OWN_ERRORS = (zshard.DivergenceError, zshard.PeerError, zshard.PeerTimeoutError)
 
 
-def sharded(cell: Cell) -> tuple[str, Any]:
+def sharded(cell: Cell, deadline: float = DEADLINE) -> tuple[str, Any]:
     """("seen", what the script saw), or ("error", the text of the zshard error that ended it)."""
     script = None
     try:
-        script = Sharded(cell, dist.get_rank())
+        script = Sharded(cell, dist.get_rank(), deadline)
         return "seen", script.run()
     except OWN_ERRORS as error:
         return "error", f"{type(error).__name__}: {error}"
