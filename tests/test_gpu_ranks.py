@@ -32,6 +32,7 @@ from gpus import (
     is_real,
     on_host,
     standing_ranks,
+    train,
     wrap,
 )
 from models import CASES, loss_of, make
@@ -151,6 +152,36 @@ def test_ranks_that_share_a_gpu(
         assert ours[1] == pytest.approx(theirs[1], **near)
         assert far(ours[2], theirs[2], near) == []
         assert far(ours[2], together[0][2], EXACT) == []  # ranks agree to the bit
+
+
+def leave_out_a_step(mover: str) -> tuple[str, bool]:
+    """What a forward raises after rank 0 alone has left out a step; is all well after a load?"""
+    rank = dist.get_rank()
+    if mover == "nccl":
+        let_nccl_share_a_gpu(rank)
+    group = dist.new_group()
+    case = CASES["mlp"]
+    model = wrap(case, transport=mover if is_real() else "c10d", process_group=group, timeout=60)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, case, steps=1, rank=rank)
+    saved = on_host(model.state_dict())
+    loss_of(model(case.batch(1, rank).to(device()))).backward()
+    if rank > 0:
+        optimizer.step()
+    said = ""
+    try:
+        model(case.batch(2, rank).to(device()))
+    except zshard.DivergenceError as error:
+        said = str(error)
+    model.load_state_dict(saved)
+    train(model, optimizer, case, steps=1, rank=rank)
+    return said, True
+
+
+@pytest.mark.parametrize(("kind", "world", "mover"), TOGETHER)
+def test_a_step_that_one_rank_leaves_out(start: Start, kind: str, world: int, mover: str) -> None:
+    for said, trained in start(kind, world, mover).run(leave_out_a_step, mover):
+        assert "out of step" in said and trained
 
 
 @pytest.mark.parametrize("world", [2, 4])

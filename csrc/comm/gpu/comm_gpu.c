@@ -88,19 +88,22 @@ static zs_status went_apart(zs_gpu_comm *comm, const zs_gpu_order *other, int ra
     return zs_gpu_fail(comm, status);
 }
 
-/* Have all ranks asked for the same? Peers that have not would be waited for by a GPU, where no deadline is looked at. */
-static zs_status check_order(zs_gpu_comm *comm)
+/* Have all ranks asked for the same, and where a session has `ended`, of parameters of the same steps? Peers that have not would be waited for by a GPU, where no deadline is looked at. */
+static zs_status check_order(zs_gpu_comm *comm, bool ended)
 {
     int world = comm->base.world;
     bool gone = false;
     zs_gpu_order all[world];
     comm->order.gone = gone_here(comm);
+    comm->order.history = comm->base.history;
     ZS_TRY(comm->control->ops->exchange(comm->control, &comm->order, sizeof comm->order, all));
     for (int r = 0; r < world; r++) {
         gone = gone || all[r].gone > 0;
         bool same = all[r].hash == comm->order.hash && all[r].count == comm->order.count;
         if (!same || all[r].gave_up != comm->order.gave_up) return went_apart(comm, &all[r], r);
     }
+    for (int r = 0; r < world && ended; r++)
+        if (all[r].history != comm->order.history) return zs_comm_fail_history(&comm->base, r);
     return settle(comm, gone);
 }
 
@@ -112,7 +115,7 @@ zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, siz
     order->hash = mix(order->hash, unit, strlen(unit) + 1);
     order->hash = mix(order->hash, &bytes, sizeof bytes);
     snprintf(order->last, sizeof order->last, "%s of unit '%.60s' (%zu bytes per rank)", what, unit, bytes);
-    return comm->mover->ops->blocks ? check_order(comm) : ZS_OK;
+    return comm->mover->ops->blocks ? check_order(comm, false) : ZS_OK;
 }
 
 /* Where peers read each other's memory they wait for numbers that grow, which a CUDA graph would repeat: it would wait for what
@@ -135,7 +138,7 @@ static zs_status gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
     (void)phase;
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    return check_order(self);
+    return check_order(self, true);
 }
 
 /* --- events -------------------------------------------------------------------------------------------------------------- */
@@ -326,7 +329,7 @@ static zs_status gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_gpu_note(self, "values", "", bytes));
-    zs_status status = self->mover->ops->blocks ? ZS_OK : check_order(self);
+    zs_status status = self->mover->ops->blocks ? ZS_OK : check_order(self, false);
     if (status == ZS_OK) status = gather_anything(self, mine, bytes, all);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
@@ -337,9 +340,20 @@ static zs_status gpu_give_up(zs_comm *comm)
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
     self->order.gave_up = 1;
-    zs_status status = check_order(self);
+    zs_status status = check_order(self, false);
     self->order.gave_up = 0;
     return status;
+}
+
+static void gpu_tell_mishap(zs_comm *comm, const char *what)
+{
+    zs_comm_tell_mishap(((zs_gpu_comm *)comm)->control, what);
+}
+
+static const char *gpu_mishap_of(const zs_comm *comm, int rank)
+{
+    const zs_comm *control = ((const zs_gpu_comm *)comm)->control;
+    return control->ops->mishap_of != NULL ? control->ops->mishap_of(control, rank) : "";
 }
 
 static void gpu_abort(zs_comm *comm, const char *reason)
@@ -396,6 +410,8 @@ static void gpu_destroy(zs_comm *comm)
         .read_begin = gpu_read_begin,                   \
         .read_end = gpu_read_end,                       \
         .give_up = gpu_give_up,                         \
+        .tell_mishap = gpu_tell_mishap,                 \
+        .mishap_of = gpu_mishap_of,                     \
         .bytes = gpu_bytes,                             \
         .room = zs_##rounds##_room,                     \
         .bucket_room = zs_local_bucket_room,            \

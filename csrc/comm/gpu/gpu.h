@@ -19,6 +19,7 @@ typedef struct zs_gpu_order {
     uint64_t hash;    /* of what each was */
     char last[112];   /* in words; cut off */
     uint64_t gone;    /* pieces of memory that this rank would give up; not compared */
+    uint64_t history; /* of the models' parameters; compared where a session ends */
 } zs_gpu_order;
 
 typedef struct zs_gpu_comm {
