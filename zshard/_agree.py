@@ -79,20 +79,27 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], Any] | None = None) -> Ite
         raise  # the others have heard
     except Exception as caught:
         error = caught
-    said = f"{_kind_of(error)}\n{error}".encode(errors="replace")[:_TEXT] if error else b""
-    outcomes = comm.exchange(said.ljust(_TEXT, b"\0") + digest.ljust(32, b"\0"))
-    if error is not None:
-        raise error
+    outcomes = comm.exchange(bytes([error is not None]) + digest.ljust(32, b"\0"))
+    if any(outcome[0] for outcome in outcomes):
+        _raise_alike(comm, error)
     for rank, outcome in enumerate(outcomes):
-        kind, _, text = outcome[:_TEXT].rstrip(b"\0").decode(errors="replace").partition("\n")
-        if kind:
-            raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {text}")
-    for rank, outcome in enumerate(outcomes):
-        if outcome[_TEXT:] != outcomes[0][_TEXT:]:
+        if outcome != outcomes[0]:
             raise _core.DivergenceError(
                 f"rank {rank} loads different tensors than rank 0: pass the same checkpoint and "
                 "the same model on all ranks"
             )
+
+
+def _raise_alike(comm: _core.Comm, error: Exception | None) -> None:
+    """Raise this rank's error, or where it has none, the first of the others'. Collective."""
+    said = f"{_kind_of(error)}\n{error}".encode(errors="replace")[:_TEXT] if error else b""
+    texts = comm.exchange(said.ljust(_TEXT, b"\0"))
+    if error is not None:
+        raise error
+    for rank, each in enumerate(texts):
+        kind, _, text = each.rstrip(b"\0").decode(errors="replace").partition("\n")
+        if kind:
+            raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {text}")
 
 
 def _kind_of(error: Exception | None) -> str:
