@@ -345,17 +345,6 @@ static zs_status gpu_give_up(zs_comm *comm)
     return status;
 }
 
-static void gpu_tell_mishap(zs_comm *comm, const char *what)
-{
-    zs_comm_tell_mishap(((zs_gpu_comm *)comm)->control, what);
-}
-
-static const char *gpu_mishap_of(const zs_comm *comm, int rank)
-{
-    const zs_comm *control = ((const zs_gpu_comm *)comm)->control;
-    return control->ops->mishap_of != NULL ? control->ops->mishap_of(control, rank) : "";
-}
-
 static void gpu_abort(zs_comm *comm, const char *reason)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
@@ -410,8 +399,8 @@ static void gpu_destroy(zs_comm *comm)
         .read_begin = gpu_read_begin,                   \
         .read_end = gpu_read_end,                       \
         .give_up = gpu_give_up,                         \
-        .tell_mishap = gpu_tell_mishap,                 \
-        .mishap_of = gpu_mishap_of,                     \
+        .tell_mishap = zs_gpu_tell_mishap,              \
+        .mishap_of = zs_gpu_mishap_of,                  \
         .bytes = gpu_bytes,                             \
         .room = zs_##rounds##_room,                     \
         .bucket_room = zs_local_bucket_room,            \

@@ -86,4 +86,8 @@ zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit);
 /* reusable: at once, as the compute lane waits for what is still read. */
 zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
+/* tell_mishap and mishap_of: the hosts' matter. */
+void zs_gpu_tell_mishap(zs_comm *comm, const char *what);
+const char *zs_gpu_mishap_of(const zs_comm *comm, int rank);
+
 #endif

@@ -226,3 +226,16 @@ zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     if (!*ready || unit->session != comm->sessions) return ZS_OK;
     return zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, unit->read);
 }
+
+/* --- mishaps ------------------------------------------------------------------------------------------------------------- */
+
+void zs_gpu_tell_mishap(zs_comm *comm, const char *what)
+{
+    zs_comm_tell_mishap(((zs_gpu_comm *)comm)->control, what);
+}
+
+const char *zs_gpu_mishap_of(const zs_comm *comm, int rank)
+{
+    const zs_comm *control = ((const zs_gpu_comm *)comm)->control;
+    return control->ops->mishap_of != NULL ? control->ops->mishap_of(control, rank) : "";
+}
