@@ -53,15 +53,19 @@ def learn(model, rank):
     loss_of(result.links[0].tensor + result.links[1].tensor).backward()
 
 
+def wrong_after(model, build, run):
+    """The gradients of `model` that are not those of a plain one after `run`."""
+    expected = mean_grads(build, run)
+    ours = {name: near(grad, expected.get(name)) for name, grad in whole_grads(model).items()}
+    return wrong_grads(ours, expected)
+
+
 def linked(combination):
     """(looks at a forward's 12 results, the gradients that are wrong)."""
     model = wrapped(Linked, combination)
     Result.looks = 0
     learn(model, torch.distributed.get_rank())
-    looks = Result.looks
-    expected = mean_grads(Linked, learn)
-    ours = whole_grads(model)
-    return looks, wrong_grads({n: near(g, expected.get(n)) for n, g in ours.items()}, expected)
+    return Result.looks, wrong_after(model, Linked, learn)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -97,9 +101,7 @@ def after_an_output_that_raises(combination):
         model(floats(0))
     model.odd = False
     forward_backward(model, torch.distributed.get_rank())
-    expected = mean_grads(Thrower, forward_backward)
-    ours = whole_grads(model)
-    return wrong_grads({n: near(g, expected.get(n)) for n, g in ours.items()}, expected)
+    return wrong_after(model, Thrower, forward_backward)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -132,9 +134,7 @@ def after_a_call_that_was_left(combination):
     model.stop = False
     forward_backward(model, torch.distributed.get_rank())
     assert state_of(model).unit.n_open == 0
-    expected = mean_grads(Recursive, forward_backward)
-    ours = whole_grads(model)
-    return wrong_grads({n: near(g, expected.get(n)) for n, g in ours.items()}, expected)
+    return wrong_after(model, Recursive, forward_backward)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)

@@ -11,6 +11,7 @@ from models import loss_of, make
 from scenarios import Stack, floats
 from torch import nn
 
+import zshard
 from zshard import FSDP
 
 TRANSPORTS = ("shm", "c10d")
@@ -50,6 +51,20 @@ def with_a_strange_parameter(transport):
 def test_what_cannot_be_sharded_on_one_rank(pool2, transport):
     for first, second, trained in pool2.run(with_a_strange_parameter, transport):
         assert "head.weight" in first and "not a dense tensor" in first
+        assert second is None and trained
+
+
+def with_a_missing_directory(transport):
+    """An offload directory is missing on all ranks: nothing has changed, and the next attempt works."""
+    model, how = make(Stack), options(transport)
+    first = attempt(model, {**how, "offload": zshard.Offload(directory="/nowhere/at/all")})
+    return first, attempt(model, how), trains(model)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_fails_before_anything_has_changed(pool2, transport):
+    for first, second, trained in pool2.run(with_a_missing_directory, transport):
+        assert "/nowhere/at/all" in first
         assert second is None and trained
 
 

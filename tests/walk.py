@@ -125,10 +125,7 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
     taken = []
     pool = sorted(cells, key=lambda cell: hash_of(str(cell)))
     while left:
-        best = max(
-            itertools.islice(itertools.cycle(pool), len(pool)),
-            key=lambda c: len(pairs_of[c] & left),
-        )
+        best = max(pool, key=lambda cell: len(pairs_of[cell] & left))
         taken.append(best)
         left -= pairs_of[best]
         pool = [cell for cell in pool if pairs_of[cell] & left]

@@ -321,9 +321,8 @@ class _Load(_OwnersMethod):
                 "parameters; omit assign to copy values into the shards"
             )
         used = self.in_use()
-        for unit in {place.unit.engine_id: place.unit for place in used.values()}.values():
-            unit.engine.settle()  # peers may still read, for a backward that raised here
         for place in used.values():
+            place.unit.engine.settle()  # peers may still read, for a backward that raised here
             if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
                 place.unit.reshard()
         outlines = {

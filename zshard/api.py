@@ -256,12 +256,12 @@ class FSDP(Controls):
         with on_all_ranks(comm):
             for spec in specs:  # what cannot be sharded at all has its own words
                 check_unit(spec)
+                _class_for(type(spec.module))
         check_fits(module, planned, comms, limit, device)
         source = comm if sync_module_states and comm.world > 1 else None
         values = Values(module, Materializer(module, param_init_fn, ignored[0]), source, device)
-        with _begun(module):
-            _wrap(module, planned, comms, values)
-            values.give_buffers(ignored[0])
+        _wrap(module, planned, comms, values)
+        values.give_buffers(ignored[0])
         if comm.world > 1:
             watch(module, ignored[0])
         cast_buffers(module.modules(), options.precision)
@@ -512,20 +512,18 @@ def _wrap(
     engine = _core.Engine(type(module).__name__, *comms)
     engine.set_prefetch(*planned[-1][1].prefetch)
     inner = [state.unit for _, state in units_of(module)]
-    for spec, _ in planned:  # all of them first: a model that is refused stays as it was
-        check_unit(spec)
-        _class_for(type(spec.module))
     set_offload(engine, planned[-1][1].offload)
     root = module if len(planned) > 1 else None
-    for spec, options in planned:
-        if values is None:  # a copy, which ranks need not make at the same time
-            _shard(spec, options, engine, comms, root)
-            continue
-        with on_all_ranks(comms.all):
-            values.make(spec)
-        values.give(spec)
-        with on_all_ranks(comms.all):
-            _shard(spec, options, engine, comms, root)
+    with _begun(module):
+        for spec, options in planned:
+            if values is None:  # a copy, which ranks need not make at the same time
+                _shard(spec, options, engine, comms, root)
+                continue
+            with on_all_ranks(comms.all):
+                values.make(spec)
+            values.give(spec)
+            with on_all_ranks(comms.all):
+                _shard(spec, options, engine, comms, root)
     for nested in inner:
         engine.adopt(nested)
     _rename_units(module)
@@ -553,7 +551,7 @@ def _shard(
 
 @contextlib.contextmanager
 def _begun(module: nn.Module) -> Iterator[None]:
-    """Context manager that marks a model which FSDP() leaves half-way."""
+    """Context manager that marks a model whose parameters FSDP() leaves half-way."""
     module.__dict__[_HALF] = True
     yield
     del module.__dict__[_HALF]

@@ -164,16 +164,22 @@ static PyObject *engine_sync_buffers(engine_object *self, PyObject *list)
     Py_RETURN_NONE;
 }
 
+/* Runs what may wait for other ranks. */
+static PyObject *without_gil(engine_object *self, zs_status (*call)(zs_engine *))
+{
+    zs_status status;
+    ZS_PY_NOGIL(status, call(self->engine));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(engine_open_doc,
              "open($self, /)\n--\n\nOpen a session in which Unit.unshard() may be called. Collective.");
 
 static PyObject *engine_open(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_open(self->engine));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return without_gil(self, zs_engine_open);
 }
 
 PyDoc_STRVAR(engine_close_doc, "close($self, /)\n--\n\nClose the session that open() opened.");
@@ -181,10 +187,7 @@ PyDoc_STRVAR(engine_close_doc, "close($self, /)\n--\n\nClose the session that op
 static PyObject *engine_close(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_close(self->engine));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return without_gil(self, zs_engine_close);
 }
 
 PyDoc_STRVAR(engine_settle_doc,
@@ -194,10 +197,7 @@ PyDoc_STRVAR(engine_settle_doc,
 static PyObject *engine_settle(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_settle(self->engine));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return without_gil(self, zs_engine_settle);
 }
 
 PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nAs settle(), before an optimizer's step. Raises "
@@ -206,10 +206,7 @@ PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nAs settle(), 
 static PyObject *engine_before_step(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_before_step(self->engine));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return without_gil(self, zs_engine_before_step);
 }
 
 PyDoc_STRVAR(engine_note_step_doc,
