@@ -128,7 +128,7 @@ def _after_step(
 ) -> None:
     """Torch's post-hook, which it runs only if the step has not raised."""
     for unit in units_stepped_by(optimizer):
-        unit.engine.note_step()
+        unit.engine.after_step()
 
 
 def _refuse_local_grads(optimizer: torch.optim.Optimizer) -> None:

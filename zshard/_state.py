@@ -45,9 +45,12 @@ planned_loads: ContextVar[list[Load] | None] = ContextVar("planned_loads", defau
 
 
 def note_loads(loads: Collection[Load]) -> None:
-    """Tell the models what has been loaded, as ranks that load alone are an error."""
+    """Tell the models what has been loaded, as ranks that load alone are an error; ends the write
+    that a load begins."""
     for unit, index, content in loads:
         unit.note_load(index, content)
+    for unit in {unit.engine_id: unit for unit, _, _ in loads}.values():
+        unit.engine.end_write()
 
 
 def attach(state: State, spec: UnitSpec) -> None:
@@ -322,7 +325,7 @@ class _Load(_OwnersMethod):
             )
         used = self.in_use()
         for place in used.values():
-            place.unit.engine.settle()  # peers may still read, for a backward that raised here
+            place.unit.engine.begin_write()
             if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
                 place.unit.reshard()
         outlines = {

@@ -151,6 +151,18 @@ zs_status zs_comm_fail_history(const zs_comm *comm, int other)
         comm->rank, other, mishaps);
 }
 
+zs_status zs_comm_fail_alone(const zs_comm *comm, int changed)
+{
+    return ZS_FAIL(
+        ZS_ERR_DIVERGED,
+        "rank %d ran a forward in which not all ranks take part (an evaluation on one rank?), and the parameters on "
+        "rank "
+        "%d were changed since its last optimizer step or load (weights of a moving average swapped in?): the other "
+        "ranks' "
+        "shards are not of the same weights; change and evaluate on all ranks, or restore the parameters first",
+        comm->rank, changed);
+}
+
 zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name)
 {
     char *copy = strdup(zs_unit_label(name));
@@ -284,7 +296,15 @@ void zs_local_reader_free(zs_comm *comm, zs_reader *reader)
     free(reader);
 }
 
-zs_status zs_local_read(zs_comm *comm, zs_reader *reader, zs_phase phase)
+zs_status zs_local_read_begin(zs_comm *comm, zs_reader *reader, zs_pass pass, bool changed)
+{
+    (void)reader;
+    comm->pass = pass;
+    if (pass != ZS_PASS_BACKWARD) comm->changed = changed;
+    return ZS_OK;
+}
+
+zs_status zs_local_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
 {
     (void)comm;
     (void)reader;

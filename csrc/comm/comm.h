@@ -85,6 +85,13 @@ typedef struct zs_cunit_spec {
 /* Which pass a reader session belongs to. */
 typedef enum zs_phase { ZS_PHASE_FORWARD, ZS_PHASE_BACKWARD } zs_phase;
 
+/* The same, with two kinds of forward: a rank that evaluates while others train takes no part in their forward. */
+typedef enum zs_pass {
+    ZS_PASS_TRAIN,    /* autograd records, and the module is in training mode */
+    ZS_PASS_EVALUATE, /* any other forward, and sessions opened by hand */
+    ZS_PASS_BACKWARD
+} zs_pass;
+
 /* How patient a call is that looks for its peers. (false and true mean the first two.) */
 typedef enum zs_wait {
     ZS_WAIT_NOT,      /* only looks */
@@ -133,8 +140,10 @@ typedef struct zs_comm_ops {
 
     zs_status (*reader_new)(zs_comm *, const char *name, zs_reader **out);
     void (*reader_free)(zs_comm *, zs_reader *);
-    zs_status (*read_begin)(zs_comm *, zs_reader *, zs_phase);
+    zs_status (*read_begin)(zs_comm *, zs_reader *, zs_pass, bool changed);
     zs_status (*read_end)(zs_comm *, zs_reader *, zs_phase);
+    zs_status (*write_begin)(zs_comm *, zs_reader *);           /* NULL where shards are not mapped */
+    void (*write_end)(zs_comm *, zs_reader *);                  /* likewise */
     zs_status (*give_up)(zs_comm *);                            /* collective; NULL if mapped */
     void (*tell_history)(zs_comm *, zs_reader *, uint64_t now); /* NULL: the head has it */
     void (*tell_mishap)(zs_comm *, const char *);               /* likewise */
@@ -161,6 +170,8 @@ struct zs_comm {
     const zs_device *device; /* whose memory flats and buckets are */
     double timeout;          /* seconds that one wait may last */
     char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
+    zs_pass pass;            /* (not mapped) which gathers are for, as read_begin has it */
+    bool changed;            /* likewise */
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
     uint64_t history;        /* of all models that use it, see zs_comm_tell_history */
     char mishap[ZS_MISHAP];  /* see zs_comm_tell_mishap */
@@ -204,12 +215,16 @@ void zs_comm_on_wait(bool (*interrupted)(void));
  * release: this rank has read all it needs of the round.
  * reusable: *ready once every peer has released the round this rank posted last (true if none is out).
  *
- * reader_new: one per model (root), same order on all ranks. Owns the epoch: (reductions, forwards since).
- * read_begin(FORWARD): raises the epoch's forward count, then waits until every owner's epoch has reached it or the
- *   owner is inside a backward; then marks this rank as reading. read_begin(BACKWARD): same without raising.
+ * reader_new: one per model (root), same order on all ranks. Counts reductions, and forwards of each kind since.
+ * read_begin(TRAIN, EVALUATE): counts a forward, then waits until every owner has begun that forward too, or stands where
+ *   this rank may read it alone; then marks this rank as reading. read_begin(BACKWARD): same without counting. `changed`:
+ *   the parameters are not as the last write has left them, so that ZS_ERR_DIVERGED stops this rank from reading alone, and
+ *   others from reading alone what is here.
  * read_end(FORWARD): marks as not reading, and returns only when no peer reads this rank's shards.
  * read_end(BACKWARD): the same, and counts one reduction. Call it when all rounds of the backward are released.
  *   No-ops where shards are not mapped (self, c10d).
+ * write_begin: this rank is about to write its shards: returns only when no peer reads them, and none does until write_end.
+ *   A pass that begins ends a write. No-op within a pass.
  * give_up: tells the peers that this rank will not finish the backward that they are in: the collective that they come to
  *   next fails with ZS_ERR_DIVERGED, and `heard` is set; here it succeeds. What was posted before can still be collected.
  *   (Where shards are mapped, a bit in the `used` bitmap of an empty post says so.)
@@ -246,6 +261,9 @@ void zs_comm_mishaps(const zs_comm *comm, char *text, size_t size);
 
 /* The failure of a rank that finds that rank `other` has another history. */
 zs_status zs_comm_fail_history(const zs_comm *comm, int other);
+
+/* The failure of a rank in whose forward not all take part, where rank `changed` has changed its parameters by hand. */
+zs_status zs_comm_fail_alone(const zs_comm *comm, int changed);
 
 /* Gives the unit the name that it has in an outer model. All ranks do so before its first round, or none. */
 zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name);

@@ -190,17 +190,27 @@ static PyObject *engine_close(engine_object *self, PyObject *unused)
     return without_gil(self, zs_engine_close);
 }
 
-PyDoc_STRVAR(engine_settle_doc,
-             "settle($self, /)\n--\n\nIf a backward has raised on this rank: tell the other ranks, and wait until none "
-             "of them reads this rank's shards. Call it before writing to them.");
+PyDoc_STRVAR(
+    engine_begin_write_doc,
+    "begin_write($self, /)\n--\n\nTo be called before shards are written between passes. Tells the other ranks if a "
+    "backward has raised on this one, and waits until none of them reads this rank's shards.");
 
-static PyObject *engine_settle(engine_object *self, PyObject *unused)
+static PyObject *engine_begin_write(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    return without_gil(self, zs_engine_settle);
+    return without_gil(self, zs_engine_write_begin);
 }
 
-PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nAs settle(), before an optimizer's step. Raises "
+PyDoc_STRVAR(engine_end_write_doc, "end_write($self, /)\n--\n\nThe write is complete. Not needed if it has raised.");
+
+static PyObject *engine_end_write(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_engine_write_end(self->engine);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nbegin_write() for an optimizer's step. Raises "
                                      "RuntimeError if .grad holds what a failed backward has left there.");
 
 static PyObject *engine_before_step(engine_object *self, PyObject *unused)
@@ -209,13 +219,15 @@ static PyObject *engine_before_step(engine_object *self, PyObject *unused)
     return without_gil(self, zs_engine_before_step);
 }
 
-PyDoc_STRVAR(engine_note_step_doc,
-             "note_step($self, /)\n--\n\nAn optimizer has stepped parameters of this model: all ranks' do, or none's.");
+PyDoc_STRVAR(engine_after_step_doc,
+             "after_step($self, /)\n--\n\nend_write() for an optimizer's step, which all ranks make, "
+             "or none.");
 
-static PyObject *engine_note_step(engine_object *self, PyObject *unused)
+static PyObject *engine_after_step(engine_object *self, PyObject *unused)
 {
     (void)unused;
     zs_engine_note_step(self->engine);
+    zs_engine_write_end(self->engine);
     Py_RETURN_NONE;
 }
 
@@ -371,8 +383,9 @@ static PyMethodDef engine_methods[] = {
     {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
     {"before_step", (PyCFunction)engine_before_step, METH_NOARGS, engine_before_step_doc},
-    {"note_step", (PyCFunction)engine_note_step, METH_NOARGS, engine_note_step_doc},
-    {"settle", (PyCFunction)engine_settle, METH_NOARGS, engine_settle_doc},
+    {"after_step", (PyCFunction)engine_after_step, METH_NOARGS, engine_after_step_doc},
+    {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS, engine_begin_write_doc},
+    {"end_write", (PyCFunction)engine_end_write, METH_NOARGS, engine_end_write_doc},
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},
     {"sum_over_ranks", (PyCFunction)engine_sum, METH_O, engine_sum_doc},
     {"max_over_ranks", (PyCFunction)engine_max, METH_O, engine_max_doc},

@@ -29,12 +29,22 @@ static int check_places(const unit_object *self)
 const char zs_py_pre_forward_doc[] =
     PyDoc_STR("pre_forward($self, module, args, /)\n--\n\nForward pre-hook of the unit's module.");
 
+/* Is the module in training mode? */
+static bool is_training(PyObject *module)
+{
+    PyObject *training = PyObject_GetAttrString(module, "training");
+    if (training == NULL) PyErr_Clear();
+    bool result = training == NULL || training == Py_True;
+    Py_XDECREF(training);
+    return result;
+}
+
 PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    (void)args;
-    (void)n;
+    bool begins = zs_engine_n_open(self->unit->engine) == 0; /* a session, whose pass is of one kind */
+    bool training = begins && n > 0 && is_training(args[0]);
     zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit));
+    ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training));
     if (status == ZS_OK && check_places(self) < 0) return NULL;
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;

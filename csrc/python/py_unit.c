@@ -290,7 +290,11 @@ static PyObject *unit_let_go(unit_object *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "|O:let_go", &keep)) return NULL;
     zs_status status = ZS_OK;
     zs_clear_error();
-    if (keep != Py_None) status = zs_hold_accept(self->unit, keep == Py_True);
+    zs_engine *engine = self->unit->engine;
+    bool writes = keep == Py_True && self->unit->held;
+    if (writes) ZS_PY_NOGIL(status, zs_engine_write_begin(engine));
+    if (status == ZS_OK && keep != Py_None) status = zs_hold_accept(self->unit, keep == Py_True);
+    if (writes) zs_engine_write_end(engine);
     if (status == ZS_OK) ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;

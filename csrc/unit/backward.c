@@ -8,6 +8,7 @@
 #include "hold.h"
 #include "in_backward.h"
 #include "reduce.h"
+#include "sample.h"
 #include "through.h"
 
 #include <math.h>
@@ -69,7 +70,8 @@ static zs_status check_spoiled(zs_engine *engine)
 zs_status zs_engine_before_step(zs_engine *engine)
 {
     ZS_TRY(zs_engine_settle(engine));
-    return check_spoiled(engine);
+    ZS_TRY(check_spoiled(engine));
+    return zs_engine_write_begin(engine);
 }
 
 static zs_status begin_backward(zs_engine *engine)
@@ -92,7 +94,7 @@ static zs_status begin_backward(zs_engine *engine)
         zs_in_backward_open(engine->units[i]);
     }
     zs_engine_discard_dead_grads(engine);
-    return zs_engine_begin_reading(engine, ZS_PHASE_BACKWARD);
+    return zs_engine_begin_reading(engine, ZS_PASS_BACKWARD);
 }
 
 /* With create_graph=True autograd records what backward does. That graph would be walked when the units are sharded again,
@@ -295,12 +297,15 @@ static void end_rounds(zs_engine *engine)
 /* What is stepped in backward and was not yet: now that no peer reads. Not where something has failed, of which `status` tells. */
 static zs_status step_rest(zs_engine *engine, zs_status status)
 {
+    bool any = false;
     for (size_t i = 0; i < engine->n; i++) {
+        any |= engine->units[i]->stepping != NULL;
         if (status == ZS_OK)
             status = zs_in_backward_finish(engine->units[i], !engine->gave_up);
         else
             zs_in_backward_forget(engine->units[i]);
     }
+    if (any) zs_sample_written(engine);
     return status;
 }
 

@@ -1,6 +1,8 @@
 /* engine.c - what an engine has: its units and their order, memory, buffers. See schedule.h. */
 #include "engine.h"
 
+#include "sample.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -188,6 +190,7 @@ zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
     engine->units = grown;
     engine->units[engine->n++] = unit;
     zs_engine_replan(engine);
+    engine->sampled = false;
     return ZS_OK;
 }
 
@@ -211,6 +214,7 @@ void zs_engine_forget(zs_engine *engine, zs_unit *unit)
     zs_engine_forget_open(engine, unit);
     forget_calls(engine, unit);
     zs_engine_replan(engine);
+    engine->sampled = false;
 }
 
 zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
@@ -246,6 +250,7 @@ zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n
             return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' belongs to another engine", zs_unit_label(units[i]->name));
     }
     memcpy(engine->units, units, n * sizeof *units);
+    zs_sample_written(engine);
     zs_mem_heap_freed(0); /* of the units that have just been made */
     zs_engine_replan(engine);
     return ZS_OK;

@@ -50,6 +50,8 @@ struct zs_engine {
     bool spoiled;   /* a backward that failed has left gradients that are not to be used */
     bool gave_up;   /* the backward being closed was abandoned here */
     zs_history history;
+    uint64_t sample; /* of what the last write has left in the shards, if `sampled`; see sample.h */
+    bool sampled;
     bool mishap;      /* the peers are told of one */
     int64_t session;  /* when the last session of forwards began, in nodes of the graph */
     size_t next_post; /* (collective transports) how many units have posted in this backward */
@@ -70,7 +72,7 @@ zs_status zs_engine_make_whole(zs_unit *unit, zs_phase phase);
 zs_status zs_engine_reshard_all(zs_engine *engine, bool held);
 
 /* Opens / closes a session in which peers' shards may be read; no-ops where none are. */
-zs_status zs_engine_begin_reading(zs_engine *engine, zs_phase phase);
+zs_status zs_engine_begin_reading(zs_engine *engine, zs_pass pass);
 zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase);
 
 /* Between zero_grad() and the next gradients their memory is free for activations. */

@@ -5,6 +5,7 @@
 #include "in_backward.h"
 #include "kept.h"
 #include "reduce.h"
+#include "sample.h"
 #include "through.h"
 
 #include <stdlib.h>
@@ -65,10 +66,11 @@ static bool has_shards(const zs_engine *engine)
     return false;
 }
 
-zs_status zs_engine_begin_reading(zs_engine *engine, zs_phase phase)
+zs_status zs_engine_begin_reading(zs_engine *engine, zs_pass pass)
 {
     if (!has_shards(engine)) return ZS_OK;
-    ZS_TRY(engine->ranks.near->ops->read_begin(engine->ranks.near, engine->reader, phase));
+    bool changed = pass != ZS_PASS_BACKWARD && zs_sample_changed(engine);
+    ZS_TRY(engine->ranks.near->ops->read_begin(engine->ranks.near, engine->reader, pass, changed));
     engine->reading = true;
     return ZS_OK;
 }
@@ -91,7 +93,7 @@ zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase)
     return status == ZS_OK ? join_lanes(&engine->ranks) : status;
 }
 
-static zs_status begin_session(zs_engine *engine)
+static zs_status begin_session(zs_engine *engine, bool training)
 {
     ZS_TRY(zs_engine_settle(engine));
     zs_history_tell(engine);
@@ -108,7 +110,7 @@ static zs_status begin_session(zs_engine *engine)
     if (engine->ranks.far != NULL) ZS_TRY(zs_kept_refresh(engine->ranks.far, engine->units, engine->n));
     zs_engine_discard_dead_grads(engine);
     ZS_TRY(broadcast_buffers(engine));
-    return zs_engine_begin_reading(engine, ZS_PHASE_FORWARD);
+    return zs_engine_begin_reading(engine, training && engine->recording ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE);
 }
 
 static zs_status end_session(zs_engine *engine)
@@ -116,6 +118,20 @@ static zs_status end_session(zs_engine *engine)
     if (engine->phase == FORWARD) engine->phase = IDLE;
     zs_prefetch_end(engine, ZS_PHASE_FORWARD);
     return zs_engine_end_reading(engine, ZS_PHASE_FORWARD);
+}
+
+zs_status zs_engine_write_begin(zs_engine *engine)
+{
+    ZS_TRY(zs_engine_settle(engine)); /* peers may still read, for a backward that raised here */
+    zs_comm *near = engine->ranks.near;
+    return near->ops->write_begin != NULL ? near->ops->write_begin(near, engine->reader) : ZS_OK;
+}
+
+void zs_engine_write_end(zs_engine *engine)
+{
+    zs_comm *near = engine->ranks.near;
+    zs_sample_written(engine);
+    if (near->ops->write_end != NULL) near->ops->write_end(near, engine->reader);
 }
 
 /* --- what is open ------------------------------------------------------------------------------------------------------ */
@@ -132,10 +148,10 @@ static zs_status make_room(zs_engine *engine)
 }
 
 /* Opens the session unless it is open, and notes for whom; if that fails, nothing is open that was not before. */
-static zs_status enter(zs_engine *engine, zs_unit *unit)
+static zs_status enter(zs_engine *engine, zs_unit *unit, bool training)
 {
     ZS_TRY(make_room(engine));
-    zs_status status = engine->n_open == 0 ? begin_session(engine) : ZS_OK;
+    zs_status status = engine->n_open == 0 ? begin_session(engine, training) : ZS_OK;
     if (status == ZS_OK)
         engine->open[engine->n_open++] = unit;
     else
@@ -181,7 +197,7 @@ zs_status zs_engine_open(zs_engine *engine)
     if (engine->phase == BACKWARD && zs_in_backward())
         return ZS_FAIL(ZS_ERR_STATE,
                        "full parameters cannot be accessed during a backward; access them before or after it");
-    return enter(engine, NULL);
+    return enter(engine, NULL, false);
 }
 
 zs_status zs_engine_close(zs_engine *engine)
@@ -235,7 +251,7 @@ static zs_status check_outside(const zs_unit *unit)
         zs_unit_label(unit->name));
 }
 
-zs_status zs_engine_pre_forward(zs_unit *unit)
+zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
 {
     zs_engine *engine = unit->engine;
     zs_through_begin(unit);
@@ -245,7 +261,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit)
     }
     ZS_TRY(check_outside(unit));
     ZS_TRY(zs_hold_check_forward(unit));
-    ZS_TRY(enter(engine, unit)); /* if it fails, the post-forward hook finds nothing to close */
+    ZS_TRY(enter(engine, unit, training)); /* if it fails, the post-forward hook finds nothing to close */
     if (unit->inside++ == 0 && engine->recording) zs_in_backward_called(unit);
     if (engine->n_open == 1) engine->outermost_gathers = unit->n_params > 0;
     return zs_engine_make_whole(unit, ZS_PHASE_FORWARD);

@@ -82,9 +82,9 @@ void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch);
 /* Has these tensors (buffers; weak handles, taken over) copied from rank 0 at each forward session. */
 zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n);
 
-/* Before / after the forward of a unit's module. `keep`: gradients will be wanted (autograd records and an output has
+/* Before / after the forward of a unit's module. `training`: that is in training mode. `keep`: gradients will be wanted (autograd records and an output has
  * history). post is to be called even if the forward raised; without a pre it is a no-op. */
-zs_status zs_engine_pre_forward(zs_unit *unit);
+zs_status zs_engine_pre_forward(zs_unit *unit, bool training);
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep);
 
 /* How many forwards and sessions are open now, for zs_engine_unwind. */
@@ -98,7 +98,12 @@ zs_status zs_engine_unwind(zs_engine *engine, size_t n_open);
  * finishes the rounds, and waits until nobody reads this rank's shards, so that they may be written. Else a no-op. */
 zs_status zs_engine_settle(zs_engine *engine);
 
-/* The same, before an optimizer's step. ZS_ERR_STATE if .grad holds what a failed backward has left there. */
+/* Parameters are about to be written between passes (a step, a load), and have been: settles, waits until no peer reads the
+ * shards, and admits none until the end. What raises in between needs no end: the next pass is one. */
+zs_status zs_engine_write_begin(zs_engine *engine);
+void zs_engine_write_end(zs_engine *engine);
+
+/* zs_engine_write_begin for an optimizer's step. ZS_ERR_STATE if .grad holds what a failed backward has left there. */
 zs_status zs_engine_before_step(zs_engine *engine);
 
 /* Opens / closes a session by hand, for reading whole parameters outside of forward. Same meetings as a forward. If open

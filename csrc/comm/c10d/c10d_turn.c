@@ -79,11 +79,28 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return ZS_OK;
 }
 
+/* Do all ranks mean the same, for whichever pass? */
 static bool all_alike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
-    for (int r = 1; r < comm->base.world; r++)
-        if (memcmp(&turns[r], turns, sizeof *turns) != 0) return false;
+    for (int r = 1; r < comm->base.world; r++) {
+        zs_c10d_turn other = turns[r];
+        other.pass = turns->pass;
+        if (memcmp(&other, turns, sizeof other) != 0) return false;
+    }
     return true;
+}
+
+/* A rank that evaluates may gather with others that train, but only if none has other weights swapped in. */
+static zs_status check_passes(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    enum { CHANGED = 4 };
+    int changed = -1;
+    bool differ = false;
+    for (int r = 0; r < comm->base.world; r++) {
+        differ |= (turns[r].pass & ~(uint64_t)CHANGED) != (turns->pass & ~(uint64_t)CHANGED);
+        if (changed < 0 && (turns[r].pass & CHANGED) != 0) changed = r;
+    }
+    return differ && changed >= 0 ? zs_comm_fail_alone(&comm->base, changed) : ZS_OK;
 }
 
 /* All ranks have seen that turns differ: they tell each other what has failed on each, before they say so. */
@@ -125,7 +142,7 @@ static zs_status compare_histories(const zs_c10d_comm *comm, const zs_c10d_turn 
 static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     int own = comm->base.rank;
-    if (all_alike(comm, turns)) return ZS_OK;
+    if (all_alike(comm, turns)) return check_passes(comm, turns);
     learn_mishaps(comm, &turns[own]);
     if (turns[own].kind == ZS_C10D_GIVE_UP) return ZS_OK; /* whatever the others are at, they hear of it */
     ZS_TRY(check_gave_up(comm, turns));
@@ -157,6 +174,7 @@ zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     zs_c10d_turn *turns = area->ptr, *mine = turns + comm->base.world;
     *mine = *turn;
     if (turn->kind == ZS_C10D_GATHER || turn->kind == ZS_C10D_POST) mine->history = comm->base.history;
+    if (turn->kind == ZS_C10D_GATHER) mine->pass = (uint64_t)comm->base.pass | (comm->base.changed ? 4 : 0);
     zs_work *work = NULL;
     zs_group_set_timeout(comm->group, comm->base.timeout);
     zs_status status = zs_group_all_gather(comm->group, mine, turns, sizeof *turn, comm->base.world, &work);

@@ -32,16 +32,18 @@ enum {
 
 /* What a rank does or waits for. The names say what the peers must have done for the wait to end. */
 typedef enum zs_shm_what {
-    ZS_SHM_JOINED,    /* nothing yet */
-    ZS_SHM_POSTED,    /* record: unit, number: round */
-    ZS_SHM_SHARED,    /* likewise */
-    ZS_SHM_RELEASED,  /* likewise */
-    ZS_SHM_EXCHANGED, /* number: exchange */
-    ZS_SHM_SENT,      /* number: piece of a broadcast, record: root */
-    ZS_SHM_TAKEN,     /* number: piece of a broadcast */
-    ZS_SHM_FORWARD,   /* record: reader: peers admit a forward */
-    ZS_SHM_BACKWARD,  /* record: reader: peers admit a backward */
-    ZS_SHM_LEFT_ALONE /* record: reader: no peer reads this rank's shards */
+    ZS_SHM_JOINED,     /* nothing yet */
+    ZS_SHM_POSTED,     /* record: unit, number: round */
+    ZS_SHM_SHARED,     /* likewise */
+    ZS_SHM_RELEASED,   /* likewise */
+    ZS_SHM_EXCHANGED,  /* number: exchange */
+    ZS_SHM_SENT,       /* number: piece of a broadcast, record: root */
+    ZS_SHM_TAKEN,      /* number: piece of a broadcast */
+    ZS_SHM_FORWARD,    /* record: reader: peers admit a training forward */
+    ZS_SHM_EVALUATION, /* record: reader: peers admit another forward */
+    ZS_SHM_BACKWARD,   /* record: reader: peers admit a backward */
+    ZS_SHM_LEFT_ALONE, /* record: reader: no peer reads this rank's shards, nor is about to */
+    ZS_SHM_UNREAD      /* record: reader: no peer reads this rank's shards */
 } zs_shm_what;
 
 typedef struct zs_shm_act {
@@ -114,7 +116,7 @@ static inline size_t zs_shm_unit_record_bytes(size_t used_words)
     return sizeof(zs_shm_unit_record) + 2 * used_words * sizeof(uint64_t);
 }
 
-/* A reader's record: its whole state is one word, see shm_reader.c. */
+/* A reader's record: its whole state is one word, see shm_word.h. */
 typedef struct zs_shm_reader_record {
     char name[ZS_SHM_NAME];
     alignas(ZS_SHM_LINE) _Atomic uint64_t word;
@@ -185,10 +187,16 @@ zs_status zs_shm_reader_new(zs_comm *comm, const char *name, zs_reader **out);
 void zs_shm_reader_free(zs_comm *comm, zs_reader *reader);
 
 /* read_begin. A forward that begins inside another pass means that the pass before has failed, and ends it. */
-zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_phase phase);
+zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_pass pass, bool changed);
 
 /* read_end; ZS_ERR_STATE if no such pass has begun. */
 zs_status zs_shm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
+
+/* write_begin. */
+zs_status zs_shm_write_begin(zs_comm *comm, zs_reader *reader);
+
+/* write_end. */
+void zs_shm_write_end(zs_comm *comm, zs_reader *reader);
 
 /* tell_history. */
 void zs_shm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t now);
@@ -198,12 +206,6 @@ void zs_shm_tell_mishap(zs_comm *comm, const char *what);
 
 /* mishap_of. */
 const char *zs_shm_mishap_of(const zs_comm *comm, int rank);
-
-/* May a reader whose word is `mine` read the shards of an owner whose word is `owner`? */
-bool zs_shm_admits(uint64_t owner, uint64_t mine);
-
-/* Must an owner whose word is `mine` wait before it returns to user code, because of a peer whose word is `peer`? */
-bool zs_shm_holds_up(uint64_t peer, uint64_t mine);
 
 /* --- shm_round.c: units' part of the table, as comm.h has it ------------------------------------------------------------- */
 

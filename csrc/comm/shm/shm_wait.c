@@ -12,6 +12,8 @@
 #define _GNU_SOURCE 1 /* syscall */
 #include "shm_wait.h"
 
+#include "shm_word.h"
+
 #include <errno.h>
 #include <linux/futex.h>
 #include <poll.h>
@@ -100,12 +102,14 @@ static bool done(const zs_shm *shm, int who, int r, zs_shm_act act)
     case ZS_SHM_SENT: return r != (int)act.record || atomic_load(&peer->sent) >= act.number;
     case ZS_SHM_TAKEN: return atomic_load(&peer->taken) >= act.number;
     case ZS_SHM_FORWARD:
+    case ZS_SHM_EVALUATION:
     case ZS_SHM_BACKWARD:
-        return zs_shm_admits(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
-                             atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
+        return zs_word_admits(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
+                              atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
     case ZS_SHM_LEFT_ALONE:
-        return !zs_shm_holds_up(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
-                                atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
+        return !zs_word_holds_up(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
+                                 atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
+    case ZS_SHM_UNREAD: return !zs_word_reads(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word));
     }
     return true;
 }

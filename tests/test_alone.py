@@ -1,0 +1,230 @@
+"""Forwards that not all ranks run: right, or an error, never a mixture of two ranks' weights.
+
+The one idea: each script trains between what it tries, and its losses and evaluations are compared
+with a plain model that has seen the same batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import COMBINATIONS, loss_of, make
+from scenarios import WIDTH, floats
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
+OVER_SHM = [c for c in SHARDED if c[1] == "shm"]
+OVER_C10D = [c for c in SHARDED if c[1] == "c10d"]
+STEPS = 3
+LR = 0.1
+
+
+class Wide(nn.Module):
+    """Shards have whole pages, so each rank needs more than one to have any."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 128)
+        self.second = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def built(combination):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
+    strategy, transport = combination
+    model = FSDP(
+        make(Wide), process_group=group, strategy=strategy, transport=transport, timeout=10
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=LR)
+
+
+def by_hand(model):
+    """An optimizer's step that zshard cannot see."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param.data -= LR * param.grad
+
+
+@contextlib.contextmanager
+def swapped(model, factor=0.5):
+    """Other weights, as those of a moving average, without a trace."""
+    kept = [param.detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        param.data.copy_(factor * param.data)
+    try:
+        yield
+    finally:
+        for param, value in zip(model.parameters(), kept, strict=True):
+            param.data.copy_(value)
+
+
+def evaluate(model, grad=False):
+    model.eval()
+    try:
+        with contextlib.nullcontext() if grad else torch.no_grad():
+            return model(floats(9)).detach().clone()
+    finally:
+        model.train()
+
+
+class Plain:
+    """A plain model, trained on all ranks' batches."""
+
+    def __init__(self):
+        self.models = [make(Wide) for _ in range(dist.get_world_size())]
+
+    def step(self, i):
+        for rank, model in enumerate(self.models):
+            model.zero_grad()
+            loss_of(model(floats(rank, i))).backward()
+        with torch.no_grad():
+            for params in zip(*(model.parameters() for model in self.models), strict=True):
+                mean = sum(param.grad for param in params) / len(params)
+                for param in params:
+                    param -= LR * mean
+
+    def evaluate(self, factor=1.0):
+        model = copy.deepcopy(self.models[0])
+        with torch.no_grad():
+            for param in model.parameters():
+                param *= factor
+        return evaluate(model)
+
+    def loss(self, i):
+        return loss_of(self.models[dist.get_rank()](floats(dist.get_rank(), i))).item()
+
+
+def rehearse(combination, between, step=None):
+    """Trains; between(model, plain, i) runs after each step. Returns what it found, and the losses
+    that differ from the plain model's."""
+    model, optimizer = built(combination)
+    plain, found, wrong = Plain(), [], []
+    for i in range(STEPS):
+        found.append(between(model, plain, i))
+        optimizer.zero_grad()
+        loss = loss_of(model(floats(dist.get_rank(), i)))
+        if abs(loss.item() - plain.loss(i)) > 1e-5:
+            wrong.append((i, loss.item(), plain.loss(i)))
+        loss.backward()
+        (step or (lambda _: optimizer.step()))(model)
+        plain.step(i)
+    return found, wrong
+
+
+def close(ours, expected):
+    return bool(torch.allclose(ours, expected, atol=1e-6))
+
+
+# --- right ----------------------------------------------------------------------------------------
+
+
+def rank_0_evaluates(model, plain, i):
+    if dist.get_rank() != 0:
+        return True
+    return all(close(evaluate(model), plain.evaluate()) for _ in range(i + 1))
+
+
+def rank_1_evaluates_longer(model, plain, i):
+    count = 2 + dist.get_rank()
+    return all(close(evaluate(model), plain.evaluate()) for _ in range(count))
+
+
+def all_evaluate_with_others_weights(model, plain, i):
+    with swapped(model):
+        first = close(evaluate(model), plain.evaluate(0.5))
+    with swapped(model, 2.0):
+        second = close(evaluate(model), plain.evaluate(2.0))
+    return first and second and close(evaluate(model), plain.evaluate())
+
+
+def rank_0_evaluates_after_known_writes(model, plain, i):
+    """Full parameters that were written to, and a load, are no changes by hand."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with FSDP.summon_full_params(model):
+        for param in model.parameters():
+            param.data.mul_(2)
+    doubled = close(evaluate(model), plain.evaluate(2.0))
+    model.load_state_dict(state)
+    return doubled and rank_0_evaluates(model, plain, i)
+
+
+RIGHT = [
+    rank_0_evaluates,
+    rank_1_evaluates_longer,
+    all_evaluate_with_others_weights,
+    rank_0_evaluates_after_known_writes,
+]
+
+
+@pytest.mark.parametrize("combination", OVER_SHM)
+@pytest.mark.parametrize("between", RIGHT, ids=lambda f: f.__name__)
+def test_right_over_shm(pool2, combination, between):
+    for found, wrong in pool2.run(rehearse, combination, between):
+        assert found == [True] * STEPS and wrong == []
+
+
+@pytest.mark.parametrize("combination", SHARDED)
+def test_other_weights_on_all_ranks(pool2, combination):
+    for found, wrong in pool2.run(rehearse, combination, all_evaluate_with_others_weights):
+        assert found == [True] * STEPS and wrong == []
+
+
+@pytest.mark.parametrize("combination", SHARDED)
+def test_steps_by_hand_on_all_ranks(pool2, combination):
+    results = pool2.run(rehearse, combination, all_evaluate_with_others_weights, by_hand)
+    for found, wrong in results:
+        assert found == [True] * STEPS and wrong == []
+
+
+# --- an error -------------------------------------------------------------------------------------
+
+
+def rank_0_swaps(model, plain, i, grad=False):
+    """Only rank 0 has other weights; the others train on, with theirs."""
+    if dist.get_rank() != 0:
+        return ""
+    with swapped(model), pytest.raises(zshard.DivergenceError) as caught:
+        evaluate(model, grad)
+    return str(caught.value)
+
+
+def rank_0_swaps_and_records(model, plain, i):
+    return rank_0_swaps(model, plain, i, grad=True)
+
+
+def rank_1_swaps_longer(model, plain, i):
+    """Validation loaders of unequal length, with other weights on all ranks."""
+    with swapped(model):
+        for _ in range(2):
+            assert close(evaluate(model), plain.evaluate(0.5))
+        if dist.get_rank() != 1:
+            return ""
+        with pytest.raises(zshard.DivergenceError) as caught:
+            evaluate(model)
+        return str(caught.value)
+
+
+WRONG = [rank_0_swaps, rank_0_swaps_and_records, rank_1_swaps_longer]
+
+
+@pytest.mark.parametrize("combination", OVER_SHM)
+@pytest.mark.parametrize("between", WRONG, ids=lambda f: f.__name__)
+def test_other_weights_on_one_rank(pool2, combination, between):
+    results = pool2.run(rehearse, combination, between)
+    texts = [text for found, _ in results for text in found if text]
+    assert len(texts) == STEPS
+    for text in texts:
+        assert "changed since its last optimizer step or load" in text
+        assert "evaluate on all ranks" in text
+    assert [wrong for _, wrong in results] == [[], []]
