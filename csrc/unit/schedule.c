@@ -131,6 +131,7 @@ void zs_engine_write_end(zs_engine *engine)
 {
     zs_comm *near = engine->ranks.near;
     zs_sample_written(engine);
+    zs_history_tell(engine);
     if (near->ops->write_end != NULL) near->ops->write_end(near, engine->reader);
 }
 

@@ -1,6 +1,8 @@
 /* check_reader.c - all interleavings of ranks that run the reader protocol of shm_reader.c, on the functions of shm_word.c.
  *
- *   check_reader RANKS [FAULT]     prints "programs P states S"; exit 1 and the trace's end if a promise is broken
+ *   check_reader RANKS LENGTH [FAULT]     prints "programs P states S"; exit 1 and the last state if a promise is broken
+ *
+ * LENGTH bounds the programs of three ranks, in letters.
  *
  * The one idea: the protocol's decisions are pure functions of two words (shm_word.h), so the very functions that are compiled
  * into zshard run here in a model in which each load and each store of shared memory is a step, and any rank may make the
@@ -9,6 +11,7 @@
  * A program is a string for each rank:
  *   T  training forward      E  evaluation             B  backward            N  backward within no_sync
  *   W  optimizer step        L  load of other values   S  swap, by hand       U  swap back, by hand
+ *   V  forward in evaluation mode that a backward follows
  *   F  training forward that fails halfway             I  training forward that is interrupted while it waits, or not
  *   X  the model is freed    D  the process dies, at any moment from here on
  *
@@ -30,38 +33,41 @@ enum { MAX_RANKS = 3, HALF = 255 };
 
 /* Where a rank is; the access that it makes next. */
 typedef enum place {
-    NEXT,        /* (no access) takes the next letter */
-    TELL,        /* stores its history */
-    WANT,        /* stores that it wants a pass */
-    ADMIT,       /* loads a peer's word: does it admit? */
-    JUDGE,       /* loads it again: does it take part? */
-    ENTER,       /* stores that it reads */
-    RECHECK,     /* loads once more: does it still admit? */
-    BACK_OFF,    /* stores again that it wants */
-    CLASH,       /* (alone) loads: are the parameters as written? */
-    COMPARE,     /* loads a peer's history */
-    READ,        /* loads a peer's shard */
-    POST,        /* stores that its gradients are there */
-    COLLECT,     /* loads whether a peer's are */
-    READ_AGAIN,  /* loads a peer's shard, after the rounds */
-    LEAVE,       /* stores that it reads no more */
-    REFUSE,      /* the same, after an error */
-    LEFT,        /* loads: does a peer hold it up? */
-    WRITE,       /* stores that it writes */
-    UNREAD,      /* loads: does a peer read? */
-    SCRIBBLE,    /* stores half of new values */
-    SCRIBBLED,   /* stores all of them */
-    WROTE,       /* stores that it writes no more */
-    GONE         /* has ended */
+    NEXT,       /* (no access) takes the next letter */
+    TELL,       /* stores its history */
+    WANT,       /* stores that it wants a pass */
+    ADMIT,      /* loads a peer's word: does it admit? */
+    JUDGE,      /* loads it again: does it take part? */
+    ENTER,      /* stores that it reads */
+    RECHECK,    /* loads once more: does it stand still? */
+    BACK_OFF,   /* stores again that it wants */
+    CLASH,      /* (alone) loads: are the parameters as written? */
+    COMPARE,    /* loads a peer's history */
+    READ,       /* loads a peer's shard */
+    POST,       /* stores that its gradients are there */
+    COLLECT,    /* loads whether a peer's are */
+    READ_AGAIN, /* loads a peer's shard, after the rounds */
+    LEAVE,      /* stores that it reads no more */
+    REFUSE,     /* the same, after an error */
+    LEFT,       /* loads: does a peer hold it up? */
+    WRITE,      /* stores that it writes */
+    UNREAD,     /* loads: does a peer read? */
+    SCRIBBLE,   /* stores half of new values */
+    SCRIBBLED,  /* stores all of them */
+    WRITTEN,    /* stores its history */
+    WROTE,      /* stores that it writes no more */
+    GONE        /* has ended */
 } place;
 
 typedef struct rank_state {
     uint64_t word, wanted;
-    uint8_t at, peer, letter;       /* place; the peer that it looks at; position in its program */
-    uint8_t shard, written;         /* values in its shard; what the last known write has left there */
-    uint8_t history, told, posted;  /* its own; what peers see; rounds */
+    uint8_t at, peer, letter;      /* place; the peer that it looks at; position in its program */
+    uint8_t shard, written;        /* values in its shard; what the last known write has left there */
+    uint8_t history, told, posted; /* its own; what peers see; rounds */
     uint8_t alone, failed, died, next_shard;
-    uint8_t graph; /* a forward has succeeded that a backward may follow */
+    uint8_t wrong;   /* has read what it should not have, in a pass that may still fail */
+    uint8_t tainted; /* a backward of its own has gone wrong: its next forward must fail */
+    uint8_t graph;   /* a forward has succeeded that a backward may follow */
 } rank_state;
 
 typedef struct world_state {
@@ -74,6 +80,7 @@ typedef struct program {
 } program;
 
 static int n_ranks;
+static size_t longest;
 static const char *fault = "";
 static long n_states, n_programs;
 
@@ -92,6 +99,13 @@ static bool admits(uint64_t owner, uint64_t mine)
     return zs_word_admits(owner, mine);
 }
 
+static bool stands_still(uint64_t owner, uint64_t wanted)
+{
+    if (planted("second look at counts only"))
+        return zs_word_takes_part(owner, wanted) || zs_word_state(owner) != ZS_READER_IDLE;
+    return zs_word_stands_still(owner, wanted);
+}
+
 static bool takes_part(uint64_t owner, uint64_t mine)
 {
     return planted("nobody is alone") || zs_word_takes_part(owner, mine);
@@ -102,15 +116,15 @@ static bool holds_up(uint64_t peer, uint64_t mine)
     zs_reader_state state = zs_word_state(peer);
     if (planted("wanting holds nobody up") && !zs_word_reads(peer)) return false;
     if (planted("reading alone holds nobody up") && state == ZS_READER_ALONE) return false;
+    if (planted("nobody is held up on the way to a backward") && state == ZS_READER_IDLE) return false;
     if (planted("backwards hold nobody up") && state == ZS_READER_BACKWARD) return false;
     if (planted("all hold up") && state > ZS_READER_WRITES) return true;
     return zs_word_holds_up(peer, mine);
 }
 
-static bool clashes(uint64_t owner, uint64_t mine)
+static bool changed_by_hand(uint64_t word)
 {
-    if (planted("own changes do not clash")) return zs_word_changed(owner);
-    return !planted("nothing clashes") && zs_word_clashes(owner, mine);
+    return !planted("nothing clashes") && zs_word_changed(word);
 }
 
 static uint64_t want(uint64_t word, zs_pass pass, bool changed)
@@ -142,7 +156,9 @@ static char letter_of(const world_state *w, int me)
 
 static zs_pass pass_of(char letter)
 {
-    return letter == 'E' ? ZS_PASS_EVALUATE : letter == 'B' || letter == 'N' ? ZS_PASS_BACKWARD : ZS_PASS_TRAIN;
+    return letter == 'E' || letter == 'V'   ? ZS_PASS_EVALUATE
+           : letter == 'B' || letter == 'N' ? ZS_PASS_BACKWARD
+                                            : ZS_PASS_TRAIN;
 }
 
 static void go(rank_state *me, place at)
@@ -175,11 +191,11 @@ static void take_letter(rank_state *me, char letter)
     case 'W':
     case 'L':
         me->next_shard = (uint8_t)(letter == 'W' ? me->written + 1 : me->written + 50);
-        me->history = (uint8_t)(me->history * 3 + (letter == 'W' ? 1 : 2));
+        me->history = (uint8_t)(me->history * 5 + (letter == 'W' ? 1 + me->posted : 90));
         go(me, planted("steps without the right to write") ? SCRIBBLE : WRITE);
         return;
     case 'X':
-        me->word = zs_word_stop(me->word);
+        me->word = planted("freed models hold up") ? zs_word_stop(me->word) : zs_word_free(me->word);
         done_with_letter(me);
         return;
     case 'D':
@@ -217,13 +233,29 @@ static bool by_hand(char letter)
     return letter == 'S' || letter == 'U';
 }
 
-/* Has what is read by a pass that goes on to succeed. */
-static const char *check_read(const world_state *w, int me, int peer)
+enum { FINE, OTHER_VERSION, HALF_WRITTEN };
+
+/* What is wrong with a peer's shard, as this rank sees it. */
+static uint8_t check_read(const world_state *w, int me, int peer)
 {
     uint8_t seen = w->rank[peer].shard;
-    if (seen == HALF) return "reads a shard that is half-written";
-    if (seen != w->rank[me].shard) return "reads a shard of another version";
-    return NULL;
+    if (seen == HALF) return HALF_WRITTEN;
+    return seen != w->rank[me].shard ? OTHER_VERSION : FINE;
+}
+
+/* What is wrong with a pass that is about to end well. A backward of old gradients, on a rank that another has left behind by a
+ * step, is told of at the next forward. */
+static const char *check_pass(world_state *w, int i, zs_pass pass)
+{
+    rank_state *me = &w->rank[i];
+    if (me->tainted) return "a forward goes on after a backward that has gone wrong";
+    if (me->wrong & HALF_WRITTEN) return "a pass has read a shard that was half-written";
+    if (me->wrong == FINE) return NULL;
+    bool apart = false;
+    for (int r = 0; r < n_ranks; r++)
+        apart |= w->rank[r].history != me->history;
+    me->tainted = pass == ZS_PASS_BACKWARD && apart;
+    return me->tainted ? NULL : "a pass has read a shard of another version";
 }
 
 static const char *check_scribble(const world_state *w, int me)
@@ -235,13 +267,13 @@ static const char *check_scribble(const world_state *w, int me)
     return NULL;
 }
 
-/* Can rank `i` make a step? Those that wait cannot. */
+/* Can rank `i` make a step? Those that wait cannot, if nobody interrupts them. */
 static bool can_step(const world_state *w, int i)
 {
     const rank_state *me = &w->rank[i], *peer = &w->rank[me->peer];
     bool own = me->peer == i;
     switch ((place)me->at) {
-    case ADMIT: return own || letter_of(w, i) == 'I' || admits(peer->word, me->word);
+    case ADMIT: return own || admits(peer->word, me->word);
     case LEFT: return own || !holds_up(peer->word, me->word);
     case UNREAD: return own || !zs_word_reads(peer->word);
     case COLLECT: return own || peer->posted >= me->posted;
@@ -265,7 +297,7 @@ static const char *step(world_state *w, int i, bool interrupt)
         break;
     case WANT:
         me->wanted = me->word = want(me->word, pass_of(letter), changed);
-        me->alone = 0;
+        me->alone = me->wrong = 0;
         go(me, ADMIT);
         break;
     case ADMIT:
@@ -287,7 +319,7 @@ static const char *step(world_state *w, int i, bool interrupt)
         if (planted("no second look")) admitted(me, letter);
         break;
     case RECHECK:
-        if (!own && !admits(peer->word, me->word)) {
+        if (!own && !stands_still(peer->word, me->wanted)) {
             go(me, BACK_OFF);
         } else {
             on(me, RECHECK);
@@ -300,7 +332,7 @@ static const char *step(world_state *w, int i, bool interrupt)
         go(me, ADMIT);
         break;
     case CLASH:
-        if (clashes(peer->word, me->wanted))
+        if (changed_by_hand(peer->word))
             refused(me);
         else
             on(me, COMPARE);
@@ -312,7 +344,7 @@ static const char *step(world_state *w, int i, bool interrupt)
             on(me, READ);
         break;
     case READ:
-        broken = check_read(w, i, me->peer);
+        me->wrong |= check_read(w, i, me->peer);
         on(me, letter == 'B' ? POST : LEAVE);
         if (me->at == LEAVE && letter == 'F') done_with_letter(me);
         break;
@@ -322,12 +354,13 @@ static const char *step(world_state *w, int i, bool interrupt)
         break;
     case COLLECT: on(me, READ_AGAIN); break;
     case READ_AGAIN:
-        broken = check_read(w, i, me->peer);
+        me->wrong |= check_read(w, i, me->peer);
         on(me, LEAVE);
         break;
     case LEAVE:
+        broken = check_pass(w, i, pass_of(letter));
         me->word = leave(me->word);
-        me->graph = pass_of(letter) != ZS_PASS_BACKWARD;
+        if (letter != 'E') me->graph = pass_of(letter) != ZS_PASS_BACKWARD;
         go(me, LEFT);
         break;
     case REFUSE:
@@ -351,6 +384,10 @@ static const char *step(world_state *w, int i, bool interrupt)
     case SCRIBBLED:
         me->shard = me->next_shard;
         if (!by_hand(letter)) me->written = me->shard;
+        go(me, by_hand(letter) ? WROTE : WRITTEN);
+        break;
+    case WRITTEN:
+        if (!planted("steps are told late") && !planted("histories are told late")) me->told = me->history;
         go(me, WROTE);
         break;
     case WROTE:
@@ -429,12 +466,13 @@ static void describe(const world_state *w, const char *what)
     printf("broken: %s\n", what);
     for (int r = 0; r < n_ranks; r++) {
         const rank_state *s = &w->rank[r];
-        printf("  rank %d: program %s, letter %d, place %d, peer %d, state %d, trains %llu, evaluations %llu, shard %d, "
-               "written %d, changed %d\n",
-               r, running->text[r], s->letter, s->at, s->peer, (int)zs_word_state(s->word),
-               (unsigned long long)zs_word_forwards(s->word, ZS_PASS_TRAIN),
-               (unsigned long long)zs_word_forwards(s->word, ZS_PASS_EVALUATE), s->shard, s->written,
-               zs_word_changed(s->word));
+        printf(
+            "  rank %d: program %s, letter %d, place %d, peer %d, state %d, trains %llu, evaluations %llu, shard %d, "
+            "written %d, changed %d\n",
+            r, running->text[r], s->letter, s->at, s->peer, (int)zs_word_state(s->word),
+            (unsigned long long)zs_word_forwards(s->word, ZS_PASS_TRAIN),
+            (unsigned long long)zs_word_forwards(s->word, ZS_PASS_EVALUATE), s->shard, s->written,
+            zs_word_changed(s->word));
     }
 }
 
@@ -486,15 +524,13 @@ static const char *expand(seen_set *seen, frontier *todo, const world_state *w)
             broken = visit(seen, todo, &next, i, NULL);
             next = *w;
         }
+        if (broken == NULL && me->at == ADMIT && letter_of(w, i) == 'I') {
+            any = true;
+            broken = visit(seen, todo, &next, i, step(&next, i, true));
+            next = *w;
+        }
         if (broken != NULL || !can_step(w, i)) continue;
         any = true;
-        bool may_wait = me->at == ADMIT && letter_of(w, i) == 'I';
-        if (may_wait) {
-            const char *text = step(&next, i, true);
-            broken = visit(seen, todo, &next, i, text);
-            next = *w;
-            if (broken != NULL || !(me->peer == i || admits(w->rank[me->peer].word, me->word))) continue;
-        }
         const char *text = step(&next, i, false);
         broken = visit(seen, todo, &next, i, text);
     }
@@ -532,68 +568,105 @@ static const char *run(const program *what)
 enum { TEXT = 40 };
 
 /* What all ranks run, from step to step. */
-static const char *const steps[] = {"TB",   "ETB",   "TTB",    "TEB",  "TNTB", "SEUTB",
-                                    "EETB", "SEUETB", "SESEUTB", "TETB", "EEEB", "ETEB"};
+static const char *const steps[] = {"TB",     "ETB",     "TTB",     "TEB",   "TNTB",    "SEUTB",  "EETB",
+                                    "SEUETB", "SESEUTB", "TETB",    "EEVB",  "ETEB",    "TWTB",   "TNWTB",
+                                    "TSEUTB", "TB",      "TNSEUTB", "TBSEU", "TBSTBUE", "EEETTB", "ETTETEB"};
 /* What one rank runs before that, alone; and whether it is right then. */
 typedef struct deviation {
     const char *text;
     bool legal;
 } deviation;
-static const deviation deviations[] = {{"", true},     {"E", true},    {"EE", true},  {"SEU", false}, {"L", false},
-                                       {"W", false},   {"F", true},    {"I", false},  {"T", false},   {"SE", false},
-                                       {"SUE", true},  {"EL", false},  {"D", false},  {"X", false},   {"N", false},
-                                       {"SESEU", false}, {"IW", false}, {"FE", true}, {"TN", false}};
+static const deviation deviations[] = {{"", true},    {"E", true},   {"EE", true}, {"SEU", false}, {"L", false},
+                                       {"W", false},  {"F", true},   {"I", false}, {"T", false},   {"SEEU", false},
+                                       {"SUE", true}, {"EL", false}, {"D", false}, {"X", false},   {"SESEU", false},
+                                       {"IW", false}, {"FE", true},  {"TN", false}};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 /* Left out, for only a trace of each write could tell:
  *   - a lone evaluation that is followed at once by one of all ranks, with other weights in either: the ranks take the two for
  *     the same pass;
- *   - other weights swapped in on a rank whose training forward has failed, while the others' backward follows theirs. */
+ *   - other weights swapped in on a rank that has run a training forward of its own, or one that failed, while the others' backward follows theirs. */
 static bool is_left_out(const char *alone, const char *common)
 {
     size_t until = strcspn(common, "TBN");
     const char *evaluates = memchr(common, 'E', until), *swaps = memchr(common, 'S', until);
-    if (strpbrk(alone, "FI") != NULL && swaps != NULL) return true;
+    if (strpbrk(alone, "FITN") != NULL && strchr(common, 'S') != NULL) return true;
     return strchr(alone, 'E') != NULL && evaluates != NULL && (swaps != NULL || strchr(alone, 'S') != NULL);
 }
 
-/* A lone evaluation before others' forward has somebody to read from; before others' end it has not. */
-static const char *run_with(const char *before, const char *common, const deviation *alone, int who)
+/* Ranks that all run `before`, then what each runs alone, then `common`. */
+static const char *run_with(const char *before, const deviation *const *alone, const char *common)
 {
     char texts[MAX_RANKS][TEXT];
-    program p = {.legal = alone->legal};
+    program p = {.legal = true};
     for (int r = 0; r < n_ranks; r++) {
-        snprintf(texts[r], TEXT, "%s%s%sW", before, r == who ? alone->text : "", common);
+        for (int other = 0; other < n_ranks; other++) {
+            snprintf(texts[r], TEXT, "%s%s", other == r ? "" : alone[other]->text, common);
+            if (is_left_out(alone[r]->text, texts[r])) return NULL;
+        }
+        snprintf(texts[r], TEXT, "%s%s%sW%s", before, alone[r]->text, common, n_ranks == 2 ? "TBW" : "");
         p.text[r] = texts[r];
+        /* Others that evaluate next take a lone evaluation for theirs, and others' forward takes a failed one for theirs: all
+         * then are one behind, until the next backward ends. */
+        p.legal &= alone[r]->legal && (*alone[r]->text == 0 || (common[0] == 'T' && strchr("BN", common[1]) != NULL));
     }
-    /* Others that evaluate next take a lone evaluation for theirs: all then are one behind, and the last one waits. */
-    if (*alone->text != 0 && common[0] != 'T') p.legal = false;
     return run(&p);
 }
 
-static const char *run_all(void)
+/* Each step after each step, with each deviation of each rank before the second. */
+static const char *run_pairs(void)
 {
     const char *broken = NULL;
-    size_t n_deviations = n_ranks > 2 ? 9 : COUNT(deviations);
-    for (size_t d = 0; d < n_deviations && broken == NULL; d++)
-        for (size_t s = 0; s < COUNT(steps) && broken == NULL; s++) {
-            if (is_left_out(deviations[d].text, steps[s])) continue;
-            if (n_ranks > 2 && strlen(steps[s]) + strlen(deviations[d].text) > 4) continue;
-            for (int who = 0; who < (d == 0 ? 1 : n_ranks) && broken == NULL; who++) {
-                broken = run_with("", steps[s], &deviations[d], who);
-                if (broken == NULL && n_ranks == 2) broken = run_with("TBW", steps[s], &deviations[d], who);
-                if (broken == NULL && n_ranks == 2 && d < 6) broken = run_with("ETBWTBW", steps[s], &deviations[d], who);
+    for (size_t before = 0; before <= COUNT(steps); before++)
+        for (size_t common = 0; common < COUNT(steps); common++)
+            for (size_t d = 0; d < COUNT(deviations) * (size_t)n_ranks && broken == NULL; d++) {
+                const deviation *alone[MAX_RANKS] = {deviations, deviations, deviations};
+                alone[d % (size_t)n_ranks] = &deviations[d / (size_t)n_ranks];
+                char first[TEXT] = "";
+                if (before < COUNT(steps)) snprintf(first, TEXT, "%sW", steps[before]);
+                if (n_ranks > 2 && strlen(first) + strlen(steps[common]) > longest) continue;
+                broken = run_with(first, alone, steps[common]);
             }
+    return broken;
+}
+
+/* Deviations of two ranks at a time. */
+static const char *run_two_deviations(void)
+{
+    const char *broken = NULL;
+    for (size_t common = 0; common < COUNT(steps); common++)
+        for (size_t d = 0; d < COUNT(deviations) * COUNT(deviations) && broken == NULL; d++) {
+            const deviation *a = &deviations[d % COUNT(deviations)], *b = &deviations[d / COUNT(deviations)];
+            const deviation *alone[MAX_RANKS] = {a, b, deviations};
+            if (n_ranks > 2 && strlen(a->text) + strlen(b->text) + strlen(steps[common]) > longest) continue;
+            broken = run_with("", alone, steps[common]);
         }
+    return broken;
+}
+
+/* Ranks that end in different ways; none waits for ever for another. */
+static const char *run_ends(void)
+{
+    static const program ends[] = {{{"TN", "TX", "TX"}, true},
+                                   {{"TX", "TX", "TN"}, true},
+                                   {{"TNX", "TN", "TNX"}, true},
+                                   {{"TBX", "TBW", "TBWX"}, true},
+                                   {{"TBWEX", "TBWE", "TBWE"}, true}};
+    const char *broken = NULL;
+    for (size_t i = 0; i < COUNT(ends) && broken == NULL; i++)
+        broken = run(&ends[i]);
     return broken;
 }
 
 int main(int argc, char **argv)
 {
-    if (argc < 2) return 2;
+    if (argc < 3) return 2;
     n_ranks = atoi(argv[1]);
-    if (argc > 2) fault = argv[2];
-    const char *broken = run_all();
+    longest = (size_t)atoi(argv[2]);
+    if (argc > 3) fault = argv[3];
+    const char *broken = run_ends();
+    if (broken == NULL) broken = run_pairs();
+    if (broken == NULL) broken = run_two_deviations();
     printf("programs %ld states %ld\n", n_programs, n_states);
     return broken != NULL;
 }

@@ -240,9 +240,9 @@ static void read_version(rank_env *env, model *m, uint32_t version)
     }
 }
 
-static void run_forward(rank_env *env, model *m, uint32_t version)
+static void run_forward(rank_env *env, model *m, uint32_t version, zs_pass pass)
 {
-    OK(env->comm->ops->read_begin(env->comm, m->reader, ZS_PASS_TRAIN, false));
+    OK(env->comm->ops->read_begin(env->comm, m->reader, pass, false));
     read_version(env, m, version);
     OK(env->comm->ops->read_end(env->comm, m->reader, ZS_PHASE_FORWARD));
 }
@@ -282,19 +282,22 @@ static void readers_never_see_a_wrong_version(rank_env *env)
     unsigned common = 99; /* the ranks' shared dice: what all do together */
     for (uint32_t step = 1; step <= 150; step++) {
         uint32_t version = step * 10;
+        OK(env->comm->ops->write_begin(env->comm, m.reader));
         write_version(env, &m, version); /* the optimizer */
+        env->comm->ops->write_end(env->comm, m.reader);
         for (unsigned evals = (unsigned)rand_r(&common) % 3; evals > 0; evals--) {
-            run_forward(env, &m, version); /* all evaluate, and swap weights after */
+            run_forward(env, &m, version, ZS_PASS_EVALUATE); /* all evaluate, and swap weights after */
             write_version(env, &m, ++version);
         }
         unsigned alone = (unsigned)rand_r(&common) % 8;
         bool lonely = alone < (unsigned)env->world && (unsigned)env->rank == alone;
         bool before = (unsigned)rand_r(&common) % 2 == 0;
+        zs_pass kind = (unsigned)rand_r(&common) % 2 == 0 ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE;
         for (unsigned i = draw(env, 3); lonely && before && i > 0; i--)
-            run_forward(env, &m, version);
-        run_forward(env, &m, version);
+            run_forward(env, &m, version, kind);
+        run_forward(env, &m, version, ZS_PASS_TRAIN);
         for (unsigned i = draw(env, 3); lonely && !before && i > 0; i--)
-            run_forward(env, &m, version);
+            run_forward(env, &m, version, kind);
         run_backward(env, &m, version);
     }
     free_model(env, &m);
@@ -312,7 +315,7 @@ static void readers_survive_failures(rank_env *env)
             OK(env->comm->ops->read_begin(env->comm, m.reader, ZS_PASS_TRAIN, false));
             jitter(env);
         }
-        run_forward(env, &m, step);
+        run_forward(env, &m, step, ZS_PASS_TRAIN);
         run_backward(env, &m, step);
     }
     FAILS(env->comm->ops->read_end(env->comm, m.reader, ZS_PHASE_BACKWARD), ZS_ERR_STATE, "not begun");

@@ -50,7 +50,7 @@ void zs_shm_reader_free(zs_comm *comm, zs_reader *reader)
     zs_shm *shm = (zs_shm *)comm;
     if (zs_shm_live(shm)) { /* a freed model reads no more: let the others go */
         _Atomic uint64_t *word = own_word(shm, reader);
-        zs_shm_set(shm, word, zs_word_stop(atomic_load(word)));
+        zs_shm_set(shm, word, zs_word_free(atomic_load(word)));
     }
     free(reader);
 }
@@ -82,21 +82,21 @@ static zs_status leave(zs_shm *shm, const zs_reader *reader, uint64_t next)
     return zs_shm_wait(shm, act);
 }
 
-/* Do all ranks take part in the forward that this one wants? */
-static bool all_take_part(const zs_shm *shm, const zs_reader *reader, uint64_t mine)
+/* Is it true of all ranks, as seen by this one in `mine`? */
+static bool all(const zs_shm *shm, const zs_reader *reader, bool (*question)(uint64_t, uint64_t), uint64_t mine)
 {
     for (int r = 0; r < shm->base.world; r++)
-        if (!zs_word_takes_part(atomic_load(&zs_shm_reader_at(shm, r, reader->record)->word), mine)) return false;
+        if (r != shm->base.rank && !question(atomic_load(&zs_shm_reader_at(shm, r, reader->record)->word), mine))
+            return false;
     return true;
 }
 
-static zs_status check_alone(const zs_shm *shm, const zs_reader *reader, uint64_t mine)
+/* May this rank run a forward in which not all take part? */
+static zs_status check_alone(const zs_shm *shm, const zs_reader *reader)
 {
-    for (int r = 0; r < shm->base.world; r++) {
-        uint64_t owner = atomic_load(&zs_shm_reader_at(shm, r, reader->record)->word);
-        if (zs_word_clashes(owner, mine))
-            return zs_comm_fail_alone(&shm->base, zs_word_changed(mine) ? shm->base.rank : r);
-    }
+    for (int r = 0; r < shm->base.world; r++)
+        if (zs_word_changed(atomic_load(&zs_shm_reader_at(shm, r, reader->record)->word)))
+            return zs_comm_fail_alone(&shm->base, r);
     return ZS_OK;
 }
 
@@ -107,10 +107,10 @@ static zs_status enter(zs_shm *shm, const zs_reader *reader, zs_shm_act act)
     uint64_t wanted = atomic_load(word);
     for (;;) {
         ZS_TRY(zs_shm_wait(shm, act));
-        bool alone = act.what != ZS_SHM_BACKWARD && !all_take_part(shm, reader, wanted);
+        bool alone = act.what != ZS_SHM_BACKWARD && !all(shm, reader, zs_word_takes_part, wanted);
         atomic_store(word, zs_word_enter(wanted, alone));
-        if (zs_shm_missing(shm, shm->base.rank, act) < 0) return alone ? check_alone(shm, reader, wanted) : ZS_OK;
-        zs_shm_set(shm, word, wanted); /* somebody writes now, or is not in a pass any more */
+        if (all(shm, reader, zs_word_stands_still, wanted)) return alone ? check_alone(shm, reader) : ZS_OK;
+        zs_shm_set(shm, word, wanted);
     }
 }
 

@@ -19,20 +19,24 @@
  *
  * Who holds up a rank O that has ended a pass (zs_word_holds_up); O is IDLE by then, and will return to user code:
  *   peer P is    | holds up?              | why, and why no circle comes of it
+ *   behind in    | yes                    | it reads O's shards in a backward that O has finished, with all its rounds: it
+ *   reductions   |                        | needs nothing more from O. Or it is on its way there: within no_sync nothing else
+ *                |                        | has O wait for that.
  *   IDLE, WRITES | no                     | it reads nothing
+ *   FREED        | no, even if behind     | it never will
  *   WANTS_*      | if O admits it         | it may start at any moment. It waits only for ranks that have not begun its pass.
  *   of a forward | no, if O does not      | it waits for O's next pass, and cannot slip in: O is IDLE, and admits nobody new.
  *   TRAINS,      | yes                    | it reads. It waits for nobody but the user's own collectives, in which O has taken
  *   EVALUATES,   |                        | part, as it is past the same forward.
  *   ALONE        |                        |
- *   BACKWARD,    | if it has made fewer   | it reads O's shards in a backward that O has finished, with all its rounds: it
- *   WANTS_       |    reductions          | needs nothing more from O.
- *   BACKWARD     | no otherwise           | it waits for gradients of O's own coming backward.
+ *   BACKWARD,    | no                     | it waits for gradients of O's own coming backward.
+ *   WANTS_       |                        |
+ *   BACKWARD     |                        |
  *
  * Who may come in while O changes its word? Both sides "write mine, then look at yours" (sequentially consistent):
- *   - P is WANTS_*, finds itself admitted, stores that it reads, and looks once more; if it is not admitted any more, it goes
- *     back to WANTS_*. So a rank that stores WRITES, or takes back the count of a lone pass, either sees P read and waits, or
- *     P sees the new word.
+ *   - P is WANTS_*, finds itself admitted, stores that it reads, and looks once more; if somebody does not stand still any more
+ *     (it has taken the right to write, or has left the pass in which P was to read it alone), P goes back to WANTS_*. So either
+ *     that rank sees P read, and waits, or P sees its new word.
  *   - P begins the forward of some count, O ends its own of that count. O ran it because P had begun it: P was WANTS_*, reads,
  *     or is through when O ended, never "not yet": no gap.
  *   - P wants to read alone, admitted by O's backward, and O ends that. If P stored WANTS_* before O looked, O waits for it, as
@@ -143,6 +147,11 @@ uint64_t zs_word_stop(uint64_t word)
     return in_state(word, ZS_READER_IDLE);
 }
 
+uint64_t zs_word_free(uint64_t word)
+{
+    return in_state(word, ZS_READER_FREED);
+}
+
 uint64_t zs_word_write(uint64_t word)
 {
     return zs_word_state(word) == ZS_READER_IDLE ? in_state(word, ZS_READER_WRITES) : word;
@@ -173,10 +182,16 @@ bool zs_word_takes_part(uint64_t owner, uint64_t mine)
     }
 }
 
+static bool in_pass(uint64_t word)
+{
+    zs_reader_state state = zs_word_state(word);
+    return state != ZS_READER_IDLE && state != ZS_READER_WRITES && state != ZS_READER_FREED;
+}
+
 /* Does `owner`, which does not take part, stand where a rank in `mine` may read it all the same? */
 static bool may_be_read_alone(uint64_t owner, uint64_t mine)
 {
-    if (reductions_ahead(owner, mine) != 0 || zs_word_state(owner) == ZS_READER_IDLE) return false;
+    if (reductions_ahead(owner, mine) != 0 || !in_pass(owner)) return false;
     if (in_backward(owner)) return true;
     zs_reader_state state = zs_word_state(mine);
     bool evaluates = state == ZS_READER_WANTS_EVAL || state == ZS_READER_EVALUATES;
@@ -185,11 +200,14 @@ static bool may_be_read_alone(uint64_t owner, uint64_t mine)
 
 bool zs_word_admits(uint64_t owner, uint64_t mine)
 {
-    zs_reader_state state = zs_word_state(owner);
-    if (state == ZS_READER_WRITES) return false;
-    int64_t apart = reductions_ahead(owner, mine);
-    if (zs_word_state(mine) == ZS_READER_ALONE) return apart > 0 || (apart == 0 && state != ZS_READER_IDLE);
+    if (zs_word_state(owner) == ZS_READER_WRITES) return false;
     return zs_word_takes_part(owner, mine) || may_be_read_alone(owner, mine);
+}
+
+bool zs_word_stands_still(uint64_t owner, uint64_t wanted)
+{
+    if (zs_word_state(owner) == ZS_READER_WRITES) return false;
+    return zs_word_takes_part(owner, wanted) || (in_pass(owner) && reductions_ahead(owner, wanted) == 0);
 }
 
 bool zs_word_reads(uint64_t peer)
@@ -205,14 +223,11 @@ bool zs_word_reads(uint64_t peer)
 
 bool zs_word_holds_up(uint64_t peer, uint64_t mine)
 {
-    if (in_backward(peer)) return reductions_ahead(peer, mine) < 0;
-    if (zs_word_reads(peer)) return true;
     zs_reader_state state = zs_word_state(peer);
+    if (state == ZS_READER_FREED) return false;
+    if (reductions_ahead(peer, mine) < 0) return true;
+    if (in_backward(peer)) return false;
+    if (zs_word_reads(peer)) return true;
     bool wants = state == ZS_READER_WANTS_TRAIN || state == ZS_READER_WANTS_EVAL;
     return wants && zs_word_admits(mine, peer);
-}
-
-bool zs_word_clashes(uint64_t owner, uint64_t mine)
-{
-    return zs_word_changed(owner) || zs_word_changed(mine);
 }

@@ -16,6 +16,7 @@
  *   EVALUATES| reads, in any other forward                           | likewise
  *   ALONE    | reads, in a forward that the others do not take part in| likewise
  *   BACKWARD | reads, in a backward                                  | likewise
+ *   FREED    | has no such model any more                            | by passes that it has begun too
  *
  *   event                   | from     | to                                       | then waits until
  *   a forward begins        | any      | WANTS_TRAIN, WANTS_EVAL; its count + 1   | all admit it (zs_word_admits)
@@ -45,6 +46,7 @@ typedef enum zs_reader_state {
     ZS_READER_EVALUATES,
     ZS_READER_ALONE,
     ZS_READER_BACKWARD,
+    ZS_READER_FREED,
 } zs_reader_state;
 
 /* The state of a word. */
@@ -53,7 +55,8 @@ zs_reader_state zs_word_state(uint64_t word);
 /* How many forwards of its kind the rank has begun since its last backward; for messages. */
 uint64_t zs_word_forwards(uint64_t word, zs_pass pass);
 
-/* Have the parameters been changed by other means than a write since the last write, when this pass began? */
+/* Had the parameters been changed by other means than a write since the last write, when this pass began? Ranks that are not in
+ * the same pass have the same parameters only if each has what its last write left there. */
 bool zs_word_changed(uint64_t word);
 
 /* --- transitions ------------------------------------------------------------------------------------------------------ */
@@ -70,6 +73,9 @@ uint64_t zs_word_leave(uint64_t word);
 /* Whatever `word` wanted or did will not go on; its counts stay, so that nobody waits for what has been begun. */
 uint64_t zs_word_stop(uint64_t word);
 
+/* The model is freed. */
+uint64_t zs_word_free(uint64_t word);
+
 /* A write begins / ends; only from IDLE / WRITES, else `word` stays as it is. */
 uint64_t zs_word_write(uint64_t word);
 uint64_t zs_word_wrote(uint64_t word);
@@ -79,17 +85,16 @@ uint64_t zs_word_wrote(uint64_t word);
 /* Has `owner` begun the pass that `mine` wants, or is in, too? Then its shards are of that moment. */
 bool zs_word_takes_part(uint64_t owner, uint64_t mine);
 
-/* May a rank in `mine` (WANTS_* or reading) read the shards of `owner`? */
+/* May a rank in `mine` (WANTS_*) read the shards of `owner`? */
 bool zs_word_admits(uint64_t owner, uint64_t mine);
+
+/* Does that still hold, now that the rank has stored that it reads? `wanted` is what it has wanted. */
+bool zs_word_stands_still(uint64_t owner, uint64_t wanted);
 
 /* Must a rank that has ended a pass, and is IDLE in `mine` now, wait for `peer` before it returns to user code? */
 bool zs_word_holds_up(uint64_t peer, uint64_t mine);
 
 /* Does `peer` read shards at this moment? Then they may not be written. */
 bool zs_word_reads(uint64_t peer);
-
-/* Is it wrong for the rank `mine`, which is to read alone, to read `owner`'s shards? Ranks that are not in the same pass have
- * the same parameters only if each has what its last write left there. */
-bool zs_word_clashes(uint64_t owner, uint64_t mine);
 
 #endif

@@ -1,0 +1,75 @@
+"""The reader protocol in all interleavings: see tests/c/check_reader.c.
+
+The one idea: a check that finds nothing proves little until planted faults are found by it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from c_compile import BUILDS, C, compile_c
+from c_sources import sources
+
+FAULTS = [
+    "admits writers",
+    "admits all who are in a pass",
+    "admits idle ranks",
+    "nobody is alone",
+    "wanting holds nobody up",
+    "reading alone holds nobody up",
+    "backwards hold nobody up",
+    "nobody is held up on the way to a backward",
+    "all hold up",
+    "freed models hold up",
+    "nothing clashes",
+    "evaluations count as training",
+    "lone passes count",
+    "reductions do not count",
+    "steps without the right to write",
+    "writes without a wait",
+    "histories are told late",
+    "steps are told late",
+    "histories are not compared",
+    "alone without a check",
+    "no second look",
+    "second look at counts only",
+]
+
+
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("reader") / "check_reader"
+    return compile_c(target, [C / "check_reader.c", *sources("shm_word.c")], BUILDS["release"])
+
+
+def check(checker: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([checker, *args], capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.parametrize(("ranks", "length", "least"), [(2, 0, 4e7), (3, 4, 1e7)])
+def test_holds(checker, ranks, length, least):
+    done = check(checker, str(ranks), str(length))
+    assert done.returncode == 0, done.stdout
+    words = done.stdout.split()
+    assert words[0] == "programs" and words[2] == "states" and int(words[3]) > least
+
+
+@pytest.mark.thorough
+def test_holds_for_longer_programs_of_three_ranks(checker):
+    done = check(checker, "3", "6")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_finds(checker, fault):
+    done = check(checker, "2", "0", fault)
+    assert done.returncode == 1 and "broken: " in done.stdout
+
+
+def test_knows_its_faults(checker):
+    """A name that is no fault's plants nothing, so each name above is one that the program knows."""
+    text = (C / "check_reader.c").read_text()
+    for fault in FAULTS:
+        assert f'planted("{fault}")' in text
