@@ -228,3 +228,30 @@ def test_other_weights_on_one_rank(pool2, combination, between):
         assert "changed since its last optimizer step or load" in text
         assert "evaluate on all ranks" in text
     assert [wrong for _, wrong in results] == [[], []]
+
+
+def error_of_a_lone_evaluation(combination, swaps):
+    """(what this rank raises, whether it has taken a step) where rank 0 evaluates, and then all train."""
+    model, optimizer = built(combination)
+    before = [param.detach().clone() for param in model.parameters()]
+    try:
+        if dist.get_rank() == 0:
+            with swapped(model) if swaps else contextlib.nullcontext():
+                evaluate(model)
+        loss_of(model(floats(dist.get_rank()))).backward()
+        optimizer.step()
+    except (zshard.DivergenceError, zshard.PeerTimeoutError) as error:
+        stepped = any(
+            not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+        )
+        return str(error), stepped
+    return "", True
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["same weights", "other weights"])
+@pytest.mark.parametrize("combination", OVER_C10D)
+def test_alone_over_c10d(pool2, combination, swaps):
+    for text, stepped in pool2.run(error_of_a_lone_evaluation, combination, swaps):
+        assert text and not stepped
+        if swaps:
+            assert "changed since its last optimizer step or load" in text

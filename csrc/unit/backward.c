@@ -94,7 +94,7 @@ static zs_status begin_backward(zs_engine *engine)
         zs_in_backward_open(engine->units[i]);
     }
     zs_engine_discard_dead_grads(engine);
-    return zs_engine_begin_reading(engine, ZS_PASS_BACKWARD);
+    return zs_engine_begin_reading(engine, ZS_PASS_BACKWARD, false);
 }
 
 /* With create_graph=True autograd records what backward does. That graph would be walked when the units are sharded again,

@@ -41,7 +41,7 @@ static bool can_look(const zs_engine *engine)
 {
     const zs_comm *near = engine->ranks.near;
     bool outline = near->ops->read_begin == NULL; /* whose memory is a number only */
-    return near->world > 1 && !outline && zs_engine_device(engine)->where.type == ZS_ON_CPU;
+    return engine->ranks.all->world > 1 && !outline && zs_engine_device(engine)->where.type == ZS_ON_CPU;
 }
 
 void zs_sample_written(zs_engine *engine)

@@ -66,10 +66,9 @@ static bool has_shards(const zs_engine *engine)
     return false;
 }
 
-zs_status zs_engine_begin_reading(zs_engine *engine, zs_pass pass)
+zs_status zs_engine_begin_reading(zs_engine *engine, zs_pass pass, bool changed)
 {
     if (!has_shards(engine)) return ZS_OK;
-    bool changed = pass != ZS_PASS_BACKWARD && zs_sample_changed(engine);
     ZS_TRY(engine->ranks.near->ops->read_begin(engine->ranks.near, engine->reader, pass, changed));
     engine->reading = true;
     return ZS_OK;
@@ -93,6 +92,16 @@ zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase)
     return status == ZS_OK ? join_lanes(&engine->ranks) : status;
 }
 
+/* What is gathered for the secondary shards is gathered for this pass. */
+static zs_status renew_kept(zs_engine *engine, zs_pass pass, bool changed)
+{
+    zs_comm *far = engine->ranks.far;
+    if (far == NULL) return ZS_OK;
+    far->pass = pass;
+    far->changed = changed;
+    return zs_kept_refresh(far, engine->units, engine->n);
+}
+
 static zs_status begin_session(zs_engine *engine, bool training)
 {
     ZS_TRY(zs_engine_settle(engine));
@@ -107,10 +116,12 @@ static zs_status begin_session(zs_engine *engine, bool training)
         ZS_TRY(zs_unit_write_back(engine->units[i]));
     for (size_t i = 0; i < engine->n; i++)
         ZS_TRY(zs_unit_cast(engine->units[i]));
-    if (engine->ranks.far != NULL) ZS_TRY(zs_kept_refresh(engine->ranks.far, engine->units, engine->n));
+    zs_pass pass = training && engine->recording ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE;
+    bool changed = zs_sample_changed(engine);
+    ZS_TRY(renew_kept(engine, pass, changed));
     zs_engine_discard_dead_grads(engine);
     ZS_TRY(broadcast_buffers(engine));
-    return zs_engine_begin_reading(engine, training && engine->recording ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE);
+    return zs_engine_begin_reading(engine, pass, changed);
 }
 
 static zs_status end_session(zs_engine *engine)
