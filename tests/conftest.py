@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from sampling import leave_to_thorough
 from spawn import RankPool
 
 if importlib.util.find_spec("hypothesis"):
@@ -23,9 +24,16 @@ def pytest_report_header() -> str:
     return f"zshard: {spec.origin if spec else 'not importable; run `make test`'}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before the marks are selected by
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave what the samples do not need to `thorough`, and skip what this machine cannot run."""
+    if not any("[" in arg for arg in config.args):  # whoever names a case wants that one
+        leave_to_thorough(items)
+    skip_without_fma([item for item in items if item.get_closest_marker("needs_fma")])
+
+
+def skip_without_fma(marked: list[pytest.Item]) -> None:
     """Skip what needs fused multiply-adds where this machine, or ATEN_CPU_CAPABILITY, has none."""
-    marked = [item for item in items if item.get_closest_marker("needs_fma")]
     if not marked:
         return
     import zshard

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import time
 
 import pytest
 import torch
@@ -190,17 +191,13 @@ def test_steps_by_hand_on_all_ranks(pool2, combination):
 # --- an error -------------------------------------------------------------------------------------
 
 
-def rank_0_swaps(model, plain, i, grad=False):
+def rank_0_swaps(model, plain, i):
     """Only rank 0 has other weights; the others train on, with theirs."""
     if dist.get_rank() != 0:
         return ""
     with swapped(model), pytest.raises(zshard.DivergenceError) as caught:
-        evaluate(model, grad)
+        evaluate(model)
     return str(caught.value)
-
-
-def rank_0_swaps_and_records(model, plain, i):
-    return rank_0_swaps(model, plain, i, grad=True)
 
 
 def rank_1_swaps_longer(model, plain, i):
@@ -215,7 +212,7 @@ def rank_1_swaps_longer(model, plain, i):
         return str(caught.value)
 
 
-WRONG = [rank_0_swaps, rank_0_swaps_and_records, rank_1_swaps_longer]
+WRONG = [rank_0_swaps, rank_1_swaps_longer]
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
@@ -226,8 +223,108 @@ def test_other_weights_on_one_rank(pool2, combination, between):
     assert len(texts) == STEPS
     for text in texts:
         assert "changed since its last optimizer step or load" in text
-        assert "evaluate on all ranks" in text
+        assert "run forwards on all ranks alike" in text
     assert [wrong for _, wrong in results] == [[], []]
+
+
+def modes_differ(combination):
+    """Rank 0 has forgotten model.train(), and the script has a collective of its own between forward
+    and backward. Returns the losses that differ from the plain model's."""
+    model, optimizer = built(combination)
+    plain, wrong = Plain(), []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        model.train(dist.get_rank() != 0)
+        loss = loss_of(model(floats(dist.get_rank(), i)))
+        dist.all_reduce(loss.detach().clone())
+        if abs(loss.item() - plain.loss(i)) > 1e-5:
+            wrong.append((i, loss.item(), plain.loss(i)))
+        loss.backward()
+        optimizer.step()
+        plain.step(i)
+    return wrong
+
+
+@pytest.mark.parametrize("combination", SHARDED)
+def test_ranks_in_different_modes(pool2, combination):
+    assert pool2.run(modes_differ, combination) == [[], []]
+
+
+def eval_mode_and_other_weights(combination):
+    """All train in evaluation mode; rank 0 evaluates alone, with other weights, recording or not.
+    Returns the errors."""
+    found = []
+    for grad in (False, True):
+        model, optimizer = built(combination)
+        model.eval()
+        try:
+            if dist.get_rank() == 0:
+                with swapped(model), contextlib.nullcontext() if grad else torch.no_grad():
+                    model.train()
+                    model(floats(9))
+                    model.eval()
+            loss_of(model(floats(dist.get_rank()))).backward()
+            optimizer.step()
+            found.append("")
+        except (zshard.DivergenceError, zshard.PeerTimeoutError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("combination", OVER_SHM)
+def test_evaluation_mode_and_other_weights(pool2, combination):
+    first, second = pool2.run(eval_mode_and_other_weights, combination)
+    assert all("changed since its last optimizer step or load" in text for text in first)
+    assert second[0] != "" and second[1] != ""
+
+
+def skips_a_batch(combination):
+    """All ranks write by hand, which zshard cannot see; rank 0 skips a batch. Returns the wrong
+    losses."""
+    model, optimizer = built(combination)
+    plain, wrong = Plain(), []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        with contextlib.suppress(LookupError):
+            loss = loss_of(model(floats(dist.get_rank(), i)))
+            if dist.get_rank() == 0:
+                raise LookupError("a batch that is not used")
+        if dist.get_rank() == 0:
+            loss = loss_of(model(floats(0, i)))
+        if abs(loss.item() - plain.loss(i)) > 1e-5:
+            wrong.append((i, loss.item(), plain.loss(i)))
+        loss.backward()
+        by_hand(model)
+        plain.step(i)
+    return wrong
+
+
+@pytest.mark.parametrize("combination", OVER_SHM)
+def test_a_skipped_batch_and_steps_by_hand(pool2, combination):
+    assert pool2.run(skips_a_batch, combination) == [[], []]
+
+
+def two_backwards_of_one_forward(combination):
+    """Each with its own part of the model and its own optimizer; rank 0 is late."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
+    towers = nn.ModuleList([make(Wide), make(Wide, seed=2)])
+    towers.forward = lambda x: (towers[0](x), towers[1](x))
+    model = FSDP(towers, process_group=group, strategy=combination[0], transport=combination[1])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=LR) for part in towers]
+    for i in range(STEPS):
+        outputs = model(floats(dist.get_rank(), i))
+        for output, optimizer in zip(outputs, optimizers, strict=True):
+            loss_of(output).backward()
+            if dist.get_rank() == 0:
+                time.sleep(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return True
+
+
+@pytest.mark.parametrize("combination", OVER_SHM)
+def test_two_backwards_with_a_step_between(pool2, combination):
+    assert pool2.run(two_backwards_of_one_forward, combination) == [True, True]
 
 
 def error_of_a_lone_evaluation(combination, swaps):

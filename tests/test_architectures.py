@@ -117,6 +117,7 @@ def differences_if_checkpointed(name, reentrant):
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("name", ["gpt2, tied", "llama, untied", "bert", "t5, untied"])
 def test_gradient_checkpointing_has_the_bits_of_ddp(pool2, name, reentrant):

@@ -225,6 +225,7 @@ def test_load_quick(tmp_path: Path) -> None:
     assert result["share_bytes"] == 4 * result["parameters"] // 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_checkpoint_quick(tmp_path: Path) -> None:
     flags = ["--sides", "zshard", "dcp", "zshard-async"]

@@ -206,6 +206,7 @@ TWICE = (
 )
 
 
+@pytest.mark.sampled(9)
 @KINDS
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_one_step(pool2, way, reentrant):
@@ -214,6 +215,7 @@ def test_gradients_of_one_step(pool2, way, reentrant):
     assert pool2.run(wrong_in, build, one_step, exact) == [{}, {}]
 
 
+@pytest.mark.sampled(6)
 @KINDS
 @pytest.mark.parametrize(
     "run", [three_steps, two_losses_at_once, a_forward_that_nobody_uses, graph_kept]
@@ -223,6 +225,7 @@ def test_gradients_of_several_passes(pool2, way, run, reentrant):
     assert pool2.run(wrong_in, functools.partial(Stack, way, reentrant), run, False) == [{}, {}]
 
 
+@pytest.mark.sampled(1)
 @KINDS
 @ranks(3)
 def test_gradients_on_three_ranks(pool, reentrant):

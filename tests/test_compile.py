@@ -111,6 +111,7 @@ def wrong_when_compiled(build, run, way, backend, first):
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize(
     ("way", "backend"), [*((way, "aot_eager") for way in WAYS), (each_block_in_place, "eager")]
@@ -120,6 +121,7 @@ def test_gradients_of_a_compiled_model(compilers, way, first, backend):
     assert found == [{}, {}]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
 def test_gradients_when_shapes_and_modes_change(compilers, way):
     found = compilers.run(wrong_when_compiled, Stack, other_shapes, way, "aot_eager", True)
@@ -164,6 +166,7 @@ class Tied(nn.Module):
         return F.linear(x, self.weight)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_in_place])
 @pytest.mark.parametrize("build", [Recomputing, Tied])

@@ -27,6 +27,7 @@ ALL = [(mover, *each) for mover in ("nccl", "peer", "c10d") for each in FILES.it
 CASES = [SAMPLE, *(pytest.param(*case, marks=pytest.mark.thorough) for case in ALL)]
 
 
+@pytest.mark.thorough
 @pytest.mark.needs_fma
 @pytest.mark.parametrize(("mover", "file", "only"), CASES, ids=lambda value: value or "all")
 def test_what_holds_on_the_cpu(mover: str, file: str, only: str) -> None:

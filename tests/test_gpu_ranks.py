@@ -130,6 +130,7 @@ TOGETHER = [("stand-in", 2, mover) for mover in MOVERS]
 TOGETHER += [("gpu", world, mover) for world in (2, 4) for mover in MOVERS]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
@@ -217,6 +218,7 @@ def die_in_training(mover: str) -> tuple[str, str, float]:
     return "nothing", "", time.monotonic() - begin
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mover", [mover for mover in MOVERS if mover != "nccl"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_rank_is_reported(kind: str, mover: str) -> None:

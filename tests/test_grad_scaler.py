@@ -54,6 +54,7 @@ def one_step(combination, library, bad, early):
     return differences(model.state_dict(), before) == [], scaler.get_scale(), finite
 
 
+@pytest.mark.sampled(12)
 @ranks(2, 3)
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("library", SCALERS)

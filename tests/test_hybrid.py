@@ -78,11 +78,13 @@ def wrong_on_a_mesh(build, run, shape):
     return {combination: wrong for combination, wrong in found.items() if wrong}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("run", [run for run, _ in SCENARIOS])
 def test_whatever_a_script_does_gradients_are_the_mean(pool4, run):
     assert pool4.run(wrong_on_a_mesh, Stack, run, (2, 2)) == [{}] * 4
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("run", [run for run, _ in SCENARIOS])
 def test_and_on_meshes_of_one_row_or_column(pool2, run, shape):

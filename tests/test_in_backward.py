@@ -56,6 +56,7 @@ def wrong_in_cases(names, optimizer):
     return {name: bad for name, bad in found.items() if bad}
 
 
+@pytest.mark.thorough
 @ranks(2, pytest.param(3, marks=pytest.mark.thorough))
 @pytest.mark.parametrize(
     "optimizer", [ADAMW, pytest.param("zshard.SGD", marks=pytest.mark.thorough)]
@@ -76,6 +77,7 @@ def test_hybrid(pool4, transport):
     assert pool4.run(wrong_on_a_mesh, transport) == [{}] * 4
 
 
+@pytest.mark.sampled(6)
 @KINDS
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_way_of_checkpointing(pool2, way, reentrant):

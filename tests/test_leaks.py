@@ -204,6 +204,7 @@ def check_steps(grown, steps, transport):
     assert not grown, grown
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
 def test_a_thousand_steps_keep_nothing(world, transport):
     for result in fork_ranks(run_steps, world, transport, "full_shard", STEPS, timeout=120):
@@ -247,6 +248,7 @@ def make_and_drop_models(transport, models):
     return alive, steady_growth(counts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
 def test_dropped_models_are_freed(world, transport):
     for result in fork_ranks(make_and_drop_models, world, transport, 50, timeout=120):
@@ -292,6 +294,7 @@ def outlive_models(transport, models):
     return facts, steady_growth(counts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
 def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):
     gradients = []

@@ -46,6 +46,7 @@ def loaded(name, combination, from_rank0):
     return differences(model.state_dict(), state)
 
 
+@pytest.mark.sampled(8)
 @ranks(2, 3)
 @pytest.mark.parametrize("from_rank0", [True, False])
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes", "conv", "recurrent"])

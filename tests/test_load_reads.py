@@ -11,6 +11,7 @@ import contextlib
 import random
 from collections import Counter
 
+import pytest
 from meshes import on_two_hosts
 from optim_states import rank
 from power_cut import logged, read_log
@@ -100,6 +101,7 @@ def names_of(runs):
     return [(run.file.path.rpartition("/")[2], at) for run in runs for at in range(*run[2:])]
 
 
+@pytest.mark.sampled(1)
 @ranks(1, 3, 4)
 def test_each_block_is_checked_once(pool, tmp_path):
     for seed in range(8):

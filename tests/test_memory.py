@@ -278,6 +278,7 @@ def measured(combination):
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "combination",
     [

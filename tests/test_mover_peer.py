@@ -89,6 +89,7 @@ def one_call_fails(env, call, number):
     return "nothing", ""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "number", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (4, 9, 30))]

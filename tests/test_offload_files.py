@@ -146,6 +146,7 @@ def under_limit(folder, where):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
+@pytest.mark.thorough
 def test_a_model_of_almost_five_times_the_memory(tmp_path):
     """768 MiB of parameters and state with 160 MiB of memory."""
     done = under_limit(tmp_path, "disk")

@@ -52,6 +52,9 @@ def one_rank_does(combination, what):
         model.load_state_dict(saved if dist.get_rank() == 0 else other)
     elif what == "leave out a step":
         learn(model, optimizer, 1, stepping=dist.get_rank() != 0)
+    elif what == "fail after a step":
+        with contextlib.suppress(LookupError):
+            learn(model, Failing(optimizer, after=True), 1)
     elif what == "fail in a step":
         with contextlib.suppress(LookupError):
             learn(model, Failing(optimizer), 1)
@@ -68,20 +71,25 @@ def one_rank_does(combination, what):
 class Failing:
     """An optimizer whose step raises on rank 0."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer, after=False):
         self.zero_grad = optimizer.zero_grad
         self.inner = optimizer
+        self.after = after
 
     def step(self):
         def fail(*_):
             raise LookupError("planted")
 
         if dist.get_rank() == 0:
-            self.inner.register_step_pre_hook(fail)
+            register = self.inner.register_step_pre_hook
+            if self.after:  # what it has written, zshard is not told of
+                register = self.inner.register_step_post_hook
+            register(fail)
         try:
             self.inner.step()
         finally:
             self.inner._optimizer_step_pre_hooks.clear()
+            self.inner._optimizer_step_post_hooks.clear()
 
 
 def after_a_load(saved):
@@ -97,7 +105,8 @@ def after_a_load(saved):
 
 
 @pytest.mark.parametrize(
-    "what", ["load", "load something else", "leave out a step", "fail in a step"]
+    "what",
+    ["load", "load something else", "leave out a step", "fail in a step", "fail after a step"],
 )
 @pytest.mark.parametrize("combination", SHARDED)
 def test_what_one_rank_does_alone_is_an_error_on_all(pool2, combination, what):

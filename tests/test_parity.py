@@ -98,6 +98,7 @@ def distances_from_ddp(name, optimizer):
     return found, distance
 
 
+@pytest.mark.sampled(5)
 @ranks(3, 4)
 @pytest.mark.parametrize(
     ("name", "optimizer"),

@@ -50,6 +50,7 @@ def free_twice():
     libc.free(block)
 
 
+@pytest.mark.thorough
 def test_runtime_and_build_are_the_sanitized_ones(environment):
     (result,) = run_ranks(free_twice, 1, env=environment, check=False)
     assert result.returncode in (1, -signal.SIGABRT)
@@ -128,6 +129,7 @@ def train_all():
     return losses, zshard.__file__
 
 
+@pytest.mark.thorough
 def test_training_is_clean(environment):
     plain = fork_ranks(train_all, 2, timeout=120, check=True)
     for result, usual in zip(

@@ -135,6 +135,7 @@ def saves_with_a_log(folder, log):
     return returned
 
 
+@pytest.mark.thorough
 def test_the_power_is_cut(folder, tmp_path):
     """Whatever the disk has then: each checkpoint is whole, or is none; and what save() has returned
     for is there."""
@@ -184,6 +185,7 @@ def killed_rank(folder, victim, call, kind, asynchronous):
     return was
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     ("victim", "call", "kind"),

@@ -172,6 +172,7 @@ SCENARIOS = [
 ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("run", "exact"), SCENARIOS)
 def test_gradients_are_the_mean_of_the_ranks(pool2, run, exact):
     assert pool2.run(wrong_in, Stack, run, exact) == [{}, {}]
@@ -383,6 +384,7 @@ UNUSUAL = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("cls", "args", "run", "exact"), UNUSUAL)
 def test_unusual_models(pool2, cls, args, run, exact):
     build = functools.partial(cls, *args)

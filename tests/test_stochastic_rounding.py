@@ -230,6 +230,7 @@ def digest(tensor):
     return hash(tuple(tensor.view(torch.int16).tolist()))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "options", "sets"),

@@ -56,6 +56,7 @@ def reading(name, combination):
     return wrong, kept, same, differences(present(whole_grads(model)), expected)
 
 
+@pytest.mark.sampled(5)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "unused", "dtypes"])
 def test_gradients_are_whole_within(pool, name):

@@ -37,12 +37,17 @@ class Unusual(BaseException):
     """Neither an Exception nor known to Python."""
 
 
+class OfAPeer(zshard.PeerError):
+    """What zshard raises for a peer, raised by the script."""
+
+
 KINDS: dict[str, type[BaseException]] = {
     "Exception": LookupError,
     "KeyboardInterrupt": KeyboardInterrupt,
     "SystemExit": SystemExit,
     "BaseException": Unusual,
     "MemoryError": MemoryError,
+    "PeerError": OfAPeer,
 }
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -414,12 +419,14 @@ def sharded(cell: Cell, deadline: float = DEADLINE) -> tuple[str, Any]:
     try:
         script = Sharded(cell, dist.get_rank(), deadline)
         return "seen", script.run()
+    except OfAPeer as error:  # planted, in a place where nobody is to see it
+        return "wrong", f"{type(error).__name__}: {error}"
     except OWN_ERRORS as error:
         return "error", f"{type(error).__name__}: {error}"
     except RuntimeError as error:
         kind = "error" if "call zero_grad() on all ranks" in str(error) else "wrong"
         return kind, f"RuntimeError: {error}"
-    except BaseException as error:  # what was planted, in a place where nobody is to see it
+    except BaseException as error:  # likewise
         return "wrong", f"{type(error).__name__}: {error}"
 
 

@@ -16,12 +16,13 @@ instances and not classes: an owner may be any module below a unit, and its clas
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +46,20 @@ planned_loads: ContextVar[list[Load] | None] = ContextVar("planned_loads", defau
 
 
 def note_loads(loads: Collection[Load]) -> None:
-    """Tell the models what has been loaded, as ranks that load alone are an error; ends the write
-    that a load begins."""
+    """Tell the models what has been loaded, as ranks that load alone are an error."""
     for unit, index, content in loads:
         unit.note_load(index, content)
-    for unit in {unit.engine_id: unit for unit, _, _ in loads}.values():
-        unit.engine.end_write()
+
+
+@contextlib.contextmanager
+def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
+    """Context manager in which the shards of the units' models may be written: no peer reads."""
+    engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
+    for engine in engines:
+        engine.begin_write()
+    yield
+    for engine in engines:
+        engine.end_write()
 
 
 def attach(state: State, spec: UnitSpec) -> None:
@@ -314,9 +323,7 @@ class _Load(_OwnersMethod):
         prefix: str,
         local_metadata: dict[str, Any],
         strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *lists: list[str],  # missing and unexpected keys, error messages
     ) -> None:
         if local_metadata.get("assign_to_params_buffers", False):
             raise ValueError(
@@ -324,29 +331,36 @@ class _Load(_OwnersMethod):
                 "parameters; omit assign to copy values into the shards"
             )
         used = self.in_use()
+        planned = planned_loads.get()
+        units = [place.unit for place in used.values()] if planned is None else []
+        with writing(units):
+            loads = self._load(used, (state_dict, prefix, local_metadata, strict), *lists)
+        if planned is None:
+            note_loads(loads)
+        else:
+            planned += loads
+
+    def _load(
+        self, used: dict[str, _Place], args: tuple[Any, ...], *lists: list[str]
+    ) -> list[Load]:
+        """Load as nn.Module does, or plan it; return what is loaded."""
         for place in used.values():
-            place.unit.engine.begin_write()
             if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
                 place.unit.reshard()
         outlines = {
             n: Outline.of(place.param, place.shape, place.name) for n, place in used.items()
         }
+        loads: list[Load] = []
         with StandIns(self.module, outlines) as stand_ins:
             # Registered now, so it runs behind all others: they are to see whole shapes, and
             # nn.Module, which goes on behind this one, the slices.
-            loads: list[Load] = []
-            last = functools.partial(self._cut, stand_ins, local_metadata.get(KEY, {}), loads)
+            last = functools.partial(self._cut, stand_ins, args[2].get(KEY, {}), loads)
             handle = self.module._register_load_state_dict_pre_hook(last)  # type: ignore[no-untyped-call]
             try:
-                rest = (strict, missing_keys, unexpected_keys, error_msgs)
-                self.original()(state_dict, prefix, local_metadata, *rest)
+                self.original()(*args, *lists)
             finally:
                 handle.remove()
-        planned = planned_loads.get()
-        if planned is None:
-            note_loads(loads)
-        else:
-            planned += loads
+        return loads
 
     def _cut(
         self,

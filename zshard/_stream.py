@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from zshard import _core
 from zshard._agree import on_all_ranks
 from zshard._outline import Pending
-from zshard._state import Load, note_loads, planned_loads
+from zshard._state import Load, note_loads, planned_loads, writing
 from zshard._units import units_of
 
 CHUNK = 2**24  # bytes
@@ -95,7 +95,7 @@ def stream(
 
 def carry_out(plan: Plan, source: Source | None) -> None:
     """Execute the plan."""
-    with torch.no_grad():
+    with torch.no_grad(), writing(unit for unit, _, _ in plan.loads):
         for copy in plan.copies:
             _perform(copy, source)
         for call in plan.calls:

@@ -151,15 +151,32 @@ zs_status zs_comm_fail_history(const zs_comm *comm, int other)
         comm->rank, other, mishaps);
 }
 
-zs_status zs_comm_fail_alone(const zs_comm *comm, int changed)
+enum { PASS = 3, CHANGED = 4, EVAL_MODE = 8 };
+
+uint64_t zs_reading_told(const zs_reading *reading)
+{
+    if (reading->pass == ZS_PASS_BACKWARD) return ZS_PASS_BACKWARD; /* of what its forward was */
+    return (uint64_t)reading->pass | (reading->changed ? CHANGED : 0) | (reading->eval_mode ? EVAL_MODE : 0);
+}
+
+bool zs_reading_alike(uint64_t a, uint64_t b)
+{
+    return ((a ^ b) & (PASS | EVAL_MODE)) == 0;
+}
+
+bool zs_reading_changed(uint64_t told)
+{
+    return (told & CHANGED) != 0;
+}
+
+zs_status zs_comm_fail_apart(const zs_comm *comm, int changed)
 {
     return ZS_FAIL(
         ZS_ERR_DIVERGED,
-        "rank %d ran a forward in which not all ranks take part (an evaluation on one rank?), and the parameters on "
-        "rank "
-        "%d were changed since its last optimizer step or load (weights of a moving average swapped in?): the other "
-        "ranks' "
-        "shards are not of the same weights; change and evaluate on all ranks, or restore the parameters first",
+        "rank %d: not all ranks run the same forward (does one evaluate, or has one skipped a batch?), and the "
+        "parameters of rank %d were changed since its last optimizer step or load (weights of a moving average "
+        "swapped in?), so the ranks' shards may be of different weights; change parameters and run forwards on "
+        "all ranks alike",
         comm->rank, changed);
 }
 
@@ -296,11 +313,10 @@ void zs_local_reader_free(zs_comm *comm, zs_reader *reader)
     free(reader);
 }
 
-zs_status zs_local_read_begin(zs_comm *comm, zs_reader *reader, zs_pass pass, bool changed)
+zs_status zs_local_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
 {
     (void)reader;
-    comm->pass = pass;
-    if (pass != ZS_PASS_BACKWARD) comm->changed = changed;
+    comm->reading = zs_reading_told(reading);
     return ZS_OK;
 }
 

@@ -87,10 +87,18 @@ typedef enum zs_phase { ZS_PHASE_FORWARD, ZS_PHASE_BACKWARD } zs_phase;
 
 /* The same, with two kinds of forward: a rank that evaluates while others train takes no part in their forward. */
 typedef enum zs_pass {
-    ZS_PASS_TRAIN,    /* autograd records, and the module is in training mode */
+    ZS_PASS_TRAIN,    /* a backward may follow: autograd records */
     ZS_PASS_EVALUATE, /* any other forward, and sessions opened by hand */
     ZS_PASS_BACKWARD
 } zs_pass;
+
+/* What a reader session is for. */
+typedef struct zs_reading {
+    zs_pass pass;
+    bool eval_mode;  /* the module is in evaluation mode */
+    bool changed;    /* the shards are not as the last write has left them, see sample.h */
+    uint64_t sample; /* the same number as long as they stay as they are */
+} zs_reading;
 
 /* How patient a call is that looks for its peers. (false and true mean the first two.) */
 typedef enum zs_wait {
@@ -140,7 +148,7 @@ typedef struct zs_comm_ops {
 
     zs_status (*reader_new)(zs_comm *, const char *name, zs_reader **out);
     void (*reader_free)(zs_comm *, zs_reader *);
-    zs_status (*read_begin)(zs_comm *, zs_reader *, zs_pass, bool changed);
+    zs_status (*read_begin)(zs_comm *, zs_reader *, const zs_reading *);
     zs_status (*read_end)(zs_comm *, zs_reader *, zs_phase);
     zs_status (*write_begin)(zs_comm *, zs_reader *);           /* NULL where shards are not mapped */
     void (*write_end)(zs_comm *, zs_reader *);                  /* likewise */
@@ -170,8 +178,7 @@ struct zs_comm {
     const zs_device *device; /* whose memory flats and buckets are */
     double timeout;          /* seconds that one wait may last */
     char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
-    zs_pass pass;            /* (not mapped) which gathers are for, as read_begin has it */
-    bool changed;            /* likewise */
+    uint64_t reading;        /* (not mapped) what gathers are for, see zs_reading_told */
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
     uint64_t history;        /* of all models that use it, see zs_comm_tell_history */
     char mishap[ZS_MISHAP];  /* see zs_comm_tell_mishap */
@@ -217,9 +224,8 @@ void zs_comm_on_wait(bool (*interrupted)(void));
  *
  * reader_new: one per model (root), same order on all ranks. Counts reductions, and forwards of each kind since.
  * read_begin(TRAIN, EVALUATE): counts a forward, then waits until every owner has begun that forward too, or stands where
- *   this rank may read it alone; then marks this rank as reading. read_begin(BACKWARD): same without counting. `changed`:
- *   the parameters are not as the last write has left them, so that ZS_ERR_DIVERGED stops this rank from reading alone, and
- *   others from reading alone what is here.
+ *   this rank may read it alone; then marks this rank as reading. read_begin(BACKWARD): same without counting.
+ *   ZS_ERR_DIVERGED if ranks do not run the same forward and some have changed their parameters by hand.
  * read_end(FORWARD): marks as not reading, and returns only when no peer reads this rank's shards.
  * read_end(BACKWARD): the same, and counts one reduction. Call it when all rounds of the backward are released.
  *   No-ops where shards are not mapped (self, c10d).
@@ -262,8 +268,15 @@ void zs_comm_mishaps(const zs_comm *comm, char *text, size_t size);
 /* The failure of a rank that finds that rank `other` has another history. */
 zs_status zs_comm_fail_history(const zs_comm *comm, int other);
 
-/* The failure of a rank in whose forward not all take part, where rank `changed` has changed its parameters by hand. */
-zs_status zs_comm_fail_alone(const zs_comm *comm, int changed);
+/* What peers are told of a session, where they are told with each gather; 0 is a training forward. */
+uint64_t zs_reading_told(const zs_reading *reading);
+
+/* Are two of these of one forward of all ranks? And had one rank changed its parameters by hand? */
+bool zs_reading_alike(uint64_t a, uint64_t b);
+bool zs_reading_changed(uint64_t told);
+
+/* The failure of ranks that do not run the same forward, where rank `changed` has changed its parameters by hand. */
+zs_status zs_comm_fail_apart(const zs_comm *comm, int changed);
 
 /* Gives the unit the name that it has in an outer model. All ranks do so before its first round, or none. */
 zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name);

@@ -89,7 +89,7 @@ zs_status zs_local_reader_new(zs_comm *comm, const char *name, zs_reader **out);
 void zs_local_reader_free(zs_comm *comm, zs_reader *reader);
 
 /* read_begin and read_end: nothing to wait for; the comm's head has what a gather says of its pass. */
-zs_status zs_local_read_begin(zs_comm *comm, zs_reader *reader, zs_pass pass, bool changed);
+zs_status zs_local_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
 zs_status zs_local_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
 
 #endif

@@ -294,7 +294,7 @@ static PyObject *unit_let_go(unit_object *self, PyObject *args)
     bool writes = keep == Py_True && self->unit->held;
     if (writes) ZS_PY_NOGIL(status, zs_engine_write_begin(engine));
     if (status == ZS_OK && keep != Py_None) status = zs_hold_accept(self->unit, keep == Py_True);
-    if (writes) zs_engine_write_end(engine);
+    if (writes && status == ZS_OK) zs_engine_write_end(engine);
     if (status == ZS_OK) ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;

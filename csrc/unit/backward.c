@@ -8,7 +8,6 @@
 #include "hold.h"
 #include "in_backward.h"
 #include "reduce.h"
-#include "sample.h"
 #include "through.h"
 
 #include <math.h>
@@ -94,7 +93,7 @@ static zs_status begin_backward(zs_engine *engine)
         zs_in_backward_open(engine->units[i]);
     }
     zs_engine_discard_dead_grads(engine);
-    return zs_engine_begin_reading(engine, ZS_PASS_BACKWARD, false);
+    return zs_engine_begin_reading(engine, &(zs_reading){.pass = ZS_PASS_BACKWARD});
 }
 
 /* With create_graph=True autograd records what backward does. That graph would be walked when the units are sharded again,
@@ -298,14 +297,16 @@ static void end_rounds(zs_engine *engine)
 static zs_status step_rest(zs_engine *engine, zs_status status)
 {
     bool any = false;
-    for (size_t i = 0; i < engine->n; i++) {
+    for (size_t i = 0; i < engine->n; i++)
         any |= engine->units[i]->stepping != NULL;
+    if (any && status == ZS_OK) status = zs_engine_write_begin(engine);
+    for (size_t i = 0; i < engine->n; i++) {
         if (status == ZS_OK)
             status = zs_in_backward_finish(engine->units[i], !engine->gave_up);
         else
             zs_in_backward_forget(engine->units[i]);
     }
-    if (any) zs_sample_written(engine);
+    if (any && status == ZS_OK) zs_engine_write_end(engine);
     return status;
 }
 

@@ -71,8 +71,8 @@ zs_status zs_engine_make_whole(zs_unit *unit, zs_phase phase);
 /* Shards all units; `held`: those that are whole by hand as well. */
 zs_status zs_engine_reshard_all(zs_engine *engine, bool held);
 
-/* Opens / closes a session in which peers' shards may be read; no-ops where none are. `changed`: see sample.h. */
-zs_status zs_engine_begin_reading(zs_engine *engine, zs_pass pass, bool changed);
+/* Opens / closes a session in which peers' shards may be read; no-ops where none are. */
+zs_status zs_engine_begin_reading(zs_engine *engine, const zs_reading *reading);
 zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase);
 
 /* Between zero_grad() and the next gradients their memory is free for activations. */

@@ -31,7 +31,7 @@ static uint64_t of_engine(const zs_engine *engine)
     uint64_t sample = 0;
     for (size_t i = 0; i < engine->n; i++) {
         const zs_unit *unit = engine->units[i];
-        for (int f = 0; f < unit->n_flats && !unit->replicated; f++)
+        for (int f = 0; f < unit->n_flats && !unit->replicated && !unit->offloads.params; f++)
             sample = of_flat(&unit->flats[f], sample);
     }
     return sample;
@@ -50,9 +50,13 @@ void zs_sample_written(zs_engine *engine)
     if (engine->sampled) engine->sample = of_engine(engine);
 }
 
-bool zs_sample_changed(zs_engine *engine)
+uint64_t zs_sample_take(zs_engine *engine, bool *changed)
 {
-    if (!can_look(engine)) return false;
-    if (!engine->sampled) zs_sample_written(engine); /* nothing has been written yet */
-    return of_engine(engine) != engine->sample;
+    *changed = false;
+    if (!can_look(engine)) return 0;
+    uint64_t sample = of_engine(engine);
+    if (!engine->sampled) engine->sample = sample; /* nothing has been written yet */
+    engine->sampled = true;
+    *changed = sample != engine->sample;
+    return sample;
 }

@@ -12,7 +12,8 @@
 /* A known write has ended: what the shards hold now is what it has left. */
 void zs_sample_written(zs_engine *engine);
 
-/* Do they hold anything else? False where they cannot be looked at cheaply (on GPUs), or nobody else could be mistaken. */
-bool zs_sample_changed(zs_engine *engine);
+/* What the shards hold now, for a session; *changed: is it anything else? 0 and false where they cannot be looked at cheaply: on
+ * GPUs and disks. */
+uint64_t zs_sample_take(zs_engine *engine, bool *changed);
 
 #endif

@@ -66,10 +66,10 @@ static bool has_shards(const zs_engine *engine)
     return false;
 }
 
-zs_status zs_engine_begin_reading(zs_engine *engine, zs_pass pass, bool changed)
+zs_status zs_engine_begin_reading(zs_engine *engine, const zs_reading *reading)
 {
     if (!has_shards(engine)) return ZS_OK;
-    ZS_TRY(engine->ranks.near->ops->read_begin(engine->ranks.near, engine->reader, pass, changed));
+    ZS_TRY(engine->ranks.near->ops->read_begin(engine->ranks.near, engine->reader, reading));
     engine->reading = true;
     return ZS_OK;
 }
@@ -93,16 +93,18 @@ zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase)
 }
 
 /* What is gathered for the secondary shards is gathered for this pass. */
-static zs_status renew_kept(zs_engine *engine, zs_pass pass, bool changed)
+static zs_status renew_kept(const zs_engine *engine, const zs_reading *reading)
 {
     zs_comm *far = engine->ranks.far;
     if (far == NULL) return ZS_OK;
-    far->pass = pass;
-    far->changed = changed;
+    far->reading = zs_reading_told(reading);
     return zs_kept_refresh(far, engine->units, engine->n);
 }
 
-static zs_status begin_session(zs_engine *engine, bool training)
+/* What a session is opened for: a forward of a module in that mode, or none. */
+typedef enum session_mode { IN_TRAINING, IN_EVALUATION, BY_HAND } session_mode;
+
+static zs_status begin_session(zs_engine *engine, session_mode mode)
 {
     ZS_TRY(zs_engine_settle(engine));
     zs_history_tell(engine);
@@ -116,12 +118,13 @@ static zs_status begin_session(zs_engine *engine, bool training)
         ZS_TRY(zs_unit_write_back(engine->units[i]));
     for (size_t i = 0; i < engine->n; i++)
         ZS_TRY(zs_unit_cast(engine->units[i]));
-    zs_pass pass = training && engine->recording ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE;
-    bool changed = zs_sample_changed(engine);
-    ZS_TRY(renew_kept(engine, pass, changed));
+    bool trains = mode != BY_HAND && engine->recording;
+    zs_reading reading = {trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE, mode == IN_EVALUATION, false, 0};
+    reading.sample = zs_sample_take(engine, &reading.changed);
+    ZS_TRY(renew_kept(engine, &reading));
     zs_engine_discard_dead_grads(engine);
     ZS_TRY(broadcast_buffers(engine));
-    return zs_engine_begin_reading(engine, pass, changed);
+    return zs_engine_begin_reading(engine, &reading);
 }
 
 static zs_status end_session(zs_engine *engine)
@@ -160,10 +163,10 @@ static zs_status make_room(zs_engine *engine)
 }
 
 /* Opens the session unless it is open, and notes for whom; if that fails, nothing is open that was not before. */
-static zs_status enter(zs_engine *engine, zs_unit *unit, bool training)
+static zs_status enter(zs_engine *engine, zs_unit *unit, session_mode mode)
 {
     ZS_TRY(make_room(engine));
-    zs_status status = engine->n_open == 0 ? begin_session(engine, training) : ZS_OK;
+    zs_status status = engine->n_open == 0 ? begin_session(engine, mode) : ZS_OK;
     if (status == ZS_OK)
         engine->open[engine->n_open++] = unit;
     else
@@ -209,7 +212,7 @@ zs_status zs_engine_open(zs_engine *engine)
     if (engine->phase == BACKWARD && zs_in_backward())
         return ZS_FAIL(ZS_ERR_STATE,
                        "full parameters cannot be accessed during a backward; access them before or after it");
-    return enter(engine, NULL, false);
+    return enter(engine, NULL, BY_HAND);
 }
 
 zs_status zs_engine_close(zs_engine *engine)
@@ -273,7 +276,9 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
     }
     ZS_TRY(check_outside(unit));
     ZS_TRY(zs_hold_check_forward(unit));
-    ZS_TRY(enter(engine, unit, training)); /* if it fails, the post-forward hook finds nothing to close */
+    ZS_TRY(
+        enter(engine, unit,
+              training ? IN_TRAINING : IN_EVALUATION)); /* if it fails, the post-forward hook finds nothing to close */
     if (unit->inside++ == 0 && engine->recording) zs_in_backward_called(unit);
     if (engine->n_open == 1) engine->outermost_gathers = unit->n_params > 0;
     return zs_engine_make_whole(unit, ZS_PHASE_FORWARD);

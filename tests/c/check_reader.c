@@ -9,10 +9,10 @@
  * next one. What shm_reader.c does around them is written once more below, a step per case, in the same order.
  *
  * A program is a string for each rank:
- *   T  training forward      E  evaluation             B  backward            N  backward within no_sync
- *   W  optimizer step        L  load of other values   S  swap, by hand       U  swap back, by hand
- *   V  forward in evaluation mode that a backward follows
- *   F  training forward that fails halfway             I  training forward that is interrupted while it waits, or not
+ *   T  training forward      V  the same in evaluation mode       E  evaluation            A  the script's own all-reduce
+ *   B  backward              N  backward within no_sync           P  another backward of the same forward, of other parameters
+ *   W  optimizer step        L  load of other values              S  swap, by hand         U  swap back, by hand
+ *   R  training forward that raises     F  the same, but its end is left out     I  the same, interrupted while it waits, or not
  *   X  the model is freed    D  the process dies, at any moment from here on
  *
  * Promises, in every state that can be reached:
@@ -21,7 +21,9 @@
  *   - in programs that all ranks run alike, or whose lone evaluations have peers in a pass to read from, nobody waits for ever,
  *     and nothing fails. In the others, who waits for ever waits for a rank that has ended, or in a circle: shm_wait.c ends
  *     both with an error.
- * A visited state is remembered by a hash of 64 bits.
+ * Waits look at one peer after the other, and do not come back to those that were as they should be: the real ones need all at
+ * once, and are woken by any change. A visited state is remembered by a hash of 64 bits. Not here: writes within a pass, steps
+ * with a closure, and a second step after one backward, which histories do not count (a script may have several optimizers).
  */
 #include "shm_word.h"
 
@@ -41,7 +43,7 @@ typedef enum place {
     ENTER,      /* stores that it reads */
     RECHECK,    /* loads once more: does it stand still? */
     BACK_OFF,   /* stores again that it wants */
-    CLASH,      /* (alone) loads: are the parameters as written? */
+    APART,      /* loads a peer's word: does it run the same, with the same weights? */
     COMPARE,    /* loads a peer's history */
     READ,       /* loads a peer's shard */
     POST,       /* stores that its gradients are there */
@@ -56,6 +58,8 @@ typedef enum place {
     SCRIBBLED,  /* stores all of them */
     WRITTEN,    /* stores its history */
     WROTE,      /* stores that it writes no more */
+    MEET,       /* stores that it has come to the script's own collective */
+    MET,        /* loads whether a peer has */
     GONE        /* has ended */
 } place;
 
@@ -65,6 +69,10 @@ typedef struct rank_state {
     uint8_t shard, written;        /* values in its shard; what the last known write has left there */
     uint8_t history, told, posted; /* its own; what peers see; rounds */
     uint8_t alone, failed, died, next_shard;
+    uint8_t together;              /* values in its shard in the last forward that counted */
+    uint8_t apart, level, changed; /* what it has found of the peers, see check_apart() */
+    uint8_t reductions, stepped, met;
+    uint8_t kept;    /* a graph that a backward has kept */
     uint8_t wrong;   /* has read what it should not have, in a pass that may still fail */
     uint8_t tainted; /* a backward of its own has gone wrong: its next forward must fail */
     uint8_t graph;   /* a forward has succeeded that a backward may follow */
@@ -101,6 +109,7 @@ static bool admits(uint64_t owner, uint64_t mine)
 
 static bool stands_still(uint64_t owner, uint64_t wanted)
 {
+    if (planted("admits writers") && zs_word_state(owner) == ZS_READER_WRITES) owner = zs_word_wrote(owner);
     if (planted("second look at counts only"))
         return zs_word_takes_part(owner, wanted) || zs_word_state(owner) != ZS_READER_IDLE;
     return zs_word_stands_still(owner, wanted);
@@ -108,6 +117,8 @@ static bool stands_still(uint64_t owner, uint64_t wanted)
 
 static bool takes_part(uint64_t owner, uint64_t mine)
 {
+    if (planted("who is ahead takes part"))
+        return zs_word_admits(owner, mine) && zs_word_state(owner) == ZS_READER_IDLE;
     return planted("nobody is alone") || zs_word_takes_part(owner, mine);
 }
 
@@ -127,10 +138,18 @@ static bool changed_by_hand(uint64_t word)
     return !planted("nothing clashes") && zs_word_changed(word);
 }
 
-static uint64_t want(uint64_t word, zs_pass pass, bool changed)
+static uint64_t want(uint64_t word, char letter, bool changed)
 {
-    if (planted("evaluations count as training") && pass == ZS_PASS_EVALUATE) pass = ZS_PASS_TRAIN;
-    return zs_word_want(word, pass, changed);
+    zs_reading reading = {ZS_PASS_TRAIN, letter == 'V', changed, 0};
+    if (strchr("BNP", letter) != NULL) reading.pass = ZS_PASS_BACKWARD;
+    if (letter == 'E' && !planted("evaluations count as training")) reading.pass = ZS_PASS_EVALUATE;
+    if (letter == 'E') reading.eval_mode = true;
+    return zs_word_want(word, &reading);
+}
+
+static bool delays_write(uint64_t peer, uint64_t mine)
+{
+    return planted("writes wait for all backwards") ? zs_word_reads(peer) : zs_word_delays_write(peer, mine);
 }
 
 static uint64_t enter(uint64_t word, bool alone)
@@ -154,11 +173,9 @@ static char letter_of(const world_state *w, int me)
     return running->text[me][w->rank[me].letter];
 }
 
-static zs_pass pass_of(char letter)
+static bool is_backward(char letter)
 {
-    return letter == 'E' || letter == 'V'   ? ZS_PASS_EVALUATE
-           : letter == 'B' || letter == 'N' ? ZS_PASS_BACKWARD
-                                            : ZS_PASS_TRAIN;
+    return letter == 'B' || letter == 'N' || letter == 'P';
 }
 
 static void go(rank_state *me, place at)
@@ -179,6 +196,14 @@ static void on(rank_state *me, place then)
     if (++me->peer == n_ranks) go(me, then);
 }
 
+/* A known write of new values. */
+static void write_next(rank_state *me, uint8_t values, uint8_t event)
+{
+    me->next_shard = values;
+    me->history = (uint8_t)(me->history * 5 + event);
+    go(me, planted("steps without the right to write") ? SCRIBBLE : WRITE);
+}
+
 static void take_letter(rank_state *me, char letter)
 {
     switch (letter) {
@@ -189,11 +214,14 @@ static void take_letter(rank_state *me, char letter)
         go(me, SCRIBBLE);
         return;
     case 'W':
-    case 'L':
-        me->next_shard = (uint8_t)(letter == 'W' ? me->written + 1 : me->written + 50);
-        me->history = (uint8_t)(me->history * 5 + (letter == 'W' ? 1 + me->posted : 90));
-        go(me, planted("steps without the right to write") ? SCRIBBLE : WRITE);
+        if (me->stepped == me->reductions) { /* without a backward there are no gradients, and nothing changes */
+            done_with_letter(me);
+            return;
+        }
+        me->stepped = me->reductions;
+        write_next(me, (uint8_t)(me->written + 1), (uint8_t)(1 + me->reductions));
         return;
+    case 'L': write_next(me, (uint8_t)(me->written + 50), 90); return;
     case 'X':
         me->word = planted("freed models hold up") ? zs_word_stop(me->word) : zs_word_free(me->word);
         done_with_letter(me);
@@ -202,10 +230,11 @@ static void take_letter(rank_state *me, char letter)
         me->died = 1; /* it may go at any moment */
         done_with_letter(me);
         return;
+    case 'A': go(me, MEET); return;
     default:
-        if (pass_of(letter) != ZS_PASS_BACKWARD)
+        if (!is_backward(letter))
             go(me, TELL);
-        else if (me->graph)
+        else if (letter == 'P' ? me->kept : me->graph)
             go(me, WANT);
         else
             done_with_letter(me); /* a script that catches the error of its forward has no graph */
@@ -215,16 +244,16 @@ static void take_letter(rank_state *me, char letter)
 /* What comes after a pass has been admitted. */
 static void admitted(rank_state *me, char letter)
 {
-    if (pass_of(letter) == ZS_PASS_BACKWARD)
+    if (is_backward(letter))
         go(me, READ);
     else
-        go(me, me->alone && !planted("alone without a check") ? CLASH : COMPARE);
+        go(me, planted("apart without a check") ? COMPARE : APART);
 }
 
-static void refused(rank_state *me)
+static void refused(rank_state *me, char letter)
 {
     me->failed = 1;
-    me->graph &= me->alone != 0;
+    if (letter != 'E') me->graph = 0;
     go(me, REFUSE);
 }
 
@@ -239,30 +268,33 @@ enum { FINE, OTHER_VERSION, HALF_WRITTEN };
 static uint8_t check_read(const world_state *w, int me, int peer)
 {
     uint8_t seen = w->rank[peer].shard;
+    if (letter_of(w, me) == 'P') return FINE; /* of parameters that no step between the two backwards has changed */
     if (seen == HALF) return HALF_WRITTEN;
     return seen != w->rank[me].shard ? OTHER_VERSION : FINE;
 }
 
 /* What is wrong with a pass that is about to end well. A backward of old gradients, on a rank that another has left behind by a
  * step, is told of at the next forward. */
-static const char *check_pass(world_state *w, int i, zs_pass pass)
+static const char *check_pass(world_state *w, int i, bool backward)
 {
     rank_state *me = &w->rank[i];
     if (me->tainted) return "a forward goes on after a backward that has gone wrong";
-    if (me->wrong & HALF_WRITTEN) return "a pass has read a shard that was half-written";
     if (me->wrong == FINE) return NULL;
     bool apart = false;
     for (int r = 0; r < n_ranks; r++)
         apart |= w->rank[r].history != me->history;
-    me->tainted = pass == ZS_PASS_BACKWARD && apart;
-    return me->tainted ? NULL : "a pass has read a shard of another version";
+    me->tainted = backward && apart;
+    if (me->tainted) return NULL;
+    return me->wrong & HALF_WRITTEN ? "a pass has read a shard that was half-written"
+                                    : "a pass has read a shard of another version";
 }
 
 static const char *check_scribble(const world_state *w, int me)
 {
     bool known = !by_hand(letter_of(w, me));
     for (int r = 0; r < n_ranks && known; r++)
-        if (r != me && zs_word_reads(w->rank[r].word) && w->rank[r].at >= READ && w->rank[r].at <= LEAVE)
+        if (r != me && zs_word_delays_write(w->rank[r].word, w->rank[me].word) && w->rank[r].at >= READ &&
+            w->rank[r].at <= LEAVE)
             return "a step or a load writes what is being read";
     return NULL;
 }
@@ -275,7 +307,8 @@ static bool can_step(const world_state *w, int i)
     switch ((place)me->at) {
     case ADMIT: return own || admits(peer->word, me->word);
     case LEFT: return own || !holds_up(peer->word, me->word);
-    case UNREAD: return own || !zs_word_reads(peer->word);
+    case UNREAD: return own || !delays_write(peer->word, me->word);
+    case MET: return own || peer->met >= me->met;
     case COLLECT: return own || peer->posted >= me->posted;
     case GONE: return false;
     default: return true;
@@ -296,7 +329,7 @@ static const char *step(world_state *w, int i, bool interrupt)
         go(me, WANT);
         break;
     case WANT:
-        me->wanted = me->word = want(me->word, pass_of(letter), changed);
+        me->wanted = me->word = want(me->word, letter, changed);
         me->alone = me->wrong = 0;
         go(me, ADMIT);
         break;
@@ -305,7 +338,7 @@ static const char *step(world_state *w, int i, bool interrupt)
             me->word = zs_word_stop(me->word);
             done_with_letter(me);
         } else {
-            on(me, pass_of(letter) == ZS_PASS_BACKWARD ? ENTER : JUDGE);
+            on(me, is_backward(letter) ? ENTER : JUDGE);
         }
         break;
     case JUDGE:
@@ -331,21 +364,28 @@ static const char *step(world_state *w, int i, bool interrupt)
         me->alone = 0;
         go(me, ADMIT);
         break;
-    case CLASH:
-        if (changed_by_hand(peer->word))
-            refused(me);
-        else
-            on(me, COMPARE);
+    case APART:
+        if (me->peer == 0) {
+            me->apart = me->alone;
+            me->level = me->alone && me->shard == me->together && !planted("nobody is level");
+            me->changed = 0;
+        }
+        me->apart |= !zs_word_same_mode(peer->word, me->word) && !planted("modes do not matter");
+        me->level &= zs_word_same_counts(peer->word, me->word) || planted("all are level");
+        me->changed |= changed_by_hand(peer->word);
+        on(me, COMPARE);
+        if (me->at == COMPARE && !me->alone) me->together = me->shard;
+        if (me->at == COMPARE && me->apart && !me->level && me->changed) refused(me, letter);
         break;
     case COMPARE:
         if (peer->told != me->told && !planted("histories are not compared"))
-            refused(me);
+            refused(me, letter);
         else
             on(me, READ);
         break;
     case READ:
         me->wrong |= check_read(w, i, me->peer);
-        on(me, letter == 'B' ? POST : LEAVE);
+        on(me, letter == 'B' || letter == 'P' ? POST : LEAVE);
         if (me->at == LEAVE && letter == 'F') done_with_letter(me);
         break;
     case POST:
@@ -358,9 +398,11 @@ static const char *step(world_state *w, int i, bool interrupt)
         on(me, LEAVE);
         break;
     case LEAVE:
-        broken = check_pass(w, i, pass_of(letter));
+        broken = check_pass(w, i, is_backward(letter));
         me->word = leave(me->word);
-        if (letter != 'E') me->graph = pass_of(letter) != ZS_PASS_BACKWARD;
+        me->reductions += is_backward(letter);
+        if (is_backward(letter)) me->kept = letter == 'B' && me->graph;
+        if (letter != 'E') me->graph = !is_backward(letter) && letter != 'R';
         go(me, LEFT);
         break;
     case REFUSE:
@@ -393,6 +435,14 @@ static const char *step(world_state *w, int i, bool interrupt)
     case WROTE:
         me->word = zs_word_wrote(me->word);
         done_with_letter(me);
+        break;
+    case MEET:
+        me->met++;
+        go(me, MET);
+        break;
+    case MET:
+        on(me, NEXT);
+        if (me->at == NEXT) me->letter++;
         break;
     case GONE: break;
     }
@@ -569,17 +619,17 @@ enum { TEXT = 40 };
 
 /* What all ranks run, from step to step. */
 static const char *const steps[] = {"TB",     "ETB",     "TTB",     "TEB",   "TNTB",    "SEUTB",  "EETB",
-                                    "SEUETB", "SESEUTB", "TETB",    "EEVB",  "ETEB",    "TWTB",   "TNWTB",
+                                    "SEUETB", "SESEUTB", "TETB",    "EEVB",  "VB",      "ETEB",   "TNWTB",
                                     "TSEUTB", "TB",      "TNSEUTB", "TBSEU", "TBSTBUE", "EEETTB", "ETTETEB"};
 /* What one rank runs before that, alone; and whether it is right then. */
 typedef struct deviation {
     const char *text;
     bool legal;
 } deviation;
-static const deviation deviations[] = {{"", true},    {"E", true},   {"EE", true}, {"SEU", false}, {"L", false},
-                                       {"W", false},  {"F", true},   {"I", false}, {"T", false},   {"SEEU", false},
-                                       {"SUE", true}, {"EL", false}, {"D", false}, {"X", false},   {"SESEU", false},
-                                       {"IW", false}, {"FE", true},  {"TN", false}};
+static const deviation deviations[] = {{"", true},     {"E", true},   {"EE", true},  {"SEU", false}, {"L", false},
+                                       {"TNW", false}, {"F", true},   {"I", false},  {"T", false},   {"SEEU", false},
+                                       {"SUE", true},  {"EL", false}, {"D", false},  {"X", false},   {"SESEU", false},
+                                       {"IL", false},  {"FE", true},  {"TN", false}, {"V", true}};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 /* Left out, for only a trace of each write could tell:
@@ -590,7 +640,8 @@ static bool is_left_out(const char *alone, const char *common)
 {
     size_t until = strcspn(common, "TBN");
     const char *evaluates = memchr(common, 'E', until), *swaps = memchr(common, 'S', until);
-    if (strpbrk(alone, "FITN") != NULL && strchr(common, 'S') != NULL) return true;
+    bool apart = strpbrk(alone, "FITNRV") != NULL;
+    if (apart && strchr(common, 'S') != NULL) return true;
     return strchr(alone, 'E') != NULL && evaluates != NULL && (swaps != NULL || strchr(alone, 'S') != NULL);
 }
 
@@ -644,17 +695,33 @@ static const char *run_two_deviations(void)
     return broken;
 }
 
-/* Ranks that end in different ways; none waits for ever for another. */
-static const char *run_ends(void)
+/* Ranks that go different ways for longer. */
+static const char *run_apart(void)
 {
-    static const program ends[] = {{{"TN", "TX", "TX"}, true},
-                                   {{"TX", "TX", "TN"}, true},
-                                   {{"TNX", "TN", "TNX"}, true},
-                                   {{"TBX", "TBW", "TBWX"}, true},
-                                   {{"TBWEX", "TBWE", "TBWE"}, true}};
+    static const program programs[] = {
+        {{"TN", "TX", "TX"}, true},
+        {{"TX", "TX", "TN"}, true},
+        {{"TNX", "TN", "TNX"}, true},
+        {{"TBX", "TBW", "TBWX"}, true},
+        {{"TBWEX", "TBWE", "TBWE"}, true},
+        {{"TAB", "TAB", "TAB"}, true},
+        {{"VABWVAB", "TABWTAB", "TABWTAB"}, true},
+        {{"TBWPWTBW", "TBWPWTBW", "TBWPWTBW"}, true},
+        {{"STTBWTB", "STBWTB", "STBWTB"}, true},
+        {{"SRTBWTB", "STBWTB", "STBWTB"}, true},
+        {{"SEUVBW", "VBW", "VBW"}, false},
+        {{"SVUVBW", "TBW", "TBW"}, false},
+        {{"TBWSVUTBW", "TBWTBW", "TBWTBW"}, false},
+        {{"SEUTBW", "SEEUTBW", "SEUTBW"}, false},
+        {{"TNTBW", "TTBW", "TTBW"}, false},
+        {{"TNTNTBW", "TNTBW", "TNTBW"}, false},
+        {{"TWTBW", "TBWTBW", "TBWTBW"}, false},
+        {{"TBWEETBW", "TBWTBWEE", "TBWTBW"}, false},
+        {{"STBSTBUTB", "STBSTBUTB", "STBSTBUTB"}, true},
+    };
     const char *broken = NULL;
-    for (size_t i = 0; i < COUNT(ends) && broken == NULL; i++)
-        broken = run(&ends[i]);
+    for (size_t i = 0; i < COUNT(programs) && broken == NULL; i++)
+        broken = run(&programs[i]);
     return broken;
 }
 
@@ -664,7 +731,7 @@ int main(int argc, char **argv)
     n_ranks = atoi(argv[1]);
     longest = (size_t)atoi(argv[2]);
     if (argc > 3) fault = argv[3];
-    const char *broken = run_ends();
+    const char *broken = run_apart();
     if (broken == NULL) broken = run_pairs();
     if (broken == NULL) broken = run_two_deviations();
     printf("programs %ld states %ld\n", n_programs, n_states);

@@ -242,14 +242,14 @@ static void read_version(rank_env *env, model *m, uint32_t version)
 
 static void run_forward(rank_env *env, model *m, uint32_t version, zs_pass pass)
 {
-    OK(env->comm->ops->read_begin(env->comm, m->reader, pass, false));
+    OK(env->comm->ops->read_begin(env->comm, m->reader, &(zs_reading){.pass = pass}));
     read_version(env, m, version);
     OK(env->comm->ops->read_end(env->comm, m->reader, ZS_PHASE_FORWARD));
 }
 
 static void run_backward(rank_env *env, model *m, uint32_t version)
 {
-    OK(env->comm->ops->read_begin(env->comm, m->reader, ZS_PASS_BACKWARD, false));
+    OK(env->comm->ops->read_begin(env->comm, m->reader, &(zs_reading){.pass = ZS_PASS_BACKWARD}));
     for (int u = 0; u < 2; u++) {
         read_version(env, m, version);
         post_unit(env, &m->units[u], u, false);
@@ -312,7 +312,7 @@ static void readers_survive_failures(rank_env *env)
         write_version(env, &m, step);
         bool failing = (int)(step % (uint32_t)(2 * env->world)) == env->rank;
         if (failing) {
-            OK(env->comm->ops->read_begin(env->comm, m.reader, ZS_PASS_TRAIN, false));
+            OK(env->comm->ops->read_begin(env->comm, m.reader, &(zs_reading){.pass = ZS_PASS_TRAIN}));
             jitter(env);
         }
         run_forward(env, &m, step, ZS_PASS_TRAIN);

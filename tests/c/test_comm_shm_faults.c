@@ -131,7 +131,7 @@ static void killed_in_a_reader_wait(rank_env *env)
         kill(getpid(), SIGKILL);
     }
     double start = now();
-    FAILS(env->comm->ops->read_begin(env->comm, reader, ZS_PASS_TRAIN, false), ZS_ERR_PEER,
+    FAILS(env->comm->ops->read_begin(env->comm, reader, &(zs_reading){.pass = ZS_PASS_TRAIN}), ZS_ERR_PEER,
           "it to begin forward 1 of 'gpt'");
     CHECK(now() - start < 2.0);
     env->comm->ops->reader_free(env->comm, reader);

@@ -36,8 +36,8 @@ typedef struct zs_c10d_turn {
     uint64_t round;   /* of the unit's gradients; the root of a broadcast; else 0 */
     uint64_t bytes;   /* that each rank brings */
     uint64_t history; /* of the models' parameters, where these or their gradients travel; else 0 */
-    uint64_t pass; /* of a gather: the zs_pass that it is for, and 4 if the parameters were changed by hand; else 0 */
-    char name[88]; /* of the unit, cut off; for messages */
+    uint64_t reading; /* what a gather is for, see zs_reading_told; else 0 */
+    char name[88];    /* of the unit, cut off; for messages */
 } zs_c10d_turn;
 
 /* A collective that was not waited for to its end, and what torch's threads may still write to. */

@@ -79,28 +79,31 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return ZS_OK;
 }
 
-/* Do all ranks mean the same, for whichever pass? */
+/* Do two ranks mean the same, for whichever pass? */
+static bool alike(const zs_c10d_turn *a, const zs_c10d_turn *b)
+{
+    zs_c10d_turn other = *b;
+    other.reading = a->reading;
+    return memcmp(&other, a, sizeof other) == 0;
+}
+
 static bool all_alike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
-    for (int r = 1; r < comm->base.world; r++) {
-        zs_c10d_turn other = turns[r];
-        other.pass = turns->pass;
-        if (memcmp(&other, turns, sizeof other) != 0) return false;
-    }
+    for (int r = 1; r < comm->base.world; r++)
+        if (!alike(&turns[r], turns)) return false;
     return true;
 }
 
 /* A rank that evaluates may gather with others that train, but only if none has other weights swapped in. */
-static zs_status check_passes(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+static zs_status check_readings(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
-    enum { CHANGED = 4 };
     int changed = -1;
-    bool differ = false;
+    bool same = true;
     for (int r = 0; r < comm->base.world; r++) {
-        differ |= (turns[r].pass & ~(uint64_t)CHANGED) != (turns->pass & ~(uint64_t)CHANGED);
-        if (changed < 0 && (turns[r].pass & CHANGED) != 0) changed = r;
+        same &= zs_reading_alike(turns[r].reading, turns->reading);
+        if (changed < 0 && zs_reading_changed(turns[r].reading)) changed = r;
     }
-    return differ && changed >= 0 ? zs_comm_fail_alone(&comm->base, changed) : ZS_OK;
+    return same || changed < 0 ? ZS_OK : zs_comm_fail_apart(&comm->base, changed);
 }
 
 /* All ranks have seen that turns differ: they tell each other what has failed on each, before they say so. */
@@ -134,7 +137,7 @@ static zs_status compare_histories(const zs_c10d_comm *comm, const zs_c10d_turn 
         zs_c10d_turn other = turns[r];
         if (other.history == own->history) continue;
         other.history = own->history;
-        if (memcmp(&other, own, sizeof other) == 0) return zs_comm_fail_history(&comm->base, r);
+        if (alike(&other, own)) return zs_comm_fail_history(&comm->base, r);
     }
     return ZS_OK;
 }
@@ -142,7 +145,7 @@ static zs_status compare_histories(const zs_c10d_comm *comm, const zs_c10d_turn 
 static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     int own = comm->base.rank;
-    if (all_alike(comm, turns)) return check_passes(comm, turns);
+    if (all_alike(comm, turns)) return check_readings(comm, turns);
     learn_mishaps(comm, &turns[own]);
     if (turns[own].kind == ZS_C10D_GIVE_UP) return ZS_OK; /* whatever the others are at, they hear of it */
     ZS_TRY(check_gave_up(comm, turns));
@@ -150,7 +153,7 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     char mishaps[3 * ZS_MISHAP];
     zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
     for (int r = 0; r < comm->base.world; r++) {
-        if (memcmp(&turns[r], &turns[own], sizeof *turns) == 0) continue;
+        if (alike(&turns[r], &turns[own])) continue;
         char ours[PHRASE], theirs[PHRASE];
         describe(&turns[own], ours, sizeof ours);
         describe(&turns[r], theirs, sizeof theirs);
@@ -174,7 +177,7 @@ zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     zs_c10d_turn *turns = area->ptr, *mine = turns + comm->base.world;
     *mine = *turn;
     if (turn->kind == ZS_C10D_GATHER || turn->kind == ZS_C10D_POST) mine->history = comm->base.history;
-    if (turn->kind == ZS_C10D_GATHER) mine->pass = (uint64_t)comm->base.pass | (comm->base.changed ? 4 : 0);
+    if (turn->kind == ZS_C10D_GATHER) mine->reading = comm->base.reading;
     zs_work *work = NULL;
     zs_group_set_timeout(comm->group, comm->base.timeout);
     zs_status status = zs_group_all_gather(comm->group, mine, turns, sizeof *turn, comm->base.world, &work);

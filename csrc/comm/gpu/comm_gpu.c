@@ -120,11 +120,10 @@ zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, siz
 
 /* Where peers read each other's memory they wait for numbers that grow, which a CUDA graph would repeat: it would wait for what
  * has long come to pass. */
-static zs_status gpu_read_begin(zs_comm *comm, zs_reader *reader, zs_pass pass, bool changed)
+static zs_status gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
 {
     (void)reader;
-    (void)pass;
-    (void)changed;
+    (void)reading;
     bool captured = false;
     if (((zs_gpu_comm *)comm)->mover->ops->swap != NULL) return ZS_OK;
     ZS_TRY(zs_device_capturing(comm->device, &captured));

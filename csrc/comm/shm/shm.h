@@ -187,7 +187,7 @@ zs_status zs_shm_reader_new(zs_comm *comm, const char *name, zs_reader **out);
 void zs_shm_reader_free(zs_comm *comm, zs_reader *reader);
 
 /* read_begin. A forward that begins inside another pass means that the pass before has failed, and ends it. */
-zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_pass pass, bool changed);
+zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
 
 /* read_end; ZS_ERR_STATE if no such pass has begun. */
 zs_status zs_shm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);

@@ -24,6 +24,7 @@
 
 struct zs_reader {
     uint32_t record; /* offset in the heap */
+    uint64_t sample; /* of the shards, at the last forward that counted */
 };
 
 static _Atomic uint64_t *own_word(const zs_shm *shm, const zs_reader *reader)
@@ -63,7 +64,8 @@ void zs_shm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t now)
 
 /* --- passes ------------------------------------------------------------------------------------------------------------- */
 
-/* All owners stand in a pass, or are at the end of one: they have the history that they had when they began. */
+/* All owners stand in a pass, or are at the end of one: they have the history that they had when they began, unless a step within
+ * a pass has told of itself. */
 static zs_status compare_histories(zs_shm *shm, const zs_reader *reader)
 {
     uint64_t mine = atomic_load(&zs_shm_reader_at(shm, shm->base.rank, reader->record)->history);
@@ -91,13 +93,19 @@ static bool all(const zs_shm *shm, const zs_reader *reader, bool (*question)(uin
     return true;
 }
 
-/* May this rank run a forward in which not all take part? */
-static zs_status check_alone(const zs_shm *shm, const zs_reader *reader)
+/* May this rank go on, with a forward that other ranks do not run, or in another mode? If all have what their last write left
+ * there, or all have what they had in the last forward that they ran together. */
+static zs_status check_apart(const zs_shm *shm, const zs_reader *reader, uint64_t mine, uint64_t sample)
 {
-    for (int r = 0; r < shm->base.world; r++)
-        if (zs_word_changed(atomic_load(&zs_shm_reader_at(shm, r, reader->record)->word)))
-            return zs_comm_fail_alone(&shm->base, r);
-    return ZS_OK;
+    bool apart = zs_word_state(mine) == ZS_READER_ALONE, level = apart && sample == reader->sample;
+    int changed = -1;
+    for (int r = 0; r < shm->base.world; r++) {
+        uint64_t word = atomic_load(&zs_shm_reader_at(shm, r, reader->record)->word);
+        apart |= !zs_word_same_mode(word, mine);
+        level &= zs_word_same_counts(word, mine);
+        if (changed < 0 && zs_word_changed(word)) changed = r;
+    }
+    return apart && !level && changed >= 0 ? zs_comm_fail_apart(&shm->base, changed) : ZS_OK;
 }
 
 /* Waits for all to admit the pass that is wanted, and reads. */
@@ -109,30 +117,39 @@ static zs_status enter(zs_shm *shm, const zs_reader *reader, zs_shm_act act)
         ZS_TRY(zs_shm_wait(shm, act));
         bool alone = act.what != ZS_SHM_BACKWARD && !all(shm, reader, zs_word_takes_part, wanted);
         atomic_store(word, zs_word_enter(wanted, alone));
-        if (all(shm, reader, zs_word_stands_still, wanted)) return alone ? check_alone(shm, reader) : ZS_OK;
+        if (alone) zs_shm_wake(shm); /* some wait for just that */
+        if (all(shm, reader, zs_word_stands_still, wanted)) return ZS_OK;
         zs_shm_set(shm, word, wanted);
     }
 }
 
-zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, zs_pass pass, bool changed)
+/* The pass has come to nothing. Others may have been admitted, and are to compare before this rank goes on. */
+static void come_to_nothing(zs_shm *shm, const zs_reader *reader)
+{
+    uint64_t now = atomic_load(own_word(shm, reader));
+    if (zs_word_reads(now))
+        (void)leave(shm, reader, zs_word_stop(now));
+    else
+        zs_shm_set(shm, own_word(shm, reader), zs_word_stop(now)); /* nobody should wait for its end */
+}
+
+zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
 {
     zs_shm *shm = (zs_shm *)comm;
     ZS_TRY(zs_shm_usable(shm));
     _Atomic uint64_t *word = own_word(shm, reader);
-    uint64_t wanted = zs_word_want(atomic_load(word), pass, changed);
+    uint64_t wanted = zs_word_want(atomic_load(word), reading);
     static const zs_shm_what acts[] = {ZS_SHM_FORWARD, ZS_SHM_EVALUATION, ZS_SHM_BACKWARD};
-    zs_shm_act act = zs_shm_act_make(acts[pass], reader->record, zs_word_forwards(wanted, pass));
+    zs_shm_act act = zs_shm_act_make(acts[reading->pass], reader->record, zs_word_forwards(wanted, reading->pass));
     zs_shm_note(shm, act);
     zs_shm_set(shm, word, wanted);
     zs_status status = enter(shm, reader, act);
-    bool reads = zs_word_reads(atomic_load(word));
-    if (status == ZS_OK && pass != ZS_PASS_BACKWARD) status = compare_histories(shm, reader);
-    if (status == ZS_OK) return ZS_OK;
-    if (reads)
-        (void)leave(shm, reader, zs_word_stop(atomic_load(word))); /* once the others have compared as well */
-    else
-        zs_shm_set(shm, word,
-                   zs_word_stop(atomic_load(word))); /* the pass will not happen: nobody should wait for its end */
+    uint64_t mine = atomic_load(word);
+    bool forward = reading->pass != ZS_PASS_BACKWARD;
+    if (status == ZS_OK && forward) status = check_apart(shm, reader, mine, reading->sample);
+    if (status == ZS_OK && forward) status = compare_histories(shm, reader);
+    if (forward && zs_word_state(mine) != ZS_READER_ALONE) reader->sample = reading->sample;
+    if (status != ZS_OK) come_to_nothing(shm, reader);
     return status;
 }
 

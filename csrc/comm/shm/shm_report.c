@@ -49,7 +49,7 @@ void zs_shm_describe(const zs_shm *shm, int who, zs_shm_act act, char *text, siz
     case ZS_SHM_TAKEN: snprintf(text, size, "receive broadcast chunk %llu", number); return;
     case ZS_SHM_FORWARD: snprintf(text, size, "begin forward %llu of '%s' since the last step", number, name); return;
     case ZS_SHM_EVALUATION:
-        snprintf(text, size, "begin evaluation forward %llu of '%s' since the last step", number, name);
+        snprintf(text, size, "begin forward %llu without gradients of '%s' since the last step", number, name);
         return;
     case ZS_SHM_BACKWARD: snprintf(text, size, "begin backward of '%s'", name); return;
     case ZS_SHM_LEFT_ALONE:

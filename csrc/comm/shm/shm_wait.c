@@ -109,7 +109,9 @@ static bool done(const zs_shm *shm, int who, int r, zs_shm_act act)
     case ZS_SHM_LEFT_ALONE:
         return !zs_word_holds_up(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
                                  atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
-    case ZS_SHM_UNREAD: return !zs_word_reads(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word));
+    case ZS_SHM_UNREAD:
+        return !zs_word_delays_write(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
+                                     atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
     }
     return true;
 }

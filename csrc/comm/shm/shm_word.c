@@ -4,7 +4,7 @@
  *
  *   wanted   | the owner                                             | why
  *   TRAIN    | has begun as many training forwards                   | it takes part: what it did before, it has done
- *            | is in a backward with as many reductions              | it stands still until this rank comes: read alone
+ *            | is in a backward with as many reductions              | it writes nothing before this rank lets it go: read alone
  *   EVAL     | has begun as many of both kinds of forward            | it takes part
  *            | has begun more training forwards, or is in a backward,| it has gone on to training, and this rank evaluates
  *            | or reads alone, with as many reductions; and is in a  | alone
@@ -41,8 +41,12 @@
  *     or is through when O ended, never "not yet": no gap.
  *   - P wants to read alone, admitted by O's backward, and O ends that. If P stored WANTS_* before O looked, O waits for it, as
  *     O has made more reductions. If after, P sees an O that has made more reductions than P: P's gradients were not needed.
- *   - P begins a backward while O, past its forward, is in user code: admitted. Writing parameters between a forward and its
- *     backward breaks autograd in plain PyTorch too; O's step or load waits for P, and fails if P waits for O's backward.
+ *   - P begins a backward while O, past its forward, is in user code: admitted. Writing parameters that it needs between a
+ *     forward and its backward breaks autograd in plain PyTorch too. A step on one rank alone is found at the next forward, by
+ *     the histories.
+ *
+ * A step with a closure writes after the closure's passes, which have ended its right to write. Nobody reads there all the same,
+ * but a backward that needs this rank's own.
  *
  * Chains of waits end: WANTS_* waits for counts below its own only, an ended pass for WANTS_* of no larger counts, for readers,
  * and for backwards of fewer reductions; neither waits for its equal in the same state.
@@ -52,10 +56,11 @@
  */
 #include "shm_word.h"
 
-enum { STATE = 4, CHANGED = 1, EVALS = 15, TRAINS = 12 };
+enum { STATE = 4, CHANGED = 1, MODE = 1, EVALS = 14, TRAINS = 12 };
 enum {
     CHANGED_AT = STATE,
-    EVALS_AT = CHANGED_AT + CHANGED,
+    MODE_AT = CHANGED_AT + CHANGED,
+    EVALS_AT = MODE_AT + MODE,
     TRAINS_AT = EVALS_AT + EVALS,
     REDUCTIONS_AT = TRAINS_AT + TRAINS
 };
@@ -113,6 +118,16 @@ bool zs_word_changed(uint64_t word)
     return field(word, CHANGED_AT, CHANGED) != 0;
 }
 
+bool zs_word_same_mode(uint64_t a, uint64_t b)
+{
+    return field(a, MODE_AT, MODE) == field(b, MODE_AT, MODE);
+}
+
+bool zs_word_same_counts(uint64_t a, uint64_t b)
+{
+    return a >> EVALS_AT == b >> EVALS_AT;
+}
+
 /* --- transitions ------------------------------------------------------------------------------------------------------ */
 
 static uint64_t count(uint64_t word, zs_reader_state wants, uint64_t by)
@@ -121,11 +136,13 @@ static uint64_t count(uint64_t word, zs_reader_state wants, uint64_t by)
     return with(word, EVALS_AT, EVALS, field(word, EVALS_AT, EVALS) + by);
 }
 
-uint64_t zs_word_want(uint64_t word, zs_pass pass, bool changed)
+uint64_t zs_word_want(uint64_t word, const zs_reading *reading)
 {
-    if (pass == ZS_PASS_BACKWARD) return in_state(word, ZS_READER_WANTS_BACKWARD);
-    zs_reader_state wants = pass == ZS_PASS_TRAIN ? ZS_READER_WANTS_TRAIN : ZS_READER_WANTS_EVAL;
-    return in_state(with(count(word, wants, 1), CHANGED_AT, CHANGED, changed), wants);
+    if (reading->pass == ZS_PASS_BACKWARD) return in_state(word, ZS_READER_WANTS_BACKWARD);
+    zs_reader_state wants = reading->pass == ZS_PASS_TRAIN ? ZS_READER_WANTS_TRAIN : ZS_READER_WANTS_EVAL;
+    word = with(word, CHANGED_AT, CHANGED, reading->changed);
+    word = with(word, MODE_AT, MODE, reading->eval_mode);
+    return in_state(count(word, wants, 1), wants);
 }
 
 uint64_t zs_word_enter(uint64_t word, bool alone)
@@ -139,7 +156,8 @@ uint64_t zs_word_enter(uint64_t word, bool alone)
 uint64_t zs_word_leave(uint64_t word)
 {
     if (zs_word_state(word) != ZS_READER_BACKWARD) return in_state(word, ZS_READER_IDLE);
-    return ((word >> REDUCTIONS_AT) + 1) << REDUCTIONS_AT;
+    uint64_t told = field(word, CHANGED_AT, CHANGED + MODE) << CHANGED_AT;
+    return ((word >> REDUCTIONS_AT) + 1) << REDUCTIONS_AT | told;
 }
 
 uint64_t zs_word_stop(uint64_t word)
@@ -172,9 +190,7 @@ static bool in_backward(uint64_t word)
 
 bool zs_word_takes_part(uint64_t owner, uint64_t mine)
 {
-    int64_t apart = reductions_ahead(owner, mine);
-    if (apart != 0) return apart > 0;
-    if (trains_ahead(owner, mine) < 0) return false;
+    if (reductions_ahead(owner, mine) != 0 || trains_ahead(owner, mine) < 0) return false;
     switch (zs_word_state(mine)) {
     case ZS_READER_WANTS_EVAL:
     case ZS_READER_EVALUATES: return trains_ahead(owner, mine) == 0 && evals_ahead(owner, mine) >= 0;
@@ -191,7 +207,9 @@ static bool in_pass(uint64_t word)
 /* Does `owner`, which does not take part, stand where a rank in `mine` may read it all the same? */
 static bool may_be_read_alone(uint64_t owner, uint64_t mine)
 {
-    if (reductions_ahead(owner, mine) != 0 || !in_pass(owner)) return false;
+    int64_t apart = reductions_ahead(owner, mine);
+    if (apart != 0) return apart > 0;
+    if (!in_pass(owner)) return false;
     if (in_backward(owner)) return true;
     zs_reader_state state = zs_word_state(mine);
     bool evaluates = state == ZS_READER_WANTS_EVAL || state == ZS_READER_EVALUATES;
@@ -207,7 +225,8 @@ bool zs_word_admits(uint64_t owner, uint64_t mine)
 bool zs_word_stands_still(uint64_t owner, uint64_t wanted)
 {
     if (zs_word_state(owner) == ZS_READER_WRITES) return false;
-    return zs_word_takes_part(owner, wanted) || (in_pass(owner) && reductions_ahead(owner, wanted) == 0);
+    int64_t apart = reductions_ahead(owner, wanted);
+    return zs_word_takes_part(owner, wanted) || apart > 0 || (apart == 0 && in_pass(owner));
 }
 
 bool zs_word_reads(uint64_t peer)
@@ -219,6 +238,12 @@ bool zs_word_reads(uint64_t peer)
     case ZS_READER_BACKWARD: return true;
     default: return false;
     }
+}
+
+bool zs_word_delays_write(uint64_t peer, uint64_t mine)
+{
+    bool needs_me = zs_word_state(peer) == ZS_READER_BACKWARD && reductions_ahead(peer, mine) >= 0;
+    return zs_word_reads(peer) && !needs_me;
 }
 
 bool zs_word_holds_up(uint64_t peer, uint64_t mine)

@@ -26,7 +26,7 @@
  *   a backward begins       | any      | WANTS_BACKWARD                           | all admit it
  *   ... admitted            |          | BACKWARD                                 |
  *   a backward ends         | BACKWARD | IDLE; reductions + 1, other counts 0     | nobody holds it up
- *   a write begins          | IDLE     | WRITES                                   | nobody reads (zs_word_reads)
+ *   a write begins          | IDLE     | WRITES                                   | nobody reads (zs_word_delays_write)
  *   a write ends            | WRITES   | IDLE                                     |
  *   a pass fails halfway    | as it is, until the next one begins                 |
  */
@@ -55,14 +55,19 @@ zs_reader_state zs_word_state(uint64_t word);
 /* How many forwards of its kind the rank has begun since its last backward; for messages. */
 uint64_t zs_word_forwards(uint64_t word, zs_pass pass);
 
-/* Had the parameters been changed by other means than a write since the last write, when this pass began? Ranks that are not in
- * the same pass have the same parameters only if each has what its last write left there. */
+/* Had the parameters been changed by other means than a write since the last write, when this pass began? */
 bool zs_word_changed(uint64_t word);
+
+/* Are the modules of two passes in the same mode, training or evaluation? */
+bool zs_word_same_mode(uint64_t a, uint64_t b);
+
+/* Have two ranks begun the same forwards? */
+bool zs_word_same_counts(uint64_t a, uint64_t b);
 
 /* --- transitions ------------------------------------------------------------------------------------------------------ */
 
-/* A pass begins. `changed`: see zs_word_changed; of no meaning for a backward, which keeps what its forward has. */
-uint64_t zs_word_want(uint64_t word, zs_pass pass, bool changed);
+/* A pass begins; a backward keeps what its forward says of changes and mode. */
+uint64_t zs_word_want(uint64_t word, const zs_reading *reading);
 
 /* The wanted pass has been admitted; `alone`: not all take part in it. */
 uint64_t zs_word_enter(uint64_t word, bool alone);
@@ -94,7 +99,11 @@ bool zs_word_stands_still(uint64_t owner, uint64_t wanted);
 /* Must a rank that has ended a pass, and is IDLE in `mine` now, wait for `peer` before it returns to user code? */
 bool zs_word_holds_up(uint64_t peer, uint64_t mine);
 
-/* Does `peer` read shards at this moment? Then they may not be written. */
+/* Is `peer` in a pass in which it reads? */
 bool zs_word_reads(uint64_t peer);
+
+/* Must a rank in `mine` (WRITES) wait for `peer` before it writes? Not for a backward that needs this rank's own to end: two
+ * backwards of one forward, of different parts of a model, may have the step of the first between them. */
+bool zs_word_delays_write(uint64_t peer, uint64_t mine);
 
 #endif

@@ -1,0 +1,56 @@
+"""Samples of what is too long for every run: `@pytest.mark.sampled(5)`.
+
+The one idea: of a test's cases a few are run each time, chosen so that as many values as possible
+of its parameters come up. The others are marked `thorough`, and run with those.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+
+import pytest
+
+
+def leave_to_thorough(items: list[pytest.Item]) -> None:
+    """Mark as thorough what the samples of sampled tests leave out."""
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and size_of(item) is not None:
+            tests[item.nodeid.split("[")[0]].append(item)
+    for cases in tests.values():
+        sample = sample_of(cases, size_of(cases[0]) or 0)
+        for case in cases:
+            if case not in sample:
+                case.add_marker(pytest.mark.thorough)
+
+
+def size_of(case: pytest.Item) -> int | None:
+    """How many cases of its test are run each time; None: all."""
+    mark = case.get_closest_marker("sampled")
+    return None if mark is None else int(mark.args[0])
+
+
+def sample_of(cases: list[pytest.Function], size: int) -> list[pytest.Function]:
+    """Choose `size` of the cases of one test, the same each time.
+
+    Greedy: the case whose parameters' values have come up least is next.
+    """
+    seen: dict[tuple[str, str], int] = defaultdict(int)
+    pool = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
+    taken = []
+    while pool and len(taken) < size:
+        best = min(pool, key=lambda case: sum(seen[value] for value in values_of(case)))
+        pool.remove(best)
+        taken.append(best)
+        for value in values_of(best):
+            seen[value] += 1
+    return taken
+
+
+def values_of(case: pytest.Function) -> set[tuple[str, str]]:
+    """The values of a case's parameters, by name."""
+    spec = getattr(case, "callspec", None)
+    return (
+        {(name, repr(value)) for name, value in spec.params.items()} if spec is not None else set()
+    )
