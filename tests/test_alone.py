@@ -327,6 +327,25 @@ def test_two_backwards_with_a_step_between(pool2, combination):
     assert pool2.run(two_backwards_of_one_forward, combination) == [True, True]
 
 
+def skips_a_backward_within_no_sync(combination):
+    """Rank 1 leaves out a micro-batch. Returns the error."""
+    model, _ = built(combination)
+    try:
+        with model.no_sync():
+            loss = loss_of(model(floats(dist.get_rank())))
+            if dist.get_rank() == 0:
+                loss.backward()
+        loss_of(model(floats(dist.get_rank()))).backward()
+    except zshard.DivergenceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("combination", [*OVER_SHM, ("full_shard", "c10d")])
+def test_a_backward_that_one_rank_skips_within_no_sync(pool2, combination):
+    assert all(pool2.run(skips_a_backward_within_no_sync, combination))
+
+
 def error_of_a_lone_evaluation(combination, swaps):
     """(what this rank raises, whether it has taken a step) where rank 0 evaluates, and then all train."""
     model, optimizer = built(combination)

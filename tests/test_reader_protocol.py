@@ -26,7 +26,6 @@ FAULTS = [
     "nothing clashes",
     "evaluations count as training",
     "lone passes count",
-    "who is ahead takes part",
     "reductions do not count",
     "steps without the right to write",
     "writes without a wait",
@@ -53,7 +52,7 @@ def check(checker: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([checker, *args], capture_output=True, text=True, timeout=500)
 
 
-@pytest.mark.parametrize(("ranks", "length", "least"), [(2, 0, 4e7), (3, 4, 1e7)])
+@pytest.mark.parametrize(("ranks", "length", "least"), [(2, 0, 4e7), (3, 4, 3e7)])
 def test_holds(checker, ranks, length, least):
     done = check(checker, str(ranks), str(length))
     assert done.returncode == 0, done.stdout
