@@ -363,6 +363,7 @@ def test_gpu_says_what_is_missing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_gpu_measures_no_stand_ins(tmp_path: Path) -> None:
     done = run_gpu(f"--out={tmp_path / 'x.json'}", **stand_ins.environment())
     assert done.returncode == 1 and "--quick" in done.stderr

@@ -102,6 +102,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     return Compiled(folder, done.stdout + done.stderr)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_kernel_is_there_and_none_spills(compiled: Compiled) -> None:
     found = list(compiled.resources())

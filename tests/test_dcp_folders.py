@@ -149,6 +149,7 @@ def boxes(path):
     return {name: (values.float(), values.dtype) for name, values in made.items()}
 
 
+@pytest.mark.thorough
 def test_tensors_cut_in_any_way(pool4, tmp_path):
     made = pool4.run(boxes, str(tmp_path / "x"))[0]
     with opened(tmp_path / "x") as found:

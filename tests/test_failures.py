@@ -182,6 +182,7 @@ def train_beside_a_slow_one(transport, place, folder):
     return all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
 def test_slow_rank_is_waited_for(pool2, place, transport, tmp_path):

@@ -57,6 +57,7 @@ def test_two_by_two_has_the_bits_of_the_other_strategies(pool4, name, strategy, 
         assert wrong == [] and gap < 1e-5
 
 
+@pytest.mark.sampled(4)
 @ranks(2, 3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", HYBRIDS)

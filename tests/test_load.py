@@ -248,6 +248,7 @@ def refused(what, combination):
     return said, changed, differences(model.state_dict(), state_of(Stack))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("what", WRONG)
 def test_what_does_not_fit_is_an_error_on_all_ranks(pool2, what):
     for combination in COMBINATIONS:

@@ -334,6 +334,7 @@ def test_without_memory_for_a_buffer(tmp_path):
     assert int(done.stdout.split()[-1]) <= 3, done.stdout  # the second unit's are small
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_disk_that_cannot_be_written(tmp_path, in_backward):
     """A file that may not be written any further is what an I/O error is: the step says so, and

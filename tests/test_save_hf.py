@@ -131,6 +131,7 @@ def of_architectures(names, folder):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_architectures(pool2, tmp_path):
     found = pool2.run(of_architectures, list(ARCHITECTURES), tmp_path)[0]

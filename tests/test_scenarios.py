@@ -178,6 +178,7 @@ def test_gradients_are_the_mean_of_the_ranks(pool2, run, exact):
     assert pool2.run(wrong_in, Stack, run, exact) == [{}, {}]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "run",
     [accumulate, two_forwards_backwards_the_other_way, retain_graph, forward_without_backward],

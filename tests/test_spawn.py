@@ -114,6 +114,7 @@ def test_hanging_rank_is_ended_and_shows_where_it_was():
     assert run_ranks(fail_on, 2, 1, "hang", timeout=3, check=False)[1].returncode is None
 
 
+@pytest.mark.thorough
 def test_pool_is_remade_after_each_failure():
     pool = RankPool(2)
     try:
