@@ -45,7 +45,8 @@ FAULTS = [
 @pytest.fixture(scope="module")
 def checker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("reader") / "check_reader"
-    return compile_c(target, [C / "check_reader.c", *sources("shm_word.c")], BUILDS["release"])
+    programs = [C / "check_reader.c", C / "reader_model.c"]
+    return compile_c(target, [*programs, *sources("shm_word.c")], BUILDS["release"])
 
 
 def check(checker: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -74,6 +75,6 @@ def test_finds(checker, fault):
 
 def test_knows_its_faults(checker):
     """A name that is no fault's plants nothing, so each name above is one that the program knows."""
-    text = (C / "check_reader.c").read_text()
+    text = (C / "reader_model.c").read_text()
     for fault in FAULTS:
         assert f'planted("{fault}")' in text

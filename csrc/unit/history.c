@@ -2,21 +2,13 @@
 #include "history.h"
 
 #include "engine.h"
-
-/* Folds an event into a history: a bijection of 64 bits (splitmix64), so that no two events cancel out. */
-static uint64_t fold(uint64_t history, uint64_t event)
-{
-    uint64_t x = history + event + UINT64_C(0x9e3779b97f4a7c15);
-    x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
-    x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
-    return x ^ x >> 31;
-}
+#include "fold.h"
 
 static uint64_t fold_text(const char *text)
 {
     uint64_t folded = 0;
     for (; *text != 0; text++)
-        folded = fold(folded, (unsigned char)*text);
+        folded = zs_fold(folded, (unsigned char)*text);
     return folded;
 }
 
@@ -25,7 +17,7 @@ void zs_engine_note_step(zs_engine *engine)
     zs_history *history = &engine->history;
     if (history->stepped == history->reductions) return;
     history->stepped = history->reductions;
-    history->steps = fold(history->steps, history->reductions + 1);
+    history->steps = zs_fold(history->steps, history->reductions + 1);
 }
 
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
@@ -33,7 +25,7 @@ void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
     zs_history *history = &unit->engine->history;
     zs_param *param = &unit->params[i];
     bool again = param->loaded_in == history->window;
-    uint64_t now = fold(fold_text(param->name), content);
+    uint64_t now = zs_fold(fold_text(param->name), content);
     history->loads ^= (again ? param->loaded : 0) ^ now;
     history->n_loaded += !again;
     param->loaded = now;
@@ -53,7 +45,7 @@ static uint64_t history_of(const zs_engine *engine)
     const zs_history *history = &engine->history;
     if (history->n_loaded == 0 && history->steps == 0) return history->agreed;
     bool all = history->n_loaded == n_params(engine);
-    return fold(fold(history->agreed, all ? 0 : history->steps), history->loads);
+    return zs_fold(zs_fold(history->agreed, all ? 0 : history->steps), history->loads);
 }
 
 typedef struct comms {

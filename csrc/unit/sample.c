@@ -2,16 +2,11 @@
 #include "sample.h"
 
 #include "engine.h"
+#include "fold.h"
 
 #include <string.h>
 
 enum { SAMPLES = 4 }; /* of each flat */
-
-static uint64_t fold(uint64_t so_far, uint64_t value)
-{
-    uint64_t x = (so_far ^ value) * UINT64_C(0x9e3779b97f4a7c15);
-    return x ^ x >> 29;
-}
 
 static uint64_t of_flat(const zs_flat *flat, uint64_t so_far)
 {
@@ -21,7 +16,7 @@ static uint64_t of_flat(const zs_flat *flat, uint64_t so_far)
     if (shard == NULL || bytes < sizeof value) return so_far;
     for (size_t k = 0; k < SAMPLES; k++) {
         memcpy(&value, shard + (bytes - sizeof value) * k / (SAMPLES - 1), sizeof value);
-        so_far = fold(so_far, value);
+        so_far = zs_fold(so_far, value);
     }
     return so_far;
 }

@@ -276,9 +276,8 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
     }
     ZS_TRY(check_outside(unit));
     ZS_TRY(zs_hold_check_forward(unit));
-    ZS_TRY(
-        enter(engine, unit,
-              training ? IN_TRAINING : IN_EVALUATION)); /* if it fails, the post-forward hook finds nothing to close */
+    /* If this fails, the post-forward hook finds nothing to close. */
+    ZS_TRY(enter(engine, unit, training ? IN_TRAINING : IN_EVALUATION));
     if (unit->inside++ == 0 && engine->recording) zs_in_backward_called(unit);
     if (engine->n_open == 1) engine->outermost_gathers = unit->n_params > 0;
     return zs_engine_make_whole(unit, ZS_PHASE_FORWARD);

@@ -82,8 +82,8 @@ void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch);
 /* Has these tensors (buffers; weak handles, taken over) copied from rank 0 at each forward session. */
 zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n);
 
-/* Before / after the forward of a unit's module. `training`: is the module in training mode? `keep`: gradients will be wanted (autograd records and an output has
- * history). post is to be called even if the forward raised; without a pre it is a no-op. */
+/* Before / after the forward of a unit's module. `training`: is the module in training mode? `keep`: gradients will be wanted
+ * (autograd records and an output has history). post is to be called even if the forward raised; without a pre it is a no-op. */
 zs_status zs_engine_pre_forward(zs_unit *unit, bool training);
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep);
 

@@ -188,14 +188,16 @@ static bool in_backward(uint64_t word)
     return state == ZS_READER_BACKWARD || state == ZS_READER_WANTS_BACKWARD;
 }
 
+static bool evaluates(uint64_t word)
+{
+    zs_reader_state state = zs_word_state(word);
+    return state == ZS_READER_WANTS_EVAL || state == ZS_READER_EVALUATES;
+}
+
 bool zs_word_takes_part(uint64_t owner, uint64_t mine)
 {
     if (reductions_ahead(owner, mine) != 0 || trains_ahead(owner, mine) < 0) return false;
-    switch (zs_word_state(mine)) {
-    case ZS_READER_WANTS_EVAL:
-    case ZS_READER_EVALUATES: return trains_ahead(owner, mine) == 0 && evals_ahead(owner, mine) >= 0;
-    default: return true;
-    }
+    return !evaluates(mine) || (trains_ahead(owner, mine) == 0 && evals_ahead(owner, mine) >= 0);
 }
 
 static bool in_pass(uint64_t word)
@@ -211,9 +213,7 @@ static bool may_be_read_alone(uint64_t owner, uint64_t mine)
     if (apart != 0) return apart > 0;
     if (!in_pass(owner)) return false;
     if (in_backward(owner)) return true;
-    zs_reader_state state = zs_word_state(mine);
-    bool evaluates = state == ZS_READER_WANTS_EVAL || state == ZS_READER_EVALUATES;
-    return evaluates && (trains_ahead(owner, mine) > 0 || zs_word_state(owner) == ZS_READER_ALONE);
+    return evaluates(mine) && (trains_ahead(owner, mine) > 0 || zs_word_state(owner) == ZS_READER_ALONE);
 }
 
 bool zs_word_admits(uint64_t owner, uint64_t mine)

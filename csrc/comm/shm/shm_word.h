@@ -4,7 +4,7 @@
  * consistent state, and each question between two ranks is a pure function of two words. shm_reader.c stores and waits;
  * tests/c/check_reader.c goes through all interleavings of the same functions.
  *
- *      reductions (32 bits) | training forwards since (12) | evaluations since (15) | changed (1) | state (4)
+ *      reductions (32 bits) | training forwards since (12) | evaluations since (14) | mode (1) | changed (1) | state (4)
  *
  * The counts are compared modulo their size: ranks are never more than a few apart.
  *

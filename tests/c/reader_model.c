@@ -1,0 +1,359 @@
+/* reader_model.c - see reader_model.h. */
+#include "reader_model.h"
+
+#include <string.h>
+
+int model_ranks;
+const program *model_running;
+const char *model_fault = "";
+
+static bool planted(const char *name)
+{
+    return strcmp(model_fault, name) == 0;
+}
+
+/* --- the predicates, with faults ---------------------------------------------------------------------------------------- */
+
+static bool admits(uint64_t owner, uint64_t mine)
+{
+    if (planted("admits writers") && zs_word_state(owner) == ZS_READER_WRITES) owner = zs_word_wrote(owner);
+    if (planted("admits all who are in a pass") && zs_word_state(owner) > ZS_READER_WRITES) return true;
+    if (planted("admits idle ranks") && zs_word_state(owner) == ZS_READER_IDLE) return true;
+    return zs_word_admits(owner, mine);
+}
+
+static bool stands_still(uint64_t owner, uint64_t wanted)
+{
+    if (planted("admits writers") && zs_word_state(owner) == ZS_READER_WRITES) owner = zs_word_wrote(owner);
+    if (planted("second look at counts only"))
+        return zs_word_takes_part(owner, wanted) || zs_word_state(owner) != ZS_READER_IDLE;
+    return zs_word_stands_still(owner, wanted);
+}
+
+static bool takes_part(uint64_t owner, uint64_t mine)
+{
+    return planted("nobody is alone") || zs_word_takes_part(owner, mine);
+}
+
+static bool holds_up(uint64_t peer, uint64_t mine)
+{
+    zs_reader_state state = zs_word_state(peer);
+    if (planted("wanting holds nobody up") && !zs_word_reads(peer)) return false;
+    if (planted("reading alone holds nobody up") && state == ZS_READER_ALONE) return false;
+    if (planted("nobody is held up on the way to a backward") && state == ZS_READER_IDLE) return false;
+    if (planted("backwards hold nobody up") && state == ZS_READER_BACKWARD) return false;
+    if (planted("all hold up") && state > ZS_READER_WRITES) return true;
+    return zs_word_holds_up(peer, mine);
+}
+
+static bool changed_by_hand(uint64_t word)
+{
+    return !planted("nothing clashes") && zs_word_changed(word);
+}
+
+static uint64_t want(uint64_t word, char letter, bool changed)
+{
+    zs_reading reading = {ZS_PASS_TRAIN, letter == 'V', changed, 0};
+    if (strchr("BNP", letter) != NULL) reading.pass = ZS_PASS_BACKWARD;
+    if (letter == 'E' && !planted("evaluations count as training")) reading.pass = ZS_PASS_EVALUATE;
+    if (letter == 'E') reading.eval_mode = true;
+    return zs_word_want(word, &reading);
+}
+
+static bool delays_write(uint64_t peer, uint64_t mine)
+{
+    return planted("writes wait for all backwards") ? zs_word_reads(peer) : zs_word_delays_write(peer, mine);
+}
+
+static uint64_t enter(uint64_t word, bool alone)
+{
+    if (planted("lone passes count") && alone)
+        return (zs_word_enter(word, true) & 15) | (zs_word_enter(word, false) & ~UINT64_C(15));
+    return zs_word_enter(word, alone);
+}
+
+static uint64_t leave(uint64_t word)
+{
+    return planted("reductions do not count") ? zs_word_stop(word) : zs_word_leave(word);
+}
+
+/* --- a step of one rank -------------------------------------------------------------------------------------------------- */
+
+char model_letter(const world_state *w, int me)
+{
+    return model_running->text[me][w->rank[me].letter];
+}
+
+static bool is_backward(char letter)
+{
+    return letter == 'B' || letter == 'N' || letter == 'P';
+}
+
+void model_go(rank_state *me, place at)
+{
+    me->at = (uint8_t)at;
+    me->peer = 0;
+}
+
+static void done_with_letter(rank_state *me)
+{
+    me->letter++;
+    model_go(me, NEXT);
+}
+
+/* The peer was found as it should be: on to the next one, or to `then`. */
+static void on(rank_state *me, place then)
+{
+    if (++me->peer == model_ranks) model_go(me, then);
+}
+
+/* A known write of new values. */
+static void write_next(rank_state *me, uint8_t values, uint8_t event)
+{
+    me->next_shard = values;
+    me->history = (uint8_t)(me->history * 5 + event);
+    model_go(me, planted("steps without the right to write") ? SCRIBBLE : WRITE);
+}
+
+static void take_letter(rank_state *me, char letter)
+{
+    switch (letter) {
+    case 0: model_go(me, GONE); return;
+    case 'S':
+    case 'U':
+        me->next_shard = letter == 'S' ? (uint8_t)(me->written + 100) : me->written;
+        model_go(me, SCRIBBLE);
+        return;
+    case 'W':
+        if (me->stepped == me->reductions) { /* without a backward there are no gradients, and nothing changes */
+            done_with_letter(me);
+            return;
+        }
+        me->stepped = me->reductions;
+        write_next(me, (uint8_t)(me->written + 1), (uint8_t)(1 + me->reductions));
+        return;
+    case 'L': write_next(me, (uint8_t)(me->written + 50), 90); return;
+    case 'X':
+        me->word = planted("freed models hold up") ? zs_word_stop(me->word) : zs_word_free(me->word);
+        done_with_letter(me);
+        return;
+    case 'D':
+        me->died = 1; /* it may go at any moment */
+        done_with_letter(me);
+        return;
+    case 'A': model_go(me, MEET); return;
+    default:
+        if (!is_backward(letter))
+            model_go(me, TELL);
+        else if (letter == 'P' ? me->kept : me->graph)
+            model_go(me, WANT);
+        else
+            done_with_letter(me); /* a script that catches the error of its forward has no graph */
+    }
+}
+
+/* What comes after a pass has been admitted. */
+static void admitted(rank_state *me, char letter)
+{
+    if (is_backward(letter))
+        model_go(me, READ);
+    else
+        model_go(me, planted("apart without a check") ? COMPARE : APART);
+}
+
+static void refused(rank_state *me, char letter)
+{
+    me->failed = 1;
+    if (letter != 'E') me->graph = 0;
+    model_go(me, REFUSE);
+}
+
+static bool by_hand(char letter)
+{
+    return letter == 'S' || letter == 'U';
+}
+
+enum { FINE, OTHER_VERSION, HALF_WRITTEN };
+
+/* What is wrong with a peer's shard, as this rank sees it. */
+static uint8_t check_read(const world_state *w, int me, int peer)
+{
+    uint8_t seen = w->rank[peer].shard;
+    if (model_letter(w, me) == 'P') return FINE; /* of parameters that no step between the two backwards has changed */
+    if (seen == HALF) return HALF_WRITTEN;
+    return seen != w->rank[me].shard ? OTHER_VERSION : FINE;
+}
+
+/* What is wrong with a pass that is about to end well. A backward of old gradients, on a rank that another has left behind by a
+ * step, is told of at the next forward. */
+static const char *check_pass(world_state *w, int i, bool backward)
+{
+    rank_state *me = &w->rank[i];
+    if (me->tainted) return "a forward goes on after a backward that has gone wrong";
+    if (me->wrong == FINE) return NULL;
+    bool apart = false;
+    for (int r = 0; r < model_ranks; r++)
+        apart |= w->rank[r].history != me->history;
+    me->tainted = backward && apart;
+    if (me->tainted) return NULL;
+    return me->wrong & HALF_WRITTEN ? "a pass has read a shard that was half-written"
+                                    : "a pass has read a shard of another version";
+}
+
+static const char *check_scribble(const world_state *w, int me)
+{
+    bool known = !by_hand(model_letter(w, me));
+    for (int r = 0; r < model_ranks && known; r++)
+        if (r != me && zs_word_delays_write(w->rank[r].word, w->rank[me].word) && w->rank[r].at >= READ &&
+            w->rank[r].at <= LEAVE)
+            return "a step or a load writes what is being read";
+    return NULL;
+}
+
+bool model_can_step(const world_state *w, int i)
+{
+    const rank_state *me = &w->rank[i], *peer = &w->rank[me->peer];
+    bool own = me->peer == i;
+    switch ((place)me->at) {
+    case ADMIT: return own || admits(peer->word, me->word);
+    case LEFT: return own || !holds_up(peer->word, me->word);
+    case UNREAD: return own || !delays_write(peer->word, me->word);
+    case MET: return own || peer->met >= me->met;
+    case COLLECT: return own || peer->posted >= me->posted;
+    case GONE: return false;
+    default: return true;
+    }
+}
+
+const char *model_step(world_state *w, int i, bool interrupt)
+{
+    rank_state *me = &w->rank[i], *peer = &w->rank[me->peer];
+    char letter = model_letter(w, i);
+    bool own = me->peer == i, changed = me->shard != me->written;
+    const char *broken = NULL;
+    switch ((place)me->at) {
+    case NEXT: take_letter(me, letter); break;
+    case TELL:
+        if (!planted("histories are told late")) me->told = me->history;
+        model_go(me, WANT);
+        break;
+    case WANT:
+        me->wanted = me->word = want(me->word, letter, changed);
+        me->alone = me->wrong = 0;
+        model_go(me, ADMIT);
+        break;
+    case ADMIT:
+        if (interrupt) {
+            me->word = zs_word_stop(me->word);
+            done_with_letter(me);
+        } else {
+            on(me, is_backward(letter) ? ENTER : JUDGE);
+        }
+        break;
+    case JUDGE:
+        me->alone |= !own && !takes_part(peer->word, me->wanted);
+        on(me, ENTER);
+        break;
+    case ENTER:
+        me->word = enter(me->wanted, me->alone != 0);
+        if (planted("histories are told late")) me->told = me->history;
+        model_go(me, RECHECK);
+        if (planted("no second look")) admitted(me, letter);
+        break;
+    case RECHECK:
+        if (!own && !stands_still(peer->word, me->wanted)) {
+            model_go(me, BACK_OFF);
+        } else {
+            on(me, RECHECK);
+            if (me->peer == 0) admitted(me, letter);
+        }
+        break;
+    case BACK_OFF:
+        me->word = me->wanted;
+        me->alone = 0;
+        model_go(me, ADMIT);
+        break;
+    case APART:
+        if (me->peer == 0) {
+            me->apart = me->alone;
+            me->level = me->alone && me->shard == me->together && !planted("nobody is level");
+            me->changed = 0;
+        }
+        me->apart |= !zs_word_same_mode(peer->word, me->word) && !planted("modes do not matter");
+        me->level &= zs_word_same_counts(peer->word, me->word) || planted("all are level");
+        me->changed |= changed_by_hand(peer->word);
+        on(me, COMPARE);
+        if (me->at == COMPARE && !me->alone) me->together = me->shard;
+        if (me->at == COMPARE && me->apart && !me->level && me->changed) refused(me, letter);
+        break;
+    case COMPARE:
+        if (peer->told != me->told && !planted("histories are not compared"))
+            refused(me, letter);
+        else
+            on(me, READ);
+        break;
+    case READ:
+        me->wrong |= check_read(w, i, me->peer);
+        on(me, letter == 'B' || letter == 'P' ? POST : LEAVE);
+        if (me->at == LEAVE && letter == 'F') done_with_letter(me);
+        break;
+    case POST:
+        me->posted++;
+        model_go(me, COLLECT);
+        break;
+    case COLLECT: on(me, READ_AGAIN); break;
+    case READ_AGAIN:
+        me->wrong |= check_read(w, i, me->peer);
+        on(me, LEAVE);
+        break;
+    case LEAVE:
+        broken = check_pass(w, i, is_backward(letter));
+        me->word = leave(me->word);
+        me->reductions += is_backward(letter);
+        if (is_backward(letter)) me->kept = letter == 'B' && me->graph;
+        if (letter != 'E') me->graph = !is_backward(letter) && letter != 'R';
+        model_go(me, LEFT);
+        break;
+    case REFUSE:
+        me->word = zs_word_stop(me->word);
+        model_go(me, LEFT);
+        break;
+    case LEFT:
+        on(me, NEXT);
+        if (me->at == NEXT) me->letter++;
+        break;
+    case WRITE:
+        me->word = zs_word_write(me->word);
+        model_go(me, planted("writes without a wait") ? SCRIBBLE : UNREAD);
+        break;
+    case UNREAD: on(me, SCRIBBLE); break;
+    case SCRIBBLE:
+        broken = check_scribble(w, i);
+        me->shard = HALF;
+        model_go(me, SCRIBBLED);
+        break;
+    case SCRIBBLED:
+        me->shard = me->next_shard;
+        if (!by_hand(letter)) me->written = me->shard;
+        model_go(me, by_hand(letter) ? WROTE : WRITTEN);
+        break;
+    case WRITTEN:
+        if (!planted("steps are told late") && !planted("histories are told late")) me->told = me->history;
+        model_go(me, WROTE);
+        break;
+    case WROTE:
+        me->word = zs_word_wrote(me->word);
+        done_with_letter(me);
+        break;
+    case MEET:
+        me->met++;
+        model_go(me, MET);
+        break;
+    case MET:
+        on(me, NEXT);
+        if (me->at == NEXT) me->letter++;
+        break;
+    case GONE: break;
+    }
+    return broken;
+}
