@@ -81,15 +81,6 @@ def find_torch():
     return home, version
 
 
-def headers(option):
-    """`option` for each folder of csrc/ with headers, so that #include "unit.h" finds its file.
-
-    -iquote where the compiler has it, or -I: then what others include as <memory.h> may be ours.
-    """
-    folders = {path.parent for path in CSRC.rglob("*") if path.suffix in (".h", ".hpp")}
-    return [f"{option}{folder}" for folder in sorted(folders)]
-
-
 def threads_flag(compiler):
     """What lets at::parallel_for, a header, use torch's threads; without, it silently runs on one.
 
@@ -191,7 +182,7 @@ def make_image(nvcc, source, folder):
     major, minor = map(int, re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version")).groups())
     codes = [f"arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
     codes += [f"arch=compute_{gpus[0]},code=compute_{gpus[0]}"]
-    command = [nvcc, *NVCC, *headers("-I")]
+    command = [nvcc, *NVCC, f"-I{CSRC}"]
     command += [word for code in codes for word in ("-gencode", code)]
     if "--compress-mode" in ask(nvcc, "--help"):
         command.append("--compress-mode=size")
@@ -253,7 +244,7 @@ class BuildCore(build_ext):
         tools = {"CC": "cc", "CXX": "c++", "CFLAGS": "", "CXXFLAGS": "", "LDFLAGS": ""}
         env = {name: shlex.split(os.environ.get(name, usual)) for name, usual in tools.items()}
         threads = threads_flag(env["CXX"])
-        ours = headers("-iquote")
+        ours = [f"-iquote{CSRC}"]  # an include names its folder: "unit/unit.h"
         python = ["-isystem", sysconfig.get_path("include")]
         aten = [f"-isystem{torch}/include", f"-isystem{torch}/include/torch/csrc/api/include"]
         recipes = {

@@ -8,8 +8,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "comm.h"
-#include "device.h"
+#include "comm/comm.h"
+#include "device/device.h"
 
 typedef struct bench {
     zs_comm *comm;

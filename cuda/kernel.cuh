@@ -8,7 +8,7 @@
 #ifndef ZS_KERNEL_CUH
 #define ZS_KERNEL_CUH
 
-#include "cuda_args.h"
+#include "device/cuda_args.h"
 
 #ifndef ZS_KERNEL
 /* Head of a kernel that has at least `blocks` blocks on a multiprocessor at a time, which bounds its registers. */

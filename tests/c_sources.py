@@ -11,9 +11,8 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 HEADERS = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".hpp"))
-FOLDERS = sorted({path.parent for path in HEADERS})
-INCLUDES = [f"-iquote{folder}" for folder in FOLDERS]
-"""What lets a compiler find them by #include "unit.h"."""
+INCLUDES = [f"-iquote{CSRC}"]
+"""What lets a compiler find them by #include "unit/unit.h"."""
 
 
 def source(name: str) -> Path:

@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = {
     "zshard/__init__.py": "",
     "csrc/base/answer.h": "int zs_answer(void);\nint zs_plus(int a);\n",
-    "csrc/base/answer.c": '#include "answer.h"\nint zs_answer(void) { return zs_plus(41); }\n',
+    "csrc/base/answer.c": '#include "base/answer.h"\nint zs_answer(void) { return zs_plus(41); }\n',
     "csrc/base/lone/alone.c": "int zs_alone(void);\nint zs_alone(void) { return 0; }\n",
-    "csrc/torch/plus.cpp": 'extern "C" {\n#include "answer.h"\nint zs_plus(int a) { return a + 1; }\n}\n',
+    "csrc/shim/plus.cpp": 'extern "C" {\n#include "base/answer.h"\nint zs_plus(int a) { return a + 1; }\n}\n',
     "csrc/python/py_module.c": """\
 #include <Python.h>
-#include "answer.h"
+#include "base/answer.h"
 static PyObject *answer(PyObject *module, PyObject *none)
 {
     (void)module, (void)none;
@@ -204,7 +204,7 @@ def cuda_project(project: Project) -> Project:
     for name in ("cuda_image.c", "cuda_image.h"):
         project.write(f"csrc/device/{name}", source(name).read_text())
     text = PROJECT["csrc/python/py_module.c"].replace("PyLong_FromLong(zs_answer())", "told()")
-    told = """#include "cuda_image.h"
+    told = """#include "device/cuda_image.h"
 static PyObject *told(void)
 {
     const char *image = zs_cuda_image();

@@ -24,6 +24,11 @@ FILES = sorted(
 FOLDER_OF = {  # name -> "unit", "comm/shm", ...; "cuda" for the kernels
     path.name: str(path.parent.relative_to(ROOT)).removeprefix("csrc/") for path in FILES
 }
+HEADERS = {  # "unit/unit.h", as files include it; the kernels' name no folder
+    str(path.relative_to(ROOT)).removeprefix("csrc/").removeprefix("cuda/")
+    for path in FILES
+    if path.suffix in (".h", ".hpp", ".cuh")
+}
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 MAX_FILE_LINES = 450
@@ -36,19 +41,19 @@ SEES_PYTHON = ("py_*.c", "py_*.h", "*_py.h", *SEES_TORCH)
 # transports of gpu/.
 MAY_INCLUDE = {
     "base": "",
-    "torch": "base",
+    "shim": "base",
     "checkpoint": "base",
     "pager": "base",
-    "device": "base torch optim",
-    "optim": "base torch device pager",
-    "comm": "base torch device",
+    "device": "base shim optim",
+    "optim": "base shim device pager",
+    "comm": "base shim device",
     "comm/shm": "base comm",
-    "comm/c10d": "base torch device comm",
-    "comm/nccl": "base torch device comm",
+    "comm/c10d": "base shim device comm",
+    "comm/nccl": "base shim device comm",
     "comm/peer": "base device comm comm/gpu",
-    "comm/gpu": "base torch device comm comm/nccl comm/peer",
-    "unit": "base torch device pager comm",
-    "python": "base torch checkpoint pager device optim comm comm/gpu comm/nccl unit",
+    "comm/gpu": "base shim device comm comm/nccl comm/peer",
+    "unit": "base shim device pager comm",
+    "python": "base shim checkpoint pager device optim comm comm/gpu comm/nccl unit",
     "cuda": "base device optim",
 }
 
@@ -73,17 +78,21 @@ def python_stays_in_the_binding(name: str, text: str) -> list[str]:
     """Only py_*.c, the headers for them and the shim include Python.h, directly or not."""
     if _is(name, SEES_PYTHON):
         return []
-    found = [inc for inc in includes_of(text) if inc == "Python.h" or _is(inc, SEES_PYTHON)]
+    found = [i for i in includes_of(text) if i == "Python.h" or _is(Path(i).name, SEES_PYTHON)]
     return [f"includes {inc}" for inc in found]
 
 
 def cuda_stays_in_cuda(name: str, text: str) -> list[str]:
-    """No header of NVIDIA's in csrc/: the core has to build where there is none. (Ours may be
-    called cuda_*.h.)"""
+    """No header of NVIDIA's in csrc/: the core has to build where there is none."""
     if name.endswith((".cu", ".cuh")):
         return []
-    found = [inc for inc in includes_of(text) if re.match(r"cuda|nccl", inc)]
-    return [f"includes {inc}" for inc in found if inc not in FOLDER_OF]
+    return [f"includes {inc}" for inc in includes_of(text) if re.match(r"cuda|nccl", inc)]
+
+
+def includes_name_their_folder(name: str, text: str) -> list[str]:
+    """What is included with quotes is ours, by its path in csrc/: "unit/unit.h"."""
+    ours = re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE)
+    return [f"includes {inc}, no header of ours" for inc in ours if inc not in HEADERS]
 
 
 def folders_keep_their_order(name: str, text: str) -> list[str]:
@@ -94,8 +103,8 @@ def folders_keep_their_order(name: str, text: str) -> list[str]:
     if folder not in MAY_INCLUDE:
         return [f"lies in {folder}, which has no entry in MAY_INCLUDE"]
     known = {folder, *MAY_INCLUDE[folder].split()}
-    found = [(inc, FOLDER_OF[inc]) for inc in includes_of(text) if inc in FOLDER_OF]
-    return [f"includes {inc} of {where}" for inc, where in found if where not in known]
+    found = [inc for inc in includes_of(text) if inc in HEADERS]
+    return [f"includes {inc}" for inc in found if FOLDER_OF[Path(inc).name] not in known]
 
 
 def symbols_start_with_zs(name: str, text: str) -> list[str]:
@@ -195,6 +204,7 @@ RULES: list[Rule] = [
     torch_stays_in_the_shim,
     python_stays_in_the_binding,
     cuda_stays_in_cuda,
+    includes_name_their_folder,
     folders_keep_their_order,
     symbols_start_with_zs,
     gil_regions_are_clean,
@@ -224,7 +234,7 @@ def namesakes(paths: list[Path]) -> list[str]:
 
 
 def test_names_are_unique() -> None:
-    """#include "unit.h" says no folder, nor do objects: build/.../unit.c.o."""
+    """Objects have no folders: build/.../unit.c.o; nor do the names that tests give (c_sources.py)."""
     assert namesakes(FILES) == []
     assert namesakes([*FILES, ROOT / "csrc" / "elsewhere" / "unit.h"]) == ["unit.h"]
 
@@ -249,11 +259,17 @@ BAD: list[tuple[Rule, str, str, str]] = [
     (torch_stays_in_the_shim, "unit.c", "#include <ATen/ATen.h>\n", "ATen/ATen.h"),
     (torch_stays_in_the_shim, "py_unit.c", '# include "torch/all.h"\n', "torch/all.h"),
     (python_stays_in_the_binding, "unit.c", "#include <Python.h>\n", "Python.h"),
-    (python_stays_in_the_binding, "unit.h", '#include "py_util.h"\n', "py_util.h"),
+    (python_stays_in_the_binding, "unit.h", '#include "python/py_util.h"\n', "python/py_util.h"),
     (cuda_stays_in_cuda, "unit.c", "#include <cuda_runtime.h>\n", "cuda_runtime.h"),
-    (cuda_stays_in_cuda, "nccl_lib.c", '#include "nccl.h"\n#include "nccl_lib.h"\n', "nccl.h"),
-    (folders_keep_their_order, "comm.h", '#include "unit.h"\n', "includes unit.h of unit"),
-    (folders_keep_their_order, "unit.c", '#include "shm.h"\n', "includes shm.h of comm/shm"),
+    (
+        cuda_stays_in_cuda,
+        "nccl_lib.c",
+        '#include "nccl.h"\n#include "comm/nccl/nccl_lib.h"\n',
+        "nccl.h",
+    ),
+    (includes_name_their_folder, "unit.c", '#include "unit/unit.h"\n#include "unit.h"\n', "unit.h"),
+    (folders_keep_their_order, "comm.h", '#include "unit/unit.h"\n', "includes unit/unit.h"),
+    (folders_keep_their_order, "unit.c", '#include "comm/shm/shm.h"\n', "comm/shm/shm.h"),
     (symbols_start_with_zs, "unit.c", "int pack(int a)\n{\n    return a;\n}\n", "line 1: pack"),
     (symbols_start_with_zs, "unit.c", BRACES, "line 2: pack"),
     (symbols_start_with_zs, "torch_a.cpp", 'extern "C" {\nint f() {}\n}\n', "line 2: f"),
@@ -318,7 +334,7 @@ GOOD_CPP = """\
 // torch_shim.cpp - C++ in the shapes that the shim uses.
 #include <ATen/ATen.h>
 extern "C" {
-#include "tensor_py.h"
+#include "shim/tensor_py.h"
 }
 struct zs_tensor {
     explicit zs_tensor(at::Tensor strong) : tensor(std::move(strong)), b(1) {}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import fake_cuda
 import pytest
-from c_sources import FOLDERS
+from c_sources import CSRC
 
 import zshard
 
@@ -94,7 +94,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     folder = tmp_path_factory.mktemp("image")
     codes = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
     codes += [f"-gencode=arch=compute_{gpus[0]},code=compute_{gpus[0]}"]
-    command = [nvcc, *setup["NVCC"], *(f"-I{path}" for path in FOLDERS), *codes]  # type: ignore[misc]
+    command = [nvcc, *setup["NVCC"], f"-I{CSRC}", *codes]  # type: ignore[misc]
     command += ["-Xptxas", "-v", "--keep", f"--keep-dir={folder}"]
     command += ["-fatbin", "cuda/kernels.cu", "-o", str(folder / "kernels.fatbin")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

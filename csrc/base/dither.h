@@ -10,7 +10,7 @@
 #ifndef ZS_DITHER_H
 #define ZS_DITHER_H
 
-#include "half.h"
+#include "base/half.h"
 
 /* What is the same for the elements of one step whose numbers have the same upper half. */
 typedef struct zs_dither {

@@ -1,6 +1,6 @@
 /* file.c - see file.h. */
 #define _GNU_SOURCE 1 /* memfd_create, fallocate, F_SEAL_SHRINK */
-#include "file.h"
+#include "base/file.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -7,7 +7,7 @@
 #ifndef ZS_FILE_H
 #define ZS_FILE_H
 
-#include "memory.h"
+#include "base/memory.h"
 
 enum { ZS_PAGE = 4096 }; /* flats are a multiple of it, so that regions can be mapped side by side */
 

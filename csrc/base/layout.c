@@ -1,5 +1,5 @@
 /* layout.c - see layout.h. Overflow is checked here and nowhere else: later sums are of numbers that passed. */
-#include "layout.h"
+#include "base/layout.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -8,7 +8,7 @@
 #ifndef ZS_LAYOUT_H
 #define ZS_LAYOUT_H
 
-#include "status.h"
+#include "base/status.h"
 
 enum { ZS_PARAM_ALIGN = 64 }; /* bytes */
 

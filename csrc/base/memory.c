@@ -1,6 +1,6 @@
 /* memory.c - see memory.h. */
 #define _GNU_SOURCE /* MAP_ANONYMOUS, madvise */
-#include "memory.h"
+#include "base/memory.h"
 
 #include <errno.h>
 #ifdef __GLIBC__

@@ -6,7 +6,7 @@
 #ifndef ZS_MEMORY_H
 #define ZS_MEMORY_H
 
-#include "status.h"
+#include "base/status.h"
 
 /* What a unit uses a block for. */
 typedef enum zs_mem_role { ZS_MEM_PLAIN, ZS_MEM_SHARD, ZS_MEM_GRAD_SHARD, ZS_MEM_LOCAL_GRAD, ZS_MEM_HELD } zs_mem_role;

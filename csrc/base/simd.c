@@ -1,5 +1,5 @@
 /* simd.c - see simd.h. */
-#include "simd.h"
+#include "base/simd.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* status.c - the thread-local failure record behind status.h. First failure wins. */
-#include "status.h"
+#include "base/status.h"
 
 #include <stdarg.h>
 #include <stdio.h>

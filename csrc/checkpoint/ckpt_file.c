@@ -1,9 +1,9 @@
 /* ckpt_file.c - see ckpt_file.h. */
 #define _GNU_SOURCE /* O_NOFOLLOW */
-#include "ckpt_file.h"
+#include "checkpoint/ckpt_file.h"
 
-#include "crc32c.h"
-#include "fs.h"
+#include "checkpoint/crc32c.h"
+#include "checkpoint/fs.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -6,8 +6,8 @@
 #ifndef ZS_CKPT_FILE_H
 #define ZS_CKPT_FILE_H
 
-#include "finite.h"
-#include "status.h"
+#include "base/status.h"
+#include "checkpoint/finite.h"
 
 /* An open regular file. */
 typedef struct zs_ckpt_file {

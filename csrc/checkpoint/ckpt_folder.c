@@ -1,8 +1,8 @@
 /* ckpt_folder.c - see ckpt_folder.h. */
 #define _GNU_SOURCE /* O_DIRECTORY, O_NOFOLLOW, lstat */
-#include "ckpt_folder.h"
+#include "checkpoint/ckpt_folder.h"
 
-#include "fs.h"
+#include "checkpoint/fs.h"
 
 #include <errno.h>
 #include <fcntl.h>

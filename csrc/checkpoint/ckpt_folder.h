@@ -6,7 +6,7 @@
 #ifndef ZS_CKPT_FOLDER_H
 #define ZS_CKPT_FOLDER_H
 
-#include "status.h"
+#include "base/status.h"
 
 /* A new folder. */
 zs_status zs_ckpt_make_folder(const char *path);

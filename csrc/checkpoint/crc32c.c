@@ -4,9 +4,9 @@
  * bytes has its result three cycles later, and can be begun in each: so three sums run side by side over neighbouring stretches,
  * and are joined behind them.
  */
-#include "crc32c.h"
+#include "checkpoint/crc32c.h"
 
-#include "simd.h"
+#include "base/simd.h"
 
 #include <pthread.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* finite.c - see finite.h. */
-#include "finite.h"
+#include "checkpoint/finite.h"
 
 #include <stdint.h>
 #include <string.h>

@@ -1,8 +1,8 @@
 /* fs.c - see fs.h. */
 #define _GNU_SOURCE /* renameat2, fallocate, sync_file_range */
-#include "fs.h"
+#include "checkpoint/fs.h"
 
-#include "fs_faults.h"
+#include "checkpoint/fs_faults.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -5,7 +5,7 @@
  * of its entries is one in which the calls can have happened.
  */
 #define _GNU_SOURCE /* kill, writev */
-#include "fs_faults.h"
+#include "checkpoint/fs_faults.h"
 
 #include <errno.h>
 #include <fcntl.h>

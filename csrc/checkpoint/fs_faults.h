@@ -6,7 +6,7 @@
 #ifndef ZS_FS_FAULTS_H
 #define ZS_FS_FAULTS_H
 
-#include "status.h"
+#include "base/status.h"
 
 /* From now on: the nth call (1: the next) and the `times` - 1 calls behind it suffer `what`: an errno by name ("ENOSPC", "EIO",
  * "EINTR", ...) with which they fail, undone; "short": reads and writes do half; "kill", "killafter": the process is killed

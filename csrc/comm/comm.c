@@ -1,6 +1,6 @@
 /* comm.c - what is common to all transports: references, the order of calls in a round, private memory. */
 #define _GNU_SOURCE 1 /* strdup */
-#include "comm_local.h"
+#include "comm/comm_local.h"
 
 #include <stdatomic.h>
 #include <stdio.h>

@@ -18,10 +18,10 @@
 #ifndef ZS_COMM_H
 #define ZS_COMM_H
 
-#include "arena.h"
-#include "device.h"
-#include "memory.h"
-#include "status.h"
+#include "base/memory.h"
+#include "base/status.h"
+#include "device/arena.h"
+#include "device/device.h"
 
 enum { ZS_MAX_FLATS = 8 }; /* dtype x trainable groups in one unit */
 

@@ -6,7 +6,7 @@
 #ifndef ZS_COMM_LOCAL_H
 #define ZS_COMM_LOCAL_H
 
-#include "comm.h"
+#include "comm/comm.h"
 
 /* The tables. */
 extern const zs_comm_ops zs_self_ops, zs_shm_ops, zs_c10d_ops;

@@ -4,7 +4,7 @@
  * outline of a transport is the real one's table with all that would meet peers or take memory left out; engines and units
  * that are made on it (zs_unit_spec.outline) are measured as real ones are.
  */
-#include "comm_local.h"
+#include "comm/comm_local.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>

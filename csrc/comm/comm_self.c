@@ -1,5 +1,5 @@
 /* comm_self.c - the transport of a world of one: the shard is the full buffer, the bucket is the sum's only source. */
-#include "comm_local.h"
+#include "comm/comm_local.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 /* kin.c - see kin.h. */
 #define _GNU_SOURCE 1 /* syscall */
-#include "kin.h"
+#include "comm/kin.h"
 
 #include <poll.h>
 #include <stdio.h>

@@ -6,7 +6,7 @@
 #ifndef ZS_KIN_H
 #define ZS_KIN_H
 
-#include "status.h"
+#include "base/status.h"
 
 /* What each rank tells the others: which kernel it runs on, and its number there. */
 typedef struct zs_kin_card {

@@ -4,9 +4,9 @@
  * locks of those that are looked at, never after.
  */
 #define _GNU_SOURCE 1 /* pthread_condattr_setclock */
-#include "lookout.h"
+#include "comm/lookout.h"
 
-#include "file.h"
+#include "base/file.h"
 
 #include <errno.h>
 #include <pthread.h>

@@ -6,7 +6,7 @@
 #ifndef ZS_LOOKOUT_H
 #define ZS_LOOKOUT_H
 
-#include "status.h"
+#include "base/status.h"
 
 /* Something that is looked after: part of a struct that outlives its place in the list. */
 typedef struct zs_lookout {

@@ -1,5 +1,5 @@
 /* arena.c - see arena.h. */
-#include "arena.h"
+#include "device/arena.h"
 
 #include <stdlib.h>
 

@@ -8,9 +8,9 @@
 #ifndef ZS_ARENA_H
 #define ZS_ARENA_H
 
-#include "device.h"
-#include "memory.h"
-#include "status.h"
+#include "base/memory.h"
+#include "base/status.h"
+#include "device/device.h"
 
 typedef struct zs_arena zs_arena;
 

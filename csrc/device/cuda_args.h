@@ -9,7 +9,7 @@
 #include <assert.h>
 #include <stdint.h>
 
-#include "update.h"
+#include "optim/update.h"
 
 enum {
     ZS_CUDA_BLOCK = 256,   /* threads of a block, of all kernels */

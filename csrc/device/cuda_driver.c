@@ -1,6 +1,6 @@
 /* cuda_driver.c - see cuda_driver.h. */
 #define _GNU_SOURCE 1
-#include "cuda_driver.h"
+#include "device/cuda_driver.h"
 
 #include <dlfcn.h>
 #include <pthread.h>

@@ -7,8 +7,8 @@
 #ifndef ZS_CUDA_DRIVER_H
 #define ZS_CUDA_DRIVER_H
 
-#include "cuda_api.h"
-#include "status.h"
+#include "base/status.h"
+#include "device/cuda_api.h"
 
 enum { ZS_CUDA_MAX_DEVICES = 64 }; /* devices of a process that zshard tells apart */
 

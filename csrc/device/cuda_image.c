@@ -1,5 +1,5 @@
 /* cuda_image.c - see cuda_image.h. setup.py gives the image's path (ZS_CUDA_FATBIN) where it has made one. */
-#include "cuda_image.h"
+#include "device/cuda_image.h"
 
 #ifdef ZS_CUDA_FATBIN
 

@@ -3,7 +3,7 @@
  * The one idea: a job becomes an argument struct (cuda_args.h), a kernel's number and a count of threads; all launches go
  * through one function. Each number has one name, made by the same rule as the kernels' own.
  */
-#include "cuda_kernels.h"
+#include "device/cuda_kernels.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -12,9 +12,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda_args.h"
-#include "cuda_driver.h"
-#include "cuda_image.h"
+#include "device/cuda_args.h"
+#include "device/cuda_driver.h"
+#include "device/cuda_image.h"
 
 enum { DTYPES = ZS_BYTES, KINDS = DTYPES + 1, DITHERED = DTYPES, RULES = 4 };
 

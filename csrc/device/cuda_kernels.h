@@ -12,8 +12,8 @@
 #ifndef ZS_CUDA_KERNELS_H
 #define ZS_CUDA_KERNELS_H
 
-#include "device.h"
-#include "optim.h"
+#include "device/device.h"
+#include "optim/optim.h"
 
 /* Loads the kernels and makes all of them resident on this thread's device, once per process; else the first launch does. Call
  * it before any stream waits for a peer: loading may wait for the device. ZS_ERR_CUDA where this build has no kernels, or none

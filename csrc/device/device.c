@@ -1,5 +1,5 @@
 /* device.c - the CPU's table: see device.h. */
-#include "device.h"
+#include "device/device.h"
 
 #include <string.h>
 

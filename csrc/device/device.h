@@ -11,9 +11,9 @@
 #ifndef ZS_DEVICE_H
 #define ZS_DEVICE_H
 
-#include "memory.h"
-#include "status.h"
-#include "tensor.h"
+#include "base/memory.h"
+#include "base/status.h"
+#include "shim/tensor.h"
 
 /* Queues of a device that queues; on the CPU they mean nothing. */
 typedef enum zs_lane {

@@ -4,12 +4,12 @@
  * Whatever the number of threads and wherever the cuts fall, an element meets the same operations in the same order;
  * norms are cut into parts that depend on the length alone. So the bits are the same on every run.
  */
-#include "device.h"
+#include "device/device.h"
 
 #include <math.h>
 
-#include "half.h"
-#include "simd.h"
+#include "base/half.h"
+#include "base/simd.h"
 
 /* Elements below which another thread costs more than it helps. */
 enum { GRAIN = 1 << 15 };

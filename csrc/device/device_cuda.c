@@ -1,9 +1,9 @@
 /* device_cuda.c - see device_cuda.h. */
-#include "device_cuda.h"
+#include "device/device_cuda.h"
 
-#include "cuda_driver.h"
-#include "cuda_kernels.h"
-#include "torch_cuda.h"
+#include "device/cuda_driver.h"
+#include "device/cuda_kernels.h"
+#include "shim/torch_cuda.h"
 
 #include <pthread.h>
 #include <stdlib.h>

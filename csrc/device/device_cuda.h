@@ -6,8 +6,8 @@
 #ifndef ZS_DEVICE_CUDA_H
 #define ZS_DEVICE_CUDA_H
 
-#include "cuda_api.h"
-#include "device.h"
+#include "device/cuda_api.h"
+#include "device/device.h"
 
 /* GPU number `index`; its streams are made, and the kernels loaded, when it is first asked for. ZS_ERR_CUDA where there is no
  * driver, GPU or kernel for it; ZS_ERR_VALUE for an index that there cannot be.

@@ -1,5 +1,5 @@
 /* counters.c - see counters.h. */
-#include "counters.h"
+#include "optim/counters.h"
 
 #include <stdlib.h>
 #include <string.h>

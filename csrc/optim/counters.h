@@ -7,7 +7,7 @@
 #ifndef ZS_COUNTERS_H
 #define ZS_COUNTERS_H
 
-#include "status.h"
+#include "base/status.h"
 
 typedef struct zs_counters zs_counters;
 

@@ -1,12 +1,12 @@
 /* optim.c - the plan: where everything lies at this step, joined into runs. See optim.h. */
-#include "optim_plan.h"
+#include "optim/optim_plan.h"
 
 #include <assert.h>
 #include <stdlib.h>
 
-#include "device.h"
-#include "device_cuda.h"
-#include "pager.h"
+#include "device/device.h"
+#include "device/device_cuda.h"
+#include "pager/pager.h"
 
 /* --- life ------------------------------------------------------------------------------------------------------------ */
 

@@ -7,9 +7,9 @@
 #ifndef ZS_OPTIM_H
 #define ZS_OPTIM_H
 
-#include "device.h"
-#include "tensor.h"
-#include "update.h"
+#include "device/device.h"
+#include "optim/update.h"
+#include "shim/tensor.h"
 
 /* Which update rule; Adam is AdamW too. */
 typedef enum zs_rule { ZS_RULE_ADAM, ZS_RULE_SGD } zs_rule;

@@ -5,8 +5,8 @@
  * float, with parameter and state rounded when stored, as torch's fused optimizers do: to nearest, or if the run is
  * dithered, at random, with bits of their own for each tensor.
  */
-#include "optim.h"
-#include "simd.h"
+#include "base/simd.h"
+#include "optim/optim.h"
 
 #define SAME(x) (x)
 

@@ -3,9 +3,9 @@
  * The one idea: a piece of the parameter and of its state is borrowed (pager.h), the loops run over what was lent, and it is given
  * back; while one piece is worked on, the pager reads those that follow and writes those that came before.
  */
-#include "device.h"
-#include "optim.h"
-#include "pager.h"
+#include "device/device.h"
+#include "optim/optim.h"
+#include "pager/pager.h"
 
 /* Elements of a run that are in use at a time where memory lies on a disk: long enough for its full speed. The last piece takes
  * what is left, if that is not much more. */

@@ -4,7 +4,7 @@
  * where they lie; what the host needs to know, which members have the same constants, follows from who has been stepped with
  * whom (counters.h).
  */
-#include "optim_plan.h"
+#include "optim/optim_plan.h"
 
 #include <stdlib.h>
 

@@ -5,8 +5,8 @@
 #ifndef ZS_OPTIM_PLAN_H
 #define ZS_OPTIM_PLAN_H
 
-#include "counters.h"
-#include "optim.h"
+#include "optim/counters.h"
+#include "optim/optim.h"
 
 /* What a member looks like at this step. */
 typedef struct zs_view {

@@ -1,10 +1,10 @@
 /* pager.c - see pager.h. What is done to pages is in pager_io.c and pager_direct.c, by whom in pager_threads.c, here is when. */
-#include "pager.h"
+#include "pager/pager.h"
 
-#include "file.h"
-#include "pager_direct.h"
-#include "pager_io.h"
-#include "pager_threads.h"
+#include "base/file.h"
+#include "pager/pager_direct.h"
+#include "pager/pager_io.h"
+#include "pager/pager_threads.h"
 
 #include <errno.h>
 #include <stdatomic.h>

@@ -18,7 +18,7 @@
 #ifndef ZS_PAGER_H
 #define ZS_PAGER_H
 
-#include "status.h"
+#include "base/status.h"
 
 /* A mapping of a region of a file; of the same region of several ranks' files, where these are mapped side by side. */
 typedef struct zs_pager_map {

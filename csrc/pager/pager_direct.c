@@ -4,9 +4,9 @@
  * a range's two ends, which other ranges may share, go through the cache.
  */
 #define _GNU_SOURCE /* mincore, MADV_DONTFORK */
-#include "pager_direct.h"
+#include "pager/pager_direct.h"
 
-#include "file.h"
+#include "base/file.h"
 
 #include <errno.h>
 #include <pthread.h>

@@ -5,7 +5,7 @@
 #ifndef ZS_PAGER_DIRECT_H
 #define ZS_PAGER_DIRECT_H
 
-#include "pager.h"
+#include "pager/pager.h"
 
 /* A buffer for the pages that [ptr, ptr + bytes) touches, one that is free where there is one; NULL without memory. A forked child
  * has none of them. */

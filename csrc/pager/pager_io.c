@@ -5,9 +5,9 @@
  * so of ranks that map each other's files the last one does it.
  */
 #define _GNU_SOURCE /* sync_file_range, fallocate, MADV_POPULATE_READ */
-#include "pager_io.h"
+#include "pager/pager_io.h"
 
-#include "file.h"
+#include "base/file.h"
 
 #include <errno.h>
 #include <fcntl.h>

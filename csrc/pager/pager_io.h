@@ -2,7 +2,7 @@
 #ifndef ZS_PAGER_IO_H
 #define ZS_PAGER_IO_H
 
-#include "pager.h"
+#include "pager/pager.h"
 
 /* Brings the pages of a range in; 0, or the errno if some cannot be read: touching them would be a SIGBUS. */
 int zs_pager_fetch(const zs_pager_map *map, char *ptr, size_t bytes, bool write);

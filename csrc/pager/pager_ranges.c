@@ -1,5 +1,5 @@
 /* pager_ranges.c - see pager_ranges.h. */
-#include "pager_ranges.h"
+#include "pager/pager_ranges.h"
 
 #include <stdlib.h>
 #include <string.h>

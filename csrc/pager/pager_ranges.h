@@ -6,7 +6,7 @@
 #ifndef ZS_PAGER_RANGES_H
 #define ZS_PAGER_RANGES_H
 
-#include "pager.h"
+#include "pager/pager.h"
 
 enum { ZS_PAGER_WAYS = 4 }; /* ways on from one range that are remembered */
 

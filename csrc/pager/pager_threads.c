@@ -1,10 +1,10 @@
 /* pager_threads.c - see pager_threads.h. */
 #define _GNU_SOURCE /* sigset_t */
-#include "pager_threads.h"
+#include "pager/pager_threads.h"
 
-#include "file.h"
-#include "pager_direct.h"
-#include "pager_io.h"
+#include "base/file.h"
+#include "pager/pager_direct.h"
+#include "pager/pager_io.h"
 
 #include <errno.h>
 #include <signal.h>

@@ -6,7 +6,7 @@
 #ifndef ZS_PAGER_THREADS_H
 #define ZS_PAGER_THREADS_H
 
-#include "pager_ranges.h"
+#include "pager/pager_ranges.h"
 
 #include <pthread.h>
 

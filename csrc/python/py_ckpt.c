@@ -1,9 +1,9 @@
 /* py_ckpt.c - what checkpoints need of the core besides files: checksums, folders, locks, faults for tests. */
-#include "py_ckpt.h"
+#include "python/py_ckpt.h"
 
-#include "ckpt_folder.h"
-#include "crc32c.h"
-#include "fs_faults.h"
+#include "checkpoint/ckpt_folder.h"
+#include "checkpoint/crc32c.h"
+#include "checkpoint/fs_faults.h"
 
 #include <errno.h>
 

@@ -2,8 +2,8 @@
 #ifndef ZS_PY_CKPT_H
 #define ZS_PY_CKPT_H
 
-#include "ckpt_file.h"
-#include "py_util.h"
+#include "checkpoint/ckpt_file.h"
+#include "python/py_util.h"
 
 /* Raises this thread's failure, a system call's as OSError with errno, its text, and the files `path` and `to` (may be NULL).
  * Returns NULL. */

@@ -1,7 +1,7 @@
 /* py_comm.c - _core.Comm: a transport between the ranks of one process group, as Python sees it. */
-#include "device_cuda.h"
-#include "mover.h"
-#include "py_util.h"
+#include "comm/gpu/mover.h"
+#include "device/device_cuda.h"
+#include "python/py_util.h"
 
 #include <stdio.h>
 #include <stdlib.h>

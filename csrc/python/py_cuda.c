@@ -1,9 +1,9 @@
 /* py_cuda.c - what Python may know of this machine: the loops that were chosen, the kernels, the CUDA driver and its GPUs. */
-#include "py_util.h"
+#include "python/py_util.h"
 
-#include "cuda_driver.h"
-#include "cuda_image.h"
-#include "simd.h"
+#include "base/simd.h"
+#include "device/cuda_driver.h"
+#include "device/cuda_image.h"
 
 /* One GPU, or an exception. */
 static PyObject *gpu(int ordinal)

@@ -1,9 +1,9 @@
 /* py_engine.c - _core.Engine: the schedule of one model, as Python sees it. Two objects of one engine compare equal. */
-#include "history.h"
-#include "plan.h"
-#include "py_util.h"
+#include "python/py_util.h"
+#include "unit/history.h"
+#include "unit/plan.h"
 
-#include "offload.h"
+#include "unit/offload.h"
 
 #include <math.h>
 #include <stdlib.h>

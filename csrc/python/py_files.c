@@ -3,7 +3,7 @@
  * The one idea: a file is closed when nobody uses it, and never under a thread that does: descriptors are used again, and the
  * bytes would go into somebody else's file.
  */
-#include "py_ckpt.h"
+#include "python/py_ckpt.h"
 
 typedef struct file_object {
     PyObject_HEAD

@@ -3,9 +3,9 @@
  * The one idea: a unit lives as long as its parameters, and Python's optimizer refers to those: the unit may hold nothing
  * that leads back to it, or none would ever be freed. So it holds a weak reference, which is called to get at the method.
  */
-#include "py_unit.h"
+#include "python/py_unit.h"
 
-#include "in_backward.h"
+#include "unit/in_backward.h"
 
 #include <stdlib.h>
 

@@ -2,8 +2,8 @@
  *
  * The one idea: Python exceptions are made here and nowhere else, from the thread's zs_status record.
  */
-#include "ckpt_file.h"
-#include "py_util.h"
+#include "checkpoint/ckpt_file.h"
+#include "python/py_util.h"
 
 /* Hooks that fail on an autograd thread have no module at hand. Borrowed; set while the module lives. */
 static zs_py_state *live_state;

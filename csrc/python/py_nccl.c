@@ -1,8 +1,8 @@
 /* py_nccl.c - what Python does about libnccl: says where it may lie, and ends what uses it before the interpreter ends. */
-#include "py_util.h"
+#include "python/py_util.h"
 
-#include "nccl_comm.h"
-#include "nccl_lib.h"
+#include "comm/nccl/nccl_comm.h"
+#include "comm/nccl/nccl_lib.h"
 
 PyDoc_STRVAR(library_doc,
              "nccl_library($module, path, /)\n--\n\nLoad libnccl, unless it is loaded: from ZSHARD_NCCL_LIB, else the "

@@ -3,14 +3,14 @@
  * The one idea: each thing is there twice. On the CPU a norm is a number that comes back; on a GPU it is a tensor of one number
  * that is queued, and all that uses it reads it there, so that no host waits in a step.
  */
-#include "py_util.h"
+#include "python/py_util.h"
 
 #include <math.h>
 
-#include "device.h"
-#include "optim.h"
-#include "pager.h"
-#include "schedule.h"
+#include "device/device.h"
+#include "optim/optim.h"
+#include "pager/pager.h"
+#include "unit/schedule.h"
 
 /* --- norms on the host ------------------------------------------------------------------------------------------------ */
 

@@ -1,7 +1,7 @@
 /* py_offload.c - memory on a disk as Python sees it: tensors there for optimizers, and what the pager does. */
-#include "offload.h"
-#include "pager.h"
-#include "py_util.h"
+#include "pager/pager.h"
+#include "python/py_util.h"
+#include "unit/offload.h"
 
 /* The unit of a sharded model's parameter, if the state of its optimizer goes to a disk; else NULL. */
 static const zs_unit *offloader_of(const zs_tensor *param)

@@ -7,10 +7,10 @@
  * These references are also what keeps the tensors alive: the handles in the plan are weak, so that the garbage
  * collector sees all there is (a hook of a parameter may well refer to the optimizer).
  */
-#include "py_util.h"
+#include "python/py_util.h"
 
-#include "device.h"
-#include "optim.h"
+#include "device/device.h"
+#include "optim/optim.h"
 
 typedef struct plan_object {
     PyObject_HEAD

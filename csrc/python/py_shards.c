@@ -2,9 +2,9 @@
  *
  * The one idea: a tensor is known by the block of memory it lies on, which names its unit; no registry has to be kept.
  */
-#include "hold.h"
-#include "local_grads.h"
-#include "py_unit.h"
+#include "python/py_unit.h"
+#include "unit/hold.h"
+#include "unit/local_grads.h"
 
 PyObject *zs_py_describe_param(const zs_unit *unit, const zs_param *param)
 {

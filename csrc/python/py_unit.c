@@ -1,7 +1,7 @@
 /* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
-#include "py_unit.h"
-#include "history.h"
-#include "hold.h"
+#include "python/py_unit.h"
+#include "unit/history.h"
+#include "unit/hold.h"
 
 #include <math.h>
 #include <stdlib.h>

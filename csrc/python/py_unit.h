@@ -2,7 +2,7 @@
 #ifndef ZS_PY_UNIT_H
 #define ZS_PY_UNIT_H
 
-#include "py_util.h"
+#include "python/py_util.h"
 
 /* Where a module keeps a parameter. */
 typedef struct param_place {

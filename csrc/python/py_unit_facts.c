@@ -1,5 +1,5 @@
 /* py_unit_facts.c - the attributes of _core.Unit. */
-#include "py_unit.h"
+#include "python/py_unit.h"
 
 #include <string.h>
 

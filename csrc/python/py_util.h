@@ -5,11 +5,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "comm.h"
-#include "schedule.h"
-#include "status.h"
-#include "tensor_py.h"
-#include "unit.h"
+#include "base/status.h"
+#include "comm/comm.h"
+#include "shim/tensor_py.h"
+#include "unit/schedule.h"
+#include "unit/unit.h"
 
 /* What the module keeps: its exception classes and types. All references are owned by the module. */
 typedef struct zs_py_state {

@@ -3,12 +3,12 @@
  * The one idea: gradients leave as soon as a unit's are complete, where ranks need not agree on when; elsewhere when the
  * backward is through with the unit (through.h), which all ranks see at the same hook.
  */
-#include "engine.h"
-#include "history.h"
-#include "hold.h"
-#include "in_backward.h"
-#include "reduce.h"
-#include "through.h"
+#include "unit/engine.h"
+#include "unit/history.h"
+#include "unit/hold.h"
+#include "unit/in_backward.h"
+#include "unit/reduce.h"
+#include "unit/through.h"
 
 #include <math.h>
 #include <stdio.h>

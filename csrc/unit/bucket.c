@@ -1,7 +1,7 @@
 /* bucket.c - see bucket.h. */
-#include "bucket.h"
+#include "unit/bucket.h"
 
-#include "reduce.h"
+#include "unit/reduce.h"
 
 #include <stdlib.h>
 

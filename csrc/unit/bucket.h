@@ -7,7 +7,7 @@
 #ifndef ZS_BUCKET_H
 #define ZS_BUCKET_H
 
-#include "unit.h"
+#include "unit/unit.h"
 
 enum { ZS_BUCKETS_OUT = 2 }; /* buckets of one size that may be out before a rank waits for its peers */
 

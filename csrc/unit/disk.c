@@ -1,9 +1,9 @@
 /* disk.c - see disk.h. */
 #define _GNU_SOURCE /* O_CLOEXEC, O_DIRECT */
-#include "disk.h"
+#include "unit/disk.h"
 
-#include "file.h"
-#include "pager.h"
+#include "base/file.h"
+#include "pager/pager.h"
 
 #include <errno.h>
 #include <fcntl.h>

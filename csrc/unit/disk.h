@@ -8,7 +8,7 @@
 #ifndef ZS_DISK_H
 #define ZS_DISK_H
 
-#include "comm.h"
+#include "comm/comm.h"
 
 typedef struct zs_disk zs_disk; /* counted references */
 

@@ -1,7 +1,7 @@
 /* engine.c - what an engine has: its units and their order, memory, buffers. See schedule.h. */
-#include "engine.h"
+#include "unit/engine.h"
 
-#include "sample.h"
+#include "unit/sample.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -4,10 +4,10 @@
 #ifndef ZS_ENGINE_H
 #define ZS_ENGINE_H
 
-#include "offload.h"
-#include "plan.h"
-#include "prefetch.h"
-#include "schedule.h"
+#include "unit/offload.h"
+#include "unit/plan.h"
+#include "unit/prefetch.h"
+#include "unit/schedule.h"
 
 /* Which pass is running. FAILED: a backward has raised here; what needs no peer is put in order, and the peers' part of it
  * is done before anything else (zs_engine_settle). */

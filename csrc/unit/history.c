@@ -1,8 +1,8 @@
 /* history.c - see history.h. */
-#include "history.h"
+#include "unit/history.h"
 
-#include "engine.h"
-#include "fold.h"
+#include "base/fold.h"
+#include "unit/engine.h"
 
 static uint64_t fold_text(const char *text)
 {

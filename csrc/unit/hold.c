@@ -1,7 +1,7 @@
 /* hold.c - see hold.h. */
-#include "hold.h"
+#include "unit/hold.h"
 
-#include "schedule.h"
+#include "unit/schedule.h"
 
 #include <stdatomic.h>
 

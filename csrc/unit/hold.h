@@ -7,7 +7,7 @@
 #ifndef ZS_HOLD_H
 #define ZS_HOLD_H
 
-#include "unit.h"
+#include "unit/unit.h"
 
 /* Makes the unit FULL on a copy, `exact`: in its parameters' own dtype. It stays so until zs_unit_reshard, which the end of
  * each backward calls too. Inside a session; collective. No-op if it is held already. */

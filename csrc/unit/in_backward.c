@@ -1,10 +1,10 @@
 /* in_backward.c - see in_backward.h. */
-#include "in_backward.h"
+#include "unit/in_backward.h"
 
-#include "bits.h"
-#include "pager.h"
-#include "reduce.h"
-#include "schedule.h"
+#include "base/bits.h"
+#include "pager/pager.h"
+#include "unit/reduce.h"
+#include "unit/schedule.h"
 
 #include <stdlib.h>
 #include <string.h>

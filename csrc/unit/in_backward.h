@@ -11,7 +11,7 @@
 #ifndef ZS_IN_BACKWARD_H
 #define ZS_IN_BACKWARD_H
 
-#include "unit.h"
+#include "unit/unit.h"
 
 /* Who steps a unit's parameters; called without the GIL. */
 typedef struct zs_stepper {

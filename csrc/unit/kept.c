@@ -1,7 +1,7 @@
 /* kept.c - see kept.h. */
-#include "kept.h"
+#include "unit/kept.h"
 
-#include "schedule.h"
+#include "unit/schedule.h"
 
 #include <stdlib.h>
 

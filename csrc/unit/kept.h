@@ -8,7 +8,7 @@
 #ifndef ZS_KEPT_H
 #define ZS_KEPT_H
 
-#include "unit.h"
+#include "unit/unit.h"
 
 /* Makes the flat's copy, of no values yet, if its engine keeps one. */
 zs_status zs_kept_new(zs_unit *unit, zs_flat *flat);

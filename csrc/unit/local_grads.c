@@ -1,7 +1,7 @@
 /* local_grads.c - see local_grads.h. */
-#include "local_grads.h"
+#include "unit/local_grads.h"
 
-#include "schedule.h"
+#include "unit/schedule.h"
 
 #include <math.h>
 #include <stdatomic.h>

@@ -7,7 +7,7 @@
 #ifndef ZS_LOCAL_GRADS_H
 #define ZS_LOCAL_GRADS_H
 
-#include "unit.h"
+#include "unit/unit.h"
 
 /* Makes the memory. Sharded units only: replicated ones keep theirs in `.grad`, as always. */
 zs_status zs_local_grads_new(zs_unit *unit);

@@ -1,8 +1,8 @@
 /* offload.c - see offload.h. */
-#include "offload.h"
+#include "unit/offload.h"
 
-#include "pager.h"
-#include "schedule.h"
+#include "pager/pager.h"
+#include "unit/schedule.h"
 
 /* --- what lies where --------------------------------------------------------------------------------------------------- */
 

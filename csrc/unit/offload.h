@@ -6,8 +6,8 @@
 #ifndef ZS_OFFLOAD_H
 #define ZS_OFFLOAD_H
 
-#include "disk.h"
-#include "unit.h"
+#include "unit/disk.h"
+#include "unit/unit.h"
 
 /* An engine's settings. */
 typedef struct zs_offload {

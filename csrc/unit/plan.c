@@ -1,7 +1,7 @@
 /* plan.c - see plan.h: the passes, as schedule.c, backward.c and prefetch.c go through them. */
-#include "planner.h"
+#include "unit/planner.h"
 
-#include "in_backward.h"
+#include "unit/in_backward.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -10,8 +10,8 @@
 #ifndef ZS_PLAN_H
 #define ZS_PLAN_H
 
-#include "arena.h"
-#include "unit.h"
+#include "device/arena.h"
+#include "unit/unit.h"
 
 /* One thing that a forward of the modules in their order does. */
 enum { ZS_CALL_ENTER = -1, ZS_CALL_EXIT = -2 };

@@ -1,8 +1,8 @@
 /* plan_rounds.c - see plan.h: the rounds of gradients of a backward, as bucket.c, reduce.c and the transport go through them.
  */
-#include "planner.h"
+#include "unit/planner.h"
 
-#include "in_backward.h"
+#include "unit/in_backward.h"
 
 #include <stdlib.h>
 

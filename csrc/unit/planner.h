@@ -4,8 +4,8 @@
 #ifndef ZS_PLANNER_H
 #define ZS_PLANNER_H
 
-#include "engine.h"
-#include "plan.h"
+#include "unit/engine.h"
+#include "unit/plan.h"
 
 /* A unit while a plan is made; what it shares names with is explained in unit.h. */
 typedef struct plan_unit {

@@ -1,7 +1,7 @@
 /* prefetch.c - see prefetch.h. */
-#include "prefetch.h"
+#include "unit/prefetch.h"
 
-#include "engine.h"
+#include "unit/engine.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -7,7 +7,7 @@
 #ifndef ZS_PREFETCH_H
 #define ZS_PREFETCH_H
 
-#include "unit.h"
+#include "unit/unit.h"
 
 /* How far to go ahead. */
 typedef struct zs_prefetch {

@@ -1,11 +1,11 @@
 /* reduce.c - see reduce.h. */
-#include "reduce.h"
+#include "unit/reduce.h"
 
-#include "bits.h"
-#include "bucket.h"
-#include "in_backward.h"
-#include "local_grads.h"
-#include "schedule.h"
+#include "base/bits.h"
+#include "unit/bucket.h"
+#include "unit/in_backward.h"
+#include "unit/local_grads.h"
+#include "unit/schedule.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -8,7 +8,7 @@
 #ifndef ZS_REDUCE_H
 #define ZS_REDUCE_H
 
-#include "unit.h"
+#include "unit/unit.h"
 
 /* Readies a unit for gradients, once per backward: existing .grad (accumulation) moves into the grad shard, .grad becomes
  * None. `arriving` is a parameter whose new gradient is there already, or -1. */

@@ -1,11 +1,11 @@
 /* reduce_sum.c - the other half of a round: this rank's slice of all ranks' buckets, summed in rank order. See reduce.h. */
-#include "bits.h"
-#include "bucket.h"
-#include "device.h"
-#include "in_backward.h"
-#include "offload.h"
-#include "reduce.h"
-#include "schedule.h"
+#include "base/bits.h"
+#include "device/device.h"
+#include "unit/bucket.h"
+#include "unit/in_backward.h"
+#include "unit/offload.h"
+#include "unit/reduce.h"
+#include "unit/schedule.h"
 
 typedef enum slice_class { SKIP, SET, ADD } slice_class; /* unused everywhere; first gradient; on top of one */
 

@@ -3,9 +3,9 @@
  * The one idea: a plan (plan.h) says what a step takes, and the arena and the pool are made to fit it, so that what is
  * predicted is what there is. Address space that nobody has touched costs nothing: reserving early is free.
  */
-#include "engine.h"
-#include "hold.h"
-#include "in_backward.h"
+#include "unit/engine.h"
+#include "unit/hold.h"
+#include "unit/in_backward.h"
 
 #include <stdlib.h>
 

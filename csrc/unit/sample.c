@@ -1,8 +1,8 @@
 /* sample.c - see sample.h. */
-#include "sample.h"
+#include "unit/sample.h"
 
-#include "engine.h"
-#include "fold.h"
+#include "base/fold.h"
+#include "unit/engine.h"
 
 #include <string.h>
 

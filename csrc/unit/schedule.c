@@ -1,12 +1,12 @@
 /* schedule.c - see schedule.h. */
-#include "engine.h"
-#include "history.h"
-#include "hold.h"
-#include "in_backward.h"
-#include "kept.h"
-#include "reduce.h"
-#include "sample.h"
-#include "through.h"
+#include "unit/engine.h"
+#include "unit/history.h"
+#include "unit/hold.h"
+#include "unit/in_backward.h"
+#include "unit/kept.h"
+#include "unit/reduce.h"
+#include "unit/sample.h"
+#include "unit/through.h"
 
 #include <stdlib.h>
 

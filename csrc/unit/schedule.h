@@ -8,11 +8,11 @@
 #ifndef ZS_SCHEDULE_H
 #define ZS_SCHEDULE_H
 
-#include "arena.h"
-#include "bucket.h"
-#include "comm.h"
-#include "prefetch.h"
-#include "unit.h"
+#include "comm/comm.h"
+#include "device/arena.h"
+#include "unit/bucket.h"
+#include "unit/prefetch.h"
+#include "unit/unit.h"
 
 struct zs_call;
 

@@ -1,5 +1,5 @@
 /* through.c - see through.h. */
-#include "through.h"
+#include "unit/through.h"
 
 /* A stamp: when the forward began, and above that how many nodes later it ended. */
 enum { LENGTH_BITS = 20 };

@@ -8,7 +8,7 @@
 #ifndef ZS_THROUGH_H
 #define ZS_THROUGH_H
 
-#include "unit.h"
+#include "unit/unit.h"
 
 /* A forward of the unit's module begins. */
 void zs_through_begin(zs_unit *unit);

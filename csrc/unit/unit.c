@@ -1,16 +1,16 @@
 /* unit.c - birth and death of a unit: which flat a parameter goes to, and what is made of it. See unit.h. */
 #define _GNU_SOURCE /* strdup */
-#include "unit.h"
+#include "unit/unit.h"
 
-#include "bucket.h"
-#include "device.h"
-#include "hold.h"
-#include "in_backward.h"
-#include "kept.h"
-#include "local_grads.h"
-#include "offload.h"
-#include "schedule.h"
-#include "unit_memory.h"
+#include "device/device.h"
+#include "unit/bucket.h"
+#include "unit/hold.h"
+#include "unit/in_backward.h"
+#include "unit/kept.h"
+#include "unit/local_grads.h"
+#include "unit/offload.h"
+#include "unit/schedule.h"
+#include "unit/unit_memory.h"
 
 #include <stdio.h>
 #include <stdlib.h>

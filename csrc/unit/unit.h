@@ -17,10 +17,10 @@
 #ifndef ZS_UNIT_H
 #define ZS_UNIT_H
 
-#include "comm.h"
-#include "disk.h"
-#include "layout.h"
-#include "tensor.h"
+#include "base/layout.h"
+#include "comm/comm.h"
+#include "shim/tensor.h"
+#include "unit/disk.h"
 
 typedef struct zs_unit zs_unit;
 typedef struct zs_engine zs_engine;

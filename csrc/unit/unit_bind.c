@@ -4,13 +4,13 @@
  * it to was replaced by the user; one whose version counter moved while its unit was FULL was written to in a place
  * that is about to be given back.
  */
-#include "device.h"
-#include "hold.h"
-#include "kept.h"
-#include "offload.h"
-#include "pager.h"
-#include "schedule.h"
-#include "unit.h"
+#include "device/device.h"
+#include "pager/pager.h"
+#include "unit/hold.h"
+#include "unit/kept.h"
+#include "unit/offload.h"
+#include "unit/schedule.h"
+#include "unit/unit.h"
 
 #include <string.h>
 

@@ -1,10 +1,10 @@
 /* unit_memory.c - see unit_memory.h. */
-#include "unit_memory.h"
+#include "unit/unit_memory.h"
 
-#include "device.h"
-#include "kept.h"
-#include "offload.h"
-#include "schedule.h"
+#include "device/device.h"
+#include "unit/kept.h"
+#include "unit/offload.h"
+#include "unit/schedule.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -6,7 +6,7 @@
 #ifndef ZS_UNIT_MEMORY_H
 #define ZS_UNIT_MEMORY_H
 
-#include "unit.h"
+#include "unit/unit.h"
 
 /* Decides where each parameter lies in its flat, and each gradient in a bucket. */
 zs_status zs_unit_lay_out(zs_unit *unit);

@@ -3,8 +3,8 @@
  * The one idea: a test gives the same memory to both and compares bits, so all that has to be said here is how constants are
  * made. The image is fake_image.c's, or on a real GPU that of cuda_image.c.
  */
-#include "cuda_driver.h"
-#include "cuda_kernels.h"
+#include "device/cuda_driver.h"
+#include "device/cuda_kernels.h"
 
 #include <string.h>
 

@@ -18,7 +18,7 @@
 #ifndef FAKE_CUDA_H
 #define FAKE_CUDA_H
 
-#include "cuda_api.h"
+#include "device/cuda_api.h"
 
 #include <stdbool.h>
 

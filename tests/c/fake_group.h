@@ -1,4 +1,4 @@
-/* fake_group.h - the process group below the c10d transport (csrc/torch/tensor.h), played by an shm transport.
+/* fake_group.h - the process group below the c10d transport (csrc/shim/tensor.h), played by an shm transport.
  *
  * The one idea: no torch is needed, every collective that is issued can be counted, and failures can be made: a test sets
  * a countdown, and the collective that it runs out at fails, late or at once, or never ends. Included once in a program.
@@ -8,7 +8,7 @@
 
 #include "ranks.h"
 
-#include "tensor.h"
+#include "shim/tensor.h"
 
 struct zs_group {
     double timeout;

@@ -3,7 +3,7 @@
  * The one idea: the stand-in for libcuda brings kernels of its own, by their names, so the image only has to begin as one does.
  * NO_IMAGE in the environment: there is none, as in a build without nvcc.
  */
-#include "cuda_image.h"
+#include "device/cuda_image.h"
 
 #include <stdint.h>
 #include <stdlib.h>

@@ -6,8 +6,8 @@
 #ifndef ZS_TEST_FAKE_NCCL_WORK_H
 #define ZS_TEST_FAKE_NCCL_WORK_H
 
-#include "half.h"
-#include "nccl_lib.h"
+#include "base/half.h"
+#include "comm/nccl/nccl_lib.h"
 
 #include "fake_streams.h"
 

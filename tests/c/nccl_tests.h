@@ -9,7 +9,7 @@
 
 #include <dlfcn.h>
 
-#include "nccl_comm.h"
+#include "comm/nccl/nccl_comm.h"
 
 /* Has work done on a stream, behind what is on it. */
 typedef void (*enqueue)(void *stream, void (*run)(void *), void *arg);

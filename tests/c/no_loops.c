@@ -1,5 +1,5 @@
 /* no_loops.c - device_cpu.c for programs that move bytes and compute nothing: its loops take seconds to compile. */
-#include "device.h"
+#include "device/device.h"
 
 #include <stdlib.h>
 

@@ -7,8 +7,8 @@
 
 #include "any_transport.h"
 
-#include "device_cuda.h"
-#include "peer.h"
+#include "comm/peer/peer.h"
+#include "device/device_cuda.h"
 
 static zs_comm *hosts; /* below env->comm */
 

@@ -16,7 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "comm.h"
+#include "comm/comm.h"
 
 #define CHECK(condition)                                                                                           \
     do {                                                                                                           \

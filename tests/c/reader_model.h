@@ -11,7 +11,7 @@
 #ifndef READER_MODEL_H
 #define READER_MODEL_H
 
-#include "shm_word.h"
+#include "comm/shm/shm_word.h"
 
 enum { MAX_RANKS = 3, HALF = 255 };
 

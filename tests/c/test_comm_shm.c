@@ -7,7 +7,7 @@
 #include <pthread.h>
 #include <sys/stat.h>
 
-#include "shm.h"
+#include "comm/shm/shm.h"
 
 /* --- flats and buckets --------------------------------------------------------------------------------------------- */
 

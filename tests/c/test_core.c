@@ -4,10 +4,10 @@
  * tests/test_c_core.py reads the names from the list at the end and builds this file with and without sanitizers.
  */
 #define _GNU_SOURCE 1
-#include "arena.h"
-#include "layout.h"
-#include "memory.h"
-#include "status.h"
+#include "base/layout.h"
+#include "base/memory.h"
+#include "base/status.h"
+#include "device/arena.h"
 
 #include <errno.h>
 #include <pthread.h>

@@ -4,9 +4,9 @@
  * environment that tests/test_cuda_driver.py has made for it; some print what they got, for it to judge.
  */
 #define _GNU_SOURCE 1
-#include "cuda_driver.h"
-#include "cuda_image.h"
-#include "cuda_kernels.h"
+#include "device/cuda_driver.h"
+#include "device/cuda_image.h"
+#include "device/cuda_kernels.h"
 
 #include <pthread.h>
 #include <stdio.h>

@@ -7,7 +7,7 @@
  */
 #include "peer_tests.h"
 
-#include "torch_cuda.h"
+#include "shim/torch_cuda.h"
 
 /* --- what the device would take of torch ------------------------------------------------------------------------------------ */
 

@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-#include "half.h"
+#include "base/half.h"
 
 static char stream_b; /* its address is a stream */
 

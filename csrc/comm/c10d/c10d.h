@@ -8,9 +8,9 @@
 #ifndef ZS_C10D_H
 #define ZS_C10D_H
 
-#include "arena.h"
-#include "comm_local.h"
-#include "tensor.h"
+#include "comm/comm_local.h"
+#include "device/arena.h"
+#include "shim/tensor.h"
 
 enum { ZS_C10D_PIECE = 4 << 20 }; /* bytes of a broadcast at a time */
 

@@ -5,7 +5,7 @@
  * leaves its last words.
  */
 #define _GNU_SOURCE /* syscall */
-#include "c10d.h"
+#include "comm/c10d/c10d.h"
 
 #include <poll.h>
 #include <stdio.h>

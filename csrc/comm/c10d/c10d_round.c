@@ -8,7 +8,7 @@
  *
  * post starts it and collect ends it, so bytes travel while the backward computes.
  */
-#include "c10d.h"
+#include "comm/c10d/c10d.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -6,7 +6,7 @@
  * another length, would end the process.
  */
 #define _GNU_SOURCE /* strdup */
-#include "c10d.h"
+#include "comm/c10d/c10d.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -3,7 +3,7 @@
  * The one idea: everything is a collective, and collectives pair up by order. The schedule sees to it that all ranks
  * gather and reduce their units in one order; c10d_turn.c makes sure before each.
  */
-#include "c10d.h"
+#include "comm/c10d/c10d.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>

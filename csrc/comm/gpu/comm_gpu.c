@@ -5,9 +5,9 @@
  * one order on all ranks. Asking is checked when a session ends, before the script can wait for results that never come.
  */
 #define _GNU_SOURCE /* strdup */
-#include "device_cuda.h"
-#include "gpu.h"
-#include "peer.h"
+#include "comm/gpu/gpu.h"
+#include "comm/peer/peer.h"
+#include "device/device_cuda.h"
 
 #include <stdatomic.h>
 #include <stdio.h>

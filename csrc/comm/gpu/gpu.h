@@ -7,10 +7,10 @@
 #ifndef ZS_GPU_H
 #define ZS_GPU_H
 
-#include "arena.h"
-#include "comm_local.h"
-#include "cuda_api.h"
-#include "mover.h"
+#include "comm/comm_local.h"
+#include "comm/gpu/mover.h"
+#include "device/arena.h"
+#include "device/cuda_api.h"
 
 /* What ranks compare to know that they have asked their movers for the same things in the same order. */
 typedef struct zs_gpu_order {

@@ -4,9 +4,9 @@
  * round of its own without a bucket; so everything that the engine decides, and every error, is as on the CPU. The gradients
  * go from GPU to GPU, in the reduce lane, and no host waits for them: the sum is queued behind their arrival.
  */
-#include "bits.h"
-#include "device_cuda.h"
-#include "gpu.h"
+#include "base/bits.h"
+#include "comm/gpu/gpu.h"
+#include "device/device_cuda.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -10,8 +10,8 @@
 #ifndef ZS_MOVER_H
 #define ZS_MOVER_H
 
-#include "comm.h"
-#include "device.h"
+#include "comm/comm.h"
+#include "device/device.h"
 
 typedef struct zs_mover zs_mover;
 

@@ -5,8 +5,8 @@
  * everywhere, and never beside computation.
  */
 #define _GNU_SOURCE /* strdup */
-#include "mover.h"
-#include "tensor.h"
+#include "comm/gpu/mover.h"
+#include "shim/tensor.h"
 
 #include <stdlib.h>
 #include <string.h>

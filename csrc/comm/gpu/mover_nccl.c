@@ -11,12 +11,12 @@
  * hosts wait for nothing that comes later), and there is room for it: so it ends. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) would
  * do the same by starting kernels in the order of the calls; it is not needed, and does no harm.
  */
-#include "cuda_driver.h"
-#include "device_cuda.h"
-#include "kin.h"
-#include "mover.h"
-#include "nccl_comm.h"
-#include "nccl_windows.h"
+#include "comm/gpu/mover.h"
+#include "comm/kin.h"
+#include "comm/nccl/nccl_comm.h"
+#include "comm/nccl/nccl_windows.h"
+#include "device/cuda_driver.h"
+#include "device/device_cuda.h"
 
 #include <pthread.h>
 #include <stdio.h>

@@ -3,9 +3,9 @@
  * The one idea: a move is a number in each pad, once when a rank's part may be read and once when it has read all others. So
  * what is queued behind a move may write what the peers have read of this rank.
  */
-#include "device_cuda.h"
-#include "file.h"
-#include "peer.h"
+#include "base/file.h"
+#include "comm/peer/peer.h"
+#include "device/device_cuda.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -8,10 +8,10 @@
  * NCCL's state says that all is well. The handle is gone with CommAbort and CommDestroy, which end in the background.
  */
 #define _GNU_SOURCE 1 /* clock_gettime, strdup */
-#include "nccl_local.h"
+#include "comm/nccl/nccl_local.h"
 
-#include "comm_local.h"
-#include "file.h"
+#include "base/file.h"
+#include "comm/comm_local.h"
 
 #include <sched.h>
 #include <stdatomic.h>

@@ -15,8 +15,8 @@
 #ifndef ZS_NCCL_COMM_H
 #define ZS_NCCL_COMM_H
 
-#include "comm.h"
-#include "tensor.h"
+#include "comm/comm.h"
+#include "shim/tensor.h"
 
 typedef struct zs_nccl_comm zs_nccl_comm;
 

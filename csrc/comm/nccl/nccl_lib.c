@@ -4,7 +4,7 @@
  * view of which GPU has which rank; so the one that is loaded already goes before any path, except one that the user names.
  */
 #define _GNU_SOURCE 1 /* RTLD_NOLOAD, dladdr */
-#include "nccl_lib.h"
+#include "comm/nccl/nccl_lib.h"
 
 #include <dlfcn.h>
 #include <pthread.h>

@@ -7,7 +7,7 @@
 #ifndef ZS_NCCL_LIB_H
 #define ZS_NCCL_LIB_H
 
-#include "status.h"
+#include "base/status.h"
 
 /* The types in the functions below. (The test that compares them with nccl.h puts the real ones in their place.) */
 #ifndef ZS_NCCL_REAL_TYPES

@@ -6,9 +6,9 @@
 #ifndef ZS_NCCL_LOCAL_H
 #define ZS_NCCL_LOCAL_H
 
-#include "lookout.h"
-#include "nccl_comm.h"
-#include "nccl_lib.h"
+#include "comm/lookout.h"
+#include "comm/nccl/nccl_comm.h"
+#include "comm/nccl/nccl_lib.h"
 
 #include <pthread.h>
 

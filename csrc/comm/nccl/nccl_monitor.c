@@ -3,9 +3,9 @@
  * The one idea: it asks three questions of each: has NCCL met an error, is a peer gone, has what the GPU is at made no end for
  * too long? A yes is recorded, and the communicator aborted, which ends its kernels.
  */
-#include "nccl_local.h"
+#include "comm/nccl/nccl_local.h"
 
-#include "file.h"
+#include "base/file.h"
 
 #include <stdio.h>
 #include <stdlib.h>

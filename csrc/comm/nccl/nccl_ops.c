@@ -3,9 +3,9 @@
  * The one idea: each is one call of NCCL between enter and leave, and is on the stream when it returns. Bytes travel as int8:
  * what only moves them, NCCL treats so anyway.
  */
-#include "nccl_local.h"
+#include "comm/nccl/nccl_local.h"
 
-#include "file.h"
+#include "base/file.h"
 
 static const size_t most_bytes = SIZE_MAX / 4; /* beyond, counts and ends would overflow */
 

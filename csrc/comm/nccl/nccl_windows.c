@@ -1,7 +1,7 @@
 /* nccl_windows.c - see nccl_windows.h. */
-#include "nccl_windows.h"
+#include "comm/nccl/nccl_windows.h"
 
-#include "device_cuda.h"
+#include "device/device_cuda.h"
 
 #include <pthread.h>
 #include <stdlib.h>

@@ -7,8 +7,8 @@
 #ifndef ZS_NCCL_WINDOWS_H
 #define ZS_NCCL_WINDOWS_H
 
-#include "device.h"
-#include "nccl_comm.h"
+#include "comm/nccl/nccl_comm.h"
+#include "device/device.h"
 
 typedef struct zs_nccl_windows zs_nccl_windows;
 

@@ -14,10 +14,10 @@
 #ifndef ZS_PEER_H
 #define ZS_PEER_H
 
-#include "gpu.h"
-#include "kin.h"
-#include "lookout.h"
-#include "peer_memory.h"
+#include "comm/gpu/gpu.h"
+#include "comm/kin.h"
+#include "comm/lookout.h"
+#include "comm/peer/peer_memory.h"
 
 #include <pthread.h>
 

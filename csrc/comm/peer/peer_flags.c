@@ -3,9 +3,9 @@
  * The one idea: a number is written by one rank and waited for by one other, so nothing has to be atomic; it only grows, so
  * nobody has to reset it. It is waited for in the own memory, where that costs the links between GPUs nothing.
  */
-#include "cuda_driver.h"
-#include "device_cuda.h"
-#include "peer.h"
+#include "comm/peer/peer.h"
+#include "device/cuda_driver.h"
+#include "device/device_cuda.h"
 
 enum { OPS = 128 }; /* in one call; the driver takes 256 */
 

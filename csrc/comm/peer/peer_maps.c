@@ -4,9 +4,9 @@
  * has gone, which it says where the hosts meet anyway. Until all have closed it the owner keeps it, so no mapping is ever of
  * something else than it was.
  */
-#include "cuda_driver.h"
-#include "device_cuda.h"
-#include "peer.h"
+#include "comm/peer/peer.h"
+#include "device/cuda_driver.h"
+#include "device/device_cuda.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,8 +1,8 @@
 /* peer_memory.c - see peer_memory.h. */
-#include "peer_memory.h"
+#include "comm/peer/peer_memory.h"
 
-#include "cuda_driver.h"
-#include "device_cuda.h"
+#include "device/cuda_driver.h"
+#include "device/device_cuda.h"
 
 #include <pthread.h>
 #include <stdlib.h>

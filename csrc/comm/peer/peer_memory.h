@@ -7,8 +7,8 @@
 #ifndef ZS_PEER_MEMORY_H
 #define ZS_PEER_MEMORY_H
 
-#include "cuda_api.h"
-#include "device.h"
+#include "device/cuda_api.h"
+#include "device/device.h"
 
 typedef struct zs_peer_alloc zs_peer_alloc;
 

@@ -4,9 +4,9 @@
  * the sum reads its sources there. Three numbers of each unit in the pads say that a rank's bucket may be read, that its sum
  * may, and that it has read the others': the counters of shm_round.c, with streams in the place of hosts.
  */
-#include "bits.h"
-#include "device_cuda.h"
-#include "peer.h"
+#include "base/bits.h"
+#include "comm/peer/peer.h"
+#include "device/device_cuda.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -4,10 +4,10 @@
  * what the peer would have. What is computed then is worthless, so the failure is on record before, and every later call ends
  * with it. It is written again and again, as numbers that were on their way may take its place.
  */
-#include "cuda_driver.h"
-#include "device_cuda.h"
-#include "file.h"
-#include "peer.h"
+#include "base/file.h"
+#include "comm/peer/peer.h"
+#include "device/cuda_driver.h"
+#include "device/device_cuda.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -8,8 +8,8 @@
  *   shm_link.c   how ranks find each other      shm_report.c  the words of messages
  */
 #define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
-#include "shm_link.h"
-#include "shm_wait.h"
+#include "comm/shm/shm_link.h"
+#include "comm/shm/shm_wait.h"
 
 #include <errno.h>
 #include <poll.h>

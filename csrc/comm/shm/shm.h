@@ -18,8 +18,8 @@
 #include <stdatomic.h>
 #include <sys/types.h>
 
-#include "comm_local.h"
-#include "file.h"
+#include "base/file.h"
+#include "comm/comm_local.h"
 
 enum {
     ZS_SHM_LINE = 64,       /* cache line: words with different writers lie on different ones */

@@ -1,6 +1,6 @@
 /* shm_link.c - see shm_link.h. */
 #define _GNU_SOURCE 1 /* struct ucred, accept4 */
-#include "shm_link.h"
+#include "comm/shm/shm_link.h"
 
 #include <errno.h>
 #include <poll.h>

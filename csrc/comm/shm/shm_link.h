@@ -11,7 +11,7 @@
 
 #include <sys/types.h>
 
-#include "status.h"
+#include "base/status.h"
 
 enum { ZS_LINK_TOKEN = 16 }; /* bytes */
 

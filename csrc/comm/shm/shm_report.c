@@ -3,7 +3,7 @@
  * The one idea: every act has one verb phrase, in the infinitive, that fits behind "waiting for rank 1 to" and behind "last
  * operation:". So it serves for the missing peer, for what a peer itself is waiting for, and for what it did last.
  */
-#include "shm_wait.h"
+#include "comm/shm/shm_wait.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -10,9 +10,9 @@
  * to wait would prove nothing: that one may just be doing what the first waits for.)
  */
 #define _GNU_SOURCE 1 /* syscall */
-#include "shm_wait.h"
+#include "comm/shm/shm_wait.h"
 
-#include "shm_word.h"
+#include "comm/shm/shm_word.h"
 
 #include <errno.h>
 #include <linux/futex.h>

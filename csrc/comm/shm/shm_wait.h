@@ -7,7 +7,7 @@
 #ifndef ZS_SHM_WAIT_H
 #define ZS_SHM_WAIT_H
 
-#include "shm.h"
+#include "comm/shm/shm.h"
 
 /* Stores `value` in an own state word and wakes the peers that sleep. */
 void zs_shm_set(zs_shm *shm, _Atomic uint64_t *word, uint64_t value);

@@ -54,7 +54,7 @@
  * A rank that skipped a forward, or ran extra ones, is level with the others again after the next reduction, because that sets
  * the other counts to zero. Lone passes do not count at all.
  */
-#include "shm_word.h"
+#include "comm/shm/shm_word.h"
 
 enum { STATE = 4, CHANGED = 1, MODE = 1, EVALS = 14, TRAINS = 12 };
 enum {

@@ -33,7 +33,7 @@
 #ifndef ZS_SHM_WORD_H
 #define ZS_SHM_WORD_H
 
-#include "comm.h"
+#include "comm/comm.h"
 
 /* See the table above. */
 typedef enum zs_reader_state {

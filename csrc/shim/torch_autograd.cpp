@@ -3,7 +3,7 @@
 // Hooks run on autograd's threads without the GIL and keep a counted reference to their context. When one fails, the
 // raiser that the binding registered makes the Python exception, and it leaves through autograd as a python_error, so that
 // backward() raises it unchanged.
-#include "torch_internal.hpp"
+#include "shim/torch_internal.hpp"
 
 #include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/engine.h>

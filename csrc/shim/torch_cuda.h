@@ -7,7 +7,7 @@
 #ifndef ZS_TORCH_CUDA_H
 #define ZS_TORCH_CUDA_H
 
-#include "status.h"
+#include "base/status.h"
 
 /* Has the torch of this process CUDA, with a GPU? */
 bool zs_torch_has_cuda(void);

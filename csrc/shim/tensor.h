@@ -8,8 +8,8 @@
 #ifndef ZS_TENSOR_H
 #define ZS_TENSOR_H
 
-#include "memory.h"
-#include "status.h"
+#include "base/memory.h"
+#include "base/status.h"
 
 /* Element types that are told apart. */
 typedef enum zs_dtype { ZS_F32, ZS_F64, ZS_BF16, ZS_F16, ZS_BYTES } zs_dtype; /* ZS_BYTES: moved, never summed */

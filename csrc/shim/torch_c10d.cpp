@@ -13,7 +13,7 @@
 #include <vector>
 
 extern "C" {
-#include "tensor.h"
+#include "shim/tensor.h"
 }
 
 struct zs_group {

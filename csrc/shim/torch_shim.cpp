@@ -3,7 +3,7 @@
 // The one idea: C++ ends here. Every function is extern "C", catches everything, and turns it into a zs_status with
 // torch's own text; every object it hands out is a counted handle. The shim (torch_*.cpp) owns no flat memory and does not
 // know units.
-#include "torch_internal.hpp"
+#include "shim/torch_internal.hpp"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
@@ -15,7 +15,7 @@
 #include <algorithm>
 
 extern "C" {
-#include "torch_cuda.h"
+#include "shim/torch_cuda.h"
 }
 
 namespace {

@@ -4,7 +4,7 @@
 
 #include <Python.h>
 
-#include "tensor.h"
+#include "shim/tensor.h"
 
 /* Is `object` a torch.Tensor (Parameters included)? */
 bool zs_py_is_tensor(PyObject *object);

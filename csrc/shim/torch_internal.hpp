@@ -16,7 +16,7 @@
 #include <optional>
 
 extern "C" {
-#include "tensor_py.h"
+#include "shim/tensor_py.h"
 }
 
 // A weak handle keeps only torch's weak count; its `tensor` is a borrowed pointer, given up uncounted at the end.
