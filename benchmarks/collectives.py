@@ -32,7 +32,7 @@ from benchmarks import harness
 from benchmarks.harness import Sample, Spread, Turn
 
 MODULE = "benchmarks.collectives"
-SOURCES = ["status", "memory", "comm", "comm_self", "comm_shm", "shm_*", "file", "device_cpu"]
+SOURCES = ["status", "memory", "comm", "comm_self", "comm_shm", "shm*", "file", "device_cpu"]
 SOURCES += ["device", "simd"]
 FLAGS = ["-std=c11", "-O3", "-DNDEBUG", "-fno-math-errno", "-ffp-contract=off", "-pthread"]
 

@@ -1,6 +1,6 @@
 """Where the sources of csrc/ lie, for tests that compile some of them.
 
-    compile_c(target, [PROGRAM, *sources("status.c", "shm_*.c")], flags)
+    compile_c(target, [PROGRAM, *sources("status.c", "shm*.c")], flags)
 
 The one idea: names are unique in csrc/ (test_c_rules.py), so a test names a file and not its folder.
 """

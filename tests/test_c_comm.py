@@ -20,7 +20,7 @@ from c_sources import sources
 from test_c_core import NO_LOOPS
 
 SHM = ["status.c", "memory.c", "device.c", "comm.c", "comm_self.c", "comm_shm.c", "file.c"]
-SHM += ["shm_*.c"]
+SHM += ["shm*.c"]
 PROGRAMS = {
     "test_comm_shm": SHM,
     "test_comm_shm_faults": SHM,

@@ -1,4 +1,4 @@
-/* nccl_local.h - what nccl_comm.c, nccl_ops.c and nccl_monitor.c share; nobody else includes it.
+/* nccl_local.h - what nccl_comm.c, nccl_lock.c, nccl_ops.c and nccl_monitor.c share; nobody else includes it.
  *
  * The one idea: whoever calls NCCL about a communicator holds its lock, and has seen under that lock that it is not
  * poisoned. So an abort, which frees what NCCL has behind the handle, never meets another call.
@@ -49,6 +49,9 @@ zs_status zs_nccl_leave(zs_nccl_comm *comm, zs_status status);
 /* What `result` of `call` means, with the lock held: waits for what NCCL does in the background; poisons by what is no bad
  * argument; fails with the record. The lock is open now and then meanwhile. */
 zs_status zs_nccl_settle(zs_nccl_comm *comm, const char *call, zs_nccl_result result);
+
+/* The same, but looks at least once, and waits for so many seconds at most. */
+zs_status zs_nccl_settle_within(zs_nccl_comm *comm, const char *call, zs_nccl_result result, double patience);
 
 /* With the lock held: keeps the record, aborts; the first wins. */
 void zs_nccl_poison(zs_nccl_comm *comm, zs_status failure, const char *why);

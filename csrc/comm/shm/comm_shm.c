@@ -4,11 +4,13 @@
  * 0's region, rank 1's region, ... side by side, and that mapping is the full buffer. A reduction reads the peers' buckets
  * where they lie. What remains to be said is when one may look: shm_reader.c (shards), shm_round.c (gradients).
  *
- *   file.c   memory files and mappings      shm_wait.c    sleeping, deadlines, dead peers
- *   shm_link.c   how ranks find each other      shm_report.c  the words of messages
+ *   shm_link.c  how ranks find each other       shm_wait.c    sleeping, deadlines, dead peers
+ *   shm.c       what they tell each other       shm_report.c  the words of messages
  */
 #define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
 #include "comm/shm/shm_link.h"
+#include "comm/shm/shm_reader.h"
+#include "comm/shm/shm_round.h"
 #include "comm/shm/shm_wait.h"
 
 #include <errno.h>
@@ -29,36 +31,6 @@
 static const uint64_t protocol = 1;
 
 static const double meeting_seconds = 10.0;
-
-bool zs_shm_live(const zs_shm *shm)
-{
-    return shm->connected && !shm->closed && shm->lifetime == zs_lifetime();
-}
-
-zs_status zs_shm_usable(const zs_shm *shm)
-{
-    if (zs_shm_live(shm)) return atomic_load(&shm->own->stopped) == 0 ? ZS_OK : zs_shm_check_stop(shm);
-    if (shm->lifetime != zs_lifetime())
-        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", shm->base.rank);
-    return ZS_FAIL(ZS_ERR_STATE, "rank %d: the shm transport is %s", shm->base.rank,
-                   shm->closed ? "closed" : "not connected");
-}
-
-zs_status zs_shm_record(zs_shm *shm, size_t bytes, const char *name, uint32_t *record)
-{
-    ZS_TRY(zs_shm_usable(shm));
-    size_t need = zs_round_up(bytes, ZS_SHM_LINE);
-    if (need > ZS_SHM_HEAP - shm->heap_used)
-        return ZS_FAIL(
-            ZS_ERR_MEMORY,
-            "no space for '%s': the models made so far in this process group use all %d MiB for unit records; "
-            "create a new process group, or pass transport='c10d'",
-            name, (int)(ZS_SHM_HEAP >> 20));
-    *record = (uint32_t)shm->heap_used;
-    shm->heap_used += need;
-    snprintf(shm->own->heap + *record, ZS_SHM_NAME, "%s", name);
-    return ZS_OK;
-}
 
 /* --- memory ------------------------------------------------------------------------------------------------------------- */
 

@@ -178,62 +178,45 @@ zs_status zs_shm_usable(const zs_shm *shm);
 /* Makes a record of `bytes` in the own heap, which starts with `name`; all ranks make the same ones in the same order. */
 zs_status zs_shm_record(zs_shm *shm, size_t bytes, const char *name, uint32_t *record);
 
-/* --- shm_reader.c: readers' part of the table, as comm.h has it --------------------------------------------------- */
+/* --- telling the peers -------------------------------------------------------------------------------------------------- */
 
-/* reader_new. */
-zs_status zs_shm_reader_new(zs_comm *comm, const char *name, zs_reader **out);
+/* Remembers, for the peers' messages, that this rank has now done `act`. */
+void zs_shm_note(zs_shm *shm, zs_shm_act act);
 
-/* reader_free; NULL allowed. */
-void zs_shm_reader_free(zs_comm *comm, zs_reader *reader);
+/* Stores `value` in an own state word and wakes the peers that sleep. */
+void zs_shm_set(zs_shm *shm, _Atomic uint64_t *word, uint64_t value);
 
-/* read_begin. A forward that begins inside another pass means that the pass before has failed, and ends it. */
-zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
+/* Wakes the peers that sleep, after a change made otherwise. */
+void zs_shm_wake(zs_shm *shm);
 
-/* read_end; ZS_ERR_STATE if no such pass has begun. */
-zs_status zs_shm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
-
-/* write_begin. */
-zs_status zs_shm_write_begin(zs_comm *comm, zs_reader *reader);
-
-/* write_end. */
-void zs_shm_write_end(zs_comm *comm, zs_reader *reader);
-
-/* tell_history. */
-void zs_shm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t now);
+/* Tells the peers that this rank cannot go on; `status` is what their waits then fail with. Idempotent. */
+void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason);
 
 /* tell_mishap. */
 void zs_shm_tell_mishap(zs_comm *comm, const char *what);
 
+/* --- looking at them ---------------------------------------------------------------------------------------------------- */
+
+/* Has somebody aborted? For calls that do not wait. */
+zs_status zs_shm_check_stop(const zs_shm *shm);
+
 /* mishap_of. */
 const char *zs_shm_mishap_of(const zs_comm *comm, int rank);
 
-/* --- shm_round.c: units' part of the table, as comm.h has it ------------------------------------------------------------- */
+/* Where a rank was seen. */
+typedef struct zs_shm_moment {
+    zs_shm_act act;   /* as published: what it waits for, or has done last */
+    uint64_t wait_id; /* odd: it waits */
+    int missing;      /* the rank it waits for, -1: none */
+} zs_shm_moment;
 
-/* cunit_new. */
-zs_status zs_shm_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);
+/* What rank `r` has published, without `missing`. */
+zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r);
 
-/* cunit_renamed. */
-void zs_shm_cunit_renamed(zs_comm *comm, zs_cunit *cunit);
+/* The lowest rank that has not done what `who` needs for `act`; -1 if none is missing. */
+int zs_shm_missing(const zs_shm *shm, int who, zs_shm_act act);
 
-/* cunit_free; NULL allowed. Its record stays: peers may still look at it. */
-void zs_shm_cunit_free(zs_comm *comm, zs_cunit *cunit);
-
-/* post. Never waits. */
-zs_status zs_shm_post_round(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
-
-/* collect. */
-zs_status zs_shm_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
-
-/* share. */
-zs_status zs_shm_share(zs_comm *comm, zs_cunit *cunit);
-
-/* collect_shared. */
-zs_status zs_shm_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
-
-/* release. */
-zs_status zs_shm_release(zs_comm *comm, zs_cunit *cunit);
-
-/* reusable. */
-zs_status zs_shm_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
+/* Has rank `r` not yet done what this rank needs for `act`? */
+bool zs_shm_is_missing(const zs_shm *shm, int r, zs_shm_act act);
 
 #endif

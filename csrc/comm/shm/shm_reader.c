@@ -17,6 +17,8 @@
  * A pass that fails halfway leaves its word standing (peers that end a pass wait for it) until the next forward begins:
  * that raises a count and so lets them go.
  */
+#include "comm/shm/shm_reader.h"
+
 #include "comm/shm/shm_wait.h"
 #include "comm/shm/shm_word.h"
 

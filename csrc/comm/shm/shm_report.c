@@ -3,37 +3,15 @@
  * The one idea: every act has one verb phrase, in the infinitive, that fits behind "waiting for rank 1 to" and behind "last
  * operation:". So it serves for the missing peer, for what a peer itself is waiting for, and for what it did last.
  */
-#include "comm/shm/shm_wait.h"
+#include "comm/shm/shm_report.h"
 
 #include <stdio.h>
 #include <string.h>
 
 enum { PHRASE = 192, SENTENCE = 320 };
 
-void zs_shm_tell_mishap(zs_comm *comm, const char *what)
-{
-    zs_shm *shm = (zs_shm *)comm;
-    if (zs_shm_live(shm)) snprintf(shm->own->mishap, sizeof shm->own->mishap, "%s", what);
-}
-
-const char *zs_shm_mishap_of(const zs_comm *comm, int rank)
-{
-    return ((const zs_shm *)comm)->peers[rank].control->mishap;
-}
-
-zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r)
-{
-    const zs_shm_control *control = shm->peers[r].control;
-    zs_shm_moment moment = {.wait_id = atomic_load(&control->wait_id), .missing = -1};
-    uint64_t what = atomic_load(&control->act_what);
-    moment.act = (zs_shm_act){.what = (zs_shm_what)(what >> 32 & 0x7fffffff),
-                              .record = (uint32_t)what,
-                              .number = atomic_load(&control->act_number),
-                              .yields = what >> 63 != 0};
-    return moment;
-}
-
-void zs_shm_describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size)
+/* What a peer has to give for `act` of rank `who`, as in "rank 1's ...": "gradients of unit 'a' (round 2)". */
+static void describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size)
 {
     const char *name = shm->peers[who].control->heap + act.record; /* a record starts with its name */
     unsigned long long number = act.number;
@@ -58,10 +36,12 @@ void zs_shm_describe(const zs_shm *shm, int who, zs_shm_act act, char *text, siz
     snprintf(text, size, "run an unknown operation");
 }
 
-void zs_shm_describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment, char *text, size_t size)
+/* What rank `r` was doing at that moment: "rank 1 (pid 7) waits for rank 0's ..." or "... has done nothing here since
+ * its ...". */
+static void describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment, char *text, size_t size)
 {
     char phrase[PHRASE];
-    zs_shm_describe(shm, r, moment->act, phrase, sizeof phrase);
+    describe(shm, r, moment->act, phrase, sizeof phrase);
     int pid = (int)shm->peers[r].pid;
     if (moment->missing >= 0)
         snprintf(text, size, "rank %d (pid %d) is waiting for rank %d to %s", r, pid, moment->missing, phrase);
@@ -72,7 +52,7 @@ void zs_shm_describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment,
 zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int missing)
 {
     char phrase[PHRASE], late[32] = "it";
-    zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
+    describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     if (dead != missing) snprintf(late, sizeof late, "rank %d", missing);
     return ZS_FAIL(
         ZS_ERR_PEER,
@@ -83,7 +63,7 @@ zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int miss
 zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left)
 {
     char phrase[PHRASE];
-    zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
+    describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     return ZS_FAIL(
         ZS_ERR_PEER,
         "rank %d (pid %d) exited while rank %d was waiting for it to %s; run the same number of steps on all ranks",
@@ -99,7 +79,7 @@ static void append_missing(const zs_shm *shm, zs_shm_act act, char *text, size_t
         length += (size_t)snprintf(text + length, size - length, "; ");
         zs_shm_moment moment = zs_shm_look_at(shm, r);
         if (moment.wait_id % 2 == 1) moment.missing = zs_shm_missing(shm, r, moment.act);
-        if (length < size) zs_shm_describe_rank(shm, r, &moment, text + length, size - length);
+        if (length < size) describe_rank(shm, r, &moment, text + length, size - length);
         length = strlen(text);
     }
 }
@@ -107,7 +87,7 @@ static void append_missing(const zs_shm *shm, zs_shm_act act, char *text, size_t
 zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, int missing, double waited)
 {
     char phrase[PHRASE], others[2 * SENTENCE] = "";
-    zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
+    describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     append_missing(shm, act, others, sizeof others);
     return ZS_FAIL(ZS_ERR_TIMEOUT,
                    "rank %d timed out after %.1f s waiting for rank %d to %s%s; raise timeout if rank %d is only slow",
@@ -119,7 +99,7 @@ zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments)
     char text[2 * SENTENCE] = "";
     size_t length = 0;
     for (int r = 0; r < shm->base.world && length + 3 < sizeof text; r++) {
-        zs_shm_describe_rank(shm, r, &moments[r], text + length, sizeof text - length);
+        describe_rank(shm, r, &moments[r], text + length, sizeof text - length);
         length = strlen(text);
         if (r + 1 < shm->base.world) length += (size_t)snprintf(text + length, sizeof text - length, "; ");
     }
@@ -133,7 +113,7 @@ zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments)
 void zs_shm_print_stall(const zs_shm *shm, zs_shm_act act, double waited)
 {
     char phrase[PHRASE], others[2 * SENTENCE] = "";
-    zs_shm_describe(shm, shm->base.rank, act, phrase, sizeof phrase);
+    describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     append_missing(shm, act, others, sizeof others);
     fprintf(stderr, "zshard: rank %d has been waiting %.0f s for other ranks to %s%s\n", shm->base.rank, waited, phrase,
             others);

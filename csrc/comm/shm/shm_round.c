@@ -4,6 +4,8 @@
  * Gradients are never copied: the peers map a bucket when they first meet it and read their slice where it lies.
  */
 #define _GNU_SOURCE 1 /* MAP_NORESERVE */
+#include "comm/shm/shm_round.h"
+
 #include "comm/shm/shm_wait.h"
 
 #include <errno.h>

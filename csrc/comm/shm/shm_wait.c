@@ -12,7 +12,7 @@
 #define _GNU_SOURCE 1 /* syscall */
 #include "comm/shm/shm_wait.h"
 
-#include "comm/shm/shm_word.h"
+#include "comm/shm/shm_report.h"
 
 #include <errno.h>
 #include <linux/futex.h>
@@ -63,93 +63,7 @@ static void futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds)
     syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0); /* every outcome means: look again */
 }
 
-void zs_shm_wake(zs_shm *shm)
-{
-    for (int r = 0; r < shm->base.world; r++) {
-        zs_shm_control *peer = shm->peers[r].control;
-        if (r == shm->base.rank || atomic_load(&peer->asleep) == 0) continue;
-        atomic_fetch_add(&peer->wake, 1);
-        syscall(SYS_futex, &peer->wake, FUTEX_WAKE, 1, NULL, NULL, 0);
-    }
-}
-
-void zs_shm_set(zs_shm *shm, _Atomic uint64_t *word, uint64_t value)
-{
-    atomic_store(word, value);
-    zs_shm_wake(shm);
-}
-
-void zs_shm_note(zs_shm *shm, zs_shm_act act)
-{
-    zs_shm_control *own = shm->own;
-    atomic_store_explicit(&own->act_what, (uint64_t)act.yields << 63 | (uint64_t)act.what << 32 | act.record,
-                          memory_order_relaxed);
-    atomic_store_explicit(&own->act_number, act.number, memory_order_relaxed);
-}
-
-/* --- what is missing ---------------------------------------------------------------------------------------------------- */
-
-/* Has rank `r` done what rank `who` needs for `act`? */
-static bool done(const zs_shm *shm, int who, int r, zs_shm_act act)
-{
-    const zs_shm_control *peer = shm->peers[r].control;
-    switch (act.what) {
-    case ZS_SHM_JOINED: return true;
-    case ZS_SHM_POSTED: return atomic_load(&zs_shm_unit_at(shm, r, act.record)->posted) >= act.number;
-    case ZS_SHM_SHARED: return atomic_load(&zs_shm_unit_at(shm, r, act.record)->shared) >= act.number;
-    case ZS_SHM_RELEASED: return atomic_load(&zs_shm_unit_at(shm, r, act.record)->released) >= act.number;
-    case ZS_SHM_EXCHANGED: return atomic_load(&peer->exchanged) >= act.number;
-    case ZS_SHM_SENT: return r != (int)act.record || atomic_load(&peer->sent) >= act.number;
-    case ZS_SHM_TAKEN: return atomic_load(&peer->taken) >= act.number;
-    case ZS_SHM_FORWARD:
-    case ZS_SHM_EVALUATION:
-    case ZS_SHM_BACKWARD:
-        return zs_word_admits(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
-                              atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
-    case ZS_SHM_LEFT_ALONE:
-        return !zs_word_holds_up(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
-                                 atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
-    case ZS_SHM_UNREAD:
-        return !zs_word_delays_write(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
-                                     atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
-    }
-    return true;
-}
-
-int zs_shm_missing(const zs_shm *shm, int who, zs_shm_act act)
-{
-    for (int r = 0; r < shm->base.world; r++)
-        if (r != who && !done(shm, who, r, act)) return r;
-    return -1;
-}
-
-bool zs_shm_is_missing(const zs_shm *shm, int r, zs_shm_act act)
-{
-    return !done(shm, shm->base.rank, r, act);
-}
-
 /* --- trouble ------------------------------------------------------------------------------------------------------------ */
-
-zs_status zs_shm_check_stop(const zs_shm *shm)
-{
-    for (int r = 0; r < shm->base.world; r++) {
-        const zs_shm_control *peer = shm->peers[r].control;
-        uint32_t status = atomic_load(&peer->stopped);
-        if (status == 0) continue;
-        return ZS_FAIL(status <= ZS_ERR_TORCH ? (zs_status)status : ZS_ERR_PEER, "rank %d (pid %d) failed: %.*s", r,
-                       (int)shm->peers[r].pid, ZS_SHM_TEXT, peer->stop_text);
-    }
-    return ZS_OK;
-}
-
-void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason)
-{
-    zs_shm_control *own = shm->own;
-    if (atomic_load(&own->stopped) != 0) return;
-    snprintf(own->stop_text, sizeof own->stop_text, "%s", reason);
-    atomic_store(&own->stopped, (uint32_t)status);
-    zs_shm_wake(shm);
-}
 
 /* Asks the system which peers have died since. */
 static void look_at_lives(zs_shm *shm)

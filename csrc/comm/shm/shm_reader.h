@@ -1,0 +1,28 @@
+/* shm_reader.h - readers' part of the transport's table, as comm.h has it. */
+#ifndef ZS_SHM_READER_H
+#define ZS_SHM_READER_H
+
+#include "comm/shm/shm.h"
+
+/* reader_new. */
+zs_status zs_shm_reader_new(zs_comm *comm, const char *name, zs_reader **out);
+
+/* reader_free; NULL allowed. */
+void zs_shm_reader_free(zs_comm *comm, zs_reader *reader);
+
+/* read_begin. A forward that begins inside another pass means that the pass before has failed, and ends it. */
+zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
+
+/* read_end; ZS_ERR_STATE if no such pass has begun. */
+zs_status zs_shm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
+
+/* write_begin. */
+zs_status zs_shm_write_begin(zs_comm *comm, zs_reader *reader);
+
+/* write_end. */
+void zs_shm_write_end(zs_comm *comm, zs_reader *reader);
+
+/* tell_history. */
+void zs_shm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t now);
+
+#endif
