@@ -162,7 +162,12 @@ def _task(fn_or_path: Any, args: tuple[Any, ...]) -> bytes:
         name = fn_or_path.__qualname__
         if "<" in name:
             raise TypeError(f"{name}: ranks can only import functions at module level")
-        what = ("call", inspect.getsourcefile(fn_or_path), fn_or_path.__module__, name)
+        what = (
+            "call",
+            inspect.getsourcefile(inspect.unwrap(fn_or_path)),
+            fn_or_path.__module__,
+            name,
+        )
     else:
         what = ("script", str(Path(fn_or_path).resolve()), "", "")
     return pickle.dumps((*what, args))

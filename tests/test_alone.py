@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
 from scenarios import WIDTH, floats
 from torch import nn
@@ -41,11 +41,13 @@ class Wide(nn.Module):
 
 
 def built(combination, timeout=10):
-    # Torch's own meetings have longer: one rank may come to them by way of such a timeout.
-    group = dist.new_group(timeout=datetime.timedelta(seconds=60))
     strategy, transport = combination
     model = FSDP(
-        make(Wide), process_group=group, strategy=strategy, transport=transport, timeout=timeout
+        make(Wide),
+        process_group=own_group(),
+        strategy=strategy,
+        transport=transport,
+        timeout=timeout,
     )
     return model, torch.optim.SGD(model.parameters(), lr=LR)
 
@@ -109,6 +111,7 @@ class Plain:
         return [(i, loss.item(), own)] if abs(loss.item() - own) > 1e-5 else []
 
 
+@passing_groups()
 def rehearse(combination, between, step=None):
     """Trains; between(model, plain, i) runs after each step. Returns what it found, and the losses
     that differ from the plain model's."""
@@ -229,6 +232,7 @@ def test_other_weights_on_one_rank(pool2, combination, between):
     assert [wrong for _, wrong in results] == [[], []]
 
 
+@passing_groups()
 def modes_differ(combination):
     """Rank 0 has forgotten model.train(), and the script has a collective of its own between forward
     and backward. Returns the losses that differ from the plain model's."""
@@ -251,6 +255,7 @@ def test_ranks_in_different_modes(pool2, combination):
     assert pool2.run(modes_differ, combination) == [[], []]
 
 
+@passing_groups()
 def eval_mode_and_other_weights(combination):
     """All train in evaluation mode; rank 0 evaluates alone, with other weights, recording or not.
     Returns the errors."""
@@ -279,6 +284,7 @@ def test_evaluation_mode_and_other_weights(pool2, combination):
     assert second[0] != "" and second[1] != ""
 
 
+@passing_groups()
 def skips_a_batch(combination):
     """All ranks write by hand, which zshard cannot see; rank 0 skips a batch. Returns the wrong
     losses."""
@@ -304,12 +310,18 @@ def test_a_skipped_batch_and_steps_by_hand(pool2, combination):
     assert pool2.run(skips_a_batch, combination) == [[], []]
 
 
+@passing_groups()
 def two_backwards_of_one_forward(combination):
     """Each with its own part of the model and its own optimizer; rank 0 is late."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
     towers = nn.ModuleList([make(Wide), make(Wide, seed=2)])
     towers.forward = lambda x: (towers[0](x), towers[1](x))
-    model = FSDP(towers, process_group=group, strategy=combination[0], transport=combination[1])
+    model = FSDP(
+        towers,
+        process_group=own_group(),
+        strategy=combination[0],
+        transport=combination[1],
+        timeout=10,
+    )
     optimizers = [torch.optim.SGD(part.parameters(), lr=LR) for part in towers]
     for i in range(STEPS):
         outputs = model(floats(dist.get_rank(), i))
@@ -327,6 +339,7 @@ def test_two_backwards_with_a_step_between(pool2, combination):
     assert pool2.run(two_backwards_of_one_forward, combination) == [True, True]
 
 
+@passing_groups()
 def skips_a_backward_within_no_sync(combination):
     """Rank 1 leaves out a micro-batch. Returns the error."""
     model, _ = built(combination)
@@ -346,6 +359,7 @@ def test_a_backward_that_one_rank_skips_within_no_sync(pool2, combination):
     assert all(pool2.run(skips_a_backward_within_no_sync, combination))
 
 
+@passing_groups()
 def error_of_a_lone_evaluation(combination, swaps):
     """(what this rank raises, whether it has taken a step) where rank 0 evaluates, and then all train."""
     model, optimizer = built(combination)

@@ -35,6 +35,8 @@ NOT_CALLS = {"step", "end", "torch", "transfer", "config", "cuLaunchHostFunc", "
 # What an exception says in place of the call's name.
 WORDS = {"cuLaunchKernel": "zs_", "cuLibraryGetKernel": "zs_", "CommGetAsyncError": "nccl"}
 WORDS |= {"cuInit": "cannot initialize", "cuDeviceGetCount": "cannot initialize"}
+if not zshard._core.machine()["targets"]:
+    WORDS["cuLibraryLoadData"] = "built without CUDA kernels"
 
 
 def work(options):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 
 import pytest
 import torch
 import torch.distributed as dist
+from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
 from scenarios import Stack, floats
 
@@ -19,10 +19,9 @@ SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 
 def built(combination):
     """A model on transports of its own: a test may leave them in ruins."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
     strategy, transport = combination
     return FSDP(
-        make(Stack), process_group=group, strategy=strategy, transport=transport, timeout=10
+        make(Stack), process_group=own_group(), strategy=strategy, transport=transport, timeout=10
     )
 
 
@@ -37,6 +36,7 @@ def whole(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@passing_groups()
 def one_rank_does(combination, what):
     """The error of the next forward, after rank 0 alone has done something; then all load."""
     model = built(combination)
@@ -117,6 +117,7 @@ def test_what_one_rank_does_alone_is_an_error_on_all(pool2, combination, what):
             torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)
 
 
+@passing_groups()
 def all_do(combination):
     """Loads, steps left out, and several optimizers, alike on all ranks."""
     model = built(combination)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
-
 import pytest
 import torch
 import torch.distributed as dist
+from groups import own_group, passing_groups
 from models import loss_of, make
 from scenarios import Stack, floats
 from torch import nn
@@ -18,8 +17,7 @@ TRANSPORTS = ("shm", "c10d")
 
 
 def options(transport):
-    group = dist.new_group(timeout=datetime.timedelta(seconds=10))
-    return {"process_group": group, "transport": transport, "timeout": 10}
+    return {"process_group": own_group(), "transport": transport, "timeout": 10}
 
 
 def attempt(model, how):
@@ -36,6 +34,7 @@ def trains(model):
     return all(p.grad is not None for p in model.parameters())
 
 
+@passing_groups()
 def with_a_strange_parameter(transport):
     """Rank 1's model has a parameter that cannot be sharded; all try again without."""
     model, how = make(Stack), options(transport)
@@ -54,6 +53,7 @@ def test_what_cannot_be_sharded_on_one_rank(pool2, transport):
         assert second is None and trained
 
 
+@passing_groups()
 def with_a_missing_directory(transport):
     """An offload directory is missing on all ranks: nothing has changed, and the next attempt works."""
     model, how = make(Stack), options(transport)
@@ -68,6 +68,7 @@ def test_what_fails_before_anything_has_changed(pool2, transport):
         assert second is None and trained
 
 
+@passing_groups()
 def with_a_failing_initialization(transport):
     """Rank 1's param_init_fn raises in the middle; all try again, then with a new model."""
     how = options(transport)

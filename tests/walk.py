@@ -10,7 +10,6 @@ nothing to the plain run (torch leaves some of its gradients there, which no oth
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from groups import own_group, passing_groups
 from models import Block, loss_of, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -376,14 +376,12 @@ class Sharded(Script):
         super().__init__(cell, rank)
 
     def build(self) -> None:
-        limit = datetime.timedelta(seconds=self.deadline)
-        self.group = dist.new_group(timeout=limit)
         precision = None
         if self.cell.dtype == "bfloat16":
             precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         self.model = FSDP(
             make(Net),
-            process_group=self.group,
+            process_group=own_group(),
             strategy=self.cell.strategy,
             transport=self.cell.transport,
             mixed_precision=precision,
@@ -413,6 +411,7 @@ class Sharded(Script):
 OWN_ERRORS = (zshard.DivergenceError, zshard.PeerError, zshard.PeerTimeoutError)
 
 
+@passing_groups()
 def sharded(cell: Cell, deadline: float = DEADLINE) -> tuple[str, Any]:
     """("seen", what the script saw), or ("error", the text of the zshard error that ended it)."""
     script = None

@@ -57,6 +57,7 @@ _KINDS: dict[str, type[Exception]] = {
     for kind in (
         *(FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError, OSError),
         *(NotImplementedError, CheckpointError, ValueError, TypeError, MemoryError),
+        *(_core.CudaError, _core.NcclError, _core.DivergenceError),
     )
 }
 
