@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,6 @@ def passing_groups() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # models go before their groups
         for group in set(dist.distributed_c10d._world.pg_map) - known:
             dist.destroy_process_group(group)
 
