@@ -35,8 +35,6 @@ NOT_CALLS = {"step", "end", "torch", "transfer", "config", "cuLaunchHostFunc", "
 # What an exception says in place of the call's name.
 WORDS = {"cuLaunchKernel": "zs_", "cuLibraryGetKernel": "zs_", "CommGetAsyncError": "nccl"}
 WORDS |= {"cuInit": "cannot initialize", "cuDeviceGetCount": "cannot initialize"}
-if not zshard._core.machine()["targets"]:
-    WORDS["cuLibraryLoadData"] = "built without CUDA kernels"
 
 
 def work(options):
@@ -93,6 +91,13 @@ def well(tmp_path_factory):
     return [result.value[0] for result in done], done[0].value[1]
 
 
+def words_for(call):
+    """What an exception says of it. Not asked for on import: ranks have to look for a driver later."""
+    if call == "cuLibraryLoadData" and not zshard._core.machine()["targets"]:
+        return "built without CUDA kernels"
+    return WORDS.get(call, call)
+
+
 def problem_with(well, call, which):
     """What is wrong when the `which`-th `call` fails on rank 0; "" if nothing is."""
     losses, _ = well
@@ -108,7 +113,7 @@ def problem_with(well, call, which):
         quiet = call in QUIET | POLLED and words == losses[0] and [*other[:2]] == well_enough
         return "" if quiet else f"{case}: nobody noticed; {results}"
     if kind not in ("CudaError", "NcclError", "MemoryError") or (
-        call not in words and WORDS.get(call, call) not in words
+        call not in words and words_for(call) not in words
     ):
         return f"{case}: {kind}: {words}"
     if [*other[:2]] != well_enough and other[0] not in KINDS:
