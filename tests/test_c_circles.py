@@ -18,31 +18,6 @@ OBJECT = re.compile(r"\b(zs_\w+)(?:\[[^\]]*\])*\s*(?:=|$)")
 KNOWN = {
     # A module and its types need each other, in CPython's way of making them.
     frozenset(path.stem for path in (CSRC / "python").glob("py_*.c")) - {"py_util"},
-    # To be opened: see the issue "One schedule, two executors".
-    frozenset(
-        [
-            "backward",
-            "bucket",
-            "engine",
-            "hold",
-            "in_backward",
-            "kept",
-            "local_grads",
-            "offload",
-            "plan",
-            "plan_rounds",
-            "prefetch",
-            "reduce",
-            "reduce_sum",
-            "reserve",
-            "sample",
-            "schedule",
-            "unit",
-            "unit_bind",
-            "unit_facts",
-            "unit_memory",
-        ]
-    ),
 }
 
 Arrows = dict[str, set[str]]

@@ -9,7 +9,7 @@
 #include <assert.h>
 #include <stdint.h>
 
-#include "optim/update.h"
+#include "update/update.h"
 
 enum {
     ZS_CUDA_BLOCK = 256,   /* threads of a block, of all kernels */

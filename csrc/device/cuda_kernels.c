@@ -18,7 +18,7 @@
 
 enum { DTYPES = ZS_BYTES, KINDS = DTYPES + 1, DITHERED = DTYPES, RULES = 4 };
 
-static_assert(ZS_CONSTANTS_BYTES == sizeof(zs_cuda_constants), "must match optim.h");
+static_assert(ZS_CONSTANTS_BYTES == sizeof(zs_cuda_constants), "must match jobs.h");
 
 /* Where the numbers of each kind of kernel begin. */
 enum {

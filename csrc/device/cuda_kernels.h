@@ -1,4 +1,4 @@
-/* cuda_kernels.h - device.h's and optim.h's work on a GPU: each function queues kernels on a stream and returns.
+/* cuda_kernels.h - device.h's work and that of jobs.h on a GPU: each function queues kernels on a stream and returns.
  *
  * The one idea: the same structs and the same bits as on the CPU, except that NaNs may have another payload, and that norms are
  * summed in another (fixed) order. Nothing here allocates, waits or reads a result; all memory is the caller's and must stay
@@ -13,7 +13,7 @@
 #define ZS_CUDA_KERNELS_H
 
 #include "device/device.h"
-#include "optim/optim.h"
+#include "update/jobs.h"
 
 /* Loads the kernels and makes all of them resident on this thread's device, once per process; else the first launch does. Call
  * it before any stream waits for a peer: loading may wait for the device. ZS_ERR_CUDA where this build has no kernels, or none

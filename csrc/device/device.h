@@ -51,7 +51,7 @@ typedef struct zs_numbers {
     zs_dtype dtype; /* not ZS_BYTES */
 } zs_numbers;
 
-struct zs_update_job; /* optim.h */
+struct zs_update_job; /* jobs.h */
 struct zs_constants_job;
 
 /* Norms that stay on the device: all pointers are to its memory. */

@@ -3,11 +3,15 @@
  * The one idea: gradients leave as soon as a unit's are complete, where ranks need not agree on when; elsewhere when the
  * backward is through with the unit (through.h), which all ranks see at the same hook.
  */
+#include "unit/bucket.h"
 #include "unit/engine.h"
+#include "unit/grads.h"
 #include "unit/history.h"
 #include "unit/hold.h"
 #include "unit/in_backward.h"
 #include "unit/reduce.h"
+#include "unit/rounds.h"
+#include "unit/session.h"
 #include "unit/through.h"
 
 #include <math.h>
@@ -70,7 +74,7 @@ zs_status zs_engine_before_step(zs_engine *engine)
 {
     ZS_TRY(zs_engine_settle(engine));
     ZS_TRY(check_spoiled(engine));
-    return zs_engine_write_begin(engine);
+    return zs_session_write_begin(engine);
 }
 
 static zs_status begin_backward(zs_engine *engine)
@@ -92,8 +96,8 @@ static zs_status begin_backward(zs_engine *engine)
         engine->units[i]->packed = false;
         zs_in_backward_open(engine->units[i]);
     }
-    zs_engine_discard_dead_grads(engine);
-    return zs_engine_begin_reading(engine, &(zs_reading){.pass = ZS_PASS_BACKWARD});
+    zs_session_discard_dead_grads(engine);
+    return zs_session_begin_reading(engine, &(zs_reading){.pass = ZS_PASS_BACKWARD});
 }
 
 /* With create_graph=True autograd records what backward does. That graph would be walked when the units are sharded again,
@@ -115,7 +119,7 @@ static zs_status post_unit(zs_unit *unit)
     ZS_TRY(zs_reduce_post(unit));
     /* Where sharing is a collective too, doing it at once keeps one order of collectives on all ranks. */
     bool at_once = unit->replicated && !unit->engine->ranks.all->ops->mapped;
-    return at_once ? zs_bucket_drain_all(unit->engine->buckets) : ZS_OK;
+    return at_once ? zs_rounds_drain_all(unit->engine->buckets) : ZS_OK;
 }
 
 /* The i-th unit to post where all ranks must agree on an order: children before parents, last modules first. */
@@ -167,8 +171,8 @@ static zs_status before_backward_hook(void *pointer, int64_t stamp)
     if (zs_in_backward_is_over(unit)) return ZS_OK; /* an output that comes late, and that nothing depends on */
     zs_through_fired(unit, stamp);
     ZS_TRY(retire(unit->engine, stamp));
-    ZS_TRY(zs_engine_make_whole(unit, ZS_PHASE_BACKWARD));
-    return zs_reduce_begin(unit, -1);
+    ZS_TRY(zs_session_make_whole(unit, ZS_PHASE_BACKWARD));
+    return zs_grads_begin(unit, -1);
 }
 
 zs_hook zs_engine_backward_hook(zs_unit *unit)
@@ -231,7 +235,7 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
         zs_reduce_keep(unit, i);
         return ZS_OK;
     }
-    ZS_TRY(zs_reduce_begin(unit, i));
+    ZS_TRY(zs_grads_begin(unit, i));
     bool complete = false;
     ZS_TRY(zs_reduce_pack(unit, i, &complete));
     return complete ? on_complete(unit) : ZS_OK;
@@ -276,12 +280,12 @@ static void drop_packed(zs_unit *unit)
 static void forget_backward(zs_engine *engine)
 {
     for (size_t i = 0; i < engine->n; i++) {
-        engine->spoiled |= zs_reduce_undo(engine->units[i]);
+        engine->spoiled |= zs_grads_undo(engine->units[i]);
         drop_packed(engine->units[i]);
-        (void)zs_reduce_end(engine->units[i]);
+        (void)zs_grads_end(engine->units[i]);
         zs_in_backward_forget(engine->units[i]);
     }
-    zs_bucket_forget_rounds(engine->buckets);
+    zs_rounds_forget_all(engine->buckets);
 }
 
 /* The rounds that all ranks have posted can be ended in order, though their sums are of no use. */
@@ -289,7 +293,7 @@ static void end_rounds(zs_engine *engine)
 {
     bool before = engine->gave_up;
     engine->gave_up = true;
-    (void)zs_bucket_drain_all(engine->buckets);
+    (void)zs_rounds_drain_all(engine->buckets);
     engine->gave_up = before;
 }
 
@@ -299,14 +303,14 @@ static zs_status step_rest(zs_engine *engine, zs_status status)
     bool any = false;
     for (size_t i = 0; i < engine->n; i++)
         any |= engine->units[i]->stepping != NULL;
-    if (any && status == ZS_OK) status = zs_engine_write_begin(engine);
+    if (any && status == ZS_OK) status = zs_session_write_begin(engine);
     for (size_t i = 0; i < engine->n; i++) {
         if (status == ZS_OK)
             status = zs_in_backward_finish(engine->units[i], !engine->gave_up);
         else
             zs_in_backward_forget(engine->units[i]);
     }
-    if (any && status == ZS_OK) zs_engine_write_end(engine);
+    if (any && status == ZS_OK) zs_session_write_end(engine);
     return status;
 }
 
@@ -315,7 +319,7 @@ static zs_status deliver(zs_engine *engine)
 {
     zs_status status = ZS_OK;
     for (size_t i = 0; i < engine->n; i++) {
-        zs_status one = zs_reduce_end(engine->units[i]);
+        zs_status one = zs_grads_end(engine->units[i]);
         if (status == ZS_OK) status = one;
     }
     return status;
@@ -330,9 +334,9 @@ static zs_status close_backward(zs_engine *engine)
     }
     zs_status status = post_rest(engine);
     zs_prefetch_end(engine, ZS_PHASE_BACKWARD);
-    zs_status others = zs_engine_reshard_all(engine, true);
+    zs_status others = zs_session_reshard_all(engine, true);
     if (resharded == ZS_OK) resharded = others;
-    if (status == ZS_OK) status = zs_bucket_drain_all(engine->buckets);
+    if (status == ZS_OK) status = zs_rounds_drain_all(engine->buckets);
     if (status == ZS_OK) status = zs_device_join(engine->ranks.all->device, engine->ranks.all->ops->lane);
     if (status == ZS_OK) status = resharded;
     engine->phase = IDLE;
@@ -341,9 +345,9 @@ static zs_status close_backward(zs_engine *engine)
     zs_status delivered = status == ZS_OK ? deliver(engine) : ZS_OK;
     for (size_t i = 0; i < engine->n; i++)
         zs_through_end(engine->units[i]);
-    zs_status ended = zs_engine_end_reading(engine, ZS_PHASE_BACKWARD);
+    zs_status ended = zs_session_end_reading(engine, ZS_PHASE_BACKWARD);
     if (status == ZS_OK) status = ended;
-    if (status == ZS_OK) status = zs_bucket_settle_all(engine->buckets);
+    if (status == ZS_OK) status = zs_rounds_settle_all(engine->buckets);
     zs_history_reduced(engine, status == ZS_OK && !engine->gave_up);
     if (status == ZS_OK) status = delivered;
     return step_rest(engine, status);
@@ -384,12 +388,12 @@ static void abandon_backward(zs_engine *engine)
     }
     tell_failure(engine, "in backward");
     engine->phase = FAILED;
-    (void)zs_engine_reshard_all(engine, true);
+    (void)zs_session_reshard_all(engine, true);
     zs_prefetch_end(engine, ZS_PHASE_BACKWARD);
     for (size_t i = 0; i < engine->n; i++) {
-        engine->spoiled |= zs_reduce_undo(engine->units[i]);
+        engine->spoiled |= zs_grads_undo(engine->units[i]);
         drop_packed(engine->units[i]);
-        (void)zs_reduce_hand_out(engine->units[i]);
+        (void)zs_grads_hand_out(engine->units[i]);
         zs_in_backward_abandon(engine->units[i]);
     }
 }

@@ -1,6 +1,7 @@
 /* engine.c - what an engine has: its units and their order, memory, buffers. See schedule.h. */
 #include "unit/engine.h"
 
+#include "unit/bucket.h"
 #include "unit/sample.h"
 
 #include <stdlib.h>
@@ -71,11 +72,13 @@ static zs_status make_slot(void *near, size_t bytes, zs_mem **out)
     return comm->ops->slot_new(comm, bytes, out);
 }
 
-zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out)
+zs_status zs_engine_make(const zs_ranks *ranks, const char *name, zs_status (*hook_param)(zs_unit *, int64_t),
+                         zs_engine **out)
 {
     zs_engine *engine = calloc(1, sizeof *engine);
     if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
     engine->refs = 1;
+    engine->hook_param = hook_param;
     engine->ranks = *ranks;
     engine->prefetch.ahead[ZS_PHASE_BACKWARD] = 1;
     engine->history.window = 1;
@@ -128,61 +131,6 @@ void zs_engine_release(void *pointer)
     free(engine);
 }
 
-const zs_device *zs_engine_device(const zs_engine *engine)
-{
-    return engine->ranks.all->device;
-}
-
-zs_comm *zs_engine_comm(const zs_engine *engine)
-{
-    return engine->ranks.all;
-}
-
-const zs_ranks *zs_engine_ranks(const zs_engine *engine)
-{
-    return &engine->ranks;
-}
-
-int zs_engine_n_parts(const zs_engine *engine)
-{
-    return engine->n_parts;
-}
-
-int zs_engine_part(const zs_engine *engine)
-{
-    return engine->part;
-}
-
-const int *zs_engine_part_of(const zs_engine *engine)
-{
-    return engine->part_of;
-}
-
-zs_arena *zs_engine_arena(const zs_engine *engine)
-{
-    return engine->arena;
-}
-
-zs_pool *zs_engine_grads(const zs_engine *engine)
-{
-    return engine->grads;
-}
-
-zs_offload *zs_engine_offload(zs_engine *engine)
-{
-    return &engine->offload;
-}
-
-zs_bucket_pool *zs_engine_buckets(const zs_engine *engine)
-{
-    return engine->buckets;
-}
-
-bool zs_engine_gave_up(const zs_engine *engine)
-{
-    return engine->gave_up;
-}
-
 zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
 {
     zs_unit **grown = realloc(engine->units, (engine->n + 1) * sizeof *grown);
@@ -202,6 +150,12 @@ static void forget_calls(zs_engine *engine, const zs_unit *unit)
     engine->n_calls = kept;
 }
 
+static void forget_open(zs_engine *engine, const zs_unit *unit)
+{
+    for (size_t i = 0; i < engine->n_open; i++)
+        if (engine->open[i] == unit) engine->open[i] = NULL;
+}
+
 void zs_engine_forget(zs_engine *engine, zs_unit *unit)
 {
     for (size_t i = 0; i < engine->n; i++) {
@@ -211,34 +165,10 @@ void zs_engine_forget(zs_engine *engine, zs_unit *unit)
         break;
     }
     zs_prefetch_forget(engine, unit);
-    zs_engine_forget_open(engine, unit);
+    forget_open(engine, unit);
     forget_calls(engine, unit);
     zs_engine_replan(engine);
     engine->sampled = false;
-}
-
-zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
-{
-    zs_engine *old = unit->engine;
-    if (old == engine) return ZS_OK;
-    ZS_TRY(zs_engine_settle(old));
-    if (old->phase != IDLE || engine->phase != IDLE)
-        return ZS_FAIL(ZS_ERR_STATE,
-                       "FSDP(...) was called during a forward or backward of unit '%s'; call it between steps",
-                       zs_unit_label(unit->name));
-    if (memcmp(&old->ranks, &engine->ranks, sizeof old->ranks) != 0)
-        return ZS_FAIL(ZS_ERR_VALUE,
-                       "unit '%s' uses another process group, transport or kind of strategy than the outer FSDP(...): "
-                       "pass the same to all units; zero1, hybrid_full and an integer reshard_after_forward must be "
-                       "used for all units or none",
-                       zs_unit_label(unit->name));
-    ZS_TRY(zs_engine_add(engine, unit));
-    zs_bucket_forget(old->buckets, unit);
-    zs_engine_forget(old, unit);
-    old->lent_grads = true;
-    unit->engine = zs_engine_retain(engine);
-    zs_engine_release(old);
-    return ZS_OK;
 }
 
 zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n)

@@ -25,17 +25,18 @@ typedef struct zs_history {
 /* See schedule.h. */
 struct zs_engine {
     long refs;
-    zs_ranks ranks;          /* counted references */
-    int n_parts;             /* slices of a copy of the model */
-    int part;                /* this rank's */
-    int *part_of;            /* [ranks.all->world] each rank's; owned */
-    zs_arena *arena;         /* owned */
-    zs_pool *grads;          /* owned: memory of its units' gradients */
-    bool lent_grads;         /* units that went to another engine have gradients in that memory */
-    zs_bucket_pool *buckets; /* owned */
-    zs_offload offload;      /* with a counted reference */
-    zs_reader *reader;       /* owned */
-    zs_unit **units;         /* [n] borrowed: a unit takes itself off the list; parents before children */
+    zs_status (*hook_param)(zs_unit *, int64_t); /* see zs_engine_hook_param: the schedule's */
+    zs_ranks ranks;                              /* counted references */
+    int n_parts;                                 /* slices of a copy of the model */
+    int part;                                    /* this rank's */
+    int *part_of;                                /* [ranks.all->world] each rank's; owned */
+    zs_arena *arena;                             /* owned */
+    zs_pool *grads;                              /* owned: memory of its units' gradients */
+    bool lent_grads;                             /* units that went to another engine have gradients in that memory */
+    zs_bucket_pool *buckets;                     /* owned */
+    zs_offload offload;                          /* with a counted reference */
+    zs_reader *reader;                           /* owned */
+    zs_unit **units; /* [n] borrowed: a unit takes itself off the list; parents before children */
     size_t n;
     engine_phase phase;
     zs_prefetch prefetch;
@@ -63,22 +64,10 @@ struct zs_engine {
     size_t n_buffers;
 };
 
-/* --- what schedule.c and backward.c have in common ---------------------------------------------------------------------- */
+/* --- engine.c ------------------------------------------------------------------------------------------------------------- */
 
-/* Unshards the unit, and lets the gathers of what follows begin. */
-zs_status zs_engine_make_whole(zs_unit *unit, zs_phase phase);
-
-/* Shards all units; `held`: those that are whole by hand as well. */
-zs_status zs_engine_reshard_all(zs_engine *engine, bool held);
-
-/* Opens / closes a session in which peers' shards may be read; no-ops where none are. */
-zs_status zs_engine_begin_reading(zs_engine *engine, const zs_reading *reading);
-zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase);
-
-/* Between zero_grad() and the next gradients their memory is free for activations. */
-void zs_engine_discard_dead_grads(zs_engine *engine);
-
-/* Takes a unit that dies off the list of what is open. */
-void zs_engine_forget_open(zs_engine *engine, const zs_unit *unit);
+/* zs_engine_new, of an engine whose parameters get their hooks from `hook_param`. */
+zs_status zs_engine_make(const zs_ranks *ranks, const char *name, zs_status (*hook_param)(zs_unit *, int64_t),
+                         zs_engine **out);
 
 #endif

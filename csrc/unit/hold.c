@@ -1,17 +1,8 @@
 /* hold.c - see hold.h. */
 #include "unit/hold.h"
 
-#include "unit/schedule.h"
-
-#include <stdatomic.h>
-
-/* Units of this process that are held. */
-static _Atomic long holders;
-
-bool zs_hold_any(void)
-{
-    return atomic_load(&holders) > 0;
-}
+#include "unit/engine_facts.h"
+#include "unit/usage.h"
 
 /* Puts a copy under the full storage where it is a mapping; a slot is one already. Either is known as held. */
 static zs_status hold_flat(zs_unit *unit, zs_flat *flat)
@@ -39,8 +30,7 @@ zs_status zs_hold(zs_unit *unit, bool exact)
 {
     if (unit->held) return ZS_OK;
     ZS_TRY(exact ? zs_unit_unshard_exact(unit) : zs_unit_unshard(unit));
-    unit->held = true;
-    atomic_fetch_add(&holders, 1);
+    zs_hold_mark(unit);
     zs_status status = ZS_OK;
     for (int f = 0; f < unit->n_flats && status == ZS_OK; f++)
         status = hold_flat(unit, &unit->flats[f]);
@@ -82,25 +72,4 @@ zs_status zs_hold_check_forward(const zs_unit *unit)
                 "not in the compute dtype (param_dtype); call the model outside summon_full_params()",
                 zs_unit_label(unit->name));
     return ZS_OK;
-}
-
-void zs_hold_end(zs_unit *unit)
-{
-    if (!unit->held) return;
-    unit->held = false;
-    atomic_fetch_sub(&holders, 1);
-    for (int f = 0; f < unit->n_flats; f++) {
-        zs_mem *mem = unit->flats[f].full_mem;
-        if (mem == NULL) continue;
-        mem->role = ZS_MEM_PLAIN;
-        mem->user = NULL;
-    }
-}
-
-size_t zs_hold_bytes(const zs_unit *unit)
-{
-    size_t total = 0;
-    for (int f = 0; f < unit->n_flats && unit->held; f++)
-        if (zs_flat_source(unit, &unit->flats[f])->full != NULL) total += zs_flat_full_bytes(unit, &unit->flats[f]);
-    return total;
 }

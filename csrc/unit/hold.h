@@ -7,7 +7,7 @@
 #ifndef ZS_HOLD_H
 #define ZS_HOLD_H
 
-#include "unit/unit.h"
+#include "unit/held.h"
 
 /* Makes the unit FULL on a copy, `exact`: in its parameters' own dtype. It stays so until zs_unit_reshard, which the end of
  * each backward calls too. Inside a session; collective. No-op if it is held already. */
@@ -19,14 +19,5 @@ zs_status zs_hold_accept(zs_unit *unit, bool keep);
 
 /* ZS_ERR_STATE if the unit is held in another dtype than forward wants. */
 zs_status zs_hold_check_forward(const zs_unit *unit);
-
-/* Forgets that the unit is held; for zs_unit_reshard, and for its death. */
-void zs_hold_end(zs_unit *unit);
-
-/* Bytes of the copy, if it lies in no slot. */
-size_t zs_hold_bytes(const zs_unit *unit);
-
-/* Is any unit of this process held? */
-bool zs_hold_any(void);
 
 #endif

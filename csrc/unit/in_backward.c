@@ -12,7 +12,6 @@
 struct zs_in_backward_state {
     zs_stepper stepper;
     bool *stepped;             /* [n_params] which parameters it updates; in the memory of this struct */
-    bool borrows;              /* all of them: gradients have memory from the sum to the step only */
     zs_mem *own[ZS_MAX_FLATS]; /* the gradients' memory that is out of use meanwhile; owned references */
     bool lends;                /* in a backward: what is on a disk is lent to its steps (pager.h) */
     int calls;                 /* forwards since the last backward */
@@ -28,17 +27,12 @@ bool zs_in_backward_alone(const zs_unit *unit)
     return unit->stepping != NULL && unit->fixed && zs_engine_comm(unit->engine)->world == 1;
 }
 
-bool zs_in_backward_borrows(const zs_unit *unit)
-{
-    return unit->stepping != NULL && unit->stepping->borrows;
-}
-
 /* --- memory ------------------------------------------------------------------------------------------------------------ */
 
 zs_status zs_in_backward_lend(zs_unit *unit)
 {
     bool lent = false;
-    for (int f = 0; f < unit->n_flats && zs_in_backward_borrows(unit); f++) {
+    for (int f = 0; f < unit->n_flats && unit->borrows; f++) {
         zs_flat *flat = &unit->flats[f];
         if (flat->grads == NULL || flat->grad_mem != NULL) continue;
         zs_mem *slot = NULL;
@@ -73,7 +67,7 @@ static bool grads_shown(const zs_unit *unit)
 
 static void give_back(zs_unit *unit)
 {
-    if (!zs_in_backward_borrows(unit) || grads_shown(unit)) return;
+    if (!unit->borrows || grads_shown(unit)) return;
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
         if (flat->grad_mem == NULL) continue;
@@ -164,13 +158,13 @@ zs_status zs_in_backward_attach(zs_unit *unit, const zs_stepper *stepper, const 
     made->arrived = made->stepped + n;
     for (size_t i = 0; i < n; i++)
         made->stepped[i] = stepped[i];
-    made->borrows = unit->cunit != NULL && steps_all(unit, stepped);
     zs_engine_note_peak(unit->engine);
     zs_engine_replan(unit->engine);
     unit->stepping = made;
-    if (made->borrows) set_memory_aside(unit);
+    unit->borrows = unit->cunit != NULL && steps_all(unit, stepped);
+    if (unit->borrows) set_memory_aside(unit);
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK && zs_in_backward_alone(unit); i++)
-        if (zs_tensor_alive(unit->params[i].tensor)) status = zs_unit_hook_param(unit, i);
+        if (zs_tensor_alive(unit->params[i].tensor)) status = zs_engine_hook_param(unit, i);
     if (status != ZS_OK) zs_in_backward_detach(unit);
     return status;
 }
@@ -184,6 +178,7 @@ void zs_in_backward_detach(zs_unit *unit)
     for (int64_t i = 0; i < unit->n_params && zs_in_backward_alone(unit); i++)
         if (zs_tensor_alive(unit->params[i].tensor)) (void)zs_hook_grad_remove(unit->params[i].tensor);
     unit->stepping = NULL;
+    unit->borrows = false;
     stepping->stepper.release(stepping->stepper.ctx);
     free(stepping);
 }

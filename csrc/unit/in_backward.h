@@ -34,9 +34,6 @@ void zs_in_backward_detach(zs_unit *unit);
 /* Is the unit alone (world of one) and hooked only for being stepped? */
 bool zs_in_backward_alone(const zs_unit *unit);
 
-/* Do the unit's gradients borrow their memory? */
-bool zs_in_backward_borrows(const zs_unit *unit);
-
 /* --- what the schedule tells of a unit; no-ops without a stepper ---------------------------------------------------------- */
 
 /* A backward of its model is about to begin. */

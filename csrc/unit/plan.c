@@ -241,7 +241,7 @@ static void begin_unit(planner *p, zs_unit *unit, bool stepped)
     made->bucket = made->out = NONE;
     if (zs_unit_reduces(unit)) made->round = zs_unit_round_spec(unit);
     if (made->round.n_slices > 0) made->room = p->all->room(&made->round, p->engine->ranks.all->world);
-    made->stepped = made->round.n_slices > 0 && (stepped || zs_in_backward_borrows(unit));
+    made->stepped = made->round.n_slices > 0 && (stepped || unit->borrows);
     for (int64_t i = 0; i < unit->n_params; i++) {
         made->n_expected += wants(unit, i);
         made->has_frozen |= !wants(unit, i);

@@ -2,6 +2,7 @@
  */
 #include "unit/planner.h"
 
+#include "unit/bucket.h"
 #include "unit/in_backward.h"
 
 #include <stdlib.h>

@@ -2,10 +2,11 @@
 #include "base/bits.h"
 #include "device/device.h"
 #include "unit/bucket.h"
+#include "unit/engine_facts.h"
+#include "unit/grads.h"
 #include "unit/in_backward.h"
 #include "unit/offload.h"
 #include "unit/reduce.h"
-#include "unit/schedule.h"
 
 typedef enum slice_class { SKIP, SET, ADD } slice_class; /* unused everywhere; first gradient; on top of one */
 
@@ -171,7 +172,7 @@ static zs_status sum_own_slice(summing *s, zs_wait wait, bool *ready)
     zs_unit *unit = s->unit;
     zs_comm *comm = zs_engine_comm(unit->engine);
     if (!zs_engine_gave_up(unit->engine))
-        ZS_TRY(zs_reduce_begin(unit, -1)); /* a unit that was not used here may have gradients to set aside */
+        ZS_TRY(zs_grads_begin(unit, -1)); /* a unit that was not used here may have gradients to set aside */
     ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, s->sources));
     if (!*ready || (!unit->replicated && !counts(s))) return ZS_OK;
     if (!unit->replicated) ZS_TRY(zs_in_backward_lend(unit));
@@ -206,11 +207,10 @@ static zs_status complete_round(summing *s, zs_wait wait, bool *ready)
     return fetch_shared(s);
 }
 
-zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
+zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, zs_sources *sources, bool *done)
 {
-    zs_comm *comm = zs_engine_comm(unit->engine);
-    zs_sources sources = {0};
-    summing s = summing_of(unit, &sources);
+    *sources = (zs_sources){0};
+    summing s = summing_of(unit, sources);
     *done = false;
     ZS_TRY(complete_round(&s, wait, done));
     if (!*done) return ZS_OK;
@@ -220,14 +220,20 @@ zs_status zs_reduce_drain(zs_unit *unit, zs_wait wait, bool *done)
     zs_offload_done_grads(unit);
     /* Who has models on a disk is short of memory; that of the gradients which have been packed lies idle on the heap. */
     if (unit->offloads.disk != NULL) zs_mem_heap_freed(zs_unit_bucket_bytes(unit));
+    return ZS_OK;
+}
+
+zs_status zs_reduce_release(zs_unit *unit, zs_sources *sources)
+{
+    zs_comm *comm = zs_engine_comm(unit->engine);
+    summing s = summing_of(unit, sources);
     zs_status status = check_gave_up(&s);
     if (status == ZS_OK && !zs_engine_gave_up(unit->engine)) status = check_held(&s);
-    bool over = zs_in_backward_over_everywhere(unit, s.sources->used, comm->world);
-    zs_bucket_summed(zs_engine_buckets(unit->engine), unit);
+    bool over = zs_in_backward_over_everywhere(unit, sources->used, comm->world);
     ZS_TRY(comm->ops->release(comm, unit->cunit));
     if (unit->state == ZS_REDUCING) ZS_TRY(zs_unit_move(unit, unit->fixed ? ZS_FULL : ZS_SHARDED));
     if (status != ZS_OK || !over) return status;
     ZS_TRY(zs_device_join(s.device, s.lane));
-    ZS_TRY(zs_reduce_deliver(unit));
+    ZS_TRY(zs_grads_deliver(unit));
     return zs_in_backward_step(unit);
 }

@@ -1,20 +1,15 @@
-/* reserve.c - an engine's memory: what is reserved before the first step, held now, has been held at most, and will be.
+/* reserve.c - an engine's memory: what is reserved before the first step, and what will be held.
  *
  * The one idea: a plan (plan.h) says what a step takes, and the arena and the pool are made to fit it, so that what is
  * predicted is what there is. Address space that nobody has touched costs nothing: reserving early is free.
  */
+#include "unit/bucket.h"
 #include "unit/engine.h"
-#include "unit/hold.h"
 #include "unit/in_backward.h"
 
 #include <stdlib.h>
 
 /* --- reserving -------------------------------------------------------------------------------------------------------- */
-
-void zs_engine_replan(zs_engine *engine)
-{
-    engine->reserved = false;
-}
 
 void zs_engine_set_calls(zs_engine *engine, zs_call *calls, size_t n)
 {
@@ -39,79 +34,12 @@ zs_status zs_engine_reserve(zs_engine *engine)
     return status;
 }
 
-/* --- held, at most, and predicted ----------------------------------------------------------------------------------- */
-
-/* Adds up one number of each transport, each transport once. */
-static size_t over_transports(const zs_ranks *ranks, size_t (*of)(const zs_comm *))
-{
-    zs_comm *comms[] = {ranks->all, ranks->shards, ranks->near, ranks->far};
-    size_t total = 0;
-    for (int i = 0; i < 4; i++) {
-        bool counted = comms[i] == NULL;
-        for (int k = 0; k < i; k++)
-            counted |= comms[k] == comms[i];
-        if (!counted) total += of(comms[i]);
-    }
-    return total;
-}
-
-static size_t bytes_now(const zs_comm *comm)
-{
-    return comm->ops->bytes(comm);
-}
+/* --- predicted ----------------------------------------------------------------------------------------------------------- */
 
 static size_t bytes_without_units(const zs_comm *comm)
 {
     zs_room room = comm->ops->room(NULL, comm->world);
     return room.fixed + room.talk;
-}
-
-static void add_up(zs_engine_bytes *bytes)
-{
-    bytes->total = bytes->shards + bytes->kept + bytes->grads + bytes->slots + bytes->buckets + bytes->transport;
-}
-
-zs_engine_bytes zs_engine_memory(const zs_engine *engine)
-{
-    zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->arena),
-                             .buckets = zs_bucket_pool_bytes(engine->buckets),
-                             .transport = over_transports(&engine->ranks, bytes_now)};
-    const zs_disk *disk = NULL;
-    for (size_t i = 0; i < engine->n; i++) {
-        const zs_unit_offload *offloads = &engine->units[i]->offloads;
-        if (!offloads->params) bytes.shards += zs_unit_shard_bytes(engine->units[i]);
-        if (!offloads->grads) bytes.grads += zs_unit_grad_bytes(engine->units[i]);
-        if (offloads->disk != NULL && offloads->disk != disk) bytes.offloaded += zs_disk_bytes(offloads->disk);
-        if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call stand together */
-        bytes.kept += zs_unit_kept_bytes(engine->units[i]);
-        bytes.slots += zs_hold_bytes(engine->units[i]);
-    }
-    add_up(&bytes);
-    return bytes;
-}
-
-static void raise_to(size_t *peak, size_t now)
-{
-    if (now > *peak) *peak = now;
-}
-
-void zs_engine_note_peak(zs_engine *engine)
-{
-    zs_engine_bytes now = zs_engine_memory(engine), *peak = &engine->peak;
-    raise_to(&peak->shards, now.shards);
-    raise_to(&peak->kept, now.kept);
-    raise_to(&peak->grads, now.grads);
-    raise_to(&peak->slots, now.slots);
-    raise_to(&peak->buckets, now.buckets);
-    raise_to(&peak->transport, now.transport);
-    raise_to(&peak->offloaded, now.offloaded);
-    raise_to(&peak->total, now.total);
-}
-
-zs_engine_bytes zs_engine_peak(zs_engine *engine)
-{
-    zs_engine_note_peak(engine);
-    return engine->peak;
 }
 
 static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
@@ -132,9 +60,9 @@ zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *ou
     zs_plan plan;
     zs_status status = zs_plan_make(engine, stepped, &plan);
     const zs_comm *all = engine->ranks.all;
-    zs_engine_bytes bytes = {.transport = over_transports(&engine->ranks, bytes_without_units)};
+    zs_engine_bytes bytes = {.transport = zs_usage_of_transports(&engine->ranks, bytes_without_units)};
     for (size_t i = 0; i < engine->n && status == ZS_OK; i++)
-        add_unit(engine->units[i], stepped || zs_in_backward_borrows(engine->units[i]), &bytes);
+        add_unit(engine->units[i], stepped || engine->units[i]->borrows, &bytes);
     if (status == ZS_OK) {
         bytes.slots = zs_arena_bytes(plan.slots);
         bytes.transport += zs_arena_bytes(plan.areas) - all->ops->room(NULL, all->world).talk;
@@ -142,7 +70,7 @@ zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *ou
     for (size_t i = 0; i < plan.n_buckets; i++)
         bytes.buckets += all->ops->bucket_room(plan.buckets[i]);
     zs_plan_free(&plan);
-    add_up(&bytes);
+    zs_usage_add_up(&bytes);
     *out = bytes;
     return status;
 }

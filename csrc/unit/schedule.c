@@ -4,11 +4,44 @@
 #include "unit/hold.h"
 #include "unit/in_backward.h"
 #include "unit/kept.h"
-#include "unit/reduce.h"
+#include "unit/rounds.h"
 #include "unit/sample.h"
+#include "unit/session.h"
 #include "unit/through.h"
 
 #include <stdlib.h>
+#include <string.h>
+
+/* --- the engine ------------------------------------------------------------------------------------------------------------ */
+
+zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out)
+{
+    return zs_engine_make(ranks, name, zs_unit_hook_param, out);
+}
+
+zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
+{
+    zs_engine *old = unit->engine;
+    if (old == engine) return ZS_OK;
+    ZS_TRY(zs_engine_settle(old));
+    if (old->phase != IDLE || engine->phase != IDLE)
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "FSDP(...) was called during a forward or backward of unit '%s'; call it between steps",
+                       zs_unit_label(unit->name));
+    if (memcmp(&old->ranks, &engine->ranks, sizeof old->ranks) != 0)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "unit '%s' uses another process group, transport or kind of strategy than the outer FSDP(...): "
+                       "pass the same to all units; zero1, hybrid_full and an integer reshard_after_forward must be "
+                       "used for all units or none",
+                       zs_unit_label(unit->name));
+    ZS_TRY(zs_engine_add(engine, unit));
+    zs_rounds_forget(old->buckets, unit);
+    zs_engine_forget(old, unit);
+    old->lent_grads = true;
+    unit->engine = zs_engine_retain(engine);
+    zs_engine_release(old);
+    return ZS_OK;
+}
 
 /* --- sessions ------------------------------------------------------------------------------------------------------------- */
 
@@ -32,66 +65,6 @@ static zs_status broadcast_buffers(zs_engine *engine)
     return ZS_OK;
 }
 
-zs_status zs_engine_reshard_all(zs_engine *engine, bool held)
-{
-    zs_status status = ZS_OK;
-    for (size_t i = 0; i < engine->n; i++) {
-        if (engine->units[i]->held && !held) continue;
-        zs_status one = zs_unit_reshard(engine->units[i], ZS_SHARDED);
-        if (status == ZS_OK) status = one;
-    }
-    return status;
-}
-
-void zs_engine_discard_dead_grads(zs_engine *engine)
-{
-    bool held = false;
-    for (size_t i = 0; i < engine->n; i++) {
-        if (zs_reduce_grads_wanted(engine->units[i])) return;
-        held |= engine->units[i]->grads_held;
-    }
-    if (!held || engine->lent_grads) return;
-    for (size_t i = 0; i < engine->n; i++)
-        engine->units[i]->grads_held = false;
-    zs_pool_discard(engine->grads);
-    for (size_t i = 0; i < engine->n; i++)
-        zs_offload_discard_grads(engine->units[i]);
-}
-
-/* Are there shards that peers read? Replicated units need no meeting in forward. */
-static bool has_shards(const zs_engine *engine)
-{
-    for (size_t i = 0; i < engine->n; i++)
-        if (!engine->units[i]->replicated && engine->units[i]->n_params > 0) return true;
-    return false;
-}
-
-zs_status zs_engine_begin_reading(zs_engine *engine, const zs_reading *reading)
-{
-    if (!has_shards(engine)) return ZS_OK;
-    ZS_TRY(engine->ranks.near->ops->read_begin(engine->ranks.near, engine->reader, reading));
-    engine->reading = true;
-    return ZS_OK;
-}
-
-/* A session leaves no lane apart, so that a CUDA graph may begin and end between any two: no wait goes from one into the next. */
-static zs_status join_lanes(const zs_ranks *ranks)
-{
-    ZS_TRY(zs_device_join(ranks->all->device, ZS_LANE_GATHER));
-    ZS_TRY(zs_device_join(ranks->all->device, ZS_LANE_REDUCE));
-    ranks->all->sessions++;
-    if (ranks->near != ranks->all) ranks->near->sessions++;
-    return ZS_OK;
-}
-
-zs_status zs_engine_end_reading(zs_engine *engine, zs_phase phase)
-{
-    zs_status status = ZS_OK;
-    if (engine->reading) status = engine->ranks.near->ops->read_end(engine->ranks.near, engine->reader, phase);
-    engine->reading = false;
-    return status == ZS_OK ? join_lanes(&engine->ranks) : status;
-}
-
 /* What is gathered for the secondary shards is gathered for this pass. */
 static zs_status renew_kept(const zs_engine *engine, const zs_reading *reading)
 {
@@ -113,7 +86,7 @@ static zs_status begin_session(zs_engine *engine, session_mode mode)
     engine->session = zs_next_node();
     zs_prefetch_begin(engine);
     engine->recording = zs_grad_mode();
-    ZS_TRY(zs_engine_reshard_all(engine, false)); /* left by a forward whose backward never came */
+    ZS_TRY(zs_session_reshard_all(engine, false)); /* left by a forward whose backward never came */
     for (size_t i = 0; i < engine->n; i++)
         ZS_TRY(zs_unit_write_back(engine->units[i]));
     for (size_t i = 0; i < engine->n; i++)
@@ -122,31 +95,27 @@ static zs_status begin_session(zs_engine *engine, session_mode mode)
     zs_reading reading = {trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE, mode == IN_EVALUATION, false, 0};
     reading.sample = zs_sample_take(engine, &reading.changed);
     ZS_TRY(renew_kept(engine, &reading));
-    zs_engine_discard_dead_grads(engine);
+    zs_session_discard_dead_grads(engine);
     ZS_TRY(broadcast_buffers(engine));
-    return zs_engine_begin_reading(engine, &reading);
+    return zs_session_begin_reading(engine, &reading);
 }
 
 static zs_status end_session(zs_engine *engine)
 {
     if (engine->phase == FORWARD) engine->phase = IDLE;
     zs_prefetch_end(engine, ZS_PHASE_FORWARD);
-    return zs_engine_end_reading(engine, ZS_PHASE_FORWARD);
+    return zs_session_end_reading(engine, ZS_PHASE_FORWARD);
 }
 
 zs_status zs_engine_write_begin(zs_engine *engine)
 {
     ZS_TRY(zs_engine_settle(engine)); /* peers may still read, for a backward that raised here */
-    zs_comm *near = engine->ranks.near;
-    return near->ops->write_begin != NULL ? near->ops->write_begin(near, engine->reader) : ZS_OK;
+    return zs_session_write_begin(engine);
 }
 
 void zs_engine_write_end(zs_engine *engine)
 {
-    zs_comm *near = engine->ranks.near;
-    zs_sample_written(engine);
-    zs_history_tell(engine);
-    if (near->ops->write_end != NULL) near->ops->write_end(near, engine->reader);
+    zs_session_write_end(engine);
 }
 
 /* --- what is open ------------------------------------------------------------------------------------------------------ */
@@ -201,12 +170,6 @@ size_t zs_engine_n_open(const zs_engine *engine)
     return engine->n_open;
 }
 
-void zs_engine_forget_open(zs_engine *engine, const zs_unit *unit)
-{
-    for (size_t i = 0; i < engine->n_open; i++)
-        if (engine->open[i] == unit) engine->open[i] = NULL;
-}
-
 zs_status zs_engine_open(zs_engine *engine)
 {
     if (engine->phase == BACKWARD && zs_in_backward())
@@ -248,13 +211,6 @@ static bool recomputing(const zs_engine *engine)
     return engine->phase == BACKWARD && zs_in_backward();
 }
 
-zs_status zs_engine_make_whole(zs_unit *unit, zs_phase phase)
-{
-    ZS_TRY(zs_unit_unshard(unit));
-    zs_prefetch_note(unit, phase);
-    return zs_prefetch_next(unit, phase);
-}
-
 /* A checkpoint around the whole model that runs its backward within another: each would end, and step, by itself. */
 static zs_status check_outside(const zs_unit *unit)
 {
@@ -272,7 +228,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
     zs_through_begin(unit);
     if (recomputing(engine)) {
         ZS_TRY(zs_in_backward_check(unit));
-        return zs_engine_make_whole(unit, ZS_PHASE_BACKWARD);
+        return zs_session_make_whole(unit, ZS_PHASE_BACKWARD);
     }
     ZS_TRY(check_outside(unit));
     ZS_TRY(zs_hold_check_forward(unit));
@@ -280,7 +236,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
     ZS_TRY(enter(engine, unit, training ? IN_TRAINING : IN_EVALUATION));
     if (unit->inside++ == 0 && engine->recording) zs_in_backward_called(unit);
     if (engine->n_open == 1) engine->outermost_gathers = unit->n_params > 0;
-    return zs_engine_make_whole(unit, ZS_PHASE_FORWARD);
+    return zs_session_make_whole(unit, ZS_PHASE_FORWARD);
 }
 
 /* Whether a unit stays FULL from its forward to its backward. Mapped full buffers cost nothing to come back to; where a

@@ -8,32 +8,12 @@
 #ifndef ZS_SCHEDULE_H
 #define ZS_SCHEDULE_H
 
-#include "comm/comm.h"
-#include "device/arena.h"
-#include "unit/bucket.h"
+#include "unit/engine_facts.h"
 #include "unit/prefetch.h"
 #include "unit/unit.h"
+#include "unit/usage.h"
 
 struct zs_call;
-
-/* Memory of one model on this rank, in bytes. */
-typedef struct zs_engine_bytes {
-    size_t shards, kept, grads, slots, buckets;
-    size_t transport; /* the transport's own, for all models that use it */
-    size_t
-        offloaded; /* what of all these lies elsewhere, with the optimizers' state there: in files, in a GPU's host */
-    size_t total;  /* of all but that */
-} zs_engine_bytes;
-
-/* Who takes part in what. */
-typedef struct zs_ranks {
-    zs_comm *all;    /* they reduce */
-    zs_comm *shards; /* those of them that one copy of the model is cut over, each group of them another copy (hybrid);
-                      * `all` if there is one */
-    zs_comm
-        *near; /* those that gather from each other: `shards`, or where a copy is kept (kept.h) those that share it */
-    zs_comm *far; /* those that have the same part of that copy; NULL if none is kept */
-} zs_ranks;
 
 /* New engine (takes references). `name` is for messages. All ranks make the same ones in the same order; collective if the
  * ranks differ. ZS_ERR_VALUE if the groups are not of one size, or no mesh. */
@@ -44,26 +24,6 @@ zs_engine *zs_engine_retain(zs_engine *engine);
 
 /* Gives one back; NULL allowed. Units hold their engine, the engine does not hold its units. */
 void zs_engine_release(void *engine);
-
-/* Who takes part: borrowed. */
-const zs_ranks *zs_engine_ranks(const zs_engine *engine);
-zs_comm *zs_engine_comm(const zs_engine *engine); /* all ranks */
-
-/* Where its units' memory lies. */
-const zs_device *zs_engine_device(const zs_engine *engine);
-
-/* How many slices one copy of the model is cut into, which of them this rank has, and which each rank has [all->world]. */
-int zs_engine_n_parts(const zs_engine *engine);
-int zs_engine_part(const zs_engine *engine);
-const int *zs_engine_part_of(const zs_engine *engine);
-
-/* Memory: borrowed. */
-zs_arena *zs_engine_arena(const zs_engine *engine);
-zs_pool *zs_engine_grads(const zs_engine *engine);
-zs_bucket_pool *zs_engine_buckets(const zs_engine *engine);
-
-/* What of its units goes to a disk. Set it before they are made. */
-struct zs_offload *zs_engine_offload(zs_engine *engine);
 
 /* Registers a unit / takes it off the list when it dies. */
 zs_status zs_engine_add(zs_engine *engine, zs_unit *unit);
@@ -123,28 +83,17 @@ zs_hook zs_engine_backward_hook(zs_unit *unit);
 /* Sets the gradient hook on parameter `i`; cheap if it is there. */
 zs_status zs_unit_hook_param(zs_unit *unit, int64_t i);
 
-/* Did this rank abandon the backward that is being closed? */
-bool zs_engine_gave_up(const zs_engine *engine);
-
 /* --- memory (reserve.c) --------------------------------------------------------------------------------------------- */
 
 /* What a forward of the modules in their order does, for plans: see plan.h. `calls` [n] is taken over; its units are this
  * engine's. */
 void zs_engine_set_calls(zs_engine *engine, struct zs_call *calls, size_t n);
 
-/* The units, or what decides about their memory, have changed: what is reserved is no longer right. */
-void zs_engine_replan(zs_engine *engine);
-
 /* Reserves the slots and buckets of a step, unless they are; no-op during a pass. ZS_ERR_MEMORY. */
 zs_status zs_engine_reserve(zs_engine *engine);
 
-/* Memory in bytes: held now; the most that there has been of each since the engine was made; what the units and a step will
- * take, of a new transport (`stepped`: as if all units were stepped in backward). */
-zs_engine_bytes zs_engine_memory(const zs_engine *engine);
-zs_engine_bytes zs_engine_peak(zs_engine *engine);
+/* What the units and a step will take of memory, of a new transport, in bytes (`stepped`: as if all units were stepped in
+ * backward). */
 zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *out);
-
-/* More memory may be held than before: counts it for the peak. */
-void zs_engine_note_peak(zs_engine *engine);
 
 #endif

@@ -163,6 +163,7 @@ struct zs_unit {
     bool shared;        /* (no_shard) own slice is summed and shared */
 
     zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
+    bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
 };
 
 /* What a rank says of a round beyond which parameters it used, as bits of `used` after theirs. */
@@ -244,7 +245,10 @@ zs_status zs_unit_rename(zs_unit *unit, const char *name);
 zs_status zs_unit_move(zs_unit *unit, zs_unit_state next);
 
 /* Are the parameters whole right now? */
-bool zs_unit_is_full(const zs_unit *unit);
+static inline bool zs_unit_is_full(const zs_unit *unit)
+{
+    return unit->fixed || unit->state == ZS_FULL;
+}
 
 /* Begins the gather of a SHARDED unit; else a no-op. It is GATHERING then, until zs_unit_unshard or zs_unit_cancel. */
 zs_status zs_unit_begin(zs_unit *unit);

@@ -6,10 +6,10 @@
  */
 #include "device/device.h"
 #include "pager/pager.h"
-#include "unit/hold.h"
+#include "unit/engine_facts.h"
+#include "unit/held.h"
 #include "unit/kept.h"
 #include "unit/offload.h"
-#include "unit/schedule.h"
 #include "unit/unit.h"
 
 #include <string.h>
@@ -35,11 +35,6 @@ zs_status zs_unit_move(zs_unit *unit, zs_unit_state next)
                        zs_unit_label(unit->name), names[unit->state], names[next]);
     unit->state = next;
     return ZS_OK;
-}
-
-bool zs_unit_is_full(const zs_unit *unit)
-{
-    return unit->fixed || unit->state == ZS_FULL;
 }
 
 /* --- binding ------------------------------------------------------------------------------------------------------- */
@@ -143,7 +138,7 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
     zs_place place = {flat->full, param->offset, param->ndim, param->sizes, full_dtype(unit, flat)};
     ZS_TRY(zs_tensor_bind(param->tensor, &place));
     param->version = zs_tensor_version(param->tensor);
-    return zs_unit_hook_param(unit, i);
+    return zs_engine_hook_param(unit, i);
 }
 
 zs_status zs_unit_unshard_exact(zs_unit *unit)

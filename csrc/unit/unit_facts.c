@@ -99,6 +99,6 @@ size_t zs_unit_grad_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].grad_mem != NULL && !zs_in_backward_borrows(unit)) total += unit->flats[f].grad_mem->bytes;
+        if (unit->flats[f].grad_mem != NULL && !unit->borrows) total += unit->flats[f].grad_mem->bytes;
     return total + (unit->local != NULL ? unit->local->bytes : 0);
 }

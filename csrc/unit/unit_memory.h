@@ -1,7 +1,7 @@
 /* unit_memory.h - what a unit's parameters and gradients lie in: made once, at its birth.
  *
  * The one idea: sizes first, memory after, values last; so that an outline (zs_unit_spec) is a unit that stopped after the
- * first. For unit.c alone.
+ * first. For unit_life.c alone.
  */
 #ifndef ZS_UNIT_MEMORY_H
 #define ZS_UNIT_MEMORY_H

@@ -6,7 +6,6 @@
  */
 #define _GNU_SOURCE /* strdup */
 #include "comm/gpu/gpu.h"
-#include "comm/peer/peer.h"
 #include "device/device_cuda.h"
 
 #include <stdatomic.h>
@@ -120,7 +119,7 @@ zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, siz
 
 /* Where peers read each other's memory they wait for numbers that grow, which a CUDA graph would repeat: it would wait for what
  * has long come to pass. */
-static zs_status gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
+zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
 {
     (void)reader;
     (void)reading;
@@ -132,7 +131,7 @@ static zs_status gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_readi
                    comm->ops->name);
 }
 
-static zs_status gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
+zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
 {
     (void)reader;
     (void)phase;
@@ -183,19 +182,19 @@ static zs_status new_memory(zs_comm *comm, zs_moved what, size_t bytes, zs_mem *
     return self->mover->ops->mem_new(self->mover, what, bytes, out);
 }
 
-static zs_status gpu_slot_new(zs_comm *comm, size_t bytes, zs_mem **out)
+zs_status zs_gpu_slot_new(zs_comm *comm, size_t bytes, zs_mem **out)
 {
     return new_memory(comm, ZS_MOVED_FULL, bytes, out);
 }
 
-static zs_status gpu_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
+zs_status zs_gpu_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
     ZS_TRY(new_memory(comm, ZS_MOVED_BUCKET, bytes, &out->mem));
     *out = (zs_bucket){.ptr = out->mem->ptr, .bytes = bytes, .mem = out->mem};
     return ZS_OK;
 }
 
-static zs_status gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
+zs_status zs_gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
     ZS_TRY(new_memory(comm, ZS_MOVED_SHARD, shard_bytes, &out->mem));
     out->shard = out->mem->ptr;
@@ -227,8 +226,8 @@ static zs_status start_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, zs_tar
     return zs_device_cuda_record(device, ZS_LANE_GATHER, gathering->done);
 }
 
-static zs_status gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
-                                  zs_gathering **out)
+zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
+                              zs_gathering **out)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
@@ -247,7 +246,7 @@ static zs_status gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const 
     return zs_gpu_fail(self, status);
 }
 
-static zs_status gpu_gather_finish(zs_comm *comm, zs_gathering *gathering)
+zs_status zs_gpu_gather_finish(zs_comm *comm, zs_gathering *gathering)
 {
     zs_status status = ZS_OK;
     if (gathering->session == comm->sessions)
@@ -258,7 +257,7 @@ static zs_status gpu_gather_finish(zs_comm *comm, zs_gathering *gathering)
     return status;
 }
 
-static size_t gpu_bytes(const zs_comm *comm)
+size_t zs_gpu_bytes(const zs_comm *comm)
 {
     const zs_gpu_comm *self = (const zs_gpu_comm *)comm;
     size_t areas = self->areas != NULL ? zs_arena_bytes(self->areas) : 0;
@@ -278,7 +277,7 @@ zs_status zs_gpu_make_areas(zs_gpu_comm *comm)
     return ZS_OK;
 }
 
-static zs_status gpu_reserve(zs_comm *comm, const zs_arena *plan)
+zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_make_areas(self));
@@ -287,7 +286,7 @@ static zs_status gpu_reserve(zs_comm *comm, const zs_arena *plan)
 
 /* --- between the hosts ----------------------------------------------------------------------------------------------------- */
 
-static zs_status gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
+zs_status zs_gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
@@ -295,14 +294,14 @@ static zs_status gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, voi
     return self->control->ops->exchange(self->control, mine, bytes, all);
 }
 
-static zs_status gpu_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
+zs_status zs_gpu_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
     return self->control->ops->broadcast(self->control, data, bytes, root);
 }
 
-static zs_status gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int root)
+zs_status zs_gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int root)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
@@ -324,7 +323,7 @@ static zs_status gather_anything(zs_gpu_comm *self, const void *mine, size_t byt
 }
 
 /* Asks about the order at once: what is gathered here is looked at by the script, outside of any session. */
-static zs_status gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
+zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
@@ -335,7 +334,7 @@ static zs_status gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes
 }
 
 /* Where all ranks do so at the same move, nothing is left that a GPU could wait for. */
-static zs_status gpu_give_up(zs_comm *comm)
+zs_status zs_gpu_give_up(zs_comm *comm)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
@@ -345,7 +344,7 @@ static zs_status gpu_give_up(zs_comm *comm)
     return status;
 }
 
-static void gpu_abort(zs_comm *comm, const char *reason)
+void zs_gpu_abort(zs_comm *comm, const char *reason)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     self->control->ops->abort(self->control, reason);
@@ -353,13 +352,13 @@ static void gpu_abort(zs_comm *comm, const char *reason)
 }
 
 /* The control transport is closed by who has it. */
-static void gpu_close(zs_comm *comm)
+void zs_gpu_close(zs_comm *comm)
 {
     zs_mover *mover = ((zs_gpu_comm *)comm)->mover;
     if (mover->ops->close != NULL) mover->ops->close(mover);
 }
 
-static void gpu_destroy(zs_comm *comm)
+void zs_gpu_destroy(zs_comm *comm)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     zs_arena_free(self->areas);
@@ -372,60 +371,6 @@ static void gpu_destroy(zs_comm *comm)
     free(self);
 }
 
-#define GPU_TABLE(table, title, rounds)                 \
-    const zs_comm_ops table = {                         \
-        .name = title,                                  \
-        .shard_align = 64,                              \
-        .mapped = false,                                \
-        .lane = ZS_LANE_REDUCE,                         \
-        .flat_new = gpu_flat_new,                       \
-        .flat_free = zs_local_flat_free,                \
-        .slot_new = gpu_slot_new,                       \
-        .gather_start = gpu_gather_start,               \
-        .gather_finish = gpu_gather_finish,             \
-        .bucket_new = gpu_bucket_new,                   \
-        .bucket_free = zs_local_bucket_free,            \
-        .cunit_new = zs_##rounds##_cunit_new,           \
-        .cunit_free = zs_##rounds##_cunit_free,         \
-        .cunit_renamed = zs_##rounds##_cunit_renamed,   \
-        .post = zs_##rounds##_post,                     \
-        .collect = zs_##rounds##_collect,               \
-        .share = zs_##rounds##_share,                   \
-        .collect_shared = zs_##rounds##_collect_shared, \
-        .release = zs_##rounds##_release,               \
-        .reusable = zs_##rounds##_reusable,             \
-        .reader_new = zs_local_reader_new,              \
-        .reader_free = zs_local_reader_free,            \
-        .read_begin = gpu_read_begin,                   \
-        .read_end = gpu_read_end,                       \
-        .give_up = gpu_give_up,                         \
-        .tell_mishap = zs_gpu_tell_mishap,              \
-        .mishap_of = zs_gpu_mishap_of,                  \
-        .bytes = gpu_bytes,                             \
-        .room = zs_##rounds##_room,                     \
-        .bucket_room = zs_local_bucket_room,            \
-        .reserve = gpu_reserve,                         \
-        .exchange = gpu_exchange,                       \
-        .broadcast = gpu_broadcast,                     \
-        .broadcast_device = gpu_broadcast_device,       \
-        .gather_device = gpu_gather_device,             \
-        .abort = gpu_abort,                             \
-        .close = gpu_close,                             \
-        .destroy = gpu_destroy,                         \
-    }
-
-GPU_TABLE(zs_nccl_ops, "nccl", gpu);
-GPU_TABLE(zs_peer_ops, "peer", peer);
-GPU_TABLE(zs_c10d_gpu_ops, "c10d_gpu", gpu);
-
-static const zs_comm_ops *table_for(const zs_mover *mover)
-{
-    const zs_comm_ops *tables[] = {&zs_nccl_ops, &zs_peer_ops};
-    for (int i = 0; i < 2; i++)
-        if (strcmp(tables[i]->name, mover->ops->name) == 0) return tables[i];
-    return &zs_c10d_gpu_ops;
-}
-
 zs_status zs_comm_gpu_new(zs_comm *control, zs_mover *mover, zs_comm **out)
 {
     zs_gpu_comm *self = calloc(1, sizeof *self);
@@ -433,7 +378,7 @@ zs_status zs_comm_gpu_new(zs_comm *control, zs_mover *mover, zs_comm **out)
         mover->ops->destroy(mover);
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a GPU transport");
     }
-    self->base.ops = table_for(mover);
+    self->base.ops = mover->ops->table;
     self->base.rank = control->rank;
     self->base.world = control->world;
     self->base.device = mover->device;

@@ -1,7 +1,8 @@
 /* gpu.h - the inside of the transports for GPUs.
  *
- *   comm_gpu.c    the table, flats and gathers, small exchanges, the check of order
+ *   comm_gpu.c    flats and gathers, small exchanges, the check of order
  *   gpu_round.c   reducing
+ *   gpu_table.c   the tables of those whose movers move gradients; peer_table.c has that of peer
  *   mover.h       what moves the bytes
  */
 #ifndef ZS_GPU_H
@@ -49,6 +50,71 @@ zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
 /* An event, for order alone / gives it back. */
 zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out);
 void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event);
+
+/* --- comm_gpu.c: the rest of the table, as comm.h has it -------------------------------------------------------------- */
+
+/* By the field's name. */
+void zs_gpu_abort(zs_comm *comm, const char *reason);
+zs_status zs_gpu_broadcast(zs_comm *comm, void *data, size_t bytes, int root);
+zs_status zs_gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int root);
+zs_status zs_gpu_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out);
+size_t zs_gpu_bytes(const zs_comm *comm);
+void zs_gpu_close(zs_comm *comm);
+void zs_gpu_destroy(zs_comm *comm);
+zs_status zs_gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all);
+zs_status zs_gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
+zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all);
+zs_status zs_gpu_gather_finish(zs_comm *comm, zs_gathering *gathering);
+zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
+                              zs_gathering **out);
+zs_status zs_gpu_give_up(zs_comm *comm);
+zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
+zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
+zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan);
+zs_status zs_gpu_slot_new(zs_comm *comm, size_t bytes, zs_mem **out);
+
+/* A transport's table, with the functions for units that are called zs_<rounds>_cunit_new and so on. */
+#define ZS_GPU_TABLE(table, title, rounds)              \
+    const zs_comm_ops table = {                         \
+        .name = title,                                  \
+        .shard_align = 64,                              \
+        .mapped = false,                                \
+        .lane = ZS_LANE_REDUCE,                         \
+        .flat_new = zs_gpu_flat_new,                    \
+        .flat_free = zs_local_flat_free,                \
+        .slot_new = zs_gpu_slot_new,                    \
+        .gather_start = zs_gpu_gather_start,            \
+        .gather_finish = zs_gpu_gather_finish,          \
+        .bucket_new = zs_gpu_bucket_new,                \
+        .bucket_free = zs_local_bucket_free,            \
+        .cunit_new = zs_##rounds##_cunit_new,           \
+        .cunit_free = zs_##rounds##_cunit_free,         \
+        .cunit_renamed = zs_##rounds##_cunit_renamed,   \
+        .post = zs_##rounds##_post,                     \
+        .collect = zs_##rounds##_collect,               \
+        .share = zs_##rounds##_share,                   \
+        .collect_shared = zs_##rounds##_collect_shared, \
+        .release = zs_##rounds##_release,               \
+        .reusable = zs_##rounds##_reusable,             \
+        .reader_new = zs_local_reader_new,              \
+        .reader_free = zs_local_reader_free,            \
+        .read_begin = zs_gpu_read_begin,                \
+        .read_end = zs_gpu_read_end,                    \
+        .give_up = zs_gpu_give_up,                      \
+        .tell_mishap = zs_gpu_tell_mishap,              \
+        .mishap_of = zs_gpu_mishap_of,                  \
+        .bytes = zs_gpu_bytes,                          \
+        .room = zs_##rounds##_room,                     \
+        .bucket_room = zs_local_bucket_room,            \
+        .reserve = zs_gpu_reserve,                      \
+        .exchange = zs_gpu_exchange,                    \
+        .broadcast = zs_gpu_broadcast,                  \
+        .broadcast_device = zs_gpu_broadcast_device,    \
+        .gather_device = zs_gpu_gather_device,          \
+        .abort = zs_gpu_abort,                          \
+        .close = zs_gpu_close,                          \
+        .destroy = zs_gpu_destroy,                      \
+    }
 
 /* --- gpu_round.c: units' part of the table, as comm.h has it ----------------------------------------------------------- */
 

@@ -39,8 +39,9 @@ typedef enum zs_moved {
 } zs_moved;
 
 typedef struct zs_mover_ops {
-    const char *name; /* "nccl", ... */
-    bool blocks;      /* moves wait on the host for the peers: it has to be sure before each that they will come */
+    const char *name;         /* "nccl", ... */
+    const zs_comm_ops *table; /* the transport's */
+    bool blocks; /* moves wait on the host for the peers: it has to be sure before each that they will come */
     /* full[r * bytes ...] = shard of rank r, in `lane`. `shard` may be its own place in `full`. */
     zs_status (*gather)(zs_mover *, zs_lane lane, const void *shard, char *full, size_t bytes);
     /* In the reduce lane. NULL where rounds read the peers' memory (peer_round.c). */

@@ -5,6 +5,7 @@
  * everywhere, and never beside computation.
  */
 #define _GNU_SOURCE /* strdup */
+#include "comm/comm_local.h"
 #include "comm/gpu/mover.h"
 #include "shim/tensor.h"
 
@@ -106,6 +107,7 @@ static void c10d_destroy(zs_mover *mover)
 
 static const zs_mover_ops c10d_ops = {
     .name = "c10d",
+    .table = &zs_c10d_gpu_ops,
     .blocks = true, /* with gloo */
     .gather = c10d_gather,
     .swap = c10d_swap,

@@ -11,6 +11,7 @@
  * hosts wait for nothing that comes later), and there is room for it: so it ends. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) would
  * do the same by starting kernels in the order of the calls; it is not needed, and does no harm.
  */
+#include "comm/comm_local.h"
 #include "comm/gpu/mover.h"
 #include "comm/kin.h"
 #include "comm/nccl/nccl_comm.h"
@@ -301,6 +302,7 @@ static void nccl_destroy(zs_mover *mover)
 
 static const zs_mover_ops nccl_ops = {
     .name = "nccl",
+    .table = &zs_nccl_ops,
     .gather = nccl_gather,
     .swap = nccl_swap,
     .broadcast = nccl_broadcast,

@@ -1,14 +1,14 @@
-/* unit.c - birth and death of a unit: which flat a parameter goes to, and what is made of it. See unit.h. */
+/* unit_life.c - birth and death of a unit: which flat a parameter goes to, and what is made of it. See unit.h. */
 #define _GNU_SOURCE /* strdup */
 #include "unit/unit.h"
 
 #include "device/device.h"
-#include "unit/bucket.h"
 #include "unit/hold.h"
 #include "unit/in_backward.h"
 #include "unit/kept.h"
 #include "unit/local_grads.h"
 #include "unit/offload.h"
+#include "unit/rounds.h"
 #include "unit/schedule.h"
 #include "unit/unit_memory.h"
 
@@ -43,7 +43,7 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
 static void free_unit(zs_unit *unit)
 {
     zs_comm *comm = zs_engine_comm(unit->engine);
-    zs_bucket_forget(zs_engine_buckets(unit->engine), unit);
+    zs_rounds_forget(zs_engine_buckets(unit->engine), unit);
     zs_in_backward_detach(unit);
     zs_local_grads_free(unit);
     zs_hold_end(unit);
@@ -202,7 +202,7 @@ static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
         zs_param *param = &unit->params[i];
         ZS_TRY(zs_grad_set(param->tensor, NULL));
         ZS_TRY(zs_unit_bind_local(unit, param));
-        if (zs_unit_reduces(unit)) ZS_TRY(zs_unit_hook_param(unit, i));
+        if (zs_unit_reduces(unit)) ZS_TRY(zs_engine_hook_param(unit, i));
     }
     zs_offload_filled(unit);
     return ZS_OK;

@@ -62,7 +62,7 @@ ZS_HD double zs_power(double base, double steps)
 #define ZS_NAME(name) name##_f32
 #define ZS_FMA(a, b, c) fmaf(a, b, c)
 #define ZS_SQRT(x) sqrtf(x)
-#include "optim/update_rules.h"
+#include "update/update_rules.h"
 #undef ZS_REAL
 #undef ZS_NAME
 #undef ZS_FMA
@@ -72,7 +72,7 @@ ZS_HD double zs_power(double base, double steps)
 #define ZS_NAME(name) name##_f64
 #define ZS_FMA(a, b, c) fma(a, b, c)
 #define ZS_SQRT(x) sqrt(x)
-#include "optim/update_rules.h"
+#include "update/update_rules.h"
 #undef ZS_REAL
 #undef ZS_NAME
 #undef ZS_FMA

@@ -130,6 +130,7 @@ static void peer_destroy(zs_mover *mover)
 
 static const zs_mover_ops peer_ops = {
     .name = "peer",
+    .table = &zs_peer_ops,
     .gather = peer_gather,
     .broadcast = peer_broadcast,
     .mem_new = peer_mem_new,

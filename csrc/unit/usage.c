@@ -1,0 +1,72 @@
+/* usage.c - see usage.h. */
+#include "unit/usage.h"
+
+#include "unit/bucket.h"
+#include "unit/engine.h"
+#include "unit/held.h"
+
+size_t zs_usage_of_transports(const zs_ranks *ranks, size_t (*of)(const zs_comm *))
+{
+    zs_comm *comms[] = {ranks->all, ranks->shards, ranks->near, ranks->far};
+    size_t total = 0;
+    for (int i = 0; i < 4; i++) {
+        bool counted = comms[i] == NULL;
+        for (int k = 0; k < i; k++)
+            counted |= comms[k] == comms[i];
+        if (!counted) total += of(comms[i]);
+    }
+    return total;
+}
+
+static size_t bytes_now(const zs_comm *comm)
+{
+    return comm->ops->bytes(comm);
+}
+
+void zs_usage_add_up(zs_engine_bytes *bytes)
+{
+    bytes->total = bytes->shards + bytes->kept + bytes->grads + bytes->slots + bytes->buckets + bytes->transport;
+}
+
+zs_engine_bytes zs_engine_memory(const zs_engine *engine)
+{
+    zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->arena),
+                             .buckets = zs_bucket_pool_bytes(engine->buckets),
+                             .transport = zs_usage_of_transports(&engine->ranks, bytes_now)};
+    const zs_disk *disk = NULL;
+    for (size_t i = 0; i < engine->n; i++) {
+        const zs_unit_offload *offloads = &engine->units[i]->offloads;
+        if (!offloads->params) bytes.shards += zs_unit_shard_bytes(engine->units[i]);
+        if (!offloads->grads) bytes.grads += zs_unit_grad_bytes(engine->units[i]);
+        if (offloads->disk != NULL && offloads->disk != disk) bytes.offloaded += zs_disk_bytes(offloads->disk);
+        if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call stand together */
+        bytes.kept += zs_unit_kept_bytes(engine->units[i]);
+        bytes.slots += zs_hold_bytes(engine->units[i]);
+    }
+    zs_usage_add_up(&bytes);
+    return bytes;
+}
+
+static void raise_to(size_t *peak, size_t now)
+{
+    if (now > *peak) *peak = now;
+}
+
+void zs_engine_note_peak(zs_engine *engine)
+{
+    zs_engine_bytes now = zs_engine_memory(engine), *peak = &engine->peak;
+    raise_to(&peak->shards, now.shards);
+    raise_to(&peak->kept, now.kept);
+    raise_to(&peak->grads, now.grads);
+    raise_to(&peak->slots, now.slots);
+    raise_to(&peak->buckets, now.buckets);
+    raise_to(&peak->transport, now.transport);
+    raise_to(&peak->offloaded, now.offloaded);
+    raise_to(&peak->total, now.total);
+}
+
+zs_engine_bytes zs_engine_peak(zs_engine *engine)
+{
+    zs_engine_note_peak(engine);
+    return engine->peak;
+}
