@@ -195,6 +195,14 @@ def headers_are_commented(name: str, text: str) -> list[str]:
     return complaints
 
 
+def declarations_stay_whole(name: str, text: str) -> list[str]:
+    """A field's type and name stand on one line: a comment that does not fit beside them goes above."""
+    split = r"^ +(?:const |unsigned |struct )*\w+\n +\*?\w+(?:\[\w+\])*; +/\*"
+    found = re.finditer(split, text, re.MULTILINE)
+    lines = [(text.count("\n", 0, m.start()) + 1, m[0].split()[0]) for m in found]
+    return [f"line {line}: split" for line, word in lines if word not in ("else", "PyObject_HEAD")]
+
+
 def nothing_is_left_to_do(name: str, text: str) -> list[str]:
     """No TODO and the like: what is missing is an issue, not a comment."""
     return [f"says {word}" for word in re.findall(r"\b(?:TODO|FIXME|XXX|HACK)\b", text)]
@@ -212,6 +220,7 @@ RULES: list[Rule] = [
     files_are_short,
     files_say_what_they_are,
     headers_are_commented,
+    declarations_stay_whole,
     nothing_is_left_to_do,
 ]
 
@@ -288,6 +297,7 @@ BAD: list[tuple[Rule, str, str, str]] = [
     (headers_are_commented, "unit.h", GAP, "line 4: no comment above `int zs_b(int x, int y)`"),
     (headers_are_commented, "unit.h", "typedef struct zs_a {\n    int b;\n} zs_a;\n", "line 1"),
     (headers_are_commented, "unit.h", "static int zs_a(void)\n{\n    go(); // a\n}\n", "line 1"),
+    (declarations_stay_whole, "unit.h", "{\n    zs_mem\n        *mem; /* long */\n}\n", "line 2"),
     (nothing_is_left_to_do, "unit.c", "/* TODO: later */\n", "TODO"),
 ]
 

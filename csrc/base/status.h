@@ -59,6 +59,19 @@ void zs_clear_error(void);
         if (zs_try_status_ != ZS_OK) return zs_try_status_; \
     } while (0)
 
+/* One thing after the other: makes `call` unless one before has failed. The first failure stays in `status`. */
+#define ZS_THEN(status, call)                     \
+    do {                                          \
+        if ((status) == ZS_OK) (status) = (call); \
+    } while (0)
+
+/* What is done in any case: makes `call`. The first failure stays in `status`. */
+#define ZS_ALSO(status, call)                              \
+    do {                                                   \
+        zs_status zs_also_status_ = (call);                \
+        if ((status) == ZS_OK) (status) = zs_also_status_; \
+    } while (0)
+
 /* Keep the failure of `call` in `status` and jump to `label`. */
 #define ZS_TRY_GOTO(status, call, label)   \
     do {                                   \

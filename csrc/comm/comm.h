@@ -71,13 +71,13 @@ typedef struct zs_cunit_spec {
     const char *name; /* for messages; copied */
     size_t n_params;  /* length of the used bitmap in bits */
     int n_slices;     /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
-    size_t
-        slice_bytes[ZS_MAX_FLATS]; /* one rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64 */
+    /* One rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64. */
+    size_t slice_bytes[ZS_MAX_FLATS];
     zs_reduce_mode mode;
     int parts; /* slices that a bucket is cut into; 0: one for each rank */
-    const int
-        *part_of; /* [world] which slice a rank sums, where several ranks sum the same (hybrid); copied; NULL: rank
-                         * r sums slice r. ZS_REDUCE_SCATTER only */
+    /* [world] which slice a rank sums, where several ranks sum the same (hybrid); copied; NULL: rank r sums slice r.
+     * ZS_REDUCE_SCATTER only. */
+    const int *part_of;
 } zs_cunit_spec;
 /* Bucket layout: flat after flat, each parts * slice_bytes[f] long: slice p of flat f starts at
  * parts * (slice_bytes[0] + ... + slice_bytes[f-1]) + p * slice_bytes[f]. */
@@ -182,8 +182,8 @@ struct zs_comm {
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
     uint64_t history;        /* of all models that use it, see zs_comm_tell_history */
     char mishap[ZS_MISHAP];  /* see zs_comm_tell_mishap */
-    uint64_t
-        sessions; /* so many have ended; what lanes did in them comes before all that the compute lane does since */
+    /* So many have ended; what lanes did in them comes before all that the compute lane does since. */
+    uint64_t sessions;
     _Atomic long refs;
 };
 

@@ -30,8 +30,8 @@ static struct {
 
 static struct {
     pthread_mutex_t lock;
-    zs_cu_context
-        of[ZS_CUDA_MAX_DEVICES]; /* retained for good: a context that is given back while others run is lost to torch */
+    /* Retained for good: a context that is given back while others run is lost to torch. */
+    zs_cu_context of[ZS_CUDA_MAX_DEVICES];
 } primary = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* --- finding the driver ----------------------------------------------------------------------------------------------- */
@@ -226,7 +226,7 @@ static zs_status primary_of(int ordinal, zs_cu_context *out)
     if (primary.of[ordinal] == NULL) {
         zs_cu_device device;
         status = ZS_CU(cuDeviceGet, &device, ordinal);
-        if (status == ZS_OK) status = ZS_CU(cuDevicePrimaryCtxRetain, &primary.of[ordinal], device);
+        ZS_THEN(status, ZS_CU(cuDevicePrimaryCtxRetain, &primary.of[ordinal], device));
     }
     *out = primary.of[ordinal];
     (void)pthread_mutex_unlock(&primary.lock);

@@ -46,7 +46,7 @@ zs_status zs_pager_add(const zs_pager_map *map)
                        "offload: a process forked from one that offloads to disk cannot offload to disk itself");
     pthread_mutex_lock(&zs_pager.lock);
     zs_status status = zs_pager_start_threads();
-    if (status == ZS_OK) status = zs_pager_add_map(&zs_pager.tables, map);
+    ZS_THEN(status, zs_pager_add_map(&zs_pager.tables, map));
     if (status == ZS_OK) zs_pager.mapped += bytes_of(map);
     atomic_store(&n_maps_now, (int)zs_pager.tables.n_maps);
     pthread_mutex_unlock(&zs_pager.lock);

@@ -65,7 +65,7 @@ static PyObject *comm_alone(PyObject *type, PyObject *args)
     if (!PyArg_ParseTuple(args, "|s:alone", &name)) return NULL;
     zs_clear_error();
     zs_status status = find_device(name, &device);
-    if (status == ZS_OK) status = zs_comm_self_new(device, &comm);
+    ZS_THEN(status, zs_comm_self_new(device, &comm));
     return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }
 
@@ -107,7 +107,7 @@ static PyObject *comm_gpu(PyObject *type, PyObject *args)
     zs_clear_error();
     zs_status status = find_device(where, &device);
     if (status == ZS_OK) ZS_PY_NOGIL(status, new_mover(hosts, &request, device, &mover));
-    if (status == ZS_OK) status = zs_comm_gpu_new(hosts, mover, &comm);
+    ZS_THEN(status, zs_comm_gpu_new(hosts, mover, &comm));
     return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }
 
@@ -220,10 +220,10 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args)
     void *data = NULL;
     zs_clear_error();
     zs_status status = zs_py_tensor(object, &tensor);
-    if (status == ZS_OK) status = zs_tensor_describe(tensor, &info);
+    ZS_THEN(status, zs_tensor_describe(tensor, &info));
     if (status == ZS_OK && !(info.contiguous && info.where.type == ZS_ON_CPU))
         status = ZS_FAIL(ZS_ERR_VALUE, "broadcast() expects a contiguous CPU tensor");
-    if (status == ZS_OK) status = zs_tensor_data(tensor, &data);
+    ZS_THEN(status, zs_tensor_data(tensor, &data));
     if (status == ZS_OK) {
         size_t bytes = (size_t)info.numel * info.itemsize;
         ZS_PY_NOGIL(status, self->comm->ops->broadcast(self->comm, data, bytes, root));

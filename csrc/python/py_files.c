@@ -255,7 +255,7 @@ static PyObject *check_range(file_object *self, const zs_ckpt_range *range, int6
     size_t n = 0;
     zs_status status;
     ZS_PY_NOGIL(status, zs_ckpt_file_reaches(&self->file, range, 1));
-    if (status == ZS_OK) status = zs_ckpt_file_sums(&self->file, range, 1, block, &n);
+    ZS_THEN(status, zs_ckpt_file_sums(&self->file, range, 1, block, &n));
     if (status != ZS_OK) return zs_py_raise_at(self->path, NULL);
     PyObject *result = room_for(n);
     if (result == NULL) return NULL;

@@ -55,7 +55,7 @@ static zs_status add_tensor(norm_batch *batch, PyObject *object)
     void *data = NULL;
     ZS_TRY(zs_py_tensor(object, &tensor));
     zs_status status = zs_tensor_describe(tensor, &info);
-    if (status == ZS_OK) status = zs_optim_device_of(tensor, &info, &device);
+    ZS_THEN(status, zs_optim_device_of(tensor, &info, &device));
     if (status == ZS_OK && (device == NULL || !info.contiguous || info.dtype == ZS_BYTES)) {
         status = ZS_FAIL(ZS_ERR_TYPE, "power_sum() expects contiguous floating-point tensors on the CPU or a GPU");
     }
@@ -87,7 +87,7 @@ static PyObject *power_sum(PyObject *module, PyObject *args)
     zs_status status = ZS_OK;
     for (Py_ssize_t i = 0; i < n && status == ZS_OK; i++)
         status = add_tensor(&batch, PyList_GET_ITEM(tensors, i));
-    if (status == ZS_OK) status = flush(&batch);
+    ZS_THEN(status, flush(&batch));
     PyMem_Free(batch.numbers);
     return status == ZS_OK ? PyFloat_FromDouble(batch.total) : zs_py_raise(module);
 }
@@ -170,7 +170,7 @@ static zs_status find_room(PyObject *object, int64_t numel, double **out)
     if (status == ZS_OK && (!info.contiguous || info.dtype != ZS_F64 || info.numel < numel))
         status =
             ZS_FAIL(ZS_ERR_TYPE, "expected a contiguous float64 workspace of at least %lld elements", (long long)numel);
-    if (status == ZS_OK) status = zs_tensor_data(tensor, &data);
+    ZS_THEN(status, zs_tensor_data(tensor, &data));
     zs_tensor_free(tensor);
     *out = data;
     return status;
@@ -208,10 +208,10 @@ static PyObject *queue_power_sum(PyObject *module, PyObject *args)
     const zs_device *device = NULL;
     zs_clear_error();
     zs_status status = list_numbers(list, numbers, &device);
-    if (status == ZS_OK) status = find_room(room, 1 + ZS_NORM_ROOM + (int64_t)job.n, &job.result);
+    ZS_THEN(status, find_room(room, 1 + ZS_NORM_ROOM + (int64_t)job.n, &job.result));
     job.x = numbers;
     job.room = job.result + 1;
-    if (status == ZS_OK) status = zs_device_norm_queued(device, &job);
+    ZS_THEN(status, zs_device_norm_queued(device, &job));
     PyMem_Free(numbers);
     if (status != ZS_OK) return zs_py_raise(module);
     Py_RETURN_NONE;
@@ -318,11 +318,11 @@ static PyObject *scale_by(PyObject *module, PyObject *args)
     if (numbers == NULL) return PyErr_NoMemory();
     zs_clear_error();
     zs_status status = zs_py_tensor(factor, &tensor);
-    if (status == ZS_OK) status = zs_tensor_describe(tensor, &info);
+    ZS_THEN(status, zs_tensor_describe(tensor, &info));
     if (status == ZS_OK && (info.dtype != ZS_F32 || info.numel != 1 || !info.contiguous))
         status = ZS_FAIL(ZS_ERR_TYPE, "scale_by() expects a factor of one float32 element");
-    if (status == ZS_OK) status = zs_tensor_data(tensor, &data);
-    if (status == ZS_OK) status = scale_all(list, numbers, data);
+    ZS_THEN(status, zs_tensor_data(tensor, &data));
+    ZS_THEN(status, scale_all(list, numbers, data));
     zs_tensor_free(tensor);
     PyMem_Free(numbers);
     if (status != ZS_OK) return zs_py_raise(module);

@@ -102,7 +102,7 @@ static int add_member(plan_object *self, PyObject *param, PyObject *entry, zs_me
     for (int s = 0; status == ZS_OK && s < ZS_OPTIM_STATES; s++) {
         status = weak_handle(item_of(entry, state_names[self->rule][s]), &member.state[s]);
     }
-    if (status == ZS_OK) status = weak_handle(item_of(entry, "step"), &member.step);
+    ZS_THEN(status, weak_handle(item_of(entry, "step"), &member.step));
     zs_optim_add(self->plan, &member); /* even if incomplete: the plan frees it */
     if (status == ZS_OK) return 0;
     zs_py_raise(NULL);
@@ -265,7 +265,7 @@ static zs_status elements_of(PyObject *object, zs_dtype dtype, int64_t numel, vo
     if (status == ZS_OK && (!info.contiguous || info.dtype != dtype || info.numel < numel))
         status =
             ZS_FAIL(ZS_ERR_TYPE, "a capturable step() expects contiguous tensors of the documented dtypes and sizes");
-    if (status == ZS_OK) status = zs_tensor_data(tensor, out);
+    ZS_THEN(status, zs_tensor_data(tensor, out));
     zs_tensor_free(tensor);
     return status;
 }

@@ -319,8 +319,7 @@ static zs_status deliver(zs_engine *engine)
 {
     zs_status status = ZS_OK;
     for (size_t i = 0; i < engine->n; i++) {
-        zs_status one = zs_grads_end(engine->units[i]);
-        if (status == ZS_OK) status = one;
+        ZS_ALSO(status, zs_grads_end(engine->units[i]));
     }
     return status;
 }
@@ -329,27 +328,24 @@ static zs_status close_backward(zs_engine *engine)
 {
     zs_status resharded = ZS_OK;
     for (size_t i = 0; i < engine->n; i++) {
-        zs_status one = zs_in_backward_graph_done(engine->units[i]);
-        if (resharded == ZS_OK) resharded = one;
+        ZS_ALSO(resharded, zs_in_backward_graph_done(engine->units[i]));
     }
     zs_status status = post_rest(engine);
     zs_prefetch_end(engine, ZS_PHASE_BACKWARD);
-    zs_status others = zs_session_reshard_all(engine, true);
-    if (resharded == ZS_OK) resharded = others;
-    if (status == ZS_OK) status = zs_rounds_drain_all(engine->buckets);
-    if (status == ZS_OK) status = zs_device_join(engine->ranks.all->device, engine->ranks.all->ops->lane);
-    if (status == ZS_OK) status = resharded;
+    ZS_ALSO(resharded, zs_session_reshard_all(engine, true));
+    ZS_THEN(status, zs_rounds_drain_all(engine->buckets));
+    ZS_THEN(status, zs_device_join(engine->ranks.all->device, engine->ranks.all->ops->lane));
+    ZS_ALSO(status, resharded);
     engine->phase = IDLE;
     if (status == ZS_ERR_DIVERGED) end_rounds(engine);
     if (status != ZS_OK) forget_backward(engine);
     zs_status delivered = status == ZS_OK ? deliver(engine) : ZS_OK;
     for (size_t i = 0; i < engine->n; i++)
         zs_through_end(engine->units[i]);
-    zs_status ended = zs_session_end_reading(engine, ZS_PHASE_BACKWARD);
-    if (status == ZS_OK) status = ended;
-    if (status == ZS_OK) status = zs_rounds_settle_all(engine->buckets);
+    ZS_ALSO(status, zs_session_end_reading(engine, ZS_PHASE_BACKWARD));
+    ZS_THEN(status, zs_rounds_settle_all(engine->buckets));
     zs_history_reduced(engine, status == ZS_OK && !engine->gave_up);
-    if (status == ZS_OK) status = delivered;
+    ZS_ALSO(status, delivered);
     return step_rest(engine, status);
 }
 

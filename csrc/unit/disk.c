@@ -104,7 +104,7 @@ static zs_status meet(zs_disk *disk, zs_comm *shards)
     zs_status status = describe_own(disk, own);
     own->failed = status != ZS_OK;
     zs_status met = shards->ops->exchange(shards, own, sizeof *own, cards);
-    if (status == ZS_OK) status = met;
+    ZS_ALSO(status, met);
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
         if (r != disk->rank && !cards[r].failed) status = open_peer(&cards[r], r, &disk->fds[r]);
     free(cards);
@@ -214,7 +214,7 @@ static zs_status take_on_host(zs_disk *disk, size_t bytes, zs_mem **out)
     region *owner = malloc(sizeof *owner);
     zs_status status = owner == NULL ? ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a region")
                                      : disk->device->ops->mem_new_host(disk->device, bytes, &mem);
-    if (status == ZS_OK) status = zs_mem_wrap(mem->ptr, mem->bytes, free_region, owner, out);
+    ZS_THEN(status, zs_mem_wrap(mem->ptr, mem->bytes, free_region, owner, out));
     if (status != ZS_OK) {
         zs_mem_release(mem);
         free(owner);

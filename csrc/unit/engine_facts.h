@@ -18,8 +18,8 @@ typedef struct zs_ranks {
     zs_comm *all;    /* they reduce */
     zs_comm *shards; /* those of them that one copy of the model is cut over, each group of them another copy (hybrid);
                       * `all` if there is one */
-    zs_comm
-        *near; /* those that gather from each other: `shards`, or where a copy is kept (kept.h) those that share it */
+    /* Those that gather from each other: `shards`, or where a copy is kept (kept.h) those that share it. */
+    zs_comm *near;
     zs_comm *far; /* those that have the same part of that copy; NULL if none is kept */
 } zs_ranks;
 

@@ -95,7 +95,7 @@ zs_status zs_grads_hand_out(zs_unit *unit)
             one = zs_local_grads_show(param);
         else if (param->has_grad)
             one = zs_grad_set(param->tensor, param->grad);
-        if (status == ZS_OK) status = one;
+        ZS_ALSO(status, one);
         if (unit->in_backward) param->below = local && param->has_grad;
         param->has_grad = false;
     }

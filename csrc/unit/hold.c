@@ -14,7 +14,7 @@ static zs_status hold_flat(zs_unit *unit, zs_flat *flat)
         ZS_TRY(zs_device_mem_new(device, bytes, &copy));
         const char *from = zs_flat_source(unit, flat)->full;
         zs_status status = zs_device_copy(device, ZS_LANE_COMPUTE, copy->ptr, from, bytes);
-        if (status == ZS_OK) status = zs_storage_fill(flat->full, copy, copy->ptr);
+        ZS_THEN(status, zs_storage_fill(flat->full, copy, copy->ptr));
         if (status != ZS_OK) {
             zs_mem_release(copy);
             return status;

@@ -302,7 +302,7 @@ zs_status zs_in_backward_finish(zs_unit *unit, bool good)
     if (stepping == NULL) return ZS_OK;
     zs_status status = good && unit->syncs ? zs_in_backward_step(unit) : ZS_OK;
     zs_status written = close_lending(unit);
-    if (status == ZS_OK) status = written;
+    ZS_ALSO(status, written);
     if (good && status == ZS_OK && stepping->stepper.over != NULL)
         status = stepping->stepper.over(stepping->stepper.ctx);
     zs_in_backward_forget(unit);

@@ -89,8 +89,8 @@ zs_status zs_kept_refresh(zs_comm *far, zs_unit *const *units, size_t n)
     unsigned char *stale = malloc(n_flats + 1);
     if (stale == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing parameters");
     zs_status status = look(far, units, n, stale);
-    if (status == ZS_OK) status = agree(far, stale, n_flats);
-    if (status == ZS_OK) status = renew_all(far, units, n, stale);
+    ZS_THEN(status, agree(far, stale, n_flats));
+    ZS_THEN(status, renew_all(far, units, n, stale));
     free(stale);
     return status;
 }

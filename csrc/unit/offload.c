@@ -70,9 +70,9 @@ zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tens
     zs_storage *storage = NULL;
     ZS_TRY(zs_disk_take(unit->offloads.disk, bytes, &mem));
     zs_status status = zs_storage_new(info.where, bytes, "", &storage);
-    if (status == ZS_OK) status = zs_storage_fill(storage, mem, mem->ptr);
+    ZS_THEN(status, zs_storage_fill(storage, mem, mem->ptr));
     zs_place place = {storage, 0, 1, &numel, ZS_BYTES};
-    if (status == ZS_OK) status = zs_tensor_new_on(&place, like, out);
+    ZS_THEN(status, zs_tensor_new_on(&place, like, out));
     zs_storage_free(storage);
     zs_mem_release(mem);
     return status;

@@ -337,8 +337,8 @@ zs_status zs_plan_make(zs_engine *engine, bool stepped, zs_plan *plan)
     *plan = (zs_plan){0};
     planner p = {.engine = engine, .plan = plan};
     zs_status status = begin(&p, stepped);
-    if (status == ZS_OK) status = settle(&p);
-    if (status == ZS_OK) status = hand_out(&p);
+    ZS_THEN(status, settle(&p));
+    ZS_THEN(status, hand_out(&p));
     free(p.units);
     free(p.buckets);
     return status;

@@ -18,9 +18,9 @@ enum { ZS_CALL_ENTER = -1, ZS_CALL_EXIT = -2 };
 
 typedef struct zs_call {
     zs_unit *unit; /* borrowed */
-    int64_t
-        what; /* its module, or a part that makes it whole too, is entered or left; else which of its parameters is used
-                    * here for the first time */
+    /* Its module, or a part that makes it whole too, is entered or left; else which of its parameters is used here for the
+     * first time. */
+    int64_t what;
 } zs_call;
 
 /* What is reserved for a step; sizes only. */

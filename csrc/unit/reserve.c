@@ -25,8 +25,8 @@ zs_status zs_engine_reserve(zs_engine *engine)
     zs_engine_note_peak(engine);
     zs_plan plan;
     zs_status status = zs_plan_make(engine, false, &plan);
-    if (status == ZS_OK) status = zs_arena_fit(engine->arena, plan.slots);
-    if (status == ZS_OK) status = zs_bucket_pool_fit(engine->buckets, plan.buckets, plan.n_buckets);
+    ZS_THEN(status, zs_arena_fit(engine->arena, plan.slots));
+    ZS_THEN(status, zs_bucket_pool_fit(engine->buckets, plan.buckets, plan.n_buckets));
     zs_comm *all = engine->ranks.all;
     if (status == ZS_OK && all->ops->reserve != NULL) status = all->ops->reserve(all, plan.areas);
     zs_plan_free(&plan);

@@ -57,7 +57,7 @@ zs_status zs_rounds_drain_all(zs_bucket_pool *pool)
         bool done = false;
         zs_status one = drain_one(pool, pool->first_out, ZS_WAIT, &done);
         if (one != ZS_OK && !done) return one;
-        if (status == ZS_OK) status = one; /* a round that a peer gave up is over; the others are to be ended too */
+        ZS_ALSO(status, one); /* a round that a peer gave up is over; the others are to be ended too */
     }
     return status;
 }

@@ -156,11 +156,8 @@ zs_status zs_engine_unwind(zs_engine *engine, size_t n_open)
     zs_status status = ZS_OK;
     while (engine->n_open > n_open) {
         zs_unit *unit = engine->open[--engine->n_open];
-        zs_status one = ZS_OK;
-        if (unit != NULL && --unit->inside == 0 && !unit->held) one = zs_unit_reshard(unit, ZS_SHARDED);
-        if (status == ZS_OK) status = one;
-        if (engine->n_open == 0) one = end_session(engine);
-        if (status == ZS_OK) status = one;
+        if (unit != NULL && --unit->inside == 0 && !unit->held) ZS_ALSO(status, zs_unit_reshard(unit, ZS_SHARDED));
+        if (engine->n_open == 0) ZS_ALSO(status, end_session(engine));
     }
     return status;
 }
@@ -258,10 +255,8 @@ zs_status zs_engine_post_forward(zs_unit *unit, bool keep)
     if (unit->inside == 0) return ZS_OK; /* recomputed in backward: stays FULL until its gradients are there */
     size_t at = find_open(engine, unit);
     zs_status status = zs_engine_unwind(engine, at + 1); /* what was within, and was left without a word */
-    zs_status one = ZS_OK;
-    if (--unit->inside == 0 && !stays_full(unit, keep)) one = zs_unit_reshard(unit, ZS_SHARDED);
-    if (status == ZS_OK) status = one;
+    if (--unit->inside == 0 && !stays_full(unit, keep)) ZS_ALSO(status, zs_unit_reshard(unit, ZS_SHARDED));
     engine->n_open = at;
-    if (at == 0) one = end_session(engine);
-    return status != ZS_OK ? status : one;
+    if (at == 0) ZS_ALSO(status, end_session(engine));
+    return status;
 }

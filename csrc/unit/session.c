@@ -10,8 +10,7 @@ zs_status zs_session_reshard_all(zs_engine *engine, bool held)
     zs_status status = ZS_OK;
     for (size_t i = 0; i < engine->n; i++) {
         if (engine->units[i]->held && !held) continue;
-        zs_status one = zs_unit_reshard(engine->units[i], ZS_SHARDED);
-        if (status == ZS_OK) status = one;
+        ZS_ALSO(status, zs_unit_reshard(engine->units[i], ZS_SHARDED));
     }
     return status;
 }

@@ -52,13 +52,13 @@ typedef struct zs_param {
     zs_range owned;    /* which of its elements this rank owns */
     zs_range in_shard; /* where they lie in the shard */
     uint32_t version;  /* version counter when the unit became FULL: an in-place write there would be lost */
-    zs_tensor
-        *local;     /* the .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole;
-                        * NULL if there are none; owned */
-    bool below;     /* under `local`, the grad shard holds an earlier, reduced gradient */
-    uint32_t shown; /* version of `local` when it became .grad */
-    bool has_grad;  /* its grad shard holds a gradient (set aside, or reduced in this backward) */
-    bool reduced;   /* a new gradient was reduced in this backward */
+    /* The .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole; NULL if there are
+     * none; owned. */
+    zs_tensor *local;
+    bool below;                 /* under `local`, the grad shard holds an earlier, reduced gradient */
+    uint32_t shown;             /* version of `local` when it became .grad */
+    bool has_grad;              /* its grad shard holds a gradient (set aside, or reduced in this backward) */
+    bool reduced;               /* a new gradient was reduced in this backward */
     uint64_t loaded, loaded_in; /* see history.h: what was, and in which window */
     bool held;                  /* it had a gradient when this backward began, which the new one goes on top of */
 } zs_param;
@@ -221,9 +221,9 @@ typedef struct zs_unit_spec {
     zs_tensor *const *tensors; /* [n_params] strong handles; borrowed */
     zs_precision precision;    /* of its floating-point parameters */
     const bool *keep;          /* [n_params] those that keep their own dtype all the same; NULL: none */
-    bool
-        outline; /* only the sizes of such a unit: it gets no memory, and the parameters (which may be on the meta device)
-                   * stay as they are */
+    /* Only the sizes of such a unit: it gets no memory, and the parameters (which may be on the meta device) stay as they
+     * are. */
+    bool outline;
 } zs_unit_spec;
 
 /* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */

@@ -231,8 +231,7 @@ zs_status zs_unit_reshard(zs_unit *unit, zs_unit_state next)
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (!zs_tensor_alive(param->tensor)) continue;
-        zs_status one = bind_sharded(unit, param);
-        if (status == ZS_OK) status = one;
+        ZS_ALSO(status, bind_sharded(unit, param));
     }
     for (int f = 0; f < unit->n_flats; f++)
         clear_full_storage(unit, &unit->flats[f]);

@@ -250,8 +250,8 @@ zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out
     zs_status status = ZS_OK;
     if (unit->name == NULL || unit->sharded_message == NULL || unit->params == NULL)
         status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(spec->name));
-    if (status == ZS_OK) status = build(unit, spec);
-    if (status == ZS_OK) status = zs_engine_add(engine, unit);
+    ZS_THEN(status, build(unit, spec));
+    ZS_THEN(status, zs_engine_add(engine, unit));
     if (!spec->outline && !zs_engine_device(engine)->ops->queues) zs_mem_heap_freed(bytes_of(spec));
     if (status != ZS_OK) {
         zs_unit_release(unit);

@@ -8,9 +8,9 @@
 typedef struct zs_engine_bytes {
     size_t shards, kept, grads, slots, buckets;
     size_t transport; /* the transport's own, for all models that use it */
-    size_t
-        offloaded; /* what of all these lies elsewhere, with the optimizers' state there: in files, in a GPU's host */
-    size_t total;  /* of all but that */
+    /* What of all these lies elsewhere, with the optimizers' state there: in files, in a GPU's host. */
+    size_t offloaded;
+    size_t total; /* of all but that */
 } zs_engine_bytes;
 
 /* Held now; the most that there has been of each since the engine was made. */

@@ -56,8 +56,8 @@ typedef struct zs_c10d_comm {
     size_t living;                   /* units that are not freed */
     zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
     bool told;       /* this rank has left its last words */
-    char
-        *mishaps; /* [world][ZS_MISHAP] what had failed on each rank when the ranks' turns differed last; NULL: never */
+    /* [world][ZS_MISHAP] what had failed on each rank when the ranks' turns differed last; NULL: never. */
+    char *mishaps;
     zs_c10d_stray *strays;
     struct zs_c10d_comm *next; /* in the list of those that are kept for their strays' sake */
 } zs_c10d_comm;

@@ -117,7 +117,7 @@ static void learn_mishaps(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     memcpy(mine, comm->base.mishap, ZS_MISHAP);
     zs_work *work = NULL;
     zs_status status = zs_group_all_gather(comm->group, mine, all, ZS_MISHAP, comm->base.world, &work);
-    if (status == ZS_OK) status = zs_c10d_finish(comm, turn, work, NULL);
+    ZS_THEN(status, zs_c10d_finish(comm, turn, work, NULL));
     if (status == ZS_OK && comm->mishaps != NULL) memcpy(comm->mishaps, all, bytes);
     zs_c10d_return_area(comm, &area);
     zs_clear_error();
@@ -182,7 +182,7 @@ zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     zs_group_set_timeout(comm->group, comm->base.timeout);
     zs_status status = zs_group_all_gather(comm->group, mine, turns, sizeof *turn, comm->base.world, &work);
     status = status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);
-    if (status == ZS_OK) status = compare(comm, turns);
+    ZS_THEN(status, compare(comm, turns));
     zs_c10d_return_area(comm, &area);
     return status;
 }

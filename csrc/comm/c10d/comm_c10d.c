@@ -223,7 +223,7 @@ zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double t
     comm->gone = -1;
     atomic_init(&comm->base.refs, 1);
     zs_status status = zs_group_new(group_name, &comm->group);
-    if (status == ZS_OK) status = zs_c10d_peers_meet(comm);
+    ZS_THEN(status, zs_c10d_peers_meet(comm));
     if (status != ZS_OK) {
         c10d_destroy(&comm->base);
         return status;

@@ -234,7 +234,7 @@ zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char
     zs_gathering *made = calloc(1, sizeof *made);
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
     zs_status status = zs_gpu_note(self, "parameters", name, flat->shard_bytes);
-    if (status == ZS_OK) status = start_gather(self, flat, to, made);
+    ZS_THEN(status, start_gather(self, flat, to, made));
     if (status == ZS_OK) {
         made->mem = zs_mem_retain(to.mem);
         made->session = comm->sessions;
@@ -329,7 +329,7 @@ zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, vo
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_gpu_note(self, "values", "", bytes));
     zs_status status = self->mover->ops->blocks ? ZS_OK : check_order(self, false);
-    if (status == ZS_OK) status = gather_anything(self, mine, bytes, all);
+    ZS_THEN(status, gather_anything(self, mine, bytes, all));
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
 

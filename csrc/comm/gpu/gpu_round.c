@@ -80,8 +80,8 @@ zs_status zs_gpu_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **
     if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     ((zs_gpu_comm *)comm)->living++;
     zs_status status = zs_cunit_init(&unit->base, spec, comm);
-    if (status == ZS_OK) status = make_control((zs_gpu_comm *)comm, unit);
-    if (status == ZS_OK) status = zs_device_cuda_event_new(comm->device, &unit->read);
+    ZS_THEN(status, make_control((zs_gpu_comm *)comm, unit));
+    ZS_THEN(status, zs_device_cuda_event_new(comm->device, &unit->read));
     if (status != ZS_OK) {
         zs_gpu_cunit_free(comm, &unit->base);
         return status;
@@ -121,9 +121,9 @@ static zs_status move_slices(zs_gpu_comm *comm, gpu_unit *unit)
     if (unit->bucket == NULL) ZS_TRY(take_area(comm, unit->base.piece_bytes, &spare));
     zs_swap swap = swap_of(unit, spare);
     zs_status status = zs_gpu_note(comm, "gradients", unit->base.spec.name, unit->base.piece_bytes);
-    if (status == ZS_OK) status = zs_device_fork(comm->base.device, ZS_LANE_REDUCE); /* behind the packing */
-    if (status == ZS_OK) status = comm->mover->ops->swap(comm->mover, &swap);
-    if (status == ZS_OK) status = zs_device_cuda_record(comm->base.device, ZS_LANE_REDUCE, unit->read);
+    ZS_THEN(status, zs_device_fork(comm->base.device, ZS_LANE_REDUCE)); /* behind the packing */
+    ZS_THEN(status, comm->mover->ops->swap(comm->mover, &swap));
+    ZS_THEN(status, zs_device_cuda_record(comm->base.device, ZS_LANE_REDUCE, unit->read));
     unit->session = comm->base.sessions;
     return_area(comm, &spare);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);

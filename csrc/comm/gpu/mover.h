@@ -20,14 +20,14 @@ typedef struct zs_swap {
     const char *name;           /* of the unit, for messages */
     int n;                      /* flats */
     size_t bytes[ZS_MAX_FLATS]; /* of a slice of each */
-    const char
-        *send[ZS_MAX_FLATS]; /* slice p of flat f is at send[f] + p * bytes[f]; NULL: this rank brings nothing, and what
-                                    * arrives from it is never looked at */
-    const int *part_of;      /* [world] which slice a rank gets */
-    char *receive;           /* rank r's slice of flat f arrives at receive + r * stride + at[f] */
-    size_t stride;           /* of all flats together */
-    const size_t *at;        /* [n] */
-    char *spare;             /* `stride` bytes to send where there is nothing to bring; NULL where there is */
+    /* Slice p of flat f is at send[f] + p * bytes[f]; NULL: this rank brings nothing, and what arrives from it is never
+     * looked at. */
+    const char *send[ZS_MAX_FLATS];
+    const int *part_of; /* [world] which slice a rank gets */
+    char *receive;      /* rank r's slice of flat f arrives at receive + r * stride + at[f] */
+    size_t stride;      /* of all flats together */
+    const size_t *at;   /* [n] */
+    char *spare;        /* `stride` bytes to send where there is nothing to bring; NULL where there is */
 } zs_swap;
 
 /* What movers read and write. */

@@ -357,8 +357,8 @@ zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, const zs_
     self->lines[0].mover = self->lines[1].mover = self;
     pthread_mutex_init(&self->ends, NULL);
     zs_status status = make_room(self);
-    if (status == ZS_OK) status = meet_peers(self, control);
-    if (status == ZS_OK) status = make_comms(self, control);
+    ZS_THEN(status, meet_peers(self, control));
+    ZS_THEN(status, make_comms(self, control));
     if (status == ZS_OK)
         *out = &self->base;
     else

@@ -201,7 +201,7 @@ zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_
     atomic_init(&comm->refs, 1);
     pthread_mutex_init(&comm->lock, NULL);
     zs_status status = agree(comm, control, &id);
-    if (status == ZS_OK) status = make_on_all(comm, control, id);
+    ZS_THEN(status, make_on_all(comm, control, id));
     if (status != ZS_OK) {
         zs_nccl_comm_abort(comm, "creation failed on some rank");
         zs_nccl_comm_release(comm);

@@ -162,7 +162,7 @@ static zs_status add_shard(zs_peer *self, const void *shard)
     zs_status status = made.at != NULL && made.numbers != NULL
                            ? grow((void **)&maps->shards, maps->n_shards, sizeof *maps->shards)
                            : ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the shards of %zu ranks", world);
-    if (status == ZS_OK) status = meet_shards(self, shard, &made);
+    ZS_THEN(status, meet_shards(self, shard, &made));
     if (status == ZS_OK) {
         maps->last = maps->n_shards;
         maps->shards[maps->n_shards++] = made;
@@ -239,12 +239,12 @@ zs_status zs_peer_settle(zs_mover *mover)
     for (size_t i = 0; i < maps->n_told && own->n < NAMED; i++)
         if (zs_peer_alloc_idle(maps->told[i])) own->numbers[own->n++] = zs_peer_alloc_number(maps->told[i]);
     zs_status status = control->ops->exchange(control, own, sizeof *own, all);
-    if (status == ZS_OK) status = zs_peer_drain(self, control->timeout);
+    ZS_THEN(status, zs_peer_drain(self, control->timeout));
     for (int r = 0; r < maps->world && status == ZS_OK; r++)
         for (uint32_t k = 0; k < all[r].n; k++)
             close_mapping(maps, r, all[r].numbers[k]);
     char closed = 1, said[maps->world];
-    if (status == ZS_OK) status = control->ops->exchange(control, &closed, 1, said);
+    ZS_THEN(status, control->ops->exchange(control, &closed, 1, said));
     if (status == ZS_OK) give_up(maps, own);
     free(own);
     return status;

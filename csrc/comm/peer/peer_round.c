@@ -81,8 +81,8 @@ zs_status zs_peer_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit *
     peer_unit *unit = calloc(1, sizeof *unit);
     if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     zs_status status = zs_cunit_init(&unit->base, spec, comm);
-    if (status == ZS_OK) status = make_control((zs_gpu_comm *)comm, unit);
-    if (status == ZS_OK) status = take_place(zs_peer_of(comm), unit);
+    ZS_THEN(status, make_control((zs_gpu_comm *)comm, unit));
+    ZS_THEN(status, take_place(zs_peer_of(comm), unit));
     if (status == ZS_OK)
         *out = &unit->base;
     else
@@ -173,8 +173,8 @@ zs_status zs_peer_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     ZS_TRY(zs_gpu_hear_hosts(gpu, cunit, unit->control, wait, ready, &said));
     if (!*ready) return ZS_OK;
     zs_status status = find_buckets(self, unit, &said);
-    if (status == ZS_OK) status = hear(self, unit, ZS_LANE_REDUCE, ZS_PEER_READY);
-    if (status == ZS_OK) status = zs_peer_watch_move(self, ZS_LANE_REDUCE, "gradient reduction", cunit->spec.name);
+    ZS_THEN(status, hear(self, unit, ZS_LANE_REDUCE, ZS_PEER_READY));
+    ZS_THEN(status, zs_peer_watch_move(self, ZS_LANE_REDUCE, "gradient reduction", cunit->spec.name));
     if (status != ZS_OK) return zs_gpu_fail(gpu, status);
     cunit->state = ZS_ROUND_COLLECTED;
     zs_cunit_sources(cunit, out);
@@ -187,7 +187,7 @@ zs_status zs_peer_share(zs_comm *comm, zs_cunit *cunit)
     ZS_TRY(zs_gpu_usable(gpu));
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_COLLECTED, "share"));
     zs_status status = zs_gpu_note(gpu, "reduced gradients", cunit->spec.name, cunit->piece_bytes);
-    if (status == ZS_OK) status = say(zs_peer_of(comm), (peer_unit *)cunit, ZS_PEER_SHARED);
+    ZS_THEN(status, say(zs_peer_of(comm), (peer_unit *)cunit, ZS_PEER_SHARED));
     if (status != ZS_OK) return zs_gpu_fail(gpu, status);
     cunit->state = ZS_ROUND_SHARED;
     return ZS_OK;
@@ -218,7 +218,7 @@ zs_status zs_peer_release(zs_comm *comm, zs_cunit *cunit)
     ZS_TRY(zs_gpu_usable(gpu));
     ZS_TRY(zs_cunit_may_release(cunit));
     zs_status status = say(zs_peer_of(comm), unit, ZS_PEER_DONE); /* behind the sums */
-    if (status == ZS_OK) status = zs_device_cuda_record(comm->device, ZS_LANE_REDUCE, unit->read);
+    ZS_THEN(status, zs_device_cuda_record(comm->device, ZS_LANE_REDUCE, unit->read));
     if (status != ZS_OK) return zs_gpu_fail(gpu, status);
     cunit->state = ZS_ROUND_NONE;
     return gpu->control->ops->release(gpu->control, unit->control);
@@ -235,7 +235,7 @@ zs_status zs_peer_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *r
     ZS_TRY(zs_gpu_usable(gpu));
     unit->unread = false;
     zs_status status = zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, unit->read);
-    if (status == ZS_OK) status = hear(self, unit, ZS_LANE_COMPUTE, ZS_PEER_DONE);
-    if (status == ZS_OK) status = zs_peer_watch_move(self, ZS_LANE_COMPUTE, "release of gradients", cunit->spec.name);
+    ZS_THEN(status, hear(self, unit, ZS_LANE_COMPUTE, ZS_PEER_DONE));
+    ZS_THEN(status, zs_peer_watch_move(self, ZS_LANE_COMPUTE, "release of gradients", cunit->spec.name));
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(gpu, status);
 }

@@ -339,7 +339,7 @@ zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const
     bool met = status == ZS_OK;
     for (int r = 0; r < comm->world && met; r++) { /* all of them, or descriptors would leak */
         zs_status adopted = r == comm->rank ? ZS_OK : adopt(shm, r, &parties[r]);
-        if (status == ZS_OK) status = adopted;
+        ZS_ALSO(status, adopted);
     }
     free(parties);
     close_fd(shm->listener);
