@@ -11,6 +11,7 @@
 #include "unit/in_backward.h"
 #include "unit/reduce.h"
 #include "unit/rounds.h"
+#include "unit/schedule.h"
 #include "unit/session.h"
 #include "unit/through.h"
 

@@ -3,6 +3,7 @@
 
 #include "unit/bucket.h"
 #include "unit/sample.h"
+#include "unit/schedule.h"
 
 #include <stdlib.h>
 #include <string.h>

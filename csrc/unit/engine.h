@@ -1,5 +1,5 @@
-/* engine.h - the inside of an engine, for the files that make it up: engine.c (what it has), schedule.c and backward.c (what
- * it does), prefetch.c. Everybody else sees schedule.h.
+/* engine.h - the inside of an engine, for the files that make it up: engine.c (what it has), session.c, backward.c and
+ * schedule.c (what it does), and those that plan or count for it. A unit's files see engine_facts.h, all others schedule.h.
  */
 #ifndef ZS_ENGINE_H
 #define ZS_ENGINE_H
@@ -7,7 +7,7 @@
 #include "unit/offload.h"
 #include "unit/plan.h"
 #include "unit/prefetch.h"
-#include "unit/schedule.h"
+#include "unit/usage.h"
 
 /* Which pass is running. FAILED: a backward has raised here; what needs no peer is put in order, and the peers' part of it
  * is done before anything else (zs_engine_settle). */

@@ -15,7 +15,7 @@
 #ifndef ZS_HISTORY_H
 #define ZS_HISTORY_H
 
-#include "unit/schedule.h"
+#include "unit/engine_facts.h"
 
 /* An optimizer has stepped the model's parameters. */
 void zs_engine_note_step(zs_engine *engine);

@@ -3,8 +3,9 @@
 
 #include "base/bits.h"
 #include "pager/pager.h"
+#include "unit/engine_facts.h"
 #include "unit/reduce.h"
-#include "unit/schedule.h"
+#include "unit/usage.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 /* kept.c - see kept.h. */
 #include "unit/kept.h"
 
-#include "unit/schedule.h"
+#include "unit/engine_facts.h"
 
 #include <stdlib.h>
 

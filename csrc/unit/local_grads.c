@@ -1,7 +1,8 @@
 /* local_grads.c - see local_grads.h. */
 #include "unit/local_grads.h"
 
-#include "unit/schedule.h"
+#include "unit/engine_facts.h"
+#include "unit/usage.h"
 
 #include <math.h>
 #include <stdatomic.h>

@@ -2,7 +2,7 @@
 #include "unit/offload.h"
 
 #include "pager/pager.h"
-#include "unit/schedule.h"
+#include "unit/engine_facts.h"
 
 /* --- what lies where --------------------------------------------------------------------------------------------------- */
 

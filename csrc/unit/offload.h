@@ -19,7 +19,8 @@ typedef struct zs_offload {
 } zs_offload;
 
 /* Sets where the parts of `what` go for units that are made from now on: to files in `directory`. For all ranks together; fails
- * as zs_disk_new does. `directory` "": the memory of a GPU's host. NULL: for outlines, which have no memory. Of `what`, the kinds and the fraction are read. */
+ * as zs_disk_new does. `directory` "": the memory of a GPU's host. NULL: for outlines, which have no memory. Of `what`, the
+ * kinds and the fraction are read. */
 zs_status zs_offload_set(zs_engine *engine, const char *directory, const zs_offload *what);
 
 /* Decides for a new unit with `bytes` of parameters, evenly over the model; all ranks decide alike. */

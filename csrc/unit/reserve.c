@@ -6,6 +6,7 @@
 #include "unit/bucket.h"
 #include "unit/engine.h"
 #include "unit/in_backward.h"
+#include "unit/schedule.h"
 
 #include <stdlib.h>
 

@@ -7,7 +7,7 @@
 #ifndef ZS_SAMPLE_H
 #define ZS_SAMPLE_H
 
-#include "unit/schedule.h"
+#include "unit/engine_facts.h"
 
 /* A known write has ended: what the shards hold now is what it has left. */
 void zs_sample_written(zs_engine *engine);

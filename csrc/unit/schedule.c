@@ -1,4 +1,5 @@
 /* schedule.c - see schedule.h. */
+#include "unit/schedule.h"
 #include "unit/engine.h"
 #include "unit/history.h"
 #include "unit/hold.h"

@@ -71,9 +71,9 @@ zs_status zs_engine_before_step(zs_engine *engine);
 zs_status zs_engine_open(zs_engine *engine);
 zs_status zs_engine_close(zs_engine *engine);
 
-/* Makes a unit whole by hand (`exact`: in its parameters' own dtype), and sharded again. It stays whole until then, through forwards, or to the end of the next
- * backward. unshard is collective, reshard is not. No-ops for replicated units. ZS_ERR_STATE in a backward, and for reshard
- * in the unit's forward. */
+/* Makes a unit whole by hand (`exact`: in its parameters' own dtype), and sharded again. It stays whole until then, through
+ * forwards, or to the end of the next backward. unshard is collective, reshard is not. No-ops for replicated units.
+ * ZS_ERR_STATE in a backward, and for reshard in the unit's forward. */
 zs_status zs_engine_unshard(zs_unit *unit, bool exact);
 zs_status zs_engine_reshard(zs_unit *unit);
 

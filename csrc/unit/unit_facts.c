@@ -1,7 +1,7 @@
 /* unit_facts.c - what a unit is called, and how large it is. See unit.h. */
 #define _GNU_SOURCE /* strdup */
+#include "unit/engine_facts.h"
 #include "unit/in_backward.h"
-#include "unit/schedule.h"
 
 #include <stdio.h>
 #include <stdlib.h>

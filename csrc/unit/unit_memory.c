@@ -2,9 +2,9 @@
 #include "unit/unit_memory.h"
 
 #include "device/device.h"
+#include "unit/engine_facts.h"
 #include "unit/kept.h"
 #include "unit/offload.h"
-#include "unit/schedule.h"
 
 #include <stdlib.h>
 #include <string.h>

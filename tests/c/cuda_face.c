@@ -5,6 +5,7 @@
  */
 #include "device/cuda_driver.h"
 #include "device/cuda_kernels.h"
+#include "optim/optim.h"
 
 #include <string.h>
 

@@ -87,7 +87,8 @@ static zs_status went_apart(zs_gpu_comm *comm, const zs_gpu_order *other, int ra
     return zs_gpu_fail(comm, status);
 }
 
-/* Have all ranks asked for the same, and where a session has `ended`, of parameters of the same steps? Peers that have not would be waited for by a GPU, where no deadline is looked at. */
+/* Have all ranks asked for the same, and where a session has `ended`, of parameters of the same steps? Peers that have not
+ * would be waited for by a GPU, where no deadline is looked at. */
 static zs_status check_order(zs_gpu_comm *comm, bool ended)
 {
     int world = comm->base.world;
