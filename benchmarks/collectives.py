@@ -95,11 +95,10 @@ def build(folder: Path) -> Path:
     source = harness.ROOT / "csrc"
     files = [harness.ROOT / "benchmarks" / "collectives_driver.c"]
     files += [path for name in SOURCES for path in sorted(source.rglob(f"{name}.c"))]
-    folders = sorted({path.parent for path in source.rglob("*.h")})
     target = folder / "collectives_driver.so"
     folder.mkdir(parents=True, exist_ok=True)
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    flags = [*FLAGS, "-shared", "-fPIC", "-Wl,-z,defs", *(f"-iquote{path}" for path in folders)]
+    flags = [*FLAGS, "-shared", "-fPIC", "-Wl,-z,defs", f"-iquote{source}"]
     command = [*compiler, *flags, *map(str, files), "-lm", "-o", str(target)]
     subprocess.run(command, check=True)
     return target
