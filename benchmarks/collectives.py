@@ -34,7 +34,16 @@ from benchmarks.harness import Sample, Spread, Turn
 MODULE = "benchmarks.collectives"
 SOURCES = ["status", "memory", "comm", "comm_self", "comm_shm", "shm*", "file", "device_cpu"]
 SOURCES += ["device", "simd"]
-FLAGS = ["-std=c11", "-O3", "-DNDEBUG", "-fno-math-errno", "-ffp-contract=off", "-pthread"]
+FLAGS = [
+    "-std=c11",
+    "-Wall",
+    "-Werror",
+    "-O3",
+    "-DNDEBUG",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-pthread",
+]
 
 SIZES = [0.0625, 1.0, 16.0, 64.0, 256.0]
 QUICK_SIZES = [0.0625, 16.0]

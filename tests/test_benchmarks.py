@@ -214,6 +214,14 @@ def test_memory_quick(tmp_path: Path) -> None:
     assert side["peak_bytes"] > side["held_bytes"]
 
 
+def test_collectives_of_small_tensors(tmp_path: Path) -> None:
+    """Its driver calls a transport by its table, as nothing but the core does."""
+    record = quick("collectives", tmp_path / "x.json", "--ranks", "2", "--mib", "0.0625")
+    sizes = [size for result in record["results"] for size in result["sizes"]]
+    assert {side for size in sizes for side in size["us"]} >= {"gloo", "unshard", "shm"}
+    assert all(side["median"] > 0 for size in sizes for side in size["us"].values())
+
+
 @pytest.mark.thorough
 def test_load_quick(tmp_path: Path) -> None:
     flags = ["--sides", "zshard-load", "fsdp2-load-each"]
