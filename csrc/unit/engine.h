@@ -25,18 +25,19 @@ typedef struct zs_history {
 /* See schedule.h. */
 struct zs_engine {
     long refs;
-    zs_status (*hook_param)(zs_unit *, int64_t); /* see zs_engine_hook_param: the schedule's */
-    zs_ranks ranks;                              /* counted references */
-    int n_parts;                                 /* slices of a copy of the model */
-    int part;                                    /* this rank's */
-    int *part_of;                                /* [ranks.all->world] each rank's; owned */
-    zs_arena *arena;                             /* owned */
-    zs_pool *grads;                              /* owned: memory of its units' gradients */
-    bool lent_grads;                             /* units that went to another engine have gradients in that memory */
-    zs_bucket_pool *buckets;                     /* owned */
-    zs_offload offload;                          /* with a counted reference */
-    zs_reader *reader;                           /* owned */
-    zs_unit **units; /* [n] borrowed: a unit takes itself off the list; parents before children */
+    /* See zs_engine_hook_param: the schedule's. */
+    zs_status (*hook_param)(zs_unit *, int64_t);
+    zs_ranks ranks;          /* counted references */
+    int n_parts;             /* slices of a copy of the model */
+    int part;                /* this rank's */
+    int *part_of;            /* [ranks.all->world] each rank's; owned */
+    zs_arena *arena;         /* owned */
+    zs_pool *grads;          /* owned: memory of its units' gradients */
+    bool lent_grads;         /* units that went to another engine have gradients in that memory */
+    zs_bucket_pool *buckets; /* owned */
+    zs_offload offload;      /* with a counted reference */
+    zs_reader *reader;       /* owned */
+    zs_unit **units;         /* [n] borrowed: a unit takes itself off the list; parents before children */
     size_t n;
     engine_phase phase;
     zs_prefetch prefetch;

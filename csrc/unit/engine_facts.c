@@ -18,6 +18,19 @@ const zs_ranks *zs_engine_ranks(const zs_engine *engine)
     return &engine->ranks;
 }
 
+size_t zs_ranks_list(const zs_ranks *ranks, zs_comm *each[ZS_RANKS])
+{
+    zs_comm *all[ZS_RANKS] = {ranks->all, ranks->near, ranks->shards, ranks->far};
+    size_t n = 0;
+    for (size_t i = 0; i < ZS_RANKS; i++) {
+        bool known = all[i] == NULL;
+        for (size_t k = 0; k < n; k++)
+            known |= each[k] == all[i];
+        if (!known) each[n++] = all[i];
+    }
+    return n;
+}
+
 int zs_engine_n_parts(const zs_engine *engine)
 {
     return engine->n_parts;

@@ -23,9 +23,14 @@ typedef struct zs_ranks {
     zs_comm *far; /* those that have the same part of that copy; NULL if none is kept */
 } zs_ranks;
 
+enum { ZS_RANKS = 4 }; /* of them, at most */
+
 /* Who takes part: borrowed. */
 const zs_ranks *zs_engine_ranks(const zs_engine *engine);
 zs_comm *zs_engine_comm(const zs_engine *engine); /* all ranks */
+
+/* Its transports, each once; returns how many. */
+size_t zs_ranks_list(const zs_ranks *ranks, zs_comm *each[ZS_RANKS]);
 
 /* Where its units' memory lies. */
 const zs_device *zs_engine_device(const zs_engine *engine);

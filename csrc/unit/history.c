@@ -48,34 +48,15 @@ static uint64_t history_of(const zs_engine *engine)
     return zs_fold(zs_fold(history->agreed, all ? 0 : history->steps), history->loads);
 }
 
-typedef struct comms {
-    zs_comm *each[4];
-    size_t n;
-} comms;
-
-/* The transports of a model, each once. */
-static comms comms_of(const zs_engine *engine)
-{
-    const zs_ranks *ranks = &engine->ranks;
-    zs_comm *all[] = {ranks->all, ranks->near, ranks->shards, ranks->far};
-    comms found = {.n = 0};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        bool known = all[i] == NULL;
-        for (size_t k = 0; k < found.n; k++)
-            known |= found.each[k] == all[i];
-        if (!known) found.each[found.n++] = all[i];
-    }
-    return found;
-}
-
 void zs_history_tell(zs_engine *engine)
 {
     uint64_t now = history_of(engine);
     if (engine->history.told == now) return;
-    comms list = comms_of(engine);
-    for (size_t i = 0; i < list.n; i++) {
-        zs_reader *reader = list.each[i] == engine->ranks.near ? engine->reader : NULL;
-        zs_comm_tell_history(list.each[i], reader, engine->history.told, now);
+    zs_comm *each[ZS_RANKS];
+    size_t n = zs_ranks_list(&engine->ranks, each);
+    for (size_t i = 0; i < n; i++) {
+        zs_reader *reader = each[i] == engine->ranks.near ? engine->reader : NULL;
+        zs_comm_tell_history(each[i], reader, engine->history.told, now);
     }
     engine->history.told = now;
 }
@@ -84,9 +65,10 @@ void zs_engine_tell_mishap(zs_engine *engine, const char *what)
 {
     if (*what == 0 && !engine->mishap) return;
     engine->mishap = *what != 0;
-    comms list = comms_of(engine);
-    for (size_t i = 0; i < list.n; i++)
-        zs_comm_tell_mishap(list.each[i], what);
+    zs_comm *each[ZS_RANKS];
+    size_t n = zs_ranks_list(&engine->ranks, each);
+    for (size_t i = 0; i < n; i++)
+        zs_comm_tell_mishap(each[i], what);
 }
 
 void zs_history_reduced(zs_engine *engine, bool good)

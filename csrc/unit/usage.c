@@ -7,14 +7,10 @@
 
 size_t zs_usage_of_transports(const zs_ranks *ranks, size_t (*of)(const zs_comm *))
 {
-    zs_comm *comms[] = {ranks->all, ranks->shards, ranks->near, ranks->far};
-    size_t total = 0;
-    for (int i = 0; i < 4; i++) {
-        bool counted = comms[i] == NULL;
-        for (int k = 0; k < i; k++)
-            counted |= comms[k] == comms[i];
-        if (!counted) total += of(comms[i]);
-    }
+    zs_comm *each[ZS_RANKS];
+    size_t n = zs_ranks_list(ranks, each), total = 0;
+    for (size_t i = 0; i < n; i++)
+        total += of(each[i]);
     return total;
 }
 

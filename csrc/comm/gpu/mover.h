@@ -39,7 +39,6 @@ typedef enum zs_moved {
 } zs_moved;
 
 typedef struct zs_mover_ops {
-    const char *name;         /* "nccl", ... */
     const zs_comm_ops *table; /* the transport's */
     bool blocks; /* moves wait on the host for the peers: it has to be sure before each that they will come */
     /* full[r * bytes ...] = shard of rank r, in `lane`. `shard` may be its own place in `full`. */

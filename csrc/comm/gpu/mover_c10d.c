@@ -106,7 +106,6 @@ static void c10d_destroy(zs_mover *mover)
 }
 
 static const zs_mover_ops c10d_ops = {
-    .name = "c10d",
     .table = &zs_c10d_gpu_ops,
     .blocks = true, /* with gloo */
     .gather = c10d_gather,

@@ -301,7 +301,6 @@ static void nccl_destroy(zs_mover *mover)
 }
 
 static const zs_mover_ops nccl_ops = {
-    .name = "nccl",
     .table = &zs_nccl_ops,
     .gather = nccl_gather,
     .swap = nccl_swap,

@@ -222,7 +222,6 @@ static void finish(zs_nccl_comm *comm)
 {
     comm->ending = true;
     if (zs_nccl_enter(comm) != ZS_OK) return;
-    comm->launching = "CommFinalize";
     zs_nccl_result result = comm->nccl->CommFinalize(comm->handle);
     double patience = comm->options.timeout < last_patience ? comm->options.timeout : last_patience;
     if (zs_nccl_settle_within(comm, "CommFinalize", result, patience) == ZS_OK) {

@@ -129,7 +129,6 @@ static void peer_destroy(zs_mover *mover)
 }
 
 static const zs_mover_ops peer_ops = {
-    .name = "peer",
     .table = &zs_peer_ops,
     .gather = peer_gather,
     .broadcast = peer_broadcast,
