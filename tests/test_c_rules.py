@@ -52,8 +52,12 @@ MAY_INCLUDE = {
     "comm/nccl": "base shim device comm",
     "comm/peer": "base device comm comm/gpu",
     "comm/gpu": "base shim device comm comm/nccl",
-    "unit": "base shim device pager comm",
-    "python": "base shim update checkpoint pager device optim comm comm/gpu comm/nccl unit",
+    "schedule": "base",
+    "unit": "base shim device pager comm schedule",
+    "reduce": "base shim device pager comm schedule unit",
+    "engine": "base shim device comm schedule unit reduce",
+    "python": "base shim update checkpoint pager device optim comm comm/gpu comm/nccl schedule unit "
+    "reduce engine",
     "cuda": "base device update",
 }
 

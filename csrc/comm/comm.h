@@ -19,6 +19,7 @@
 #define ZS_COMM_H
 
 #include "base/memory.h"
+#include "base/passes.h"
 #include "base/status.h"
 #include "device/arena.h"
 #include "device/device.h"
@@ -82,10 +83,8 @@ typedef struct zs_cunit_spec {
 /* Bucket layout: flat after flat, each parts * slice_bytes[f] long: slice p of flat f starts at
  * parts * (slice_bytes[0] + ... + slice_bytes[f-1]) + p * slice_bytes[f]. */
 
-/* Which pass a reader session belongs to. */
-typedef enum zs_phase { ZS_PHASE_FORWARD, ZS_PHASE_BACKWARD } zs_phase;
-
-/* The same, with two kinds of forward: a rank that evaluates while others train takes no part in their forward. */
+/* What a reader session belongs to: a pass, with two kinds of forward. A rank that evaluates while others train takes no
+ * part in their forward. */
 typedef enum zs_pass {
     ZS_PASS_TRAIN,    /* a backward may follow: autograd records */
     ZS_PASS_EVALUATE, /* any other forward, and sessions opened by hand */
@@ -99,14 +98,6 @@ typedef struct zs_reading {
     bool changed;    /* the shards are not as the last write has left them, see sample.h */
     uint64_t sample; /* the same number as long as they stay as they are */
 } zs_reading;
-
-/* How patient a call is that looks for its peers. (false and true mean the first two.) */
-typedef enum zs_wait {
-    ZS_WAIT_NOT,      /* only looks */
-    ZS_WAIT,          /* comes back with it, or with an error; ZS_ERR_DIVERGED where all ranks wait for each other */
-    ZS_WAIT_OR_YIELD, /* like ZS_WAIT, but where all ranks wait for each other it comes back without it: one that yields can
-                       * take another bucket and so let the others go on */
-} zs_wait;
 
 /* What a transport has on this rank for itself, in bytes. */
 typedef struct zs_room {

@@ -1,7 +1,7 @@
 /* py_engine.c - _core.Engine: the schedule of one model, as Python sees it. Two objects of one engine compare equal. */
+#include "engine/history.h"
+#include "engine/plan.h"
 #include "python/py_util.h"
-#include "unit/history.h"
-#include "unit/plan.h"
 
 #include "unit/offload.h"
 
@@ -128,7 +128,7 @@ static PyObject *engine_set_offload(engine_object *self, PyObject *args)
     what.grads = grads;
     what.state = state;
     zs_status status;
-    ZS_PY_NOGIL(status, zs_offload_set(self->engine, directory, &what));
+    ZS_PY_NOGIL(status, zs_offload_set(zs_engine_home(self->engine), directory, &what));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -331,6 +331,32 @@ static PyObject *engine_predict(engine_object *self, PyObject *stepped)
     return dict_of(&bytes);
 }
 
+static PyObject *predict_seconds(const zs_engine *engine, PyObject *list, size_t n)
+{
+    zs_unit_seconds each[n + 1];
+    double seconds = 0;
+    for (size_t i = 0; i < n; i++) {
+        zs_unit_seconds *it = &each[i];
+        PyObject *item = PyList_GET_ITEM(list, (Py_ssize_t)i);
+        if (!PyArg_ParseTuple(item, "dddd", &it->forward, &it->backward, &it->gather, &it->reduce)) return NULL;
+    }
+    zs_clear_error();
+    if (zs_engine_predict_seconds(engine, each, &seconds) != ZS_OK) return zs_py_raise(NULL);
+    return PyFloat_FromDouble(seconds);
+}
+
+PyDoc_STRVAR(engine_predict_seconds_doc,
+             "predict_seconds($self, units, /)\n--\n\nPredict how many seconds a training step takes. units: for each "
+             "unit, in their order, a tuple of how many seconds its forward, its backward, a gather of its parameters "
+             "and a reduction of its gradients take. ValueError if there are not as many as units.");
+
+static PyObject *engine_predict_seconds(engine_object *self, PyObject *list)
+{
+    size_t n = zs_engine_home(self->engine)->schedule.n;
+    if (PyList_Check(list) && (size_t)PyList_GET_SIZE(list) == n) return predict_seconds(self->engine, list, n);
+    return PyErr_Format(PyExc_ValueError, "predict_seconds() expects a list of %zu tuples, one for each unit", n);
+}
+
 static bool read_call(zs_engine *engine, PyObject *item, zs_call *call)
 {
     PyObject *unit;
@@ -338,7 +364,7 @@ static bool read_call(zs_engine *engine, PyObject *item, zs_call *call)
     if (!PyArg_ParseTuple(item, "OL", &unit, &what)) return false;
     *call = (zs_call){zs_py_unit(unit), what};
     if (call->unit == NULL) return false;
-    if (call->unit->engine == engine && what >= ZS_CALL_EXIT && what < call->unit->n_params) return true;
+    if (zs_engine_of(call->unit) == engine && what >= ZS_CALL_EXIT && what < call->unit->n_params) return true;
     PyErr_Format(PyExc_ValueError, "unit '%s' belongs to another engine, or has no parameter %lld",
                  zs_unit_label(call->unit->name), what);
     return false;
@@ -392,6 +418,7 @@ static PyMethodDef engine_methods[] = {
     {"memory", (PyCFunction)engine_memory, METH_NOARGS, engine_memory_doc},
     {"peak", (PyCFunction)engine_peak, METH_NOARGS, engine_peak_doc},
     {"predict", (PyCFunction)engine_predict, METH_O, engine_predict_doc},
+    {"predict_seconds", (PyCFunction)engine_predict_seconds, METH_O, engine_predict_seconds_doc},
     {"set_calls", (PyCFunction)engine_set_calls, METH_O, engine_set_calls_doc},
     {"reserve", (PyCFunction)engine_reserve, METH_NOARGS, engine_reserve_doc},
     {0},

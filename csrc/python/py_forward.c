@@ -41,7 +41,7 @@ static bool is_training(PyObject *module)
 
 PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    bool begins = zs_engine_n_open(self->unit->engine) == 0; /* a session, whose pass is of one kind */
+    bool begins = zs_engine_n_open(zs_engine_of(self->unit)) == 0; /* a session, whose pass is of one kind */
     bool training = begins && n > 0 && is_training(args[0]);
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training));
@@ -138,7 +138,7 @@ const char zs_py_post_forward_doc[] =
 
 PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    output_walk walk = {.hook = zs_engine_backward_hook(self->unit), .since = self->unit->begun};
+    output_walk walk = {.hook = zs_engine_backward_hook(self->unit), .since = self->unit->record.span.begun};
     int searched = zs_grad_mode() && n > 2 ? hook_outputs(&walk, args[2], 0) : 0;
     Py_CLEAR(walk.seen);
     zs_status status;

@@ -5,7 +5,7 @@
  */
 #include "python/py_unit.h"
 
-#include "unit/in_backward.h"
+#include "reduce/in_backward.h"
 
 #include <stdlib.h>
 

@@ -8,9 +8,9 @@
 #include <math.h>
 
 #include "device/device.h"
+#include "engine/engine.h"
 #include "optim/optim.h"
 #include "pager/pager.h"
-#include "unit/schedule.h"
 
 /* --- norms on the host ------------------------------------------------------------------------------------------------ */
 

@@ -2,9 +2,9 @@
  *
  * The one idea: a tensor is known by the block of memory it lies on, which names its unit; no registry has to be kept.
  */
+#include "engine/pin.h"
 #include "python/py_unit.h"
-#include "unit/hold.h"
-#include "unit/local_grads.h"
+#include "reduce/local_grads.h"
 
 PyObject *zs_py_describe_param(const zs_unit *unit, const zs_param *param)
 {
@@ -93,7 +93,7 @@ static PyObject *grad_owner(PyObject *module, PyObject *object)
     zs_tensor_free(handle);
     if (PyErr_Occurred()) return NULL;
     if (unit == NULL) Py_RETURN_NONE;
-    return zs_py_engine_wrap(unit->engine);
+    return zs_py_engine_wrap(zs_engine_of(unit));
 }
 
 PyDoc_STRVAR(
@@ -113,7 +113,7 @@ static PyObject *has_held_units(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    return PyBool_FromLong(zs_hold_any());
+    return PyBool_FromLong(zs_pinned_any());
 }
 
 PyDoc_STRVAR(held_unit_doc, "held_unit($module, tensor, /)\n--\n\nReturn the name of the unit that the tensor belongs "
@@ -123,7 +123,7 @@ static PyObject *held_unit(PyObject *module, PyObject *object)
 {
     (void)module;
     zs_tensor *handle = NULL;
-    const zs_unit *unit = user_of(object, ZS_MEM_HELD, &handle);
+    const zs_unit *unit = user_of(object, ZS_MEM_PINNED, &handle);
     zs_tensor_free(handle);
     if (PyErr_Occurred()) return NULL;
     if (unit == NULL) Py_RETURN_NONE;

@@ -1,7 +1,7 @@
 /* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
 #include "python/py_unit.h"
-#include "unit/history.h"
-#include "unit/hold.h"
+#include "engine/history.h"
+#include "engine/pin.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -165,7 +165,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (read_lists(names, tensors, &lists) == 0 && read_keep(keep, &lists) == 0) {
         fill_spec(&spec, &lists);
         zs_status status;
-        ZS_PY_NOGIL(status, zs_unit_new(engine, &spec, &unit));
+        ZS_PY_NOGIL(status, zs_unit_new(zs_engine_home(engine), &spec, &unit));
         if (status != ZS_OK) zs_py_raise(NULL);
     }
     free_lists(&lists);
@@ -249,7 +249,7 @@ static PyObject *unit_unshard(unit_object *self, PyObject *args)
     int exact = 0;
     if (!PyArg_ParseTuple(args, "|p:unshard", &exact)) return NULL;
     zs_status status;
-    ZS_PY_NOGIL(status, exact ? zs_unit_unshard_exact(self->unit) : zs_unit_unshard(self->unit));
+    ZS_PY_NOGIL(status, zs_engine_summon(self->unit, exact != 0));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -260,7 +260,7 @@ static PyObject *unit_reshard(unit_object *self, PyObject *unused)
 {
     (void)unused;
     zs_status status;
-    ZS_PY_NOGIL(status, zs_unit_reshard(self->unit, ZS_SHARDED));
+    ZS_PY_NOGIL(status, zs_engine_dismiss(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -273,11 +273,11 @@ static PyObject *unit_hold(unit_object *self, PyObject *args)
 {
     int exact = 0;
     if (!PyArg_ParseTuple(args, "|p:hold", &exact)) return NULL;
-    bool before = self->unit->held;
+    bool before = self->unit->record.pinned;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_unshard(self->unit, exact));
     if (status != ZS_OK) return zs_py_raise(NULL);
-    return PyBool_FromLong(self->unit->held && !before);
+    return PyBool_FromLong(self->unit->record.pinned && !before);
 }
 
 PyDoc_STRVAR(unit_let_go_doc,
@@ -290,10 +290,10 @@ static PyObject *unit_let_go(unit_object *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "|O:let_go", &keep)) return NULL;
     zs_status status = ZS_OK;
     zs_clear_error();
-    zs_engine *engine = self->unit->engine;
-    bool writes = keep == Py_True && self->unit->held;
+    zs_engine *engine = zs_engine_of(self->unit);
+    bool writes = keep == Py_True && self->unit->record.pinned;
     if (writes) ZS_PY_NOGIL(status, zs_engine_write_begin(engine));
-    if (status == ZS_OK && keep != Py_None) status = zs_hold_accept(self->unit, keep == Py_True);
+    if (status == ZS_OK && keep != Py_None) status = zs_pin_accept(self->unit, keep == Py_True);
     if (writes && status == ZS_OK) zs_engine_write_end(engine);
     if (status == ZS_OK) ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
@@ -310,8 +310,8 @@ static PyObject *unit_unwind(unit_object *self, PyObject *args)
     const char *what;
     if (!PyArg_ParseTuple(args, "ns:unwind", &n, &what)) return NULL;
     zs_status status;
-    if (n == 0 && *what != 0) zs_engine_tell_mishap(self->unit->engine, what);
-    ZS_PY_NOGIL(status, zs_engine_unwind(self->unit->engine, (size_t)n));
+    if (n == 0 && *what != 0) zs_engine_tell_mishap(zs_engine_of(self->unit), what);
+    ZS_PY_NOGIL(status, zs_engine_unwind(zs_engine_of(self->unit), (size_t)n));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }

@@ -58,7 +58,8 @@ static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
     zs_unit *unit = self->unit;
     if ((strategy == ZS_NO_SHARD) == (unit->strategy == ZS_NO_SHARD)) {
         unit->strategy = strategy;
-        zs_engine_replan(unit->engine);
+        zs_record_set_stays(&unit->record, strategy == ZS_SHARD_GRAD_OP);
+        zs_home_replan(unit->home);
         return 0;
     }
     PyErr_Format(PyExc_ValueError, "cannot change the strategy of unit '%s' from %s to %s after FSDP(...)",
@@ -75,7 +76,7 @@ static PyObject *unit_is_full(unit_object *self, void *unused)
 static PyObject *unit_replicated(unit_object *self, void *unused)
 {
     (void)unused;
-    return PyBool_FromLong(self->unit->replicated);
+    return PyBool_FromLong(self->unit->record.is.replicated);
 }
 
 static PyObject *unit_offloads(unit_object *self, void *unused)
@@ -102,7 +103,7 @@ static PyObject *unit_params(unit_object *self, void *unused)
 static PyObject *unit_is_hooked(unit_object *self, void *unused)
 {
     (void)unused;
-    return PyBool_FromLong(zs_engine_comm(self->unit->engine)->world > 1 || !self->unit->fixed);
+    return PyBool_FromLong(self->unit->home->ranks.all->world > 1 || !self->unit->record.is.fixed);
 }
 
 static PyObject *unit_n_params(unit_object *self, void *unused)
@@ -114,31 +115,31 @@ static PyObject *unit_n_params(unit_object *self, void *unused)
 static PyObject *unit_engine_id(unit_object *self, void *unused)
 {
     (void)unused;
-    return PyLong_FromVoidPtr(self->unit->engine);
+    return PyLong_FromVoidPtr(zs_engine_of(self->unit));
 }
 
 static PyObject *unit_is_running(unit_object *self, void *unused)
 {
     (void)unused;
-    return PyBool_FromLong(self->unit->inside > 0);
+    return PyBool_FromLong(self->unit->record.inside > 0);
 }
 
 static PyObject *unit_n_open(unit_object *self, void *unused)
 {
     (void)unused;
-    return PyLong_FromSize_t(zs_engine_n_open(self->unit->engine));
+    return PyLong_FromSize_t(zs_engine_n_open(zs_engine_of(self->unit)));
 }
 
 static PyObject *unit_engine(unit_object *self, void *unused)
 {
     (void)unused;
-    return zs_py_engine_wrap(self->unit->engine);
+    return zs_py_engine_wrap(zs_engine_of(self->unit));
 }
 
 static PyObject *unit_sync(unit_object *self, void *unused)
 {
     (void)unused;
-    return PyBool_FromLong(self->unit->sync);
+    return PyBool_FromLong(self->unit->record.sync);
 }
 
 static int unit_set_sync(unit_object *self, PyObject *value, void *unused)
@@ -149,7 +150,7 @@ static int unit_set_sync(unit_object *self, PyObject *value, void *unused)
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "cannot delete the attribute sync");
         return -1;
     }
-    self->unit->sync = on != 0;
+    zs_record_set_sync(&self->unit->record, on != 0);
     return 0;
 }
 
@@ -157,7 +158,7 @@ static PyObject *unit_divisor(unit_object *self, void *unused)
 {
     (void)unused;
     const zs_unit *unit = self->unit;
-    return PyFloat_FromDouble(unit->divisor != 0.0 ? unit->divisor : zs_engine_comm(unit->engine)->world);
+    return PyFloat_FromDouble(unit->divisor != 0.0 ? unit->divisor : unit->home->ranks.all->world);
 }
 
 static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
@@ -166,12 +167,12 @@ static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
     double divisor = value != NULL ? PyFloat_AsDouble(value) : 0.0;
     if (PyErr_Occurred()) return -1;
     zs_unit *unit = self->unit;
-    int world = zs_engine_comm(unit->engine)->world;
+    int world = unit->home->ranks.all->world;
     if (!(divisor > 0.0 && isfinite(divisor))) {
         PyErr_SetString(PyExc_ValueError, "the gradient divide factor must be a positive finite number");
         return -1;
     }
-    if (unit->replicated && divisor != world) {
+    if (unit->record.is.replicated && divisor != world) {
         PyErr_Format(PyExc_NotImplementedError,
                      "unit '%s' is not sharded: its gradients can only be divided by the number of ranks (%d); scale "
                      "the loss instead",

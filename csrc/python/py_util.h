@@ -7,8 +7,8 @@
 
 #include "base/status.h"
 #include "comm/comm.h"
+#include "engine/engine.h"
 #include "shim/tensor_py.h"
-#include "unit/schedule.h"
 #include "unit/unit.h"
 
 /* What the module keeps: its exception classes and types. All references are owned by the module. */

@@ -1,7 +1,7 @@
 /* kept.c - see kept.h. */
 #include "unit/kept.h"
 
-#include "unit/engine_facts.h"
+#include "unit/home.h"
 
 #include <stdlib.h>
 
@@ -15,7 +15,7 @@ static const zs_flat_mem *source_of(const zs_flat *flat)
 
 zs_status zs_kept_new(zs_unit *unit, zs_flat *flat)
 {
-    zs_comm *far = zs_engine_ranks(unit->engine)->far, *near = zs_engine_ranks(unit->engine)->near;
+    zs_comm *far = unit->home->ranks.far, *near = unit->home->ranks.near;
     if (far == NULL) return ZS_OK;
     size_t slice_bytes = (size_t)flat->layout.shard_numel * flat->compute_size;
     return near->ops->flat_new(near, slice_bytes * (size_t)far->world, &flat->kept);
@@ -32,21 +32,22 @@ static zs_status is_stale(const zs_flat *flat, const zs_comm *far, unsigned char
 }
 
 /* How many flats are kept; in the units' order, which is that of all ranks. */
-static size_t count_kept(zs_unit *const *units, size_t n)
+static size_t count_kept(zs_record *const *records, size_t n)
 {
     size_t found = 0;
     for (size_t i = 0; i < n; i++)
-        for (int f = 0; f < units[i]->n_flats; f++)
-            found += units[i]->flats[f].kept.mem != NULL;
+        for (int f = 0; f < zs_unit_of(records[i])->n_flats; f++)
+            found += zs_unit_of(records[i])->flats[f].kept.mem != NULL;
     return found;
 }
 
 /* One byte for each of them: must it be renewed? */
-static zs_status look(const zs_comm *far, zs_unit *const *units, size_t n, unsigned char *stale)
+static zs_status look(const zs_comm *far, zs_record *const *records, size_t n, unsigned char *stale)
 {
     for (size_t i = 0; i < n; i++)
-        for (int f = 0; f < units[i]->n_flats; f++)
-            if (units[i]->flats[f].kept.mem != NULL) ZS_TRY(is_stale(&units[i]->flats[f], far, stale++));
+        for (int f = 0; f < zs_unit_of(records[i])->n_flats; f++)
+            if (zs_unit_of(records[i])->flats[f].kept.mem != NULL)
+                ZS_TRY(is_stale(&zs_unit_of(records[i])->flats[f], far, stale++));
     return ZS_OK;
 }
 
@@ -74,23 +75,24 @@ static zs_status renew(zs_comm *far, const zs_unit *unit, zs_flat *flat)
     return ZS_OK;
 }
 
-static zs_status renew_all(zs_comm *far, zs_unit *const *units, size_t n, const unsigned char *stale)
+static zs_status renew_all(zs_comm *far, zs_record *const *records, size_t n, const unsigned char *stale)
 {
     for (size_t i = 0; i < n; i++) {
-        for (int f = 0; f < units[i]->n_flats; f++)
-            if (units[i]->flats[f].kept.mem != NULL && *stale++) ZS_TRY(renew(far, units[i], &units[i]->flats[f]));
+        for (int f = 0; f < zs_unit_of(records[i])->n_flats; f++)
+            if (zs_unit_of(records[i])->flats[f].kept.mem != NULL && *stale++)
+                ZS_TRY(renew(far, zs_unit_of(records[i]), &zs_unit_of(records[i])->flats[f]));
     }
     return ZS_OK;
 }
 
-zs_status zs_kept_refresh(zs_comm *far, zs_unit *const *units, size_t n)
+zs_status zs_kept_refresh(zs_comm *far, zs_record *const *records, size_t n)
 {
-    size_t n_flats = count_kept(units, n);
+    size_t n_flats = count_kept(records, n);
     unsigned char *stale = malloc(n_flats + 1);
     if (stale == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing parameters");
-    zs_status status = look(far, units, n, stale);
+    zs_status status = look(far, records, n, stale);
     ZS_THEN(status, agree(far, stale, n_flats));
-    ZS_THEN(status, renew_all(far, units, n, stale));
+    ZS_THEN(status, renew_all(far, records, n, stale));
     free(stale);
     return status;
 }
@@ -98,8 +100,8 @@ zs_status zs_kept_refresh(zs_comm *far, zs_unit *const *units, size_t n)
 /* Slices come in the order of ranks, and are wanted in the order of parts. */
 zs_status zs_kept_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot)
 {
-    zs_comm *shards = zs_engine_ranks(unit->engine)->shards;
-    const int *part_of = zs_engine_part_of(unit->engine);
+    zs_comm *shards = unit->home->ranks.shards;
+    const int *part_of = unit->home->part_of;
     size_t bytes = flat->mem.shard_bytes;
     zs_mem *ordered = NULL;
     const zs_device *device = zs_device_of(slot);

@@ -15,7 +15,7 @@ zs_status zs_kept_new(zs_unit *unit, zs_flat *flat);
 
 /* Renews the copies of those flats of which a slice has changed on any rank of `far`. Collective there; call where no peer
  * reads. On failure the copies are as good as none, and the next call renews them. */
-zs_status zs_kept_refresh(zs_comm *far, zs_unit *const *units, size_t n);
+zs_status zs_kept_refresh(zs_comm *far, zs_record *const *records, size_t n);
 
 /* Fills `slot` with the whole parameters in their own dtype, where the copy is of another. Collective over all ranks. */
 zs_status zs_kept_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot);

@@ -2,17 +2,17 @@
 #include "unit/offload.h"
 
 #include "pager/pager.h"
-#include "unit/engine_facts.h"
+#include "unit/home.h"
 
 /* --- what lies where --------------------------------------------------------------------------------------------------- */
 
-zs_status zs_offload_set(zs_engine *engine, const char *directory, const zs_offload *what)
+zs_status zs_offload_set(zs_home *home, const char *directory, const zs_offload *what)
 {
-    const zs_ranks *ranks = zs_engine_ranks(engine);
-    zs_offload *offload = zs_engine_offload(engine);
+    const zs_ranks *ranks = &home->ranks;
+    zs_offload *offload = &home->offload;
     zs_disk *disk = NULL;
     if (directory != NULL && directory[0] == 0)
-        ZS_TRY(zs_disk_new_on_host(zs_engine_device(engine), &disk));
+        ZS_TRY(zs_disk_new_on_host(zs_home_device(home), &disk));
     else if (directory != NULL)
         ZS_TRY(zs_disk_new(directory, ranks->all, ranks->shards, &disk));
     zs_disk_release(offload->disk);
@@ -52,13 +52,13 @@ zs_status zs_offload_flat_new(const zs_unit *unit, zs_comm *shards, size_t shard
 zs_status zs_offload_params_new(const zs_unit *unit, size_t bytes, zs_mem **out)
 {
     if (unit->offloads.params) return zs_disk_take(unit->offloads.disk, bytes, out);
-    return zs_device_mem_new(zs_engine_device(unit->engine), bytes, out);
+    return zs_device_mem_new(zs_home_device(unit->home), bytes, out);
 }
 
 zs_status zs_offload_grads_new(const zs_unit *unit, size_t bytes, zs_mem **out)
 {
     if (unit->offloads.grads) return zs_disk_take(unit->offloads.disk, bytes, out);
-    return zs_pool_take(zs_engine_grads(unit->engine), bytes, out);
+    return zs_pool_take(unit->home->grads, bytes, out);
 }
 
 zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tensor *like, zs_tensor **out)
@@ -84,7 +84,7 @@ zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tens
 static void span_of(const zs_unit *unit, const zs_flat_mem *from, char **ptr, size_t *bytes)
 {
     *ptr = from->full != NULL ? from->full : from->shard;
-    *bytes = from->full != NULL || unit->replicated ? from->mem->bytes : from->shard_bytes;
+    *bytes = from->full != NULL || unit->record.is.replicated ? from->mem->bytes : from->shard_bytes;
 }
 
 zs_status zs_offload_want_flat(const zs_unit *unit, zs_flat *flat)
@@ -92,7 +92,7 @@ zs_status zs_offload_want_flat(const zs_unit *unit, zs_flat *flat)
     if (!unit->offloads.params || flat->in_use != NULL) return ZS_OK;
     char *ptr;
     size_t bytes;
-    span_of(unit, unit->replicated ? &flat->mem : zs_flat_source(unit, flat), &ptr, &bytes);
+    span_of(unit, unit->record.is.replicated ? &flat->mem : zs_flat_source(unit, flat), &ptr, &bytes);
     ZS_TRY(zs_pager_want(ptr, bytes, ZS_PAGER_READ));
     flat->in_use = ptr;
     flat->in_use_bytes = bytes;

@@ -5,13 +5,8 @@
  * not) has one storage for either, for life; only the bytes under the full one come and go, so views that autograd
  * saved see them again after the next gather.
  *
- *   SHARDED --> GATHERING --> FULL --> SHARDED     forward: gather, use, give back
- *                              |
- *                              +-----> REDUCING --> SHARDED    backward: gradients posted, then summed
- *                                        |
- *                                        +--> GATHERING        a checkpointed block that is recomputed once more
- *
- * A replicated unit (no_shard, or a world of one) has its parameters in private full memory and stays FULL; with mixed
+ * When it does what is decided by the schedule (schedule/), for which a unit is a record with a state; here is what that
+ * does to memory and tensors. A replicated unit (no_shard, or a world of one) has its parameters in private full memory and stays FULL; with mixed
  * precision it goes through the states as others do, and a gather is a cast.
  */
 #ifndef ZS_UNIT_H
@@ -19,19 +14,16 @@
 
 #include "base/layout.h"
 #include "comm/comm.h"
+#include "schedule/schedule.h"
 #include "shim/tensor.h"
 #include "unit/disk.h"
 
 typedef struct zs_unit zs_unit;
-typedef struct zs_engine zs_engine;
-typedef struct zs_bucket_slot zs_bucket_slot;
+typedef struct zs_home zs_home;
 typedef struct zs_in_backward_state zs_in_backward_state;
 
 /* What is sharded, and for how long. */
 typedef enum zs_strategy { ZS_FULL_SHARD, ZS_SHARD_GRAD_OP, ZS_NO_SHARD } zs_strategy;
-
-/* See the picture above. */
-typedef enum zs_unit_state { ZS_SHARDED, ZS_GATHERING, ZS_FULL, ZS_REDUCING } zs_unit_state;
 
 /* What of a unit lies on a disk; see offload.h. */
 typedef struct zs_unit_offload {
@@ -108,63 +100,38 @@ static inline char *zs_flat_home(const zs_flat *flat)
     return flat->mem.shard != NULL ? flat->mem.shard : flat->full_mem->ptr;
 }
 
-/* Units that are to be gathered early. */
-typedef struct zs_follow {
-    zs_unit **units; /* [n] borrowed; the array is owned */
-    size_t n;
-} zs_follow;
-
 struct zs_unit {
+    zs_record record;      /* the schedule's */
     long refs;             /* counted references; __atomic access only */
-    zs_engine *engine;     /* counted reference; changes when an outer FSDP() takes the unit over */
+    zs_home *home;         /* counted reference of its engine; changes when an outer FSDP() takes the unit over */
     char *name;            /* owned */
     char *sharded_message; /* what touching a sharded full buffer raises; owned */
-    size_t place;          /* its number in the engine's order, when that was looked at last */
     zs_strategy strategy;
-    bool replicated; /* this rank holds all of its parameters */
-    bool fixed;      /* and computes with them where they lie: they are whole all the time */
-    bool exact;      /* gathered by hand: the full buffer is of the parameters' own dtype for now */
+    bool exact; /* gathered by hand: the full buffer is of the parameters' own dtype for now */
     zs_unit_offload offloads;
-    int part; /* which slice of each flat buffer this rank holds, or if replicated, sums */
-    zs_unit_state state;
-    int inside;           /* forwards of its module that are running */
-    bool held;            /* whole by hand, see hold.h */
-    zs_unit *next[2];     /* gathered after this one in the last pass, by zs_phase; borrowed; see prefetch.h */
-    zs_follow by_hand[2]; /* the same as users want it */
-    int64_t begun;        /* when the forward of its module that is running, or ran last, began; see through.h */
-    int64_t oldest;       /* when the oldest of those began whose backward may come */
-    bool past;            /* the last backward has ended since */
-    bool retired;         /* this backward is through with it */
-    double divisor;       /* what sums of gradients are divided by; 0: the number of ranks */
-    bool in_backward;     /* this backward has reached it: gradients set aside */
-    zs_param *params;     /* [n_params]; owned */
+    int part;         /* which slice of each flat buffer this rank holds, or if replicated, sums */
+    double divisor;   /* what sums of gradients are divided by; 0: the number of ranks */
+    bool in_backward; /* this backward has reached it: gradients set aside */
+    zs_param *params; /* [n_params]; owned */
     int64_t n_params;
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
-    zs_cunit *cunit; /* NULL if nothing is ever reduced */
-    /* the round of gradients that is being packed or is out; see reduce.h */
-    zs_bucket_slot *bucket; /* bucket being packed, NULL if none */
-    zs_bucket_slot *out;    /* bucket that is posted and not yet summed, NULL if none or an empty post */
-    uint64_t *used;         /* bitmap of parameters packed in this round, and ZS_ROUND_BITS more; owned */
-    uint64_t *arrived;      /* [used_words] those of them that came in this backward; part of `used`'s memory */
-    uint64_t *kept;         /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
+    zs_cunit *cunit;   /* NULL if nothing is ever reduced */
+    uint64_t *used;    /* bitmap of parameters packed in this round, and ZS_ROUND_BITS more; owned */
+    uint64_t *arrived; /* [used_words] those of them that came in this backward; part of `used`'s memory */
+    uint64_t *kept;    /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
     size_t used_words;
-    bool sync;         /* the user wants gradients reduced (not in no_sync()) */
-    bool syncs;        /* what that was when this backward began */
-    zs_mem *local;     /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
-    int64_t n_arrived; /* gradients packed in this round */
-    int64_t n_expected; /* parameters that want a gradient in this backward */
-    bool has_frozen;    /* others do not: backward may need those after the last gradient has come */
-    bool packed;        /* (collective transports) the round is packed and waits for its turn */
-    bool grads_held;    /* some grad shard has been written since its pages were given back */
-    bool posted;        /* something was posted in this backward */
-    bool outstanding;   /* a posted round is not yet summed; then it stands in the pool's queue */
-    zs_unit *next_out;  /* next in that queue; borrowed */
-    bool shared;        /* (no_shard) own slice is summed and shared */
-
+    zs_mem *local;   /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
+    bool grads_held; /* some grad shard has been written since its pages were given back */
     zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
     bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
 };
+
+/* The unit that a record of the schedule is. */
+static inline zs_unit *zs_unit_of(zs_record *record)
+{
+    return (zs_unit *)record;
+}
 
 /* What a rank says of a round beyond which parameters it used, as bits of `used` after theirs. */
 enum {
@@ -204,7 +171,7 @@ static inline size_t zs_flat_full_bytes(const zs_unit *unit, const zs_flat *flat
 /* Bytes that this rank has of the flat's parameters at rest; of its gradients as many. */
 static inline size_t zs_flat_own_bytes(const zs_unit *unit, const zs_flat *flat)
 {
-    return unit->replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
+    return unit->record.is.replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
 }
 
 /* Mixed precision; ZS_BYTES: the parameters' own. */
@@ -229,10 +196,10 @@ typedef struct zs_unit_spec {
 /* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */
 zs_status zs_unit_check(const zs_unit_spec *spec);
 
-/* New unit of `engine`: makes flats and shards, copies this rank's part of each parameter into its shard, rebinds the
+/* New unit of a model: makes flats and shards, copies this rank's part of each parameter into its shard, rebinds the
  * parameters. All ranks make the same units in the same order. ZS_ERR_VALUE for what cannot be sharded (not on the CPU,
  * meta, sparse), naming the parameter; the parameters are then as before. */
-zs_status zs_unit_new(zs_engine *engine, const zs_unit_spec *spec, zs_unit **out);
+zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out);
 
 /* Adds a reference / gives one back (the last one frees). Shapes fit zs_hook. */
 void zs_unit_retain(void *unit);
@@ -241,32 +208,20 @@ void zs_unit_release(void *unit);
 /* Gives the unit, and with it its parameters, the name that it has in an outer model. */
 zs_status zs_unit_rename(zs_unit *unit, const char *name);
 
-/* The only place that changes unit->state; ZS_ERR_STATE on a transition that the picture above does not show. */
-zs_status zs_unit_move(zs_unit *unit, zs_unit_state next);
-
 /* Are the parameters whole right now? */
 static inline bool zs_unit_is_full(const zs_unit *unit)
 {
-    return unit->fixed || unit->state == ZS_FULL;
+    return zs_record_is_full(&unit->record);
 }
 
-/* Begins the gather of a SHARDED unit; else a no-op. It is GATHERING then, until zs_unit_unshard or zs_unit_cancel. */
-zs_status zs_unit_begin(zs_unit *unit);
-
-/* Drops a gather that was begun, after waiting for it; else a no-op. */
+/* What the schedule's actions of these names do to a unit. */
+zs_status zs_unit_gather(zs_unit *unit);
+zs_status zs_unit_bind(zs_unit *unit);
 void zs_unit_cancel(zs_unit *unit);
-
-/* Makes the unit FULL: gathers if needed and rebinds. No-op if FULL. */
-zs_status zs_unit_unshard(zs_unit *unit);
-
-/* The same in the parameters' own dtype, for reading them. ZS_ERR_STATE if a forward has it FULL in another. */
-zs_status zs_unit_unshard_exact(zs_unit *unit);
+zs_status zs_unit_reshard(zs_unit *unit);
 
 /* (Mixed precision) Casts this rank's shards to the dtype that is computed with. Call where no peer reads. */
 zs_status zs_unit_cast(const zs_unit *unit);
-
-/* Gives the full buffer back and rebinds to the shard; `next` is ZS_SHARDED or ZS_REDUCING. */
-zs_status zs_unit_reshard(zs_unit *unit, zs_unit_state next);
 
 /* Finds parameters that were moved off their storage (`p.data = t`, load_state_dict(assign=True), .to()) and writes them
  * back, or fails with ZS_ERR_VALUE naming the parameter. Call where no peer reads. */

@@ -1,7 +1,6 @@
 /* unit_facts.c - what a unit is called, and how large it is. See unit.h. */
 #define _GNU_SOURCE /* strdup */
-#include "unit/engine_facts.h"
-#include "unit/in_backward.h"
+#include "unit/home.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,7 +44,7 @@ zs_status zs_unit_rename(zs_unit *unit, const char *name)
     for (int64_t i = 0; i < unit->n_params; i++)
         ZS_TRY(replace(&unit->params[i].name, renamed(unit->params[i].name, prefix, name)));
     ZS_TRY(replace(&unit->name, strdup(name)));
-    if (unit->cunit != NULL) ZS_TRY(zs_cunit_rename(zs_engine_comm(unit->engine), unit->cunit, name));
+    if (unit->cunit != NULL) ZS_TRY(zs_cunit_rename(unit->home->ranks.all, unit->cunit, name));
     ZS_TRY(replace(&unit->sharded_message, zs_unit_message(name)));
     for (int f = 0; f < unit->n_flats && !zs_unit_is_full(unit); f++)
         ZS_TRY(zs_storage_clear(unit->flats[f].full, unit->sharded_message));
@@ -65,16 +64,16 @@ size_t zs_unit_shard_bytes(const zs_unit *unit)
 size_t zs_unit_low_bytes(const zs_unit *unit)
 {
     size_t total = 0;
-    for (int f = 0; f < unit->n_flats && !unit->replicated; f++)
+    for (int f = 0; f < unit->n_flats && !unit->record.is.replicated; f++)
         if (unit->flats[f].compute != unit->flats[f].dtype) total += zs_flat_low_bytes(&unit->flats[f]);
     return total;
 }
 
 size_t zs_unit_kept_bytes(const zs_unit *unit)
 {
-    const zs_comm *far = zs_engine_ranks(unit->engine)->far;
+    const zs_comm *far = unit->home->ranks.far;
     size_t total = 0;
-    for (int f = 0; f < unit->n_flats && far != NULL && !unit->replicated; f++)
+    for (int f = 0; f < unit->n_flats && far != NULL && !unit->record.is.replicated; f++)
         total += zs_flat_low_bytes(&unit->flats[f]) * (size_t)far->world;
     return total;
 }

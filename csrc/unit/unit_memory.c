@@ -2,7 +2,7 @@
 #include "unit/unit_memory.h"
 
 #include "device/device.h"
-#include "unit/engine_facts.h"
+#include "unit/home.h"
 #include "unit/kept.h"
 #include "unit/offload.h"
 
@@ -12,14 +12,14 @@
 /* How many slices the unit's flat buffers are cut into: for ranks to hold, or if replicated, to sum. */
 static int parts_of(const zs_unit *unit)
 {
-    return unit->replicated ? zs_engine_comm(unit->engine)->world : zs_engine_n_parts(unit->engine);
+    return unit->record.is.replicated ? unit->home->ranks.all->world : unit->home->n_parts;
 }
 
 /* To which multiple of bytes. */
 static size_t shard_align(const zs_unit *unit)
 {
-    const zs_ranks *ranks = zs_engine_ranks(unit->engine);
-    if (unit->replicated) return ZS_PARAM_ALIGN;
+    const zs_ranks *ranks = &unit->home->ranks;
+    if (unit->record.is.replicated) return ZS_PARAM_ALIGN;
     size_t align = ranks->shards->ops->shard_align, near = ranks->near->ops->shard_align;
     return near > align ? near : align;
 }
@@ -50,9 +50,10 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
         zs_param *param = &unit->params[i];
         if (param->flat != f) continue;
         param->offset = flat->layout.offsets[k];
-        param->owned = unit->replicated ? (zs_range){0, param->numel} : zs_layout_owned(&flat->layout, k, unit->part);
-        param->in_shard = unit->replicated ? (zs_range){param->offset, param->numel}
-                                           : zs_layout_in_shard(&flat->layout, k, unit->part);
+        param->owned =
+            unit->record.is.replicated ? (zs_range){0, param->numel} : zs_layout_owned(&flat->layout, k, unit->part);
+        param->in_shard = unit->record.is.replicated ? (zs_range){param->offset, param->numel}
+                                                     : zs_layout_in_shard(&flat->layout, k, unit->part);
         k++;
     }
     return ZS_OK;
@@ -60,7 +61,7 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
 
 static zs_status take_flat(zs_unit *unit, size_t shard_bytes, zs_flat_mem *out)
 {
-    zs_comm *comm = zs_engine_ranks(unit->engine)->shards;
+    zs_comm *comm = unit->home->ranks.shards;
     ZS_TRY(zs_offload_flat_new(unit, comm, shard_bytes, out));
     out->mem->role = ZS_MEM_SHARD;
     out->mem->user = unit;
@@ -72,15 +73,15 @@ static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
     size_t widest = flat->compute_size > flat->layout.itemsize ? flat->compute_size : flat->layout.itemsize;
     size_t full_bytes = zs_layout_full_bytes(&flat->layout);
     size_t widest_bytes = (size_t)zs_layout_full_numel(&flat->layout) * widest;
-    const zs_device *device = zs_engine_device(unit->engine);
+    const zs_device *device = zs_home_device(unit->home);
     ZS_TRY(zs_storage_new(device->where, widest_bytes, unit->sharded_message, &flat->full));
-    if (unit->fixed) {
+    if (unit->record.is.fixed) {
         ZS_TRY(zs_device_mem_new(device, full_bytes, &flat->full_mem));
         flat->full_mem->user = unit;
         return zs_storage_fill(flat->full, flat->full_mem, flat->full_mem->ptr);
     }
     size_t shard_bytes = zs_flat_own_bytes(unit, flat);
-    if (unit->replicated) {
+    if (unit->record.is.replicated) {
         ZS_TRY(zs_offload_params_new(unit, full_bytes, &flat->mem.mem));
         flat->mem.mem->user = unit;
         flat->mem.shard = flat->mem.mem->ptr;
@@ -96,7 +97,7 @@ static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
 /* A sharded parameter keeps its number of dimensions, so that `p.ndim >= 2` in users' code stays true. */
 static int local_sizes(const zs_unit *unit, const zs_param *param, int64_t *sizes)
 {
-    if (unit->replicated) {
+    if (unit->record.is.replicated) {
         memcpy(sizes, param->sizes, (size_t)param->ndim * sizeof *sizes);
         return param->ndim;
     }
@@ -113,13 +114,14 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
     int64_t sizes[ZS_MAX_DIM];
     int ndim = local_sizes(unit, param, sizes);
     const zs_flat *flat = &unit->flats[param->flat];
-    zs_place place = {unit->fixed ? flat->full : flat->shard, param->in_shard.begin, ndim, sizes, flat->dtype};
+    zs_place place = {unit->record.is.fixed ? flat->full : flat->shard, param->in_shard.begin, ndim, sizes,
+                      flat->dtype};
     return zs_tensor_bind(param->tensor, &place);
 }
 
 bool zs_unit_reduces(const zs_unit *unit)
 {
-    return zs_engine_comm(unit->engine)->world > 1 || !unit->fixed;
+    return unit->home->ranks.all->world > 1 || !unit->record.is.fixed;
 }
 
 /* Where each flat's gradients lie in a bucket. */
@@ -140,9 +142,9 @@ static void lay_out_gradients(zs_unit *unit)
 zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
 {
     zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + ZS_ROUND_BITS};
-    spec.mode = unit->replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
+    spec.mode = unit->record.is.replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
     spec.parts = parts_of(unit);
-    if (!unit->replicated) spec.part_of = zs_engine_part_of(unit->engine);
+    if (!unit->record.is.replicated) spec.part_of = unit->home->part_of;
     for (int f = 0; f < unit->n_flats; f++)
         if (unit->flats[f].trainable) spec.slice_bytes[spec.n_slices++] = unit->flats[f].slice_bytes;
     return spec;
@@ -150,16 +152,16 @@ zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
 
 static zs_status make_gradients(zs_unit *unit)
 {
-    zs_comm *comm = zs_engine_comm(unit->engine);
+    zs_comm *comm = unit->home->ranks.all;
     zs_cunit_spec spec = zs_unit_round_spec(unit);
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
         size_t bytes = zs_flat_own_bytes(unit, flat);
         ZS_TRY(zs_offload_grads_new(unit, bytes, &flat->grad_mem));
-        flat->grad_mem->role = unit->replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
+        flat->grad_mem->role = unit->record.is.replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
         flat->grad_mem->user = unit;
-        ZS_TRY(zs_storage_new(zs_engine_device(unit->engine)->where, bytes, "", &flat->grads));
+        ZS_TRY(zs_storage_new(zs_home_device(unit->home)->where, bytes, "", &flat->grads));
         ZS_TRY(zs_storage_fill(flat->grads, flat->grad_mem, flat->grad_mem->ptr));
     }
     if (spec.n_slices == 0) return ZS_OK;
@@ -192,7 +194,7 @@ zs_status zs_unit_take_values(zs_unit *unit)
         const zs_param *param = &unit->params[i];
         const zs_flat *flat = &unit->flats[param->flat];
         char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
-        zs_where where = zs_engine_device(unit->engine)->where;
+        zs_where where = zs_home_device(unit->home)->where;
         ZS_TRY(zs_tensor_read(param->tensor, param->owned.begin, param->owned.numel, dst, where));
     }
     return ZS_OK;
@@ -202,7 +204,9 @@ zs_status zs_unit_lay_out(zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++)
         ZS_TRY(lay_out_flat(unit, f));
-    if (zs_unit_reduces(unit)) lay_out_gradients(unit);
+    if (!zs_unit_reduces(unit)) return ZS_OK;
+    lay_out_gradients(unit);
+    zs_record_set_reduces(&unit->record, zs_unit_round_spec(unit).n_slices > 0, zs_unit_bucket_bytes(unit));
     return ZS_OK;
 }
 

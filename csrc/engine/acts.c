@@ -1,0 +1,334 @@
+/* acts.c - see acts.h.
+ *
+ * The one idea: each action is one thing done to one unit or to the engine, by the files that know how; none decides when.
+ * Between sessions nobody reads this rank's shards, so optimizers and users may write them.
+ */
+#include "engine/acts.h"
+
+#include "engine/engine_inside.h"
+#include "engine/history.h"
+#include "engine/sample.h"
+#include "engine/spoiled.h"
+#include "engine/writing.h"
+#include "reduce/bucket.h"
+#include "reduce/grads.h"
+#include "reduce/in_backward.h"
+#include "reduce/reduce.h"
+#include "unit/kept.h"
+
+/* --- memory of gradients ---------------------------------------------------------------------------------------------- */
+
+/* Between zero_grad() and the next gradients their memory is free for activations. */
+static void discard_dead_grads(zs_engine *engine)
+{
+    bool held = false;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        if (zs_grads_wanted(zs_engine_unit(engine, i))) return;
+        held |= zs_engine_unit(engine, i)->grads_held;
+    }
+    if (!held || engine->lent_grads) return;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        zs_engine_unit(engine, i)->grads_held = false;
+    zs_pool_discard(engine->home.grads);
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        zs_offload_discard_grads(zs_engine_unit(engine, i));
+}
+
+/* --- reading peers' shards ---------------------------------------------------------------------------------------------- */
+
+/* Are there shards that peers read? Replicated units need no meeting in forward. */
+static bool has_shards(const zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        const zs_traits *is = &zs_engine_unit(engine, i)->record.is;
+        if (!is->replicated && !is->empty) return true;
+    }
+    return false;
+}
+
+static zs_status begin_reading(zs_engine *engine, const zs_reading *reading)
+{
+    zs_comm *near = engine->home.ranks.near;
+    if (!has_shards(engine)) return ZS_OK;
+    ZS_TRY(near->ops->read_begin(near, engine->reader, reading));
+    engine->reading = true;
+    return ZS_OK;
+}
+
+/* A session leaves no lane apart, so that a CUDA graph may begin and end between any two: no wait goes from one into the next. */
+static zs_status join_lanes(const zs_ranks *ranks)
+{
+    ZS_TRY(zs_device_join(ranks->all->device, ZS_LANE_GATHER));
+    ZS_TRY(zs_device_join(ranks->all->device, ZS_LANE_REDUCE));
+    ranks->all->sessions++;
+    if (ranks->near != ranks->all) ranks->near->sessions++;
+    return ZS_OK;
+}
+
+static zs_status close_session(zs_schedule *schedule, zs_phase phase)
+{
+    zs_engine *engine = zs_engine_of_schedule(schedule);
+    zs_comm *near = engine->home.ranks.near;
+    zs_status status = ZS_OK;
+    if (engine->reading) status = near->ops->read_end(near, engine->reader, phase);
+    engine->reading = false;
+    return status == ZS_OK ? join_lanes(&engine->home.ranks) : status;
+}
+
+/* --- a pass begins -------------------------------------------------------------------------------------------------------- */
+
+static zs_status broadcast_buffers(zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n_buffers; i++) {
+        if (!zs_tensor_alive(engine->buffers[i])) continue;
+        zs_tensor_info info;
+        void *data = NULL;
+        ZS_TRY(zs_tensor_describe(engine->buffers[i], &info));
+        if (info.numel == 0) continue;
+        if (!info.contiguous)
+            return ZS_FAIL(ZS_ERR_UNSUPPORTED, "forward_sync_buffers requires contiguous buffers: make them "
+                                               "contiguous, or pass forward_sync_buffers=False");
+        ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
+        size_t bytes = (size_t)info.numel * info.itemsize;
+        zs_comm *all = engine->home.ranks.all;
+        bool there = all->ops->broadcast_device != NULL && zs_same_where(info.where, all->device->where);
+        ZS_TRY((there ? all->ops->broadcast_device : all->ops->broadcast)(all, data, bytes, 0));
+    }
+    return ZS_OK;
+}
+
+/* What is gathered for the secondary shards is gathered for this pass. */
+static zs_status renew_kept(const zs_engine *engine, const zs_reading *reading)
+{
+    zs_comm *far = engine->home.ranks.far;
+    if (far == NULL) return ZS_OK;
+    far->reading = zs_reading_told(reading);
+    return zs_kept_refresh(far, engine->home.schedule.records, zs_engine_n_units(engine));
+}
+
+static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        ZS_TRY(zs_unit_write_back(zs_engine_unit(engine, i)));
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        ZS_TRY(zs_unit_cast(zs_engine_unit(engine, i)));
+    bool trains = !entry->by_hand && entry->recording, evaluates = !entry->by_hand && !entry->training;
+    zs_reading reading = {trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE, evaluates, false, 0};
+    reading.sample = zs_sample_take(engine, &reading.changed);
+    ZS_TRY(renew_kept(engine, &reading));
+    discard_dead_grads(engine);
+    ZS_TRY(broadcast_buffers(engine));
+    return begin_reading(engine, &reading);
+}
+
+static zs_status open_backward(zs_engine *engine)
+{
+    engine->home.ranks.all->heard = false;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        zs_in_backward_open(zs_engine_unit(engine, i));
+    discard_dead_grads(engine);
+    return begin_reading(engine, &(zs_reading){.pass = ZS_PASS_BACKWARD});
+}
+
+static zs_status open_session(zs_schedule *schedule, const zs_entry *entry)
+{
+    zs_engine *engine = zs_engine_of_schedule(schedule);
+    return entry != NULL ? open_forward(engine, entry) : open_backward(engine);
+}
+
+/* A hook that a user registers takes the place of ours. Other units get theirs back whenever they are bound. */
+static zs_status hook_fixed(const zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        zs_unit *unit = zs_engine_unit(engine, i);
+        for (int64_t p = 0; unit->record.is.fixed && p < unit->n_params; p++)
+            if (zs_tensor_alive(unit->params[p].tensor)) ZS_TRY(engine->home.calls->hook_param(unit, p));
+    }
+    return ZS_OK;
+}
+
+static zs_status ready_backward(zs_engine *engine)
+{
+    ZS_TRY(zs_engine_check_spoiled(engine));
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        ZS_TRY(zs_in_backward_begin(zs_engine_unit(engine, i)));
+    ZS_TRY(hook_fixed(engine));
+    return engine->hooks->backward_end(engine);
+}
+
+static zs_status ready(zs_schedule *schedule, zs_phase phase)
+{
+    zs_engine *engine = zs_engine_of_schedule(schedule);
+    if (phase == ZS_PHASE_BACKWARD) return ready_backward(engine);
+    zs_history_tell(engine);
+    return zs_engine_reserve(engine);
+}
+
+/* --- a unit's parameters and gradients ------------------------------------------------------------------------------------- */
+
+static zs_status gather(zs_record *record)
+{
+    return zs_unit_gather(zs_unit_of(record));
+}
+
+static zs_status bind(zs_record *record)
+{
+    return zs_unit_bind(zs_unit_of(record));
+}
+
+static void cancel(zs_record *record)
+{
+    zs_unit_cancel(zs_unit_of(record));
+}
+
+static zs_status reshard(zs_record *record)
+{
+    return zs_unit_reshard(zs_unit_of(record));
+}
+
+static zs_status prepare(zs_record *record, int64_t arriving, zs_expected *out)
+{
+    return zs_grads_begin(zs_unit_of(record), arriving, out);
+}
+
+static zs_status keep(zs_record *record, int64_t i, bool *all)
+{
+    zs_unit *unit = zs_unit_of(record);
+    if (zs_in_backward_alone(unit)) return zs_in_backward_arrived(unit, i, all);
+    zs_reduce_keep(unit, i);
+    return ZS_OK;
+}
+
+static zs_status bucket_new(zs_schedule *schedule, size_t bytes, zs_lease **out)
+{
+    return zs_bucket_new(schedule, zs_engine_of_schedule(schedule)->home.ranks.all, bytes, out);
+}
+
+static zs_status begin_round(zs_record *record, bool local)
+{
+    return zs_reduce_begin(zs_unit_of(record), local);
+}
+
+static zs_status pack(zs_record *record, int64_t i, bool anew, bool *first)
+{
+    return zs_reduce_pack(zs_unit_of(record), i, anew, first);
+}
+
+static zs_status send_local(zs_record *record)
+{
+    return zs_reduce_send_local(zs_unit_of(record));
+}
+
+static zs_status post(zs_record *record)
+{
+    return zs_reduce_post(zs_unit_of(record));
+}
+
+static zs_status share(zs_record *record, zs_wait wait, bool *done)
+{
+    return zs_reduce_share(zs_unit_of(record), wait, done);
+}
+
+static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
+{
+    return zs_reduce_sum(zs_unit_of(record), wait, done, over);
+}
+
+static zs_status reusable(zs_record *record, zs_wait wait, bool *done)
+{
+    const zs_unit *unit = zs_unit_of(record);
+    zs_comm *all = unit->home->ranks.all;
+    return all->ops->reusable(all, unit->cunit, wait, done);
+}
+
+static zs_status step(zs_record *record)
+{
+    zs_unit *unit = zs_unit_of(record);
+    if (record->is.reduces) {
+        const zs_comm *all = unit->home->ranks.all;
+        ZS_TRY(zs_device_join(all->device, all->ops->lane));
+        ZS_TRY(zs_grads_deliver(unit));
+    }
+    return zs_in_backward_step(unit);
+}
+
+static zs_status deliver(zs_record *record)
+{
+    return zs_grads_deliver(zs_unit_of(record));
+}
+
+static void drop(zs_record *record)
+{
+    zs_unit *unit = zs_unit_of(record);
+    if (zs_grads_undo(unit)) zs_engine_of_schedule(&unit->home->schedule)->spoiled = true;
+    (void)zs_grads_hand_out(unit);
+    zs_in_backward_abandon(unit);
+}
+
+/* --- a backward ends -------------------------------------------------------------------------------------------------------- */
+
+static zs_status give_up(zs_schedule *schedule)
+{
+    zs_comm *all = zs_engine_of_schedule(schedule)->home.ranks.all;
+    bool heard = all->heard;
+    all->heard = false;
+    return heard ? ZS_OK : all->ops->give_up(all);
+}
+
+static zs_status summed(zs_schedule *schedule)
+{
+    const zs_comm *all = zs_engine_of_schedule(schedule)->home.ranks.all;
+    return zs_device_join(all->device, all->ops->lane);
+}
+
+/* What is stepped in backward and was not yet: now that no peer reads. Not where something has failed, of which `status`
+ * tells. */
+static zs_status step_rest(zs_engine *engine, zs_status status)
+{
+    bool any = false;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        any |= zs_engine_unit(engine, i)->stepping != NULL;
+    if (!any) return status;
+    ZS_THEN(status, zs_writing_begin(engine));
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        if (status == ZS_OK)
+            status = zs_in_backward_finish(zs_engine_unit(engine, i), !engine->home.schedule.gave_up);
+        else
+            zs_in_backward_abandon(zs_engine_unit(engine, i));
+    }
+    if (status == ZS_OK) zs_writing_end(engine);
+    return status;
+}
+
+static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status delivered)
+{
+    zs_engine *engine = zs_engine_of_schedule(schedule);
+    zs_history_reduced(engine, reduced == ZS_OK && !schedule->gave_up);
+    return step_rest(engine, reduced != ZS_OK ? reduced : delivered);
+}
+
+const zs_actions zs_engine_actions = {
+    .ready = ready,
+    .open = open_session,
+    .close = close_session,
+    .gather = gather,
+    .bind = bind,
+    .cancel = cancel,
+    .reshard = reshard,
+    .prepare = prepare,
+    .keep = keep,
+    .bucket_new = bucket_new,
+    .begin_round = begin_round,
+    .pack = pack,
+    .send_local = send_local,
+    .post = post,
+    .share = share,
+    .sum = sum,
+    .reusable = reusable,
+    .step = step,
+    .give_up = give_up,
+    .summed = summed,
+    .deliver = deliver,
+    .drop = drop,
+    .end = end,
+};

@@ -1,0 +1,168 @@
+/* backwards.c - what autograd's hooks, and those who write parameters between passes, tell the schedule. See engine.h.
+ *
+ * The one idea: a hook checks what autograd gave it, and sends an event. None runs Python or needs the GIL.
+ */
+#include "engine/acts.h"
+#include "engine/engine_inside.h"
+#include "engine/history.h"
+#include "engine/spoiled.h"
+#include "engine/usage.h"
+#include "engine/writing.h"
+#include "reduce/in_backward.h"
+
+#include <stdio.h>
+
+static zs_schedule *schedule_of(const zs_unit *unit)
+{
+    return &unit->home->schedule;
+}
+
+/* --- before the backward of a unit's outputs ------------------------------------------------------------------------------- */
+
+/* With create_graph=True autograd records what backward does. That graph would be walked when the units are sharded again,
+ * and would not pass their hooks. */
+static zs_status refuse_double_backward(const zs_unit *unit)
+{
+    if (!zs_grad_mode() || unit->record.is.fixed) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "backward with create_graph=True (gradient penalty, Hessian) is not supported for unit '%s', which "
+                   "is sharded: double backward needs the full parameters after the first backward; use "
+                   "strategy='no_shard', or a penalty without second derivatives",
+                   zs_unit_label(unit->name));
+}
+
+static zs_status before_backward_hook(void *pointer, int64_t stamp)
+{
+    zs_unit *unit = pointer;
+    ZS_TRY(refuse_double_backward(unit));
+    return zs_schedule_backward(schedule_of(unit), &unit->record, stamp);
+}
+
+zs_hook zs_engine_backward_hook(zs_unit *unit)
+{
+    int64_t stamp = zs_schedule_stamp(&unit->record, zs_next_node());
+    return (zs_hook){before_backward_hook, zs_unit_retain, zs_unit_release, unit, stamp};
+}
+
+/* --- a gradient is ready ----------------------------------------------------------------------------------------------------- */
+
+static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_what)
+{
+    return ZS_FAIL(
+        ZS_ERR_STATE,
+        "got a gradient for %sparameter '%s' of unit '%s', which is sharded: the parameter was used outside the unit's "
+        "forward (a penalty over model.parameters(), a weight read by another module), or the forward returned its "
+        "output in an object that zshard does not search (return tensors, tuples, lists, dicts or dataclasses); call "
+        "module.unshard() before such a use, or register the method that uses it with zshard.register_forward_method()",
+        of_what, unit->params[i].name, zs_unit_label(unit->name));
+}
+
+/* A graph that was made of the slice gives the slice's gradient, whatever the parameter is by now. */
+static zs_status check_whole(const zs_unit *unit, int64_t i)
+{
+    zs_grad_info grad;
+    ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
+    if (grad.numel == unit->params[i].numel) return ZS_OK;
+    ZS_TRY(zs_grad_set(unit->params[i].tensor, NULL));
+    return used_outside(unit, i, "the shard of ");
+}
+
+static zs_status grad_ready_hook(void *pointer, int64_t i)
+{
+    zs_unit *unit = pointer;
+    ZS_TRY(zs_in_backward_check(unit));
+    if (!zs_unit_is_full(unit)) return used_outside(unit, i, "");
+    ZS_TRY(check_whole(unit, i));
+    return zs_schedule_gradient(schedule_of(unit), &unit->record, i);
+}
+
+static zs_status hook_param(zs_unit *unit, int64_t i)
+{
+    bool stepped = zs_in_backward_alone(unit) && zs_tensor_requires_grad(unit->params[i].tensor);
+    if (unit->params[i].grad == NULL && !stepped) return ZS_OK;
+    zs_hook hook = {grad_ready_hook, zs_unit_retain, zs_unit_release, unit, i};
+    return zs_hook_grad_ready(unit->params[i].tensor, &hook);
+}
+
+/* --- the end ------------------------------------------------------------------------------------------------------------------ */
+
+/* What a backward has raised, and when, for the peers. */
+static void tell_failure(zs_engine *engine, const char *when)
+{
+    const char *what = zs_backward_failure();
+    char text[ZS_MISHAP];
+    snprintf(text, sizeof text, "raised %s %s", *what != 0 ? what : "an exception", when);
+    zs_engine_tell_mishap(engine, text);
+}
+
+/* A backward has raised. What needs no peer is done at once, so that a zero_grad() that follows means what it says; the
+ * peers are told by zs_engine_settle, before this rank does anything else with its parameters. */
+static void abandon_backward(zs_engine *engine)
+{
+    zs_schedule *schedule = &engine->home.schedule;
+    if (zs_schedule_all_arrived(schedule)) {
+        /* The peers miss nothing: it is over as if it had not raised, and they need not wait for this rank's next move. */
+        (void)zs_schedule_end(schedule);
+        tell_failure(engine, "after its gradients had been reduced");
+        return;
+    }
+    tell_failure(engine, "in backward");
+    zs_schedule_fail(schedule);
+}
+
+static zs_status backward_end_hook(void *pointer, int64_t arg)
+{
+    zs_engine *engine = pointer;
+    if (arg != ZS_BACKWARD_ABANDONED) return zs_schedule_end(&engine->home.schedule);
+    abandon_backward(engine);
+    return ZS_OK;
+}
+
+static void retain_engine(void *engine)
+{
+    zs_engine_retain(engine);
+}
+
+static zs_status hook_backward_end(zs_engine *engine)
+{
+    zs_hook hook = {backward_end_hook, retain_engine, zs_engine_release, engine, 0};
+    return zs_hook_backward_end(&hook);
+}
+
+/* --- an engine with these hooks -------------------------------------------------------------------------------------------- */
+
+static void note_peak(zs_home *home)
+{
+    zs_engine_note_peak((zs_engine *)home);
+}
+
+zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out)
+{
+    static const zs_engine_hooks hooks = {{hook_param, note_peak}, hook_backward_end};
+    return zs_engine_make(ranks, name, &hooks, &zs_engine_actions, out);
+}
+
+/* --- between passes ---------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_engine_settle(zs_engine *engine)
+{
+    return zs_schedule_settle(&engine->home.schedule);
+}
+
+zs_status zs_engine_write_begin(zs_engine *engine)
+{
+    ZS_TRY(zs_engine_settle(engine)); /* peers may still read, for a backward that raised here */
+    return zs_writing_begin(engine);
+}
+
+void zs_engine_write_end(zs_engine *engine)
+{
+    zs_writing_end(engine);
+}
+
+zs_status zs_engine_before_step(zs_engine *engine)
+{
+    ZS_TRY(zs_engine_settle(engine));
+    ZS_TRY(zs_engine_check_spoiled(engine));
+    return zs_writing_begin(engine);
+}

@@ -1,0 +1,284 @@
+/* dry.c - see dry.h. */
+#include "engine/dry.h"
+
+#include <stdlib.h>
+
+typedef struct dry_bucket {
+    zs_lease lease;
+    size_t asked;
+} dry_bucket;
+
+static zs_dry *dry_of(zs_schedule *schedule)
+{
+    return (zs_dry *)schedule;
+}
+
+static zs_dry_unit *dry_unit_of(zs_record *record)
+{
+    return (zs_dry_unit *)record;
+}
+
+static const zs_comm *all_of(const zs_dry *dry)
+{
+    return dry->home->ranks.all;
+}
+
+/* --- the clock ------------------------------------------------------------------------------------------------------------ */
+
+/* When something ends that begins now, or when what is before it has ended. */
+static double queue(const zs_dry *dry, double *until, double seconds)
+{
+    double begin = *until > dry->now ? *until : dry->now;
+    return *until = begin + seconds;
+}
+
+static void wait_for(zs_dry *dry, double when)
+{
+    if (when > dry->now) dry->now = when;
+}
+
+/* --- memory that is borrowed --------------------------------------------------------------------------------------------- */
+
+static zs_status borrow_area(zs_dry *dry, size_t bytes, zs_mem **area)
+{
+    return bytes > 0 ? zs_arena_take(dry->areas, bytes, area) : ZS_OK;
+}
+
+static void give(zs_arena *arena, zs_mem **mem)
+{
+    if (*mem != NULL) zs_arena_give(arena, *mem);
+    *mem = NULL;
+}
+
+/* What is said before a collective. */
+static zs_status talk(zs_dry *dry)
+{
+    zs_mem *area = NULL;
+    ZS_TRY(borrow_area(dry, dry->own.talk, &area));
+    give(dry->areas, &area);
+    return ZS_OK;
+}
+
+static zs_status lend_grads(zs_dry_unit *it)
+{
+    for (int f = 0; f < it->unit->n_flats && it->lends; f++) {
+        const zs_flat *flat = &it->unit->flats[f];
+        if (!flat->trainable || it->grads[f] != NULL) continue;
+        ZS_TRY(zs_arena_take(it->dry->slots, zs_flat_own_bytes(it->unit, flat), &it->grads[f]));
+    }
+    return ZS_OK;
+}
+
+static void return_grads(zs_dry_unit *it)
+{
+    for (int f = 0; f < it->unit->n_flats; f++)
+        give(it->dry->slots, &it->grads[f]);
+}
+
+/* --- parameters ------------------------------------------------------------------------------------------------------------- */
+
+static zs_status gather(zs_record *record)
+{
+    zs_dry_unit *it = dry_unit_of(record);
+    zs_dry *dry = it->dry;
+    const zs_ranks *ranks = &dry->home->ranks;
+    /* Where peers' shards are mapped, that mapping is the full buffer. */
+    bool takes_slots = record->is.replicated || dry->schedule.gathers_cost;
+    for (int f = 0; f < it->unit->n_flats && takes_slots; f++) {
+        ZS_TRY(zs_arena_take(dry->slots, zs_flat_full_bytes(it->unit, &it->unit->flats[f]), &it->slots[f]));
+        if (!record->is.replicated && ranks->near == ranks->all) ZS_TRY(talk(dry));
+    }
+    it->gathered = queue(dry, &dry->gathers_until, it->seconds.gather);
+    return ZS_OK;
+}
+
+static zs_status bind(zs_record *record)
+{
+    wait_for(dry_unit_of(record)->dry, dry_unit_of(record)->gathered);
+    return ZS_OK;
+}
+
+static void cancel(zs_record *record)
+{
+    zs_dry_unit *it = dry_unit_of(record);
+    for (int f = 0; f < it->unit->n_flats; f++)
+        give(it->dry->slots, &it->slots[f]);
+}
+
+static zs_status reshard(zs_record *record)
+{
+    cancel(record);
+    return ZS_OK;
+}
+
+/* --- gradients --------------------------------------------------------------------------------------------------------------- */
+
+static zs_status prepare(zs_record *record, int64_t arriving, zs_expected *out)
+{
+    zs_dry_unit *it = dry_unit_of(record);
+    (void)arriving;
+    *out = (zs_expected){it->prepared, it->n_wanted, it->has_frozen};
+    it->prepared = true;
+    return ZS_OK;
+}
+
+static zs_status bucket_new(zs_schedule *schedule, size_t bytes, zs_lease **out)
+{
+    dry_bucket *made = calloc(1, sizeof *made);
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
+    made->asked = bytes;
+    made->lease.bytes = all_of(dry_of(schedule))->ops->bucket_room(bytes);
+    zs_status status = zs_schedule_add_lease(schedule, &made->lease);
+    if (status != ZS_OK) {
+        free(made);
+        return status;
+    }
+    *out = &made->lease;
+    return ZS_OK;
+}
+
+static zs_status pack(zs_record *record, int64_t i, bool anew, bool *first)
+{
+    (void)record, (void)i, (void)anew;
+    *first = true;
+    return ZS_OK;
+}
+
+static zs_status post(zs_record *record)
+{
+    zs_dry_unit *it = dry_unit_of(record);
+    zs_dry *dry = it->dry;
+    if (dry->schedule.in_order) ZS_TRY(talk(dry));
+    ZS_TRY(borrow_area(dry, it->room.received, &it->received));
+    ZS_TRY(borrow_area(dry, it->room.sent, &it->sent));
+    it->reduced = queue(dry, &dry->reduces_until, it->seconds.reduce);
+    if (dry->schedule.in_order) return ZS_OK;
+    ZS_TRY(lend_grads(it)); /* the sum may be made any time from now on */
+    if (record->early.over) return_grads(it);
+    return ZS_OK;
+}
+
+/* Peers are slow, unless there are none. */
+static bool is_there(const zs_dry *dry, zs_wait wait)
+{
+    return wait != ZS_WAIT_NOT || all_of(dry)->world == 1;
+}
+
+static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
+{
+    zs_dry_unit *it = dry_unit_of(record);
+    zs_dry *dry = it->dry;
+    *done = is_there(dry, wait);
+    if (!*done) return ZS_OK;
+    wait_for(dry, it->reduced);
+    give(dry->areas, &it->sent);
+    if (record->is.replicated && dry->schedule.in_order) ZS_TRY(talk(dry));
+    ZS_TRY(lend_grads(it));
+    give(dry->areas, &it->received);
+    *over = record->early.over;
+    return ZS_OK;
+}
+
+static zs_status reusable(zs_record *record, zs_wait wait, bool *ready)
+{
+    *ready = is_there(dry_unit_of(record)->dry, wait);
+    return ZS_OK;
+}
+
+static zs_status step(zs_record *record)
+{
+    return_grads(dry_unit_of(record));
+    return ZS_OK;
+}
+
+static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status delivered)
+{
+    zs_dry *dry = dry_of(schedule);
+    for (size_t i = 0; i < schedule->n; i++) {
+        return_grads(&dry->units[i]);
+        dry->units[i].prepared = false;
+    }
+    return reduced != ZS_OK ? reduced : delivered;
+}
+
+static const zs_actions dry_actions = {
+    .gather = gather,
+    .bind = bind,
+    .cancel = cancel,
+    .reshard = reshard,
+    .prepare = prepare,
+    .bucket_new = bucket_new,
+    .pack = pack,
+    .post = post,
+    .sum = sum,
+    .reusable = reusable,
+    .step = step,
+    .end = end,
+};
+
+/* --- a run ------------------------------------------------------------------------------------------------------------------ */
+
+static zs_status begin_unit(zs_dry *dry, const zs_unit *unit, zs_dry_unit *it)
+{
+    const zs_comm *all = all_of(dry);
+    it->dry = dry;
+    it->unit = unit;
+    zs_record_init(&it->record, unit->record.is);
+    if (unit->record.is.reduces) {
+        zs_cunit_spec round = zs_unit_round_spec(unit);
+        it->room = all->ops->room(&round, all->world);
+    }
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        bool wanted = unit->flats[unit->params[i].flat].trainable;
+        it->n_wanted += wanted;
+        it->has_frozen |= !wanted;
+    }
+    return zs_schedule_add(&dry->schedule, &it->record);
+}
+
+zs_status zs_dry_begin(zs_dry *dry, const zs_home *home, zs_unit *const *units, size_t n)
+{
+    *dry = (zs_dry){.home = home};
+    zs_schedule_init(&dry->schedule, &dry_actions);
+    zs_schedule_set_transports(&dry->schedule, home->schedule.gathers_cost, home->schedule.in_order);
+    dry->own = all_of(dry)->ops->room(NULL, all_of(dry)->world);
+    dry->units = calloc(n + 1, sizeof *dry->units);
+    if (dry->units == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
+    ZS_TRY(zs_arena_new_outline(&dry->slots));
+    ZS_TRY(zs_arena_new_outline(&dry->areas));
+    for (size_t i = 0; i < n; i++)
+        ZS_TRY(begin_unit(dry, units[i], &dry->units[i]));
+    return ZS_OK;
+}
+
+void zs_dry_step_early(zs_dry *dry, size_t i)
+{
+    zs_dry_unit *it = &dry->units[i];
+    it->lends = it->record.is.reduces;
+    zs_record_set_early(&it->record, it->lends);
+}
+
+size_t zs_dry_bytes(const zs_dry *dry)
+{
+    size_t bytes = zs_arena_bytes(dry->slots) + zs_arena_bytes(dry->areas);
+    for (size_t i = 0; i < dry->schedule.n_leases; i++)
+        bytes += dry->schedule.leases[i]->bytes;
+    return bytes;
+}
+
+size_t zs_dry_asked(const zs_lease *lease)
+{
+    return ((const dry_bucket *)lease)->asked;
+}
+
+void zs_dry_free(zs_dry *dry)
+{
+    for (size_t i = 0; i < dry->schedule.n_leases; i++)
+        free((dry_bucket *)dry->schedule.leases[i]);
+    for (size_t i = 0; i < dry->schedule.n; i++)
+        zs_record_free(&dry->units[i].record);
+    zs_schedule_free(&dry->schedule);
+    zs_arena_free(dry->slots);
+    zs_arena_free(dry->areas);
+    free(dry->units);
+}

@@ -1,0 +1,212 @@
+/* engine.c - what an engine has: its units and their order, memory, buffers. See schedule.h. */
+#include "engine/engine_inside.h"
+
+#include "engine/engine.h"
+#include "engine/sample.h"
+#include "reduce/bucket.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* --- birth, death, list of units ---------------------------------------------------------------------------------------- */
+
+/* Those that have the same part of what is kept must have the same place among their near ranks. */
+static zs_status check_mesh(const zs_ranks *ranks)
+{
+    if (ranks->far == NULL) return ZS_OK;
+    int mine[2] = {ranks->near->rank, ranks->near->world}, all[2 * ranks->far->world];
+    ZS_TRY(ranks->far->ops->exchange(ranks->far, mine, sizeof mine, all));
+    for (int r = 0; r < ranks->far->world; r++)
+        if (memcmp(&all[2 * r], mine, sizeof mine) != 0)
+            return ZS_FAIL(ZS_ERR_VALUE,
+                           "the process groups do not form a mesh: rank %d of %d of a shard group must replicate with "
+                           "rank %d of the other shard groups, got rank %d of %d",
+                           mine[0], mine[1], mine[0], all[2 * r], all[2 * r + 1]);
+    return ZS_OK;
+}
+
+/* Learns which part of the model each rank has. */
+static zs_status find_parts(zs_engine *engine)
+{
+    const zs_ranks *ranks = &engine->home.ranks;
+    int world = ranks->all->world, parts = ranks->shards->world;
+    engine->home.n_parts = parts;
+    engine->home.part =
+        ranks->far == NULL ? ranks->shards->rank : ranks->near->rank * ranks->far->world + ranks->far->rank;
+    engine->home.part_of = calloc((size_t)world, sizeof *engine->home.part_of);
+    if (engine->home.part_of == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
+    for (int r = 0; r < world; r++)
+        engine->home.part_of[r] = r;
+    if (ranks->shards == ranks->all && ranks->far == NULL) return ZS_OK;
+    ZS_TRY(check_mesh(ranks));
+    int mine[2] = {engine->home.part, parts}, all[2 * world];
+    ZS_TRY(ranks->all->ops->exchange(ranks->all, mine, sizeof mine, all));
+    for (int r = 0; r < world; r++) {
+        if (all[2 * r + 1] != parts || world % parts != 0)
+            return ZS_FAIL(ZS_ERR_VALUE,
+                           "all shard groups must have the same size, which must divide the world size: got %d ranks "
+                           "here, %d on rank %d, world size %d",
+                           parts, all[2 * r + 1], r, world);
+        engine->home.part_of[r] = all[2 * r];
+    }
+    return ZS_OK;
+}
+
+static void retain_ranks(const zs_ranks *ranks)
+{
+    zs_comm_retain(ranks->all);
+    zs_comm_retain(ranks->shards);
+    zs_comm_retain(ranks->near);
+    if (ranks->far != NULL) zs_comm_retain(ranks->far);
+}
+
+static void release_ranks(const zs_ranks *ranks)
+{
+    zs_comm_release(ranks->far);
+    zs_comm_release(ranks->near);
+    zs_comm_release(ranks->shards);
+    zs_comm_release(ranks->all);
+}
+
+const zs_ranks *zs_engine_ranks(const zs_engine *engine)
+{
+    return &engine->home.ranks;
+}
+
+static zs_status make_slot(void *near, size_t bytes, zs_mem **out)
+{
+    zs_comm *comm = near;
+    return comm->ops->slot_new(comm, bytes, out);
+}
+
+zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engine_hooks *hooks, const zs_actions *act,
+                         zs_engine **out)
+{
+    zs_engine *engine = calloc(1, sizeof *engine);
+    if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
+    zs_schedule_init(&engine->home.schedule, act);
+    zs_schedule_set_transports(&engine->home.schedule, !ranks->near->ops->mapped, !ranks->all->ops->mapped);
+    engine->refs = 1;
+    engine->hooks = hooks;
+    engine->home.calls = &hooks->calls;
+    engine->home.ranks = *ranks;
+    engine->history.window = 1;
+    engine->history.stepped = UINT64_MAX;
+    retain_ranks(ranks);
+    zs_status status = ZS_OK;
+    ZS_TRY_GOTO(status, find_parts(engine), fail);
+    ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->home.arena), fail);
+    if (ranks->near->ops->slot_new != NULL) zs_arena_made_by(engine->home.arena, make_slot, ranks->near);
+    ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->home.grads), fail);
+    ZS_TRY_GOTO(status, ranks->near->ops->reader_new(ranks->near, name, &engine->reader), fail);
+    *out = engine;
+    return ZS_OK;
+fail:
+    zs_engine_release(engine);
+    return status;
+}
+
+zs_engine *zs_engine_retain(zs_engine *engine)
+{
+    __atomic_fetch_add(&engine->refs, 1, __ATOMIC_RELAXED);
+    return engine;
+}
+
+static void free_buffers(zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n_buffers; i++)
+        zs_tensor_free(engine->buffers[i]);
+    free(engine->buffers);
+    engine->buffers = NULL;
+    engine->n_buffers = 0;
+}
+
+void zs_engine_release(void *pointer)
+{
+    zs_engine *engine = pointer;
+    if (engine == NULL || __atomic_sub_fetch(&engine->refs, 1, __ATOMIC_ACQ_REL) != 0) return;
+    if (engine->reader != NULL) engine->home.ranks.near->ops->reader_free(engine->home.ranks.near, engine->reader);
+    zs_buckets_free(&engine->home.schedule, engine->home.ranks.all);
+    zs_schedule_free(&engine->home.schedule);
+    zs_arena_free(engine->home.arena);
+    zs_pool_free(engine->home.grads);
+    free_buffers(engine);
+    free(engine->calls);
+    free(engine->home.part_of);
+    zs_disk_release(engine->home.offload.disk);
+    release_ranks(&engine->home.ranks);
+    free(engine);
+}
+
+zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
+{
+    ZS_TRY(zs_schedule_add(&engine->home.schedule, &unit->record));
+    zs_home_replan(&engine->home);
+    engine->sampled = false;
+    return ZS_OK;
+}
+
+static void forget_calls(zs_engine *engine, const zs_unit *unit)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < engine->n_calls; i++)
+        if (engine->calls[i].unit != unit) engine->calls[kept++] = engine->calls[i];
+    engine->n_calls = kept;
+}
+
+void zs_engine_forget(zs_engine *engine, zs_unit *unit)
+{
+    zs_schedule_forget(&engine->home.schedule, &unit->record);
+    forget_calls(engine, unit);
+    zs_home_replan(&engine->home);
+    engine->sampled = false;
+}
+
+zs_status zs_engine_take_over(zs_engine *engine, zs_unit *unit)
+{
+    zs_engine *old = zs_engine_of(unit);
+    if (memcmp(&old->home.ranks, &engine->home.ranks, sizeof old->home.ranks) != 0)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "unit '%s' uses another process group, transport or kind of strategy than the outer FSDP(...): "
+                       "pass the same to all units; zero1, hybrid_full and an integer reshard_after_forward must be "
+                       "used for all units or none",
+                       zs_unit_label(unit->name));
+    ZS_TRY(zs_engine_add(engine, unit));
+    zs_engine_forget(old, unit);
+    old->lent_grads = true;
+    unit->home = &zs_engine_retain(engine)->home;
+    zs_engine_release(old);
+    return ZS_OK;
+}
+
+zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n)
+{
+    zs_record *records[n + 1];
+    if (n != zs_engine_n_units(engine))
+        return ZS_FAIL(ZS_ERR_VALUE, "set_order() expects all units of the engine: got %zu of %zu", n,
+                       zs_engine_n_units(engine));
+    for (size_t i = 0; i < n; i++) {
+        if (units[i]->home != &engine->home)
+            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' belongs to another engine", zs_unit_label(units[i]->name));
+        records[i] = &units[i]->record;
+    }
+    zs_schedule_set_order(&engine->home.schedule, records);
+    zs_sample_written(engine);
+    zs_mem_heap_freed(0); /* of the units that have just been made */
+    zs_home_replan(&engine->home);
+    return ZS_OK;
+}
+
+void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch)
+{
+    zs_schedule_set_ahead(&engine->home.schedule, prefetch.ahead);
+    zs_home_replan(&engine->home);
+}
+
+zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n)
+{
+    free_buffers(engine);
+    engine->buffers = tensors;
+    engine->n_buffers = n;
+    return ZS_OK;
+}

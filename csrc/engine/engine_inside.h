@@ -1,0 +1,69 @@
+/* engine_inside.h - the inside of an engine, for the files that make it up. A unit's files see home.h, all others engine.h.
+ */
+#ifndef ZS_ENGINE_INSIDE_H
+#define ZS_ENGINE_INSIDE_H
+
+#include "engine/engine.h"
+#include "engine/plan.h"
+
+/* What its hooks do: events.c's, which makes engines. */
+typedef struct zs_engine_hooks {
+    zs_home_calls calls;
+    /* Has the end of the running backward, or its failure, told to the engine. */
+    zs_status (*backward_end)(zs_engine *);
+} zs_engine_hooks;
+
+/* See history.h. */
+typedef struct zs_history {
+    uint64_t reductions;             /* backwards that have ended, well or not */
+    uint64_t stepped;                /* how many had when an optimizer stepped last */
+    uint64_t window;                 /* how many of them went well on all ranks, and one */
+    uint64_t steps, loads, n_loaded; /* since the last of those: steps and loads, folded; parameters loaded */
+    uint64_t agreed, told;           /* what all ranks had at that time; what the peers are told now */
+} zs_history;
+
+/* See engine.h. */
+struct zs_engine {
+    zs_home home; /* its units' */
+    long refs;
+    const zs_engine_hooks *hooks;
+    bool lent_grads;   /* units that went to another engine have gradients in home.grads */
+    zs_reader *reader; /* owned */
+    bool reading;      /* a reader session is open */
+    bool spoiled;      /* a backward that failed has left gradients that are not to be used */
+    zs_history history;
+    uint64_t sample; /* of what the last write has left in the shards, if `sampled`; see sample.h */
+    bool sampled;
+    bool mishap;    /* the peers are told of one */
+    zs_call *calls; /* [n_calls] what a forward of the modules in their order does; owned */
+    size_t n_calls;
+    zs_engine_bytes peak; /* the most of each that there has been */
+    zs_tensor **buffers;  /* [n_buffers] owned weak handles */
+    size_t n_buffers;
+};
+
+/* Its units: parents before children. A unit takes itself off the list. */
+static inline size_t zs_engine_n_units(const zs_engine *engine)
+{
+    return engine->home.schedule.n;
+}
+
+/* The i-th of them. */
+static inline zs_unit *zs_engine_unit(const zs_engine *engine, size_t i)
+{
+    return zs_unit_of(engine->home.schedule.records[i]);
+}
+
+/* The engine that a schedule begins. */
+static inline zs_engine *zs_engine_of_schedule(zs_schedule *schedule)
+{
+    return (zs_engine *)schedule;
+}
+
+/* --- engine.c ------------------------------------------------------------------------------------------------------------- */
+
+/* zs_engine_new, with these hooks, and actions that are carried out by `act`. */
+zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engine_hooks *hooks, const zs_actions *act,
+                         zs_engine **out);
+
+#endif

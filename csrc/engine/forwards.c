@@ -1,0 +1,126 @@
+/* forwards.c - what users' forwards, and unshard() and reshard(), tell the schedule. See engine.h.
+ */
+#include "engine/engine_inside.h"
+#include "engine/pin.h"
+#include "reduce/in_backward.h"
+
+static zs_schedule *schedule_of(const zs_unit *unit)
+{
+    return &unit->home->schedule;
+}
+
+zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
+{
+    zs_engine *old = zs_engine_of(unit);
+    if (old == engine) return ZS_OK;
+    ZS_TRY(zs_engine_settle(old));
+    if (old->home.schedule.stage != ZS_IDLE || engine->home.schedule.stage != ZS_IDLE)
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "FSDP(...) was called during a forward or backward of unit '%s'; call it between steps",
+                       zs_unit_label(unit->name));
+    return zs_engine_take_over(engine, unit);
+}
+
+/* --- sessions opened by hand ---------------------------------------------------------------------------------------------- */
+
+static bool backward_runs(const zs_schedule *schedule)
+{
+    return schedule->stage == ZS_IN_BACKWARD && zs_in_backward();
+}
+
+static zs_entry entry_now(void)
+{
+    return (zs_entry){.recording = zs_grad_mode(), .now = zs_next_node()};
+}
+
+zs_status zs_engine_open(zs_engine *engine)
+{
+    if (backward_runs(&engine->home.schedule))
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "full parameters cannot be accessed during a backward; access them before or after it");
+    zs_entry entry = entry_now();
+    entry.by_hand = true;
+    return zs_schedule_enter(&engine->home.schedule, NULL, &entry);
+}
+
+zs_status zs_engine_close(zs_engine *engine)
+{
+    return zs_schedule_leave_by_hand(&engine->home.schedule);
+}
+
+size_t zs_engine_n_open(const zs_engine *engine)
+{
+    return engine->home.schedule.n_open;
+}
+
+zs_status zs_engine_unwind(zs_engine *engine, size_t n_open)
+{
+    return zs_schedule_unwind(&engine->home.schedule, n_open);
+}
+
+zs_status zs_engine_unshard(zs_unit *unit, bool exact)
+{
+    if (unit->record.is.fixed || unit->record.pinned) return ZS_OK;
+    ZS_TRY(zs_engine_open(zs_engine_of(unit)));
+    zs_status status = zs_pin(unit, exact);
+    ZS_ALSO(status, zs_engine_close(zs_engine_of(unit)));
+    return status;
+}
+
+zs_status zs_engine_reshard(zs_unit *unit)
+{
+    bool running = backward_runs(schedule_of(unit));
+    if (unit->record.inside > 0 || running)
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "reshard() of unit '%s' was called during %s, which needs the full parameters; call it afterwards",
+            zs_unit_label(unit->name), running ? "a backward" : "its own forward");
+    return zs_schedule_reshard(schedule_of(unit), &unit->record);
+}
+
+zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, size_t n)
+{
+    zs_record *records[n + 1];
+    for (size_t i = 0; i < n; i++) {
+        if (units[i]->home != unit->home)
+            return ZS_FAIL(ZS_ERR_VALUE,
+                           "cannot prefetch across models: units '%s' and '%s' belong to different models; set the "
+                           "units to prefetch after wrapping the outermost module",
+                           zs_unit_label(unit->name), zs_unit_label(units[i]->name));
+        records[i] = &units[i]->record;
+    }
+    ZS_TRY(zs_schedule_follow(&unit->record, phase, records, n));
+    zs_home_replan(unit->home);
+    return ZS_OK;
+}
+
+/* --- forwards -------------------------------------------------------------------------------------------------------------- */
+
+/* A checkpoint around the whole model that runs its backward within another: each would end, and step, by itself. */
+static zs_status check_outside(const zs_unit *unit)
+{
+    if (unit->stepping == NULL || !zs_in_backward()) return ZS_OK;
+    return ZS_FAIL(
+        ZS_ERR_UNSUPPORTED,
+        "unit '%s' runs its forward inside another backward, most likely that of a reentrant checkpoint around the "
+        "whole model, which optimizer_in_backward() does not support: pass use_reentrant=False to checkpoint()",
+        zs_unit_label(unit->name));
+}
+
+zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
+{
+    zs_entry entry = entry_now();
+    entry.training = training;
+    if (backward_runs(schedule_of(unit))) {
+        ZS_TRY(zs_in_backward_check(unit));
+        return zs_schedule_recompute(schedule_of(unit), &unit->record, entry.now);
+    }
+    ZS_TRY(check_outside(unit));
+    ZS_TRY(zs_pin_check_forward(unit));
+    return zs_schedule_enter(schedule_of(unit), &unit->record, &entry);
+}
+
+zs_status zs_engine_post_forward(zs_unit *unit, bool keep)
+{
+    return zs_schedule_leave(schedule_of(unit), &unit->record, keep);
+}

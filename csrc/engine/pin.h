@@ -1,0 +1,24 @@
+/* pin.h - a unit that is unsharded by hand: from unshard() to reshard(), or within summon_full_params().
+ *
+ * The one idea: user code may take any time between the two, so what it holds is a copy of this unit's own, not a view of
+ * shards that their owners may write to next. No session stays open, and no peer has to wait. What is written to the copy
+ * can be taken over in the end: each rank keeps its slice.
+ */
+#ifndef ZS_PIN_H
+#define ZS_PIN_H
+
+#include "unit/pinned.h"
+
+/* Makes the unit FULL on a copy, `exact`: in its parameters' own dtype. It stays so until it is resharded, as at the
+ * end of each backward. Inside a session; collective. No-op if it is pinned already. ZS_ERR_STATE if `exact`, and a forward
+ * has it unsharded in another dtype. */
+zs_status zs_pin(zs_unit *unit, bool exact);
+
+/* What was written to the copy is no error: `keep`: this rank's slice of it goes into the shard. Outside of sessions, before
+ * it is resharded. No-op for a unit that is not pinned. */
+zs_status zs_pin_accept(zs_unit *unit, bool keep);
+
+/* ZS_ERR_STATE if the unit is pinned in another dtype than forward wants. */
+zs_status zs_pin_check_forward(const zs_unit *unit);
+
+#endif

@@ -1,0 +1,193 @@
+/* plan.c - see plan.h. */
+#include "engine/plan.h"
+
+#include <stdlib.h>
+
+enum { MOST_ROUNDS = 32 }; /* until the memory no longer grows; three are usual */
+
+/* One of the calls that are gone through. */
+typedef struct planned_call {
+    zs_dry_unit *it; /* borrowed */
+    int64_t stamp;  /* what the hook before the backward of the forward that ends here is told; negative: it has none */
+    bool outermost; /* that forward is not within another of its unit */
+} planned_call;
+
+typedef struct planner {
+    zs_dry dry;
+    const zs_plan_spec *spec;
+    planned_call *calls; /* [spec->n_calls] owned */
+    int64_t nodes;       /* that autograd's graph would have had before this step: one for each call */
+} planner;
+
+static zs_dry_unit *dry_unit(planner *p, const zs_unit *unit)
+{
+    size_t i = 0;
+    while (p->dry.units[i].unit != unit)
+        i++;
+    return &p->dry.units[i];
+}
+
+/* Does the unit's parameter `i` get a gradient? */
+static bool wants(const zs_unit *unit, int64_t i)
+{
+    return unit->flats[unit->params[i].flat].trainable;
+}
+
+/* What wrapping has left: the room in which values came from rank 0, one parameter after the other. */
+static zs_status share_values(planner *p)
+{
+    zs_dry *dry = &p->dry;
+    size_t largest = dry->own.talk;
+    for (size_t i = 0; i < dry->schedule.n; i++) {
+        const zs_unit *unit = dry->units[i].unit;
+        for (int64_t k = 0; k < unit->n_params; k++) {
+            size_t bytes = (size_t)unit->params[k].numel * unit->flats[unit->params[k].flat].layout.itemsize;
+            if (bytes > dry->own.piece) bytes = dry->own.piece;
+            if (bytes > largest) largest = bytes;
+        }
+    }
+    zs_mem *area = NULL;
+    if (largest == 0) return ZS_OK;
+    ZS_TRY(zs_arena_take(dry->areas, largest, &area));
+    zs_arena_give(dry->areas, area);
+    return ZS_OK;
+}
+
+/* --- passes ------------------------------------------------------------------------------------------------------------------ */
+
+static zs_status go_forward(planner *p, bool training)
+{
+    zs_schedule *schedule = &p->dry.schedule;
+    bool live = false; /* what runs has a gradient history */
+    for (size_t c = 0; c < p->spec->n_calls; c++) {
+        const zs_call *call = &p->spec->calls[c];
+        planned_call *planned = &p->calls[c];
+        zs_dry_unit *it = planned->it;
+        int64_t now = p->nodes + (int64_t)c;
+        planned->stamp = -1;
+        if (call->what == ZS_CALL_ENTER) {
+            zs_entry entry = {.training = training, .recording = training, .now = now};
+            ZS_TRY(zs_schedule_enter(schedule, &it->record, &entry));
+            p->dry.now += it->record.inside == 1 ? it->seconds.forward : 0;
+        } else if (call->what == ZS_CALL_EXIT) {
+            planned->outermost = it->record.inside == 1;
+            if (training && live) planned->stamp = zs_schedule_stamp(&it->record, now);
+            ZS_TRY(zs_schedule_leave(schedule, &it->record, training && live));
+        } else {
+            live |= wants(call->unit, call->what);
+        }
+    }
+    p->nodes += (int64_t)p->spec->n_calls;
+    return ZS_OK;
+}
+
+static zs_status go_backward(planner *p)
+{
+    zs_schedule *schedule = &p->dry.schedule;
+    ZS_TRY(zs_schedule_begin_backward(schedule));
+    for (size_t c = p->spec->n_calls; c-- > 0;) {
+        const zs_call *call = &p->spec->calls[c];
+        const planned_call *planned = &p->calls[c];
+        zs_dry_unit *it = planned->it;
+        if (call->what == ZS_CALL_ENTER) continue;
+        if (call->what != ZS_CALL_EXIT) {
+            if (wants(call->unit, call->what) && it->record.is.reduces)
+                ZS_TRY(zs_schedule_gradient(schedule, &it->record, call->what));
+        } else if (planned->stamp >= 0) {
+            ZS_TRY(zs_schedule_backward(schedule, &it->record, planned->stamp));
+            p->dry.now += planned->outermost ? it->seconds.backward : 0;
+        }
+    }
+    return zs_schedule_end(schedule);
+}
+
+static zs_status train_and_evaluate(planner *p, double *seconds)
+{
+    zs_schedule_forget_order(&p->dry.schedule);
+    for (int step = 0; step < 4; step++) {
+        bool training = step != 2;
+        double begin = p->dry.now;
+        ZS_TRY(go_forward(p, training));
+        if (training) ZS_TRY(go_backward(p));
+        *seconds = p->dry.now - begin;
+    }
+    return ZS_OK;
+}
+
+/* Slots that a step before has left are lent differently in the next: goes on until that makes no more of them. */
+static zs_status settle(planner *p, double *seconds)
+{
+    for (int round = 0; round < MOST_ROUNDS; round++) {
+        size_t before = zs_dry_bytes(&p->dry);
+        ZS_TRY(train_and_evaluate(p, seconds));
+        if (round > 0 && zs_dry_bytes(&p->dry) == before) break;
+    }
+    return ZS_OK;
+}
+
+/* --- a plan ------------------------------------------------------------------------------------------------------------------ */
+
+/* Who follows whom by hand. */
+static zs_status copy_follows(planner *p, const zs_unit *unit, zs_dry_unit *it)
+{
+    for (int phase = 0; phase < 2; phase++) {
+        const zs_follow *list = &unit->record.by_hand[phase];
+        zs_record *records[list->n + 1];
+        for (size_t k = 0; k < list->n; k++)
+            records[k] = &dry_unit(p, zs_unit_of(list->records[k]))->record;
+        ZS_TRY(zs_schedule_follow(&it->record, phase, records, list->n));
+    }
+    return ZS_OK;
+}
+
+static zs_status begin(planner *p, const zs_home *home)
+{
+    const zs_plan_spec *spec = p->spec;
+    ZS_TRY(zs_dry_begin(&p->dry, home, spec->units, spec->n_units));
+    zs_schedule_set_ahead(&p->dry.schedule, spec->ahead);
+    for (size_t i = 0; i < spec->n_units; i++) {
+        if (spec->stepped || spec->units[i]->borrows) zs_dry_step_early(&p->dry, i);
+        if (spec->seconds != NULL) p->dry.units[i].seconds = spec->seconds[i];
+        ZS_TRY(copy_follows(p, spec->units[i], &p->dry.units[i]));
+    }
+    p->nodes = 1; /* a unit that has not run is older */
+    p->calls = calloc(spec->n_calls + 1, sizeof *p->calls);
+    if (p->calls == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
+    for (size_t c = 0; c < spec->n_calls; c++)
+        p->calls[c].it = dry_unit(p, spec->calls[c].unit);
+    return share_values(p);
+}
+
+static zs_status hand_out(planner *p, zs_plan *plan)
+{
+    const zs_schedule *schedule = &p->dry.schedule;
+    plan->buckets = calloc(schedule->n_leases + 1, sizeof *plan->buckets);
+    if (plan->buckets == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
+    for (size_t i = 0; i < schedule->n_leases; i++)
+        plan->buckets[i] = zs_dry_asked(schedule->leases[i]);
+    plan->n_buckets = schedule->n_leases;
+    plan->slots = p->dry.slots;
+    plan->areas = p->dry.areas;
+    p->dry.slots = p->dry.areas = NULL;
+    return ZS_OK;
+}
+
+zs_status zs_plan_make(const zs_home *home, const zs_plan_spec *spec, zs_plan *plan)
+{
+    *plan = (zs_plan){0};
+    planner p = {.spec = spec};
+    zs_status status = begin(&p, home);
+    ZS_THEN(status, settle(&p, &plan->seconds));
+    ZS_THEN(status, hand_out(&p, plan));
+    zs_dry_free(&p.dry);
+    free(p.calls);
+    return status;
+}
+
+void zs_plan_free(zs_plan *plan)
+{
+    zs_arena_free(plan->slots);
+    zs_arena_free(plan->areas);
+    free(plan->buckets);
+    *plan = (zs_plan){0};
+}

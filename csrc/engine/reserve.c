@@ -1,0 +1,102 @@
+/* reserve.c - an engine's memory: what is reserved before the first step, and what will be held.
+ *
+ * The one idea: a plan (plan.h) says what a step takes, and the arena and the pool are made to fit it, so that what is
+ * predicted is what there is. Address space that nobody has touched costs nothing: reserving early is free.
+ */
+#include "engine/engine.h"
+#include "engine/engine_inside.h"
+#include "reduce/bucket.h"
+#include "reduce/in_backward.h"
+
+#include <stdlib.h>
+
+/* --- reserving -------------------------------------------------------------------------------------------------------- */
+
+void zs_engine_set_calls(zs_engine *engine, zs_call *calls, size_t n)
+{
+    free(engine->calls);
+    engine->calls = calls;
+    engine->n_calls = n;
+    zs_home_replan(&engine->home);
+}
+
+static zs_status make_plan(const zs_engine *engine, bool stepped, const zs_unit_seconds *seconds, zs_plan *plan)
+{
+    size_t n = zs_engine_n_units(engine);
+    zs_unit *units[n + 1];
+    for (size_t i = 0; i < n; i++)
+        units[i] = zs_engine_unit(engine, i);
+    const int *ahead = engine->home.schedule.ahead;
+    zs_plan_spec spec = {.units = units, .n_units = n, .calls = engine->calls, .n_calls = engine->n_calls};
+    spec.ahead[0] = ahead[0];
+    spec.ahead[1] = ahead[1];
+    spec.stepped = stepped;
+    spec.seconds = seconds;
+    return zs_plan_make(&engine->home, &spec, plan);
+}
+
+zs_status zs_engine_reserve(zs_engine *engine)
+{
+    if (engine->home.reserved || engine->home.schedule.stage != ZS_IDLE || engine->home.schedule.n_open > 0)
+        return ZS_OK;
+    zs_engine_note_peak(engine);
+    zs_plan plan;
+    zs_status status = make_plan(engine, false, NULL, &plan);
+    ZS_THEN(status, zs_arena_fit(engine->home.arena, plan.slots));
+    ZS_THEN(status, zs_buckets_fit(&engine->home.schedule, engine->home.ranks.all, plan.buckets, plan.n_buckets));
+    zs_comm *all = engine->home.ranks.all;
+    if (status == ZS_OK && all->ops->reserve != NULL) status = all->ops->reserve(all, plan.areas);
+    zs_plan_free(&plan);
+    engine->home.reserved = status == ZS_OK;
+    return status;
+}
+
+/* --- predicted ----------------------------------------------------------------------------------------------------------- */
+
+static size_t bytes_without_units(const zs_comm *comm)
+{
+    zs_room room = comm->ops->room(NULL, comm->world);
+    return room.fixed + room.talk;
+}
+
+static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
+{
+    const zs_comm *all = unit->home->ranks.all;
+    *(unit->offloads.params ? &bytes->offloaded : &bytes->shards) += zs_unit_shard_bytes(unit);
+    bytes->kept += zs_unit_kept_bytes(unit);
+    if (!zs_unit_reduces(unit)) return;
+    size_t *grads = unit->offloads.grads ? &bytes->offloaded : &bytes->grads;
+    for (int f = 0; f < unit->n_flats && (!stepped || unit->offloads.grads); f++)
+        if (unit->flats[f].trainable) *grads += zs_flat_own_bytes(unit, &unit->flats[f]);
+    zs_cunit_spec spec = zs_unit_round_spec(unit);
+    if (spec.n_slices > 0) bytes->transport += all->ops->room(&spec, all->world).record;
+}
+
+zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *out)
+{
+    zs_plan plan;
+    zs_status status = make_plan(engine, stepped, NULL, &plan);
+    const zs_comm *all = engine->home.ranks.all;
+    zs_engine_bytes bytes = {.transport = zs_usage_of_transports(&engine->home.ranks, bytes_without_units)};
+    for (size_t i = 0; i < zs_engine_n_units(engine) && status == ZS_OK; i++)
+        add_unit(zs_engine_unit(engine, i), stepped || zs_engine_unit(engine, i)->borrows, &bytes);
+    if (status == ZS_OK) {
+        bytes.slots = zs_arena_bytes(plan.slots);
+        bytes.transport += zs_arena_bytes(plan.areas) - all->ops->room(NULL, all->world).talk;
+    }
+    for (size_t i = 0; i < plan.n_buckets; i++)
+        bytes.buckets += all->ops->bucket_room(plan.buckets[i]);
+    zs_plan_free(&plan);
+    zs_usage_add_up(&bytes);
+    *out = bytes;
+    return status;
+}
+
+zs_status zs_engine_predict_seconds(const zs_engine *engine, const zs_unit_seconds *each, double *out)
+{
+    zs_plan plan;
+    zs_status status = make_plan(engine, false, each, &plan);
+    *out = plan.seconds;
+    zs_plan_free(&plan);
+    return status;
+}

@@ -1,0 +1,41 @@
+/* spoiled.c - see spoiled.h. */
+#include "engine/spoiled.h"
+
+#include "engine/engine_inside.h"
+
+#include <math.h>
+
+/* Is what a parameter shows as .grad left from a backward that failed? Zeros are nobody's. */
+static zs_status is_spoiled(const zs_unit *unit, const zs_param *param, bool *spoiled)
+{
+    *spoiled = false;
+    if (param->grad == NULL || !zs_tensor_alive(param->tensor)) return ZS_OK;
+    ZS_TRY(zs_grad_is(param->tensor, param->grad, spoiled));
+    zs_grad_info grad;
+    if (*spoiled) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+    if (!*spoiled || !grad.dense) return ZS_OK;
+    zs_numbers numbers = {grad.data, grad.numel, grad.dtype};
+    double largest = 0;
+    ZS_TRY(zs_device_norm(zs_home_device(unit->home), &numbers, 1, (double)INFINITY, &largest));
+    *spoiled = largest != 0;
+    return ZS_OK;
+}
+
+zs_status zs_engine_check_spoiled(zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine) && engine->spoiled; i++) {
+        zs_unit *unit = zs_engine_unit(engine, i);
+        for (int64_t p = 0; p < unit->n_params; p++) {
+            bool spoiled = false;
+            ZS_TRY(is_spoiled(unit, &unit->params[p], &spoiled));
+            if (spoiled)
+                return ZS_FAIL(ZS_ERR_STATE,
+                               "the .grad of parameter '%s' was accumulated before a backward that failed, which has "
+                               "already added some of its gradients: call zero_grad() on all ranks before the next "
+                               "backward or optimizer step",
+                               unit->params[p].name);
+        }
+    }
+    engine->spoiled = false;
+    return ZS_OK;
+}

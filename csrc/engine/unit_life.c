@@ -1,0 +1,258 @@
+/* unit_life.c - birth and death of a unit: which flat a parameter goes to, and what is made of it. See unit.h. */
+#define _GNU_SOURCE /* strdup */
+#include "unit/unit.h"
+
+#include "device/device.h"
+#include "engine/engine_inside.h"
+#include "reduce/in_backward.h"
+#include "reduce/local_grads.h"
+#include "unit/kept.h"
+#include "unit/offload.h"
+#include "unit/pinned.h"
+#include "unit/unit_memory.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* --- references --------------------------------------------------------------------------------------------------- */
+
+static void free_flat(zs_unit *unit, zs_flat *flat)
+{
+    zs_comm *comm = unit->home->ranks.shards, *near = unit->home->ranks.near;
+    zs_offload_done_flat(flat); /* while its memory is known to the pager */
+    zs_storage_free(flat->full);
+    zs_storage_free(flat->shard);
+    zs_storage_free(flat->grads);
+    if (flat->mem.mem != NULL) flat->mem.mem->user = NULL;
+    if (flat->low.mem != NULL) flat->low.mem->user = NULL;
+    if (unit->record.is.replicated)
+        zs_mem_release(flat->mem.mem);
+    else if (flat->mem.mem != NULL)
+        comm->ops->flat_free(comm, &flat->mem);
+    if (flat->low.mem != NULL) comm->ops->flat_free(comm, &flat->low);
+    if (flat->kept.mem != NULL) near->ops->flat_free(near, &flat->kept);
+    if (flat->grad_mem != NULL) flat->grad_mem->user = NULL;
+    if (unit->record.is.fixed && flat->full_mem != NULL) flat->full_mem->user = NULL;
+    zs_mem_release(flat->grad_mem);
+    zs_mem_release(flat->full_mem);
+    zs_layout_free(&flat->layout);
+}
+
+static void free_unit(zs_unit *unit)
+{
+    zs_comm *comm = unit->home->ranks.all;
+    zs_engine_forget(zs_engine_of(unit), unit);
+    zs_in_backward_detach(unit);
+    zs_local_grads_free(unit);
+    zs_pinned_end(unit);
+    zs_schedule_cancel(&unit->home->schedule, &unit->record);
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        zs_tensor_free(param->tensor);
+        zs_tensor_free(param->grad);
+        free(param->name);
+        free(param->sizes);
+    }
+    for (int f = 0; f < unit->n_flats; f++)
+        free_flat(unit, &unit->flats[f]);
+    if (unit->cunit != NULL) comm->ops->cunit_free(comm, unit->cunit);
+    free(unit->params);
+    free(unit->used);
+    free(unit->name);
+    free(unit->sharded_message);
+    zs_offload_forget(unit);
+    zs_record_free(&unit->record);
+    zs_engine_release(zs_engine_of(unit));
+    free(unit);
+}
+
+void zs_unit_retain(void *unit)
+{
+    __atomic_fetch_add(&((zs_unit *)unit)->refs, 1, __ATOMIC_RELAXED);
+}
+
+void zs_unit_release(void *unit)
+{
+    if (unit != NULL && __atomic_sub_fetch(&((zs_unit *)unit)->refs, 1, __ATOMIC_ACQ_REL) == 0) free_unit(unit);
+}
+
+/* --- which flat each parameter goes to ------------------------------------------------------------------------------ */
+
+/* `device`: where the unit will be, NULL: wherever its parameters are. */
+static zs_status check_param(const zs_unit_spec *spec, const zs_device *device, int64_t i, const zs_tensor_info *info)
+{
+    const char *name = spec->names[i];
+    if (info->where.type == ZS_ON_META && !spec->outline)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' is on the meta device and has no values to shard: initialize the model on the "
+                       "CPU (or call module.to_empty(device='cpu') and initialize it) before FSDP(...)",
+                       name);
+    bool elsewhere = device != NULL && !zs_same_where(info->where, device->where) && !spec->outline;
+    if (info->where.type == ZS_ON_OTHER || elsewhere)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' of unit '%s' is on another device: all parameters of a model must be on one "
+                       "device (%s); move the model there before FSDP(...)",
+                       name, zs_unit_label(spec->name), device != NULL ? device->ops->name : "the CPU or a CUDA GPU");
+    if (!info->strided)
+        return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a dense tensor; pass its module in ignored_modules", name);
+    if (info->ndim > ZS_MAX_DIM)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "parameter '%s' has %d dimensions; at most %d are supported", name,
+                       info->ndim, ZS_MAX_DIM);
+    if (!info->is_leaf)
+        return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a leaf tensor: detach() it before FSDP(...)", name);
+    if (info->requires_grad && info->dtype == ZS_BYTES)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' requires grad, but gradients of its dtype cannot be reduced (only float32, "
+                       "float64, bfloat16 and float16): convert it, or pass its module in ignored_modules",
+                       name);
+    return ZS_OK;
+}
+
+static bool is_lowered(const zs_unit_spec *spec, int64_t i, const zs_tensor_info *info)
+{
+    return info->dtype != ZS_BYTES && !(spec->keep != NULL && spec->keep[i]);
+}
+
+/* In which dtype a parameter is computed with, and its gradient sent. */
+static zs_precision precision_of(bool replicated, const zs_unit_spec *spec, int64_t i, const zs_tensor_info *info)
+{
+    zs_precision own = {info->dtype, info->dtype};
+    if (!is_lowered(spec, i, info)) return own;
+    if (spec->precision.compute != ZS_BYTES) own.compute = own.wire = spec->precision.compute;
+    if (spec->precision.wire != ZS_BYTES) own.wire = spec->precision.wire;
+    /* What is shared of a sum is the sum itself, not what it would be after another rounding. */
+    if (replicated) own.wire = info->dtype;
+    return own;
+}
+
+static zs_status find_flat(zs_unit *unit, const zs_tensor_info *info, zs_precision own, int *index)
+{
+    for (int f = 0; f < unit->n_flats; f++) {
+        const zs_flat *flat = &unit->flats[f];
+        if (flat->dtype == info->dtype && flat->trainable == info->requires_grad &&
+            flat->layout.itemsize == info->itemsize && flat->compute == own.compute) {
+            *index = f;
+            return ZS_OK;
+        }
+    }
+    if (unit->n_flats == ZS_MAX_FLATS)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "unit '%s' has more than %d combinations of parameter dtype and requires_grad; wrap its "
+                       "submodules as units of their own",
+                       zs_unit_label(unit->name), ZS_MAX_FLATS);
+    zs_flat *flat = &unit->flats[unit->n_flats];
+    flat->dtype = info->dtype;
+    flat->compute = own.compute;
+    flat->wire = own.wire;
+    flat->compute_size = own.compute == info->dtype ? info->itemsize : zs_dtype_size(own.compute);
+    flat->wire_size = own.wire == info->dtype ? info->itemsize : zs_dtype_size(own.wire);
+    flat->trainable = info->requires_grad;
+    flat->layout.itemsize = info->itemsize;
+    *index = unit->n_flats++;
+    return ZS_OK;
+}
+
+zs_status zs_unit_check(const zs_unit_spec *spec)
+{
+    zs_unit scratch = {.name = (char *)(uintptr_t)spec->name};
+    for (int64_t i = 0; i < spec->n_params; i++) {
+        zs_tensor_info info;
+        int flat;
+        ZS_TRY(zs_tensor_describe(spec->tensors[i], &info));
+        ZS_TRY(check_param(spec, NULL, i, &info));
+        ZS_TRY(find_flat(&scratch, &info, precision_of(false, spec, i, &info), &flat));
+    }
+    return ZS_OK;
+}
+
+static zs_status describe_params(zs_unit *unit, const zs_unit_spec *spec)
+{
+    for (int64_t i = 0; i < spec->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        zs_tensor_info info;
+        ZS_TRY(zs_tensor_describe(spec->tensors[i], &info));
+        ZS_TRY(check_param(spec, zs_home_device(unit->home), i, &info));
+        ZS_TRY(find_flat(unit, &info, precision_of(unit->record.is.replicated, spec, i, &info), &param->flat));
+        param->tensor = zs_tensor_new_weak(spec->tensors[i]);
+        param->numel = info.numel;
+        param->ndim = info.ndim;
+        param->name = strdup(spec->names[i]);
+        param->sizes = calloc((size_t)info.ndim + 1, sizeof *param->sizes);
+        if (param->name == NULL || param->sizes == NULL)
+            return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating parameter '%s'", spec->names[i]);
+        memcpy(param->sizes, info.sizes, (size_t)info.ndim * sizeof *param->sizes);
+    }
+    return ZS_OK;
+}
+
+/* --- birth ---------------------------------------------------------------------------------------------------------- */
+
+static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
+{
+    ZS_TRY(describe_params(unit, spec));
+    ZS_TRY(zs_unit_lay_out(unit));
+    if (spec->outline) return ZS_OK;
+    ZS_TRY(zs_unit_take_memory(unit));
+    ZS_TRY(zs_unit_take_values(unit));
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        ZS_TRY(zs_grad_set(param->tensor, NULL));
+        ZS_TRY(zs_unit_bind_local(unit, param));
+        if (zs_unit_reduces(unit)) ZS_TRY(unit->home->calls->hook_param(unit, i));
+    }
+    zs_offload_filled(unit);
+    return ZS_OK;
+}
+
+/* Is any of the parameters computed with in another dtype than its own? */
+static bool lowers(bool replicated, const zs_unit_spec *spec)
+{
+    for (int64_t i = 0; i < spec->n_params; i++) {
+        zs_tensor_info info;
+        if (zs_tensor_describe(spec->tensors[i], &info) != ZS_OK) continue; /* building the unit will tell */
+        if (precision_of(replicated, spec, i, &info).compute != info.dtype) return true;
+    }
+    return false;
+}
+
+static size_t bytes_of(const zs_unit_spec *spec)
+{
+    size_t total = 0;
+    for (int64_t i = 0; i < spec->n_params; i++) {
+        zs_tensor_info info;
+        if (zs_tensor_describe(spec->tensors[i], &info) == ZS_OK) total += (size_t)info.numel * info.itemsize;
+    }
+    return total;
+}
+
+zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out)
+{
+    zs_unit *unit = calloc(1, sizeof *unit);
+    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(spec->name));
+    unit->refs = 1;
+    unit->home = &zs_engine_retain((zs_engine *)home)->home;
+    unit->strategy = spec->strategy;
+    zs_traits is = {.replicated = spec->strategy == ZS_NO_SHARD || home->n_parts == 1, .empty = spec->n_params == 0};
+    is.stays = spec->strategy == ZS_SHARD_GRAD_OP;
+    zs_offload_choose(&home->offload, unit, bytes_of(spec));
+    is.fixed = is.replicated && !unit->offloads.params && !lowers(is.replicated, spec);
+    zs_record_init(&unit->record, is);
+    unit->part = is.replicated ? home->ranks.all->rank : home->part;
+    unit->n_params = spec->n_params;
+    unit->name = strdup(spec->name);
+    unit->sharded_message = zs_unit_message(spec->name);
+    unit->params = calloc((size_t)spec->n_params + 1, sizeof *unit->params);
+    zs_status status = ZS_OK;
+    if (unit->name == NULL || unit->sharded_message == NULL || unit->params == NULL)
+        status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(spec->name));
+    ZS_THEN(status, build(unit, spec));
+    ZS_THEN(status, zs_engine_add(zs_engine_of(unit), unit));
+    if (!spec->outline && !zs_home_device(home)->ops->queues) zs_mem_heap_freed(bytes_of(spec));
+    if (status != ZS_OK) {
+        zs_unit_release(unit);
+        return status;
+    }
+    *out = unit;
+    return ZS_OK;
+}

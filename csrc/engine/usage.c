@@ -1,0 +1,68 @@
+/* usage.c - see usage.h. */
+#include "engine/usage.h"
+
+#include "engine/engine_inside.h"
+#include "reduce/bucket.h"
+#include "unit/pinned.h"
+
+size_t zs_usage_of_transports(const zs_ranks *ranks, size_t (*of)(const zs_comm *))
+{
+    zs_comm *each[ZS_RANKS];
+    size_t n = zs_ranks_list(ranks, each), total = 0;
+    for (size_t i = 0; i < n; i++)
+        total += of(each[i]);
+    return total;
+}
+
+static size_t bytes_now(const zs_comm *comm)
+{
+    return comm->ops->bytes(comm);
+}
+
+void zs_usage_add_up(zs_engine_bytes *bytes)
+{
+    bytes->total = bytes->shards + bytes->kept + bytes->grads + bytes->slots + bytes->buckets + bytes->transport;
+}
+
+zs_engine_bytes zs_engine_memory(const zs_engine *engine)
+{
+    zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->home.arena),
+                             .buckets = zs_buckets_bytes(&engine->home.schedule),
+                             .transport = zs_usage_of_transports(&engine->home.ranks, bytes_now)};
+    const zs_disk *disk = NULL;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        const zs_unit_offload *offloads = &zs_engine_unit(engine, i)->offloads;
+        if (!offloads->params) bytes.shards += zs_unit_shard_bytes(zs_engine_unit(engine, i));
+        if (!offloads->grads) bytes.grads += zs_unit_grad_bytes(zs_engine_unit(engine, i));
+        if (offloads->disk != NULL && offloads->disk != disk) bytes.offloaded += zs_disk_bytes(offloads->disk);
+        if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call stand together */
+        bytes.kept += zs_unit_kept_bytes(zs_engine_unit(engine, i));
+        bytes.slots += zs_pinned_bytes(zs_engine_unit(engine, i));
+    }
+    zs_usage_add_up(&bytes);
+    return bytes;
+}
+
+static void raise_to(size_t *peak, size_t now)
+{
+    if (now > *peak) *peak = now;
+}
+
+void zs_engine_note_peak(zs_engine *engine)
+{
+    zs_engine_bytes now = zs_engine_memory(engine), *peak = &engine->peak;
+    raise_to(&peak->shards, now.shards);
+    raise_to(&peak->kept, now.kept);
+    raise_to(&peak->grads, now.grads);
+    raise_to(&peak->slots, now.slots);
+    raise_to(&peak->buckets, now.buckets);
+    raise_to(&peak->transport, now.transport);
+    raise_to(&peak->offloaded, now.offloaded);
+    raise_to(&peak->total, now.total);
+}
+
+zs_engine_bytes zs_engine_peak(zs_engine *engine)
+{
+    zs_engine_note_peak(engine);
+    return engine->peak;
+}

@@ -1,0 +1,152 @@
+/* grads.c - see grads.h. */
+#include "reduce/grads.h"
+
+#include "base/bits.h"
+#include "reduce/in_backward.h"
+#include "reduce/local_grads.h"
+#include "unit/home.h"
+
+#include <string.h>
+
+/* --- the beginning of a backward -------------------------------------------------------------------------------------- */
+
+static zs_status set_aside(zs_unit *unit, zs_param *param)
+{
+    zs_grad_info grad;
+    ZS_TRY(zs_grad_describe(param->tensor, &grad));
+    param->has_grad = grad.defined;
+    if (!grad.defined) return ZS_OK;
+    const zs_flat *flat = &unit->flats[param->flat];
+    bool shown = false;
+    ZS_TRY(zs_grad_is(param->tensor, param->grad, &shown));
+    if (!shown) {
+        bool here = zs_same_where(grad.where, zs_home_device(unit->home)->where);
+        if (!grad.dense || !here || grad.dtype != flat->dtype || grad.numel != param->owned.numel)
+            return ZS_FAIL(ZS_ERR_VALUE,
+                           "parameter '%s' of unit '%s' has a .grad of %lld elements that does not match this rank's "
+                           "shard (a dense tensor of %lld elements, with the parameter's dtype and device); set .grad "
+                           "to None before backward",
+                           param->name, zs_unit_label(unit->name), (long long)grad.numel,
+                           (long long)param->owned.numel);
+        ZS_TRY(zs_in_backward_lend(unit));
+        char *dst = (char *)flat->grad_mem->ptr + (size_t)param->in_shard.begin * flat->layout.itemsize;
+        size_t bytes = (size_t)grad.numel * flat->layout.itemsize;
+        ZS_TRY(zs_device_copy(zs_home_device(unit->home), ZS_LANE_COMPUTE, dst, grad.data, bytes));
+    }
+    return zs_grad_set(param->tensor, NULL);
+}
+
+/* Readies one parameter for a new gradient: .grad becomes None, what it was is kept. */
+static zs_status put_away(zs_unit *unit, int64_t i)
+{
+    zs_param *param = &unit->params[i];
+    bool hidden;
+    ZS_TRY(zs_local_grads_hide(unit, param, &hidden));
+    param->has_grad = param->below;
+    param->below = false;
+    if (hidden) return ZS_OK;
+    if (unit->local != NULL) zs_clear_bit(unit->used, i); /* zero_grad() since: what was summed up here is not wanted */
+    return set_aside(unit, param);
+}
+
+/* Readies parameter `i`; `expected` counts it. */
+static zs_status ready_param(zs_unit *unit, int64_t i, int64_t arriving, zs_expected *expected)
+{
+    zs_param *param = &unit->params[i];
+    param->has_grad = param->reduced = param->held = false;
+    if (!zs_tensor_alive(param->tensor)) return ZS_OK;
+    bool wanted = zs_tensor_requires_grad(param->tensor);
+    expected->has_frozen |= !wanted;
+    if (param->grad == NULL) return ZS_OK;
+    expected->n_wanted += wanted;
+    /* Replicated gradients accumulate in place, as under DDP: shapes agree. */
+    if (!unit->record.is.replicated && i != arriving) ZS_TRY(put_away(unit, i));
+    zs_grad_info grad = {0};
+    if (unit->record.is.replicated) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+    param->held = param->has_grad || grad.defined;
+    return ZS_OK;
+}
+
+zs_status zs_grads_begin(zs_unit *unit, int64_t arriving, zs_expected *expected)
+{
+    *expected = (zs_expected){.known = unit->in_backward};
+    if (unit->in_backward) return ZS_OK;
+    unit->in_backward = true;
+    if (unit->local != NULL) memset(unit->arrived, 0, unit->used_words * sizeof *unit->arrived);
+    for (int64_t i = 0; i < unit->n_params; i++)
+        ZS_TRY(ready_param(unit, i, arriving, expected));
+    return ZS_OK;
+}
+
+/* --- its end ------------------------------------------------------------------------------------------------------------ */
+
+zs_status zs_grads_hand_out(zs_unit *unit)
+{
+    zs_status status = ZS_OK;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (!zs_tensor_alive(param->tensor)) continue;
+        /* Of a unit that took no part its user may have dropped them meanwhile. */
+        bool local = unit->in_backward && param->local != NULL && zs_get_bit(unit->used, i);
+        if (param->has_grad) unit->grads_held = true;
+        zs_status one = ZS_OK;
+        if (local)
+            one = zs_local_grads_show(param);
+        else if (param->has_grad)
+            one = zs_grad_set(param->tensor, param->grad);
+        ZS_ALSO(status, one);
+        if (unit->in_backward) param->below = local && param->has_grad;
+        param->has_grad = false;
+    }
+    unit->in_backward = false;
+    return status;
+}
+
+bool zs_grads_undo(zs_unit *unit)
+{
+    bool spoiled = false;
+    for (int64_t i = 0; i < unit->n_params && unit->in_backward; i++) {
+        zs_param *param = &unit->params[i];
+        bool packed = unit->record.is.replicated && param->grad != NULL && zs_get_bit(unit->used, i);
+        if (!param->reduced && !packed) continue;
+        spoiled |= param->held; /* what it held is not there without what came on top */
+        param->has_grad = param->held;
+        param->reduced = false;
+    }
+    return spoiled;
+}
+
+zs_status zs_grads_deliver(zs_unit *unit)
+{
+    zs_status status = zs_grads_hand_out(unit);
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        bool run = param->reduced && zs_tensor_alive(param->tensor) && zs_hook_has_users(param->tensor);
+        if (run && status == ZS_OK) status = zs_hook_run_users(param->tensor);
+        param->has_grad = param->reduced = false;
+    }
+    return status;
+}
+
+/* Is any of the flat's gradients still somebody's? Besides its own handle and its parameters' views nobody should be. */
+static bool flat_wanted(const zs_unit *unit, int f)
+{
+    int64_t own = 1;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        if (param->flat != f || param->grad == NULL) continue;
+        if (param->below) return true;
+        bool shown = false;
+        if (zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad, &shown) != ZS_OK) return true;
+        if (shown) return true;
+        own++;
+    }
+    return zs_storage_users(unit->flats[f].grads) > own;
+}
+
+bool zs_grads_wanted(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats && unit->grads_held; f++)
+        if (unit->flats[f].grads != NULL && flat_wanted(unit, f)) return true;
+    return false;
+}

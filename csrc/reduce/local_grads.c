@@ -1,0 +1,99 @@
+/* local_grads.c - see local_grads.h. */
+#include "reduce/local_grads.h"
+
+#include "unit/home.h"
+
+#include <math.h>
+#include <stdatomic.h>
+
+/* Units of this process that have local gradients. */
+static _Atomic long holders;
+
+bool zs_local_grads_any(void)
+{
+    return atomic_load(&holders) > 0;
+}
+
+static zs_status make_views(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (!flat->trainable) continue;
+        ZS_TRY(zs_storage_new(zs_home_device(unit->home)->where, zs_flat_wire_bytes(flat), "", &flat->local));
+        ZS_TRY(zs_storage_fill(flat->local, unit->local, (char *)unit->local->ptr + flat->bucket_offset));
+    }
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (param->grad == NULL) continue;
+        const zs_flat *flat = &unit->flats[param->flat];
+        zs_place place = {flat->local, param->offset, param->ndim, param->sizes, flat->wire};
+        ZS_TRY(zs_tensor_new_on(&place, param->grad, &param->local));
+    }
+    return ZS_OK;
+}
+
+zs_status zs_local_grads_new(zs_unit *unit)
+{
+    ZS_TRY(zs_device_mem_new(zs_home_device(unit->home), zs_unit_bucket_bytes(unit), &unit->local));
+    unit->local->role = ZS_MEM_LOCAL_GRAD;
+    unit->local->user = unit;
+    atomic_fetch_add(&holders, 1);
+    zs_status status = make_views(unit);
+    unit->home->calls->note_peak(unit->home);
+    if (status != ZS_OK) zs_local_grads_free(unit);
+    return status;
+}
+
+void zs_local_grads_free(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_tensor_free(unit->params[i].local);
+        unit->params[i].local = NULL;
+    }
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_storage_free(unit->flats[f].local);
+        unit->flats[f].local = NULL;
+    }
+    if (unit->local == NULL) return;
+    unit->local->user = NULL; /* the user may hold views */
+    zs_mem_release(unit->local);
+    unit->local = NULL;
+    atomic_fetch_sub(&holders, 1);
+}
+
+static zs_status is_zero(const zs_unit *unit, const zs_param *param, bool *zero)
+{
+    const zs_flat *flat = &unit->flats[param->flat];
+    char *at = (char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
+    zs_numbers numbers = {at, param->numel, flat->wire};
+    double largest = 0;
+    ZS_TRY(zs_device_norm(zs_home_device(unit->home), &numbers, 1, (double)INFINITY, &largest));
+    *zero = largest == 0;
+    return ZS_OK;
+}
+
+zs_status zs_local_grads_hide(const zs_unit *unit, zs_param *param, bool *hidden)
+{
+    *hidden = false;
+    if (param->local != NULL) ZS_TRY(zs_grad_is(param->tensor, param->local, hidden));
+    if (!*hidden) return ZS_OK;
+    ZS_TRY(zs_grad_set(param->tensor, NULL));
+    if (!param->below || zs_tensor_version(param->local) == param->shown) return ZS_OK;
+    bool zero = false;
+    ZS_TRY(is_zero(unit, param, &zero));
+    if (!zero)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "the .grad of parameter '%s' of unit '%s' was modified in place in no_sync(), but the gradient "
+                       "of earlier backwards is already reduced and sharded, and was not modified with it; run all "
+                       "backwards but the last in no_sync(), or modify gradients after the last",
+                       param->name, zs_unit_label(unit->name));
+    param->below = false;
+    return ZS_OK;
+}
+
+zs_status zs_local_grads_show(zs_param *param)
+{
+    ZS_TRY(zs_grad_set(param->tensor, param->local));
+    param->shown = zs_tensor_version(param->local);
+    return ZS_OK;
+}

@@ -1,0 +1,158 @@
+/* reduce.c - see reduce.h. */
+#include "reduce/reduce.h"
+
+#include "base/bits.h"
+#include "reduce/bucket.h"
+#include "reduce/local_grads.h"
+#include "unit/home.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static void clear_bits(const zs_unit *unit, uint64_t *bits)
+{
+    memset(bits, 0, unit->used_words * sizeof *bits);
+}
+
+zs_status zs_reduce_begin(zs_unit *unit, bool local)
+{
+    if (local) ZS_TRY(zs_local_grads_new(unit));
+    clear_bits(unit, unit->used);
+    clear_bits(unit, unit->arrived);
+    return ZS_OK;
+}
+
+/* --- packing ------------------------------------------------------------------------------------------------------------ */
+
+static char *packing(const zs_unit *unit)
+{
+    return zs_bucket_of(unit->record.round.packing)->ptr;
+}
+
+/* Where the round that is being packed has its gradient. */
+static char *in_round(const zs_unit *unit, const zs_param *param)
+{
+    const zs_flat *flat = &unit->flats[param->flat];
+    char *base = unit->local != NULL ? unit->local->ptr : packing(unit);
+    return base + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
+}
+
+void zs_reduce_keep(zs_unit *unit, int64_t i)
+{
+    zs_set_bit(unit->kept, i);
+}
+
+/* Copies a new gradient into the round: on a device that queues by one call of its own, where torch would take several. */
+static zs_status pack_grad(const zs_unit *unit, const zs_param *param, bool again)
+{
+    const zs_device *device = zs_home_device(unit->home);
+    const zs_flat *flat = &unit->flats[param->flat];
+    zs_grad_info grad = {0};
+    if (device->ops->queues) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+    bool plain = grad.dense && grad.dtype != ZS_BYTES && zs_same_where(grad.where, device->where);
+    if (again || !plain) return zs_grad_copy(param->tensor, in_round(unit, param), flat->wire, again);
+    if (grad.dtype == flat->wire) {
+        size_t bytes = (size_t)grad.numel * flat->wire_size;
+        return zs_device_copy(device, ZS_LANE_COMPUTE, in_round(unit, param), grad.data, bytes);
+    }
+    zs_cast cast = {in_round(unit, param), grad.data, grad.numel, flat->wire, grad.dtype};
+    return zs_device_cast(device, ZS_LANE_COMPUTE, &cast);
+}
+
+zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool anew, bool *first)
+{
+    zs_param *param = &unit->params[i];
+    if (anew) clear_bits(unit, unit->arrived);
+    ZS_TRY(pack_grad(unit, param, zs_get_bit(unit->used, i)));
+    ZS_TRY(zs_grad_set(param->tensor, NULL));
+    *first = !zs_get_bit(unit->arrived, i);
+    zs_set_bit(unit->arrived, i);
+    zs_set_bit(unit->used, i);
+    return ZS_OK;
+}
+
+/* Fills what nobody packed, so that owners may sum whole slices: unused parameters count as zero, and padding must not
+ * carry another unit's bytes into the grad shard. */
+static zs_status fill_rest(zs_unit *unit)
+{
+    const zs_device *device = zs_home_device(unit->home);
+    for (int f = 0; f < unit->n_flats; f++) {
+        const zs_flat *flat = &unit->flats[f];
+        if (!flat->trainable) continue;
+        char *base = packing(unit) + flat->bucket_offset;
+        size_t filled = 0;
+        for (int64_t i = 0; i < unit->n_params; i++) {
+            const zs_param *param = &unit->params[i];
+            if (param->flat != f) continue;
+            size_t begin = (size_t)param->offset * flat->wire_size;
+            size_t end = begin + (size_t)param->numel * flat->wire_size;
+            ZS_TRY(zs_device_zero(device, ZS_LANE_COMPUTE, base + filled, begin - filled));
+            filled = end;
+            if (zs_get_bit(unit->used, i)) continue;
+            zs_grad_info grad = {0};
+            bool first = unit->record.is.replicated &&
+                         !unit->record.round.posted; /* later rounds of a backward carry only what is new */
+            if (first && zs_tensor_alive(param->tensor)) ZS_TRY(zs_grad_describe(param->tensor, &grad));
+            if (grad.defined) { /* DDP's rule: what has been accumulated before takes part in the mean */
+                ZS_TRY(zs_grad_copy(param->tensor, base + begin, flat->wire, false));
+            } else {
+                ZS_TRY(zs_device_zero(device, ZS_LANE_COMPUTE, base + begin, end - begin));
+            }
+        }
+        ZS_TRY(zs_device_zero(device, ZS_LANE_COMPUTE, base + filled, zs_flat_wire_bytes(flat) - filled));
+    }
+    return ZS_OK;
+}
+
+zs_status zs_reduce_send_local(zs_unit *unit)
+{
+    const zs_device *device = zs_home_device(unit->home);
+    ZS_TRY(zs_device_copy(device, ZS_LANE_COMPUTE, packing(unit), unit->local->ptr, zs_unit_bucket_bytes(unit)));
+    zs_local_grads_free(unit);
+    return ZS_OK;
+}
+
+/* A replicated unit's .grad has them: it counts as used, if the user has left it there. */
+static zs_status count_kept(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_grad_info grad = {0};
+        if (!zs_get_bit(unit->kept, i) || !zs_tensor_alive(unit->params[i].tensor)) continue;
+        ZS_TRY(zs_grad_describe(unit->params[i].tensor, &grad));
+        if (grad.defined) zs_set_bit(unit->used, i);
+    }
+    clear_bits(unit, unit->kept);
+    return ZS_OK;
+}
+
+/* Says of the round what is to be said beyond its parameters. */
+static void mark(zs_unit *unit, uint64_t *used)
+{
+    bool held = false;
+    for (int64_t i = 0; i < unit->n_params && unit->in_backward; i++)
+        held |= unit->params[i].held;
+    if (held) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_HELD));
+    if (unit->home->schedule.gave_up) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_GAVE_UP));
+    if (unit->record.early.over) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_OVER));
+}
+
+/* A round without gradients; what stayed local stays so. */
+static zs_status post_nothing(zs_unit *unit)
+{
+    zs_comm *comm = unit->home->ranks.all;
+    uint64_t *used = unit->local != NULL ? unit->arrived : unit->used;
+    clear_bits(unit, used);
+    mark(unit, used);
+    return comm->ops->post(comm, unit->cunit, NULL, used);
+}
+
+zs_status zs_reduce_post(zs_unit *unit)
+{
+    zs_comm *comm = unit->home->ranks.all;
+    zs_lease *lease = unit->record.round.packing;
+    if (lease == NULL) return post_nothing(unit);
+    mark(unit, unit->used);
+    ZS_TRY(fill_rest(unit));
+    ZS_TRY(count_kept(unit));
+    return comm->ops->post(comm, unit->cunit, zs_bucket_of(lease), unit->used);
+}

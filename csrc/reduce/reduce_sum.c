@@ -1,0 +1,236 @@
+/* reduce_sum.c - the other half of a round: this rank's slice of all ranks' buckets, summed in rank order. See reduce.h. */
+#include "base/bits.h"
+#include "device/device.h"
+#include "reduce/bucket.h"
+#include "reduce/in_backward.h"
+#include "reduce/reduce.h"
+#include "unit/home.h"
+#include "unit/offload.h"
+
+typedef enum slice_class { SKIP, SET, ADD } slice_class; /* unused everywhere; first gradient; on top of one */
+
+typedef struct slice_run {
+    int64_t begin, end; /* elements, counted in this rank's slice */
+    slice_class class;
+} slice_run;
+
+typedef struct summing {
+    zs_unit *unit;
+    zs_sources *sources;
+    const zs_device *device;
+    zs_lane lane;
+    int rank, world;
+    double scale;
+    double again; /* for what is there before: all ranks' sources are added to it, and scaled with it */
+} summing;
+
+static zs_status sum_run(const summing *s, const zs_flat *flat, slice_run run)
+{
+    if (run.class == SKIP || run.end <= run.begin) return ZS_OK;
+    const void *src[s->world];
+    for (int r = 0; r < s->world; r++) {
+        const char *base = s->sources->data[r];
+        size_t at = s->sources->at[flat->slice] + (size_t)run.begin * flat->wire_size;
+        src[r] = base != NULL ? base + at : NULL;
+    }
+    char *target;
+    if (s->unit->record.is.replicated) /* the sum goes into this rank's own bucket, for the peers to fetch */
+        target = zs_bucket_of(s->unit->record.round.out)->ptr + flat->bucket_offset +
+                 (size_t)s->unit->part * flat->slice_bytes;
+    else
+        target = flat->grad_mem->ptr;
+    zs_sum sum = {.src = src, .world = s->world, .dtype = flat->wire, .scale = s->scale};
+    sum.to = s->unit->record.is.replicated ? flat->wire : flat->dtype;
+    sum.dst = target + (size_t)run.begin * (s->unit->record.is.replicated ? flat->wire_size : flat->layout.itemsize);
+    sum.numel = run.end - run.begin;
+    sum.accumulate = run.class == ADD;
+    zs_numbers before = {sum.dst, sum.numel, sum.to};
+    if (sum.accumulate && s->again != 1.0) ZS_TRY(zs_device_scale(s->device, s->lane, &before, s->again));
+    return zs_device_sum(s->device, s->lane, &sum);
+}
+
+static bool used_anywhere(const summing *s, int64_t i)
+{
+    for (int r = 0; r < s->world; r++)
+        if (zs_get_bit(s->sources->used[r], i)) return true;
+    return false;
+}
+
+static slice_class classify(const summing *s, int64_t i)
+{
+    if (!used_anywhere(s, i)) return SKIP;
+    return s->unit->params[i].has_grad && !s->unit->record.is.replicated ? ADD : SET;
+}
+
+/* Sums the runs of neighbouring parameters that are treated alike, padding between them included. */
+static zs_status sum_flat(const summing *s, int f)
+{
+    const zs_flat *flat = &s->unit->flats[f];
+    slice_run run = {0, 0, SKIP};
+    if (s->unit->record.is.replicated) { /* slices cut across parameters; all of it is summed, unused ones are zeros */
+        run = (slice_run){0, flat->layout.shard_numel, SET};
+    } else {
+        for (int64_t i = 0; i < s->unit->n_params; i++) {
+            const zs_param *param = &s->unit->params[i];
+            if (param->flat != f || param->in_shard.numel == 0) continue;
+            slice_class class = classify(s, i);
+            if (class != run.class) {
+                ZS_TRY(sum_run(s, flat, run));
+                run = (slice_run){param->in_shard.begin, param->in_shard.begin, class};
+            }
+            run.end = param->in_shard.begin + param->in_shard.numel;
+        }
+    }
+    return sum_run(s, flat, run);
+}
+
+static zs_status check_gave_up(const summing *s)
+{
+    int64_t gave_up = zs_unit_round_bit(s->unit, ZS_ROUND_GAVE_UP);
+    for (int r = 0; r < s->world; r++) {
+        if (r == s->rank || !zs_get_bit(s->sources->used[r], gave_up)) continue;
+        if (s->unit->home->schedule.gave_up) continue; /* this rank did so too: nothing is lost */
+        char mishaps[3 * ZS_MISHAP];
+        zs_comm_mishaps(s->unit->home->ranks.all, mishaps, sizeof mishaps);
+        return ZS_FAIL(ZS_ERR_DIVERGED,
+                       "ranks diverged: rank %d abandoned its backward before unit '%s' (most likely an exception was "
+                       "caught there), but rank %d continued%s; the gradients of this step are incomplete: call "
+                       "zero_grad() and skip the step on all ranks",
+                       r, zs_unit_label(s->unit->name), s->rank, mishaps);
+    }
+    return ZS_OK;
+}
+
+/* Slices that hold sums of different backwards would be no gradient at all. (Whole ones are averaged as DDP does.) */
+static zs_status check_held(const summing *s)
+{
+    int64_t held = zs_unit_round_bit(s->unit, ZS_ROUND_HELD);
+    bool mine = zs_get_bit(s->sources->used[s->rank], held);
+    for (int r = 0; r < s->world; r++) {
+        if (s->unit->record.is.replicated || zs_get_bit(s->sources->used[r], held) == mine) continue;
+        return ZS_FAIL(ZS_ERR_DIVERGED,
+                       "ranks diverged: rank %d has gradients of earlier backwards for unit '%s', and rank %d has none "
+                       "(zero_grad() was called on one of them only); call zero_grad() and skip the step on all ranks",
+                       mine ? s->rank : r, zs_unit_label(s->unit->name), mine ? r : s->rank);
+    }
+    return ZS_OK;
+}
+
+/* Takes bytes [begin, stop) of a flat's whole sum from the rank that owns them; on top of an earlier round's, if any. */
+static zs_status fetch_piece(const summing *s, const zs_flat *flat, size_t begin, size_t stop, bool add)
+{
+    const char *base = s->sources->data[begin / flat->slice_bytes];
+    const void *src = base + flat->bucket_offset + begin;
+    char *dst = (char *)flat->grad_mem->ptr + begin;
+    if (!add) return zs_device_copy(s->device, s->lane, dst, src, stop - begin);
+    zs_sum sum = {.src = &src, .world = 1, .dst = dst, .dtype = flat->wire, .scale = 1.0, .accumulate = true};
+    sum.to = flat->wire;
+    sum.numel = (int64_t)((stop - begin) / flat->layout.itemsize);
+    return zs_device_sum(s->device, s->lane, &sum);
+}
+
+/* (no_shard) Fetches every rank's finished slice into the whole gradient. */
+static zs_status fetch_shared(const summing *s)
+{
+    for (int64_t i = 0; i < s->unit->n_params; i++) {
+        const zs_param *param = &s->unit->params[i];
+        const zs_flat *flat = &s->unit->flats[param->flat];
+        if (!flat->trainable || !used_anywhere(s, i)) continue;
+        size_t begin = (size_t)param->offset * flat->layout.itemsize;
+        const size_t end = begin + (size_t)param->numel * flat->layout.itemsize;
+        while (begin < end) {
+            size_t border = (begin / flat->slice_bytes + 1) * flat->slice_bytes;
+            size_t stop = border < end ? border : end;
+            ZS_TRY(fetch_piece(s, flat, begin, stop, param->reduced));
+            begin = stop;
+        }
+    }
+    return ZS_OK;
+}
+
+static summing summing_of(zs_unit *unit, zs_sources *sources)
+{
+    zs_comm *comm = unit->home->ranks.all;
+    double divisor = unit->divisor != 0.0 ? unit->divisor : comm->world;
+    summing s = {unit, sources, comm->device, comm->ops->lane, comm->rank, comm->world, 1.0 / divisor, 0};
+    s.again = divisor / comm->world;
+    return s;
+}
+
+/* Do all ranks say that nothing of their backward will want the unit again? */
+static bool over_everywhere(const summing *s)
+{
+    bool everywhere = s->unit->record.early.over;
+    for (int r = 0; r < s->world && everywhere; r++)
+        everywhere = zs_get_bit(s->sources->used[r], zs_unit_round_bit(s->unit, ZS_ROUND_OVER));
+    return everywhere;
+}
+
+/* Do the sums of this round count? Not where this rank gave up: .grad is the user's again. But what is over on all ranks is
+ * stepped on all, or the ranks would not have one model any more. Asked once the round has been collected. */
+static bool counts(const summing *s)
+{
+    return !s->unit->home->schedule.gave_up || over_everywhere(s);
+}
+
+static zs_status sum_flats(const summing *s)
+{
+    for (int f = 0; f < s->unit->n_flats; f++)
+        if (s->unit->flats[f].trainable) ZS_TRY(sum_flat(s, f));
+    return ZS_OK;
+}
+
+/* The grad shard, or where gradients are whole, those, have memory and are in it. */
+static zs_status want_grads(zs_unit *unit)
+{
+    ZS_TRY(zs_in_backward_lend(unit));
+    return zs_offload_want_grads(unit);
+}
+
+zs_status zs_reduce_share(zs_unit *unit, zs_wait wait, bool *ready)
+{
+    zs_comm *comm = unit->home->ranks.all;
+    zs_sources sources = {0};
+    summing s = summing_of(unit, &sources);
+    ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, &sources));
+    if (!*ready) return ZS_OK;
+    ZS_TRY(sum_flats(&s));
+    return comm->ops->share(comm, unit->cunit);
+}
+
+/* Collects the round and puts this rank's part of the sum, or of a replicated unit all of it, where gradients lie. */
+static zs_status take_sum(const summing *s, zs_wait wait, bool *ready)
+{
+    zs_unit *unit = s->unit;
+    zs_comm *comm = unit->home->ranks.all;
+    bool replicated = unit->record.is.replicated;
+    zs_status (*collect)(zs_comm *, zs_cunit *, zs_wait, bool *, zs_sources *) =
+        replicated ? comm->ops->collect_shared : comm->ops->collect;
+    ZS_TRY(collect(comm, unit->cunit, wait, ready, s->sources));
+    if (!*ready || !counts(s)) return ZS_OK;
+    ZS_TRY(want_grads(unit));
+    ZS_TRY(replicated ? fetch_shared(s) : sum_flats(s));
+    for (int64_t i = 0; i < unit->n_params; i++)
+        if (unit->params[i].grad != NULL && used_anywhere(s, i))
+            unit->params[i].has_grad = unit->params[i].reduced = true;
+    return ZS_OK;
+}
+
+zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over)
+{
+    zs_comm *comm = unit->home->ranks.all;
+    zs_sources sources = {0};
+    summing s = summing_of(unit, &sources);
+    bool ready = false;
+    ZS_TRY(take_sum(&s, wait, &ready));
+    if (!ready) return ZS_OK;
+    *done = true;
+    zs_offload_done_grads(unit);
+    /* Who has models on a disk is short of memory; that of the gradients which have been packed lies idle on the heap. */
+    if (unit->offloads.disk != NULL) zs_mem_heap_freed(zs_unit_bucket_bytes(unit));
+    zs_status status = check_gave_up(&s);
+    if (!unit->home->schedule.gave_up) ZS_THEN(status, check_held(&s));
+    *over = over_everywhere(&s);
+    ZS_TRY(comm->ops->release(comm, unit->cunit));
+    return status;
+}

@@ -1,0 +1,105 @@
+/* inner.h - what the files of the schedule ask of each other. Each calls those above it: through, unshard, rounds, backward,
+ * forward. */
+#ifndef ZS_SCHEDULE_INNER_H
+#define ZS_SCHEDULE_INNER_H
+
+#include "schedule/schedule.h"
+
+/* Carries out an action that may be left out. */
+#define ZS_ACT(schedule, action, ...) ((schedule)->act->action != NULL ? (schedule)->act->action(__VA_ARGS__) : ZS_OK)
+
+/* --- unshard.c -------------------------------------------------------------------------------------------------------- */
+
+/* Unshards the unit as a pass wants it, and lets the gathers of what follows begin. */
+zs_status zs_unshard_for(zs_schedule *schedule, zs_record *record, zs_phase phase);
+
+/* Shards a unit, on its way to `next` (SHARDED or REDUCING); no-op if it is not unsharded. */
+zs_status zs_reshard_to(zs_schedule *schedule, zs_record *record, zs_unit_state next);
+
+/* Shards all units; `pinned`: those that are pinned as well. The first failure is reported. */
+zs_status zs_reshard_all(zs_schedule *schedule, bool pinned);
+
+/* The round that a REDUCING unit waited for is summed. */
+void zs_unshard_reduced(zs_record *record);
+
+/* A pass begins / is over: gathers that were begun and not wanted are dropped. */
+void zs_unshard_begin_pass(zs_schedule *schedule);
+void zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase);
+
+/* Was this the last unit of the last forward, and is it again by the looks of it? Its backward comes next. */
+bool zs_unshard_is_last(const zs_schedule *schedule, const zs_record *record);
+
+/* Takes a unit out of what others remember. */
+void zs_unshard_forget(zs_schedule *schedule, const zs_record *record);
+
+/* --- rounds.c --------------------------------------------------------------------------------------------------------- */
+
+/* A backward begins: its units' rounds are new. */
+void zs_rounds_begin(zs_schedule *schedule);
+
+/* (stepped in backward) A forward begins that backward may come back to / all of them have been come back to / the next
+ * backward may come. */
+void zs_rounds_called(zs_record *record);
+void zs_rounds_come_back(zs_record *record);
+void zs_rounds_over(zs_record *record);
+
+/* Readies a unit for gradients. */
+zs_status zs_rounds_prepare(zs_schedule *schedule, zs_record *record, int64_t arriving);
+
+/* Takes the new gradient of parameter `i`; *complete when the round has all that it waits for. */
+zs_status zs_rounds_gradient(zs_schedule *schedule, zs_record *record, int64_t i, bool *complete);
+
+/* (in order) The round waits for its turn. */
+void zs_rounds_packed(zs_record *record);
+
+/* Posts the unit's round, packed or empty, with what stayed local before; no-op for units whose gradients stay here. */
+zs_status zs_rounds_post(zs_schedule *schedule, zs_record *record);
+
+/* Ends all rounds, in the order of posting. All ranks must have posted, or be about to post without waiting for this one;
+ * their orders may differ: what a peer may wait for is shared first. */
+zs_status zs_rounds_end_all(zs_schedule *schedule);
+
+/* Waits until all buckets are idle. */
+zs_status zs_rounds_settle(zs_schedule *schedule);
+
+/* Gives the unit's parameters their gradients, at the end of a backward. */
+zs_status zs_rounds_deliver(zs_schedule *schedule, zs_record *record);
+
+/* A backward has raised: gives up what is packed, and what it did to .grad. What is out stays so. */
+void zs_rounds_drop(zs_schedule *schedule, zs_record *record);
+
+/* It came to nothing: the queue is emptied as well, without sums. */
+void zs_rounds_forget_all(zs_schedule *schedule);
+
+/* Takes a unit out, whatever it has there. */
+void zs_rounds_forget(zs_schedule *schedule, zs_record *record);
+
+/* --- through.c -------------------------------------------------------------------------------------------------------- */
+
+/* Which units a running backward is through with.
+ *
+ * The one idea: torch numbers the nodes of its graph as they are made, and a backward runs them in falling order. So when
+ * the hook before a unit's backward runs, every node that was made after that unit's forward has been run; and a unit all of
+ * whose forwards began later will get no gradient any more. That is known on all ranks at the same hook, however many of
+ * the unit's parameters had a gradient: where collectives must come in one order, that is what the order hangs on. */
+
+/* A forward of the unit's module begins. */
+void zs_through_begin(zs_record *record, int64_t now);
+
+/* Its outputs have a history: its backward may come. */
+void zs_through_expect(zs_record *record);
+
+/* The backward of the forward `stamp` (zs_schedule_stamp) begins. */
+void zs_through_fired(zs_record *record, int64_t stamp);
+
+/* Is the running backward through with the unit, where that of the forward `stamp` begins? `session`: when the last session
+ * of forwards began; it is with a unit that took no part in that. (One that did without recording may be recomputed.) */
+bool zs_through_with(const zs_record *record, int64_t stamp, int64_t session);
+
+/* What is packed now is all that this backward will: noted, for the units that it is through with. */
+void zs_through_retire(zs_record *record);
+
+/* A backward has ended. */
+void zs_through_end(zs_record *record);
+
+#endif

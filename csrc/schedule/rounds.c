@@ -1,0 +1,352 @@
+/* rounds.c - rounds of gradients: who packs into which bucket, when a round is posted, and when it is summed.
+ *
+ * The one idea: rounds are summed in the order of posting, as late as may be: when a bucket is wanted and there is no other,
+ * or at the end of the backward. So no rank waits for a peer that is a unit behind. Two buckets of a size are enough for ranks
+ * in step; one more is made where every rank would otherwise wait for every other. See schedule.h.
+ */
+#include "schedule/inner.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* --- the queue of rounds that are out ------------------------------------------------------------------------------------ */
+
+static void enqueue(zs_schedule *schedule, zs_record *record)
+{
+    record->round.outstanding = true;
+    record->round.next = NULL;
+    if (schedule->first_out == NULL)
+        schedule->first_out = record;
+    else
+        schedule->last_out->round.next = record;
+    schedule->last_out = record;
+}
+
+static void dequeue(zs_schedule *schedule, zs_record *record)
+{
+    record->round.outstanding = false;
+    zs_record *before = NULL;
+    for (zs_record *each = schedule->first_out; each != record; each = each->round.next)
+        before = each;
+    if (before == NULL)
+        schedule->first_out = record->round.next;
+    else
+        before->round.next = record->round.next;
+    if (schedule->last_out == record) schedule->last_out = before;
+    record->round.next = NULL;
+}
+
+zs_status zs_rounds_prepare(zs_schedule *schedule, zs_record *record, int64_t arriving)
+{
+    zs_expected expected = {.known = true};
+    ZS_TRY(ZS_ACT(schedule, prepare, record, arriving, &expected));
+    if (expected.known) return ZS_OK;
+    record->round.n_expected = expected.n_wanted;
+    record->round.has_frozen = expected.has_frozen;
+    if (record->round.local) record->round.n_arrived = 0;
+    return ZS_OK;
+}
+
+static zs_status share(zs_schedule *schedule, zs_record *record, zs_wait wait)
+{
+    bool ready = true;
+    if (!record->is.replicated || record->round.shared) return ZS_OK;
+    if (!schedule->gave_up) ZS_TRY(zs_rounds_prepare(schedule, record, -1));
+    ZS_TRY(ZS_ACT(schedule, share, record, wait, &ready));
+    record->round.shared = ready;
+    return ZS_OK;
+}
+
+/* Ends the round of a unit, which is the oldest of those that are out; then its unit may be stepped. */
+static zs_status end_round(zs_schedule *schedule, zs_record *record, zs_wait wait, bool *done)
+{
+    bool over = false;
+    *done = false;
+    ZS_TRY(share(schedule, record, wait));
+    if (record->is.replicated && !record->round.shared) return ZS_OK;
+    /* A unit that was not used here may have gradients to set aside. */
+    if (!record->is.replicated && !schedule->gave_up) ZS_TRY(zs_rounds_prepare(schedule, record, -1));
+    zs_status status = schedule->act->sum(record, wait, done, &over);
+    if (!*done) return status;
+    dequeue(schedule, record); /* before users' hooks run */
+    zs_unshard_reduced(record);
+    return status == ZS_OK && over ? ZS_ACT(schedule, step, record) : status;
+}
+
+/* Ends rounds in the order of posting until that of `record` is, or until a wait yields. One order on all ranks, so that ranks
+ * in step never wait for each other. */
+static zs_status end_until(zs_schedule *schedule, const zs_record *record, zs_wait wait)
+{
+    bool done = true;
+    while (done && record->round.outstanding)
+        ZS_TRY(end_round(schedule, schedule->first_out, wait, &done));
+    return ZS_OK;
+}
+
+zs_status zs_rounds_end_all(zs_schedule *schedule)
+{
+    zs_status status = ZS_OK;
+    for (zs_record *record = schedule->first_out; record != NULL; record = record->round.next)
+        ZS_TRY(share(schedule, record, ZS_WAIT));
+    while (schedule->first_out != NULL) {
+        bool done = false;
+        zs_status one = end_round(schedule, schedule->first_out, ZS_WAIT, &done);
+        if (one != ZS_OK && !done) return one;
+        ZS_ALSO(status, one); /* a round that a peer gave up is over; the others are to be ended too */
+    }
+    return status;
+}
+
+/* --- buckets -------------------------------------------------------------------------------------------------------------- */
+
+/* Makes a posted bucket idle if its round is summed here and read by all peers. */
+static zs_status reclaim(zs_schedule *schedule, zs_lease *lease, zs_wait wait)
+{
+    zs_record *user = lease->user;
+    bool ready = false;
+    if (user == NULL) return ZS_OK;
+    if (wait != ZS_WAIT_NOT)
+        ZS_TRY(end_until(schedule, user, wait));
+    else if (user->round.outstanding)
+        ZS_TRY(end_round(schedule, user, wait, &ready));
+    if (user->round.outstanding) return ZS_OK;
+    ZS_TRY(schedule->act->reusable(user, wait, &ready));
+    if (!ready) return ZS_OK;
+    user->round.out = NULL;
+    lease->user = NULL;
+    lease->posted = false;
+    return ZS_OK;
+}
+
+zs_status zs_rounds_settle(zs_schedule *schedule)
+{
+    for (size_t i = 0; i < schedule->n_leases; i++)
+        if (schedule->leases[i]->posted) ZS_TRY(reclaim(schedule, schedule->leases[i], ZS_WAIT));
+    return ZS_OK;
+}
+
+typedef struct pool_view {
+    zs_lease *idle;   /* smallest idle bucket that is large enough */
+    zs_lease *oldest; /* large enough bucket that was posted first */
+    int fitting;      /* buckets that are large enough */
+} pool_view;
+
+static pool_view look(const zs_schedule *schedule, size_t bytes)
+{
+    pool_view view = {0};
+    for (size_t i = 0; i < schedule->n_leases; i++) {
+        zs_lease *lease = schedule->leases[i];
+        if (lease->bytes < bytes) continue;
+        view.fitting++;
+        if (lease->user == NULL && !lease->posted && (view.idle == NULL || lease->bytes < view.idle->bytes))
+            view.idle = lease;
+        if (lease->user != NULL && lease->posted && (view.oldest == NULL || lease->posted_at < view.oldest->posted_at))
+            view.oldest = lease;
+    }
+    return view;
+}
+
+zs_status zs_schedule_add_lease(zs_schedule *schedule, zs_lease *lease)
+{
+    zs_lease **grown = realloc(schedule->leases, (schedule->n_leases + 1) * sizeof *grown);
+    if (grown == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating bucket %zu", schedule->n_leases);
+    schedule->leases = grown;
+    grown[schedule->n_leases++] = lease;
+    return ZS_OK;
+}
+
+void zs_schedule_drop_lease(zs_schedule *schedule, const zs_lease *lease)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < schedule->n_leases; i++)
+        if (schedule->leases[i] != lease) schedule->leases[kept++] = schedule->leases[i];
+    schedule->n_leases = kept;
+}
+
+/* Lends the unit a bucket, ending older rounds where needed. */
+static zs_status lend(zs_schedule *schedule, zs_record *record)
+{
+    size_t bytes = record->is.bucket_bytes;
+    pool_view view = look(schedule, bytes);
+    /* Collectives end in the order of posting, the oldest first. To look for others would only leave it to timing how
+     * many buckets there are in the end. */
+    for (size_t i = 0; i < schedule->n_leases && !schedule->in_order && view.idle == NULL; i++)
+        if (schedule->leases[i]->posted) ZS_TRY(reclaim(schedule, schedule->leases[i], ZS_WAIT_NOT));
+    view = look(schedule, bytes);
+    if (view.idle == NULL && view.fitting >= ZS_BUCKETS_OUT && view.oldest != NULL) {
+        /* Comes back without it only if all ranks wait: ranks that differ in order need one bucket more. */
+        ZS_TRY(reclaim(schedule, view.oldest, ZS_WAIT_OR_YIELD));
+        view = look(schedule, bytes);
+    }
+    if (view.idle == NULL) ZS_TRY(schedule->act->bucket_new(schedule, bytes, &view.idle));
+    view.idle->user = record;
+    view.idle->posted = false;
+    record->round.packing = view.idle;
+    return ZS_OK;
+}
+
+static zs_status take_bucket(zs_schedule *schedule, zs_record *record)
+{
+    /* A second round in one backward goes on top of the first one's sum. */
+    ZS_TRY(end_until(schedule, record, ZS_WAIT));
+    if (record->round.out != NULL) ZS_TRY(reclaim(schedule, record->round.out, ZS_WAIT));
+    return lend(schedule, record);
+}
+
+/* Takes the unit's bucket back before it was posted. */
+static void drop_bucket(zs_record *record)
+{
+    if (record->round.packing == NULL) return;
+    record->round.packing->user = NULL;
+    record->round.packing = NULL;
+}
+
+/* --- a round -------------------------------------------------------------------------------------------------------------- */
+
+void zs_rounds_begin(zs_schedule *schedule)
+{
+    for (size_t i = 0; i < schedule->n; i++) {
+        zs_record *record = schedule->records[i];
+        record->round.syncs = record->sync;
+        record->round.packed = false;
+    }
+}
+
+void zs_rounds_called(zs_record *record)
+{
+    if (record->early.on) record->early.calls++;
+}
+
+void zs_rounds_come_back(zs_record *record)
+{
+    record->early.calls = 0;
+}
+
+void zs_record_set_early(zs_record *record, bool on)
+{
+    record->early = (zs_early){.on = on};
+}
+
+static zs_status begin_round(zs_schedule *schedule, zs_record *record, bool local)
+{
+    if (!local) ZS_TRY(take_bucket(schedule, record));
+    ZS_TRY(ZS_ACT(schedule, begin_round, record, local));
+    record->round.local = local;
+    record->round.n_arrived = 0;
+    return ZS_OK;
+}
+
+/* (alone) Stepped where autograd put its gradients, when all are there. */
+static zs_status keep(zs_schedule *schedule, zs_record *record, int64_t i)
+{
+    bool all = false;
+    ZS_TRY(ZS_ACT(schedule, keep, record, i, &all));
+    if (!record->early.on || !record->round.syncs || record->early.calls > 1 || !all) return ZS_OK;
+    record->early.over = true;
+    return ZS_ACT(schedule, step, record);
+}
+
+zs_status zs_rounds_gradient(zs_schedule *schedule, zs_record *record, int64_t i, bool *complete)
+{
+    zs_round *round = &record->round;
+    bool first = false;
+    *complete = false;
+    if (!record->is.reduces || (record->is.replicated && !round->syncs)) return keep(schedule, record, i);
+    ZS_TRY(zs_rounds_prepare(schedule, record, i));
+    if (round->packing == NULL && !round->local) ZS_TRY(begin_round(schedule, record, !round->syncs));
+    /* The round was complete, and its turn to be posted has not come; a weight that is recomputed once more adds to it. */
+    bool anew = round->n_arrived == round->n_expected;
+    ZS_TRY(schedule->act->pack(record, i, anew, &first));
+    round->n_arrived = (anew ? 0 : round->n_arrived) + first;
+    *complete = round->n_arrived == round->n_expected;
+    return ZS_OK;
+}
+
+void zs_rounds_over(zs_record *record)
+{
+    record->early.calls = 0;
+    record->early.over = false;
+}
+
+void zs_rounds_packed(zs_record *record)
+{
+    record->round.packed = true;
+}
+
+static void posted(zs_schedule *schedule, zs_record *record)
+{
+    zs_lease *lease = record->round.packing;
+    record->round.posted = true;
+    record->round.shared = false;
+    enqueue(schedule, record);
+    if (lease == NULL) return;
+    lease->posted = true;
+    lease->posted_at = schedule->posts++;
+    record->round.out = lease;
+    record->round.packing = NULL;
+}
+
+static zs_status post_local(zs_schedule *schedule, zs_record *record)
+{
+    ZS_TRY(zs_rounds_prepare(schedule, record, -1)); /* it may not have been used in this backward */
+    ZS_TRY(take_bucket(schedule, record));
+    ZS_TRY(ZS_ACT(schedule, send_local, record));
+    record->round.local = false;
+    return ZS_OK;
+}
+
+zs_status zs_rounds_post(zs_schedule *schedule, zs_record *record)
+{
+    zs_round *round = &record->round;
+    zs_early *early = &record->early;
+    round->packed = false;
+    if (!record->is.reduces || !round->syncs) return ZS_OK;
+    if (round->local && !schedule->gave_up) ZS_TRY(post_local(schedule, record));
+    if (round->packing == NULL && record->is.replicated) {
+        ZS_TRY(begin_round(schedule, record, false)); /* there must be room for the sum */
+    } else if (round->packing == NULL) {
+        ZS_TRY(end_until(schedule, record, ZS_WAIT));
+        if (!schedule->gave_up) ZS_TRY(zs_rounds_prepare(schedule, record, -1)); /* what it holds is to be known */
+    }
+    /* What is unsharded still has frozen parameters that backward is to go through. */
+    early->over =
+        early->on && early->calls <= 1 && !schedule->gave_up && (record->is.fixed || record->state != ZS_FULL);
+    ZS_TRY(schedule->act->post(record));
+    posted(schedule, record);
+    /* Where sharing is a collective too, doing it at once keeps one order of collectives on all ranks. */
+    return record->is.replicated && schedule->in_order ? zs_rounds_end_all(schedule) : ZS_OK;
+}
+
+/* --- the end of a backward ---------------------------------------------------------------------------------------------------- */
+
+zs_status zs_rounds_deliver(zs_schedule *schedule, zs_record *record)
+{
+    record->round.posted = false;
+    return ZS_ACT(schedule, deliver, record);
+}
+
+void zs_rounds_drop(zs_schedule *schedule, zs_record *record)
+{
+    record->round.packed = false;
+    drop_bucket(record);
+    if (schedule->act->drop != NULL) schedule->act->drop(record);
+    record->early.calls = 0; /* what is over, and so may be stepped by others, stays so until its rounds are ended */
+}
+
+void zs_rounds_forget_all(zs_schedule *schedule)
+{
+    for (size_t i = 0; i < schedule->n; i++) {
+        zs_rounds_drop(schedule, schedule->records[i]);
+        schedule->records[i]->round.posted = false;
+    }
+    while (schedule->first_out != NULL)
+        dequeue(schedule, schedule->first_out);
+}
+
+void zs_rounds_forget(zs_schedule *schedule, zs_record *record)
+{
+    drop_bucket(record);
+    if (record->round.outstanding) dequeue(schedule, record);
+    if (record->round.out != NULL) record->round.out->user = NULL;
+    record->round.out = NULL;
+}

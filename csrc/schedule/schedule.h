@@ -1,0 +1,235 @@
+/* schedule.h - what happens when in a step of a model: the decisions, and nothing else.
+ *
+ * The one idea: events go in (a module is entered, a gradient is ready), actions come out (gather, post, sum), and between
+ * them are the records of the units. What an action does with memory, transports and tensors is its executor's matter. There
+ * are two: the engine's (acts.c), and a dry one that knows sizes and durations (dry.c), so that what is planned is what is
+ * done. Nothing here is collective by itself; the order of actions is the same on all ranks whose events are.
+ *
+ *   forward:   enter -> [ready, open] gather, bind ...      leave -> reshard ... [close]
+ *   backward:  backward -> [ready, open] gather, bind, prepare     gradient -> pack ... post     end -> sum, deliver, close, end
+ *
+ * Threads: none of this is locked. A model's events come one at a time: forwards from the thread that calls the module,
+ * gradients from the one thread that autograd runs the backward on, which the first waits for. Actions must not send events.
+ */
+#ifndef ZS_SCHEDULE_H
+#define ZS_SCHEDULE_H
+
+#include "base/status.h"
+#include "schedule/record.h"
+
+typedef struct zs_schedule zs_schedule;
+
+/* Which pass is running. FAILED: a backward has raised here; what needs no peer is put in order, and the peers' part of it is
+ * done before anything else (zs_schedule_settle). */
+typedef enum zs_stage { ZS_IDLE, ZS_IN_FORWARD, ZS_IN_BACKWARD, ZS_FAILED } zs_stage;
+
+/* What a forward is, when it begins. */
+typedef struct zs_entry {
+    bool training;  /* the module is in training mode */
+    bool by_hand;   /* no forward: parameters are to be read */
+    bool recording; /* autograd records: a backward may follow */
+    int64_t now;    /* nodes that autograd's graph has had so far */
+} zs_entry;
+
+/* What a unit has to wait for in a backward. */
+typedef struct zs_expected {
+    bool known;       /* told before in this backward: the rest is not set */
+    int64_t n_wanted; /* gradients */
+    bool has_frozen;  /* some parameters want none */
+} zs_expected;
+
+/* What an executor does. Everything but `gather`, `bind`, `bucket_new`, `pack`, `post`, `reusable` and `sum` may be left to
+ * NULL by one that has nothing to do there. */
+typedef struct zs_actions {
+    /* --- a pass -------------------------------------------------------------------------------------------------------- */
+
+    /* One is about to begin, and may be refused. Nothing is open. */
+    zs_status (*ready)(zs_schedule *, zs_phase);
+    /* It begins: peers' shards may be read from now on. `entry` is NULL for a backward. */
+    zs_status (*open)(zs_schedule *, const zs_entry *entry);
+    /* Nobody reads peers' shards any more. Called after each `open`, whether it failed or not. */
+    zs_status (*close)(zs_schedule *, zs_phase);
+
+    /* --- parameters ---------------------------------------------------------------------------------------------------- */
+
+    /* Begins to gather. If it fails, nothing is under way. */
+    zs_status (*gather)(zs_record *);
+    /* Waits for that, and binds the parameters to the full buffer. If it fails, it is as before the gather. */
+    zs_status (*bind)(zs_record *);
+    /* Drops a gather that was begun, after waiting for it. */
+    void (*cancel)(zs_record *);
+    /* Binds the parameters to the shard, and gives the full buffer back. A failure is told when that is done. */
+    zs_status (*reshard)(zs_record *);
+
+    /* --- gradients ----------------------------------------------------------------------------------------------------- */
+
+    /* Readies the unit for gradients, once in a backward. `arriving`: a parameter whose new gradient is there, or -1. */
+    zs_status (*prepare)(zs_record *, int64_t arriving, zs_expected *out);
+    /* The gradient of parameter `i` stays where autograd put it. *all: they are all there. */
+    zs_status (*keep)(zs_record *, int64_t i, bool *all);
+    /* A new bucket of at least `bytes`; its lease is zeroed but for `bytes`. */
+    zs_status (*bucket_new)(zs_schedule *, size_t bytes, zs_lease **out);
+    /* A round begins, in round.packing, or (`local`) in memory of this rank's own. */
+    zs_status (*begin_round)(zs_record *, bool local);
+    /* Packs the gradient of parameter `i`, which is counted from nothing (`anew`) or not. *first: it was not counted yet. */
+    zs_status (*pack)(zs_record *, int64_t i, bool anew, bool *first);
+    /* What stayed local goes into round.packing. */
+    zs_status (*send_local)(zs_record *);
+    /* Posts round.packing, or a round without gradients. */
+    zs_status (*post)(zs_record *);
+    /* (replicated) Sums this rank's slice once all ranks have posted, and shares it. */
+    zs_status (*share)(zs_record *, zs_wait, bool *ready);
+    /* Ends the oldest round that is out, once all ranks are there: *done, and the peers may go on. With *done, an error says
+     * that the sum is none. *over: early.over, on all ranks. */
+    zs_status (*sum)(zs_record *, zs_wait, bool *done, bool *over);
+    /* Have all peers read the bucket of the unit's last round? */
+    zs_status (*reusable)(zs_record *, zs_wait, bool *ready);
+    /* (stepped in backward) Steps the unit with what has been summed. */
+    zs_status (*step)(zs_record *);
+
+    /* --- the end of a backward ------------------------------------------------------------------------------------------ */
+
+    /* (in order) Tells the peers that no more rounds will come. */
+    zs_status (*give_up)(zs_schedule *);
+    /* All rounds have been summed. */
+    zs_status (*summed)(zs_schedule *);
+    /* The unit's parameters get their gradients; or lose what this backward gave them. */
+    zs_status (*deliver)(zs_record *);
+    void (*drop)(zs_record *);
+    /* It is over; `reduced` says whether gradients were, `delivered` whether users' hooks were content. */
+    zs_status (*end)(zs_schedule *, zs_status reduced, zs_status delivered);
+} zs_actions;
+
+/* One model. An executor's own struct begins with it. */
+struct zs_schedule {
+    const zs_actions *act;
+    /* --- what it is told between passes (forward.c) --- */
+    bool gathers_cost;   /* a gather takes time and memory; else peers' shards are mapped */
+    bool in_order;       /* rounds are collectives: all ranks post and end them in one order; else at any time */
+    int ahead[2];        /* gathers that may be under way before they are wanted, by zs_phase; 0: none */
+    zs_record **records; /* [n] borrowed; parents before children; the array is owned */
+    size_t n;
+    /* --- the pass --- */
+    zs_stage stage;
+    zs_record *
+        *open; /* [n_open] what holds the session open, the innermost last: forwards of units that are running; NULL:
+                       * a session opened by hand, or of a unit that is gone; owned */
+    size_t n_open, open_room;
+    bool recording;         /* a backward may follow the forward that is running */
+    bool outermost_gathers; /* that began with a unit that has parameters */
+    int64_t session;        /* when the last session of forwards began, in nodes of the graph */
+    bool gave_up;           /* the backward being closed was abandoned here */
+    size_t next_post;       /* (in order) how many units have posted in this backward */
+    /* --- unshard.c --- */
+    zs_record *latest; /* unsharded last in this pass; borrowed */
+    zs_record *last;   /* unsharded last in the last forward; borrowed */
+    /* --- rounds.c --- */
+    zs_record *first_out, *last_out; /* units with a round out, in the order of posting; borrowed */
+    zs_lease **leases;               /* [n_leases] borrowed; the array is owned */
+    size_t n_leases;
+    uint64_t posts;
+};
+
+enum { ZS_BUCKETS_OUT = 2 }; /* buckets of one size that may be out before a rank waits for its peers */
+
+/* --- between passes -------------------------------------------------------------------------------------------------------- */
+
+/* Begins with no units, and gathers that go one unit ahead in backward. */
+void zs_schedule_init(zs_schedule *schedule, const zs_actions *act);
+
+/* How the transports behave, see zs_schedule. */
+void zs_schedule_set_transports(zs_schedule *schedule, bool gathers_cost, bool in_order);
+
+/* Frees what it owns; the units' records and the buckets are others'. */
+void zs_schedule_free(zs_schedule *schedule);
+
+/* A unit's record before it is added, and what it has besides when it is gone. */
+void zs_record_init(zs_record *record, zs_traits traits);
+void zs_record_free(zs_record *record);
+
+/* Adds a unit, last in the order / takes it out of whatever it takes part in. */
+zs_status zs_schedule_add(zs_schedule *schedule, zs_record *record);
+void zs_schedule_forget(zs_schedule *schedule, zs_record *record);
+
+/* Sets the order, in which gradients leave from the last to the first: `records` [n] are all of its units, each once. */
+void zs_schedule_set_order(zs_schedule *schedule, zs_record *const *records);
+
+/* Has these follow `record` in that pass; n = 0: those that did last time. ZS_ERR_MEMORY. */
+zs_status zs_schedule_follow(zs_record *record, zs_phase phase, zs_record *const *records, size_t n);
+
+/* How far gathers go ahead, by zs_phase. */
+void zs_schedule_set_ahead(zs_schedule *schedule, const int ahead[2]);
+
+/* Forgets in which order units were unsharded, as where a model is new. */
+void zs_schedule_forget_order(zs_schedule *schedule);
+
+/* Sets what may change of a unit. */
+void zs_record_set_reduces(zs_record *record, bool reduces, size_t bucket_bytes);
+void zs_record_set_stays(zs_record *record, bool stays);
+void zs_record_set_sync(zs_record *record, bool sync);
+void zs_record_set_early(zs_record *record, bool on);
+
+/* Adds an idle bucket / takes an idle one away. */
+zs_status zs_schedule_add_lease(zs_schedule *schedule, zs_lease *lease);
+void zs_schedule_drop_lease(zs_schedule *schedule, const zs_lease *lease);
+
+/* --- forward: events ------------------------------------------------------------------------------------------------------- */
+
+/* The forward of a unit's module begins (`record` NULL: parameters will be read). Opens a session unless one is open. If it
+ * fails before the unit is in, nothing is open that was not before. */
+zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_entry *entry);
+
+/* It begins again within a backward, to be recomputed. */
+zs_status zs_schedule_recompute(zs_schedule *schedule, zs_record *record, int64_t now);
+
+/* It ends, also if it raised; no-op if none is running. `keep`: its outputs have a history, so a backward may come. */
+zs_status zs_schedule_leave(zs_schedule *schedule, zs_record *record, bool keep);
+
+/* Ends what has been entered since there were `n_open`. The first failure is reported, and all end. */
+zs_status zs_schedule_unwind(zs_schedule *schedule, size_t n_open);
+
+/* The innermost session that was opened by hand ends, and what was entered in it; no-op if there is none. */
+zs_status zs_schedule_leave_by_hand(zs_schedule *schedule);
+
+/* --- by hand ----------------------------------------------------------------------------------------------------------------- */
+
+/* Unshards a unit in a session, without what goes ahead of a pass; no-op if it is unsharded. */
+zs_status zs_schedule_unshard(zs_schedule *schedule, zs_record *record);
+
+/* Pins an unsharded unit: it stays so until zs_schedule_reshard, or the end of the next backward. */
+void zs_schedule_pin(zs_record *record);
+
+/* Shards it again; no-op if it is not unsharded. */
+zs_status zs_schedule_reshard(zs_schedule *schedule, zs_record *record);
+
+/* Drops a gather that is under way; else a no-op. */
+void zs_schedule_cancel(zs_schedule *schedule, zs_record *record);
+
+/* --- backward: events ------------------------------------------------------------------------------------------------------ */
+
+/* What the hook before the backward of a forward is to be told, of the one that is ending. */
+int64_t zs_schedule_stamp(const zs_record *record, int64_t now);
+
+/* The backward of that forward begins. */
+zs_status zs_schedule_backward(zs_schedule *schedule, zs_record *record, int64_t stamp);
+
+/* The unit's parameter `i` has a new gradient. */
+zs_status zs_schedule_gradient(zs_schedule *schedule, zs_record *record, int64_t i);
+
+/* Opens a backward, unless one is open. For an event that comes before its first. */
+zs_status zs_schedule_begin_backward(zs_schedule *schedule);
+
+/* Autograd is through. */
+zs_status zs_schedule_end(zs_schedule *schedule);
+
+/* Have all units all the gradients that they wait for? Then a backward that raises after that misses nothing. */
+bool zs_schedule_all_arrived(const zs_schedule *schedule);
+
+/* Autograd has raised. What needs no peer is done at once. */
+void zs_schedule_fail(zs_schedule *schedule);
+
+/* After that: tells the peers, who still wait for this rank's gradients, that they will not come, and ends the rounds. Else a
+ * no-op. */
+zs_status zs_schedule_settle(zs_schedule *schedule);
+
+#endif

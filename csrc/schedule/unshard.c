@@ -1,0 +1,180 @@
+/* unshard.c - when units are gathered and resharded: their states, and gathers that begin before they are wanted.
+ *
+ * The one idea: where a gather costs, a pass gathers its units in the order of the last one. So each unit remembers which was
+ * gathered after it, in forward and in backward, and when it is unsharded the gather of that one begins. A guess that was
+ * wrong costs a gather, never a number: what was not wanted is dropped at the end of the pass. All ranks guess alike, as they
+ * saw one order. See schedule.h.
+ */
+#include "schedule/inner.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* --- states ----------------------------------------------------------------------------------------------------------- */
+
+static zs_status gather(zs_schedule *schedule, zs_record *record)
+{
+    if (record->is.fixed || (record->state != ZS_SHARDED && record->state != ZS_REDUCING)) return ZS_OK;
+    record->state = ZS_GATHERING;
+    zs_status status = schedule->act->gather(record);
+    if (status != ZS_OK) record->state = ZS_SHARDED;
+    return status;
+}
+
+void zs_schedule_cancel(zs_schedule *schedule, zs_record *record)
+{
+    if (record->state != ZS_GATHERING) return;
+    schedule->act->cancel(record);
+    record->state = ZS_SHARDED;
+}
+
+zs_status zs_schedule_unshard(zs_schedule *schedule, zs_record *record)
+{
+    if (zs_record_is_full(record)) return ZS_OK;
+    ZS_TRY(gather(schedule, record));
+    zs_status status = schedule->act->bind(record);
+    record->state = status == ZS_OK ? ZS_FULL : ZS_SHARDED;
+    return status;
+}
+
+void zs_schedule_pin(zs_record *record)
+{
+    record->pinned = true;
+}
+
+zs_status zs_reshard_to(zs_schedule *schedule, zs_record *record, zs_unit_state next)
+{
+    if (record->is.fixed) {
+        if (next == ZS_REDUCING) record->state = next;
+        return ZS_OK;
+    }
+    if (record->state != ZS_FULL) return ZS_OK;
+    zs_status status = schedule->act->reshard(record);
+    record->pinned = false;
+    record->state = next;
+    return status;
+}
+
+zs_status zs_schedule_reshard(zs_schedule *schedule, zs_record *record)
+{
+    return zs_reshard_to(schedule, record, ZS_SHARDED);
+}
+
+zs_status zs_reshard_all(zs_schedule *schedule, bool pinned)
+{
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < schedule->n; i++) {
+        zs_record *record = schedule->records[i];
+        if (pinned || !record->pinned) ZS_ALSO(status, zs_reshard_to(schedule, record, ZS_SHARDED));
+    }
+    return status;
+}
+
+void zs_unshard_reduced(zs_record *record)
+{
+    if (record->state == ZS_REDUCING) record->state = record->is.fixed ? ZS_FULL : ZS_SHARDED;
+}
+
+/* --- ahead ------------------------------------------------------------------------------------------------------------ */
+
+static int under_way(const zs_schedule *schedule)
+{
+    int n = 0;
+    for (size_t i = 0; i < schedule->n; i++)
+        n += schedule->records[i]->state == ZS_GATHERING;
+    return n;
+}
+
+static void remember(zs_schedule *schedule, zs_record *record, zs_phase phase)
+{
+    if (record->is.fixed || record->is.empty) return;
+    if (schedule->latest != NULL && schedule->latest != record) schedule->latest->next[phase] = record;
+    schedule->latest = record;
+}
+
+static zs_status gather_listed(zs_schedule *schedule, const zs_follow *list)
+{
+    for (size_t i = 0; i < list->n; i++)
+        if (list->records[i]->state == ZS_SHARDED) ZS_TRY(gather(schedule, list->records[i]));
+    return ZS_OK;
+}
+
+static zs_status gather_next(zs_schedule *schedule, const zs_record *record, zs_phase phase)
+{
+    if (record->by_hand[phase].n > 0) return gather_listed(schedule, &record->by_hand[phase]);
+    int ahead = schedule->ahead[phase], room = ahead > 0 ? ahead - under_way(schedule) : 0;
+    zs_record *next = record->next[phase];
+    for (int i = 0; i < ahead && room > 0 && next != NULL; i++, next = next->next[phase]) {
+        if (next->state != ZS_SHARDED) continue;
+        ZS_TRY(gather(schedule, next));
+        room--;
+    }
+    return ZS_OK;
+}
+
+zs_status zs_unshard_for(zs_schedule *schedule, zs_record *record, zs_phase phase)
+{
+    ZS_TRY(zs_schedule_unshard(schedule, record));
+    if (!schedule->gathers_cost) return ZS_OK;
+    remember(schedule, record, phase);
+    return gather_next(schedule, record, phase);
+}
+
+void zs_unshard_begin_pass(zs_schedule *schedule)
+{
+    schedule->latest = NULL;
+}
+
+void zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase)
+{
+    for (size_t i = 0; i < schedule->n; i++)
+        zs_schedule_cancel(schedule, schedule->records[i]);
+    if (phase == ZS_PHASE_FORWARD && schedule->latest != NULL) schedule->last = schedule->latest;
+}
+
+bool zs_unshard_is_last(const zs_schedule *schedule, const zs_record *record)
+{
+    return schedule->last == record && schedule->latest == record;
+}
+
+zs_status zs_schedule_follow(zs_record *record, zs_phase phase, zs_record *const *records, size_t n)
+{
+    zs_follow *list = &record->by_hand[phase];
+    zs_record **copy = NULL;
+    if (n > 0) {
+        copy = malloc(n * sizeof *copy);
+        if (copy == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a prefetch list");
+        memcpy(copy, records, n * sizeof *copy);
+    }
+    free(list->records);
+    *list = (zs_follow){copy, n};
+    return ZS_OK;
+}
+
+static void forget_in(zs_follow *list, const zs_record *record)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < list->n; i++)
+        if (list->records[i] != record) list->records[kept++] = list->records[i];
+    list->n = kept;
+}
+
+void zs_schedule_forget_order(zs_schedule *schedule)
+{
+    schedule->latest = schedule->last = NULL;
+    for (size_t i = 0; i < schedule->n; i++)
+        schedule->records[i]->next[0] = schedule->records[i]->next[1] = NULL;
+}
+
+void zs_unshard_forget(zs_schedule *schedule, const zs_record *record)
+{
+    if (schedule->latest == record) schedule->latest = NULL;
+    if (schedule->last == record) schedule->last = NULL;
+    for (size_t i = 0; i < schedule->n; i++) {
+        zs_record *other = schedule->records[i];
+        for (int phase = 0; phase < 2; phase++) {
+            if (other->next[phase] == record) other->next[phase] = NULL;
+            forget_in(&other->by_hand[phase], record);
+        }
+    }
+}

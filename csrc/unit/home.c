@@ -1,0 +1,15 @@
+/* home.c - see home.h. */
+#include "unit/home.h"
+
+size_t zs_ranks_list(const zs_ranks *ranks, zs_comm *each[ZS_RANKS])
+{
+    zs_comm *all[ZS_RANKS] = {ranks->all, ranks->near, ranks->shards, ranks->far};
+    size_t n = 0;
+    for (size_t i = 0; i < ZS_RANKS; i++) {
+        bool known = all[i] == NULL;
+        for (size_t k = 0; k < n; k++)
+            known |= each[k] == all[i];
+        if (!known) each[n++] = all[i];
+    }
+    return n;
+}

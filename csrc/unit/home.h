@@ -1,0 +1,62 @@
+/* home.h - what the units of one model share: whom to ask, and where memory comes from.
+ *
+ * The one idea: a unit needs to know this much of its model's engine (engine/), which begins with it, and nothing of passes.
+ */
+#ifndef ZS_HOME_H
+#define ZS_HOME_H
+
+#include "comm/comm.h"
+#include "device/arena.h"
+#include "schedule/schedule.h"
+#include "unit/offload.h"
+
+/* Who takes part in what. */
+typedef struct zs_ranks {
+    zs_comm *all; /* they reduce */
+    /* Those of them that one copy of the model is cut over, each group of them another copy (hybrid); `all` if there is
+     * one. */
+    zs_comm *shards;
+    /* Those that gather from each other: `shards`, or where a copy is kept (kept.h) those that share it. */
+    zs_comm *near;
+    zs_comm *far; /* those that have the same part of that copy; NULL if none is kept */
+} zs_ranks;
+
+enum { ZS_RANKS = 4 }; /* of them, at most */
+
+/* Its transports, each once; returns how many. */
+size_t zs_ranks_list(const zs_ranks *ranks, zs_comm *each[ZS_RANKS]);
+
+/* What units ask of the engine that they belong to. */
+typedef struct zs_home_calls {
+    /* Sets the gradient hook on the unit's parameter `i`; cheap if it is there. */
+    zs_status (*hook_param)(zs_unit *, int64_t i);
+    /* More memory may be held than before: counts it for the peak. */
+    void (*note_peak)(zs_home *);
+} zs_home_calls;
+
+struct zs_home {
+    zs_schedule schedule;
+    const zs_home_calls *calls;
+    zs_ranks ranks;     /* counted references */
+    int n_parts;        /* slices of a copy of the model */
+    int part;           /* this rank's */
+    int *part_of;       /* [ranks.all->world] each rank's; owned */
+    zs_arena *arena;    /* slots for full buffers; owned */
+    zs_pool *grads;     /* memory of the units' gradients; owned */
+    zs_offload offload; /* what of the units goes to a disk, with a counted reference; set before they are made */
+    bool reserved;      /* arena and buckets are as the units, calls and settings of now want them */
+};
+
+/* Where the units' memory lies. */
+static inline const zs_device *zs_home_device(const zs_home *home)
+{
+    return home->ranks.all->device;
+}
+
+/* The units, or what decides about their memory, have changed: what is reserved is no longer right. */
+static inline void zs_home_replan(zs_home *home)
+{
+    home->reserved = false;
+}
+
+#endif

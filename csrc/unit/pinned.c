@@ -1,0 +1,37 @@
+/* pinned.c - see pinned.h. */
+#include "unit/pinned.h"
+
+#include <stdatomic.h>
+
+/* Units of this process that are pinned. */
+static _Atomic long holders;
+
+bool zs_pinned_any(void)
+{
+    return atomic_load(&holders) > 0;
+}
+
+void zs_pinned_begin(void)
+{
+    atomic_fetch_add(&holders, 1);
+}
+
+void zs_pinned_end(zs_unit *unit)
+{
+    if (!unit->record.pinned) return;
+    atomic_fetch_sub(&holders, 1);
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_mem *mem = unit->flats[f].full_mem;
+        if (mem == NULL) continue;
+        mem->role = ZS_MEM_PLAIN;
+        mem->user = NULL;
+    }
+}
+
+size_t zs_pinned_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
+    for (int f = 0; f < unit->n_flats && unit->record.pinned; f++)
+        if (zs_flat_source(unit, &unit->flats[f])->full != NULL) total += zs_flat_full_bytes(unit, &unit->flats[f]);
+    return total;
+}
