@@ -44,8 +44,8 @@ static double now(void)
 static zs_status unshard(bench *b)
 {
     const zs_reading reading = {.pass = ZS_PASS_EVALUATE};
-    ZS_TRY(b->comm->ops->read_begin(b->comm, b->reader, &reading));
-    return b->comm->ops->read_end(b->comm, b->reader, ZS_PHASE_FORWARD);
+    ZS_TRY(zs_comm_read_begin(b->comm, b->reader, &reading));
+    return zs_comm_read_end(b->comm, b->reader, ZS_PHASE_FORWARD);
 }
 
 /* What a transport that copies would have to do: the full buffer, out of all ranks' memory. */
@@ -65,21 +65,20 @@ static zs_status copy_private(bench *b)
 /* Post, wait for all, sum the own slice in rank order, release, wait until the bucket is free again. */
 static zs_status reduce(bench *b)
 {
-    const zs_comm_ops *ops = b->comm->ops;
     const uint64_t used[1] = {1};
     const void *from[64];
     bool ready = false;
     zs_sources sources;
-    ZS_TRY(ops->post(b->comm, b->cunit, &b->bucket, used));
-    ZS_TRY(ops->collect(b->comm, b->cunit, ZS_WAIT, &ready, &sources));
+    ZS_TRY(zs_cunit_post(b->comm, b->cunit, &b->bucket, used));
+    ZS_TRY(zs_cunit_collect(b->comm, b->cunit, ZS_WAIT, &ready, &sources));
     size_t slice = b->flat.shard_bytes;
     for (int r = 0; r < b->comm->world; r++)
         from[r] = sources.data[r] + (size_t)b->comm->rank * slice;
     zs_sum sum = {.src = from, .world = b->comm->world, .dst = b->private_full->ptr, .dtype = b->dtype, .scale = 1.0};
     sum.numel = (int64_t)(slice / zs_dtype_size(b->dtype));
     zs_cpu_sum(&sum);
-    ZS_TRY(ops->release(b->comm, b->cunit));
-    return ops->reusable(b->comm, b->cunit, ZS_WAIT, &ready);
+    ZS_TRY(zs_cunit_release(b->comm, b->cunit));
+    return zs_cunit_reusable(b->comm, b->cunit, ZS_WAIT, &ready);
 }
 
 /* What `reduce` must at least read and write, as copies: the own slice of each rank's memory. */
@@ -145,7 +144,7 @@ int zsb_connect(zs_comm *comm, const char *const *addresses)
 int zsb_barrier(zs_comm *comm)
 {
     char box[1] = {0};
-    return (int)comm->ops->exchange(comm, box, 0, box);
+    return (int)zs_comm_exchange(comm, box, 0, box);
 }
 
 /* Memory for full buffers of `bytes`, in float32 or bfloat16; NULL on failure. */
@@ -156,10 +155,10 @@ bench *zsb_new(zs_comm *comm, size_t bytes, int bfloat16)
     size_t shard = bytes / (size_t)comm->world;
     zs_cunit_spec spec = {.name = "unit", .n_params = 1, .n_slices = 1, .slice_bytes = {shard}};
     *b = (bench){.comm = comm, .bytes = bytes, .dtype = bfloat16 ? ZS_BF16 : ZS_F32};
-    bool made = comm->ops->flat_new(comm, shard, &b->flat) == ZS_OK &&
-                comm->ops->bucket_new(comm, bytes, &b->bucket) == ZS_OK &&
-                comm->ops->cunit_new(comm, &spec, &b->cunit) == ZS_OK &&
-                comm->ops->reader_new(comm, "model", &b->reader) == ZS_OK &&
+    bool made = zs_comm_flat_new(comm, shard, &b->flat) == ZS_OK &&
+                zs_comm_bucket_new(comm, bytes, &b->bucket) == ZS_OK &&
+                zs_cunit_new(comm, &spec, &b->cunit) == ZS_OK &&
+                zs_comm_reader_new(comm, "model", &b->reader) == ZS_OK &&
                 zs_mem_new_private(bytes, &b->private_full) == ZS_OK &&
                 zs_mem_new_private(bytes, &b->other_full) == ZS_OK;
     return made ? b : NULL;
@@ -170,10 +169,10 @@ void zsb_free(bench *b)
 {
     zs_comm *comm = b->comm;
     zsb_barrier(comm);
-    comm->ops->reader_free(comm, b->reader);
-    comm->ops->cunit_free(comm, b->cunit);
-    comm->ops->bucket_free(comm, &b->bucket);
-    comm->ops->flat_free(comm, &b->flat);
+    zs_comm_reader_free(comm, b->reader);
+    zs_cunit_free(comm, b->cunit);
+    zs_comm_bucket_free(comm, &b->bucket);
+    zs_comm_flat_free(comm, &b->flat);
     zs_mem_release(b->private_full);
     zs_mem_release(b->other_full);
     free(b);

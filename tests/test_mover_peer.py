@@ -31,7 +31,16 @@ from zshard import _core, _group
 
 PROGRAM = C / "test_mover_peer.c"
 OTHERS = ["peer_rounds.c", "peer_failures.c", "fake_image.c", "serial_parallel_for.c"]
-CORE = [*SHM, "arena.c", "comm_gpu.c", "gpu_round.c", "mover_peer.c", "kin.c", "lookout.c"]
+CORE = [
+    *SHM,
+    "arena.c",
+    "comm_gpu.c",
+    "gpu_round.c",
+    "gpu_table.c",
+    "mover_peer.c",
+    "kin.c",
+    "lookout.c",
+]
 CORE += ["cuda_driver.c", "cuda_kernels.c", "device_cuda.c", "device_cpu.c", "simd.c"]
 CORE += ["peer_*.c"]
 NAMES = re.findall(r"^        TEST\((\w+), ", PROGRAM.read_text(), re.MULTILINE)

@@ -2,7 +2,7 @@
 
 The one idea: which unit is whole when, and so how much memory a step takes, follows from the order
 in which modules are entered and left and parameters are used. The order of registration is the best
-guess before the first forward; csrc/unit/plan.h says what is made of it.
+guess before the first forward; csrc/engine/plan.h says what is made of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from zshard import _core
 from zshard._plan import UnitSpec
 
-_ENTER, _EXIT = -1, -2  # csrc/unit/plan.h has the same
+_ENTER, _EXIT = -1, -2  # csrc/engine/plan.h has the same
 _MOST_VISITS = 2  # more of a shared module tell nothing new
 
 Call = tuple[_core.Unit, int]

@@ -1,7 +1,7 @@
 """Outlines: units with layouts and no memory, on transports without peers, to estimate memory.
 
 The one idea: the estimate does not come from separate formulas but from the same code that
-allocates (csrc/unit/unit.c, csrc/unit/plan.h). An outline is made from parameters on any device,
+allocates (csrc/engine/unit_life.c, csrc/engine/plan.h). An outline is made from parameters on any device,
 the meta device included; it changes nothing and needs no process group.
 """
 

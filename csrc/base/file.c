@@ -1,6 +1,7 @@
 /* file.c - see file.h. */
 #define _GNU_SOURCE 1 /* memfd_create, fallocate, F_SEAL_SHRINK */
 #include "base/file.h"
+#include "base/refs.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -25,7 +26,7 @@ struct zs_file {
     char *path;           /* of a file on disk; owned; NULL: of memory */
     bool named;           /* it can be opened by that */
     unsigned lifetime;    /* of the process that made it: a forked child must not punch holes */
-    _Atomic long refs;    /* the maker's and one per region */
+    zs_refs refs;         /* the maker's and one per region */
     pthread_mutex_t lock; /* over what follows: regions may be freed on any thread */
     uint64_t end;         /* bytes given out so far */
     bucket_slot *slots;   /* regions of map_bucket, by index */
@@ -83,7 +84,7 @@ static zs_status handle_new(int fd, zs_file **out)
     }
     file->fd = fd;
     file->lifetime = zs_lifetime();
-    atomic_init(&file->refs, 1);
+    zs_refs_init(&file->refs);
     pthread_mutex_init(&file->lock, NULL);
     *out = file;
     return ZS_OK;
@@ -135,7 +136,7 @@ void zs_file_hide(zs_file *file)
 
 void zs_file_release(zs_file *file)
 {
-    if (file == NULL || atomic_fetch_sub(&file->refs, 1) != 1) return;
+    if (file == NULL || !zs_refs_drop(&file->refs)) return;
     if (file->lifetime == zs_lifetime()) zs_file_hide(file);
     free(file->path);
     close(file->fd);
@@ -217,7 +218,7 @@ static zs_status wrap_region(void *ptr, size_t mapped, region_owner made, zs_mem
         munmap(ptr, mapped);
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a region descriptor");
     }
-    atomic_fetch_add(&made.file->refs, 1);
+    zs_refs_take(&made.file->refs);
     return ZS_OK;
 }
 

@@ -41,7 +41,7 @@ zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *
     if (mem == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a block descriptor");
     mem->ptr = ptr;
     mem->bytes = bytes;
-    mem->refs = 1;
+    zs_refs_init(&mem->refs);
     mem->destroy = destroy;
     mem->owner = owner;
     mem->role = ZS_MEM_PLAIN;
@@ -94,14 +94,14 @@ void zs_mem_heap_freed(size_t bytes)
 
 zs_mem *zs_mem_retain(zs_mem *mem)
 {
-    __atomic_fetch_add(&mem->refs, 1, __ATOMIC_RELAXED);
+    zs_refs_take(&mem->refs);
     return mem;
 }
 
 void zs_mem_release(zs_mem *mem)
 {
     if (mem == NULL) return;
-    if (__atomic_sub_fetch(&mem->refs, 1, __ATOMIC_ACQ_REL) != 0) return;
+    if (!zs_refs_drop(&mem->refs)) return;
     if (mem->destroy != NULL) mem->destroy(mem);
     free(mem);
 }

@@ -6,6 +6,7 @@
 #ifndef ZS_MEMORY_H
 #define ZS_MEMORY_H
 
+#include "base/refs.h"
 #include "base/status.h"
 
 /* What a unit uses a block for. */
@@ -22,7 +23,7 @@ struct zs_device;
 typedef struct zs_mem {
     void *ptr;                           /* first byte, at least 64-byte aligned */
     size_t bytes;                        /* length */
-    long refs;                           /* counted references; __atomic access only */
+    zs_refs refs;                        /* counted references */
     void (*destroy)(struct zs_mem *mem); /* releases what lies behind; does not free the struct */
     void *owner;                         /* for destroy */
     zs_mem_role role;                    /* what a unit uses it for, so that a tensor on it can be recognised */

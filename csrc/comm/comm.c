@@ -11,15 +11,15 @@ static bool (*_Atomic wait_hook)(void);
 
 zs_comm *zs_comm_retain(zs_comm *comm)
 {
-    atomic_fetch_add_explicit(&comm->refs, 1, memory_order_relaxed);
+    zs_refs_take(&comm->refs);
     return comm;
 }
 
 void zs_comm_release(zs_comm *comm)
 {
     if (comm == NULL) return;
-    if (atomic_fetch_sub_explicit(&comm->refs, 1, memory_order_acq_rel) != 1) return;
-    comm->ops->close(comm);
+    if (!zs_refs_drop(&comm->refs)) return;
+    zs_comm_close(comm);
     comm->ops->destroy(comm);
 }
 
@@ -119,13 +119,14 @@ const char *zs_unit_label(const char *name)
 void zs_comm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t before, uint64_t now)
 {
     comm->history ^= before ^ now;
-    if (comm->ops->tell_history != NULL && reader != NULL) comm->ops->tell_history(comm, reader, now);
+    const zs_reader_ops *readers = comm->ops->readers;
+    if (readers->tell_history != NULL && reader != NULL) readers->tell_history(comm, reader, now);
 }
 
 void zs_comm_tell_mishap(zs_comm *comm, const char *what)
 {
     snprintf(comm->mishap, sizeof comm->mishap, "%s", what);
-    if (comm->ops->tell_mishap != NULL) comm->ops->tell_mishap(comm, what);
+    if (comm->ops->talk->tell_mishap != NULL) comm->ops->talk->tell_mishap(comm, what);
 }
 
 void zs_comm_mishaps(const zs_comm *comm, char *text, size_t size)
@@ -134,7 +135,7 @@ void zs_comm_mishaps(const zs_comm *comm, char *text, size_t size)
     text[0] = 0;
     for (int r = 0; r < comm->world && used < size; r++) {
         bool own = r == comm->rank;
-        const char *what = own ? comm->mishap : comm->ops->mishap_of != NULL ? comm->ops->mishap_of(comm, r) : "";
+        const char *what = own ? comm->mishap : zs_comm_mishap_of(comm, r);
         if (*what == 0) continue;
         used += (size_t)snprintf(text + used, size - used, "; rank %d %.*s", r, ZS_MISHAP - 1, what);
     }
@@ -186,7 +187,7 @@ zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name)
     if (copy == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a name");
     free((char *)unit->spec.name);
     unit->spec.name = copy;
-    if (comm->ops->cunit_renamed != NULL) comm->ops->cunit_renamed(comm, unit);
+    if (comm->ops->rounds->cunit_renamed != NULL) comm->ops->rounds->cunit_renamed(comm, unit);
     return ZS_OK;
 }
 
@@ -260,8 +261,8 @@ void zs_cunit_sources(const zs_cunit *unit, zs_sources *out)
 zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to)
 {
     zs_gathering *gathering = NULL;
-    ZS_TRY(comm->ops->gather_start(comm, flat, unit, to, &gathering));
-    return comm->ops->gather_finish(comm, gathering);
+    ZS_TRY(zs_comm_gather_start(comm, flat, unit, to, &gathering));
+    return zs_comm_gather_finish(comm, gathering);
 }
 
 /* --- private memory, and readers where nothing is mapped --------------------------------------------------------------- */
@@ -327,3 +328,10 @@ zs_status zs_local_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
     (void)phase;
     return ZS_OK;
 }
+
+const zs_reader_ops zs_local_reader_ops = {
+    .reader_new = zs_local_reader_new,
+    .reader_free = zs_local_reader_free,
+    .read_begin = zs_local_read_begin,
+    .read_end = zs_local_read_end,
+};

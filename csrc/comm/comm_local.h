@@ -10,7 +10,7 @@
 
 /* The tables. */
 extern const zs_comm_ops zs_self_ops, zs_shm_ops, zs_c10d_ops;
-extern const zs_comm_ops zs_nccl_ops, zs_peer_ops, zs_c10d_gpu_ops; /* gpu_table.c, peer_table.c */
+extern const zs_comm_ops zs_nccl_ops, zs_peer_ops, zs_c10d_gpu_ops; /* gpu_transports.c, peer_table.c */
 
 /* Where the current round of a unit stands on this rank. */
 typedef enum zs_round_state {
@@ -91,5 +91,8 @@ void zs_local_reader_free(zs_comm *comm, zs_reader *reader);
 /* read_begin and read_end: nothing to wait for; the comm's head has what a gather says of its pass. */
 zs_status zs_local_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
 zs_status zs_local_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
+
+/* These four. */
+extern const zs_reader_ops zs_local_reader_ops;
 
 #endif

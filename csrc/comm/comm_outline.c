@@ -6,13 +6,13 @@
  */
 #include "comm/comm_local.h"
 
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
 typedef struct outline_comm {
     zs_comm base;
     zs_comm_ops ops; /* of its own: another transport's name and sizes */
+    zs_round_ops rounds;
 } outline_comm;
 
 const zs_comm_ops *zs_comm_ops_of(const char *name)
@@ -34,7 +34,7 @@ static zs_status outline_exchange(zs_comm *comm, const void *mine, size_t bytes,
 
 static size_t outline_bytes(const zs_comm *comm)
 {
-    return comm->ops->room(NULL, comm->world).fixed;
+    return zs_comm_room(comm, NULL).fixed;
 }
 
 static void outline_close(zs_comm *comm)
@@ -47,6 +47,9 @@ static void outline_destroy(zs_comm *comm)
     free((outline_comm *)comm);
 }
 
+static const zs_reader_ops outline_readers = {.reader_new = zs_local_reader_new, .reader_free = zs_local_reader_free};
+static const zs_talk_ops outline_talk = {.exchange = outline_exchange};
+
 zs_status zs_comm_outline_new(const char *name, int rank, int world, zs_comm **out)
 {
     const zs_comm_ops *real = zs_comm_ops_of(name);
@@ -55,22 +58,21 @@ zs_status zs_comm_outline_new(const char *name, int rank, int world, zs_comm **o
         return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", rank, world);
     outline_comm *comm = calloc(1, sizeof *comm);
     if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a dry-run transport");
+    comm->rounds = (zs_round_ops){.room = real->rounds->room, .bucket_room = real->rounds->bucket_room};
     comm->ops = (zs_comm_ops){.name = real->name,
                               .shard_align = real->shard_align,
                               .mapped = real->mapped,
-                              .reader_new = zs_local_reader_new,
-                              .reader_free = zs_local_reader_free,
+                              .rounds = &comm->rounds,
+                              .readers = &outline_readers,
+                              .talk = &outline_talk,
                               .bytes = outline_bytes,
-                              .room = real->room,
-                              .bucket_room = real->bucket_room,
-                              .exchange = outline_exchange,
                               .close = outline_close,
                               .destroy = outline_destroy};
     comm->base.ops = &comm->ops;
     comm->base.rank = rank;
     comm->base.world = world;
     comm->base.device = zs_device_cpu();
-    atomic_init(&comm->base.refs, 1);
+    zs_refs_init(&comm->base.refs);
     *out = &comm->base;
     return ZS_OK;
 }

@@ -1,7 +1,6 @@
 /* comm_self.c - the transport of a world of one: the shard is the full buffer, the bucket is the sum's only source. */
 #include "comm/comm_local.h"
 
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -149,16 +148,15 @@ static void self_destroy(zs_comm *comm)
     free(comm);
 }
 
-const zs_comm_ops zs_self_ops = {
-    .name = "self",
-    .shard_align = 64,
-    .mapped = true,
+static const zs_flat_ops self_flats = {
     .flat_new = self_flat_new,
     .flat_free = zs_local_flat_free,
-    .gather_start = NULL,
-    .gather_finish = NULL,
+};
+
+static const zs_round_ops self_rounds = {
     .bucket_new = zs_local_bucket_new,
     .bucket_free = zs_local_bucket_free,
+    .bucket_room = zs_local_bucket_room,
     .cunit_new = self_cunit_new,
     .cunit_free = self_cunit_free,
     .post = self_post,
@@ -167,16 +165,24 @@ const zs_comm_ops zs_self_ops = {
     .collect_shared = self_collect_shared,
     .release = self_release,
     .reusable = self_reusable,
-    .reader_new = zs_local_reader_new,
-    .reader_free = zs_local_reader_free,
-    .read_begin = zs_local_read_begin,
-    .read_end = zs_local_read_end,
-    .bytes = self_bytes,
     .room = self_room,
-    .bucket_room = zs_local_bucket_room,
+};
+
+static const zs_talk_ops self_talk = {
     .exchange = self_exchange,
     .broadcast = self_broadcast,
     .abort = self_abort,
+};
+
+const zs_comm_ops zs_self_ops = {
+    .name = "self",
+    .shard_align = 64,
+    .mapped = true,
+    .flats = &self_flats,
+    .rounds = &self_rounds,
+    .readers = &zs_local_reader_ops,
+    .talk = &self_talk,
+    .bytes = self_bytes,
     .close = self_close,
     .destroy = self_destroy,
 };
@@ -188,7 +194,7 @@ zs_status zs_comm_self_new(const zs_device *device, zs_comm **out)
     comm->ops = &zs_self_ops;
     comm->world = 1;
     comm->device = device;
-    atomic_init(&comm->refs, 1);
+    zs_refs_init(&comm->refs);
     *out = comm;
     return ZS_OK;
 }

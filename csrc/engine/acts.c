@@ -50,7 +50,7 @@ static zs_status begin_reading(zs_engine *engine, const zs_reading *reading)
 {
     zs_comm *near = engine->home.ranks.near;
     if (!has_shards(engine)) return ZS_OK;
-    ZS_TRY(near->ops->read_begin(near, engine->reader, reading));
+    ZS_TRY(zs_comm_read_begin(near, engine->reader, reading));
     engine->reading = true;
     return ZS_OK;
 }
@@ -70,7 +70,7 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
     zs_engine *engine = zs_engine_of_schedule(schedule);
     zs_comm *near = engine->home.ranks.near;
     zs_status status = ZS_OK;
-    if (engine->reading) status = near->ops->read_end(near, engine->reader, phase);
+    if (engine->reading) status = zs_comm_read_end(near, engine->reader, phase);
     engine->reading = false;
     return status == ZS_OK ? join_lanes(&engine->home.ranks) : status;
 }
@@ -90,9 +90,7 @@ static zs_status broadcast_buffers(zs_engine *engine)
                                                "contiguous, or pass forward_sync_buffers=False");
         ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
         size_t bytes = (size_t)info.numel * info.itemsize;
-        zs_comm *all = engine->home.ranks.all;
-        bool there = all->ops->broadcast_device != NULL && zs_same_where(info.where, all->device->where);
-        ZS_TRY((there ? all->ops->broadcast_device : all->ops->broadcast)(all, data, bytes, 0));
+        ZS_TRY(zs_comm_broadcast_at(engine->home.ranks.all, info.where, data, bytes, 0));
     }
     return ZS_OK;
 }
@@ -238,7 +236,7 @@ static zs_status reusable(zs_record *record, zs_wait wait, bool *done)
 {
     const zs_unit *unit = zs_unit_of(record);
     zs_comm *all = unit->home->ranks.all;
-    return all->ops->reusable(all, unit->cunit, wait, done);
+    return zs_cunit_reusable(all, unit->cunit, wait, done);
 }
 
 static zs_status step(zs_record *record)
@@ -272,7 +270,7 @@ static zs_status give_up(zs_schedule *schedule)
     zs_comm *all = zs_engine_of_schedule(schedule)->home.ranks.all;
     bool heard = all->heard;
     all->heard = false;
-    return heard ? ZS_OK : all->ops->give_up(all);
+    return heard ? ZS_OK : zs_comm_give_up(all);
 }
 
 static zs_status summed(zs_schedule *schedule)

@@ -127,7 +127,7 @@ static zs_status bucket_new(zs_schedule *schedule, size_t bytes, zs_lease **out)
     dry_bucket *made = calloc(1, sizeof *made);
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
     made->asked = bytes;
-    made->lease.bytes = all_of(dry_of(schedule))->ops->bucket_room(bytes);
+    made->lease.bytes = zs_comm_bucket_room(all_of(dry_of(schedule)), bytes);
     zs_status status = zs_schedule_add_lease(schedule, &made->lease);
     if (status != ZS_OK) {
         free(made);
@@ -226,7 +226,7 @@ static zs_status begin_unit(zs_dry *dry, const zs_unit *unit, zs_dry_unit *it)
     zs_record_init(&it->record, unit->record.is);
     if (unit->record.is.reduces) {
         zs_cunit_spec round = zs_unit_round_spec(unit);
-        it->room = all->ops->room(&round, all->world);
+        it->room = zs_comm_room(all, &round);
     }
     for (int64_t i = 0; i < unit->n_params; i++) {
         bool wanted = unit->flats[unit->params[i].flat].trainable;
@@ -241,7 +241,7 @@ zs_status zs_dry_begin(zs_dry *dry, const zs_home *home, zs_unit *const *units, 
     *dry = (zs_dry){.home = home};
     zs_schedule_init(&dry->schedule, &dry_actions);
     zs_schedule_set_transports(&dry->schedule, home->schedule.gathers_cost, home->schedule.in_order);
-    dry->own = all_of(dry)->ops->room(NULL, all_of(dry)->world);
+    dry->own = zs_comm_room(all_of(dry), NULL);
     dry->units = calloc(n + 1, sizeof *dry->units);
     if (dry->units == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
     ZS_TRY(zs_arena_new_outline(&dry->slots));

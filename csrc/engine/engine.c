@@ -15,7 +15,7 @@ static zs_status check_mesh(const zs_ranks *ranks)
 {
     if (ranks->far == NULL) return ZS_OK;
     int mine[2] = {ranks->near->rank, ranks->near->world}, all[2 * ranks->far->world];
-    ZS_TRY(ranks->far->ops->exchange(ranks->far, mine, sizeof mine, all));
+    ZS_TRY(zs_comm_exchange(ranks->far, mine, sizeof mine, all));
     for (int r = 0; r < ranks->far->world; r++)
         if (memcmp(&all[2 * r], mine, sizeof mine) != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
@@ -40,7 +40,7 @@ static zs_status find_parts(zs_engine *engine)
     if (ranks->shards == ranks->all && ranks->far == NULL) return ZS_OK;
     ZS_TRY(check_mesh(ranks));
     int mine[2] = {engine->home.part, parts}, all[2 * world];
-    ZS_TRY(ranks->all->ops->exchange(ranks->all, mine, sizeof mine, all));
+    ZS_TRY(zs_comm_exchange(ranks->all, mine, sizeof mine, all));
     for (int r = 0; r < world; r++) {
         if (all[2 * r + 1] != parts || world % parts != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
@@ -76,7 +76,7 @@ const zs_ranks *zs_engine_ranks(const zs_engine *engine)
 static zs_status make_slot(void *near, size_t bytes, zs_mem **out)
 {
     zs_comm *comm = near;
-    return comm->ops->slot_new(comm, bytes, out);
+    return zs_comm_slot_new(comm, bytes, out);
 }
 
 zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engine_hooks *hooks, const zs_actions *act,
@@ -86,7 +86,7 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
     zs_schedule_init(&engine->home.schedule, act);
     zs_schedule_set_transports(&engine->home.schedule, !ranks->near->ops->mapped, !ranks->all->ops->mapped);
-    engine->refs = 1;
+    zs_refs_init(&engine->refs);
     engine->hooks = hooks;
     engine->home.calls = &hooks->calls;
     engine->home.ranks = *ranks;
@@ -96,9 +96,9 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);
     ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->home.arena), fail);
-    if (ranks->near->ops->slot_new != NULL) zs_arena_made_by(engine->home.arena, make_slot, ranks->near);
+    zs_arena_made_by(engine->home.arena, make_slot, ranks->near);
     ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->home.grads), fail);
-    ZS_TRY_GOTO(status, ranks->near->ops->reader_new(ranks->near, name, &engine->reader), fail);
+    ZS_TRY_GOTO(status, zs_comm_reader_new(ranks->near, name, &engine->reader), fail);
     *out = engine;
     return ZS_OK;
 fail:
@@ -108,7 +108,7 @@ fail:
 
 zs_engine *zs_engine_retain(zs_engine *engine)
 {
-    __atomic_fetch_add(&engine->refs, 1, __ATOMIC_RELAXED);
+    zs_refs_take(&engine->refs);
     return engine;
 }
 
@@ -124,8 +124,8 @@ static void free_buffers(zs_engine *engine)
 void zs_engine_release(void *pointer)
 {
     zs_engine *engine = pointer;
-    if (engine == NULL || __atomic_sub_fetch(&engine->refs, 1, __ATOMIC_ACQ_REL) != 0) return;
-    if (engine->reader != NULL) engine->home.ranks.near->ops->reader_free(engine->home.ranks.near, engine->reader);
+    if (engine == NULL || !zs_refs_drop(&engine->refs)) return;
+    if (engine->reader != NULL) zs_comm_reader_free(engine->home.ranks.near, engine->reader);
     zs_buckets_free(&engine->home.schedule, engine->home.ranks.all);
     zs_schedule_free(&engine->home.schedule);
     zs_arena_free(engine->home.arena);

@@ -3,6 +3,7 @@
 #ifndef ZS_ENGINE_INSIDE_H
 #define ZS_ENGINE_INSIDE_H
 
+#include "base/refs.h"
 #include "engine/engine.h"
 #include "engine/plan.h"
 
@@ -25,7 +26,7 @@ typedef struct zs_history {
 /* See engine.h. */
 struct zs_engine {
     zs_home home; /* its units' */
-    long refs;
+    zs_refs refs;
     const zs_engine_hooks *hooks;
     bool lent_grads;   /* units that went to another engine have gradients in home.grads */
     zs_reader *reader; /* owned */

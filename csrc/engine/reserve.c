@@ -44,8 +44,7 @@ zs_status zs_engine_reserve(zs_engine *engine)
     zs_status status = make_plan(engine, false, NULL, &plan);
     ZS_THEN(status, zs_arena_fit(engine->home.arena, plan.slots));
     ZS_THEN(status, zs_buckets_fit(&engine->home.schedule, engine->home.ranks.all, plan.buckets, plan.n_buckets));
-    zs_comm *all = engine->home.ranks.all;
-    if (status == ZS_OK && all->ops->reserve != NULL) status = all->ops->reserve(all, plan.areas);
+    ZS_THEN(status, zs_comm_reserve(engine->home.ranks.all, plan.areas));
     zs_plan_free(&plan);
     engine->home.reserved = status == ZS_OK;
     return status;
@@ -55,7 +54,7 @@ zs_status zs_engine_reserve(zs_engine *engine)
 
 static size_t bytes_without_units(const zs_comm *comm)
 {
-    zs_room room = comm->ops->room(NULL, comm->world);
+    zs_room room = zs_comm_room(comm, NULL);
     return room.fixed + room.talk;
 }
 
@@ -69,7 +68,7 @@ static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
     for (int f = 0; f < unit->n_flats && (!stepped || unit->offloads.grads); f++)
         if (unit->flats[f].trainable) *grads += zs_flat_own_bytes(unit, &unit->flats[f]);
     zs_cunit_spec spec = zs_unit_round_spec(unit);
-    if (spec.n_slices > 0) bytes->transport += all->ops->room(&spec, all->world).record;
+    if (spec.n_slices > 0) bytes->transport += zs_comm_room(all, &spec).record;
 }
 
 zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *out)
@@ -82,10 +81,10 @@ zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *ou
         add_unit(zs_engine_unit(engine, i), stepped || zs_engine_unit(engine, i)->borrows, &bytes);
     if (status == ZS_OK) {
         bytes.slots = zs_arena_bytes(plan.slots);
-        bytes.transport += zs_arena_bytes(plan.areas) - all->ops->room(NULL, all->world).talk;
+        bytes.transport += zs_arena_bytes(plan.areas) - zs_comm_room(all, NULL).talk;
     }
     for (size_t i = 0; i < plan.n_buckets; i++)
-        bytes.buckets += all->ops->bucket_room(plan.buckets[i]);
+        bytes.buckets += zs_comm_bucket_room(all, plan.buckets[i]);
     zs_plan_free(&plan);
     zs_usage_add_up(&bytes);
     *out = bytes;

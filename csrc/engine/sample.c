@@ -35,8 +35,8 @@ static uint64_t of_engine(const zs_engine *engine)
 static bool can_look(const zs_engine *engine)
 {
     const zs_comm *near = engine->home.ranks.near;
-    bool outline = near->ops->read_begin == NULL; /* whose memory is a number only */
-    return engine->home.ranks.all->world > 1 && !outline && zs_home_device(&engine->home)->where.type == ZS_ON_CPU;
+    return engine->home.ranks.all->world > 1 && !zs_comm_is_outline(near) &&
+           zs_home_device(&engine->home)->where.type == ZS_ON_CPU;
 }
 
 void zs_sample_written(zs_engine *engine)

@@ -29,9 +29,9 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
     if (unit->record.is.replicated)
         zs_mem_release(flat->mem.mem);
     else if (flat->mem.mem != NULL)
-        comm->ops->flat_free(comm, &flat->mem);
-    if (flat->low.mem != NULL) comm->ops->flat_free(comm, &flat->low);
-    if (flat->kept.mem != NULL) near->ops->flat_free(near, &flat->kept);
+        zs_comm_flat_free(comm, &flat->mem);
+    if (flat->low.mem != NULL) zs_comm_flat_free(comm, &flat->low);
+    if (flat->kept.mem != NULL) zs_comm_flat_free(near, &flat->kept);
     if (flat->grad_mem != NULL) flat->grad_mem->user = NULL;
     if (unit->record.is.fixed && flat->full_mem != NULL) flat->full_mem->user = NULL;
     zs_mem_release(flat->grad_mem);
@@ -56,7 +56,7 @@ static void free_unit(zs_unit *unit)
     }
     for (int f = 0; f < unit->n_flats; f++)
         free_flat(unit, &unit->flats[f]);
-    if (unit->cunit != NULL) comm->ops->cunit_free(comm, unit->cunit);
+    if (unit->cunit != NULL) zs_cunit_free(comm, unit->cunit);
     free(unit->params);
     free(unit->used);
     free(unit->name);
@@ -69,12 +69,12 @@ static void free_unit(zs_unit *unit)
 
 void zs_unit_retain(void *unit)
 {
-    __atomic_fetch_add(&((zs_unit *)unit)->refs, 1, __ATOMIC_RELAXED);
+    zs_refs_take(&((zs_unit *)unit)->refs);
 }
 
 void zs_unit_release(void *unit)
 {
-    if (unit != NULL && __atomic_sub_fetch(&((zs_unit *)unit)->refs, 1, __ATOMIC_ACQ_REL) == 0) free_unit(unit);
+    if (unit != NULL && zs_refs_drop(&((zs_unit *)unit)->refs)) free_unit(unit);
 }
 
 /* --- which flat each parameter goes to ------------------------------------------------------------------------------ */
@@ -230,7 +230,7 @@ zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out)
 {
     zs_unit *unit = calloc(1, sizeof *unit);
     if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(spec->name));
-    unit->refs = 1;
+    zs_refs_init(&unit->refs);
     unit->home = &zs_engine_retain((zs_engine *)home)->home;
     unit->strategy = spec->strategy;
     zs_traits is = {.replicated = spec->strategy == ZS_NO_SHARD || home->n_parts == 1, .empty = spec->n_params == 0};

@@ -16,7 +16,7 @@ size_t zs_usage_of_transports(const zs_ranks *ranks, size_t (*of)(const zs_comm 
 
 static size_t bytes_now(const zs_comm *comm)
 {
-    return comm->ops->bytes(comm);
+    return zs_comm_bytes(comm);
 }
 
 void zs_usage_add_up(zs_engine_bytes *bytes)

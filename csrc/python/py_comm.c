@@ -193,7 +193,7 @@ static PyObject *comm_exchange(comm_object *self, PyObject *data)
     if (all == NULL) return NULL;
     char *space = PyBytes_AS_STRING(all);
     zs_status status;
-    ZS_PY_NOGIL(status, self->comm->ops->exchange(self->comm, mine, (size_t)size, space));
+    ZS_PY_NOGIL(status, zs_comm_exchange(self->comm, mine, (size_t)size, space));
     PyObject *list = status == ZS_OK ? PyList_New(self->comm->world) : zs_py_raise(NULL);
     for (int r = 0; list != NULL && r < self->comm->world; r++) {
         PyObject *item = PyBytes_FromStringAndSize(space + r * size, size);
@@ -226,7 +226,7 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args)
     ZS_THEN(status, zs_tensor_data(tensor, &data));
     if (status == ZS_OK) {
         size_t bytes = (size_t)info.numel * info.itemsize;
-        ZS_PY_NOGIL(status, self->comm->ops->broadcast(self->comm, data, bytes, root));
+        ZS_PY_NOGIL(status, zs_comm_broadcast(self->comm, data, bytes, root));
     }
     zs_tensor_free(tensor);
     if (status != ZS_OK) return zs_py_raise(NULL);
@@ -241,7 +241,7 @@ static PyObject *comm_abort(comm_object *self, PyObject *reason)
 {
     const char *text = PyUnicode_AsUTF8(reason);
     if (text == NULL) return NULL;
-    self->comm->ops->abort(self->comm, text);
+    zs_comm_abort(self->comm, text);
     Py_RETURN_NONE;
 }
 
@@ -251,7 +251,7 @@ PyDoc_STRVAR(comm_close_doc,
 static PyObject *comm_close(comm_object *self, PyObject *unused)
 {
     (void)unused;
-    self->comm->ops->close(self->comm);
+    zs_comm_close(self->comm);
     Py_RETURN_NONE;
 }
 

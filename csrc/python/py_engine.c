@@ -243,7 +243,7 @@ static PyObject *reduce_numbers(zs_comm *comm, const double *mine, size_t n, boo
     double *all = calloc((size_t)comm->world * n + 1, sizeof *all);
     if (all == NULL) return PyErr_NoMemory();
     zs_status status;
-    ZS_PY_NOGIL(status, comm->ops->exchange(comm, mine, n * sizeof *mine, all));
+    ZS_PY_NOGIL(status, zs_comm_exchange(comm, mine, n * sizeof *mine, all));
     PyObject *list = status == ZS_OK ? PyList_New((Py_ssize_t)n) : zs_py_raise(NULL);
     for (size_t i = 0; list != NULL && i < n; i++) {
         double value = all[i];

@@ -232,9 +232,9 @@ static zs_status join_ranks(zs_comm *comm, double *numbers, double p)
 {
     zs_norm_job job = {.parts = numbers + 1, .n = (size_t)comm->world, .p = p, .result = numbers};
     if (comm->world == 1) return ZS_OK;
-    if (comm->ops->gather_device == NULL)
+    if (!zs_comm_gathers_device(comm))
         return ZS_FAIL(ZS_ERR_UNSUPPORTED, "transport '%s' cannot queue work on a GPU", comm->ops->name);
-    ZS_TRY(comm->ops->gather_device(comm, numbers, sizeof *numbers, numbers + 1));
+    ZS_TRY(zs_comm_gather_device(comm, numbers, sizeof *numbers, numbers + 1));
     return zs_device_norm_join(comm->device, &job);
 }
 

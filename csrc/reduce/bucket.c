@@ -15,7 +15,7 @@ zs_bucket *zs_bucket_of(zs_lease *lease)
 
 static void free_bucket(zs_comm *comm, zs_lease *lease)
 {
-    comm->ops->bucket_free(comm, zs_bucket_of(lease));
+    zs_comm_bucket_free(comm, zs_bucket_of(lease));
     free((bucket_slot *)lease);
 }
 
@@ -23,7 +23,7 @@ zs_status zs_bucket_new(zs_schedule *schedule, zs_comm *comm, size_t bytes, zs_l
 {
     bucket_slot *slot = calloc(1, sizeof *slot);
     if (slot == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating bucket %zu", schedule->n_leases);
-    zs_status status = comm->ops->bucket_new(comm, bytes, &slot->bucket);
+    zs_status status = zs_comm_bucket_new(comm, bytes, &slot->bucket);
     if (status != ZS_OK) {
         free(slot);
         return status;
@@ -61,7 +61,7 @@ static void match(zs_schedule *schedule, zs_comm *comm, const size_t *bytes, siz
     for (size_t i = 0; i < schedule->n_leases;) {
         zs_lease *lease = schedule->leases[i];
         size_t w = 0;
-        while (w < n && (met[w] || comm->ops->bucket_room(bytes[w]) != lease->bytes))
+        while (w < n && (met[w] || zs_comm_bucket_room(comm, bytes[w]) != lease->bytes))
             w++;
         if (w < n) met[w] = true;
         if (w < n || lease->user != NULL || lease->posted) {

@@ -143,7 +143,7 @@ static zs_status post_nothing(zs_unit *unit)
     uint64_t *used = unit->local != NULL ? unit->arrived : unit->used;
     clear_bits(unit, used);
     mark(unit, used);
-    return comm->ops->post(comm, unit->cunit, NULL, used);
+    return zs_cunit_post(comm, unit->cunit, NULL, used);
 }
 
 zs_status zs_reduce_post(zs_unit *unit)
@@ -154,5 +154,5 @@ zs_status zs_reduce_post(zs_unit *unit)
     mark(unit, unit->used);
     ZS_TRY(fill_rest(unit));
     ZS_TRY(count_kept(unit));
-    return comm->ops->post(comm, unit->cunit, zs_bucket_of(lease), unit->used);
+    return zs_cunit_post(comm, unit->cunit, zs_bucket_of(lease), unit->used);
 }

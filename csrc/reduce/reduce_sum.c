@@ -192,10 +192,10 @@ zs_status zs_reduce_share(zs_unit *unit, zs_wait wait, bool *ready)
     zs_comm *comm = unit->home->ranks.all;
     zs_sources sources = {0};
     summing s = summing_of(unit, &sources);
-    ZS_TRY(comm->ops->collect(comm, unit->cunit, wait, ready, &sources));
+    ZS_TRY(zs_cunit_collect(comm, unit->cunit, wait, ready, &sources));
     if (!*ready) return ZS_OK;
     ZS_TRY(sum_flats(&s));
-    return comm->ops->share(comm, unit->cunit);
+    return zs_cunit_share(comm, unit->cunit);
 }
 
 /* Collects the round and puts this rank's part of the sum, or of a replicated unit all of it, where gradients lie. */
@@ -204,9 +204,7 @@ static zs_status take_sum(const summing *s, zs_wait wait, bool *ready)
     zs_unit *unit = s->unit;
     zs_comm *comm = unit->home->ranks.all;
     bool replicated = unit->record.is.replicated;
-    zs_status (*collect)(zs_comm *, zs_cunit *, zs_wait, bool *, zs_sources *) =
-        replicated ? comm->ops->collect_shared : comm->ops->collect;
-    ZS_TRY(collect(comm, unit->cunit, wait, ready, s->sources));
+    ZS_TRY((replicated ? zs_cunit_collect_shared : zs_cunit_collect)(comm, unit->cunit, wait, ready, s->sources));
     if (!*ready || !counts(s)) return ZS_OK;
     ZS_TRY(want_grads(unit));
     ZS_TRY(replicated ? fetch_shared(s) : sum_flats(s));
@@ -231,6 +229,6 @@ zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over)
     zs_status status = check_gave_up(&s);
     if (!unit->home->schedule.gave_up) ZS_THEN(status, check_held(&s));
     *over = over_everywhere(&s);
-    ZS_TRY(comm->ops->release(comm, unit->cunit));
+    ZS_TRY(zs_cunit_release(comm, unit->cunit));
     return status;
 }

@@ -3,6 +3,7 @@
 #include "unit/disk.h"
 
 #include "base/file.h"
+#include "base/refs.h"
 #include "pager/pager.h"
 
 #include <errno.h>
@@ -15,7 +16,7 @@
 #include <unistd.h>
 
 struct zs_disk {
-    _Atomic long refs;
+    zs_refs refs;
     const zs_device *device; /* not NULL: in its host's memory, with no file */
     zs_file *file;           /* owned */
     int *fds;   /* [world] the ranks' files where they are mapped side by side, else [1]; all but the own are owned */
@@ -35,13 +36,13 @@ typedef struct region {
 
 zs_disk *zs_disk_retain(zs_disk *disk)
 {
-    atomic_fetch_add(&disk->refs, 1);
+    zs_refs_take(&disk->refs);
     return disk;
 }
 
 void zs_disk_release(zs_disk *disk)
 {
-    if (disk == NULL || atomic_fetch_sub(&disk->refs, 1) != 1) return;
+    if (disk == NULL || !zs_refs_drop(&disk->refs)) return;
     for (int r = 0; r < disk->world && disk->fds != NULL; r++)
         if (r != disk->rank && disk->fds[r] >= 0) close(disk->fds[r]);
     zs_file_release(disk->file);
@@ -64,7 +65,7 @@ typedef struct calling_card {
 static zs_status agree(zs_comm *all, zs_status own, const char *what)
 {
     int failed = own != ZS_OK, every[all->world];
-    zs_status status = all->ops->exchange(all, &failed, sizeof failed, every);
+    zs_status status = zs_comm_exchange(all, &failed, sizeof failed, every);
     if (own != ZS_OK || status != ZS_OK) return own != ZS_OK ? own : status;
     for (int r = 0; r < all->world; r++)
         if (every[r]) return ZS_FAIL(ZS_ERR_STATE, "offload: rank %d %s; see the error of that rank", r, what);
@@ -103,7 +104,7 @@ static zs_status meet(zs_disk *disk, zs_comm *shards)
     calling_card *own = &cards[shards->world];
     zs_status status = describe_own(disk, own);
     own->failed = status != ZS_OK;
-    zs_status met = shards->ops->exchange(shards, own, sizeof *own, cards);
+    zs_status met = zs_comm_exchange(shards, own, sizeof *own, cards);
     ZS_ALSO(status, met);
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
         if (r != disk->rank && !cards[r].failed) status = open_peer(&cards[r], r, &disk->fds[r]);
@@ -138,7 +139,7 @@ zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_d
 {
     zs_disk *disk = calloc(1, sizeof *disk);
     if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload directory");
-    atomic_init(&disk->refs, 1);
+    zs_refs_init(&disk->refs);
     disk->direct = -1;
     disk->mapped = shards->ops->mapped;
     disk->world = disk->mapped ? shards->world : 1;
@@ -163,7 +164,7 @@ zs_status zs_disk_new_on_host(const zs_device *device, zs_disk **out)
             "offload: offloading to host memory requires a GPU; without one, everything is in host memory already");
     zs_disk *disk = calloc(1, sizeof *disk);
     if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload to host memory");
-    atomic_init(&disk->refs, 1);
+    zs_refs_init(&disk->refs);
     disk->device = device;
     disk->world = 1;
     *out = disk;

@@ -18,7 +18,7 @@ zs_status zs_kept_new(zs_unit *unit, zs_flat *flat)
     zs_comm *far = unit->home->ranks.far, *near = unit->home->ranks.near;
     if (far == NULL) return ZS_OK;
     size_t slice_bytes = (size_t)flat->layout.shard_numel * flat->compute_size;
-    return near->ops->flat_new(near, slice_bytes * (size_t)far->world, &flat->kept);
+    return zs_comm_flat_new(near, slice_bytes * (size_t)far->world, &flat->kept);
 }
 
 static zs_status is_stale(const zs_flat *flat, const zs_comm *far, unsigned char *stale)
@@ -59,7 +59,7 @@ static zs_status agree(zs_comm *far, unsigned char *stale, size_t n)
     zs_status status = ZS_OK;
     for (size_t begin = 0; begin < n && status == ZS_OK; begin += EXCHANGED) {
         size_t size = n - begin < EXCHANGED ? n - begin : EXCHANGED;
-        status = far->ops->exchange(far, stale + begin, size, all);
+        status = zs_comm_exchange(far, stale + begin, size, all);
         for (size_t i = 0; i < (size_t)far->world * size && status == ZS_OK; i++)
             stale[begin + i % size] |= all[i];
     }

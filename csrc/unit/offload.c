@@ -46,7 +46,7 @@ void zs_offload_forget(zs_unit *unit)
 zs_status zs_offload_flat_new(const zs_unit *unit, zs_comm *shards, size_t shard_bytes, zs_flat_mem *out)
 {
     if (unit->offloads.params) return zs_disk_flat_new(unit->offloads.disk, shard_bytes, out);
-    return shards->ops->flat_new(shards, shard_bytes, out);
+    return zs_comm_flat_new(shards, shard_bytes, out);
 }
 
 zs_status zs_offload_params_new(const zs_unit *unit, size_t bytes, zs_mem **out)

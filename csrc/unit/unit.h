@@ -13,6 +13,7 @@
 #define ZS_UNIT_H
 
 #include "base/layout.h"
+#include "base/refs.h"
 #include "comm/comm.h"
 #include "schedule/schedule.h"
 #include "shim/tensor.h"
@@ -102,7 +103,7 @@ static inline char *zs_flat_home(const zs_flat *flat)
 
 struct zs_unit {
     zs_record record;      /* the schedule's */
-    long refs;             /* counted references; __atomic access only */
+    zs_refs refs;          /* counted references */
     zs_home *home;         /* counted reference of its engine; changes when an outer FSDP() takes the unit over */
     char *name;            /* owned */
     char *sharded_message; /* what touching a sharded full buffer raises; owned */

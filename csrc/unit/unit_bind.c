@@ -51,7 +51,7 @@ static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from
     if (!unit->record.is.replicated && flat->kept.mem != NULL && from != &flat->kept)
         return zs_kept_gather_exact(unit, flat, slot);
     if (!unit->record.is.replicated)
-        return near->ops->gather_start(near, from, unit->name, (zs_target){slot, slot->ptr}, &flat->gathering);
+        return zs_comm_gather_start(near, from, unit->name, (zs_target){slot, slot->ptr}, &flat->gathering);
     if (zs_flat_is_lowered(unit, flat)) return cast(unit, flat, slot->ptr, zs_layout_full_numel(&flat->layout));
     const zs_device *device = zs_home_device(unit->home);
     return zs_device_copy(device, ZS_LANE_COMPUTE, slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
@@ -73,7 +73,7 @@ static zs_status finish_gather(const zs_unit *unit, zs_flat *flat)
     zs_gathering *gathering = flat->gathering;
     zs_comm *near = unit->home->ranks.near;
     flat->gathering = NULL;
-    return gathering != NULL ? near->ops->gather_finish(near, gathering) : ZS_OK;
+    return gathering != NULL ? zs_comm_gather_finish(near, gathering) : ZS_OK;
 }
 
 static zs_status finish_flat(zs_unit *unit, zs_flat *flat)

@@ -171,7 +171,7 @@ static zs_status make_gradients(zs_unit *unit)
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(unit->name));
     unit->arrived = unit->used + unit->used_words;
     unit->kept = unit->arrived + unit->used_words;
-    return comm->ops->cunit_new(comm, &spec, &unit->cunit);
+    return zs_cunit_new(comm, &spec, &unit->cunit);
 }
 
 static zs_status make_grad_views(zs_unit *unit)

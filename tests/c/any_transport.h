@@ -23,7 +23,7 @@ static inline bool has_pattern(const char *at, size_t bytes, unsigned seed)
 static inline void meet(rank_env *env)
 {
     char mine = (char)env->rank, all[MAX_RANKS];
-    OK(env->comm->ops->exchange(env->comm, &mine, 1, all));
+    OK(zs_comm_exchange(env->comm, &mine, 1, all));
     for (int r = 0; r < env->world; r++)
         CHECK(all[r] == r);
 }
@@ -69,9 +69,9 @@ static inline void make_units(rank_env *env, test_unit *units, zs_reduce_mode mo
         units[u] = (test_unit){.slice = {(size_t)(u + 1) * 512, 64}};
         zs_cunit_spec spec = {.name = name, .n_params = PARAMS, .n_slices = SLICES, .mode = mode};
         memcpy(spec.slice_bytes, units[u].slice, sizeof units[u].slice);
-        OK(env->comm->ops->cunit_new(env->comm, &spec, &units[u].cunit));
+        OK(zs_cunit_new(env->comm, &spec, &units[u].cunit));
         size_t bytes = (size_t)env->world * (units[u].slice[0] + units[u].slice[1]);
-        OK(env->comm->ops->bucket_new(env->comm, bytes, &units[u].bucket));
+        OK(zs_comm_bucket_new(env->comm, bytes, &units[u].bucket));
     }
 }
 
@@ -79,15 +79,15 @@ static inline void free_units(rank_env *env, test_unit *units)
 {
     meet(env); /* the last round's readers are through */
     for (int u = 0; u < UNITS; u++) {
-        env->comm->ops->cunit_free(env->comm, units[u].cunit);
-        env->comm->ops->bucket_free(env->comm, &units[u].bucket);
+        zs_cunit_free(env->comm, units[u].cunit);
+        zs_comm_bucket_free(env->comm, &units[u].bucket);
     }
 }
 
 static inline void post_unit(rank_env *env, test_unit *unit, int u, bool always)
 {
     bool ready = false;
-    OK(env->comm->ops->reusable(env->comm, unit->cunit, true, &ready));
+    OK(zs_cunit_reusable(env->comm, unit->cunit, true, &ready));
     CHECK(ready);
     posting p = posting_of(env->rank, u, ++unit->posted);
     bool present = p.present || always;
@@ -97,7 +97,7 @@ static inline void post_unit(rank_env *env, test_unit *unit, int u, bool always)
             for (size_t i = 0; i < unit->slice[f] / sizeof *to; i++)
                 to[i] = p.base + (float)(f * 10 + r) + (float)i;
         }
-    OK(env->comm->ops->post(env->comm, unit->cunit, present ? &unit->bucket : NULL, p.used));
+    OK(zs_cunit_post(env->comm, unit->cunit, present ? &unit->bucket : NULL, p.used));
 }
 
 /* A GPU has got as far as the transport's lane has: what collect() gave may be read by this host. */
@@ -126,12 +126,12 @@ static inline void finish_unit(rank_env *env, test_unit *unit, int u)
 {
     bool ready = false;
     zs_sources from;
-    OK(env->comm->ops->collect(env->comm, unit->cunit, true, &ready, &from));
+    OK(zs_cunit_collect(env->comm, unit->cunit, true, &ready, &from));
     CHECK(ready);
     catch_up(env);
     jitter(env); /* the others may be a round further by now */
     read_sources(env, unit, u, &from, false);
-    OK(env->comm->ops->release(env->comm, unit->cunit));
+    OK(zs_cunit_release(env->comm, unit->cunit));
     unit->summed++;
 }
 
@@ -151,7 +151,6 @@ static inline void rounds_in_a_row(rank_env *env)
 /* In ZS_REDUCE_ALL each rank gets the other slices' sums too. */
 static inline void sums_are_shared(rank_env *env)
 {
-    const zs_comm_ops *ops = env->comm->ops;
     test_unit units[UNITS];
     make_units(env, units, ZS_REDUCE_ALL);
     for (int round = 0; round < 100; round++)
@@ -161,41 +160,40 @@ static inline void sums_are_shared(rank_env *env)
             bool ready = false;
             jitter(env);
             post_unit(env, unit, u, true);
-            OK(ops->collect(env->comm, unit->cunit, true, &ready, &from));
+            OK(zs_cunit_collect(env->comm, unit->cunit, true, &ready, &from));
             catch_up(env);
             read_sources(env, unit, u, &from, true);
             for (int f = 0; f < SLICES; f++)
                 fill_pattern(unit->bucket.ptr + slice_start(unit, f, env->rank, env->world), unit->slice[f],
                              (unsigned)(unit->posted * 100 + f * 10 + env->rank));
-            OK(ops->share(env->comm, unit->cunit));
-            OK(ops->collect_shared(env->comm, unit->cunit, true, &ready, &from));
+            OK(zs_cunit_share(env->comm, unit->cunit));
+            OK(zs_cunit_collect_shared(env->comm, unit->cunit, true, &ready, &from));
             catch_up(env);
             for (int r = 0; r < env->world; r++)
                 for (int f = 0; f < SLICES; f++)
                     CHECK(has_pattern(from.data[r] + slice_start(unit, f, r, env->world), unit->slice[f],
                                       (unsigned)(unit->posted * 100 + f * 10 + r)));
-            OK(ops->release(env->comm, unit->cunit));
+            OK(zs_cunit_release(env->comm, unit->cunit));
         }
     free_units(env, units);
 }
 
 static inline void rounds_have_an_order(rank_env *env)
 {
-    const zs_comm_ops *ops = env->comm->ops;
     test_unit units[UNITS];
     make_units(env, units, ZS_REDUCE_SCATTER);
     bool ready = false;
     zs_sources from;
     uint64_t used[2] = {0};
-    FAILS(ops->collect(env->comm, units[0].cunit, true, &ready, &from), ZS_ERR_STATE, "blocks.0");
-    FAILS(ops->release(env->comm, units[0].cunit), ZS_ERR_STATE, "release");
-    OK(ops->post(env->comm, units[0].cunit, NULL, used));
-    FAILS(ops->post(env->comm, units[0].cunit, NULL, used), ZS_ERR_STATE, "before round 1 was released");
-    OK(ops->collect(env->comm, units[0].cunit, true, &ready, &from));
-    FAILS(ops->collect_shared(env->comm, units[0].cunit, true, &ready, &from), ZS_ERR_STATE, "collect_shared");
-    OK(ops->release(env->comm, units[0].cunit));
+    FAILS(zs_cunit_collect(env->comm, units[0].cunit, true, &ready, &from), ZS_ERR_STATE, "blocks.0");
+    FAILS(zs_cunit_release(env->comm, units[0].cunit), ZS_ERR_STATE, "release");
+    OK(zs_cunit_post(env->comm, units[0].cunit, NULL, used));
+    FAILS(zs_cunit_post(env->comm, units[0].cunit, NULL, used), ZS_ERR_STATE, "before round 1 was released");
+    OK(zs_cunit_collect(env->comm, units[0].cunit, true, &ready, &from));
+    FAILS(zs_cunit_collect_shared(env->comm, units[0].cunit, true, &ready, &from), ZS_ERR_STATE, "collect_shared");
+    OK(zs_cunit_release(env->comm, units[0].cunit));
     units[0].bucket.bytes = 64;
-    FAILS(ops->post(env->comm, units[0].cunit, &units[0].bucket, used), ZS_ERR_VALUE, "too small");
+    FAILS(zs_cunit_post(env->comm, units[0].cunit, &units[0].bucket, used), ZS_ERR_VALUE, "too small");
     free_units(env, units);
 }
 
@@ -210,14 +208,14 @@ static inline void exchanges_storm(rank_env *env)
     for (int i = 0; i < 3000; i++) {
         size_t bytes = (size_t)rand_r(&common) % (i % 50 == 0 ? MOST + 1 : 64);
         memset(mine, env->rank * 50 + i % 50, bytes);
-        OK(env->comm->ops->exchange(env->comm, mine, bytes, all));
+        OK(zs_comm_exchange(env->comm, mine, bytes, all));
         for (int r = 0; r < env->world; r++)
             for (size_t j = 0; j < bytes; j++)
                 CHECK(all[(size_t)r * bytes + j] == (char)(r * 50 + i % 50));
         if (i % 64 == 0) jitter(env);
     }
     CHECK(now() - start < 30.0); /* a lost wake-up costs 0.1 s each time: it would be minutes */
-    FAILS(env->comm->ops->exchange(env->comm, mine, MOST + 1, all), ZS_ERR_VALUE, "4097");
+    FAILS(zs_comm_exchange(env->comm, mine, MOST + 1, all), ZS_ERR_VALUE, "4097");
 }
 
 static inline void broadcasts_from_all_roots(rank_env *env)
@@ -231,11 +229,11 @@ static inline void broadcasts_from_all_roots(rank_env *env)
         memset(data, 0xee, 6 << 20);
         if (env->rank == root) fill_pattern(data, bytes, (unsigned)round);
         if (env->rank != root) jitter(env);
-        OK(env->comm->ops->broadcast(env->comm, data, bytes, root));
+        OK(zs_comm_broadcast(env->comm, data, bytes, root));
         CHECK(has_pattern(data, bytes, (unsigned)round) && data[bytes] == (char)0xee);
         if (round % 5 == 0) meet(env);
     }
-    FAILS(env->comm->ops->broadcast(env->comm, data, 4, env->world), ZS_ERR_VALUE, "out of range");
+    FAILS(zs_comm_broadcast(env->comm, data, 4, env->world), ZS_ERR_VALUE, "out of range");
     free(data);
 }
 

@@ -75,7 +75,7 @@ static void gather_all(const char *in, char *out, size_t bytes, size_t stride)
     char box[MAX_RANKS * 4096];
     for (size_t at = 0; at < bytes; at += 4096) {
         size_t part = bytes - at < 4096 ? bytes - at : 4096;
-        OK(wire->ops->exchange(wire, in + at, part, box));
+        OK(zs_comm_exchange(wire, in + at, part, box));
         for (int r = 0; r < wire->world; r++)
             memcpy(out + (size_t)r * stride + at, box + (size_t)r * part, part);
     }
@@ -109,7 +109,7 @@ zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root
 {
     ZS_TRY(begin(group, work));
     if ((*work)->waits != 0 || (*work)->status != ZS_OK) return ZS_OK;
-    return wire->ops->broadcast(wire, data, bytes, root);
+    return zs_comm_broadcast(wire, data, bytes, root);
 }
 
 bool zs_work_done(const zs_work *work)

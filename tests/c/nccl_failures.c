@@ -110,7 +110,7 @@ void one_rank_fails_and_the_others_hear(rank_env *env)
     OK(zs_nccl_comm_new(env->comm, &options, &comm));
     gather(env, comm, 100, true);
     char full[MAX_RANKS] = {0}, mine = 0;
-    OK(env->comm->ops->exchange(env->comm, &mine, 1, full)); /* a slow rank's gather would be broken off as well */
+    OK(zs_comm_exchange(env->comm, &mine, 1, full)); /* a slow rank's gather would be broken off as well */
     double start = now();
     zs_clear_error();
     zs_status status = zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a);
@@ -146,7 +146,7 @@ static bool has_ended(void *arg, char *sentence, size_t size)
 void a_peer_that_has_left_breaks_nothing_off(rank_env *env)
 {
     pid_t pid = getpid(), pids[MAX_RANKS];
-    OK(env->comm->ops->exchange(env->comm, &pid, sizeof pid, pids));
+    OK(zs_comm_exchange(env->comm, &pid, sizeof pid, pids));
     int pidfd = (int)syscall(SYS_pidfd_open, pids[1], 0);
     if (env->rank != 1) setenv("FAKE_NCCL_DELAY_US", "500000", 1);
     zs_nccl_options options = {.name = "all", .timeout = 60.0, .gone = has_ended, .arg = &pidfd};
@@ -172,7 +172,7 @@ void a_peer_that_has_left_breaks_nothing_off(rank_env *env)
 void a_killed_rank_is_reported_within_seconds(rank_env *env)
 {
     pid_t pid = getpid(), pids[MAX_RANKS];
-    OK(env->comm->ops->exchange(env->comm, &pid, sizeof pid, pids));
+    OK(zs_comm_exchange(env->comm, &pid, sizeof pid, pids));
     int pidfd = (int)syscall(SYS_pidfd_open, pids[1], 0);
     zs_nccl_options options = {.name = "all", .timeout = 60.0, .gone = has_ended, .arg = &pidfd};
     if (env->rank == 1) options.gone = NULL;

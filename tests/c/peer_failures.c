@@ -14,7 +14,7 @@ void killed_rank_lets_streams_go(rank_env *env)
     zs_flat_mem flat;
     zs_mem *full = NULL;
     begin_gpu(env);
-    OK(env->comm->ops->flat_new(env->comm, 512, &flat));
+    OK(zs_comm_flat_new(env->comm, 512, &flat));
     OK(zs_device_mem_new(env->comm->device, (size_t)env->world * 512, &full));
     OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
     meet(env);
@@ -27,7 +27,7 @@ void killed_rank_lets_streams_go(rank_env *env)
     zs_clear_error();
     FAILS(zs_comm_gather(env->comm, &flat, "layer", to), ZS_ERR_STATE, "rank 1 (pid");
     CHECK(now() - start < 20.0);
-    env->comm->ops->flat_free(env->comm, &flat);
+    zs_comm_flat_free(env->comm, &flat);
     zs_mem_release(full);
     end_gpu(env);
 }
@@ -39,7 +39,7 @@ void absent_rank_is_a_timeout(rank_env *env)
     zs_mem *full = NULL;
     begin_gpu(env);
     hosts->timeout = 2.0;
-    OK(env->comm->ops->flat_new(env->comm, 512, &flat));
+    OK(zs_comm_flat_new(env->comm, 512, &flat));
     OK(zs_device_mem_new(env->comm->device, (size_t)env->world * 512, &full));
     zs_target to = {full, full->ptr};
     zs_gathering *on_the_way = NULL;
@@ -47,12 +47,12 @@ void absent_rank_is_a_timeout(rank_env *env)
     if (env->rank == 1) {
         sleep_us(4000000);
     } else {
-        OK(env->comm->ops->gather_start(env->comm, &flat, "layer", to, &on_the_way));
-        OK(env->comm->ops->gather_finish(env->comm, on_the_way));
-        FAILS(env->comm->ops->gather_start(env->comm, &flat, "layer", to, &on_the_way), ZS_ERR_TIMEOUT,
+        OK(zs_comm_gather_start(env->comm, &flat, "layer", to, &on_the_way));
+        OK(zs_comm_gather_finish(env->comm, on_the_way));
+        FAILS(zs_comm_gather_start(env->comm, &flat, "layer", to, &on_the_way), ZS_ERR_TIMEOUT,
               "the all-gather of parameters did not finish on the GPU of rank");
     }
-    env->comm->ops->flat_free(env->comm, &flat);
+    zs_comm_flat_free(env->comm, &flat);
     zs_mem_release(full);
     end_gpu(env);
 }
@@ -63,7 +63,7 @@ void failing_call_lets_the_peers_go(rank_env *env)
     zs_flat_mem flat;
     zs_mem *full = NULL;
     begin_gpu(env);
-    OK(env->comm->ops->flat_new(env->comm, 512, &flat));
+    OK(zs_comm_flat_new(env->comm, 512, &flat));
     OK(zs_device_mem_new(env->comm->device, (size_t)env->world * 512, &full));
     zs_target to = {full, full->ptr};
     OK(zs_comm_gather(env->comm, &flat, "layer", to));
@@ -76,11 +76,11 @@ void failing_call_lets_the_peers_go(rank_env *env)
     } else {
         zs_status status = zs_comm_gather(env->comm, &flat, "layer", to);
         char all[MAX_RANKS];
-        if (status == ZS_OK) status = env->comm->ops->exchange(env->comm, "", 1, all);
+        if (status == ZS_OK) status = zs_comm_exchange(env->comm, "", 1, all);
         CHECK(status != ZS_OK && strstr(zs_last_message(), "cuMemcpyAsync") != NULL);
         zs_clear_error();
     }
-    env->comm->ops->flat_free(env->comm, &flat);
+    zs_comm_flat_free(env->comm, &flat);
     zs_mem_release(full);
     end_gpu(env);
 }
@@ -112,7 +112,7 @@ void child_is_refused(rank_env *env)
     char all[MAX_RANKS];
     pid_t pid = fork();
     if (pid == 0) {
-        FAILS(env->comm->ops->exchange(env->comm, "", 1, all), ZS_ERR_STATE, "a process forked from rank");
+        FAILS(zs_comm_exchange(env->comm, "", 1, all), ZS_ERR_STATE, "a process forked from rank");
         zs_comm_release(env->comm);
         _exit(0);
     }
@@ -131,7 +131,7 @@ void two_transports(rank_env *env)
     zs_comm *first = env->comm;
     env->comm = hosts;
     begin_gpu(env);
-    OK(first->ops->flat_new(first, 512, &flat));
+    OK(zs_comm_flat_new(first, 512, &flat));
     OK(zs_device_mem_new(first->device, (size_t)env->world * 512, &full));
     fill_pattern(flat.shard, 512, (unsigned)env->rank);
     OK(zs_comm_gather(first, &flat, "layer", (zs_target){full, full->ptr}));
@@ -141,7 +141,7 @@ void two_transports(rank_env *env)
     OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
     compare_full(env, full->ptr, 512, 0);
     const void *at = flat.shard;
-    env->comm->ops->flat_free(env->comm, &flat);
+    zs_comm_flat_free(env->comm, &flat);
     meet(env);
     CHECK(zs_peer_alloc_at(at) == NULL);
     zs_mem_release(full);

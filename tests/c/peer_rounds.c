@@ -23,16 +23,16 @@ void parts_are_shared(rank_env *env)
     bool ready = false;
     uint64_t used = 5;
     begin_gpu(env);
-    OK(env->comm->ops->cunit_new(env->comm, &spec, &cunit));
-    OK(env->comm->ops->bucket_new(env->comm, PARTS * (SLICE + 64), &bucket));
+    OK(zs_cunit_new(env->comm, &spec, &cunit));
+    OK(zs_comm_bucket_new(env->comm, PARTS * (SLICE + 64), &bucket));
     for (unsigned round = 0; round < 50; round++) {
-        OK(env->comm->ops->reusable(env->comm, cunit, ZS_WAIT, &ready));
+        OK(zs_cunit_reusable(env->comm, cunit, ZS_WAIT, &ready));
         for (unsigned p = 0; p < PARTS; p++) {
             fill_pattern(bucket.ptr + p * SLICE, SLICE, 100 * round + 10 * p + (unsigned)env->rank);
             fill_pattern(bucket.ptr + PARTS * SLICE + p * 64, 64, 7000 * round + 10 * p + (unsigned)env->rank);
         }
-        OK(env->comm->ops->post(env->comm, cunit, &bucket, &used));
-        OK(env->comm->ops->collect(env->comm, cunit, ZS_WAIT, &ready, &from));
+        OK(zs_cunit_post(env->comm, cunit, &bucket, &used));
+        OK(zs_cunit_collect(env->comm, cunit, ZS_WAIT, &ready, &from));
         catch_up(env);
         unsigned part = (unsigned)part_of[env->rank];
         for (int r = 0; r < env->world; r++) {
@@ -40,11 +40,11 @@ void parts_are_shared(rank_env *env)
             CHECK(has_pattern(from.data[r] + from.at[1], 64, 7000 * round + 10 * part + (unsigned)r));
             CHECK(*from.used[r] == 5);
         }
-        OK(env->comm->ops->release(env->comm, cunit));
+        OK(zs_cunit_release(env->comm, cunit));
     }
     meet(env);
-    env->comm->ops->cunit_free(env->comm, cunit);
-    env->comm->ops->bucket_free(env->comm, &bucket);
+    zs_cunit_free(env->comm, cunit);
+    zs_comm_bucket_free(env->comm, &bucket);
     end_gpu(env);
 }
 
@@ -80,11 +80,11 @@ void streams_work_late(rank_env *env)
     CHECK(packed != NULL);
     begin_gpu(env);
     setenv("FAKE_CUDA_DELAY_US", env->rank == 0 ? "1500" : "200", 1);
-    OK(env->comm->ops->cunit_new(env->comm, &spec, &cunit));
-    OK(env->comm->ops->bucket_new(env->comm, whole, &bucket));
+    OK(zs_cunit_new(env->comm, &spec, &cunit));
+    OK(zs_comm_bucket_new(env->comm, whole, &bucket));
     OK(zs_device_mem_new(env->comm->device, ROUNDS * whole, &results));
     for (unsigned round = 0; round < ROUNDS; round++) {
-        OK(env->comm->ops->reusable(env->comm, cunit, ZS_WAIT, &ready));
+        OK(zs_cunit_reusable(env->comm, cunit, ZS_WAIT, &ready));
         CHECK(ready);
         for (int p = 0; p < env->world; p++)
             fill_pattern(packed + p * SLICE, SLICE, late_seed(round, env->rank, p));
@@ -92,10 +92,10 @@ void streams_work_late(rank_env *env)
             memcpy(bucket.ptr, packed, whole);
         else
             OK(zs_device_copy(env->comm->device, ZS_LANE_REDUCE, bucket.ptr, packed, whole));
-        OK(env->comm->ops->post(env->comm, cunit, &bucket, &used));
-        OK(env->comm->ops->collect(env->comm, cunit, ZS_WAIT, &ready, &from));
+        OK(zs_cunit_post(env->comm, cunit, &bucket, &used));
+        OK(zs_cunit_collect(env->comm, cunit, ZS_WAIT, &ready, &from));
         read_late(env, &from, (char *)results->ptr + round * whole, SLICE);
-        OK(env->comm->ops->release(env->comm, cunit));
+        OK(zs_cunit_release(env->comm, cunit));
     }
     catch_up(env);
     for (unsigned round = 0; round < ROUNDS; round++)
@@ -103,8 +103,8 @@ void streams_work_late(rank_env *env)
             CHECK(has_pattern((char *)results->ptr + round * whole + (size_t)r * SLICE, SLICE,
                               late_seed(round, r, env->rank)));
     meet(env);
-    env->comm->ops->cunit_free(env->comm, cunit);
-    env->comm->ops->bucket_free(env->comm, &bucket);
+    zs_cunit_free(env->comm, cunit);
+    zs_comm_bucket_free(env->comm, &bucket);
     zs_mem_release(results);
     free(packed);
     end_gpu(env);
@@ -119,9 +119,9 @@ void buckets_change_hands(rank_env *env)
     zs_bucket large[2];
     size_t bytes = (size_t)env->world * (UNITS * 512 + 64);
     for (int b = 0; b < 2; b++)
-        OK(env->comm->ops->bucket_new(env->comm, bytes, &large[b]));
+        OK(zs_comm_bucket_new(env->comm, bytes, &large[b]));
     for (int u = 0; u < UNITS; u++)
-        env->comm->ops->bucket_free(env->comm, &units[u].bucket);
+        zs_comm_bucket_free(env->comm, &units[u].bucket);
     for (int round = 0; round < 60; round++) {
         bool other = draw(env, 2) == 1; /* the ranks differ in this */
         for (int u = 0; u < 2; u++)
@@ -129,7 +129,7 @@ void buckets_change_hands(rank_env *env)
         /* Both are idle before either is packed, as the pool of buckets has it. */
         for (int u = 0; u < 2; u++) {
             bool ready = false;
-            OK(env->comm->ops->reusable(env->comm, units[u].cunit, ZS_WAIT, &ready));
+            OK(zs_cunit_reusable(env->comm, units[u].cunit, ZS_WAIT, &ready));
             CHECK(ready);
         }
         for (int u = 0; u < 2; u++)
@@ -139,9 +139,9 @@ void buckets_change_hands(rank_env *env)
     }
     meet(env);
     for (int u = 0; u < UNITS; u++)
-        env->comm->ops->cunit_free(env->comm, units[u].cunit);
+        zs_cunit_free(env->comm, units[u].cunit);
     for (int b = 0; b < 2; b++)
-        env->comm->ops->bucket_free(env->comm, &large[b]);
+        zs_comm_bucket_free(env->comm, &large[b]);
     end_gpu(env);
 }
 
@@ -168,9 +168,9 @@ void too_many_units_are_refused(rank_env *env)
     zs_cunit *first = NULL, *second = NULL;
     zs_cunit_spec spec = {.name = "layer", .n_params = 1};
     begin_gpu(env);
-    OK(env->comm->ops->cunit_new(env->comm, &spec, &first));
+    OK(zs_cunit_new(env->comm, &spec, &first));
     zs_peer_of(env->comm)->units = ZS_PEER_UNITS;
-    FAILS(env->comm->ops->cunit_new(env->comm, &spec, &second), ZS_ERR_STATE, "4096 units");
-    env->comm->ops->cunit_free(env->comm, first);
+    FAILS(zs_cunit_new(env->comm, &spec, &second), ZS_ERR_STATE, "4096 units");
+    zs_cunit_free(env->comm, first);
     end_gpu(env);
 }

@@ -53,13 +53,13 @@ static void gather_fills_the_full_buffer(rank_env *env)
     zs_mem *full = NULL;
     zs_flat_mem flat;
     OK(zs_mem_new_private((size_t)env->world * BYTES, &full));
-    OK(env->comm->ops->flat_new(env->comm, BYTES, &flat));
+    OK(zs_comm_flat_new(env->comm, BYTES, &flat));
     CHECK(flat.full == NULL && flat.shard[0] == 0 && flat.shard[BYTES - 1] == 0);
     fill_pattern(flat.shard, BYTES, (unsigned)env->rank);
     OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
     for (int r = 0; r < env->world; r++)
         CHECK(has_pattern((char *)full->ptr + r * BYTES, BYTES, (unsigned)r));
-    env->comm->ops->flat_free(env->comm, &flat);
+    zs_comm_flat_free(env->comm, &flat);
     zs_mem_release(full);
 }
 
@@ -99,7 +99,7 @@ static void looking(rank_env *env)
         make_units(env, units, all ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER);
         post_unit(env, &units[0], 0, true);
         while (!ready) {
-            OK(env->comm->ops->collect(env->comm, units[0].cunit, ZS_WAIT_NOT, &ready, &from));
+            OK(zs_cunit_collect(env->comm, units[0].cunit, ZS_WAIT_NOT, &ready, &from));
             looks++;
         }
         CHECK(looks == (all ? 1 : 3));
@@ -142,18 +142,18 @@ static void orders_that_differ(rank_env *env)
     uint64_t used[1] = {0};
     for (int u = 0; u < 2; u++) {
         zs_cunit_spec spec = {.name = u == 0 ? "left" : "right", .n_params = 1, .n_slices = 1, .slice_bytes = {64}};
-        OK(env->comm->ops->cunit_new(env->comm, &spec, &units[u]));
+        OK(zs_cunit_new(env->comm, &spec, &units[u]));
     }
     int mine = env->rank == 0;
-    FAILS(env->comm->ops->post(env->comm, units[mine], NULL, used), ZS_ERR_DIVERGED,
+    FAILS(zs_cunit_post(env->comm, units[mine], NULL, used), ZS_ERR_DIVERGED,
           mine ? "rank 0 was reducing gradients of unit 'right' (round 1), but rank 1 was reducing gradients of unit "
                  "'left'"
                : "reducing gradients of unit 'left' (round 1), but rank 0 was reducing gradients of unit 'right' "
                  "(round 1)");
     for (int u = 0; u < 2; u++)
-        env->comm->ops->cunit_free(env->comm, units[u]);
+        zs_cunit_free(env->comm, units[u]);
     char byte = (char)env->rank, all[MAX_RANKS];
-    OK(env->comm->ops->exchange(env->comm, &byte, 1, all));
+    OK(zs_comm_exchange(env->comm, &byte, 1, all));
     CHECK(all[env->world - 1] == env->world - 1);
 }
 
@@ -163,16 +163,16 @@ static void steps_that_differ(rank_env *env)
     zs_flat_mem flat;
     zs_mem *full = NULL;
     char data[256] = "";
-    OK(env->comm->ops->flat_new(env->comm, 64, &flat));
+    OK(zs_comm_flat_new(env->comm, 64, &flat));
     OK(zs_mem_new_private(64 * MAX_RANKS, &full));
     const char *words = env->rank == 0
                             ? "rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad"
                             : "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering";
     zs_clear_error();
     zs_status status = env->rank == 0 ? zs_comm_gather(env->comm, &flat, "head", (zs_target){full, full->ptr})
-                                      : env->comm->ops->broadcast(env->comm, data, sizeof data, 0);
+                                      : zs_comm_broadcast(env->comm, data, sizeof data, 0);
     CHECK(status == ZS_ERR_DIVERGED && strstr(zs_last_message(), words) != NULL);
-    env->comm->ops->flat_free(env->comm, &flat);
+    zs_comm_flat_free(env->comm, &flat);
     zs_mem_release(full);
 }
 
@@ -181,7 +181,7 @@ static void stay(rank_env *env)
 {
     char none[1] = "";
     (void)env;
-    OK(wire->ops->exchange(wire, none, 0, none));
+    OK(zs_comm_exchange(wire, none, 0, none));
 }
 
 /* A failure of the process group is put into words, and ends the transport. */
@@ -195,17 +195,17 @@ static void failures_are_explained(rank_env *env)
     fail_late_at = 2; /* the first one agrees on it */
     bool ready = true;
     zs_sources from;
-    OK(env->comm->ops->post(env->comm, units[2].cunit, NULL, used));
-    FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_TIMEOUT,
+    OK(zs_cunit_post(env->comm, units[2].cunit, NULL, used));
+    FAILS(zs_cunit_collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_TIMEOUT,
           "while reducing gradients of unit 'blocks.2' (round 1); raise timeout if it is only slow: Timed out waiting");
     CHECK(!ready && under_way == 0);
     stay(env);
-    FAILS(env->comm->ops->collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_STATE, "not posted");
-    FAILS(env->comm->ops->broadcast(env->comm, &ready, 1, 0), ZS_ERR_PEER, "cannot run a collective");
-    FAILS(env->comm->ops->broadcast(env->comm, &ready, 1, 0), ZS_ERR_PEER, "blocks.2");
+    FAILS(zs_cunit_collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_STATE, "not posted");
+    FAILS(zs_comm_broadcast(env->comm, &ready, 1, 0), ZS_ERR_PEER, "cannot run a collective");
+    FAILS(zs_comm_broadcast(env->comm, &ready, 1, 0), ZS_ERR_PEER, "blocks.2");
     for (int u = 0; u < UNITS; u++) {
-        env->comm->ops->cunit_free(env->comm, units[u].cunit);
-        env->comm->ops->bucket_free(env->comm, &units[u].bucket);
+        zs_cunit_free(env->comm, units[u].cunit);
+        zs_comm_bucket_free(env->comm, &units[u].bucket);
     }
     zs_comm *none = NULL;
     FAILS(zs_comm_c10d_new("nobody", 0, 2, 1.0, &none), ZS_ERR_TORCH, "nobody");
@@ -216,7 +216,7 @@ static void unknown_peers_are_listed(rank_env *env)
 {
     zs_flat_mem flat;
     zs_mem *full = NULL;
-    OK(env->comm->ops->flat_new(env->comm, 64, &flat));
+    OK(zs_comm_flat_new(env->comm, 64, &flat));
     OK(zs_mem_new_private(64 * MAX_RANKS, &full));
     failure = ZS_ERR_PEER;
     complaint = "Connection closed by peer [10.0.0.1]:4711";
@@ -226,7 +226,7 @@ static void unknown_peers_are_listed(rank_env *env)
     CHECK(zs_comm_gather(env->comm, &flat, "head", (zs_target){full, full->ptr}) == ZS_ERR_PEER);
     CHECK(strstr(zs_last_message(), who) != NULL && strstr(zs_last_message(), "4711") != NULL);
     stay(env);
-    env->comm->ops->flat_free(env->comm, &flat);
+    zs_comm_flat_free(env->comm, &flat);
     zs_mem_release(full);
 }
 
@@ -234,16 +234,16 @@ static void unknown_peers_are_listed(rank_env *env)
 static void last_words_are_told(rank_env *env)
 {
     char byte = 0, all[MAX_RANKS];
-    env->comm->ops->abort(env->comm, "of this rank, which does not hear itself");
+    zs_comm_abort(env->comm, "of this rank, which does not hear itself");
     CHECK(speaker == env->rank);
     speaker = (env->rank + 1) % env->world;
     snprintf(last_words, sizeof last_words, "ValueError: no data");
-    env->comm->ops->abort(env->comm, "a second time is not said");
+    zs_comm_abort(env->comm, "a second time is not said");
     failure = ZS_ERR_PEER;
     complaint = "Connection closed";
     fail_at = 2;
     zs_clear_error();
-    CHECK(env->comm->ops->exchange(env->comm, &byte, 1, all) == ZS_ERR_PEER);
+    CHECK(zs_comm_exchange(env->comm, &byte, 1, all) == ZS_ERR_PEER);
     CHECK(strstr(zs_last_message(), "failed: ValueError: no data; rank") != NULL);
     CHECK(strstr(zs_last_message(), "all-gathering message 1 (1 bytes): Connection closed") != NULL);
     stay(env);
@@ -257,7 +257,7 @@ static void dead_rank_is_found(rank_env *env)
     double start = now();
     last_forever_at = 1;
     zs_clear_error();
-    CHECK(env->comm->ops->exchange(env->comm, &byte, 1, all) == ZS_ERR_PEER);
+    CHECK(zs_comm_exchange(env->comm, &byte, 1, all) == ZS_ERR_PEER);
 
     CHECK(strstr(zs_last_message(), "rank 1 (pid ") != NULL && strstr(zs_last_message(), "exited") != NULL);
     CHECK(now() - start < 4.0);
@@ -275,8 +275,8 @@ static void interrupted_wait_ends_the_transport(rank_env *env)
     char byte = 0, all[MAX_RANKS];
     zs_comm_on_wait(always);
     last_forever_at = 1;
-    FAILS(env->comm->ops->exchange(env->comm, &byte, 1, all), ZS_ERR_TORCH, "interrupted");
-    FAILS(env->comm->ops->exchange(env->comm, &byte, 1, all), ZS_ERR_PEER, "interrupted (Ctrl-C)");
+    FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_TORCH, "interrupted");
+    FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_PEER, "interrupted (Ctrl-C)");
     stay(env);
     zs_comm_on_wait(NULL);
 }

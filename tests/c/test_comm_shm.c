@@ -13,12 +13,11 @@
 
 static void flats_are_side_by_side(rank_env *env)
 {
-    const zs_comm_ops *ops = env->comm->ops;
     const size_t sizes[] = {4096, 3 * 4096, 4 << 20, 4096, 2 << 20};
     enum { COUNT = sizeof sizes / sizeof sizes[0] };
     zs_flat_mem flats[COUNT] = {{0}};
     for (unsigned i = 0; i < COUNT; i++) {
-        OK(ops->flat_new(env->comm, sizes[i], &flats[i]));
+        OK(zs_comm_flat_new(env->comm, sizes[i], &flats[i]));
         CHECK(flats[i].shard == flats[i].full + (size_t)env->rank * sizes[i]);
         CHECK(flats[i].shard[0] == 0 && flats[i].shard[sizes[i] - 1] == 0);
         fill_pattern(flats[i].shard, sizes[i], 100 * i + (unsigned)env->rank);
@@ -33,9 +32,9 @@ static void flats_are_side_by_side(rank_env *env)
     CHECK(flats[1].full[0] == 7);
     meet(env); /* freeing takes the content away from the peers too */
     for (unsigned i = 0; i < COUNT; i++)
-        ops->flat_free(env->comm, &flats[i]);
+        zs_comm_flat_free(env->comm, &flats[i]);
     CHECK(flats[0].mem == NULL);
-    FAILS(ops->flat_new(env->comm, 100, &flats[0]), ZS_ERR_VALUE, "100 bytes");
+    FAILS(zs_comm_flat_new(env->comm, 100, &flats[0]), ZS_ERR_VALUE, "100 bytes");
 }
 
 static long long pages_of(zs_file *file)
@@ -47,38 +46,37 @@ static long long pages_of(zs_file *file)
 
 static void freed_memory_goes_back(rank_env *env)
 {
-    const zs_comm_ops *ops = env->comm->ops;
     zs_shm *shm = (zs_shm *)env->comm;
     zs_flat_mem flat;
     zs_bucket first, second;
-    OK(ops->flat_new(env->comm, 8 << 20, &flat));
+    OK(zs_comm_flat_new(env->comm, 8 << 20, &flat));
     memset(flat.shard, 1, flat.shard_bytes);
-    OK(ops->bucket_new(env->comm, 5 << 20, &first));
+    OK(zs_comm_bucket_new(env->comm, 5 << 20, &first));
     memset(first.ptr, 1, 5 << 20);
     CHECK(pages_of(shm->flats) == 2048 && pages_of(shm->buckets) == 1280);
     zs_mem *kept = zs_mem_retain(flat.mem);
-    ops->flat_free(env->comm, &flat);
+    zs_comm_flat_free(env->comm, &flat);
     CHECK(pages_of(shm->flats) == 2048); /* a view still stands on it */
     zs_mem_release(kept);
     uint64_t key = first.key;
     size_t bytes = first.bytes;
-    ops->bucket_free(env->comm, &first);
+    zs_comm_bucket_free(env->comm, &first);
     CHECK(pages_of(shm->flats) == 0 && pages_of(shm->buckets) == 0);
     for (int i = 0; i < 100; i++) { /* recycled: neither the file nor the peers' mappings grow */
-        OK(ops->bucket_new(env->comm, 5 << 20, &second));
+        OK(zs_comm_bucket_new(env->comm, 5 << 20, &second));
         CHECK(second.key == key && second.bytes == bytes && second.ptr[0] == 0);
         second.ptr[0] = 1;
-        ops->bucket_free(env->comm, &second);
+        zs_comm_bucket_free(env->comm, &second);
     }
-    OK(ops->bucket_new(env->comm, 4 << 20, &second)); /* of another size: it takes no more than it needs */
+    OK(zs_comm_bucket_new(env->comm, 4 << 20, &second)); /* of another size: it takes no more than it needs */
     CHECK(second.key != key && second.bytes == 4 << 20);
-    ops->bucket_free(env->comm, &second);
+    zs_comm_bucket_free(env->comm, &second);
 }
 
 static void memory_outlives_the_transport(rank_env *env)
 {
     zs_flat_mem flat;
-    OK(env->comm->ops->flat_new(env->comm, 4096, &flat));
+    OK(zs_comm_flat_new(env->comm, 4096, &flat));
     memset(flat.shard, env->rank + 1, 4096);
     meet(env);
     zs_comm_release(env->comm);
@@ -102,25 +100,24 @@ static void *release_regions(void *pointer)
 /* Tensors die on autograd's threads too, while this one makes new memory. (Run it under ThreadSanitizer.) */
 static void memory_may_die_on_any_thread(rank_env *env)
 {
-    const zs_comm_ops *ops = env->comm->ops;
     for (int round = 0; round < 5; round++) {
         zs_mem *regions[200];
         pthread_t thread;
         for (int i = 0; i < 200; i++) {
             zs_flat_mem flat;
             zs_bucket bucket;
-            if (i % 2 == 0) OK(ops->flat_new(env->comm, 4096, &flat));
-            if (i % 2 == 1) OK(ops->bucket_new(env->comm, 4096, &bucket));
+            if (i % 2 == 0) OK(zs_comm_flat_new(env->comm, 4096, &flat));
+            if (i % 2 == 1) OK(zs_comm_bucket_new(env->comm, 4096, &bucket));
             regions[i] = i % 2 == 0 ? flat.mem : bucket.mem;
             *(i % 2 == 0 ? flat.shard : bucket.ptr) = 1; /* not `full`: rank 0's region may not exist yet */
         }
         CHECK(pthread_create(&thread, NULL, release_regions, regions) == 0);
         for (int i = 0; i < 200; i++) {
             zs_bucket bucket;
-            OK(ops->bucket_new(env->comm, 4096, &bucket));
+            OK(zs_comm_bucket_new(env->comm, 4096, &bucket));
             CHECK(bucket.ptr[0] == 0);
             bucket.ptr[0] = 1;
-            ops->bucket_free(env->comm, &bucket);
+            zs_comm_bucket_free(env->comm, &bucket);
         }
         CHECK(pthread_join(thread, NULL) == 0);
         CHECK(pages_of(((zs_shm *)env->comm)->buckets) == 0);
@@ -142,10 +139,10 @@ static void rounds_in_any_order(rank_env *env)
             post_unit(env, &units[u], u, false);
             bool ready = false;
             zs_sources from;
-            OK(env->comm->ops->collect(env->comm, units[u].cunit, false, &ready, &from));
+            OK(zs_cunit_collect(env->comm, units[u].cunit, false, &ready, &from));
             if (!ready) continue;
             read_sources(env, &units[u], u, &from, false);
-            OK(env->comm->ops->release(env->comm, units[u].cunit));
+            OK(zs_cunit_release(env->comm, units[u].cunit));
             units[u].summed++;
         }
         for (int u = UNITS - 1; u >= 0; u--)
@@ -163,14 +160,14 @@ static void empty_rounds_run_ahead(rank_env *env)
         bool ready = false;
         zs_sources from;
         posting mine = posting_of(env->rank, 0, round);
-        OK(env->comm->ops->post(env->comm, units[0].cunit, NULL, mine.used));
-        OK(env->comm->ops->collect(env->comm, units[0].cunit, true, &ready, &from));
+        OK(zs_cunit_post(env->comm, units[0].cunit, NULL, mine.used));
+        OK(zs_cunit_collect(env->comm, units[0].cunit, true, &ready, &from));
         if (round % env->world == env->rank) sleep_us(100);
         for (int r = 0; r < env->world; r++) {
             posting theirs = posting_of(r, 0, round);
             CHECK(from.data[r] == NULL && memcmp(from.used[r], theirs.used, sizeof theirs.used) == 0);
         }
-        OK(env->comm->ops->release(env->comm, units[0].cunit));
+        OK(zs_cunit_release(env->comm, units[0].cunit));
     }
     free_units(env, units);
 }
@@ -189,10 +186,10 @@ static void circles_open_by_yielding(rank_env *env)
         post_unit(env, &units[first], first, false);
         zs_wait patience = hard == 1 && env->rank == 0 ? ZS_WAIT : ZS_WAIT_OR_YIELD;
         if (patience == ZS_WAIT_OR_YIELD) {
-            OK(env->comm->ops->collect(env->comm, units[first].cunit, patience, &ready, &from));
+            OK(zs_cunit_collect(env->comm, units[first].cunit, patience, &ready, &from));
             if (ready) { /* the others have yielded before and have caught up */
                 read_sources(env, &units[first], first, &from, false);
-                OK(env->comm->ops->release(env->comm, units[first].cunit));
+                OK(zs_cunit_release(env->comm, units[first].cunit));
             }
             post_unit(env, &units[!first], !first, false);
             if (!ready) finish_unit(env, &units[first], first);
@@ -242,14 +239,14 @@ static void read_version(rank_env *env, model *m, uint32_t version)
 
 static void run_forward(rank_env *env, model *m, uint32_t version, zs_pass pass)
 {
-    OK(env->comm->ops->read_begin(env->comm, m->reader, &(zs_reading){.pass = pass}));
+    OK(zs_comm_read_begin(env->comm, m->reader, &(zs_reading){.pass = pass}));
     read_version(env, m, version);
-    OK(env->comm->ops->read_end(env->comm, m->reader, ZS_PHASE_FORWARD));
+    OK(zs_comm_read_end(env->comm, m->reader, ZS_PHASE_FORWARD));
 }
 
 static void run_backward(rank_env *env, model *m, uint32_t version)
 {
-    OK(env->comm->ops->read_begin(env->comm, m->reader, &(zs_reading){.pass = ZS_PASS_BACKWARD}));
+    OK(zs_comm_read_begin(env->comm, m->reader, &(zs_reading){.pass = ZS_PASS_BACKWARD}));
     for (int u = 0; u < 2; u++) {
         read_version(env, m, version);
         post_unit(env, &m->units[u], u, false);
@@ -257,21 +254,21 @@ static void run_backward(rank_env *env, model *m, uint32_t version)
     for (int u = 0; u < 2; u++)
         finish_unit(env, &m->units[u], u);
     read_version(env, m, version); /* the others may be at the end already */
-    OK(env->comm->ops->read_end(env->comm, m->reader, ZS_PHASE_BACKWARD));
+    OK(zs_comm_read_end(env->comm, m->reader, ZS_PHASE_BACKWARD));
 }
 
 static void make_model(rank_env *env, model *m)
 {
-    OK(env->comm->ops->reader_new(env->comm, "model", &m->reader));
-    OK(env->comm->ops->flat_new(env->comm, WORDS * 4, &m->flat));
+    OK(zs_comm_reader_new(env->comm, "model", &m->reader));
+    OK(zs_comm_flat_new(env->comm, WORDS * 4, &m->flat));
     make_units(env, m->units, ZS_REDUCE_SCATTER);
 }
 
 static void free_model(rank_env *env, model *m)
 {
     free_units(env, m->units);
-    env->comm->ops->flat_free(env->comm, &m->flat);
-    env->comm->ops->reader_free(env->comm, m->reader);
+    zs_comm_flat_free(env->comm, &m->flat);
+    zs_comm_reader_free(env->comm, m->reader);
 }
 
 /* Training with everything that a rank may do alone or together; what is read must always be this step's version. */
@@ -282,9 +279,9 @@ static void readers_never_see_a_wrong_version(rank_env *env)
     unsigned common = 99; /* the ranks' shared dice: what all do together */
     for (uint32_t step = 1; step <= 150; step++) {
         uint32_t version = step * 10;
-        OK(env->comm->ops->write_begin(env->comm, m.reader));
+        OK(zs_comm_write_begin(env->comm, m.reader));
         write_version(env, &m, version); /* the optimizer */
-        env->comm->ops->write_end(env->comm, m.reader);
+        zs_comm_write_end(env->comm, m.reader);
         for (unsigned evals = (unsigned)rand_r(&common) % 3; evals > 0; evals--) {
             run_forward(env, &m, version, ZS_PASS_EVALUATE); /* all evaluate, and swap weights after */
             write_version(env, &m, ++version);
@@ -312,13 +309,13 @@ static void readers_survive_failures(rank_env *env)
         write_version(env, &m, step);
         bool failing = (int)(step % (uint32_t)(2 * env->world)) == env->rank;
         if (failing) {
-            OK(env->comm->ops->read_begin(env->comm, m.reader, &(zs_reading){.pass = ZS_PASS_TRAIN}));
+            OK(zs_comm_read_begin(env->comm, m.reader, &(zs_reading){.pass = ZS_PASS_TRAIN}));
             jitter(env);
         }
         run_forward(env, &m, step, ZS_PASS_TRAIN);
         run_backward(env, &m, step);
     }
-    FAILS(env->comm->ops->read_end(env->comm, m.reader, ZS_PHASE_BACKWARD), ZS_ERR_STATE, "not begun");
+    FAILS(zs_comm_read_end(env->comm, m.reader, ZS_PHASE_BACKWARD), ZS_ERR_STATE, "not begun");
     free_model(env, &m);
 }
 
@@ -327,10 +324,10 @@ static void readers_survive_failures(rank_env *env)
 static void use_as_a_child(rank_env *env, zs_flat_mem *flat)
 {
     char byte = 0, all[MAX_RANKS];
-    FAILS(env->comm->ops->exchange(env->comm, &byte, 1, all), ZS_ERR_STATE, "forked");
+    FAILS(zs_comm_exchange(env->comm, &byte, 1, all), ZS_ERR_STATE, "forked");
     CHECK(flat->full[0] == 1); /* it may look */
-    env->comm->ops->abort(env->comm, "the child says so");
-    env->comm->ops->flat_free(env->comm, flat);
+    zs_comm_abort(env->comm, "the child says so");
+    zs_comm_flat_free(env->comm, flat);
     zs_comm_release(env->comm); /* closes, as a worker's interpreter does at its end */
     _exit(0);
 }
@@ -338,7 +335,7 @@ static void use_as_a_child(rank_env *env, zs_flat_mem *flat)
 static void forked_children_are_harmless(rank_env *env)
 {
     zs_flat_mem flat;
-    OK(env->comm->ops->flat_new(env->comm, 4096, &flat));
+    OK(zs_comm_flat_new(env->comm, 4096, &flat));
     memset(flat.shard, env->rank + 1, 4096);
     meet(env);
     for (int i = 0; i < 3; i++) {
@@ -352,7 +349,7 @@ static void forked_children_are_harmless(rank_env *env)
             CHECK(flat.full[(size_t)r * 4096] == r + 1);
     }
     meet(env);
-    env->comm->ops->flat_free(env->comm, &flat);
+    zs_comm_flat_free(env->comm, &flat);
 }
 
 /* --- the list ---------------------------------------------------------------------------------------------------------------- */

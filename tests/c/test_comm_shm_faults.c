@@ -15,21 +15,21 @@ static int n_units;
 static zs_cunit *make_unit(rank_env *env, const char *name, size_t slice_bytes)
 {
     zs_cunit_spec spec = {.name = name, .n_params = 3, .n_slices = 1, .slice_bytes = {slice_bytes}};
-    OK(env->comm->ops->cunit_new(env->comm, &spec, &units[n_units]));
+    OK(zs_cunit_new(env->comm, &spec, &units[n_units]));
     return units[n_units++];
 }
 
 static zs_status post_empty(rank_env *env, zs_cunit *unit)
 {
     uint64_t used[1] = {0};
-    return env->comm->ops->post(env->comm, unit, NULL, used);
+    return zs_cunit_post(env->comm, unit, NULL, used);
 }
 
 static zs_status collect(rank_env *env, zs_cunit *unit)
 {
     bool ready = false;
     zs_sources from;
-    zs_status status = env->comm->ops->collect(env->comm, unit, true, &ready, &from);
+    zs_status status = zs_cunit_collect(env->comm, unit, true, &ready, &from);
     CHECK(ready == (status == ZS_OK));
     return status;
 }
@@ -38,13 +38,13 @@ static void run_round(rank_env *env, zs_cunit *unit)
 {
     OK(post_empty(env, unit));
     OK(collect(env, unit));
-    OK(env->comm->ops->release(env->comm, unit));
+    OK(zs_cunit_release(env->comm, unit));
 }
 
 static zs_status meet(rank_env *env)
 {
     char mine = 0, all[MAX_RANKS];
-    return env->comm->ops->exchange(env->comm, &mine, 1, all);
+    return zs_comm_exchange(env->comm, &mine, 1, all);
 }
 
 /* Marks that this rank is through with what it had to see. */
@@ -111,7 +111,7 @@ static void served_by_the_dead(rank_env *env)
 static void leaving_is_not_dying(rank_env *env)
 {
     if (env->rank == 1) {
-        env->comm->ops->close(env->comm);
+        zs_comm_close(env->comm);
         FAILS(meet(env), ZS_ERR_STATE, "closed");
         wait_for_arrivals(env, env->world - 1);
         return;
@@ -125,16 +125,16 @@ static void leaving_is_not_dying(rank_env *env)
 static void killed_in_a_reader_wait(rank_env *env)
 {
     zs_reader *reader = NULL;
-    OK(env->comm->ops->reader_new(env->comm, "gpt", &reader));
+    OK(zs_comm_reader_new(env->comm, "gpt", &reader));
     if (env->rank == 1) {
         sleep_us(100000);
         kill(getpid(), SIGKILL);
     }
     double start = now();
-    FAILS(env->comm->ops->read_begin(env->comm, reader, &(zs_reading){.pass = ZS_PASS_TRAIN}), ZS_ERR_PEER,
+    FAILS(zs_comm_read_begin(env->comm, reader, &(zs_reading){.pass = ZS_PASS_TRAIN}), ZS_ERR_PEER,
           "it to begin forward 1 of 'gpt'");
     CHECK(now() - start < 2.0);
-    env->comm->ops->reader_free(env->comm, reader);
+    zs_comm_reader_free(env->comm, reader);
 }
 
 /* --- deadlines ------------------------------------------------------------------------------------------------------------ */
@@ -203,8 +203,8 @@ static void abort_text_travels(rank_env *env)
     OK(post_empty(env, unit));
     if (env->rank == 1) {
         sleep_us(50000);
-        env->comm->ops->abort(env->comm, "ValueError: bad batch in epoch 3");
-        env->comm->ops->abort(env->comm, "a second reason");
+        zs_comm_abort(env->comm, "ValueError: bad batch in epoch 3");
+        zs_comm_abort(env->comm, "a second reason");
         arrive(env);
     } else {
         double start = now();
@@ -220,7 +220,7 @@ static void abort_ends_polling(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
     if (env->rank == 1) {
-        env->comm->ops->abort(env->comm, "no more");
+        zs_comm_abort(env->comm, "no more");
         return;
     }
     OK(post_empty(env, unit));
@@ -228,7 +228,7 @@ static void abort_ends_polling(rank_env *env)
     bool ready = false;
     zs_sources from;
     for (double start = now(); status == ZS_OK && now() - start < 5.0;)
-        status = env->comm->ops->collect(env->comm, unit, false, &ready, &from);
+        status = zs_cunit_collect(env->comm, unit, false, &ready, &from);
     CHECK(status == ZS_ERR_PEER && !ready);
 }
 
@@ -277,9 +277,9 @@ static void exchanges_that_differ(rank_env *env)
 {
     char data[16 * MAX_RANKS] = "";
     size_t bytes = env->rank == 0 ? 8 : 16;
-    FAILS(env->comm->ops->exchange(env->comm, data, bytes, data), ZS_ERR_DIVERGED, "rank 0");
-    if (env->rank == 0) OK(env->comm->ops->broadcast(env->comm, data, 8, 0));
-    if (env->rank != 0) FAILS(env->comm->ops->broadcast(env->comm, data, 16, 0), ZS_ERR_DIVERGED, "16 more bytes");
+    FAILS(zs_comm_exchange(env->comm, data, bytes, data), ZS_ERR_DIVERGED, "rank 0");
+    if (env->rank == 0) OK(zs_comm_broadcast(env->comm, data, 8, 0));
+    if (env->rank != 0) FAILS(zs_comm_broadcast(env->comm, data, 16, 0), ZS_ERR_DIVERGED, "16 more bytes");
     OK(meet(env)); /* so that rank 0 stays until all have taken */
 }
 
@@ -309,7 +309,7 @@ static void unreachable_peers(rank_env *env)
         env->rank == 0 ? "rank 0 got a connection from 0 of" : "cannot connect to rank 0 over shared memory";
     CHECK(strstr(zs_last_message(), words) != NULL);
     zs_flat_mem flat;
-    FAILS(comm->ops->flat_new(comm, 4096, &flat), ZS_ERR_STATE, "not connected");
+    FAILS(zs_comm_flat_new(comm, 4096, &flat), ZS_ERR_STATE, "not connected");
     zs_comm_release(comm);
 }
 

@@ -62,7 +62,7 @@ static void gathers_see_each_step(rank_env *env)
     zs_mem *full[FLATS];
     begin_gpu(env);
     for (int f = 0; f < FLATS; f++) {
-        OK(env->comm->ops->flat_new(env->comm, shard_bytes[f], &flats[f]));
+        OK(zs_comm_flat_new(env->comm, shard_bytes[f], &flats[f]));
         OK(zs_device_mem_new(env->comm->device, (size_t)env->world * shard_bytes[f], &full[f]));
         CHECK(flats[f].shard[0] == 0 && flats[f].shard[shard_bytes[f] - 1] == 0);
     }
@@ -72,15 +72,14 @@ static void gathers_see_each_step(rank_env *env)
             fill_pattern(flats[f].shard, shard_bytes[f], 1000 * step + 100 * (unsigned)f + (unsigned)env->rank);
         zs_gathering *on_the_way[FLATS];
         for (int f = 0; f < FLATS; f++)
-            OK(env->comm->ops->gather_start(env->comm, &flats[f], "layer", (zs_target){full[f], full[f]->ptr},
-                                            &on_the_way[f]));
+            OK(zs_comm_gather_start(env->comm, &flats[f], "layer", (zs_target){full[f], full[f]->ptr}, &on_the_way[f]));
         for (int f = FLATS; f-- > 0;)
-            OK(env->comm->ops->gather_finish(env->comm, on_the_way[f]));
+            OK(zs_comm_gather_finish(env->comm, on_the_way[f]));
         for (int f = 0; f < FLATS; f++)
             compare_full(env, full[f]->ptr, shard_bytes[f], 1000 * step + 100 * (unsigned)f);
     }
     for (int f = 0; f < FLATS; f++) {
-        env->comm->ops->flat_free(env->comm, &flats[f]);
+        zs_comm_flat_free(env->comm, &flats[f]);
         zs_mem_release(full[f]);
     }
     end_gpu(env);
@@ -95,12 +94,12 @@ static void memory_that_comes_and_goes(rank_env *env)
     OK(zs_device_mem_new(env->comm->device, (size_t)env->world * BYTES, &full));
     for (unsigned step = 0; step < STEPS; step++) {
         zs_flat_mem flat;
-        OK(env->comm->ops->flat_new(env->comm, BYTES, &flat));
+        OK(zs_comm_flat_new(env->comm, BYTES, &flat));
         fill_pattern(flat.shard, BYTES, 10 * step + (unsigned)env->rank);
         OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
         compare_full(env, full->ptr, BYTES, 10 * step);
         const void *at = flat.shard;
-        env->comm->ops->flat_free(env->comm, &flat);
+        zs_comm_flat_free(env->comm, &flat);
         zs_peer_alloc *kept = zs_peer_alloc_at(at); /* while the peers may have it mapped */
         CHECK(kept != NULL);
         zs_peer_alloc_release(kept);
@@ -147,7 +146,7 @@ static void bucket_of_another_kind_is_refused(rank_env *env)
     zs_bucket wrong = units[0].bucket;
     OK(zs_device_mem_new(env->comm->device, wrong.bytes, &own));
     wrong.ptr = own->ptr;
-    FAILS(env->comm->ops->post(env->comm, units[0].cunit, &wrong, used), ZS_ERR_STATE, "peers cannot map");
+    FAILS(zs_cunit_post(env->comm, units[0].cunit, &wrong, used), ZS_ERR_STATE, "peers cannot map");
     zs_mem_release(own);
     free_units(env, units);
     end_gpu(env);
@@ -166,10 +165,10 @@ static void device_broadcasts(rank_env *env)
         memset(data, 0xee, mem->bytes);
         if (env->rank == root) fill_pattern(data, bytes, (unsigned)round);
         jitter(env);
-        OK(env->comm->ops->broadcast_device(env->comm, data, bytes, root));
+        OK(zs_comm_broadcast_at(env->comm, env->comm->device->where, data, bytes, root));
         CHECK(has_pattern(data, bytes, (unsigned)round) && data[bytes] == (char)0xee);
     }
-    FAILS(env->comm->ops->broadcast_device(env->comm, data, 4, env->world), ZS_ERR_VALUE, "out of range");
+    FAILS(zs_comm_broadcast_at(env->comm, env->comm->device->where, data, 4, env->world), ZS_ERR_VALUE, "out of range");
     zs_mem_release(mem);
     end_gpu(env);
 }

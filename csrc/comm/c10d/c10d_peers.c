@@ -54,7 +54,7 @@ zs_status zs_c10d_peers_meet(zs_c10d_comm *comm)
     }
     for (int r = 0; r < world; r++)
         comm->peers[r].pidfd = -1;
-    zs_status status = comm->base.ops->exchange(&comm->base, &own, sizeof own, cards);
+    zs_status status = zs_comm_exchange(&comm->base, &own, sizeof own, cards);
     for (int r = 0; r < world && status == ZS_OK; r++) {
         comm->peers[r].pid = (int)cards[r].pid;
         bool near = own.boot[0] != 0 && strcmp(cards[r].boot, own.boot) == 0 && cards[r].pids == own.pids;

@@ -174,16 +174,17 @@ static void c10d_destroy(zs_comm *comm)
     free(self);
 }
 
-const zs_comm_ops zs_c10d_ops = {
-    .name = "c10d",
-    .shard_align = 64,
-    .mapped = false,
+static const zs_flat_ops c10d_flats = {
     .flat_new = c10d_flat_new,
     .flat_free = zs_local_flat_free,
     .gather_start = c10d_gather_start,
     .gather_finish = c10d_gather_finish,
+};
+
+static const zs_round_ops c10d_rounds = {
     .bucket_new = zs_local_bucket_new,
     .bucket_free = zs_local_bucket_free,
+    .bucket_room = zs_local_bucket_room,
     .cunit_new = zs_c10d_cunit_new,
     .cunit_free = zs_c10d_cunit_free,
     .post = zs_c10d_post,
@@ -192,19 +193,27 @@ const zs_comm_ops zs_c10d_ops = {
     .collect_shared = zs_c10d_collect_shared,
     .release = zs_c10d_release,
     .reusable = zs_c10d_reusable,
-    .reader_new = zs_local_reader_new,
-    .reader_free = zs_local_reader_free,
-    .read_begin = zs_local_read_begin,
-    .read_end = zs_local_read_end,
     .give_up = c10d_give_up,
-    .mishap_of = zs_c10d_mishap_of,
-    .bytes = c10d_bytes,
     .room = zs_c10d_room,
-    .bucket_room = zs_local_bucket_room,
     .reserve = c10d_reserve,
+};
+
+static const zs_talk_ops c10d_talk = {
     .exchange = c10d_exchange,
     .broadcast = c10d_broadcast,
+    .mishap_of = zs_c10d_mishap_of,
     .abort = c10d_abort,
+};
+
+const zs_comm_ops zs_c10d_ops = {
+    .name = "c10d",
+    .shard_align = 64,
+    .mapped = false,
+    .flats = &c10d_flats,
+    .rounds = &c10d_rounds,
+    .readers = &zs_local_reader_ops,
+    .talk = &c10d_talk,
+    .bytes = c10d_bytes,
     .close = c10d_close,
     .destroy = c10d_destroy,
 };
@@ -221,7 +230,7 @@ zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double t
     comm->base.device = zs_device_cpu();
     comm->base.timeout = timeout;
     comm->gone = -1;
-    atomic_init(&comm->base.refs, 1);
+    zs_refs_init(&comm->base.refs);
     zs_status status = zs_group_new(group_name, &comm->group);
     ZS_THEN(status, zs_c10d_peers_meet(comm));
     if (status != ZS_OK) {

@@ -8,7 +8,6 @@
 #include "comm/gpu/gpu.h"
 #include "device/device_cuda.h"
 
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +18,7 @@ zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
 {
     if (comm->base.lost != NULL) return status;
     comm->base.lost = strdup(zs_last_message());
-    comm->control->ops->abort(comm->control, zs_last_message());
+    zs_comm_abort(comm->control, zs_last_message());
     comm->mover->ops->abort(comm->mover, zs_last_message());
     return status;
 }
@@ -55,7 +54,7 @@ static zs_status meet_to_settle(zs_gpu_comm *comm)
     if (comm->mover->ops->settle == NULL) return ZS_OK;
     bool gone = false;
     uint32_t mine = gone_here(comm), all[comm->base.world];
-    ZS_TRY(comm->control->ops->exchange(comm->control, &mine, sizeof mine, all));
+    ZS_TRY(zs_comm_exchange(comm->control, &mine, sizeof mine, all));
     for (int r = 0; r < comm->base.world; r++)
         gone = gone || all[r] > 0;
     return settle(comm, gone);
@@ -96,7 +95,7 @@ static zs_status check_order(zs_gpu_comm *comm, bool ended)
     zs_gpu_order all[world];
     comm->order.gone = gone_here(comm);
     comm->order.history = comm->base.history;
-    ZS_TRY(comm->control->ops->exchange(comm->control, &comm->order, sizeof comm->order, all));
+    ZS_TRY(zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, all));
     for (int r = 0; r < world; r++) {
         gone = gone || all[r].gone > 0;
         bool same = all[r].hash == comm->order.hash && all[r].count == comm->order.count;
@@ -262,7 +261,7 @@ size_t zs_gpu_bytes(const zs_comm *comm)
 {
     const zs_gpu_comm *self = (const zs_gpu_comm *)comm;
     size_t areas = self->areas != NULL ? zs_arena_bytes(self->areas) : 0;
-    return areas + comm->ops->room(NULL, comm->world).fixed;
+    return areas + zs_comm_room(comm, NULL).fixed;
 }
 
 static zs_status make_area(void *comm, size_t bytes, zs_mem **out)
@@ -292,14 +291,14 @@ zs_status zs_gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, void *a
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(meet_to_settle(self));
-    return self->control->ops->exchange(self->control, mine, bytes, all);
+    return zs_comm_exchange(self->control, mine, bytes, all);
 }
 
 zs_status zs_gpu_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    return self->control->ops->broadcast(self->control, data, bytes, root);
+    return zs_comm_broadcast(self->control, data, bytes, root);
 }
 
 zs_status zs_gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int root)
@@ -348,7 +347,7 @@ zs_status zs_gpu_give_up(zs_comm *comm)
 void zs_gpu_abort(zs_comm *comm, const char *reason)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
-    self->control->ops->abort(self->control, reason);
+    zs_comm_abort(self->control, reason);
     self->mover->ops->abort(self->mover, reason);
 }
 
@@ -384,7 +383,7 @@ zs_status zs_comm_gpu_new(zs_comm *control, zs_mover *mover, zs_comm **out)
     self->base.world = control->world;
     self->base.device = mover->device;
     self->base.timeout = control->timeout;
-    atomic_init(&self->base.refs, 1);
+    zs_refs_init(&self->base.refs);
     self->control = zs_comm_retain(control);
     self->mover = mover;
     *out = &self->base;

@@ -2,7 +2,8 @@
  *
  *   comm_gpu.c    flats and gathers, small exchanges, the check of order
  *   gpu_round.c   reducing
- *   gpu_table.c   the tables of those whose movers move gradients; peer_table.c has that of peer
+ *   gpu_table.c   the tables that all share
+ *   gpu_transports.c   those whose movers move gradients; peer_table.c has peer
  *   mover.h       what moves the bytes
  */
 #ifndef ZS_GPU_H
@@ -73,48 +74,10 @@ zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
 zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan);
 zs_status zs_gpu_slot_new(zs_comm *comm, size_t bytes, zs_mem **out);
 
-/* A transport's table, with the functions for units that are called zs_<rounds>_cunit_new and so on. */
-#define ZS_GPU_TABLE(table, title, rounds)              \
-    const zs_comm_ops table = {                         \
-        .name = title,                                  \
-        .shard_align = 64,                              \
-        .mapped = false,                                \
-        .lane = ZS_LANE_REDUCE,                         \
-        .flat_new = zs_gpu_flat_new,                    \
-        .flat_free = zs_local_flat_free,                \
-        .slot_new = zs_gpu_slot_new,                    \
-        .gather_start = zs_gpu_gather_start,            \
-        .gather_finish = zs_gpu_gather_finish,          \
-        .bucket_new = zs_gpu_bucket_new,                \
-        .bucket_free = zs_local_bucket_free,            \
-        .cunit_new = zs_##rounds##_cunit_new,           \
-        .cunit_free = zs_##rounds##_cunit_free,         \
-        .cunit_renamed = zs_##rounds##_cunit_renamed,   \
-        .post = zs_##rounds##_post,                     \
-        .collect = zs_##rounds##_collect,               \
-        .share = zs_##rounds##_share,                   \
-        .collect_shared = zs_##rounds##_collect_shared, \
-        .release = zs_##rounds##_release,               \
-        .reusable = zs_##rounds##_reusable,             \
-        .reader_new = zs_local_reader_new,              \
-        .reader_free = zs_local_reader_free,            \
-        .read_begin = zs_gpu_read_begin,                \
-        .read_end = zs_gpu_read_end,                    \
-        .give_up = zs_gpu_give_up,                      \
-        .tell_mishap = zs_gpu_tell_mishap,              \
-        .mishap_of = zs_gpu_mishap_of,                  \
-        .bytes = zs_gpu_bytes,                          \
-        .room = zs_##rounds##_room,                     \
-        .bucket_room = zs_local_bucket_room,            \
-        .reserve = zs_gpu_reserve,                      \
-        .exchange = zs_gpu_exchange,                    \
-        .broadcast = zs_gpu_broadcast,                  \
-        .broadcast_device = zs_gpu_broadcast_device,    \
-        .gather_device = zs_gpu_gather_device,          \
-        .abort = zs_gpu_abort,                          \
-        .close = zs_gpu_close,                          \
-        .destroy = zs_gpu_destroy,                      \
-    }
+/* What all transports for GPUs have in common (gpu_table.c). */
+extern const zs_flat_ops zs_gpu_flat_ops;
+extern const zs_reader_ops zs_gpu_reader_ops;
+extern const zs_talk_ops zs_gpu_talk_ops;
 
 /* --- gpu_round.c: units' part of the table, as comm.h has it ----------------------------------------------------------- */
 

@@ -54,7 +54,7 @@ void zs_gpu_cunit_free(zs_comm *comm, zs_cunit *cunit)
     if (cunit == NULL) return;
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     gpu_unit *unit = (gpu_unit *)cunit;
-    if (unit->control != NULL) self->control->ops->cunit_free(self->control, unit->control);
+    if (unit->control != NULL) zs_cunit_free(self->control, unit->control);
     return_area(self, &unit->received);
     zs_gpu_event_give(self, unit->read);
     if (--self->living == 0) {
@@ -71,7 +71,7 @@ static zs_status make_control(zs_gpu_comm *comm, gpu_unit *unit)
     zs_cunit_spec spec = {.name = unit->base.spec.name, .n_params = unit->base.spec.n_params + 1};
     unit->posted = calloc(zs_spec_used_words(&spec), sizeof *unit->posted);
     if (unit->posted == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec.name);
-    return comm->control->ops->cunit_new(comm->control, &spec, &unit->control);
+    return zs_cunit_new(comm->control, &spec, &unit->control);
 }
 
 zs_status zs_gpu_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
@@ -138,7 +138,7 @@ zs_status zs_gpu_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, c
     memcpy(unit->posted, used, cunit->used_words * sizeof *used);
     zs_clear_bit(unit->posted, present_bit(unit));
     if (bucket != NULL) zs_set_bit(unit->posted, present_bit(unit));
-    ZS_TRY(self->control->ops->post(self->control, unit->control, NULL, unit->posted));
+    ZS_TRY(zs_cunit_post(self->control, unit->control, NULL, unit->posted));
     cunit->round++;
     unit->bucket = bucket;
     cunit->state = ZS_ROUND_POSTED;
@@ -154,7 +154,7 @@ zs_status zs_gpu_hear_hosts(zs_gpu_comm *comm, const zs_cunit *cunit, zs_cunit *
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
     /* In ZS_REDUCE_ALL a move follows, so the ranks must come through here in one order: no looking first. */
     zs_wait how = cunit->spec.mode == ZS_REDUCE_ALL ? ZS_WAIT : wait;
-    return comm->control->ops->collect(comm->control, control, how, ready, said);
+    return zs_cunit_collect(comm->control, control, how, ready, said);
 }
 
 zs_status zs_gpu_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
@@ -215,7 +215,7 @@ zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit)
     if (cunit->spec.mode == ZS_REDUCE_ALL) ZS_TRY(zs_device_cuda_record(comm->device, ZS_LANE_REDUCE, unit->read));
     return_area(self, &unit->received); /* the next one to receive there does so in the same lane */
     cunit->state = ZS_ROUND_NONE;
-    return self->control->ops->release(self->control, unit->control);
+    return zs_cunit_release(self->control, unit->control);
 }
 
 zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
@@ -237,5 +237,5 @@ void zs_gpu_tell_mishap(zs_comm *comm, const char *what)
 const char *zs_gpu_mishap_of(const zs_comm *comm, int rank)
 {
     const zs_comm *control = ((const zs_gpu_comm *)comm)->control;
-    return control->ops->mishap_of != NULL ? control->ops->mishap_of(control, rank) : "";
+    return zs_comm_mishap_of(control, rank);
 }

@@ -1,5 +1,27 @@
-/* gpu_table.c - the transports over NCCL and over torch's process group. */
+/* gpu_table.c - the tables that all transports for GPUs share. */
 #include "comm/gpu/gpu.h"
 
-ZS_GPU_TABLE(zs_nccl_ops, "nccl", gpu);
-ZS_GPU_TABLE(zs_c10d_gpu_ops, "c10d_gpu", gpu);
+const zs_flat_ops zs_gpu_flat_ops = {
+    .flat_new = zs_gpu_flat_new,
+    .flat_free = zs_local_flat_free,
+    .slot_new = zs_gpu_slot_new,
+    .gather_start = zs_gpu_gather_start,
+    .gather_finish = zs_gpu_gather_finish,
+};
+
+const zs_reader_ops zs_gpu_reader_ops = {
+    .reader_new = zs_local_reader_new,
+    .reader_free = zs_local_reader_free,
+    .read_begin = zs_gpu_read_begin,
+    .read_end = zs_gpu_read_end,
+};
+
+const zs_talk_ops zs_gpu_talk_ops = {
+    .exchange = zs_gpu_exchange,
+    .broadcast = zs_gpu_broadcast,
+    .broadcast_device = zs_gpu_broadcast_device,
+    .gather_device = zs_gpu_gather_device,
+    .tell_mishap = zs_gpu_tell_mishap,
+    .mishap_of = zs_gpu_mishap_of,
+    .abort = zs_gpu_abort,
+};

@@ -155,7 +155,7 @@ static zs_status meet_peers(nccl_mover *self, zs_comm *control)
     own.status = (int32_t)prepare(self, &own);
     snprintf(own.why, sizeof own.why, "%s", zs_last_message());
     zs_clear_error();
-    ZS_TRY(control->ops->exchange(control, &own, sizeof own, all));
+    ZS_TRY(zs_comm_exchange(control, &own, sizeof own, all));
     ZS_TRY(check_cards(all, control->world));
     for (int r = 0; r < control->world; r++)
         zs_kin_meet(self->kin, r, &all[r].kin);

@@ -8,7 +8,6 @@
 #include "base/file.h"
 #include "comm/comm_local.h"
 
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,7 +49,7 @@ static zs_status exchange_cards(zs_comm *control, const card *own, card **out)
 {
     card *all = calloc((size_t)control->world, sizeof *all);
     if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the options of %d ranks", control->world);
-    zs_status status = control->ops->exchange(control, own, sizeof *own, all);
+    zs_status status = zs_comm_exchange(control, own, sizeof *own, all);
     int worst = 0;
     for (int r = 1; r < control->world && status == ZS_OK; r++)
         if (weight(&all[r]) > weight(&all[worst])) worst = r;
@@ -198,7 +197,7 @@ zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_
     snprintf(comm->name, sizeof comm->name, "%s", options->name != NULL ? options->name : "unnamed");
     comm->options.name = comm->name;
     comm->lifetime = zs_lifetime();
-    atomic_init(&comm->refs, 1);
+    zs_refs_init(&comm->refs);
     pthread_mutex_init(&comm->lock, NULL);
     zs_status status = agree(comm, control, &id);
     ZS_THEN(status, make_on_all(comm, control, id));
@@ -213,7 +212,7 @@ zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_
 
 zs_nccl_comm *zs_nccl_comm_retain(zs_nccl_comm *comm)
 {
-    atomic_fetch_add_explicit(&comm->refs, 1, memory_order_relaxed);
+    zs_refs_take(&comm->refs);
     return comm;
 }
 
@@ -236,7 +235,7 @@ static void finish(zs_nccl_comm *comm)
 void zs_nccl_comm_release(zs_nccl_comm *comm)
 {
     if (comm == NULL) return;
-    if (atomic_fetch_sub_explicit(&comm->refs, 1, memory_order_acq_rel) != 1) return;
+    if (!zs_refs_drop(&comm->refs)) return;
     if (comm->lifetime != zs_lifetime()) return; /* a forked child: its copy of the lock may be held for ever */
     bool failed = zs_last_status() != ZS_OK;     /* of the caller, who is on the way out */
     finish(comm);

@@ -36,7 +36,7 @@ struct zs_nccl_comm {
     bool ending;           /* its last reference is gone: nobody is there for Ctrl-C */
     zs_nccl_watched watched;
     double gone_since; /* when a peer was first seen gone while work was outstanding, 0: never */
-    _Atomic long refs;
+    zs_refs refs;
 };
 
 /* Takes the lock for a call of NCCL: not in a forked child, not poisoned, nothing left in the background. On failure the lock

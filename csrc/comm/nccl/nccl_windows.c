@@ -108,7 +108,7 @@ static zs_status find_free(zs_nccl_windows *windows, size_t bytes, window **out)
     for (size_t i = 0; i < windows->n; i++)
         if (is_free(windows, windows->all[i], bytes)) own[i / 8] |= (unsigned char)(1U << i % 8);
     pthread_mutex_unlock(&windows->lock);
-    zs_status status = control->ops->exchange(control, own, size, all);
+    zs_status status = zs_comm_exchange(control, own, size, all);
     for (size_t i = 0; status == ZS_OK && i < windows->n && *out == NULL; i++) {
         int free_on = 0;
         for (int r = 0; r < control->world; r++)

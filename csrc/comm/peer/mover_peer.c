@@ -155,7 +155,7 @@ static zs_status agree(zs_peer *self, zs_status status, card *own, card *all)
     own->status = (int32_t)status;
     snprintf(own->why, sizeof own->why, "%s", status == ZS_OK ? "" : zs_last_message());
     zs_clear_error();
-    ZS_TRY(self->control->ops->exchange(self->control, own, sizeof *own, all));
+    ZS_TRY(zs_comm_exchange(self->control, own, sizeof *own, all));
     for (int r = 0; r < self->base.world; r++)
         if (all[r].status != ZS_OK)
             return ZS_FAIL((zs_status)all[r].status, "transport 'peer' on rank %d: %s", r, all[r].why);

@@ -143,7 +143,7 @@ static zs_status meet_shards(zs_peer *self, const void *shard, known *out)
     zs_peer_maps *maps = self->maps;
     zs_peer_address mine, all[maps->world];
     ZS_TRY(zs_peer_tell(maps, shard, &mine));
-    ZS_TRY(self->control->ops->exchange(self->control, &mine, sizeof mine, all));
+    ZS_TRY(zs_comm_exchange(self->control, &mine, sizeof mine, all));
     for (int r = 0; r < maps->world; r++) {
         out->numbers[r] = all[r].number;
         out->at[r] = (char *)(uintptr_t)shard;
@@ -238,13 +238,13 @@ zs_status zs_peer_settle(zs_mover *mover)
     if (own == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory closing peer mappings");
     for (size_t i = 0; i < maps->n_told && own->n < NAMED; i++)
         if (zs_peer_alloc_idle(maps->told[i])) own->numbers[own->n++] = zs_peer_alloc_number(maps->told[i]);
-    zs_status status = control->ops->exchange(control, own, sizeof *own, all);
+    zs_status status = zs_comm_exchange(control, own, sizeof *own, all);
     ZS_THEN(status, zs_peer_drain(self, control->timeout));
     for (int r = 0; r < maps->world && status == ZS_OK; r++)
         for (uint32_t k = 0; k < all[r].n; k++)
             close_mapping(maps, r, all[r].numbers[k]);
     char closed = 1, said[maps->world];
-    ZS_THEN(status, control->ops->exchange(control, &closed, 1, said));
+    ZS_THEN(status, zs_comm_exchange(control, &closed, 1, said));
     if (status == ZS_OK) give_up(maps, own);
     free(own);
     return status;

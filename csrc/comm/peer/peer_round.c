@@ -45,7 +45,7 @@ void zs_peer_cunit_free(zs_comm *comm, zs_cunit *cunit)
     if (cunit == NULL) return;
     zs_gpu_comm *gpu = (zs_gpu_comm *)comm;
     peer_unit *unit = (peer_unit *)cunit;
-    if (unit->control != NULL) gpu->control->ops->cunit_free(gpu->control, unit->control);
+    if (unit->control != NULL) zs_cunit_free(gpu->control, unit->control);
     if (unit->placed) zs_peer_of(comm)->taken[unit->place] = false;
     zs_gpu_event_give(gpu, unit->read);
     free(unit->posted);
@@ -73,7 +73,7 @@ static zs_status make_control(zs_gpu_comm *gpu, peer_unit *unit)
     spec.n_params = 64 * words;
     unit->posted = calloc(words, sizeof *unit->posted);
     if (unit->posted == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec.name);
-    return gpu->control->ops->cunit_new(gpu->control, &spec, &unit->control);
+    return zs_cunit_new(gpu->control, &spec, &unit->control);
 }
 
 zs_status zs_peer_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
@@ -136,7 +136,7 @@ zs_status zs_peer_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, 
     ZS_TRY(zs_cunit_may_post(cunit, bucket));
     ZS_TRY(put_address(zs_peer_of(comm), unit, bucket));
     memcpy(unit->posted, used, cunit->used_words * sizeof *used);
-    ZS_TRY(gpu->control->ops->post(gpu->control, unit->control, NULL, unit->posted));
+    ZS_TRY(zs_cunit_post(gpu->control, unit->control, NULL, unit->posted));
     cunit->round++;
     unit->bucket = bucket;
     unit->unread = true;
@@ -221,7 +221,7 @@ zs_status zs_peer_release(zs_comm *comm, zs_cunit *cunit)
     ZS_THEN(status, zs_device_cuda_record(comm->device, ZS_LANE_REDUCE, unit->read));
     if (status != ZS_OK) return zs_gpu_fail(gpu, status);
     cunit->state = ZS_ROUND_NONE;
-    return gpu->control->ops->release(gpu->control, unit->control);
+    return zs_cunit_release(gpu->control, unit->control);
 }
 
 zs_status zs_peer_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)

@@ -196,40 +196,54 @@ static void shm_destroy(zs_comm *comm)
     free(shm);
 }
 
-const zs_comm_ops zs_shm_ops = {
-    .name = "shm",
-    .shard_align = ZS_PAGE,
-    .mapped = true,
+static const zs_flat_ops shm_flats = {
     .flat_new = shm_flat_new,
     .flat_free = zs_local_flat_free,
-    .gather_start = NULL,
-    .gather_finish = NULL,
+};
+
+static const zs_round_ops shm_rounds = {
     .bucket_new = shm_bucket_new,
     .bucket_free = zs_local_bucket_free,
+    .bucket_room = zs_file_bucket_room,
     .cunit_new = zs_shm_cunit_new,
     .cunit_free = zs_shm_cunit_free,
     .cunit_renamed = zs_shm_cunit_renamed,
-    .tell_history = zs_shm_tell_history,
-    .tell_mishap = zs_shm_tell_mishap,
-    .mishap_of = zs_shm_mishap_of,
     .post = zs_shm_post_round,
     .collect = zs_shm_collect,
     .share = zs_shm_share,
     .collect_shared = zs_shm_collect_shared,
     .release = zs_shm_release,
     .reusable = zs_shm_reusable,
+    .room = shm_room,
+};
+
+static const zs_reader_ops shm_readers = {
     .reader_new = zs_shm_reader_new,
     .reader_free = zs_shm_reader_free,
     .read_begin = zs_shm_read_begin,
     .read_end = zs_shm_read_end,
     .write_begin = zs_shm_write_begin,
     .write_end = zs_shm_write_end,
-    .bytes = shm_bytes,
-    .room = shm_room,
-    .bucket_room = zs_file_bucket_room,
+    .tell_history = zs_shm_tell_history,
+};
+
+static const zs_talk_ops shm_talk = {
     .exchange = shm_exchange,
     .broadcast = shm_broadcast,
+    .tell_mishap = zs_shm_tell_mishap,
+    .mishap_of = zs_shm_mishap_of,
     .abort = shm_abort,
+};
+
+const zs_comm_ops zs_shm_ops = {
+    .name = "shm",
+    .shard_align = ZS_PAGE,
+    .mapped = true,
+    .flats = &shm_flats,
+    .rounds = &shm_rounds,
+    .readers = &shm_readers,
+    .talk = &shm_talk,
+    .bytes = shm_bytes,
     .close = shm_close,
     .destroy = shm_destroy,
 };
@@ -297,7 +311,7 @@ zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, si
     shm->base.world = world;
     shm->base.device = zs_device_cpu();
     shm->base.timeout = timeout;
-    atomic_init(&shm->base.refs, 1);
+    zs_refs_init(&shm->base.refs);
     shm->lifetime = zs_lifetime();
     shm->listener = shm->control_fd = shm->pidfd = -1;
     shm->spins = choose_spins(world);

@@ -1,0 +1,32 @@
+/* refs.h - counted references: who takes one gives it back, and whoever gives back the last one frees.
+ *
+ * The one idea: any thread may take or give back, without a lock, as long as it has one itself; what was written before a
+ * reference was given back is seen by the one who frees.
+ */
+#ifndef ZS_REFS_H
+#define ZS_REFS_H
+
+#include <stdbool.h>
+
+/* How many there are; touched by these functions alone. */
+typedef long zs_refs;
+
+/* Begins with the maker's. */
+static inline void zs_refs_init(zs_refs *refs)
+{
+    __atomic_store_n(refs, 1, __ATOMIC_RELAXED);
+}
+
+/* Takes one more. */
+static inline void zs_refs_take(zs_refs *refs)
+{
+    __atomic_fetch_add(refs, 1, __ATOMIC_RELAXED);
+}
+
+/* Gives one back; true: it was the last. */
+static inline bool zs_refs_drop(zs_refs *refs)
+{
+    return __atomic_sub_fetch(refs, 1, __ATOMIC_ACQ_REL) == 0;
+}
+
+#endif

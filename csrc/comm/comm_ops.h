@@ -1,0 +1,360 @@
+/* comm_ops.h - a transport's tables of functions, and the calls by which they are reached. See comm.h.
+ *
+ * The one idea: four small tables, for flats, rounds, readers and talk, so that transports share whole tables. Nobody reads
+ * them but the calls below, which know what a missing function means.
+ */
+#ifndef ZS_COMM_OPS_H
+#define ZS_COMM_OPS_H
+
+#include "comm/comm_types.h"
+
+enum { ZS_MISHAP = 256 }; /* longest account of a mishap */
+
+/* --- the tables ------------------------------------------------------------------------------------------------------- */
+
+/* Flats, and gathering them. */
+typedef struct zs_flat_ops {
+    /* `shard_bytes` per rank. Same calls in the same order on all ranks, but no meeting: a peer's part may be read only inside
+     * a reader session (or after an exchange). */
+    zs_status (*flat_new)(zs_comm *, size_t shard_bytes, zs_flat_mem *out);
+    /* Gives the memory back (peers' mappings of it stay valid, their content does not). */
+    void (*flat_free)(zs_comm *, zs_flat_mem *);
+    /* New zeroed memory for full buffers, to gather into. The same calls in the same order on all ranks. NULL: the device's
+     * memory will do. */
+    zs_status (*slot_new)(zs_comm *, size_t bytes, zs_mem **out);
+    /* (not mapped) Begins to fill `to` from all ranks' shards, which stay as they are until gather_finish. Collective, in the
+     * same order on all ranks; `unit` is the name of the flat's unit, for messages. The flat may be another comm's of this
+     * transport. */
+    zs_status (*gather_start)(zs_comm *, const zs_flat_mem *, const char *unit, zs_target to, zs_gathering **out);
+    /* (not mapped) Waits for it, and frees it whatever comes of it. Any order. */
+    zs_status (*gather_finish)(zs_comm *, zs_gathering *);
+} zs_flat_ops;
+
+/* Reducing, per unit and per round (a unit may go through several rounds in one backward; counted by the transport). */
+typedef struct zs_round_ops {
+    /* At least `bytes`; on shm peers map it by its key when they first collect from it. */
+    zs_status (*bucket_new)(zs_comm *, size_t bytes, zs_bucket *out);
+    void (*bucket_free)(zs_comm *, zs_bucket *);
+    /* What a bucket for `bytes` holds. */
+    size_t (*bucket_room)(size_t bytes);
+    /* Numbers units in creation order; all ranks create the same ones in the same order. */
+    zs_status (*cunit_new)(zs_comm *, const zs_cunit_spec *, zs_cunit **out);
+    void (*cunit_free)(zs_comm *, zs_cunit *);
+    /* Its spec has another name now; NULL: nothing else keeps it. */
+    void (*cunit_renamed)(zs_comm *, zs_cunit *);
+    /* Hands the packed `bucket` (NULL if no parameter of the unit had a gradient here) and the `used` bitmap to the peers.
+     * Never waits on shm; collective on c10d. The bucket must not be touched until reusable() says so. */
+    zs_status (*post)(zs_comm *, zs_cunit *, const zs_bucket *bucket, const uint64_t *used);
+    /* *ready is set once all ranks have posted this round; see zs_wait for how long to wait for that; `out` then gives every
+     * rank's bytes, valid until release. */
+    zs_status (*collect)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready, zs_sources *out);
+    /* (ZS_REDUCE_ALL) The caller has written the sum of its own slices into its own bucket, in place; says so to the peers. In
+     * this mode post's bucket is never NULL: there must be room for the sum. */
+    zs_status (*share)(zs_comm *, zs_cunit *);
+    /* (ZS_REDUCE_ALL) As collect, once all ranks have shared; data[r] + offset of slice r (of rank r) in the bucket is then
+     * rank r's finished sum. */
+    zs_status (*collect_shared)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready, zs_sources *out);
+    /* This rank has read all it needs of the round. */
+    zs_status (*release)(zs_comm *, zs_cunit *);
+    /* *ready once every peer has released the round this rank posted last (true if none is out). */
+    zs_status (*reusable)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
+    /* Tells the peers that this rank will not finish the backward that they are in: the collective that they come to next
+     * fails with ZS_ERR_DIVERGED, and `heard` is set; here it succeeds. What was posted before can still be collected.
+     * Collective. NULL where shards are mapped: a bit in the `used` bitmap of an empty post says so. */
+    zs_status (*give_up)(zs_comm *);
+    /* What the transport has for a unit of `spec`, or for none (NULL). */
+    zs_room (*room)(const zs_cunit_spec *spec, int world);
+    /* Makes what rounds will have out at a time, as a plan has it; NULL where that is nothing. */
+    zs_status (*reserve)(zs_comm *, const zs_arena *plan);
+} zs_round_ops;
+
+/* Who reads whose shards. */
+typedef struct zs_reader_ops {
+    /* One per model (root), same order on all ranks. Counts reductions, and forwards of each kind since. */
+    zs_status (*reader_new)(zs_comm *, const char *name, zs_reader **out);
+    void (*reader_free)(zs_comm *, zs_reader *);
+    /* A forward is counted; then this waits until every owner has begun that forward too, or stands where this rank may read
+     * it alone, and marks this rank as reading. A backward: the same without counting. ZS_ERR_DIVERGED if ranks do not run the
+     * same forward and some have changed their parameters by hand. */
+    zs_status (*read_begin)(zs_comm *, zs_reader *, const zs_reading *);
+    /* Marks as not reading, and returns only when no peer reads this rank's shards. A backward: counts one reduction as well;
+     * call it when all its rounds are released. */
+    zs_status (*read_end)(zs_comm *, zs_reader *, zs_phase);
+    /* This rank is about to write its shards: returns only when no peer reads them, and none does until write_end. A pass that
+     * begins ends a write. No-op within a pass. Both NULL where shards are not mapped. */
+    zs_status (*write_begin)(zs_comm *, zs_reader *);
+    void (*write_end)(zs_comm *, zs_reader *);
+    /* See zs_comm_tell_history; NULL: the head has it. */
+    void (*tell_history)(zs_comm *, zs_reader *, uint64_t now);
+} zs_reader_ops;
+
+/* Small things said from rank to rank. */
+typedef struct zs_talk_ops {
+    /* Small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all ranks. */
+    zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
+    /* `data` of `root` to all; host memory. */
+    zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
+    /* The device's memory, in the compute lane; NULL where that is the host's. */
+    zs_status (*broadcast_device)(zs_comm *, void *data, size_t bytes, int root);
+    /* As exchange, of the device's memory and any size, in the compute lane; waits for the peers' hosts. NULL where nothing
+     * queues. */
+    zs_status (*gather_device)(zs_comm *, const void *mine, size_t bytes, void *all);
+    /* See zs_comm_tell_mishap; NULL: the head has it. */
+    void (*tell_mishap)(zs_comm *, const char *);
+    /* What a peer told last; NULL: nobody knows. */
+    const char *(*mishap_of)(const zs_comm *, int rank);
+    /* Tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent. */
+    void (*abort)(zs_comm *, const char *reason);
+} zs_talk_ops;
+
+/* A kind of transport. */
+typedef struct zs_comm_ops {
+    const char *name;         /* "self", "shm", "c10d" */
+    size_t shard_align;       /* flats' shard_bytes must be a multiple of this */
+    bool mapped;              /* flats come with `full` */
+    zs_lane lane;             /* (on devices that queue) where what collect() gives may be read */
+    const zs_flat_ops *flats; /* NULL: an outline, which has no memory and no peers */
+    const zs_round_ops *rounds;
+    const zs_reader_ops *readers;
+    const zs_talk_ops *talk;
+    /* Memory that the transport itself has on this rank, besides flats and buckets: of all its models together. As there, what
+     * has never been touched is counted too. */
+    size_t (*bytes)(const zs_comm *);
+    void (*close)(zs_comm *);
+    void (*destroy)(zs_comm *); /* called by the last zs_comm_release only */
+} zs_comm_ops;
+
+/* Head of every transport's own struct. Reference-counted: units, readers and Python hold it. */
+struct zs_comm {
+    const zs_comm_ops *ops;
+    int rank, world;
+    const zs_device *device; /* whose memory flats and buckets are */
+    double timeout;          /* seconds that one wait may last */
+    char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
+    uint64_t reading;        /* (not mapped) what gathers are for, see zs_reading_told */
+    bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
+    uint64_t history;        /* of all models that use it, see zs_comm_tell_history */
+    char mishap[ZS_MISHAP];  /* see zs_comm_tell_mishap */
+    /* So many have ended; what lanes did in them comes before all that the compute lane does since. */
+    uint64_t sessions;
+    zs_refs refs;
+};
+
+/* --- the calls --------------------------------------------------------------------------------------------------------- */
+
+/* Flats: see zs_flat_ops. */
+static inline zs_status zs_comm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
+{
+    return comm->ops->flats->flat_new(comm, shard_bytes, out);
+}
+
+/* Frees one. */
+static inline void zs_comm_flat_free(zs_comm *comm, zs_flat_mem *flat)
+{
+    comm->ops->flats->flat_free(comm, flat);
+}
+
+/* Memory for full buffers. */
+static inline zs_status zs_comm_slot_new(zs_comm *comm, size_t bytes, zs_mem **out)
+{
+    const zs_flat_ops *ops = comm->ops->flats;
+    return ops->slot_new != NULL ? ops->slot_new(comm, bytes, out) : zs_device_mem_new(comm->device, bytes, out);
+}
+
+/* Begins to gather a flat. */
+static inline zs_status zs_comm_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to,
+                                             zs_gathering **out)
+{
+    return comm->ops->flats->gather_start(comm, flat, unit, to, out);
+}
+
+/* Waits for it. */
+static inline zs_status zs_comm_gather_finish(zs_comm *comm, zs_gathering *gathering)
+{
+    return comm->ops->flats->gather_finish(comm, gathering);
+}
+
+/* Buckets: see zs_round_ops. */
+static inline zs_status zs_comm_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
+{
+    return comm->ops->rounds->bucket_new(comm, bytes, out);
+}
+
+/* Frees one. */
+static inline void zs_comm_bucket_free(zs_comm *comm, zs_bucket *bucket)
+{
+    comm->ops->rounds->bucket_free(comm, bucket);
+}
+
+/* What one for `bytes` holds. */
+static inline size_t zs_comm_bucket_room(const zs_comm *comm, size_t bytes)
+{
+    return comm->ops->rounds->bucket_room(bytes);
+}
+
+/* What the transport knows of a unit. */
+static inline zs_status zs_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
+{
+    return comm->ops->rounds->cunit_new(comm, spec, out);
+}
+
+/* Frees it. */
+static inline void zs_cunit_free(zs_comm *comm, zs_cunit *cunit)
+{
+    comm->ops->rounds->cunit_free(comm, cunit);
+}
+
+/* Rounds: see zs_round_ops. */
+static inline zs_status zs_cunit_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
+{
+    return comm->ops->rounds->post(comm, cunit, bucket, used);
+}
+
+/* Once all ranks have posted. */
+static inline zs_status zs_cunit_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
+{
+    return comm->ops->rounds->collect(comm, cunit, wait, ready, out);
+}
+
+/* The sum of its own slices is there. */
+static inline zs_status zs_cunit_share(zs_comm *comm, zs_cunit *cunit)
+{
+    return comm->ops->rounds->share(comm, cunit);
+}
+
+/* Once all ranks have shared. */
+static inline zs_status zs_cunit_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready,
+                                                zs_sources *out)
+{
+    return comm->ops->rounds->collect_shared(comm, cunit, wait, ready, out);
+}
+
+/* This rank has read all. */
+static inline zs_status zs_cunit_release(zs_comm *comm, zs_cunit *cunit)
+{
+    return comm->ops->rounds->release(comm, cunit);
+}
+
+/* Have all peers? */
+static inline zs_status zs_cunit_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
+{
+    return comm->ops->rounds->reusable(comm, cunit, wait, ready);
+}
+
+/* This rank will not finish its backward. Only where rounds are collectives. */
+static inline zs_status zs_comm_give_up(zs_comm *comm)
+{
+    return comm->ops->rounds->give_up(comm);
+}
+
+/* What the transport has for a unit of `spec`, or for none (NULL). */
+static inline zs_room zs_comm_room(const zs_comm *comm, const zs_cunit_spec *spec)
+{
+    return comm->ops->rounds->room(spec, comm->world);
+}
+
+/* Makes what rounds will have out at a time. */
+static inline zs_status zs_comm_reserve(zs_comm *comm, const zs_arena *plan)
+{
+    return comm->ops->rounds->reserve != NULL ? comm->ops->rounds->reserve(comm, plan) : ZS_OK;
+}
+
+/* Readers: see zs_reader_ops. */
+static inline zs_status zs_comm_reader_new(zs_comm *comm, const char *name, zs_reader **out)
+{
+    return comm->ops->readers->reader_new(comm, name, out);
+}
+
+/* Frees one. */
+static inline void zs_comm_reader_free(zs_comm *comm, zs_reader *reader)
+{
+    comm->ops->readers->reader_free(comm, reader);
+}
+
+/* A session begins. */
+static inline zs_status zs_comm_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
+{
+    return comm->ops->readers->read_begin(comm, reader, reading);
+}
+
+/* It ends. */
+static inline zs_status zs_comm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
+{
+    return comm->ops->readers->read_end(comm, reader, phase);
+}
+
+/* A write begins. */
+static inline zs_status zs_comm_write_begin(zs_comm *comm, zs_reader *reader)
+{
+    return comm->ops->readers->write_begin != NULL ? comm->ops->readers->write_begin(comm, reader) : ZS_OK;
+}
+
+/* It ends. */
+static inline void zs_comm_write_end(zs_comm *comm, zs_reader *reader)
+{
+    if (comm->ops->readers->write_end != NULL) comm->ops->readers->write_end(comm, reader);
+}
+
+/* Talk: see zs_talk_ops. */
+static inline zs_status zs_comm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
+{
+    return comm->ops->talk->exchange(comm, mine, bytes, all);
+}
+
+/* Of the host's memory. */
+static inline zs_status zs_comm_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
+{
+    return comm->ops->talk->broadcast(comm, data, bytes, root);
+}
+
+/* Of memory at `where`, which is the host's or the transport's device. */
+static inline zs_status zs_comm_broadcast_at(zs_comm *comm, zs_where where, void *data, size_t bytes, int root)
+{
+    const zs_talk_ops *ops = comm->ops->talk;
+    bool there = ops->broadcast_device != NULL && zs_same_where(where, comm->device->where);
+    return (there ? ops->broadcast_device : ops->broadcast)(comm, data, bytes, root);
+}
+
+/* May the device's memory be gathered where it is? */
+static inline bool zs_comm_gathers_device(const zs_comm *comm)
+{
+    return comm->ops->talk->gather_device != NULL;
+}
+
+/* Gathers it. */
+static inline zs_status zs_comm_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
+{
+    return comm->ops->talk->gather_device(comm, mine, bytes, all);
+}
+
+/* This rank cannot go on. */
+static inline void zs_comm_abort(zs_comm *comm, const char *reason)
+{
+    comm->ops->talk->abort(comm, reason);
+}
+
+/* What a peer told last; "": nothing, or nobody knows. */
+static inline const char *zs_comm_mishap_of(const zs_comm *comm, int rank)
+{
+    return comm->ops->talk->mishap_of != NULL ? comm->ops->talk->mishap_of(comm, rank) : "";
+}
+
+/* Memory that the transport itself has. */
+static inline size_t zs_comm_bytes(const zs_comm *comm)
+{
+    return comm->ops->bytes(comm);
+}
+
+/* Meets nobody any more. */
+static inline void zs_comm_close(zs_comm *comm)
+{
+    comm->ops->close(comm);
+}
+
+/* Is it an outline, with neither memory nor peers? */
+static inline bool zs_comm_is_outline(const zs_comm *comm)
+{
+    return comm->ops->flats == NULL;
+}
+
+#endif

@@ -1,0 +1,96 @@
+/* comm_types.h - what is handed to a transport, and what comes back. See comm.h. */
+#ifndef ZS_COMM_TYPES_H
+#define ZS_COMM_TYPES_H
+
+#include "base/memory.h"
+#include "base/passes.h"
+#include "base/refs.h"
+#include "base/status.h"
+#include "device/arena.h"
+#include "device/device.h"
+
+enum { ZS_MAX_FLATS = 8 }; /* dtype x trainable groups in one unit */
+
+typedef struct zs_comm zs_comm;
+typedef struct zs_cunit zs_cunit;
+typedef struct zs_reader zs_reader;
+typedef struct zs_gathering zs_gathering;
+
+/* Where a gather goes. */
+typedef struct zs_target {
+    zs_mem *mem; /* borrowed; kept where a gather that was broken off may still write there */
+    char *full;  /* within it, world * shard_bytes */
+} zs_target;
+
+/* One flat buffer. Full size is world * shard_bytes; rank r's shard is bytes [r*shard_bytes, (r+1)*shard_bytes). */
+typedef struct zs_flat_mem {
+    zs_mem *mem;        /* counted reference to the memory under `shard` (and `full`) */
+    char *shard;        /* this rank's shard, read-write, zeroed at birth */
+    char *full;         /* the whole full buffer if it is always addressable (shm, self), else NULL: gather it */
+    size_t shard_bytes; /* multiple of shard_align */
+    uint64_t key;       /* the transport's own name for it */
+} zs_flat_mem;
+
+/* Full-size gradient memory. */
+typedef struct zs_bucket {
+    char *ptr;    /* this rank's own packed gradients */
+    size_t bytes; /* capacity */
+    uint64_t key; /* the transport's own name for it */
+    zs_mem *mem;  /* counted reference */
+} zs_bucket;
+
+/* What collect() hands out, valid until release(). Arrays of length world are in rank order. */
+typedef struct zs_sources {
+    const char **data; /* [world]: this rank's slice of trainable flat f, as rank r has it, is at data[r] + at[f]; NULL:
+                            * nothing posted */
+    const size_t *at;  /* [n_slices] */
+    const uint64_t **used; /* [world]: bitmap of the parameters that had a gradient there; never NULL */
+} zs_sources;
+
+/* How gradients of a unit are reduced. */
+typedef enum zs_reduce_mode {
+    ZS_REDUCE_SCATTER, /* each rank gets its slice of the sum */
+    ZS_REDUCE_ALL,     /* each rank gets the whole sum: after collect, share() own slice, then collect_shared() */
+} zs_reduce_mode;
+
+typedef struct zs_cunit_spec {
+    const char *name; /* for messages; copied */
+    size_t n_params;  /* length of the used bitmap in bits */
+    int n_slices;     /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
+    /* One rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64. */
+    size_t slice_bytes[ZS_MAX_FLATS];
+    zs_reduce_mode mode;
+    int parts; /* slices that a bucket is cut into; 0: one for each rank */
+    /* [world] which slice a rank sums, where several ranks sum the same (hybrid); copied; NULL: rank r sums slice r.
+     * ZS_REDUCE_SCATTER only. */
+    const int *part_of;
+} zs_cunit_spec;
+/* Bucket layout: flat after flat, each parts * slice_bytes[f] long: slice p of flat f starts at
+ * parts * (slice_bytes[0] + ... + slice_bytes[f-1]) + p * slice_bytes[f]. */
+
+/* What a reader session belongs to: a pass, with two kinds of forward. A rank that evaluates while others train takes no
+ * part in their forward. */
+typedef enum zs_pass {
+    ZS_PASS_TRAIN,    /* a backward may follow: autograd records */
+    ZS_PASS_EVALUATE, /* any other forward, and sessions opened by hand */
+    ZS_PASS_BACKWARD
+} zs_pass;
+
+/* What a reader session is for. */
+typedef struct zs_reading {
+    zs_pass pass;
+    bool eval_mode;  /* the module is in evaluation mode */
+    bool changed;    /* the shards are not as the last write has left them, see sample.h */
+    uint64_t sample; /* the same number as long as they stay as they are */
+} zs_reading;
+
+/* What a transport has on this rank for itself, in bytes. */
+typedef struct zs_room {
+    size_t fixed;          /* without units, and with one reader */
+    size_t record;         /* of a unit, as long as it lives */
+    size_t sent, received; /* of one round, while it is out */
+    size_t talk;           /* of what is said before each collective */
+    size_t piece;          /* of a broadcast, at most */
+} zs_room;
+
+#endif
