@@ -1,8 +1,8 @@
 """Outlines: units with layouts and no memory, on transports without peers, to estimate memory.
 
 The one idea: the estimate does not come from separate formulas but from the same code that
-allocates (csrc/engine/unit_life.c, csrc/engine/plan.h). An outline is made from parameters on any device,
-the meta device included; it changes nothing and needs no process group.
+allocates (csrc/engine/unit_life.c, csrc/engine/plan.h). An outline is made from parameters on any
+device, the meta device included; it changes nothing and needs no process group.
 """
 
 from __future__ import annotations
