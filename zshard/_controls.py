@@ -42,7 +42,7 @@ class Controls(OptimStateMethods, nn.Module):
         Returns an UnshardHandle if `async_op`, else None. Raises RuntimeError during a backward,
         PeerError if a rank exited.
         """
-        state_of(self).unit.hold()
+        state_of(self).unit.pin()
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
@@ -51,7 +51,7 @@ class Controls(OptimStateMethods, nn.Module):
         Nested units are not affected. Raises RuntimeError during the unit's forward or a backward,
         and if a parameter was modified in place since `unshard()`.
         """
-        state_of(self).unit.let_go()
+        state_of(self).unit.unpin()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether forward reshards parameters, from the next forward on.

@@ -72,7 +72,7 @@ class Part:
             )
         state = self._state()
         if state is not None and state.unit.is_full:
-            state.unit.let_go()
+            state.unit.unpin()
 
 
 _parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}

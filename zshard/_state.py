@@ -110,7 +110,7 @@ def _settle_replicas(module: nn.Module) -> None:
     for _, state in units_of(module):
         unit = state.unit
         if unit.replicated and any(_is_cast(param) for param in unit.params):
-            unit.let_go()
+            unit.unpin()
 
 
 def _is_cast(param: nn.Parameter) -> bool:

@@ -58,10 +58,10 @@ def summon_full_params(
             for each in grads:
                 each.gather()
         for state in states:
-            if not state.unit.hold(True):
+            if not state.unit.pin(True):
                 continue
             if rank0_only and state.comms.all.rank != 0:
-                state.unit.let_go(False)
+                state.unit.unpin(False)
             else:
                 held.append(state)
         for each in grads:
@@ -71,7 +71,7 @@ def summon_full_params(
         for each in grads:
             each.take(writeback)
         for state in held:
-            state.unit.let_go(writeback)
+            state.unit.unpin(writeback)
         with torch.no_grad():
             for each in grads:
                 each.give_back(writeback)

@@ -142,8 +142,16 @@ zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
 {
     ZS_TRY(zs_schedule_add(&engine->home.schedule, &unit->record));
     zs_home_replan(&engine->home);
-    engine->sampled = false;
+    zs_sample_forget(engine);
     return ZS_OK;
+}
+
+void zs_engine_set_calls(zs_engine *engine, zs_call *calls, size_t n)
+{
+    free(engine->calls);
+    engine->calls = calls;
+    engine->n_calls = n;
+    zs_home_replan(&engine->home);
 }
 
 static void forget_calls(zs_engine *engine, const zs_unit *unit)
@@ -159,7 +167,7 @@ void zs_engine_forget(zs_engine *engine, zs_unit *unit)
     zs_schedule_forget(&engine->home.schedule, &unit->record);
     forget_calls(engine, unit);
     zs_home_replan(&engine->home);
-    engine->sampled = false;
+    zs_sample_forget(engine);
 }
 
 zs_status zs_engine_take_over(zs_engine *engine, zs_unit *unit)

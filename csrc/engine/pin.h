@@ -14,10 +14,6 @@
  * has it unsharded in another dtype. */
 zs_status zs_pin(zs_unit *unit, bool exact);
 
-/* What was written to the copy is no error: `keep`: this rank's slice of it goes into the shard. Outside of sessions, before
- * it is resharded. No-op for a unit that is not pinned. */
-zs_status zs_pin_accept(zs_unit *unit, bool keep);
-
 /* ZS_ERR_STATE if the unit is pinned in another dtype than forward wants. */
 zs_status zs_pin_check_forward(const zs_unit *unit);
 

@@ -12,14 +12,6 @@
 
 /* --- reserving -------------------------------------------------------------------------------------------------------- */
 
-void zs_engine_set_calls(zs_engine *engine, zs_call *calls, size_t n)
-{
-    free(engine->calls);
-    engine->calls = calls;
-    engine->n_calls = n;
-    zs_home_replan(&engine->home);
-}
-
 static zs_status make_plan(const zs_engine *engine, bool stepped, const zs_unit_seconds *seconds, zs_plan *plan)
 {
     size_t n = zs_engine_n_units(engine);

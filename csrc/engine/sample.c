@@ -55,3 +55,8 @@ uint64_t zs_sample_take(zs_engine *engine, bool *changed)
     *changed = sample != engine->sample;
     return sample;
 }
+
+void zs_sample_forget(zs_engine *engine)
+{
+    engine->sampled = false;
+}

@@ -12,6 +12,9 @@
 /* A known write has ended: what the shards hold now is what it has left. */
 void zs_sample_written(zs_engine *engine);
 
+/* Its units have changed: nothing is known of what the shards hold. */
+void zs_sample_forget(zs_engine *engine);
+
 /* What the shards hold now, for a session; *changed: is it anything else? 0 and false where they cannot be looked at cheaply: on
  * GPUs and disks. */
 uint64_t zs_sample_take(zs_engine *engine, bool *changed);

@@ -256,3 +256,10 @@ zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out)
     *out = unit;
     return ZS_OK;
 }
+
+void zs_unit_set_strategy(zs_unit *unit, zs_strategy strategy)
+{
+    unit->strategy = strategy;
+    zs_record_set_stays(&unit->record, strategy == ZS_SHARD_GRAD_OP);
+    zs_home_replan(unit->home);
+}

@@ -265,14 +265,14 @@ static PyObject *unit_reshard(unit_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(unit_hold_doc, "hold($self, exact=False, /)\n--\n\nUnshard the parameters and pin them until let_go() or "
-                            "the end of the next backward. exact: in their original dtype. Returns False if they were "
-                            "pinned already or are never sharded. Collective.");
+PyDoc_STRVAR(unit_pin_doc, "pin($self, exact=False, /)\n--\n\nUnshard the parameters and pin them until unpin() or "
+                           "the end of the next backward. exact: in their original dtype. Returns False if they were "
+                           "pinned already or are never sharded. Collective.");
 
-static PyObject *unit_hold(unit_object *self, PyObject *args)
+static PyObject *unit_pin(unit_object *self, PyObject *args)
 {
     int exact = 0;
-    if (!PyArg_ParseTuple(args, "|p:hold", &exact)) return NULL;
+    if (!PyArg_ParseTuple(args, "|p:pin", &exact)) return NULL;
     bool before = self->unit->record.pinned;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_unshard(self->unit, exact));
@@ -280,20 +280,20 @@ static PyObject *unit_hold(unit_object *self, PyObject *args)
     return PyBool_FromLong(self->unit->record.pinned && !before);
 }
 
-PyDoc_STRVAR(unit_let_go_doc,
-             "let_go($self, keep=None, /)\n--\n\nReshard parameters that hold() pinned or that a forward left "
+PyDoc_STRVAR(unit_unpin_doc,
+             "unpin($self, keep=None, /)\n--\n\nReshard parameters that pin() pinned or that a forward left "
              "unsharded. keep: whether in-place changes are kept (True) or dropped (False); None: they are an error.");
 
-static PyObject *unit_let_go(unit_object *self, PyObject *args)
+static PyObject *unit_unpin(unit_object *self, PyObject *args)
 {
     PyObject *keep = Py_None;
-    if (!PyArg_ParseTuple(args, "|O:let_go", &keep)) return NULL;
+    if (!PyArg_ParseTuple(args, "|O:unpin", &keep)) return NULL;
     zs_status status = ZS_OK;
     zs_clear_error();
     zs_engine *engine = zs_engine_of(self->unit);
     bool writes = keep == Py_True && self->unit->record.pinned;
     if (writes) ZS_PY_NOGIL(status, zs_engine_write_begin(engine));
-    if (status == ZS_OK && keep != Py_None) status = zs_pin_accept(self->unit, keep == Py_True);
+    if (status == ZS_OK && keep != Py_None) status = zs_unit_accept(self->unit, keep == Py_True);
     if (writes && status == ZS_OK) zs_engine_write_end(engine);
     if (status == ZS_OK) ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
@@ -406,8 +406,8 @@ static PyMethodDef unit_methods[] = {
     {"unshard", (PyCFunction)unit_unshard, METH_VARARGS, unit_unshard_doc},
     {"reshard", (PyCFunction)unit_reshard, METH_NOARGS, unit_reshard_doc},
     {"prefetch", (PyCFunction)unit_prefetch, METH_VARARGS, unit_prefetch_doc},
-    {"hold", (PyCFunction)unit_hold, METH_VARARGS, unit_hold_doc},
-    {"let_go", (PyCFunction)unit_let_go, METH_VARARGS, unit_let_go_doc},
+    {"pin", (PyCFunction)unit_pin, METH_VARARGS, unit_pin_doc},
+    {"unpin", (PyCFunction)unit_unpin, METH_VARARGS, unit_unpin_doc},
     {"unwind", (PyCFunction)unit_unwind, METH_VARARGS, unit_unwind_doc},
     {"note_load", (PyCFunction)unit_note_load, METH_VARARGS, unit_note_load_doc},
     {"step_in_backward", (PyCFunction)zs_py_step_in_backward, METH_VARARGS, zs_py_step_in_backward_doc},

@@ -57,9 +57,7 @@ static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
     if (text == NULL || zs_py_parse_strategy(text, &strategy) < 0) return -1;
     zs_unit *unit = self->unit;
     if ((strategy == ZS_NO_SHARD) == (unit->strategy == ZS_NO_SHARD)) {
-        unit->strategy = strategy;
-        zs_record_set_stays(&unit->record, strategy == ZS_SHARD_GRAD_OP);
-        zs_home_replan(unit->home);
+        zs_unit_set_strategy(unit, strategy);
         return 0;
     }
     PyErr_Format(PyExc_ValueError, "cannot change the strategy of unit '%s' from %s to %s after FSDP(...)",

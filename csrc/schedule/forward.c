@@ -30,8 +30,8 @@ void zs_schedule_free(zs_schedule *schedule)
 
 void zs_record_init(zs_record *record, zs_traits traits)
 {
-    *record = (zs_record){.is = traits, .state = traits.fixed ? ZS_FULL : ZS_SHARDED};
-    record->sync = record->round.syncs = true;
+    zs_unit_state state = traits.fixed ? ZS_FULL : ZS_SHARDED;
+    *record = (zs_record){.is = traits, .state = state, .sync = true, .round = {.syncs = true}};
     zs_through_end(record);
 }
 

@@ -206,6 +206,9 @@ zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out);
 void zs_unit_retain(void *unit);
 void zs_unit_release(void *unit);
 
+/* Sets how long it is unsharded: FULL_SHARD or SHARD_GRAD_OP, of a unit that was made as one of them. */
+void zs_unit_set_strategy(zs_unit *unit, zs_strategy strategy);
+
 /* Gives the unit, and with it its parameters, the name that it has in an outer model. */
 zs_status zs_unit_rename(zs_unit *unit, const char *name);
 
@@ -220,6 +223,16 @@ zs_status zs_unit_gather(zs_unit *unit);
 zs_status zs_unit_bind(zs_unit *unit);
 void zs_unit_cancel(zs_unit *unit);
 zs_status zs_unit_reshard(zs_unit *unit);
+
+/* Of which dtype the next gather is: the parameters' own (`exact`), or the one that is computed with. */
+void zs_unit_set_exact(zs_unit *unit, bool exact);
+
+/* (Pinned) Puts a copy of this unit's own under its unsharded parameters, where they are a view of peers' shards. */
+zs_status zs_unit_own_full(zs_unit *unit);
+
+/* (Pinned) What was written to that copy is no error: `keep`: this rank's slice of it goes into the shard. Outside of
+ * sessions, before it is resharded. No-op for a unit that is not pinned. */
+zs_status zs_unit_accept(zs_unit *unit, bool keep);
 
 /* (Mixed precision) Casts this rank's shards to the dtype that is computed with. Call where no peer reads. */
 zs_status zs_unit_cast(const zs_unit *unit);

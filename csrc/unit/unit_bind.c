@@ -183,6 +183,65 @@ zs_status zs_unit_reshard(zs_unit *unit)
     return status;
 }
 
+/* --- units that are pinned ------------------------------------------------------------------------------------------ */
+
+void zs_unit_set_exact(zs_unit *unit, bool exact)
+{
+    unit->exact = exact;
+}
+
+/* Puts a copy under the full storage where it is a mapping; a slot is one already. Either is known as pinned. */
+static zs_status own_flat(zs_unit *unit, zs_flat *flat)
+{
+    if (flat->full_mem == NULL) {
+        zs_mem *copy = NULL;
+        size_t bytes = zs_flat_full_bytes(unit, flat);
+        const zs_device *device = zs_home_device(unit->home);
+        ZS_TRY(zs_device_mem_new(device, bytes, &copy));
+        const char *from = zs_flat_source(unit, flat)->full;
+        zs_status status = zs_device_copy(device, ZS_LANE_COMPUTE, copy->ptr, from, bytes);
+        ZS_THEN(status, zs_storage_fill(flat->full, copy, copy->ptr));
+        if (status != ZS_OK) {
+            zs_mem_release(copy);
+            return status;
+        }
+        flat->full_mem = copy; /* given back as a slot is, of which the arena then knows nothing */
+    }
+    flat->full_mem->role = ZS_MEM_PINNED;
+    flat->full_mem->user = unit;
+    return ZS_OK;
+}
+
+zs_status zs_unit_own_full(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++)
+        ZS_TRY(own_flat(unit, &unit->flats[f]));
+    return ZS_OK;
+}
+
+static zs_status take_slice(const zs_unit *unit, const zs_param *param)
+{
+    const zs_flat *flat = &unit->flats[param->flat];
+    size_t itemsize = flat->layout.itemsize;
+    char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * itemsize;
+    const char *src = (char *)flat->full_mem->ptr + (size_t)(param->offset + param->owned.begin) * itemsize;
+    size_t bytes = (size_t)param->owned.numel * itemsize;
+    return zs_device_copy(zs_home_device(unit->home), ZS_LANE_COMPUTE, dst, src, bytes);
+}
+
+zs_status zs_unit_accept(zs_unit *unit, bool keep)
+{
+    if (!unit->record.pinned) return ZS_OK;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (!zs_tensor_alive(param->tensor)) continue;
+        bool there = zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full);
+        if (keep && there) ZS_TRY(take_slice(unit, param));
+        param->version = zs_tensor_version(param->tensor);
+    }
+    return ZS_OK;
+}
+
 /* --- parameters that users moved ------------------------------------------------------------------------------------- */
 
 static bool same_sizes(const zs_tensor_info *info, int ndim, const int64_t *sizes)

@@ -173,7 +173,7 @@ def settle(model: nn.Module) -> None:
                 f"'{held[0] or '(root)'}' unsharded: call reshard() or leave the context first"
             )
         try:
-            state.unit.let_go()
+            state.unit.unpin()
         except RuntimeError as error:
             raise RuntimeError(f"cannot save a model during a step: {error}") from None
 
