@@ -216,7 +216,7 @@ def ranks(cell: Mapping[str, Any]) -> dict[str, Any]:
 def _transports() -> list[str]:
     """Return the transports that work on one GPU; NCCL is not one, as it needs a GPU per rank."""
     if is_stand_in():
-        return [os.environ.get("ZSHARD_MOVER", "c10d")]
+        return [os.environ.get("ZSHARD_BACKEND", "c10d")]
     return ["c10d", "peer"]
 
 

@@ -29,7 +29,7 @@ FP32 = {"rel": 1e-5, "abs": 1e-6}  # the same kernels on the same values; atomic
 BF16 = {"rel": 1e-2, "abs": 1e-3}  # 8 bits of mantissa, and other roundings between operators
 ADAM = {"rel": 1e-4, "abs": 2e-4}  # lr = 0.01: what is rounding in a gradient is a step's part here
 BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-MOVERS = ("c10d", "nccl", "peer")
+BACKENDS = ("c10d", "nccl", "peer")
 EXACT = {"rel": 0.0, "abs": 0.0}
 
 
@@ -41,11 +41,11 @@ def why_no_gpu() -> str:
     return "" if found["gpu"] else "; ".join(filter(None, missing)) or "there is no GPU"
 
 
-def environment(kind: str, mover: str = "c10d") -> dict[str, str | None]:
+def environment(kind: str, backend: str = "c10d") -> dict[str, str | None]:
     """Of ranks on that kind of device; skips the test where there is none."""
     if kind == "gpu" and why_no_gpu():
         pytest.skip(why_no_gpu())
-    return {} if kind == "gpu" else dict(stand_ins.environment(mover))
+    return {} if kind == "gpu" else dict(stand_ins.environment(backend))
 
 
 Start = Callable[..., RankPool]
@@ -57,10 +57,10 @@ def standing_ranks() -> Iterator[Start]:
     bytes; they end with the context."""
     made: dict[tuple[str, int, str], RankPool] = {}
 
-    def pool(kind: str, world: int = 1, mover: str = "c10d") -> RankPool:
-        key = kind, world, mover if kind == "stand-in" else ""
+    def pool(kind: str, world: int = 1, backend: str = "c10d") -> RankPool:
+        key = kind, world, backend if kind == "stand-in" else ""
         if key not in made:
-            made[key] = RankPool(world, environment(kind, mover))
+            made[key] = RankPool(world, environment(kind, backend))
         return made[key]
 
     yield pool

@@ -33,28 +33,28 @@ def nccl_library(old: bool = False) -> Path:
     return compile_c(folder / "libnccl.so.2", [_SOURCE], flags, ("-shared", "-ldl", "-lm"))
 
 
-def environment(mover: str = "c10d", late: int = 200) -> dict[str, str]:
+def environment(backend: str = "c10d", late: int = 200) -> dict[str, str]:
     """What to set.
 
-    mover: what carries bytes between GPUs, "nccl", "peer" or "c10d". late: microseconds by which
+    backend: what carries bytes between GPUs, "nccl", "peer" or "c10d". late: microseconds by which
     work on side streams is put off.
     """
     found = {
         "ZSHARD_CUDA_LIB": str(fake_cuda.library()),
         "ZSHARD_CUDA_ON_HOST": "1",
-        "ZSHARD_MOVER": mover,
+        "ZSHARD_BACKEND": backend,
         "FAKE_CUDA_DELAY_US": str(late),
     }
-    if mover == "nccl":
+    if backend == "nccl":
         library = nccl_library()
         found |= {"ZSHARD_NCCL_LIB": str(library), "FAKE_NCCL_DIR": str(library.parent)}
         found["FAKE_NCCL_DELAY_US"] = str(late)
     return found
 
 
-def with_stand_ins(mover: str = "c10d", late: int = 200) -> dict[str, str]:
+def with_stand_ins(backend: str = "c10d", late: int = 200) -> dict[str, str]:
     """This process's environment with that."""
-    return {**os.environ, **environment(mover, late)}
+    return {**os.environ, **environment(backend, late)}
 
 
 if __name__ == "__main__":

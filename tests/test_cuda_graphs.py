@@ -174,11 +174,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("mover", "world", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("backend", "world", "options"), CASES, ids=str)
 def test_step_has_nothing_in_it_that_a_capture_forbids(
-    tmp_path: Path, mover: str, world: int, options: dict[str, Any]
+    tmp_path: Path, backend: str, world: int, options: dict[str, Any]
 ) -> None:
-    env = stand_ins.environment(mover)
+    env = stand_ins.environment(backend)
     how = {"optimizer": "adamw", "capturable": True, "clip": True, "lr_tensor": True}
     log = str(tmp_path / "{rank}.log")
     ours = fork_ranks(train, world, env, options, {**how, "log": log}, check=True)

@@ -23,18 +23,18 @@ FILES = {
     "test_save.py": "not chunk_of_memory and not offload",
 }
 SAMPLE = ("nccl", "test_parity.py", "two_ranks and (net or tied or odds or unused)")
-ALL = [(mover, *each) for mover in ("nccl", "peer", "c10d") for each in FILES.items()]
+ALL = [(backend, *each) for backend in ("nccl", "peer", "c10d") for each in FILES.items()]
 CASES = [SAMPLE, *(pytest.param(*case, marks=pytest.mark.thorough) for case in ALL)]
 
 
 @pytest.mark.thorough
 @pytest.mark.needs_fma
-@pytest.mark.parametrize(("mover", "file", "only"), CASES, ids=lambda value: value or "all")
-def test_what_holds_on_the_cpu(mover: str, file: str, only: str) -> None:
+@pytest.mark.parametrize(("backend", "file", "only"), CASES, ids=lambda value: value or "all")
+def test_what_holds_on_the_cpu(backend: str, file: str, only: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *(["-k", only] if only else []), str(ROOT / "tests" / file)],
-        env=with_stand_ins(mover),
+        env=with_stand_ins(backend),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -2,7 +2,7 @@
 
 The one idea: ranks on the host over gloo are the reference for all ways of moving bytes between
 ranks of a GPU. With stand-ins the bits are equal, since these compute as the host does; on a GPU the
-movers agree with each other to the bit, and with the host within the tolerances of gpus.py.
+backends agree with each other to the bit, and with the host within the tolerances of gpus.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from gpus import (
     ADAM,
+    BACKENDS,
     BF16,
     BFLOAT16,
     DEEP,
     EXACT,
     KINDS,
-    MOVERS,
     Start,
     device,
     environment,
@@ -74,20 +74,20 @@ def let_nccl_share_a_gpu(rank: int) -> None:
     os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket")
 
 
-def train_together(mover: str | None, strategy: str, precision: Any) -> Any:
-    """(transport, losses, state) of ranks that share the device, or the host where mover is None.
+def train_together(backend: str | None, strategy: str, precision: Any) -> Any:
+    """(transport, losses, state) of ranks that share the device, or the host where backend is None.
 
     The transport is "refused: ..." where NCCL does not let ranks share a GPU.
     """
     rank = dist.get_rank()
     case = CASES["mlp"]
-    if mover == "nccl":
+    if backend == "nccl":
         let_nccl_share_a_gpu(rank)
-    by = mover if mover and is_real() else "c10d"
+    by = backend if backend and is_real() else "c10d"
     model = make(case.make, seed=1 + rank)
     try:
         ours = FSDP(
-            model if mover is None else model.to(device()),
+            model if backend is None else model.to(device()),
             strategy=strategy,
             mixed_precision=precision,
             transport=by,
@@ -98,7 +98,7 @@ def train_together(mover: str | None, strategy: str, precision: Any) -> Any:
         losses = []
         for step in range(3):
             batch = case.batch(step, rank)
-            loss = loss_of(ours(batch if mover is None else batch.to(device())))
+            loss = loss_of(ours(batch if backend is None else batch.to(device())))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -126,43 +126,43 @@ def reference() -> Iterator[Callable[..., list[Any]]]:
         pool.close(patience=5.0)
 
 
-TOGETHER = [("stand-in", 2, mover) for mover in MOVERS]
-TOGETHER += [("gpu", world, mover) for world in (2, 4) for mover in MOVERS]
+TOGETHER = [("stand-in", 2, backend) for backend in BACKENDS]
+TOGETHER += [("gpu", world, backend) for world in (2, 4) for backend in BACKENDS]
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
-@pytest.mark.parametrize(("kind", "world", "mover"), TOGETHER)
+@pytest.mark.parametrize(("kind", "world", "backend"), TOGETHER)
 def test_ranks_that_share_a_gpu(
     start: Start,
     reference: Callable[..., list[Any]],
     kind: str,
     world: int,
-    mover: str,
+    backend: str,
     strategy: str,
     precision: Any,
 ) -> None:
-    together = start(kind, world, mover).run(train_together, mover, strategy, precision)
+    together = start(kind, world, backend).run(train_together, backend, strategy, precision)
     if together[0][0].startswith("refused"):
         pytest.skip(together[0][0])
     near = EXACT if kind == "stand-in" else ADAM if precision is None else BF16
     for ours, theirs in zip(together, reference(world, strategy, precision), strict=True):
-        assert mover in ours[0] and theirs[0] == "c10d"
+        assert backend in ours[0] and theirs[0] == "c10d"
         assert ours[1] == pytest.approx(theirs[1], **near)
         assert far(ours[2], theirs[2], near) == []
         assert far(ours[2], together[0][2], EXACT) == []  # ranks agree to the bit
 
 
-def leave_out_a_step(mover: str) -> tuple[str, bool]:
+def leave_out_a_step(backend: str) -> tuple[str, bool]:
     """What a forward raises after rank 0 alone has left out a step; is all well after a load?"""
     rank = dist.get_rank()
-    if mover == "nccl":
+    if backend == "nccl":
         let_nccl_share_a_gpu(rank)
     group = dist.new_group()
     case = CASES["mlp"]
-    model = wrap(case, transport=mover if is_real() else "c10d", process_group=group, timeout=60)
+    model = wrap(case, transport=backend if is_real() else "c10d", process_group=group, timeout=60)
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, case, steps=1, rank=rank)
     saved = on_host(model.state_dict())
@@ -179,17 +179,17 @@ def leave_out_a_step(mover: str) -> tuple[str, bool]:
     return said, True
 
 
-@pytest.mark.parametrize(("kind", "world", "mover"), TOGETHER)
-def test_a_step_that_one_rank_leaves_out(start: Start, kind: str, world: int, mover: str) -> None:
-    for said, trained in start(kind, world, mover).run(leave_out_a_step, mover):
+@pytest.mark.parametrize(("kind", "world", "backend"), TOGETHER)
+def test_a_step_that_one_rank_leaves_out(start: Start, kind: str, world: int, backend: str) -> None:
+    for said, trained in start(kind, world, backend).run(leave_out_a_step, backend):
         assert "out of step" in said and trained
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_movers_agree_to_the_bit(start: Start, world: int) -> None:
+def test_backends_agree_to_the_bit(start: Start, world: int) -> None:
     """What sums on the GPU is one kernel, in rank order, whoever brings the numbers."""
     pool = start("gpu", world)
-    found = [pool.run(train_together, mover, "full_shard", None) for mover in MOVERS]
+    found = [pool.run(train_together, backend, "full_shard", None) for backend in BACKENDS]
     found = [each for each in found if not each[0][0].startswith("refused")]
     for each in found[1:]:
         for ours, first in zip(each, found[0], strict=True):
@@ -197,13 +197,13 @@ def test_movers_agree_to_the_bit(start: Start, world: int) -> None:
             assert far(ours[2], first[2], EXACT) == []
 
 
-def die_in_training(mover: str) -> tuple[str, str, float]:
+def die_in_training(backend: str) -> tuple[str, str, float]:
     """The last rank is killed between forward and backward; how the others end, and when."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    if mover == "nccl":
+    if backend == "nccl":
         let_nccl_share_a_gpu(rank)
-    model = wrap(DEEP, transport=mover if is_real() else "c10d", timeout=60)
+    model = wrap(DEEP, transport=backend if is_real() else "c10d", timeout=60)
     x = DEEP.batch(0, rank).to(device())
     loss_of(model(x)).backward()
     loss = loss_of(model(x))
@@ -219,11 +219,11 @@ def die_in_training(mover: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("mover", [mover for mover in MOVERS if mover != "nccl"])
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "nccl"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_rank_is_reported(kind: str, mover: str) -> None:
-    env = environment(kind, mover)
-    *survivors, killed = run_ranks(die_in_training, 2, mover, env=env, check=False, timeout=150)
+def test_killed_rank_is_reported(kind: str, backend: str) -> None:
+    env = environment(kind, backend)
+    *survivors, killed = run_ranks(die_in_training, 2, backend, env=env, check=False, timeout=150)
     assert killed.returncode == -signal.SIGKILL
     for result in survivors:
         assert result.value is not None, result.stderr

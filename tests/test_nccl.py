@@ -25,7 +25,7 @@ from test_c_comm import SHM
 from test_c_core import NO_LOOPS
 
 ON_A_DEVICE = "nccl_windows.c"  # needs streams of the driver's; tested in test_nccl_options.py
-CORE = [NO_LOOPS, *sources(*SHM, "lookout.c")]
+CORE = [NO_LOOPS, *sources(*SHM, "watchdog.c")]
 CORE += [path for path in sources("nccl_*.c") if path.name != ON_A_DEVICE]
 PROGRAM = [C / name for name in ("test_nccl_comm.c", "nccl_failures.c", "nccl_processes.c")]
 OLD = "an_old_library_does_without"

@@ -64,9 +64,9 @@ def check_same(one, other):
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in backward"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("world", "mover"), [(1, "c10d"), (2, "c10d"), (2, "nccl"), (2, "peer")])
-def test_the_bits_are_those_without(world, mover, case, in_backward):
-    env, options = stand_ins.environment(mover), CASES[case]
+@pytest.mark.parametrize(("world", "backend"), [(1, "c10d"), (2, "c10d"), (2, "nccl"), (2, "peer")])
+def test_the_bits_are_those_without(world, backend, case, in_backward):
+    env, options = stand_ins.environment(backend), CASES[case]
     for rank in fork_ranks(trained_three_ways, world, env, options, in_backward, check=True):
         usual, moved, partly = rank.value
         check_same(usual, moved)

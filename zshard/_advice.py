@@ -143,7 +143,7 @@ def _total(
     dtype: torch.dtype | None = None,
 ) -> int:
     """Return the bytes per rank under other settings."""
-    world = model.world if ranks is None else model.world._replace(size=ranks, near=ranks)
+    world = model.world if ranks is None else model.world._replace(size=ranks, shard_group=ranks)
     comms = outline_comms(world, planned[-1][1].strategy)
     return Outline(model.module, planned, comms, dtype=dtype).predict(stepped)["total"]
 

@@ -29,7 +29,7 @@ class Comm:
     def gpu(
         cls,
         control: Comm,
-        mover: str,
+        backend: str,
         device: str,
         group_name: str,
         nccl: tuple[int, int, int, int, int] = (0, 0, 0, 0, 2),
@@ -63,7 +63,7 @@ class Comm:
 @final
 class Engine:
     def __new__(
-        cls, name: str, all: Comm, shards: Comm, near: Comm, far: Comm | None
+        cls, name: str, all: Comm, shards: Comm, shard_group: Comm, replica_group: Comm | None
     ) -> Engine: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...

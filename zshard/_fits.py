@@ -142,7 +142,7 @@ def _need_of(
         within += _in_memory(unit) - whole
         given_back += whole
     needed = max(parts["total"] - parts["transport"] - there - given_back, peak, 0)
-    mapped = comms.near.transport == "shm"
+    mapped = comms.shard_group.transport == "shm"
     shared = 0
     if mapped:
         cut = [unit for unit in outline.units if not unit.replicated]
@@ -150,8 +150,8 @@ def _need_of(
     in_buckets = parts["buckets"] if comms.all.transport == "shm" else 0
     rounding = -parts["grads"] % _CHUNK
     private = max(needed + rounding - shared - in_buckets, 0)
-    addresses = needed + rounding + shared * (comms.near.world - 1)
-    addresses += parts["offloaded"] * (comms.near.world if mapped else 1)
+    addresses = needed + rounding + shared * (comms.shard_group.world - 1)
+    addresses += parts["offloaded"] * (comms.shard_group.world if mapped else 1)
     return _Need(needed, private, addresses, 2 * outline.trained_bytes())
 
 

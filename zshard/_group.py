@@ -54,8 +54,8 @@ class Groups:
     """The process groups of a model; None: a single rank. Equal ones are the same object."""
 
     world: Any | None  # all ranks
-    near: Any | None  # the shard group: ranks that gather from each other
-    far: Any | None  # with secondary shards: ranks that have the same one
+    shard_group: Any | None  # ranks that gather from each other
+    replica_group: Any | None  # with secondary shards: ranks that have the same one
 
 
 def resolve_groups(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> Groups:
@@ -87,8 +87,8 @@ def resolve_groups(process_group: Any, device_mesh: Any, strategy: ShardingStrat
         return Groups(None, None, None)
     if hybrid:
         return _split_by_host(world, strategy.keeps)
-    near = None if strategy is ShardingStrategy.ZERO1 else world
-    return Groups(world, near, world)
+    shard_group = None if strategy is ShardingStrategy.ZERO1 else world
+    return Groups(world, shard_group, world)
 
 
 def _groups_of_mesh(mesh: Any, hybrid: bool) -> Any:
@@ -171,8 +171,8 @@ def _split_by_host(world: Any, keeps: bool) -> Groups:
             f"world size {whole} is not a multiple of LOCAL_WORLD_SIZE={size}: pass "
             "process_group=(shard group, replica group) or device_mesh"
         )
-    near = block_of(world, size) if size > 1 else None
-    return Groups(world, near, column_of(world, size) if keeps else None)
+    shard_group = block_of(world, size) if size > 1 else None
+    return Groups(world, shard_group, column_of(world, size) if keeps else None)
 
 
 def _resolve_one(process_group: Any) -> Any | None:
@@ -220,15 +220,17 @@ def comms_for(
         ShardingStrategy.
     """
     if strategy.keeps:
-        if comm.transport == "shm" or groups.near is groups.world:
+        if comm.transport == "shm" or groups.shard_group is groups.world:
             return Comms(comm, comm, comm, None)
-        far = comm
-        if groups.far is not groups.world:
+        replica_group = comm
+        if groups.replica_group is not groups.world:
             far_by = "c10d" if settings[2] == CPU else settings[0]
-            far = comm_for(groups.far, far_by, *settings[1:])
-        return Comms(comm, comm, comm_for(groups.near, *settings), far)
-    near = comm if groups.near is groups.world else comm_for(groups.near, *settings)
-    return Comms(comm, near, near, None)
+            replica_group = comm_for(groups.replica_group, far_by, *settings[1:])
+        return Comms(comm, comm, comm_for(groups.shard_group, *settings), replica_group)
+    shard_group = (
+        comm if groups.shard_group is groups.world else comm_for(groups.shard_group, *settings)
+    )
+    return Comms(comm, shard_group, shard_group, None)
 
 
 def check_settings(
@@ -378,7 +380,7 @@ def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core
     by_test = is_stand_in(device)  # there, a name says how the hosts talk
     options = wanted if isinstance(wanted, NcclOptions) else None
     control = comm_for(group, wanted if by_test and options is None else "auto", timeout)
-    kind = os.environ.get("ZSHARD_MOVER", "c10d") if by_test else wanted
+    kind = os.environ.get("ZSHARD_BACKEND", "c10d") if by_test else wanted
     kind = "nccl" if options is not None else kind
     if kind == "peer" or (kind == "auto" and _share_a_gpu(control, _gpu_id(device))):
         return _core.Comm.gpu(control, "peer", device, "")

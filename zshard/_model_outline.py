@@ -26,21 +26,21 @@ Planned = tuple[UnitSpec, Options]
 class World(NamedTuple):
     """The ranks that a prediction assumes.
 
-    size: all ranks. near: size of the shard group of a hybrid strategy. transport: "shm" or "c10d",
-    between all ranks; inside: within a shard group.
+    size: all ranks. shard_group: size of the shard group of a hybrid strategy. transport: "shm" or
+    "c10d", between all ranks; inside: within a shard group.
     """
 
     size: int
-    near: int
+    shard_group: int
     transport: str
     inside: str
 
 
 def world_of(comms: Comms) -> World:
     """Return the world in which a model is being wrapped."""
-    inside = comms.near.transport if comms.far is None else comms.all.transport
-    near = comms.shards.world if comms.far is None else comms.near.world
-    return World(comms.all.world, near, comms.all.transport, inside)
+    inside = comms.shard_group.transport if comms.replica_group is None else comms.all.transport
+    shard_group = comms.shards.world if comms.replica_group is None else comms.shard_group.world
+    return World(comms.all.world, shard_group, comms.all.transport, inside)
 
 
 def outline_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
@@ -50,17 +50,17 @@ def outline_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Co
         return _core.Comm.outline(transport if size > 1 else "self", rank % size, size)
 
     everyone = comm(world.transport, world.size)
-    near = world.near if strategy.is_hybrid else world.size
+    shard_group = world.shard_group if strategy.is_hybrid else world.size
     if strategy is ShardingStrategy.ZERO1:
-        near = 1
+        shard_group = 1
     if strategy.keeps:
-        if world.transport == "shm" or near == world.size:
+        if world.transport == "shm" or shard_group == world.size:
             return Comms(everyone, everyone, everyone, None)
-        far = everyone if near == 1 else comm("c10d", world.size // near)
-        return Comms(everyone, everyone, comm(world.inside, near), far)
-    if near == world.size:
+        replica_group = everyone if shard_group == 1 else comm("c10d", world.size // shard_group)
+        return Comms(everyone, everyone, comm(world.inside, shard_group), replica_group)
+    if shard_group == world.size:
         return Comms(everyone, everyone, everyone, None)
-    inner = comm(world.inside, near)
+    inner = comm(world.inside, shard_group)
     return Comms(everyone, inner, inner, None)
 
 

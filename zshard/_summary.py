@@ -22,7 +22,7 @@ def format_bytes(count: float) -> str:
 
 def summary_of(units: list[_core.Unit], comms: Comms) -> str:
     """Return the table of units: one line per unit, then totals."""
-    comm, shards, near, far = comms
+    comm, shards, shard_group, replica_group = comms
     rows = [("unit", "parameters", "unsharded", "per rank", "strategy")]
     numel = whole = local = 0
     for unit in units:
@@ -40,8 +40,9 @@ def summary_of(units: list[_core.Unit], comms: Comms) -> str:
     if shards.world < comm.world:
         count = comm.world // shards.world
         head += f"; {count} replicas of {shards.world} rank(s) each, transport {shards.transport}"
-    if far is not None:
-        head += f"; secondary shards over {near.world} rank(s), transport {near.transport}"
+    if replica_group is not None:
+        head += f"; secondary shards over {shard_group.world} rank(s), "
+        head += f"transport {shard_group.transport}"
     return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 

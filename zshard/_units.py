@@ -30,8 +30,8 @@ class Comms(NamedTuple):
 
     all: _core.Comm  # all ranks, which reduce gradients
     shards: _core.Comm  # of them, those that one replica of the model is sharded over
-    near: _core.Comm  # the shard group: ranks that gather from each other
-    far: _core.Comm | None  # ranks that have the same secondary shard
+    shard_group: _core.Comm  # ranks that gather from each other
+    replica_group: _core.Comm | None  # ranks that have the same secondary shard
 
 
 class Prefetch(NamedTuple):

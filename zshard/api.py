@@ -580,7 +580,11 @@ def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.
 def _inner_comms(module: nn.Module, comms: Comms) -> Comms:
     """What is kept between steps is so for a whole model: inner units that keep decide for it."""
     for _, state in units_of(module):
-        if comms.far is None and state.comms.far is not None and state.comms.all is comms.all:
+        if (
+            comms.replica_group is None
+            and state.comms.replica_group is not None
+            and state.comms.all is comms.all
+        ):
             return state.comms
     return comms
 

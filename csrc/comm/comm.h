@@ -91,10 +91,10 @@ zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double t
 
 /* --- GPUs ---------------------------------------------------------------------------------------------------------- */
 
-struct zs_mover;
+struct zs_backend;
 
-/* Flats and buckets on the mover's device; `mover` (mover.h) is taken over, whatever comes of it. `control` (which gets a
+/* Flats and buckets on the backend's device; `backend` (backend.h) is taken over, whatever comes of it. `control` (which gets a
  * reference) is a transport between the hosts of the same ranks, and goes on to be usable for itself. */
-zs_status zs_comm_gpu_new(zs_comm *control, struct zs_mover *mover, zs_comm **out);
+zs_status zs_comm_gpu_new(zs_comm *control, struct zs_backend *backend, zs_comm **out);
 
 #endif

@@ -94,9 +94,9 @@ typedef struct zs_talk_ops {
     zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
     /* `data` of `root` to all; host memory. */
     zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
-    /* The device's memory, in the compute lane; NULL where that is the host's. */
+    /* The device's memory, in the compute stream; NULL where that is the host's. */
     zs_status (*broadcast_device)(zs_comm *, void *data, size_t bytes, int root);
-    /* As exchange, of the device's memory and any size, in the compute lane; waits for the peers' hosts. NULL where nothing
+    /* As exchange, of the device's memory and any size, in the compute stream; waits for the peers' hosts. NULL where nothing
      * queues. */
     zs_status (*gather_device)(zs_comm *, const void *mine, size_t bytes, void *all);
     /* See zs_comm_tell_mishap; NULL: the head has it. */
@@ -112,7 +112,7 @@ typedef struct zs_comm_ops {
     const char *name;         /* "self", "shm", "c10d" */
     size_t shard_align;       /* flats' shard_bytes must be a multiple of this */
     bool mapped;              /* flats come with `full` */
-    zs_lane lane;             /* (on devices that queue) where what collect() gives may be read */
+    zs_stream stream;         /* (on devices that queue) where what collect() gives may be read */
     const zs_flat_ops *flats; /* NULL: an outline, which has no memory and no peers */
     const zs_round_ops *rounds;
     const zs_reader_ops *readers;
@@ -135,7 +135,7 @@ struct zs_comm {
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
     uint64_t history;        /* of all models that use it, see zs_comm_tell_history */
     char mishap[ZS_MISHAP];  /* see zs_comm_tell_mishap */
-    /* So many have ended; what lanes did in them comes before all that the compute lane does since. */
+    /* So many have ended; what streams did in them comes before all that the compute stream does since. */
     uint64_t sessions;
     zs_refs refs;
 };

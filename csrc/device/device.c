@@ -9,42 +9,42 @@ static zs_status cpu_mem_new(const zs_device *device, size_t bytes, zs_mem **out
     return zs_mem_new_private(bytes, out);
 }
 
-static zs_status cpu_copy(const zs_device *device, zs_lane lane, void *dst, const void *src, size_t bytes)
+static zs_status cpu_copy(const zs_device *device, zs_stream stream, void *dst, const void *src, size_t bytes)
 {
     (void)device;
-    (void)lane;
+    (void)stream;
     memmove(dst, src, bytes);
     return ZS_OK;
 }
 
-static zs_status cpu_zero(const zs_device *device, zs_lane lane, void *dst, size_t bytes)
+static zs_status cpu_zero(const zs_device *device, zs_stream stream, void *dst, size_t bytes)
 {
     (void)device;
-    (void)lane;
+    (void)stream;
     memset(dst, 0, bytes);
     return ZS_OK;
 }
 
-static zs_status cpu_sum(const zs_device *device, zs_lane lane, const zs_sum *sum)
+static zs_status cpu_sum(const zs_device *device, zs_stream stream, const zs_sum *sum)
 {
     (void)device;
-    (void)lane;
+    (void)stream;
     zs_cpu_sum(sum);
     return ZS_OK;
 }
 
-static zs_status cpu_cast(const zs_device *device, zs_lane lane, const zs_cast *cast)
+static zs_status cpu_cast(const zs_device *device, zs_stream stream, const zs_cast *cast)
 {
     (void)device;
-    (void)lane;
+    (void)stream;
     zs_cpu_cast(cast);
     return ZS_OK;
 }
 
-static zs_status cpu_scale(const zs_device *device, zs_lane lane, const zs_numbers *x, double factor)
+static zs_status cpu_scale(const zs_device *device, zs_stream stream, const zs_numbers *x, double factor)
 {
     (void)device;
-    (void)lane;
+    (void)stream;
     zs_cpu_scale(x, factor);
     return ZS_OK;
 }

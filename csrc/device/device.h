@@ -1,8 +1,8 @@
 /* device.h - where flat memory lies, and arithmetic over it: sums of all ranks' parts, casts, norms, scaling, copies.
  *
  * The one idea: one table for each kind of device, so that units, schedule and optimizers are the same code on all of
- * them. On the CPU a call has done its work when it returns. On a device that queues (CUDA) it has put it into a lane: a
- * queue whose work runs in order, while the host goes on; what a lane needs of another one it has to wait for by
+ * them. On the CPU a call has done its work when it returns. On a device that queues (CUDA) it has put it into a stream: a
+ * queue whose work runs in order, while the host goes on; what a stream needs of another one it has to wait for by
  * zs_device_fork and zs_device_join. The host waits nowhere but where a function says so.
  *
  * Every sum over ranks is taken here, in fp32 (fp64 for fp64), in rank order, whatever the wire dtype, so that all
@@ -16,12 +16,12 @@
 #include "shim/tensor.h"
 
 /* Queues of a device that queues; on the CPU they mean nothing. */
-typedef enum zs_lane {
-    ZS_LANE_COMPUTE, /* torch's current stream of this thread: where forward and backward compute */
-    ZS_LANE_GATHER,  /* parameters on their way here */
-    ZS_LANE_REDUCE,  /* gradients on their way, and their sums */
-    ZS_LANES
-} zs_lane;
+typedef enum zs_stream {
+    ZS_STREAM_COMPUTE, /* torch's current stream of this thread: where forward and backward compute */
+    ZS_STREAM_GATHER,  /* parameters on their way here */
+    ZS_STREAM_REDUCE,  /* gradients on their way, and their sums */
+    ZS_STREAMS
+} zs_stream;
 
 /* Sums `world` sources elementwise in rank order: dst[i] = sum_r (src[r][i] + prev) * scale, with prev = dst[i] if
  * `accumulate` else 0; a NULL source counts as zeros. Sources are of `dtype`, dst of `to`, computed in fp32 (fp64 if either
@@ -74,11 +74,11 @@ typedef struct zs_device_ops {
     bool queues;
     zs_status (*mem_new)(const zs_device *, size_t bytes, zs_mem **out);
     zs_status (*mem_new_host)(const zs_device *, size_t bytes, zs_mem **out); /* zeroed, pinned; NULL on the CPU */
-    zs_status (*copy)(const zs_device *, zs_lane, void *dst, const void *src, size_t bytes);
-    zs_status (*zero)(const zs_device *, zs_lane, void *dst, size_t bytes);
-    zs_status (*sum)(const zs_device *, zs_lane, const zs_sum *);
-    zs_status (*cast)(const zs_device *, zs_lane, const zs_cast *);
-    zs_status (*scale)(const zs_device *, zs_lane, const zs_numbers *, double factor);
+    zs_status (*copy)(const zs_device *, zs_stream, void *dst, const void *src, size_t bytes);
+    zs_status (*zero)(const zs_device *, zs_stream, void *dst, size_t bytes);
+    zs_status (*sum)(const zs_device *, zs_stream, const zs_sum *);
+    zs_status (*cast)(const zs_device *, zs_stream, const zs_cast *);
+    zs_status (*scale)(const zs_device *, zs_stream, const zs_numbers *, double factor);
     zs_status (*norm)(const zs_device *, const zs_numbers *, size_t n, double p, double *out);
     zs_status (*same)(const zs_device *, const void *a, const void *b, size_t bytes, bool *out);
     /* NULL where nothing queues: these and what follows. */
@@ -88,8 +88,8 @@ typedef struct zs_device_ops {
     zs_status (*norm_join)(const zs_device *, const zs_norm_job *);
     zs_status (*scale_by)(const zs_device *, const zs_numbers *, const float *factor);
     zs_status (*capturing)(const zs_device *, bool *out);
-    zs_status (*fork)(const zs_device *, zs_lane);
-    zs_status (*join)(const zs_device *, zs_lane);
+    zs_status (*fork)(const zs_device *, zs_stream);
+    zs_status (*join)(const zs_device *, zs_stream);
     zs_status (*wait)(const zs_device *);
 } zs_device_ops;
 
@@ -115,43 +115,44 @@ static inline zs_status zs_device_mem_new(const zs_device *device, size_t bytes,
 }
 
 /* Copies bytes within the device, or between it and host memory: what is read of the host is read before it returns. */
-static inline zs_status zs_device_copy(const zs_device *device, zs_lane lane, void *dst, const void *src, size_t bytes)
+static inline zs_status zs_device_copy(const zs_device *device, zs_stream stream, void *dst, const void *src,
+                                       size_t bytes)
 {
-    return bytes > 0 ? device->ops->copy(device, lane, dst, src, bytes) : ZS_OK;
+    return bytes > 0 ? device->ops->copy(device, stream, dst, src, bytes) : ZS_OK;
 }
 
 /* Zeroes bytes. */
-static inline zs_status zs_device_zero(const zs_device *device, zs_lane lane, void *dst, size_t bytes)
+static inline zs_status zs_device_zero(const zs_device *device, zs_stream stream, void *dst, size_t bytes)
 {
-    return bytes > 0 ? device->ops->zero(device, lane, dst, bytes) : ZS_OK;
+    return bytes > 0 ? device->ops->zero(device, stream, dst, bytes) : ZS_OK;
 }
 
 /* Runs the sum that is described above. */
-static inline zs_status zs_device_sum(const zs_device *device, zs_lane lane, const zs_sum *sum)
+static inline zs_status zs_device_sum(const zs_device *device, zs_stream stream, const zs_sum *sum)
 {
-    return sum->numel > 0 ? device->ops->sum(device, lane, sum) : ZS_OK;
+    return sum->numel > 0 ? device->ops->sum(device, stream, sum) : ZS_OK;
 }
 
 /* Runs the cast. */
-static inline zs_status zs_device_cast(const zs_device *device, zs_lane lane, const zs_cast *cast)
+static inline zs_status zs_device_cast(const zs_device *device, zs_stream stream, const zs_cast *cast)
 {
-    return cast->numel > 0 ? device->ops->cast(device, lane, cast) : ZS_OK;
+    return cast->numel > 0 ? device->ops->cast(device, stream, cast) : ZS_OK;
 }
 
 /* x *= factor, in place. */
-static inline zs_status zs_device_scale(const zs_device *device, zs_lane lane, const zs_numbers *x, double factor)
+static inline zs_status zs_device_scale(const zs_device *device, zs_stream stream, const zs_numbers *x, double factor)
 {
-    return x->numel > 0 ? device->ops->scale(device, lane, x, factor) : ZS_OK;
+    return x->numel > 0 ? device->ops->scale(device, stream, x, factor) : ZS_OK;
 }
 
 /* Sum of |x|^p over `n` arrays in double (p = 1, 2), or max |x| for p = infinity; 0 of nothing; NaN and inf come through.
- * Waits for the compute lane, once. */
+ * Waits for the compute stream, once. */
 static inline zs_status zs_device_norm(const zs_device *device, const zs_numbers *x, size_t n, double p, double *out)
 {
     return device->ops->norm(device, x, n, p, out);
 }
 
-/* The same where nobody waits; in the compute lane of a device that queues. The bits are those of zs_device_norm there. */
+/* The same where nobody waits; in the compute stream of a device that queues. The bits are those of zs_device_norm there. */
 static inline zs_status zs_device_norm_queued(const zs_device *device, const zs_norm_job *job)
 {
     return device->ops->norm_queued(device, job);
@@ -163,13 +164,13 @@ static inline zs_status zs_device_norm_join(const zs_device *device, const zs_no
     return device->ops->norm_join(device, job);
 }
 
-/* x *= *factor, a number on the device that queues, in its compute lane. */
+/* x *= *factor, a number on the device that queues, in its compute stream. */
 static inline zs_status zs_device_scale_by(const zs_device *device, const zs_numbers *x, const float *factor)
 {
     return x->numel > 0 ? device->ops->scale_by(device, x, factor) : ZS_OK;
 }
 
-/* Is what is queued in the compute lane now captured in a CUDA graph, and not done? */
+/* Is what is queued in the compute stream now captured in a CUDA graph, and not done? */
 static inline zs_status zs_device_capturing(const zs_device *device, bool *out)
 {
     *out = false;
@@ -183,25 +184,25 @@ static inline double zs_norm_join(double a, double b, double p)
     return a >= b || a != a ? a : b;
 }
 
-/* Are they equal byte for byte? Waits for the compute lane. */
+/* Are they equal byte for byte? Waits for the compute stream. */
 static inline zs_status zs_device_same(const zs_device *device, const void *a, const void *b, size_t bytes, bool *out)
 {
     return device->ops->same(device, a, b, bytes, out);
 }
 
-/* What is queued in `lane` from now on comes after all that is queued in the compute lane now. */
-static inline zs_status zs_device_fork(const zs_device *device, zs_lane lane)
+/* What is queued in `stream` from now on comes after all that is queued in the compute stream now. */
+static inline zs_status zs_device_fork(const zs_device *device, zs_stream stream)
 {
-    return device->ops->queues && lane != ZS_LANE_COMPUTE ? device->ops->fork(device, lane) : ZS_OK;
+    return device->ops->queues && stream != ZS_STREAM_COMPUTE ? device->ops->fork(device, stream) : ZS_OK;
 }
 
-/* What is queued in the compute lane from now on comes after all that is queued in `lane` now. */
-static inline zs_status zs_device_join(const zs_device *device, zs_lane lane)
+/* What is queued in the compute stream from now on comes after all that is queued in `stream` now. */
+static inline zs_status zs_device_join(const zs_device *device, zs_stream stream)
 {
-    return device->ops->queues && lane != ZS_LANE_COMPUTE ? device->ops->join(device, lane) : ZS_OK;
+    return device->ops->queues && stream != ZS_STREAM_COMPUTE ? device->ops->join(device, stream) : ZS_OK;
 }
 
-/* The host waits for all that is queued in the compute lane now. */
+/* The host waits for all that is queued in the compute stream now. */
 static inline zs_status zs_device_wait(const zs_device *device)
 {
     return device->ops->queues ? device->ops->wait(device) : ZS_OK;

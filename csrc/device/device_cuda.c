@@ -12,8 +12,8 @@ typedef struct cuda_device {
     zs_device base; /* first */
     int index;
     bool on_host;
-    zs_cu_stream streams[ZS_LANES]; /* [ZS_LANE_COMPUTE]: not used */
-    zs_cu_event forks[ZS_LANES], joins[ZS_LANES];
+    zs_cu_stream streams[ZS_STREAMS]; /* [ZS_STREAM_COMPUTE]: not used */
+    zs_cu_event forks[ZS_STREAMS], joins[ZS_STREAMS];
     pthread_mutex_t lock; /* of what follows */
     double *scratch;      /* device memory for norms: ZS_CUDA_NORM_SCRATCH, and the result; NULL: not yet */
     double *number;       /* pinned host memory for what comes back */
@@ -24,15 +24,15 @@ static cuda_device *of(const zs_device *device)
     return (cuda_device *)(uintptr_t)device;
 }
 
-/* --- lanes ---------------------------------------------------------------------------------------------------------- */
+/* --- streams ---------------------------------------------------------------------------------------------------------- */
 
-zs_status zs_device_cuda_stream(const zs_device *device, zs_lane lane, zs_cu_stream *out)
+zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu_stream *out)
 {
     const cuda_device *self = of(device);
     void *current = NULL;
     ZS_TRY(zs_cuda_enter(self->index));
-    if (lane == ZS_LANE_COMPUTE && !self->on_host) ZS_TRY(zs_torch_cuda_stream(self->index, &current));
-    *out = lane == ZS_LANE_COMPUTE ? current : self->streams[lane];
+    if (stream == ZS_STREAM_COMPUTE && !self->on_host) ZS_TRY(zs_torch_cuda_stream(self->index, &current));
+    *out = stream == ZS_STREAM_COMPUTE ? current : self->streams[stream];
     return ZS_OK;
 }
 
@@ -47,25 +47,25 @@ void zs_device_cuda_event_free(zs_cu_event event)
     if (event != NULL) ZS_CU_FREE(cuEventDestroy, event);
 }
 
-zs_status zs_device_cuda_record(const zs_device *device, zs_lane lane, zs_cu_event event)
+zs_status zs_device_cuda_record(const zs_device *device, zs_stream stream, zs_cu_event event)
 {
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
-    return ZS_CU(cuEventRecord, event, stream);
+    zs_cu_stream handle;
+    ZS_TRY(zs_device_cuda_stream(device, stream, &handle));
+    return ZS_CU(cuEventRecord, event, handle);
 }
 
-zs_status zs_device_cuda_await(const zs_device *device, zs_lane lane, zs_cu_event event)
+zs_status zs_device_cuda_await(const zs_device *device, zs_stream stream, zs_cu_event event)
 {
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
-    return ZS_CU(cuStreamWaitEvent, stream, event, 0);
+    zs_cu_stream handle;
+    ZS_TRY(zs_device_cuda_stream(device, stream, &handle));
+    return ZS_CU(cuStreamWaitEvent, handle, event, 0);
 }
 
 /* A wait is for what the event stands for when it is queued, so one event for each direction can be recorded again at once. */
-static zs_status cuda_fork(const zs_device *device, zs_lane lane)
+static zs_status cuda_fork(const zs_device *device, zs_stream stream)
 {
-    ZS_TRY(zs_device_cuda_record(device, ZS_LANE_COMPUTE, of(device)->forks[lane]));
-    return zs_device_cuda_await(device, lane, of(device)->forks[lane]);
+    ZS_TRY(zs_device_cuda_record(device, ZS_STREAM_COMPUTE, of(device)->forks[stream]));
+    return zs_device_cuda_await(device, stream, of(device)->forks[stream]);
 }
 
 static zs_status is_capturing(zs_cu_stream stream, bool *out)
@@ -79,15 +79,15 @@ static zs_status is_capturing(zs_cu_stream stream, bool *out)
 static zs_status cuda_capturing(const zs_device *device, bool *out)
 {
     zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &stream));
     return is_capturing(stream, out);
 }
 
 /* The host is about to wait for numbers, which a capture does not compute. */
-static zs_status refuse_capture(zs_cu_stream stream, const char *what)
+static zs_status refuse_capture(zs_cu_stream handle, const char *what)
 {
     bool capturing = false;
-    ZS_TRY(is_capturing(stream, &capturing));
+    ZS_TRY(is_capturing(handle, &capturing));
     if (!capturing) return ZS_OK;
     return ZS_FAIL(
         ZS_ERR_UNSUPPORTED,
@@ -95,35 +95,35 @@ static zs_status refuse_capture(zs_cu_stream stream, const char *what)
         what);
 }
 
-/* A lane that is not in the capture that the compute lane is in has nothing in it that could be waited for: what was queued
+/* A stream that is not in the capture that the compute stream is in has nothing in it that could be waited for: what was queued
  * there before has been joined by the session that queued it. */
-static zs_status cuda_join(const zs_device *device, zs_lane lane)
+static zs_status cuda_join(const zs_device *device, zs_stream stream)
 {
     bool capturing = false, both = true;
     ZS_TRY(cuda_capturing(device, &capturing));
-    if (capturing) ZS_TRY(is_capturing(of(device)->streams[lane], &both));
+    if (capturing) ZS_TRY(is_capturing(of(device)->streams[stream], &both));
     if (!both) return ZS_OK;
-    ZS_TRY(zs_device_cuda_record(device, lane, of(device)->joins[lane]));
-    return zs_device_cuda_await(device, ZS_LANE_COMPUTE, of(device)->joins[lane]);
+    ZS_TRY(zs_device_cuda_record(device, stream, of(device)->joins[stream]));
+    return zs_device_cuda_await(device, ZS_STREAM_COMPUTE, of(device)->joins[stream]);
 }
 
 static zs_status cuda_wait(const zs_device *device)
 {
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
-    ZS_TRY(refuse_capture(stream, "model data"));
-    return ZS_CU(cuStreamSynchronize, stream);
+    zs_cu_stream handle;
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &handle));
+    ZS_TRY(refuse_capture(handle, "model data"));
+    return ZS_CU(cuStreamSynchronize, handle);
 }
 
 /* --- memory --------------------------------------------------------------------------------------------------------- */
 
-/* Memory goes back in the order of the compute lane: what other lanes still do with it comes first. That this fails is nobody's
+/* Memory goes back in the order of the compute stream: what other streams still do with it comes first. That this fails is nobody's
  * concern (the process may be ending), and why somebody else has failed, who is on the way out, is to stay on record. */
 void zs_device_cuda_join_all(const zs_device *device, bool wait)
 {
     bool failed = zs_last_status() != ZS_OK;
-    for (zs_lane lane = ZS_LANE_COMPUTE + 1; lane < ZS_LANES; lane++)
-        (void)cuda_join(device, lane);
+    for (zs_stream stream = ZS_STREAM_COMPUTE + 1; stream < ZS_STREAMS; stream++)
+        (void)cuda_join(device, stream);
     if (wait) (void)zs_device_wait(device);
     if (!failed) zs_clear_error();
 }
@@ -150,7 +150,7 @@ static zs_status wrap(const zs_device *device, zs_mem taken, zs_mem **out)
         return status;
     }
     mem->device = device;
-    status = zs_device_zero(device, ZS_LANE_COMPUTE, mem->ptr, mem->bytes);
+    status = zs_device_zero(device, ZS_STREAM_COMPUTE, mem->ptr, mem->bytes);
     if (status == ZS_OK)
         *out = mem;
     else
@@ -180,7 +180,7 @@ static zs_status cuda_mem_new(const zs_device *device, size_t bytes, zs_mem **ou
 
 static void free_host(zs_mem *mem)
 {
-    zs_device_cuda_join_all(mem->device, true); /* pinned memory is not given back in the order of a lane */
+    zs_device_cuda_join_all(mem->device, true); /* pinned memory is not given back in the order of a stream */
     ZS_CU_FREE(cuMemFreeHost, mem->ptr);
 }
 
@@ -200,41 +200,41 @@ static zs_cu_ptr address(const void *ptr)
     return (zs_cu_ptr)(uintptr_t)ptr;
 }
 
-static zs_status cuda_copy(const zs_device *device, zs_lane lane, void *dst, const void *src, size_t bytes)
+static zs_status cuda_copy(const zs_device *device, zs_stream stream, void *dst, const void *src, size_t bytes)
 {
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
-    return ZS_CU(cuMemcpyAsync, address(dst), address(src), bytes, stream);
+    zs_cu_stream handle;
+    ZS_TRY(zs_device_cuda_stream(device, stream, &handle));
+    return ZS_CU(cuMemcpyAsync, address(dst), address(src), bytes, handle);
 }
 
-static zs_status cuda_zero(const zs_device *device, zs_lane lane, void *dst, size_t bytes)
+static zs_status cuda_zero(const zs_device *device, zs_stream stream, void *dst, size_t bytes)
 {
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
-    return ZS_CU(cuMemsetD8Async, address(dst), 0, bytes, stream);
+    zs_cu_stream handle;
+    ZS_TRY(zs_device_cuda_stream(device, stream, &handle));
+    return ZS_CU(cuMemsetD8Async, address(dst), 0, bytes, handle);
 }
 
 /* --- arithmetic ------------------------------------------------------------------------------------------------------ */
 
-static zs_status cuda_sum(const zs_device *device, zs_lane lane, const zs_sum *sum)
+static zs_status cuda_sum(const zs_device *device, zs_stream stream, const zs_sum *sum)
 {
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
-    return zs_cuda_sum(sum, stream);
+    zs_cu_stream handle;
+    ZS_TRY(zs_device_cuda_stream(device, stream, &handle));
+    return zs_cuda_sum(sum, handle);
 }
 
-static zs_status cuda_cast(const zs_device *device, zs_lane lane, const zs_cast *cast)
+static zs_status cuda_cast(const zs_device *device, zs_stream stream, const zs_cast *cast)
 {
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
-    return zs_cuda_cast(cast, false, stream);
+    zs_cu_stream handle;
+    ZS_TRY(zs_device_cuda_stream(device, stream, &handle));
+    return zs_cuda_cast(cast, false, handle);
 }
 
-static zs_status cuda_scale(const zs_device *device, zs_lane lane, const zs_numbers *x, double factor)
+static zs_status cuda_scale(const zs_device *device, zs_stream stream, const zs_numbers *x, double factor)
 {
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, lane, &stream));
-    return zs_cuda_scale(x, factor, NULL, stream);
+    zs_cu_stream handle;
+    ZS_TRY(zs_device_cuda_stream(device, stream, &handle));
+    return zs_cuda_scale(x, factor, NULL, handle);
 }
 
 static zs_status cuda_update(const zs_device *device, const zs_update_job *job)
@@ -246,28 +246,28 @@ static zs_status cuda_update(const zs_device *device, const zs_update_job *job)
         on_gpu.grad_factor = job->live->grad_factor;
         on_gpu.found_inf = job->live->found_inf;
     }
-    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &stream));
     return zs_cuda_update(&on_gpu, stream);
 }
 
 static zs_status cuda_constants(const zs_device *device, const zs_constants_job *job)
 {
     zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &stream));
     return zs_cuda_constants_make(job, stream);
 }
 
 static zs_status cuda_scale_by(const zs_device *device, const zs_numbers *x, const float *factor)
 {
     zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &stream));
     return zs_cuda_scale(x, 1, factor, stream);
 }
 
 static zs_status cuda_norm_join(const zs_device *device, const zs_norm_job *job)
 {
     zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &stream));
     return zs_cuda_norm_join(job->parts, (int64_t)job->n, job->p, job->result, stream);
 }
 
@@ -275,7 +275,7 @@ static zs_status cuda_norm_queued(const zs_device *device, const zs_norm_job *jo
 {
     zs_cu_stream stream;
     double *each = job->room + ZS_CUDA_NORM_SCRATCH;
-    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &stream));
     for (size_t i = 0; i < job->n; i++) {
         zs_cuda_norm_job one = {job->x[i], job->p, each + i, job->room};
         ZS_TRY(zs_cuda_norm(&one, stream));
@@ -309,7 +309,7 @@ static zs_status fetch(cuda_device *self, const double *from, zs_cu_stream strea
 static zs_status norms_locked(cuda_device *self, const zs_numbers *x, size_t n, double p, double *out)
 {
     zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(&self->base, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(zs_device_cuda_stream(&self->base, ZS_STREAM_COMPUTE, &stream));
     ZS_TRY(make_scratch(self));
     double *result = self->scratch + ZS_CUDA_NORM_SCRATCH + NORMS;
     zs_norm_job job = {.x = x, .n = n, .p = p, .result = result, .room = self->scratch};
@@ -337,7 +337,7 @@ static zs_status cuda_norm(const zs_device *device, const zs_numbers *x, size_t 
 static zs_status same_locked(cuda_device *self, const void *a, const void *b, size_t bytes, bool *out)
 {
     zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(&self->base, ZS_LANE_COMPUTE, &stream));
+    ZS_TRY(zs_device_cuda_stream(&self->base, ZS_STREAM_COMPUTE, &stream));
     ZS_TRY(make_scratch(self));
     uint32_t *flag = (uint32_t *)(void *)self->scratch;
     ZS_TRY(ZS_CU(cuMemsetD8Async, address(flag), 0, sizeof *self->scratch, stream));
@@ -386,11 +386,11 @@ static zs_status make_streams(cuda_device *self)
 {
     int least = 0, greatest = 0;
     ZS_TRY(ZS_CU(cuCtxGetStreamPriorityRange, &least, &greatest));
-    for (zs_lane lane = ZS_LANE_COMPUTE + 1; lane < ZS_LANES; lane++) {
-        int priority = lane == ZS_LANE_GATHER || greatest == least ? greatest : greatest + 1;
-        ZS_TRY(ZS_CU(cuStreamCreateWithPriority, &self->streams[lane], ZS_CU_STREAM_NON_BLOCKING, priority));
-        ZS_TRY(zs_device_cuda_event_new(&self->base, &self->forks[lane]));
-        ZS_TRY(zs_device_cuda_event_new(&self->base, &self->joins[lane]));
+    for (zs_stream stream = ZS_STREAM_COMPUTE + 1; stream < ZS_STREAMS; stream++) {
+        int priority = stream == ZS_STREAM_GATHER || greatest == least ? greatest : greatest + 1;
+        ZS_TRY(ZS_CU(cuStreamCreateWithPriority, &self->streams[stream], ZS_CU_STREAM_NON_BLOCKING, priority));
+        ZS_TRY(zs_device_cuda_event_new(&self->base, &self->forks[stream]));
+        ZS_TRY(zs_device_cuda_event_new(&self->base, &self->joins[stream]));
     }
     return ZS_OK;
 }

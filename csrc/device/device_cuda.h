@@ -1,6 +1,6 @@
 /* device_cuda.h - GPUs as devices of the core: see device.h.
  *
- * The one idea: a lane is a CUDA stream. The compute lane is whatever stream is torch's current one on the calling thread; the
+ * The one idea: a stream is a CUDA stream. The compute stream is whatever stream is torch's current one on the calling thread; the
  * others are streams of our own, of high priority, which wait for it, and it for them, by events on the GPU.
  */
 #ifndef ZS_DEVICE_CUDA_H
@@ -12,7 +12,7 @@
 /* GPU number `index`; its streams are made, and the kernels loaded, when it is first asked for. ZS_ERR_CUDA where there is no
  * driver, GPU or kernel for it; ZS_ERR_VALUE for an index that there cannot be.
  * on_host: for tests, with a driver that stands in for CUDA's and whose memory is the host's: torch's tensors are then on the
- * CPU, and the compute lane is the stand-in's default stream, which it works off at once. */
+ * CPU, and the compute stream is the stand-in's default stream, which it works off at once. */
 zs_status zs_device_cuda(int index, bool on_host, const zs_device **out);
 
 /* Has this device been made by zs_device_cuda? */
@@ -21,13 +21,13 @@ static inline bool zs_device_is_cuda(const zs_device *device)
     return device->ops->queues;
 }
 
-/* The stream of a lane, on this thread and now. Sees to the thread's context as well. */
-zs_status zs_device_cuda_stream(const zs_device *device, zs_lane lane, zs_cu_stream *out);
+/* The stream of a stream, on this thread and now. Sees to the thread's context as well. */
+zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu_stream *out);
 
 /* New memory that other processes may map: an allocation of its own, zeroed. */
 zs_status zs_device_cuda_mem_new_apart(const zs_device *device, size_t bytes, zs_mem **out);
 
-/* Has the compute lane wait for all others, so that memory can go to another use there; `wait`: has the host wait as well.
+/* Has the compute stream wait for all others, so that memory can go to another use there; `wait`: has the host wait as well.
  * Failing is nobody's concern, and leaves no record. */
 void zs_device_cuda_join_all(const zs_device *device, bool wait);
 
@@ -37,8 +37,8 @@ zs_status zs_device_cuda_event_new(const zs_device *device, zs_cu_event *out);
 /* Frees it; NULL allowed. */
 void zs_device_cuda_event_free(zs_cu_event event);
 
-/* Records it in a lane. / What is queued in a lane from now on comes after what it was recorded behind. */
-zs_status zs_device_cuda_record(const zs_device *device, zs_lane lane, zs_cu_event event);
-zs_status zs_device_cuda_await(const zs_device *device, zs_lane lane, zs_cu_event event);
+/* Records it in a stream. / What is queued in a stream from now on comes after what it was recorded behind. */
+zs_status zs_device_cuda_record(const zs_device *device, zs_stream stream, zs_cu_event event);
+zs_status zs_device_cuda_await(const zs_device *device, zs_stream stream, zs_cu_event event);
 
 #endif

@@ -14,7 +14,7 @@
 #include "reduce/grads.h"
 #include "reduce/in_backward.h"
 #include "reduce/reduce.h"
-#include "unit/kept.h"
+#include "unit/secondary.h"
 
 /* --- memory of gradients ---------------------------------------------------------------------------------------------- */
 
@@ -48,31 +48,31 @@ static bool has_shards(const zs_engine *engine)
 
 static zs_status begin_reading(zs_engine *engine, const zs_reading *reading)
 {
-    zs_comm *near = engine->home.ranks.near;
+    zs_comm *shard_group = engine->home.ranks.shard_group;
     if (!has_shards(engine)) return ZS_OK;
-    ZS_TRY(zs_comm_read_begin(near, engine->reader, reading));
+    ZS_TRY(zs_comm_read_begin(shard_group, engine->reader, reading));
     engine->reading = true;
     return ZS_OK;
 }
 
-/* A session leaves no lane apart, so that a CUDA graph may begin and end between any two: no wait goes from one into the next. */
-static zs_status join_lanes(const zs_ranks *ranks)
+/* A session leaves no stream apart, so that a CUDA graph may begin and end between any two: no wait goes from one into the next. */
+static zs_status join_streams(const zs_ranks *ranks)
 {
-    ZS_TRY(zs_device_join(ranks->all->device, ZS_LANE_GATHER));
-    ZS_TRY(zs_device_join(ranks->all->device, ZS_LANE_REDUCE));
+    ZS_TRY(zs_device_join(ranks->all->device, ZS_STREAM_GATHER));
+    ZS_TRY(zs_device_join(ranks->all->device, ZS_STREAM_REDUCE));
     ranks->all->sessions++;
-    if (ranks->near != ranks->all) ranks->near->sessions++;
+    if (ranks->shard_group != ranks->all) ranks->shard_group->sessions++;
     return ZS_OK;
 }
 
 static zs_status close_session(zs_schedule *schedule, zs_phase phase)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
-    zs_comm *near = engine->home.ranks.near;
+    zs_comm *shard_group = engine->home.ranks.shard_group;
     zs_status status = ZS_OK;
-    if (engine->reading) status = zs_comm_read_end(near, engine->reader, phase);
+    if (engine->reading) status = zs_comm_read_end(shard_group, engine->reader, phase);
     engine->reading = false;
-    return status == ZS_OK ? join_lanes(&engine->home.ranks) : status;
+    return status == ZS_OK ? join_streams(&engine->home.ranks) : status;
 }
 
 /* --- a pass begins -------------------------------------------------------------------------------------------------------- */
@@ -98,10 +98,10 @@ static zs_status broadcast_buffers(zs_engine *engine)
 /* What is gathered for the secondary shards is gathered for this pass. */
 static zs_status renew_kept(const zs_engine *engine, const zs_reading *reading)
 {
-    zs_comm *far = engine->home.ranks.far;
-    if (far == NULL) return ZS_OK;
-    far->reading = zs_reading_told(reading);
-    return zs_kept_refresh(far, engine->home.schedule.records, zs_engine_n_units(engine));
+    zs_comm *replica_group = engine->home.ranks.replica_group;
+    if (replica_group == NULL) return ZS_OK;
+    replica_group->reading = zs_reading_told(reading);
+    return zs_secondary_refresh(replica_group, engine->home.schedule.records, zs_engine_n_units(engine));
 }
 
 static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
@@ -244,7 +244,7 @@ static zs_status step(zs_record *record)
     zs_unit *unit = zs_unit_of(record);
     if (record->is.reduces) {
         const zs_comm *all = unit->home->ranks.all;
-        ZS_TRY(zs_device_join(all->device, all->ops->lane));
+        ZS_TRY(zs_device_join(all->device, all->ops->stream));
         ZS_TRY(zs_grads_deliver(unit));
     }
     return zs_in_backward_step(unit);
@@ -276,7 +276,7 @@ static zs_status give_up(zs_schedule *schedule)
 static zs_status summed(zs_schedule *schedule)
 {
     const zs_comm *all = zs_engine_of_schedule(schedule)->home.ranks.all;
-    return zs_device_join(all->device, all->ops->lane);
+    return zs_device_join(all->device, all->ops->stream);
 }
 
 /* What is stepped in backward and was not yet: now that no peer reads. Not where something has failed, of which `status`

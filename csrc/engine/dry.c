@@ -86,7 +86,7 @@ static zs_status gather(zs_record *record)
     bool takes_slots = record->is.replicated || dry->schedule.gathers_cost;
     for (int f = 0; f < it->unit->n_flats && takes_slots; f++) {
         ZS_TRY(zs_arena_take(dry->slots, zs_flat_full_bytes(it->unit, &it->unit->flats[f]), &it->slots[f]));
-        if (!record->is.replicated && ranks->near == ranks->all) ZS_TRY(talk(dry));
+        if (!record->is.replicated && ranks->shard_group == ranks->all) ZS_TRY(talk(dry));
     }
     it->gathered = queue(dry, &dry->gathers_until, it->seconds.gather);
     return ZS_OK;

@@ -13,10 +13,10 @@
 /* Those that have the same part of what is kept must have the same place among their near ranks. */
 static zs_status check_mesh(const zs_ranks *ranks)
 {
-    if (ranks->far == NULL) return ZS_OK;
-    int mine[2] = {ranks->near->rank, ranks->near->world}, all[2 * ranks->far->world];
-    ZS_TRY(zs_comm_exchange(ranks->far, mine, sizeof mine, all));
-    for (int r = 0; r < ranks->far->world; r++)
+    if (ranks->replica_group == NULL) return ZS_OK;
+    int mine[2] = {ranks->shard_group->rank, ranks->shard_group->world}, all[2 * ranks->replica_group->world];
+    ZS_TRY(zs_comm_exchange(ranks->replica_group, mine, sizeof mine, all));
+    for (int r = 0; r < ranks->replica_group->world; r++)
         if (memcmp(&all[2 * r], mine, sizeof mine) != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
                            "the process groups do not form a mesh: rank %d of %d of a shard group must replicate with "
@@ -31,13 +31,14 @@ static zs_status find_parts(zs_engine *engine)
     const zs_ranks *ranks = &engine->home.ranks;
     int world = ranks->all->world, parts = ranks->shards->world;
     engine->home.n_parts = parts;
-    engine->home.part =
-        ranks->far == NULL ? ranks->shards->rank : ranks->near->rank * ranks->far->world + ranks->far->rank;
+    engine->home.part = ranks->replica_group == NULL
+                            ? ranks->shards->rank
+                            : ranks->shard_group->rank * ranks->replica_group->world + ranks->replica_group->rank;
     engine->home.part_of = calloc((size_t)world, sizeof *engine->home.part_of);
     if (engine->home.part_of == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
     for (int r = 0; r < world; r++)
         engine->home.part_of[r] = r;
-    if (ranks->shards == ranks->all && ranks->far == NULL) return ZS_OK;
+    if (ranks->shards == ranks->all && ranks->replica_group == NULL) return ZS_OK;
     ZS_TRY(check_mesh(ranks));
     int mine[2] = {engine->home.part, parts}, all[2 * world];
     ZS_TRY(zs_comm_exchange(ranks->all, mine, sizeof mine, all));
@@ -56,14 +57,14 @@ static void retain_ranks(const zs_ranks *ranks)
 {
     zs_comm_retain(ranks->all);
     zs_comm_retain(ranks->shards);
-    zs_comm_retain(ranks->near);
-    if (ranks->far != NULL) zs_comm_retain(ranks->far);
+    zs_comm_retain(ranks->shard_group);
+    if (ranks->replica_group != NULL) zs_comm_retain(ranks->replica_group);
 }
 
 static void release_ranks(const zs_ranks *ranks)
 {
-    zs_comm_release(ranks->far);
-    zs_comm_release(ranks->near);
+    zs_comm_release(ranks->replica_group);
+    zs_comm_release(ranks->shard_group);
     zs_comm_release(ranks->shards);
     zs_comm_release(ranks->all);
 }
@@ -73,9 +74,9 @@ const zs_ranks *zs_engine_ranks(const zs_engine *engine)
     return &engine->home.ranks;
 }
 
-static zs_status make_slot(void *near, size_t bytes, zs_mem **out)
+static zs_status make_slot(void *shard_group, size_t bytes, zs_mem **out)
 {
-    zs_comm *comm = near;
+    zs_comm *comm = shard_group;
     return zs_comm_slot_new(comm, bytes, out);
 }
 
@@ -85,7 +86,7 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     zs_engine *engine = calloc(1, sizeof *engine);
     if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
     zs_schedule_init(&engine->home.schedule, act);
-    zs_schedule_set_transports(&engine->home.schedule, !ranks->near->ops->mapped, !ranks->all->ops->mapped);
+    zs_schedule_set_transports(&engine->home.schedule, !ranks->shard_group->ops->mapped, !ranks->all->ops->mapped);
     zs_refs_init(&engine->refs);
     engine->hooks = hooks;
     engine->home.calls = &hooks->calls;
@@ -96,9 +97,9 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);
     ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->home.arena), fail);
-    zs_arena_made_by(engine->home.arena, make_slot, ranks->near);
+    zs_arena_made_by(engine->home.arena, make_slot, ranks->shard_group);
     ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->home.grads), fail);
-    ZS_TRY_GOTO(status, zs_comm_reader_new(ranks->near, name, &engine->reader), fail);
+    ZS_TRY_GOTO(status, zs_comm_reader_new(ranks->shard_group, name, &engine->reader), fail);
     *out = engine;
     return ZS_OK;
 fail:
@@ -125,7 +126,7 @@ void zs_engine_release(void *pointer)
 {
     zs_engine *engine = pointer;
     if (engine == NULL || !zs_refs_drop(&engine->refs)) return;
-    if (engine->reader != NULL) zs_comm_reader_free(engine->home.ranks.near, engine->reader);
+    if (engine->reader != NULL) zs_comm_reader_free(engine->home.ranks.shard_group, engine->reader);
     zs_buckets_free(&engine->home.schedule, engine->home.ranks.all);
     zs_schedule_free(&engine->home.schedule);
     zs_arena_free(engine->home.arena);

@@ -55,7 +55,7 @@ void zs_history_tell(zs_engine *engine)
     zs_comm *each[ZS_RANKS];
     size_t n = zs_ranks_list(&engine->home.ranks, each);
     for (size_t i = 0; i < n; i++) {
-        zs_reader *reader = each[i] == engine->home.ranks.near ? engine->reader : NULL;
+        zs_reader *reader = each[i] == engine->home.ranks.shard_group ? engine->reader : NULL;
         zs_comm_tell_history(each[i], reader, engine->history.told, now);
     }
     engine->history.told = now;

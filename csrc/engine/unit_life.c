@@ -6,9 +6,9 @@
 #include "engine/engine_inside.h"
 #include "reduce/in_backward.h"
 #include "reduce/local_grads.h"
-#include "unit/kept.h"
 #include "unit/offload.h"
 #include "unit/pinned.h"
+#include "unit/secondary.h"
 #include "unit/unit_memory.h"
 
 #include <stdio.h>
@@ -19,7 +19,7 @@
 
 static void free_flat(zs_unit *unit, zs_flat *flat)
 {
-    zs_comm *comm = unit->home->ranks.shards, *near = unit->home->ranks.near;
+    zs_comm *comm = unit->home->ranks.shards, *shard_group = unit->home->ranks.shard_group;
     zs_offload_done_flat(flat); /* while its memory is known to the pager */
     zs_storage_free(flat->full);
     zs_storage_free(flat->shard);
@@ -31,7 +31,7 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
     else if (flat->mem.mem != NULL)
         zs_comm_flat_free(comm, &flat->mem);
     if (flat->low.mem != NULL) zs_comm_flat_free(comm, &flat->low);
-    if (flat->kept.mem != NULL) zs_comm_flat_free(near, &flat->kept);
+    if (flat->secondary.mem != NULL) zs_comm_flat_free(shard_group, &flat->secondary);
     if (flat->grad_mem != NULL) flat->grad_mem->user = NULL;
     if (unit->record.is.fixed && flat->full_mem != NULL) flat->full_mem->user = NULL;
     zs_mem_release(flat->grad_mem);

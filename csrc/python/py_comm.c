@@ -1,5 +1,5 @@
 /* py_comm.c - _core.Comm: a transport between the ranks of one process group, as Python sees it. */
-#include "comm/gpu/mover.h"
+#include "comm/gpu/backend.h"
 #include "device/device_cuda.h"
 #include "python/py_util.h"
 
@@ -70,23 +70,24 @@ static PyObject *comm_alone(PyObject *type, PyObject *args)
 }
 
 /* What moves the bytes, as Python asks for it. */
-typedef struct mover_request {
+typedef struct backend_request {
     const char *kind, *group;
     zs_nccl_choices nccl;
-} mover_request;
+} backend_request;
 
-static zs_status new_mover(zs_comm *control, const mover_request *request, const zs_device *device, zs_mover **out)
+static zs_status new_backend(zs_comm *control, const backend_request *request, const zs_device *device,
+                             zs_backend **out)
 {
-    if (strcmp(request->kind, "c10d") == 0) return zs_mover_c10d_new(control, device, request->group, out);
-    if (strcmp(request->kind, "nccl") == 0) return zs_mover_nccl_new(control, device, &request->nccl, out);
-    if (strcmp(request->kind, "peer") == 0) return zs_mover_peer_new(control, device, out);
+    if (strcmp(request->kind, "c10d") == 0) return zs_backend_c10d_new(control, device, request->group, out);
+    if (strcmp(request->kind, "nccl") == 0) return zs_backend_nccl_new(control, device, &request->nccl, out);
+    if (strcmp(request->kind, "peer") == 0) return zs_backend_peer_new(control, device, out);
     return ZS_FAIL(ZS_ERR_VALUE, "unknown backend '%s'", request->kind);
 }
 
 PyDoc_STRVAR(
     comm_gpu_doc,
-    "gpu($type, control, mover, device, group_name, nccl=(0, 0, 0, 0, 2), /)\n--\n\nCreate a transport between GPUs. "
-    "control: the Comm between the host processes; mover: the backend that transfers the data ('c10d', 'nccl' or "
+    "gpu($type, control, backend, device, group_name, nccl=(0, 0, 0, 0, 2), /)\n--\n\nCreate a transport between GPUs. "
+    "control: the Comm between the host processes; backend: the backend that transfers the data ('c10d', 'nccl' or "
     "'peer'); group_name: the torch process group that 'c10d' uses; nccl: (CTA policy: 0 default, 1 efficiency, 2 "
     "zero; minimum CTAs, maximum CTAs (0: NCCL's choice); 1 to use windows, else 0; number of communicators).");
 
@@ -95,9 +96,9 @@ static PyObject *comm_gpu(PyObject *type, PyObject *args)
     PyObject *control;
     const char *where;
     const zs_device *device = NULL;
-    mover_request request = {.nccl.communicators = 2};
+    backend_request request = {.nccl.communicators = 2};
     zs_nccl_choices *nccl = &request.nccl;
-    zs_mover *mover = NULL;
+    zs_backend *backend = NULL;
     zs_comm *comm = NULL;
     if (!PyArg_ParseTuple(args, "Osss|(iiiii):gpu", &control, &request.kind, &where, &request.group, &nccl->ctas,
                           &nccl->min_ctas, &nccl->max_ctas, &nccl->windows, &nccl->communicators))
@@ -106,8 +107,8 @@ static PyObject *comm_gpu(PyObject *type, PyObject *args)
     if (hosts == NULL) return NULL;
     zs_clear_error();
     zs_status status = find_device(where, &device);
-    if (status == ZS_OK) ZS_PY_NOGIL(status, new_mover(hosts, &request, device, &mover));
-    ZS_THEN(status, zs_comm_gpu_new(hosts, mover, &comm));
+    if (status == ZS_OK) ZS_PY_NOGIL(status, new_backend(hosts, &request, device, &backend));
+    ZS_THEN(status, zs_comm_gpu_new(hosts, backend, &comm));
     return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }
 

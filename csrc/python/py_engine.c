@@ -1,7 +1,6 @@
 /* py_engine.c - _core.Engine: the schedule of one model, as Python sees it. Two objects of one engine compare equal. */
+#include "python/py_engine.h"
 #include "engine/history.h"
-#include "engine/plan.h"
-#include "python/py_util.h"
 
 #include "unit/offload.h"
 
@@ -9,11 +8,6 @@
 #include <stdlib.h>
 
 enum { MAX_NUMBERS = 256 }; /* doubles that fit into one exchange, with room to spare */
-
-typedef struct engine_object {
-    PyObject_HEAD
-    zs_engine *engine; /* counted reference */
-} engine_object;
 
 zs_engine *zs_py_engine(PyObject *object)
 {
@@ -36,13 +30,14 @@ PyObject *zs_py_engine_wrap(zs_engine *engine)
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"name", "all", "shards", "near", "far", NULL};
-    PyObject *all, *shards, *near, *far;
+    static char *names[] = {"name", "all", "shards", "shard_group", "replica_group", NULL};
+    PyObject *all, *shards, *shard_group, *replica_group;
     const char *name;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOOO:Engine", names, &name, &all, &shards, &near, &far))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sOOOO:Engine", names, &name, &all, &shards, &shard_group,
+                                     &replica_group))
         return NULL;
-    zs_ranks ranks = {zs_py_comm(all), zs_py_comm(shards), zs_py_comm(near), NULL};
-    if (far != Py_None) ranks.far = zs_py_comm(far);
+    zs_ranks ranks = {zs_py_comm(all), zs_py_comm(shards), zs_py_comm(shard_group), NULL};
+    if (replica_group != Py_None) ranks.replica_group = zs_py_comm(replica_group);
     if (PyErr_Occurred()) return NULL;
     zs_engine *engine = NULL;
     zs_status status;
@@ -289,118 +284,6 @@ static PyObject *engine_max(engine_object *self, PyObject *numbers)
     return over_ranks(self, numbers, true);
 }
 
-static PyObject *dict_of(const zs_engine_bytes *bytes)
-{
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes->shards, "kept",
-                         (Py_ssize_t)bytes->kept, "grads", (Py_ssize_t)bytes->grads, "slots", (Py_ssize_t)bytes->slots,
-                         "buckets", (Py_ssize_t)bytes->buckets, "transport", (Py_ssize_t)bytes->transport, "offloaded",
-                         (Py_ssize_t)bytes->offloaded, "total", (Py_ssize_t)bytes->total);
-}
-
-PyDoc_STRVAR(engine_memory_doc,
-             "memory($self, /)\n--\n\nReturn the bytes in use on this rank, as a dict: shards, kept (secondary "
-             "shards), grads, slots (full buffers), buckets, transport (the transport's own, shared by all models that "
-             "use it), offloaded (in files or in host memory) and total (all of these except offloaded).");
-
-static PyObject *engine_memory(engine_object *self, PyObject *unused)
-{
-    (void)unused;
-    zs_engine_bytes bytes = zs_engine_memory(self->engine);
-    return dict_of(&bytes);
-}
-
-PyDoc_STRVAR(engine_peak_doc, "peak($self, /)\n--\n\nReturn the peak of each number of memory().");
-
-static PyObject *engine_peak(engine_object *self, PyObject *unused)
-{
-    (void)unused;
-    zs_engine_bytes bytes = zs_engine_peak(self->engine);
-    return dict_of(&bytes);
-}
-
-PyDoc_STRVAR(engine_predict_doc, "predict($self, stepped, /)\n--\n\nPredict the peaks of memory() from the units and a "
-                                 "training step. stepped: as if all units were stepped in backward.");
-
-static PyObject *engine_predict(engine_object *self, PyObject *stepped)
-{
-    int on = PyObject_IsTrue(stepped);
-    zs_engine_bytes bytes;
-    if (on < 0) return NULL;
-    zs_clear_error();
-    if (zs_engine_predict(self->engine, on != 0, &bytes) != ZS_OK) return zs_py_raise(NULL);
-    return dict_of(&bytes);
-}
-
-static PyObject *predict_seconds(const zs_engine *engine, PyObject *list, size_t n)
-{
-    zs_unit_seconds each[n + 1];
-    double seconds = 0;
-    for (size_t i = 0; i < n; i++) {
-        zs_unit_seconds *it = &each[i];
-        PyObject *item = PyList_GET_ITEM(list, (Py_ssize_t)i);
-        if (!PyArg_ParseTuple(item, "dddd", &it->forward, &it->backward, &it->gather, &it->reduce)) return NULL;
-    }
-    zs_clear_error();
-    if (zs_engine_predict_seconds(engine, each, &seconds) != ZS_OK) return zs_py_raise(NULL);
-    return PyFloat_FromDouble(seconds);
-}
-
-PyDoc_STRVAR(engine_predict_seconds_doc,
-             "predict_seconds($self, units, /)\n--\n\nPredict how many seconds a training step takes. units: for each "
-             "unit, in their order, a tuple of how many seconds its forward, its backward, a gather of its parameters "
-             "and a reduction of its gradients take. ValueError if there are not as many as units.");
-
-static PyObject *engine_predict_seconds(engine_object *self, PyObject *list)
-{
-    size_t n = zs_engine_home(self->engine)->schedule.n;
-    if (PyList_Check(list) && (size_t)PyList_GET_SIZE(list) == n) return predict_seconds(self->engine, list, n);
-    return PyErr_Format(PyExc_ValueError, "predict_seconds() expects a list of %zu tuples, one for each unit", n);
-}
-
-static bool read_call(zs_engine *engine, PyObject *item, zs_call *call)
-{
-    PyObject *unit;
-    long long what;
-    if (!PyArg_ParseTuple(item, "OL", &unit, &what)) return false;
-    *call = (zs_call){zs_py_unit(unit), what};
-    if (call->unit == NULL) return false;
-    if (zs_engine_of(call->unit) == engine && what >= ZS_CALL_EXIT && what < call->unit->n_params) return true;
-    PyErr_Format(PyExc_ValueError, "unit '%s' belongs to another engine, or has no parameter %lld",
-                 zs_unit_label(call->unit->name), what);
-    return false;
-}
-
-PyDoc_STRVAR(engine_set_calls_doc,
-             "set_calls($self, calls, /)\n--\n\nSet what a forward does, assuming that modules run in their order. "
-             "calls: a list of pairs: (unit, -1) where the unit's module, or another one that unshards it, begins; "
-             "(unit, -2) where that one ends; (unit, i) at the first use of its parameter i.");
-
-static PyObject *engine_set_calls(engine_object *self, PyObject *list)
-{
-    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "set_calls() expects a list of pairs (unit, call)");
-    size_t n = (size_t)PyList_GET_SIZE(list);
-    zs_call *calls = calloc(n + 1, sizeof *calls);
-    if (calls == NULL) return PyErr_NoMemory();
-    for (size_t i = 0; i < n; i++) {
-        if (read_call(self->engine, PyList_GET_ITEM(list, (Py_ssize_t)i), &calls[i])) continue;
-        free(calls);
-        return NULL;
-    }
-    zs_engine_set_calls(self->engine, calls, n);
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(engine_reserve_doc,
-             "reserve($self, /)\n--\n\nReserve the memory of a training step, unless it is reserved already.");
-
-static PyObject *engine_reserve(engine_object *self, PyObject *unused)
-{
-    (void)unused;
-    zs_clear_error();
-    if (zs_engine_reserve(self->engine) != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef engine_methods[] = {
     {"adopt", (PyCFunction)engine_adopt, METH_O, engine_adopt_doc},
     {"set_order", (PyCFunction)engine_set_order, METH_O, engine_set_order_doc},
@@ -415,20 +298,21 @@ static PyMethodDef engine_methods[] = {
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},
     {"sum_over_ranks", (PyCFunction)engine_sum, METH_O, engine_sum_doc},
     {"max_over_ranks", (PyCFunction)engine_max, METH_O, engine_max_doc},
-    {"memory", (PyCFunction)engine_memory, METH_NOARGS, engine_memory_doc},
-    {"peak", (PyCFunction)engine_peak, METH_NOARGS, engine_peak_doc},
-    {"predict", (PyCFunction)engine_predict, METH_O, engine_predict_doc},
-    {"predict_seconds", (PyCFunction)engine_predict_seconds, METH_O, engine_predict_seconds_doc},
-    {"set_calls", (PyCFunction)engine_set_calls, METH_O, engine_set_calls_doc},
-    {"reserve", (PyCFunction)engine_reserve, METH_NOARGS, engine_reserve_doc},
+    {"memory", (PyCFunction)zs_py_memory, METH_NOARGS, zs_py_memory_doc},
+    {"peak", (PyCFunction)zs_py_peak, METH_NOARGS, zs_py_peak_doc},
+    {"predict", (PyCFunction)zs_py_predict, METH_O, zs_py_predict_doc},
+    {"predict_seconds", (PyCFunction)zs_py_predict_seconds, METH_O, zs_py_predict_seconds_doc},
+    {"set_calls", (PyCFunction)zs_py_set_calls, METH_O, zs_py_set_calls_doc},
+    {"reserve", (PyCFunction)zs_py_reserve, METH_NOARGS, zs_py_reserve_doc},
     {0},
 };
 
 static PyType_Slot engine_slots[] = {
     {Py_tp_doc,
-     "Engine(name, all, shards, near, far)\n--\n\nThe schedule of one model. all: the transport of all ranks that "
-     "reduce gradients together; shards: of the ranks that one replica is sharded over; near: of the ranks that "
-     "all-gather parameters from each other; far: of the ranks that share a secondary shard, or None."},
+     "Engine(name, all, shards, shard_group, replica_group)\n--\n\nThe schedule of one model. all: the transport of "
+     "all ranks that reduce gradients together; shards: of the ranks that one replica is sharded over; shard_group: of "
+     "the ranks that "
+     "all-gather parameters from each other; replica_group: of the ranks that share a secondary shard, or None."},
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
     {Py_tp_richcompare, engine_compare},

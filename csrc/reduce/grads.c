@@ -31,7 +31,7 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
         ZS_TRY(zs_in_backward_lend(unit));
         char *dst = (char *)flat->grad_mem->ptr + (size_t)param->in_shard.begin * flat->layout.itemsize;
         size_t bytes = (size_t)grad.numel * flat->layout.itemsize;
-        ZS_TRY(zs_device_copy(zs_home_device(unit->home), ZS_LANE_COMPUTE, dst, grad.data, bytes));
+        ZS_TRY(zs_device_copy(zs_home_device(unit->home), ZS_STREAM_COMPUTE, dst, grad.data, bytes));
     }
     return zs_grad_set(param->tensor, NULL);
 }

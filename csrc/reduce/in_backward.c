@@ -46,7 +46,7 @@ zs_status zs_in_backward_lend(zs_unit *unit)
     }
     /* What forward and backward did in the slots comes before the sums. */
     const zs_comm *comm = unit->home->ranks.all;
-    return lent ? zs_device_fork(comm->device, comm->ops->lane) : ZS_OK;
+    return lent ? zs_device_fork(comm->device, comm->ops->stream) : ZS_OK;
 }
 
 /* Has any parameter its view of the grad shard as .grad? One that the stepper does not know may. */

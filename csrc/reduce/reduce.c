@@ -53,10 +53,10 @@ static zs_status pack_grad(const zs_unit *unit, const zs_param *param, bool agai
     if (again || !plain) return zs_grad_copy(param->tensor, in_round(unit, param), flat->wire, again);
     if (grad.dtype == flat->wire) {
         size_t bytes = (size_t)grad.numel * flat->wire_size;
-        return zs_device_copy(device, ZS_LANE_COMPUTE, in_round(unit, param), grad.data, bytes);
+        return zs_device_copy(device, ZS_STREAM_COMPUTE, in_round(unit, param), grad.data, bytes);
     }
     zs_cast cast = {in_round(unit, param), grad.data, grad.numel, flat->wire, grad.dtype};
-    return zs_device_cast(device, ZS_LANE_COMPUTE, &cast);
+    return zs_device_cast(device, ZS_STREAM_COMPUTE, &cast);
 }
 
 zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool anew, bool *first)
@@ -86,7 +86,7 @@ static zs_status fill_rest(zs_unit *unit)
             if (param->flat != f) continue;
             size_t begin = (size_t)param->offset * flat->wire_size;
             size_t end = begin + (size_t)param->numel * flat->wire_size;
-            ZS_TRY(zs_device_zero(device, ZS_LANE_COMPUTE, base + filled, begin - filled));
+            ZS_TRY(zs_device_zero(device, ZS_STREAM_COMPUTE, base + filled, begin - filled));
             filled = end;
             if (zs_get_bit(unit->used, i)) continue;
             zs_grad_info grad = {0};
@@ -96,10 +96,10 @@ static zs_status fill_rest(zs_unit *unit)
             if (grad.defined) { /* DDP's rule: what has been accumulated before takes part in the mean */
                 ZS_TRY(zs_grad_copy(param->tensor, base + begin, flat->wire, false));
             } else {
-                ZS_TRY(zs_device_zero(device, ZS_LANE_COMPUTE, base + begin, end - begin));
+                ZS_TRY(zs_device_zero(device, ZS_STREAM_COMPUTE, base + begin, end - begin));
             }
         }
-        ZS_TRY(zs_device_zero(device, ZS_LANE_COMPUTE, base + filled, zs_flat_wire_bytes(flat) - filled));
+        ZS_TRY(zs_device_zero(device, ZS_STREAM_COMPUTE, base + filled, zs_flat_wire_bytes(flat) - filled));
     }
     return ZS_OK;
 }
@@ -107,7 +107,7 @@ static zs_status fill_rest(zs_unit *unit)
 zs_status zs_reduce_send_local(zs_unit *unit)
 {
     const zs_device *device = zs_home_device(unit->home);
-    ZS_TRY(zs_device_copy(device, ZS_LANE_COMPUTE, packing(unit), unit->local->ptr, zs_unit_bucket_bytes(unit)));
+    ZS_TRY(zs_device_copy(device, ZS_STREAM_COMPUTE, packing(unit), unit->local->ptr, zs_unit_bucket_bytes(unit)));
     zs_local_grads_free(unit);
     return ZS_OK;
 }

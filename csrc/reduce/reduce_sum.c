@@ -18,7 +18,7 @@ typedef struct summing {
     zs_unit *unit;
     zs_sources *sources;
     const zs_device *device;
-    zs_lane lane;
+    zs_stream stream;
     int rank, world;
     double scale;
     double again; /* for what is there before: all ranks' sources are added to it, and scaled with it */
@@ -45,8 +45,8 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, slice_run run)
     sum.numel = run.end - run.begin;
     sum.accumulate = run.class == ADD;
     zs_numbers before = {sum.dst, sum.numel, sum.to};
-    if (sum.accumulate && s->again != 1.0) ZS_TRY(zs_device_scale(s->device, s->lane, &before, s->again));
-    return zs_device_sum(s->device, s->lane, &sum);
+    if (sum.accumulate && s->again != 1.0) ZS_TRY(zs_device_scale(s->device, s->stream, &before, s->again));
+    return zs_device_sum(s->device, s->stream, &sum);
 }
 
 static bool used_anywhere(const summing *s, int64_t i)
@@ -122,11 +122,11 @@ static zs_status fetch_piece(const summing *s, const zs_flat *flat, size_t begin
     const char *base = s->sources->data[begin / flat->slice_bytes];
     const void *src = base + flat->bucket_offset + begin;
     char *dst = (char *)flat->grad_mem->ptr + begin;
-    if (!add) return zs_device_copy(s->device, s->lane, dst, src, stop - begin);
+    if (!add) return zs_device_copy(s->device, s->stream, dst, src, stop - begin);
     zs_sum sum = {.src = &src, .world = 1, .dst = dst, .dtype = flat->wire, .scale = 1.0, .accumulate = true};
     sum.to = flat->wire;
     sum.numel = (int64_t)((stop - begin) / flat->layout.itemsize);
-    return zs_device_sum(s->device, s->lane, &sum);
+    return zs_device_sum(s->device, s->stream, &sum);
 }
 
 /* (no_shard) Fetches every rank's finished slice into the whole gradient. */
@@ -152,7 +152,7 @@ static summing summing_of(zs_unit *unit, zs_sources *sources)
 {
     zs_comm *comm = unit->home->ranks.all;
     double divisor = unit->divisor != 0.0 ? unit->divisor : comm->world;
-    summing s = {unit, sources, comm->device, comm->ops->lane, comm->rank, comm->world, 1.0 / divisor, 0};
+    summing s = {unit, sources, comm->device, comm->ops->stream, comm->rank, comm->world, 1.0 / divisor, 0};
     s.again = divisor / comm->world;
     return s;
 }

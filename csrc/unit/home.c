@@ -3,7 +3,7 @@
 
 size_t zs_ranks_list(const zs_ranks *ranks, zs_comm *each[ZS_RANKS])
 {
-    zs_comm *all[ZS_RANKS] = {ranks->all, ranks->near, ranks->shards, ranks->far};
+    zs_comm *all[ZS_RANKS] = {ranks->all, ranks->shard_group, ranks->shards, ranks->replica_group};
     size_t n = 0;
     for (size_t i = 0; i < ZS_RANKS; i++) {
         bool known = all[i] == NULL;

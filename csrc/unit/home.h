@@ -16,9 +16,9 @@ typedef struct zs_ranks {
     /* Those of them that one copy of the model is cut over, each group of them another copy (hybrid); `all` if there is
      * one. */
     zs_comm *shards;
-    /* Those that gather from each other: `shards`, or where a copy is kept (kept.h) those that share it. */
-    zs_comm *near;
-    zs_comm *far; /* those that have the same part of that copy; NULL if none is kept */
+    /* Those that gather from each other: `shards`, or where a copy is kept (secondary.h) those that share it. */
+    zs_comm *shard_group;
+    zs_comm *replica_group; /* those that have the same part of that copy; NULL if none is kept */
 } zs_ranks;
 
 enum { ZS_RANKS = 4 }; /* of them, at most */

@@ -67,7 +67,7 @@ typedef struct zs_flat {
     zs_layout layout;
     zs_flat_mem mem;         /* shard, and full if the transport maps it; for units that are always whole: unused */
     zs_flat_mem low;         /* the same in `compute`, if that is another dtype; for replicated units: unused */
-    zs_flat_mem kept;        /* what is gathered from instead, where a copy is kept between steps; see kept.h */
+    zs_flat_mem secondary;   /* what is gathered from instead, where a copy is kept between steps; see secondary.h */
     bool spoiled;            /* `kept` may hold anything */
     zs_mem *full_mem;        /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
     zs_gathering *gathering; /* its gather is under way; owned */
@@ -158,7 +158,7 @@ static inline bool zs_flat_is_lowered(const zs_unit *unit, const zs_flat *flat)
 static inline const zs_flat_mem *zs_flat_source(const zs_unit *unit, const zs_flat *flat)
 {
     bool lowered = zs_flat_is_lowered(unit, flat);
-    if (flat->kept.mem != NULL && lowered == (flat->compute != flat->dtype)) return &flat->kept;
+    if (flat->secondary.mem != NULL && lowered == (flat->compute != flat->dtype)) return &flat->secondary;
     return lowered ? &flat->low : &flat->mem;
 }
 

@@ -7,9 +7,9 @@
 #include "device/device.h"
 #include "pager/pager.h"
 #include "unit/home.h"
-#include "unit/kept.h"
 #include "unit/offload.h"
 #include "unit/pinned.h"
+#include "unit/secondary.h"
 #include "unit/unit.h"
 
 #include <string.h>
@@ -25,7 +25,7 @@ static zs_dtype full_dtype(const zs_unit *unit, const zs_flat *flat)
 static zs_status cast(const zs_unit *unit, const zs_flat *flat, void *dst, int64_t numel)
 {
     zs_cast job = {dst, flat->mem.shard, numel, flat->compute, flat->dtype};
-    return zs_device_cast(zs_home_device(unit->home), ZS_LANE_COMPUTE, &job);
+    return zs_device_cast(zs_home_device(unit->home), ZS_STREAM_COMPUTE, &job);
 }
 
 zs_status zs_unit_cast(const zs_unit *unit)
@@ -46,15 +46,15 @@ zs_status zs_unit_cast(const zs_unit *unit)
 /* Begins to fill a slot: a gather, or where this rank has everything, a cast. */
 static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from)
 {
-    zs_comm *near = unit->home->ranks.near;
+    zs_comm *shard_group = unit->home->ranks.shard_group;
     zs_mem *slot = flat->full_mem;
-    if (!unit->record.is.replicated && flat->kept.mem != NULL && from != &flat->kept)
-        return zs_kept_gather_exact(unit, flat, slot);
+    if (!unit->record.is.replicated && flat->secondary.mem != NULL && from != &flat->secondary)
+        return zs_secondary_gather_exact(unit, flat, slot);
     if (!unit->record.is.replicated)
-        return zs_comm_gather_start(near, from, unit->name, (zs_target){slot, slot->ptr}, &flat->gathering);
+        return zs_comm_gather_start(shard_group, from, unit->name, (zs_target){slot, slot->ptr}, &flat->gathering);
     if (zs_flat_is_lowered(unit, flat)) return cast(unit, flat, slot->ptr, zs_layout_full_numel(&flat->layout));
     const zs_device *device = zs_home_device(unit->home);
-    return zs_device_copy(device, ZS_LANE_COMPUTE, slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
+    return zs_device_copy(device, ZS_STREAM_COMPUTE, slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
 }
 
 static zs_status begin_flat(zs_unit *unit, zs_flat *flat)
@@ -71,9 +71,9 @@ static zs_status begin_flat(zs_unit *unit, zs_flat *flat)
 static zs_status finish_gather(const zs_unit *unit, zs_flat *flat)
 {
     zs_gathering *gathering = flat->gathering;
-    zs_comm *near = unit->home->ranks.near;
+    zs_comm *shard_group = unit->home->ranks.shard_group;
     flat->gathering = NULL;
-    return gathering != NULL ? zs_comm_gather_finish(near, gathering) : ZS_OK;
+    return gathering != NULL ? zs_comm_gather_finish(shard_group, gathering) : ZS_OK;
 }
 
 static zs_status finish_flat(zs_unit *unit, zs_flat *flat)
@@ -157,7 +157,7 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
     bool moved = !zs_tensor_on_storage(param->tensor, flat->full);
     bool written = !moved && zs_tensor_version(param->tensor) != param->version;
     ZS_TRY(zs_unit_bind_local(unit, param));
-    if (written) zs_kept_spoil(unit);
+    if (written) zs_secondary_spoil(unit);
     if (moved) return moved_error(unit, param, "while it was unsharded");
     if (written)
         return ZS_FAIL(
@@ -199,7 +199,7 @@ static zs_status own_flat(zs_unit *unit, zs_flat *flat)
         const zs_device *device = zs_home_device(unit->home);
         ZS_TRY(zs_device_mem_new(device, bytes, &copy));
         const char *from = zs_flat_source(unit, flat)->full;
-        zs_status status = zs_device_copy(device, ZS_LANE_COMPUTE, copy->ptr, from, bytes);
+        zs_status status = zs_device_copy(device, ZS_STREAM_COMPUTE, copy->ptr, from, bytes);
         ZS_THEN(status, zs_storage_fill(flat->full, copy, copy->ptr));
         if (status != ZS_OK) {
             zs_mem_release(copy);
@@ -226,7 +226,7 @@ static zs_status take_slice(const zs_unit *unit, const zs_param *param)
     char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * itemsize;
     const char *src = (char *)flat->full_mem->ptr + (size_t)(param->offset + param->owned.begin) * itemsize;
     size_t bytes = (size_t)param->owned.numel * itemsize;
-    return zs_device_copy(zs_home_device(unit->home), ZS_LANE_COMPUTE, dst, src, bytes);
+    return zs_device_copy(zs_home_device(unit->home), ZS_STREAM_COMPUTE, dst, src, bytes);
 }
 
 zs_status zs_unit_accept(zs_unit *unit, bool keep)
@@ -299,6 +299,6 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where
         return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not unsharded", zs_unit_label(unit->name));
     const zs_device *device = zs_home_device(unit->home);
     size_t begin = (size_t)param->offset * flat->layout.itemsize, bytes = (size_t)param->numel * flat->layout.itemsize;
-    ZS_TRY(zs_device_copy(device, ZS_LANE_COMPUTE, dst, base + begin, bytes));
+    ZS_TRY(zs_device_copy(device, ZS_STREAM_COMPUTE, dst, base + begin, bytes));
     return where.type == ZS_ON_CPU ? zs_device_wait(device) : ZS_OK;
 }

@@ -71,10 +71,10 @@ size_t zs_unit_low_bytes(const zs_unit *unit)
 
 size_t zs_unit_kept_bytes(const zs_unit *unit)
 {
-    const zs_comm *far = unit->home->ranks.far;
+    const zs_comm *replica_group = unit->home->ranks.replica_group;
     size_t total = 0;
-    for (int f = 0; f < unit->n_flats && far != NULL && !unit->record.is.replicated; f++)
-        total += zs_flat_low_bytes(&unit->flats[f]) * (size_t)far->world;
+    for (int f = 0; f < unit->n_flats && replica_group != NULL && !unit->record.is.replicated; f++)
+        total += zs_flat_low_bytes(&unit->flats[f]) * (size_t)replica_group->world;
     return total;
 }
 

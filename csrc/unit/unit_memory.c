@@ -3,8 +3,8 @@
 
 #include "device/device.h"
 #include "unit/home.h"
-#include "unit/kept.h"
 #include "unit/offload.h"
+#include "unit/secondary.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -20,8 +20,8 @@ static size_t shard_align(const zs_unit *unit)
 {
     const zs_ranks *ranks = &unit->home->ranks;
     if (unit->record.is.replicated) return ZS_PARAM_ALIGN;
-    size_t align = ranks->shards->ops->shard_align, near = ranks->near->ops->shard_align;
-    return near > align ? near : align;
+    size_t align = ranks->shards->ops->shard_align, shard_group = ranks->shard_group->ops->shard_align;
+    return shard_group > align ? shard_group : align;
 }
 
 static size_t smallest_size(const zs_flat *flat)
@@ -88,7 +88,7 @@ static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
     } else {
         ZS_TRY(take_flat(unit, shard_bytes, &flat->mem));
         if (flat->compute != flat->dtype) ZS_TRY(take_flat(unit, zs_flat_low_bytes(flat), &flat->low));
-        ZS_TRY(zs_kept_new(unit, flat));
+        ZS_TRY(zs_secondary_new(unit, flat));
     }
     ZS_TRY(zs_storage_new(device->where, shard_bytes, "", &flat->shard));
     return zs_storage_fill(flat->shard, flat->mem.mem, flat->mem.shard);

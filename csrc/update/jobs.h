@@ -53,7 +53,7 @@ typedef struct zs_run {
     const zs_device *device;
 } zs_run;
 
-/* A run to update; on a device that queues: in the compute lane. */
+/* A run to update; on a device that queues: in the compute stream. */
 typedef struct zs_update_job {
     zs_rule rule;
     bool full; /* as below */

@@ -100,10 +100,10 @@ static inline void post_unit(rank_env *env, test_unit *unit, int u, bool always)
     OK(zs_cunit_post(env->comm, unit->cunit, present ? &unit->bucket : NULL, p.used));
 }
 
-/* A GPU has got as far as the transport's lane has: what collect() gave may be read by this host. */
+/* A GPU has got as far as the transport's stream has: what collect() gave may be read by this host. */
 static inline void catch_up(rank_env *env)
 {
-    OK(zs_device_join(env->comm->device, env->comm->ops->lane));
+    OK(zs_device_join(env->comm->device, env->comm->ops->stream));
     OK(zs_device_wait(env->comm->device));
 }
 

@@ -1,4 +1,4 @@
-/* peer_failures.c - the transport "peer" when ranks die, do not come or are refused by the driver (test_mover_peer.c).
+/* peer_failures.c - the transport "peer" when ranks die, do not come or are refused by the driver (test_backend_peer.c).
  *
  * The one idea: nobody hangs: streams that wait for a rank are let go, and the next call says which rank, and why.
  */
@@ -89,14 +89,14 @@ void failing_call_lets_the_peers_go(rank_env *env)
 void birth_fails_on_all_ranks(rank_env *env)
 {
     const zs_device *device = NULL;
-    zs_mover *mover = NULL;
+    zs_backend *backend = NULL;
     static const char *const calls[] = {"cuMemAlloc:1:2", "cuIpcGetMemHandle:1", "cuIpcOpenMemHandle:1",
                                         "cuStreamCreateWithPriority:1"};
     OK(zs_device_cuda(0, true, &device));
     for (int i = 0; i < 4; i++) {
         if (env->rank == 1) setenv("FAKE_CUDA_FAIL", calls[i], 1);
         zs_clear_error();
-        CHECK(zs_mover_peer_new(env->comm, device, &mover) == (i == 0 ? ZS_ERR_MEMORY : ZS_ERR_CUDA));
+        CHECK(zs_backend_peer_new(env->comm, device, &backend) == (i == 0 ? ZS_ERR_MEMORY : ZS_ERR_CUDA));
         CHECK(strstr(zs_last_message(), "rank 1: cu") != NULL);
         zs_clear_error();
         unsetenv("FAKE_CUDA_FAIL");

@@ -1,4 +1,4 @@
-/* peer_rounds.c - rounds of the transport "peer": parts, streams that work late, buckets and units that change (test_mover_peer.c).
+/* peer_rounds.c - rounds of the transport "peer": parts, streams that work late, buckets and units that change (test_backend_peer.c).
  *
  * The one idea: what a rank posts follows from (rank, part, round), so each rank can check every byte that it reads, however
  * late its stream does.
@@ -59,7 +59,7 @@ static void read_late(rank_env *env, const zs_sources *from, char *result, size_
 {
     for (int i = 1; i <= env->world; i++) {
         int r = (env->rank + i) % env->world;
-        OK(zs_device_copy(env->comm->device, ZS_LANE_REDUCE, result + (size_t)r * bytes, from->data[r] + from->at[0],
+        OK(zs_device_copy(env->comm->device, ZS_STREAM_REDUCE, result + (size_t)r * bytes, from->data[r] + from->at[0],
                           bytes));
     }
 }
@@ -88,10 +88,10 @@ void streams_work_late(rank_env *env)
         CHECK(ready);
         for (int p = 0; p < env->world; p++)
             fill_pattern(packed + p * SLICE, SLICE, late_seed(round, env->rank, p));
-        if (round % 2 == 0) /* at once, as it is on the compute lane; or by the lane itself */
+        if (round % 2 == 0) /* at once, as it is on the compute stream; or by the stream itself */
             memcpy(bucket.ptr, packed, whole);
         else
-            OK(zs_device_copy(env->comm->device, ZS_LANE_REDUCE, bucket.ptr, packed, whole));
+            OK(zs_device_copy(env->comm->device, ZS_STREAM_REDUCE, bucket.ptr, packed, whole));
         OK(zs_cunit_post(env->comm, cunit, &bucket, &used));
         OK(zs_cunit_collect(env->comm, cunit, ZS_WAIT, &ready, &from));
         read_late(env, &from, (char *)results->ptr + round * whole, SLICE);

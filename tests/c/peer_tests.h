@@ -1,6 +1,6 @@
 /* peer_tests.h - what the tests of the transport "peer" share: a transport over the stand-in for libcuda, and gathers compared.
  *
- * The one idea: the tests are one program, test_mover_peer.c, of three files; bodies that are not in that one are declared here.
+ * The one idea: the tests are one program, test_backend_peer.c, of three files; bodies that are not in that one are declared here.
  */
 #ifndef ZS_TEST_PEER_TESTS_H
 #define ZS_TEST_PEER_TESTS_H
@@ -16,12 +16,12 @@ static zs_comm *hosts; /* below env->comm */
 static inline void begin_gpu(rank_env *env)
 {
     const zs_device *device = NULL;
-    zs_mover *mover = NULL;
+    zs_backend *backend = NULL;
     setenv("FAKE_CUDA_DELAY_US", "20", 1);
     hosts = env->comm;
     OK(zs_device_cuda(0, true, &device));
-    OK(zs_mover_peer_new(hosts, device, &mover));
-    OK(zs_comm_gpu_new(hosts, mover, &env->comm));
+    OK(zs_backend_peer_new(hosts, device, &backend));
+    OK(zs_comm_gpu_new(hosts, backend, &env->comm));
 }
 
 /* Leaves it. */

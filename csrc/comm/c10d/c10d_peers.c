@@ -57,8 +57,9 @@ zs_status zs_c10d_peers_meet(zs_c10d_comm *comm)
     zs_status status = zs_comm_exchange(&comm->base, &own, sizeof own, cards);
     for (int r = 0; r < world && status == ZS_OK; r++) {
         comm->peers[r].pid = (int)cards[r].pid;
-        bool near = own.boot[0] != 0 && strcmp(cards[r].boot, own.boot) == 0 && cards[r].pids == own.pids;
-        if (near && r != comm->base.rank) comm->peers[r].pidfd = (int)syscall(SYS_pidfd_open, comm->peers[r].pid, 0);
+        bool shard_group = own.boot[0] != 0 && strcmp(cards[r].boot, own.boot) == 0 && cards[r].pids == own.pids;
+        if (shard_group && r != comm->base.rank)
+            comm->peers[r].pidfd = (int)syscall(SYS_pidfd_open, comm->peers[r].pid, 0);
     }
     free(cards);
     return status;

@@ -1,4 +1,4 @@
-/* comm_gpu.c - the transports for GPUs: a transport between the hosts, and a mover for what lies on the devices.
+/* comm_gpu.c - the transports for GPUs: a transport between the hosts, and a backend for what lies on the devices.
  *
  * The one idea: no host waits for a GPU, so hosts meet early, and what they find out (other bitmaps, another order, a peer
  * that is gone) they find out as on the CPU, in the control transport's words. What moves on the devices must be asked for in
@@ -19,7 +19,7 @@ zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
     if (comm->base.lost != NULL) return status;
     comm->base.lost = strdup(zs_last_message());
     zs_comm_abort(comm->control, zs_last_message());
-    comm->mover->ops->abort(comm->mover, zs_last_message());
+    comm->backend->ops->abort(comm->backend, zs_last_message());
     return status;
 }
 
@@ -28,8 +28,8 @@ zs_status zs_gpu_usable(zs_gpu_comm *comm)
     if (comm->base.lost != NULL)
         return ZS_FAIL(ZS_ERR_STATE, "cannot continue after an earlier failure; restart all ranks: %s",
                        comm->base.lost);
-    if (comm->mover->ops->check == NULL) return ZS_OK;
-    zs_status status = comm->mover->ops->check(comm->mover);
+    if (comm->backend->ops->check == NULL) return ZS_OK;
+    zs_status status = comm->backend->ops->check(comm->backend);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 
@@ -37,21 +37,21 @@ zs_status zs_gpu_usable(zs_gpu_comm *comm)
 
 static uint32_t gone_here(const zs_gpu_comm *comm)
 {
-    return comm->mover->ops->gone != NULL ? comm->mover->ops->gone(comm->mover) : 0;
+    return comm->backend->ops->gone != NULL ? comm->backend->ops->gone(comm->backend) : 0;
 }
 
 /* The hosts have met; `gone`: on some rank is memory that it would give up. */
 static zs_status settle(zs_gpu_comm *comm, bool gone)
 {
     if (!gone) return ZS_OK;
-    zs_status status = comm->mover->ops->settle(comm->mover);
+    zs_status status = comm->backend->ops->settle(comm->backend);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 
 /* Meets for that alone: where a model is wrapped, another one's memory may be wanted. */
 static zs_status meet_to_settle(zs_gpu_comm *comm)
 {
-    if (comm->mover->ops->settle == NULL) return ZS_OK;
+    if (comm->backend->ops->settle == NULL) return ZS_OK;
     bool gone = false;
     uint32_t mine = gone_here(comm), all[comm->base.world];
     ZS_TRY(zs_comm_exchange(comm->control, &mine, sizeof mine, all));
@@ -114,7 +114,7 @@ zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, siz
     order->hash = mix(order->hash, unit, strlen(unit) + 1);
     order->hash = mix(order->hash, &bytes, sizeof bytes);
     snprintf(order->last, sizeof order->last, "%s of unit '%.60s' (%zu bytes per rank)", what, unit, bytes);
-    return comm->mover->ops->blocks ? check_order(comm, false) : ZS_OK;
+    return comm->backend->ops->blocks ? check_order(comm, false) : ZS_OK;
 }
 
 /* Where peers read each other's memory they wait for numbers that grow, which a CUDA graph would repeat: it would wait for what
@@ -124,7 +124,7 @@ zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *
     (void)reader;
     (void)reading;
     bool captured = false;
-    if (((zs_gpu_comm *)comm)->mover->ops->swap != NULL) return ZS_OK;
+    if (((zs_gpu_comm *)comm)->backend->ops->swap != NULL) return ZS_OK;
     ZS_TRY(zs_device_capturing(comm->device, &captured));
     if (!captured) return ZS_OK;
     return ZS_FAIL(ZS_ERR_UNSUPPORTED, "transport '%s' does not support CUDA graph capture: pass transport='nccl'",
@@ -177,9 +177,9 @@ zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
 static zs_status new_memory(zs_comm *comm, zs_moved what, size_t bytes, zs_mem **out)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
-    if (self->mover->ops->mem_new == NULL) return zs_device_mem_new(comm->device, bytes, out);
+    if (self->backend->ops->mem_new == NULL) return zs_device_mem_new(comm->device, bytes, out);
     ZS_TRY(zs_gpu_usable(self));
-    return self->mover->ops->mem_new(self->mover, what, bytes, out);
+    return self->backend->ops->mem_new(self->backend, what, bytes, out);
 }
 
 zs_status zs_gpu_slot_new(zs_comm *comm, size_t bytes, zs_mem **out)
@@ -216,14 +216,14 @@ static zs_status start_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, zs_tar
     const zs_device *device = comm->base.device;
     ZS_TRY(zs_gpu_event_take(comm, &gathering->done));
     const char *shard = flat->shard;
-    ZS_TRY(zs_device_fork(device, ZS_LANE_GATHER)); /* behind the optimizer's step, and the slot's last use */
-    if (flat->mem->on_host) {                       /* movers are for the device's memory */
+    ZS_TRY(zs_device_fork(device, ZS_STREAM_GATHER)); /* behind the optimizer's step, and the slot's last use */
+    if (flat->mem->on_host) {                         /* backends are for the device's memory */
         char *own = to.full + (size_t)comm->base.rank * flat->shard_bytes;
-        ZS_TRY(zs_device_copy(device, ZS_LANE_GATHER, own, shard, flat->shard_bytes));
+        ZS_TRY(zs_device_copy(device, ZS_STREAM_GATHER, own, shard, flat->shard_bytes));
         shard = own;
     }
-    ZS_TRY(comm->mover->ops->gather(comm->mover, ZS_LANE_GATHER, shard, to.full, flat->shard_bytes));
-    return zs_device_cuda_record(device, ZS_LANE_GATHER, gathering->done);
+    ZS_TRY(comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, to.full, flat->shard_bytes));
+    return zs_device_cuda_record(device, ZS_STREAM_GATHER, gathering->done);
 }
 
 zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
@@ -250,7 +250,7 @@ zs_status zs_gpu_gather_finish(zs_comm *comm, zs_gathering *gathering)
 {
     zs_status status = ZS_OK;
     if (gathering->session == comm->sessions)
-        status = zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, gathering->done);
+        status = zs_device_cuda_await(comm->device, ZS_STREAM_COMPUTE, gathering->done);
     zs_gpu_event_give((zs_gpu_comm *)comm, gathering->done);
     zs_mem_release(gathering->mem);
     free(gathering);
@@ -307,18 +307,18 @@ zs_status zs_gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int r
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_check_root(comm, root));
     ZS_TRY(zs_gpu_note(self, "buffer", "", bytes));
-    zs_status status = self->mover->ops->broadcast(self->mover, data, bytes, root);
+    zs_status status = self->backend->ops->broadcast(self->backend, data, bytes, root);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
 
 /* Where peers map memory, they can not read what is torch's; but it can be broadcast. */
 static zs_status gather_anything(zs_gpu_comm *self, const void *mine, size_t bytes, char *all)
 {
-    zs_mover *mover = self->mover;
-    if (mover->ops->swap != NULL) return mover->ops->gather(mover, ZS_LANE_COMPUTE, mine, all, bytes);
-    ZS_TRY(zs_device_copy(mover->device, ZS_LANE_COMPUTE, all + (size_t)mover->rank * bytes, mine, bytes));
-    for (int r = 0; r < mover->world; r++)
-        ZS_TRY(mover->ops->broadcast(mover, all + (size_t)r * bytes, bytes, r));
+    zs_backend *backend = self->backend;
+    if (backend->ops->swap != NULL) return backend->ops->gather(backend, ZS_STREAM_COMPUTE, mine, all, bytes);
+    ZS_TRY(zs_device_copy(backend->device, ZS_STREAM_COMPUTE, all + (size_t)backend->rank * bytes, mine, bytes));
+    for (int r = 0; r < backend->world; r++)
+        ZS_TRY(backend->ops->broadcast(backend, all + (size_t)r * bytes, bytes, r));
     return ZS_OK;
 }
 
@@ -328,7 +328,7 @@ zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, vo
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_gpu_note(self, "values", "", bytes));
-    zs_status status = self->mover->ops->blocks ? ZS_OK : check_order(self, false);
+    zs_status status = self->backend->ops->blocks ? ZS_OK : check_order(self, false);
     ZS_THEN(status, gather_anything(self, mine, bytes, all));
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
@@ -348,14 +348,14 @@ void zs_gpu_abort(zs_comm *comm, const char *reason)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     zs_comm_abort(self->control, reason);
-    self->mover->ops->abort(self->mover, reason);
+    self->backend->ops->abort(self->backend, reason);
 }
 
 /* The control transport is closed by who has it. */
 void zs_gpu_close(zs_comm *comm)
 {
-    zs_mover *mover = ((zs_gpu_comm *)comm)->mover;
-    if (mover->ops->close != NULL) mover->ops->close(mover);
+    zs_backend *backend = ((zs_gpu_comm *)comm)->backend;
+    if (backend->ops->close != NULL) backend->ops->close(backend);
 }
 
 void zs_gpu_destroy(zs_comm *comm)
@@ -364,28 +364,28 @@ void zs_gpu_destroy(zs_comm *comm)
     zs_arena_free(self->areas);
     for (size_t i = 0; i < self->n_idle; i++)
         zs_device_cuda_event_free(self->idle[i]);
-    if (self->mover != NULL) self->mover->ops->destroy(self->mover);
+    if (self->backend != NULL) self->backend->ops->destroy(self->backend);
     zs_comm_release(self->control);
     free(self->idle);
     free(self->base.lost);
     free(self);
 }
 
-zs_status zs_comm_gpu_new(zs_comm *control, zs_mover *mover, zs_comm **out)
+zs_status zs_comm_gpu_new(zs_comm *control, zs_backend *backend, zs_comm **out)
 {
     zs_gpu_comm *self = calloc(1, sizeof *self);
     if (self == NULL) {
-        mover->ops->destroy(mover);
+        backend->ops->destroy(backend);
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a GPU transport");
     }
-    self->base.ops = mover->ops->table;
+    self->base.ops = backend->ops->table;
     self->base.rank = control->rank;
     self->base.world = control->world;
-    self->base.device = mover->device;
+    self->base.device = backend->device;
     self->base.timeout = control->timeout;
     zs_refs_init(&self->base.refs);
     self->control = zs_comm_retain(control);
-    self->mover = mover;
+    self->backend = backend;
     *out = &self->base;
     return ZS_OK;
 }

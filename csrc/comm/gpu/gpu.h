@@ -3,18 +3,18 @@
  *   comm_gpu.c    flats and gathers, small exchanges, the check of order
  *   gpu_round.c   reducing
  *   gpu_table.c   the tables that all share
- *   gpu_transports.c   those whose movers move gradients; peer_table.c has peer
- *   mover.h       what moves the bytes
+ *   gpu_transports.c   those whose backends move gradients; peer_table.c has peer
+ *   backend.h       what moves the bytes
  */
 #ifndef ZS_GPU_H
 #define ZS_GPU_H
 
 #include "comm/comm_local.h"
-#include "comm/gpu/mover.h"
+#include "comm/gpu/backend.h"
 #include "device/arena.h"
 #include "device/cuda_api.h"
 
-/* What ranks compare to know that they have asked their movers for the same things in the same order. */
+/* What ranks compare to know that they have asked their backends for the same things in the same order. */
 typedef struct zs_gpu_order {
     uint64_t gave_up; /* this rank has given up its backward here */
     uint64_t count;   /* of moves */
@@ -26,11 +26,11 @@ typedef struct zs_gpu_order {
 
 typedef struct zs_gpu_comm {
     zs_comm base;
-    zs_comm *control; /* between the hosts; counted reference */
-    zs_mover *mover;  /* owned */
-    uint64_t flats;   /* so many so far */
-    size_t living;    /* units that are not freed */
-    zs_arena *areas;  /* owned; what rounds receive into; NULL: none yet */
+    zs_comm *control;    /* between the hosts; counted reference */
+    zs_backend *backend; /* owned */
+    uint64_t flats;      /* so many so far */
+    size_t living;       /* units that are not freed */
+    zs_arena *areas;     /* owned; what rounds receive into; NULL: none yet */
     zs_gpu_order order;
     zs_cu_event *idle; /* [n_idle] events that nobody uses; owned */
     size_t n_idle, idle_room;
@@ -42,7 +42,7 @@ zs_status zs_gpu_usable(zs_gpu_comm *comm);
 /* Notes a move, before it is made; where moves block, asks whether all ranks are about to make it: ZS_ERR_DIVERGED. */
 zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes);
 
-/* A move has failed: tells the peers why, stops the mover, and returns `status`. */
+/* A move has failed: tells the peers why, stops the backend, and returns `status`. */
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
 
 /* Sees to it that there is an arena of what rounds receive into. */
@@ -112,7 +112,7 @@ zs_status zs_gpu_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bo
 /* release. */
 zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit);
 
-/* reusable: at once, as the compute lane waits for what is still read. */
+/* reusable: at once, as the compute stream waits for what is still read. */
 zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
 /* tell_mishap and mishap_of: the hosts' matter. */

@@ -2,7 +2,7 @@
  *
  * The one idea: two things travel. Which parameters had gradients goes from host to host, over the control transport, in a
  * round of its own without a bucket; so everything that the engine decides, and every error, is as on the CPU. The gradients
- * go from GPU to GPU, in the reduce lane, and no host waits for them: the sum is queued behind their arrival.
+ * go from GPU to GPU, in the reduce stream, and no host waits for them: the sum is queued behind their arrival.
  */
 #include "base/bits.h"
 #include "comm/gpu/gpu.h"
@@ -121,9 +121,9 @@ static zs_status move_slices(zs_gpu_comm *comm, gpu_unit *unit)
     if (unit->bucket == NULL) ZS_TRY(take_area(comm, unit->base.piece_bytes, &spare));
     zs_swap swap = swap_of(unit, spare);
     zs_status status = zs_gpu_note(comm, "gradients", unit->base.spec.name, unit->base.piece_bytes);
-    ZS_THEN(status, zs_device_fork(comm->base.device, ZS_LANE_REDUCE)); /* behind the packing */
-    ZS_THEN(status, comm->mover->ops->swap(comm->mover, &swap));
-    ZS_THEN(status, zs_device_cuda_record(comm->base.device, ZS_LANE_REDUCE, unit->read));
+    ZS_THEN(status, zs_device_fork(comm->base.device, ZS_STREAM_REDUCE)); /* behind the packing */
+    ZS_THEN(status, comm->backend->ops->swap(comm->backend, &swap));
+    ZS_THEN(status, zs_device_cuda_record(comm->base.device, ZS_STREAM_REDUCE, unit->read));
     unit->session = comm->base.sessions;
     return_area(comm, &spare);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
@@ -185,7 +185,7 @@ zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit)
         char *all = unit->bucket->ptr + zs_cunit_slice_at(cunit, f, 0);
         size_t bytes = cunit->spec.slice_bytes[f];
         const char *own = all + (size_t)comm->rank * bytes;
-        status = self->mover->ops->gather(self->mover, ZS_LANE_REDUCE, own, all, bytes);
+        status = self->backend->ops->gather(self->backend, ZS_STREAM_REDUCE, own, all, bytes);
     }
     if (status != ZS_OK) return zs_gpu_fail(self, status);
     for (int r = 0; r < comm->world; r++)
@@ -212,8 +212,8 @@ zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit)
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_cunit_may_release(cunit));
     /* What was shared is read from the bucket. */
-    if (cunit->spec.mode == ZS_REDUCE_ALL) ZS_TRY(zs_device_cuda_record(comm->device, ZS_LANE_REDUCE, unit->read));
-    return_area(self, &unit->received); /* the next one to receive there does so in the same lane */
+    if (cunit->spec.mode == ZS_REDUCE_ALL) ZS_TRY(zs_device_cuda_record(comm->device, ZS_STREAM_REDUCE, unit->read));
+    return_area(self, &unit->received); /* the next one to receive there does so in the same stream */
     cunit->state = ZS_ROUND_NONE;
     return zs_cunit_release(self->control, unit->control);
 }
@@ -224,7 +224,7 @@ zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     gpu_unit *unit = (gpu_unit *)cunit;
     *ready = cunit->spec.mode == ZS_REDUCE_SCATTER || cunit->state == ZS_ROUND_NONE;
     if (!*ready || unit->session != comm->sessions) return ZS_OK;
-    return zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, unit->read);
+    return zs_device_cuda_await(comm->device, ZS_STREAM_COMPUTE, unit->read);
 }
 
 /* --- mishaps ------------------------------------------------------------------------------------------------------------- */

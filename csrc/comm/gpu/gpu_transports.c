@@ -1,4 +1,4 @@
-/* gpu_transports.c - the transports whose movers move gradients: over NCCL, and over torch's process group. */
+/* gpu_transports.c - the transports whose backends move gradients: over NCCL, and over torch's process group. */
 #include "comm/gpu/gpu.h"
 
 static const zs_round_ops rounds = {
@@ -22,7 +22,7 @@ static const zs_round_ops rounds = {
 const zs_comm_ops zs_nccl_ops = {
     .name = "nccl",
     .shard_align = 64,
-    .lane = ZS_LANE_REDUCE,
+    .stream = ZS_STREAM_REDUCE,
     .flats = &zs_gpu_flat_ops,
     .rounds = &rounds,
     .readers = &zs_gpu_reader_ops,
@@ -35,7 +35,7 @@ const zs_comm_ops zs_nccl_ops = {
 const zs_comm_ops zs_c10d_gpu_ops = {
     .name = "c10d_gpu",
     .shard_align = 64,
-    .lane = ZS_LANE_REDUCE,
+    .stream = ZS_STREAM_REDUCE,
     .flats = &zs_gpu_flat_ops,
     .rounds = &rounds,
     .readers = &zs_gpu_reader_ops,

@@ -6,9 +6,9 @@
 #ifndef ZS_NCCL_LOCAL_H
 #define ZS_NCCL_LOCAL_H
 
-#include "comm/lookout.h"
 #include "comm/nccl/nccl_comm.h"
 #include "comm/nccl/nccl_lib.h"
+#include "comm/watchdog.h"
 
 #include <pthread.h>
 
@@ -20,7 +20,7 @@ typedef struct zs_nccl_watched {
 } zs_nccl_watched;
 
 struct zs_nccl_comm {
-    zs_lookout entry; /* first */
+    zs_watchdog entry; /* first */
     const zs_nccl *nccl;
     char name[64];
     int rank, world;

@@ -87,8 +87,8 @@ static zs_status wait_a_little(zs_nccl_comm *comm, int looks, double *asked)
     pthread_mutex_unlock(&comm->lock);
     nap(looks);
     bool stop = false;
-    if (!comm->ending && zs_lookout_now() > *asked + ask_every) { /* takes the GIL, so not below the lock */
-        *asked = zs_lookout_now();
+    if (!comm->ending && zs_watchdog_now() > *asked + ask_every) { /* takes the GIL, so not below the lock */
+        *asked = zs_watchdog_now();
         stop = zs_comm_interrupted();
     }
     pthread_mutex_lock(&comm->lock);
@@ -100,7 +100,7 @@ static zs_status wait_a_little(zs_nccl_comm *comm, int looks, double *asked)
 /* Waits until NCCL is no more at work in the background; the lock is held before and after. */
 static zs_status wait_until_settled(zs_nccl_comm *comm, double patience)
 {
-    double start = zs_lookout_now(), asked = start;
+    double start = zs_watchdog_now(), asked = start;
     for (int looks = 0;; looks += looks < 1000) {
         zs_nccl_result state = ZS_NCCL_IN_PROGRESS, result = comm->nccl->CommGetAsyncError(comm->handle, &state);
         if (result != ZS_NCCL_SUCCESS) state = result;
@@ -109,7 +109,7 @@ static zs_status wait_until_settled(zs_nccl_comm *comm, double patience)
             comm->launching = NULL;
             return state == ZS_NCCL_SUCCESS ? ZS_OK : fail_by(comm, call, state);
         }
-        if (zs_lookout_now() > start + patience) {
+        if (zs_watchdog_now() > start + patience) {
             char text[256];
             snprintf(text, sizeof text,
                      "NCCL, communicator '%s', rank %d of %d: nccl%s did not finish within %g s: another rank is late "

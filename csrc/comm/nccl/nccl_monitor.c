@@ -1,4 +1,4 @@
-/* nccl_monitor.c - what the process's thread (lookout.h) looks after of a communicator. See nccl_comm.h.
+/* nccl_monitor.c - what the process's thread (watchdog.h) looks after of a communicator. See nccl_comm.h.
  *
  * The one idea: it asks three questions of each: has NCCL met an error, is a peer gone, has what the GPU is at made no end for
  * too long? A yes is recorded, and the communicator aborted, which ends its kernels.
@@ -32,7 +32,7 @@ static const zs_nccl_work *oldest(zs_nccl_comm *comm)
         if (!work->done(work->event)) return work;
         watched->first = (watched->first + 1) % watched->room;
         watched->count--;
-        watched->since = zs_lookout_now();
+        watched->since = zs_watchdog_now();
     }
     return NULL;
 }
@@ -40,7 +40,7 @@ static const zs_nccl_work *oldest(zs_nccl_comm *comm)
 static void ask_work(zs_nccl_comm *comm)
 {
     const zs_nccl_work *work = oldest(comm);
-    if (work == NULL || zs_lookout_now() < comm->watched.since + comm->options.timeout) return;
+    if (work == NULL || zs_watchdog_now() < comm->watched.since + comm->options.timeout) return;
     char text[512];
     snprintf(text, sizeof text,
              "NCCL, communicator '%s', rank %d of %d: %s did not finish within %g s: another rank is late or "
@@ -59,11 +59,11 @@ static bool ask_peers(const zs_nccl_comm *comm, char *sentence, size_t size)
 static bool may_end_well(zs_nccl_comm *comm)
 {
     if (oldest(comm) == NULL && comm->launching == NULL) return false;
-    if (comm->gone_since == 0.0) comm->gone_since = zs_lookout_now();
-    return zs_lookout_now() < comm->gone_since + grace;
+    if (comm->gone_since == 0.0) comm->gone_since = zs_watchdog_now();
+    return zs_watchdog_now() < comm->gone_since + grace;
 }
 
-static void look_at(zs_lookout *entry)
+static void look_at(zs_watchdog *entry)
 {
     zs_nccl_comm *comm = (zs_nccl_comm *)entry;
     char sentence[400] = "", text[sizeof comm->why];
@@ -82,25 +82,25 @@ static void look_at(zs_lookout *entry)
 
 /* --- its place among what is looked after -------------------------------------------------------------------------------- */
 
-static void abort_one(zs_lookout *entry, const char *why)
+static void abort_one(zs_watchdog *entry, const char *why)
 {
     zs_nccl_comm_abort((zs_nccl_comm *)entry, why);
 }
 
 zs_status zs_nccl_monitor_add(zs_nccl_comm *comm)
 {
-    comm->entry = (zs_lookout){.look = look_at, .end = abort_one};
-    return zs_lookout_add(&comm->entry);
+    comm->entry = (zs_watchdog){.look = look_at, .end = abort_one};
+    return zs_watchdog_add(&comm->entry);
 }
 
 void zs_nccl_monitor_remove(zs_nccl_comm *comm)
 {
-    zs_lookout_remove(&comm->entry);
+    zs_watchdog_remove(&comm->entry);
 }
 
 void zs_nccl_abort_all(const char *why)
 {
-    zs_lookout_end(why);
+    zs_watchdog_end(why);
 }
 
 /* --- what it is to ask about ------------------------------------------------------------------------------------------------ */
@@ -127,7 +127,7 @@ zs_status zs_nccl_comm_watch(zs_nccl_comm *comm, zs_nccl_work work)
     zs_nccl_watched *watched = &comm->watched;
     zs_status status = make_room(watched);
     if (status == ZS_OK) {
-        if (watched->count == 0) watched->since = zs_lookout_now();
+        if (watched->count == 0) watched->since = zs_watchdog_now();
         watched->ring[(watched->first + watched->count) % watched->room] = work;
         watched->count++;
     }
@@ -143,7 +143,7 @@ void zs_nccl_comm_forget(zs_nccl_comm *comm, const void *event)
     for (size_t i = 0; i < watched->count; i++) {
         zs_nccl_work work = watched->ring[(watched->first + i) % watched->room];
         if (work.event == event) {
-            if (i == 0) watched->since = zs_lookout_now();
+            if (i == 0) watched->since = zs_watchdog_now();
             continue;
         }
         watched->ring[(watched->first + kept) % watched->room] = work;

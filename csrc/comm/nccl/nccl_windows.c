@@ -78,7 +78,7 @@ void zs_nccl_windows_end(zs_nccl_windows *windows)
     if (windows != NULL) drop(windows, NULL);
 }
 
-/* What lanes still do with it comes before what the compute lane does from now on, and so before its next use. */
+/* What streams still do with it comes before what the compute stream does from now on, and so before its next use. */
 static void give_back(zs_mem *mem)
 {
     lent *block = mem->owner;
@@ -181,7 +181,7 @@ zs_status zs_nccl_windows_take(zs_nccl_windows *windows, const zs_device *device
     windows->refs++;
     pthread_mutex_unlock(&windows->lock);
     zs_mem_count_mapping();
-    status = zs_device_zero(device, ZS_LANE_COMPUTE, mem->ptr, mem->bytes);
+    status = zs_device_zero(device, ZS_STREAM_COMPUTE, mem->ptr, mem->bytes);
     if (status == ZS_OK)
         *out = mem;
     else

@@ -1,6 +1,6 @@
 /* peer.h - the inside of the transport "peer": GPUs of one host, or ranks on one GPU, that map each other's memory.
  *
- *   mover_peer.c   its making and end; gathers and broadcasts
+ *   backend_peer.c   its making and end; gathers and broadcasts
  *   peer_memory.c  memory that can be mapped
  *   peer_maps.c    mappings of the peers' memory, and when they are closed
  *   peer_flags.c   the numbers by which streams of different processes wait for each other
@@ -16,8 +16,8 @@
 
 #include "comm/gpu/gpu.h"
 #include "comm/kin.h"
-#include "comm/lookout.h"
 #include "comm/peer/peer_memory.h"
+#include "comm/watchdog.h"
 
 #include <pthread.h>
 
@@ -27,7 +27,7 @@ enum {
     ZS_PEER_EVENTS = 16,     /* moves that are looked after at a time */
 };
 
-/* What a number in a pad says of the rank that wrote it. Of lanes and units alike; lanes do not share. */
+/* What a number in a pad says of the rank that wrote it. Of streams and units alike; streams do not share. */
 typedef enum zs_peer_word {
     ZS_PEER_READY,  /* its part may be read */
     ZS_PEER_SHARED, /* its sum may be read */
@@ -42,9 +42,9 @@ typedef struct zs_peer_move {
     char what[96];
 } zs_peer_move;
 
-/* What the lookout's thread and the program's share. */
+/* What the watchdog's thread and the program's share. */
 typedef struct zs_peer_watch {
-    zs_lookout entry; /* first */
+    zs_watchdog entry; /* first */
     pthread_mutex_t lock;
     zs_status failure; /* ZS_OK, or why nothing is moved any more */
     char why[600];     /* the words of that */
@@ -61,7 +61,7 @@ typedef struct zs_peer_watch {
 typedef struct zs_peer_maps zs_peer_maps;
 
 typedef struct zs_peer {
-    zs_mover base;
+    zs_backend base;
     zs_peer_watch watch;
     zs_comm *control;  /* counted reference */
     unsigned lifetime; /* zs_lifetime() at birth */
@@ -69,17 +69,17 @@ typedef struct zs_peer {
     zs_peer_maps *maps;
     zs_mem *pad;                    /* of numbers, and the stage of broadcasts behind them */
     char **pads;                    /* [world] as they are mapped here; owned */
-    zs_mem *stages[ZS_LANES];       /* what shards that peers can not map are read from; NULL: none yet */
-    uint32_t moves[ZS_LANES];       /* so many so far */
+    zs_mem *stages[ZS_STREAMS];     /* what shards that peers can not map are read from; NULL: none yet */
+    uint32_t moves[ZS_STREAMS];     /* so many so far */
     uint32_t rounds[ZS_PEER_UNITS]; /* likewise, by the unit's place */
     bool taken[ZS_PEER_UNITS];      /* a living unit has that place */
     uint64_t units;                 /* so many so far */
 } zs_peer;
 
-/* The mover of a transport of this kind. */
+/* The backend of a transport of this kind. */
 static inline zs_peer *zs_peer_of(zs_comm *comm)
 {
-    return (zs_peer *)((zs_gpu_comm *)comm)->mover;
+    return (zs_peer *)((zs_gpu_comm *)comm)->backend;
 }
 
 /* --- peer_flags.c -------------------------------------------------------------------------------------------------------- */
@@ -87,18 +87,18 @@ static inline zs_peer *zs_peer_of(zs_comm *comm)
 /* Bytes of the pad's numbers, for so many ranks; the stage follows. */
 size_t zs_peer_pad_bytes(int world);
 
-/* Where the numbers of all ranks for a lane, or for a unit's place, lie in a pad. */
-size_t zs_peer_lane_words(const zs_peer *self, zs_lane lane, zs_peer_word word);
+/* Where the numbers of all ranks for a stream, or for a unit's place, lie in a pad. */
+size_t zs_peer_stream_words(const zs_peer *self, zs_stream stream, zs_peer_word word);
 size_t zs_peer_unit_words(const zs_peer *self, uint32_t place, zs_peer_word word);
 
-/* Queues in `lane`: this rank's number in the peers' pads becomes `value`. What was queued before is done by then. */
-zs_status zs_peer_say(zs_peer *self, zs_lane lane, size_t words, uint32_t value);
+/* Queues in `stream`: this rank's number in the peers' pads becomes `value`. What was queued before is done by then. */
+zs_status zs_peer_say(zs_peer *self, zs_stream stream, size_t words, uint32_t value);
 
-/* Queues in `lane`: a wait until every peer's number in the own pad is `value` or later. */
-zs_status zs_peer_hear(zs_peer *self, zs_lane lane, size_t words, uint32_t value);
+/* Queues in `stream`: a wait until every peer's number in the own pad is `value` or later. */
+zs_status zs_peer_hear(zs_peer *self, zs_stream stream, size_t words, uint32_t value);
 
 /* One after the other, by fewer calls. */
-zs_status zs_peer_meet(zs_peer *self, zs_lane lane, size_t words, uint32_t value);
+zs_status zs_peer_meet(zs_peer *self, zs_stream stream, size_t words, uint32_t value);
 
 /* Has every wait for the pad of rank `r` end, those to come too. By a stream where nothing waits. */
 void zs_peer_let_go(zs_peer *self, int r);
@@ -123,10 +123,10 @@ zs_status zs_peer_map(zs_peer_maps *maps, int r, const zs_peer_address *address,
 zs_status zs_peer_shards(zs_peer *self, const void *shard, char *const **out);
 
 /* How many allocations wait to be given up. */
-uint32_t zs_peer_gone(zs_mover *mover);
+uint32_t zs_peer_gone(zs_backend *backend);
 
-/* Has the peers close their mappings of those, and gives them up. Collective; waits for this rank's lanes. */
-zs_status zs_peer_settle(zs_mover *mover);
+/* Has the peers close their mappings of those, and gives them up. Collective; waits for this rank's streams. */
+zs_status zs_peer_settle(zs_backend *backend);
 
 /* --- peer_watch.c -------------------------------------------------------------------------------------------------------- */
 
@@ -136,16 +136,16 @@ zs_status zs_peer_watch_begin(zs_peer *self);
 /* Looks no more, and frees what that took. Of one that has not begun too. */
 void zs_peer_watch_end(zs_peer *self);
 
-/* Looks after what has just been queued in `lane`: "the <what> of unit <name>". */
-zs_status zs_peer_watch_move(zs_peer *self, zs_lane lane, const char *what, const char *name);
+/* Looks after what has just been queued in `stream`: "the <what> of unit <name>". */
+zs_status zs_peer_watch_move(zs_peer *self, zs_stream stream, const char *what, const char *name);
 
 /* ZS_OK, or why nothing can be moved any more. */
-zs_status zs_peer_check(zs_mover *mover);
+zs_status zs_peer_check(zs_backend *backend);
 
 /* Nothing can be moved any more, for `why`: streams here and at the peers are let go. The first reason stays. */
-void zs_peer_abort(zs_mover *mover, const char *why);
+void zs_peer_abort(zs_backend *backend, const char *why);
 
-/* The host waits for all lanes, `seconds` at most. */
+/* The host waits for all streams, `seconds` at most. */
 zs_status zs_peer_drain(zs_peer *self, double seconds);
 
 /* --- peer_round.c: units' part of the table, as comm.h has it ------------------------------------------------------------ */
@@ -165,7 +165,7 @@ void zs_peer_cunit_renamed(zs_comm *comm, zs_cunit *cunit);
 /* post: tells where the bucket is, and queues that it may be read. */
 zs_status zs_peer_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
 
-/* collect: waits for the peers' hosts; the reduce lane, for their buckets. */
+/* collect: waits for the peers' hosts; the reduce stream, for their buckets. */
 zs_status zs_peer_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
 
 /* share. */
@@ -177,7 +177,7 @@ zs_status zs_peer_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, b
 /* release. */
 zs_status zs_peer_release(zs_comm *comm, zs_cunit *cunit);
 
-/* reusable: once it is released here; the compute lane waits for the peers. */
+/* reusable: once it is released here; the compute stream waits for the peers. */
 zs_status zs_peer_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
 #endif

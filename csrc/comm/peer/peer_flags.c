@@ -11,19 +11,19 @@ enum { OPS = 128 }; /* in one call; the driver takes 256 */
 
 size_t zs_peer_pad_bytes(int world)
 {
-    size_t rows = (ZS_LANES + ZS_PEER_UNITS) * (size_t)ZS_PEER_WORDS;
+    size_t rows = (ZS_STREAMS + ZS_PEER_UNITS) * (size_t)ZS_PEER_WORDS;
     return zs_round_up(rows * (size_t)world * sizeof(uint32_t), ZS_PEER_STAGE);
 }
 
-size_t zs_peer_lane_words(const zs_peer *self, zs_lane lane, zs_peer_word word)
+size_t zs_peer_stream_words(const zs_peer *self, zs_stream stream, zs_peer_word word)
 {
-    size_t row = (size_t)lane * ZS_PEER_WORDS + word;
+    size_t row = (size_t)stream * ZS_PEER_WORDS + word;
     return row * (size_t)self->base.world * sizeof(uint32_t);
 }
 
 size_t zs_peer_unit_words(const zs_peer *self, uint32_t place, zs_peer_word word)
 {
-    return zs_peer_lane_words(self, ZS_LANES, ZS_PEER_READY) +
+    return zs_peer_stream_words(self, ZS_STREAMS, ZS_PEER_READY) +
            ((size_t)place * ZS_PEER_WORDS + word) * (size_t)self->base.world * sizeof(uint32_t);
 }
 
@@ -74,26 +74,26 @@ static zs_status add_hear(zs_peer *self, batch *all, size_t words, uint32_t valu
     return ZS_OK;
 }
 
-zs_status zs_peer_say(zs_peer *self, zs_lane lane, size_t words, uint32_t value)
+zs_status zs_peer_say(zs_peer *self, zs_stream stream, size_t words, uint32_t value)
 {
     batch all = {0};
-    ZS_TRY(zs_device_cuda_stream(self->base.device, lane, &all.stream));
+    ZS_TRY(zs_device_cuda_stream(self->base.device, stream, &all.stream));
     ZS_TRY(add_say(self, &all, words, value));
     return send(&all);
 }
 
-zs_status zs_peer_hear(zs_peer *self, zs_lane lane, size_t words, uint32_t value)
+zs_status zs_peer_hear(zs_peer *self, zs_stream stream, size_t words, uint32_t value)
 {
     batch all = {0};
-    ZS_TRY(zs_device_cuda_stream(self->base.device, lane, &all.stream));
+    ZS_TRY(zs_device_cuda_stream(self->base.device, stream, &all.stream));
     ZS_TRY(add_hear(self, &all, words, value));
     return send(&all);
 }
 
-zs_status zs_peer_meet(zs_peer *self, zs_lane lane, size_t words, uint32_t value)
+zs_status zs_peer_meet(zs_peer *self, zs_stream stream, size_t words, uint32_t value)
 {
     batch all = {0};
-    ZS_TRY(zs_device_cuda_stream(self->base.device, lane, &all.stream));
+    ZS_TRY(zs_device_cuda_stream(self->base.device, stream, &all.stream));
     ZS_TRY(add_say(self, &all, words, value));
     ZS_TRY(add_hear(self, &all, words, value));
     return send(&all);
@@ -109,11 +109,11 @@ void zs_peer_let_go(zs_peer *self, int r)
 {
     zs_cu_stream unused, rescue = self->watch.rescue;
     char *pad = self->pads[r];
-    if (rescue == NULL || pad == NULL || zs_device_cuda_stream(self->base.device, ZS_LANE_GATHER, &unused) != ZS_OK)
+    if (rescue == NULL || pad == NULL || zs_device_cuda_stream(self->base.device, ZS_STREAM_GATHER, &unused) != ZS_OK)
         return;
-    size_t row = zs_peer_lane_words(self, 1, 0), units = zs_peer_lane_words(self, ZS_LANES, 0);
-    for (zs_lane lane = 0; lane < ZS_LANES; lane++)
-        ZS_CU_FREE(cuMemsetD8Async, (zs_cu_ptr)(uintptr_t)(pad + lane * row), later_than(self->moves[lane]), row,
+    size_t row = zs_peer_stream_words(self, 1, 0), units = zs_peer_stream_words(self, ZS_STREAMS, 0);
+    for (zs_stream stream = 0; stream < ZS_STREAMS; stream++)
+        ZS_CU_FREE(cuMemsetD8Async, (zs_cu_ptr)(uintptr_t)(pad + stream * row), later_than(self->moves[stream]), row,
                    rescue);
     size_t rest = zs_peer_unit_words(self, ZS_PEER_UNITS, 0) - units;
     ZS_CU_FREE(cuMemsetD8Async, (zs_cu_ptr)(uintptr_t)(pad + units), later_than(0), rest, rescue); /* rounds are few */

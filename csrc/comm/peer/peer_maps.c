@@ -195,9 +195,9 @@ typedef struct going {
     uint64_t numbers[NAMED];
 } going;
 
-uint32_t zs_peer_gone(zs_mover *mover)
+uint32_t zs_peer_gone(zs_backend *backend)
 {
-    const zs_peer_maps *maps = ((zs_peer *)mover)->maps;
+    const zs_peer_maps *maps = ((zs_peer *)backend)->maps;
     uint32_t gone = 0;
     for (size_t i = 0; i < maps->n_told; i++)
         gone += zs_peer_alloc_idle(maps->told[i]);
@@ -228,12 +228,12 @@ static void give_up(zs_peer_maps *maps, const going *own)
         }
 }
 
-zs_status zs_peer_settle(zs_mover *mover)
+zs_status zs_peer_settle(zs_backend *backend)
 {
-    zs_peer *self = (zs_peer *)mover;
+    zs_peer *self = (zs_peer *)backend;
     zs_peer_maps *maps = self->maps;
     zs_comm *control = self->control;
-    ZS_TRY(zs_peer_check(mover));
+    ZS_TRY(zs_peer_check(backend));
     going *own = calloc(1 + (size_t)maps->world, sizeof *own), *all = own + 1;
     if (own == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory closing peer mappings");
     for (size_t i = 0; i < maps->n_told && own->n < NAMED; i++)

@@ -120,7 +120,7 @@ zs_status zs_peer_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
     }
     mem->device = device;
     /* It was zeroed as part of the allocation, but perhaps behind another stream's work. */
-    status = zs_device_zero(device, ZS_LANE_COMPUTE, mem->ptr, mem->bytes);
+    status = zs_device_zero(device, ZS_STREAM_COMPUTE, mem->ptr, mem->bytes);
     if (status == ZS_OK)
         *out = mem;
     else

@@ -99,12 +99,12 @@ static size_t words_of(const zs_peer *self, const peer_unit *unit, zs_peer_word 
 
 static zs_status say(zs_peer *self, const peer_unit *unit, zs_peer_word word)
 {
-    return zs_peer_say(self, ZS_LANE_REDUCE, words_of(self, unit, word), self->rounds[unit->place]);
+    return zs_peer_say(self, ZS_STREAM_REDUCE, words_of(self, unit, word), self->rounds[unit->place]);
 }
 
-static zs_status hear(zs_peer *self, const peer_unit *unit, zs_lane lane, zs_peer_word word)
+static zs_status hear(zs_peer *self, const peer_unit *unit, zs_stream stream, zs_peer_word word)
 {
-    return zs_peer_hear(self, lane, words_of(self, unit, word), self->rounds[unit->place]);
+    return zs_peer_hear(self, stream, words_of(self, unit, word), self->rounds[unit->place]);
 }
 
 /* --- post ---------------------------------------------------------------------------------------------------------------- */
@@ -120,11 +120,11 @@ static zs_status put_address(zs_peer *self, peer_unit *unit, const zs_bucket *bu
 /* A rank that brings nothing says so too: it has what it gathered of the unit behind it then, as its peers may rely on. */
 static zs_status offer(zs_gpu_comm *gpu, peer_unit *unit)
 {
-    zs_peer *self = (zs_peer *)gpu->mover;
+    zs_peer *self = (zs_peer *)gpu->backend;
     self->rounds[unit->place]++;
     ZS_TRY(zs_gpu_note(gpu, "gradients", unit->base.spec.name, unit->base.piece_bytes));
     if (unit->read == NULL) ZS_TRY(zs_gpu_event_take(gpu, &unit->read));
-    ZS_TRY(zs_device_fork(gpu->base.device, ZS_LANE_REDUCE)); /* behind the packing */
+    ZS_TRY(zs_device_fork(gpu->base.device, ZS_STREAM_REDUCE)); /* behind the packing */
     return say(self, unit, ZS_PEER_READY);
 }
 
@@ -173,8 +173,8 @@ zs_status zs_peer_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     ZS_TRY(zs_gpu_hear_hosts(gpu, cunit, unit->control, wait, ready, &said));
     if (!*ready) return ZS_OK;
     zs_status status = find_buckets(self, unit, &said);
-    ZS_THEN(status, hear(self, unit, ZS_LANE_REDUCE, ZS_PEER_READY));
-    ZS_THEN(status, zs_peer_watch_move(self, ZS_LANE_REDUCE, "gradient reduction", cunit->spec.name));
+    ZS_THEN(status, hear(self, unit, ZS_STREAM_REDUCE, ZS_PEER_READY));
+    ZS_THEN(status, zs_peer_watch_move(self, ZS_STREAM_REDUCE, "gradient reduction", cunit->spec.name));
     if (status != ZS_OK) return zs_gpu_fail(gpu, status);
     cunit->state = ZS_ROUND_COLLECTED;
     zs_cunit_sources(cunit, out);
@@ -201,9 +201,9 @@ zs_status zs_peer_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, b
     zs_peer *self = zs_peer_of(comm);
     ZS_TRY(zs_gpu_usable(gpu));
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_SHARED, "collect_shared"));
-    zs_status status = hear(self, (peer_unit *)cunit, ZS_LANE_REDUCE, ZS_PEER_SHARED);
+    zs_status status = hear(self, (peer_unit *)cunit, ZS_STREAM_REDUCE, ZS_PEER_SHARED);
     if (status == ZS_OK)
-        status = zs_peer_watch_move(self, ZS_LANE_REDUCE, "all-gather of reduced gradients", cunit->spec.name);
+        status = zs_peer_watch_move(self, ZS_STREAM_REDUCE, "all-gather of reduced gradients", cunit->spec.name);
     if (status != ZS_OK) return zs_gpu_fail(gpu, status);
     cunit->state = ZS_ROUND_GATHERED;
     zs_cunit_sources(cunit, out);
@@ -218,7 +218,7 @@ zs_status zs_peer_release(zs_comm *comm, zs_cunit *cunit)
     ZS_TRY(zs_gpu_usable(gpu));
     ZS_TRY(zs_cunit_may_release(cunit));
     zs_status status = say(zs_peer_of(comm), unit, ZS_PEER_DONE); /* behind the sums */
-    ZS_THEN(status, zs_device_cuda_record(comm->device, ZS_LANE_REDUCE, unit->read));
+    ZS_THEN(status, zs_device_cuda_record(comm->device, ZS_STREAM_REDUCE, unit->read));
     if (status != ZS_OK) return zs_gpu_fail(gpu, status);
     cunit->state = ZS_ROUND_NONE;
     return zs_cunit_release(gpu->control, unit->control);
@@ -234,8 +234,8 @@ zs_status zs_peer_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *r
     if (!*ready || !unit->unread) return ZS_OK;
     ZS_TRY(zs_gpu_usable(gpu));
     unit->unread = false;
-    zs_status status = zs_device_cuda_await(comm->device, ZS_LANE_COMPUTE, unit->read);
-    ZS_THEN(status, hear(self, unit, ZS_LANE_COMPUTE, ZS_PEER_DONE));
-    ZS_THEN(status, zs_peer_watch_move(self, ZS_LANE_COMPUTE, "release of gradients", cunit->spec.name));
+    zs_status status = zs_device_cuda_await(comm->device, ZS_STREAM_COMPUTE, unit->read);
+    ZS_THEN(status, hear(self, unit, ZS_STREAM_COMPUTE, ZS_PEER_DONE));
+    ZS_THEN(status, zs_peer_watch_move(self, ZS_STREAM_COMPUTE, "release of gradients", cunit->spec.name));
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(gpu, status);
 }

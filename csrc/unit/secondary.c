@@ -1,5 +1,5 @@
-/* kept.c - see kept.h. */
-#include "unit/kept.h"
+/* secondary.c - see secondary.h. */
+#include "unit/secondary.h"
 
 #include "unit/home.h"
 
@@ -13,18 +13,18 @@ static const zs_flat_mem *source_of(const zs_flat *flat)
     return flat->low.mem != NULL ? &flat->low : &flat->mem;
 }
 
-zs_status zs_kept_new(zs_unit *unit, zs_flat *flat)
+zs_status zs_secondary_new(zs_unit *unit, zs_flat *flat)
 {
-    zs_comm *far = unit->home->ranks.far, *near = unit->home->ranks.near;
-    if (far == NULL) return ZS_OK;
+    zs_comm *replica_group = unit->home->ranks.replica_group, *shard_group = unit->home->ranks.shard_group;
+    if (replica_group == NULL) return ZS_OK;
     size_t slice_bytes = (size_t)flat->layout.shard_numel * flat->compute_size;
-    return zs_comm_flat_new(near, slice_bytes * (size_t)far->world, &flat->kept);
+    return zs_comm_flat_new(shard_group, slice_bytes * (size_t)replica_group->world, &flat->secondary);
 }
 
-static zs_status is_stale(const zs_flat *flat, const zs_comm *far, unsigned char *stale)
+static zs_status is_stale(const zs_flat *flat, const zs_comm *replica_group, unsigned char *stale)
 {
     const zs_flat_mem *own = source_of(flat);
-    const char *given = flat->kept.shard + (size_t)far->rank * own->shard_bytes;
+    const char *given = flat->secondary.shard + (size_t)replica_group->rank * own->shard_bytes;
     bool same = false;
     if (!flat->spoiled) ZS_TRY(zs_device_same(zs_device_of(own->mem), given, own->shard, own->shard_bytes, &same));
     *stale = !same;
@@ -37,68 +37,69 @@ static size_t count_kept(zs_record *const *records, size_t n)
     size_t found = 0;
     for (size_t i = 0; i < n; i++)
         for (int f = 0; f < zs_unit_of(records[i])->n_flats; f++)
-            found += zs_unit_of(records[i])->flats[f].kept.mem != NULL;
+            found += zs_unit_of(records[i])->flats[f].secondary.mem != NULL;
     return found;
 }
 
 /* One byte for each of them: must it be renewed? */
-static zs_status look(const zs_comm *far, zs_record *const *records, size_t n, unsigned char *stale)
+static zs_status look(const zs_comm *replica_group, zs_record *const *records, size_t n, unsigned char *stale)
 {
     for (size_t i = 0; i < n; i++)
         for (int f = 0; f < zs_unit_of(records[i])->n_flats; f++)
-            if (zs_unit_of(records[i])->flats[f].kept.mem != NULL)
-                ZS_TRY(is_stale(&zs_unit_of(records[i])->flats[f], far, stale++));
+            if (zs_unit_of(records[i])->flats[f].secondary.mem != NULL)
+                ZS_TRY(is_stale(&zs_unit_of(records[i])->flats[f], replica_group, stale++));
     return ZS_OK;
 }
 
 /* Has each rank know what any of them must renew. */
-static zs_status agree(zs_comm *far, unsigned char *stale, size_t n)
+static zs_status agree(zs_comm *replica_group, unsigned char *stale, size_t n)
 {
-    unsigned char *all = malloc((size_t)far->world * EXCHANGED);
+    unsigned char *all = malloc((size_t)replica_group->world * EXCHANGED);
     if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing parameters");
     zs_status status = ZS_OK;
     for (size_t begin = 0; begin < n && status == ZS_OK; begin += EXCHANGED) {
         size_t size = n - begin < EXCHANGED ? n - begin : EXCHANGED;
-        status = zs_comm_exchange(far, stale + begin, size, all);
-        for (size_t i = 0; i < (size_t)far->world * size && status == ZS_OK; i++)
+        status = zs_comm_exchange(replica_group, stale + begin, size, all);
+        for (size_t i = 0; i < (size_t)replica_group->world * size && status == ZS_OK; i++)
             stale[begin + i % size] |= all[i];
     }
     free(all);
     return status;
 }
 
-static zs_status renew(zs_comm *far, const zs_unit *unit, zs_flat *flat)
+static zs_status renew(zs_comm *replica_group, const zs_unit *unit, zs_flat *flat)
 {
     flat->spoiled = true;
-    ZS_TRY(zs_comm_gather(far, source_of(flat), unit->name, (zs_target){flat->kept.mem, flat->kept.shard}));
+    ZS_TRY(zs_comm_gather(replica_group, source_of(flat), unit->name,
+                          (zs_target){flat->secondary.mem, flat->secondary.shard}));
     flat->spoiled = false;
     return ZS_OK;
 }
 
-static zs_status renew_all(zs_comm *far, zs_record *const *records, size_t n, const unsigned char *stale)
+static zs_status renew_all(zs_comm *replica_group, zs_record *const *records, size_t n, const unsigned char *stale)
 {
     for (size_t i = 0; i < n; i++) {
         for (int f = 0; f < zs_unit_of(records[i])->n_flats; f++)
-            if (zs_unit_of(records[i])->flats[f].kept.mem != NULL && *stale++)
-                ZS_TRY(renew(far, zs_unit_of(records[i]), &zs_unit_of(records[i])->flats[f]));
+            if (zs_unit_of(records[i])->flats[f].secondary.mem != NULL && *stale++)
+                ZS_TRY(renew(replica_group, zs_unit_of(records[i]), &zs_unit_of(records[i])->flats[f]));
     }
     return ZS_OK;
 }
 
-zs_status zs_kept_refresh(zs_comm *far, zs_record *const *records, size_t n)
+zs_status zs_secondary_refresh(zs_comm *replica_group, zs_record *const *records, size_t n)
 {
     size_t n_flats = count_kept(records, n);
     unsigned char *stale = malloc(n_flats + 1);
     if (stale == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing parameters");
-    zs_status status = look(far, records, n, stale);
-    ZS_THEN(status, agree(far, stale, n_flats));
-    ZS_THEN(status, renew_all(far, records, n, stale));
+    zs_status status = look(replica_group, records, n, stale);
+    ZS_THEN(status, agree(replica_group, stale, n_flats));
+    ZS_THEN(status, renew_all(replica_group, records, n, stale));
     free(stale);
     return status;
 }
 
 /* Slices come in the order of ranks, and are wanted in the order of parts. */
-zs_status zs_kept_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot)
+zs_status zs_secondary_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot)
 {
     zs_comm *shards = unit->home->ranks.shards;
     const int *part_of = unit->home->part_of;
@@ -108,13 +109,13 @@ zs_status zs_kept_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot)
     ZS_TRY(zs_device_mem_new(device, bytes * (size_t)shards->world, &ordered));
     zs_status status = zs_comm_gather(shards, &flat->mem, unit->name, (zs_target){ordered, ordered->ptr});
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
-        status = zs_device_copy(device, ZS_LANE_COMPUTE, (char *)slot->ptr + (size_t)part_of[r] * bytes,
+        status = zs_device_copy(device, ZS_STREAM_COMPUTE, (char *)slot->ptr + (size_t)part_of[r] * bytes,
                                 (char *)ordered->ptr + (size_t)r * bytes, bytes);
     zs_mem_release(ordered);
     return status;
 }
 
-void zs_kept_spoil(zs_unit *unit)
+void zs_secondary_spoil(zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++)
         unit->flats[f].spoiled = true;

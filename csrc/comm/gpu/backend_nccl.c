@@ -1,18 +1,18 @@
-/* mover_nccl.c - device memory by NCCL, on communicators of our own. See mover.h and nccl_comm.h.
+/* backend_nccl.c - device memory by NCCL, on communicators of our own. See backend.h and nccl_comm.h.
  *
  * The one idea: NCCL does the operations of one communicator one after another, so gathers have one and all else has another:
- * parameters are on their way while gradients are. Operations are queued straight in the lane that asks.
+ * parameters are on their way while gradients are. Operations are queued straight in the stream that asks.
  *
  * Two operations at a time could wait for each other for ever: on rank 0 the kernel of the one has all multiprocessors that
- * there are and waits for its peers, on rank 1 that of the other. Here they cannot. A lane is one stream of the GPU for all
- * communicators of the process, so there is a kernel of NCCL's in each of the three lanes at most; each may have a third of
+ * there are and waits for its peers, on rank 1 that of the other. Here they cannot. A stream is one stream of the GPU for all
+ * communicators of the process, so there is a kernel of NCCL's in each of the three streams at most; each may have a third of
  * the multiprocessors (limit_ctas), on which nothing else stays for ever. All ranks queue all operations in one order. Take
- * the first of these that has not ended: all before it in its lane have, its peers have queued it too or are about to (their
+ * the first of these that has not ended: all before it in its stream have, its peers have queued it too or are about to (their
  * hosts wait for nothing that comes later), and there is room for it: so it ends. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) would
  * do the same by starting kernels in the order of the calls; it is not needed, and does no harm.
  */
 #include "comm/comm_local.h"
-#include "comm/gpu/mover.h"
+#include "comm/gpu/backend.h"
 #include "comm/kin.h"
 #include "comm/nccl/nccl_comm.h"
 #include "comm/nccl/nccl_windows.h"
@@ -36,19 +36,19 @@ typedef struct watched_move {
     char what[96];
 } watched_move;
 
-typedef struct nccl_mover nccl_mover;
+typedef struct nccl_backend nccl_backend;
 
 /* A communicator, and what is under way on it. */
 typedef struct nccl_line {
-    nccl_mover *mover;
+    nccl_backend *backend;
     zs_nccl_comm *comm;       /* owned; NULL: not made, or gone */
     zs_nccl_windows *windows; /* owned; NULL: none */
     watched_move moves[EVENTS];
     size_t count; /* of moves so far */
 } nccl_line;
 
-struct nccl_mover {
-    zs_mover base;
+struct nccl_backend {
+    zs_backend base;
     zs_nccl_choices choices;
     nccl_line lines[2];        /* gathers ahead of use, all else; with one communicator the first is for all */
     pthread_mutex_t ends;      /* guards lines[].comm against the monitor's thread */
@@ -56,9 +56,9 @@ struct nccl_mover {
     zs_nccl_message *messages; /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
 };
 
-static nccl_line *line_of(nccl_mover *self, zs_lane lane)
+static nccl_line *line_of(nccl_backend *self, zs_stream stream)
 {
-    return &self->lines[lane == ZS_LANE_GATHER || self->choices.communicators == 1 ? 0 : 1];
+    return &self->lines[stream == ZS_STREAM_GATHER || self->choices.communicators == 1 ? 0 : 1];
 }
 
 /* --- peers --------------------------------------------------------------------------------------------------------------- */
@@ -77,7 +77,7 @@ static zs_status check_device(const zs_device *device)
 {
     zs_cu_stream unused;
     zs_cu_device current = 0;
-    ZS_TRY(zs_device_cuda_stream(device, ZS_LANE_GATHER, &unused)); /* sees to a context */
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_GATHER, &unused)); /* sees to a context */
     ZS_TRY(ZS_CU(cuCtxGetDevice, &current));
     if (device->where.type != ZS_ON_CUDA || current == device->where.index) return ZS_OK;
     return ZS_FAIL(ZS_ERR_VALUE,
@@ -88,7 +88,7 @@ static zs_status check_device(const zs_device *device)
 /* All that a step will need. */
 static zs_status make_events(nccl_line *line)
 {
-    const zs_device *device = line->mover->base.device;
+    const zs_device *device = line->backend->base.device;
     for (int i = 0; i < EVENTS; i++) {
         line->moves[i].device = device;
         ZS_TRY(zs_device_cuda_event_new(device, &line->moves[i].event));
@@ -97,7 +97,7 @@ static zs_status make_events(nccl_line *line)
 }
 
 /* What can be wrong on one rank alone. */
-static zs_status prepare(nccl_mover *self, card *own)
+static zs_status prepare(nccl_backend *self, card *own)
 {
     const zs_device *device = self->base.device;
     ZS_TRY(check_device(device));
@@ -126,9 +126,9 @@ static zs_status check_cards(const card *all, int world)
     return ZS_OK;
 }
 
-/* A kernel for each lane has to find room on every rank's GPU beside those of the others: see above. A power of two, because
+/* A kernel for each stream has to find room on every rank's GPU beside those of the others: see above. A power of two, because
  * NCCL rounds the number of channels for swaps up to one. */
-static zs_status limit_ctas(nccl_mover *self, const card *all)
+static zs_status limit_ctas(nccl_backend *self, const card *all)
 {
     int fewest = all[0].multiprocessors, most = 1;
     for (int r = 1; r < self->base.world; r++)
@@ -146,7 +146,7 @@ static zs_status limit_ctas(nccl_mover *self, const card *all)
     return ZS_OK;
 }
 
-static zs_status meet_peers(nccl_mover *self, zs_comm *control)
+static zs_status meet_peers(nccl_backend *self, zs_comm *control)
 {
     card own, all[control->world];
     memset(&own, 0, sizeof own);
@@ -165,16 +165,16 @@ static zs_status meet_peers(nccl_mover *self, zs_comm *control)
 /* By the monitor's thread. */
 static bool find_gone(void *arg, char *sentence, size_t size)
 {
-    return zs_kin_gone(((const nccl_line *)arg)->mover->kin, sentence, size);
+    return zs_kin_gone(((const nccl_line *)arg)->backend->kin, sentence, size);
 }
 
 /* By any thread: where one communicator is lost, the other one's kernels wait for nothing that comes. */
 static void lose_other(void *arg, zs_status failure, const char *why)
 {
-    nccl_line *lost = arg, *other = &lost->mover->lines[lost == &lost->mover->lines[0]];
-    pthread_mutex_lock(&lost->mover->ends);
+    nccl_line *lost = arg, *other = &lost->backend->lines[lost == &lost->backend->lines[0]];
+    pthread_mutex_lock(&lost->backend->ends);
     if (other->comm != NULL) zs_nccl_comm_follow(other->comm, failure, why);
-    pthread_mutex_unlock(&lost->mover->ends);
+    pthread_mutex_unlock(&lost->backend->ends);
 }
 
 /* --- moves --------------------------------------------------------------------------------------------------------------- */
@@ -187,38 +187,38 @@ static bool has_ended(void *arg)
     zs_cu_capture_mode mode = ZS_CU_STREAM_CAPTURE_MODE_RELAXED; /* this thread's; else a query would break a capture */
     bool done = true;
     ZS_CU_FREE(cuThreadExchangeStreamCaptureMode, &mode);
-    if (zs_device_cuda_stream(move->device, ZS_LANE_GATHER, &unused) == ZS_OK)
+    if (zs_device_cuda_stream(move->device, ZS_STREAM_GATHER, &unused) == ZS_OK)
         (void)zs_cuda_event_done(move->event, &done);
     zs_clear_error();
     return done;
 }
 
-/* Has the monitor look after what has just been queued in `lane`. Where more are out than it is told of, the oldest are
+/* Has the monitor look after what has just been queued in `stream`. Where more are out than it is told of, the oldest are
  * forgotten: a communicator's operations end in order, so the later ones speak for them. */
-static zs_status watch(nccl_mover *self, zs_lane lane, const char *what, const char *name)
+static zs_status watch(nccl_backend *self, zs_stream stream, const char *what, const char *name)
 {
     bool capturing = false;
     ZS_TRY(zs_device_capturing(self->base.device, &capturing));
     if (capturing) return ZS_OK; /* it is not done now, and its event could not be asked about */
-    nccl_line *line = line_of(self, lane);
+    nccl_line *line = line_of(self, stream);
     watched_move *move = &line->moves[line->count++ % EVENTS];
     zs_nccl_comm_forget(line->comm, move);
     snprintf(move->what, sizeof move->what, "the %s%s%.60s", what, name[0] != 0 ? " of unit " : "", name);
-    ZS_TRY(zs_device_cuda_record(self->base.device, lane, move->event));
+    ZS_TRY(zs_device_cuda_record(self->base.device, stream, move->event));
     return zs_nccl_comm_watch(line->comm, (zs_nccl_work){has_ended, move, move->what});
 }
 
-static zs_status nccl_gather(zs_mover *mover, zs_lane lane, const void *shard, char *full, size_t bytes)
+static zs_status nccl_gather(zs_backend *backend, zs_stream stream, const void *shard, char *full, size_t bytes)
 {
-    nccl_mover *self = (nccl_mover *)mover;
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(mover->device, lane, &stream));
-    ZS_TRY(zs_nccl_all_gather(line_of(self, lane)->comm, shard, full, bytes, stream));
-    return watch(self, lane, "all-gather", "");
+    nccl_backend *self = (nccl_backend *)backend;
+    zs_cu_stream handle;
+    ZS_TRY(zs_device_cuda_stream(backend->device, stream, &handle));
+    ZS_TRY(zs_nccl_all_gather(line_of(self, stream)->comm, shard, full, bytes, handle));
+    return watch(self, stream, "all-gather", "");
 }
 
 /* The messages of a swap; how many. */
-static size_t list_messages(nccl_mover *self, const zs_swap *swap)
+static size_t list_messages(nccl_backend *self, const zs_swap *swap)
 {
     size_t n = 0;
     for (int r = 0; r < self->base.world; r++)
@@ -232,44 +232,44 @@ static size_t list_messages(nccl_mover *self, const zs_swap *swap)
     return n;
 }
 
-static zs_status nccl_swap(zs_mover *mover, const zs_swap *swap)
+static zs_status nccl_swap(zs_backend *backend, const zs_swap *swap)
 {
-    nccl_mover *self = (nccl_mover *)mover;
+    nccl_backend *self = (nccl_backend *)backend;
     zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(mover->device, ZS_LANE_REDUCE, &stream));
-    zs_nccl_comm *comm = line_of(self, ZS_LANE_REDUCE)->comm;
+    ZS_TRY(zs_device_cuda_stream(backend->device, ZS_STREAM_REDUCE, &stream));
+    zs_nccl_comm *comm = line_of(self, ZS_STREAM_REDUCE)->comm;
     ZS_TRY(zs_nccl_messages(comm, self->messages, list_messages(self, swap), stream));
-    return watch(self, ZS_LANE_REDUCE, "gradient exchange", swap->name);
+    return watch(self, ZS_STREAM_REDUCE, "gradient exchange", swap->name);
 }
 
-static zs_status nccl_broadcast(zs_mover *mover, void *data, size_t bytes, int root)
+static zs_status nccl_broadcast(zs_backend *backend, void *data, size_t bytes, int root)
 {
-    nccl_mover *self = (nccl_mover *)mover;
+    nccl_backend *self = (nccl_backend *)backend;
     zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(mover->device, ZS_LANE_COMPUTE, &stream));
-    ZS_TRY(zs_nccl_broadcast(line_of(self, ZS_LANE_COMPUTE)->comm, data, bytes, root, stream));
-    return watch(self, ZS_LANE_COMPUTE, "broadcast", "");
+    ZS_TRY(zs_device_cuda_stream(backend->device, ZS_STREAM_COMPUTE, &stream));
+    ZS_TRY(zs_nccl_broadcast(line_of(self, ZS_STREAM_COMPUTE)->comm, data, bytes, root, stream));
+    return watch(self, ZS_STREAM_COMPUTE, "broadcast", "");
 }
 
-static zs_status nccl_mem_new(zs_mover *mover, zs_moved what, size_t bytes, zs_mem **out)
+static zs_status nccl_mem_new(zs_backend *backend, zs_moved what, size_t bytes, zs_mem **out)
 {
     bool gathered = what == ZS_MOVED_SHARD || what == ZS_MOVED_FULL;
-    const nccl_line *line = line_of((nccl_mover *)mover, gathered ? ZS_LANE_GATHER : ZS_LANE_REDUCE);
-    if (line->windows == NULL) return zs_device_mem_new(mover->device, bytes, out);
-    return zs_nccl_windows_take(line->windows, mover->device, bytes, out);
+    const nccl_line *line = line_of((nccl_backend *)backend, gathered ? ZS_STREAM_GATHER : ZS_STREAM_REDUCE);
+    if (line->windows == NULL) return zs_device_mem_new(backend->device, bytes, out);
+    return zs_nccl_windows_take(line->windows, backend->device, bytes, out);
 }
 
-static zs_status nccl_check(zs_mover *mover)
+static zs_status nccl_check(zs_backend *backend)
 {
-    nccl_mover *self = (nccl_mover *)mover;
+    nccl_backend *self = (nccl_backend *)backend;
     for (int i = 0; i < self->choices.communicators; i++)
         ZS_TRY(zs_nccl_comm_check(self->lines[i].comm));
     return ZS_OK;
 }
 
-static void nccl_abort(zs_mover *mover, const char *why)
+static void nccl_abort(zs_backend *backend, const char *why)
 {
-    nccl_mover *self = (nccl_mover *)mover;
+    nccl_backend *self = (nccl_backend *)backend;
     for (int i = 0; i < self->choices.communicators; i++)
         zs_nccl_comm_abort(self->lines[i].comm, why);
 }
@@ -279,19 +279,19 @@ static void nccl_abort(zs_mover *mover, const char *why)
 /* Before the events, which its monitor asks about. */
 static void end_line(nccl_line *line)
 {
-    pthread_mutex_lock(&line->mover->ends);
+    pthread_mutex_lock(&line->backend->ends);
     zs_nccl_comm *comm = line->comm;
     line->comm = NULL;
-    pthread_mutex_unlock(&line->mover->ends);
+    pthread_mutex_unlock(&line->backend->ends);
     zs_nccl_windows_end(line->windows);
     zs_nccl_comm_release(comm); /* it may wait */
     for (int i = 0; i < EVENTS; i++)
         zs_device_cuda_event_free(line->moves[i].event);
 }
 
-static void nccl_destroy(zs_mover *mover)
+static void nccl_destroy(zs_backend *backend)
 {
-    nccl_mover *self = (nccl_mover *)mover;
+    nccl_backend *self = (nccl_backend *)backend;
     for (int i = 0; i < 2; i++)
         end_line(&self->lines[i]);
     zs_kin_free(self->kin);
@@ -300,7 +300,7 @@ static void nccl_destroy(zs_mover *mover)
     free(self);
 }
 
-static const zs_mover_ops nccl_ops = {
+static const zs_backend_ops nccl_ops = {
     .table = &zs_nccl_ops,
     .gather = nccl_gather,
     .swap = nccl_swap,
@@ -311,7 +311,7 @@ static const zs_mover_ops nccl_ops = {
     .destroy = nccl_destroy,
 };
 
-static zs_status make_comms(nccl_mover *self, zs_comm *control)
+static zs_status make_comms(nccl_backend *self, zs_comm *control)
 {
     static const char *const names[] = {"gathers", "reductions"};
     const zs_nccl_choices *choices = &self->choices;
@@ -336,7 +336,7 @@ static zs_status make_comms(nccl_mover *self, zs_comm *control)
 }
 
 /* Room for what is known of the peers. */
-static zs_status make_room(nccl_mover *self)
+static zs_status make_room(nccl_backend *self)
 {
     size_t world = (size_t)self->base.world;
     self->messages = calloc(world * ZS_MAX_FLATS, sizeof *self->messages);
@@ -345,15 +345,16 @@ static zs_status make_room(nccl_mover *self)
     return zs_kin_new(self->base.rank, self->base.world, &self->kin);
 }
 
-zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices, zs_mover **out)
+zs_status zs_backend_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices,
+                              zs_backend **out)
 {
     if (choices->communicators < 1 || choices->communicators > 2)
         return ZS_FAIL(ZS_ERR_VALUE, "NcclOptions: communicators must be 1 or 2, got %d", choices->communicators);
-    nccl_mover *self = calloc(1, sizeof *self);
+    nccl_backend *self = calloc(1, sizeof *self);
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the NCCL backend");
-    self->base = (zs_mover){&nccl_ops, device, control->rank, control->world};
+    self->base = (zs_backend){&nccl_ops, device, control->rank, control->world};
     self->choices = *choices;
-    self->lines[0].mover = self->lines[1].mover = self;
+    self->lines[0].backend = self->lines[1].backend = self;
     pthread_mutex_init(&self->ends, NULL);
     zs_status status = make_room(self);
     ZS_THEN(status, meet_peers(self, control));

@@ -68,13 +68,13 @@ def train(env, transport, strategy):
 @pytest.mark.sampled(6)
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("mover", "world", "transport"), WORLDS)
-def test_training_has_the_bits_of_the_cpu(mover, world, transport, strategy):
+@pytest.mark.parametrize(("backend", "world", "transport"), WORLDS)
+def test_training_has_the_bits_of_the_cpu(backend, world, transport, strategy):
     plain = fork_ranks(train, world, {}, transport, strategy, check=True)
-    ours = fork_ranks(train, world, environment(mover), transport, strategy, check=True)
+    ours = fork_ranks(train, world, environment(backend), transport, strategy, check=True)
     for mine, cpu in zip(ours, plain, strict=True):
         losses, state, transports = mine.value
-        assert mover in transports and mover not in cpu.value[2]
+        assert backend in transports and backend not in cpu.value[2]
         assert losses == cpu.value[0]
         assert state.keys() == cpu.value[1].keys()
         for name, value in cpu.value[1].items():
@@ -100,9 +100,9 @@ def die_in_training(env, transport):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(("mover", "transport"), [("nccl", "c10d"), ("peer", "shm")])
-def test_killed_rank_is_an_error_within_seconds(mover, transport, world):
-    *survivors, killed = fork_ranks(die_in_training, world, environment(mover), transport)
+@pytest.mark.parametrize(("backend", "transport"), [("nccl", "c10d"), ("peer", "shm")])
+def test_killed_rank_is_an_error_within_seconds(backend, transport, world):
+    *survivors, killed = fork_ranks(die_in_training, world, environment(backend), transport)
     assert killed.returncode == -signal.SIGKILL
     for result in survivors:
         kind, words, seconds = result.value

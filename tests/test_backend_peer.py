@@ -3,7 +3,7 @@ what comes of a driver that refuses a call.
 
 The one idea: the stand-in's side streams work late, on threads of their own, so memory is read
 rightly only if every wait, of a stream for another rank's too, is where it has to be. Training over
-it is in test_movers.py.
+it is in test_backends.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from c_compile import BUILDS, C, compile_c, program_environment, skip_without_th
 from c_sources import sources
 from nursery import fork_ranks
 from stand_ins import environment
+from test_backends import steps, wrapped
 from test_c_comm import SHM
-from test_movers import steps, wrapped
 
 import zshard
 from zshard import _core, _group
 
-PROGRAM = C / "test_mover_peer.c"
+PROGRAM = C / "test_backend_peer.c"
 OTHERS = ["peer_rounds.c", "peer_failures.c", "fake_image.c", "serial_parallel_for.c"]
 CORE = [
     *SHM,
@@ -37,9 +37,9 @@ CORE = [
     "comm_gpu.c",
     "gpu_round.c",
     "gpu_table.c",
-    "mover_peer.c",
+    "backend_peer.c",
     "kin.c",
-    "lookout.c",
+    "watchdog.c",
 ]
 CORE += ["cuda_driver.c", "cuda_kernels.c", "device_cuda.c", "device_cpu.c", "simd.c"]
 CORE += ["peer_*.c"]
@@ -143,7 +143,7 @@ def test_ranks_on_one_gpu_map_its_memory(monkeypatch, transport, peers, wanted, 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(_group, "comm_for", lambda *args: Control(transport, peers))
     monkeypatch.setattr(_group, "library", lambda: None)
-    fake = SimpleNamespace(gpu=lambda control, mover, *rest: chosen.append(mover))
+    fake = SimpleNamespace(gpu=lambda control, backend, *rest: chosen.append(backend))
     monkeypatch.setattr(_group, "_core", SimpleNamespace(Comm=fake))
     _group.connect_gpu("cuda:0", None, wanted, 1.0)
     assert chosen == [kind] and _core.Comm is not fake

@@ -1,19 +1,19 @@
-/* mover.h - what carries device memory from rank to rank: NCCL, torch's process group, or mappings of the peers' memory.
+/* backend.h - what carries device memory from rank to rank: NCCL, torch's process group, or mappings of the peers' memory.
  *
  * The one idea: a transport for GPUs (comm_gpu.c) is two things. A transport between the ranks' hosts says who takes part, in
- * which order, and who is gone; a mover only moves bytes, in lanes, in an order that all ranks have agreed on. So each way of
+ * which order, and who is gone; a backend only moves bytes, in streams, in an order that all ranks have agreed on. So each way of
  * moving is one small table.
  *
  * Rules: all ranks make the same calls in the same order. A call may return before anything has moved; what is queued in its
- * lane afterwards comes after the move, on this rank. What is read has been queued in that lane before (or forked to it).
+ * stream afterwards comes after the move, on this rank. What is read has been queued in that stream before (or forked to it).
  */
-#ifndef ZS_MOVER_H
-#define ZS_MOVER_H
+#ifndef ZS_BACKEND_H
+#define ZS_BACKEND_H
 
 #include "comm/comm.h"
 #include "device/device.h"
 
-typedef struct zs_mover zs_mover;
+typedef struct zs_backend zs_backend;
 
 /* Each rank's slices go to the ranks that sum them. */
 typedef struct zs_swap {
@@ -30,7 +30,7 @@ typedef struct zs_swap {
     char *spare;        /* `stride` bytes to send where there is nothing to bring; NULL where there is */
 } zs_swap;
 
-/* What movers read and write. */
+/* What backends read and write. */
 typedef enum zs_moved {
     ZS_MOVED_SHARD,  /* gathers begin there, */
     ZS_MOVED_FULL,   /* and end there */
@@ -38,40 +38,41 @@ typedef enum zs_moved {
     ZS_MOVED_PIECES, /* and end there */
 } zs_moved;
 
-typedef struct zs_mover_ops {
+typedef struct zs_backend_ops {
     const zs_comm_ops *table; /* the transport's */
     bool blocks; /* moves wait on the host for the peers: it has to be sure before each that they will come */
-    /* full[r * bytes ...] = shard of rank r, in `lane`. `shard` may be its own place in `full`. */
-    zs_status (*gather)(zs_mover *, zs_lane lane, const void *shard, char *full, size_t bytes);
-    /* In the reduce lane. NULL where rounds read the peers' memory (peer_round.c). */
-    zs_status (*swap)(zs_mover *, const zs_swap *);
-    /* `data` of `root` to all, in the compute lane. */
-    zs_status (*broadcast)(zs_mover *, void *data, size_t bytes, int root);
+    /* full[r * bytes ...] = shard of rank r, in `stream`. `shard` may be its own place in `full`. */
+    zs_status (*gather)(zs_backend *, zs_stream stream, const void *shard, char *full, size_t bytes);
+    /* In the reduce stream. NULL where rounds read the peers' memory (peer_round.c). */
+    zs_status (*swap)(zs_backend *, const zs_swap *);
+    /* `data` of `root` to all, in the compute stream. */
+    zs_status (*broadcast)(zs_backend *, void *data, size_t bytes, int root);
     /* New zeroed memory for that. The same calls in the same order on all ranks, who may meet in it. NULL: the device's own. */
-    zs_status (*mem_new)(zs_mover *, zs_moved, size_t bytes, zs_mem **out);
+    zs_status (*mem_new)(zs_backend *, zs_moved, size_t bytes, zs_mem **out);
     /* How many pieces of that have gone here and are kept for the peers' sake; where any rank has some, all of them call
      * settle, collectively, when their hosts meet. Both NULL, or none. */
-    uint32_t (*gone)(zs_mover *);
-    zs_status (*settle)(zs_mover *);
+    uint32_t (*gone)(zs_backend *);
+    zs_status (*settle)(zs_backend *);
     /* ZS_OK, or why nothing can be moved any more. NULL where nobody but the calls themselves can know. */
-    zs_status (*check)(zs_mover *);
+    zs_status (*check)(zs_backend *);
     /* What is under way ends, wherever it stands; every later call fails with `why`. */
-    void (*abort)(zs_mover *, const char *why);
+    void (*abort)(zs_backend *, const char *why);
     /* This rank comes to its end in good order: waits, not for ever, for what is under way. NULL: nothing to do. */
-    void (*close)(zs_mover *);
-    void (*destroy)(zs_mover *);
-} zs_mover_ops;
+    void (*close)(zs_backend *);
+    void (*destroy)(zs_backend *);
+} zs_backend_ops;
 
-/* Head of every mover's own struct. */
-struct zs_mover {
-    const zs_mover_ops *ops;
+/* Head of every backend's own struct. */
+struct zs_backend {
+    const zs_backend_ops *ops;
     const zs_device *device;
     int rank, world;
 };
 
 /* Over the process group of torch that is registered under `group_name`: NCCL there, or anything that takes tensors of the
  * device. The reference for the others, and for where they cannot be had. */
-zs_status zs_mover_c10d_new(const zs_comm *control, const zs_device *device, const char *group_name, zs_mover **out);
+zs_status zs_backend_c10d_new(const zs_comm *control, const zs_device *device, const char *group_name,
+                              zs_backend **out);
 
 /* How NCCL is to be used: equal on all ranks. */
 typedef struct zs_nccl_choices {
@@ -86,11 +87,12 @@ typedef struct zs_nccl_choices {
 /* Over communicators of our own of NCCL, which the ranks of `control` make now, together, within its timeout. A thread looks
  * after them: where a peer on this host dies, or work makes no end for the timeout, what is under way is aborted. Besides what
  * zs_nccl_comm_new fails with: ZS_ERR_VALUE for more CTAs than the GPUs have room for, ZS_ERR_DIVERGED for choices that differ. */
-zs_status zs_mover_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices, zs_mover **out);
+zs_status zs_backend_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices,
+                              zs_backend **out);
 
 /* By mappings of the peers' memory: several ranks on one GPU, or GPUs of one host that can access each other. Collective over
  * `control`, of which it keeps a reference; fails on all ranks or none. ZS_ERR_UNSUPPORTED: ranks on several hosts. A thread looks
  * after it: where a peer dies, or a move makes no end for the timeout, the streams that wait for it are let go. */
-zs_status zs_mover_peer_new(zs_comm *control, const zs_device *device, zs_mover **out);
+zs_status zs_backend_peer_new(zs_comm *control, const zs_device *device, zs_backend **out);
 
 #endif

@@ -1,6 +1,6 @@
-/* test_mover_peer.c - the transport "peer" between processes, over the stand-in for libcuda.
+/* test_backend_peer.c - the transport "peer" between processes, over the stand-in for libcuda.
  *
- * The one idea: the stand-in's side streams are threads that work late, while the compute lane works at once on the caller's
+ * The one idea: the stand-in's side streams are threads that work late, while the compute stream works at once on the caller's
  * thread and waits there as a stream would. So what is not waited for on the way is read too early, and memory that is
  * written too early by its owner is read too late. Here are gathers, and the tests of all
  * transports; rounds are in peer_rounds.c, what fails in peer_failures.c.
@@ -105,7 +105,7 @@ static void memory_that_comes_and_goes(rank_env *env)
         zs_peer_alloc_release(kept);
         if (step % 3 != 0) continue;
         meet(env); /* all hear that it has gone */
-        CHECK(zs_peer_alloc_at(at) == NULL && zs_peer_gone(((zs_gpu_comm *)env->comm)->mover) == 0);
+        CHECK(zs_peer_alloc_at(at) == NULL && zs_peer_gone(((zs_gpu_comm *)env->comm)->backend) == 0);
     }
     zs_mem_release(full);
     end_gpu(env);

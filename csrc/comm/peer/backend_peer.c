@@ -1,4 +1,4 @@
-/* mover_peer.c - device memory by mappings of the peers' memory: several ranks on one GPU, or GPUs of one host. See peer.h.
+/* backend_peer.c - device memory by mappings of the peers' memory: several ranks on one GPU, or GPUs of one host. See peer.h.
  *
  * The one idea: a move is a number in each pad, once when a rank's part may be read and once when it has read all others. So
  * what is queued behind a move may write what the peers have read of this rank.
@@ -14,28 +14,28 @@
 /* --- moves --------------------------------------------------------------------------------------------------------------- */
 
 /* Every rank pulls from another one first, so that no GPU is asked by all at a time. */
-static zs_status pull_all(zs_peer *self, zs_lane lane, char *const *from, char *full, size_t bytes)
+static zs_status pull_all(zs_peer *self, zs_stream stream, char *const *from, char *full, size_t bytes)
 {
     int rank = self->base.rank, world = self->base.world;
     for (int i = 0; i < world; i++) {
         int r = (rank + i) % world;
         char *to = full + (size_t)r * bytes;
-        if (to != from[r]) ZS_TRY(zs_device_copy(self->base.device, lane, to, from[r], bytes));
+        if (to != from[r]) ZS_TRY(zs_device_copy(self->base.device, stream, to, from[r], bytes));
     }
     return ZS_OK;
 }
 
-static zs_status meet(zs_peer *self, zs_lane lane, zs_peer_word word)
+static zs_status meet(zs_peer *self, zs_stream stream, zs_peer_word word)
 {
-    return zs_peer_meet(self, lane, zs_peer_lane_words(self, lane, word), self->moves[lane]);
+    return zs_peer_meet(self, stream, zs_peer_stream_words(self, stream, word), self->moves[stream]);
 }
 
 /* What the peers can not map (an offloaded shard comes in the gather's target, which is torch's memory) they read from a stage,
- * as large as the largest that came: the gather before, in the same lane, is through with it. All ranks offload alike, so they
+ * as large as the largest that came: the gather before, in the same stream, is through with it. All ranks offload alike, so they
  * come here together. */
-static zs_status onto_stage(zs_peer *self, zs_lane lane, const void **shard, size_t bytes)
+static zs_status onto_stage(zs_peer *self, zs_stream stream, const void **shard, size_t bytes)
 {
-    zs_mem **stage = &self->stages[lane];
+    zs_mem **stage = &self->stages[stream];
     zs_peer_alloc *alloc = zs_peer_alloc_at(*shard);
     zs_peer_alloc_release(alloc);
     if (alloc != NULL) return ZS_OK;
@@ -44,83 +44,83 @@ static zs_status onto_stage(zs_peer *self, zs_lane lane, const void **shard, siz
         ZS_TRY(zs_peer_mem_new(self->base.device, bytes, &made));
         zs_mem_release(*stage);
         *stage = made;
-        ZS_TRY(zs_device_fork(self->base.device, lane)); /* behind its zeros */
+        ZS_TRY(zs_device_fork(self->base.device, stream)); /* behind its zeros */
     }
-    ZS_TRY(zs_device_copy(self->base.device, lane, (*stage)->ptr, *shard, bytes));
+    ZS_TRY(zs_device_copy(self->base.device, stream, (*stage)->ptr, *shard, bytes));
     *shard = (*stage)->ptr;
     return ZS_OK;
 }
 
-static zs_status peer_gather(zs_mover *mover, zs_lane lane, const void *shard, char *full, size_t bytes)
+static zs_status peer_gather(zs_backend *backend, zs_stream stream, const void *shard, char *full, size_t bytes)
 {
-    zs_peer *self = (zs_peer *)mover;
+    zs_peer *self = (zs_peer *)backend;
     char *const *from = NULL;
-    ZS_TRY(zs_peer_check(mover));
-    ZS_TRY(onto_stage(self, lane, &shard, bytes));
+    ZS_TRY(zs_peer_check(backend));
+    ZS_TRY(onto_stage(self, stream, &shard, bytes));
     ZS_TRY(zs_peer_shards(self, shard, &from));
-    self->moves[lane]++;
-    ZS_TRY(meet(self, lane, ZS_PEER_READY));
-    ZS_TRY(pull_all(self, lane, from, full, bytes));
-    ZS_TRY(meet(self, lane, ZS_PEER_DONE));
-    return zs_peer_watch_move(self, lane, "all-gather of parameters", "");
+    self->moves[stream]++;
+    ZS_TRY(meet(self, stream, ZS_PEER_READY));
+    ZS_TRY(pull_all(self, stream, from, full, bytes));
+    ZS_TRY(meet(self, stream, ZS_PEER_DONE));
+    return zs_peer_watch_move(self, stream, "all-gather of parameters", "");
 }
 
 /* A piece of what the root has goes over its stage, as the peers can not map torch's memory. */
 static zs_status broadcast_piece(zs_peer *self, char *data, size_t bytes, int root)
 {
-    zs_lane lane = ZS_LANE_COMPUTE;
+    zs_stream stream = ZS_STREAM_COMPUTE;
     const zs_device *device = self->base.device;
     char *stage = self->pads[root] + zs_peer_pad_bytes(self->base.world);
     bool here = root == self->base.rank;
-    if (here) ZS_TRY(zs_device_copy(device, lane, stage, data, bytes));
-    self->moves[lane]++;
-    ZS_TRY(meet(self, lane, ZS_PEER_READY));
-    if (!here) ZS_TRY(zs_device_copy(device, lane, data, stage, bytes));
-    return meet(self, lane, ZS_PEER_DONE);
+    if (here) ZS_TRY(zs_device_copy(device, stream, stage, data, bytes));
+    self->moves[stream]++;
+    ZS_TRY(meet(self, stream, ZS_PEER_READY));
+    if (!here) ZS_TRY(zs_device_copy(device, stream, data, stage, bytes));
+    return meet(self, stream, ZS_PEER_DONE);
 }
 
-static zs_status peer_broadcast(zs_mover *mover, void *data, size_t bytes, int root)
+static zs_status peer_broadcast(zs_backend *backend, void *data, size_t bytes, int root)
 {
-    zs_peer *self = (zs_peer *)mover;
-    ZS_TRY(zs_peer_check(mover));
+    zs_peer *self = (zs_peer *)backend;
+    ZS_TRY(zs_peer_check(backend));
     for (size_t at = 0; at < bytes; at += ZS_PEER_STAGE) {
         size_t piece = bytes - at < ZS_PEER_STAGE ? bytes - at : ZS_PEER_STAGE;
         ZS_TRY(broadcast_piece(self, (char *)data + at, piece, root));
     }
-    return bytes > 0 ? zs_peer_watch_move(self, ZS_LANE_COMPUTE, "broadcast", "") : ZS_OK;
+    return bytes > 0 ? zs_peer_watch_move(self, ZS_STREAM_COMPUTE, "broadcast", "") : ZS_OK;
 }
 
-static zs_status peer_mem_new(zs_mover *mover, zs_moved what, size_t bytes, zs_mem **out)
+static zs_status peer_mem_new(zs_backend *backend, zs_moved what, size_t bytes, zs_mem **out)
 {
     bool read_by_peers = what == ZS_MOVED_SHARD || what == ZS_MOVED_BUCKET;
-    if (!read_by_peers) return zs_device_mem_new(mover->device, bytes, out);
-    return zs_peer_mem_new(mover->device, bytes, out);
+    if (!read_by_peers) return zs_device_mem_new(backend->device, bytes, out);
+    return zs_peer_mem_new(backend->device, bytes, out);
 }
 
 /* --- making and ending ----------------------------------------------------------------------------------------------------- */
 
 /* Peers may wait for what is queued here still; but not for ever, where they have gone another way. */
-static void peer_close(zs_mover *mover)
+static void peer_close(zs_backend *backend)
 {
-    zs_peer *self = (zs_peer *)mover;
+    zs_peer *self = (zs_peer *)backend;
     if (self->lifetime != zs_lifetime()) return;
     bool clean = zs_last_status() == ZS_OK;
     if (zs_peer_drain(self, 10.0) != ZS_OK) {
-        zs_peer_abort(mover, "the transport closed while work on its GPU was still waiting for other ranks");
+        zs_peer_abort(backend, "the transport closed while work on its GPU was still waiting for other ranks");
         (void)zs_peer_drain(self, 10.0);
     }
     if (clean) zs_clear_error();
 }
 
-static void peer_destroy(zs_mover *mover)
+static void peer_destroy(zs_backend *backend)
 {
-    zs_peer *self = (zs_peer *)mover;
+    zs_peer *self = (zs_peer *)backend;
     bool own = self->lifetime == zs_lifetime(); /* a forked child has nothing on the GPU */
-    if (own && self->pads != NULL && self->pads[mover->rank] != NULL) peer_close(mover);
+    if (own && self->pads != NULL && self->pads[backend->rank] != NULL) peer_close(backend);
     zs_peer_watch_end(self);
     if (own) zs_peer_maps_free(self->maps);
-    for (zs_lane lane = 0; lane < ZS_LANES && own; lane++)
-        zs_mem_release(self->stages[lane]);
+    for (zs_stream stream = 0; stream < ZS_STREAMS && own; stream++)
+        zs_mem_release(self->stages[stream]);
     if (own) zs_mem_release(self->pad);
     zs_kin_free(self->kin);
     zs_comm_release(self->control);
@@ -128,7 +128,7 @@ static void peer_destroy(zs_mover *mover)
     free(self);
 }
 
-static const zs_mover_ops peer_ops = {
+static const zs_backend_ops peer_ops = {
     .table = &zs_peer_ops,
     .gather = peer_gather,
     .broadcast = peer_broadcast,
@@ -201,11 +201,11 @@ static zs_status meet_peers(zs_peer *self)
     return agree(self, status, &own, all);
 }
 
-zs_status zs_mover_peer_new(zs_comm *control, const zs_device *device, zs_mover **out)
+zs_status zs_backend_peer_new(zs_comm *control, const zs_device *device, zs_backend **out)
 {
     zs_peer *self = calloc(1, sizeof *self);
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the peer backend");
-    self->base = (zs_mover){&peer_ops, device, control->rank, control->world};
+    self->base = (zs_backend){&peer_ops, device, control->rank, control->world};
     self->control = zs_comm_retain(control);
     self->lifetime = zs_lifetime();
     pthread_mutex_init(&self->watch.lock, NULL);

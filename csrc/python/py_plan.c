@@ -1,0 +1,117 @@
+/* py_plan.c - _core.Engine: the memory that it has, and what a step is predicted to take. */
+#include "engine/plan.h"
+#include "python/py_engine.h"
+
+#include <stdlib.h>
+
+static PyObject *dict_of(const zs_engine_bytes *bytes)
+{
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "shards", (Py_ssize_t)bytes->shards, "kept",
+                         (Py_ssize_t)bytes->kept, "grads", (Py_ssize_t)bytes->grads, "slots", (Py_ssize_t)bytes->slots,
+                         "buckets", (Py_ssize_t)bytes->buckets, "transport", (Py_ssize_t)bytes->transport, "offloaded",
+                         (Py_ssize_t)bytes->offloaded, "total", (Py_ssize_t)bytes->total);
+}
+
+const char zs_py_memory_doc[] =
+    "memory($self, /)\n--\n\nReturn the bytes in use on this rank, as a dict: shards, kept (secondary "
+    "shards), grads, slots (full buffers), buckets, transport (the transport's own, shared by all models that "
+    "use it), offloaded (in files or in host memory) and total (all of these except offloaded).";
+
+PyObject *zs_py_memory(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_engine_bytes bytes = zs_engine_memory(self->engine);
+    return dict_of(&bytes);
+}
+
+const char zs_py_peak_doc[] = "peak($self, /)\n--\n\nReturn the peak of each number of memory().";
+
+PyObject *zs_py_peak(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_engine_bytes bytes = zs_engine_peak(self->engine);
+    return dict_of(&bytes);
+}
+
+const char zs_py_predict_doc[] = "predict($self, stepped, /)\n--\n\nPredict the peaks of memory() from the units and a "
+                                 "training step. stepped: as if all units were stepped in backward.";
+
+PyObject *zs_py_predict(engine_object *self, PyObject *stepped)
+{
+    int on = PyObject_IsTrue(stepped);
+    zs_engine_bytes bytes;
+    if (on < 0) return NULL;
+    zs_clear_error();
+    if (zs_engine_predict(self->engine, on != 0, &bytes) != ZS_OK) return zs_py_raise(NULL);
+    return dict_of(&bytes);
+}
+
+static PyObject *predict_seconds(const zs_engine *engine, PyObject *list, size_t n)
+{
+    zs_unit_seconds each[n + 1];
+    double seconds = 0;
+    for (size_t i = 0; i < n; i++) {
+        zs_unit_seconds *it = &each[i];
+        PyObject *item = PyList_GET_ITEM(list, (Py_ssize_t)i);
+        if (!PyArg_ParseTuple(item, "dddd", &it->forward, &it->backward, &it->gather, &it->reduce)) return NULL;
+    }
+    zs_clear_error();
+    if (zs_engine_predict_seconds(engine, each, &seconds) != ZS_OK) return zs_py_raise(NULL);
+    return PyFloat_FromDouble(seconds);
+}
+
+const char zs_py_predict_seconds_doc[] =
+    "predict_seconds($self, units, /)\n--\n\nPredict how many seconds a training step takes. units: for each "
+    "unit, in their order, a tuple of how many seconds its forward, its backward, a gather of its parameters "
+    "and a reduction of its gradients take. ValueError if there are not as many as units.";
+
+PyObject *zs_py_predict_seconds(engine_object *self, PyObject *list)
+{
+    size_t n = zs_engine_home(self->engine)->schedule.n;
+    if (PyList_Check(list) && (size_t)PyList_GET_SIZE(list) == n) return predict_seconds(self->engine, list, n);
+    return PyErr_Format(PyExc_ValueError, "predict_seconds() expects a list of %zu tuples, one for each unit", n);
+}
+
+static bool read_call(zs_engine *engine, PyObject *item, zs_call *call)
+{
+    PyObject *unit;
+    long long what;
+    if (!PyArg_ParseTuple(item, "OL", &unit, &what)) return false;
+    *call = (zs_call){zs_py_unit(unit), what};
+    if (call->unit == NULL) return false;
+    if (zs_engine_of(call->unit) == engine && what >= ZS_CALL_EXIT && what < call->unit->n_params) return true;
+    PyErr_Format(PyExc_ValueError, "unit '%s' belongs to another engine, or has no parameter %lld",
+                 zs_unit_label(call->unit->name), what);
+    return false;
+}
+
+const char zs_py_set_calls_doc[] =
+    "set_calls($self, calls, /)\n--\n\nSet what a forward does, assuming that modules run in their order. "
+    "calls: a list of pairs: (unit, -1) where the unit's module, or another one that unshards it, begins; "
+    "(unit, -2) where that one ends; (unit, i) at the first use of its parameter i.";
+
+PyObject *zs_py_set_calls(engine_object *self, PyObject *list)
+{
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "set_calls() expects a list of pairs (unit, call)");
+    size_t n = (size_t)PyList_GET_SIZE(list);
+    zs_call *calls = calloc(n + 1, sizeof *calls);
+    if (calls == NULL) return PyErr_NoMemory();
+    for (size_t i = 0; i < n; i++) {
+        if (read_call(self->engine, PyList_GET_ITEM(list, (Py_ssize_t)i), &calls[i])) continue;
+        free(calls);
+        return NULL;
+    }
+    zs_engine_set_calls(self->engine, calls, n);
+    Py_RETURN_NONE;
+}
+
+const char zs_py_reserve_doc[] =
+    "reserve($self, /)\n--\n\nReserve the memory of a training step, unless it is reserved already.";
+
+PyObject *zs_py_reserve(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_clear_error();
+    if (zs_engine_reserve(self->engine) != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
