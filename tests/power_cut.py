@@ -8,7 +8,7 @@ pending changes are taken or dropped in many ways. A test then asks each of thes
 would ask after a restart.
 
     disk = Disk(folder)                     # what is there now is on the disk
-    with logged(log):                       # or, in each of several ranks, _core.file_log(log)
+    with logged(log):                       # or, in each of several ranks, file_log(log)
         save(folder)
     returned = len(read_log(log))           # calls; each state says before which it was cut
     for state in disk.states(log, tmp_path / "cut"):
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zshard import _core
+from file_faults import file_log
 
 Tree = dict[str, "bytes | None"]  # {path below the root: content, None of a folder}
 
@@ -50,11 +50,11 @@ class Call:
 @contextlib.contextmanager
 def logged(log: Path) -> Iterator[None]:
     """Appends all calls of this process on files to `log`."""
-    _core.file_log(log)
+    file_log(log)
     try:
         yield
     finally:
-        _core.file_log(None)
+        file_log(None)
 
 
 def read_log(log: Path) -> list[Call]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from file_faults import file_faults, file_log
 from power_cut import Disk, logged, read_log, tree_of
 
 from zshard import _core
@@ -63,8 +64,8 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def no_faults_stay() -> Iterator[None]:
     yield
-    _core.file_faults(0)
-    _core.file_log(None)
+    file_faults(0)
+    file_log(None)
 
 
 def names_of_calls() -> list[str]:
@@ -98,7 +99,7 @@ def descriptors() -> set[str]:
 @pytest.mark.parametrize("fault", ["ENOSPC", "EIO", "EACCES"])
 def test_errors_name_the_file_and_leave_nothing_open(root: Path, nth: int, fault: str) -> None:
     before, name = descriptors(), CALLS[nth - 1]
-    _core.file_faults(nth, fault)
+    file_faults(nth, fault)
     # Asked how much is free, a file system need not know. And the descriptors by which folders
     # are synced and locks held have written nothing: no bytes are lost where their close fails.
     harmless = name == "close" and CALLS[nth - 3 : nth - 1] == ["open", "sync"]
@@ -118,7 +119,7 @@ def test_errors_name_the_file_and_leave_nothing_open(root: Path, nth: int, fault
 
 @EACH
 def test_interrupted_calls_are_made_again(root: Path, nth: int) -> None:
-    _core.file_faults(nth, "EINTR")
+    file_faults(nth, "EINTR")
     if (
         CALLS[nth - 1] == "sync" or CALLS[nth - 1] == "stat"
     ):  # what is on the disk then cannot be found out by another fsync
@@ -132,18 +133,18 @@ def test_interrupted_calls_are_made_again(root: Path, nth: int) -> None:
 @pytest.mark.parametrize("times", [1, 3, 1000])
 @EACH
 def test_short_counts_go_on(root: Path, nth: int, times: int) -> None:
-    _core.file_faults(nth, "short", times)
+    file_faults(nth, "short", times)
     assert story(root) == DATA + SMALL
     assert (root / "other" / "a").read_bytes() == DATA + SMALL
-    assert _core.file_faults(0) >= len(CALLS)
+    assert file_faults(0) >= len(CALLS)
 
 
 def test_all_interrupted_in_a_row(root: Path) -> None:
     """A hundred interrupts at one call; the signal's handler has been asked."""
     nth = CALLS.index("write") + 1
-    _core.file_faults(nth, "EINTR", 100)
+    file_faults(nth, "EINTR", 100)
     assert story(root) == DATA + SMALL
-    assert _core.file_faults(0) == len(CALLS) + 100
+    assert file_faults(0) == len(CALLS) + 100
 
 
 # --- killed ----------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def killed(act: Callable[[], object], nth: int, what: str) -> int:
     child = os.fork()
     if child == 0:
         try:
-            _core.file_faults(nth, what)
+            file_faults(nth, what)
             act()
         finally:
             os._exit(0)
@@ -182,16 +183,16 @@ def test_killed(root: Path, nth: int, what: str) -> None:
 
 @pytest.mark.parametrize("unsupported", ["EOPNOTSUPP", "ENOSYS"])
 def test_create_where_no_room_can_be_reserved(tmp_path: Path, unsupported: str) -> None:
-    _core.file_faults(3, unsupported)
+    file_faults(3, unsupported)
     with File.create(tmp_path / "a", 1 << 20) as file:
         assert file.size == 1 << 20
     assert (tmp_path / "a").read_bytes() == bytes(1 << 20)
 
 
 def test_sync_of_a_folder_where_there_is_none(tmp_path: Path) -> None:
-    _core.file_faults(2, "EINVAL")
+    file_faults(2, "EINVAL")
     _core.sync_folder(tmp_path)
-    _core.file_faults(2, "EIO")
+    file_faults(2, "EIO")
     with pytest.raises(OSError) as caught:
         _core.sync_folder(tmp_path)
     assert caught.value.errno == errno.EIO and caught.value.filename == tmp_path
@@ -200,11 +201,11 @@ def test_sync_of_a_folder_where_there_is_none(tmp_path: Path) -> None:
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """More than is free is refused before any of it is taken."""
     room = os.statvfs(tmp_path)
-    _core.file_faults(0)
+    file_faults(0)
     with pytest.raises(OSError) as caught:
         File.create(tmp_path / "a", room.f_bavail * room.f_frsize * 2)
     assert caught.value.errno == errno.ENOSPC and os.listdir(tmp_path) == []
-    assert _core.file_faults(0) == 4  # create, disk, remove, close: nothing was reserved
+    assert file_faults(0) == 4  # create, disk, remove, close: nothing was reserved
 
 
 # --- the shim itself -------------------------------------------------------------------------------
@@ -224,20 +225,20 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 )
 def test_faults_refuse(arguments: tuple, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        _core.file_faults(*arguments)
+        file_faults(*arguments)
 
 
 def test_faults_are_over_when_told_so(tmp_path: Path) -> None:
-    _core.file_faults(1, "EIO", 1000)
+    file_faults(1, "EIO", 1000)
     with pytest.raises(OSError):
         _core.make_folder(tmp_path / "a")
-    assert _core.file_faults(0) == 1
+    assert file_faults(0) == 1
     _core.make_folder(tmp_path / "a")
-    assert _core.file_faults(0) == 1
+    assert file_faults(0) == 1
 
 
 def test_faults_at_several_calls(tmp_path: Path) -> None:
-    _core.file_faults(2, "ENOSPC", 2)
+    file_faults(2, "ENOSPC", 2)
     outcomes = []
     for k in range(5):
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from file_faults import file_faults
 
 from zshard import _core
 from zshard._core import File, crc32c
@@ -136,13 +137,13 @@ def test_a_long_write_is_sent_to_the_disk_behind_it(tmp_path: Path) -> None:
     room = bytearray(4 << 20)
     ranges = [((k * 7 % 20) << 22, room) for k in range(20)]
     with File.create(tmp_path / "a", 80 << 20) as file:
-        _core.file_faults(0)
+        file_faults(0)
         triples = file.write(ranges, 4 << 20)
-        calls = _core.file_faults(0)
+        calls = file_faults(0)
         assert calls == (80 << 20) // (256 << 10) + 2
-        _core.file_faults((32 << 20) // (256 << 10) + 1, "EIO")  # the first of the two
+        file_faults((32 << 20) // (256 << 10) + 1, "EIO")  # the first of the two
         assert file.write(ranges, 4 << 20) == triples
-        assert _core.file_faults(0) == calls
+        assert file_faults(0) == calls
         file.sync()
 
 

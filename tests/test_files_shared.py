@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from file_faults import file_faults
 from test_files import noise, write
 from test_leaks import heap_bytes
 
@@ -120,10 +121,10 @@ def large(tmp_path: Path) -> Iterator[File]:
 
 
 def test_close_while_another_thread_reads(large: File) -> None:
-    _core.file_faults(0)
+    file_faults(0)
     thread = threading.Thread(target=long_read, args=[large])
     thread.start()
-    while _core.file_faults(0) == 0:  # not begun
+    while file_faults(0) == 0:  # not begun
         pass
     with pytest.raises(RuntimeError, match=r"cannot close .* another thread is using it"):
         large.close()

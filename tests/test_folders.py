@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from file_faults import file_faults
 from test_files import write
 
 from zshard import _core
@@ -76,12 +77,12 @@ def test_rename_without_the_systems_help(tmp_path: Path, unsupported: str) -> No
     """Where the file system cannot look and rename at once (NFS), the outcomes are the same."""
     write(tmp_path / "old", b"mine")
     (tmp_path / "taken").mkdir()
-    _core.file_faults(1 if unsupported else 0, unsupported)
+    file_faults(1 if unsupported else 0, unsupported)
     with pytest.raises(FileExistsError):
         _core.rename(tmp_path / "old", tmp_path / "taken")
-    _core.file_faults(1 if unsupported else 0, unsupported)
+    file_faults(1 if unsupported else 0, unsupported)
     _core.rename(tmp_path / "old", tmp_path / "new")
-    assert _core.file_faults(0) == (2 if unsupported else 1)
+    assert file_faults(0) == (2 if unsupported else 1)
     assert sorted(os.listdir(tmp_path)) == ["new", "taken"]
     assert (tmp_path / "new").read_bytes() == b"mine"
 

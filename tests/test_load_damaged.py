@@ -12,6 +12,7 @@ import shutil
 import pytest
 import torch
 from damage import check, files_of, flip, good_one, model_and_optimizer, open_files, state_of
+from file_faults import file_faults
 from optim_states import differ, rank
 from safetensors.torch import save_file
 from scenarios import message_of
@@ -214,13 +215,13 @@ def failing(path, what):
     model, optimizer = model_and_optimizer()
     found = []
     for nth in range(1, 1000):
-        zshard._core.file_faults(nth if rank() == 1 else 0, what)
+        file_faults(nth if rank() == 1 else 0, what)
         try:
             zshard.load(path, model, optimizer)
         except OSError as error:
             if "[Errno 5]" not in str(error) or str(path) not in str(error):
                 found.append((nth, str(error)))
-        ended = [zshard._core.file_faults(0) < nth]  # there was no such call
+        ended = [file_faults(0) < nth]  # there was no such call
         found += [(nth, each) for each in open_files(path)]
         torch.distributed.broadcast_object_list(ended, 1)
         if ended[0]:
@@ -238,11 +239,11 @@ def test_each_call_that_fails_is_an_error_on_all_ranks(pool2, good):
 def interrupted(path, what):
     """Calls that are interrupted or short go on."""
     model, optimizer = model_and_optimizer()
-    zshard._core.file_faults(1, what, 500)
+    file_faults(1, what, 500)
     try:
         zshard.load(path, model, optimizer)
     finally:
-        calls = zshard._core.file_faults(0)
+        calls = file_faults(0)
     other, theirs = model_and_optimizer()
     zshard.load(path, other, theirs)
     return calls > 30, differ(state_of(model, optimizer), state_of(other, theirs))

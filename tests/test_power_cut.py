@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from file_faults import file_faults, file_log
 from power_cut import Disk, File, Length, Write, logged, read_log, tree_of
 
 from zshard import _core
@@ -193,13 +194,13 @@ def test_lengths() -> None:
 
 def test_log_has_every_call_and_its_outcome(root: Path) -> None:
     log = root.parent / "log"
-    _core.file_faults(0)
+    file_faults(0)
     with logged(log):
         publish(root)
         with pytest.raises(FileNotFoundError):
             _core.remove_file(root / "none")
     calls = read_log(log)
-    assert len(calls) == _core.file_faults(0)
+    assert len(calls) == file_faults(0)
     assert [call.error for call in calls] == [0] * (len(calls) - 1) + [2]
     names = [call.name for call in calls]
     of_file = ["create", "disk", "reserve", "write", "write", "sync", "close"]
@@ -224,12 +225,12 @@ def test_paths_with_line_ends_and_bytes(root: Path) -> None:
 
 def test_a_log_that_cannot_be_written_is_an_error(root: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        _core.file_log(root / "none" / "log")
-    _core.file_log("/dev/full")
+        file_log(root / "none" / "log")
+    file_log("/dev/full")
     publish(root)
     with pytest.raises(OSError, match="No space left"):
-        _core.file_log(None)
-    _core.file_log(None)
+        file_log(None)
+    file_log(None)
 
 
 def test_what_goes_past_the_table_shows(root: Path) -> None:
@@ -257,4 +258,4 @@ def states_of(disk: Disk, log: Path, into: Path) -> set[tuple[str, ...]]:
 @pytest.fixture(autouse=True)
 def no_log_stays() -> Iterator[None]:
     yield
-    _core.file_log(None)
+    file_log(None)

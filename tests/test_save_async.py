@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 from checkpoints import inside, unlike, whole
+from file_faults import file_faults
 from models import CASES, train
 from nursery import fork_ranks
 from optim_states import FULL, HYBRID, rank, trained
@@ -20,7 +21,7 @@ from spawn import ranks
 from torch import nn
 
 import zshard
-from zshard import FSDP, _core
+from zshard import FSDP
 from zshard._checkpoint import background, save
 
 
@@ -122,7 +123,7 @@ def failing(folder, how):
     with Held() as held:
         saving = zshard.save(f"{folder}/x", model, optimizer, asynchronous=True)
         if rank() == 1:
-            _core.file_faults(2, "EIO")
+            file_faults(2, "EIO")
         held.go.set()
         while not saving.done():
             time.sleep(0.01)
@@ -160,7 +161,7 @@ def ends_at_once(folder, fault):
     def slow(*args):
         time.sleep(1)
         if fault:
-            _core.file_faults(1, fault)
+            file_faults(1, fault)
         write(*args)
 
     save._write = slow

@@ -21,13 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import inside, manifest_in, whole
+from file_faults import file_faults, file_log
 from nursery import fork_ranks
 from optim_states import rank
 from power_cut import Disk, read_log
 from torch import nn
 
 import zshard
-from zshard import FSDP, _core
+from zshard import FSDP
 from zshard._checkpoint import background
 from zshard._checkpoint.folder import finished, name_of
 
@@ -96,16 +97,16 @@ def interrupted_at_each_call(folder, what):
     model, optimizer = make()
     raised = 0
     for step in range(1, 1000):
-        _core.file_faults(step, what)
+        file_faults(step, what)
         try:
             save(model, optimizer, folder, step)
         except InterruptedError:
             raised += 1
-            _core.file_faults(0)
+            file_faults(0)
             save(model, optimizer, folder, step)
         found = step_in(zshard.latest(folder))
         assert found == step
-        if _core.file_faults(0) < step:
+        if file_faults(0) < step:
             return raised
     raise AssertionError("a save without end")
 
@@ -126,14 +127,14 @@ def saves_first(folder):
 def saves_with_a_log(folder, log):
     """Saves steps 2, 3 and 4; how many calls there were when each of them had returned."""
     model, optimizer = make()
-    _core.file_log(log)
+    file_log(log)
     returned = {}
     for step in (2, 3, 4):
         save(model, optimizer, folder, step, asynchronous=step == 3)
         if step == 3:
             background.finish()
         returned[step] = len(read_log(Path(log)))
-    _core.file_log(None)
+    file_log(None)
     return returned
 
 
@@ -165,7 +166,7 @@ def saves_until_killed(folder, victim, call, kind, asynchronous):
     model, optimizer = make()
     save(model, optimizer, folder, 1)
     if rank() == victim:
-        _core.file_faults(call, kind)
+        file_faults(call, kind)
     save(model, optimizer, folder, 2, asynchronous=asynchronous)
 
 

@@ -12,12 +12,13 @@ import os
 import pytest
 import torch
 from checkpoints import APART, bit_by_bit, inside, outcome, saved, tried, unlike
+from file_faults import file_faults
 from models import CASES, Mlp, loss_of, make, wrapped
 from nursery import fork_ranks
 from optim_states import FULL, rank, trained
 
 import zshard
-from zshard import FSDP, _core
+from zshard import FSDP
 from zshard._checkpoint import folder as folders
 from zshard._group import comm_for
 
@@ -261,9 +262,9 @@ def each_call(folder, sufferer, what, overwrite):
     while True:
         nth += 1
         comm.exchange(b"")
-        _core.file_faults(nth if rank() == sufferer else 0, what)
+        file_faults(nth if rank() == sufferer else 0, what)
         found = outcome(lambda: zshard.save(path, model, optimizer, overwrite=overwrite))
-        calls = _core.file_faults(0)
+        calls = file_faults(0)
         if rank() == 0:
             lock = folders._lock_path(folders.Target.of(path, None))
             with contextlib.suppress(FileNotFoundError):
@@ -303,9 +304,9 @@ def test_calls_that_are_interrupted_go_on(tmp_path, what):
     model = make(Mlp)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for nth in range(1, 200):
-        _core.file_faults(nth, what)
+        file_faults(nth, what)
         found = outcome(lambda: saved(tmp_path, model, optimizer))
-        if _core.file_faults(0) < nth:
+        if file_faults(0) < nth:
             break
         assert found is None or (what == "EINTR" and found[0] is InterruptedError), (nth, found)
     assert 30 < nth < 199 and inside(tmp_path) == ["x"]
@@ -314,7 +315,7 @@ def test_calls_that_are_interrupted_go_on(tmp_path, what):
 def dies(folder, victim, nth, combination):
     model = wrapped(Mlp, combination)
     zshard.save(folder / "old", model)
-    _core.file_faults(nth if rank() == victim else 0, "kill")
+    file_faults(nth if rank() == victim else 0, "kill")
     found = outcome(lambda: zshard.save(folder / "new", model))
     return found, inside(folder)
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import inside, manifest_in, states_in, tensors_in
+from file_faults import file_faults
 from nursery import fork_ranks
 from torch import nn
 
 import zshard
-from zshard import FSDP, _core
+from zshard import FSDP
 
 
 def state(value):
@@ -50,9 +51,9 @@ def forked(nth, what, action):
     pid = os.fork()
     if pid == 0:
         try:
-            _core.file_faults(nth, what)
+            file_faults(nth, what)
             action()
-            os.write(writing, str(_core.file_faults(0)).encode())
+            os.write(writing, str(file_faults(0)).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -133,9 +134,9 @@ def saved_by_ranks(folder, victim, nth, what):
         model = FSDP(plain, transport="c10d")
         for param in model.parameters():
             optimizer.state[param]["momentum_buffer"] = torch.full_like(param, value)
-        _core.file_faults(nth if value == 2.0 and dist.get_rank() == victim else 0, what)
+        file_faults(nth if value == 2.0 and dist.get_rank() == victim else 0, what)
         zshard.save(folder, model, optimizer, step=int(value))
-    return _core.file_faults(0)
+    return file_faults(0)
 
 
 @pytest.mark.thorough

@@ -2,13 +2,32 @@
 #define _GNU_SOURCE /* renameat2, fallocate, sync_file_range */
 #include "checkpoint/fs.h"
 
-#include "checkpoint/fs_faults.h"
+#include "checkpoint/fs_watch.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/file.h>
 #include <unistd.h>
+
+static const zs_fs_watcher *watcher; /* __atomic access only */
+
+void zs_fs_watch(const zs_fs_watcher *who)
+{
+    __atomic_store_n(&watcher, who, __ATOMIC_RELEASE);
+}
+
+static zs_fs_fate before(void)
+{
+    const zs_fs_watcher *who = __atomic_load_n(&watcher, __ATOMIC_ACQUIRE);
+    return who != NULL ? who->before() : (zs_fs_fate){0};
+}
+
+static long after(zs_fs_fate fate, long result, const zs_fs_entry *entry)
+{
+    const zs_fs_watcher *who = __atomic_load_n(&watcher, __ATOMIC_ACQUIRE);
+    return who != NULL ? who->after(fate, result, entry) : result;
+}
 
 static long failed(int err)
 {
@@ -19,26 +38,26 @@ static long failed(int err)
 /* Makes `call` with what befalls it, and tells the log: `...` are the fields of its zs_fs_entry. */
 #define RETURN_CALL(type, call, ...)                      \
     do {                                                  \
-        zs_fs_fate fate = zs_fs_before();                 \
+        zs_fs_fate fate = before();                       \
         long result = fate.err ? failed(fate.err) : call; \
         zs_fs_entry entry = {__VA_ARGS__};                \
-        return (type)zs_fs_after(fate, result, &entry);   \
+        return (type)after(fate, result, &entry);         \
     } while (0)
 
 int zs_fs_open(const char *path, int flags)
 {
-    zs_fs_fate fate = zs_fs_before();
+    zs_fs_fate fate = before();
     int fd = fate.err ? (int)failed(fate.err) : open(path, flags | O_CLOEXEC, 0666);
     zs_fs_entry entry = {.call = flags & O_CREAT ? "create" : "open", .path = path, .fd = fd};
-    return (int)zs_fs_after(fate, fd, &entry);
+    return (int)after(fate, fd, &entry);
 }
 
 int zs_fs_close(int fd)
 {
-    zs_fs_fate fate = zs_fs_before();
+    zs_fs_fate fate = before();
     long result = close(fd);
     zs_fs_entry entry = {.call = "close", .fd = fd};
-    return (int)zs_fs_after(fate, fate.err ? failed(fate.err) : result, &entry);
+    return (int)after(fate, fate.err ? failed(fate.err) : result, &entry);
 }
 
 int zs_fs_stat(int fd, struct stat *out)

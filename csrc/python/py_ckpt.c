@@ -3,7 +3,7 @@
 
 #include "checkpoint/ckpt_folder.h"
 #include "checkpoint/crc32c.h"
-#include "checkpoint/fs_faults.h"
+#include "checkpoint/fs_watch.h"
 
 #include <errno.h>
 
@@ -252,40 +252,12 @@ static PyObject *unlock(PyObject *module, PyObject *object)
     Py_RETURN_NONE;
 }
 
-/* --- for tests --------------------------------------------------------------------------------------------------------- */
+/* --- watching ----------------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(faults_doc, "file_faults($module, nth, what='', times=1, /)\n--\n\nInject faults into file calls, for "
-                         "tests: the nth call from now (1: the next) and the `times` - 1 calls after it are subject to "
-                         "`what`: the name of an errno to fail with (ENOSPC, EIO, EINTR, ...); 'short': read or write "
-                         "half; 'kill', 'killafter', 'killshort': kill the process before the call, after it, or after "
-                         "half of it. nth 0 injects none. Returns the number of calls since the last file_faults().");
-
-static PyObject *file_faults(PyObject *module, PyObject *args)
-{
-    (void)module;
-    long nth, times = 1, calls = 0;
-    const char *what = "";
-    if (!PyArg_ParseTuple(args, "l|sl:file_faults", &nth, &what, &times)) return NULL;
-    zs_clear_error();
-    if (zs_fs_set_faults(nth, what, times, &calls) != ZS_OK) return zs_py_raise(NULL);
-    return PyLong_FromLong(calls);
-}
-
-PyDoc_STRVAR(log_doc, "file_log($module, path, /)\n--\n\nLog all file calls and the data they write to the file "
-                      "`path`, for tests (read by tests/power_cut.py); None stops logging. Raises OSError if that "
-                      "fails, or if an earlier call could not be logged.");
-
-static PyObject *file_log(PyObject *module, PyObject *path)
-{
-    (void)module;
-    PyObject *raw = NULL;
-    if (path != Py_None && !PyUnicode_FSConverter(path, &raw)) return NULL;
-    zs_clear_error();
-    zs_status status = zs_fs_set_log(raw == NULL ? NULL : PyBytes_AS_STRING(raw));
-    Py_XDECREF(raw);
-    if (status != ZS_OK) return zs_py_raise_at(path, NULL);
-    Py_RETURN_NONE;
-}
+/* The way to zs_fs_watch for a module that is not part of this one. */
+static const struct {
+    void (*watch)(const zs_fs_watcher *);
+} watching = {zs_fs_watch};
 
 static PyMethodDef functions[] = {
     {"crc32c", crc32c, METH_VARARGS, crc32c_doc},
@@ -298,12 +270,15 @@ static PyMethodDef functions[] = {
     {"remove_folder", remove_folder, METH_O, remove_folder_doc},
     {"lock_file", lock_file, METH_O, lock_file_doc},
     {"unlock", unlock, METH_O, unlock_doc},
-    {"file_faults", file_faults, METH_VARARGS, faults_doc},
-    {"file_log", file_log, METH_O, log_doc},
     {0},
 };
 
 int zs_py_ckpt_init(PyObject *module)
 {
+    PyObject *capsule = PyCapsule_New((void *)(uintptr_t)&watching, "zshard._core._file_watch", NULL);
+    if (capsule == NULL || PyModule_AddObject(module, "_file_watch", capsule) < 0) {
+        Py_XDECREF(capsule);
+        return -1;
+    }
     return PyModule_AddFunctions(module, functions);
 }

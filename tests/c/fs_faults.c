@@ -5,7 +5,7 @@
  * of its entries is one in which the calls can have happened.
  */
 #define _GNU_SOURCE /* kill, writev */
-#include "checkpoint/fs_faults.h"
+#include "fs_faults.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -95,7 +95,7 @@ static void die(void)
     pause(); /* until it has come */
 }
 
-zs_fs_fate zs_fs_before(void)
+static zs_fs_fate before(void)
 {
     zs_fs_fate fate = {0};
     long call = atomic_fetch_add(&tests.calls, 1) + 1;
@@ -134,7 +134,7 @@ static void append(const zs_fs_entry *entry, int err)
     if (done != all) tests.log_err = done < 0 ? errno : EIO;
 }
 
-long zs_fs_after(zs_fs_fate fate, long result, const zs_fs_entry *entry)
+static long after(zs_fs_fate fate, long result, const zs_fs_entry *entry)
 {
     if (!tests.watch) return result;
     int err = errno;
@@ -145,3 +145,5 @@ long zs_fs_after(zs_fs_fate fate, long result, const zs_fs_entry *entry)
     errno = err;
     return result;
 }
+
+const zs_fs_watcher zs_fs_faults = {before, after};

@@ -1,0 +1,38 @@
+/* fs_watch.h - the place from which all calls of fs.h can be seen.
+ *
+ * The one idea: a watcher is asked before each call and told after it, so it may count calls, write them down, or have one fail
+ * or be cut short. Nothing in the package watches; tests do (tests/c/fs_faults.c).
+ */
+#ifndef ZS_FS_WATCH_H
+#define ZS_FS_WATCH_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* What befalls one call. */
+typedef struct zs_fs_fate {
+    int err;         /* fail with it; 0: do not */
+    bool half;       /* read and write half */
+    bool kill_after; /* then die */
+} zs_fs_fate;
+
+/* One call, for the log; NULL and 0 for what it has not. */
+typedef struct zs_fs_entry {
+    const char *call, *path, *to;
+    int fd;
+    int64_t offset, length;
+    const void *data; /* the bytes that were written: as many as the call returned */
+} zs_fs_entry;
+
+/* Who looks. */
+typedef struct zs_fs_watcher {
+    /* Before a call. It may not come back. */
+    zs_fs_fate (*before)(void);
+    /* After it: what is to be returned, where the call has returned `result`. errno is kept. */
+    long (*after)(zs_fs_fate fate, long result, const zs_fs_entry *entry);
+} zs_fs_watcher;
+
+/* Has all calls of this process watched from now on; NULL: none. It must outlive them. */
+void zs_fs_watch(const zs_fs_watcher *watcher);
+
+#endif

@@ -1,0 +1,57 @@
+"""Faults in zshard's file calls, and a log of them, for tests.
+
+    from file_faults import file_faults, file_log
+
+    file_faults(3, "ENOSPC")  # the third call from now on fails
+    ...
+    calls = file_faults(0)  # there were so many since; none fails any more
+
+The one idea: zshard offers one place from which its file calls can be watched; who watches is a
+module of its own (c/file_faults.c, c/fs_faults.c), compiled here, so that nothing of it is shipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from c_compile import BUILDS, OBJECTS, C, compile_c
+from c_sources import HEADERS, sources
+
+import zshard  # noqa: F401 (the module below watches its core)
+
+_SOURCES = [C / "file_faults.c", C / "fs_faults.c", *sources("status.c")]
+
+
+def _library() -> Path:
+    """The compiled module, which is there or is made."""
+    read = [path.read_bytes() for path in [*_SOURCES, *HEADERS, C / "fs_faults.h"]]
+    soabi = sysconfig.get_config_var("SOABI")
+    key = hashlib.sha256(b"\0".join([soabi.encode(), *read])).hexdigest()[:24]
+    made = OBJECTS / f"_file_faults-{key}.so"
+    if not made.exists():
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        flags = [*BUILDS["release"], "-isystem", sysconfig.get_path("include")]
+        with tempfile.TemporaryDirectory(dir=OBJECTS) as scratch:
+            compile_c(Path(scratch, "made.so"), _SOURCES, flags, ("-shared",))
+            os.replace(f"{scratch}/made.so", made)  # another process may have made the same
+    return made
+
+
+def _load() -> Any:
+    loader = importlib.machinery.ExtensionFileLoader("_file_faults", str(_library()))
+    spec = importlib.util.spec_from_file_location("_file_faults", loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+_module = _load()
+file_faults, file_log = _module.file_faults, _module.file_log
