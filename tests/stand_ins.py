@@ -1,6 +1,6 @@
 """GPUs and NCCL where there are none: the environment in which zshard takes its way over CUDA.
 
-The one idea: a model on the CPU is trained as if that were a GPU (zshard/_device.py), by the
+The one idea: a model on the CPU is trained as if that were a GPU (as_gpu/fake_gpu.py), by the
 stand-ins for libcuda (fake_cuda.py) and libnccl (c/fake_nccl.c). Both work late and on threads of
 their own, and their GPUs compute as the CPU does, so the CPU's bits come out only if every wait is
 where it has to be.
@@ -17,9 +17,12 @@ import tempfile
 from pathlib import Path
 
 import fake_cuda
+from as_gpu import fake_gpu
 from c_compile import BUILDS, C, compile_c
 
 _SOURCE = C / "fake_nccl.c"
+_STARTUP = Path(__file__).resolve().parent / "as_gpu"
+fake_gpu.install()  # whoever imports this may set the environment later
 
 
 @functools.cache
@@ -33,6 +36,11 @@ def nccl_library(old: bool = False) -> Path:
     return compile_c(folder / "libnccl.so.2", [_SOURCE], flags, ("-shared", "-ldl", "-lm"))
 
 
+def python_path() -> list[str]:
+    """What PYTHONPATH lists now."""
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
 def environment(backend: str = "c10d", late: int = 200) -> dict[str, str]:
     """What to set.
 
@@ -44,6 +52,7 @@ def environment(backend: str = "c10d", late: int = 200) -> dict[str, str]:
         "ZSHARD_CUDA_ON_HOST": "1",
         "ZSHARD_BACKEND": backend,
         "FAKE_CUDA_DELAY_US": str(late),
+        "PYTHONPATH": os.pathsep.join([str(_STARTUP), *python_path()]),
     }
     if backend == "nccl":
         library = nccl_library()

@@ -6,7 +6,6 @@ a unit at a time, so that the unsharded model need not fit on a GPU.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,7 +33,7 @@ def device_of(module: nn.Module, device_id: Any) -> str:
                 f"{wanted}: omit device_id, or move the model to the CPU first"
             )
     if wanted.type == CPU:
-        return _stand_in()
+        return device_of_cpu()
     if wanted.index != torch.cuda.current_device():
         raise ValueError(
             f"the model's device is {wanted}, but the current device of this process is "
@@ -44,10 +43,9 @@ def device_of(module: nn.Module, device_id: Any) -> str:
     return f"cuda:{wanted.index}"
 
 
-def _stand_in() -> str:
-    """Return the CPU; for tests with a fake CUDA driver (ZSHARD_CUDA_ON_HOST=1), a "GPU" whose
-    memory is the host's."""
-    return "cuda:0/host" if os.environ.get("ZSHARD_CUDA_ON_HOST") == "1" else CPU
+def device_of_cpu() -> str:
+    """Return the device on which a model on the CPU is trained."""
+    return CPU
 
 
 def _parse(device_id: Any) -> torch.device:
@@ -77,7 +75,7 @@ def _parse(device_id: Any) -> torch.device:
 
 
 def is_stand_in(device: str) -> bool:
-    """Return whether this is a fake GPU for tests, whose memory is the host's."""
+    """Return whether this is a GPU whose memory is the host's: one that stands in for another."""
     return device.endswith("/host")
 
 

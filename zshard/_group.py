@@ -375,12 +375,16 @@ def new_group(group: Any, device: str) -> Any:
     return dist.new_group(ranks, backend=backend, use_local_synchronization=not whole)
 
 
+def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
+    """Return the transport between the hosts of GPUs, and the backend for these GPUs' memory."""
+    return "auto", wanted
+
+
 def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core.Comm:
     """Return the transport between GPUs: one between their hosts, and a backend for GPU memory."""
-    by_test = is_stand_in(device)  # there, a name says how the hosts talk
     options = wanted if isinstance(wanted, NcclOptions) else None
-    control = comm_for(group, wanted if by_test and options is None else "auto", timeout)
-    kind = os.environ.get("ZSHARD_BACKEND", "c10d") if by_test else wanted
+    hosts, kind = choices_for(device, wanted)
+    control = comm_for(group, hosts, timeout)
     kind = "nccl" if options is not None else kind
     if kind == "peer" or (kind == "auto" and _share_a_gpu(control, _gpu_id(device))):
         return _core.Comm.gpu(control, "peer", device, "")
