@@ -4,6 +4,10 @@
  * session opens with the first hook that autograd runs and closes in a callback at the end of that backward. Between
  * sessions nobody reads this rank's shards, so optimizers and users may write them. Nothing here runs Python, and nothing
  * in backward needs the GIL.
+ *
+ * Threads: hooks come on the thread that autograd runs the backward on, while the one that called it waits; all else comes on
+ * the thread that uses the model. So calls of one engine come one at a time, which torch guarantees for one backward at a
+ * time, and the user for the rest. Only retain and release may come from any thread.
  */
 #ifndef ZS_ENGINE_H
 #define ZS_ENGINE_H

@@ -6,8 +6,12 @@
  * saved see them again after the next gather.
  *
  * When it does what is decided by the schedule (schedule/), for which a unit is a record with a state; here is what that
- * does to memory and tensors. A replicated unit (no_shard, or a world of one) has its parameters in private full memory and stays FULL; with mixed
- * precision it goes through the states as others do, and a gather is a cast.
+ * does to memory and tensors. A replicated unit (no_shard, or a world of one) has its parameters in private full memory and
+ * stays FULL; with mixed precision it goes through the states as others do, and a gather is a cast.
+ *
+ * Threads: what is done to a unit is done by the thread that sends its schedule events (schedule.h). Only zs_unit_retain and
+ * zs_unit_release may come from any thread. The last release takes the unit off its engine's list, so it must not come while
+ * the model runs: autograd's graph and Python's modules hold the units of a model that is in use.
  */
 #ifndef ZS_UNIT_H
 #define ZS_UNIT_H
