@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(f"benchmarks.gpu needs a GPU that zshard supports:\n{missing}")
     if gpu_sides.is_stand_in() and not args.quick:
         raise SystemExit(
-            "ZSHARD_CUDA_ON_HOST=1 selects a fake GPU, whose times are meaningless: add --quick"
+            "this is a fake GPU (tests/stand_ins.py), whose times are meaningless: add --quick"
         )
     results = [gpu_sides.describe()]
     for ranks, cell in cells(args):

@@ -1,6 +1,6 @@
 """The models, sides and device of benchmarks/gpu.py.
 
-The device is the GPU, or the host with a fake CUDA driver (ZSHARD_CUDA_ON_HOST=1), so the same
+The device is the GPU, or the host with a fake CUDA driver (tests/stand_ins.py), so the same
 program runs anywhere. All sides compute in bfloat16 with float32 parameters, each with its
 library's own means, and start from the same values.
 """
@@ -8,7 +8,6 @@ library's own means, and start from the same values.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zshard
 from benchmarks.models import WORKLOADS, Batch, Workload, gpt
 from benchmarks.sides import SEED, Side
+from zshard import _device
 
 BF16 = torch.bfloat16
 
@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 
 def is_stand_in() -> bool:
     """Return whether the GPU is fake."""
-    return os.environ.get("ZSHARD_CUDA_ON_HOST") == "1"
+    return _device.device_of_cpu() != _device.CPU
 
 
 def what_is_missing() -> str:

@@ -224,8 +224,8 @@ def comms_for(
             return Comms(comm, comm, comm, None)
         replica_group = comm
         if groups.replica_group is not groups.world:
-            far_by = "c10d" if settings[2] == CPU else settings[0]
-            replica_group = comm_for(groups.replica_group, far_by, *settings[1:])
+            replica_by = "c10d" if settings[2] == CPU else settings[0]
+            replica_group = comm_for(groups.replica_group, replica_by, *settings[1:])
         return Comms(comm, comm, comm_for(groups.shard_group, *settings), replica_group)
     shard_group = (
         comm if groups.shard_group is groups.world else comm_for(groups.shard_group, *settings)

@@ -2,6 +2,9 @@
  *
  * The one idea: a watcher is asked before each call and told after it, so it may count calls, write them down, or have one fail
  * or be cut short. Nothing in the package watches; tests do (tests/c/fs_faults.c).
+ *
+ * Threads: both are called on any thread that makes file calls, at once, and in forked children: a watcher holds no lock while
+ * it may be forked. `after` gets a fate of zeros for a call that began before there was a watcher.
  */
 #ifndef ZS_FS_WATCH_H
 #define ZS_FS_WATCH_H
@@ -31,6 +34,11 @@ typedef struct zs_fs_watcher {
     /* After it: what is to be returned, where the call has returned `result`. errno is kept. */
     long (*after)(zs_fs_fate fate, long result, const zs_fs_entry *entry);
 } zs_fs_watcher;
+
+/* What zshard._core offers as its capsule _file_watch. */
+typedef struct zs_fs_watching {
+    void (*watch)(const zs_fs_watcher *watcher); /* zs_fs_watch */
+} zs_fs_watching;
 
 /* Has all calls of this process watched from now on; NULL: none. It must outlive them. */
 void zs_fs_watch(const zs_fs_watcher *watcher);

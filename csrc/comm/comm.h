@@ -1,4 +1,4 @@
-/* comm.h - how ranks exchange bytes: one table of functions, one implementation per transport.
+/* comm.h - how ranks exchange bytes: tables of functions (comm_ops.h), one implementation per transport.
  *
  * The one idea: a unit never names a transport. It asks for memory that the transport can share (flats and buckets),
  * posts a full bucket, later collects pointers to every rank's part of its own slice, sums them itself (in rank order)

@@ -1,7 +1,7 @@
 /* comm_ops.h - a transport's tables of functions, and the calls by which they are reached. See comm.h.
  *
- * The one idea: four small tables, for flats, rounds, readers and talk, so that transports share whole tables. Nobody reads
- * them but the calls below, which know what a missing function means.
+ * The one idea: four small tables, for flats, rounds, readers and talk, so that transports share whole tables. Nobody
+ * outside comm/ reads them but the calls below, which know what a missing function means.
  */
 #ifndef ZS_COMM_OPS_H
 #define ZS_COMM_OPS_H

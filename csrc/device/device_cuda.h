@@ -1,7 +1,7 @@
 /* device_cuda.h - GPUs as devices of the core: see device.h.
  *
- * The one idea: a stream is a CUDA stream. The compute stream is whatever stream is torch's current one on the calling thread; the
- * others are streams of our own, of high priority, which wait for it, and it for them, by events on the GPU.
+ * The one idea: each of the device's streams is a CUDA stream. The compute stream is whatever is torch's current one on the
+ * calling thread; the others are our own, of high priority, which wait for it, and it for them, by events on the GPU.
  */
 #ifndef ZS_DEVICE_CUDA_H
 #define ZS_DEVICE_CUDA_H
@@ -15,13 +15,7 @@
  * CPU, and the compute stream is the stand-in's default stream, which it works off at once. */
 zs_status zs_device_cuda(int index, bool on_host, const zs_device **out);
 
-/* Has this device been made by zs_device_cuda? */
-static inline bool zs_device_is_cuda(const zs_device *device)
-{
-    return device->ops->queues;
-}
-
-/* The stream of a stream, on this thread and now. Sees to the thread's context as well. */
+/* The CUDA stream behind one of the device's streams, on this thread and now. Sees to the thread's context as well. */
 zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu_stream *out);
 
 /* New memory that other processes may map: an allocation of its own, zeroed. */

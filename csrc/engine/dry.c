@@ -98,17 +98,18 @@ static zs_status bind(zs_record *record)
     return ZS_OK;
 }
 
-static void cancel(zs_record *record)
+static zs_status reshard(zs_record *record)
 {
     zs_dry_unit *it = dry_unit_of(record);
     for (int f = 0; f < it->unit->n_flats; f++)
         give(it->dry->slots, &it->slots[f]);
+    return ZS_OK;
 }
 
-static zs_status reshard(zs_record *record)
+static void cancel(zs_record *record)
 {
-    cancel(record);
-    return ZS_OK;
+    (void)bind(record); /* waits */
+    (void)reshard(record);
 }
 
 /* --- gradients --------------------------------------------------------------------------------------------------------------- */

@@ -7,7 +7,7 @@
 #include "engine/engine.h"
 #include "engine/plan.h"
 
-/* What its hooks do: events.c's, which makes engines. */
+/* What its hooks do: backwards.c's, which makes engines. */
 typedef struct zs_engine_hooks {
     zs_home_calls calls;
     /* Has the end of the running backward, or its failure, told to the engine. */

@@ -9,12 +9,18 @@ static zs_schedule *schedule_of(const zs_unit *unit)
     return &unit->home->schedule;
 }
 
+/* A backward within a forward leaves the forward open. */
+static bool runs(const zs_schedule *schedule)
+{
+    return schedule->stage != ZS_IDLE || schedule->n_open > 0;
+}
+
 zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
 {
     zs_engine *old = zs_engine_of(unit);
     if (old == engine) return ZS_OK;
     ZS_TRY(zs_engine_settle(old));
-    if (old->home.schedule.stage != ZS_IDLE || engine->home.schedule.stage != ZS_IDLE)
+    if (runs(&old->home.schedule) || runs(&engine->home.schedule))
         return ZS_FAIL(ZS_ERR_STATE,
                        "FSDP(...) was called during a forward or backward of unit '%s'; call it between steps",
                        zs_unit_label(unit->name));

@@ -19,12 +19,12 @@ typedef struct planner {
     int64_t nodes;       /* that autograd's graph would have had before this step: one for each call */
 } planner;
 
+/* NULL: it is another model's. */
 static zs_dry_unit *dry_unit(planner *p, const zs_unit *unit)
 {
-    size_t i = 0;
-    while (p->dry.units[i].unit != unit)
-        i++;
-    return &p->dry.units[i];
+    for (size_t i = 0; i < p->dry.schedule.n; i++)
+        if (p->dry.units[i].unit == unit) return &p->dry.units[i];
+    return NULL;
 }
 
 /* Does the unit's parameter `i` get a gradient? */
@@ -133,9 +133,12 @@ static zs_status copy_follows(planner *p, const zs_unit *unit, zs_dry_unit *it)
     for (int phase = 0; phase < 2; phase++) {
         const zs_follow *list = &unit->record.by_hand[phase];
         zs_record *records[list->n + 1];
-        for (size_t k = 0; k < list->n; k++)
-            records[k] = &dry_unit(p, zs_unit_of(list->records[k]))->record;
-        ZS_TRY(zs_schedule_follow(&it->record, phase, records, list->n));
+        size_t n = 0;
+        for (size_t k = 0; k < list->n; k++) {
+            zs_dry_unit *next = dry_unit(p, zs_unit_of(list->records[k]));
+            if (next != NULL) records[n++] = &next->record;
+        }
+        ZS_TRY(zs_schedule_follow(&it->record, phase, records, n));
     }
     return ZS_OK;
 }
@@ -154,7 +157,9 @@ static zs_status begin(planner *p, const zs_home *home)
     p->calls = calloc(spec->n_calls + 1, sizeof *p->calls);
     if (p->calls == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
     for (size_t c = 0; c < spec->n_calls; c++)
-        p->calls[c].it = dry_unit(p, spec->calls[c].unit);
+        if ((p->calls[c].it = dry_unit(p, spec->calls[c].unit)) == NULL)
+            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' belongs to another engine",
+                           zs_unit_label(spec->calls[c].unit->name));
     return share_values(p);
 }
 

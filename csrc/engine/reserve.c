@@ -6,9 +6,6 @@
 #include "engine/engine.h"
 #include "engine/engine_inside.h"
 #include "reduce/bucket.h"
-#include "reduce/in_backward.h"
-
-#include <stdlib.h>
 
 /* --- reserving -------------------------------------------------------------------------------------------------------- */
 

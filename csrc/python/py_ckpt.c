@@ -255,9 +255,7 @@ static PyObject *unlock(PyObject *module, PyObject *object)
 /* --- watching ----------------------------------------------------------------------------------------------------------- */
 
 /* The way to zs_fs_watch for a module that is not part of this one. */
-static const struct {
-    void (*watch)(const zs_fs_watcher *);
-} watching = {zs_fs_watch};
+static const zs_fs_watching watching = {zs_fs_watch};
 
 static PyMethodDef functions[] = {
     {"crc32c", crc32c, METH_VARARGS, crc32c_doc},

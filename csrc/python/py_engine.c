@@ -1,4 +1,4 @@
-/* py_engine.c - _core.Engine: the schedule of one model, as Python sees it. Two objects of one engine compare equal. */
+/* py_engine.c - _core.Engine: the engine of one model, as Python sees it. Two objects of one engine compare equal. */
 #include "python/py_engine.h"
 #include "engine/history.h"
 
@@ -309,10 +309,10 @@ static PyMethodDef engine_methods[] = {
 
 static PyType_Slot engine_slots[] = {
     {Py_tp_doc,
-     "Engine(name, all, shards, shard_group, replica_group)\n--\n\nThe schedule of one model. all: the transport of "
-     "all ranks that reduce gradients together; shards: of the ranks that one replica is sharded over; shard_group: of "
-     "the ranks that "
-     "all-gather parameters from each other; replica_group: of the ranks that share a secondary shard, or None."},
+     "Engine(name, all, shards, shard_group, replica_group)\n--\n\nThe engine of one model. all: the transport of all "
+     "ranks that reduce gradients together; shards: of the ranks that one replica is sharded over; shard_group: of the "
+     "ranks that all-gather parameters from each other; replica_group: of the ranks that have the same secondary "
+     "shard, or None."},
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
     {Py_tp_richcompare, engine_compare},

@@ -53,6 +53,8 @@ static PyObject *predict_seconds(const zs_engine *engine, PyObject *list, size_t
     for (size_t i = 0; i < n; i++) {
         zs_unit_seconds *it = &each[i];
         PyObject *item = PyList_GET_ITEM(list, (Py_ssize_t)i);
+        if (!PyTuple_Check(item))
+            return PyErr_Format(PyExc_TypeError, "predict_seconds() expects tuples of four floats");
         if (!PyArg_ParseTuple(item, "dddd", &it->forward, &it->backward, &it->gather, &it->reduce)) return NULL;
     }
     zs_clear_error();

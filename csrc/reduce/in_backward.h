@@ -13,7 +13,8 @@
 
 #include "unit/unit.h"
 
-/* Who steps a unit's parameters; called without the GIL. */
+/* Who steps a unit's parameters; called without the GIL, on the thread that ends the unit's round: autograd's, or the one that
+ * settles a backward which failed. */
 typedef struct zs_stepper {
     zs_status (*step)(void *ctx); /* updates those of the unit's parameters that it knows and that have a .grad */
     /* A backward begins, and may be refused; it is over, all units are stepped. Both NULL: another unit's tells. */

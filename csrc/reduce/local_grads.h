@@ -12,7 +12,7 @@
 /* Makes the memory. Sharded units only: replicated ones keep theirs in `.grad`, as always. */
 zs_status zs_local_grads_new(zs_unit *unit);
 
-/* Does any unit of this process have such memory? */
+/* Does any unit of this process have such memory? From any thread. */
 bool zs_local_grads_any(void);
 
 /* Gives it back; no-op if there is none. */

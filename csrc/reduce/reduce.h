@@ -31,7 +31,7 @@ zs_status zs_reduce_share(zs_unit *unit, zs_wait wait, bool *ready);
 
 /* Sums this rank's slice into the grad shard once all ranks have posted (replicated units: fetches all ranks'), and lets the
  * peers go on; *done says whether it happened. *over: all ranks say that the unit may be stepped. With *done,
- * ZS_ERR_DIVERGED if the sum is none: a peer gave up, or holds other gradients. Call it in the order of posting. */
+ * ZS_ERR_DIVERGED if the sum is none: a peer gave up, or holds other gradients. Call it in the order of posting, or with ZS_WAIT_NOT. */
 zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over);
 
 #endif

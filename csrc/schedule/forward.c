@@ -193,6 +193,8 @@ zs_status zs_schedule_leave(zs_schedule *schedule, zs_record *record, bool keep)
     if (keep) zs_through_expect(record);
     if (record->inside == 0) return ZS_OK; /* recomputed in backward: stays unsharded until its gradients are there */
     size_t at = find_open(schedule, record);
+    if (at == schedule->n_open) /* it was entered with another model's schedule */
+        return --record->inside == 0 && !record->pinned ? zs_schedule_reshard(schedule, record) : ZS_OK;
     zs_status status = zs_schedule_unwind(schedule, at + 1); /* what was within, and was left without a word */
     ZS_ALSO(status, leave_last(schedule, keep));
     return status;

@@ -7,7 +7,6 @@
 #include "schedule/inner.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 /* --- the queue of rounds that are out ------------------------------------------------------------------------------------ */
 
@@ -86,13 +85,14 @@ static zs_status end_until(zs_schedule *schedule, const zs_record *record, zs_wa
 zs_status zs_rounds_end_all(zs_schedule *schedule)
 {
     zs_status status = ZS_OK;
-    for (zs_record *record = schedule->first_out; record != NULL; record = record->round.next)
-        ZS_TRY(share(schedule, record, ZS_WAIT));
+    for (zs_record *record = schedule->first_out; record != NULL && status == ZS_OK; record = record->round.next)
+        status = share(schedule, record, ZS_WAIT);
+    if (status != ZS_OK && !schedule->gave_up) return status; /* else what stands before it can be ended */
     while (schedule->first_out != NULL) {
         bool done = false;
         zs_status one = end_round(schedule, schedule->first_out, ZS_WAIT, &done);
-        if (one != ZS_OK && !done) return one;
         ZS_ALSO(status, one); /* a round that a peer gave up is over; the others are to be ended too */
+        if (one != ZS_OK && !done) break;
     }
     return status;
 }
@@ -256,8 +256,9 @@ zs_status zs_rounds_gradient(zs_schedule *schedule, zs_record *record, int64_t i
     if (round->packing == NULL && !round->local) ZS_TRY(begin_round(schedule, record, !round->syncs));
     /* The round was complete, and its turn to be posted has not come; a weight that is recomputed once more adds to it. */
     bool anew = round->n_arrived == round->n_expected;
+    if (anew) round->n_arrived = 0; /* also if packing fails: then not all has arrived */
     ZS_TRY(schedule->act->pack(record, i, anew, &first));
-    round->n_arrived = (anew ? 0 : round->n_arrived) + first;
+    round->n_arrived += first;
     *complete = round->n_arrived == round->n_expected;
     return ZS_OK;
 }

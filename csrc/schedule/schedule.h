@@ -9,7 +9,8 @@
  *   backward:  backward -> [ready, open] gather, bind, prepare     gradient -> pack ... post     end -> sum, deliver, close, end
  *
  * Threads: none of this is locked. A model's events come one at a time: forwards from the thread that calls the module,
- * gradients from the one thread that autograd runs the backward on, which the first waits for. Actions must not send events.
+ * gradients from the one thread that autograd runs the backward on, which the first waits for. Actions must not send events;
+ * what users' hooks do in `step` and `deliver` is a matter of the executor, which refuses it or has it wait.
  */
 #ifndef ZS_SCHEDULE_H
 #define ZS_SCHEDULE_H
@@ -38,16 +39,17 @@ typedef struct zs_expected {
     bool has_frozen;  /* some parameters want none */
 } zs_expected;
 
-/* What an executor does. Everything but `gather`, `bind`, `bucket_new`, `pack`, `post`, `reusable` and `sum` may be left to
- * NULL by one that has nothing to do there. */
+/* What an executor does. Those that have nothing to do for an action leave it NULL; but not gather, bind, cancel, reshard,
+ * bucket_new, pack, post, sum and reusable. */
 typedef struct zs_actions {
     /* --- a pass -------------------------------------------------------------------------------------------------------- */
 
-    /* One is about to begin, and may be refused. Nothing is open. */
+    /* One is about to begin, and may be refused. No other session of its kind is open. */
     zs_status (*ready)(zs_schedule *, zs_phase);
     /* It begins: peers' shards may be read from now on. `entry` is NULL for a backward. */
     zs_status (*open)(zs_schedule *, const zs_entry *entry);
-    /* Nobody reads peers' shards any more. Called after each `open`, whether it failed or not. */
+    /* Nobody reads peers' shards any more. Called after each `open`, whether it failed or not; for a forward also where its
+     * `ready` has failed. */
     zs_status (*close)(zs_schedule *, zs_phase);
 
     /* --- parameters ---------------------------------------------------------------------------------------------------- */
@@ -67,7 +69,7 @@ typedef struct zs_actions {
     zs_status (*prepare)(zs_record *, int64_t arriving, zs_expected *out);
     /* The gradient of parameter `i` stays where autograd put it. *all: they are all there. */
     zs_status (*keep)(zs_record *, int64_t i, bool *all);
-    /* A new bucket of at least `bytes`; its lease is zeroed but for `bytes`. */
+    /* A new bucket of at least `bytes`, added by zs_schedule_add_lease; its lease is zeroed but for `bytes`. */
     zs_status (*bucket_new)(zs_schedule *, size_t bytes, zs_lease **out);
     /* A round begins, in round.packing, or (`local`) in memory of this rank's own. */
     zs_status (*begin_round)(zs_record *, bool local);
@@ -79,7 +81,7 @@ typedef struct zs_actions {
     zs_status (*post)(zs_record *);
     /* (replicated) Sums this rank's slice once all ranks have posted, and shares it. */
     zs_status (*share)(zs_record *, zs_wait, bool *ready);
-    /* Ends the oldest round that is out, once all ranks are there: *done, and the peers may go on. With *done, an error says
+    /* Ends the oldest round that is out (with ZS_WAIT_NOT: any), once all ranks are there: *done, and the peers may go on. With *done, an error says
      * that the sum is none. *over: early.over, on all ranks. */
     zs_status (*sum)(zs_record *, zs_wait, bool *done, bool *over);
     /* Have all peers read the bucket of the unit's last round? */

@@ -143,7 +143,7 @@ zs_status zs_schedule_follow(zs_record *record, zs_phase phase, zs_record *const
     zs_record **copy = NULL;
     if (n > 0) {
         copy = malloc(n * sizeof *copy);
-        if (copy == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a prefetch list");
+        if (copy == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the list of units to prefetch");
         memcpy(copy, records, n * sizeof *copy);
     }
     free(list->records);

@@ -1,6 +1,7 @@
 /* home.h - what the units of one model share: whom to ask, and where memory comes from.
  *
  * The one idea: a unit needs to know this much of its model's engine (engine/), which begins with it, and nothing of passes.
+ * Threads: as for units (unit.h).
  */
 #ifndef ZS_HOME_H
 #define ZS_HOME_H

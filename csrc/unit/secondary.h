@@ -1,8 +1,8 @@
 /* secondary.h - a second copy of the parameters that stays between steps, within fewer ranks.
  *
  * The one idea: slices lie over all ranks, for the optimizer's sake; forward and backward gather from a copy that only the
- * `shard_group` ranks share (a host's, or with zero1 each rank for itself). It is renewed by the `replica_group` ranks, which have the same
- * part of it, when slices have changed. Nobody has to say that they have: what a rank gave last lies in the copy, and is
+ * shard group shares (a host's ranks, or with zero1 each rank for itself). It is renewed by the replica group, which has the
+ * same part of it, when slices have changed. Nobody has to say that they have: what a rank gave last lies in the copy, and is
  * compared.
  */
 #ifndef ZS_SECONDARY_H
@@ -13,8 +13,8 @@
 /* Makes the flat's copy, of no values yet, if its engine keeps one. */
 zs_status zs_secondary_new(zs_unit *unit, zs_flat *flat);
 
-/* Renews the copies of those flats of which a slice has changed on any rank of `replica_group`. Collective there; call where no peer
- * reads. On failure the copies are as good as none, and the next call renews them. */
+/* Renews the copies of those flats of which a slice has changed on any rank of the replica group. Collective there; call
+ * where no peer reads. On failure the copies are as good as none, and the next call renews them. */
 zs_status zs_secondary_refresh(zs_comm *replica_group, zs_record *const *records, size_t n);
 
 /* Fills `slot` with the whole parameters in their own dtype, where the copy is of another. Collective over all ranks. */

@@ -72,7 +72,7 @@ typedef struct zs_flat {
     zs_flat_mem mem;         /* shard, and full if the transport maps it; for units that are always whole: unused */
     zs_flat_mem low;         /* the same in `compute`, if that is another dtype; for replicated units: unused */
     zs_flat_mem secondary;   /* what is gathered from instead, where a copy is kept between steps; see secondary.h */
-    bool spoiled;            /* `kept` may hold anything */
+    bool spoiled;            /* `secondary` may hold anything */
     zs_mem *full_mem;        /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
     zs_gathering *gathering; /* its gather is under way; owned */
     zs_storage *full;        /* owned */
@@ -201,7 +201,7 @@ typedef struct zs_unit_spec {
 /* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */
 zs_status zs_unit_check(const zs_unit_spec *spec);
 
-/* New unit of a model: makes flats and shards, copies this rank's part of each parameter into its shard, rebinds the
+/* (This, and its death, are engine/unit_life.c's: `home` is that of an engine.) New unit of a model: makes flats and shards, copies this rank's part of each parameter into its shard, rebinds the
  * parameters. All ranks make the same units in the same order. ZS_ERR_VALUE for what cannot be sharded (not on the CPU,
  * meta, sparse), naming the parameter; the parameters are then as before. */
 zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out);

@@ -20,8 +20,8 @@ static size_t shard_align(const zs_unit *unit)
 {
     const zs_ranks *ranks = &unit->home->ranks;
     if (unit->record.is.replicated) return ZS_PARAM_ALIGN;
-    size_t align = ranks->shards->ops->shard_align, shard_group = ranks->shard_group->ops->shard_align;
-    return shard_group > align ? shard_group : align;
+    size_t align = ranks->shards->ops->shard_align, group_align = ranks->shard_group->ops->shard_align;
+    return group_align > align ? group_align : align;
 }
 
 static size_t smallest_size(const zs_flat *flat)

@@ -62,9 +62,7 @@ static PyMethodDef functions[] = {
 static int begin(PyObject *module)
 {
     (void)module;
-    const struct {
-        void (*watch)(const zs_fs_watcher *);
-    } *core = PyCapsule_Import("zshard._core._file_watch", 0);
+    const zs_fs_watching *core = PyCapsule_Import("zshard._core._file_watch", 0);
     if (core == NULL) return -1;
     core->watch(&zs_fs_faults);
     return 0;

@@ -88,7 +88,7 @@ void streams_work_late(rank_env *env)
         CHECK(ready);
         for (int p = 0; p < env->world; p++)
             fill_pattern(packed + p * SLICE, SLICE, late_seed(round, env->rank, p));
-        if (round % 2 == 0) /* at once, as it is on the compute stream; or by the stream itself */
+        if (round % 2 == 0) /* at once, as it is on the compute stream; or by the reduce stream itself */
             memcpy(bucket.ptr, packed, whole);
         else
             OK(zs_device_copy(env->comm->device, ZS_STREAM_REDUCE, bucket.ptr, packed, whole));

@@ -539,6 +539,38 @@ static void one_that_raises_late_has_missed_nothing(void)
     free_model(m);
 }
 
+/* A weight that is recomputed once more adds to a round that is complete; if that fails, the round is not. */
+static void a_round_is_complete_no_more_if_packing_fails(void)
+{
+    const zs_traits traits[] = {outer, sharded, sharded};
+    model *m = new_model(false, 3, traits);
+    OK(forward(m, true));
+    OK(zs_schedule_backward(&m->schedule, &m->units[0].record, m->units[0].stamp));
+    OK(back(m, 2));
+    OK(back(m, 1)); /* neither is posted: their turn comes where the backward ends */
+    CHECK(zs_schedule_all_arrived(&m->schedule));
+    m->fails_in = 0;
+    CHECK(zs_schedule_gradient(&m->schedule, &m->units[1].record, 0) == ZS_ERR_PEER);
+    zs_clear_error();
+    CHECK(!zs_schedule_all_arrived(&m->schedule));
+    zs_schedule_fail(&m->schedule);
+    OK(zs_schedule_settle(&m->schedule));
+    free_model(m);
+}
+
+static void a_unit_that_was_entered_elsewhere_may_leave(void)
+{
+    const zs_traits traits[] = {outer, sharded};
+    model *m = new_model(true, 2, traits), *other = new_model(true, 1, traits);
+    zs_record *record = &m->units[1].record;
+    OK(enter(m, 1));
+    CHECK(zs_schedule_leave(&other->schedule, record, false) == ZS_OK);
+    CHECK(record->inside == 0 && record->state == ZS_SHARDED && other->schedule.n_open == 0);
+    OK(zs_schedule_unwind(&m->schedule, 0));
+    free_model(other);
+    free_model(m);
+}
+
 static void units_that_die_are_forgotten(void)
 {
     const zs_traits traits[] = {outer, sharded, sharded};
@@ -646,6 +678,8 @@ static const struct {
     TEST(a_forward_that_fails_closes_what_it_opened),
     TEST(a_backward_that_raises_is_settled_before_all_else),
     TEST(one_that_raises_late_has_missed_nothing),
+    TEST(a_round_is_complete_no_more_if_packing_fails),
+    TEST(a_unit_that_was_entered_elsewhere_may_leave),
     TEST(units_that_die_are_forgotten),
     TEST(random_passes_keep_the_rules),
 };

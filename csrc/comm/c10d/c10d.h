@@ -104,7 +104,7 @@ bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_
 /* The ranks that may have to do with a failure whose cause was not found, as "rank 1" or "one of ranks 1, 2, 3". */
 void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size);
 
-/* --- c10d_round.c: units' part of the table, as comm.h has it ------------------------------------------------------- */
+/* --- c10d_round.c: units' part of the table, as comm_ops.h has it ------------------------------------------------------- */
 
 /* room. */
 zs_room zs_c10d_room(const zs_cunit_spec *spec, int world);

@@ -57,8 +57,8 @@ zs_status zs_c10d_peers_meet(zs_c10d_comm *comm)
     zs_status status = zs_comm_exchange(&comm->base, &own, sizeof own, cards);
     for (int r = 0; r < world && status == ZS_OK; r++) {
         comm->peers[r].pid = (int)cards[r].pid;
-        bool shard_group = own.boot[0] != 0 && strcmp(cards[r].boot, own.boot) == 0 && cards[r].pids == own.pids;
-        if (shard_group && r != comm->base.rank)
+        bool same_host = own.boot[0] != 0 && strcmp(cards[r].boot, own.boot) == 0 && cards[r].pids == own.pids;
+        if (same_host && r != comm->base.rank)
             comm->peers[r].pidfd = (int)syscall(SYS_pidfd_open, comm->peers[r].pid, 0);
     }
     free(cards);

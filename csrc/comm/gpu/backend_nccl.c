@@ -4,8 +4,8 @@
  * parameters are on their way while gradients are. Operations are queued straight in the stream that asks.
  *
  * Two operations at a time could wait for each other for ever: on rank 0 the kernel of the one has all multiprocessors that
- * there are and waits for its peers, on rank 1 that of the other. Here they cannot. A stream is one stream of the GPU for all
- * communicators of the process, so there is a kernel of NCCL's in each of the three streams at most; each may have a third of
+ * there are and waits for its peers, on rank 1 that of the other. Here they cannot. Each of the device's three streams is one stream of
+ * the GPU for all communicators of the process, so there is a kernel of NCCL's in each of them at most; each may have a third of
  * the multiprocessors (limit_ctas), on which nothing else stays for ever. All ranks queue all operations in one order. Take
  * the first of these that has not ended: all before it in its stream have, its peers have queued it too or are about to (their
  * hosts wait for nothing that comes later), and there is room for it: so it ends. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) would

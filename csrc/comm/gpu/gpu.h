@@ -52,7 +52,7 @@ zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
 zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out);
 void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event);
 
-/* --- comm_gpu.c: the rest of the table, as comm.h has it -------------------------------------------------------------- */
+/* --- comm_gpu.c: the rest of the table, as comm_ops.h has it -------------------------------------------------------------- */
 
 /* By the field's name. */
 void zs_gpu_abort(zs_comm *comm, const char *reason);
@@ -79,7 +79,7 @@ extern const zs_flat_ops zs_gpu_flat_ops;
 extern const zs_reader_ops zs_gpu_reader_ops;
 extern const zs_talk_ops zs_gpu_talk_ops;
 
-/* --- gpu_round.c: units' part of the table, as comm.h has it ----------------------------------------------------------- */
+/* --- gpu_round.c: units' part of the table, as comm_ops.h has it ----------------------------------------------------------- */
 
 /* room: of the device's memory. */
 zs_room zs_gpu_room(const zs_cunit_spec *spec, int world);

@@ -148,7 +148,7 @@ void zs_peer_abort(zs_backend *backend, const char *why);
 /* The host waits for all streams, `seconds` at most. */
 zs_status zs_peer_drain(zs_peer *self, double seconds);
 
-/* --- peer_round.c: units' part of the table, as comm.h has it ------------------------------------------------------------ */
+/* --- peer_round.c: units' part of the table, as comm_ops.h has it ------------------------------------------------------------ */
 
 /* room: nothing is received, so units take none. */
 zs_room zs_peer_room(const zs_cunit_spec *spec, int world);

@@ -1,4 +1,4 @@
-/* shm_reader.h - readers' part of the transport's table, as comm.h has it. */
+/* shm_reader.h - readers' part of the transport's table, as comm_ops.h has it. */
 #ifndef ZS_SHM_READER_H
 #define ZS_SHM_READER_H
 

@@ -1,4 +1,4 @@
-/* shm_round.h - units' part of the transport's table, as comm.h has it. */
+/* shm_round.h - units' part of the transport's table, as comm_ops.h has it. */
 #ifndef ZS_SHM_ROUND_H
 #define ZS_SHM_ROUND_H
 
