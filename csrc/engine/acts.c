@@ -96,7 +96,7 @@ static zs_status broadcast_buffers(zs_engine *engine)
 }
 
 /* What is gathered for the secondary shards is gathered for this pass. */
-static zs_status renew_kept(const zs_engine *engine, const zs_reading *reading)
+static zs_status renew_secondary(const zs_engine *engine, const zs_reading *reading)
 {
     zs_comm *replica_group = engine->home.ranks.replica_group;
     if (replica_group == NULL) return ZS_OK;
@@ -113,7 +113,7 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
     bool trains = !entry->by_hand && entry->recording, evaluates = !entry->by_hand && !entry->training;
     zs_reading reading = {trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE, evaluates, false, 0};
     reading.sample = zs_sample_take(engine, &reading.changed);
-    ZS_TRY(renew_kept(engine, &reading));
+    ZS_TRY(renew_secondary(engine, &reading));
     discard_dead_grads(engine);
     ZS_TRY(broadcast_buffers(engine));
     return begin_reading(engine, &reading);

@@ -49,13 +49,9 @@ zs_engine *zs_engine_retain(zs_engine *engine);
 /* Gives one back; NULL allowed. Units hold their engine, the engine does not hold its units. */
 void zs_engine_release(void *engine);
 
-/* Registers a unit / takes it off the list when it dies. */
-zs_status zs_engine_add(zs_engine *engine, zs_unit *unit);
-void zs_engine_forget(zs_engine *engine, zs_unit *unit);
-
-/* Takes a unit over from the engine it has, as an outer FSDP() does with inner ones. adopt: not during a pass. */
+/* Takes a unit over from the engine it has, as an outer FSDP() does with inner ones. ZS_ERR_STATE during a pass of either;
+ * ZS_ERR_VALUE if they have other ranks. */
 zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit);
-zs_status zs_engine_take_over(zs_engine *engine, zs_unit *unit);
 
 /* Sets the order of units: parents before children, as modules appear. Gradients leave in the reverse order where a
  * transport needs one order on all ranks. `units` are this engine's, each once. */

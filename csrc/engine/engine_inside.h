@@ -67,4 +67,11 @@ static inline zs_engine *zs_engine_of_schedule(zs_schedule *schedule)
 zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engine_hooks *hooks, const zs_actions *act,
                          zs_engine **out);
 
+/* Registers a unit / takes it off the list when it dies. */
+zs_status zs_engine_add(zs_engine *engine, zs_unit *unit);
+void zs_engine_forget(zs_engine *engine, zs_unit *unit);
+
+/* The second half of zs_engine_adopt: no pass of either engine is running. */
+zs_status zs_engine_take_over(zs_engine *engine, zs_unit *unit);
+
 #endif

@@ -51,7 +51,7 @@ static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
 {
     const zs_comm *all = unit->home->ranks.all;
     *(unit->offloads.params ? &bytes->offloaded : &bytes->shards) += zs_unit_shard_bytes(unit);
-    bytes->kept += zs_unit_kept_bytes(unit);
+    bytes->kept += zs_unit_secondary_bytes(unit);
     if (!zs_unit_reduces(unit)) return;
     size_t *grads = unit->offloads.grads ? &bytes->offloaded : &bytes->grads;
     for (int f = 0; f < unit->n_flats && (!stepped || unit->offloads.grads); f++)

@@ -36,7 +36,7 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
         if (!offloads->grads) bytes.grads += zs_unit_grad_bytes(zs_engine_unit(engine, i));
         if (offloads->disk != NULL && offloads->disk != disk) bytes.offloaded += zs_disk_bytes(offloads->disk);
         if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call stand together */
-        bytes.kept += zs_unit_kept_bytes(zs_engine_unit(engine, i));
+        bytes.kept += zs_unit_secondary_bytes(zs_engine_unit(engine, i));
         bytes.slots += zs_pinned_bytes(zs_engine_unit(engine, i));
     }
     zs_usage_add_up(&bytes);

@@ -32,7 +32,7 @@ static zs_status is_stale(const zs_flat *flat, const zs_comm *replica_group, uns
 }
 
 /* How many flats are kept; in the units' order, which is that of all ranks. */
-static size_t count_kept(zs_record *const *records, size_t n)
+static size_t count_secondary(zs_record *const *records, size_t n)
 {
     size_t found = 0;
     for (size_t i = 0; i < n; i++)
@@ -88,7 +88,7 @@ static zs_status renew_all(zs_comm *replica_group, zs_record *const *records, si
 
 zs_status zs_secondary_refresh(zs_comm *replica_group, zs_record *const *records, size_t n)
 {
-    size_t n_flats = count_kept(records, n);
+    size_t n_flats = count_secondary(records, n);
     unsigned char *stale = malloc(n_flats + 1);
     if (stale == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing parameters");
     zs_status status = look(replica_group, records, n, stale);

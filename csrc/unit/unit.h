@@ -262,7 +262,7 @@ size_t zs_unit_bucket_bytes(const zs_unit *unit);
 
 /* Bytes of its copy in the dtype that is computed with (0: none), and of what is kept between steps. */
 size_t zs_unit_low_bytes(const zs_unit *unit);
-size_t zs_unit_kept_bytes(const zs_unit *unit);
+size_t zs_unit_secondary_bytes(const zs_unit *unit);
 
 /* Do the unit's gradients ever leave this rank, or its parameters' storage? In a world of one they stay where autograd puts
  * them, unless they have to be cast. */

@@ -69,7 +69,7 @@ size_t zs_unit_low_bytes(const zs_unit *unit)
     return total;
 }
 
-size_t zs_unit_kept_bytes(const zs_unit *unit)
+size_t zs_unit_secondary_bytes(const zs_unit *unit)
 {
     const zs_comm *replica_group = unit->home->ranks.replica_group;
     size_t total = 0;
