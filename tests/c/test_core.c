@@ -8,22 +8,13 @@
 #include "base/memory.h"
 #include "base/status.h"
 #include "device/arena.h"
+#include "one_test.h"
 
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#define CHECK(condition)                                                                                           \
-    do {                                                                                                           \
-        if (!(condition)) {                                                                                        \
-            fprintf(stderr, "%s:%d: %s\n    last error: %s\n", __FILE__, __LINE__, #condition, zs_last_message()); \
-            exit(1);                                                                                               \
-        }                                                                                                          \
-    } while (0)
-
-#define OK(call) CHECK((call) == ZS_OK)
 
 /* No allocation of this size succeeds, and none overflows when it is rounded up. */
 static const size_t too_large = (size_t)1 << 60;
@@ -343,12 +334,7 @@ static void layouts_that_cannot_be(void)
 
 /* --- the list ----------------------------------------------------------------------------------------------------- */
 
-#define TEST(function) {#function, function}
-
-static const struct {
-    const char *name;
-    void (*body)(void);
-} tests[] = {
+static const one_test tests[] = {
     TEST(no_failure_no_record),
     TEST(record_says_what_and_where),
     TEST(first_failure_wins),
@@ -373,12 +359,5 @@ static const struct {
 
 int main(int argc, char **argv)
 {
-    for (size_t i = 0; argc == 2 && i < sizeof tests / sizeof tests[0]; i++) {
-        if (strcmp(tests[i].name, argv[1]) != 0) continue;
-        tests[i].body();
-        printf("%s: ok\n", argv[1]);
-        return 0;
-    }
-    fprintf(stderr, "usage: %s NAME, with a test's name\n", argv[0]);
-    return 2;
+    return run_one_test(tests, sizeof tests / sizeof *tests, argc, argv);
 }

@@ -7,6 +7,7 @@
 #include "device/cuda_driver.h"
 #include "device/cuda_image.h"
 #include "device/cuda_kernels.h"
+#include "one_test.h"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -14,16 +15,6 @@
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#define CHECK(condition)                                                                                           \
-    do {                                                                                                           \
-        if (!(condition)) {                                                                                        \
-            fprintf(stderr, "%s:%d: %s\n    last error: %s\n", __FILE__, __LINE__, #condition, zs_last_message()); \
-            exit(1);                                                                                               \
-        }                                                                                                          \
-    } while (0)
-
-#define OK(call) CHECK((call) == ZS_OK)
 
 enum { N = 1000 };
 
@@ -384,28 +375,23 @@ static void processes_share_memory_and_flags(void)
 
 /* --- running one ------------------------------------------------------------------------------------------------------------ */
 
-typedef struct test {
-    const char *name;
-    void (*run)(void);
-} test;
-
-#define TEST(name) {#name, name},
-
-static const test tests[] = {
-    TEST(say) TEST(work) TEST(describe) TEST(threads_share_the_primary_context) TEST(no_such_device)
-        TEST(fork_has_no_cuda) TEST(spoiled_context_refuses_all) TEST(out_of_memory_is_told_apart)
-            TEST(giving_back_leaves_no_record) TEST(events_order_streams)
-                TEST(host_memory_is_read_at_once_unless_it_is_pinned) TEST(launch_waits_for_its_kernel_if_told_to)
-                    TEST(processes_share_memory_and_flags)};
+static const one_test tests[] = {
+    TEST(say),
+    TEST(work),
+    TEST(describe),
+    TEST(threads_share_the_primary_context),
+    TEST(no_such_device),
+    TEST(fork_has_no_cuda),
+    TEST(spoiled_context_refuses_all),
+    TEST(out_of_memory_is_told_apart),
+    TEST(giving_back_leaves_no_record),
+    TEST(events_order_streams),
+    TEST(host_memory_is_read_at_once_unless_it_is_pinned),
+    TEST(launch_waits_for_its_kernel_if_told_to),
+    TEST(processes_share_memory_and_flags),
+};
 
 int main(int argc, char **argv)
 {
-    for (size_t i = 0; argc == 2 && i < sizeof tests / sizeof *tests; i++) {
-        if (strcmp(tests[i].name, argv[1]) != 0) continue;
-        tests[i].run();
-        printf("%s: ok\n", argv[1]);
-        return 0;
-    }
-    fprintf(stderr, "usage: %s NAME, one of the tests listed at the end of %s\n", argv[0], __FILE__);
-    return 2;
+    return run_one_test(tests, sizeof tests / sizeof *tests, argc, argv);
 }

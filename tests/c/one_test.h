@@ -1,0 +1,44 @@
+/* one_test.h - programs of tests of which each process runs one, `program NAME`.
+ *
+ * The one idea: a check that fails ends the process, and a crash is the failure of that test alone.
+ */
+#ifndef ZS_ONE_TEST_H
+#define ZS_ONE_TEST_H
+
+#include "base/status.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CHECK(condition)                                                                                           \
+    do {                                                                                                           \
+        if (!(condition)) {                                                                                        \
+            fprintf(stderr, "%s:%d: %s\n    last error: %s\n", __FILE__, __LINE__, #condition, zs_last_message()); \
+            exit(1);                                                                                               \
+        }                                                                                                          \
+    } while (0)
+
+#define OK(call) CHECK((call) == ZS_OK)
+
+typedef struct one_test {
+    const char *name;
+    void (*body)(void);
+} one_test;
+
+#define TEST(function) {#function, function}
+
+/* Runs the test that the command line names; the program's exit status. */
+static inline int run_one_test(const one_test *tests, size_t n, int argc, char **argv)
+{
+    for (size_t i = 0; argc == 2 && i < n; i++) {
+        if (strcmp(tests[i].name, argv[1]) != 0) continue;
+        tests[i].body();
+        printf("%s: ok\n", argv[1]);
+        return 0;
+    }
+    fprintf(stderr, "usage: %s NAME, with a test's name\n", argv[0]);
+    return 2;
+}
+
+#endif
