@@ -13,7 +13,16 @@ Earlier names still work, but dir() and `from zshard import *` leave them out: `
 
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
-from zshard import _additions, _clip, _optim_guard, _optim_state, grad_scaler, wrap
+from zshard import (
+    _additions,
+    _clip,
+    _collectives,
+    _guard,
+    _optim_guard,
+    _optim_state,
+    grad_scaler,
+    wrap,
+)
 from zshard._checkpoint.extra import rng_state, set_rng_state
 from zshard._checkpoint.folder import latest_checkpoint
 from zshard._checkpoint.load import Loaded, load
@@ -23,11 +32,13 @@ from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerT
 from zshard._features import available_features
 from zshard._forward_methods import register_forward_method
 from zshard._fully_shard import fully_shard
+from zshard._guard import ShardError, ShardParameter, ShardTensor, to_local
 from zshard._load import load_state_dict
 from zshard._memory import predict_memory
 from zshard._meta import uninitialized
 from zshard._nccl import NcclOptions
 from zshard._optim_names import load_optim_state_dict, optim_state_dict
+from zshard._whole_values import full_tensor, named_norms, whole_named_parameters
 from zshard.api import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
 from zshard.offload import CPUOffloadPolicy, Offload, OffloadPolicy
@@ -66,13 +77,18 @@ __all__ = [
     "PeerError",
     "PeerTimeoutError",
     "SaveHandle",
+    "ShardError",
+    "ShardParameter",
+    "ShardTensor",
     "ShardingStrategy",
     "available_features",
+    "full_tensor",
     "fully_shard",
     "latest_checkpoint",
     "load",
     "load_optim_state_dict",
     "load_state_dict",
+    "named_norms",
     "optim_state_dict",
     "predict_memory",
     "register_forward_method",
@@ -80,7 +96,9 @@ __all__ = [
     "save",
     "set_rng_state",
     "shard_info",
+    "to_local",
     "uninitialized",
+    "whole_named_parameters",
     "wrap",
 ]
 
@@ -90,6 +108,8 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
+_guard.install()
+_collectives.install()
 _optim_guard.install()
 _additions.install()
 _clip.install()

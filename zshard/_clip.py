@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from zshard import _core
+from zshard._guard import plain
 from zshard._in_backward import refuse_clipping
 
 __all__ = ["clip_grad_norm", "install"]
@@ -46,6 +47,7 @@ def _teach(wrapper: Any, torchs: Callable[..., Any], ours: Callable[..., Any]) -
             cell.cell_contents = ours
 
 
+@plain()
 def clip_grad_norm(
     params: Iterable[Tensor],
     max_norm: float,
@@ -90,6 +92,7 @@ def _refuse_foreign(params: Iterable[Tensor]) -> None:
 
 
 @functools.wraps(_torchs_scale)
+@plain()
 def _clip_grads_with_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -124,7 +127,17 @@ def _get_total_norm(
         (whole if owner is None else sharded.setdefault(owner, [])).append(grad)
     if not sharded:  # torch's own waits nowhere but for error_if_nonfinite
         return _torchs_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    with plain():
+        return _norm_over_ranks(sharded, whole, norm_type, error_if_nonfinite)
 
+
+def _norm_over_ranks(
+    sharded: dict[_core.Engine, list[Tensor]],
+    whole: Sequence[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    grads = [*whole, *(grad for each in sharded.values() for grad in each)]
     if _core.on_gpu([grad.contiguous() for grad in grads]):
         norm: float | Tensor = _norm_on_gpu(sharded, whole, float(norm_type))
     else:

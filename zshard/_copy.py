@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard._guard import plain
 from zshard._units import ATTRIBUTE, Hook, outline
 
 _HOOK_TABLES = (
@@ -115,6 +116,6 @@ def copy_slices(source: _core.Unit, target: _core.Unit) -> None:
             f"cannot copy unit '{source.name or '(root)'}': its copy would have different "
             "parameters; do not change modules or tied parameters after FSDP(...)"
         )
-    with torch.no_grad():
+    with torch.no_grad(), plain():
         for theirs, ours in zip(source.params, target.params, strict=True):
             ours.copy_(theirs)

@@ -29,8 +29,10 @@ from torch.utils._pytree import tree_leaves
 
 from zshard import _core
 from zshard._agree import Fact, check_agreement, gather_bytes
+from zshard._guard import plain
 from zshard._optim_memory import zeros_side_by_side
 from zshard._parts import Part, part_of
+from zshard._whole_values import join
 
 __all__ = ["Room", "Taken", "gather", "held_by", "install", "problems_with", "settle", "spread"]
 
@@ -193,7 +195,7 @@ def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[A
     result = []
     for each in held:
         cut = [(key, value) for key, value, is_cut in each.entries if is_cut]
-        whole = {key: _join(each.part, value, holders[id(each)], keep) for key, value in cut}
+        whole = {key: join(each.part, value, holders[id(each)], keep) for key, value in cut}
         result.append((each.param, whole if keep else {}))
     return result
 
@@ -215,26 +217,6 @@ def _ranges(comm: _core.Comm, held: Sequence[_Held]) -> list[list[tuple[int, int
             )
         found.append([(row[0], row[1]) for row in rows])
     return found
-
-
-def _join(part: Part, value: Tensor, ranges: list[tuple[int, int]], keep: bool) -> Tensor:
-    """Return one full tensor from its shards, of which rank r has ranges[r], that is, `numel`
-    elements from `begin` on; the first rank that has a shard sends it. Without `keep` it is
-    empty."""
-    numels = dict(reversed([(begin, numel) for begin, numel in ranges if numel > 0]))
-    if sum(numels.values()) != part.whole_numel:
-        raise RuntimeError(
-            f"the ranks' shards of '{part.name}' do not add up to the full parameter; please "
-            "report this"
-        )
-    whole = torch.empty(part.whole_numel if keep else 0, dtype=value.dtype)
-    for begin, numel in sorted(numels.items()):
-        root = ranges.index((begin, numel))
-        piece = whole[begin : begin + numel] if keep else torch.empty(numel, dtype=value.dtype)
-        if root == part.comm.rank:
-            piece.copy_(value.detach().reshape(-1))
-        part.comm.broadcast(piece, root)
-    return whole.view(part.shape) if keep else whole
 
 
 def _fact_of(each: _Held) -> Fact:
@@ -335,6 +317,7 @@ class Room:
             self._made[key] = {id(p): z for p, z in zip(params, zeros, strict=True)}
         return self._made[key][id(param)]
 
+    @plain()
     @torch.no_grad()
     def take(self, param: Tensor, key: Any, whole: Tensor) -> Tensor:
         """Copy this rank's shard of `whole` to its place, in the parameter's dtype; return it."""

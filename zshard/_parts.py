@@ -21,6 +21,12 @@ from zshard._units import State
 __all__ = ["Part", "part_of", "remember_parts", "units_stepped_by"]
 
 
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
+"""The full shape, the shape of the shard, its first element, the number of shards."""
+
+_geometries: dict[Geometry, Geometry] = {}
+
+
 @dataclass(eq=False, frozen=True)
 class Part:
     """This rank's shard of a parameter: of its row-major elements, `numel` from `begin` on."""
@@ -42,12 +48,32 @@ class Part:
         state = self._state()
         return str(state.unit.param(self._index)["name"]) if state else self._first_name
 
+    @functools.cached_property
+    def geometry(self) -> Geometry:
+        """Which elements these are of what: one object for all Parts for which it is the same."""
+        local = self.shape
+        if self.is_cut and not (self.shape == () and self.numel == 1):
+            local = (self.numel, *(1 for _ in self.shape[1:]))
+        own = self.shape if local == self.shape else local  # the guard compares the objects
+        made = (self.shape, own, self.begin, self.shards.world)
+        return _geometries.setdefault(made, made)
+
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape on this rank of a tensor that is sharded like the parameter."""
-        if not self.is_cut or (self.shape == () and self.numel == 1):
-            return self.shape
-        return (self.numel, *(1 for _ in self.shape[1:]))
+        return self.geometry[1]
+
+    @property
+    def elements(self) -> str:
+        """For messages."""
+        if self.numel == 0:
+            return f"no elements of shape {self.shape}"
+        return f"elements {self.begin} to {self.begin + self.numel - 1} of shape {self.shape}"
+
+    def is_whole_now(self) -> bool:
+        """Return whether the parameter's unit is unsharded."""
+        state = self._state()
+        return state is not None and state.unit.is_full
 
     @property
     def whole_numel(self) -> int:

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard._guard import plain
 from zshard._outline import Outline, Pending, StandIns
 from zshard._parts import part_of
 from zshard._plan import UnitSpec
@@ -190,6 +191,7 @@ class _Place:
         """Whether state dicts currently contain this rank's shards."""
         return self.params.state.slices
 
+    @plain()
     def slice(self) -> nn.Parameter:
         """Return a 1-D copy of this rank's shard. Raises RuntimeError if the script has unsharded
         the unit."""
@@ -455,7 +457,7 @@ def _slice(
             wrong = f"got shape {tuple(value.shape)}, but the shard has shape ({local.numel()},)"
         if wrong:
             error_msgs.append(f"{key}: {wrong}")
-        return local if wrong else value.reshape(local.shape)
+        return local if wrong else _like_shard(value.reshape(local.shape), place.param)
     if whole == () and tuple(value.shape) == (1,):
         value = value[0]  # nn.Module takes scalars from old files so
     if tuple(value.shape) != whole:
@@ -470,4 +472,11 @@ def _slice(
     begin, numel = fact["begin"], fact["numel"]
     if isinstance(value, Pending):
         return value.part(begin, local.shape)
-    return value.detach().reshape(-1)[begin : begin + numel].reshape(local.shape)
+    elements = value.detach().reshape(-1)[begin : begin + numel].reshape(local.shape)
+    return _like_shard(elements, place.param)
+
+
+def _like_shard(elements: Any, param: nn.Parameter) -> Any:
+    """Return elements that are meant for a shard so that the guard knows it."""
+    part = _core.slice_part(param)
+    return elements if part is None else _core.mark_slice(elements, part)

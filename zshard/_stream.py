@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from zshard import _core
 from zshard._agree import on_all_ranks
+from zshard._guard import to_local
 from zshard._outline import Pending
 from zshard._state import Load, note_loads, planned_loads, writing
 from zshard._units import units_of
@@ -156,7 +157,7 @@ class _Recorder(TorchFunctionMode):
                 f"checkpoint to {target.dtype} in current model."
             )
         self.copies.pop(id(target), None)  # tied: the last one counts, as for nn.Module
-        self.copies[id(target)] = Copy(target.detach(), value)
+        self.copies[id(target)] = Copy(to_local(target).detach(), to_local(value))
         return target
 
 

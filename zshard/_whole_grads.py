@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zshard import _core
+from zshard._guard import plain
 from zshard._units import State
 
 _NONE, _SLICE, _LOCAL = range(3)
@@ -32,6 +33,7 @@ class _Part(NamedTuple):
 class WholeGrads:
     """The gradients of one unit: gather(), then show(); finally take(), then give_back()."""
 
+    @plain()
     def __init__(self, state: State) -> None:
         self._state = state
         self._unit = state.unit
@@ -42,6 +44,7 @@ class WholeGrads:
         self._whole: dict[int, Tensor | None] = {}
         self._shown = False
 
+    @plain()
     def gather(self) -> None:
         """Gather full copies; nothing is changed yet. Collective. Raises RuntimeError on all ranks
         if a gradient is local on some of them only."""
@@ -64,6 +67,7 @@ class WholeGrads:
             if found != {_LOCAL}:
                 self._whole[index] = self._send(index, parts) if _SLICE in found else None
 
+    @plain()
     def show(self) -> None:
         """Assign the full gradients to `.grad`, where the parameters are unsharded."""
         self._shown = not self._state.whole_grads and bool(self._params) and self._unit.is_full
@@ -74,6 +78,7 @@ class WholeGrads:
         for index, whole in self._whole.items():
             self._params[index].grad = whole
 
+    @plain()
     @torch.no_grad()
     def take(self, writeback: bool) -> None:
         """Remove the full gradients before parameters are resharded. Gradients that were full
@@ -88,6 +93,7 @@ class WholeGrads:
             self._whole[index] = self._params[index].grad
             self._params[index].grad = None
 
+    @plain()
     @torch.no_grad()
     def give_back(self, writeback: bool) -> None:
         """Restore the parameters' own gradients, with this rank's shards if `writeback`."""

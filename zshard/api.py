@@ -547,6 +547,8 @@ def _shard(
     install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)
     if unit.is_hooked and not unit.replicated:
         state.hooks += _guard_parts(spec, unit, root)
+    if not unit.replicated:
+        unit.guard()
 
 
 @contextlib.contextmanager

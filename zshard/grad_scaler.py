@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zshard import _core
+from zshard._guard import plain
 from zshard._in_backward import watch_scaled
 
 __all__ = ["GradScaler", "install"]
@@ -24,6 +25,7 @@ _torchs_scale = torch.amp.GradScaler.scale
 
 
 @functools.wraps(_torchs_unscale)
+@plain()
 def _unscale_grads_(
     self: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,

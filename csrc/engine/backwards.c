@@ -110,12 +110,23 @@ static void abandon_backward(zs_engine *engine)
     zs_schedule_fail(schedule);
 }
 
+static void (*show_units)(zs_engine *engine);
+
+void zs_engine_on_unshown(void (*show)(zs_engine *engine))
+{
+    show_units = show;
+}
+
 static zs_status backward_end_hook(void *pointer, int64_t arg)
 {
     zs_engine *engine = pointer;
-    if (arg != ZS_BACKWARD_ABANDONED) return zs_schedule_end(&engine->home.schedule);
-    abandon_backward(engine);
-    return ZS_OK;
+    zs_status status = ZS_OK;
+    if (arg != ZS_BACKWARD_ABANDONED)
+        status = zs_schedule_end(&engine->home.schedule);
+    else
+        abandon_backward(engine);
+    if (engine->home.unshown > 0) show_units(engine);
+    return status;
 }
 
 static void retain_engine(void *engine)

@@ -183,6 +183,10 @@ zs_status zs_engine_take_over(zs_engine *engine, zs_unit *unit)
     ZS_TRY(zs_engine_add(engine, unit));
     zs_engine_forget(old, unit);
     old->lent_grads = true;
+    if (!zs_unit_is_shown(unit)) {
+        old->home.unshown--;
+        engine->home.unshown++;
+    }
     unit->home = &zs_engine_retain(engine)->home;
     zs_engine_release(old);
     return ZS_OK;

@@ -107,6 +107,10 @@ zs_status zs_engine_dismiss(zs_unit *unit);
 zs_status zs_engine_unshard(zs_unit *unit, bool exact);
 zs_status zs_engine_reshard(zs_unit *unit);
 
+/* Has `show` called, from whatever thread a backward ends on, where Python sees the parameters of some units as other than
+ * they are then (home->unshown). */
+void zs_engine_on_unshown(void (*show)(zs_engine *engine));
+
 /* The hook to put before the backward of a unit's outputs. */
 zs_hook zs_engine_backward_hook(zs_unit *unit);
 

@@ -1,5 +1,6 @@
 /* py_engine.c - _core.Engine: the engine of one model, as Python sees it. Two objects of one engine compare equal. */
 #include "python/py_engine.h"
+#include "python/py_guard.h"
 #include "engine/history.h"
 
 #include "unit/offload.h"
@@ -164,6 +165,7 @@ static PyObject *without_gil(engine_object *self, zs_status (*call)(zs_engine *)
 {
     zs_status status;
     ZS_PY_NOGIL(status, call(self->engine));
+    zs_py_show(self->engine);
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }

@@ -3,7 +3,7 @@
  * The one idea: they are plain C methods bound to the unit, so a module's forward pays two C calls and no Python frame.
  * Backward needs nothing from here: its hooks are C all the way.
  */
-#include "python/py_unit.h"
+#include "python/py_guard.h"
 
 enum { MAX_OUTPUT_DEPTH = 8 }; /* nesting of containers in a forward's output that is searched for tensors */
 
@@ -45,6 +45,7 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
     bool training = begins && n > 0 && is_training(args[0]);
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training));
+    zs_py_show(zs_engine_of(self->unit));
     if (status == ZS_OK && check_places(self) < 0) return NULL;
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
@@ -143,6 +144,7 @@ PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_
     Py_CLEAR(walk.seen);
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_post_forward(self->unit, walk.hooked)); /* in any case: the forward is over */
+    zs_py_show(zs_engine_of(self->unit));
     if (searched < 0) return NULL;
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;

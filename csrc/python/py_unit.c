@@ -1,5 +1,5 @@
 /* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
-#include "python/py_unit.h"
+#include "python/py_guard.h"
 #include "engine/history.h"
 #include "engine/pin.h"
 
@@ -233,6 +233,7 @@ static void unit_dealloc(unit_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
+    zs_py_hide(self);
     zs_unit_release(self->unit);
     (void)unit_clear(self);
     type->tp_free(self);
@@ -250,6 +251,7 @@ static PyObject *unit_unshard(unit_object *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "|p:unshard", &exact)) return NULL;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_summon(self->unit, exact != 0));
+    zs_py_show(zs_engine_of(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -261,6 +263,7 @@ static PyObject *unit_reshard(unit_object *self, PyObject *unused)
     (void)unused;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_dismiss(self->unit));
+    zs_py_show(zs_engine_of(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -276,6 +279,7 @@ static PyObject *unit_pin(unit_object *self, PyObject *args)
     bool before = self->unit->record.pinned;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_unshard(self->unit, exact));
+    zs_py_show(zs_engine_of(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
     return PyBool_FromLong(self->unit->record.pinned && !before);
 }
@@ -296,6 +300,7 @@ static PyObject *unit_unpin(unit_object *self, PyObject *args)
     if (status == ZS_OK && keep != Py_None) status = zs_unit_accept(self->unit, keep == Py_True);
     if (writes && status == ZS_OK) zs_engine_write_end(engine);
     if (status == ZS_OK) ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
+    zs_py_show(engine);
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -312,6 +317,7 @@ static PyObject *unit_unwind(unit_object *self, PyObject *args)
     zs_status status;
     if (n == 0 && *what != 0) zs_engine_tell_mishap(zs_engine_of(self->unit), what);
     ZS_PY_NOGIL(status, zs_engine_unwind(zs_engine_of(self->unit), (size_t)n));
+    zs_py_show(zs_engine_of(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -412,6 +418,7 @@ static PyMethodDef unit_methods[] = {
     {"note_load", (PyCFunction)unit_note_load, METH_VARARGS, unit_note_load_doc},
     {"step_in_backward", (PyCFunction)zs_py_step_in_backward, METH_VARARGS, zs_py_step_in_backward_doc},
     {"step_by_hand", (PyCFunction)zs_py_step_by_hand, METH_NOARGS, zs_py_step_by_hand_doc},
+    {"guard", (PyCFunction)zs_py_unit_guard, METH_NOARGS, zs_py_unit_guard_doc},
     {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},
     {"check", unit_check, METH_VARARGS | METH_CLASS, unit_check_doc},
     {"param", (PyCFunction)unit_param, METH_O, unit_param_doc},

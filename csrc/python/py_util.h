@@ -32,6 +32,7 @@ int zs_py_comm_init(PyObject *module, zs_py_state *state);
 int zs_py_engine_init(PyObject *module, zs_py_state *state);
 int zs_py_unit_init(PyObject *module, zs_py_state *state);
 int zs_py_shards_init(PyObject *module);
+int zs_py_guard_init(PyObject *module);
 int zs_py_optim_init(PyObject *module);
 int zs_py_norms_init(PyObject *module);
 int zs_py_offload_init(PyObject *module);

@@ -15,6 +15,15 @@ zs_status zs_py_tensor(PyObject *object, zs_tensor **out);
 /* New reference to the Python object of `tensor`; NULL with an exception set. */
 PyObject *zs_py_wrap(const zs_tensor *tensor);
 
+/* Writes the sizes of a tensor, at most ZS_MAX_DIM, and returns how many dimensions it has; -1 if `object` is no tensor. */
+int zs_py_sizes(PyObject *object, int64_t *sizes);
+
+/* Does a tensor lie in memory of unreduced gradients (ZS_MEM_LOCAL_GRAD)? */
+bool zs_py_is_local_grad(PyObject *object);
+
+/* New reference to operation(*args, **kwargs) with __torch_function__ of subclasses off; NULL with an exception. */
+PyObject *zs_py_call_plain(PyObject *operation, PyObject *args, PyObject *kwargs);
+
 /* How a failed hook becomes a Python exception: `raise` is called with the GIL and sets one from this thread's record. */
 void zs_py_set_raiser(void (*raise)(void));
 

@@ -5,6 +5,7 @@
 // know units.
 #include "shim/torch_internal.hpp"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -75,6 +76,14 @@ void put(const at::Tensor &tensor, const zs_place &place)
 void release_mem(void *context)
 {
     zs_mem_release(static_cast<zs_mem *>(context));
+}
+
+zs_mem *mem_under(const at::Tensor &tensor)
+{
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    if (!impl->has_storage()) return nullptr;
+    const at::DataPtr &data = impl->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+    return data.get_deleter() == release_mem ? static_cast<zs_mem *>(data.get_context()) : nullptr;
 }
 
 c10::weak_intrusive_ptr<at::TensorImpl> weak_to(const at::Tensor &tensor)
@@ -178,10 +187,7 @@ zs_status zs_tensor_read(const zs_tensor *handle, int64_t begin, int64_t numel, 
 
 zs_mem *zs_tensor_mem(const zs_tensor *handle)
 {
-    c10::TensorImpl *impl = handle->tensor.unsafeGetTensorImpl();
-    if (!impl->has_storage()) return nullptr;
-    const at::DataPtr &data = impl->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-    return data.get_deleter() == release_mem ? static_cast<zs_mem *>(data.get_context()) : nullptr;
+    return mem_under(handle->tensor);
 }
 
 void zs_tensor_bump_version(const zs_tensor *handle)
@@ -338,5 +344,30 @@ zs_status zs_py_tensor(PyObject *object, zs_tensor **out)
 PyObject *zs_py_wrap(const zs_tensor *handle)
 {
     return THPVariable_Wrap(handle->tensor);
+}
+
+int zs_py_sizes(PyObject *object, int64_t *sizes)
+{
+    if (!THPVariable_Check(object)) return -1;
+    const at::IntArrayRef all = THPVariable_Unpack(object).unsafeGetTensorImpl()->sizes();
+    std::copy_n(all.begin(), std::min<size_t>(all.size(), ZS_MAX_DIM), sizes);
+    return static_cast<int>(std::min<size_t>(all.size(), ZS_MAX_DIM));
+}
+
+bool zs_py_is_local_grad(PyObject *object)
+{
+    const zs_mem *mem = THPVariable_Check(object) ? mem_under(THPVariable_Unpack(object)) : nullptr;
+    return mem != nullptr && mem->role == ZS_MEM_LOCAL_GRAD;
+}
+
+PyObject *zs_py_call_plain(PyObject *operation, PyObject *args, PyObject *kwargs)
+{
+    using TLS = at::impl::PythonTorchFunctionTLS;
+    const auto before = TLS::get_disabled_state();
+    if (before == at::impl::TorchFunctionDisabledState::ENABLED)
+        TLS::set_disabled_state(at::impl::TorchFunctionDisabledState::SUBCLASSES_DISABLED);
+    PyObject *result = PyObject_Call(operation, args, kwargs);
+    TLS::set_disabled_state(before);
+    return result;
 }
 }

@@ -130,6 +130,9 @@ struct zs_unit {
     bool grads_held; /* some grad shard has been written since its pages were given back */
     zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
     bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
+    void *face;       /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_face */
+    bool bound_full;  /* (with a face) they are bound to the full buffer */
+    bool shown_full;  /* (with a face) and so they were when they were shown last */
 };
 
 /* The unit that a record of the schedule is. */
@@ -227,6 +230,18 @@ zs_status zs_unit_gather(zs_unit *unit);
 zs_status zs_unit_bind(zs_unit *unit);
 void zs_unit_cancel(zs_unit *unit);
 zs_status zs_unit_reshard(zs_unit *unit);
+
+/* The object that shows Python this unit's parameters, which are sharded now, or NULL when it dies. */
+void zs_unit_set_face(zs_unit *unit, void *face);
+
+/* Does Python see the parameters as what they are? */
+static inline bool zs_unit_is_shown(const zs_unit *unit)
+{
+    return unit->bound_full == unit->shown_full;
+}
+
+/* Now it does. */
+void zs_unit_note_shown(zs_unit *unit);
 
 /* Of which dtype the next gather is: the parameters' own (`exact`), or the one that is computed with. */
 void zs_unit_set_exact(zs_unit *unit, bool exact);

@@ -118,6 +118,30 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
     return unit->home->calls->hook_param(unit, i);
 }
 
+/* --- what Python sees -------------------------------------------------------------------------------------------- */
+
+/* The parameters are bound to the full buffer or not; whoever holds the GIL next shows them so. */
+static void note_bound(zs_unit *unit, bool full)
+{
+    if (unit->face == NULL || unit->bound_full == full) return;
+    unit->bound_full = full;
+    unit->home->unshown += zs_unit_is_shown(unit) ? -1 : 1;
+}
+
+void zs_unit_set_face(zs_unit *unit, void *face)
+{
+    zs_unit_note_shown(unit);
+    unit->face = face;
+}
+
+void zs_unit_note_shown(zs_unit *unit)
+{
+    if (!zs_unit_is_shown(unit)) unit->home->unshown--;
+    unit->shown_full = unit->bound_full;
+}
+
+/* --- gathering ----------------------------------------------------------------------------------------------------- */
+
 void zs_unit_cancel(zs_unit *unit)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {
@@ -125,6 +149,7 @@ void zs_unit_cancel(zs_unit *unit)
         if (zs_tensor_alive(param->tensor) && zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full))
             (void)zs_unit_bind_local(unit, param);
     }
+    note_bound(unit, false);
     for (int f = 0; f < unit->n_flats; f++) {
         (void)finish_gather(unit, &unit->flats[f]);
         clear_full_storage(unit, &unit->flats[f]);
@@ -147,7 +172,10 @@ zs_status zs_unit_bind(zs_unit *unit)
         status = finish_flat(unit, &unit->flats[f]);
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++)
         if (zs_tensor_alive(unit->params[i].tensor)) status = bind_full(unit, i);
-    if (status != ZS_OK) zs_unit_cancel(unit);
+    if (status == ZS_OK)
+        note_bound(unit, true);
+    else
+        zs_unit_cancel(unit);
     return status;
 }
 
@@ -177,6 +205,7 @@ zs_status zs_unit_reshard(zs_unit *unit)
         zs_param *param = &unit->params[i];
         if (zs_tensor_alive(param->tensor)) ZS_ALSO(status, bind_sharded(unit, param));
     }
+    note_bound(unit, false);
     for (int f = 0; f < unit->n_flats; f++)
         clear_full_storage(unit, &unit->flats[f]);
     unit->exact = false;

@@ -34,6 +34,7 @@ from zshard._group import comm_for
 from zshard._optim_names import names_of
 from zshard._optim_state import held_by
 from zshard._outline import Saved, StandIns
+from zshard._guard import to_local
 from zshard._parts import Part, part_of
 from zshard._plain_names import plain
 from zshard._state_dict_type import state_dict_type
@@ -104,7 +105,7 @@ class Copies:
         """This rank's elements of a tensor that is sharded like a parameter."""
         if not part.is_cut:
             return Held(values, 0, self._comm.world, self._comm.rank, _EVERYONE)
-        return Held(values, part.begin, *self._known[id(part.shards)])
+        return Held(to_local(values), part.begin, *self._known[id(part.shards)])
 
     def from_rank_0(self, values: Tensor) -> Held | None:
         """The elements of a tensor that rank 0 saves."""
@@ -207,7 +208,7 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
 
 def _at_rest(param: Tensor, part: Part) -> Tensor:
     """This rank's elements of a parameter."""
-    values = param.detach()
+    values = to_local(param).detach()
     if tuple(values.shape) != part.local_shape:
         if tuple(values.shape) != part.shape:
             raise RuntimeError(

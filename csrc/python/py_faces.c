@@ -1,0 +1,74 @@
+/* py_faces.c - the class of a sharded parameter: guarded while it is a slice, torch's own while it is whole.
+ *
+ * The one idea: forward and backward are to see plain parameters, since each operation on a guarded one costs a detour. So
+ * the class changes with what the parameter is bound to: at once where Python runs anyway (hooks, methods), else when the
+ * backward ends. In between, the guard looks itself whether a parameter is whole (py_guard.c).
+ */
+#include "python/py_guard.h"
+
+/* The class of each object was checked for the change when it was made for the first time; see guard_param. */
+static void set_class(PyObject *object, PyTypeObject *from, PyTypeObject *to)
+{
+    if (Py_TYPE(object) != from) return;
+    Py_INCREF(to);
+    Py_SET_TYPE(object, to);
+    Py_DECREF(from);
+}
+
+static void show_unit(zs_unit *unit)
+{
+    const zs_guard_types *types = &zs_py_guard_types;
+    const unit_object *self = unit->face;
+    for (Py_ssize_t i = 0; i < self->n_places; i++) {
+        if (unit->bound_full)
+            set_class(self->places[i].param, types->shard_parameter, types->parameter);
+        else
+            set_class(self->places[i].param, types->parameter, types->shard_parameter);
+    }
+    zs_unit_note_shown(unit);
+}
+
+void zs_py_show(zs_engine *engine)
+{
+    zs_home *home = zs_engine_home(engine);
+    for (size_t i = 0; home->unshown > 0 && i < home->schedule.n; i++) {
+        zs_unit *unit = zs_unit_of(home->schedule.records[i]);
+        if (!zs_unit_is_shown(unit)) show_unit(unit);
+    }
+}
+
+/* At the end of a backward, which runs without the GIL. */
+static void show_after_backward(zs_engine *engine)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    zs_py_show(engine);
+    PyGILState_Release(gil);
+}
+
+void zs_py_hide(unit_object *self)
+{
+    if (self->unit->face == self) zs_unit_set_face(self->unit, NULL);
+}
+
+/* Python's own way for the first time: it refuses what cannot be, and gives the object a dict that does not depend on its
+ * class. Parameters of another class than torch's (quantised ones, for example) stay what they are. */
+static int guard_param(PyObject *param)
+{
+    const zs_guard_types *types = &zs_py_guard_types;
+    if (Py_TYPE(param) != types->parameter) return 0;
+    return PyObject_SetAttrString(param, "__class__", (PyObject *)types->shard_parameter);
+}
+
+const char zs_py_unit_guard_doc[] = PyDoc_STR(
+    "guard($self, /)\n--\n\nFrom now on the parameters are of the guarded class while they are sharded. The unit must "
+    "be sharded now.");
+
+PyObject *zs_py_unit_guard(unit_object *self, PyObject *unused)
+{
+    (void)unused;
+    for (Py_ssize_t i = 0; i < self->n_places; i++)
+        if (guard_param(self->places[i].param) < 0) return NULL;
+    zs_unit_set_face(self->unit, self);
+    zs_engine_on_unshown(show_after_backward);
+    Py_RETURN_NONE;
+}

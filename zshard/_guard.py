@@ -1,0 +1,219 @@
+"""Guarded slices: a sharded parameter, and what is computed from it element by element.
+
+The one idea: between steps a parameter is a slice of shape (k, 1, ..., 1), and code that takes it for
+the matrix would compute something else without a word. So its class is a subclass that torch asks
+about each operation. Elementwise ones run, and their results are guarded in turn (py_guard.c with
+the list of _guard_rules.py); all others raise ShardError, which says what to write. In forward and
+backward, where parameters are whole, they are of torch's own class, and nothing is asked.
+
+No operation communicates; full_tensor() does, on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _of_grads
+
+from zshard import _core
+from zshard._guard_rules import LIKE_AT_RANDOM, rules
+from zshard._guard_words import ShardError, complaint
+from zshard._parts import Part, _parts
+
+__all__ = ["ShardError", "ShardParameter", "ShardTensor", "install", "plain", "slices_among", "to_local"]
+
+_rules = rules()
+
+
+class plain(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+    """Context manager, or decorator, for zshard's own code, which knows that a slice is one: no
+    operation is refused, and no result is guarded."""
+
+    def __enter__(self) -> None:
+        # One per entry: a function that is decorated may call itself.
+        self._entered = [*getattr(self, "_entered", ()), torch._C.DisableTorchFunctionSubclass()]
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def _recreate_cm(self) -> plain:
+        return plain()  # each call, and so each thread, has its own
+
+
+class _Guarded:
+    """The methods of guarded tensors."""
+
+    def to_local(self) -> Tensor:
+        """Return this rank's elements as a plain tensor, which shares memory with this one and is
+        not guarded. Does not communicate."""
+        return to_local(self)  # type: ignore[arg-type]
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole tensor, of the parameter's shape, as a new plain tensor.
+
+        Collective: call it on all ranks. Raises what zshard.full_tensor() does."""
+        from zshard._whole_values import full_tensor
+
+        return full_tensor(self)  # type: ignore[arg-type]
+
+    def __repr__(self, **_: Any) -> str:
+        part = _core.slice_part(self)  # type: ignore[arg-type]
+        with plain():
+            if part is None:  # a parameter while it is whole
+                return f"{type(self).__name__}({to_local(self)!r})"  # type: ignore[arg-type]
+            return (
+                f"{type(self).__name__}({to_local(self)!r}, "  # type: ignore[arg-type]
+                f"{part.elements} of {part.name!r})"
+            )
+
+    def __format__(self, spec: str) -> str:
+        return object.__format__(repr(self), spec) if not spec else format(repr(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        part = _core.slice_part(self)  # type: ignore[arg-type]
+        with plain():
+            made = _own_copy(self)  # type: ignore[arg-type]
+        memo[id(self)] = made
+        for key, value in vars(self).items():
+            if key != "_zshard_part":
+                setattr(made, key, copy.deepcopy(value, memo))
+        return made if part is None else _guard_copy(made, part)
+
+    def __copy__(self) -> Any:
+        return self.detach()  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As torch's own class: a file of slices is read without zshard."""
+        with plain():
+            return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _core.guarded(func, types, args, kwargs)
+
+
+class ShardTensor(_Guarded, Tensor):
+    """This rank's elements of a tensor of a sharded parameter's shape, such as its gradient.
+
+    Elementwise operations work and give another ShardTensor. All others raise ShardError: they would
+    see this rank's elements only. `shape` and `numel()` are those of this rank's elements.
+    """
+
+    _zshard_part: Any
+
+
+class ShardParameter(_Guarded, nn.Parameter):
+    """A sharded parameter between steps: see ShardTensor. While its unit is unsharded it is a plain
+    nn.Parameter."""
+
+    _zshard_part: Any = None  # of a copy; those of a model are in _parts
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's elements of a sharded tensor as a plain tensor, which shares memory with
+    it and is not guarded; any other tensor as it is. Does not communicate."""
+    if not isinstance(tensor, _Guarded):
+        return tensor
+    with plain():
+        return tensor.detach()
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """A copy of torch's own class."""
+    values = tensor.detach().clone(memory_format=torch.preserve_format)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(values, tensor.requires_grad)
+    return values.requires_grad_(tensor.requires_grad)
+
+
+def _guard_copy(made: Tensor, part: Any) -> Tensor:
+    """Have a copy guarded."""
+    made._zshard_part = part  # type: ignore[attr-defined]
+    made.__class__ = ShardParameter if isinstance(made, nn.Parameter) else ShardTensor  # type: ignore[assignment]
+    return made
+
+
+def _as_torchs(tensor: Tensor) -> Tensor:
+    """The same elements in torch's own class."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach(), tensor.requires_grad)
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+# --- what is neither elementwise nor a fact -------------------------------------------------------
+
+
+def _whole_draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a whole tensor's draw has for this rank: the values that DDP would have."""
+    part = _core.slice_part(args[0])
+    if part is None:
+        return _run(func, args, kwargs)
+    with plain():
+        like = args[0].new_empty(()).expand(part.shape)
+        made = part.of(func(like, *args[1:], **kwargs)).clone()
+    return _core.mark_slice(made, part)
+
+
+def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`t.type()` asks for a name, `t.type(dtype)` is a cast."""
+    result = _run(func, args, kwargs)
+    part = _core.slice_part(args[0])
+    return result if part is None or isinstance(result, str) else _core.mark_slice(result, part)
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    with plain():
+        return func(*args, **kwargs)
+
+
+_special: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(LIKE_AT_RANDOM, _whole_draw),
+    Tensor.type: _type,
+}
+
+
+def _handle(
+    func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What py_guard.c does not do itself: an operation that is not on the list, or slices that do
+    not fit each other."""
+    special = _special.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
+    parts = slices_among((*args, *kwargs.values()))
+    if not parts:  # parameters that are whole right now
+        return _run(func, args, kwargs)
+    raise ShardError(complaint(func, parts, args, func in _rules))
+
+
+def slices_among(values: Iterable[Any]) -> list[Part]:
+    """Return the Parts of the slices among values, and in lists of them."""
+    found: list[Part] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            part = _core.slice_part(value)
+            found += [] if part is None else [part]
+        elif isinstance(value, list | tuple):
+            found += slices_among(value)
+        elif isinstance(value, dict):
+            found += slices_among(value.values())
+    return found
+
+
+def install() -> None:
+    """Set what the core works with, and have torch's optimizers take slices for what they take
+    parameters. Idempotent."""
+    _core.set_guard((Tensor, nn.Parameter, ShardTensor, ShardParameter), _rules, _parts, _handle)
+    for types in (_of_optimizers, _of_grads):
+        types += [each for each in (ShardTensor, ShardParameter) if each not in types]
