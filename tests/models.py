@@ -301,6 +301,8 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     found = [f"only one has {name}" for name in ours.keys() ^ theirs.keys()]
     for name in ours.keys() & theirs.keys():
         a, b = ours[name], theirs[name]
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            a, b = zshard.to_local(a), zshard.to_local(b)
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
             found += [] if a == b else [f"{name}: {a!r}, not {b!r}"]
         elif a.dtype != b.dtype or a.shape != b.shape:

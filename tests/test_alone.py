@@ -372,7 +372,8 @@ def error_of_a_lone_evaluation(combination, swaps):
         optimizer.step()
     except (zshard.DivergenceError, zshard.PeerTimeoutError) as error:
         stepped = any(
-            not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+            not torch.equal(a.to_local(), zshard.to_local(b))
+            for a, b in zip(before, model.parameters(), strict=True)
         )
         return str(error), stepped
     return "", True

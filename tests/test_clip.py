@@ -36,7 +36,7 @@ def slices_equal(model, expected):
         if info is not None:
             begin = info["begin"]
             part = part[begin : begin + param.numel()]
-        torch.testing.assert_close(param.grad.flatten(), part, rtol=2e-5, atol=1e-7)
+        torch.testing.assert_close(zshard.to_local(param.grad).flatten(), part, rtol=2e-5, atol=1e-7)
 
 
 # --- power_sum ----------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def clip_with_a_bad_number_on_one_rank(bad):
     backward(model, 0)
     grads = [p.grad for p in model.parameters() if p.grad.numel()]
     if torch.distributed.get_rank() == 1:
-        grads[0].view(-1)[0] = bad
+        grads[0].to_local().view(-1)[0] = bad
     for clip in (
         lambda: model.clip_grad_norm_(1.0, error_if_nonfinite=True),
         lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True),

@@ -114,7 +114,7 @@ def warned(path, dtype, saved_as, spoiled):
         if dist.get_rank() == dist.get_world_size() - 1:
             values = {"model": last, "optimizer": optimizer.state[last]["exp_avg"]}.get(spoiled)
             if values is not None:
-                values.view(-1)[-1] = float("inf")
+                zshard.to_local(values).view(-1)[-1] = float("inf")
         warnings.simplefilter("always")
         zshard.save(path, model, optimizer, dtype=saved_as, overwrite=True)
     return [str(each.message) for each in told]

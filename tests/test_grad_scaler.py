@@ -27,7 +27,7 @@ def poison(model, rank, bad=math.inf):
     shm small units lie on rank 0 alone.)"""
     if dist.get_rank() == rank:
         grad = next(p.grad for p in model.parameters() if p.grad is not None and p.grad.numel())
-        grad.view(-1)[0] = bad
+        zshard.to_local(grad).view(-1)[0] = bad
 
 
 def victim(transport):
@@ -46,7 +46,7 @@ def one_step(combination, library, bad, early):
     scaler.scale(loss_of(model(floats(dist.get_rank())))).backward()
     if bad is not None:
         poison(model, victim(combination[1]), bad)
-    finite = all(p.grad.isfinite().all() for p in model.parameters())
+    finite = all(zshard.to_local(p.grad).isfinite().all() for p in model.parameters())
     if early:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)

@@ -1,176 +1,146 @@
-"""Which optimizers may step on shards: elementwise ones, not those that need whole parameters."""
+"""Optimizers on shards are judged by what they do: the slice of the whole's step, or ShardError."""
 
 import timeit
-import warnings
 
 import pytest
 import torch
+from guarded import equal_to_slice, sharded_parameter, slice_of
 from torch import nn
 
 import zshard
-from zshard import _optim_guard
+from zshard import ShardError, ShardTensor, _optim_guard
 
-ELEMENTWISE = [
-    *(getattr(torch.optim, name) for name in _optim_guard._ELEMENTWISE if name != "SparseAdam"),
-    *(zshard.AdamW, zshard.Adam, zshard.SGD),
-]
-
-
-class LAMB(torch.optim.AdamW):
-    """Of a refused name, whatever it is derived from."""
-
-    def step(self, closure=None):
-        raise AssertionError("the guard let it step")
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")
+ELEMENTWISE += ("RMSprop", "Rprop", "SGD")
+WAYS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+HAVE_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+SHAPES = ((7, 5), (11,), (3, 2, 4))
 
 
-class DistributedShampoo(torch.optim.Optimizer):
+def wholes(seed):
+    torch.manual_seed(seed)
+    return [torch.randn(shape) for shape in SHAPES]
+
+
+class LARS(torch.optim.Optimizer):
+    """With a norm, as people write it."""
+
     def __init__(self, params):
         super().__init__(params, {})
 
+    @torch.no_grad()
     def step(self, closure=None):
-        raise AssertionError("the guard let it step")
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-0.1 * float(p.norm() / p.grad.norm()))
 
 
-class MyLBFGS(torch.optim.LBFGS):
-    """Derived from a refused one, with a step of its own."""
-
-    def step(self, closure=None):
-        raise AssertionError("the guard let it step")
-
-
-class PlainSubclass(torch.optim.AdamW):
-    """Inherits its step."""
-
-
-class OwnStep(torch.optim.SGD):
-    def step(self, closure=None):
-        return super().step(closure)
+class Renamed(LARS):
+    """Nobody sees by its name what it does."""
 
 
 class Lambda(torch.optim.Optimizer):
-    """Unknown; its name only begins like LAMB's."""
+    """Elementwise, and unknown."""
 
     def __init__(self, params):
         super().__init__(params, {})
-        self.steps = 0
 
+    @torch.no_grad()
     def step(self, closure=None):
-        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad)
+                p.sub_(momentum.sign(), alpha=0.1)
 
 
-@pytest.fixture
-def sharded(monkeypatch):
-    """Parameters that the core takes for shards."""
-    shards = [nn.Parameter(torch.ones(6, 1)), nn.Parameter(torch.ones(0, 1))]
-    monkeypatch.setattr(_optim_guard._core, "is_shard", lambda p: any(p is s for s in shards))
-    monkeypatch.setattr(_optim_guard, "_kinds", {})
-    for shard in shards:
-        shard.grad = torch.ones_like(shard)
-    return shards
-
-
-@pytest.mark.parametrize(
-    "cls", [*ELEMENTWISE, PlainSubclass], ids=lambda c: f"{c.__module__}.{c.__name__}"
-)
-def test_elementwise_ones_step_in_silence(sharded, cls):
-    optimizer = cls(sharded, lr=0.1)
-    torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps step once more
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+def step_twice(make, params, grads):
+    """The optimizer after two steps with these gradients."""
+    optimizer = make(params)
+    for _ in range(2):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
         optimizer.step()
-    assert not torch.equal(sharded[0], torch.ones(6, 1))
+    return optimizer
 
 
-def refused(params):
-    yield torch.optim.Adafactor(params)
-    yield torch.optim.LBFGS(params)
-    yield MyLBFGS(params)
-    yield LAMB(params)
-    yield DistributedShampoo(params)
+def both(make):
+    """(params, optimizer) of whole parameters and of shards, after the same two steps."""
+    plain = [nn.Parameter(w.clone()) for w in wholes(0)]
+    shards = [sharded_parameter(w) for w in wholes(0)]
+    grads = wholes(1)
+    mine = [slice_of(g, p._zshard_part) for g, p in zip(grads, shards, strict=True)]
+    return (plain, step_twice(make, plain, grads)), (shards, step_twice(make, shards, mine))
+
+
+def cases():
+    for name in ELEMENTWISE:
+        for way in WAYS:
+            if "fused" not in way or name in HAVE_FUSED:
+                yield pytest.param(name, way, id=f"{name} {way}")
+
+
+@pytest.mark.parametrize(("name", "way"), cases())
+def test_torchs_elementwise_ones_step_slices_bit_for_bit(name, way):
+    make = getattr(torch.optim, name)
+    (plain, own), (shards, theirs) = both(lambda params: make(params, lr=0.1, **way))
+    for whole, shard in zip(plain, shards, strict=True):
+        assert equal_to_slice(shard, whole)
+        for key, value in own.state[whole].items():
+            if isinstance(value, torch.Tensor) and value.shape == whole.shape:
+                assert type(theirs.state[shard][key]) is ShardTensor
+                assert equal_to_slice(theirs.state[shard][key], value)
+
+
+@pytest.mark.parametrize("cls", [zshard.AdamW, zshard.Adam, zshard.SGD])
+def test_zshards_own_step_slices(cls):
+    (plain, _), (shards, _) = both(lambda params: cls(params, lr=0.1))
+    assert all(equal_to_slice(s, w) for s, w in zip(shards, plain, strict=True))
+
+
+def test_one_of_the_users_own_that_is_elementwise():
+    (plain, _), (shards, _) = both(Lambda)
+    assert all(equal_to_slice(s, w) for s, w in zip(shards, plain, strict=True))
+
+
+def refused():
+    yield torch.optim.Adafactor
+    yield torch.optim.LBFGS
+    yield LARS
+    yield Renamed
     if hasattr(torch.optim, "Muon"):
-        yield torch.optim.Muon([p for p in params if p.ndim == 2])
+        yield lambda params: torch.optim.Muon([p for p in params if p.ndim == 2])
 
 
-def test_others_are_refused_by_name_with_reason_and_advice(sharded):
-    for optimizer in refused(sharded):
-        name = type(optimizer).__name__
-        for _ in range(2):
-            with pytest.raises(
-                RuntimeError, match=rf"^{name} cannot .*: it .*zshard\.AdamW.*no_shard"
-            ):
-                optimizer.step(lambda: None)
-    assert torch.equal(sharded[0], torch.ones(6, 1))
+@pytest.mark.parametrize("make", refused())
+def test_others_raise_and_change_no_parameter(make):
+    shards = [sharded_parameter(w) for w in wholes(0)]
+    for shard, grad in zip(shards, wholes(1), strict=True):
+        shard.grad = slice_of(grad, shard._zshard_part)
+    with pytest.raises(ShardError, match="called on a shard.*of 'weight'"):
+        make(shards).step(lambda: torch.tensor(0.0))
+    assert all(equal_to_slice(s, w) for s, w in zip(shards, wholes(0), strict=True))
 
 
-def test_refused_even_if_only_the_last_parameter_is_a_shard(sharded):
-    plain = nn.Parameter(torch.ones(3, 3))
-    optimizer = LAMB([{"params": [plain]}, {"params": [sharded[1]]}])
-    with pytest.raises(RuntimeError, match="LAMB cannot"):
-        optimizer.step()
+@pytest.mark.parametrize("make", refused())
+def test_whole_parameters_pass_everything(make):
+    params = [nn.Parameter(w) for w in wholes(0)]
+    for param, grad in zip(params, wholes(1), strict=True):
+        param.grad = grad
+    make(params).step(lambda: torch.tensor(0.0))
 
 
-@pytest.mark.parametrize("cls", [OwnStep, Lambda])
-def test_unknown_ones_warn_once_per_class(sharded, cls):
-    with pytest.warns(UserWarning, match=rf"test_optim_guard\.{cls.__name__} is updating sharded"):
-        cls(sharded).step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cls(sharded).step()
+def test_kernels_that_the_guard_cannot_see_are_refused_by_name(monkeypatch):
+    """apex.optimizers.FusedLAMB gets the tensors in C++."""
+    shard = sharded_parameter(torch.randn(6, 4))
+    monkeypatch.setattr(_optim_guard._core, "is_shard", lambda p: p is shard)
+    fused = type("FusedLAMB", (torch.optim.SGD,), {"__module__": "apex.optimizers.fused_lamb"})
+    with pytest.raises(ShardError, match=r"^FusedLAMB scales updates by norms.*no_shard"):
+        fused([shard], lr=0.1).step()
+    fused([nn.Parameter(torch.ones(2))], lr=0.1).step()
 
 
-def test_a_warning_points_at_the_step_call(sharded):
-    with pytest.warns(UserWarning) as caught:
-        Lambda(sharded).step()
-    assert caught[0].filename == __file__
-
-
-def test_whole_parameters_pass_everything(sharded):
-    plain = [nn.Parameter(torch.ones(4, 4))]
-    plain[0].grad = torch.ones(4, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch.optim.Adafactor(plain).step()
-        torch.optim.LBFGS(plain).step(lambda: torch.tensor(0.0, requires_grad=True))
-        optimizer = Lambda(plain)
-        optimizer.step()
-    assert optimizer.steps == 1
-
-
-def test_parameters_that_become_shards_after_the_first_step(sharded, monkeypatch):
-    """An optimizer made before FSDP(model), and used."""
-    is_shard = _optim_guard._core.is_shard
-    monkeypatch.setattr(_optim_guard._core, "is_shard", lambda p: False)
-    optimizer = torch.optim.Adafactor(sharded[:1])
-    optimizer.step()
-    monkeypatch.setattr(_optim_guard._core, "is_shard", is_shard)
-    with pytest.raises(RuntimeError, match="Adafactor cannot"):
-        optimizer.step()
-
-
-def test_every_optimizer_of_torch_is_known_one_way_or_the_other():
-    """A new torch brings new optimizers: each must be put into a list, not warned of."""
-    classes = [
-        c
-        for c in vars(torch.optim).values()
-        if isinstance(c, type)
-        and issubclass(c, torch.optim.Optimizer)
-        and c is not torch.optim.Optimizer
-    ]
-    unknown = [
-        c.__name__ for c in classes if _optim_guard._kind_of(c) is _optim_guard._Kind.UNKNOWN
-    ]
-    assert len(classes) >= 14
-    assert unknown == []
-
-
-def test_names_are_words():
-    has = _optim_guard._has_word
-    assert all(has(name, "lamb") for name in ("LAMB", "Lamb", "FusedLAMB", "LambW", "Lamb2"))
-    assert not any(has(name, "lamb") for name in ("Lambda", "Clamber", "Adam"))
-    assert has("DAdaptAdam", "dadapt") and has("MuonClip", "muon") and not has("Collars", "lars")
-
-
-def test_costs_microseconds(sharded):
+def test_costs_microseconds():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1)) for _ in range(1000)])
     seconds = min(timeit.repeat(lambda: _optim_guard._before_step(optimizer, (), {}), number=1000))
     assert seconds / 1000 < 10e-6

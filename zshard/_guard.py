@@ -172,6 +172,30 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     return result if part is None or isinstance(result, str) else _core.mark_slice(result, part)
 
 
+def _set_where(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """`t[mask] = number`, with a mask like the slice, is elementwise (torch.optim.Rprop)."""
+    target, mask, value = args
+    part = _core.slice_part(target)
+    mask_part = _core.slice_part(mask) if isinstance(mask, Tensor) else None
+    if part is None or mask_part is None or part.geometry is not mask_part.geometry:
+        return _refuse(func, args, kwargs)
+    if mask.dtype != torch.bool or (isinstance(value, Tensor) and value.numel() != 1):
+        return _refuse(func, args, kwargs)
+    return _run(func, args, kwargs)
+
+
+def _autograd_grad(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Gradients of something for parameters, which are whole in backward. Not of a slice."""
+    outputs = kwargs["outputs"] if "outputs" in kwargs else args[0]
+    if slices_among([outputs]):
+        return _refuse(func, args, kwargs)
+    return _run(func, args, kwargs)
+
+
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     with plain():
         return func(*args, **kwargs)
@@ -180,6 +204,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
 _special: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(LIKE_AT_RANDOM, _whole_draw),
     Tensor.type: _type,
+    Tensor.__setitem__: _set_where,
+    torch.autograd.grad: _autograd_grad,
 }
 
 
@@ -188,9 +214,10 @@ def _handle(
 ) -> Any:
     """What py_guard.c does not do itself: an operation that is not on the list, or slices that do
     not fit each other."""
-    special = _special.get(func)
-    if special is not None:
-        return special(func, args, kwargs)
+    return _special.get(func, _refuse)(func, args, kwargs)
+
+
+def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     parts = slices_among((*args, *kwargs.values()))
     if not parts:  # parameters that are whole right now
         return _run(func, args, kwargs)

@@ -107,8 +107,7 @@ def _facts() -> Iterator[Operation]:
     yield from (_getter(name) for name in _FACT_ATTRIBUTES if hasattr(Tensor, name))
     yield from (getattr(Tensor, name).__set__ for name in _SETTERS)
     yield from (getattr(Tensor, name).__delete__ for name in ("data", "grad"))
-    yield torch.result_type
-    yield torch.can_cast
+    yield from (torch.result_type, torch.can_cast, torch._has_compatible_shallow_copy_type)
 
 
 def _each() -> Iterator[Operation]:

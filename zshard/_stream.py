@@ -206,6 +206,7 @@ def _later(model: nn.Module) -> Iterator[Callable[[Any], list[Callable[[], Any]]
 def flat_of(target: Tensor) -> Iterator[Tensor]:
     """Yield a 1-dimensional view of a tensor to write to; without such a view, a temporary tensor
     that is copied to `target` at the end."""
+    target = to_local(target)
     if target.is_contiguous():
         yield target.view(-1)
         return

@@ -326,6 +326,7 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Copies) -> Cont
             if not isinstance(key, str):
                 raise TypeError(f"optimizer state keys must be strings, got {key!r} for '{name}'")
             if isinstance(value, Tensor):
+                value = to_local(value)
                 _check_tensor(f"{name}.{key}", value)
                 item = _of_state(f"{name}.{key}", param, value, is_cut.get(key, False), copies)
                 by_key.setdefault(key, []).append(item)

@@ -1,0 +1,46 @@
+"""Guarded slices without ranks, for tests: one process plays a rank that has some elements of each tensor."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from zshard import ShardParameter, _core, to_local
+from zshard._parts import Part
+
+
+def part_like(whole, name="weight", begin=None, numel=None):
+    """Some elements from the middle of a tensor: two more than a third of them, not along rows."""
+    begin = whole.numel() // 3 if begin is None else begin
+    numel = min(whole.numel() - begin, whole.numel() // 3 + 2) if numel is None else numel
+    comm = SimpleNamespace(world=3)
+    shape = tuple(whole.shape)
+    return Part(comm, comm, shape, begin, numel, whole.dtype, True, name, lambda: None, 0)
+
+
+def slice_of(whole, part):
+    """What the rank has of the tensor, guarded."""
+    return _core.mark_slice(part.of(whole).clone(), part)
+
+
+def sharded_parameter(whole, name="weight"):
+    """A guarded parameter."""
+    part = part_like(whole, name)
+    param = nn.Parameter(part.of(whole).clone())
+    param._zshard_part = part
+    param.__class__ = ShardParameter
+    return param
+
+
+def same(a, b):
+    """Are two tensors, guarded or not, equal on this rank?"""
+    return torch.equal(to_local(a), to_local(b))
+
+
+def part_of(tensor):
+    return _core.slice_part(tensor)
+
+
+def equal_to_slice(tensor, whole):
+    """Is a guarded tensor, bit for bit, what its rank has of `whole`?"""
+    return torch.equal(tensor.to_local(), part_of(tensor).of(whole.detach()))

@@ -1,0 +1,102 @@
+"""Every operation that torch tests, on slices: the slice of the whole's result bit for bit, or ShardError.
+
+The one idea: torch's own list of operations with sample inputs (op_db) is the measure, not the guard's
+list. One process plays a rank that has some elements from the middle of each tensor.
+"""
+
+import pytest
+import torch
+from guarded import part_like, slice_of
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_map
+
+from zshard import ShardError, ShardTensor
+from zshard._guard_rules import FACT, rules
+
+UNDEFINED = ("empty", "new_empty", "empty_strided", "empty_permuted", "new_empty_strided")
+"""Operations whose results have no values."""
+
+
+def is_cuttable(value):
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.dim() > 0
+        and value.numel() > 1
+        and not value.is_neg()
+        and not value.is_conj()
+    )
+
+
+def variants_of(op):
+    found = {"function": op.op, "method": op.method_variant, "in place": op.inplace_variant}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def run(variant, sample, change):
+    """What the variant gives for copies of the sample, `change`d."""
+
+    def changed(value):
+        return change(value.detach().clone()) if isinstance(value, torch.Tensor) else value
+
+    inputs = tree_map(changed, (sample.input, sample.args, sample.kwargs))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        return variant(inputs[0], *inputs[1], **inputs[2])
+
+
+def wrong_with(variant, sample):
+    """What is wrong with an operation on slices; None if nothing."""
+    part = part_like(sample.input)
+
+    def cut(value):
+        fits = is_cuttable(value) and value.shape == sample.input.shape
+        return slice_of(value, part) if fits else value
+
+    try:
+        whole = run(variant, sample, lambda value: value)
+    except Exception:
+        return None  # torch refuses it for whole tensors
+    try:
+        got = run(variant, sample, cut)
+    except ShardError:
+        return None
+    except Exception:
+        return None  # torch's Python code took the shard's shape for the whole's, and failed
+    if not isinstance(got, torch.Tensor) or not isinstance(whole, torch.Tensor):
+        return f"gave a {type(got).__name__}"
+    if type(got) is not ShardTensor:
+        return "gave a tensor that is not guarded"
+    if got.shape != part.local_shape or got.dtype != whole.dtype:
+        return f"gave {got.dtype} of shape {tuple(got.shape)}"
+    return None if bits_of(got.to_local()) == bits_of(part.of(whole)) else "other values"
+
+
+def bits_of(tensor):
+    return bytes(tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy())
+
+
+def is_fact(op):
+    return any(rules().get(each) == FACT for each in variants_of(op).values())
+
+
+def checked(op, dtype):
+    return dtype in op.supported_dtypes("cpu") and not is_fact(op) and op.name not in UNDEFINED
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.filterwarnings("ignore")  # of torch's operations about themselves
+def test_each_operation_is_right_on_slices_or_refused(dtype):
+    wrong, right = {}, 0
+    for op in op_db:
+        if not checked(op, dtype):
+            continue
+        samples = [s for s in op.sample_inputs("cpu", dtype) if is_cuttable(s.input)]
+        for name, variant in variants_of(op).items():
+            found = [wrong_with(variant, sample) for sample in samples[:6]]
+            right += found.count(None)
+            complaints = [text for text in found if text is not None]
+            if complaints:
+                wrong[f"{op.full_name} as {name}"] = complaints
+    assert wrong == {}
+    assert right > 500  # that many samples were compared, or refused
