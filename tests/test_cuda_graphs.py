@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
-from guarded import same
+from guarded import same as same_elements
 from nursery import fork_ranks
 from torch import nn
 
@@ -272,7 +272,7 @@ def refuse(env: dict[str, str]) -> list[str]:
                 said.append("stepped")
             except RuntimeError as error:
                 said.append(str(error))
-                assert all(map(same, before, model.parameters()))
+                assert all(map(same_elements, before, model.parameters()))
     model = wrap(make_model().bfloat16(), {})
     try:
         adam(model.parameters(), capturable=True, stochastic_rounding=True)

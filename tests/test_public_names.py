@@ -20,7 +20,8 @@ PUBLIC = {
     *("available_features", "fully_shard", "latest_checkpoint", "load"),
     *("load_optim_state_dict", "load_state_dict", "optim_state_dict", "predict_memory"),
     *("register_forward_method", "rng_state", "save", "set_rng_state", "shard_info"),
-    *("uninitialized", "wrap"),
+    *("ShardError", "ShardParameter", "ShardTensor", "full_tensor", "named_norms", "to_local"),
+    *("uninitialized", "whole_named_parameters", "wrap"),
 }
 ALIASES = {
     "Save": "SaveHandle",

@@ -33,6 +33,13 @@ _torchs_total_norm: Callable[..., Tensor] = _wrappers._get_total_norm.__wrapped_
 _torchs_scale: Callable[..., None] = _wrappers._clip_grads_with_norm_.__wrapped__
 
 
+_REPLACED = (
+    "the .grad of sharded parameter '{}' was replaced by another tensor: modify it in place instead "
+    "(p.grad.copy_(...), p.grad.mul_(...)). For norms of other sharded tensors, use "
+    "zshard.named_norms(model)"
+)
+
+
 def install() -> None:
     """Make torch.nn.utils compute the global norm. Idempotent."""
     _teach(clip_grad._get_total_norm, _torchs_total_norm, _get_total_norm)
@@ -79,16 +86,21 @@ def clip_grad_norm(
     return total
 
 
+def _refuse_other_shards(tensors: Iterable[Tensor]) -> None:
+    """Raise for shards that are not gradients in zshard's memory."""
+    for tensor in tensors:
+        part = _core.slice_part(tensor)
+        if part is not None:
+            raise RuntimeError(_REPLACED.format(part.name))
+
+
 def _refuse_foreign(params: Iterable[Tensor]) -> None:
     for param in params:
         if param.grad is None or _core.grad_owner(param.grad) is not None:
             continue
         info = _core.shard_info(param) if _core.is_shard(param) else None
         if info is not None:
-            raise RuntimeError(
-                f"the .grad of sharded parameter {info['name']!r} was replaced by another tensor: "
-                "modify it in place instead (p.grad.copy_(...), p.grad.mul_(...))"
-            )
+            raise RuntimeError(_REPLACED.format(info["name"]))
 
 
 @functools.wraps(_torchs_scale)
@@ -125,6 +137,7 @@ def _get_total_norm(
     for grad in grads:
         owner = _core.grad_owner(grad)
         (whole if owner is None else sharded.setdefault(owner, [])).append(grad)
+    _refuse_other_shards(whole)
     if not sharded:  # torch's own waits nowhere but for error_if_nonfinite
         return _torchs_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     with plain():

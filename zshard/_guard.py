@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from zshard._guard_rules import LIKE_AT_RANDOM, rules
 from zshard._guard_words import ShardError, complaint
 from zshard._parts import Part, _parts
 
-__all__ = ["ShardError", "ShardParameter", "ShardTensor", "install", "plain", "slices_among", "to_local"]
+__all__ = ["ShardError", "ShardParameter", "ShardTensor", "guarded", "install", "plain", "slices_among", "to_local"]
 
 _rules = rules()
 
@@ -45,6 +46,17 @@ class plain(contextlib.ContextDecorator):  # noqa: N801 - used like a function
 
     def _recreate_cm(self) -> plain:
         return plain()  # each call, and so each thread, has its own
+
+
+def guarded(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a script's function such that it is guarded although plain() calls it."""
+
+    @functools.wraps(call)
+    def called() -> Any:
+        with torch._C._EnableTorchFunction():
+            return call()
+
+    return called
 
 
 class _Guarded:

@@ -19,21 +19,21 @@ class ShardError(RuntimeError):
     the parameter and what to write."""
 
 
-_NORMS = ("norm", "vector_norm", "_foreach_norm", "dist", "cosine_similarity", "normalize", "renorm")
+_NORMS = ("norm", "vector_norm", "dist", "cosine_similarity", "normalize", "renorm")
 _REDUCTIONS = (
     *("all", "allclose", "amax", "amin", "aminmax", "any", "argmax", "argmin", "bincount"),
     *("count_nonzero", "equal", "histc", "histogram", "histogramdd", "is_nonzero", "item"),
     *("kthvalue", "logsumexp", "max", "mean", "median", "min", "mode", "nanmean", "nanmedian"),
     *("nansum", "numpy", "prod", "quantile", "nanquantile", "std", "std_mean", "sum", "tolist"),
-    *("topk", "unique", "var", "var_mean", "__array__", "__bool__", "__float__", "__int__"),
-    *("__iter__", "__contains__", "_foreach_max", "nonzero", "sort"),
+    *("topk", "unique", "var", "var_mean", "array", "bool", "float", "int"),
+    *("iter", "contains", "nonzero", "sort"),
 )
 _RANDOM = (
     *("bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal", "multinomial"),
     *("normal", "random", "uniform", "trunc_normal", "alpha_dropout"),
     *("dirac", "eye", "kaiming_normal", "kaiming_uniform", "orthogonal", "sparse"),
-    *("xavier_normal", "xavier_uniform", "_no_grad_normal", "_no_grad_uniform"),
-    "_no_grad_trunc_normal",
+    *("xavier_normal", "xavier_uniform", "no_grad_normal", "no_grad_uniform"),
+    "no_grad_trunc_normal",
 )
 
 _WHOLE = (
@@ -65,19 +65,19 @@ def complaint(
     if listed:
         return _misfit(name, parts, args)
     what = f"{name} was called on a shard: this rank has only {part.elements} of '{part.name}'. "
-    plain = getattr(func, "__name__", "").strip("_")
+    plain = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
     if plain in _NORMS:
         return (
             f"{what}Norms over all ranks: model.clip_grad_norm_() returns that of the gradients, "
             f"zshard.named_norms(model) those of each parameter. {_LOCAL}"
         )
-    if plain in _RANDOM or plain in {name.strip("_") for name in _RANDOM}:
+    if plain in _RANDOM:
         return (
             f"{what}Each rank would draw the same numbers, or use the shard's shape. Initialize before "
             "FSDP(...), or within FSDP.summon_full_params(model); noise like a shard: "
             "torch.randn_like(t)."
         )
-    if plain in {name.strip("_") for name in _REDUCTIONS}:
+    if plain in _REDUCTIONS:
         return f"{what}{_WHOLE} {_LOCAL}"
     return f"{what}Only elementwise operations work on shards. {_WHOLE} {_LOCAL}"
 

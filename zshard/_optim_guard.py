@@ -11,7 +11,9 @@ see, are refused by name.
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
+from zshard._guard import guarded, plain
 from zshard._guard_words import ShardError
 from zshard._parts import units_stepped_by
 
@@ -38,9 +41,19 @@ _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _handles: list[RemovableHandle] = []
 
 
+_ELEMENTWISE = (
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+"""Classes of torch.optim whose step is elementwise: tests/test_optim_guard.py holds them to it."""
+
+
 def install() -> None:
     """Start watching the steps of all optimizers. Idempotent."""
     if not _handles:
+        for name in _ELEMENTWISE:
+            _spare_the_guard(getattr(torch.optim, name))
+        torch.optim.Optimizer.zero_grad = plain()(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
 
@@ -100,6 +113,45 @@ def _refuse_held_units(optimizer: torch.optim.Optimizer) -> None:
                     "so its parameters are copies and the update would be lost: call reshard() on "
                     "its module, or leave the context, before the optimizer's step"
                 )
+
+
+def _spare_the_guard(cls: type[torch.optim.Optimizer]) -> None:
+    """Have a step that is known to be elementwise run as on plain tensors: asking about each of its
+    operations would cost a tenth of it. torch wraps step() once an optimizer has been made; then what
+    is in that wrapper is replaced."""
+    step: Any = cls.__dict__.get("step")
+    if step is None:  # AdamW inherits Adam's
+        return
+    if not getattr(step, "hooked", False):
+        cls.step = _plainly(step)  # type: ignore[method-assign]
+        return
+    for cell in step.__closure__:
+        if cell.cell_contents is step.__wrapped__:
+            cell.cell_contents = _plainly(step.__wrapped__)
+
+
+def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def stepped(
+        self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
+        known = len(self.state)
+        with plain():
+            result = step(self, None if closure is None else guarded(closure), **kwargs)
+        if len(self.state) != known:
+            _guard_state(self)
+        return result
+
+    return stepped
+
+
+def _guard_state(optimizer: torch.optim.Optimizer) -> None:
+    """State that was made within plain() is guarded as its parameter is."""
+    for param, entries in optimizer.state.items():
+        part = _core.slice_part(param)
+        for value in entries.values() if part is not None else ():
+            if isinstance(value, torch.Tensor) and value.dim() == param.dim():
+                _core.mark_slice(value, part)
 
 
 def _needs_unseen_norms(cls: type) -> bool:
