@@ -3,8 +3,8 @@
     python -m benchmarks.guard [--models gpt10m] [--rounds 40]
 
 Both turns step the same optimizer over the same shards of two ranks; one of them with
-__torch_function__ of subclasses switched off, as if the shards were plain tensors. So the ratio is the
-guard's cost alone, zero_grad() included.
+__torch_function__ of subclasses switched off, as if the shards were plain tensors. So the ratio is
+the guard's cost alone, zero_grad() included.
 """
 
 from __future__ import annotations

@@ -66,7 +66,10 @@ def whole_grads(model: nn.Module) -> Grads:
         grad = param.grad
         if grad is not None and grad.shape != param.shape:
             raise AssertionError(f"{name}: .grad of {grad.shape} for a slice of {param.shape}")
-        mine[name] = info["begin"], None if grad is None else zshard.to_local(grad).flatten().clone()
+        mine[name] = (
+            info["begin"],
+            None if grad is None else zshard.to_local(grad).flatten().clone(),
+        )
         shapes[name] = torch.Size(info["shape"])
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -36,7 +36,9 @@ def slices_equal(model, expected):
         if info is not None:
             begin = info["begin"]
             part = part[begin : begin + param.numel()]
-        torch.testing.assert_close(zshard.to_local(param.grad).flatten(), part, rtol=2e-5, atol=1e-7)
+        torch.testing.assert_close(
+            zshard.to_local(param.grad).flatten(), part, rtol=2e-5, atol=1e-7
+        )
 
 
 # --- power_sum ----------------------------------------------------------------------------------

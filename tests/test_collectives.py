@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from guarded import same
 import torch.distributed as dist
 from collectives import Collectives
+from guarded import same
 from models import differences
 from scenarios import message_of
 from spawn import ranks

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 import torch
-from guarded import same
 import torch.distributed as dist
+from guarded import same as same_elements
 from models import CASES, COMBINATIONS, Block, differences, loss_of, make, train, wrapped
 from scenarios import WIDTH, Stack, floats
 from torch import nn
@@ -123,7 +123,7 @@ def in_the_middle(strategy):
     fresh = FSDP(make(Stack), strategy=strategy)
     loss_of(fresh(floats(0))).backward()
     good = [
-        same(a.grad, b.grad)
+        same_elements(a.grad, b.grad)
         for a, b in zip(model.parameters(), fresh.parameters(), strict=True)
     ]
     return all(good), differences(twin.state_dict(), make(Stack).state_dict())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from guarded import same
 from damage import check, good_one, model_and_optimizer, state_of
+from guarded import same
 from models import make_optimizer, wrapped
 from optim_states import FULL, differ, rank
 from scenarios import Stack, forward_backward, message_of

@@ -14,8 +14,8 @@ import textwrap
 
 import pytest
 import torch
-from guarded import same
 import torch.distributed as dist
+from guarded import same
 from models import differences, loss_of, make
 from offloaded import CACHE, steps, to, wide
 from safetensors.torch import save_file

@@ -143,7 +143,7 @@ def test_others_raise_and_change_no_parameter(make):
     shards = [sharded_parameter(w) for w in wholes(0)]
     for shard, grad in zip(shards, wholes(1), strict=True):
         shard.grad = slice_of(grad, shard._zshard_part)
-    with pytest.raises(ShardError, match="called on a shard.*of 'weight'"):
+    with pytest.raises(ShardError, match=r"called on a shard.*of 'weight'"):
         make(shards).step(lambda: torch.tensor(0.0))
     assert all(equal_to_slice(s, w) for s, w in zip(shards, wholes(0), strict=True))
 

@@ -34,8 +34,8 @@ _torchs_scale: Callable[..., None] = _wrappers._clip_grads_with_norm_.__wrapped_
 
 
 _REPLACED = (
-    "the .grad of sharded parameter '{}' was replaced by another tensor: modify it in place instead "
-    "(p.grad.copy_(...), p.grad.mul_(...)). For norms of other sharded tensors, use "
+    "the .grad of sharded parameter '{}' was replaced by another tensor: modify it in place "
+    "instead (p.grad.copy_(...), p.grad.mul_(...)). For norms of other sharded tensors, use "
     "zshard.named_norms(model)"
 )
 

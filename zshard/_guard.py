@@ -1,10 +1,10 @@
 """Guarded slices: a sharded parameter, and what is computed from it element by element.
 
-The one idea: between steps a parameter is a slice of shape (k, 1, ..., 1), and code that takes it for
-the matrix would compute something else without a word. So its class is a subclass that torch asks
-about each operation. Elementwise ones run, and their results are guarded in turn (py_guard.c with
-the list of _guard_rules.py); all others raise ShardError, which says what to write. In forward and
-backward, where parameters are whole, they are of torch's own class, and nothing is asked.
+The one idea: between steps a parameter is a slice of shape (k, 1, ..., 1), and code that takes it
+for the matrix would compute something else without a word. So its class is a subclass that torch
+asks about each operation. Elementwise ones run, and their results are guarded in turn (py_guard.c
+with the list of _guard_rules.py); all others raise ShardError, which says what to write. In forward
+and backward, where parameters are whole, they are of torch's own class, and nothing is asked.
 
 No operation communicates; full_tensor() does, on all ranks.
 """
@@ -27,12 +27,21 @@ from zshard._guard_rules import LIKE_AT_RANDOM, rules
 from zshard._guard_words import ShardError, complaint
 from zshard._parts import Part, _parts
 
-__all__ = ["ShardError", "ShardParameter", "ShardTensor", "guarded", "install", "plain", "slices_among", "to_local"]
+__all__ = [
+    "ShardError",
+    "ShardParameter",
+    "ShardTensor",
+    "guarded",
+    "install",
+    "plain",
+    "slices_among",
+    "to_local",
+]
 
 _rules = rules()
 
 
-class plain(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+class plain(contextlib.ContextDecorator):
     """Context manager, or decorator, for zshard's own code, which knows that a slice is one: no
     operation is refused, and no result is guarded."""
 
@@ -106,7 +115,7 @@ class _Guarded:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As torch's own class: a file of slices is read without zshard."""
         with plain():
-            return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+            return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[arg-type,no-untyped-call]
 
     @classmethod
     def __torch_function__(
@@ -115,17 +124,17 @@ class _Guarded:
         return _core.guarded(func, types, args, kwargs)
 
 
-class ShardTensor(_Guarded, Tensor):
+class ShardTensor(_Guarded, Tensor):  # type: ignore[misc]
     """This rank's elements of a tensor of a sharded parameter's shape, such as its gradient.
 
-    Elementwise operations work and give another ShardTensor. All others raise ShardError: they would
-    see this rank's elements only. `shape` and `numel()` are those of this rank's elements.
+    Elementwise operations work and give another ShardTensor. All others raise ShardError: they
+    would see this rank's elements only. `shape` and `numel()` are those of this rank's elements.
     """
 
     _zshard_part: Any
 
 
-class ShardParameter(_Guarded, nn.Parameter):
+class ShardParameter(_Guarded, nn.Parameter):  # type: ignore[misc]
     """A sharded parameter between steps: see ShardTensor. While its unit is unsharded it is a plain
     nn.Parameter."""
 
@@ -152,7 +161,7 @@ def _own_copy(tensor: Tensor) -> Tensor:
 def _guard_copy(made: Tensor, part: Any) -> Tensor:
     """Have a copy guarded."""
     made._zshard_part = part  # type: ignore[attr-defined]
-    made.__class__ = ShardParameter if isinstance(made, nn.Parameter) else ShardTensor  # type: ignore[assignment]
+    made.__class__ = ShardParameter if isinstance(made, nn.Parameter) else ShardTensor
     return made
 
 
@@ -184,9 +193,7 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     return result if part is None or isinstance(result, str) else _core.mark_slice(result, part)
 
 
-def _set_where(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def _set_where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`t[mask] = number`, with a mask like the slice, is elementwise (torch.optim.Rprop)."""
     target, mask, value = args
     part = _core.slice_part(target)
@@ -213,7 +220,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
         return func(*args, **kwargs)
 
 
-_special: dict[Any, Callable[..., Any]] = {
+_special: dict[Any, Callable[[Any, Any, Any], Any]] = {
     **dict.fromkeys(LIKE_AT_RANDOM, _whole_draw),
     Tensor.type: _type,
     Tensor.__setitem__: _set_where,
@@ -226,7 +233,8 @@ def _handle(
 ) -> Any:
     """What py_guard.c does not do itself: an operation that is not on the list, or slices that do
     not fit each other."""
-    return _special.get(func, _refuse)(func, args, kwargs)
+    known: Callable[..., Any] = _special.get(func, _refuse)
+    return known(func, args, kwargs)
 
 
 def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -254,5 +262,6 @@ def install() -> None:
     """Set what the core works with, and have torch's optimizers take slices for what they take
     parameters. Idempotent."""
     _core.set_guard((Tensor, nn.Parameter, ShardTensor, ShardParameter), _rules, _parts, _handle)
-    for types in (_of_optimizers, _of_grads):
+    lists: tuple[list[Any], ...] = (_of_optimizers, _of_grads)
+    for types in lists:
         types += [each for each in (ShardTensor, ShardParameter) if each not in types]

@@ -1,8 +1,8 @@
 """Which of torch's operations give, on slices, the slice of the result on whole tensors.
 
-The one idea: it is a list of what is allowed. An operation that is not on it is refused, so one that
-torch adds later is an error until somebody has looked at it. tests/test_guard_ops.py compares each
-with the whole tensor, and finds those that do not belong here.
+The one idea: it is a list of what is allowed. An operation that is not on it is refused, so one
+that torch adds later is an error until somebody has looked at it. tests/test_guard_ops.py compares
+each with the whole tensor, and finds those that do not belong here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn import functional, init
 __all__ = ["EACH", "FACT", "GRAD", "LIKE_AT_RANDOM", "LISTS", "rules"]
 
 FACT, EACH, LISTS, GRAD = range(4)
-"""What csrc/python/py_guard.c does with an operation: run it and give its result as it is; run it on
-slices of the same elements and guard the result; the same for lists of tensors; get `.grad`."""
+"""What csrc/python/py_guard.c does with an operation: run it and give its result as it is; run it
+on slices of the same elements and guard the result; the same for lists of tensors; get `.grad`."""
 
 _FACTS = (
     *("data_ptr", "dense_dim", "dim", "dim_order", "element_size", "get_device"),

@@ -1,6 +1,6 @@
 """What ShardError says: which operation, on a shard of what, and what to write in its place.
 
-The one idea: the remedy depends on what the operation is after (a norm, a view, random values, ...), so
+The one idea: the remedy depends on what the operation is after (a norm, a view, random values), so
 names of operations are grouped by it.
 """
 
@@ -37,8 +37,8 @@ _RANDOM = (
 )
 
 _WHOLE = (
-    "Call zshard.full_tensor(t) on all ranks for the whole tensor, or read and write whole parameters "
-    "within FSDP.summon_full_params(model)."
+    "Call zshard.full_tensor(t) on all ranks for the whole tensor, or use whole parameters within "
+    "FSDP.summon_full_params(model)."
 )
 _LOCAL = "For this rank's elements alone, use t.to_local()."
 
@@ -73,9 +73,9 @@ def complaint(
         )
     if plain in _RANDOM:
         return (
-            f"{what}Each rank would draw the same numbers, or use the shard's shape. Initialize before "
-            "FSDP(...), or within FSDP.summon_full_params(model); noise like a shard: "
-            "torch.randn_like(t)."
+            f"{what}Ranks would draw the same numbers, or use the shard's shape. Initialize "
+            "parameters before FSDP(...), with model.apply(fn), or within "
+            "FSDP.summon_full_params(model). For noise, use torch.randn_like(t)."
         )
     if plain in _REDUCTIONS:
         return f"{what}{_WHOLE} {_LOCAL}"
@@ -95,15 +95,15 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
     shapes = [tuple(arg.shape) for arg in args if isinstance(arg, Tensor)]
     strange = [shape for shape in shapes if shape != part.local_shape] or shapes
     return (
-        f"{ours} and a tensor of shape {strange[0] if strange else '?'}: expected a number, or a tensor "
-        f"made like the shard (torch.zeros_like(p), p.clone()), of shape {part.local_shape}. {_WHOLE}"
+        f"{ours} and a tensor of shape {strange[0] if strange else '?'}: expected a number, or a "
+        f"tensor made like the shard (torch.zeros_like(p), p.clone()). {_WHOLE}"
     )
 
 
 def refused_collective(part: Any) -> str:
     """Return the message for a shard in a collective of torch.distributed."""
     return (
-        f"a collective was called on a shard of '{part.name}' ({part.elements}): the ranks' shards are "
-        "different elements, so it would mix or overwrite them. Gradients are reduced already; for "
-        f"whole values: zshard.full_tensor(t). {_LOCAL}"
+        f"a collective was called on a shard of '{part.name}' ({part.elements}). The ranks' shards "
+        "are different elements, so it would mix or overwrite them. Gradients are averaged over "
+        f"ranks already. For whole tensors, call zshard.full_tensor(t) on all ranks. {_LOCAL}"
     )

@@ -1,8 +1,8 @@
 """Before and after each optimizer's step: what its models must know, and what it must not find.
 
-The one idea: two hooks that torch runs around the step of every optimizer. The models are told, as a step
-that one rank leaves out is an error; gradients that are not reduced, and parameters that unshard()
-has gathered, are refused.
+The one idea: torch runs two hooks around the step of every optimizer. They tell the models, as a
+step that one rank leaves out is an error, and refuse gradients that are not reduced and parameters
+that unshard() has gathered.
 
 Whether an optimizer is right on shards is judged by what it does: its operations are guarded
 (_guard.py). Only those of libraries whose steps run in kernels of their own, which the guard cannot
@@ -82,8 +82,8 @@ def _before_step(
         _refuse_held_units(optimizer)
     if _needs_unseen_norms(type(optimizer)) and _holds_shards(optimizer):
         raise ShardError(
-            f"{type(optimizer).__name__} scales updates by norms of whole parameters, but would see "
-            "shards. Use an elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or "
+            f"{type(optimizer).__name__} scales updates by norms of whole parameters, but would "
+            "see shards. Use an elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or "
             'FSDP(..., strategy="no_shard")'
         )
 
@@ -117,8 +117,8 @@ def _refuse_held_units(optimizer: torch.optim.Optimizer) -> None:
 
 def _spare_the_guard(cls: type[torch.optim.Optimizer]) -> None:
     """Have a step that is known to be elementwise run as on plain tensors: asking about each of its
-    operations would cost a tenth of it. torch wraps step() once an optimizer has been made; then what
-    is in that wrapper is replaced."""
+    operations would cost a tenth of it. torch wraps step() once an optimizer has been made; then
+    what is in that wrapper is replaced."""
     step: Any = cls.__dict__.get("step")
     if step is None:  # AdamW inherits Adam's
         return

@@ -1,8 +1,8 @@
 """Whole values of sharded tensors, and norms over all ranks, by name.
 
-The one idea: a slice knows which elements it has (its Part), so ranks exchange those numbers, and then
-each sends its elements in turn. Everything here is collective: all ranks call it for the same tensors
-in the same order.
+The one idea: a slice knows which elements it has (its Part), so ranks exchange those numbers, and
+then each sends its elements in turn. All of it is collective: all ranks call it for the same
+tensors in the same order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded parameter, gradient or optimizer state, on its device.
 
     Args:
-        tensor: a sharded parameter (`p`, `p.data`), its `.grad`, or what elementwise operations have
-            made of them. Any other tensor is returned as it is, detached.
+        tensor: a sharded parameter (`p`, `p.data`), its `.grad`, or what elementwise operations
+            have made of them. Any other tensor is returned as it is, detached.
 
     Returns a new plain tensor of the parameter's full shape, without autograd history. Collective:
     call it on all ranks, for the same tensors in the same order.
@@ -38,7 +38,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if part is None:
         return to_local(tensor).detach()
     local = to_local(tensor)
-    check_agreement(part.comm, [(f"the tensor of '{part.name}'", str(local.dtype))], "full_tensor()")
+    check_agreement(
+        part.comm, [(f"the tensor of '{part.name}'", str(local.dtype))], "full_tensor()"
+    )
     mine = array("q", (part.begin, part.numel)).tobytes()
     ranges = [tuple(array("q", data)) for data in gather_bytes(part.comm, mine)]
     return join(part, local, ranges).to(local.device)  # type: ignore[arg-type]
@@ -47,8 +49,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 @plain()
 def join(part: Part, value: Tensor, ranges: list[tuple[int, int]], keep: bool = True) -> Tensor:
     """Return one full tensor, in host memory, from its shards, of which rank r has ranges[r], that
-    is, `numel` elements from `begin` on; the first rank that has a shard sends it. Without `keep` it
-    is empty. Collective."""
+    is, `numel` elements from `begin` on; the first rank that has a shard sends it. Without `keep`
+    it is empty. Collective."""
     numels = dict(reversed([(begin, numel) for begin, numel in ranges if numel > 0]))
     if sum(numels.values()) != part.whole_numel:
         raise RuntimeError(
@@ -83,9 +85,7 @@ def whole_named_parameters(
         yield name, None if value is None else full_tensor(value.detach())
 
 
-def named_norms(
-    model: nn.Module, norm_type: float = 2.0, grads: bool = False
-) -> dict[str, float]:
+def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -> dict[str, float]:
     """Return the norm of each whole parameter, by name. No whole tensor is made.
 
     Args:

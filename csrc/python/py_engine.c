@@ -1,7 +1,7 @@
 /* py_engine.c - _core.Engine: the engine of one model, as Python sees it. Two objects of one engine compare equal. */
 #include "python/py_engine.h"
-#include "python/py_guard.h"
 #include "engine/history.h"
+#include "python/py_faces.h"
 
 #include "unit/offload.h"
 

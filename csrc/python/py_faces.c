@@ -4,6 +4,7 @@
  * the class changes with what the parameter is bound to: at once where Python runs anyway (hooks, methods), else when the
  * backward ends. In between, the guard looks itself whether a parameter is whole (py_guard.c).
  */
+#include "python/py_faces.h"
 #include "python/py_guard.h"
 
 /* The class of each object was checked for the change when it was made for the first time; see guard_param. */

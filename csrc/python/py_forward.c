@@ -3,7 +3,7 @@
  * The one idea: they are plain C methods bound to the unit, so a module's forward pays two C calls and no Python frame.
  * Backward needs nothing from here: its hooks are C all the way.
  */
-#include "python/py_guard.h"
+#include "python/py_faces.h"
 
 enum { MAX_OUTPUT_DEPTH = 8 }; /* nesting of containers in a forward's output that is searched for tensors */
 

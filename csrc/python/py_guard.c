@@ -5,6 +5,7 @@
  * all others, and slices that do not fit each other, go to Python (zshard/_guard.py), which raises or knows better.
  */
 #include "python/py_guard.h"
+#include "python/py_util.h"
 
 #include <string.h>
 
@@ -20,9 +21,9 @@ typedef enum rule {
 } rule;
 
 static struct {
-    PyObject *rules;   /* {operation: rule} */
-    PyObject *parts;   /* {id of a parameter: (reference, Part)} */
-    PyObject *handler; /* (operation, types, args, kwargs) -> result */
+    PyObject *rules;                                     /* {operation: rule} */
+    PyObject *parts;                                     /* {id of a parameter: (reference, Part)} */
+    PyObject *handler;                                   /* (operation, types, args, kwargs) -> result */
     PyObject *part, *geometry, *is_whole, *dunder_class; /* names */
 } guard;
 
@@ -30,7 +31,7 @@ static struct {
 typedef struct operand {
     PyObject *object; /* borrowed */
     PyObject *part;   /* what it is a slice of; NULL: it is no slice; borrowed from the object, or from guard.parts */
-    PyObject *shape;  /* the Part's geometry: (whole shape, this rank's shape, ...), the same object for the same elements */
+    PyObject *shape;  /* the Part's geometry: (whole shape, own shape, ...); one object for the same elements */
 } operand;
 
 /* --- what is a slice -------------------------------------------------------------------------------------------------- */
@@ -320,8 +321,9 @@ static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
     }
 }
 
-PyDoc_STRVAR(slice_part_doc, "slice_part($module, tensor, /)\n--\n\nReturn the Part that a guarded tensor is a slice of; "
-                             "None for any other, and for a parameter that is whole right now.");
+PyDoc_STRVAR(slice_part_doc,
+             "slice_part($module, tensor, /)\n--\n\nReturn the Part that a guarded tensor is a slice of; "
+             "None for any other, and for a parameter that is whole right now.");
 
 static PyObject *slice_part(PyObject *module, PyObject *object)
 {
@@ -331,8 +333,9 @@ static PyObject *slice_part(PyObject *module, PyObject *object)
     return Py_NewRef(found.part != NULL ? found.part : Py_None);
 }
 
-PyDoc_STRVAR(mark_slice_doc, "mark_slice($module, tensor, part, /)\n--\n\nHave a plain tensor of the Part's local shape "
-                             "guarded. Returns the tensor.");
+PyDoc_STRVAR(mark_slice_doc,
+             "mark_slice($module, tensor, part, /)\n--\n\nHave a plain tensor of the Part's local shape "
+             "guarded. Returns the tensor.");
 
 static PyObject *mark_slice(PyObject *module, PyObject *args)
 {

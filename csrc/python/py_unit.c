@@ -1,7 +1,7 @@
 /* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
-#include "python/py_guard.h"
 #include "engine/history.h"
 #include "engine/pin.h"
+#include "python/py_faces.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -387,31 +387,12 @@ static PyObject *unit_param(unit_object *self, PyObject *index)
 
 /* --- type ----------------------------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(unit_prefetch_doc,
-             "prefetch($self, backward, units, /)\n--\n\nSet the units to prefetch once this one is unsharded, in "
-             "forward or in backward. An empty list restores the default: the order of the previous pass.");
-
-static PyObject *unit_prefetch(unit_object *self, PyObject *args)
-{
-    int backward;
-    PyObject *list;
-    size_t n;
-    if (!PyArg_ParseTuple(args, "pO:prefetch", &backward, &list)) return NULL;
-    zs_unit **units = zs_py_units(list, &n);
-    if (units == NULL) return NULL;
-    zs_clear_error();
-    zs_status status = zs_prefetch_set(self->unit, backward ? ZS_PHASE_BACKWARD : ZS_PHASE_FORWARD, units, n);
-    free(units);
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef unit_methods[] = {
     {"pre_forward", (PyCFunction)(void (*)(void))zs_py_pre_forward, METH_FASTCALL, zs_py_pre_forward_doc},
     {"post_forward", (PyCFunction)(void (*)(void))zs_py_post_forward, METH_FASTCALL, zs_py_post_forward_doc},
     {"unshard", (PyCFunction)unit_unshard, METH_VARARGS, unit_unshard_doc},
     {"reshard", (PyCFunction)unit_reshard, METH_NOARGS, unit_reshard_doc},
-    {"prefetch", (PyCFunction)unit_prefetch, METH_VARARGS, unit_prefetch_doc},
+    {"prefetch", (PyCFunction)zs_py_unit_prefetch, METH_VARARGS, zs_py_unit_prefetch_doc},
     {"pin", (PyCFunction)unit_pin, METH_VARARGS, unit_pin_doc},
     {"unpin", (PyCFunction)unit_unpin, METH_VARARGS, unit_unpin_doc},
     {"unwind", (PyCFunction)unit_unwind, METH_VARARGS, unit_unwind_doc},

@@ -38,6 +38,10 @@ extern const char zs_py_step_by_hand_doc[];
 /* New dict of facts of a parameter: name, unit, whole shape, begin and numel of what this rank owns. */
 PyObject *zs_py_describe_param(const zs_unit *unit, const zs_param *param);
 
+/* Method of _core.Unit (METH_VARARGS) that sets what to prefetch, and its docstring. */
+PyObject *zs_py_unit_prefetch(unit_object *self, PyObject *args);
+extern const char zs_py_unit_prefetch_doc[];
+
 /* The attributes of the type. */
 extern PyGetSetDef zs_py_unit_getset[];
 

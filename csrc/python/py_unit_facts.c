@@ -1,6 +1,7 @@
 /* py_unit_facts.c - the attributes of _core.Unit. */
 #include "python/py_unit.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 static const char *const strategy_names[] = {"full_shard", "shard_grad_op", "no_shard"};
@@ -179,6 +180,25 @@ static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
     }
     unit->divisor = divisor;
     return 0;
+}
+
+const char zs_py_unit_prefetch_doc[] =
+    PyDoc_STR("prefetch($self, backward, units, /)\n--\n\nSet the units to prefetch once this one is unsharded, in "
+              "forward or in backward. An empty list restores the default: the order of the previous pass.");
+
+PyObject *zs_py_unit_prefetch(unit_object *self, PyObject *args)
+{
+    int backward;
+    PyObject *list;
+    size_t n;
+    if (!PyArg_ParseTuple(args, "pO:prefetch", &backward, &list)) return NULL;
+    zs_unit **units = zs_py_units(list, &n);
+    if (units == NULL) return NULL;
+    zs_clear_error();
+    zs_status status = zs_prefetch_set(self->unit, backward ? ZS_PHASE_BACKWARD : ZS_PHASE_FORWARD, units, n);
+    free(units);
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
 }
 
 PyGetSetDef zs_py_unit_getset[] = {

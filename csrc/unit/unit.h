@@ -130,9 +130,9 @@ struct zs_unit {
     bool grads_held; /* some grad shard has been written since its pages were given back */
     zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
     bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
-    void *face;       /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_face */
-    bool bound_full;  /* (with a face) they are bound to the full buffer */
-    bool shown_full;  /* (with a face) and so they were when they were shown last */
+    void *face; /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_face */
+    bool bound_full; /* (with a face) they are bound to the full buffer */
+    bool shown_full; /* (with a face) and so they were when they were shown last */
 };
 
 /* The unit that a record of the schedule is. */

@@ -1,0 +1,19 @@
+/* py_faces.h - how Python sees the parameters of units: as guarded slices, or as plain parameters.
+ */
+#ifndef ZS_PY_FACES_H
+#define ZS_PY_FACES_H
+
+#include "python/py_unit.h"
+
+/* Shows Python the parameters of the engine's units as what they are now: a guarded slice, or a plain parameter. With the
+ * GIL; costs one comparison if nothing has changed. */
+void zs_py_show(zs_engine *engine);
+
+/* The unit's Python object dies. */
+void zs_py_hide(unit_object *self);
+
+/* Method of _core.Unit (METH_NOARGS), and its docstring. */
+PyObject *zs_py_unit_guard(unit_object *self, PyObject *unused);
+extern const char zs_py_unit_guard_doc[];
+
+#endif
