@@ -27,6 +27,8 @@ Path = tuple[str, ...]
 # Path steps that are no attribute names: any element of a container ("[0]", "['key']" is a known
 # one), a slice of it, and the mark after the name of a method of which the path is the result.
 _ANY, _SLICE, _RESULT = "[*]", "[:]", "()"
+# Any parameter of a module and its descendants: an element of `parameters()`.
+_PARAM = "**"
 # A name with so many paths gets no more: each `w = w.t()` on a weight would double them.
 _MANY = 64
 
@@ -101,6 +103,10 @@ class _Follower:
         step, rest = path[0], path[1:]
         if step == _SLICE:  # a slice is another object: calling it does not call the container
             self._follow(module, rest, called, (*passed, id(module)))
+        elif step == _PARAM:
+            if not (rest and rest[0] in _HARMLESS):
+                below = (id(each) for each in module.modules() if each is not module)
+                self.found.update((*passed, *below))
         elif step.startswith("["):
             for element in _elements(module, step):
                 self._follow(element, rest, called, (*passed, id(element)))
@@ -272,7 +278,9 @@ class _Bindings:
     def _bind_elements(self, target: ast.expr, iterable: ast.expr) -> None:
         """Binds the target of a loop over `iterable` to any of its elements."""
         name = _callee(iterable)
-        if isinstance(target, ast.Tuple) and isinstance(iterable, ast.Call):
+        if name in ("parameters", "named_parameters"):
+            self._bind_params(target, iterable)
+        elif isinstance(target, ast.Tuple) and isinstance(iterable, ast.Call):
             if name == "zip":
                 for part, source in zip(target.elts, iterable.args, strict=False):
                     self._bind_elements(part, source)
@@ -282,6 +290,13 @@ class _Bindings:
                 self._bind_elements(target.elts[-1], iterable.func.value)
         elif isinstance(target, ast.Name):
             self._add(target, {(*path, _ANY) for path in self.paths(iterable)})
+
+    def _bind_params(self, target: ast.expr, iterable: ast.expr) -> None:
+        """Binds the target of a loop over a module's parameters, or over their names and them."""
+        param = target.elts[-1] if isinstance(target, ast.Tuple) else target
+        assert isinstance(iterable, ast.Call)
+        if isinstance(param, ast.Name) and isinstance(iterable.func, ast.Attribute):
+            self._add(param, {(*path, _PARAM) for path in self.paths(iterable.func.value)})
 
     def _add(self, target: ast.Name, paths: set[Path]) -> None:
         known = self._names.setdefault(target.id, set())
@@ -317,6 +332,12 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         self._use(node, called=False)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Other names stand for what was a use where it was bound."""
+        for path in sorted(self._bindings.paths(node)):
+            if path[-1:] == (_PARAM,):
+                self.uses.paths[_Use(path, called=False)] = None
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None:

@@ -25,7 +25,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _of_grads
 from zshard import _core
 from zshard._guard_rules import LIKE_AT_RANDOM, rules
 from zshard._guard_words import ShardError, complaint
-from zshard._parts import Part, _parts
+from zshard._parts import Part, _parts, part_of
 
 __all__ = [
     "ShardError",
@@ -139,6 +139,35 @@ class ShardParameter(_Guarded, nn.Parameter):  # type: ignore[misc]
     nn.Parameter."""
 
     _zshard_part: Any = None  # of a copy; those of a model are in _parts
+
+
+class WholeParameter(nn.Parameter):
+    """A sharded parameter while its unit is unsharded. It differs from nn.Parameter in `data`: what
+    a script writes there leaves no trace, so from then on zshard looks whether it has."""
+
+    @property
+    def data(self) -> Tensor:
+        """The whole parameter, outside of autograd."""
+        part = part_of(self)
+        if part is not None:
+            part.watch_data()
+        whole: Tensor = _data.__get__(self)
+        return whole
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _data.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = _own_copy(self)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+_data: Any = Tensor.__dict__.get("data") or Tensor.data
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -261,7 +290,8 @@ def slices_among(values: Iterable[Any]) -> list[Part]:
 def install() -> None:
     """Set what the core works with, and have torch's optimizers take slices for what they take
     parameters. Idempotent."""
-    _core.set_guard((Tensor, nn.Parameter, ShardTensor, ShardParameter), _rules, _parts, _handle)
+    types = (Tensor, nn.Parameter, ShardTensor, ShardParameter, WholeParameter)
+    _core.set_guard(types, _rules, _parts, _handle)
     lists: tuple[list[Any], ...] = (_of_optimizers, _of_grads)
-    for types in lists:
-        types += [each for each in (ShardTensor, ShardParameter) if each not in types]
+    for known in lists:
+        known += [each for each in (ShardTensor, ShardParameter) if each not in known]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["ShardError", "complaint", "name_of", "refused_collective"]
@@ -39,6 +40,10 @@ _RANDOM = (
 _WHOLE = (
     "Call zshard.full_tensor(t) on all ranks for the whole tensor, or use whole parameters within "
     "FSDP.summon_full_params(model)."
+)
+_IN_A_LOSS = (
+    "For a term of the loss over model.parameters(), use the optimizer's weight decay, or call "
+    "unshard() on the module before."
 )
 _LOCAL = "For this rank's elements alone, use t.to_local()."
 
@@ -77,6 +82,8 @@ def complaint(
             "parameters before FSDP(...), with model.apply(fn), or within "
             "FSDP.summon_full_params(model). For noise, use torch.randn_like(t)."
         )
+    if torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args):
+        what += f"{_IN_A_LOSS} "
     if plain in _REDUCTIONS:
         return f"{what}{_WHOLE} {_LOCAL}"
     return f"{what}Only elementwise operations work on shards. {_WHOLE} {_LOCAL}"

@@ -70,22 +70,44 @@ def seen_optimizers() -> list[torch.optim.Optimizer]:
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
-    parameters that unshard() has gathered."""
+    parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
     _seen.add(optimizer)
-    for unit in units_stepped_by(optimizer):
-        unit.engine.before_step()
-    if _core.has_local_grads():
-        _refuse_local_grads(optimizer)
-    if _core.has_held_units():
-        _refuse_held_units(optimizer)
     if _needs_unseen_norms(type(optimizer)) and _holds_shards(optimizer):
         raise ShardError(
             f"{type(optimizer).__name__} scales updates by norms of whole parameters, but would "
             "see shards. Use an elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or "
             'FSDP(..., strategy="no_shard")'
         )
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _checked_after(optimizer, args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _checked_after(optimizer, kwargs["closure"])}
+    _begin_to_write(optimizer)
+    return None
+
+
+def _checked_after(
+    optimizer: torch.optim.Optimizer, closure: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(closure)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = closure(*args, **kwargs)
+        _begin_to_write(optimizer)
+        return result
+
+    return checked
+
+
+def _begin_to_write(optimizer: torch.optim.Optimizer) -> None:
+    """Tell the models that their parameters are to be written, and refuse what must not be."""
+    for unit in units_stepped_by(optimizer):
+        unit.engine.before_step()
+    if _core.has_local_grads():
+        _refuse_local_grads(optimizer)
+    if _core.has_held_units():
+        _refuse_held_units(optimizer)
 
 
 def _after_step(

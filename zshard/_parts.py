@@ -86,6 +86,12 @@ class Part:
         elements = whole.detach().reshape(-1)[self.begin : self.begin + self.numel]
         return elements.reshape(self.local_shape)
 
+    def watch_data(self) -> None:
+        """A script is about to get the whole parameter's `.data`; see Unit.watch()."""
+        state = self._state()
+        if state is not None:
+            state.unit.watch(self._index)
+
     def settle(self, param: Tensor) -> None:
         """Reshard a parameter that a forward has kept, so that `param` has the shape and dtype that
         it has between steps. Raises RuntimeError if unshard() has gathered it, and during a forward

@@ -8,6 +8,7 @@ on, and the other ranks are not kept waiting.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,9 @@ from zshard import _core
 __all__ = ["call_guarded"]
 
 _LONGEST = 200  # characters of an exception that the other ranks get
+_NOTE = "zshard: raised in the forward of unit"
+_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")  # in torch's messages
+_MOST_PARAMS = 8  # in a note
 _CALLS = (nn.Module._call_impl.__code__,)
 
 
@@ -34,8 +38,23 @@ def call_guarded(
     try:
         return call(*args, **kwargs)
     except BaseException as error:
+        _note_unit(error, unit)
         unit.unwind(n_open, _what(error) if n_open == 0 else "")
         raise
+
+
+def _note_unit(error: BaseException, unit: _core.Unit) -> None:
+    """Add to torch's error about shapes in which unit it was raised, the innermost, and what the
+    shapes of its parameters are."""
+    if not isinstance(error, RuntimeError) or _SHAPES.search(str(error)) is None:
+        return
+    if any(_NOTE in note for note in getattr(error, "__notes__", ())):
+        return
+    facts = [unit.param(index) for index in range(min(unit.n_params, _MOST_PARAMS))]
+    shapes = ", ".join(f"{fact['name']} {tuple(fact['shape'])}" for fact in facts)
+    more = ", ..." if unit.n_params > _MOST_PARAMS else ""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"{_NOTE} '{unit.name or '(root)'}', with parameters {shapes}{more}")
 
 
 def _is_on_stack(module: nn.Module) -> bool:

@@ -50,6 +50,7 @@ def summon_full_params(
         raise ValueError("rank0_only=True requires writeback=False")
     states = [state for each, state in units_of(module) if recurse or each is module]
     before = [] if writeback else _values(states)
+    versions = [] if writeback else _versions(states)
     held: list[State] = []
     grads: list[WholeGrads] = []
     try:
@@ -77,6 +78,7 @@ def summon_full_params(
                 each.give_back(writeback)
             for param, value in before:
                 param.copy_(value)
+        _set_versions(versions)
 
 
 def _values(states: list[State]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -84,9 +86,21 @@ def _values(states: list[State]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [
         (param, param.detach().clone())
         for state in states
-        if state.unit.is_full
+        if state.unit.replicated and state.unit.is_full
         for param in state.unit.params
     ]
+
+
+def _versions(states: list[State]) -> list[tuple[torch.Tensor, int]]:
+    """Return the parameters with autograd's counters of in-place writes: what is written and undone
+    before a backward is no write to it."""
+    params = [param for state in states for param in state.unit.params]
+    return [(param, param._version) for param in params if not param.is_inference()]
+
+
+def _set_versions(versions: list[tuple[torch.Tensor, int]]) -> None:
+    for param, version in versions:
+        torch._C._autograd._unsafe_set_version_counter((param,), (version,))
 
 
 @contextlib.contextmanager

@@ -7,8 +7,10 @@ unit at a time, from the model itself, from an initialisation, or from rank 0.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,6 +66,25 @@ def check_unit(spec: UnitSpec) -> None:
     params = [ref.param for ref in spec.params]
     real = [outline(param, param.shape, "cpu") if param.is_meta else param for param in params]
     _core.Unit.check(spec.name, names_of(spec), real)
+
+
+def warn_of_strides(specs: Iterable[UnitSpec], stacklevel: int) -> None:
+    """Warn of weights in another memory format (channels_last), which they lose."""
+    params = ((name, ref.param) for spec in specs for name, ref in _named(spec))
+    found = [name for name, param in params if not param.is_contiguous()]
+    if found:
+        warnings.warn(
+            f"parameter '{found[0]}'{f' and {len(found) - 1} more' if len(found) > 1 else ''} "
+            "will be contiguous in forward: zshard does not keep other memory formats, such as "
+            "channels_last, of weights. Results are right, but each convolution with a "
+            "channels_last input converts its weight",
+            UserWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def _named(spec: UnitSpec) -> Iterable[tuple[str, Any]]:
+    return zip(names_of(spec), spec.params, strict=True)
 
 
 class Values:

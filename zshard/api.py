@@ -66,7 +66,7 @@ from zshard._units import (
     state_of,
     units_of,
 )
-from zshard._values import Values, check_unit, dtypes_of, facts_of, names_of
+from zshard._values import Values, check_unit, dtypes_of, facts_of, names_of, warn_of_strides
 from zshard.offload import offload_on, parse_offload, set_offload
 from zshard.precision import (
     cast_buffers,
@@ -257,6 +257,8 @@ class FSDP(Controls):
             for spec in specs:  # what cannot be sharded at all has its own words
                 check_unit(spec)
                 _class_for(type(spec.module))
+        if comm.rank == 0:
+            warn_of_strides(specs, stacklevel=3)
         check_fits(module, planned, comms, limit, device)
         source = comm if sync_module_states and comm.world > 1 else None
         values = Values(module, Materializer(module, param_init_fn, ignored[0]), source, device)

@@ -115,7 +115,7 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
     reading.sample = zs_sample_take(engine, &reading.changed);
     ZS_TRY(renew_secondary(engine, &reading));
     discard_dead_grads(engine);
-    ZS_TRY(broadcast_buffers(engine));
+    if (!entry->by_hand) ZS_TRY(broadcast_buffers(engine));
     return begin_reading(engine, &reading);
 }
 

@@ -1,6 +1,7 @@
 /* forwards.c - what users' forwards, and unshard() and reshard(), tell the schedule. See engine.h.
  */
 #include "engine/engine_inside.h"
+#include "engine/history.h"
 #include "engine/pin.h"
 #include "reduce/in_backward.h"
 
@@ -113,10 +114,23 @@ static zs_status check_outside(const zs_unit *unit)
         zs_unit_label(unit->name));
 }
 
+/* Gradual unfreezing: scripts set requires_grad between steps, and say nothing. */
+static zs_status thaw_units(zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        zs_unit *unit = zs_engine_unit(engine, i);
+        if (!zs_unit_is_thawing(unit)) continue;
+        ZS_TRY(zs_unit_thaw(unit));
+        zs_engine_note_thaw(engine, unit);
+    }
+    return ZS_OK;
+}
+
 zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
 {
     zs_entry entry = entry_now();
     entry.training = training;
+    if (entry.recording && !runs(schedule_of(unit))) ZS_TRY(thaw_units(zs_engine_of(unit)));
     if (backward_runs(schedule_of(unit))) {
         ZS_TRY(zs_in_backward_check(unit));
         return zs_schedule_recompute(schedule_of(unit), &unit->record, entry.now);

@@ -32,6 +32,11 @@ void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
     param->loaded_in = history->window;
 }
 
+void zs_engine_note_thaw(zs_engine *engine, const zs_unit *unit)
+{
+    engine->history.agreed = zs_fold(engine->history.agreed, fold_text(unit->name));
+}
+
 static uint64_t n_params(const zs_engine *engine)
 {
     uint64_t n = 0;

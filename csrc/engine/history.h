@@ -10,6 +10,8 @@
  *   a load   | for each parameter what was loaded last. Once all of a model's have been, what was before them counts no more:
  *            | a load makes good what was amiss.
  *
+ *   a thaw   | the unit that trains more than before
+ *
  * Events are counted from the last backward that went well on all ranks, where their numbers were the same.
  */
 #ifndef ZS_HISTORY_H
@@ -22,6 +24,9 @@ void zs_engine_note_step(zs_engine *engine);
 
 /* Parameter `i` has been loaded; `content`: the same number on ranks that loaded the same. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content);
+
+/* Parameters of a unit were frozen when it was made, and are trained from now on. */
+void zs_engine_note_thaw(zs_engine *engine, const zs_unit *unit);
 
 /* What this rank has failed in, as a clause that goes on "rank 0 "; "": nothing any more. */
 void zs_engine_tell_mishap(zs_engine *engine, const char *what);

@@ -1,4 +1,4 @@
-/* py_faces.c - the class of a sharded parameter: guarded while it is a slice, torch's own while it is whole.
+/* py_faces.c - the class of a sharded parameter: guarded while it is a slice, all but torch's own while it is whole.
  *
  * The one idea: forward and backward are to see plain parameters, since each operation on a guarded one costs a detour. So
  * the class changes with what the parameter is bound to: at once where Python runs anyway (hooks, methods), else when the
@@ -22,9 +22,9 @@ static void show_unit(zs_unit *unit)
     const unit_object *self = unit->face;
     for (Py_ssize_t i = 0; i < self->n_places; i++) {
         if (unit->bound_full)
-            set_class(self->places[i].param, types->shard_parameter, types->parameter);
+            set_class(self->places[i].param, types->shard_parameter, types->whole_parameter);
         else
-            set_class(self->places[i].param, types->parameter, types->shard_parameter);
+            set_class(self->places[i].param, types->whole_parameter, types->shard_parameter);
     }
     zs_unit_note_shown(unit);
 }
@@ -71,5 +71,19 @@ PyObject *zs_py_unit_guard(unit_object *self, PyObject *unused)
         if (guard_param(self->places[i].param) < 0) return NULL;
     zs_unit_set_face(self->unit, self);
     zs_engine_on_unshown(show_after_backward);
+    Py_RETURN_NONE;
+}
+
+const char zs_py_unit_watch_doc[] = PyDoc_STR(
+    "watch($self, index, /)\n--\n\nA script is about to get the .data of a parameter. While the unit is unsharded, "
+    "what it writes there is an error when the unit is resharded.");
+
+PyObject *zs_py_unit_watch(unit_object *self, PyObject *index)
+{
+    Py_ssize_t i = PyNumber_AsSsize_t(index, PyExc_IndexError);
+    if (i == -1 && PyErr_Occurred()) return NULL;
+    if (i < 0 || i >= self->unit->n_params) return PyErr_Format(PyExc_IndexError, "parameter %zd is out of range", i);
+    zs_clear_error();
+    if (zs_unit_watch(self->unit, i) != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }

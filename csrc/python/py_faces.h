@@ -16,4 +16,8 @@ void zs_py_hide(unit_object *self);
 PyObject *zs_py_unit_guard(unit_object *self, PyObject *unused);
 extern const char zs_py_unit_guard_doc[];
 
+/* Method of _core.Unit (METH_O) that zs_unit_watch is, and its docstring. */
+PyObject *zs_py_unit_watch(unit_object *self, PyObject *index);
+extern const char zs_py_unit_watch_doc[];
+
 #endif

@@ -351,7 +351,7 @@ static PyObject *mark_slice(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(set_guard_doc,
              "set_guard($module, types, rules, parts, handler, /)\n--\n\nSet what the guard works with: (Tensor, "
-             "Parameter, and their guarded subclasses), {operation: rule}, {id(parameter): (reference, Part)}, and the "
+             "Parameter, their guarded subclasses, and that of Parameter for whole ones), {operation: rule}, {id(parameter): (reference, Part)}, and the "
              "function that is called with (operation, types, args, kwargs) for all others.");
 
 static PyObject *set_guard(PyObject *module, PyObject *args)
@@ -359,12 +359,13 @@ static PyObject *set_guard(PyObject *module, PyObject *args)
     (void)module;
     zs_guard_types *types = &zs_py_guard_types;
     PyTypeObject *kind = &PyType_Type;
-    PyObject *each[4], *rules, *parts, *handler;
-    if (!PyArg_ParseTuple(args, "(O!O!O!O!)O!O!O:set_guard", kind, &each[0], kind, &each[1], kind, &each[2], kind,
-                          &each[3], &PyDict_Type, &rules, &PyDict_Type, &parts, &handler))
+    PyObject *each[5], *rules, *parts, *handler;
+    if (!PyArg_ParseTuple(args, "(O!O!O!O!O!)O!O!O:set_guard", kind, &each[0], kind, &each[1], kind, &each[2], kind,
+                          &each[3], kind, &each[4], &PyDict_Type, &rules, &PyDict_Type, &parts, &handler))
         return NULL;
     *types = (zs_guard_types){(PyTypeObject *)Py_NewRef(each[0]), (PyTypeObject *)Py_NewRef(each[1]),
-                              (PyTypeObject *)Py_NewRef(each[2]), (PyTypeObject *)Py_NewRef(each[3])};
+                              (PyTypeObject *)Py_NewRef(each[2]), (PyTypeObject *)Py_NewRef(each[3]),
+                              (PyTypeObject *)Py_NewRef(each[4])};
     guard.rules = Py_NewRef(rules);
     guard.parts = Py_NewRef(parts);
     guard.handler = Py_NewRef(handler);

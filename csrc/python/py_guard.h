@@ -9,6 +9,7 @@
 typedef struct zs_guard_types {
     PyTypeObject *tensor, *parameter;             /* torch.Tensor, torch.nn.Parameter */
     PyTypeObject *shard_tensor, *shard_parameter; /* what they are while they hold a slice */
+    PyTypeObject *whole_parameter;                /* what a sharded parameter is while it is whole */
 } zs_guard_types;
 
 extern zs_guard_types zs_py_guard_types;

@@ -57,6 +57,8 @@ typedef struct zs_param {
     bool has_grad;              /* its grad shard holds a gradient (set aside, or reduced in this backward) */
     bool reduced;               /* a new gradient was reduced in this backward */
     uint64_t loaded, loaded_in; /* see history.h: what was, and in which window */
+    bool watched;               /* a script has got its `.data` while it was whole; see zs_unit_watch */
+    uint64_t content;           /* (watched) a digest of its elements at that time */
     bool held;                  /* it had a gradient when this backward began, which the new one goes on top of */
 } zs_param;
 
@@ -209,6 +211,13 @@ zs_status zs_unit_check(const zs_unit_spec *spec);
  * meta, sparse), naming the parameter; the parameters are then as before. */
 zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out);
 
+/* Does a parameter require a gradient that lies among frozen ones, which are not reduced? */
+bool zs_unit_is_thawing(const zs_unit *unit);
+
+/* (Between passes, on all ranks) Has the gradients of such flats reduced from now on: they get memory and a place in the
+ * bucket. Where parameters lie does not change. ZS_ERR_STATE with unreduced gradients, or where it is stepped in backward. */
+zs_status zs_unit_thaw(zs_unit *unit);
+
 /* Adds a reference / gives one back (the last one frees). Shapes fit zs_hook. */
 void zs_unit_retain(void *unit);
 void zs_unit_release(void *unit);
@@ -230,6 +239,11 @@ zs_status zs_unit_gather(zs_unit *unit);
 zs_status zs_unit_bind(zs_unit *unit);
 void zs_unit_cancel(zs_unit *unit);
 zs_status zs_unit_reshard(zs_unit *unit);
+
+/* A script is about to get a `.data` of parameter `i`, by which it may write without a trace. If the unit is FULL: puts the
+ * parameter's elements into memory of this rank's own, where no peer sees a write, and remembers a digest of them, which
+ * zs_unit_reshard compares. */
+zs_status zs_unit_watch(zs_unit *unit, int64_t i);
 
 /* The object that shows Python this unit's parameters, which are sharded now, or NULL when it dies. */
 void zs_unit_set_face(zs_unit *unit, void *face);

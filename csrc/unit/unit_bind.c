@@ -4,6 +4,7 @@
  * it to was replaced by the user; one whose version counter moved while its unit was FULL was written to in a place
  * that is about to be given back.
  */
+#include "base/fold.h"
 #include "device/device.h"
 #include "pager/pager.h"
 #include "unit/home.h"
@@ -12,6 +13,7 @@
 #include "unit/secondary.h"
 #include "unit/unit.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 /* --- binding ------------------------------------------------------------------------------------------------------- */
@@ -115,6 +117,7 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
     zs_place place = {flat->full, param->offset, param->ndim, param->sizes, full_dtype(unit, flat)};
     ZS_TRY(zs_tensor_bind(param->tensor, &place));
     param->version = zs_tensor_version(param->tensor);
+    param->watched = false;
     return unit->home->calls->hook_param(unit, i);
 }
 
@@ -179,11 +182,72 @@ zs_status zs_unit_bind(zs_unit *unit)
     return status;
 }
 
+/* --- writes that leave no trace ------------------------------------------------------------------------------------ */
+
+/* A digest of the parameter's elements, wherever they are. */
+static zs_status digest(const zs_param *param, uint64_t *out)
+{
+    zs_tensor_info info;
+    ZS_TRY(zs_tensor_describe(param->tensor, &info));
+    size_t bytes = (size_t)info.numel * info.itemsize, words = bytes / sizeof(uint64_t);
+    uint64_t *copy = calloc(words + 1, sizeof *copy);
+    if (copy == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory looking at parameter '%s'", param->name);
+    zs_status status = zs_tensor_read(param->tensor, 0, info.numel, copy, (zs_where){ZS_ON_CPU, 0});
+    *out = 0;
+    for (size_t i = 0; status == ZS_OK && i <= words; i++)
+        *out = zs_fold(*out, copy[i]);
+    free(copy);
+    return status;
+}
+
+/* Puts a copy under the full storage where it is a mapping of the peers' shards; a slot is this rank's own. */
+static zs_status copy_flat(zs_unit *unit, zs_flat *flat)
+{
+    if (flat->full_mem != NULL) return ZS_OK;
+    zs_mem *copy = NULL;
+    size_t bytes = zs_flat_full_bytes(unit, flat);
+    const zs_device *device = zs_home_device(unit->home);
+    ZS_TRY(zs_device_mem_new(device, bytes, &copy));
+    const char *from = zs_flat_source(unit, flat)->full;
+    zs_status status = zs_device_copy(device, ZS_STREAM_COMPUTE, copy->ptr, from, bytes);
+    ZS_THEN(status, zs_storage_fill(flat->full, copy, copy->ptr));
+    if (status != ZS_OK) {
+        zs_mem_release(copy);
+        return status;
+    }
+    flat->full_mem = copy; /* given back as a slot is, of which the arena then knows nothing */
+    return ZS_OK;
+}
+
+zs_status zs_unit_watch(zs_unit *unit, int64_t i)
+{
+    zs_param *param = &unit->params[i];
+    if (!zs_unit_is_full(unit) || unit->record.is.replicated || unit->record.pinned || param->watched) return ZS_OK;
+    ZS_TRY(copy_flat(unit, &unit->flats[param->flat]));
+    ZS_TRY(digest(param, &param->content));
+    param->watched = true;
+    return ZS_OK;
+}
+
+/* Has a script written to it by a `.data`? */
+static zs_status check_watched(zs_param *param, bool *written)
+{
+    uint64_t now;
+    if (!param->watched) return ZS_OK;
+    param->watched = false;
+    ZS_TRY(digest(param, &now));
+    *written |= now != param->content;
+    return ZS_OK;
+}
+
+/* --- sharded again ------------------------------------------------------------------------------------------------- */
+
 static zs_status bind_sharded(zs_unit *unit, zs_param *param)
 {
     zs_flat *flat = &unit->flats[param->flat];
     bool moved = !zs_tensor_on_storage(param->tensor, flat->full);
     bool written = !moved && zs_tensor_version(param->tensor) != param->version;
+    if (!moved) ZS_TRY(check_watched(param, &written));
     ZS_TRY(zs_unit_bind_local(unit, param));
     if (written) zs_secondary_spoil(unit);
     if (moved) return moved_error(unit, param, "while it was unsharded");
@@ -191,7 +255,7 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
         return ZS_FAIL(
             ZS_ERR_STATE,
             "parameter '%s' of unit '%s' was modified in place while it was unsharded (in its unit's forward or "
-            "backward, or after unshard()), which each rank would do on its own; modify the sharded parameter between "
+            "backward, also by p.data, or after unshard()), which each rank would do on its own; modify the sharded parameter between "
             "steps instead: elementwise operations work there (Embedding(max_norm=...) modifies its weight in forward)",
             param->name, zs_unit_label(unit->name));
     return ZS_OK;
@@ -222,20 +286,7 @@ void zs_unit_set_exact(zs_unit *unit, bool exact)
 /* Puts a copy under the full storage where it is a mapping; a slot is one already. Either is known as pinned. */
 static zs_status own_flat(zs_unit *unit, zs_flat *flat)
 {
-    if (flat->full_mem == NULL) {
-        zs_mem *copy = NULL;
-        size_t bytes = zs_flat_full_bytes(unit, flat);
-        const zs_device *device = zs_home_device(unit->home);
-        ZS_TRY(zs_device_mem_new(device, bytes, &copy));
-        const char *from = zs_flat_source(unit, flat)->full;
-        zs_status status = zs_device_copy(device, ZS_STREAM_COMPUTE, copy->ptr, from, bytes);
-        ZS_THEN(status, zs_storage_fill(flat->full, copy, copy->ptr));
-        if (status != ZS_OK) {
-            zs_mem_release(copy);
-            return status;
-        }
-        flat->full_mem = copy; /* given back as a slot is, of which the arena then knows nothing */
-    }
+    ZS_TRY(copy_flat(unit, flat));
     flat->full_mem->role = ZS_MEM_PINNED;
     flat->full_mem->user = unit;
     return ZS_OK;

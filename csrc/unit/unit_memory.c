@@ -150,23 +150,28 @@ zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
     return spec;
 }
 
+static zs_status make_grad_memory(zs_unit *unit, zs_flat *flat)
+{
+    size_t bytes = zs_flat_own_bytes(unit, flat);
+    ZS_TRY(zs_offload_grads_new(unit, bytes, &flat->grad_mem));
+    flat->grad_mem->role = unit->record.is.replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
+    flat->grad_mem->user = unit;
+    ZS_TRY(zs_storage_new(zs_home_device(unit->home)->where, bytes, "", &flat->grads));
+    return zs_storage_fill(flat->grads, flat->grad_mem, flat->grad_mem->ptr);
+}
+
+/* What the trainable flats lack. */
 static zs_status make_gradients(zs_unit *unit)
 {
     zs_comm *comm = unit->home->ranks.all;
     zs_cunit_spec spec = zs_unit_round_spec(unit);
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
-        if (!flat->trainable) continue;
-        size_t bytes = zs_flat_own_bytes(unit, flat);
-        ZS_TRY(zs_offload_grads_new(unit, bytes, &flat->grad_mem));
-        flat->grad_mem->role = unit->record.is.replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
-        flat->grad_mem->user = unit;
-        ZS_TRY(zs_storage_new(zs_home_device(unit->home)->where, bytes, "", &flat->grads));
-        ZS_TRY(zs_storage_fill(flat->grads, flat->grad_mem, flat->grad_mem->ptr));
+        if (flat->trainable && flat->grads == NULL) ZS_TRY(make_grad_memory(unit, flat));
     }
     if (spec.n_slices == 0) return ZS_OK;
     unit->used_words = (spec.n_params + 63) / 64;
-    unit->used = calloc(3 * unit->used_words, sizeof *unit->used);
+    if (unit->used == NULL) unit->used = calloc(3 * unit->used_words, sizeof *unit->used);
     if (unit->used == NULL)
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(unit->name));
     unit->arrived = unit->used + unit->used_words;
@@ -179,7 +184,7 @@ static zs_status make_grad_views(zs_unit *unit)
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         const zs_flat *flat = &unit->flats[param->flat];
-        if (flat->grads == NULL) continue;
+        if (flat->grads == NULL || param->grad != NULL) continue;
         int64_t sizes[ZS_MAX_DIM];
         int ndim = local_sizes(unit, param, sizes);
         zs_place place = {flat->grads, param->in_shard.begin, ndim, sizes, flat->dtype};
@@ -217,4 +222,57 @@ zs_status zs_unit_take_memory(zs_unit *unit)
     if (!zs_unit_reduces(unit)) return ZS_OK;
     ZS_TRY(make_gradients(unit));
     return make_grad_views(unit);
+}
+
+/* --- thawing --------------------------------------------------------------------------------------------------------- */
+
+bool zs_unit_is_thawing(const zs_unit *unit)
+{
+    bool frozen = false;
+    for (int f = 0; f < unit->n_flats; f++)
+        frozen |= !unit->flats[f].trainable;
+    for (int64_t i = 0; frozen && i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        if (unit->flats[param->flat].trainable || !zs_tensor_alive(param->tensor)) continue;
+        if (zs_tensor_requires_grad(param->tensor)) return true;
+    }
+    return false;
+}
+
+static zs_status check_thaw(const zs_unit *unit)
+{
+    if (unit->local != NULL)
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "parameters of unit '%s' were unfrozen while it has gradients from no_sync() that are not "
+                       "reduced: run the last backward outside of no_sync() before requires_grad_(True)",
+                       zs_unit_label(unit->name));
+    if (unit->stepping != NULL)
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "parameters of unit '%s', which is stepped in backward, were unfrozen: call remove() on the "
+                       "handle of optimizer_in_backward() before requires_grad_(True), and "
+                       "optimizer_in_backward() again with an optimizer that has them",
+                       zs_unit_label(unit->name));
+    return ZS_OK;
+}
+
+zs_status zs_unit_thaw(zs_unit *unit)
+{
+    ZS_TRY(check_thaw(unit));
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        if (zs_tensor_alive(param->tensor) && zs_tensor_requires_grad(param->tensor))
+            unit->flats[param->flat].trainable = true;
+    }
+    zs_home_replan(unit->home);
+    if (!zs_unit_reduces(unit)) return ZS_OK;
+    lay_out_gradients(unit);
+    zs_record_set_reduces(&unit->record, true, zs_unit_bucket_bytes(unit));
+    zs_cunit *before = unit->cunit;
+    unit->cunit = NULL;
+    zs_status status = make_gradients(unit);
+    if (before != NULL) zs_cunit_free(unit->home->ranks.all, before);
+    ZS_THEN(status, make_grad_views(unit));
+    for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++)
+        if (zs_tensor_alive(unit->params[i].tensor)) status = unit->home->calls->hook_param(unit, i);
+    return status;
 }

@@ -1,4 +1,4 @@
-/* unit_memory.h - what a unit's parameters and gradients lie in: made once, at its birth.
+/* unit_memory.h - what a unit's parameters and gradients lie in: made at its birth, but for gradients of what is thawed.
  *
  * The one idea: sizes first, memory after, values last; so that an outline (zs_unit_spec) is a unit that stopped after the
  * first. For unit_life.c alone.
