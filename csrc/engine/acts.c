@@ -26,7 +26,7 @@ static void discard_dead_grads(zs_engine *engine)
         if (zs_grads_wanted(zs_engine_unit(engine, i))) return;
         held |= zs_engine_unit(engine, i)->grads_held;
     }
-    if (!held || engine->lent_grads) return;
+    if (!held || engine->lent_grads || engine->home.keeps_grads) return;
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_engine_unit(engine, i)->grads_held = false;
     zs_pool_discard(engine->home.grads);

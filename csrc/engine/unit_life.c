@@ -5,6 +5,7 @@
 #include "device/device.h"
 #include "engine/engine_inside.h"
 #include "reduce/in_backward.h"
+#include "reduce/kept_grads.h"
 #include "reduce/local_grads.h"
 #include "unit/offload.h"
 #include "unit/pinned.h"
@@ -33,6 +34,7 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
     if (flat->low.mem != NULL) zs_comm_flat_free(comm, &flat->low);
     if (flat->secondary.mem != NULL) zs_comm_flat_free(shard_group, &flat->secondary);
     if (flat->grad_mem != NULL) flat->grad_mem->user = NULL;
+    zs_kept_grads_free(flat, unit);
     if (unit->record.is.fixed && flat->full_mem != NULL) flat->full_mem->user = NULL;
     zs_mem_release(flat->grad_mem);
     zs_mem_release(flat->full_mem);
@@ -47,6 +49,8 @@ static void free_unit(zs_unit *unit)
     zs_local_grads_free(unit);
     zs_pinned_end(unit);
     zs_schedule_cancel(&unit->home->schedule, &unit->record);
+    for (int f = 0; f < unit->n_flats; f++)
+        free_flat(unit, &unit->flats[f]);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         zs_tensor_free(param->tensor);
@@ -54,8 +58,6 @@ static void free_unit(zs_unit *unit)
         free(param->name);
         free(param->sizes);
     }
-    for (int f = 0; f < unit->n_flats; f++)
-        free_flat(unit, &unit->flats[f]);
     if (unit->cunit != NULL) zs_cunit_free(comm, unit->cunit);
     free(unit->params);
     free(unit->used);

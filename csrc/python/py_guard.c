@@ -351,7 +351,8 @@ static PyObject *mark_slice(PyObject *module, PyObject *args)
 
 PyDoc_STRVAR(set_guard_doc,
              "set_guard($module, types, rules, parts, handler, /)\n--\n\nSet what the guard works with: (Tensor, "
-             "Parameter, their guarded subclasses, and that of Parameter for whole ones), {operation: rule}, {id(parameter): (reference, Part)}, and the "
+             "Parameter, their guarded subclasses, and that of Parameter for whole ones), {operation: rule}, "
+             "{id(parameter): (reference, Part)}, and the "
              "function that is called with (operation, types, args, kwargs) for all others.");
 
 static PyObject *set_guard(PyObject *module, PyObject *args)

@@ -3,6 +3,7 @@
 
 #include "base/bits.h"
 #include "reduce/in_backward.h"
+#include "reduce/kept_grads.h"
 #include "reduce/local_grads.h"
 #include "unit/home.h"
 
@@ -72,6 +73,7 @@ zs_status zs_grads_begin(zs_unit *unit, int64_t arriving, zs_expected *expected)
     *expected = (zs_expected){.known = unit->in_backward};
     if (unit->in_backward) return ZS_OK;
     unit->in_backward = true;
+    ZS_TRY(zs_kept_grads_renew(unit));
     if (unit->local != NULL) memset(unit->arrived, 0, unit->used_words * sizeof *unit->arrived);
     for (int64_t i = 0; i < unit->n_params; i++)
         ZS_TRY(ready_param(unit, i, arriving, expected));
@@ -138,7 +140,7 @@ static bool flat_wanted(const zs_unit *unit, int f)
         if (param->below) return true;
         bool shown = false;
         if (zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad, &shown) != ZS_OK) return true;
-        if (shown) return true;
+        if (shown || zs_tensor_is_kept(param->grad)) return true;
         own++;
     }
     return zs_storage_users(unit->flats[f].grads) > own;

@@ -80,6 +80,10 @@ zs_mem *zs_tensor_mem(const zs_tensor *tensor);
 /* Raises the version counter, as an in-place write by torch would. */
 void zs_tensor_bump_version(const zs_tensor *tensor);
 
+/* Does anybody but the owner of this handle hold the tensor, such as a script's variable? Of a strong handle; for a tensor
+ * that is nobody's .grad. */
+bool zs_tensor_is_kept(const zs_tensor *tensor);
+
 /* Does the tensor want a gradient? */
 bool zs_tensor_requires_grad(const zs_tensor *tensor);
 

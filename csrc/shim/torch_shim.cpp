@@ -93,6 +93,18 @@ c10::weak_intrusive_ptr<at::TensorImpl> weak_to(const at::Tensor &tensor)
     return c10::weak_intrusive_ptr<at::TensorImpl>(c10::intrusive_ptr<at::TensorImpl>::reclaim(impl));
 }
 
+// Is there more than one reference from C++, or any from Python? A tensor that Python has seen keeps its object, which then
+// has one reference of its own: torch 2.12 and later count it both ways, earlier ones say who owns whom.
+template <typename Slot> bool held_by_python(Slot *slot, size_t uses)
+{
+    if constexpr (requires { slot->load_pyobj(); }) {
+        PyObject *object = slot->load_pyobj();
+        return uses > (object != nullptr ? 2 : 1) || (object != nullptr && Py_REFCNT(object) > 1);
+    } else {
+        return uses > 1;
+    }
+}
+
 c10::Device gpu(int index)
 {
     return {at::kCUDA, static_cast<c10::DeviceIndex>(index)};
@@ -193,6 +205,12 @@ zs_mem *zs_tensor_mem(const zs_tensor *handle)
 void zs_tensor_bump_version(const zs_tensor *handle)
 {
     torch::autograd::impl::bump_version(handle->tensor);
+}
+
+bool zs_tensor_is_kept(const zs_tensor *handle)
+{
+    c10::TensorImpl *impl = handle->tensor.unsafeGetTensorImpl();
+    return held_by_python(impl->pyobj_slot(), static_cast<size_t>(handle->tensor.use_count()));
 }
 
 uint32_t zs_tensor_version(const zs_tensor *handle)

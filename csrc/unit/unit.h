@@ -38,17 +38,18 @@ typedef struct zs_unit_offload {
 
 /* One parameter of a unit. */
 typedef struct zs_param {
-    char *name;        /* dotted name in the model; owned */
-    zs_tensor *tensor; /* weak handle: the parameter's hook holds the unit, not the other way round */
-    zs_tensor *grad;   /* the .grad it gets: a view of the grad shard; NULL for frozen ones; owned */
-    int flat;          /* index into flats */
-    int64_t offset;    /* first element in the flat's full buffer */
-    int64_t numel;     /* elements, whole */
-    int ndim;          /* dimensions, whole */
-    int64_t *sizes;    /* [ndim] whole shape; owned */
-    zs_range owned;    /* which of its elements this rank owns */
-    zs_range in_shard; /* where they lie in the shard */
-    uint32_t version;  /* version counter when the unit became FULL: an in-place write there would be lost */
+    char *name;            /* dotted name in the model; owned */
+    zs_tensor *tensor;     /* weak handle: the parameter's hook holds the unit, not the other way round */
+    zs_tensor *grad;       /* the .grad it gets: a view of the grad shard; NULL for frozen ones; owned */
+    zs_tensor *spare_grad; /* the same on the flat's spare memory; NULL if it has none; owned */
+    int flat;              /* index into flats */
+    int64_t offset;        /* first element in the flat's full buffer */
+    int64_t numel;         /* elements, whole */
+    int ndim;              /* dimensions, whole */
+    int64_t *sizes;        /* [ndim] whole shape; owned */
+    zs_range owned;        /* which of its elements this rank owns */
+    zs_range in_shard;     /* where they lie in the shard */
+    uint32_t version;      /* version counter when the unit became FULL: an in-place write there would be lost */
     /* The .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole; NULL if there are
      * none; owned. */
     zs_tensor *local;
@@ -81,6 +82,8 @@ typedef struct zs_flat {
     zs_storage *shard;       /* where parameters are at rest; owned; NULL if they are always whole */
     zs_mem *grad_mem;        /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
     zs_storage *grads;       /* storage on grad_mem; owned */
+    zs_mem *spare_mem;       /* what takes turns with grad_mem, see kept_grads.h; NULL: nothing; owned reference */
+    zs_storage *spare;       /* storage on spare_mem; owned */
     int slice;               /* its number among the trainable ones */
     size_t slice_bytes;      /* bytes of one rank's slice in the bucket; 0 if frozen */
     size_t bucket_offset;    /* where this flat begins in the bucket */

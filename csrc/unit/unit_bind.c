@@ -255,7 +255,8 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
         return ZS_FAIL(
             ZS_ERR_STATE,
             "parameter '%s' of unit '%s' was modified in place while it was unsharded (in its unit's forward or "
-            "backward, also by p.data, or after unshard()), which each rank would do on its own; modify the sharded parameter between "
+            "backward, also by p.data, or after unshard()), which each rank would do on its own; modify the sharded "
+            "parameter between "
             "steps instead: elementwise operations work there (Embedding(max_norm=...) modifies its weight in forward)",
             param->name, zs_unit_label(unit->name));
     return ZS_OK;

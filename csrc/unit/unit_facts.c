@@ -97,7 +97,10 @@ size_t zs_unit_bucket_bytes(const zs_unit *unit)
 size_t zs_unit_grad_bytes(const zs_unit *unit)
 {
     size_t total = 0;
-    for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].grad_mem != NULL && !unit->borrows) total += unit->flats[f].grad_mem->bytes;
+    for (int f = 0; f < unit->n_flats; f++) {
+        const zs_flat *flat = &unit->flats[f];
+        if (flat->grad_mem != NULL && !unit->borrows) total += flat->grad_mem->bytes;
+        if (flat->spare_mem != NULL && !unit->offloads.grads) total += flat->spare_mem->bytes;
+    }
     return total + (unit->local != NULL ? unit->local->bytes : 0);
 }

@@ -179,16 +179,21 @@ static zs_status make_gradients(zs_unit *unit)
     return zs_cunit_new(comm, &spec, &unit->cunit);
 }
 
+zs_status zs_unit_new_grad_view(const zs_unit *unit, const zs_param *param, const zs_storage *storage, zs_tensor **out)
+{
+    int64_t sizes[ZS_MAX_DIM];
+    int ndim = local_sizes(unit, param, sizes);
+    zs_place place = {storage, param->in_shard.begin, ndim, sizes, unit->flats[param->flat].dtype};
+    return zs_tensor_new_on(&place, param->tensor, out);
+}
+
 static zs_status make_grad_views(zs_unit *unit)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         const zs_flat *flat = &unit->flats[param->flat];
         if (flat->grads == NULL || param->grad != NULL) continue;
-        int64_t sizes[ZS_MAX_DIM];
-        int ndim = local_sizes(unit, param, sizes);
-        zs_place place = {flat->grads, param->in_shard.begin, ndim, sizes, flat->dtype};
-        ZS_TRY(zs_tensor_new_on(&place, param->tensor, &param->grad));
+        ZS_TRY(zs_unit_new_grad_view(unit, param, flat->grads, &param->grad));
     }
     return ZS_OK;
 }

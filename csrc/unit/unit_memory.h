@@ -1,7 +1,7 @@
 /* unit_memory.h - what a unit's parameters and gradients lie in: made at its birth, but for gradients of what is thawed.
  *
  * The one idea: sizes first, memory after, values last; so that an outline (zs_unit_spec) is a unit that stopped after the
- * first. For unit_life.c alone.
+ * first. For unit_life.c, and kept_grads.c.
  */
 #ifndef ZS_UNIT_MEMORY_H
 #define ZS_UNIT_MEMORY_H
@@ -17,5 +17,8 @@ zs_status zs_unit_take_memory(zs_unit *unit);
 
 /* Copies this rank's part of each parameter from where it lies now into that memory. */
 zs_status zs_unit_take_values(zs_unit *unit);
+
+/* New view of a parameter's gradient, on memory that is laid out as its flat's grad shard is. */
+zs_status zs_unit_new_grad_view(const zs_unit *unit, const zs_param *param, const zs_storage *storage, zs_tensor **out);
 
 #endif

@@ -1,0 +1,131 @@
+/* kept_grads.c - see kept_grads.h. */
+#include "reduce/kept_grads.h"
+
+#include "device/device.h"
+#include "unit/home.h"
+#include "unit/offload.h"
+#include "unit/unit_memory.h"
+
+static bool is_shown(const zs_param *param)
+{
+    bool shown = false;
+    return zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad, &shown) == ZS_OK && shown;
+}
+
+/* Does a script keep a gradient of the flat that is no .grad any more? */
+static bool is_kept(const zs_unit *unit, int f)
+{
+    int64_t views = 0;
+    bool some_gone = false;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        if (param->flat != f || param->grad == NULL) continue;
+        views++;
+        if (is_shown(param)) continue;
+        if (zs_tensor_is_kept(param->grad)) return true;
+        some_gone = true;
+    }
+    return some_gone && zs_storage_users(unit->flats[f].grads) > 1 + views;
+}
+
+static bool spare_is_kept(const zs_unit *unit, int f)
+{
+    int64_t views = 0;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        if (param->flat != f || param->spare_grad == NULL) continue;
+        if (zs_tensor_is_kept(param->spare_grad)) return true;
+        views++;
+    }
+    return zs_storage_users(unit->flats[f].spare) > 1 + views;
+}
+
+void zs_kept_grads_free(zs_flat *flat, zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (&unit->flats[param->flat] != flat) continue;
+        zs_tensor_free(param->spare_grad);
+        param->spare_grad = NULL;
+    }
+    zs_storage_free(flat->spare);
+    if (flat->spare_mem != NULL) flat->spare_mem->user = NULL;
+    zs_mem_release(flat->spare_mem);
+    flat->spare = NULL;
+    flat->spare_mem = NULL;
+}
+
+/* Of its own, not of the pool: its place is free again once the script lets go. */
+static zs_status make_spare(zs_unit *unit, int f)
+{
+    zs_flat *flat = &unit->flats[f];
+    const zs_device *device = zs_home_device(unit->home);
+    size_t bytes = flat->grad_mem->bytes;
+    if (unit->offloads.grads)
+        ZS_TRY(zs_offload_grads_new(unit, bytes, &flat->spare_mem));
+    else
+        ZS_TRY(zs_device_mem_new(device, bytes, &flat->spare_mem));
+    flat->spare_mem->role = flat->grad_mem->role;
+    flat->spare_mem->user = unit;
+    ZS_TRY(zs_storage_new(device->where, bytes, "", &flat->spare));
+    ZS_TRY(zs_storage_fill(flat->spare, flat->spare_mem, flat->spare_mem->ptr));
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (param->flat == f && param->grad != NULL)
+            ZS_TRY(zs_unit_new_grad_view(unit, param, flat->spare, &param->spare_grad));
+    }
+    return ZS_OK;
+}
+
+static void take_turns(zs_unit *unit, int f)
+{
+    zs_flat *flat = &unit->flats[f];
+    zs_mem *mem = flat->grad_mem;
+    zs_storage *storage = flat->grads;
+    flat->grad_mem = flat->spare_mem;
+    flat->grads = flat->spare;
+    flat->spare_mem = mem;
+    flat->spare = storage;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (param->flat != f) continue;
+        zs_tensor *grad = param->grad;
+        param->grad = param->spare_grad;
+        param->spare_grad = grad;
+    }
+}
+
+/* Reduced gradients that lie under unreduced ones of no_sync() are nobody's .grad now, but count. */
+static bool has_below(const zs_unit *unit, int f)
+{
+    for (int64_t i = 0; i < unit->n_params; i++)
+        if (unit->params[i].flat == f && unit->params[i].below) return true;
+    return false;
+}
+
+static zs_status renew_flat(zs_unit *unit, int f)
+{
+    zs_flat *flat = &unit->flats[f];
+    unit->home->keeps_grads = true;
+    if (flat->spare != NULL && spare_is_kept(unit, f)) zs_kept_grads_free(flat, unit);
+    if (flat->spare == NULL) {
+        zs_status status = make_spare(unit, f);
+        if (status != ZS_OK) {
+            zs_kept_grads_free(flat, unit);
+            return status;
+        }
+    }
+    take_turns(unit, f);
+    if (!has_below(unit, f)) return ZS_OK;
+    const void *before = flat->spare_mem->ptr;
+    return zs_device_copy(zs_home_device(unit->home), ZS_STREAM_COMPUTE, flat->grad_mem->ptr, before,
+                          flat->grad_mem->bytes);
+}
+
+zs_status zs_kept_grads_renew(zs_unit *unit)
+{
+    if (unit->stepping != NULL || unit->borrows) return ZS_OK; /* what is stepped in backward is nobody's .grad */
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].grads != NULL && is_kept(unit, f)) ZS_TRY(renew_flat(unit, f));
+    return ZS_OK;
+}
