@@ -17,8 +17,7 @@ OBJECT = re.compile(r"\b(zs_\w+)(?:\[[^\]]*\])*\s*(?:=|$)")
 
 KNOWN = {
     # A module and its types need each other, in CPython's way of making them.
-    frozenset(path.stem for path in (CSRC / "python").glob("py_*.c"))
-    - {"py_util", "py_faces", "py_guard"},
+    frozenset(path.stem for path in (CSRC / "python").glob("py_*.c")) - {"py_util", "py_guard"},
 }
 
 Arrows = dict[str, set[str]]

@@ -287,9 +287,26 @@ def slices_among(values: Iterable[Any]) -> list[Part]:
     return found
 
 
+def _refusing_slices(func: Callable[..., Any]) -> Callable[..., Any]:
+    """One of torch.nn.init's functions: some of them return at once for a tensor without elements,
+    as which a rank may have a slice, and so would raise on the other ranks only."""
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if slices_among((*args, *kwargs.values())):
+            return _refuse(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return checked
+
+
 def install() -> None:
     """Set what the core works with, and have torch's optimizers take slices for what they take
     parameters. Idempotent."""
+    for name in ("dirac_", "eye_", "kaiming_normal_", "orthogonal_", "sparse_"):
+        func = getattr(nn.init, name)
+        if not hasattr(func, "__wrapped__"):
+            setattr(nn.init, name, _refusing_slices(func))
     types = (Tensor, nn.Parameter, ShardTensor, ShardParameter, WholeParameter)
     _core.set_guard(types, _rules, _parts, _handle)
     lists: tuple[list[Any], ...] = (_of_optimizers, _of_grads)

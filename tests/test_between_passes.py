@@ -1,0 +1,408 @@
+"""What scripts do between and within passes, beside what DDP makes of it: freezing and unfreezing, keeping
+gradients, writing to .data, stepping with a closure, looking at whole parameters.
+
+The one idea: each function does the same to a sharded model and to a plain one that gets the mean of
+the ranks' gradients by hand, and tells what differs.
+"""
+
+import itertools
+import resource
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from groups import own_group, passing_groups
+from guarded import same
+from models import COMBINATIONS
+from scenarios import message_of
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+WIDTH = 40
+SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
+
+
+def plain_model(frozen=()):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    for index in frozen:
+        model[index].requires_grad_(False)
+    return model
+
+
+def sharded_model(combination, frozen=(), policy=None, **options):
+    strategy, transport = combination
+    return FSDP(
+        plain_model(frozen),
+        strategy=strategy,
+        transport=transport,
+        auto_wrap_policy=policy or {nn.Linear},
+        **options,
+    )
+
+
+def batch(step, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def average(model):
+    """What DDP does after a backward."""
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def backward(model, step):
+    model(batch(step)).square().mean().backward()
+    if not isinstance(model, FSDP):
+        average(model)
+
+
+def differs(ours, theirs):
+    """Names of the parameters that differ between a sharded and a plain model."""
+    found = ours.state_dict()
+    return [n for n, v in theirs.state_dict().items() if not torch.allclose(found[n], v, rtol=1e-5)]
+
+
+# --- unfreezing ---------------------------------------------------------------------------------------
+
+
+def unfreeze_gradually(combination, one_unit):
+    """Frozen layers join one after the other, as in ULMFiT; torch's AdamW has all parameters."""
+    policy = (lambda module: False) if one_unit else None
+    models = [sharded_model(combination, (0, 1), policy), plain_model((0, 1))]
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(6):
+            if step in (2, 4):
+                model[step // 2 - 1].requires_grad_(True)
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+    memory = models[0].memory()["grads"]
+    return differs(*models), memory > 0
+
+
+@pytest.mark.parametrize("one_unit", [False, True], ids=["units", "one unit"])
+def test_what_was_frozen_may_be_trained_later(pool2, one_unit):
+    for combination in COMBINATIONS:
+        assert pool2.run(unfreeze_gradually, combination, one_unit) == [([], True)] * 2, combination
+
+
+@passing_groups()
+def unfreeze_on_one_rank(combination):
+    model = sharded_model(combination, (0,), process_group=own_group(), timeout=10)
+    backward(model, 0)
+    model.zero_grad()
+    if dist.get_rank() == 0:
+        model[0].requires_grad_(True)
+    return message_of(lambda: [backward(model, step) for step in (1, 2)], zshard.DivergenceError)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+def test_unfreezing_on_one_rank_is_an_error_on_all(pool2, combination):
+    for said in pool2.run(unfreeze_on_one_rank, combination):
+        assert "diverged" in said or "out of step" in said
+
+
+def unfreeze_in_between():
+    model = sharded_model(("full_shard", "shm"), (0,), lambda module: False)
+    with model.no_sync():
+        backward(model, 0)
+    model[0].requires_grad_(True)
+    return message_of(lambda: backward(model, 1), RuntimeError)
+
+
+def test_unfreezing_over_unreduced_gradients_is_refused(pool2):
+    for said in pool2.run(unfreeze_in_between):
+        assert "outside of no_sync() before requires_grad_(True)" in said
+
+
+# --- gradients that are kept ----------------------------------------------------------------------------
+
+
+def kept_in(model, how):
+    grads = [p.grad for p in model.parameters()]
+    if how == "tensors":
+        return grads
+    if how == "views":
+        return [zshard.to_local(grad).view(-1) for grad in grads]
+    return [zshard.to_local(grad).numpy() for grad in grads]
+
+
+def keep(combination, how):
+    """Do gradients of three backwards, all kept, stay what they were, and is training right?"""
+    models = [sharded_model(combination), plain_model()]
+    stay = []
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept = []
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(model, step)
+            kept.append((kept_in(model, how), [np.array(g) for g in kept_in(model, "arrays")]))
+            optimizer.step()
+        for grads, copies in kept:
+            pairs = zip(grads, copies, strict=True)
+            stay += [np.array_equal(np.ravel(zshard.to_local(g)), np.ravel(c)) for g, c in pairs]
+    return all(stay), differs(*models)
+
+
+@pytest.mark.parametrize("how", ["tensors", "views", "arrays"])
+def test_a_kept_gradient_stays_what_it_was(pool2, how):
+    for combination in COMBINATIONS:
+        assert pool2.run(keep, combination, how) == [(True, [])] * 2, combination
+
+
+def two_losses(combination):
+    """Gradient surgery: two backwards of one forward, whose gradients are put together by hand."""
+    found = []
+    for model in (sharded_model(combination), plain_model()):
+        output = model(batch(0))
+        grads = []
+        for loss in (output.square().mean(), output.abs().mean()):
+            model.zero_grad()
+            loss.backward(retain_graph=True)
+            if not isinstance(model, FSDP):
+                average(model)
+            grads.append([p.grad for p in model.parameters()])
+        joined = [a - 0.5 * b for a, b in zip(*grads, strict=True)]
+        found.append([zshard.full_tensor(grad) for grad in joined])
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(*found, strict=True))
+
+
+def test_gradients_of_two_losses(pool2):
+    for combination in COMBINATIONS:
+        assert pool2.run(two_losses, combination) == [True, True], combination
+
+
+def leave_a_loop_variable(transport):
+    """(bytes of gradients more than before, page faults of the last steps)."""
+    model = FSDP(
+        nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]),
+        transport=transport,
+        auto_wrap_policy={nn.Linear},
+    )
+    x = torch.randn(2, 256)
+    grads = model.memory()["grads"]
+    faults = []
+    for _ in range(12):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        model.zero_grad()
+        model(x).sum().backward()
+        for param in model.parameters():
+            grad = param.grad  # which the loop leaves behind
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    del grad
+    return model.memory()["grads"] - grads, grads, min(faults[-4:])
+
+
+def test_a_loop_variable_costs_one_units_gradients(pool2):
+    for more, grads, faults in pool2.run(leave_a_loop_variable, "shm"):
+        assert 0 < more <= grads // 8
+        assert faults < 16
+
+
+# --- .data in forward -------------------------------------------------------------------------------------
+
+
+class Decaying(nn.Linear):
+    def forward(self, x):
+        self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+class Looking(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + self.weight.data.mean() * 0.0
+
+
+def train(kind, combination):
+    """What differs after two steps, or the error."""
+    strategy, transport = combination
+    models = []
+    try:
+        for wrap in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(kind(WIDTH, WIDTH), kind(WIDTH, WIDTH))
+            if wrap:
+                model = FSDP(model, strategy=strategy, transport=transport, auto_wrap_policy={kind})
+            models.append(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return differs(*models)
+
+
+def test_a_write_to_data_in_forward_is_an_error(pool2):
+    for combination in SHARDED:
+        for said in pool2.run(train, Decaying, combination):
+            assert "was modified in place" in said and "p.data" in said, combination
+
+
+def test_reading_data_in_forward_is_right(pool2):
+    for combination in COMBINATIONS:
+        assert pool2.run(train, Looking, combination) == [[], []], combination
+
+
+def test_a_write_to_data_in_forward_without_shards_is_ddps(pool2):
+    assert pool2.run(train, Decaying, ("no_shard", "shm")) == [[], []]
+
+
+def write_and_catch(combination):
+    """A forward that writes does not reach the peers' shards."""
+    strategy, transport = combination
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(Decaying(WIDTH, WIDTH)), strategy=strategy, transport=transport)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    message_of(lambda: model(batch(0)).sum().backward(), RuntimeError)
+    model.zero_grad()
+    return all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_such_a_write_changes_nobodys_parameters(pool2):
+    for combination in SHARDED:
+        assert pool2.run(write_and_catch, combination) == [True, True], combination
+
+
+# --- closures, whole parameters, buffers --------------------------------------------------------------------
+
+
+def step_with_closure(combination, kind):
+    models = [sharded_model(combination), plain_model()]
+    for model in models:
+        optimizer = getattr(zshard if isinstance(model, FSDP) else torch.optim, kind)(
+            model.parameters(), lr=0.1
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            if isinstance(model, FSDP):
+                with model.no_sync():
+                    backward(model, step)
+            else:
+                model(batch(step)).square().mean().backward()
+
+            def closure(model=model, step=step):
+                backward(model, step + 10)
+                return 1.0
+
+            optimizer.step(closure)
+    return differs(*models)
+
+
+@pytest.mark.parametrize("kind", ["SGD"])
+def test_a_step_whose_closure_reduces_what_no_sync_has_accumulated(pool2, kind):
+    for combination in COMBINATIONS:
+        assert pool2.run(step_with_closure, combination, kind) == [[], []], combination
+
+
+def look_in_between(combination):
+    """Whole parameters, changed and dropped, between a forward and its backward."""
+    models = [sharded_model(combination), plain_model()]
+    for model in models:
+        loss = model(batch(0)).square().mean()
+        if isinstance(model, FSDP):
+            with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2.0)
+        loss.backward()
+        if not isinstance(model, FSDP):
+            average(model)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return differs(*models)
+
+
+def test_whole_parameters_without_writeback_leave_everything_as_it_was(pool2):
+    for combination in COMBINATIONS:
+        assert pool2.run(look_in_between, combination) == [[], []], combination
+
+
+def save_with_buffers(combination):
+    strategy, transport = combination
+    model = FSDP(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+        strategy=strategy,
+        transport=transport,
+        forward_sync_buffers=True,
+    )
+    model(batch(0)).sum().backward()
+    before = [buffer.clone() for buffer in model.buffers()]
+    model.state_dict()
+    return all(map(same, before, model.buffers()))
+
+
+def test_a_state_dict_does_not_change_buffers(pool2):
+    for combination in COMBINATIONS:
+        assert pool2.run(save_with_buffers, combination) == [True, True], combination
+
+
+# --- forwards that read parameters by iterators; notes; memory formats ----------------------------------------
+
+
+class OverParameters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for name, param in self.named_parameters():
+            x = x @ param.t() if name.endswith("weight") else x + param
+        return x
+
+
+class OverChildren(OverParameters):
+    def forward(self, x):
+        for child in self.layers.children():
+            x = x @ child.weight.t() + child.bias
+        return x
+
+
+def iterate(kind, combination):
+    strategy, transport = combination
+    torch.manual_seed(0)
+    model = FSDP(kind(), strategy=strategy, transport=transport)
+    torch.manual_seed(0)
+    return torch.allclose(model(batch(0)), kind()(batch(0)), rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:auto_wrap_policy")
+@pytest.mark.parametrize("kind", [OverParameters, OverChildren])
+def test_automatic_units_leave_out_what_iterators_read(pool2, kind):
+    for combination in itertools.product(["full_shard"], ["shm", "c10d"]):
+        assert pool2.run(iterate, kind, combination) == [True, True]
+
+
+def raise_by_shape():
+    model = sharded_model(("full_shard", "shm"))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, WIDTH + 1))
+    return getattr(caught.value, "__notes__", None)
+
+
+def test_an_error_about_shapes_names_unit_and_parameters(pool2):
+    for notes in pool2.run(raise_by_shape):
+        if notes is not None:  # Python 3.11
+            assert len(notes) == 1
+            assert "unit '0', with parameters 0.weight (40, 40), 0.bias (40,)" in notes[0]
+
+
+def wrap_channels_last():
+    model = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+    if dist.get_rank() == 0:
+        with pytest.warns(UserWarning, match=r"'weight' will be contiguous.*channels_last"):
+            FSDP(model)
+    else:
+        FSDP(model)
+
+
+def test_weights_that_lose_their_memory_format_are_warned_of(pool2):
+    pool2.run(wrap_channels_last)

@@ -1,0 +1,119 @@
+"""Code for whole parameters, on slices: right as on the plain model, or ShardError; never silent.
+
+The one idea: each situation runs on a plain model and on sharded ones with the same values and gradients,
+over both transports, in each strategy; with "no_shard" all of them are right.
+"""
+
+import pytest
+import situations
+import torch
+from models import COMBINATIONS
+from torch import nn
+
+import zshard
+from zshard import FSDP, ShardError
+
+WIDTH = 16
+
+
+def plain_model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+
+def sharded_model(combination):
+    strategy, transport = combination
+    return FSDP(plain_model(), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})
+
+
+def with_gradients(model):
+    """The same ones on all ranks."""
+    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    model(x).square().sum().backward()
+    return model
+
+
+def whole(value):
+    return zshard.full_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def outcome(situation, model):
+    """(what it gives, the parameters after it), or what ShardError says."""
+    try:
+        given = situation(model)
+    except ShardError as error:
+        return str(error)
+    return whole(given), [whole(p.detach()) for p in model.parameters()]
+
+
+def same(ours, theirs):
+    if isinstance(ours, torch.Tensor):
+        return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    return ours == theirs
+
+
+def on_shards(name, combination):
+    """ "right", "wrong", or the error."""
+    situation = getattr(situations, name)
+    expected, after = outcome(situation, with_gradients(plain_model()))
+    found = outcome(situation, with_gradients(sharded_model(combination)))
+    if isinstance(found, str):
+        return found
+    equal = [same(a, b) for a, b in zip(found[1], after, strict=True)]
+    return "right" if same(found[0], expected) and all(equal) else "wrong"
+
+
+def alone(name, combinations):
+    return {combination: on_shards(name, combination) for combination in combinations}
+
+
+SHARDED = [combination for combination in COMBINATIONS if combination[0] != "no_shard"]
+
+
+@pytest.mark.parametrize("name", [each.__name__ for each in situations.RIGHT])
+def test_what_is_elementwise_is_right(pool2, name):
+    for found in pool2.run(alone, name, COMBINATIONS):
+        assert found == dict.fromkeys(COMBINATIONS, "right")
+
+
+@pytest.mark.parametrize("name", [each.__name__ for each in situations.REFUSED])
+def test_what_is_not_is_refused_with_the_parameter_and_a_remedy(pool2, name):
+    for found in pool2.run(alone, name, SHARDED):
+        for combination, said in found.items():
+            assert "of '" in said and "shard" in said, (combination, said)
+            remedies = ("full_tensor", "to_local", "summon_full_params", "named_norms")
+            assert any(remedy in said for remedy in remedies), (combination, said)
+
+
+@pytest.mark.parametrize("name", ["row_norms", "vector", "penalty", "gram", "adafactor"])
+def test_parameters_that_are_not_sharded_are_not_guarded(pool2, name):
+    for found in pool2.run(on_shards, name, ("no_shard", "shm")):
+        assert found == "right"
+
+
+def training_by_recipe():
+    """Losses of SwAV's recipe: prototypes of length 1 before each step."""
+    losses = []
+    for model in (plain_model(), sharded_model(("full_shard", "shm"))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses.append([])
+        for step in range(4):
+            normalize_whole(model)
+            x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (step + 1)
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(float(loss))
+    return losses
+
+
+@torch.no_grad()
+def normalize_whole(model):
+    with FSDP.summon_full_params(model):
+        model[2].weight.copy_(nn.functional.normalize(model[2].weight.clone(), dim=1, p=2))
+
+
+def test_swavs_recipe_with_the_two_lines_of_the_message(pool2):
+    for plain, sharded in pool2.run(training_by_recipe):
+        assert sharded == pytest.approx(plain, rel=1e-5)
