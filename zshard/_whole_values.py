@@ -39,7 +39,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return to_local(tensor).detach()
     local = to_local(tensor)
     check_agreement(
-        part.comm, [(f"the tensor of '{part.name}'", str(local.dtype))], "full_tensor()"
+        part.comm, [(f"the tensor of '{part.name}'", str(local.dtype))], "tensors of full_tensor()"
     )
     mine = array("q", (part.begin, part.numel)).tobytes()
     ranges = [tuple(array("q", data)) for data in gather_bytes(part.comm, mine)]
