@@ -148,7 +148,8 @@ zs_status zs_comm_fail_history(const zs_comm *comm, int other)
     return ZS_FAIL(
         ZS_ERR_DIVERGED,
         "the parameters are out of step: rank %d and rank %d have not made the same optimizer steps and loads, "
-        "or not unfrozen the same parameters, so their shards are of different steps%s; load a checkpoint on all ranks, and step on all or none",
+        "or not unfrozen the same parameters, so their shards are of different steps%s; load a checkpoint on all "
+        "ranks, and step on all or none",
         comm->rank, other, mishaps);
 }
 
