@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import harness
 
 NAMES = ("host-time", "step-time", "memory", "predict", "collectives", "adam", "load", "checkpoint")
-NAMES += ("offload",)
+NAMES += ("offload", "guard")
 """Names on the command line and in results/; modules have underscores instead."""
 
 

@@ -329,7 +329,7 @@ def as_matrix(model):
 
 
 def linear_outside(model):
-    return F.linear(torch.ones(2, 16), weight(model))
+    return F.linear(torch.ones(2, weight(model).shape[-1]), weight(model))
 
 
 def gram(model):
@@ -382,11 +382,11 @@ def top_k(model):
 
 def add_row_numbers(model):
     p = weight(model)
-    p.data.mul_(torch.arange(16.0).unsqueeze(1))
+    p.data.mul_(torch.arange(float(model[0].out_features)).unsqueeze(1))
 
 
 def copy_whole_values(model):
-    weight(model).data.copy_(torch.ones(16, 16))
+    weight(model).data.copy_(torch.ones(model[0].out_features, model[0].in_features))
 
 
 def broadcast_parameters(model):

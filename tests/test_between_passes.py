@@ -326,6 +326,43 @@ def test_whole_parameters_without_writeback_leave_everything_as_it_was(pool2):
         assert pool2.run(look_in_between, combination) == [[], []], combination
 
 
+def look_within_a_look(combination):
+    """An inner context that discards does so, also within one that keeps."""
+    model = sharded_model(combination)
+    inner = FSDP.summon_full_params(model, writeback=False)
+    with FSDP.summon_full_params(model), inner, torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    return differs(model, plain_model())
+
+
+def test_a_context_that_discards_within_one_that_keeps(pool2):
+    for combination in COMBINATIONS:
+        assert pool2.run(look_within_a_look, combination) == [[], []], combination
+
+
+def norms_in_hooks(combination):
+    """What post-accumulate hooks say of a norm."""
+    model, said = sharded_model(combination), []
+
+    def hook(param):
+        try:
+            said.append(float(param.grad.norm()))
+        except zshard.ShardError:
+            said.append("refused")
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    backward(model, 0)
+    return set(map(type, said)) if combination[0] == "no_shard" else set(said)
+
+
+def test_hooks_on_reduced_gradients_are_guarded(pool2):
+    for combination in COMBINATIONS:
+        expected = {float} if combination[0] == "no_shard" else {"refused"}
+        assert pool2.run(norms_in_hooks, combination) == [expected] * 2, combination
+
+
 def save_with_buffers(combination):
     strategy, transport = combination
     model = FSDP(

@@ -4,7 +4,7 @@ import timeit
 
 import pytest
 import torch
-from guarded import equal_to_slice, part_of, same, sharded_parameter, slice_of
+from guarded import equal_to_slice, part_like, part_of, same, sharded_parameter, slice_of
 from torch import nn
 
 import zshard
@@ -170,3 +170,27 @@ def test_costs_microseconds():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1)) for _ in range(1000)])
     seconds = min(timeit.repeat(lambda: _optim_guard._before_step(optimizer, (), {}), number=1000))
     assert seconds / 1000 < 10e-6
+
+
+def test_what_is_one_number_of_a_scalar_parameter_is_no_slice():
+    shard = sharded_parameter(torch.tensor(2.0))
+    shard.grad = slice_of(torch.tensor(1.0), shard._zshard_part)
+    optimizer = torch.optim.NAdam([shard], lr=0.1)
+    optimizer.step()
+    assert optimizer.state[shard]["step"].item() == 1.0
+    assert optimizer.state[shard]["mu_product"].item() < 1.0
+
+
+def test_state_made_by_new_zeros_goes_with_the_shard():
+    for numel in (5, 6, 7):
+        whole = torch.randn(6, 3)
+        part = part_like(whole, numel=numel)
+        shard = slice_of(whole, part)
+        state = shard.new_zeros(shard.shape)
+        assert type(state) is ShardTensor
+        assert same(state.add_(shard), shard)
+
+
+def test_where_with_a_condition_alone_is_refused():
+    with pytest.raises(ShardError, match="where"):
+        torch.where(sharded_parameter(torch.randn(6, 4)).detach() > 0)

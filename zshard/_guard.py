@@ -23,7 +23,7 @@ from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _of_grads
 
 from zshard import _core
-from zshard._guard_rules import LIKE_AT_RANDOM, rules
+from zshard._guard_rules import LIKE_AT_RANDOM, NEW, rules
 from zshard._guard_words import ShardError, complaint
 from zshard._parts import Part, _parts, part_of
 
@@ -46,15 +46,14 @@ class plain(contextlib.ContextDecorator):
     operation is refused, and no result is guarded."""
 
     def __enter__(self) -> None:
-        # One per entry: a function that is decorated may call itself.
-        self._entered = [*getattr(self, "_entered", ()), torch._C.DisableTorchFunctionSubclass()]
-        self._entered[-1].__enter__()
+        self._switch = torch._C.DisableTorchFunctionSubclass()
+        self._switch.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        self._entered.pop().__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        self._switch.__exit__(*error)
 
     def _recreate_cm(self) -> plain:
-        return plain()  # each call, and so each thread, has its own
+        return plain()  # a decorated function that calls itself, or a thread: each has its own
 
 
 def guarded(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -104,13 +103,16 @@ class _Guarded:
         with plain():
             made = _own_copy(self)  # type: ignore[arg-type]
         memo[id(self)] = made
-        for key, value in vars(self).items():
+        for key, value in vars(self).items() if type(self) is ShardTensor else ():  # as torch does
             if key != "_zshard_part":
                 setattr(made, key, copy.deepcopy(value, memo))
         return made if part is None else _guard_copy(made, part)
 
     def __copy__(self) -> Any:
-        return self.detach()  # type: ignore[attr-defined]
+        part = _core.slice_part(self)  # type: ignore[arg-type]
+        with plain():
+            made = _as_torchs(self)  # type: ignore[arg-type]
+        return made if part is None else _guard_copy(made, part)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As torch's own class: a file of slices is read without zshard."""
@@ -143,7 +145,8 @@ class ShardParameter(_Guarded, nn.Parameter):  # type: ignore[misc]
 
 class WholeParameter(nn.Parameter):
     """A sharded parameter while its unit is unsharded. It differs from nn.Parameter in `data`: what
-    a script writes there leaves no trace, so from then on zshard looks whether it has."""
+    a script writes there leaves no trace, so from then on zshard looks whether it has; and in
+    `grad`, of which this rank has a shard."""
 
     @property
     def data(self) -> Tensor:
@@ -158,6 +161,21 @@ class WholeParameter(nn.Parameter):
     def data(self, value: Tensor) -> None:
         _data.__set__(self, value)
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, which between passes is this rank's shard, and guarded."""
+        grad: Tensor | None = _grad.__get__(self)
+        part = part_of(self)
+        return grad if grad is None or part is None else _core.mark_slice(grad, part)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _grad.__delete__(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = _own_copy(self)
@@ -167,7 +185,8 @@ class WholeParameter(nn.Parameter):
         return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-_data: Any = Tensor.__dict__.get("data") or Tensor.data
+_data: Any = Tensor.data
+_grad: Any = Tensor.grad
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -206,13 +225,33 @@ def _as_torchs(tensor: Tensor) -> Tensor:
 
 def _whole_draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a whole tensor's draw has for this rank: the values that DDP would have."""
-    part = _core.slice_part(args[0])
+    others = dict(kwargs)
+    given = args[0] if args else others.pop("input")
+    part = _core.slice_part(given)
     if part is None:
         return _run(func, args, kwargs)
     with plain():
-        like = args[0].new_empty(()).expand(part.shape)
-        made = part.of(func(like, *args[1:], **kwargs)).clone()
+        like = given.new_empty(()).expand(part.shape)
+        made = part.of(func(like, *args[1:], **others)).clone()
     return _core.mark_slice(made, part)
+
+
+def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`p.new_zeros(p.shape)` goes with the shard; of another shape, it is no part of one."""
+    part = _core.slice_part(args[0])
+    result = _run(func, args, kwargs)
+    return result if part is None else _core.mark_slice(result, part)
+
+
+def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`p.data`, also of a parameter that is whole right now, as in hooks of a backward."""
+    param = args[0]
+    part = _core.slice_part(param)
+    known = part_of(param) if part is None else None
+    if known is not None:
+        known.watch_data()
+    result = _run(func, args, kwargs)
+    return result if part is None else _core.mark_slice(result, part)
 
 
 def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -252,6 +291,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
 _special: dict[Any, Callable[[Any, Any, Any], Any]] = {
     **dict.fromkeys(LIKE_AT_RANDOM, _whole_draw),
     Tensor.type: _type,
+    Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+    **{getattr(Tensor, name): _new for name in NEW},
     Tensor.__setitem__: _set_where,
     torch.autograd.grad: _autograd_grad,
 }

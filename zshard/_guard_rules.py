@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional, init
 
-__all__ = ["EACH", "FACT", "GRAD", "LIKE_AT_RANDOM", "LISTS", "rules"]
+__all__ = ["EACH", "FACT", "GRAD", "LIKE_AT_RANDOM", "LISTS", "NEW", "rules"]
 
 FACT, EACH, LISTS, GRAD = range(4)
 """What csrc/python/py_guard.c does with an operation: run it and give its result as it is; run it
@@ -27,7 +27,6 @@ _FACTS = (
     *("is_signed", "ndimension", "nelement", "numel", "qscheme", "size", "sparse_dim"),
     *("storage_offset", "storage_type", "stride", "untyped_storage", "record_stream"),
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"),
-    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),
     *("__dir__", "__hash__", "__len__", "__sizeof__", "__setstate__", "is_distributed"),
     *("has_names", "_is_view", "_typed_storage"),
 )
@@ -88,6 +87,9 @@ _FUSED = ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 LIKE_AT_RANDOM = frozenset((torch.rand_like, torch.randn_like, torch.randint_like))
 """What draws a tensor like another: for a slice, that of the whole tensor's draw."""
 
+NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+"""Methods that make a tensor of any shape; of the shard's, it is meant to go with the shard."""
+
 Operation = Callable[..., Any]
 
 
@@ -119,7 +121,6 @@ def _each() -> Iterator[Operation]:
     yield from _named(functional, _FUNCTIONAL)
     yield from _named(functional, [f"{name}_" for name in _FUNCTIONAL])
     yield from _named(init, _INIT)
-    yield _getter("data")
     yield torch.polygamma
     yield Tensor.polygamma
 

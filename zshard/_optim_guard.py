@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from zshard import _core
 from zshard._guard import guarded, plain
 from zshard._guard_words import ShardError
+from zshard._optim_state import SCALARS
 from zshard._parts import units_stepped_by
 
 __all__ = ["install", "know", "seen_optimizers"]
@@ -80,6 +81,10 @@ def _before_step(
             "see shards. Use an elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or "
             'FSDP(..., strategy="no_shard")'
         )
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if callable(closure):  # before it, too, an optimizer may write: its forward ends that
+        for unit in units_stepped_by(optimizer):
+            unit.engine.begin_write()
     if len(args) > 1 and callable(args[1]):
         return (args[0], _checked_after(optimizer, args[1]), *args[2:]), kwargs
     if callable(kwargs.get("closure")):
@@ -164,15 +169,17 @@ def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
             _guard_state(self)
         return result
 
-    return stepped
+    # The compiler would trace through classes that ask about operations, which it cannot.
+    return torch._disable_dynamo(stepped)  # type: ignore[attr-defined]
 
 
 def _guard_state(optimizer: torch.optim.Optimizer) -> None:
     """State that was made within plain() is guarded as its parameter is."""
     for param, entries in optimizer.state.items():
         part = _core.slice_part(param)
-        for value in entries.values() if part is not None else ():
-            if isinstance(value, torch.Tensor) and value.dim() == param.dim():
+        for key, value in entries.items() if part is not None else ():
+            is_number = value.dim() == 0 and key in SCALARS if torch.is_tensor(value) else True
+            if not is_number and value.dim() == param.dim():
                 _core.mark_slice(value, part)
 
 

@@ -34,12 +34,22 @@ from zshard._optim_memory import zeros_side_by_side
 from zshard._parts import Part, part_of
 from zshard._whole_values import join
 
-__all__ = ["Room", "Taken", "gather", "held_by", "install", "problems_with", "settle", "spread"]
+__all__ = [
+    "SCALARS",
+    "Room",
+    "Taken",
+    "gather",
+    "held_by",
+    "install",
+    "problems_with",
+    "settle",
+    "spread",
+]
 
 _torchs_save = Optimizer.state_dict
 _torchs_load = Optimizer.load_state_dict
 
-_SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
+SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
 """What torch's optimizers keep as one number per parameter. Used only if shapes do not tell: for
 parameters that have no dimensions themselves."""
 
@@ -94,7 +104,7 @@ def _params_of(optimizer: Optimizer) -> Iterable[Tensor]:
 def _scalar_keys(states: Iterable[tuple[tuple[int, ...], Mapping[Any, Any]]]) -> set[Any]:
     """The names of what an optimizer keeps as one number for each parameter, from the shape and the
     state of its parameters. They tell what a 0-dimensional tensor of a 0-dimensional one is."""
-    found: set[Any] = set(_SCALARS)
+    found: set[Any] = set(SCALARS)
     for shape, entries in states:
         for key, value in entries.items():
             if shape != () and isinstance(value, Tensor) and value.dim() == 0:

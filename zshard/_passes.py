@@ -38,15 +38,15 @@ def call_guarded(
     try:
         return call(*args, **kwargs)
     except BaseException as error:
-        _note_unit(error, unit)
         unit.unwind(n_open, _what(error) if n_open == 0 else "")
+        _note_unit(error, unit)
         raise
 
 
 def _note_unit(error: BaseException, unit: _core.Unit) -> None:
     """Add to torch's error about shapes in which unit it was raised, the innermost, and what the
     shapes of its parameters are."""
-    if not isinstance(error, RuntimeError) or _SHAPES.search(str(error)) is None:
+    if type(error) is not RuntimeError or _SHAPES.search(str(error)) is None:
         return
     if any(_NOTE in note for note in getattr(error, "__notes__", ())):
         return

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from zshard import _core
 from zshard._units import State, state_of, units_of
 from zshard._values import take_from_rank_0
 from zshard._whole_grads import WholeGrads
@@ -82,13 +83,18 @@ def summon_full_params(
 
 
 def _values(states: list[State]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the current values of parameters that are never sharded."""
+    """Return the current values of parameters that stay unsharded: those that are never sharded,
+    and those that unshard() or an enclosing context has gathered."""
     return [
         (param, param.detach().clone())
         for state in states
-        if state.unit.replicated and state.unit.is_full
+        if state.unit.is_full and (state.unit.replicated or _is_pinned(state))
         for param in state.unit.params
     ]
+
+
+def _is_pinned(state: State) -> bool:
+    return any(_core.held_unit(param) is not None for param in state.unit.params[:1])
 
 
 def _versions(states: list[State]) -> list[tuple[torch.Tensor, int]]:

@@ -27,7 +27,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: a sharded parameter (`p`, `p.data`), its `.grad`, or what elementwise operations
-            have made of them. Any other tensor is returned as it is, detached.
+            have made of them. Of any other tensor, a detached copy is returned.
 
     Returns a new plain tensor of the parameter's full shape, without autograd history. Collective:
     call it on all ranks, for the same tensors in the same order.
@@ -36,7 +36,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """
     part = _core.slice_part(tensor)
     if part is None:
-        return to_local(tensor).detach()
+        return to_local(tensor).detach().clone()
     local = to_local(tensor)
     check_agreement(
         part.comm, [(f"the tensor of '{part.name}'", str(local.dtype))], "tensors of full_tensor()"

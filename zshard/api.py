@@ -257,8 +257,8 @@ class FSDP(Controls):
             for spec in specs:  # what cannot be sharded at all has its own words
                 check_unit(spec)
                 _class_for(type(spec.module))
-        if comm.rank == 0:
-            warn_of_strides(specs, stacklevel=3)
+            if comm.rank == 0:
+                warn_of_strides(specs, stacklevel=3)
         check_fits(module, planned, comms, limit, device)
         source = comm if sync_module_states and comm.world > 1 else None
         values = Values(module, Materializer(module, param_init_fn, ignored[0]), source, device)

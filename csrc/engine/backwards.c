@@ -117,6 +117,11 @@ void zs_engine_on_unshown(void (*show)(zs_engine *engine))
     show_units = show;
 }
 
+static void show(zs_home *home)
+{
+    if (home->unshown > 0) show_units((zs_engine *)home);
+}
+
 static zs_status backward_end_hook(void *pointer, int64_t arg)
 {
     zs_engine *engine = pointer;
@@ -125,7 +130,7 @@ static zs_status backward_end_hook(void *pointer, int64_t arg)
         status = zs_schedule_end(&engine->home.schedule);
     else
         abandon_backward(engine);
-    if (engine->home.unshown > 0) show_units(engine);
+    show(&engine->home);
     return status;
 }
 
@@ -149,7 +154,7 @@ static void note_peak(zs_home *home)
 
 zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out)
 {
-    static const zs_engine_hooks hooks = {{hook_param, note_peak}, hook_backward_end};
+    static const zs_engine_hooks hooks = {{hook_param, show, note_peak}, hook_backward_end};
     return zs_engine_make(ranks, name, &hooks, &zs_engine_actions, out);
 }
 

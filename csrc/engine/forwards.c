@@ -120,6 +120,7 @@ static zs_status thaw_units(zs_engine *engine)
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         zs_unit *unit = zs_engine_unit(engine, i);
         if (!zs_unit_is_thawing(unit)) continue;
+        ZS_TRY(zs_engine_settle(engine)); /* a backward that raised here may have rounds under way */
         ZS_TRY(zs_unit_thaw(unit));
         zs_engine_note_thaw(engine, unit);
     }
@@ -130,7 +131,9 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
 {
     zs_entry entry = entry_now();
     entry.training = training;
-    if (entry.recording && !runs(schedule_of(unit))) ZS_TRY(thaw_units(zs_engine_of(unit)));
+    const zs_schedule *schedule = schedule_of(unit);
+    bool between = schedule->n_open == 0 && (schedule->stage == ZS_IDLE || schedule->stage == ZS_FAILED);
+    if (entry.recording && between) ZS_TRY(thaw_units(zs_engine_of(unit)));
     if (backward_runs(schedule_of(unit))) {
         ZS_TRY(zs_in_backward_check(unit));
         return zs_schedule_recompute(schedule_of(unit), &unit->record, entry.now);

@@ -226,7 +226,10 @@ static PyObject *run_each(PyObject *operation, PyObject *types, const arguments 
         if (all.misfit || has_sequence(given)) return hand_over(operation, types, given);
     }
     PyObject *result = zs_py_call_plain(operation, given->args, given->kwargs);
-    return slice.part == NULL ? result : marked(result, &slice);
+    if (slice.part == NULL || result == NULL) return result;
+    if (zs_py_is_tensor(result) && has_shape(result, own_shape(&slice))) return marked(result, &slice);
+    Py_DECREF(result); /* torch.where(condition) is not elementwise, though torch.where(condition, a, b) is */
+    return hand_over(operation, types, given);
 }
 
 static PyObject *run_grad(PyObject *operation, const arguments *given)
@@ -333,9 +336,8 @@ static PyObject *slice_part(PyObject *module, PyObject *object)
     return Py_NewRef(found.part != NULL ? found.part : Py_None);
 }
 
-PyDoc_STRVAR(mark_slice_doc,
-             "mark_slice($module, tensor, part, /)\n--\n\nHave a plain tensor of the Part's local shape "
-             "guarded. Returns the tensor.");
+PyDoc_STRVAR(mark_slice_doc, "mark_slice($module, tensor, part, /)\n--\n\nHave a plain tensor guarded if it has the "
+                             "Part's local shape and is no unreduced gradient of no_sync(). Returns the tensor.");
 
 static PyObject *mark_slice(PyObject *module, PyObject *args)
 {
@@ -346,6 +348,7 @@ static PyObject *mark_slice(PyObject *module, PyObject *args)
     slice.shape = PyObject_GetAttr(slice.part, guard.geometry);
     if (slice.shape == NULL) return NULL;
     Py_DECREF(slice.shape);
+    if (zs_py_is_local_grad(object)) return Py_NewRef(object);
     return marked(Py_NewRef(object), &slice);
 }
 

@@ -124,7 +124,10 @@ zs_status zs_grads_deliver(zs_unit *unit)
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         bool run = param->reduced && zs_tensor_alive(param->tensor) && zs_hook_has_users(param->tensor);
-        if (run && status == ZS_OK) status = zs_hook_run_users(param->tensor);
+        if (run && status == ZS_OK) {
+            unit->home->calls->show(unit->home);
+            status = zs_hook_run_users(param->tensor);
+        }
         param->has_grad = param->reduced = false;
     }
     return status;

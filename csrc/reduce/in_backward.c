@@ -230,6 +230,7 @@ zs_status zs_in_backward_step(zs_unit *unit)
         any = grad.defined;
     }
     zs_pager_nest(unit->stepping->lends);
+    if (any) unit->home->calls->show(unit->home);
     zs_status status = any ? unit->stepping->stepper.step(unit->stepping->stepper.ctx) : ZS_OK;
     zs_pager_nest(false);
     ZS_TRY(status);

@@ -31,6 +31,8 @@ size_t zs_ranks_list(const zs_ranks *ranks, zs_comm *each[ZS_RANKS]);
 typedef struct zs_home_calls {
     /* Sets the gradient hook on the unit's parameter `i`; cheap if it is there. */
     zs_status (*hook_param)(zs_unit *, int64_t i);
+    /* Python is about to run within a backward: shows it the parameters as what they are. */
+    void (*show)(zs_home *);
     /* More memory may be held than before: counts it for the peak. */
     void (*note_peak)(zs_home *);
 } zs_home_calls;

@@ -247,8 +247,9 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
     zs_flat *flat = &unit->flats[param->flat];
     bool moved = !zs_tensor_on_storage(param->tensor, flat->full);
     bool written = !moved && zs_tensor_version(param->tensor) != param->version;
-    if (!moved) ZS_TRY(check_watched(param, &written));
+    zs_status looked = moved ? ZS_OK : check_watched(param, &written);
     ZS_TRY(zs_unit_bind_local(unit, param));
+    ZS_TRY(looked);
     if (written) zs_secondary_spoil(unit);
     if (moved) return moved_error(unit, param, "while it was unsharded");
     if (written)
