@@ -98,11 +98,12 @@ def test_nothing_grows(tmp_path: Path) -> None:
     """Objects and bytes of the heap after hundreds of calls and failures of each kind."""
     for _ in range(20):
         each_call(tmp_path)
+    gc.collect()  # earlier tests' garbage, which may hold files
     open_before, blocks, heap = descriptors(), sys.getallocatedblocks(), heap_bytes()
     for _ in range(300):
         each_call(tmp_path)
     gc.collect()
-    assert descriptors() == open_before
+    assert descriptors() <= open_before
     assert sys.getallocatedblocks() - blocks < 100
     assert heap_bytes() - heap < 300 * 16
 
