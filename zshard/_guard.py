@@ -4,7 +4,7 @@ The one idea: between steps a parameter is a slice of shape (k, 1, ..., 1), and 
 for the matrix would compute something else without a word. So its class is a subclass that torch
 asks about each operation. Elementwise ones run, and their results are guarded in turn (py_guard.c
 with the list of _guard_rules.py); all others raise ShardError, which says what to write. In forward
-and backward, where parameters are whole, they are of torch's own class, and nothing is asked.
+and backward parameters are whole: their class (WholeParameter) is not asked about operations.
 
 No operation communicates; full_tensor() does, on all ranks.
 """
@@ -31,6 +31,7 @@ __all__ = [
     "ShardError",
     "ShardParameter",
     "ShardTensor",
+    "guard_like",
     "guarded",
     "install",
     "plain",
@@ -198,6 +199,12 @@ def to_local(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def guard_like(made: Any, tensor: Tensor) -> Any:
+    """Have a plain tensor guarded as `tensor` is, if it has the shape of its shard; return it."""
+    part = _core.slice_part(tensor)
+    return made if part is None else _core.mark_slice(made, part)
+
+
 def _own_copy(tensor: Tensor) -> Tensor:
     """A copy of torch's own class."""
     values = tensor.detach().clone(memory_format=torch.preserve_format)
@@ -238,27 +245,22 @@ def _whole_draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`p.new_zeros(p.shape)` goes with the shard; of another shape, it is no part of one."""
-    part = _core.slice_part(args[0])
-    result = _run(func, args, kwargs)
-    return result if part is None else _core.mark_slice(result, part)
+    return guard_like(_run(func, args, kwargs), args[0])
 
 
 def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`p.data`, also of a parameter that is whole right now, as in hooks of a backward."""
     param = args[0]
-    part = _core.slice_part(param)
-    known = part_of(param) if part is None else None
-    if known is not None:
-        known.watch_data()
-    result = _run(func, args, kwargs)
-    return result if part is None else _core.mark_slice(result, part)
+    whole = part_of(param) if _core.slice_part(param) is None else None
+    if whole is not None:
+        whole.watch_data()
+    return guard_like(_run(func, args, kwargs), param)
 
 
 def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`t.type()` asks for a name, `t.type(dtype)` is a cast."""
     result = _run(func, args, kwargs)
-    part = _core.slice_part(args[0])
-    return result if part is None or isinstance(result, str) else _core.mark_slice(result, part)
+    return result if isinstance(result, str) else guard_like(result, args[0])
 
 
 def _set_where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

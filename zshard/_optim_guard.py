@@ -82,15 +82,15 @@ def _before_step(
             'FSDP(..., strategy="no_shard")'
         )
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if callable(closure):  # before it, too, an optimizer may write: its forward ends that
-        for unit in units_stepped_by(optimizer):
-            unit.engine.begin_write()
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], _checked_after(optimizer, args[1]), *args[2:]), kwargs
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _checked_after(optimizer, kwargs["closure"])}
-    _begin_to_write(optimizer)
-    return None
+    if not callable(closure):
+        _begin_to_write(optimizer)
+        return None
+    for unit in units_stepped_by(optimizer):  # an optimizer may write before its closure, too
+        unit.engine.begin_write()
+    checked = _checked_after(optimizer, closure)
+    if len(args) > 1:
+        return (args[0], checked, *args[2:]), kwargs
+    return args, {**kwargs, "closure": checked}
 
 
 def _checked_after(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zshard import _core
+from zshard._guard import guard_like
 
 __all__ = ["ALIGN", "zeros_side_by_side"]
 
@@ -42,13 +43,7 @@ def zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
             block = torch.zeros(length, dtype=dtype, device=device)
         for i, start in zip(members, starts, strict=True):
             made[i] = block[start : start + params[i].numel()].view(params[i].shape)
-    return [_guarded(made[i], params[i]) for i in range(len(params))]
-
-
-def _guarded(made: Tensor, param: Tensor) -> Tensor:
-    """State of a sharded parameter is guarded as it is."""
-    part = _core.slice_part(param)
-    return made if part is None else _core.mark_slice(made, part)
+    return [guard_like(made[i], params[i]) for i in range(len(params))]
 
 
 def _places(params: Sequence[Tensor]) -> tuple[list[int], int]:

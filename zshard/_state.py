@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._guard import plain
+from zshard._guard import guard_like, plain
 from zshard._outline import Outline, Pending, StandIns
 from zshard._parts import part_of
 from zshard._plan import UnitSpec
@@ -457,7 +457,7 @@ def _slice(
             wrong = f"got shape {tuple(value.shape)}, but the shard has shape ({local.numel()},)"
         if wrong:
             error_msgs.append(f"{key}: {wrong}")
-        return local if wrong else _like_shard(value.reshape(local.shape), place.param)
+        return local if wrong else guard_like(value.reshape(local.shape), place.param)
     if whole == () and tuple(value.shape) == (1,):
         value = value[0]  # nn.Module takes scalars from old files so
     if tuple(value.shape) != whole:
@@ -473,10 +473,4 @@ def _slice(
     if isinstance(value, Pending):
         return value.part(begin, local.shape)
     elements = value.detach().reshape(-1)[begin : begin + numel].reshape(local.shape)
-    return _like_shard(elements, place.param)
-
-
-def _like_shard(elements: Any, param: nn.Parameter) -> Any:
-    """Return elements that are meant for a shard so that the guard knows it."""
-    part = _core.slice_part(param)
-    return elements if part is None else _core.mark_slice(elements, part)
+    return guard_like(elements, place.param)
