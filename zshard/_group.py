@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard._device import CPU, is_stand_in, torch_device
+from zshard._exit import fail
 from zshard._nccl import NcclOptions, library
 from zshard._units import Comms
 from zshard.strategy import ShardingStrategy
@@ -476,8 +477,18 @@ def _leave() -> None:
         _failed = _failed or bool(entry.comm.lost)
         if key[1] == _BESIDE and _last_words:
             entry.comm.abort(_last_words)
+        if not _failed:
+            _compare_ends(entry.comm)
         entry.comm.close()
     _entries.clear()
+
+
+def _compare_ends(comm: _core.Comm) -> None:
+    """No round has compared what ranks did after the last one."""
+    try:
+        comm.end()
+    except _core.DivergenceError as error:
+        fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")
 
 
 def _destroy_own_group() -> None:

@@ -272,7 +272,8 @@ def _set_where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         return _refuse(func, args, kwargs)
     if mask.dtype != torch.bool or (isinstance(value, Tensor) and value.numel() != 1):
         return _refuse(func, args, kwargs)
-    return _run(func, args, kwargs)
+    _run(func, args, kwargs)
+    part.note_write(target, func)
 
 
 def _autograd_grad(

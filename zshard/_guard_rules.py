@@ -20,6 +20,9 @@ FACT, EACH, LISTS, GRAD = range(4)
 """What csrc/python/py_guard.c does with an operation: run it and give its result as it is; run it
 on slices of the same elements and guard the result; the same for lists of tensors; get `.grad`."""
 
+WRITES = 8
+"""Added for an operation that writes to its first argument: all ranks are to make it."""
+
 _FACTS = (
     *("data_ptr", "dense_dim", "dim", "dim_order", "element_size", "get_device"),
     *("is_complex", "is_coalesced", "is_conj", "is_contiguous", "is_floating_point"),
@@ -74,6 +77,7 @@ _DUNDERS = (
     *("radd", "rand", "rdiv", "rfloordiv", "rlshift", "rmod", "rmul", "ror", "rpow", "rrshift"),
     *("rshift", "rsub", "rtruediv", "rxor", "sub", "truediv", "xor"),
 )
+_INPLACE_DUNDERS = frozenset(name for name in _DUNDERS if name[0] == "i" and name != "invert")
 _FUNCTIONAL = (
     *("celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu"),
     *("logsigmoid", "mish", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softshrink"),
@@ -100,7 +104,17 @@ def rules() -> dict[Operation, int]:
     found.update(dict.fromkeys(_each(), EACH))
     found.update(dict.fromkeys(_lists(), LISTS))
     found[_getter("grad")] = GRAD
-    return found
+    return {func: rule | WRITES if _writes(func, rule) else rule for func, rule in found.items()}
+
+
+def _writes(func: Operation, rule: int) -> bool:
+    """Return whether an elementwise operation is an in-place one, by torch's way to name them."""
+    name = func.__name__
+    if rule not in (EACH, LISTS) or name == "detach_":
+        return False
+    if name.startswith("__"):
+        return name.strip("_") in _INPLACE_DUNDERS
+    return name.endswith("_")
 
 
 def _facts() -> Iterator[Operation]:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
 from zshard._optim_guard import know
+from zshard._settings import note_step
 from zshard._units import Hook, State, hook_forward, known_hooks, units_of
 
 __all__ = ["OptimizerInBackward", "refuse_clipping", "watch_scaled"]
@@ -108,6 +109,7 @@ class OptimizerInBackward:
         elif index == _OVER:
             for optimizer, stepped in self._stepped.items():
                 optimizer._end_parts(stepped)
+                note_step(optimizer, self._units[0].engine_id)
             self._stepped = {}
         else:
             for optimizer, group, params in self._parts[index]:

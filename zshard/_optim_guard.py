@@ -28,6 +28,7 @@ from zshard._guard import guarded, plain
 from zshard._guard_words import ShardError
 from zshard._optim_state import SCALARS
 from zshard._parts import units_stepped_by
+from zshard._settings import note_step
 
 __all__ = ["install", "know", "seen_optimizers"]
 
@@ -119,8 +120,9 @@ def _after_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Torch's post-hook, which it runs only if the step has not raised."""
+    note_step(optimizer)
     for unit in units_stepped_by(optimizer):
-        unit.engine.after_step()
+        unit.engine.end_write()
 
 
 def _refuse_local_grads(optimizer: torch.optim.Optimizer) -> None:

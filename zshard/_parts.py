@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch import Tensor
 from zshard import _core
 from zshard._units import State
 
-__all__ = ["Part", "part_of", "remember_parts", "units_stepped_by"]
+__all__ = ["Part", "Stepped", "part_of", "remember_parts", "stepped_by", "units_stepped_by"]
 
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
@@ -92,6 +94,12 @@ class Part:
         if state is not None:
             state.unit.watch(self._index)
 
+    def note_write(self, tensor: Tensor, operation: Callable[..., Any]) -> None:
+        """A script has written to a slice of these elements in place, as all ranks must."""
+        state = self._state()
+        if state is not None:
+            state.unit.note_write(self._index, tensor, operation.__name__)
+
     def settle(self, param: Tensor) -> None:
         """Reshard a parameter that a forward has kept, so that `param` has the shape and dtype that
         it has between steps. Raises RuntimeError if unshard() has gathered it, and during a forward
@@ -144,26 +152,61 @@ def part_of(param: Tensor) -> Part | None:
     return entry[1] if entry is not None and entry[0]() is param else None
 
 
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[State]]]]
+@dataclass(frozen=True)
+class Stepped:
+    """What an optimizer has of one sharded model."""
+
+    _state: weakref.ref[State]  # of one of its units
+    groups: tuple[tuple[int, int, int], ...]
+    """(index of the param group, index in it of the model's first parameter, number of those)"""
+
+    @property
+    def unit(self) -> _core.Unit | None:
+        """One unit of the model; None if it is gone."""
+        state = self._state()
+        return None if state is None else state.unit
+
+    @property
+    def comm_id(self) -> int:
+        """A number for the model's ranks, while the model lives."""
+        state = self._state()
+        return 0 if state is None else id(state.comms.all)
+
+
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[Stepped]]]
 _stepped = weakref.WeakKeyDictionary()
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[Stepped]:
+    """Return what the optimizer has of each sharded model."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _stepped.get(optimizer)
+    if known is None or known[0] != count:
+        known = _stepped[optimizer] = count, _models_of(optimizer)
+    return known[1]
 
 
 def units_stepped_by(optimizer: torch.optim.Optimizer) -> list[_core.Unit]:
     """Return one unit of each sharded model of which the optimizer has parameters."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    known = _stepped.get(optimizer)
-    if known is None or known[0] != count:
-        known = _stepped[optimizer] = count, _states_of(optimizer)
-    return [state.unit for state in (reference() for reference in known[1]) if state is not None]
+    units = (each.unit for each in stepped_by(optimizer))
+    return [unit for unit in units if unit is not None]
 
 
-def _states_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[State]]:
-    """One unit's state of each model; by the root of its ranks, as inner units may be adopted."""
-    found: dict[int, weakref.ref[State]] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
+def _models_of(optimizer: torch.optim.Optimizer) -> list[Stepped]:
+    """By the root of the ranks, as inner units may be adopted."""
+    states: dict[int, weakref.ref[State]] = {}
+    groups: dict[int, dict[int, tuple[int, int]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
             part = part_of(param)
             state = part._state() if part is not None else None
-            if part is not None and state is not None:
-                found.setdefault(state.unit.engine_id, part._state)
-    return list(found.values())
+            if part is None or state is None:
+                continue
+            model = state.unit.engine_id
+            states.setdefault(model, part._state)
+            first, n = groups.setdefault(model, {}).get(number, (index, 0))
+            groups[model][number] = first, n + 1
+    return [
+        Stepped(state, tuple((number, *counts) for number, counts in groups[model].items()))
+        for model, state in states.items()
+    ]

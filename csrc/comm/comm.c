@@ -93,7 +93,8 @@ size_t zs_spec_piece_bytes(const zs_cunit_spec *spec)
 
 size_t zs_spec_used_words(const zs_cunit_spec *spec)
 {
-    return spec->n_params == 0 ? 1 : (spec->n_params + 63) / 64;
+    size_t bits = spec->n_params + spec->n_more;
+    return bits == 0 ? 1 : (bits + 63) / 64;
 }
 
 size_t zs_cunit_slice_at(const zs_cunit *unit, int f, int part)
@@ -116,41 +117,12 @@ const char *zs_unit_label(const char *name)
     return *name != 0 ? name : "(root)";
 }
 
-void zs_comm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t before, uint64_t now)
+void zs_comm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *before, const zs_past *now)
 {
-    comm->history ^= before ^ now;
+    zs_past_replace(&comm->past, before, now);
+    comm->apart = false;
     const zs_reader_ops *readers = comm->ops->readers;
-    if (readers->tell_history != NULL && reader != NULL) readers->tell_history(comm, reader, now);
-}
-
-void zs_comm_tell_mishap(zs_comm *comm, const char *what)
-{
-    snprintf(comm->mishap, sizeof comm->mishap, "%s", what);
-    if (comm->ops->talk->tell_mishap != NULL) comm->ops->talk->tell_mishap(comm, what);
-}
-
-void zs_comm_mishaps(const zs_comm *comm, char *text, size_t size)
-{
-    size_t used = 0;
-    text[0] = 0;
-    for (int r = 0; r < comm->world && used < size; r++) {
-        bool own = r == comm->rank;
-        const char *what = own ? comm->mishap : zs_comm_mishap_of(comm, r);
-        if (*what == 0) continue;
-        used += (size_t)snprintf(text + used, size - used, "; rank %d %.*s", r, ZS_MISHAP - 1, what);
-    }
-}
-
-zs_status zs_comm_fail_history(const zs_comm *comm, int other)
-{
-    char mishaps[3 * ZS_MISHAP];
-    zs_comm_mishaps(comm, mishaps, sizeof mishaps);
-    return ZS_FAIL(
-        ZS_ERR_DIVERGED,
-        "the parameters are out of step: rank %d and rank %d have not made the same optimizer steps and loads, "
-        "or not unfrozen the same parameters, so their shards are of different steps%s; load a checkpoint on all "
-        "ranks, and step on all or none",
-        comm->rank, other, mishaps);
+    if (readers->tell_past != NULL && reader != NULL) readers->tell_past(comm, reader, now);
 }
 
 enum { PASS = 3, CHANGED = 4, EVAL_MODE = 8 };

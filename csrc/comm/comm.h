@@ -36,21 +36,10 @@ zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *uni
 /* What messages call a unit of this name: "(root)" for the outermost, whose name is empty; borrowed. */
 const char *zs_unit_label(const char *name);
 
-/* Something has happened to the parameters on this rank that must happen on all ranks, or on none: `history`, a number made
- * of all such events of a model, was `before` and is `now`. It is compared with the peers' whenever ranks meet to gather
- * parameters or to reduce gradients; where it differs, that fails on all ranks with ZS_ERR_DIVERGED. `reader`: the model's,
- * if this transport made it, else NULL. Never waits. */
-void zs_comm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t before, uint64_t now);
-
-/* What has failed on this rank lately, as a clause that goes on "rank 0 ": peers put it into the errors that come of it.
- * "": nothing. Never waits. */
-void zs_comm_tell_mishap(zs_comm *comm, const char *what);
-
-/* "; rank 0 raised ..." for all ranks that have told of a mishap, as far as this one knows; "" if none has. */
-void zs_comm_mishaps(const zs_comm *comm, char *text, size_t size);
-
-/* The failure of a rank that finds that rank `other` has another history. */
-zs_status zs_comm_fail_history(const zs_comm *comm, int other);
+/* Something has happened to a model's parameters on this rank that must happen on all ranks, or on none: what was `before` is
+ * `now`. It is compared with the peers' where ranks meet to gather parameters; where it differs, that fails on all ranks with
+ * ZS_ERR_DIVERGED. `reader`: the model's, if this transport made it, else NULL. Never waits. */
+void zs_comm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *before, const zs_past *now);
 
 /* What peers are told of a session, where they are told with each gather; 0 is a training forward. */
 uint64_t zs_reading_told(const zs_reading *reading);

@@ -7,8 +7,7 @@
 #define ZS_COMM_OPS_H
 
 #include "comm/comm_types.h"
-
-enum { ZS_MISHAP = 256 }; /* longest account of a mishap */
+#include "comm/past.h"
 
 /* --- the tables ------------------------------------------------------------------------------------------------------- */
 
@@ -84,8 +83,8 @@ typedef struct zs_reader_ops {
      * begins ends a write. No-op within a pass. Both NULL where shards are not mapped. */
     zs_status (*write_begin)(zs_comm *, zs_reader *);
     void (*write_end)(zs_comm *, zs_reader *);
-    /* See zs_comm_tell_history; NULL: the head has it. */
-    void (*tell_history)(zs_comm *, zs_reader *, uint64_t now);
+    /* See zs_comm_tell_past; NULL: the head has it. */
+    void (*tell_past)(zs_comm *, zs_reader *, const zs_past *now);
 } zs_reader_ops;
 
 /* Small things said from rank to rank. */
@@ -99,10 +98,13 @@ typedef struct zs_talk_ops {
     /* As exchange, of the device's memory and any size, in the compute stream; waits for the peers' hosts. NULL where nothing
      * queues. */
     zs_status (*gather_device)(zs_comm *, const void *mine, size_t bytes, void *all);
-    /* See zs_comm_tell_mishap; NULL: the head has it. */
-    void (*tell_mishap)(zs_comm *, const char *);
-    /* What a peer told last; NULL: nobody knows. */
-    const char *(*mishap_of)(const zs_comm *, int rank);
+    /* See zs_comm_tell; NULL: the head has it. */
+    void (*tell)(zs_comm *, zs_topic, const char *);
+    /* What a peer has told of a topic; NULL: nobody knows. */
+    const char *(*said)(const zs_comm *, int rank, zs_topic);
+    /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `pasts` [world] are theirs. Never
+     * waits for a peer. NULL: nobody knows. */
+    zs_status (*end)(zs_comm *, zs_past *pasts, bool *all);
     /* Tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent. */
     void (*abort)(zs_comm *, const char *reason);
 } zs_talk_ops;
@@ -133,8 +135,9 @@ struct zs_comm {
     char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
     uint64_t reading;        /* (not mapped) what gathers are for, see zs_reading_told */
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
-    uint64_t history;        /* of all models that use it, see zs_comm_tell_history */
-    char mishap[ZS_MISHAP];  /* see zs_comm_tell_mishap */
+    zs_past past;            /* of all models that use it, see zs_comm_tell_past */
+    bool apart;              /* pasts have been found to differ since it was told last */
+    zs_words words;          /* see zs_comm_tell */
     /* So many have ended; what streams did in them comes before all that the compute stream does since. */
     uint64_t sessions;
     zs_refs refs;
@@ -333,10 +336,10 @@ static inline void zs_comm_abort(zs_comm *comm, const char *reason)
     comm->ops->talk->abort(comm, reason);
 }
 
-/* What a peer told last; "": nothing, or nobody knows. */
-static inline const char *zs_comm_mishap_of(const zs_comm *comm, int rank)
+/* What a peer has told of a topic; "": nothing, or nobody knows. */
+static inline const char *zs_comm_said(const zs_comm *comm, int rank, zs_topic topic)
 {
-    return comm->ops->talk->mishap_of != NULL ? comm->ops->talk->mishap_of(comm, rank) : "";
+    return comm->ops->talk->said != NULL ? comm->ops->talk->said(comm, rank, topic) : "";
 }
 
 /* Memory that the transport itself has. */

@@ -55,7 +55,8 @@ typedef enum zs_reduce_mode {
 
 typedef struct zs_cunit_spec {
     const char *name; /* for messages; copied */
-    size_t n_params;  /* length of the used bitmap in bits */
+    size_t n_params;  /* the first bits of the used bitmap */
+    size_t n_more;    /* bits behind them, for what else is said of a round */
     int n_slices;     /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
     /* One rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64. */
     size_t slice_bytes[ZS_MAX_FLATS];

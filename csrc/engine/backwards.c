@@ -90,7 +90,7 @@ static zs_status hook_param(zs_unit *unit, int64_t i)
 static void tell_failure(zs_engine *engine, const char *when)
 {
     const char *what = zs_backward_failure();
-    char text[ZS_MISHAP];
+    char text[256];
     snprintf(text, sizeof text, "raised %s %s", *what != 0 ? what : "an exception", when);
     zs_engine_tell_mishap(engine, text);
 }

@@ -92,7 +92,6 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     engine->home.calls = &hooks->calls;
     engine->home.ranks = *ranks;
     engine->history.window = 1;
-    engine->history.stepped = UINT64_MAX;
     retain_ranks(ranks);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);

@@ -16,11 +16,12 @@ typedef struct zs_engine_hooks {
 
 /* See history.h. */
 typedef struct zs_history {
-    uint64_t reductions;             /* backwards that have ended, well or not */
-    uint64_t stepped;                /* how many had when an optimizer stepped last */
-    uint64_t window;                 /* how many of them went well on all ranks, and one */
-    uint64_t steps, loads, n_loaded; /* since the last of those: steps and loads, folded; parameters loaded */
-    uint64_t agreed, told;           /* what all ranks had at that time; what the peers are told now */
+    uint64_t window; /* how many backwards went well on all ranks, and one */
+    zs_past agreed;  /* what all ranks had at the last of those */
+    /* Since then: optimizer steps; digests of their settings, summed; loads, folded; parameters loaded; which kinds of
+     * in-place operations have written, as bits, and which of them the peers have been told of. */
+    uint64_t steps, settings[2], loads, n_loaded, writes, told_writes;
+    char written[256]; /* the last of those writes, for the peers' messages */
 } zs_history;
 
 /* See engine.h. */

@@ -4,6 +4,10 @@
 #include "base/fold.h"
 #include "engine/engine_inside.h"
 
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 static uint64_t fold_text(const char *text)
 {
     uint64_t folded = 0;
@@ -12,12 +16,14 @@ static uint64_t fold_text(const char *text)
     return folded;
 }
 
-void zs_engine_note_step(zs_engine *engine)
+/* --- events ----------------------------------------------------------------------------------------------------------------- */
+
+void zs_engine_note_step(zs_engine *engine, const uint64_t settings[2])
 {
     zs_history *history = &engine->history;
-    if (history->stepped == history->reductions) return;
-    history->stepped = history->reductions;
-    history->steps = zs_fold(history->steps, history->reductions + 1);
+    history->steps++;
+    for (int i = 0; i < 2; i++)
+        history->settings[i] += zs_fold(settings[i], history->window);
 }
 
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
@@ -34,8 +40,28 @@ void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
 
 void zs_engine_note_thaw(zs_engine *engine, const zs_unit *unit)
 {
-    engine->history.agreed = zs_fold(engine->history.agreed, fold_text(unit->name));
+    engine->history.agreed.thaws = zs_fold(engine->history.agreed.thaws, fold_text(unit->name));
 }
+
+/* Of a flat's parameters or their gradients, and no copy? */
+static bool is_part_of(const zs_flat *flat, const zs_tensor *tensor)
+{
+    const zs_storage *each[] = {flat->shard, flat->full, flat->grads};
+    for (size_t i = 0; i < sizeof each / sizeof *each; i++)
+        if (each[i] != NULL && zs_tensor_on_storage(tensor, each[i])) return true;
+    return false;
+}
+
+void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation)
+{
+    zs_history *history = &zs_engine_of(unit)->history;
+    const zs_param *param = &unit->params[i];
+    if (!is_part_of(&unit->flats[param->flat], written)) return;
+    history->writes |= UINT64_C(1) << (fold_text(operation) % 64);
+    snprintf(history->written, sizeof history->written, "%.40s() on '%s'", operation, param->name);
+}
+
+/* --- what comes of them ------------------------------------------------------------------------------------------------------ */
 
 static uint64_t n_params(const zs_engine *engine)
 {
@@ -45,44 +71,78 @@ static uint64_t n_params(const zs_engine *engine)
     return n;
 }
 
-static uint64_t history_of(const zs_engine *engine)
+static zs_past past_of(const zs_engine *engine)
 {
     const zs_history *history = &engine->history;
-    if (history->n_loaded == 0 && history->steps == 0) return history->agreed;
-    bool all = history->n_loaded == n_params(engine);
-    return zs_fold(zs_fold(history->agreed, all ? 0 : history->steps), history->loads);
+    zs_past past = history->agreed;
+    if (history->n_loaded > 0) past.loads = zs_fold(past.loads, history->loads);
+    if (history->n_loaded > 0 && history->n_loaded == n_params(engine)) return past;
+    past.steps += history->steps;
+    if (history->steps > 0) memcpy(past.settings, history->settings, sizeof past.settings);
+    if (history->writes != 0) past.writes = zs_fold(past.writes, history->writes);
+    return past;
+}
+
+static void tell(const zs_engine *engine, zs_topic topic, const char *text)
+{
+    zs_comm *each[ZS_RANKS];
+    size_t n = zs_ranks_list(&engine->home.ranks, each);
+    for (size_t i = 0; i < n; i++)
+        zs_comm_tell(each[i], topic, text);
 }
 
 void zs_history_tell(zs_engine *engine)
 {
-    uint64_t now = history_of(engine);
-    if (engine->history.told == now) return;
+    zs_history *history = &engine->history;
+    zs_past now = past_of(engine), *told = &engine->home.past;
+    if (history->told_writes != history->writes) tell(engine, ZS_ON_WRITE, history->written);
+    history->told_writes = history->writes;
+    if (memcmp(told, &now, sizeof now) == 0) return;
     zs_comm *each[ZS_RANKS];
     size_t n = zs_ranks_list(&engine->home.ranks, each);
     for (size_t i = 0; i < n; i++) {
         zs_reader *reader = each[i] == engine->home.ranks.shard_group ? engine->reader : NULL;
-        zs_comm_tell_history(each[i], reader, engine->history.told, now);
+        zs_comm_tell_past(each[i], reader, told, &now);
     }
-    engine->history.told = now;
+    *told = now;
 }
 
 void zs_engine_tell_mishap(zs_engine *engine, const char *what)
 {
     if (*what == 0 && !engine->mishap) return;
     engine->mishap = *what != 0;
-    zs_comm *each[ZS_RANKS];
-    size_t n = zs_ranks_list(&engine->home.ranks, each);
-    for (size_t i = 0; i < n; i++)
-        zs_comm_tell_mishap(each[i], what);
+    tell(engine, ZS_ON_MISHAP, what);
+}
+
+void zs_engine_tell_settings(zs_engine *engine, const char *lines)
+{
+    tell(engine, ZS_ON_SETTINGS, lines);
 }
 
 void zs_history_reduced(zs_engine *engine, bool good)
 {
     zs_history *history = &engine->history;
-    history->reductions++;
     if (!good) return;
-    history->agreed = history->told;
+    history->agreed = engine->home.past;
     history->steps = history->loads = history->n_loaded = 0;
+    history->settings[0] = history->settings[1] = 0;
+    history->writes &= ~history->told_writes; /* what was written since the peers were told is new to them */
+    history->told_writes = 0;
     history->window++;
     zs_engine_tell_mishap(engine, "");
+    if (*history->written != 0) tell(engine, ZS_ON_WRITE, "");
+    *history->written = 0;
+}
+
+zs_status zs_engine_compare(zs_engine *engine)
+{
+    zs_comm *comm = engine->home.ranks.all;
+    zs_history_tell(engine);
+    zs_past *all = calloc((size_t)comm->world, sizeof *all);
+    if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps");
+    zs_status status = zs_comm_exchange(comm, &engine->home.past, sizeof *all, all);
+    for (int r = 1; r < comm->world; r++)
+        ZS_THEN(status, zs_comm_check_pasts(comm, &(zs_pasts){&all[0], &all[r], r}));
+    free(all);
+    return status;
 }

@@ -1,26 +1,30 @@
 /* history.h - what has been done to a model's parameters that must be done on all ranks, or on none.
  *
  * The one idea: a step that one rank alone leaves out, or a load that it alone does, leaves slices of different moments, and
- * training would go on with the mixture. So each rank folds such events into one number, and wherever ranks meet anyway they
- * compare it (zs_comm_tell_history).
+ * training would go on with the mixture. So each rank keeps a few numbers about such events (a zs_past), and wherever ranks meet
+ * anyway they compare them: before a forward (zs_comm_tell_past), and in each round of gradients (reduce.c).
  *
- *   event    | folded in
- *   a step   | once for each backward that has ended, with that backward's number. Not how often: a rank may have several
- *            | optimizers, or one that it does not call.
+ *   event    | what of it
+ *   a step   | counted; its optimizer's settings as two digests, of the steps since the last backward
  *   a load   | for each parameter what was loaded last. Once all of a model's have been, what was before them counts no more:
  *            | a load makes good what was amiss.
- *
  *   a thaw   | the unit that trains more than before
+ *   a write  | which kinds of in-place operations scripts have made on slices of parameters or gradients, not how often: code
+ *            | may leave out those that are empty
  *
- * Events are counted from the last backward that went well on all ranks, where their numbers were the same.
+ * Events are counted from the last backward that went well on all ranks, where their numbers were alike.
  */
 #ifndef ZS_HISTORY_H
 #define ZS_HISTORY_H
 
 #include "engine/engine.h"
 
-/* An optimizer has stepped the model's parameters. */
-void zs_engine_note_step(zs_engine *engine);
+/* An optimizer has stepped the model's parameters; `settings`: digests of its param groups. */
+void zs_engine_note_step(zs_engine *engine, const uint64_t settings[2]);
+
+/* A script has written to a slice of parameter `i`, or of its gradient, by an in-place operation of this name. No-op for tensors
+ * that are neither, such as copies. */
+void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation);
 
 /* Parameter `i` has been loaded; `content`: the same number on ranks that loaded the same. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content);
@@ -30,6 +34,12 @@ void zs_engine_note_thaw(zs_engine *engine, const zs_unit *unit);
 
 /* What this rank has failed in, as a clause that goes on "rank 0 "; "": nothing any more. */
 void zs_engine_tell_mishap(zs_engine *engine, const char *what);
+
+/* The settings of the optimizers that step its models: for each a line of a name, a tab, and values. */
+void zs_engine_tell_settings(zs_engine *engine, const char *lines);
+
+/* Have all ranks done the same? For calls in which all take part; ZS_ERR_DIVERGED on all. */
+zs_status zs_engine_compare(zs_engine *engine);
 
 /* Peers are about to be met: has them told what is new. */
 void zs_history_tell(zs_engine *engine);

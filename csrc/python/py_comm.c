@@ -246,6 +246,19 @@ static PyObject *comm_abort(comm_object *self, PyObject *reason)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(comm_end_doc,
+             "end($self, /)\n--\n\nTell the peers that this rank has come to its orderly end. The last to do so "
+             "raises DivergenceError if ranks have made other last steps. Waits for nobody.");
+
+static PyObject *comm_end(comm_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_comm_end(self->comm));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(comm_close_doc,
              "close($self, /)\n--\n\nDisconnect from the peers in an orderly way. All later calls fail.");
 
@@ -324,6 +337,7 @@ static PyMethodDef comm_methods[] = {
     {"connect", (PyCFunction)comm_connect, METH_VARARGS, comm_connect_doc},
     {"exchange", (PyCFunction)comm_exchange, METH_O, comm_exchange_doc},
     {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, comm_broadcast_doc},
+    {"end", (PyCFunction)comm_end, METH_NOARGS, comm_end_doc},
     {"close", (PyCFunction)comm_close, METH_NOARGS, comm_close_doc},
     {"set_timeout", (PyCFunction)comm_set_timeout, METH_O, comm_set_timeout_doc},
     {"abort", (PyCFunction)comm_abort, METH_O, comm_abort_doc},

@@ -216,16 +216,40 @@ static PyObject *engine_before_step(engine_object *self, PyObject *unused)
     return without_gil(self, zs_engine_before_step);
 }
 
-PyDoc_STRVAR(engine_after_step_doc,
-             "after_step($self, /)\n--\n\nend_write() for an optimizer's step, which all ranks make, "
-             "or none.");
+PyDoc_STRVAR(engine_note_step_doc,
+             "note_step($self, first, second, /)\n--\n\nNote an optimizer's step, which all ranks make, or none: with "
+             "param groups of these two digests, of which all ranks have one or the other.");
 
-static PyObject *engine_after_step(engine_object *self, PyObject *unused)
+static PyObject *engine_note_step(engine_object *self, PyObject *args)
+{
+    unsigned long long first, second;
+    if (!PyArg_ParseTuple(args, "KK:note_step", &first, &second)) return NULL;
+    zs_engine_note_step(self->engine, (uint64_t[2]){first, second});
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(
+    engine_tell_settings_doc,
+    "tell_settings($self, lines, /)\n--\n\nHave messages about ranks that step with other settings say which: for "
+    "each setting a line of its name, a tab, and its values.");
+
+static PyObject *engine_tell_settings(engine_object *self, PyObject *lines)
+{
+    const char *text = PyUnicode_AsUTF8(lines);
+    if (text == NULL) return NULL;
+    zs_engine_tell_settings(self->engine, text);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(
+    engine_compare_doc,
+    "compare($self, /)\n--\n\nRaise DivergenceError, on all ranks, if they have not made the same steps, loads and "
+    "writes. Collective.");
+
+static PyObject *engine_compare_ranks(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    zs_engine_note_step(self->engine);
-    zs_engine_write_end(self->engine);
-    Py_RETURN_NONE;
+    return without_gil(self, zs_engine_compare);
 }
 
 static double combine(double a, double b, bool max)
@@ -294,7 +318,9 @@ static PyMethodDef engine_methods[] = {
     {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
     {"before_step", (PyCFunction)engine_before_step, METH_NOARGS, engine_before_step_doc},
-    {"after_step", (PyCFunction)engine_after_step, METH_NOARGS, engine_after_step_doc},
+    {"note_step", (PyCFunction)engine_note_step, METH_VARARGS, engine_note_step_doc},
+    {"tell_settings", (PyCFunction)engine_tell_settings, METH_O, engine_tell_settings_doc},
+    {"compare", (PyCFunction)engine_compare_ranks, METH_NOARGS, engine_compare_doc},
     {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS, engine_begin_write_doc},
     {"end_write", (PyCFunction)engine_end_write, METH_NOARGS, engine_end_write_doc},
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},

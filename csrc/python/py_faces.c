@@ -5,6 +5,8 @@
  * backward ends. In between, the guard looks itself whether a parameter is whole (py_guard.c).
  */
 #include "python/py_faces.h"
+
+#include "engine/history.h"
 #include "python/py_guard.h"
 
 /* The class of each object was checked for the change when it was made for the first time; see guard_param. */
@@ -85,5 +87,24 @@ PyObject *zs_py_unit_watch(unit_object *self, PyObject *index)
     if (i < 0 || i >= self->unit->n_params) return PyErr_Format(PyExc_IndexError, "parameter %zd is out of range", i);
     zs_clear_error();
     if (zs_unit_watch(self->unit, i) != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
+const char zs_py_unit_note_write_doc[] = PyDoc_STR(
+    "note_write($self, index, tensor, operation, /)\n--\n\nA script has written to `tensor`, this rank's slice of a "
+    "parameter, of its gradient, or a copy of one, by an in-place operation of this name.");
+
+PyObject *zs_py_unit_note_write(unit_object *self, PyObject *args)
+{
+    Py_ssize_t i;
+    PyObject *object;
+    const char *operation;
+    if (!PyArg_ParseTuple(args, "nOs:note_write", &i, &object, &operation)) return NULL;
+    if (i < 0 || i >= self->unit->n_params) return PyErr_Format(PyExc_IndexError, "parameter %zd is out of range", i);
+    zs_tensor *written = NULL;
+    zs_clear_error();
+    if (zs_py_tensor(object, &written) != ZS_OK) return zs_py_raise(NULL);
+    zs_unit_note_write(self->unit, i, written, operation);
+    zs_tensor_free(written);
     Py_RETURN_NONE;
 }

@@ -16,8 +16,10 @@ void zs_py_hide(unit_object *self);
 PyObject *zs_py_unit_guard(unit_object *self, PyObject *unused);
 extern const char zs_py_unit_guard_doc[];
 
-/* Method of _core.Unit (METH_O) that zs_unit_watch is, and its docstring. */
+/* Methods of _core.Unit (METH_O, METH_VARARGS) that zs_unit_watch and zs_unit_note_write are, and their docstrings. */
 PyObject *zs_py_unit_watch(unit_object *self, PyObject *index);
 extern const char zs_py_unit_watch_doc[];
+PyObject *zs_py_unit_note_write(unit_object *self, PyObject *args);
+extern const char zs_py_unit_note_write_doc[];
 
 #endif

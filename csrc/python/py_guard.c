@@ -13,18 +13,19 @@ zs_guard_types zs_py_guard_types;
 
 /* What is done with an operation; zshard/_guard_rules.py has the same. */
 typedef enum rule {
-    RULE_FACT,  /* runs; the result is as torch gives it */
-    RULE_EACH,  /* elementwise, on tensors */
-    RULE_LISTS, /* elementwise, on lists of tensors: torch._foreach_*, fused optimizers */
-    RULE_GRAD,  /* the getter of .grad */
-    RULE_NONE,  /* Python knows */
+    RULE_FACT,       /* runs; the result is as torch gives it */
+    RULE_EACH,       /* elementwise, on tensors */
+    RULE_LISTS,      /* elementwise, on lists of tensors: torch._foreach_*, fused optimizers */
+    RULE_GRAD,       /* the getter of .grad */
+    RULE_NONE,       /* Python knows */
+    RULE_WRITES = 8, /* added to EACH and LISTS: writes to the first argument */
 } rule;
 
 static struct {
-    PyObject *rules;                                     /* {operation: rule} */
-    PyObject *parts;                                     /* {id of a parameter: (reference, Part)} */
-    PyObject *handler;                                   /* (operation, types, args, kwargs) -> result */
-    PyObject *part, *geometry, *is_whole, *dunder_class; /* names */
+    PyObject *rules;                                                  /* {operation: rule} */
+    PyObject *parts;                                                  /* {id of a parameter: (reference, Part)} */
+    PyObject *handler;                                                /* (operation, types, args, kwargs) -> result */
+    PyObject *part, *geometry, *is_whole, *note_write, *dunder_class; /* names */
 } guard;
 
 /* A tensor that takes part in an operation. */
@@ -165,6 +166,7 @@ static int add_operand(operands *all, PyObject *object)
 /* An operation's arguments, by position or by name. */
 typedef struct arguments {
     PyObject *args, *kwargs; /* tuple; dict or NULL; borrowed */
+    bool writes;             /* the operation writes to the first */
 } arguments;
 
 static int add_arguments(operands *all, const arguments *given)
@@ -215,6 +217,24 @@ static PyObject *hand_over(PyObject *operation, PyObject *types, const arguments
     return result;
 }
 
+/* What the operation writes to; NULL: to nothing. Borrowed. */
+static PyObject *written_by(const arguments *given)
+{
+    if (given->writes && PyTuple_GET_SIZE(given->args) > 0) return PyTuple_GET_ITEM(given->args, 0);
+    return given->kwargs != NULL ? PyDict_GetItemString(given->kwargs, "out") : NULL;
+}
+
+static int note_written(PyObject *operation, PyObject *object)
+{
+    operand written = {0};
+    if (object == NULL || !zs_py_is_tensor(object)) return 0;
+    if (look_at(object, &written) < 0) return -1;
+    if (written.part == NULL) return 0;
+    PyObject *done = PyObject_CallMethodObjArgs(written.part, guard.note_write, object, operation, NULL);
+    Py_XDECREF(done);
+    return done != NULL ? 0 : -1;
+}
+
 static PyObject *run_each(PyObject *operation, PyObject *types, const arguments *given)
 {
     operands all = {0};
@@ -227,6 +247,8 @@ static PyObject *run_each(PyObject *operation, PyObject *types, const arguments 
     }
     PyObject *result = zs_py_call_plain(operation, given->args, given->kwargs);
     if (slice.part == NULL || result == NULL) return result;
+    if (note_written(operation, written_by(given)) < 0) Py_CLEAR(result);
+    if (result == NULL) return NULL;
     if (zs_py_is_tensor(result) && has_shape(result, own_shape(&slice))) return marked(result, &slice);
     Py_DECREF(result); /* torch.where(condition) is not elementwise, though torch.where(condition, a, b) is */
     return hand_over(operation, types, given);
@@ -289,6 +311,8 @@ static PyObject *run_lists(PyObject *operation, PyObject *types, const arguments
         return PyErr_Occurred() ? NULL : hand_over(operation, types, given);
     }
     PyObject *result = zs_py_call_plain(operation, given->args, given->kwargs);
+    for (Py_ssize_t i = 0; result != NULL && given->writes && i < PySequence_Fast_GET_SIZE(first); i++)
+        if (note_written(operation, element(first, i)) < 0) Py_CLEAR(result);
     if (result == NULL || (!PyList_Check(result) && !PyTuple_Check(result))) return result;
     if (mark_elements(result, given) == 0) return result;
     Py_DECREF(result);
@@ -314,8 +338,9 @@ static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
     (void)module;
     if (n != 4 || !PyTuple_Check(args[2]) || guard.rules == NULL)
         return PyErr_Format(PyExc_TypeError, "guarded() takes an operation, types, a tuple and a dict or None");
-    arguments given = {args[2], PyDict_Check(args[3]) ? args[3] : NULL};
-    switch (rule_of(args[0])) {
+    unsigned found = (unsigned)rule_of(args[0]);
+    arguments given = {args[2], PyDict_Check(args[3]) ? args[3] : NULL, (found & RULE_WRITES) != 0};
+    switch (found & ~(unsigned)RULE_WRITES) {
     case RULE_FACT: return zs_py_call_plain(args[0], given.args, given.kwargs);
     case RULE_EACH: return run_each(args[0], args[1], &given);
     case RULE_LISTS: return run_lists(args[0], args[1], &given);
@@ -389,7 +414,10 @@ int zs_py_guard_init(PyObject *module)
     guard.part = PyUnicode_InternFromString("_zshard_part");
     guard.geometry = PyUnicode_InternFromString("geometry");
     guard.is_whole = PyUnicode_InternFromString("is_whole_now");
+    guard.note_write = PyUnicode_InternFromString("note_write");
     guard.dunder_class = PyUnicode_InternFromString("__class__");
-    if (guard.part == NULL || guard.geometry == NULL || guard.is_whole == NULL || guard.dunder_class == NULL) return -1;
+    PyObject *names[] = {guard.part, guard.geometry, guard.is_whole, guard.note_write, guard.dunder_class};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (names[i] == NULL) return -1;
     return PyModule_AddFunctions(module, functions);
 }

@@ -400,6 +400,7 @@ static PyMethodDef unit_methods[] = {
     {"step_in_backward", (PyCFunction)zs_py_step_in_backward, METH_VARARGS, zs_py_step_in_backward_doc},
     {"step_by_hand", (PyCFunction)zs_py_step_by_hand, METH_NOARGS, zs_py_step_by_hand_doc},
     {"watch", (PyCFunction)zs_py_unit_watch, METH_O, zs_py_unit_watch_doc},
+    {"note_write", (PyCFunction)zs_py_unit_note_write, METH_VARARGS, zs_py_unit_note_write_doc},
     {"guard", (PyCFunction)zs_py_unit_guard, METH_NOARGS, zs_py_unit_guard_doc},
     {"read_param", (PyCFunction)unit_read_param, METH_VARARGS, unit_read_param_doc},
     {"check", unit_check, METH_VARARGS | METH_CLASS, unit_check_doc},

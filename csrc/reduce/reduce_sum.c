@@ -7,6 +7,8 @@
 #include "unit/home.h"
 #include "unit/offload.h"
 
+#include <string.h>
+
 typedef enum slice_class { SKIP, SET, ADD } slice_class; /* unused everywhere; first gradient; on top of one */
 
 typedef struct slice_run {
@@ -90,7 +92,7 @@ static zs_status check_gave_up(const summing *s)
     for (int r = 0; r < s->world; r++) {
         if (r == s->rank || !zs_get_bit(s->sources->used[r], gave_up)) continue;
         if (s->unit->home->schedule.gave_up) continue; /* this rank did so too: nothing is lost */
-        char mishaps[3 * ZS_MISHAP];
+        char mishaps[ZS_WORDS];
         zs_comm_mishaps(s->unit->home->ranks.all, mishaps, sizeof mishaps);
         return ZS_FAIL(ZS_ERR_DIVERGED,
                        "ranks diverged: rank %d abandoned its backward before unit '%s' (most likely an exception was "
@@ -112,6 +114,24 @@ static zs_status check_held(const summing *s)
                        "ranks diverged: rank %d has gradients of earlier backwards for unit '%s', and rank %d has none "
                        "(zero_grad() was called on one of them only); call zero_grad() and skip the step on all ranks",
                        mine ? s->rank : r, zs_unit_label(s->unit->name), mine ? r : s->rank);
+    }
+    return ZS_OK;
+}
+
+static zs_past past_of(const summing *s, int rank)
+{
+    zs_past past;
+    memcpy(&past, s->sources->used[rank] + zs_unit_past_at(s->unit), sizeof past);
+    return past;
+}
+
+/* Gradients of parameters of different steps are no sum. */
+static zs_status check_pasts(const summing *s)
+{
+    zs_past first = past_of(s, 0);
+    for (int r = 1; r < s->world; r++) {
+        zs_past other = past_of(s, r);
+        ZS_TRY(zs_comm_check_pasts(s->unit->home->ranks.all, &(zs_pasts){&first, &other, r}));
     }
     return ZS_OK;
 }
@@ -227,7 +247,10 @@ zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over)
     /* Who has models on a disk is short of memory; that of the gradients which have been packed lies idle on the heap. */
     if (unit->offloads.disk != NULL) zs_mem_heap_freed(zs_unit_bucket_bytes(unit));
     zs_status status = check_gave_up(&s);
-    if (!unit->home->schedule.gave_up) ZS_THEN(status, check_held(&s));
+    if (!unit->home->schedule.gave_up) {
+        ZS_THEN(status, check_held(&s));
+        ZS_THEN(status, check_pasts(&s));
+    }
     *over = over_everywhere(&s);
     ZS_TRY(zs_cunit_release(comm, unit->cunit));
     return status;

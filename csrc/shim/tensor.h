@@ -240,6 +240,10 @@ void zs_work_free(zs_work *work);
 /* Leaves a text for the other ranks in the group's store; fails silently, as the store may be gone too. */
 void zs_group_leave_words(zs_group *group, int rank, const char *words);
 
+/* Leaves this rank's page of `pages` [world * bytes] in the group's store. True for the last rank to do so, which then has all
+ * pages. False also where the store is gone. */
+bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size_t bytes);
+
 /* Reads what `rank` has left there; "" if nothing. */
 void zs_group_read_words(zs_group *group, int rank, char *words, size_t size);
 

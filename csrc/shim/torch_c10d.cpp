@@ -116,6 +116,11 @@ template <typename Group> c10::intrusive_ptr<c10d::Store> store_of(const Group &
         return {};
 }
 
+std::string page_key(int rank)
+{
+    return "zshard/page/" + std::to_string(rank);
+}
+
 std::string words_key(int rank)
 {
     return "zshard/last_words/" + std::to_string(rank);
@@ -220,6 +225,25 @@ void zs_group_leave_words(zs_group *group, int rank, const char *words)
             store->set(words_key(rank), std::string(words));
         } catch (...) { // the peers will find this rank gone
         }
+    }
+}
+
+bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size_t bytes)
+{
+    auto store = store_of(*group->group);
+    if (!store) return false;
+    char *all = static_cast<char *>(pages), *mine = all + static_cast<size_t>(rank) * bytes;
+    try {
+        store->set(page_key(rank), std::vector<uint8_t>(mine, mine + bytes));
+        if (store->add("zshard/pages", 1) != world) return false;
+        for (int r = 0; r < world; r++) {
+            std::vector<uint8_t> page = store->get(page_key(r));
+            if (page.size() != bytes) return false;
+            memcpy(all + static_cast<size_t>(r) * bytes, page.data(), bytes);
+        }
+        return true;
+    } catch (...) { // the process that has the store has ended
+        return false;
     }
 }
 

@@ -127,7 +127,7 @@ struct zs_unit {
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
     zs_cunit *cunit;   /* NULL if nothing is ever reduced */
-    uint64_t *used;    /* bitmap of parameters packed in this round, and ZS_ROUND_BITS more; owned */
+    uint64_t *used;    /* bitmap of parameters packed in this round, ZS_ROUND_BITS more, and a zs_past; owned */
     uint64_t *arrived; /* [used_words] those of them that came in this backward; part of `used`'s memory */
     uint64_t *kept;    /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
     size_t used_words;
@@ -158,6 +158,18 @@ enum {
 static inline int64_t zs_unit_round_bit(const zs_unit *unit, int bit)
 {
     return unit->n_params + bit;
+}
+
+/* Words of `used`: bits, and behind them what the rank has done to the model (a zs_past). */
+static inline size_t zs_unit_used_words(const zs_unit *unit)
+{
+    return ((size_t)unit->n_params + ZS_ROUND_BITS + 63) / 64 + ZS_PAST_WORDS;
+}
+
+/* Where in a rank's `used` that begins. */
+static inline size_t zs_unit_past_at(const zs_unit *unit)
+{
+    return zs_unit_used_words(unit) - ZS_PAST_WORDS;
 }
 
 /* Is the full buffer, as it is to be now, of another dtype than the parameters at rest? */

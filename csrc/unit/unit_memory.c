@@ -141,7 +141,8 @@ static void lay_out_gradients(zs_unit *unit)
 
 zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
 {
-    zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params + ZS_ROUND_BITS};
+    zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params};
+    spec.n_more = 64 * zs_unit_used_words(unit) - spec.n_params;
     spec.mode = unit->record.is.replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
     spec.parts = parts_of(unit);
     if (!unit->record.is.replicated) spec.part_of = unit->home->part_of;
@@ -170,7 +171,7 @@ static zs_status make_gradients(zs_unit *unit)
         if (flat->trainable && flat->grads == NULL) ZS_TRY(make_grad_memory(unit, flat));
     }
     if (spec.n_slices == 0) return ZS_OK;
-    unit->used_words = (spec.n_params + 63) / 64;
+    unit->used_words = zs_unit_used_words(unit);
     if (unit->used == NULL) unit->used = calloc(3 * unit->used_words, sizeof *unit->used);
     if (unit->used == NULL)
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(unit->name));

@@ -10,9 +10,6 @@ thread, as for any non-daemon thread.
 from __future__ import annotations
 
 import atexit
-import logging
-import os
-import sys
 import threading
 import traceback
 import weakref
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 
 from zshard._checkpoint.layout import Piece
 from zshard._checkpoint.write import is_plain, runs
+from zshard._exit import fail
 from zshard._stream import CHUNK
 
 __all__ = ["Task", "finish", "snapshot", "start"]
@@ -92,18 +90,13 @@ def finish() -> None:
 
 
 def _at_exit() -> None:
-    """Report a failed save that no call has raised: print it and exit with status 1."""
-    if _last is None or _last.lost is None:
-        return
-    print(f"zshard: failed to save the checkpoint '{_last.name}':", file=sys.stderr)
-    traceback.print_exception(_last.lost)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    """Report a failed save that no call has raised."""
+    if _last is not None and _last.lost is not None:
+        lines = "".join(traceback.format_exception(_last.lost))
+        fail(f"zshard: failed to save the checkpoint '{_last.name}':\n{lines}")
 
 
-atexit.register(_at_exit)  # registered early, so that it runs after most other exit handlers
+atexit.register(_at_exit)
 
 
 # --- the snapshot ---------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ from zshard._checkpoint.safetensors import CODES, rows_of
 from zshard._checkpoint.write import Chunk, Writer, Written
 from zshard._group import comm_beside
 from zshard._plain_names import bare, plain
+from zshard._units import units_of
 from zshard.api import FSDP
 
 _OPEN = 64  # files at a time
@@ -139,7 +140,8 @@ def save(
     if the path exists; OSError if the system refuses; ValueError or TypeError, which name the
     argument or entry, for what cannot be saved; RuntimeError during forward or backward, if a hook
     reads values of sharded parameters, or while another save to the directory is in progress;
-    DivergenceError if ranks would save different things; PeerError if a rank exited.
+    DivergenceError if ranks would save different things, or have not made the same steps; PeerError
+    if a rank exited.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"zshard.save(): model must be an nn.Module, got {type(model).__name__}")
@@ -160,6 +162,7 @@ def save(
         made.append(_Asked(target, kept, limit, contents, encode(dict(extra or {}))))
     check_agreement(comm, made[0].facts(), "checkpoints to save")
     _check_nested(comm, made[0].contents[-1].nested)
+    _check_steps(model)
     plan = _plan(comm, made[0], model)
     beside = comm_beside(comm)
     if not asynchronous:
@@ -248,6 +251,14 @@ def _check_arguments(kept: _Kept, extra: Any, dtype: Any) -> None:
             raise ValueError("keep_last needs numbered checkpoints: pass step as well")
         if _whole("keep_last", kept.keep_last) < 1:
             raise ValueError(f"keep_last must be at least 1, got {kept.keep_last}")
+
+
+def _check_steps(model: nn.Module) -> None:
+    """Raise DivergenceError if the ranks' shards are of different steps. Collective."""
+    for engine in {
+        state.unit.engine_id: state.unit.engine for _, state in units_of(model)
+    }.values():
+        engine.compare()
 
 
 def _check_nested(comm: _core.Comm, found: str) -> None:

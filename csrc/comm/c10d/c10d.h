@@ -35,8 +35,8 @@ typedef struct zs_c10d_turn {
     uint64_t number;  /* which flat, unit, exchange or broadcast */
     uint64_t round;   /* of the unit's gradients; the root of a broadcast; else 0 */
     uint64_t bytes;   /* that each rank brings */
-    uint64_t history; /* of the models' parameters, where these or their gradients travel; else 0 */
     uint64_t reading; /* what a gather is for, see zs_reading_told; else 0 */
+    zs_past past;     /* where parameters or their gradients travel; else 0 */
     char name[88];    /* of the unit, cut off; for messages */
 } zs_c10d_turn;
 
@@ -56,8 +56,7 @@ typedef struct zs_c10d_comm {
     size_t living;                   /* units that are not freed */
     zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
     bool told;       /* this rank has left its last words */
-    /* [world][ZS_MISHAP] what had failed on each rank when the ranks' turns differed last; NULL: never. */
-    char *mishaps;
+    zs_words *words; /* [world] what each rank had said when the ranks' turns differed last; NULL: never */
     zs_c10d_stray *strays;
     struct zs_c10d_comm *next; /* in the list of those that are kept for their strays' sake */
 } zs_c10d_comm;
@@ -79,8 +78,8 @@ zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *
 /* Fails with this thread's record, put into the words of `turn`; looks for the rank that is to blame. */
 zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status);
 
-/* mishap_of: as of when turns differed last. */
-const char *zs_c10d_mishap_of(const zs_comm *comm, int rank);
+/* said: as of when turns differed last. */
+const char *zs_c10d_said(const zs_comm *comm, int rank, zs_topic topic);
 
 /* Memory for one collective, until it is given to zs_c10d_return_area, which makes it NULL (and may get NULL). */
 zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area);

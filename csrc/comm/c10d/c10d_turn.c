@@ -66,7 +66,7 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     const zs_c10d_turn *own = &turns[comm->base.rank];
     for (int r = 0; r < comm->base.world; r++) {
         if (turns[r].kind != ZS_C10D_GIVE_UP) continue;
-        char phrase[PHRASE], mishaps[3 * ZS_MISHAP];
+        char phrase[PHRASE], mishaps[ZS_WORDS];
         describe(own, phrase, sizeof phrase);
         zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
         comm->base.heard = true;
@@ -79,18 +79,19 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return ZS_OK;
 }
 
-/* Do two ranks mean the same, for whichever pass? */
+/* Do two ranks mean the same, for whichever pass, and with whichever past? */
 static bool alike(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
     zs_c10d_turn other = *b;
     other.reading = a->reading;
+    other.past = a->past;
     return memcmp(&other, a, sizeof other) == 0;
 }
 
 static bool all_alike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     for (int r = 1; r < comm->base.world; r++)
-        if (!alike(&turns[r], turns)) return false;
+        if (!alike(&turns[r], turns) || !zs_past_alike(&turns[r].past, &turns->past)) return false;
     return true;
 }
 
@@ -106,39 +107,35 @@ static zs_status check_readings(const zs_c10d_comm *comm, const zs_c10d_turn *tu
     return same || changed < 0 ? ZS_OK : zs_comm_fail_apart(&comm->base, changed);
 }
 
-/* All ranks have seen that turns differ: they tell each other what has failed on each, before they say so. */
-static void learn_mishaps(zs_c10d_comm *comm, const zs_c10d_turn *turn)
+/* All ranks have seen that turns differ: they tell each other what they have words for, before they say so. */
+static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
-    if (comm->mishaps == NULL) comm->mishaps = calloc((size_t)comm->base.world, ZS_MISHAP);
+    if (comm->words == NULL) comm->words = calloc((size_t)comm->base.world, sizeof(zs_words));
     zs_mem *area = NULL;
-    size_t bytes = (size_t)comm->base.world * ZS_MISHAP;
-    if (zs_c10d_borrow_area(comm, bytes + ZS_MISHAP, &area) != ZS_OK) return;
+    size_t bytes = (size_t)comm->base.world * sizeof(zs_words);
+    if (zs_c10d_borrow_area(comm, bytes + sizeof(zs_words), &area) != ZS_OK) return;
     char *all = area->ptr, *mine = all + bytes;
-    memcpy(mine, comm->base.mishap, ZS_MISHAP);
+    memcpy(mine, comm->base.words, sizeof(zs_words));
     zs_work *work = NULL;
-    zs_status status = zs_group_all_gather(comm->group, mine, all, ZS_MISHAP, comm->base.world, &work);
+    zs_status status = zs_group_all_gather(comm->group, mine, all, sizeof(zs_words), comm->base.world, &work);
     ZS_THEN(status, zs_c10d_finish(comm, turn, work, NULL));
-    if (status == ZS_OK && comm->mishaps != NULL) memcpy(comm->mishaps, all, bytes);
+    if (status == ZS_OK && comm->words != NULL) memcpy(comm->words, all, bytes);
     zs_c10d_return_area(comm, &area);
     zs_clear_error();
 }
 
-const char *zs_c10d_mishap_of(const zs_comm *comm, int rank)
+const char *zs_c10d_said(const zs_comm *comm, int rank, zs_topic topic)
 {
-    const char *all = ((const zs_c10d_comm *)comm)->mishaps;
-    return all != NULL ? all + (size_t)rank * ZS_MISHAP : "";
+    const zs_words *words = ((const zs_c10d_comm *)comm)->words;
+    return words != NULL ? words[rank][topic] : "";
 }
 
 /* Do the ranks mean the same, but with parameters of different steps? */
-static zs_status compare_histories(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+static zs_status compare_pasts(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
-    const zs_c10d_turn *own = &turns[comm->base.rank];
-    for (int r = 0; r < comm->base.world; r++) {
-        zs_c10d_turn other = turns[r];
-        if (other.history == own->history) continue;
-        other.history = own->history;
-        if (alike(&other, own)) return zs_comm_fail_history(&comm->base, r);
-    }
+    for (int r = 1; r < comm->base.world; r++)
+        if (alike(&turns[r], turns))
+            ZS_TRY(zs_comm_check_pasts(&comm->base, &(zs_pasts){&turns->past, &turns[r].past, r}));
     return ZS_OK;
 }
 
@@ -146,11 +143,11 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     int own = comm->base.rank;
     if (all_alike(comm, turns)) return check_readings(comm, turns);
-    learn_mishaps(comm, &turns[own]);
+    learn_words(comm, &turns[own]);
     if (turns[own].kind == ZS_C10D_GIVE_UP) return ZS_OK; /* whatever the others are at, they hear of it */
     ZS_TRY(check_gave_up(comm, turns));
-    ZS_TRY(compare_histories(comm, turns));
-    char mishaps[3 * ZS_MISHAP];
+    ZS_TRY(compare_pasts(comm, turns));
+    char mishaps[ZS_WORDS];
     zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
     for (int r = 0; r < comm->base.world; r++) {
         if (alike(&turns[r], &turns[own])) continue;
@@ -176,7 +173,7 @@ zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     ZS_TRY(zs_c10d_borrow_area(comm, (size_t)(comm->base.world + 1) * sizeof *turn, &area));
     zs_c10d_turn *turns = area->ptr, *mine = turns + comm->base.world;
     *mine = *turn;
-    if (turn->kind == ZS_C10D_GATHER || turn->kind == ZS_C10D_POST) mine->history = comm->base.history;
+    if (turn->kind == ZS_C10D_GATHER || turn->kind == ZS_C10D_POST) mine->past = comm->base.past;
     if (turn->kind == ZS_C10D_GATHER) mine->reading = comm->base.reading;
     zs_work *work = NULL;
     zs_group_set_timeout(comm->group, comm->base.timeout);

@@ -94,15 +94,15 @@ static zs_status check_order(zs_gpu_comm *comm, bool ended)
     bool gone = false;
     zs_gpu_order all[world];
     comm->order.gone = gone_here(comm);
-    comm->order.history = comm->base.history;
+    comm->order.past = comm->base.past;
     ZS_TRY(zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, all));
     for (int r = 0; r < world; r++) {
         gone = gone || all[r].gone > 0;
         bool same = all[r].hash == comm->order.hash && all[r].count == comm->order.count;
         if (!same || all[r].gave_up != comm->order.gave_up) return went_apart(comm, &all[r], r);
     }
-    for (int r = 0; r < world && ended; r++)
-        if (all[r].history != comm->order.history) return zs_comm_fail_history(&comm->base, r);
+    for (int r = 1; r < world && ended; r++)
+        ZS_TRY(zs_comm_check_pasts(&comm->base, &(zs_pasts){&all[0].past, &all[r].past, r}));
     return settle(comm, gone);
 }
 

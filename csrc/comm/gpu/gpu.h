@@ -21,7 +21,7 @@ typedef struct zs_gpu_order {
     uint64_t hash;    /* of what each was */
     char last[112];   /* in words; cut off */
     uint64_t gone;    /* pieces of memory that this rank would give up; not compared */
-    uint64_t history; /* of the models' parameters; compared where a session ends */
+    zs_past past;     /* compared where a session ends */
 } zs_gpu_order;
 
 typedef struct zs_gpu_comm {
@@ -115,8 +115,9 @@ zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit);
 /* reusable: at once, as the compute stream waits for what is still read. */
 zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
-/* tell_mishap and mishap_of: the hosts' matter. */
-void zs_gpu_tell_mishap(zs_comm *comm, const char *what);
-const char *zs_gpu_mishap_of(const zs_comm *comm, int rank);
+/* tell, said and end: the hosts' matter. */
+void zs_gpu_tell(zs_comm *comm, zs_topic topic, const char *text);
+const char *zs_gpu_said(const zs_comm *comm, int rank, zs_topic topic);
+zs_status zs_gpu_end(zs_comm *comm, zs_past *pasts, bool *all);
 
 #endif

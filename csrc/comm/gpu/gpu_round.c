@@ -24,7 +24,7 @@ typedef struct gpu_unit {
 /* The bit by which a rank says that it brings a bucket: behind those of the unit. */
 static int64_t present_bit(const gpu_unit *unit)
 {
-    return (int64_t)unit->base.spec.n_params;
+    return (int64_t)(unit->base.spec.n_params + unit->base.spec.n_more);
 }
 
 zs_room zs_gpu_room(const zs_cunit_spec *spec, int world)
@@ -68,7 +68,8 @@ void zs_gpu_cunit_free(zs_comm *comm, zs_cunit *cunit)
 
 static zs_status make_control(zs_gpu_comm *comm, gpu_unit *unit)
 {
-    zs_cunit_spec spec = {.name = unit->base.spec.name, .n_params = unit->base.spec.n_params + 1};
+    const zs_cunit_spec *own = &unit->base.spec;
+    zs_cunit_spec spec = {.name = own->name, .n_params = own->n_params, .n_more = own->n_more + 1};
     unit->posted = calloc(zs_spec_used_words(&spec), sizeof *unit->posted);
     if (unit->posted == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec.name);
     return zs_cunit_new(comm->control, &spec, &unit->control);
@@ -227,15 +228,24 @@ zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
     return zs_device_cuda_await(comm->device, ZS_STREAM_COMPUTE, unit->read);
 }
 
-/* --- mishaps ------------------------------------------------------------------------------------------------------------- */
+/* --- words -------------------------------------------------------------------------------------------------------------- */
 
-void zs_gpu_tell_mishap(zs_comm *comm, const char *what)
+void zs_gpu_tell(zs_comm *comm, zs_topic topic, const char *text)
 {
-    zs_comm_tell_mishap(((zs_gpu_comm *)comm)->control, what);
+    zs_comm_tell(((zs_gpu_comm *)comm)->control, topic, text);
 }
 
-const char *zs_gpu_mishap_of(const zs_comm *comm, int rank)
+const char *zs_gpu_said(const zs_comm *comm, int rank, zs_topic topic)
 {
     const zs_comm *control = ((const zs_gpu_comm *)comm)->control;
-    return zs_comm_mishap_of(control, rank);
+    return zs_comm_said(control, rank, topic);
+}
+
+/* The control is never told of pasts but here. */
+zs_status zs_gpu_end(zs_comm *comm, zs_past *pasts, bool *all)
+{
+    zs_comm *control = ((const zs_gpu_comm *)comm)->control;
+    if (control->ops->talk->end == NULL) return ZS_OK;
+    control->past = comm->past;
+    return control->ops->talk->end(control, pasts, all);
 }

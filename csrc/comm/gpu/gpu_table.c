@@ -21,7 +21,8 @@ const zs_talk_ops zs_gpu_talk_ops = {
     .broadcast = zs_gpu_broadcast,
     .broadcast_device = zs_gpu_broadcast_device,
     .gather_device = zs_gpu_gather_device,
-    .tell_mishap = zs_gpu_tell_mishap,
-    .mishap_of = zs_gpu_mishap_of,
+    .tell = zs_gpu_tell,
+    .said = zs_gpu_said,
+    .end = zs_gpu_end,
     .abort = zs_gpu_abort,
 };

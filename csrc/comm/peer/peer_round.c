@@ -70,7 +70,8 @@ static zs_status make_control(zs_gpu_comm *gpu, peer_unit *unit)
 {
     zs_cunit_spec spec = {.name = unit->base.spec.name};
     size_t words = unit->base.used_words + ADDRESS_WORDS;
-    spec.n_params = 64 * words;
+    spec.n_params = unit->base.spec.n_params;
+    spec.n_more = 64 * words - spec.n_params;
     unit->posted = calloc(words, sizeof *unit->posted);
     if (unit->posted == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec.name);
     return zs_cunit_new(gpu->control, &spec, &unit->control);

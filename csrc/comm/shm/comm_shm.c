@@ -28,7 +28,7 @@
 #endif
 
 /* Raised when zs_shm_control or its protocol changes: ranks of different builds must not meet. */
-static const uint64_t protocol = 1;
+static const uint64_t protocol = 2;
 
 static const double meeting_seconds = 10.0;
 
@@ -153,6 +153,20 @@ static void shm_abort(zs_comm *comm, const char *reason)
     if (zs_shm_live(shm)) zs_shm_stop(shm, ZS_ERR_PEER, reason);
 }
 
+static zs_status shm_end(zs_comm *comm, zs_past *pasts, bool *all)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (!zs_shm_live(shm)) return ZS_OK;
+    shm->own->past = comm->past;
+    atomic_store(&shm->own->ended, 1);
+    *all = true;
+    for (int r = 0; r < comm->world && *all; r++) {
+        *all = atomic_load(&shm->peers[r].control->ended) != 0;
+        if (*all) pasts[r] = shm->peers[r].control->past;
+    }
+    return ZS_OK;
+}
+
 static void shm_close(zs_comm *comm)
 {
     zs_shm *shm = (zs_shm *)comm;
@@ -224,14 +238,15 @@ static const zs_reader_ops shm_readers = {
     .read_end = zs_shm_read_end,
     .write_begin = zs_shm_write_begin,
     .write_end = zs_shm_write_end,
-    .tell_history = zs_shm_tell_history,
+    .tell_past = zs_shm_tell_past,
 };
 
 static const zs_talk_ops shm_talk = {
     .exchange = shm_exchange,
     .broadcast = shm_broadcast,
-    .tell_mishap = zs_shm_tell_mishap,
-    .mishap_of = zs_shm_mishap_of,
+    .tell = zs_shm_tell,
+    .said = zs_shm_said,
+    .end = shm_end,
     .abort = shm_abort,
 };
 

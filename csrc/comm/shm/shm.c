@@ -68,15 +68,15 @@ void zs_shm_note(zs_shm *shm, zs_shm_act act)
     atomic_store_explicit(&own->act_number, act.number, memory_order_relaxed);
 }
 
-void zs_shm_tell_mishap(zs_comm *comm, const char *what)
+void zs_shm_tell(zs_comm *comm, zs_topic topic, const char *text)
 {
     zs_shm *shm = (zs_shm *)comm;
-    if (zs_shm_live(shm)) snprintf(shm->own->mishap, sizeof shm->own->mishap, "%s", what);
+    if (zs_shm_live(shm)) snprintf(shm->own->words[topic], ZS_WORDS, "%s", text);
 }
 
-const char *zs_shm_mishap_of(const zs_comm *comm, int rank)
+const char *zs_shm_said(const zs_comm *comm, int rank, zs_topic topic)
 {
-    return ((const zs_shm *)comm)->peers[rank].control->mishap;
+    return ((const zs_shm *)comm)->peers[rank].control->words[topic];
 }
 
 zs_status zs_shm_check_stop(const zs_shm *shm)

@@ -82,9 +82,11 @@ typedef struct zs_shm_control {
 
     /* The end. stopped is set after the text is complete. */
     alignas(ZS_SHM_LINE) _Atomic uint32_t left; /* closed in an orderly way */
-    _Atomic uint32_t stopped;                   /* the zs_status of an abort, 0: none */
+    _Atomic uint32_t ended;                     /* and before that, `past` was set */
+    zs_past past;
+    _Atomic uint32_t stopped; /* the zs_status of an abort, 0: none */
     char stop_text[ZS_SHM_TEXT];
-    char mishap[ZS_MISHAP]; /* own: what has failed lately; "": nothing */
+    zs_words words; /* own */
 
     alignas(4096) zs_shm_mailbox mail[2]; /* by parity of the exchange's number */
     alignas(4096) char stage[2][ZS_SHM_STAGE];
@@ -120,7 +122,7 @@ static inline size_t zs_shm_unit_record_bytes(size_t used_words)
 typedef struct zs_shm_reader_record {
     char name[ZS_SHM_NAME];
     alignas(ZS_SHM_LINE) _Atomic uint64_t word;
-    _Atomic uint64_t history; /* set before the word that begins a forward */
+    _Atomic uint64_t past[ZS_PAST_WORDS]; /* a zs_past; set before the word that begins a forward */
 } zs_shm_reader_record;
 
 /* A peer's bucket as mapped here. */
@@ -192,16 +194,16 @@ void zs_shm_wake(zs_shm *shm);
 /* Tells the peers that this rank cannot go on; `status` is what their waits then fail with. Idempotent. */
 void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason);
 
-/* tell_mishap. */
-void zs_shm_tell_mishap(zs_comm *comm, const char *what);
+/* tell. */
+void zs_shm_tell(zs_comm *comm, zs_topic topic, const char *text);
 
 /* --- looking at them ---------------------------------------------------------------------------------------------------- */
 
 /* Has somebody aborted? For calls that do not wait. */
 zs_status zs_shm_check_stop(const zs_shm *shm);
 
-/* mishap_of. */
-const char *zs_shm_mishap_of(const zs_comm *comm, int rank);
+/* said. */
+const char *zs_shm_said(const zs_comm *comm, int rank, zs_topic topic);
 
 /* Where a rank was seen. */
 typedef struct zs_shm_moment {

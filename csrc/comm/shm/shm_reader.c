@@ -11,7 +11,7 @@
  *
  * The one idea is in shm_word.h: a rank's state is one word, and who waits for whom is a function of two of them.
  *
- * A forward that is admitted compares histories (comm.h) with all owners: theirs stand still, since each is in a pass. Where they
+ * A forward that is admitted compares pasts (past.h) with all owners: theirs stand still, since each is in a pass. Where they
  * differ it reads nothing, and ends as any other before that is told: then all have compared.
  *
  * A pass that fails halfway leaves its word standing (peers that end a pass wait for it) until the next forward begins:
@@ -23,6 +23,7 @@
 #include "comm/shm/shm_word.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 struct zs_reader {
     uint32_t record; /* offset in the heap */
@@ -58,22 +59,39 @@ void zs_shm_reader_free(zs_comm *comm, zs_reader *reader)
     free(reader);
 }
 
-void zs_shm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t now)
+void zs_shm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *now)
 {
     zs_shm *shm = (zs_shm *)comm;
-    if (zs_shm_live(shm)) atomic_store(&zs_shm_reader_at(shm, comm->rank, reader->record)->history, now);
+    if (!zs_shm_live(shm)) return;
+    _Atomic uint64_t *past = zs_shm_reader_at(shm, comm->rank, reader->record)->past;
+    uint64_t words[ZS_PAST_WORDS];
+    memcpy(words, now, sizeof words);
+    for (int i = 0; i < ZS_PAST_WORDS; i++)
+        atomic_store(&past[i], words[i]);
+}
+
+static zs_past past_of(const zs_shm *shm, const zs_reader *reader, int rank)
+{
+    const _Atomic uint64_t *past = zs_shm_reader_at(shm, rank, reader->record)->past;
+    uint64_t words[ZS_PAST_WORDS];
+    for (int i = 0; i < ZS_PAST_WORDS; i++)
+        words[i] = atomic_load(&past[i]);
+    zs_past found;
+    memcpy(&found, words, sizeof found);
+    return found;
 }
 
 /* --- passes ------------------------------------------------------------------------------------------------------------- */
 
-/* All owners stand in a pass, or are at the end of one: they have the history that they had when they began, unless a step within
- * a pass has told of itself. */
-static zs_status compare_histories(zs_shm *shm, const zs_reader *reader)
+/* All owners stand in a pass, or are at the end of one: they have the past that they had when they began, unless a step within a
+ * pass has told of itself. */
+static zs_status compare_pasts(zs_shm *shm, const zs_reader *reader)
 {
-    uint64_t mine = atomic_load(&zs_shm_reader_at(shm, shm->base.rank, reader->record)->history);
-    for (int r = 0; r < shm->base.world; r++)
-        if (atomic_load(&zs_shm_reader_at(shm, r, reader->record)->history) != mine)
-            return zs_comm_fail_history(&shm->base, r);
+    zs_past first = past_of(shm, reader, 0);
+    for (int r = 1; r < shm->base.world; r++) {
+        zs_past other = past_of(shm, reader, r);
+        ZS_TRY(zs_comm_check_pasts(&shm->base, &(zs_pasts){&first, &other, r}));
+    }
     return ZS_OK;
 }
 
@@ -149,7 +167,7 @@ zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *
     uint64_t mine = atomic_load(word);
     bool forward = reading->pass != ZS_PASS_BACKWARD;
     if (status == ZS_OK && forward) status = check_apart(shm, reader, mine, reading->sample);
-    if (status == ZS_OK && forward) status = compare_histories(shm, reader);
+    if (status == ZS_OK && forward) status = compare_pasts(shm, reader);
     if (forward && zs_word_state(mine) != ZS_READER_ALONE) reader->sample = reading->sample;
     if (status != ZS_OK) come_to_nothing(shm, reader);
     return status;

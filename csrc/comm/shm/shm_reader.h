@@ -22,7 +22,7 @@ zs_status zs_shm_write_begin(zs_comm *comm, zs_reader *reader);
 /* write_end. */
 void zs_shm_write_end(zs_comm *comm, zs_reader *reader);
 
-/* tell_history. */
-void zs_shm_tell_history(zs_comm *comm, zs_reader *reader, uint64_t now);
+/* tell_past. */
+void zs_shm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *now);
 
 #endif
