@@ -108,8 +108,10 @@ def rules() -> dict[Operation, int]:
 
 
 def _writes(func: Operation, rule: int) -> bool:
-    """Return whether an elementwise operation is an in-place one, by torch's way to name them."""
+    """Return whether an operation is an in-place one, by torch's way to name them."""
     name = func.__name__
+    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        return True
     if rule not in (EACH, LISTS) or name == "detach_":
         return False
     if name.startswith("__"):

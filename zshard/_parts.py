@@ -72,6 +72,17 @@ class Part:
             return f"no elements of shape {self.shape}"
         return f"elements {self.begin} to {self.begin + self.numel - 1} of shape {self.shape}"
 
+    @property
+    def unit(self) -> _core.Unit | None:
+        """The parameter's unit; None if it is gone."""
+        state = self._state()
+        return None if state is None else state.unit
+
+    @property
+    def index(self) -> int:
+        """The parameter's number in it."""
+        return self._index
+
     def is_whole_now(self) -> bool:
         """Return whether the parameter's unit is unsharded."""
         state = self._state()

@@ -79,6 +79,28 @@ def attach(state: State, spec: UnitSpec) -> None:
             module.__dict__[_Whole.name] = _Whole(module)
 
 
+def attach_replicated(spec: UnitSpec) -> None:
+    """Make a unit that every rank has whole note what is loaded into it."""
+    for owner in {owner for ref in spec.params for owner, _ in ref.owners}:
+        if _note_replicated not in owner._load_state_dict_post_hooks.values():
+            owner.register_load_state_dict_post_hook(_note_replicated)  # type: ignore[no-untyped-call]
+
+
+def _note_replicated(module: nn.Module, _keys: Any) -> None:
+    """A hook of nn.Module's, which does not tell which parameters were loaded: those that were not
+    are as they have been."""
+    planned = planned_loads.get()
+    for param in module._parameters.values():
+        part = None if param is None else part_of(param)
+        unit = None if part is None or part.is_cut else part.unit
+        if part is None or unit is None or param is None:
+            continue
+        if planned is None:
+            unit.note_load(part.index, _content_of(param, False))
+        else:
+            planned.append((unit, part.index, 0))
+
+
 def whole_state_dict(
     module: nn.Module,
     state_dict: Callable[..., Any],

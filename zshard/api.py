@@ -39,7 +39,12 @@ from zshard._nccl import NcclOptions
 from zshard._parts import remember_parts
 from zshard._passes import call_guarded
 from zshard._plan import UnitSpec
-from zshard._state import attach, refuse_strange_slices, whole_state_dict
+from zshard._state import (
+    attach,
+    attach_replicated,
+    refuse_strange_slices,
+    whole_state_dict,
+)
 from zshard._state_dict_type import state_dict_type
 from zshard._summary import memory_table, summary_of
 from zshard._summon import own_unit_as_on_rank_0, summon_full_params
@@ -639,7 +644,9 @@ def _install(spec: UnitSpec, state: State) -> None:
     module, unit = spec.module, state.unit
     if unit.is_hooked:
         state.hooks += known_hooks(module, hook_forward(module, unit))
-        if not unit.replicated:
+        if unit.replicated:
+            attach_replicated(spec)
+        else:
             attach(state, spec)
     module.__dict__[ATTRIBUTE] = state
     module.__class__ = _class_for(type(module))

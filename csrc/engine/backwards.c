@@ -11,6 +11,7 @@
 #include "reduce/in_backward.h"
 
 #include <stdio.h>
+#include <string.h>
 
 static zs_schedule *schedule_of(const zs_unit *unit)
 {
@@ -86,11 +87,13 @@ static zs_status hook_param(zs_unit *unit, int64_t i)
 
 /* --- the end ------------------------------------------------------------------------------------------------------------------ */
 
-/* What a backward has raised, and when, for the peers. */
+/* What a backward has raised, and when, for the peers; but not that they differ, which they find as well. */
 static void tell_failure(zs_engine *engine, const char *when)
 {
+    static const char known[] = "DivergenceError";
     const char *what = zs_backward_failure();
     char text[256];
+    if (strncmp(what, known, strlen(known)) == 0) return;
     snprintf(text, sizeof text, "raised %s %s", *what != 0 ? what : "an exception", when);
     zs_engine_tell_mishap(engine, text);
 }

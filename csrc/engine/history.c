@@ -122,7 +122,7 @@ void zs_engine_tell_settings(zs_engine *engine, const char *lines)
 void zs_history_reduced(zs_engine *engine, bool good)
 {
     zs_history *history = &engine->history;
-    if (!good) return;
+    if (!good || engine->home.ranks.all->apart) return; /* a round may have said so in the middle */
     history->agreed = engine->home.past;
     history->steps = history->loads = history->n_loaded = 0;
     history->settings[0] = history->settings[1] = 0;

@@ -18,7 +18,7 @@ typedef enum rule {
     RULE_LISTS,      /* elementwise, on lists of tensors: torch._foreach_*, fused optimizers */
     RULE_GRAD,       /* the getter of .grad */
     RULE_NONE,       /* Python knows */
-    RULE_WRITES = 8, /* added to EACH and LISTS: writes to the first argument */
+    RULE_WRITES = 8, /* added: writes to the first argument */
 } rule;
 
 static struct {
@@ -341,7 +341,9 @@ static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
     unsigned found = (unsigned)rule_of(args[0]);
     arguments given = {args[2], PyDict_Check(args[3]) ? args[3] : NULL, (found & RULE_WRITES) != 0};
     switch (found & ~(unsigned)RULE_WRITES) {
-    case RULE_FACT: return zs_py_call_plain(args[0], given.args, given.kwargs);
+    case RULE_FACT:
+        if (given.writes && note_written(args[0], written_by(&given)) < 0) return NULL;
+        return zs_py_call_plain(args[0], given.args, given.kwargs);
     case RULE_EACH: return run_each(args[0], args[1], &given);
     case RULE_LISTS: return run_lists(args[0], args[1], &given);
     case RULE_GRAD: return run_grad(args[0], &given);

@@ -1,0 +1,443 @@
+"""Ranks that step, set or write something else than the others: an error that names both, or right.
+
+The one idea: one rank does something alone after a step that all have made; the next round, a
+checkpoint or the end of the process says so on all ranks. What may differ between ranks does not.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups import own_group, passing_groups
+from models import COMBINATIONS, loss_of, make
+from scenarios import WIDTH, floats
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
+STEPS = 3
+
+
+class Wide(nn.Module):
+    """Wide enough for each rank to have a part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 128)
+        self.second = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def built(combination, **options):
+    strategy, transport = combination
+    return FSDP(
+        make(Wide),
+        process_group=own_group(),
+        strategy=strategy,
+        transport=transport,
+        timeout=20,
+        **options,
+    )
+
+
+def learn(model, optimizer, step, stepping=True):
+    optimizer.zero_grad()
+    loss_of(model(floats(dist.get_rank(), step))).backward()
+    if stepping:
+        optimizer.step()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+# --- one rank alone -------------------------------------------------------------------------------
+
+
+def lr(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 5e-4
+
+
+def a_little(model, optimizer):
+    optimizer.param_groups[0]["lr"] *= 1 + 3e-6
+
+
+def betas(model, optimizer):
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+
+
+def scheduler(model, optimizer):
+    torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1).step()
+
+
+def step_state(model, optimizer):
+    for state in optimizer.state.values():
+        state["step"] += 5
+
+
+def one_step_more(model, optimizer):
+    optimizer.step()
+
+
+def write(model, optimizer):
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+
+
+def write_data(model, optimizer):
+    list(model.parameters())[-1].data.clamp_(-0.01, 0.01)
+
+
+def assign_data(model, optimizer):
+    param = next(model.parameters())
+    param.data = param.data * 0.5
+
+
+def write_lists(model, optimizer):
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+
+
+def write_out(model, optimizer):
+    param = next(model.parameters())
+    with torch.no_grad():
+        torch.mul(param, 0.5, out=param.data)
+
+
+def write_where(model, optimizer):
+    param = next(model.parameters()).data
+    param[param > 0] = 0.0
+
+
+def write_gradient(model, optimizer):
+    next(model.parameters()).grad.mul_(2)
+
+
+SETTINGS = {
+    lr: r"AdamW lr is 0\.001 on rank 0 and 0\.0005 on rank 1",
+    a_little: r"AdamW lr is 0\.001 on rank 0 and 0\.001000003 on rank 1",
+    betas: r"AdamW betas is \(0\.9, 0\.999\) on rank 0 and \(0\.5, 0\.999\) on rank 1",
+    scheduler: r"AdamW lr is 0\.001 on rank 0 and 0\.0001 on rank 1",
+    step_state: "AdamW step count is 2 on rank 0 and 7 on rank 1",
+}
+COUNTS = {one_step_more: "rank 0 has made 1 optimizer steps, but rank 1 has made 2"}
+WRITES = {
+    write: r"\(rank 0 made none; rank 1's last was mul_\(\) on 'first\.weight'\)",
+    write_data: r"rank 1's last was clamp_\(\) on 'second\.bias'",
+    assign_data: r"rank 1's last was __set__\(\) on 'first\.weight'",
+    write_lists: r"rank 1's last was _foreach_mul_\(\) on 'second\.bias'",
+    write_out: r"rank 1's last was mul\(\) on 'first\.weight'",
+    write_where: r"rank 1's last was __setitem__\(\) on 'first\.weight'",
+    write_gradient: r"rank 1's last was mul_\(\) on 'first\.weight'",
+}
+
+
+@passing_groups()
+def rank_1_alone(combination, what):
+    """Whether a round finds what rank 1 has done, with which words; then all load, and go on."""
+    model = built(combination)
+    optimizer = adamw(model)
+    learn(model, optimizer, 0)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    if dist.get_rank() == 1:
+        what(model, optimizer)
+    with pytest.raises(zshard.DivergenceError) as caught:
+        for step in range(1, STEPS):
+            learn(model, optimizer, step)
+    optimizer = adamw(model)
+    model.load_state_dict(saved)
+    for step in range(1, STEPS):
+        learn(model, optimizer, step)
+    return str(caught.value), {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def all_alike(states, tolerance=0.0):
+    first, *others = states
+    return all(
+        torch.allclose(first[name], other[name], rtol=0, atol=tolerance)
+        for other in others
+        for name in first
+    )
+
+
+def check(pool, combination, what, words):
+    results = pool.run(rank_1_alone, combination, what)
+    for said, _ in results:
+        assert "out of step" in said and re.search(words, said), said
+    assert all_alike([state for _, state in results])
+
+
+@pytest.mark.parametrize("what", [*SETTINGS, *COUNTS], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_steps_of_one_rank_alone_are_an_error(pool2, combination, what):
+    check(pool2, combination, what, {**SETTINGS, **COUNTS}[what])
+
+
+@pytest.mark.parametrize("what", WRITES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combination", SHARDED)
+def test_in_place_writes_of_one_rank_alone_are_an_error(pool2, combination, what):
+    check(pool2, combination, what, WRITES[what])
+
+
+@passing_groups()
+def steps_in_backward(combination):
+    model = built(combination)
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-3)
+    model.optimizer_in_backward(optimizer)
+    loss_of(model(floats(dist.get_rank(), 0))).backward()
+    if dist.get_rank() == 1:
+        lr(model, optimizer)
+    with pytest.raises(zshard.DivergenceError) as caught:
+        for step in range(1, STEPS):
+            loss_of(model(floats(dist.get_rank(), step))).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_settings_are_compared_where_backward_steps(pool2, combination):
+    for said in pool2.run(steps_in_backward, combination):
+        assert re.search(SETTINGS[lr], said), said
+
+
+# --- right ----------------------------------------------------------------------------------------
+
+
+@passing_groups()
+def trained(combination, act):
+    """Trains with `act` after each step; the state at the end."""
+    model = built(combination)
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        learn(model, optimizer, step)
+        act(model, optimizer)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def last_digits_differ(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 1e-3 * (1 + 3e-7 * dist.get_rank())
+
+
+def rank_0_averages(model, optimizer):
+    """A moving average that only rank 0 keeps up: its copies are no parameters."""
+    if not hasattr(optimizer, "average"):
+        optimizer.average = [param.detach().clone() for param in model.parameters()]
+    for average, param in zip(optimizer.average, model.parameters(), strict=True):
+        if dist.get_rank() == 0:
+            average.mul_(0.9).add_(param.detach(), alpha=0.1)
+
+
+def writes_where_there_is_something(model, optimizer):
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.numel() > 0:
+                param.mul_(0.999)
+
+
+def implementation_differs(model, optimizer):
+    optimizer.param_groups[0]["foreach"] = dist.get_rank() == 0
+
+
+def one_more_option_on_rank_1(model, optimizer):
+    """An entry that no optimizer reads."""
+    optimizer.param_groups[0]["where"] = f"host {dist.get_rank()}"
+
+
+RIGHT = [
+    last_digits_differ,
+    rank_0_averages,
+    writes_where_there_is_something,
+    implementation_differs,
+    one_more_option_on_rank_1,
+]
+
+
+@pytest.mark.parametrize("act", RIGHT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_what_may_differ_is_no_error(pool2, combination, act):
+    replicas_drift = act is last_digits_differ and combination[0] == "no_shard"
+    results = pool2.run(trained, combination, act)
+    assert all_alike(results, tolerance=1e-6 if replicas_drift else 0.0)
+
+
+@passing_groups()
+def ignored_on_rank_0(combination):
+    """A parameter that is not sharded has an optimizer of its own on rank 0 alone."""
+    torch.manual_seed(0)
+    body = make(Wide)
+    body.extra = nn.Parameter(torch.ones(3))
+    model = FSDP(
+        body,
+        process_group=own_group(),
+        strategy=combination[0],
+        transport=combination[1],
+        ignored_states=[body.extra],
+    )
+    optimizer = torch.optim.AdamW(
+        [param for param in model.parameters() if param is not body.extra], lr=1e-3
+    )
+    own = torch.optim.SGD([body.extra], lr=0.1)
+    for step in range(STEPS):
+        learn(model, optimizer, step)
+        body.extra.grad = torch.ones(3)
+        if dist.get_rank() == 0:
+            own.step()
+    return body.extra.detach().tolist()
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_optimizers_of_ignored_parameters_may_differ(pool2, combination):
+    results = pool2.run(ignored_on_rank_0, combination)
+    assert results[0] != results[1] == [1.0, 1.0, 1.0]
+
+
+@passing_groups()
+def experts(transport):
+    """Each rank has an expert that it steps by itself, with a rate of its own."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    rank = dist.get_rank()
+    shared = built(("full_shard", transport))
+    torch.manual_seed(rank)
+    expert = FSDP(nn.Linear(64, 64), process_group=alone[rank])
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": list(shared.parameters())},
+            {"params": list(expert.parameters()), "lr": 0.1 * (rank + 1)},
+        ],
+        lr=1e-3,
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(expert(shared(floats(rank, step)))).backward()
+        optimizer.step()
+        if rank == 1:
+            with torch.no_grad():
+                next(expert.parameters()).mul_(0.9)
+    return {name: value.clone() for name, value in shared.state_dict().items()}
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_experts_step_as_they_like(pool2, transport):
+    assert all_alike(pool2.run(experts, transport))
+
+
+@passing_groups()
+def scaled(combination):
+    """A scaler that skips a step, since one rank's gradients are infinite."""
+    model = built(combination)
+    optimizer = adamw(model)
+    scaler = zshard.GradScaler("cpu", init_scale=2.0**4)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model(floats(dist.get_rank(), step)))
+        if step == 1 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_scaler_may_skip(pool2, combination):
+    results = pool2.run(scaled, combination)
+    assert all_alike(results)
+    assert all(bool(value.isfinite().all()) for value in results[0].values())
+
+
+# --- after the last round -------------------------------------------------------------------------
+
+
+@passing_groups()
+def saved_after_a_step_of_rank_1(combination, folder):
+    model = built(combination)
+    optimizer = adamw(model)
+    learn(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        optimizer.step()
+    with pytest.raises(zshard.DivergenceError) as caught:
+        zshard.save(f"{folder}/saved", model, optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_save_compares(pool2, combination, tmp_path):
+    for said in pool2.run(saved_after_a_step_of_rank_1, combination, str(tmp_path)):
+        assert COUNTS[one_step_more] in said
+    assert not list(tmp_path.iterdir())
+
+
+END = """
+import sys, torch, zshard
+from zshard import FSDP
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+strategy, transport, what = sys.argv[1:]
+model = FSDP(torch.nn.Linear(64, 64), strategy=strategy, transport=transport, timeout=20)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(4, 64)).sum().backward()
+    last = step == 1 and dist.get_rank() == 1
+    if last and what == "lr":
+        optimizer.param_groups[0]["lr"] = 5e-4
+    if not (last and what == "skip"):
+        optimizer.step()
+if what == "told":
+    if dist.get_rank() == 1:
+        optimizer.step()
+    try:
+        model(torch.ones(4, 64)).sum().backward()
+    except zshard.DivergenceError:
+        print("caught")
+print("trained", flush=True)
+"""
+
+
+def run_to_the_end(folder: Path, combination: tuple[str, str], what: str):
+    script = folder / "train.py"
+    script.write_text(END)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    return subprocess.run(
+        [*launch, str(script), *combination, what], capture_output=True, text=True, timeout=120
+    )
+
+
+ENDS = [("full_shard", "shm"), ("no_shard", "shm"), ("full_shard", "c10d")]
+
+
+@pytest.mark.parametrize("combination", ENDS)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("lr", SETTINGS[lr]), ("skip", "rank 0 has made 2 optimizer steps, but rank 1 has made 1")],
+)
+def test_the_last_step_is_compared_at_the_end(tmp_path, combination, what, words):
+    ended = run_to_the_end(tmp_path, combination, what)
+    assert ended.stdout.count("trained") == 2
+    assert ended.returncode != 0
+    assert re.search(f"zshard: DivergenceError at the end of rank [01]: .*{words}", ended.stderr)
+
+
+@pytest.mark.parametrize("what", ["", "told"])
+def test_an_end_without_news_is_quiet(tmp_path, what):
+    """All went well, or the script has caught the error already."""
+    ended = run_to_the_end(tmp_path, ("full_shard", "shm"), what)
+    assert ended.returncode == 0 and "zshard:" not in ended.stderr
+    assert ended.stdout.count("caught") == (2 if what == "told" else 0)
