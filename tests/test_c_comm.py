@@ -19,7 +19,16 @@ from c_compile import BUILDS, C, compile_c, program_environment, skip_without_th
 from c_sources import sources
 from test_c_core import NO_LOOPS
 
-SHM = ["status.c", "memory.c", "device.c", "comm.c", "comm_self.c", "comm_shm.c", "file.c"]
+SHM = [
+    "status.c",
+    "memory.c",
+    "device.c",
+    "comm.c",
+    "past.c",
+    "comm_self.c",
+    "comm_shm.c",
+    "file.c",
+]
 SHM += ["shm*.c"]
 PROGRAMS = {
     "test_comm_shm": SHM,
