@@ -5,6 +5,8 @@ The one idea: each function does the same to a sharded model and to a plain one 
 the ranks' gradients by hand, and tells what differs.
 """
 
+import contextlib
+import copy
 import itertools
 import resource
 
@@ -123,6 +125,29 @@ def test_unfreezing_over_unreduced_gradients_is_refused(pool2):
         assert "outside of no_sync() before requires_grad_(True)" in said
 
 
+def copy_after_unfreezing(combination):
+    """A copy of a model of which some layers were unfrozen, and one frozen, since it was wrapped."""
+    models = [sharded_model(combination, (0, 1), lambda module: False), plain_model((0, 1))]
+    copies = []
+    for model in models:
+        model[0].requires_grad_(True)
+        model[2].requires_grad_(False)
+        backward(model, 0)
+        copied = copy.deepcopy(model)
+        copied.zero_grad()
+        optimizer = torch.optim.SGD([p for p in copied.parameters() if p.requires_grad], lr=0.1)
+        backward(copied, 1)
+        optimizer.step()
+        copies.append(copied)
+    frozen = [[p.requires_grad for p in model.parameters()] for model in copies]
+    return differs(*copies), frozen[0] == frozen[1]
+
+
+def test_a_model_is_copied_after_unfreezing(pool2):
+    for combination in COMBINATIONS:
+        assert pool2.run(copy_after_unfreezing, combination) == [([], True)] * 2, combination
+
+
 # --- gradients that are kept ----------------------------------------------------------------------------
 
 
@@ -157,6 +182,34 @@ def keep(combination, how):
 def test_a_kept_gradient_stays_what_it_was(pool2, how):
     for combination in COMBINATIONS:
         assert pool2.run(keep, combination, how) == [(True, [])] * 2, combination
+
+
+def keep_unreduced(combination, how):
+    """Gradients that no_sync() has left unreduced, kept beyond zero_grad(); one parameter's goes on."""
+    models = [sharded_model(combination), plain_model()]
+    stay, found = [], []
+    for model in models:
+        kept = []
+        for step in range(3):
+            with model.no_sync() if isinstance(model, FSDP) else contextlib.nullcontext():
+                model(batch(step)).square().mean().backward()
+            if step < 2:
+                kept.append((kept_in(model, how), [np.array(g) for g in kept_in(model, "arrays")]))
+                for param in list(model.parameters())[1:]:
+                    param.grad = None
+        backward(model, 3)
+        for grads, copies in kept:
+            pairs = list(zip(grads, copies, strict=True))[1:]
+            stay += [np.array_equal(np.ravel(g), np.ravel(c)) for g, c in pairs]
+        found.append([zshard.full_tensor(param.grad) for param in model.parameters()])
+    same_grads = [torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(*found, strict=True)]
+    return all(stay), all(same_grads)
+
+
+@pytest.mark.parametrize("how", ["tensors", "views", "arrays"])
+def test_a_kept_unreduced_gradient_stays_what_it_was(pool2, how):
+    for combination in COMBINATIONS:
+        assert pool2.run(keep_unreduced, combination, how) == [(True, True)] * 2, combination
 
 
 def two_losses(combination):

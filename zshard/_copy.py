@@ -75,17 +75,21 @@ def copy_plain(
     """Copy the modules; parameters of `units` get their full shape and no values."""
     held = set()
     for _, unit in units:
-        for index, param in enumerate(unit.params):
+        # As they were when the unit was made, which gives the copy's unit the same layout.
+        for index, (param, trainable) in enumerate(
+            zip(unit.params, unit.was_trainable, strict=True)
+        ):
             held.add(id(param))
-            memo[id(param)] = outline(param, unit.param(index)["shape"], param.device)
+            made = outline(param, unit.param(index)["shape"], param.device)
+            memo[id(param)] = made.requires_grad_(trainable)
     token = _within.set(True)
     try:
-        made = copy_module(root, memo)
+        copied = copy_module(root, memo)
     finally:
         _within.reset(token)
     pairs = [(unit, memo[id(module)]) for module, unit in units]
     others = [memo[id(p)] for p in root.parameters() if id(p) not in held]
-    return Copied(made, pairs, others)
+    return Copied(copied, pairs, others)
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -119,3 +123,4 @@ def copy_slices(source: _core.Unit, target: _core.Unit) -> None:
     with torch.no_grad(), plain():
         for theirs, ours in zip(source.params, target.params, strict=True):
             ours.copy_(theirs)
+            ours.requires_grad_(theirs.requires_grad)

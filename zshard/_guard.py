@@ -221,10 +221,15 @@ def _guard_copy(made: Tensor, part: Any) -> Tensor:
 
 
 def _as_torchs(tensor: Tensor) -> Tensor:
-    """The same elements in torch's own class."""
+    """The same elements in torch's own class, with a script's attributes."""
+    made = tensor.detach()
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.detach(), tensor.requires_grad)
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+        made = nn.Parameter(made, tensor.requires_grad)
+    else:
+        made.requires_grad_(tensor.requires_grad)
+    own = {key: value for key, value in vars(tensor).items() if key != "_zshard_part"}
+    vars(made).update(own)
+    return made
 
 
 # --- what is neither elementwise nor a fact -------------------------------------------------------

@@ -201,11 +201,25 @@ PyObject *zs_py_unit_prefetch(unit_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *unit_was_trainable(unit_object *self, void *unused)
+{
+    (void)unused;
+    const zs_unit *unit = self->unit;
+    PyObject *list = PyList_New((Py_ssize_t)unit->n_params);
+    for (int64_t i = 0; list != NULL && i < unit->n_params; i++) {
+        const zs_flat *flat = &unit->flats[unit->params[i].flat];
+        PyList_SET_ITEM(list, (Py_ssize_t)i, PyBool_FromLong(flat->trainable && !flat->thawed));
+    }
+    return list;
+}
+
 PyGetSetDef zs_py_unit_getset[] = {
     {"name", (getter)unit_name, (setter)unit_set_name, "Dotted name of the module; '' for the root.", NULL},
     {"strategy", (getter)unit_strategy, (setter)unit_set_strategy, "'full_shard', 'shard_grad_op' or 'no_shard'.",
      NULL},
     {"divisor", (getter)unit_divisor, (setter)unit_set_divisor, "Divisor of gradient sums.", NULL},
+    {"was_trainable", (getter)unit_was_trainable, NULL,
+     "For each parameter, whether it was trainable when the unit was made.", NULL},
     {"is_full", (getter)unit_is_full, NULL, "Whether the parameters are unsharded now.", NULL},
     {"offloads", (getter)unit_offloads, NULL, "Whether its parameters, gradients and optimizer state are offloaded.",
      NULL},

@@ -74,6 +74,7 @@ zs_status zs_grads_begin(zs_unit *unit, int64_t arriving, zs_expected *expected)
     if (unit->in_backward) return ZS_OK;
     unit->in_backward = true;
     ZS_TRY(zs_kept_grads_renew(unit));
+    ZS_TRY(zs_local_grads_renew(unit));
     if (unit->local != NULL) memset(unit->arrived, 0, unit->used_words * sizeof *unit->arrived);
     for (int64_t i = 0; i < unit->n_params; i++)
         ZS_TRY(ready_param(unit, i, arriving, expected));

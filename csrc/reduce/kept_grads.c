@@ -6,38 +6,47 @@
 #include "unit/offload.h"
 #include "unit/unit_memory.h"
 
-static bool is_shown(const zs_param *param)
+static const zs_tensor *view_of(const zs_param *param, zs_view view)
+{
+    switch (view) {
+    case ZS_VIEW_GRAD: return param->grad;
+    case ZS_VIEW_SPARE: return param->spare_grad;
+    case ZS_VIEW_LOCAL: return param->local;
+    }
+    return NULL;
+}
+
+static const zs_storage *storage_of(const zs_flat *flat, zs_view view)
+{
+    switch (view) {
+    case ZS_VIEW_GRAD: return flat->grads;
+    case ZS_VIEW_SPARE: return flat->spare;
+    case ZS_VIEW_LOCAL: return flat->local;
+    }
+    return NULL;
+}
+
+static bool is_shown(const zs_param *param, const zs_tensor *view)
 {
     bool shown = false;
-    return zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad, &shown) == ZS_OK && shown;
+    return zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, view, &shown) == ZS_OK && shown;
 }
 
-/* Does a script keep a gradient of the flat that is no .grad any more? */
-static bool is_kept(const zs_unit *unit, int f)
+bool zs_grads_are_kept(const zs_unit *unit, int f, zs_view which)
 {
+    const zs_storage *storage = storage_of(&unit->flats[f], which);
     int64_t views = 0;
     bool some_gone = false;
-    for (int64_t i = 0; i < unit->n_params; i++) {
+    for (int64_t i = 0; storage != NULL && i < unit->n_params; i++) {
         const zs_param *param = &unit->params[i];
-        if (param->flat != f || param->grad == NULL) continue;
+        const zs_tensor *view = view_of(param, which);
+        if (param->flat != f || view == NULL) continue;
         views++;
-        if (is_shown(param)) continue;
-        if (zs_tensor_is_kept(param->grad)) return true;
+        if (is_shown(param, view)) continue;
+        if (zs_tensor_is_kept(view)) return true;
         some_gone = true;
     }
-    return some_gone && zs_storage_users(unit->flats[f].grads) > 1 + views;
-}
-
-static bool spare_is_kept(const zs_unit *unit, int f)
-{
-    int64_t views = 0;
-    for (int64_t i = 0; i < unit->n_params; i++) {
-        const zs_param *param = &unit->params[i];
-        if (param->flat != f || param->spare_grad == NULL) continue;
-        if (zs_tensor_is_kept(param->spare_grad)) return true;
-        views++;
-    }
-    return zs_storage_users(unit->flats[f].spare) > 1 + views;
+    return some_gone && zs_storage_users(storage) > 1 + views;
 }
 
 void zs_kept_grads_free(zs_flat *flat, zs_unit *unit)
@@ -107,7 +116,7 @@ static zs_status renew_flat(zs_unit *unit, int f)
 {
     zs_flat *flat = &unit->flats[f];
     unit->home->keeps_grads = true;
-    if (flat->spare != NULL && spare_is_kept(unit, f)) zs_kept_grads_free(flat, unit);
+    if (zs_grads_are_kept(unit, f, ZS_VIEW_SPARE)) zs_kept_grads_free(flat, unit);
     if (flat->spare == NULL) {
         zs_status status = make_spare(unit, f);
         if (status != ZS_OK) {
@@ -126,6 +135,6 @@ zs_status zs_kept_grads_renew(zs_unit *unit)
 {
     if (unit->stepping != NULL || unit->borrows) return ZS_OK; /* what is stepped in backward is nobody's .grad */
     for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].grads != NULL && is_kept(unit, f)) ZS_TRY(renew_flat(unit, f));
+        if (zs_grads_are_kept(unit, f, ZS_VIEW_GRAD)) ZS_TRY(renew_flat(unit, f));
     return ZS_OK;
 }

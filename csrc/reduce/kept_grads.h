@@ -9,6 +9,16 @@
 
 #include "unit/unit.h"
 
+/* A parameter's views of its flat's gradients. */
+typedef enum zs_view {
+    ZS_VIEW_GRAD,  /* reduced ones */
+    ZS_VIEW_SPARE, /* those that take turns with them */
+    ZS_VIEW_LOCAL, /* those that stay on this rank for a while; see local_grads.h */
+} zs_view;
+
+/* Does a script keep some of a flat's gradients that are no parameter's .grad any more? */
+bool zs_grads_are_kept(const zs_unit *unit, int f, zs_view which);
+
 /* Has the next gradients lie elsewhere where a script keeps some that are no parameter's .grad any more. Call before the
  * first gradient of a backward, and before existing ones are set aside. */
 zs_status zs_kept_grads_renew(zs_unit *unit);

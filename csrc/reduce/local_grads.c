@@ -1,6 +1,7 @@
 /* local_grads.c - see local_grads.h. */
 #include "reduce/local_grads.h"
 
+#include "reduce/kept_grads.h"
 #include "unit/home.h"
 
 #include <math.h>
@@ -59,6 +60,54 @@ void zs_local_grads_free(zs_unit *unit)
     zs_mem_release(unit->local);
     unit->local = NULL;
     atomic_fetch_sub(&holders, 1);
+}
+
+/* Of a parameter's local gradient: is it `.grad`, and has the user left it as it was shown? */
+typedef struct seen {
+    bool shown, same;
+} seen;
+
+static seen look_at(const zs_param *param)
+{
+    seen found = {0};
+    if (param->local == NULL || !zs_tensor_alive(param->tensor)) return found;
+    (void)zs_grad_is(param->tensor, param->local, &found.shown);
+    found.same = zs_tensor_version(param->local) == param->shown;
+    return found;
+}
+
+/* Those that are shown go on in the new memory. */
+static zs_status take_over(zs_unit *unit, const seen *before)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (!before[i].shown) continue;
+        ZS_TRY(zs_grad_set(param->tensor, param->local));
+        param->shown = zs_tensor_version(param->local) + !before[i].same;
+    }
+    return ZS_OK;
+}
+
+static zs_status move(zs_unit *unit)
+{
+    const zs_device *device = zs_home_device(unit->home);
+    zs_mem *before = zs_mem_retain(unit->local);
+    seen was[unit->n_params];
+    for (int64_t i = 0; i < unit->n_params; i++)
+        was[i] = look_at(&unit->params[i]);
+    zs_local_grads_free(unit);
+    zs_status status = zs_local_grads_new(unit);
+    ZS_THEN(status, zs_device_copy(device, ZS_STREAM_COMPUTE, unit->local->ptr, before->ptr, before->bytes));
+    ZS_THEN(status, take_over(unit, was));
+    zs_mem_release(before);
+    return status;
+}
+
+zs_status zs_local_grads_renew(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats && unit->local != NULL; f++)
+        if (zs_grads_are_kept(unit, f, ZS_VIEW_LOCAL)) return move(unit);
+    return ZS_OK;
 }
 
 static zs_status is_zero(const zs_unit *unit, const zs_param *param, bool *zero)

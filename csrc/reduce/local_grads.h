@@ -12,6 +12,10 @@
 /* Makes the memory. Sharded units only: replicated ones keep theirs in `.grad`, as always. */
 zs_status zs_local_grads_new(zs_unit *unit);
 
+/* Has later gradients summed elsewhere where a script keeps some that are no parameter's .grad any more. Call before the first
+ * gradient of a backward, and before existing ones are hidden. */
+zs_status zs_local_grads_renew(zs_unit *unit);
+
 /* Does any unit of this process have such memory? From any thread. */
 bool zs_local_grads_any(void);
 

@@ -71,6 +71,7 @@ typedef struct zs_flat {
     zs_dtype wire;                  /* in which gradients travel */
     size_t compute_size, wire_size; /* bytes per element */
     bool trainable;
+    bool thawed; /* it is since the unit was made, when all its parameters were frozen */
     zs_layout layout;
     zs_flat_mem mem;         /* shard, and full if the transport maps it; for units that are always whole: unused */
     zs_flat_mem low;         /* the same in `compute`, if that is another dtype; for replicated units: unused */

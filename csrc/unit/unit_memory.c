@@ -261,23 +261,53 @@ static zs_status check_thaw(const zs_unit *unit)
     return ZS_OK;
 }
 
-zs_status zs_unit_thaw(zs_unit *unit)
+static bool has_unfrozen(const zs_unit *unit, int f)
 {
-    ZS_TRY(check_thaw(unit));
     for (int64_t i = 0; i < unit->n_params; i++) {
         const zs_param *param = &unit->params[i];
-        if (zs_tensor_alive(param->tensor) && zs_tensor_requires_grad(param->tensor))
-            unit->flats[param->flat].trainable = true;
+        bool wants = param->flat == f && zs_tensor_alive(param->tensor) && zs_tensor_requires_grad(param->tensor);
+        if (wants) return true;
     }
-    zs_home_replan(unit->home);
-    if (!zs_unit_reduces(unit)) return ZS_OK;
+    return false;
+}
+
+/* What the unit tells the schedule and the transport, as its flats are now. */
+static void tell_reduces(zs_unit *unit)
+{
     lay_out_gradients(unit);
-    zs_record_set_reduces(&unit->record, true, zs_unit_bucket_bytes(unit));
+    zs_record_set_reduces(&unit->record, zs_unit_round_spec(unit).n_slices > 0, zs_unit_bucket_bytes(unit));
+}
+
+/* Gradients for flats that are trained from now on; the round of those before stays until the new one is made. */
+static zs_status make_thawed(zs_unit *unit)
+{
     zs_cunit *before = unit->cunit;
     unit->cunit = NULL;
     zs_status status = make_gradients(unit);
-    if (before != NULL) zs_cunit_free(unit->home->ranks.all, before);
     ZS_THEN(status, make_grad_views(unit));
+    zs_cunit *dropped = status == ZS_OK ? before : unit->cunit;
+    if (status != ZS_OK) unit->cunit = before;
+    if (dropped != NULL) zs_cunit_free(unit->home->ranks.all, dropped);
+    return status;
+}
+
+zs_status zs_unit_thaw(zs_unit *unit)
+{
+    ZS_TRY(check_thaw(unit));
+    bool thaws[ZS_MAX_FLATS] = {false};
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        thaws[f] = !flat->trainable && has_unfrozen(unit, f);
+        flat->trainable |= thaws[f];
+        flat->thawed |= thaws[f];
+    }
+    zs_home_replan(unit->home);
+    if (!zs_unit_reduces(unit)) return ZS_OK;
+    tell_reduces(unit);
+    zs_status status = make_thawed(unit);
+    for (int f = 0; f < unit->n_flats && status != ZS_OK; f++)
+        if (thaws[f]) unit->flats[f].trainable = unit->flats[f].thawed = false;
+    if (status != ZS_OK) tell_reduces(unit); /* the next forward tries again */
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++)
         if (zs_tensor_alive(unit->params[i].tensor)) status = unit->home->calls->hook_param(unit, i);
     return status;
