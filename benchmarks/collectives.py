@@ -32,7 +32,17 @@ from benchmarks import harness
 from benchmarks.harness import Sample, Spread, Turn
 
 MODULE = "benchmarks.collectives"
-SOURCES = ["status", "memory", "comm", "comm_self", "comm_shm", "shm*", "file", "device_cpu"]
+SOURCES = [
+    "status",
+    "memory",
+    "comm",
+    "past",
+    "comm_self",
+    "comm_shm",
+    "shm*",
+    "file",
+    "device_cpu",
+]
 SOURCES += ["device", "simd"]
 FLAGS = [
     "-std=c11",

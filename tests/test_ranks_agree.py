@@ -18,11 +18,14 @@ from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
 from scenarios import WIDTH, floats
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import zshard
 from zshard import FSDP
 
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
+FEW = [("full_shard", "shm"), ("no_shard", "shm"), ("zero1", "c10d")]
+"""Where what is compared does not hang on the combination, which the tests of one change show."""
 STEPS = 3
 
 
@@ -38,11 +41,11 @@ class Wide(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def built(combination, **options):
+def built(combination, group=None, **options):
     strategy, transport = combination
     return FSDP(
         make(Wide),
-        process_group=own_group(),
+        process_group=group or own_group(),
         strategy=strategy,
         transport=transport,
         timeout=20,
@@ -123,6 +126,10 @@ def write_gradient(model, optimizer):
     next(model.parameters()).grad.mul_(2)
 
 
+def zero_in_place(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
 SETTINGS = {
     lr: r"AdamW lr is 0\.001 on rank 0 and 0\.0005 on rank 1",
     a_little: r"AdamW lr is 0\.001 on rank 0 and 0\.001000003 on rank 1",
@@ -138,7 +145,8 @@ WRITES = {
     write_lists: r"rank 1's last was _foreach_mul_\(\) on 'second\.bias'",
     write_out: r"rank 1's last was mul\(\) on 'first\.weight'",
     write_where: r"rank 1's last was __setitem__\(\) on 'first\.weight'",
-    write_gradient: r"rank 1's last was mul_\(\) on 'first\.weight'",
+    write_gradient: r"rank 1's last was mul_\(\) on the gradient of 'first\.weight'\)",
+    zero_in_place: r"rank 1's last was zero_grad\(set_to_none=False\)\)",
 }
 
 
@@ -177,14 +185,22 @@ def check(pool, combination, what, words):
     assert all_alike([state for _, state in results])
 
 
-@pytest.mark.parametrize("what", [*SETTINGS, *COUNTS], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("combination", COMBINATIONS)
+def cases(changes, combinations, everywhere):
+    """(combination, change): `everywhere` in all combinations, the others in a few."""
+    few = [c for c in FEW if c in combinations]
+    return [(c, what) for what in changes for c in (combinations if what in everywhere else few)]
+
+
+@pytest.mark.parametrize(
+    ("combination", "what"), cases([*SETTINGS, *COUNTS], COMBINATIONS, (lr, one_step_more))
+)
 def test_steps_of_one_rank_alone_are_an_error(pool2, combination, what):
     check(pool2, combination, what, {**SETTINGS, **COUNTS}[what])
 
 
-@pytest.mark.parametrize("what", WRITES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("combination", SHARDED)
+@pytest.mark.parametrize(
+    ("combination", "what"), cases(WRITES, SHARDED, (write_data, write_gradient))
+)
 def test_in_place_writes_of_one_rank_alone_are_an_error(pool2, combination, what):
     check(pool2, combination, what, WRITES[what])
 
@@ -227,6 +243,18 @@ def last_digits_differ(model, optimizer):
     optimizer.param_groups[0]["lr"] = 1e-3 * (1 + 3e-7 * dist.get_rank())
 
 
+def last_digits_of_many_differ(model, optimizer):
+    """A rate for each parameter, computed in float32 on one rank."""
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        first, params = groups.pop(), list(model.parameters())
+        groups += [{**first, "params": params[i : i + 1]} for i in range(len(params))]
+    for i, group in enumerate(groups):
+        group["lr"] = 1e-3 * 0.9**i
+        if dist.get_rank() == 1:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32).item()
+
+
 def rank_0_averages(model, optimizer):
     """A moving average that only rank 0 keeps up: its copies are no parameters."""
     if not hasattr(optimizer, "average"):
@@ -254,6 +282,7 @@ def one_more_option_on_rank_1(model, optimizer):
 
 RIGHT = [
     last_digits_differ,
+    last_digits_of_many_differ,
     rank_0_averages,
     writes_where_there_is_something,
     implementation_differs,
@@ -262,11 +291,131 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("act", RIGHT, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("combination", FEW)
 def test_what_may_differ_is_no_error(pool2, combination, act):
-    replicas_drift = act is last_digits_differ and combination[0] == "no_shard"
+    digits = (last_digits_differ, last_digits_of_many_differ)
+    replicas_drift = act in digits and combination[0] == "no_shard"
     results = pool2.run(trained, combination, act)
     assert all_alike(results, tolerance=1e-6 if replicas_drift else 0.0)
+
+
+@passing_groups()
+def evaluate_alone_between(strategy):
+    """Rank 0 evaluates while the others go on to the next batch, whose gradients they zero in place."""
+    model = built((strategy, "shm"))
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=False)
+        loss_of(model(floats(dist.get_rank(), step))).backward()
+        optimizer.step()
+        if dist.get_rank() == 0 and step < STEPS - 1:
+            with torch.no_grad():
+                model(floats(0))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_lone_evaluation_compares_no_gradients(pool2, strategy):
+    assert all_alike(pool2.run(evaluate_alone_between, strategy))
+
+
+@passing_groups()
+def micro_batches(transport):
+    """Under DDP ranks may run different numbers of backwards within no_sync(), which meet nobody."""
+    model = built(("no_shard", transport))
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            for i in range(1 + dist.get_rank()):
+                loss_of(model(floats(i, step))).backward()
+        loss_of(model(floats(dist.get_rank(), step))).backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_backwards_within_no_sync_may_differ(pool2, transport):
+    assert all_alike(pool2.run(micro_batches, transport))
+
+
+@passing_groups()
+def skipped_before_no_sync(combination):
+    """Rank 1 leaves out a step; the next backward meets nobody. A load makes it good."""
+    model = built(combination)
+    optimizer = adamw(model)
+    learn(model, optimizer, 0)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    learn(model, optimizer, 1, stepping=dist.get_rank() == 0)
+    with pytest.raises(zshard.DivergenceError) as caught:
+        with model.no_sync():
+            loss_of(model(floats(0))).backward()
+        learn(model, optimizer, 2)
+    model.load_state_dict(saved)
+    optimizer = adamw(model)
+    learn(model, optimizer, 3)
+    learn(model, optimizer, 4)
+    return str(caught.value), {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_backward_that_meets_nobody_agrees_on_nothing(pool2, combination):
+    results = pool2.run(skipped_before_no_sync, combination)
+    assert all("rank 0 has made 2 optimizer steps" in said for said, _ in results)
+    assert all_alike([state for _, state in results])
+
+
+@passing_groups()
+def two_models(combination):
+    """A generator and a discriminator with an optimizer each, on one transport; one steps more often."""
+    group = own_group()
+    models = [built(combination, group), built(combination, group)]
+    optimizers = [adamw(model) for model in models]
+    for step in range(STEPS):
+        for i in (0, 1, 1):
+            optimizers[i].zero_grad()
+            loss_of(models[i](floats(dist.get_rank(), step))).backward()
+            optimizers[i].step()
+    if dist.get_rank() == 1:
+        lr(models[1], optimizers[1])
+    learn(models[1], optimizers[1], 0)
+    learn(models[0], optimizers[0], 0)
+    with pytest.raises(zshard.DivergenceError) as caught:
+        learn(models[1], optimizers[1], 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"])
+def test_two_models_on_one_transport(pool2, combination):
+    for said in pool2.run(two_models, combination):
+        assert "AdamW #2 lr is 0.001 on rank 0 and 0.0005 on rank 1" in said, said
+
+
+@passing_groups()
+def zero_redundancy(transport):
+    """torch's own, in which each rank steps its parameters: one big one against all others."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+    group = own_group()
+    model = FSDP(body, process_group=group, strategy="no_shard", transport=transport, timeout=20)
+    weights, biases = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))
+    optimizer = ZeroRedundancyOptimizer(
+        [{"params": weights}, {"params": biases[:1], "lr": 1e-2}],
+        optimizer_class=torch.optim.AdamW,
+        process_group=group,
+        lr=1e-3,
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step + dist.get_rank()))
+        model(x).square().mean().backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_zero_redundancy_optimizer(pool2, transport):
+    assert all_alike(pool2.run(zero_redundancy, transport))
 
 
 @passing_groups()
@@ -294,7 +443,7 @@ def ignored_on_rank_0(combination):
     return body.extra.detach().tolist()
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("combination", FEW)
 def test_optimizers_of_ignored_parameters_may_differ(pool2, combination):
     results = pool2.run(ignored_on_rank_0, combination)
     assert results[0] != results[1] == [1.0, 1.0, 1.0]
@@ -347,7 +496,7 @@ def scaled(combination):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("combination", FEW)
 def test_a_scaler_may_skip(pool2, combination):
     results = pool2.run(scaled, combination)
     assert all_alike(results)
@@ -358,21 +507,24 @@ def test_a_scaler_may_skip(pool2, combination):
 
 
 @passing_groups()
-def saved_after_a_step_of_rank_1(combination, folder):
+def saved_after(combination, what, folder):
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)
     if dist.get_rank() == 1:
+        what(model, optimizer)
+    if what is not one_step_more:
         optimizer.step()
     with pytest.raises(zshard.DivergenceError) as caught:
         zshard.save(f"{folder}/saved", model, optimizer)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_save_compares(pool2, combination, tmp_path):
-    for said in pool2.run(saved_after_a_step_of_rank_1, combination, str(tmp_path)):
-        assert COUNTS[one_step_more] in said
+@pytest.mark.parametrize("what", [one_step_more, lr], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("combination", FEW)
+def test_save_compares(pool2, combination, what, tmp_path):
+    for said in pool2.run(saved_after, combination, what, str(tmp_path)):
+        assert re.search({**SETTINGS, **COUNTS}[what], said), said
     assert not list(tmp_path.iterdir())
 
 
@@ -393,6 +545,10 @@ for step in range(2):
         optimizer.param_groups[0]["lr"] = 5e-4
     if not (last and what == "skip"):
         optimizer.step()
+if what == "best":  # all load, and rank 0 evaluates
+    model.load_state_dict(model.state_dict())
+    if dist.get_rank() == 0:
+        model(torch.ones(4, 64))
 if what == "told":
     if dist.get_rank() == 1:
         optimizer.step()
@@ -435,9 +591,16 @@ def test_the_last_step_is_compared_at_the_end(tmp_path, combination, what, words
     assert re.search(f"zshard: DivergenceError at the end of rank [01]: .*{words}", ended.stderr)
 
 
-@pytest.mark.parametrize("what", ["", "told"])
-def test_an_end_without_news_is_quiet(tmp_path, what):
+QUIET = [
+    (("full_shard", "shm"), ""),
+    (("full_shard", "shm"), "told"),
+    (("no_shard", "c10d"), "best"),
+]
+
+
+@pytest.mark.parametrize(("combination", "what"), QUIET)
+def test_an_end_without_news_is_quiet(tmp_path, combination, what):
     """All went well, or the script has caught the error already."""
-    ended = run_to_the_end(tmp_path, ("full_shard", "shm"), what)
+    ended = run_to_the_end(tmp_path, combination, what)
     assert ended.returncode == 0 and "zshard:" not in ended.stderr
     assert ended.stdout.count("caught") == (2 if what == "told" else 0)

@@ -445,17 +445,17 @@ def _try_shm(
     return (None, "; ".join(problems)) if problems else (comm, None)
 
 
-_reporting = False
+_reporting_pid = 0  # whose end is reported; 0: nobody's yet
 _failed = False  # an exception ends this program,
 _last_words = ""  # and this is what it says
 
 
 def _report_ends() -> None:
     """Tell the peers how this rank exits: normally, or by an exception, with its text."""
-    global _reporting
-    if _reporting:
+    global _reporting_pid
+    if _reporting_pid != 0:
         return
-    _reporting = True
+    _reporting_pid = os.getpid()
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -473,12 +473,14 @@ def _report_ends() -> None:
 def _leave() -> None:
     """Exit in order: tell the peers that this rank left, so that they do not find it dead."""
     global _failed
+    comms = {id(entry.comm): entry.comm for key, entry in _entries.items() if key[1] != _BESIDE}
+    _failed = _failed or any(comm.lost for comm in comms.values())
+    if not _failed and os.getpid() == _reporting_pid:  # not in a forked child, which is no rank
+        for comm in comms.values():
+            _compare_ends(comm)
     for key, entry in _entries.items():
-        _failed = _failed or bool(entry.comm.lost)
         if key[1] == _BESIDE and _last_words:
             entry.comm.abort(_last_words)
-        if not _failed:
-            _compare_ends(entry.comm)
         entry.comm.close()
     _entries.clear()
 

@@ -40,6 +40,11 @@ _NEED_NORMS = ("lamb", "lars", "novograd")
 """Which of those need norms of whole parameters: words in the class's name, in lower case."""
 
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_inner: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Those that another one calls on the ranks that have something for them to step."""
+
+# The compiler would trace what it cannot.
+_note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
 _handles: list[RemovableHandle] = []
 
 
@@ -55,9 +60,23 @@ def install() -> None:
     if not _handles:
         for name in _ELEMENTWISE:
             _spare_the_guard(getattr(torch.optim, name))
-        torch.optim.Optimizer.zero_grad = plain()(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
+        torch.optim.Optimizer.zero_grad = _noting_zeros(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    """Without the guard; gradients that stay, as zeros, are written to, as on all ranks."""
+
+    @functools.wraps(zero_grad)
+    def zeroed(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        with plain():
+            zero_grad(self, set_to_none)
+        if not set_to_none:
+            for unit in units_stepped_by(self):
+                unit.engine.note_zeroed()
+
+    return zeroed
 
 
 def know(optimizer: torch.optim.Optimizer) -> None:
@@ -76,6 +95,8 @@ def _before_step(
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
     _seen.add(optimizer)
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        _inner.add(optimizer.optim)  # type: ignore[attr-defined]
     if _needs_unseen_norms(type(optimizer)) and _holds_shards(optimizer):
         raise ShardError(
             f"{type(optimizer).__name__} scales updates by norms of whole parameters, but would "
@@ -120,9 +141,12 @@ def _after_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Torch's post-hook, which it runs only if the step has not raised."""
-    note_step(optimizer)
-    for unit in units_stepped_by(optimizer):
-        unit.engine.end_write()
+    try:
+        if optimizer not in _inner:
+            _note_step(optimizer)
+    finally:
+        for unit in units_stepped_by(optimizer):
+            unit.engine.end_write()
 
 
 def _refuse_local_grads(optimizer: torch.optim.Optimizer) -> None:

@@ -163,13 +163,16 @@ def part_of(param: Tensor) -> Part | None:
     return entry[1] if entry is not None and entry[0]() is param else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stepped:
     """What an optimizer has of one sharded model."""
 
     _state: weakref.ref[State]  # of one of its units
+    replicated: bool  # every rank has the whole model
     groups: tuple[tuple[int, int, int], ...]
-    """(index of the param group, index in it of the model's first parameter, number of those)"""
+    """(index of the param group, index in it of the model's first parameter, number of those).
+    Groups without any are left out, but for replicated models: their optimizers may share out the
+    parameters among ranks, as ZeroRedundancyOptimizer does."""
 
     @property
     def unit(self) -> _core.Unit | None:
@@ -183,17 +186,23 @@ class Stepped:
         state = self._state()
         return 0 if state is None else id(state.comms.all)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks."""
+        state = self._state()
+        return state is None or state.comms.all.world == 1
 
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[Stepped]]]
+
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[Stepped]]]
 _stepped = weakref.WeakKeyDictionary()
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Stepped]:
     """Return what the optimizer has of each sharded model."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    counts = [len(group["params"]) for group in optimizer.param_groups]
     known = _stepped.get(optimizer)
-    if known is None or known[0] != count:
-        known = _stepped[optimizer] = count, _models_of(optimizer)
+    if known is None or known[0] != counts:
+        known = _stepped[optimizer] = counts, _models_of(optimizer)
     return known[1]
 
 
@@ -206,6 +215,7 @@ def units_stepped_by(optimizer: torch.optim.Optimizer) -> list[_core.Unit]:
 def _models_of(optimizer: torch.optim.Optimizer) -> list[Stepped]:
     """By the root of the ranks, as inner units may be adopted."""
     states: dict[int, weakref.ref[State]] = {}
+    cut: set[int] = set()
     groups: dict[int, dict[int, tuple[int, int]]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
@@ -215,9 +225,13 @@ def _models_of(optimizer: torch.optim.Optimizer) -> list[Stepped]:
                 continue
             model = state.unit.engine_id
             states.setdefault(model, part._state)
+            if part.is_cut:
+                cut.add(model)
             first, n = groups.setdefault(model, {}).get(number, (index, 0))
             groups[model][number] = first, n + 1
-    return [
-        Stepped(state, tuple((number, *counts) for number, counts in groups[model].items()))
-        for model, state in states.items()
-    ]
+    found = []
+    for model, reference in states.items():
+        numbers = groups[model] if model in cut else range(len(optimizer.param_groups))
+        rows = tuple((number, *groups[model].get(number, (0, 0))) for number in numbers)
+        found.append(Stepped(reference, model not in cut, rows))
+    return found

@@ -1,18 +1,19 @@
 """What an optimizer steps with, as ranks compare it: its param groups, and how often it stepped.
 
 The one idea: a scheduler that one rank calls alone leaves shards that were stepped with different
-learning rates. So each step notes two digests, which travel with what ranks exchange anyway
-(csrc/engine/history.h). Numbers may differ in their last digits between hosts; each digest rounds
-them in its own way, so numbers that are nearly equal agree in one of the two. The values themselves
-travel only once ranks have found that they differ.
+learning rates. So each step notes a digest, which travels with what ranks exchange anyway
+(csrc/engine/history.h), and keeps the values at hand as text. Only where digests differ are texts
+compared (csrc/comm/past.c): numbers may differ in their last digits between hosts.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import math
+import operator
 import weakref
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,35 +24,55 @@ from zshard._parts import Stepped, stepped_by
 
 __all__ = ["note_step"]
 
-_NEAR = 1e-6
-"""Numbers that differ by more than this, relative to themselves, are different."""
-
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options that say how a step is computed, and not what: hosts may differ in them."""
 
-_MASK = (1 << 64) - 1
-
-Values = tuple[tuple[str, Any], ...]
+_ROOM = 3072
+"""Bytes of text that peers are told (csrc/comm/past.h)."""
 
 
 class _Account:
-    """What is known of an optimizer that steps a model."""
+    """What is known of an optimizer that steps a model: digested anew only where it has changed."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         self.label = label
-        self.values: list[Values] | None = None
-        self.digests = 0, 0
-        self.lines = ""
+        self.keys = [key for key in optimizer.defaults if key not in _HOW]
         self.text = ""
+        self._get: Callable[[Any], tuple[Any, ...]] = operator.itemgetter("params", *self.keys)
+        self._model: Stepped | None = None
+        self._options: list[tuple[Any, ...]] = []  # of each group, as they were
+        self._digest = 0
+        self._lines = ""
 
-    def take(self, values: list[Values]) -> None:
-        """Digest the settings, if they are new."""
-        if values == self.values:
-            return
-        self.values = values
-        cells = [tuple(_cells(value)) for group in values for _, value in group]
-        self.digests = _digest([a for a, _ in cells]), _digest([b for _, b in cells])
-        self.lines = "".join(_lines(self.label, values))
+    def take(self, optimizer: torch.optim.Optimizer, model: Stepped) -> int:
+        """Return the digest of what the optimizer has stepped with."""
+        groups = [optimizer.param_groups[number] for number, _, _ in model.groups]
+        options = [self._options_of(group) for group in groups]
+        if model is not self._model or not _are_same(options, self._options):
+            self._model, self._options = model, options
+            self._digest_anew([[_value(each) for each in row[1:]] for row in options], model)
+        steps = [
+            _step_of(optimizer, group["params"][first]) if n > 0 else 0
+            for group, (_, first, n) in zip(groups, model.groups, strict=True)
+        ]
+        self.text = f"{self._lines}{self.label} step count\t{_listed(steps)}\n"
+        return _folded(self._digest, steps)
+
+    def _options_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        try:
+            return self._get(group)
+        except KeyError:  # a group of an old state dict
+            return (group["params"], *(group.get(key) for key in self.keys))
+
+    def _digest_anew(self, values: list[list[Any]], model: Stepped) -> None:
+        """values: of each group, in the order of the keys."""
+        counts = [0 if model.replicated else n for _, _, n in model.groups]
+        self._digest = _folded(0, [*(_number(each) for row in values for each in row), *counts])
+        columns: list[tuple[str, Sequence[Any]]] = [
+            *zip(self.keys, zip(*values, strict=True), strict=True),
+            ("number of parameters", counts),
+        ]
+        self._lines = "".join(_lines(self.label, columns))
 
 
 _accounts: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Account]]
@@ -63,15 +84,14 @@ def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) ->
     """Tell the models (or one of them) that the optimizer has stepped, and with what."""
     for model in stepped_by(optimizer):
         unit = model.unit
-        if unit is None or engine_id not in (None, unit.engine_id):
+        if unit is None or model.is_alone or engine_id not in (None, unit.engine_id):
             continue
         account = _account_of(optimizer, model.comm_id)
         with plain():
-            account.take(_settings(optimizer, model, sharded=not unit.replicated))
-            steps = _state_steps(optimizer, model)
-        unit.engine.note_step(*(_with_steps(digest, steps) for digest in account.digests))
-        account.text = f"{account.lines}{account.label} step count\t{_listed(steps)}\n"
-        unit.engine.tell_settings(_all_texts(model.comm_id))
+            digest = account.take(optimizer, model)
+        engine = unit.engine
+        engine.note_step(digest)
+        engine.tell_settings(_all_texts(model.comm_id))
 
 
 def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
@@ -82,31 +102,40 @@ def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
             type(other).__name__ == name and comm_id in theirs
             for other, theirs in _accounts.items()
         )
-        accounts[comm_id] = _Account(name if others == 0 else f"{name} #{others + 1}")
+        label = name if others == 0 else f"{name} #{others + 1}"
+        accounts[comm_id] = _Account(optimizer, label)
     return accounts[comm_id]
 
 
 def _all_texts(comm_id: int) -> str:
-    return "".join(each[comm_id].text for each in _accounts.values() if comm_id in each)
+    """As much as peers are told."""
+    texts, room = [], _ROOM
+    for accounts in _accounts.values():
+        if comm_id in accounts and room > 0:
+            texts.append(accounts[comm_id].text)
+            room -= len(texts[-1])
+        if room <= 0:
+            break
+    return "".join(texts)
 
 
 # --- what there is --------------------------------------------------------------------------------
 
 
-def _settings(optimizer: torch.optim.Optimizer, model: Stepped, *, sharded: bool) -> list[Values]:
-    """The options of each param group that has parameters of the model, without tensors on GPUs.
-
-    Where every rank has the whole model, optimizers may share out the parameters among ranks."""
-    keys = [key for key in optimizer.defaults if key not in _HOW]
-    found = []
-    for number, _, n in model.groups:
-        group = optimizer.param_groups[number]
-        options = [(key, _value(group.get(key))) for key in keys]
-        found.append((*options, ("number of parameters", n if sharded else 0)))
-    return found
+def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
+    """Are these the same objects, none of which can change? (Tensors and lists can.)"""
+    if len(rows) != len(before):
+        return False
+    for row, known in zip(rows, before, strict=True):
+        if len(row) != len(known) or not all(map(operator.is_, row, known)):
+            return False
+        if any(isinstance(each, Tensor | list) for each in row[1:]):
+            return False
+    return True
 
 
 def _value(value: Any) -> Any:
+    """A number, text or tuple; None for what is not compared, such as tensors on GPUs."""
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, list | tuple):
@@ -114,57 +143,46 @@ def _value(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _state_steps(optimizer: torch.optim.Optimizer, model: Stepped) -> list[int]:
-    """The step count in the state of each group's first parameter; 0: none is known."""
-    steps = []
-    for number, first, _ in model.groups:
-        state = optimizer.state.get(optimizer.param_groups[number]["params"][first], {})
-        step = _value(state.get("step")) if isinstance(state, dict) else None
-        steps.append(int(step) if isinstance(step, int | float) else 0)
-    return steps
+def _step_of(optimizer: torch.optim.Optimizer, param: Tensor) -> int:
+    """The step count in a parameter's state; 0: none is known. Not for parameters on GPUs, where
+    it depends on the implementation whether the count is there too."""
+    state = optimizer.state.get(param) if param.device.type == "cpu" else None
+    step = _value(state.get("step")) if isinstance(state, dict) else None
+    return int(step) if isinstance(step, int | float) and math.isfinite(step) else 0
 
 
 # --- digests --------------------------------------------------------------------------------------
 
 
-def _cells(value: Any) -> tuple[str, str]:
-    """A value rounded in two ways."""
-    if isinstance(value, tuple):
-        pairs = [_cells(each) for each in value]
-        return repr([a for a, _ in pairs]), repr([b for _, b in pairs])
-    if not isinstance(value, float) or value == 0.0 or not math.isfinite(value):
-        return repr(value), repr(value)
-    place = math.log(abs(value)) / _NEAR
-    sign = "-" if value < 0 else ""
-    return f"{sign}{math.floor(place)}", f"{sign}{math.floor(place + 0.5)}"
-
-
-def _digest(cells: list[str]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(cells).encode(), digest_size=8).digest(), "little")
-
-
-def _with_steps(digest: int, steps: list[int]) -> int:
-    for step in steps:
-        digest = (digest * 0x100000001B3 + step) & _MASK
+def _folded(digest: int, numbers: Iterable[int]) -> int:
+    for number in numbers:
+        digest = (digest * 0x100000001B3 + number) & 0xFFFFFFFFFFFFFFFF
     return digest
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _number(value: Any) -> int:
+    """A number that stands for a value."""
+    return zlib.crc32(repr(value).encode())
 
 
 # --- words ----------------------------------------------------------------------------------------
 
 
-def _lines(label: str, values: list[Values]) -> Iterator[str]:
+def _lines(label: str, columns: Iterable[tuple[str, Sequence[Any]]]) -> Iterator[str]:
     """A line for each option, with its values in all groups."""
-    for column in zip(*values, strict=True):
-        if any(value is not None for _, value in column):
-            yield f"{label} {column[0][0]}\t{_listed([value for _, value in column])}\n"
+    for key, values in columns:
+        if any(value is not None for value in values):
+            yield f"{label} {key}\t{_listed(values)}\n"
 
 
-def _listed(values: list[Any]) -> str:
+def _listed(values: Sequence[Any]) -> str:
     """One value if all are the same, else the values of all groups."""
     texts = [_text(value) for value in values]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
 
+@functools.lru_cache(maxsize=4096, typed=True)
 def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(_text(each) for each in value)})"

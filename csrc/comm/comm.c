@@ -20,6 +20,7 @@ void zs_comm_release(zs_comm *comm)
     if (comm == NULL) return;
     if (!zs_refs_drop(&comm->refs)) return;
     zs_comm_close(comm);
+    zs_comm_set_others(comm, NULL);
     comm->ops->destroy(comm);
 }
 
@@ -120,7 +121,7 @@ const char *zs_unit_label(const char *name)
 void zs_comm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *before, const zs_past *now)
 {
     zs_past_replace(&comm->past, before, now);
-    comm->apart = false;
+    zs_comm_set_others(comm, NULL); /* words of another time */
     const zs_reader_ops *readers = comm->ops->readers;
     if (readers->tell_past != NULL && reader != NULL) readers->tell_past(comm, reader, now);
 }

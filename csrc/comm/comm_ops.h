@@ -100,7 +100,7 @@ typedef struct zs_talk_ops {
     zs_status (*gather_device)(zs_comm *, const void *mine, size_t bytes, void *all);
     /* See zs_comm_tell; NULL: the head has it. */
     void (*tell)(zs_comm *, zs_topic, const char *);
-    /* What a peer has told of a topic; NULL: nobody knows. */
+    /* What a peer has told of a topic, as of now; NULL, as for the function itself: that is not known here. */
     const char *(*said)(const zs_comm *, int rank, zs_topic);
     /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `pasts` [world] are theirs. Never
      * waits for a peer. NULL: nobody knows. */
@@ -136,8 +136,12 @@ struct zs_comm {
     uint64_t reading;        /* (not mapped) what gathers are for, see zs_reading_told */
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
     zs_past past;            /* of all models that use it, see zs_comm_tell_past */
-    bool apart;              /* pasts have been found to differ since it was told last */
+    bool apart;              /* pasts have been found to differ, and not to be the same again since */
+    bool failed;             /* a wait or a collective has, so the end is no news */
+    bool ended;              /* see zs_comm_end */
+    bool is_control;         /* of a transport for GPUs, which has the pasts */
     zs_words words;          /* see zs_comm_tell */
+    zs_words *others;        /* [world] what each rank has told, NULL: not known, or `said` knows; owned */
     /* So many have ended; what streams did in them comes before all that the compute stream does since. */
     uint64_t sessions;
     zs_refs refs;
@@ -336,10 +340,10 @@ static inline void zs_comm_abort(zs_comm *comm, const char *reason)
     comm->ops->talk->abort(comm, reason);
 }
 
-/* What a peer has told of a topic; "": nothing, or nobody knows. */
+/* What a peer has told of a topic, as of now; NULL: that is not known here. */
 static inline const char *zs_comm_said(const zs_comm *comm, int rank, zs_topic topic)
 {
-    return comm->ops->talk->said != NULL ? comm->ops->talk->said(comm, rank, topic) : "";
+    return comm->ops->talk->said != NULL ? comm->ops->talk->said(comm, rank, topic) : NULL;
 }
 
 /* Memory that the transport itself has. */

@@ -91,7 +91,7 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     engine->hooks = hooks;
     engine->home.calls = &hooks->calls;
     engine->home.ranks = *ranks;
-    engine->history.window = 1;
+    engine->history.window = engine->history.load_number = 1;
     retain_ranks(ranks);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);

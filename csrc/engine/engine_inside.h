@@ -16,12 +16,15 @@ typedef struct zs_engine_hooks {
 
 /* See history.h. */
 typedef struct zs_history {
-    uint64_t window; /* how many backwards went well on all ranks, and one */
-    zs_past agreed;  /* what all ranks had at the last of those */
-    /* Since then: optimizer steps; digests of their settings, summed; loads, folded; parameters loaded; which kinds of
-     * in-place operations have written, as bits, and which of them the peers have been told of. */
-    uint64_t steps, settings[2], loads, n_loaded, writes, told_writes;
-    char written[256]; /* the last of those writes, for the peers' messages */
+    uint64_t window; /* how many backwards have met all ranks, and one */
+    zs_past agreed;  /* what all ranks had when the last of those met them */
+    /* Since then: optimizer steps; digests of their settings, summed; which kinds of in-place operations have written to
+     * parameters and to gradients, as bits, and which of those the peers have been told of. */
+    uint64_t steps, settings, writes, grads, told_writes, told_grads;
+    /* The last load of all parameters since then; what has been loaded since, folded, and how many parameters; a number for the
+     * parameters' own notes of that. */
+    uint64_t full_load, loads, n_loaded, load_number;
+    char written[256]; /* the last of the writes, for the peers' messages */
 } zs_history;
 
 /* See engine.h. */

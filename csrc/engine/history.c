@@ -18,50 +18,12 @@ static uint64_t fold_text(const char *text)
 
 /* --- events ----------------------------------------------------------------------------------------------------------------- */
 
-void zs_engine_note_step(zs_engine *engine, const uint64_t settings[2])
+void zs_engine_note_step(zs_engine *engine, uint64_t settings)
 {
     zs_history *history = &engine->history;
     history->steps++;
-    for (int i = 0; i < 2; i++)
-        history->settings[i] += zs_fold(settings[i], history->window);
+    history->settings += zs_fold(settings, history->window);
 }
-
-void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
-{
-    zs_history *history = &zs_engine_of(unit)->history;
-    zs_param *param = &unit->params[i];
-    bool again = param->loaded_in == history->window;
-    uint64_t now = zs_fold(fold_text(param->name), content);
-    history->loads ^= (again ? param->loaded : 0) ^ now;
-    history->n_loaded += !again;
-    param->loaded = now;
-    param->loaded_in = history->window;
-}
-
-void zs_engine_note_thaw(zs_engine *engine, const zs_unit *unit)
-{
-    engine->history.agreed.thaws = zs_fold(engine->history.agreed.thaws, fold_text(unit->name));
-}
-
-/* Of a flat's parameters or their gradients, and no copy? */
-static bool is_part_of(const zs_flat *flat, const zs_tensor *tensor)
-{
-    const zs_storage *each[] = {flat->shard, flat->full, flat->grads};
-    for (size_t i = 0; i < sizeof each / sizeof *each; i++)
-        if (each[i] != NULL && zs_tensor_on_storage(tensor, each[i])) return true;
-    return false;
-}
-
-void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation)
-{
-    zs_history *history = &zs_engine_of(unit)->history;
-    const zs_param *param = &unit->params[i];
-    if (!is_part_of(&unit->flats[param->flat], written)) return;
-    history->writes |= UINT64_C(1) << (fold_text(operation) % 64);
-    snprintf(history->written, sizeof history->written, "%.40s() on '%s'", operation, param->name);
-}
-
-/* --- what comes of them ------------------------------------------------------------------------------------------------------ */
 
 static uint64_t n_params(const zs_engine *engine)
 {
@@ -71,15 +33,72 @@ static uint64_t n_params(const zs_engine *engine)
     return n;
 }
 
+/* What has been done to parameters before counts no more. */
+static void complete_load(zs_history *history)
+{
+    history->full_load = zs_fold(1, history->loads);
+    history->loads = history->n_loaded = 0;
+    history->load_number++;
+    history->steps = history->settings = history->writes = history->told_writes = 0;
+    history->grads = history->told_grads = 0; /* which are those of what has been replaced */
+}
+
+void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
+{
+    zs_engine *engine = zs_engine_of(unit);
+    zs_history *history = &engine->history;
+    zs_param *param = &unit->params[i];
+    bool again = param->loaded_in == history->load_number;
+    uint64_t now = zs_fold(fold_text(param->name), content);
+    history->loads ^= (again ? param->loaded : 0) ^ now;
+    history->n_loaded += !again;
+    param->loaded = now;
+    param->loaded_in = history->load_number;
+    if (history->n_loaded == n_params(engine)) complete_load(history);
+}
+
+void zs_engine_note_thaw(zs_engine *engine, const zs_unit *unit)
+{
+    engine->history.agreed.thaws = zs_fold(engine->history.agreed.thaws, fold_text(unit->name));
+}
+
+static uint64_t bit_of(const char *operation)
+{
+    return UINT64_C(1) << (fold_text(operation) % 64);
+}
+
+void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation)
+{
+    zs_history *history = &zs_engine_of(unit)->history;
+    const zs_param *param = &unit->params[i];
+    const zs_flat *flat = &unit->flats[param->flat];
+    if (flat->grads != NULL && zs_tensor_on_storage(written, flat->grads)) {
+        history->grads |= bit_of(operation);
+        snprintf(history->written, sizeof history->written, "%.40s() on the gradient of '%s'", operation, param->name);
+    } else if (zs_tensor_on_storage(written, flat->shard != NULL ? flat->shard : flat->full)) {
+        history->writes |= bit_of(operation);
+        snprintf(history->written, sizeof history->written, "%.40s() on '%s'", operation, param->name);
+    } /* else it is a copy */
+}
+
+void zs_engine_note_zeroed(zs_engine *engine)
+{
+    engine->history.grads |= bit_of("zero_");
+    snprintf(engine->history.written, sizeof engine->history.written, "zero_grad(set_to_none=False)");
+}
+
+/* --- what comes of them ------------------------------------------------------------------------------------------------------ */
+
 static zs_past past_of(const zs_engine *engine)
 {
     const zs_history *history = &engine->history;
     zs_past past = history->agreed;
-    if (history->n_loaded > 0) past.loads = zs_fold(past.loads, history->loads);
-    if (history->n_loaded > 0 && history->n_loaded == n_params(engine)) return past;
     past.steps += history->steps;
-    if (history->steps > 0) memcpy(past.settings, history->settings, sizeof past.settings);
+    if (history->steps > 0) past.settings = history->settings;
+    if (history->full_load != 0 || history->n_loaded > 0)
+        past.loads = zs_fold(zs_fold(past.loads, history->full_load), history->loads);
     if (history->writes != 0) past.writes = zs_fold(past.writes, history->writes);
+    if (history->grads != 0) past.grads = zs_fold(past.grads, history->grads);
     return past;
 }
 
@@ -95,8 +114,10 @@ void zs_history_tell(zs_engine *engine)
 {
     zs_history *history = &engine->history;
     zs_past now = past_of(engine), *told = &engine->home.past;
-    if (history->told_writes != history->writes) tell(engine, ZS_ON_WRITE, history->written);
+    if (history->told_writes != history->writes || history->told_grads != history->grads)
+        tell(engine, ZS_ON_WRITE, history->written);
     history->told_writes = history->writes;
+    history->told_grads = history->grads;
     if (memcmp(told, &now, sizeof now) == 0) return;
     zs_comm *each[ZS_RANKS];
     size_t n = zs_ranks_list(&engine->home.ranks, each);
@@ -119,19 +140,32 @@ void zs_engine_tell_settings(zs_engine *engine, const char *lines)
     tell(engine, ZS_ON_SETTINGS, lines);
 }
 
-void zs_history_reduced(zs_engine *engine, bool good)
+/* What the ranks had in common in this backward's rounds; what came after that, in users' hooks, is left. */
+static void agree(zs_engine *engine)
 {
     zs_history *history = &engine->history;
-    if (!good || engine->home.ranks.all->apart) return; /* a round may have said so in the middle */
-    history->agreed = engine->home.past;
-    history->steps = history->loads = history->n_loaded = 0;
-    history->settings[0] = history->settings[1] = 0;
+    const zs_past *met = &engine->home.met_past;
+    uint64_t steps = met->steps - history->agreed.steps;
+    history->steps -= steps;
+    history->settings -= steps > 0 ? met->settings : 0;
+    history->full_load = history->loads = history->n_loaded = 0;
+    history->load_number++;
     history->writes &= ~history->told_writes; /* what was written since the peers were told is new to them */
-    history->told_writes = 0;
+    history->grads &= ~history->told_grads;
+    history->told_writes = history->told_grads = 0;
+    history->agreed = *met;
     history->window++;
+}
+
+void zs_history_reduced(zs_engine *engine, bool good)
+{
+    if (!good) return;
     zs_engine_tell_mishap(engine, "");
-    if (*history->written != 0) tell(engine, ZS_ON_WRITE, "");
-    *history->written = 0;
+    if (!engine->home.met) return; /* in no_sync(), nobody is met */
+    engine->home.met = false;
+    agree(engine);
+    if (*engine->history.written != 0) tell(engine, ZS_ON_WRITE, "");
+    *engine->history.written = 0;
 }
 
 zs_status zs_engine_compare(zs_engine *engine)
@@ -141,8 +175,11 @@ zs_status zs_engine_compare(zs_engine *engine)
     zs_past *all = calloc((size_t)comm->world, sizeof *all);
     if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps");
     zs_status status = zs_comm_exchange(comm, &engine->home.past, sizeof *all, all);
-    for (int r = 1; r < comm->world; r++)
-        ZS_THEN(status, zs_comm_check_pasts(comm, &(zs_pasts){&all[0], &all[r], r}));
+    bool same = true;
+    for (int r = 1; r < comm->world && status == ZS_OK; r++)
+        same &= memcmp(&all[0], &all[r], sizeof *all) == 0;
+    if (!same) ZS_THEN(status, zs_comm_learn(comm));
+    ZS_THEN(status, zs_comm_check_pasts(comm, all));
     free(all);
     return status;
 }

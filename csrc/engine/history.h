@@ -5,26 +5,29 @@
  * anyway they compare them: before a forward (zs_comm_tell_past), and in each round of gradients (reduce.c).
  *
  *   event    | what of it
- *   a step   | counted; its optimizer's settings as two digests, of the steps since the last backward
+ *   a step   | counted; its optimizer's settings as a digest, of the steps since the last backward
  *   a load   | for each parameter what was loaded last. Once all of a model's have been, what was before them counts no more:
  *            | a load makes good what was amiss.
  *   a thaw   | the unit that trains more than before
- *   a write  | which kinds of in-place operations scripts have made on slices of parameters or gradients, not how often: code
- *            | may leave out those that are empty
+ *   a write  | which kinds of in-place operations scripts have made on slices of parameters, and on those of gradients; not how
+ *            | often: code may leave out those that are empty
  *
- * Events are counted from the last backward that went well on all ranks, where their numbers were alike.
+ * Events are counted from the last round of gradients in which the ranks' numbers were alike.
  */
 #ifndef ZS_HISTORY_H
 #define ZS_HISTORY_H
 
 #include "engine/engine.h"
 
-/* An optimizer has stepped the model's parameters; `settings`: digests of its param groups. */
-void zs_engine_note_step(zs_engine *engine, const uint64_t settings[2]);
+/* An optimizer has stepped the model's parameters; `settings`: a digest of its param groups. */
+void zs_engine_note_step(zs_engine *engine, uint64_t settings);
 
 /* A script has written to a slice of parameter `i`, or of its gradient, by an in-place operation of this name. No-op for tensors
  * that are neither, such as copies. */
 void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation);
+
+/* The model's gradients have been set to zero in place. */
+void zs_engine_note_zeroed(zs_engine *engine);
 
 /* Parameter `i` has been loaded; `content`: the same number on ranks that loaded the same. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content);
@@ -44,7 +47,7 @@ zs_status zs_engine_compare(zs_engine *engine);
 /* Peers are about to be met: has them told what is new. */
 void zs_history_tell(zs_engine *engine);
 
-/* A backward has ended; `good`: on all ranks, so that their histories are the same. */
+/* A backward has ended; `good`: nothing has failed. */
 void zs_history_reduced(zs_engine *engine, bool good);
 
 #endif

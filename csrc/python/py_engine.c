@@ -217,14 +217,25 @@ static PyObject *engine_before_step(engine_object *self, PyObject *unused)
 }
 
 PyDoc_STRVAR(engine_note_step_doc,
-             "note_step($self, first, second, /)\n--\n\nNote an optimizer's step, which all ranks make, or none: with "
-             "param groups of these two digests, of which all ranks have one or the other.");
+             "note_step($self, settings, /)\n--\n\nNote an optimizer's step, which all ranks make, or none: with param "
+             "groups of this digest.");
 
-static PyObject *engine_note_step(engine_object *self, PyObject *args)
+static PyObject *engine_note_step(engine_object *self, PyObject *settings)
 {
-    unsigned long long first, second;
-    if (!PyArg_ParseTuple(args, "KK:note_step", &first, &second)) return NULL;
-    zs_engine_note_step(self->engine, (uint64_t[2]){first, second});
+    uint64_t digest = PyLong_AsUnsignedLongLong(settings);
+    if (PyErr_Occurred()) return NULL;
+    zs_engine_note_step(self->engine, digest);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(
+    engine_note_zeroed_doc,
+    "note_zeroed($self, /)\n--\n\nNote that the model's gradients were set to zero in place, as on all ranks.");
+
+static PyObject *engine_note_zeroed(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_engine_note_zeroed(self->engine);
     Py_RETURN_NONE;
 }
 
@@ -318,7 +329,8 @@ static PyMethodDef engine_methods[] = {
     {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
     {"before_step", (PyCFunction)engine_before_step, METH_NOARGS, engine_before_step_doc},
-    {"note_step", (PyCFunction)engine_note_step, METH_VARARGS, engine_note_step_doc},
+    {"note_step", (PyCFunction)engine_note_step, METH_O, engine_note_step_doc},
+    {"note_zeroed", (PyCFunction)engine_note_zeroed, METH_NOARGS, engine_note_zeroed_doc},
     {"tell_settings", (PyCFunction)engine_tell_settings, METH_O, engine_tell_settings_doc},
     {"compare", (PyCFunction)engine_compare_ranks, METH_NOARGS, engine_compare_doc},
     {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS, engine_begin_write_doc},

@@ -92,7 +92,7 @@ static zs_status check_gave_up(const summing *s)
     for (int r = 0; r < s->world; r++) {
         if (r == s->rank || !zs_get_bit(s->sources->used[r], gave_up)) continue;
         if (s->unit->home->schedule.gave_up) continue; /* this rank did so too: nothing is lost */
-        char mishaps[ZS_WORDS];
+        char mishaps[1024];
         zs_comm_mishaps(s->unit->home->ranks.all, mishaps, sizeof mishaps);
         return ZS_FAIL(ZS_ERR_DIVERGED,
                        "ranks diverged: rank %d abandoned its backward before unit '%s' (most likely an exception was "
@@ -118,22 +118,17 @@ static zs_status check_held(const summing *s)
     return ZS_OK;
 }
 
-static zs_past past_of(const summing *s, int rank)
-{
-    zs_past past;
-    memcpy(&past, s->sources->used[rank] + zs_unit_past_at(s->unit), sizeof past);
-    return past;
-}
-
 /* Gradients of parameters of different steps are no sum. */
 static zs_status check_pasts(const summing *s)
 {
-    zs_past first = past_of(s, 0);
-    for (int r = 1; r < s->world; r++) {
-        zs_past other = past_of(s, r);
-        ZS_TRY(zs_comm_check_pasts(s->unit->home->ranks.all, &(zs_pasts){&first, &other, r}));
-    }
-    return ZS_OK;
+    zs_home *home = s->unit->home;
+    zs_past pasts[s->world];
+    for (int r = 0; r < s->world; r++)
+        memcpy(&pasts[r], s->sources->used[r] + zs_unit_past_at(s->unit), sizeof *pasts);
+    zs_status status = zs_comm_check_pasts(home->ranks.all, pasts);
+    home->met = status == ZS_OK;
+    home->met_past = pasts[s->rank];
+    return status;
 }
 
 /* Takes bytes [begin, stop) of a flat's whole sum from the rank that owns them; on top of an earlier round's, if any. */

@@ -48,9 +48,11 @@ struct zs_home {
     zs_pool *grads;     /* memory of the units' gradients; owned */
     zs_offload offload; /* what of the units goes to a disk, with a counted reference; set before they are made */
     zs_past past;       /* what the peers are told of the engine's history */
-    int unshown;        /* units whose parameters Python does not see as what they are */
-    bool keeps_grads;   /* a script has kept gradients: their pages are not given back */
-    bool reserved;      /* arena and buckets are as the units, calls and settings of now want them */
+    zs_past met_past;   /* (if met) what they were told in the last round of gradients, in which all were alike */
+    bool met;
+    int unshown;      /* units whose parameters Python does not see as what they are */
+    bool keeps_grads; /* a script has kept gradients: their pages are not given back */
+    bool reserved;    /* arena and buckets are as the units, calls and settings of now want them */
 };
 
 /* Where the units' memory lies. */

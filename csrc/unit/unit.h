@@ -57,7 +57,7 @@ typedef struct zs_param {
     uint32_t shown;             /* version of `local` when it became .grad */
     bool has_grad;              /* its grad shard holds a gradient (set aside, or reduced in this backward) */
     bool reduced;               /* a new gradient was reduced in this backward */
-    uint64_t loaded, loaded_in; /* see history.h: what was, and in which window */
+    uint64_t loaded, loaded_in; /* see history.h: what was, and the load's number */
     bool watched;               /* a script has got its `.data` while it was whole; see zs_unit_watch */
     uint64_t content;           /* (watched) a digest of its elements at that time */
     bool held;                  /* it had a gradient when this backward began, which the new one goes on top of */

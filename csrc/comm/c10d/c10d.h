@@ -56,7 +56,6 @@ typedef struct zs_c10d_comm {
     size_t living;                   /* units that are not freed */
     zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
     bool told;       /* this rank has left its last words */
-    zs_words *words; /* [world] what each rank had said when the ranks' turns differed last; NULL: never */
     zs_c10d_stray *strays;
     struct zs_c10d_comm *next; /* in the list of those that are kept for their strays' sake */
 } zs_c10d_comm;
@@ -77,9 +76,6 @@ zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *
 
 /* Fails with this thread's record, put into the words of `turn`; looks for the rank that is to blame. */
 zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status);
-
-/* said: as of when turns differed last. */
-const char *zs_c10d_said(const zs_comm *comm, int rank, zs_topic topic);
 
 /* Memory for one collective, until it is given to zs_c10d_return_area, which makes it NULL (and may get NULL). */
 zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area);

@@ -17,7 +17,7 @@
  * come later than the end of its connections; from finding a peer gone until a wait that goes on is given up. */
 static const double slice = 0.1, ask_every = 2.0, straggle = 2.0, grace = 1.0;
 
-enum { PHRASE = 256, WORDS = 512 };
+enum { PHRASE = 256, WORDS = 512, MISHAPS = 1024 };
 
 static double now(void)
 {
@@ -66,7 +66,7 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     const zs_c10d_turn *own = &turns[comm->base.rank];
     for (int r = 0; r < comm->base.world; r++) {
         if (turns[r].kind != ZS_C10D_GIVE_UP) continue;
-        char phrase[PHRASE], mishaps[ZS_WORDS];
+        char phrase[PHRASE], mishaps[MISHAPS];
         describe(own, phrase, sizeof phrase);
         zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
         comm->base.heard = true;
@@ -91,7 +91,7 @@ static bool alike(const zs_c10d_turn *a, const zs_c10d_turn *b)
 static bool all_alike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     for (int r = 1; r < comm->base.world; r++)
-        if (!alike(&turns[r], turns) || !zs_past_alike(&turns[r].past, &turns->past)) return false;
+        if (!alike(&turns[r], turns) || memcmp(&turns[r].past, &turns->past, sizeof turns->past) != 0) return false;
     return true;
 }
 
@@ -110,33 +110,31 @@ static zs_status check_readings(const zs_c10d_comm *comm, const zs_c10d_turn *tu
 /* All ranks have seen that turns differ: they tell each other what they have words for, before they say so. */
 static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
-    if (comm->words == NULL) comm->words = calloc((size_t)comm->base.world, sizeof(zs_words));
+    zs_words *others = calloc((size_t)comm->base.world, sizeof *others);
     zs_mem *area = NULL;
     size_t bytes = (size_t)comm->base.world * sizeof(zs_words);
-    if (zs_c10d_borrow_area(comm, bytes + sizeof(zs_words), &area) != ZS_OK) return;
+    if (zs_c10d_borrow_area(comm, bytes + sizeof(zs_words), &area) != ZS_OK) {
+        free(others);
+        return;
+    }
     char *all = area->ptr, *mine = all + bytes;
-    memcpy(mine, comm->base.words, sizeof(zs_words));
+    memcpy(mine, &comm->base.words, sizeof(zs_words));
     zs_work *work = NULL;
     zs_status status = zs_group_all_gather(comm->group, mine, all, sizeof(zs_words), comm->base.world, &work);
     ZS_THEN(status, zs_c10d_finish(comm, turn, work, NULL));
-    if (status == ZS_OK && comm->words != NULL) memcpy(comm->words, all, bytes);
+    if (status == ZS_OK && others != NULL) memcpy(others, all, bytes);
+    zs_comm_set_others(&comm->base, others);
     zs_c10d_return_area(comm, &area);
     zs_clear_error();
-}
-
-const char *zs_c10d_said(const zs_comm *comm, int rank, zs_topic topic)
-{
-    const zs_words *words = ((const zs_c10d_comm *)comm)->words;
-    return words != NULL ? words[rank][topic] : "";
 }
 
 /* Do the ranks mean the same, but with parameters of different steps? */
 static zs_status compare_pasts(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
-    for (int r = 1; r < comm->base.world; r++)
-        if (alike(&turns[r], turns))
-            ZS_TRY(zs_comm_check_pasts(&comm->base, &(zs_pasts){&turns->past, &turns[r].past, r}));
-    return ZS_OK;
+    zs_past pasts[comm->base.world];
+    for (int r = 0; r < comm->base.world; r++)
+        pasts[r] = turns[alike(&turns[r], turns) ? r : 0].past;
+    return zs_comm_check_pasts(&comm->base, pasts);
 }
 
 static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
@@ -147,7 +145,7 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     if (turns[own].kind == ZS_C10D_GIVE_UP) return ZS_OK; /* whatever the others are at, they hear of it */
     ZS_TRY(check_gave_up(comm, turns));
     ZS_TRY(compare_pasts(comm, turns));
-    char mishaps[ZS_WORDS];
+    char mishaps[MISHAPS];
     zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
     for (int r = 0; r < comm->base.world; r++) {
         if (alike(&turns[r], &turns[own])) continue;
@@ -160,7 +158,7 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
             "on all ranks (over c10d, also the units in the same order)",
             own, ours, r, theirs, mishaps);
     }
-    return ZS_OK;
+    return check_readings(comm, turns); /* they differ in what words have made good */
 }
 
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
@@ -174,12 +172,16 @@ zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     zs_c10d_turn *turns = area->ptr, *mine = turns + comm->base.world;
     *mine = *turn;
     if (turn->kind == ZS_C10D_GATHER || turn->kind == ZS_C10D_POST) mine->past = comm->base.past;
-    if (turn->kind == ZS_C10D_GATHER) mine->reading = comm->base.reading;
+    if (turn->kind == ZS_C10D_GATHER) {
+        mine->reading = comm->base.reading;
+        mine->past.grads = 0; /* a gather reads none */
+    }
     zs_work *work = NULL;
     zs_group_set_timeout(comm->group, comm->base.timeout);
     zs_status status = zs_group_all_gather(comm->group, mine, turns, sizeof *turn, comm->base.world, &work);
     status = status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);
     ZS_THEN(status, compare(comm, turns));
+    if (status != ZS_OK) comm->base.failed = true;
     zs_c10d_return_area(comm, &area);
     return status;
 }

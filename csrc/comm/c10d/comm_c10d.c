@@ -150,27 +150,24 @@ typedef struct last_page {
     zs_words words;
 } last_page;
 
-static void take_page(zs_c10d_comm *self, int rank, const last_page *page, zs_past *out)
-{
-    *out = page->past;
-    if (self->words != NULL) memcpy(self->words[rank], page->words, sizeof page->words);
-}
-
 static zs_status c10d_end(zs_comm *comm, zs_past *pasts, bool *all)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     size_t world = (size_t)comm->world;
-    if (self->words == NULL) self->words = calloc(world, sizeof(zs_words));
     last_page *pages = calloc(world, sizeof *pages);
-    if (pages == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' last steps");
-    last_page *mine = &pages[comm->rank];
-    mine->past = comm->past;
-    memcpy(mine->words, comm->words, sizeof mine->words);
-    *all = zs_group_leave_page(self->group, comm->rank, comm->world, pages, sizeof *pages);
-    for (int r = 0; r < comm->world && *all; r++)
-        take_page(self, r, &pages[r], &pasts[r]);
+    zs_words *words = calloc(world, sizeof *words);
+    bool good = pages != NULL && words != NULL;
+    if (good) {
+        pages[comm->rank] = (last_page){comm->past, comm->words};
+        *all = zs_group_leave_page(self->group, comm->rank, comm->world, pages, sizeof *pages);
+    }
+    for (int r = 0; r < comm->world && *all; r++) {
+        pasts[r] = pages[r].past;
+        words[r] = pages[r].words;
+    }
     free(pages);
-    return ZS_OK;
+    zs_comm_set_others(comm, words);
+    return good ? ZS_OK : ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' last steps");
 }
 
 /* The process group is torch's. */
@@ -197,7 +194,6 @@ static void c10d_destroy(zs_comm *comm)
     }
     zs_c10d_free_areas(self);
     free(self->base.lost);
-    free(self->words);
     zs_c10d_peers_free(self);
     zs_group_free(self->group);
     free(self);
@@ -230,7 +226,6 @@ static const zs_round_ops c10d_rounds = {
 static const zs_talk_ops c10d_talk = {
     .exchange = c10d_exchange,
     .broadcast = c10d_broadcast,
-    .said = zs_c10d_said,
     .end = c10d_end,
     .abort = c10d_abort,
 };

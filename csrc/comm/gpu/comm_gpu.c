@@ -86,6 +86,19 @@ static zs_status went_apart(zs_gpu_comm *comm, const zs_gpu_order *other, int ra
     return zs_gpu_fail(comm, status);
 }
 
+/* All ranks compare the same pasts, so all ask for words, or none. */
+static zs_status compare_pasts(zs_gpu_comm *comm, const zs_gpu_order *all)
+{
+    zs_past pasts[comm->base.world];
+    bool same = true;
+    for (int r = 0; r < comm->base.world; r++) {
+        pasts[r] = all[r].past;
+        same &= memcmp(&pasts[r], &pasts[0], sizeof *pasts) == 0;
+    }
+    if (!same) ZS_TRY(zs_comm_learn(&comm->base));
+    return zs_comm_check_pasts(&comm->base, pasts);
+}
+
 /* Have all ranks asked for the same, and where a session has `ended`, of parameters of the same steps? Peers that have not
  * would be waited for by a GPU, where no deadline is looked at. */
 static zs_status check_order(zs_gpu_comm *comm, bool ended)
@@ -101,8 +114,7 @@ static zs_status check_order(zs_gpu_comm *comm, bool ended)
         bool same = all[r].hash == comm->order.hash && all[r].count == comm->order.count;
         if (!same || all[r].gave_up != comm->order.gave_up) return went_apart(comm, &all[r], r);
     }
-    for (int r = 1; r < world && ended; r++)
-        ZS_TRY(zs_comm_check_pasts(&comm->base, &(zs_pasts){&all[0].past, &all[r].past, r}));
+    if (ended) ZS_TRY(compare_pasts(comm, all));
     return settle(comm, gone);
 }
 
@@ -381,6 +393,7 @@ zs_status zs_comm_gpu_new(zs_comm *control, zs_backend *backend, zs_comm **out)
     self->base.ops = backend->ops->table;
     self->base.rank = control->rank;
     self->base.world = control->world;
+    control->is_control = true;
     self->base.device = backend->device;
     self->base.timeout = control->timeout;
     zs_refs_init(&self->base.refs);

@@ -71,12 +71,12 @@ void zs_shm_note(zs_shm *shm, zs_shm_act act)
 void zs_shm_tell(zs_comm *comm, zs_topic topic, const char *text)
 {
     zs_shm *shm = (zs_shm *)comm;
-    if (zs_shm_live(shm)) snprintf(shm->own->words[topic], ZS_WORDS, "%s", text);
+    if (zs_shm_live(shm)) zs_words_set(&shm->own->words, topic, text);
 }
 
 const char *zs_shm_said(const zs_comm *comm, int rank, zs_topic topic)
 {
-    return ((const zs_shm *)comm)->peers[rank].control->words[topic];
+    return zs_words_on(&((const zs_shm *)comm)->peers[rank].control->words, topic);
 }
 
 zs_status zs_shm_check_stop(const zs_shm *shm)

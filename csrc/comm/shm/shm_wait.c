@@ -186,6 +186,7 @@ static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
     atomic_fetch_add(&own->wait_id, 1); /* odd: from here on the act above is a wait */
     atomic_store(&own->asleep, 1);
     zs_status status = sleep_until_done(shm, act, reached);
+    if (status != ZS_OK) shm->base.failed = true;
     atomic_store(&own->asleep, 0);
     atomic_fetch_add(&own->wait_id, 1);
     return status;
