@@ -127,10 +127,11 @@ def joined(name: str, wrap: Wrap) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--library", nargs="+", choices=sorted(LIBRARIES), default=[*LIBRARIES])
+    parser.add_argument("--only", nargs="+", metavar="SITUATION", help="default: all")
     parser.add_argument("--out", type=Path, help="a JSON file: {library: {situation: verdict}}")
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    names = [each.__name__ for each in (*situations.RIGHT, *situations.REFUSED)]
+    names = args.only or [e.__name__ for e in (*situations.RIGHT, *situations.REFUSED)]
     found = {
         library: {name: joined(name, LIBRARIES[library]) for name in names}
         for library in args.library
