@@ -96,7 +96,7 @@ def _before_step(
     parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
     _seen.add(optimizer)
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        _inner.add(optimizer.optim)  # type: ignore[attr-defined]
+        _inner.add(getattr(optimizer, "optim", optimizer))
     if _needs_unseen_norms(type(optimizer)) and _holds_shards(optimizer):
         raise ShardError(
             f"{type(optimizer).__name__} scales updates by norms of whole parameters, but would "

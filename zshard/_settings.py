@@ -36,9 +36,11 @@ class _Account:
 
     def __init__(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         self.label = label
-        self.keys = [key for key in optimizer.defaults if key not in _HOW]
+        self.keys = [key for key in getattr(optimizer, "defaults", {}) if key not in _HOW]
         self.text = ""
-        self._get: Callable[[Any], tuple[Any, ...]] = operator.itemgetter("params", *self.keys)
+        # "params" twice, since of a single key it gives no tuple.
+        self._get: Callable[[Any], tuple[Any, ...]]
+        self._get = operator.itemgetter("params", "params", *self.keys)
         self._model: Stepped | None = None
         self._options: list[tuple[Any, ...]] = []  # of each group, as they were
         self._digest = 0
@@ -50,7 +52,7 @@ class _Account:
         options = [self._options_of(group) for group in groups]
         if model is not self._model or not _are_same(options, self._options):
             self._model, self._options = model, options
-            self._digest_anew([[_value(each) for each in row[1:]] for row in options], model)
+            self._digest_anew([[_value(each) for each in row[2:]] for row in options], model)
         steps = [
             _step_of(optimizer, group["params"][first]) if n > 0 else 0
             for group, (_, first, n) in zip(groups, model.groups, strict=True)
@@ -62,14 +64,15 @@ class _Account:
         try:
             return self._get(group)
         except KeyError:  # a group of an old state dict
-            return (group["params"], *(group.get(key) for key in self.keys))
+            own = group["params"]
+            return (own, own, *(group.get(key) for key in self.keys))
 
     def _digest_anew(self, values: list[list[Any]], model: Stepped) -> None:
         """values: of each group, in the order of the keys."""
         counts = [0 if model.replicated else n for _, _, n in model.groups]
         self._digest = _folded(0, [*(_number(each) for row in values for each in row), *counts])
         columns: list[tuple[str, Sequence[Any]]] = [
-            *zip(self.keys, zip(*values, strict=True), strict=True),
+            *((key, [row[i] for row in values]) for i, key in enumerate(self.keys)),
             ("number of parameters", counts),
         ]
         self._lines = "".join(_lines(self.label, columns))
@@ -129,7 +132,7 @@ def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> boo
     for row, known in zip(rows, before, strict=True):
         if len(row) != len(known) or not all(map(operator.is_, row, known)):
             return False
-        if any(isinstance(each, Tensor | list) for each in row[1:]):
+        if any(isinstance(each, Tensor | list) for each in row[2:]):
             return False
     return True
 
