@@ -135,7 +135,7 @@ SETTINGS = {
     a_little: r"AdamW lr is 0\.001 on rank 0 and 0\.001000003 on rank 1",
     betas: r"AdamW betas is \(0\.9, 0\.999\) on rank 0 and \(0\.5, 0\.999\) on rank 1",
     scheduler: r"AdamW lr is 0\.001 on rank 0 and 0\.0001 on rank 1",
-    step_state: "AdamW step count is 2 on rank 0 and 7 on rank 1",
+    step_state: "optimizer's state counts 2 steps on rank 0 and 7 on rank 1",
 }
 COUNTS = {one_step_more: "rank 0 has made 1 optimizer steps, but rank 1 has made 2"}
 WRITES = {

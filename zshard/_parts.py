@@ -163,7 +163,7 @@ def part_of(param: Tensor) -> Part | None:
     return entry[1] if entry is not None and entry[0]() is param else None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Stepped:
     """What an optimizer has of one sharded model."""
 
@@ -173,6 +173,8 @@ class Stepped:
     """(index of the param group, index in it of the model's first parameter, number of those).
     Groups without any are left out, but for replicated models: their optimizers may share out the
     parameters among ranks, as ZeroRedundancyOptimizer does."""
+    account: Any = None
+    """_settings.py's"""
 
     @property
     def unit(self) -> _core.Unit | None:

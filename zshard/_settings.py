@@ -27,6 +27,8 @@ __all__ = ["note_step"]
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options that say how a step is computed, and not what: hosts may differ in them."""
 
+_MASK = (1 << 64) - 1
+
 _ROOM = 3072
 """Bytes of text that peers are told (csrc/comm/past.h)."""
 
@@ -37,45 +39,57 @@ class _Account:
     def __init__(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         self.label = label
         self.keys = [key for key in getattr(optimizer, "defaults", {}) if key not in _HOW]
-        self.text = ""
+        self.digest = 0
+        self.lines = ""
         # "params" twice, since of a single key it gives no tuple.
         self._get: Callable[[Any], tuple[Any, ...]]
         self._get = operator.itemgetter("params", "params", *self.keys)
-        self._model: Stepped | None = None
+        self._groups: tuple[tuple[int, int, int], ...] = ()  # the model's, see Stepped
         self._options: list[tuple[Any, ...]] = []  # of each group, as they were
-        self._digest = 0
-        self._lines = ""
+        self._counted: tuple[int, int] | None = None
+        """(param group, parameter) whose step count is looked at: none on GPUs, where it depends on
+        the implementation whether the count is there too."""
 
-    def take(self, optimizer: torch.optim.Optimizer, model: Stepped) -> int:
-        """Return the digest of what the optimizer has stepped with."""
-        groups = [optimizer.param_groups[number] for number, _, _ in model.groups]
-        options = [self._options_of(group) for group in groups]
-        if model is not self._model or not _are_same(options, self._options):
-            self._model, self._options = model, options
-            self._digest_anew([[_value(each) for each in row[2:]] for row in options], model)
-        steps = [
-            _step_of(optimizer, group["params"][first]) if n > 0 else 0
-            for group, (_, first, n) in zip(groups, model.groups, strict=True)
-        ]
-        self.text = f"{self._lines}{self.label} step count\t{_listed(steps)}\n"
-        return _folded(self._digest, steps)
+    def take(self, optimizer: torch.optim.Optimizer, model: Stepped) -> bool:
+        """Look at what the optimizer has stepped with; return whether it is new."""
+        groups = optimizer.param_groups
+        options = [self._options_of(groups[number]) for number, _, _ in model.groups]
+        if model.groups is self._groups and _are_same(options, self._options):
+            return False
+        self._groups, self._options = model.groups, options
+        on_cpu = (
+            (number, first)
+            for number, first, n in model.groups
+            if n > 0 and groups[number]["params"][first].device.type == "cpu"
+        )
+        self._counted = next(on_cpu, None)
+        self._digest_anew([[_value(each) for each in row] for row in options], model)
+        return True
+
+    def count(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the step count in the optimizer's state; 0: none is known."""
+        if self._counted is None:
+            return 0
+        number, first = self._counted
+        state = optimizer.state.get(optimizer.param_groups[number]["params"][first])
+        step = _value(state.get("step")) if isinstance(state, dict) else None
+        return int(step) if isinstance(step, int | float) and math.isfinite(step) else 0
 
     def _options_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
         try:
-            return self._get(group)
+            return self._get(group)[2:]
         except KeyError:  # a group of an old state dict
-            own = group["params"]
-            return (own, own, *(group.get(key) for key in self.keys))
+            return tuple(group.get(key) for key in self.keys)
 
     def _digest_anew(self, values: list[list[Any]], model: Stepped) -> None:
         """values: of each group, in the order of the keys."""
         counts = [0 if model.replicated else n for _, _, n in model.groups]
-        self._digest = _folded(0, [*(_number(each) for row in values for each in row), *counts])
+        self.digest = _folded(0, [*(_number(each) for row in values for each in row), *counts])
         columns: list[tuple[str, Sequence[Any]]] = [
             *((key, [row[i] for row in values]) for i, key in enumerate(self.keys)),
             ("number of parameters", counts),
         ]
-        self._lines = "".join(_lines(self.label, columns))
+        self.lines = "".join(_lines(self.label, columns))
 
 
 _accounts: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Account]]
@@ -89,12 +103,16 @@ def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) ->
         unit = model.unit
         if unit is None or model.is_alone or engine_id not in (None, unit.engine_id):
             continue
-        account = _account_of(optimizer, model.comm_id)
+        account = model.account
+        if account is None:
+            account = model.account = _account_of(optimizer, model.comm_id)
         with plain():
-            digest = account.take(optimizer, model)
+            is_new = account.take(optimizer, model)
+            count = account.count(optimizer)
         engine = unit.engine
-        engine.note_step(digest)
-        engine.tell_settings(_all_texts(model.comm_id))
+        engine.note_step(account.digest, count & _MASK)
+        if is_new:
+            engine.tell_settings(_all_texts(model.comm_id))
 
 
 def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
@@ -115,7 +133,7 @@ def _all_texts(comm_id: int) -> str:
     texts, room = [], _ROOM
     for accounts in _accounts.values():
         if comm_id in accounts and room > 0:
-            texts.append(accounts[comm_id].text)
+            texts.append(accounts[comm_id].lines)
             room -= len(texts[-1])
         if room <= 0:
             break
@@ -132,7 +150,7 @@ def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> boo
     for row, known in zip(rows, before, strict=True):
         if len(row) != len(known) or not all(map(operator.is_, row, known)):
             return False
-        if any(isinstance(each, Tensor | list) for each in row[2:]):
+        if any(isinstance(each, Tensor | list) for each in row):
             return False
     return True
 
@@ -146,20 +164,12 @@ def _value(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _step_of(optimizer: torch.optim.Optimizer, param: Tensor) -> int:
-    """The step count in a parameter's state; 0: none is known. Not for parameters on GPUs, where
-    it depends on the implementation whether the count is there too."""
-    state = optimizer.state.get(param) if param.device.type == "cpu" else None
-    step = _value(state.get("step")) if isinstance(state, dict) else None
-    return int(step) if isinstance(step, int | float) and math.isfinite(step) else 0
-
-
 # --- digests --------------------------------------------------------------------------------------
 
 
 def _folded(digest: int, numbers: Iterable[int]) -> int:
     for number in numbers:
-        digest = (digest * 0x100000001B3 + number) & 0xFFFFFFFFFFFFFFFF
+        digest = (digest * 0x100000001B3 + number) & _MASK
     return digest
 
 

@@ -17,6 +17,7 @@ void zs_past_replace(zs_past *past, const zs_past *before, const zs_past *now)
 {
     past->steps += now->steps - before->steps;
     past->settings += now->settings - before->settings;
+    past->counts += now->counts - before->counts;
     past->loads += now->loads - before->loads;
     past->thaws += now->thaws - before->thaws;
     past->writes += now->writes - before->writes;
@@ -233,8 +234,8 @@ typedef struct difference {
 static bool only_settings_differ(const difference *d)
 {
     const zs_past *a = d->first, *b = d->second;
-    return a->steps == b->steps && a->loads == b->loads && a->thaws == b->thaws && a->writes == b->writes &&
-           a->grads == b->grads;
+    return a->steps == b->steps && a->counts == b->counts && a->loads == b->loads && a->thaws == b->thaws &&
+           a->writes == b->writes && a->grads == b->grads;
 }
 
 static void describe(const zs_comm *comm, const difference *d, char *text, size_t size)
@@ -244,6 +245,9 @@ static void describe(const zs_comm *comm, const difference *d, char *text, size_
     if (first->steps != second->steps) {
         snprintf(text, size, "rank 0 has made %llu optimizer steps, but rank %d has made %llu",
                  (unsigned long long)first->steps, d->other, (unsigned long long)second->steps);
+    } else if (first->counts != second->counts) {
+        snprintf(text, size, "the optimizer's state counts %llu steps on rank 0 and %llu on rank %d",
+                 (unsigned long long)first->counts, (unsigned long long)second->counts, d->other);
     } else if (first->loads != second->loads) {
         snprintf(text, size, "rank 0 and rank %d have not loaded the same state dict", d->other);
     } else if (first->thaws != second->thaws) {
@@ -261,6 +265,7 @@ static const char *remedy(const difference *d)
 {
     const zs_past *first = d->first, *second = d->second;
     if (only_settings_differ(d)) return "build the optimizer and call the scheduler on all ranks alike";
+    if (first->counts != second->counts) return "load the optimizer's state on all ranks alike";
     if (first->steps == second->steps && first->loads == second->loads && first->thaws == second->thaws)
         return "write to parameters and gradients on all ranks alike, also where a shard is empty";
     return "step, load and unfreeze on all ranks or on none";

@@ -16,6 +16,7 @@ typedef struct zs_comm zs_comm;
 typedef struct zs_past {
     uint64_t steps;                /* optimizer steps, counted */
     uint64_t settings;             /* a digest of the param groups at the last of them */
+    uint64_t counts;               /* step counts in the optimizers' state at that time, summed */
     uint64_t loads, thaws, writes; /* digests: what was loaded, unfrozen, and written in place to parameters */
     uint64_t grads;                /* ... and to gradients; compared with gradients only */
 } zs_past;

@@ -18,10 +18,11 @@ static uint64_t fold_text(const char *text)
 
 /* --- events ----------------------------------------------------------------------------------------------------------------- */
 
-void zs_engine_note_step(zs_engine *engine, uint64_t settings)
+void zs_engine_note_step(zs_engine *engine, uint64_t settings, uint64_t counts)
 {
     zs_history *history = &engine->history;
     history->steps++;
+    history->counts = counts;
     history->settings += zs_fold(settings, history->window);
 }
 
@@ -95,6 +96,7 @@ static zs_past past_of(const zs_engine *engine)
     zs_past past = history->agreed;
     past.steps += history->steps;
     if (history->steps > 0) past.settings = history->settings;
+    if (history->steps > 0) past.counts = history->counts;
     if (history->full_load != 0 || history->n_loaded > 0)
         past.loads = zs_fold(zs_fold(past.loads, history->full_load), history->loads);
     if (history->writes != 0) past.writes = zs_fold(past.writes, history->writes);

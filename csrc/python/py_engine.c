@@ -217,14 +217,16 @@ static PyObject *engine_before_step(engine_object *self, PyObject *unused)
 }
 
 PyDoc_STRVAR(engine_note_step_doc,
-             "note_step($self, settings, /)\n--\n\nNote an optimizer's step, which all ranks make, or none: with param "
-             "groups of this digest.");
+             "note_step($self, settings, counts, /)\n--\n\nNote an optimizer's step, which all ranks make, or none. "
+             "settings: a digest of its param groups; counts: the step count in its state.");
 
-static PyObject *engine_note_step(engine_object *self, PyObject *settings)
+static PyObject *engine_note_step(engine_object *self, PyObject *const *args, Py_ssize_t n)
 {
-    uint64_t digest = PyLong_AsUnsignedLongLong(settings);
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "note_step() takes two numbers");
+    uint64_t settings = PyLong_AsUnsignedLongLong(args[0]);
+    uint64_t counts = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[1]);
     if (PyErr_Occurred()) return NULL;
-    zs_engine_note_step(self->engine, digest);
+    zs_engine_note_step(self->engine, settings, counts);
     Py_RETURN_NONE;
 }
 
@@ -329,7 +331,7 @@ static PyMethodDef engine_methods[] = {
     {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
     {"before_step", (PyCFunction)engine_before_step, METH_NOARGS, engine_before_step_doc},
-    {"note_step", (PyCFunction)engine_note_step, METH_O, engine_note_step_doc},
+    {"note_step", (PyCFunction)(void (*)(void))engine_note_step, METH_FASTCALL, engine_note_step_doc},
     {"note_zeroed", (PyCFunction)engine_note_zeroed, METH_NOARGS, engine_note_zeroed_doc},
     {"tell_settings", (PyCFunction)engine_tell_settings, METH_O, engine_tell_settings_doc},
     {"compare", (PyCFunction)engine_compare_ranks, METH_NOARGS, engine_compare_doc},
