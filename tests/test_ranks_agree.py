@@ -141,7 +141,7 @@ COUNTS = {one_step_more: "rank 0 has made 1 optimizer steps, but rank 1 has made
 WRITES = {
     write: r"\(rank 0 made none; rank 1's last was mul_\(\) on 'first\.weight'\)",
     write_data: r"rank 1's last was clamp_\(\) on 'second\.bias'",
-    assign_data: r"rank 1's last was __set__\(\) on 'first\.weight'",
+    assign_data: r"rank 1's last was an assignment to \.data on 'first\.weight'",
     write_lists: r"rank 1's last was _foreach_mul_\(\) on 'second\.bias'",
     write_out: r"rank 1's last was mul\(\) on 'first\.weight'",
     write_where: r"rank 1's last was __setitem__\(\) on 'first\.weight'",
@@ -317,6 +317,25 @@ def evaluate_alone_between(strategy):
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_a_lone_evaluation_compares_no_gradients(pool2, strategy):
     assert all_alike(pool2.run(evaluate_alone_between, strategy))
+
+
+@passing_groups()
+def load_and_broadcast(transport):
+    """As under DDP, where every rank has the whole model."""
+    model = built(("no_shard", transport))
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        learn(model, optimizer, step)
+        if dist.get_rank() == 0:
+            model.load_state_dict(make(Wide, seed=step).state_dict())
+        for param in model.parameters():
+            dist.broadcast(param.data, 0)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_script_may_load_and_broadcast_whole_models(pool2, transport):
+    assert all_alike(pool2.run(load_and_broadcast, transport))
 
 
 @passing_groups()

@@ -109,7 +109,9 @@ class Part:
         """A script has written to a slice of these elements in place, as all ranks must."""
         state = self._state()
         if state is not None:
-            state.unit.note_write(self._index, tensor, operation.__name__)
+            name = operation.__name__
+            said = "an assignment to .data" if name == "__set__" else f"{name}()"
+            state.unit.note_write(self._index, tensor, said)
 
     def settle(self, param: Tensor) -> None:
         """Reshard a parameter that a forward has kept, so that `param` has the shape and dtype that

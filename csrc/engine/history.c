@@ -44,10 +44,21 @@ static void complete_load(zs_history *history)
     history->grads = history->told_grads = 0; /* which are those of what has been replaced */
 }
 
+static bool is_replicated(const zs_engine *engine)
+{
+    bool all = true;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        all &= zs_engine_unit(engine, i)->record.is.replicated;
+    return all;
+}
+
+/* Where every rank has the whole model, a script may load on one and broadcast, as under DDP: then a load is of interest only for
+ * making good what has been found to be amiss. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
 {
     zs_engine *engine = zs_engine_of(unit);
     zs_history *history = &engine->history;
+    if (is_replicated(engine) && !engine->home.ranks.all->apart) return;
     zs_param *param = &unit->params[i];
     bool again = param->loaded_in == history->load_number;
     uint64_t now = zs_fold(fold_text(param->name), content);
@@ -75,10 +86,10 @@ void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, cons
     const zs_flat *flat = &unit->flats[param->flat];
     if (flat->grads != NULL && zs_tensor_on_storage(written, flat->grads)) {
         history->grads |= bit_of(operation);
-        snprintf(history->written, sizeof history->written, "%.40s() on the gradient of '%s'", operation, param->name);
+        snprintf(history->written, sizeof history->written, "%.40s on the gradient of '%s'", operation, param->name);
     } else if (zs_tensor_on_storage(written, flat->shard != NULL ? flat->shard : flat->full)) {
         history->writes |= bit_of(operation);
-        snprintf(history->written, sizeof history->written, "%.40s() on '%s'", operation, param->name);
+        snprintf(history->written, sizeof history->written, "%.40s on '%s'", operation, param->name);
     } /* else it is a copy */
 }
 
