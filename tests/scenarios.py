@@ -42,6 +42,31 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class Wide(nn.Module):
+    """Shards have whole pages: wide enough for each rank to have a part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 128)
+        self.second = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def learn(model, optimizer, step, stepping=True):
+    """One step of training, on this rank's batch."""
+    optimizer.zero_grad()
+    loss_of(model(floats(dist.get_rank(), step))).backward()
+    if stepping:
+        optimizer.step()
+
+
+def whole(model):
+    """A copy of the model's state."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
 def forward_backward(model, rank):
     loss_of(model(floats(rank))).backward()
 

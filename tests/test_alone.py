@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
-from scenarios import WIDTH, floats
+from scenarios import Wide, floats, whole
 from torch import nn
 
 import zshard
@@ -26,18 +26,6 @@ OVER_SHM = [c for c in SHARDED if c[1] == "shm"]
 OVER_C10D = [c for c in SHARDED if c[1] == "c10d"]
 STEPS = 3
 LR = 0.1
-
-
-class Wide(nn.Module):
-    """Shards have whole pages, so each rank needs more than one to have any."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 128)
-        self.second = nn.Linear(128, 64)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
 
 
 def built(combination, timeout=10):
@@ -156,7 +144,7 @@ def all_evaluate_with_others_weights(model, plain, i):
 
 def rank_0_evaluates_after_known_writes(model, plain, i):
     """Full parameters that were written to, and a load, are no changes by hand."""
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = whole(model)
     with FSDP.summon_full_params(model):
         for param in model.parameters():
             param.data.mul_(2)
@@ -224,7 +212,7 @@ def rank_0_swaps(combination):
     """Only rank 0 has other weights; the others train on, with theirs. Returns both errors, and whether
     a load makes good what was written."""
     model, optimizer = built(combination)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = whole(model)
     found = []
     if dist.get_rank() == 0:
         with swapped(model), pytest.raises(zshard.DivergenceError) as caught:

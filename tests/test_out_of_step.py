@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
-from scenarios import Stack, floats
+from scenarios import Stack, floats, learn, whole
 
 import zshard
 from zshard import FSDP
@@ -23,17 +23,6 @@ def built(combination):
     return FSDP(
         make(Stack), process_group=own_group(), strategy=strategy, transport=transport, timeout=10
     )
-
-
-def learn(model, optimizer, step, stepping=True):
-    optimizer.zero_grad()
-    loss_of(model(floats(dist.get_rank(), step))).backward()
-    if stepping:
-        optimizer.step()
-
-
-def whole(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @passing_groups()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
-from scenarios import WIDTH, floats
+from scenarios import Wide, floats, learn, whole
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -29,18 +29,6 @@ FEW = [("full_shard", "shm"), ("no_shard", "shm"), ("zero1", "c10d")]
 STEPS = 3
 
 
-class Wide(nn.Module):
-    """Wide enough for each rank to have a part of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 128)
-        self.second = nn.Linear(128, 64)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
-
-
 def built(combination, group=None, **options):
     strategy, transport = combination
     return FSDP(
@@ -51,13 +39,6 @@ def built(combination, group=None, **options):
         timeout=20,
         **options,
     )
-
-
-def learn(model, optimizer, step, stepping=True):
-    optimizer.zero_grad()
-    loss_of(model(floats(dist.get_rank(), step))).backward()
-    if stepping:
-        optimizer.step()
 
 
 def adamw(model):
@@ -156,7 +137,7 @@ def rank_1_alone(combination, what):
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = whole(model)
     if dist.get_rank() == 1:
         what(model, optimizer)
     with pytest.raises(zshard.DivergenceError) as caught:
@@ -166,7 +147,7 @@ def rank_1_alone(combination, what):
     model.load_state_dict(saved)
     for step in range(1, STEPS):
         learn(model, optimizer, step)
-    return str(caught.value), {name: value.clone() for name, value in model.state_dict().items()}
+    return str(caught.value), whole(model)
 
 
 def all_alike(states, tolerance=0.0):
@@ -236,7 +217,7 @@ def trained(combination, act):
     for step in range(STEPS):
         learn(model, optimizer, step)
         act(model, optimizer)
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return whole(model)
 
 
 def last_digits_differ(model, optimizer):
@@ -311,7 +292,7 @@ def evaluate_alone_between(strategy):
         if dist.get_rank() == 0 and step < STEPS - 1:
             with torch.no_grad():
                 model(floats(0))
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return whole(model)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
@@ -330,7 +311,7 @@ def load_and_broadcast(transport):
             model.load_state_dict(make(Wide, seed=step).state_dict())
         for param in model.parameters():
             dist.broadcast(param.data, 0)
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return whole(model)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -350,7 +331,7 @@ def micro_batches(transport):
                 loss_of(model(floats(i, step))).backward()
         loss_of(model(floats(dist.get_rank(), step))).backward()
         optimizer.step()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return whole(model)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -364,7 +345,7 @@ def skipped_before_no_sync(combination):
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = whole(model)
     learn(model, optimizer, 1, stepping=dist.get_rank() == 0)
     with pytest.raises(zshard.DivergenceError) as caught:
         with model.no_sync():
@@ -374,7 +355,7 @@ def skipped_before_no_sync(combination):
     optimizer = adamw(model)
     learn(model, optimizer, 3)
     learn(model, optimizer, 4)
-    return str(caught.value), {name: value.clone() for name, value in model.state_dict().items()}
+    return str(caught.value), whole(model)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -429,7 +410,7 @@ def zero_redundancy(transport):
         x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step + dist.get_rank()))
         model(x).square().mean().backward()
         optimizer.step()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return whole(model)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -490,7 +471,7 @@ def experts(transport):
         if rank == 1:
             with torch.no_grad():
                 next(expert.parameters()).mul_(0.9)
-    return {name: value.clone() for name, value in shared.state_dict().items()}
+    return whole(shared)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -512,7 +493,7 @@ def scaled(combination):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return whole(model)
 
 
 @pytest.mark.parametrize("combination", FEW)

@@ -29,6 +29,11 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
 _geometries: dict[Geometry, Geometry] = {}
 
 
+def _unit_of(reference: weakref.ref[State]) -> _core.Unit | None:
+    state = reference()
+    return None if state is None else state.unit
+
+
 @dataclass(eq=False, frozen=True)
 class Part:
     """This rank's shard of a parameter: of its row-major elements, `numel` from `begin` on."""
@@ -75,8 +80,7 @@ class Part:
     @property
     def unit(self) -> _core.Unit | None:
         """The parameter's unit; None if it is gone."""
-        state = self._state()
-        return None if state is None else state.unit
+        return _unit_of(self._state)
 
     @property
     def index(self) -> int:
@@ -85,8 +89,8 @@ class Part:
 
     def is_whole_now(self) -> bool:
         """Return whether the parameter's unit is unsharded."""
-        state = self._state()
-        return state is not None and state.unit.is_full
+        unit = self.unit
+        return unit is not None and unit.is_full
 
     @property
     def whole_numel(self) -> int:
@@ -101,17 +105,17 @@ class Part:
 
     def watch_data(self) -> None:
         """A script is about to get the whole parameter's `.data`; see Unit.watch()."""
-        state = self._state()
-        if state is not None:
-            state.unit.watch(self._index)
+        unit = self.unit
+        if unit is not None:
+            unit.watch(self._index)
 
     def note_write(self, tensor: Tensor, operation: Callable[..., Any]) -> None:
         """A script has written to a slice of these elements in place, as all ranks must."""
-        state = self._state()
-        if state is not None:
+        unit = self.unit
+        if unit is not None:
             name = operation.__name__
             said = "an assignment to .data" if name == "__set__" else f"{name}()"
-            state.unit.note_write(self._index, tensor, said)
+            unit.note_write(self._index, tensor, said)
 
     def settle(self, param: Tensor) -> None:
         """Reshard a parameter that a forward has kept, so that `param` has the shape and dtype that
@@ -123,9 +127,9 @@ class Part:
                 f"unit '{held or '(root)'}' is unsharded by unshard(): call reshard() on its "
                 "module before the optimizer's load_state_dict()"
             )
-        state = self._state()
-        if state is not None and state.unit.is_full:
-            state.unit.unpin()
+        unit = self.unit
+        if unit is not None and unit.is_full:
+            unit.unpin()
 
 
 _parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
@@ -181,8 +185,7 @@ class Stepped:
     @property
     def unit(self) -> _core.Unit | None:
         """One unit of the model; None if it is gone."""
-        state = self._state()
-        return None if state is None else state.unit
+        return _unit_of(self._state)
 
     @property
     def comm_id(self) -> int:

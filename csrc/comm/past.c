@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { CLAUSE = 1024, MISHAPS = 1024, SHOWN = 3 };
+enum { CLAUSE = 1024, SHOWN = 3 };
 
 /* Numbers in param groups that differ by less, relative to themselves, are the same: hosts may round differently. */
 static const double near = 1e-6;
@@ -83,7 +83,8 @@ void zs_comm_set_others(zs_comm *comm, zs_words *others)
     comm->others = others;
 }
 
-zs_status zs_comm_learn(zs_comm *comm)
+/* Has all ranks know each other's words, if they do not. */
+static zs_status learn(zs_comm *comm)
 {
     int peer = comm->rank == 0 ? comm->world - 1 : 0;
     if (zs_comm_said(comm, peer, ZS_ON_SETTINGS) != NULL) return ZS_OK; /* as on all ranks */
@@ -273,7 +274,7 @@ static const char *remedy(const difference *d)
 
 static zs_status fail(zs_comm *comm, const difference *d)
 {
-    char clause[CLAUSE], mishaps[MISHAPS];
+    char clause[CLAUSE], mishaps[ZS_MISHAPS];
     describe(comm, d, clause, sizeof clause);
     zs_comm_mishaps(comm, mishaps, sizeof mishaps);
     comm->apart = true;
@@ -300,6 +301,15 @@ zs_status zs_comm_check_pasts(zs_comm *comm, const zs_past *pasts)
     }
     if (same) comm->apart = false;
     return ZS_OK;
+}
+
+zs_status zs_comm_compare_pasts(zs_comm *comm, const zs_past *pasts)
+{
+    bool same = true;
+    for (int r = 1; r < comm->world; r++)
+        same &= memcmp(&pasts[r], &pasts[0], sizeof *pasts) == 0;
+    if (!same) ZS_TRY(learn(comm));
+    return zs_comm_check_pasts(comm, pasts);
 }
 
 /* --- the end ---------------------------------------------------------------------------------------------------------------- */

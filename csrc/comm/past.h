@@ -16,7 +16,7 @@ typedef struct zs_comm zs_comm;
 typedef struct zs_past {
     uint64_t steps;                /* optimizer steps, counted */
     uint64_t settings;             /* a digest of the param groups at the last of them */
-    uint64_t counts;               /* step counts in the optimizers' state at that time, summed */
+    uint64_t counts;               /* the step count in the optimizer's state at that time */
     uint64_t loads, thaws, writes; /* digests: what was loaded, unfrozen, and written in place to parameters */
     uint64_t grads;                /* ... and to gradients; compared with gradients only */
 } zs_past;
@@ -48,11 +48,11 @@ void zs_words_set(zs_words *words, zs_topic topic, const char *text);
 /* Tells the peers. Never waits. */
 void zs_comm_tell(zs_comm *comm, zs_topic topic, const char *text);
 
+/* Room for what that tells. */
+enum { ZS_MISHAPS = 1024 };
+
 /* "; rank 0 raised ..." for all ranks that have told of a mishap, as far as this one knows; "" if none has. */
 void zs_comm_mishaps(const zs_comm *comm, char *text, size_t size);
-
-/* Where pasts differ, on all ranks: has all know each other's words, if they do not yet. Collective. */
-zs_status zs_comm_learn(zs_comm *comm);
 
 /* The same words, as a transport has got them otherwise: [world], taken over; NULL: none are known any more. */
 void zs_comm_set_others(zs_comm *comm, zs_words *others);
@@ -60,6 +60,9 @@ void zs_comm_set_others(zs_comm *comm, zs_words *others);
 /* Have all ranks done the same, as `pasts` [world] say? Else ZS_ERR_DIVERGED, with the same answer on all ranks. Numbers in param
  * groups may differ by 1e-6 of their value; where words are not known that is left to whoever knows them. */
 zs_status zs_comm_check_pasts(zs_comm *comm, const zs_past *pasts);
+
+/* The same where all ranks have `pasts` at hand at the same time: they exchange words first, if pasts differ. Collective. */
+zs_status zs_comm_compare_pasts(zs_comm *comm, const zs_past *pasts);
 
 /* This rank has come to its orderly end. The last to do so finds whether what all have done since they met last is alike:
  * ZS_ERR_DIVERGED; not if they have loaded since, or if it has been an error already. Waits for nobody. */

@@ -188,11 +188,7 @@ zs_status zs_engine_compare(zs_engine *engine)
     zs_past *all = calloc((size_t)comm->world, sizeof *all);
     if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps");
     zs_status status = zs_comm_exchange(comm, &engine->home.past, sizeof *all, all);
-    bool same = true;
-    for (int r = 1; r < comm->world && status == ZS_OK; r++)
-        same &= memcmp(&all[0], &all[r], sizeof *all) == 0;
-    if (!same) ZS_THEN(status, zs_comm_learn(comm));
-    ZS_THEN(status, zs_comm_check_pasts(comm, all));
+    ZS_THEN(status, zs_comm_compare_pasts(comm, all));
     free(all);
     return status;
 }

@@ -19,8 +19,8 @@
 
 #include "engine/engine.h"
 
-/* An optimizer has stepped the model's parameters. `settings`: a digest of its param groups; `counts`: the step counts in its
- * state, summed. */
+/* An optimizer has stepped the model's parameters. `settings`: a digest of its param groups; `counts`: the step count in its
+ * state. */
 void zs_engine_note_step(zs_engine *engine, uint64_t settings, uint64_t counts);
 
 /* A script has written to a slice of parameter `i`, or of its gradient, by an in-place operation of this name. No-op for tensors

@@ -92,7 +92,7 @@ static zs_status check_gave_up(const summing *s)
     for (int r = 0; r < s->world; r++) {
         if (r == s->rank || !zs_get_bit(s->sources->used[r], gave_up)) continue;
         if (s->unit->home->schedule.gave_up) continue; /* this rank did so too: nothing is lost */
-        char mishaps[1024];
+        char mishaps[ZS_MISHAPS];
         zs_comm_mishaps(s->unit->home->ranks.all, mishaps, sizeof mishaps);
         return ZS_FAIL(ZS_ERR_DIVERGED,
                        "ranks diverged: rank %d abandoned its backward before unit '%s' (most likely an exception was "

@@ -17,7 +17,7 @@
  * come later than the end of its connections; from finding a peer gone until a wait that goes on is given up. */
 static const double slice = 0.1, ask_every = 2.0, straggle = 2.0, grace = 1.0;
 
-enum { PHRASE = 256, WORDS = 512, MISHAPS = 1024 };
+enum { PHRASE = 256, WORDS = 512 };
 
 static double now(void)
 {
@@ -66,7 +66,7 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     const zs_c10d_turn *own = &turns[comm->base.rank];
     for (int r = 0; r < comm->base.world; r++) {
         if (turns[r].kind != ZS_C10D_GIVE_UP) continue;
-        char phrase[PHRASE], mishaps[MISHAPS];
+        char phrase[PHRASE], mishaps[ZS_MISHAPS];
         describe(own, phrase, sizeof phrase);
         zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
         comm->base.heard = true;
@@ -145,7 +145,7 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     if (turns[own].kind == ZS_C10D_GIVE_UP) return ZS_OK; /* whatever the others are at, they hear of it */
     ZS_TRY(check_gave_up(comm, turns));
     ZS_TRY(compare_pasts(comm, turns));
-    char mishaps[MISHAPS];
+    char mishaps[ZS_MISHAPS];
     zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
     for (int r = 0; r < comm->base.world; r++) {
         if (alike(&turns[r], &turns[own])) continue;

@@ -86,17 +86,12 @@ static zs_status went_apart(zs_gpu_comm *comm, const zs_gpu_order *other, int ra
     return zs_gpu_fail(comm, status);
 }
 
-/* All ranks compare the same pasts, so all ask for words, or none. */
 static zs_status compare_pasts(zs_gpu_comm *comm, const zs_gpu_order *all)
 {
     zs_past pasts[comm->base.world];
-    bool same = true;
-    for (int r = 0; r < comm->base.world; r++) {
+    for (int r = 0; r < comm->base.world; r++)
         pasts[r] = all[r].past;
-        same &= memcmp(&pasts[r], &pasts[0], sizeof *pasts) == 0;
-    }
-    if (!same) ZS_TRY(zs_comm_learn(&comm->base));
-    return zs_comm_check_pasts(&comm->base, pasts);
+    return zs_comm_compare_pasts(&comm->base, pasts);
 }
 
 /* Have all ranks asked for the same, and where a session has `ended`, of parameters of the same steps? Peers that have not
