@@ -117,3 +117,24 @@ def normalize_whole(model):
 def test_swavs_recipe_with_the_two_lines_of_the_message(pool2):
     for plain, sharded in pool2.run(training_by_recipe):
         assert sharded == pytest.approx(plain, rel=1e-5)
+
+
+class Asking(nn.Linear):
+    """Tells whether torch would ask its weight about each operation."""
+
+    def forward(self, x):
+        self.asked = torch.overrides.has_torch_function((self.weight,))
+        self.seen = type(self.weight).__name__, self.weight.data.shape, self.weight.grad
+        return super().forward(x)
+
+
+def questions_about_whole_parameters():
+    model = FSDP(nn.Sequential(Asking(WIDTH, WIDTH)), auto_wrap_policy=None)
+    model(torch.ones(1, WIDTH))
+    between = torch.overrides.has_torch_function((model[0].weight,))
+    return model[0].asked, model[0].seen, between
+
+
+def test_operations_on_whole_parameters_cost_no_question(pool2):
+    seen = "WholeParameter", (WIDTH, WIDTH), None
+    assert pool2.run(questions_about_whole_parameters) == [(False, seen, True)] * 2

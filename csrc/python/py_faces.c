@@ -9,6 +9,8 @@
 #include "engine/history.h"
 #include "python/py_guard.h"
 
+#include <string.h>
+
 /* The class of each object was checked for the change when it was made for the first time; see guard_param. */
 static void set_class(PyObject *object, PyTypeObject *from, PyTypeObject *to)
 {
@@ -53,6 +55,31 @@ void zs_py_hide(unit_object *self)
     if (self->unit->face == self) zs_unit_set_face(self->unit, NULL);
 }
 
+/* torch asks each tensor that an operation gets for this attribute, unless it is of one of torch's own classes. */
+static const char asked[] = "__torch_function__";
+static PyObject *answer; /* of nn.Parameter: nothing is to be asked */
+
+/* tp_getattr of whole parameters, which torch prefers; it answers in a hundredth of the time that a look-up takes. */
+static PyObject *getattr_of_whole(PyObject *object, char *name)
+{
+    if (strcmp(name, asked) == 0) return Py_NewRef(answer);
+    PyObject *key = PyUnicode_FromString(name);
+    if (key == NULL) return NULL;
+    PyObject *value = PyObject_GetAttr(object, key);
+    Py_DECREF(key);
+    return value;
+}
+
+/* An operation on a whole parameter is to cost what it costs on nn.Parameter. */
+static int spare_questions(PyTypeObject *whole)
+{
+    if (whole->tp_getattr != NULL) return 0;
+    answer = PyObject_GetAttrString((PyObject *)zs_py_guard_types.parameter, asked);
+    if (answer == NULL) return -1;
+    whole->tp_getattr = getattr_of_whole;
+    return 0;
+}
+
 /* Python's own way for the first time: it refuses what cannot be, and gives the object a dict that does not depend on its
  * class. Parameters of another class than torch's (quantised ones, for example) stay what they are. */
 static int guard_param(PyObject *param)
@@ -69,6 +96,7 @@ const char zs_py_unit_guard_doc[] = PyDoc_STR(
 PyObject *zs_py_unit_guard(unit_object *self, PyObject *unused)
 {
     (void)unused;
+    if (spare_questions(zs_py_guard_types.whole_parameter) < 0) return NULL;
     for (Py_ssize_t i = 0; i < self->n_places; i++)
         if (guard_param(self->places[i].param) < 0) return NULL;
     zs_unit_set_face(self->unit, self);
