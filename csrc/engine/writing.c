@@ -1,18 +1,67 @@
-/* writing.c - see writing.h. */
+/* writing.c - see writing.h.
+ *
+ * The one idea: peers that evaluate read this rank's shards at any time, and where these are cast first, they read what the last
+ * cast has left. So a write ends with a cast.
+ */
 #include "engine/writing.h"
 
 #include "engine/engine_inside.h"
 #include "engine/history.h"
 #include "engine/sample.h"
 
+static void end(zs_engine *engine, bool known)
+{
+    engine->writing = false;
+    zs_history_tell(engine);
+    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, known);
+}
+
+void zs_writing_over(zs_engine *engine)
+{
+    engine->writing = false;
+}
+
 zs_status zs_writing_begin(zs_engine *engine)
 {
-    return zs_comm_write_begin(engine->home.ranks.shard_group, engine->reader);
+    ZS_TRY(zs_comm_write_begin(engine->home.ranks.shard_group, engine->reader));
+    engine->writing = true;
+    engine->cast_of = 0; /* also if the write raises, and so has no end */
+    return ZS_OK;
+}
+
+zs_status zs_writing_cast(zs_engine *engine)
+{
+    if (engine->cast_of == zs_engine_n_units(engine)) return ZS_OK;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        ZS_TRY(zs_unit_cast(zs_engine_unit(engine, i)));
+    const zs_comm *shard_group = engine->home.ranks.shard_group;
+    if (shard_group->ops->mapped && shard_group->world > 1) engine->cast_of = zs_engine_n_units(engine);
+    return ZS_OK;
 }
 
 void zs_writing_end(zs_engine *engine)
 {
     zs_sample_written(engine);
-    zs_history_tell(engine);
-    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader);
+    engine->cast_of = 0;
+    bool done = !engine->home.ranks.shard_group->ops->mapped || zs_writing_cast(engine) == ZS_OK;
+    if (!done) zs_clear_error(); /* the next pass tries again, and fails */
+    /* Secondary shards are brought up to date when a pass begins. */
+    end(engine, done && engine->home.ranks.replica_group == NULL);
+}
+
+zs_status zs_writing_by_hand(zs_engine *engine, bool *begun)
+{
+    *begun = !engine->writing;
+    return *begun ? zs_writing_begin(engine) : ZS_OK;
+}
+
+void zs_writing_by_hand_end(zs_engine *engine)
+{
+    end(engine, false);
+}
+
+void zs_writing_unknown(zs_engine *engine)
+{
+    engine->cast_of = 0;
+    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, false);
 }
