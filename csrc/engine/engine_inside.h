@@ -43,7 +43,6 @@ struct zs_engine {
     uint64_t sample; /* of what the last known write has left in the shards, if `sampled`; see sample.h */
     bool sampled;
     bool writing;   /* a write has begun, and neither ended nor given way to a pass */
-    size_t cast_of; /* so many units have up-to-date copies in the dtype that is computed with: all, or 0 */
     bool mishap;    /* the peers are told of one */
     zs_call *calls; /* [n_calls] what a forward of the modules in their order does; owned */
     size_t n_calls;

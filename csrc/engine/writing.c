@@ -25,25 +25,27 @@ zs_status zs_writing_begin(zs_engine *engine)
 {
     ZS_TRY(zs_comm_write_begin(engine->home.ranks.shard_group, engine->reader));
     engine->writing = true;
-    engine->cast_of = 0; /* also if the write raises, and so has no end */
     return ZS_OK;
+}
+
+/* Do peers map the shards? */
+static bool is_looked_at(const zs_engine *engine)
+{
+    const zs_comm *shard_group = engine->home.ranks.shard_group;
+    return shard_group->ops->mapped && shard_group->world > 1;
 }
 
 zs_status zs_writing_cast(zs_engine *engine)
 {
-    if (engine->cast_of == zs_engine_n_units(engine)) return ZS_OK;
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         ZS_TRY(zs_unit_cast(zs_engine_unit(engine, i)));
-    const zs_comm *shard_group = engine->home.ranks.shard_group;
-    if (shard_group->ops->mapped && shard_group->world > 1) engine->cast_of = zs_engine_n_units(engine);
     return ZS_OK;
 }
 
 void zs_writing_end(zs_engine *engine)
 {
     zs_sample_written(engine);
-    engine->cast_of = 0;
-    bool done = !engine->home.ranks.shard_group->ops->mapped || zs_writing_cast(engine) == ZS_OK;
+    bool done = !is_looked_at(engine) || zs_writing_cast(engine) == ZS_OK;
     if (!done) zs_clear_error(); /* the next pass tries again, and fails */
     /* Secondary shards are brought up to date when a pass begins. */
     end(engine, done && engine->home.ranks.replica_group == NULL);
@@ -62,6 +64,5 @@ void zs_writing_by_hand_end(zs_engine *engine)
 
 void zs_writing_unknown(zs_engine *engine)
 {
-    engine->cast_of = 0;
     zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, false);
 }

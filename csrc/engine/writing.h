@@ -16,7 +16,7 @@ void zs_writing_end(zs_engine *engine);
 zs_status zs_writing_by_hand(zs_engine *engine, bool *begun);
 void zs_writing_by_hand_end(zs_engine *engine);
 
-/* Casts the shards to the dtype that is computed with, unless nothing has been written since that was done last. */
+/* Casts the shards to the dtype that is computed with. */
 zs_status zs_writing_cast(zs_engine *engine);
 
 /* What the shards hold is not to be looked at by peers before the next known write or pass. */
