@@ -58,7 +58,7 @@ void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
 {
     zs_engine *engine = zs_engine_of(unit);
     zs_history *history = &engine->history;
-    if (is_replicated(engine) && !engine->home.ranks.all->apart) return;
+    if (unit->record.is.replicated && is_replicated(engine) && !engine->home.ranks.all->apart) return;
     zs_param *param = &unit->params[i];
     bool again = param->loaded_in == history->load_number;
     uint64_t now = zs_fold(fold_text(param->name), content);
@@ -106,8 +106,10 @@ static zs_past past_of(const zs_engine *engine)
     const zs_history *history = &engine->history;
     zs_past past = history->agreed;
     past.steps += history->steps;
-    if (history->steps > 0) past.settings = history->settings;
-    if (history->steps > 0) past.counts = history->counts;
+    if (history->steps > 0) {
+        past.settings = history->settings;
+        past.counts = history->counts;
+    }
     if (history->full_load != 0 || history->n_loaded > 0)
         past.loads = zs_fold(zs_fold(past.loads, history->full_load), history->loads);
     if (history->writes != 0) past.writes = zs_fold(past.writes, history->writes);

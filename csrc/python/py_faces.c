@@ -59,7 +59,7 @@ void zs_py_hide(unit_object *self)
 static const char asked[] = "__torch_function__";
 static PyObject *answer; /* of nn.Parameter: nothing is to be asked */
 
-/* tp_getattr of whole parameters, which torch prefers; it answers in a hundredth of the time that a look-up takes. */
+/* tp_getattr of whole parameters, which torch prefers, and which spares it the look-up. */
 static PyObject *getattr_of_whole(PyObject *object, char *name)
 {
     if (strcmp(name, asked) == 0) return Py_NewRef(answer);
