@@ -28,6 +28,17 @@ class UnshardHandle:
 class Controls(OptimStateMethods, nn.Module):
     """The methods of FSDP2's modules, and those that concern optimizers."""
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward reduces gradients, as scripts for DDP set it instead of using no_sync():
+        False is set_requires_gradient_sync(False)."""
+        return bool(state_of(self).unit.sync)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        for _, state in units_of(self):
+            state.unit.sync = bool(value)
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this unit's parameters, until `reshard()` or the end of the next backward.
 

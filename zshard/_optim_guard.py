@@ -24,9 +24,10 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
+from zshard._foreign import check_optimizer
 from zshard._guard import guarded, plain
 from zshard._guard_words import ShardError
-from zshard._optim_state import SCALARS
+from zshard._optim_held import SCALARS
 from zshard._parts import units_stepped_by
 from zshard._settings import note_step
 
@@ -39,7 +40,7 @@ _KERNELS = frozenset(("apex", "bitsandbytes", "deepspeed", "fbgemm_gpu", "transf
 _NEED_NORMS = ("lamb", "lars", "novograd")
 """Which of those need norms of whole parameters: words in the class's name, in lower case."""
 
-_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
 _inner: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Those that another one calls on the ranks that have something for them to step."""
 
@@ -81,11 +82,12 @@ def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
 
 def know(optimizer: torch.optim.Optimizer) -> None:
     """Count an optimizer as seen even if its step() is never called."""
-    _seen.add(optimizer)
+    _seen[optimizer] = None
 
 
 def seen_optimizers() -> list[torch.optim.Optimizer]:
-    """Return all living optimizers that have stepped, or that step in backward."""
+    """Return all living optimizers that have stepped, that step in backward, or that have loaded
+    state, in the order in which they did so first."""
     return list(_seen)
 
 
@@ -94,8 +96,9 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
-    _seen.add(optimizer)
+    _seen[optimizer] = None
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        check_optimizer(optimizer)
         _inner.add(getattr(optimizer, "optim", optimizer))
     if _needs_unseen_norms(type(optimizer)) and _holds_shards(optimizer):
         raise ShardError(

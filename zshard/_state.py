@@ -36,7 +36,7 @@ from zshard._outline import Outline, Pending, StandIns
 from zshard._parts import part_of
 from zshard._plan import UnitSpec
 from zshard._slices import KEY, Record, misfit, record_of
-from zshard._units import State, is_unit, outline, units_of
+from zshard._units import State, is_unit, outline, units_of, unsharded
 
 _SAMPLES = 16  # elements of a loaded tensor that tell it from another
 
@@ -58,9 +58,11 @@ def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
     engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
     for engine in engines:
         engine.begin_write()
-    yield
-    for engine in engines:
-        engine.end_write()
+    try:
+        yield
+    finally:  # also after an exception: all ranks count their writes
+        for engine in engines:
+            engine.end_write()
 
 
 def attach(state: State, spec: UnitSpec) -> None:
@@ -156,19 +158,9 @@ class _UnitParams:
     def copies(self, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
         """Return full copies of the parameters whose id is wanted, by id. Collective: one gather.
         keep: else they have shapes only."""
-        engine = self.unit.engine
-        engine.open()
-        try:
-            held = self.unit.is_full  # by a forward that is running and goes on with it
-            self.unit.unshard(True)
-            try:
-                chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
-                return {id(param): self._copy(i, param, keep) for i, param in chosen}
-            finally:
-                if not held:
-                    self.unit.reshard()
-        finally:
-            engine.close()
+        with unsharded(self.unit):
+            chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
+            return {id(param): self._copy(i, param, keep) for i, param in chosen}
 
     def _copy(self, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
         shape = self.unit.param(index)["shape"]
@@ -359,10 +351,10 @@ class _Load(_OwnersMethod):
         units = [place.unit for place in used.values()] if planned is None else []
         with writing(units):
             loads = self._load(used, (state_dict, prefix, local_metadata, strict), *lists)
-        if planned is None:
-            note_loads(loads)
-        else:
-            planned += loads
+            if planned is None:
+                note_loads(loads)
+            else:
+                planned += loads
 
     def _load(
         self, used: dict[str, _Place], args: tuple[Any, ...], *lists: list[str]

@@ -8,7 +8,7 @@ that happens per step happens behind those hooks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -18,11 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard import _core
 from zshard._additions import watch
 from zshard._agree import check_agreement, on_all_ranks
+from zshard._answers import meet
 from zshard._arguments import (
     check_fixed_arguments,
     check_init,
     check_module,
     choose_strategy,
+    one_device,
     parse_prefetch,
     split_ignored,
 )
@@ -44,6 +46,7 @@ from zshard._state import (
     attach_replicated,
     refuse_strange_slices,
     whole_state_dict,
+    writing,
 )
 from zshard._state_dict_type import state_dict_type
 from zshard._summary import memory_table, summary_of
@@ -189,9 +192,10 @@ class FSDP(Controls):
         forward_sync_buffers: True: broadcast buffers from rank 0 in each forward, as DDP does.
             Default: False.
 
-    Compatibility with FSDP1, whose positional order of arguments this signature keeps:
+    Compatibility with FSDP1, whose positional order of arguments this signature keeps, and DDP:
 
         use_orig_params: must be True (the default): zshard always keeps the original parameters.
+        device_ids: DDP's spelling of `device_id`: a list of one GPU, or None (the default).
 
     Returns:
         `module` itself. A type checker sees FSDP's methods, takes all other attributes as Any, and
@@ -232,11 +236,12 @@ class FSDP(Controls):
         forward_sync_buffers: bool = False,
         offload: OffloadLike | None = None,
         memory_limit: int | str | None = "auto",
+        device_ids: Sequence[DeviceLike] | None = None,
     ) -> Wrapped[_M]:
         check_fixed_arguments(use_orig_params)
         check_module(module)
         _refuse_half(module)
-        device = device_of(module, device_id)
+        device = device_of(module, one_device(device_id, device_ids))
         gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
         options = Options(
             choose_strategy(sharding_strategy, strategy),
@@ -274,6 +279,9 @@ class FSDP(Controls):
         cast_buffers(module.modules(), options.precision)
         if forward_sync_buffers:
             _sync_buffers(module)
+        meet(module, comm)
+        with writing([state_of(module).unit]):
+            pass  # from here on other ranks may evaluate with this one's shards
         return cast("Wrapped[_M]", module)
 
     if TYPE_CHECKING:
@@ -624,8 +632,10 @@ def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, [m for m in copied.module.modules() if _has_own(m, others)])
     own.unit.engine.open()  # what a forward has left whole is resharded
     own.unit.engine.close()
-    for unit, made in copied.units:
-        copy_slices(unit, state_of(made).unit)
+    meet(copied.module, own.comms.all)
+    with writing([state_of(copied.module).unit]):
+        for unit, made in copied.units:
+            copy_slices(unit, state_of(made).unit)
     return copied.module
 
 

@@ -23,8 +23,11 @@ typedef struct bucket_slot {
 
 struct zs_file {
     int fd;
-    char *path;           /* of a file on disk; owned; NULL: of memory */
-    bool named;           /* it can be opened by that */
+    char *path;          /* of a file on disk; owned; NULL: of memory */
+    bool named;          /* it can be opened by that */
+    zs_file_freed freed; /* told of flats that are freed, with `told`; NULL: nobody */
+    void *told;
+    bool kept;            /* regions that are freed keep what they hold */
     unsigned lifetime;    /* of the process that made it: a forked child must not punch holes */
     zs_refs refs;         /* the maker's and one per region */
     pthread_mutex_t lock; /* over what follows: regions may be freed on any thread */
@@ -134,6 +137,19 @@ void zs_file_hide(zs_file *file)
     file->named = false;
 }
 
+void zs_file_on_free(zs_file *file, zs_file_freed call, void *arg)
+{
+    pthread_mutex_lock(&file->lock);
+    file->freed = call;
+    file->told = arg;
+    pthread_mutex_unlock(&file->lock);
+}
+
+void zs_file_keep(zs_file *file)
+{
+    file->kept = true;
+}
+
 void zs_file_release(zs_file *file)
 {
     if (file == NULL || !zs_refs_drop(&file->refs)) return;
@@ -192,12 +208,13 @@ static void free_region(zs_mem *mem)
     zs_file *file = owner->file;
     munmap(mem->ptr, mem->bytes);
     if (file->lifetime == zs_lifetime()) {
-        fallocate(file->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)owner->offset, (off_t)owner->bytes);
-        if (owner->slot >= 0) {
-            pthread_mutex_lock(&file->lock);
-            file->slots[owner->slot].busy = false;
-            pthread_mutex_unlock(&file->lock);
-        }
+        pthread_mutex_lock(&file->lock);
+        bool is_flat = owner->slot < 0, taken = file->kept;
+        if (is_flat && file->freed != NULL) taken = file->freed(file->told, owner->offset, owner->bytes);
+        if (!taken)
+            fallocate(file->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)owner->offset, (off_t)owner->bytes);
+        if (!is_flat) file->slots[owner->slot].busy = false;
+        pthread_mutex_unlock(&file->lock);
     }
     zs_file_release(file);
     free(owner);

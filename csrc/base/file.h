@@ -32,6 +32,13 @@ const char *zs_file_path(const zs_file *file);
 /* Takes the name away: the file is gone with its last user, however that ends. */
 void zs_file_hide(zs_file *file);
 
+/* Is called under the file's lock when a flat is freed, on any thread; false: its pages are to be given back at once. */
+typedef bool (*zs_file_freed)(void *arg, uint64_t offset, uint64_t bytes);
+void zs_file_on_free(zs_file *file, zs_file_freed call, void *arg);
+
+/* From now on, regions that are freed keep what they hold, for other processes that map them. */
+void zs_file_keep(zs_file *file);
+
 /* Gives the maker's reference back; NULL allowed. The file lives on while regions do. */
 void zs_file_release(zs_file *file);
 

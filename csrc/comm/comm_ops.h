@@ -82,7 +82,9 @@ typedef struct zs_reader_ops {
     /* This rank is about to write its shards: returns only when no peer reads them, and none does until write_end. A pass that
      * begins ends a write. No-op within a pass. Both NULL where shards are not mapped. */
     zs_status (*write_begin)(zs_comm *, zs_reader *);
-    void (*write_end)(zs_comm *, zs_reader *);
+    /* `known`: the write is complete, and all ranks make it. Else nobody evaluates with these shards before the next such write
+     * or pass; that may be said at any time. */
+    void (*write_end)(zs_comm *, zs_reader *, bool known);
     /* See zs_comm_tell_past; NULL: the head has it. */
     void (*tell_past)(zs_comm *, zs_reader *, const zs_past *now);
 } zs_reader_ops;
@@ -102,8 +104,8 @@ typedef struct zs_talk_ops {
     void (*tell)(zs_comm *, zs_topic, const char *);
     /* What a peer has told of a topic, as of now; NULL, as for the function itself: that is not known here. */
     const char *(*said)(const zs_comm *, int rank, zs_topic);
-    /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `pasts` [world] are theirs. Never
-     * waits for a peer. NULL: nobody knows. */
+    /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `pasts` [world] are theirs.
+     * NULL: nobody knows. */
     zs_status (*end)(zs_comm *, zs_past *pasts, bool *all);
     /* Tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent. */
     void (*abort)(zs_comm *, const char *reason);
@@ -297,9 +299,9 @@ static inline zs_status zs_comm_write_begin(zs_comm *comm, zs_reader *reader)
 }
 
 /* It ends. */
-static inline void zs_comm_write_end(zs_comm *comm, zs_reader *reader)
+static inline void zs_comm_write_end(zs_comm *comm, zs_reader *reader, bool known)
 {
-    if (comm->ops->readers->write_end != NULL) comm->ops->readers->write_end(comm, reader);
+    if (comm->ops->readers->write_end != NULL) comm->ops->readers->write_end(comm, reader, known);
 }
 
 /* Talk: see zs_talk_ops. */

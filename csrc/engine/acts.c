@@ -65,11 +65,20 @@ static zs_status join_streams(const zs_ranks *ranks)
     return ZS_OK;
 }
 
+static bool steps_in_backward(const zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        if (zs_engine_unit(engine, i)->stepping != NULL) return true;
+    return false;
+}
+
 static zs_status close_session(zs_schedule *schedule, zs_phase phase)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
     zs_comm *shard_group = engine->home.ranks.shard_group;
     zs_status status = ZS_OK;
+    bool unsettled = steps_in_backward(engine) || engine->history.in_pass; /* until end() */
+    if (phase == ZS_PHASE_BACKWARD && unsettled) zs_writing_unknown(engine);
     if (engine->reading) status = zs_comm_read_end(shard_group, engine->reader, phase);
     engine->reading = false;
     return status == ZS_OK ? join_streams(&engine->home.ranks) : status;
@@ -104,15 +113,31 @@ static zs_status renew_secondary(const zs_engine *engine, const zs_reading *read
     return zs_secondary_refresh(replica_group, engine->home.schedule.records, zs_engine_n_units(engine));
 }
 
+/* What scripts have put in the place of slices goes into the shards, which peers may be reading. */
+static zs_status write_back(zs_engine *engine)
+{
+    bool any = false;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        any |= zs_unit_is_moved(zs_engine_unit(engine, i));
+    if (!any) return ZS_OK;
+    bool begun;
+    ZS_TRY(zs_writing_by_hand(engine, &begun));
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < zs_engine_n_units(engine) && status == ZS_OK; i++)
+        status = zs_unit_write_back(zs_engine_unit(engine, i));
+    zs_writing_by_hand_end(engine);
+    return status;
+}
+
 static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
 {
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
-        ZS_TRY(zs_unit_write_back(zs_engine_unit(engine, i)));
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
-        ZS_TRY(zs_unit_cast(zs_engine_unit(engine, i)));
-    bool trains = !entry->by_hand && entry->recording, evaluates = !entry->by_hand && !entry->training;
-    zs_reading reading = {trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE, evaluates, false, 0};
-    reading.sample = zs_sample_take(engine, &reading.changed);
+    zs_writing_over(engine);
+    ZS_TRY(write_back(engine));
+    ZS_TRY(zs_writing_cast(engine));
+    bool trains = !entry->by_hand && entry->recording;
+    zs_reading reading = {.pass = trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE};
+    reading.eval_mode = !entry->by_hand && !entry->training;
+    zs_sample_take(engine, &reading);
     ZS_TRY(renew_secondary(engine, &reading));
     discard_dead_grads(engine);
     if (!entry->by_hand) ZS_TRY(broadcast_buffers(engine));
@@ -122,6 +147,7 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
 static zs_status open_backward(zs_engine *engine)
 {
     engine->home.ranks.all->heard = false;
+    zs_writing_over(engine);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_in_backward_open(zs_engine_unit(engine, i));
     discard_dead_grads(engine);
@@ -283,10 +309,7 @@ static zs_status summed(zs_schedule *schedule)
  * tells. */
 static zs_status step_rest(zs_engine *engine, zs_status status)
 {
-    bool any = false;
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
-        any |= zs_engine_unit(engine, i)->stepping != NULL;
-    if (!any) return status;
+    if (!steps_in_backward(engine)) return status;
     ZS_THEN(status, zs_writing_begin(engine));
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         if (status == ZS_OK)
@@ -301,8 +324,13 @@ static zs_status step_rest(zs_engine *engine, zs_status status)
 static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status delivered)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
+    bool stepped = engine->history.in_pass;
     zs_history_reduced(engine, reduced == ZS_OK && !schedule->gave_up);
-    return step_rest(engine, reduced != ZS_OK ? reduced : delivered);
+    zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
+    if (!stepped || steps_in_backward(engine)) return status;
+    ZS_THEN(status, zs_writing_begin(engine)); /* by a hook: it is told now, with what the ranks have in common */
+    if (status == ZS_OK) zs_writing_end(engine);
+    return status;
 }
 
 const zs_actions zs_engine_actions = {

@@ -143,6 +143,7 @@ zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
     ZS_TRY(zs_schedule_add(&engine->home.schedule, &unit->record));
     zs_home_replan(&engine->home);
     zs_sample_forget(engine);
+    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, false); /* its shards are empty yet */
     return ZS_OK;
 }
 

@@ -26,6 +26,8 @@ typedef struct zs_history {
      * parameters' own notes of that. */
     uint64_t full_load, loads, n_loaded, load_number;
     char written[256]; /* the last of the writes, for the peers' messages */
+    bool untold;       /* they do not have it yet */
+    bool in_pass;      /* a step was made by a hook of the backward that has not ended yet */
 } zs_history;
 
 /* See engine.h. */
@@ -38,8 +40,9 @@ struct zs_engine {
     bool reading;      /* a reader session is open */
     bool spoiled;      /* a backward that failed has left gradients that are not to be used */
     zs_history history;
-    uint64_t sample; /* of what the last write has left in the shards, if `sampled`; see sample.h */
+    uint64_t sample; /* of what the last known write has left in the shards, if `sampled`; see sample.h */
     bool sampled;
+    bool writing;   /* a write has begun, and neither ended nor given way to a pass */
     bool mishap;    /* the peers are told of one */
     zs_call *calls; /* [n_calls] what a forward of the modules in their order does; owned */
     size_t n_calls;

@@ -203,7 +203,9 @@ PyDoc_STRVAR(engine_end_write_doc, "end_write($self, /)\n--\n\nThe write is comp
 static PyObject *engine_end_write(engine_object *self, PyObject *unused)
 {
     (void)unused;
+    Py_BEGIN_ALLOW_THREADS;
     zs_engine_write_end(self->engine);
+    Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 

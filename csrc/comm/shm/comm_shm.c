@@ -8,6 +8,7 @@
  *   shm.c       what they tell each other       shm_report.c  the words of messages
  */
 #define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
+#include "comm/shm/shm_flats.h"
 #include "comm/shm/shm_link.h"
 #include "comm/shm/shm_reader.h"
 #include "comm/shm/shm_round.h"
@@ -28,22 +29,11 @@
 #endif
 
 /* Raised when zs_shm_control or its protocol changes: ranks of different builds must not meet. */
-static const uint64_t protocol = 2;
+static const uint64_t protocol = 3;
 
 static const double meeting_seconds = 10.0;
 
 /* --- memory ------------------------------------------------------------------------------------------------------------- */
-
-static zs_status shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
-{
-    zs_shm *shm = (zs_shm *)comm;
-    ZS_TRY(zs_shm_usable(shm));
-    ZS_TRY(zs_file_map_flat(shm->flats, shm->flat_fds, comm->world, shard_bytes, &out->mem));
-    out->full = out->mem->ptr;
-    out->shard = out->full + (size_t)comm->rank * shard_bytes;
-    out->shard_bytes = shard_bytes;
-    return ZS_OK;
-}
 
 static zs_status shm_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
@@ -172,6 +162,7 @@ static void shm_close(zs_comm *comm)
     zs_shm *shm = (zs_shm *)comm;
     if (shm->closed || shm->lifetime != zs_lifetime()) return; /* a forked child leaves nobody */
     shm->closed = true;
+    zs_shm_flats_end(shm);
     if (!shm->connected) return;
     atomic_store(&shm->own->left, 1);
     zs_shm_wake(shm);
@@ -202,16 +193,18 @@ static void shm_destroy(zs_comm *comm)
     close_fd(shm->listener);
     close_fd(shm->control_fd);
     close_fd(shm->pidfd);
+    if (shm->flats != NULL) zs_shm_flats_end(shm);
     zs_file_release(shm->flats);
     zs_file_release(shm->buckets);
     free(shm->flat_fds);
+    free(shm->flat_offsets);
     free(shm->peers);
     free(shm->polls);
     free(shm);
 }
 
 static const zs_flat_ops shm_flats = {
-    .flat_new = shm_flat_new,
+    .flat_new = zs_shm_flat_new,
     .flat_free = zs_local_flat_free,
 };
 
@@ -287,13 +280,14 @@ static zs_status allocate(zs_shm *shm)
     shm->peers = calloc(world, sizeof *shm->peers);
     shm->flat_fds = malloc(world * sizeof *shm->flat_fds);
     shm->polls = calloc(world, sizeof *shm->polls);
+    shm->flat_offsets = calloc(ZS_SHM_FLATS, sizeof *shm->flat_offsets);
     for (size_t r = 0; r < world && shm->flat_fds != NULL; r++)
         shm->flat_fds[r] = -1;
     for (size_t r = 0; r < world && shm->peers != NULL; r++) {
         shm->peers[r].pidfd = -1;
         shm->peers[r].buckets = -1;
     }
-    if (shm->peers == NULL || shm->flat_fds == NULL || shm->polls == NULL)
+    if (shm->peers == NULL || shm->flat_fds == NULL || shm->polls == NULL || shm->flat_offsets == NULL)
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the state of %zu ranks", world);
     return ZS_OK;
 }

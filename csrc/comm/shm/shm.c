@@ -116,6 +116,20 @@ zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r)
 
 /* --- what is missing ---------------------------------------------------------------------------------------------------- */
 
+static uint64_t word_of(const zs_shm *shm, int r, uint32_t record)
+{
+    return atomic_load(&zs_shm_reader_at(shm, r, record)->word);
+}
+
+/* Does rank `r` lag behind rank `who`? Its word is read before its looks, so these are of that version, or of a later one. */
+static bool lags(const zs_shm *shm, int who, int r, uint32_t record)
+{
+    uint64_t word = word_of(shm, r, record), looks = atomic_load(&zs_shm_reader_at(shm, r, record)->looks);
+    uint64_t ours = atomic_load(&zs_shm_reader_at(shm, who, record)->looks);
+    bool gone = atomic_load(&shm->peers[r].control->left) != 0;
+    return ours > 0 && !gone && zs_word_lags(word, word_of(shm, who, record), looks < ours);
+}
+
 /* Has rank `r` done what rank `who` needs for `act`? */
 static bool done(const zs_shm *shm, int who, int r, zs_shm_act act)
 {
@@ -130,15 +144,10 @@ static bool done(const zs_shm *shm, int who, int r, zs_shm_act act)
     case ZS_SHM_TAKEN: return atomic_load(&peer->taken) >= act.number;
     case ZS_SHM_FORWARD:
     case ZS_SHM_EVALUATION:
-    case ZS_SHM_BACKWARD:
-        return zs_word_admits(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
-                              atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
-    case ZS_SHM_LEFT_ALONE:
-        return !zs_word_holds_up(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
-                                 atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
-    case ZS_SHM_UNREAD:
-        return !zs_word_delays_write(atomic_load(&zs_shm_reader_at(shm, r, act.record)->word),
-                                     atomic_load(&zs_shm_reader_at(shm, who, act.record)->word));
+    case ZS_SHM_BACKWARD: return zs_word_admits(word_of(shm, r, act.record), word_of(shm, who, act.record));
+    case ZS_SHM_LEFT_ALONE: return !zs_word_holds_up(word_of(shm, r, act.record), word_of(shm, who, act.record));
+    case ZS_SHM_CAUGHT_UP: return !lags(shm, who, r, act.record);
+    case ZS_SHM_UNREAD: return !zs_word_delays_write(word_of(shm, r, act.record), word_of(shm, who, act.record));
     }
     return true;
 }

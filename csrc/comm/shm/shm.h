@@ -26,6 +26,7 @@ enum {
     ZS_SHM_MAIL = 4096,     /* most bytes of one exchange */
     ZS_SHM_STAGE = 1 << 20, /* bytes of one piece of a broadcast: small enough to stay in the cache */
     ZS_SHM_HEAP = 64 << 20, /* room for records; costs memory only where used */
+    ZS_SHM_FLATS = 1 << 16, /* flats of one group whose end is told */
     ZS_SHM_NAME = 96,       /* longest name kept of a unit or reader */
     ZS_SHM_TEXT = 512,      /* longest reason of an abort */
 };
@@ -40,9 +41,10 @@ typedef enum zs_shm_what {
     ZS_SHM_SENT,       /* number: piece of a broadcast, record: root */
     ZS_SHM_TAKEN,      /* number: piece of a broadcast */
     ZS_SHM_FORWARD,    /* record: reader: peers admit a training forward */
-    ZS_SHM_EVALUATION, /* record: reader: peers admit another forward */
+    ZS_SHM_EVALUATION, /* record: reader, number: version: peers admit another forward */
     ZS_SHM_BACKWARD,   /* record: reader: peers admit a backward */
     ZS_SHM_LEFT_ALONE, /* record: reader: no peer reads this rank's shards, nor is about to */
+    ZS_SHM_CAUGHT_UP,  /* record: reader: no peer lags behind in looks */
     ZS_SHM_UNREAD      /* record: reader: no peer reads this rank's shards */
 } zs_shm_what;
 
@@ -91,6 +93,7 @@ typedef struct zs_shm_control {
     alignas(4096) zs_shm_mailbox mail[2]; /* by parity of the exchange's number */
     alignas(4096) char stage[2][ZS_SHM_STAGE];
     alignas(4096) char heap[ZS_SHM_HEAP];
+    _Atomic uint64_t freed[ZS_SHM_FLATS / 64]; /* own; which of its flats, as a bitmap; see shm_flats.h */
 } zs_shm_control;
 
 /* One round's post. Two of them, by parity of the round: nobody posts round k + 2 before all have released round k,
@@ -118,10 +121,12 @@ static inline size_t zs_shm_unit_record_bytes(size_t used_words)
     return sizeof(zs_shm_unit_record) + 2 * used_words * sizeof(uint64_t);
 }
 
-/* A reader's record: its whole state is one word, see shm_word.h. */
+/* A reader's record: nearly its whole state is one word, see shm_word.h. */
 typedef struct zs_shm_reader_record {
     char name[ZS_SHM_NAME];
     alignas(ZS_SHM_LINE) _Atomic uint64_t word;
+    _Atomic uint64_t work;  /* a digest of the operations by hand since its last known write; set before the word */
+    _Atomic uint64_t looks; /* at its version; raised once it reads, set to 0 before the word has another */
     _Atomic uint64_t past[ZS_PAST_WORDS]; /* a zs_past; set before the word that begins a forward */
 } zs_shm_reader_record;
 
@@ -148,6 +153,8 @@ typedef struct zs_shm {
     int listener;               /* socket, -1 once connected */
     int control_fd, pidfd;      /* own */
     zs_file *flats, *buckets;   /* own */
+    uint64_t *flat_offsets;     /* [ZS_SHM_FLATS] where the flats begin in that file */
+    _Atomic size_t n_flats;     /* so many so far */
     int *flat_fds;              /* [world], the files of flats; flat_fds[rank] is borrowed from `flats` */
     zs_shm_peer *peers;         /* [world] */
     struct pollfd *polls;       /* [world], for pidfds */
