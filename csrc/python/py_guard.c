@@ -22,6 +22,7 @@ typedef enum rule {
 static struct {
     PyObject *rules;               /* {operation: rule} */
     PyObject *handler;             /* (operation, types, args, kwargs) -> result */
+    PyObject *grad;                /* torch's own attribute of that name */
     PyObject *part, *dunder_class; /* names */
 } guard;
 
@@ -162,6 +163,37 @@ static PyObject *run_grad(PyObject *operation, const arguments *given)
     if (grad == NULL || grad == Py_None || param.part == NULL || zs_py_is_guarded(grad)) return grad;
     if (!zs_py_is_tensor(grad) || zs_py_is_local_grad(grad)) return grad;
     return marked(grad, &param);
+}
+
+/* `p.grad` of a guarded parameter, which loops over all parameters read: what run_grad does, but without torch's detour. */
+static PyObject *get_grad(PyObject *param, void *unused)
+{
+    (void)unused;
+    PyObject *grad = zs_py_get_plain(guard.grad, param);
+    if (grad == NULL || Py_TYPE(grad) != zs_py_guard_types.tensor || !zs_py_is_asked() || zs_py_is_local_grad(grad))
+        return grad;
+    zs_operand slice;
+    if (zs_py_look_at(param, &slice) == 0) return marked(grad, &slice);
+    Py_DECREF(grad);
+    return NULL;
+}
+
+static int set_grad(PyObject *param, PyObject *value, void *unused)
+{
+    (void)unused;
+    return zs_py_set_plain(guard.grad, param, value);
+}
+
+static PyGetSetDef grad_attribute = {"grad", get_grad, set_grad, NULL, NULL};
+
+/* Has `param.grad` be the above. */
+static int answer_for_grad(PyTypeObject *shard_parameter)
+{
+    Py_XSETREF(guard.grad, PyObject_GetAttrString((PyObject *)zs_py_guard_types.tensor, "grad"));
+    PyObject *own = guard.grad != NULL ? PyDescr_NewGetSet(shard_parameter, &grad_attribute) : NULL;
+    int status = own != NULL ? PyObject_SetAttrString((PyObject *)shard_parameter, "grad", own) : -1;
+    Py_XDECREF(own);
+    return status;
 }
 
 /* `p.data = t`, after which the parameter is elsewhere. */
@@ -305,6 +337,7 @@ static PyObject *set_guard(PyObject *module, PyObject *args)
     guard.rules = Py_NewRef(rules);
     zs_py_set_parts(parts);
     guard.handler = Py_NewRef(handler);
+    if (answer_for_grad(types->shard_parameter) < 0) return NULL;
     Py_RETURN_NONE;
 }
 
