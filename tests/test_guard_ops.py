@@ -25,11 +25,6 @@ UNDEFINED = (
 """Operations whose results have no values."""
 
 
-BY_PLACE = ("__rpow__", "atan2", "atanh", "igamma", "nn.functional.gelu", "pow", "sinh")
-"""Operations whose last bit depends, in torch's kernels, on where in the tensor an element is: its end
-is not computed with vector instructions."""
-
-
 def is_cuttable(value):
     return (
         isinstance(value, torch.Tensor)
@@ -82,11 +77,13 @@ def wrong_with(op, variant, sample):
         return "gave a tensor that is not guarded"
     if got.shape != part.local_shape or got.dtype != whole.dtype:
         return f"gave {got.dtype} of shape {tuple(got.shape)}"
-    if op.name in BY_PLACE:
-        torch.testing.assert_close(got.to_local(), part.of(whole), equal_nan=True)
-        whole_of_part = run(variant, sample, lambda value: zshard.to_local(cut(value)))
-        return None if bits_of(got.to_local()) == bits_of(whole_of_part) else "other values"
-    return None if bits_of(got.to_local()) == bits_of(part.of(whole)) else "other values"
+    if bits_of(got.to_local()) == bits_of(part.of(whole)):
+        return None
+    # In some of torch's kernels the last bit depends on where in the tensor an element is, as its
+    # end is not computed with vector instructions; in which ones, the processor decides.
+    plain = run(variant, sample, lambda value: zshard.to_local(cut(value)))
+    near = torch.allclose(got.to_local(), part.of(whole), rtol=1e-5, atol=1e-6, equal_nan=True)
+    return None if near and bits_of(got.to_local()) == bits_of(plain) else "other values"
 
 
 def bits_of(tensor):

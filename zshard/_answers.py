@@ -1,9 +1,8 @@
-"""What a rank tells the others of its optimizers while its script is elsewhere.
+"""What ranks of one host tell each other while their scripts are elsewhere: a thread that answers.
 
 The one idea: over shm the ranks' parameters lie in memory that all of them map, so one rank alone
-can read them; optimizer state is each rank's own. So each process has a thread that sends its
-slices of it to a rank of the same host that asks. The rank that asks keeps a reader session open
-meanwhile, in which no rank steps: all slices are of one step.
+can read them; all else is each rank's own. So each process has a thread with a socket, which calls
+what has been registered for a question (_books.py: slices of optimizer state) and sends the answer.
 """
 
 from __future__ import annotations
@@ -16,98 +15,77 @@ import socket
 import socketserver
 import struct
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from zshard import _core
-from zshard._units import State, units_of
-
-__all__ = ["Peers", "answer_with", "ask", "meet"]
-
-_CARD = 64  # bytes: what ranks exchange to meet
-_TOKEN = 8  # of them, what tells models apart
-
-
-class Peers:
-    """Where the ranks of a model answer, and its parameters, which have the same numbers there."""
-
-    def __init__(self, token: str, addresses: list[str], params: Sequence[nn.Parameter]) -> None:
-        self.token = token
-        self.addresses = addresses
-        self._params = [weakref.ref(param) for param in params]
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """Those that are alive."""
-        return [param for ref in self._params if (param := ref()) is not None]
-
+__all__ = ["Answer", "Reply", "address", "answer_with", "ask", "lives", "stop"]
 
 Answer = tuple[dict[str, Any], Sequence[torch.Tensor]]
 """What can be told in JSON, and contiguous tensors in host memory."""
 
-_answerer: Callable[[Peers, Any], Answer] | None = None
+_answerer: Callable[[Any], Answer] | None = None
+_SLOWEST = 300.0  # seconds that a rank may take to read one tensor
 
 
-def answer_with(answerer: Callable[[Peers, Any], Answer]) -> None:
-    """Set what makes an answer of the asked model and the question."""
+def answer_with(answerer: Callable[[Any], Answer]) -> None:
+    """Set what answers questions, on threads of its own."""
     global _answerer
     _answerer = answerer
 
 
-def meet(module: nn.Module, comm: _core.Comm) -> None:
-    """Let the ranks of a new model ask each other. Collective over shm; elsewhere a no-op."""
-    if comm.transport != "shm":
-        return
-    address = _Server.address_of_this_process()
-    cards = comm.exchange(secrets.token_bytes(_TOKEN) + address.encode().ljust(_CARD - _TOKEN))
-    addresses = [card[_TOKEN:].decode().strip() for card in cards]
-    states: list[State] = [state for _, state in units_of(module)]
-    params = [param for state in states for param in state.unit.params]
-    peers = Peers(cards[0][:_TOKEN].hex(), addresses, params) if all(addresses) else None
-    for state in states:
-        state.peers = peers
-    if peers is not None:
-        _models[peers.token] = peers
+def address() -> str:
+    """Return where this process answers, and start the thread if it does not run. "" where that is
+    not possible."""
+    return _Server.address_of_this_process()
 
 
-_models: weakref.WeakValueDictionary[str, Peers] = weakref.WeakValueDictionary()
+def stop() -> None:
+    """End the thread, as before the interpreter ends, which may not happen while it answers."""
+    _Server.stop_own()
 
 
 @contextlib.contextmanager
-def ask(peers: Peers, rank: int, question: Any, timeout: float) -> Iterator[_Reply]:
-    """Context manager: another rank's answer, to be read tensor by tensor.
+def ask(address: str, question: Any, timeout: float) -> Iterator[Reply]:
+    """Context manager: another process's answer, to be read tensor by tensor.
 
-    Raises PeerError if that rank has ended, PeerTimeoutError if it does not answer in time,
-    RuntimeError if it cannot answer.
+    Raises OSError if the process has ended, TimeoutError (one of them) if it does not answer in
+    time, RuntimeError with its text if it cannot answer.
     """
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(timeout)
+        line.connect("\0" + address)
+        if not _is_own_user(line):
+            raise ConnectionRefusedError("a process of another user answers")
+        line.sendall(json.dumps(question).encode() + b"\n")
+        yield Reply(line)
+
+
+def lives(address: str) -> bool:
+    """Return whether the process that answers there has not ended."""
     try:
         with socket.socket(socket.AF_UNIX) as line:
-            line.settimeout(timeout)
-            line.connect("\0" + peers.addresses[rank])
-            line.sendall(json.dumps([peers.token, question]).encode() + b"\n")
-            yield _Reply(line, rank)
+            line.settimeout(1.0)
+            line.connect("\0" + address)
     except TimeoutError:
-        raise _core.PeerTimeoutError(
-            f"rank {rank} did not send its optimizer state within {timeout:.0f} s: is it in a long "
-            "call that keeps Python's lock? Raise timeout if it is only slow"
-        ) from None
-    except OSError as error:
-        raise _core.PeerError(f"rank {rank} exited while asked for its state: {error}") from None
+        return True
+    except OSError:
+        return False
+    return True
 
 
-class _Reply:
-    def __init__(self, line: socket.socket, rank: int) -> None:
+class Reply:
+    """An answer. `facts` is what was told in JSON."""
+
+    def __init__(self, line: socket.socket) -> None:
         self._file = line.makefile("rb")
         header = self._file.readline()
         if not header:
             raise ConnectionResetError("the connection was closed")
         self.facts: dict[str, Any] = json.loads(header)
         if "error" in self.facts:
-            raise RuntimeError(f"rank {rank} cannot send its state: {self.facts['error']}")
+            raise RuntimeError(self.facts["error"])
 
     def read_into(self, tensor: torch.Tensor) -> None:
         """Read the next tensor into contiguous host memory."""
@@ -126,25 +104,33 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return data
 
 
+def _is_own_user(line: socket.socket) -> bool:
+    """Whether a process of this user is at the other end: anybody may know the socket's name."""
+    raw = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return bool(struct.unpack("3i", raw)[1] == os.geteuid())
+
+
 class _Handler(socketserver.StreamRequestHandler):
+    timeout = _SLOWEST
+
     def handle(self) -> None:
-        raw = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        if struct.unpack("3i", raw)[1] != os.geteuid():
+        if not _is_own_user(self.connection):
             return
-        token, question = json.loads(self.rfile.readline())
-        header, tensors = self._answer(token, question)
+        question = self.rfile.readline()
+        if not question:  # it only wanted to know whether this process lives
+            return
+        header, tensors = self._answer(json.loads(question))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has raised
             self.wfile.write(json.dumps(header).encode() + b"\n")
             for tensor in tensors:
                 if tensor.numel():
                     self.wfile.write(_bytes_of(tensor))
 
-    def _answer(self, token: str, question: Any) -> Answer:
-        peers = _models.get(token)
-        if peers is None or _answerer is None:
-            return {"error": "it has deleted the model"}, []
+    def _answer(self, question: Any) -> Answer:
+        if _answerer is None:
+            return {"error": "it has nothing to tell"}, []
         try:
-            return _answerer(peers, question)
+            return _answerer(question)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}, []
 
@@ -159,7 +145,6 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     @classmethod
     def address_of_this_process(cls) -> str:
-        """Start it if it does not run. Returns "" where that is not possible."""
         if cls._own is None:
             name = f"zshard-answers-{secrets.token_hex(12)}"
             try:
@@ -172,6 +157,18 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             run.start()
             os.register_at_fork(after_in_child=cls._forget)
         return cls._own.name
+
+    @classmethod
+    def stop_own(cls) -> None:
+        own, cls._own = cls._own, None
+        if own is None:
+            return
+        stopping = threading.Thread(target=own.shutdown, daemon=True)
+        stopping.start()
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
+            line.connect("\0" + own.name)  # it looks whether it is to stop once it has been asked
+        stopping.join(1.0)
+        own.socket.close()
 
     @classmethod
     def _forget(cls) -> None:

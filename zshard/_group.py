@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
+from zshard._books import finish
 from zshard._device import CPU, is_stand_in, torch_device
 from zshard._exit import fail
 from zshard._nccl import NcclOptions, library
@@ -478,11 +479,14 @@ def _leave() -> None:
     if not _failed and os.getpid() == _reporting_pid:  # not in a forked child, which is no rank
         for comm in comms.values():
             _compare_ends(comm)
+    timeout = max((comm.timeout for comm in comms.values()), default=0.0)
     for key, entry in _entries.items():
         if key[1] == _BESIDE and _last_words:
             entry.comm.abort(_last_words)
-        entry.comm.close()
+        entry.comm.close()  # from here on nobody waits for this rank
     _entries.clear()
+    if not _failed and os.getpid() == _reporting_pid:
+        finish(timeout)
 
 
 def _compare_ends(comm: _core.Comm) -> None:

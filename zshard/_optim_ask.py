@@ -1,8 +1,8 @@
 """Whole optimizer state on one rank, which asks the others for their slices.
 
 The one idea: nobody meets. The rank that wants whole state opens a reader session, so that nobody
-steps, and asks each peer's thread (_answers.py) for what that rank has of the same optimizer: the
-first of its class that has stepped the same parameters, or the second, if so here.
+steps, and asks each peer's thread (_answers.py) for what that rank has of the same optimizer, which
+has the same number there (_books.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._agree import Fact, first_difference
-from zshard._answers import Answer, Peers, answer_with, ask
+from zshard._answers import Answer, Reply, answer_with, ask
+from zshard._books import Peers, book_of, tell_of
 from zshard._guard import plain
-from zshard._optim_guard import seen_optimizers
-from zshard._optim_held import Held, fact_of, held_by
+from zshard._optim_held import Held, fact_of, held_in
 
 __all__ = ["Whole", "ask_for_whole", "install"]
 
@@ -36,21 +36,42 @@ def ask_for_whole(optimizer: Optimizer, peers: Peers, held: Sequence[Held]) -> W
     """Return the parameters of one model with the full tensors of their sharded state.
 
     Raises DivergenceError if another rank's state differs in parameters, names, shapes or dtypes;
-    RuntimeError for shards within a list or dict; PeerError if a rank has ended.
+    RuntimeError for shards within a list or dict, and if a rank cannot tell; PeerError if a rank
+    has ended, PeerTimeoutError if it does not answer in time.
     """
-    question = [type(optimizer).__name__, _place_of(optimizer, peers)]
-    comm = held[0].part.comm
+    book = peers.book
+    question = {"ask": [book.token, book.note(optimizer).key]}
+    timeout = held[0].part.comm.timeout
     wholes = _Wholes(held)
     with _nobody_steps(held):
-        for rank in range(comm.world):
-            if rank == comm.rank:
+        for rank in range(len(book.addresses)):
+            if rank == book.rank:
                 wholes.take_own()
                 continue
-            with ask(peers, rank, question, comm.timeout) as reply:
+            with _asked(book.addresses[rank], question, rank, timeout) as reply:
                 wholes.check(reply.facts, rank)
                 for index, key, begin, numel in reply.facts["slices"]:
                     reply.read_into(wholes.place(index, key, begin, numel))
     return wholes.result()
+
+
+@contextlib.contextmanager
+def _asked(address: str, question: Any, rank: int, timeout: float) -> Iterator[Reply]:
+    try:
+        with ask(address, question, timeout) as reply:
+            if "unanswered" in reply.facts:
+                raise RuntimeError(f"rank {rank} cannot send its part: {reply.facts['unanswered']}")
+            yield reply
+    except TimeoutError:
+        raise _core.PeerTimeoutError(
+            f"rank {rank} did not send its optimizer state within {timeout:.0f} s: is it in a long "
+            "call that keeps Python's lock? Raise timeout if it is only slow"
+        ) from None
+    except OSError as error:
+        raise _core.PeerError(
+            f"rank {rank} has ended, and its part of the optimizer state with it ({error}). Call "
+            "optimizer.state_dict() before the other ranks' scripts end"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -77,7 +98,7 @@ class _Wholes:
         theirs = [(about, said) for about, said in told["facts"]]
         if told["unknown"]:  # there, it has neither stepped nor loaded
             theirs = [(about, "none") for about, _ in ours]
-        both = sorted(((self._held[0].part.comm.rank, ours), (rank, theirs)))
+        both = sorted(((self._held[0].part.shards.rank, ours), (rank, theirs)))
         difference = first_difference(both[0][1], both[1][1], (both[0][0], both[1][0]))
         if difference is not None:
             raise _core.DivergenceError(f"the optimizers differ between ranks: {difference}")
@@ -123,31 +144,22 @@ class _Wholes:
 # --- answers --------------------------------------------------------------------------------------
 
 
-def _candidates(peers: Peers, name: str) -> list[Optimizer]:
-    """The optimizers of that class that have stepped parameters of the model, in the order of their
-    first step."""
-    params = {id(param) for param in peers.params}
-    return [
-        optimizer
-        for optimizer in seen_optimizers()
-        if type(optimizer).__name__ == name
-        and any(id(p) in params for group in optimizer.param_groups for p in group["params"])
-    ]
-
-
-def _place_of(optimizer: Optimizer, peers: Peers) -> int:
-    """Which of them it is. One that has not stepped is behind all that have."""
-    known = _candidates(peers, type(optimizer).__name__)
-    return next((i for i, each in enumerate(known) if each is optimizer), len(known))
+def _answer(question: dict[str, Any]) -> Answer:
+    if "tell" in question:
+        tell_of(question["tell"])
+        return {}, []
+    token, key = question["ask"]
+    book = book_of(token)
+    if book is None:
+        return {"unanswered": "it has deleted the model"}, []
+    found = book.find(key)
+    if found is None:
+        return {"facts": [], "nested": [], "slices": [], "unknown": True}, []
+    return _slices(held_in(*found))
 
 
 @plain()
-def _answer(peers: Peers, question: Any) -> Answer:
-    name, place = question
-    known = _candidates(peers, name)
-    held: list[Held] = []
-    if place < len(known):
-        held = [each for each in held_by(known[place]) if each.part.peers is peers]
+def _slices(held: Sequence[Held]) -> Answer:
     slices: list[tuple[int, str, int, int]] = []
     tensors: list[Tensor] = []
     for index, each in enumerate(held):
@@ -157,5 +169,4 @@ def _answer(peers: Peers, question: Any) -> Answer:
                 tensors.append(value.detach().cpu().contiguous())
     facts: list[Fact] = [fact_of(each) for each in held]
     nested = [each.nested is not None for each in held]
-    told = {"facts": facts, "nested": nested, "slices": slices, "unknown": place >= len(known)}
-    return told, tensors
+    return {"facts": facts, "nested": nested, "slices": slices, "unknown": False}, tensors

@@ -24,11 +24,12 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
+from zshard._books import note_made
 from zshard._foreign import check_optimizer
 from zshard._guard import guarded, plain
 from zshard._guard_words import ShardError
 from zshard._optim_held import SCALARS
-from zshard._parts import units_stepped_by
+from zshard._parts import stepped_by, units_stepped_by
 from zshard._settings import note_step
 
 __all__ = ["install", "know", "seen_optimizers"]
@@ -61,9 +62,22 @@ def install() -> None:
     if not _handles:
         for name in _ELEMENTWISE:
             _spare_the_guard(getattr(torch.optim, name))
+        for name in ("__init__", "__setstate__"):
+            setattr(torch.optim.Optimizer, name, _noted(getattr(torch.optim.Optimizer, name)))
         torch.optim.Optimizer.zero_grad = _noting_zeros(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _noted(make: Callable[..., None]) -> Callable[..., None]:
+    """Whatever constructs an optimizer, noting that it has."""
+
+    @functools.wraps(make)
+    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        note_made(self)
+
+    return made
 
 
 def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
@@ -83,6 +97,9 @@ def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
 def know(optimizer: torch.optim.Optimizer) -> None:
     """Count an optimizer as seen even if its step() is never called."""
     _seen[optimizer] = None
+    for each in stepped_by(optimizer):
+        if each.peers is not None:
+            each.peers.book.note(optimizer)
 
 
 def seen_optimizers() -> list[torch.optim.Optimizer]:
@@ -96,7 +113,7 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
-    _seen[optimizer] = None
+    know(optimizer)
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         check_optimizer(optimizer)
         _inner.add(getattr(optimizer, "optim", optimizer))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from zshard._agree import Fact
 from zshard._parts import Part, part_of
 
-__all__ = ["SCALARS", "Held", "fact_of", "held_by", "params_of", "scalar_keys"]
+__all__ = ["SCALARS", "Held", "fact_of", "held_by", "held_in", "params_of", "scalar_keys"]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
 """What torch's optimizers keep as one number per parameter. Used only if shapes do not tell: for
@@ -59,8 +59,13 @@ class Held:
 
 def held_by(optimizer: Optimizer) -> list[Held]:
     """Return all sharded parameters of the optimizer in its order, also those without state."""
-    cut = [(param, part) for param in params_of(optimizer) if (part := part_of(param))]
-    states = [(param, part, optimizer.state.get(param, {})) for param, part in cut if part.is_cut]
+    return held_in(params_of(optimizer), optimizer.state)
+
+
+def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[Held]:
+    """The same of parameters and of an optimizer's state."""
+    cut = [(param, part) for param in params if (part := part_of(param))]
+    states = [(param, part, state.get(param, {})) for param, part in cut if part.is_cut]
     scalars = scalar_keys((part.shape, entries) for _, part, entries in states)
     held = []
     for param, part, entries in states:

@@ -33,7 +33,8 @@ from zshard._optim_ask import Whole, ask_for_whole
 from zshard._optim_guard import know
 from zshard._optim_held import Held, fact_of, held_by, params_of, scalar_keys
 from zshard._optim_memory import zeros_side_by_side
-from zshard._parts import part_of
+from zshard._parts import part_of, units_stepped_by
+from zshard._state import writing
 from zshard._whole_values import join
 
 __all__ = [
@@ -81,8 +82,9 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
         return
     handle = self.register_load_state_dict_pre_hook(_take_parts)
     try:
-        _torchs_load(self, state_dict)
-        know(self)
+        with writing(units_stepped_by(self)):  # a rank that asks gets all of it, or nothing
+            _torchs_load(self, state_dict)
+            know(self)
     finally:
         handle.remove()
 

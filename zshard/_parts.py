@@ -89,7 +89,7 @@ class Part:
 
     @property
     def peers(self) -> Any:
-        """_answers.Peers of the parameter's model; None: there are none, or the model is gone."""
+        """_books.Peers of the parameter's model; None: there are none, or the model is gone."""
         state = self._state()
         return None if state is None else state.peers
 
@@ -205,6 +205,12 @@ class Stepped:
     def unit(self) -> _core.Unit | None:
         """One unit of the model; None if it is gone."""
         return _unit_of(self._state)
+
+    @property
+    def peers(self) -> Any:
+        """As Part.peers."""
+        state = self._state()
+        return None if state is None else state.peers
 
     @property
     def comm_id(self) -> int:

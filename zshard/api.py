@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard import _core
 from zshard._additions import watch
 from zshard._agree import check_agreement, on_all_ranks
-from zshard._answers import meet
 from zshard._arguments import (
     check_fixed_arguments,
     check_init,
@@ -28,6 +27,7 @@ from zshard._arguments import (
     parse_prefetch,
     split_ignored,
 )
+from zshard._books import meet
 from zshard._calls import calls_of, parts_to_guard
 from zshard._clip import clip_grad_norm
 from zshard._controls import Controls
@@ -279,7 +279,7 @@ class FSDP(Controls):
         cast_buffers(module.modules(), options.precision)
         if forward_sync_buffers:
             _sync_buffers(module)
-        meet(module, comm)
+        meet(module, state_of(module).comms.shards)
         with writing([state_of(module).unit]):
             pass  # from here on other ranks may evaluate with this one's shards
         return cast("Wrapped[_M]", module)
@@ -632,7 +632,7 @@ def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, [m for m in copied.module.modules() if _has_own(m, others)])
     own.unit.engine.open()  # what a forward has left whole is resharded
     own.unit.engine.close()
-    meet(copied.module, own.comms.all)
+    meet(copied.module, own.comms.shards)
     with writing([state_of(copied.module).unit]):
         for unit, made in copied.units:
             copy_slices(unit, state_of(made).unit)
