@@ -5,12 +5,14 @@ barrier, asleep, or training on. Each step is compared with a plain model that h
 """
 
 import time
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
+from nursery import fork_ranks
 from scenarios import Wide, floats, message_of, whole
 from torch import nn
 
@@ -194,6 +196,79 @@ def one_frees_its_model_early():
 
 def test_a_model_lives_until_all_have_looked(pool2):
     assert pool2.run(one_frees_its_model_early) == [[True] * 10, [True] * 8]
+
+
+# --- after the others have ended ------------------------------------------------------------------
+
+
+KEPT = []  # as a script's global variables are
+
+
+def saves_late(path, how):
+    """Rank 0 alone evaluates and saves at the end, while the others' functions and scripts end."""
+
+    def train():
+        model = FSDP(make(Wide), timeout=60)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        plain = Plain("torch")
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model(floats(dist.get_rank(), i))).backward()
+            optimizer.step()
+            plain.step(i)
+        if dist.get_rank() == 0:
+            time.sleep(1.0)
+            assert looks(model, optimizer, plain) == []
+            torch.save(optimizer.state_dict(), path)
+        if how == "at the end":
+            KEPT.extend((model, optimizer))
+
+    train()
+    if how == "after an exception" and dist.get_rank() != 0:
+        raise ValueError("rank 1 has a problem")
+    if how == "without the group":
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["at the end", "after a function", "without the group"])
+def test_rank_0_saves_when_the_others_have_ended(tmp_path, how):
+    path = tmp_path / "optimizer.pt"
+    for result in fork_ranks(saves_late, 2, path, how):
+        assert result.returncode == 0, result.stderr
+    state = torch.load(path, weights_only=True)["state"]
+    assert len(state) == len(list(make(Wide).parameters()))
+
+
+def test_a_rank_that_raises_keeps_nobody_waiting(tmp_path):
+    start = time.monotonic()
+    results = fork_ranks(saves_late, 2, tmp_path / "optimizer.pt", "after an exception")
+    assert [result.returncode for result in results] == [1, 1]
+    assert "has ended, and its part of the optimizer state with it" in results[0].stderr
+    assert time.monotonic() - start < 50
+
+
+@passing_groups()
+def frees_when_all_have_dropped():
+    """Memory of an optimizer that all ranks delete is free soon after."""
+
+    def train():
+        model = built(("full_shard", "shm"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loss_of(model(floats(dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.state_dict()
+        return weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
+
+    state = train()
+    dist.barrier()
+    deadline = time.monotonic() + 10
+    while state() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return state() is None
+
+
+def test_dropped_state_is_freed(pool2):
+    assert pool2.run(frees_when_all_have_dropped) == [True, True]
 
 
 # --- DDP's habits ---------------------------------------------------------------------------------
