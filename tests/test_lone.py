@@ -4,6 +4,7 @@ The one idea: over shm nothing of it needs the other ranks, wherever their scrip
 barrier, asleep, or training on. Each step is compared with a plain model that has seen the same batches.
 """
 
+import copy
 import time
 import weakref
 
@@ -174,6 +175,44 @@ def one_is_ahead():
 
 def test_a_rank_that_is_ahead_waits_before_it_writes(pool2):
     assert pool2.run(one_is_ahead) == [[True] * 6] * 2
+
+
+@passing_groups()
+def rank_0_evaluates_averages(precision, twice):
+    """All ranks swap in other weights by hand, and back; rank 0 evaluates in between."""
+    options = {} if precision is None else {"mixed_precision": precision}
+    model = built(("full_shard", "shm"), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    optimizer.step()
+    plain, found = make(Wide), []
+    plain.load_state_dict(whole(model))
+    for factor in (0.5, 0.25) if twice else (0.5,):
+        swapped = copy.deepcopy(plain)
+        with torch.no_grad():
+            for param in swapped.parameters():
+                param.mul_(factor)
+            for param in model.parameters():
+                param.mul_(factor)
+        alone = evaluated(model) if dist.get_rank() == 0 else None
+        dist.barrier()
+        loose = {} if precision is None else {"atol": 0.05, "rtol": 0.05}
+        theirs = evaluated(swapped)
+        found.append(alone is None or torch.allclose(alone.float(), theirs, **loose))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.div_(factor)
+        dist.barrier()
+    loss_of(model(floats(dist.get_rank()))).backward()
+    optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)])
+def test_rank_0_evaluates_averages(pool2, precision, twice):
+    found = [True] * (2 if twice else 1)
+    assert pool2.run(rank_0_evaluates_averages, precision, twice) == [found, found]
 
 
 @passing_groups()

@@ -21,6 +21,7 @@ FAULTS = [
     "all lag who have looked less",
     "apart without a check",
     "backwards hold nobody up",
+    "collectives complete nothing",
     "freed models hold up",
     "histories are not compared",
     "histories are told late",

@@ -148,13 +148,13 @@ def _checked_after(
 
 
 def _begin_to_write(optimizer: torch.optim.Optimizer) -> None:
-    """Tell the models that their parameters are to be written, and refuse what must not be."""
-    for unit in units_stepped_by(optimizer):
-        unit.engine.before_step()
+    """Refuse what must not be, and tell the models that their parameters are to be written."""
     if _core.has_local_grads():
         _refuse_local_grads(optimizer)
     if _core.has_held_units():
         _refuse_held_units(optimizer)
+    for unit in units_stepped_by(optimizer):
+        unit.engine.before_step()
 
 
 def _after_step(

@@ -85,6 +85,8 @@ typedef struct zs_reader_ops {
     /* `known`: the write is complete, and all ranks make it. Else nobody evaluates with these shards before the next such write
      * or pass; that may be said at any time. */
     void (*write_end)(zs_comm *, zs_reader *, bool known);
+    /* What scripts have written by hand is complete on all ranks alike; `changed` as in zs_reading. NULL as above. */
+    void (*write_complete)(zs_comm *, zs_reader *, bool changed);
     /* See zs_comm_tell_past; NULL: the head has it. */
     void (*tell_past)(zs_comm *, zs_reader *, const zs_past *now);
 } zs_reader_ops;
@@ -302,6 +304,12 @@ static inline zs_status zs_comm_write_begin(zs_comm *comm, zs_reader *reader)
 static inline void zs_comm_write_end(zs_comm *comm, zs_reader *reader, bool known)
 {
     if (comm->ops->readers->write_end != NULL) comm->ops->readers->write_end(comm, reader, known);
+}
+
+/* What has been written is complete. */
+static inline void zs_comm_write_complete(zs_comm *comm, zs_reader *reader, bool changed)
+{
+    if (comm->ops->readers->write_complete != NULL) comm->ops->readers->write_complete(comm, reader, changed);
 }
 
 /* Talk: see zs_talk_ops. */

@@ -43,6 +43,7 @@ struct zs_engine {
     uint64_t sample; /* of what the last known write has left in the shards, if `sampled`; see sample.h */
     bool sampled;
     bool writing;   /* a write has begun, and neither ended nor given way to a pass */
+    bool by_hand;   /* a script has written to shards since the last pass or known write */
     bool mishap;    /* the peers are told of one */
     zs_call *calls; /* [n_calls] what a forward of the modules in their order does; owned */
     size_t n_calls;

@@ -12,13 +12,14 @@
 static void end(zs_engine *engine, bool known)
 {
     engine->writing = false;
+    engine->by_hand = !known;
     zs_history_tell(engine);
     zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, known);
 }
 
 void zs_writing_over(zs_engine *engine)
 {
-    engine->writing = false;
+    engine->writing = engine->by_hand = false;
 }
 
 zs_status zs_writing_begin(zs_engine *engine)
@@ -65,4 +66,29 @@ void zs_writing_by_hand_end(zs_engine *engine)
 void zs_writing_unknown(zs_engine *engine)
 {
     zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, false);
+}
+
+/* Are there casts that peers read? */
+static bool has_casts(const zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        if (zs_unit_has_casts(zs_engine_unit(engine, i))) return true;
+    return false;
+}
+
+zs_status zs_writing_complete(zs_engine *engine)
+{
+    if (!is_looked_at(engine) || engine->writing || engine->reading || !engine->by_hand) return ZS_OK;
+    if (has_casts(engine)) {
+        ZS_TRY(zs_writing_begin(engine));
+        zs_status status = zs_writing_cast(engine);
+        if (status != ZS_OK) end(engine, false);
+        ZS_TRY(status);
+        engine->writing = false;
+    }
+    engine->by_hand = false;
+    zs_reading reading = {0};
+    zs_sample_take(engine, &reading);
+    zs_comm_write_complete(engine->home.ranks.shard_group, engine->reader, reading.changed);
+    return ZS_OK;
 }

@@ -1,6 +1,7 @@
 /* py_engine.c - _core.Engine: the engine of one model, as Python sees it. Two objects of one engine compare equal. */
 #include "python/py_engine.h"
 #include "engine/history.h"
+#include "engine/writing.h"
 #include "python/py_faces.h"
 
 #include "unit/offload.h"
@@ -209,6 +210,17 @@ static PyObject *engine_end_write(engine_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(
+    engine_complete_writes_doc,
+    "complete_writes($self, /)\n--\n\nWhat the script has written in place to shards is complete, on all ranks "
+    "alike: other ranks may evaluate with it. No-op within a pass and a write.");
+
+static PyObject *engine_complete_writes(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    return without_gil(self, zs_writing_complete);
+}
+
 PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nbegin_write() for an optimizer's step. Raises "
                                      "RuntimeError if .grad holds what a failed backward has left there.");
 
@@ -338,6 +350,7 @@ static PyMethodDef engine_methods[] = {
     {"tell_settings", (PyCFunction)engine_tell_settings, METH_O, engine_tell_settings_doc},
     {"compare", (PyCFunction)engine_compare_ranks, METH_NOARGS, engine_compare_doc},
     {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS, engine_begin_write_doc},
+    {"complete_writes", (PyCFunction)engine_complete_writes, METH_NOARGS, engine_complete_writes_doc},
     {"end_write", (PyCFunction)engine_end_write, METH_NOARGS, engine_end_write_doc},
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},
     {"sum_over_ranks", (PyCFunction)engine_sum, METH_O, engine_sum_doc},

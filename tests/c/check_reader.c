@@ -296,6 +296,10 @@ static const char *run_apart(void)
         {{"TWTBW", "TBWTBW", "TBWTBW"}, false},
         {{"TBWEETBW", "TBWTBWEE", "TBWTBW"}, false},
         {{"STBSTBUTB", "STBSTBUTB", "STBSTBUTB"}, true},
+        {{"TBWSEAUTBW", "TBWSAUTBW", "TBWSAUTBW"}, true},
+        {{"SEAUSEEAUTBW", "SAUSAUTBW", "SAUSAUTBW"}, true},
+        {{"TBWSEAUEATBW", "TBWSAUATBW", "TBWSAUEATBW"}, true},
+        {{"TBWLEALATBW", "TBWLALATBW", "TBWLALATBW"}, true},
     };
     const char *broken = NULL;
     for (size_t i = 0; i < COUNT(programs) && broken == NULL; i++)

@@ -231,6 +231,7 @@ static const zs_reader_ops shm_readers = {
     .read_end = zs_shm_read_end,
     .write_begin = zs_shm_write_begin,
     .write_end = zs_shm_write_end,
+    .write_complete = zs_shm_write_complete,
     .tell_past = zs_shm_tell_past,
 };
 

@@ -106,6 +106,12 @@ static void set_work(zs_shm *shm, const zs_reader *reader, uint64_t work)
     atomic_store(&zs_shm_reader_at(shm, shm->base.rank, reader->record)->work, work);
 }
 
+/* Operations of before are not those that follow. */
+static void settle_work(zs_shm *shm, const zs_reader *reader, zs_pass pass)
+{
+    set_work(shm, reader, zs_fold(work_of(shm, reader, shm->base.rank), (uint64_t)pass));
+}
+
 /* Stores the own word, and tells. */
 static void set_word(zs_shm *shm, const zs_reader *reader, uint64_t next)
 {
@@ -198,8 +204,7 @@ zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *
     uint64_t number = reading->pass == ZS_PASS_EVALUATE ? zs_word_version(wanted) : zs_word_trains(wanted);
     zs_shm_act act = zs_shm_act_make(acts[reading->pass], reader->record, number);
     zs_shm_note(shm, act);
-    if (!zs_word_same_version(wanted, atomic_load(word))) /* operations of before are not those that follow */
-        set_work(shm, reader, zs_fold(work_of(shm, reader, comm->rank), (uint64_t)reading->pass));
+    if (!zs_word_same_version(wanted, atomic_load(word))) settle_work(shm, reader, reading->pass);
     set_word(shm, reader, wanted);
     zs_status status = enter(shm, reader, act);
     if (status == ZS_OK && reading->pass != ZS_PASS_BACKWARD) status = check_forward(shm, reader, reading->pass);
@@ -242,4 +247,14 @@ void zs_shm_write_end(zs_comm *comm, zs_reader *reader, bool known)
     if (!zs_shm_live(shm)) return;
     set_work(shm, reader, known ? 0 : work_of(shm, reader, comm->rank) + 1);
     set_word(shm, reader, zs_word_wrote(atomic_load(own_word(shm, reader)), known));
+}
+
+void zs_shm_write_complete(zs_comm *comm, zs_reader *reader, bool changed)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (!zs_shm_live(shm)) return;
+    uint64_t word = atomic_load(own_word(shm, reader)), next = zs_word_complete(word, changed);
+    if (next == word) return;
+    if (!zs_word_same_version(word, next)) settle_work(shm, reader, ZS_PASS_EVALUATE); /* as one that looks now */
+    set_word(shm, reader, next);
 }

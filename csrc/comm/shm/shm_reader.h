@@ -22,6 +22,9 @@ zs_status zs_shm_write_begin(zs_comm *comm, zs_reader *reader);
 /* write_end. */
 void zs_shm_write_end(zs_comm *comm, zs_reader *reader, bool known);
 
+/* write_complete; ends a write that has begun. */
+void zs_shm_write_complete(zs_comm *comm, zs_reader *reader, bool changed);
+
 /* tell_past. */
 void zs_shm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *now);
 

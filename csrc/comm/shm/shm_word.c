@@ -199,7 +199,8 @@ uint64_t zs_word_stop(uint64_t word)
 
 uint64_t zs_word_free(uint64_t word)
 {
-    return in_state(word, ZS_READER_FREED);
+    bool unfinished = zs_word_state(word) == ZS_READER_WRITES; /* a step that has raised */
+    return in_state(unfinished ? zs_word_soil(word) : word, ZS_READER_FREED);
 }
 
 uint64_t zs_word_write(uint64_t word)
@@ -211,6 +212,14 @@ uint64_t zs_word_wrote(uint64_t word, bool known)
 {
     word = known ? with(settled(zs_word_soil(word)), CHANGED_AT, CHANGED, 0) : zs_word_soil(word);
     return zs_word_state(word) == ZS_READER_WRITES ? in_state(word, ZS_READER_IDLE) : word;
+}
+
+uint64_t zs_word_complete(uint64_t word, bool changed)
+{
+    zs_reader_state state = zs_word_state(word);
+    if (state != ZS_READER_IDLE && state != ZS_READER_WRITES) return word;
+    if (is_dirty(word)) word = with(settled(word), CHANGED_AT, CHANGED, changed);
+    return in_state(word, ZS_READER_IDLE);
 }
 
 /* --- questions ---------------------------------------------------------------------------------------------------------- */

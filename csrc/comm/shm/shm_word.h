@@ -99,6 +99,10 @@ uint64_t zs_word_write(uint64_t word);
 /* It ends. `known`: all ranks make it, and at one blow. */
 uint64_t zs_word_wrote(uint64_t word, bool known);
 
+/* What was written by hand is complete, as a rank says that comes to a collective of the script's; `changed`: see zs_reading. Only
+ * from IDLE and WRITES, else `word` stays as it is. */
+uint64_t zs_word_complete(uint64_t word, bool changed);
+
 /* Nobody may look at this rank before its next pass or known write. */
 uint64_t zs_word_soil(uint64_t word);
 
