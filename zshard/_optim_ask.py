@@ -21,6 +21,7 @@ from zshard._answers import Answer, Reply, answer_with, ask
 from zshard._books import Peers, book_of, tell_of
 from zshard._guard import plain
 from zshard._optim_held import Held, fact_of, held_in
+from zshard._units import session
 
 __all__ = ["Whole", "ask_for_whole", "install"]
 
@@ -43,7 +44,7 @@ def ask_for_whole(optimizer: Optimizer, peers: Peers, held: Sequence[Held]) -> W
     question = {"ask": [book.token, book.note(optimizer).key]}
     timeout = held[0].part.comm.timeout
     wholes = _Wholes(held)
-    with _nobody_steps(held):
+    with session(unit for each in held if (unit := each.part.unit)):
         for rank in range(len(book.addresses)):
             if rank == book.rank:
                 wholes.take_own()
@@ -72,16 +73,6 @@ def _asked(address: str, question: Any, rank: int, timeout: float) -> Iterator[R
             f"rank {rank} has ended, and its part of the optimizer state with it ({error}). Call "
             "optimizer.state_dict() before the other ranks' scripts end"
         ) from None
-
-
-@contextlib.contextmanager
-def _nobody_steps(held: Sequence[Held]) -> Iterator[None]:
-    engines = {unit.engine_id: unit.engine for each in held if (unit := each.part.unit)}
-    with contextlib.ExitStack() as opened:
-        for engine in engines.values():
-            engine.open()
-            opened.callback(engine.close)
-        yield
 
 
 class _Wholes:

@@ -7,8 +7,9 @@ of the user's, takes this rank's shard of each full tensor. So the result is wha
 over the unsharded model would save, and it loads under any strategy, at any world size, and into
 the unsharded model's optimizer.
 
-Saving is collective; ranks agree first on what to gather. Loading is not: each rank has all it
-needs. State that is loaded is adjacent again (_optim_memory.py).
+Saving is collective; ranks agree first on what to gather. But over shm, the rank that saves asks
+the others (_optim_ask.py). Loading is not collective: each rank has all it needs. State that is
+loaded is adjacent again (_optim_memory.py).
 
 Optimizers without parameters of a wrapped model are left to torch.
 """
@@ -97,7 +98,7 @@ def _has_parts(optimizer: Optimizer) -> bool:
 
 
 def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """Torch's post-hook of state_dict(). Collective; see gather()."""
+    """Torch's post-hook of state_dict(). See gather() for which ranks call it."""
     numbers = _numbers(optimizer, packed["param_groups"])
     whole = {numbers[id(param)]: entries for param, entries in gather(optimizer)}
     state = packed["state"]

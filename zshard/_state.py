@@ -36,7 +36,7 @@ from zshard._outline import Outline, Pending, StandIns
 from zshard._parts import part_of
 from zshard._plan import UnitSpec
 from zshard._slices import KEY, Record, misfit, record_of
-from zshard._units import State, is_unit, outline, units_of, unsharded
+from zshard._units import State, is_unit, outline, session, units_of, unsharded
 
 _SAMPLES = 16  # elements of a loaded tensor that tell it from another
 
@@ -114,16 +114,19 @@ def whole_state_dict(
 
     keep: if False, this rank only takes part: the result has shapes but no values.
 
-    Collective. Raises RuntimeError if a shard would get into the result.
+    Over shm any rank may call it alone; else it is collective. Raises RuntimeError if a shard would
+    get into the result.
     """
     if _outermost.get() is not None:
         return state_dict(*args, **kwargs)
     _settle_replicas(module)
-    token = _outermost.set(_Copies(module.parameters(), keep))
-    try:
-        state = state_dict(*args, **kwargs)
-    finally:
-        _outermost.reset(token)
+    cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.slices)]
+    with session(cut):  # all of it is of one step, also where other ranks train on
+        token = _outermost.set(_Copies(module.parameters(), keep))
+        try:
+            state = state_dict(*args, **kwargs)
+        finally:
+            _outermost.reset(token)
     _refuse_slices(state)
     return state
 

@@ -74,12 +74,21 @@ class State:
 
 
 @contextlib.contextmanager
+def session(units: Iterable[_core.Unit]) -> Iterator[None]:
+    """Context manager in which no rank writes what the units' models have: all that is read in it
+    is of one step. As a forward without gradients: over c10d all ranks run it together."""
+    with contextlib.ExitStack() as opened:
+        for engine in {unit.engine_id: unit.engine for unit in units}.values():
+            engine.open()
+            opened.callback(engine.close)
+        yield
+
+
+@contextlib.contextmanager
 def unsharded(unit: _core.Unit) -> Iterator[None]:
     """Context manager in which a unit's full parameters can be read, in their own dtype. As a
     forward without gradients: over c10d all ranks run it together."""
-    engine = unit.engine
-    engine.open()
-    try:
+    with session([unit]):
         held = unit.is_full  # by a forward that is running and goes on with it
         unit.unshard(True)
         try:
@@ -87,8 +96,6 @@ def unsharded(unit: _core.Unit) -> Iterator[None]:
         finally:
             if not held:
                 unit.reshard()
-    finally:
-        engine.close()
 
 
 def is_unit(module: nn.Module) -> bool:

@@ -371,8 +371,9 @@ class FSDP(Controls):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict: full, plain tensors under the names of the unwrapped model.
 
-        Collective: call it on all ranks; each rank gets the full dict. Within state_dict_type(),
-        the dict has the form that was chosen there. Takes the arguments of nn.Module.state_dict.
+        Over shm, any rank may call it alone; over c10d and on GPUs it is collective. Each rank that
+        calls it gets the full dict, of one step. Within state_dict_type(), the dict has the form
+        that was chosen there. Takes the arguments of nn.Module.state_dict.
 
         Raises:
             RuntimeError: a parameter cannot be unsharded; the message names it.
