@@ -21,8 +21,9 @@ from torch import nn
 from zshard import _core
 from zshard._advice import Model, Shortage, explain
 from zshard._device import CPU, torch_device
-from zshard._group import _env_int, _host
+from zshard._group import _env_int
 from zshard._host_memory import room_of_cgroup, room_of_host, room_of_process
+from zshard._meet import host_id
 from zshard._model_outline import Outline, Planned, outline_comms, world_of
 from zshard._units import Comms, units_of
 
@@ -173,8 +174,8 @@ def _tell(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
     host, cgroup = room_of_host(), room_of_cgroup()
     own = _own_limit(need)
     return none._replace(
-        host=_digest(_host()),
-        cgroup=_digest(f"{_host()}/{cgroup.key}" if cgroup else ""),
+        host=_digest(host_id()),
+        cgroup=_digest(f"{host_id()}/{cgroup.key}" if cgroup else ""),
         on_host=-1 if host is None else host.bytes,
         in_cgroup=-1 if cgroup is None else cgroup.bytes,
         own=own[0],
