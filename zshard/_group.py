@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
+from zshard._agree import on_all_ranks
 from zshard._device import CPU, is_stand_in, torch_device
 from zshard._exit import fail
 from zshard._meet import Refusal, meet
@@ -227,11 +228,30 @@ def comms_for(
         if groups.replica_group is not groups.world:
             replica_by = "c10d" if settings[2] == CPU else settings[0]
             replica_group = comm_for(groups.replica_group, replica_by, *settings[1:])
-        return Comms(comm, comm, comm_for(groups.shard_group, *settings), replica_group)
-    shard_group = (
-        comm if groups.shard_group is groups.world else comm_for(groups.shard_group, *settings)
-    )
+        return Comms(comm, comm, _within(groups, comm, settings), replica_group)
+    shard_group = comm if groups.shard_group is groups.world else _within(groups, comm, settings)
     return Comms(comm, shard_group, shard_group, None)
+
+
+def _within(groups: Groups, comm: _core.Comm, settings: tuple[Any, Any, str]) -> _core.Comm:
+    """Return the transport of a shard group, of the same kind in all shard groups: shards are laid
+    out for it, and all ranks reduce together."""
+    if groups.shard_group is None or settings[2] != CPU:
+        return comm_for(groups.shard_group, *settings)
+    with on_all_ranks(comm):
+        found = comm_for(groups.shard_group, *settings)
+    kinds = [each.rstrip().decode() for each in comm.exchange(found.transport.encode().ljust(16))]
+    if len(set(kinds)) == 1:
+        return found
+    if comm.rank == 0:
+        without = kinds.index("c10d")
+        warnings.warn(
+            "shard groups use transport='c10d', because shm, which is faster, is not available to "
+            f"that of rank {without}: see its own warning. Pass transport='c10d' to silence this",
+            RuntimeWarning,
+            stacklevel=_stacklevel(),
+        )
+    return comm_for(groups.shard_group, "c10d", *settings[1:])
 
 
 def check_settings(

@@ -58,7 +58,7 @@ def meet(group: Any, timeout: float) -> _core.Comm | Refusal:
     try:
         comm = _core.Comm.shm(rank, world, timeout)
     except Exception as error:  # MemoryError too: the others wait below
-        problem = _Problem(str(error), True)
+        problem = _Problem(_text_of(error), True)
     address = comm.address if comm else ""
     offers: list[Any] = [None] * world
     mine = _Offer(host_id(), address, os.urandom(16), problem, free)
@@ -73,13 +73,17 @@ def meet(group: Any, timeout: float) -> _core.Comm | Refusal:
         try:
             comm.connect([offer.address for offer in offers], offers[0].token)
         except Exception as error:
-            problem = _Problem(str(error), not isinstance(error, NotImplementedError))
+            problem = _Problem(_text_of(error), not isinstance(error, NotImplementedError))
         problems = [None] * world
         dist.all_gather_object(problems, problem, group=group)
         if not any(problems):
             return comm
     problems = [None if each is None else _Problem(*each) for each in problems]
     return Refusal(_join(problems), True, _shortage([offer.free for offer in offers]))
+
+
+def _text_of(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _join(problems: Sequence[_Problem | None]) -> str:
