@@ -1,4 +1,4 @@
-"""Many ranks on one host: what each takes of the process's limits, and futex calls and time of a step.
+"""Many ranks on one host: what each takes of its limits, and futex calls and time of a step.
 
     python -m benchmarks.many_ranks [--ranks 8 16 32] [--units 100] [--mixed] [--unprivileged]
         [--open-files 1024] [--save]

@@ -99,7 +99,9 @@ def crowded(folder: Path, files: int | None) -> tuple[Told, int, int]:
     world = dist.get_world_size()
     if files is None:
         needs = _core.Comm.shm_needs(world)
-        limit_files(needs["meeting"] + needs["descriptors"] + 2)  # saving has a transport of its own
+        limit_files(
+            needs["meeting"] + needs["descriptors"] + 2
+        )  # saving has a transport of its own
     else:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     drop_capabilities()

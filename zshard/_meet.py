@@ -1,7 +1,7 @@
 """Ranks of one host meet over shared memory, or learn why they cannot.
 
-The one idea: a rank that fails tells the others in the exchange that they are in anyway, so all ranks
-get the same answer: each has a transport, or none has, with one reason that names the cause first.
+The one idea: a rank that fails tells the others in the exchange that they are in anyway, so all
+ranks get the same answer: each has a transport, or none has, with one reason, causes first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SPARE = 16  # file descriptors besides those of a group's connections
 class Refusal(NamedTuple):
     """Why shm is not available; the same on all ranks.
 
-    one_host: shared memory is within reach, so another transport is a loss. shortage: why c10d would
-    fail as well; "" if nothing speaks against it.
+    one_host: shared memory is within reach, so another transport is a loss. shortage: why c10d
+    would fail as well; "" if nothing speaks against it.
     """
 
     reason: str

@@ -127,10 +127,11 @@ static PyObject *comm_shm(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, address);
 }
 
-PyDoc_STRVAR(comm_shm_needs_doc,
-             "shm_needs($type, world, /)\n--\n\nReturn what a shared-memory transport of `world` ranks takes on each rank, "
-             "besides memory and what models add, as a dict: descriptors (open files), meeting (open files while the "
-             "ranks connect), mappings, and bytes of address space.");
+PyDoc_STRVAR(
+    comm_shm_needs_doc,
+    "shm_needs($type, world, /)\n--\n\nReturn what a shared-memory transport of `world` ranks takes on each rank, "
+    "besides memory and what models add, as a dict: descriptors (open files), meeting (open files while the "
+    "ranks connect), mappings, and bytes of address space.");
 
 static PyObject *comm_shm_needs(PyObject *type, PyObject *args)
 {

@@ -4,9 +4,10 @@
  * that file's mapping is the full buffer. A reduction reads the peers' buckets where they lie. What remains to be said is when one
  * may look: shm_reader.c (shards), shm_round.c (gradients).
  *
- *   shm_needs.c what a rank needs of the system    shm_missing.c who has not done what somebody waits for
- *   shm_link.c  how ranks find each other          shm_wait.c, shm_wake.c  deadlines, dead peers; sleeping
- *   shm.c       what they tell each other          shm_report.c  the words of messages
+ *   shm_needs.c  what a rank needs of the system    shm_missing.c  who has not done what somebody waits for
+ *   shm_link.c   how ranks find each other          shm_wake.c     sleeping, and waking others
+ *   shm.c        what they tell each other          shm_wait.c     deadlines, dead peers
+ *                                                   shm_report.c   the words of messages
  */
 #define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
 #include "comm/shm/shm_flats.h"

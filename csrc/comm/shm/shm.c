@@ -1,4 +1,4 @@
-/* shm.c - see shm.h: telling the peers, and looking at what they tell. Nothing here waits. */
+/* shm.c - see shm.h: whether the transport can be used, and telling the peers what does not wake them. */
 #include "comm/shm/shm.h"
 
 #include <stdio.h>
@@ -64,27 +64,4 @@ zs_status zs_shm_check_stop(const zs_shm *shm)
                        (int)shm->peers[r].pid, ZS_SHM_TEXT, peer->stop_text);
     }
     return ZS_OK;
-}
-
-void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason)
-{
-    zs_shm_control *own = shm->own;
-    if (atomic_load(&own->stopped) != 0) return;
-    snprintf(own->stop_text, sizeof own->stop_text, "%s", reason);
-    atomic_store(&own->stopped, (uint32_t)status);
-    zs_shm_wake_all(shm);
-}
-
-/* --- looking ------------------------------------------------------------------------------------------------------------- */
-
-zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r)
-{
-    const zs_shm_control *control = shm->peers[r].control;
-    zs_shm_moment moment = {.wait_id = atomic_load(&control->wait_id), .missing = -1};
-    uint64_t what = atomic_load(&control->act_what);
-    moment.act = (zs_shm_act){.what = (zs_shm_what)(what >> 32 & 0x7fffffff),
-                              .record = (uint32_t)what,
-                              .number = atomic_load(&control->act_number),
-                              .yields = what >> 63 != 0};
-    return moment;
 }

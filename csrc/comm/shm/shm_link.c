@@ -114,11 +114,12 @@ static bool send_out(int fd, const struct msghdr *header, double deadline)
 static zs_status fail_to_send(const zs_link *link)
 {
     if (errno == ETOOMANYREFS)
-        return ZS_FAIL(
-            ZS_ERR_UNSUPPORTED,
-            "rank %d cannot share its memory with another rank within %.0f s: processes of this user have sent more file "
-            "descriptors to each other than one may have open; raise the limit (ulimit -n), or run fewer jobs at a time",
-            link->rank, link->seconds);
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "rank %d cannot share its memory with another rank within %.0f s: processes of this user have "
+                       "sent more file "
+                       "descriptors to each other than one may have open; raise the limit (ulimit -n), or run fewer "
+                       "jobs at a time",
+                       link->rank, link->seconds);
     return ZS_FAIL(
         ZS_ERR_UNSUPPORTED,
         "rank %d cannot share its memory with another rank (%s): the peer closed the connection; run all ranks "
@@ -215,10 +216,11 @@ static zs_status met(meeting *here, int rank, const zs_link_party *party)
 
 static zs_status fail_short_of_descriptors(const zs_link *link, int rank)
 {
-    return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                   "rank %d cannot receive the file descriptors of rank %d: it has as many open as the limit allows; raise "
-                   "it (ulimit -n)",
-                   link->rank, rank);
+    return ZS_FAIL(
+        ZS_ERR_UNSUPPORTED,
+        "rank %d cannot receive the file descriptors of rank %d: it has as many open as the limit allows; raise "
+        "it (ulimit -n)",
+        link->rank, rank);
 }
 
 static zs_status call_rank(const meeting *here, int rank, int *fd)
@@ -299,13 +301,14 @@ static zs_status answer_one(meeting *here, int *answered)
 {
     const zs_link *link = here->link;
     if (!readable(link->listener, here->deadline))
-        return ZS_FAIL(
-            ZS_ERR_UNSUPPORTED,
-            "rank %d got a connection from %d of %d higher ranks, and from no other within %.0f s: the others failed to "
-            "start or cannot reach it over shared memory",
-            link->rank, *answered, link->world - 1 - link->rank, link->seconds);
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "rank %d got a connection from %d of %d higher ranks, and from no other within %.0f s: the "
+                       "others failed to "
+                       "start or cannot reach it over shared memory",
+                       link->rank, *answered, link->world - 1 - link->rank, link->seconds);
     int line = accept4(link->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (line < 0) return errno == EMFILE || errno == ENFILE ? ZS_FAIL_ERRNO("accept") : ZS_OK; /* it hung up meanwhile */
+    if (line < 0)
+        return errno == EMFILE || errno == ENFILE ? ZS_FAIL_ERRNO("accept") : ZS_OK; /* it hung up meanwhile */
     zs_status status = answer(here, line, answered);
     close(line);
     return status;

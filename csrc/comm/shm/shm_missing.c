@@ -1,10 +1,22 @@
-/* shm_missing.c - see shm.h: what a rank still needs of the others.
+/* shm_missing.c - see shm.h: looking at what ranks tell: where they are, and what one still needs of the others.
  *
  * The one idea: the answer is a function of shared memory, for any rank: who waits asks for itself; who has changed something
  * asks for those that sleep, and who suspects a circle asks for all.
  */
 #include "comm/shm/shm.h"
 #include "comm/shm/shm_word.h"
+
+zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r)
+{
+    const zs_shm_control *control = shm->peers[r].control;
+    zs_shm_moment moment = {.wait_id = atomic_load(&control->wait_id), .missing = -1};
+    uint64_t what = atomic_load(&control->act_what);
+    moment.act = (zs_shm_act){.what = (zs_shm_what)(what >> 32 & 0x7fffffff),
+                              .record = (uint32_t)what,
+                              .number = atomic_load(&control->act_number),
+                              .yields = what >> 63 != 0};
+    return moment;
+}
 
 static uint64_t word_of(const zs_shm *shm, int r, uint32_t record)
 {

@@ -95,8 +95,8 @@ static zs_status check(int rank, int world, const bound *it)
 {
     if (it->left < 0 || it->needed <= it->left) return ZS_OK;
     return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                   "rank %d needs %lld %s to connect to %d ranks over shared memory, but has %lld left of %lld: %s", rank,
-                   it->needed, it->what, world, it->left, it->limit, it->remedy);
+                   "rank %d needs %lld %s to connect to %d ranks over shared memory, but has %lld left of %lld: %s",
+                   rank, it->needed, it->what, world, it->left, it->limit, it->remedy);
 }
 
 zs_status zs_shm_check_limits(int rank, int world)

@@ -12,6 +12,7 @@
 #include "comm/shm/shm_wake.h"
 
 #include <linux/futex.h>
+#include <stdio.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -65,6 +66,15 @@ void zs_shm_wake_all(zs_shm *shm)
 {
     for (int r = 0; r < shm->base.world; r++)
         if (r != shm->base.rank && atomic_load(&shm->peers[r].control->asleep) != 0) wake(shm->peers[r].control);
+}
+
+void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason)
+{
+    zs_shm_control *own = shm->own;
+    if (atomic_load(&own->stopped) != 0) return;
+    snprintf(own->stop_text, sizeof own->stop_text, "%s", reason);
+    atomic_store(&own->stopped, (uint32_t)status);
+    zs_shm_wake_all(shm);
 }
 
 bool zs_shm_lie_down(zs_shm *shm, zs_shm_act act, uint32_t *seen)
