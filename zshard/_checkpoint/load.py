@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zshard import _core
+from zshard import _core, _meet
 from zshard._agree import Fact, check_agreement, on_all_ranks
 from zshard._checkpoint import background
 from zshard._checkpoint import verify as blocks
@@ -31,7 +31,6 @@ from zshard._checkpoint.outline import is_extra_state, ranks_of
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
 from zshard._checkpoint.safetensors import Entry
-from zshard._meet import host_id
 from zshard._outline import Pending, quick_facts
 from zshard._plain_names import bare, plain, wanted_by
 from zshard._stream import Plan, carry_out, plan
@@ -260,7 +259,7 @@ def _check(
     needed = {id(entry.file) for entry in entries if isinstance(entry, Entry)}
     files = {name: file for name, file in found.files.items() if id(file) in needed}
     wanted = (e.place(begin, numel) for e, begin, numel in ranges if isinstance(e, Entry))
-    mine = blocks.own_runs(comm, files, found.manifest.files, wanted, host_id())
+    mine = blocks.own_runs(comm, files, found.manifest.files, wanted, _meet.host_id())
     total = sum(run.size for run in mine)
     with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
         blocks.check(mine, done)
