@@ -114,7 +114,7 @@ def crowded(folder: Path, files: int | None) -> tuple[Told, int, int]:
     ("world", "files"), [(10, None), pytest.param(32, 1024, marks=pytest.mark.thorough)]
 )
 def test_ranks_without_privileges_meet(tmp_path: Path, world: int, files: int | None) -> None:
-    """10 ranks used to have 180 descriptors under way at a time, of which these limits allow 50."""
+    """All at a time, 10 ranks would have 180 descriptors under way, more than the limit here."""
     found = values_of(fork_ranks(crowded, world, tmp_path, files, timeout=300))
     assert [told[:2] for told, _, _ in found] == [("shm", [])] * world
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}

@@ -305,7 +305,8 @@ int main(int argc, char **argv)
         if (expand(&s)) continue;
         printf("broken: nobody wakes");
         for (int id = 0; id < ranks; id++)
-            printf("  rank %d: count %d, waits for %d, turn of %d", id, s.of[id].count, s.of[id].act, s.of[id].turn - 1);
+            printf("  rank %d: count %d, waits for %d, turn of %d", id, s.of[id].count, s.of[id].act,
+                   s.of[id].turn - 1);
         printf("\n");
         return 1;
     }
