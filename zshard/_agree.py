@@ -91,6 +91,20 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], Any] | None = None) -> Ite
             )
 
 
+@contextlib.contextmanager
+def told_to_all_ranks(comm: _core.Comm) -> Iterator[None]:
+    """Context manager for a body that communicates: if it raises on this rank alone, the others,
+    which may be waiting for it in there, get a PeerError with the text at once. No transport of
+    theirs can follow."""
+    try:
+        yield
+    except (_core.PeerError, _core.DivergenceError):
+        raise  # the others have heard
+    except Exception as error:
+        comm.abort(f"{type(error).__name__}: {error}")
+        raise
+
+
 def _raise_alike(comm: _core.Comm, error: Exception | None) -> None:
     """Raise this rank's error, or where it has none, the first of the others'. Collective."""
     said = f"{_kind_of(error)}\n{error}".encode(errors="replace")[:_TEXT] if error else b""

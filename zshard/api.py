@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard._additions import watch
-from zshard._agree import check_agreement, on_all_ranks
+from zshard._agree import check_agreement, on_all_ranks, told_to_all_ranks
 from zshard._arguments import (
     check_fixed_arguments,
     check_init,
@@ -273,7 +273,8 @@ class FSDP(Controls):
         source = comm if sync_module_states and comm.world > 1 else None
         values = Values(module, Materializer(module, param_init_fn, ignored[0]), source, device)
         _wrap(module, planned, comms, values)
-        values.give_buffers(ignored[0])
+        with told_to_all_ranks(comm):
+            values.give_buffers(ignored[0])
         if comm.world > 1:
             watch(module, ignored[0])
         cast_buffers(module.modules(), options.precision)
@@ -525,7 +526,9 @@ def _wrap(
     values: Values | None = None,
 ) -> None:
     """Makes the units, children first, the root last; `values` sees to their parameters before."""
-    engine = _core.Engine(type(module).__name__, *comms)
+    together = contextlib.nullcontext if values is None else lambda: on_all_ranks(comms.all)
+    with together():
+        engine = _core.Engine(type(module).__name__, *comms)
     engine.set_prefetch(*planned[-1][1].prefetch)
     inner = [state.unit for _, state in units_of(module)]
     set_offload(engine, planned[-1][1].offload)
@@ -537,7 +540,8 @@ def _wrap(
                 continue
             with on_all_ranks(comms.all):
                 values.make(spec)
-            values.give(spec)
+            with told_to_all_ranks(comms.all):
+                values.give(spec)
             with on_all_ranks(comms.all):
                 _shard(spec, options, engine, comms, root)
     for nested in inner:
@@ -545,8 +549,9 @@ def _wrap(
     _rename_units(module)
     units = [state.unit for _, state in units_of(module)]
     engine.set_order(units)
-    engine.set_calls(calls_of(module, units))
-    engine.reserve()
+    with together():
+        engine.set_calls(calls_of(module, units))
+        engine.reserve()
 
 
 def _shard(

@@ -53,10 +53,13 @@ static void freed_memory_goes_back(rank_env *env)
     memset(flat.shard, 1, flat.shard_bytes);
     OK(zs_comm_bucket_new(env->comm, 5 << 20, &first));
     memset(first.ptr, 1, 5 << 20);
-    CHECK(pages_of(shm->flats) == 2048 && pages_of(shm->buckets) == 1280);
+    meet(env);
+    CHECK(pages_of(shm->flats) == 2048 * env->world && pages_of(shm->buckets) == 1280);
+    meet(env);
     zs_mem *kept = zs_mem_retain(flat.mem);
     zs_comm_flat_free(env->comm, &flat);
-    CHECK(pages_of(shm->flats) == 2048); /* a view still stands on it */
+    CHECK(pages_of(shm->flats) == 2048 * env->world); /* a view still stands on it */
+    meet(env);
     zs_mem_release(kept);
     uint64_t key = first.key;
     size_t bytes = first.bytes;
@@ -112,7 +115,7 @@ static void memory_may_die_on_any_thread(rank_env *env)
             if (i % 2 == 0) OK(zs_comm_flat_new(env->comm, 4096, &flat));
             if (i % 2 == 1) OK(zs_comm_bucket_new(env->comm, 4096, &bucket));
             regions[i] = i % 2 == 0 ? flat.mem : bucket.mem;
-            *(i % 2 == 0 ? flat.shard : bucket.ptr) = 1; /* not `full`: rank 0's region may not exist yet */
+            *(i % 2 == 0 ? flat.shard : bucket.ptr) = 1;
         }
         CHECK(pthread_create(&thread, NULL, release_regions, regions) == 0);
         for (int i = 0; i < 200; i++) {

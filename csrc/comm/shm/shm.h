@@ -1,14 +1,14 @@
 /* shm.h - the shm transport inside: what lies in shared memory, and what one rank keeps about the others.
  *
- * The one idea: every rank owns three memory files and is the only writer of its own words in them; the others map them
- * and look. So no state word ever needs a lock or a compare-and-swap.
+ * The one idea: every rank is the only writer of its own words and values in shared memory; the others map them and look. So no
+ * state word ever needs a lock or a compare-and-swap. (Only who is to wake a sleeper is handed on: shm_wake.c.)
  *
- *   control  a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per reader. All ranks
- *            make the same records in the same order, so a record has the same offset in every rank's heap.
- *   flats    the shards, one region after the other, at the same offsets on all ranks
- *   buckets  full gradients, at offsets that the owner tells with each post
+ *   control  one file per rank, a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per reader.
+ *            All ranks make the same records in the same order, so a record has the same offset in every rank's heap.
+ *   buckets  one file per rank: full gradients, at offsets that the owner tells with each post
+ *   flats    one file for all: of each flat the shards of all ranks side by side, so that one mapping is the full buffer
  *
- * All atomics are sequentially consistent: sleeping and waking (shm_wait.c) and entering and leaving (shm_reader.c) are
+ * All atomics are sequentially consistent: sleeping and waking (shm_wake.c) and entering and leaving (shm_reader.c) are
  * both "write mine, then read yours", which anything weaker breaks. On x86 that costs one locked store per change.
  */
 #ifndef ZS_SHM_H
@@ -68,9 +68,9 @@ typedef struct zs_shm_mailbox {
 
 /* Start of each rank's control file. "own" = written by its owner only. */
 typedef struct zs_shm_control {
-    /* Sleeping. wake is the one word that others write: they raise it after a change if asleep is set. */
-    alignas(ZS_SHM_LINE) _Atomic uint32_t wake;
-    _Atomic uint32_t asleep; /* own */
+    /* Sleeping: these two are written by others too, see shm_wake.c. */
+    alignas(ZS_SHM_LINE) _Atomic uint32_t wake; /* raised by who wakes the owner */
+    _Atomic uint64_t asleep; /* 0: no; else wait_id << 16 | 1 + the rank whose turn it is to wake the owner */
 
     /* What the owner does. wait_id is odd while it waits for the act below; it changes with every wait. */
     alignas(ZS_SHM_LINE) _Atomic uint64_t wait_id;
@@ -152,10 +152,11 @@ typedef struct zs_shm {
     unsigned lifetime;          /* zs_lifetime() at birth: differs in forked children */
     int listener;               /* socket, -1 once connected */
     int control_fd, pidfd;      /* own */
-    zs_file *flats, *buckets;   /* own */
-    uint64_t *flat_offsets;     /* [ZS_SHM_FLATS] where the flats begin in that file */
+    zs_file *buckets;           /* own */
+    zs_file *flats;             /* of all ranks; NULL until connected */
+    int flats_fd;               /* the same, made by rank 0, until connected; -1: none */
+    uint64_t *flat_offsets;     /* [ZS_SHM_FLATS] where the own parts of the flats begin in that file */
     _Atomic size_t n_flats;     /* so many so far */
-    int *flat_fds;              /* [world], the files of flats; flat_fds[rank] is borrowed from `flats` */
     zs_shm_peer *peers;         /* [world] */
     struct pollfd *polls;       /* [world], for pidfds */
     zs_shm_control *own;        /* peers[rank].control */
@@ -192,11 +193,11 @@ zs_status zs_shm_record(zs_shm *shm, size_t bytes, const char *name, uint32_t *r
 /* Remembers, for the peers' messages, that this rank has now done `act`. */
 void zs_shm_note(zs_shm *shm, zs_shm_act act);
 
-/* Stores `value` in an own state word and wakes the peers that sleep. */
+/* Stores `value` in an own state word and wakes the peers that waited for nothing else. */
 void zs_shm_set(zs_shm *shm, _Atomic uint64_t *word, uint64_t value);
 
-/* Wakes the peers that sleep, after a change made otherwise. */
-void zs_shm_wake(zs_shm *shm);
+/* Wakes all peers that sleep: this rank has come to an end. */
+void zs_shm_wake_all(zs_shm *shm);
 
 /* Tells the peers that this rank cannot go on; `status` is what their waits then fail with. Idempotent. */
 void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason);
@@ -224,6 +225,9 @@ zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r);
 
 /* The lowest rank that has not done what `who` needs for `act`; -1 if none is missing. */
 int zs_shm_missing(const zs_shm *shm, int who, zs_shm_act act);
+
+/* The same, but the first one counted from `from` on, in a circle. */
+int zs_shm_missing_from(const zs_shm *shm, int who, zs_shm_act act, int from);
 
 /* Has rank `r` not yet done what this rank needs for `act`? */
 bool zs_shm_is_missing(const zs_shm *shm, int r, zs_shm_act act);

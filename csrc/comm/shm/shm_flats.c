@@ -11,7 +11,7 @@ static bool freed_by_all(const zs_shm *shm, size_t index)
     return true;
 }
 
-/* The flat that begins at this offset of the file; they were made in this order. */
+/* The flat whose own part begins at this offset of the file; they were made in this order. */
 static size_t index_of(const zs_shm *shm, uint64_t offset)
 {
     size_t low = 0, high = atomic_load(&shm->n_flats);
@@ -32,8 +32,9 @@ static bool give_back(void *pointer, uint64_t offset, uint64_t bytes)
     size_t index = index_of(shm, offset);
     if (shm->flat_offsets[index] != offset) return false;
     atomic_fetch_or(&shm->own->freed[index / 64], UINT64_C(1) << index % 64);
-    for (int r = 0; r < shm->base.world && freed_by_all(shm, index); r++)
-        fallocate(shm->flat_fds[r], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)bytes);
+    uint64_t start = offset - (uint64_t)shm->base.rank * bytes, all = (uint64_t)shm->base.world * bytes;
+    if (freed_by_all(shm, index))
+        fallocate(zs_file_fd(shm->flats), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)start, (off_t)all);
     return true;
 }
 
@@ -41,7 +42,7 @@ zs_status zs_shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
     zs_shm *shm = (zs_shm *)comm;
     ZS_TRY(zs_shm_usable(shm));
-    ZS_TRY(zs_file_map_flat(shm->flats, shm->flat_fds, comm->world, shard_bytes, &out->mem));
+    ZS_TRY(zs_file_map_common(shm->flats, comm->rank, comm->world, shard_bytes, &out->mem));
     out->full = out->mem->ptr;
     out->shard = out->full + (size_t)comm->rank * shard_bytes;
     out->shard_bytes = shard_bytes;
@@ -55,6 +56,7 @@ zs_status zs_shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 
 void zs_shm_flats_end(zs_shm *shm)
 {
+    if (shm->flats == NULL) return;
     zs_file_on_free(shm->flats, NULL, NULL);
     zs_file_keep(shm->flats);
 }
