@@ -11,16 +11,6 @@
 
 /* --- flats ---------------------------------------------------------------------------------------------------------------- */
 
-static zs_status c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
-{
-    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
-    out->shard = out->mem->ptr;
-    out->full = NULL;
-    out->shard_bytes = shard_bytes;
-    out->key = ((zs_c10d_comm *)comm)->flats++;
-    return ZS_OK;
-}
-
 /* A gather that is under way. */
 struct zs_gathering {
     zs_c10d_turn turn;
@@ -33,6 +23,7 @@ static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GATHER, flat->key, flat->shard_bytes, name);
+    turn.joinable = zs_c10d_is_own(self, flat);
     zs_gathering *made = malloc(sizeof *made);
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
     *made = (zs_gathering){turn, NULL, zs_mem_retain(to.mem)};
@@ -200,8 +191,8 @@ static void c10d_destroy(zs_comm *comm)
 }
 
 static const zs_flat_ops c10d_flats = {
-    .flat_new = c10d_flat_new,
-    .flat_free = zs_local_flat_free,
+    .flat_new = zs_c10d_flat_new,
+    .flat_free = zs_c10d_flat_free,
     .gather_start = c10d_gather_start,
     .gather_finish = c10d_gather_finish,
 };
@@ -236,7 +227,7 @@ const zs_comm_ops zs_c10d_ops = {
     .mapped = false,
     .flats = &c10d_flats,
     .rounds = &c10d_rounds,
-    .readers = &zs_local_reader_ops,
+    .readers = &zs_c10d_reader_ops,
     .talk = &c10d_talk,
     .bytes = c10d_bytes,
     .close = c10d_close,
