@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import _core
+from zshard import _core, _where
 from zshard._device import CPU, is_stand_in, torch_device
 from zshard._exit import fail
 from zshard._nccl import NcclOptions, library
@@ -304,7 +304,7 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
         kind = comm.transport if comm.transport in TRANSPORTS[CPU] else "auto"
-        _entries[key] = _Entry(group, _connect(group, kind, max(comm.timeout, _PATIENCE)))
+        _entries[key] = _Entry(group, _connect(group, kind, max(comm.timeout, _PATIENCE), True))
     return _entries[key].comm
 
 
@@ -350,7 +350,7 @@ def _timeout_of(group: Any, timeout: float | None) -> float:
     return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
 
 
-def _connect(group: Any, wanted: Asked, timeout: float) -> _core.Comm:
+def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) -> _core.Comm:
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     _report_ends()
     if wanted != "c10d":
@@ -362,8 +362,11 @@ def _connect(group: Any, wanted: Asked, timeout: float) -> _core.Comm:
                 f"transport='shm' is not available: {reason}. It requires all ranks on one host, "
                 "in one PID and network namespace: use transport='c10d' instead"
             )
-    name = new_group(group, CPU).group_name
-    return _core.Comm.c10d(name, rank, world, timeout)
+    own = new_group(group, CPU)
+    comm = _core.Comm.c10d(own.group_name, rank, world, timeout)
+    if not beside:  # whose waits are for another thread
+        _where.watch(comm, group, own)
+    return comm
 
 
 def new_group(group: Any, device: str) -> Any:

@@ -9,6 +9,8 @@
 #include "comm/comm_types.h"
 #include "comm/past.h"
 
+#include <stdatomic.h>
+
 /* --- the tables ------------------------------------------------------------------------------------------------------- */
 
 /* Flats, and gathering them. */
@@ -136,6 +138,7 @@ struct zs_comm {
     double timeout;          /* seconds that one wait may last */
     char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
     uint64_t reading;        /* (not mapped) what gathers are for, see zs_reading_told */
+    _Atomic bool waiting;    /* (c10d) for peers to come to a collective; any thread may look */
     uint64_t models;         /* readers so far */
     zs_model model;          /* whose unit is gathered or reduced next */
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */

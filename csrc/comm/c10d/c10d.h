@@ -3,6 +3,7 @@
  *   comm_c10d.c   the table, flats, small collectives
  *   c10d_turn.c   before each collective: do all ranks mean the same one?
  *   c10d_wait.c   the wait for a collective
+ *   c10d_stall.c  a wait that lasts: where are the others?
  *   c10d_serve.c  a gather that this rank does not want, and that it takes part in
  *   c10d_round.c  reducing
  *   c10d_peers.c  who is gone, and why
@@ -18,6 +19,7 @@ enum {
     ZS_C10D_PIECE = 4 << 20, /* bytes of a broadcast at a time */
     ZS_C10D_LISTS = 256,     /* of flats */
     ZS_C10D_PHRASE = 256,    /* room for what a rank does, in words */
+    ZS_C10D_WORDS = 1536,    /* room for where the others are */
 };
 
 /* Who runs a rank, as far as this process can find out. */
@@ -94,6 +96,9 @@ void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, s
  * none of them (else NULL). */
 zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory);
 
+/* As zs_c10d_finish, of what is said before a collective: where it lasts, finds out where the others are. */
+zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work);
+
 /* Fails with this thread's record, put into the words of `turn`; looks for the rank that is to blame. */
 zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status);
 
@@ -125,6 +130,27 @@ int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns);
 
 /* Takes part in a gather of others. */
 zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn);
+
+/* --- c10d_stall.c ------------------------------------------------------------------------------------------------------- */
+
+/* A wait that lasts; zeroed at its begin. */
+typedef struct zs_c10d_stall {
+    int questions;     /* asked of the others so far */
+    uint64_t question; /* the number of the last; 0: none */
+    double looked;     /* for answers, last; in seconds of waiting */
+    bool told;         /* on stderr */
+    void *answers;     /* [world]; owned; NULL: none yet */
+} zs_c10d_stall;
+
+/* The wait has lasted so many seconds: asks where the others are, and tells it on stderr, when it is time for that. */
+void zs_c10d_stall_look(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited);
+
+/* What it has found, and what to do, as text that goes on a sentence; "" if nothing. */
+void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, char *text,
+                         size_t size);
+
+/* Frees what it has found. */
+void zs_c10d_stall_end(zs_c10d_stall *stall);
 
 /* --- c10d_peers.c ------------------------------------------------------------------------------------------------------- */
 

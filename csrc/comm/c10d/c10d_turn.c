@@ -191,7 +191,7 @@ static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn 
     zs_work *work = NULL;
     zs_group_set_timeout(comm->group, comm->base.timeout);
     zs_status status = zs_group_all_gather(comm->group, mine, turns, sizeof *turn, comm->base.world, &work);
-    return status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);
+    return status == ZS_OK ? zs_c10d_finish_turn(comm, turn, work) : zs_c10d_fail(comm, turn, status);
 }
 
 /* Until all mean the same. */

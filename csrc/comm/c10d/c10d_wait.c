@@ -60,8 +60,11 @@ static bool look_for_gone(zs_c10d_comm *comm, double patience, char *sentence, s
     }
 }
 
-zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status)
+/* zs_c10d_fail, with what a stall has found; NULL: there was none. */
+static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {
+    char places[ZS_C10D_WORDS] = "";
+    if (stall != NULL) zs_c10d_stall_words(comm, turn, stall, places, sizeof places);
     char words[WORDS], phrase[ZS_C10D_PHRASE], who[WORDS];
     snprintf(words, sizeof words, "%s", zs_last_message());
     zs_clear_error();
@@ -73,8 +76,8 @@ zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status s
         zs_c10d_name_others(comm, who, sizeof who);
         if (status == ZS_ERR_TIMEOUT)
             status = ZS_FAIL(
-                status, "rank %d timed out after %.1f s waiting for %s while %s; raise timeout if it is only slow: %s",
-                own, comm->base.timeout, who, phrase, words);
+                status, "rank %d timed out after %.1f s waiting for %s while %s%s; raise timeout if it is only slow: %s",
+                own, comm->base.timeout, who, phrase, places, words);
         else if (status == ZS_ERR_PEER)
             status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s", who, own, phrase, words);
         else
@@ -82,6 +85,11 @@ zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status s
     }
     if (comm->base.lost == NULL) comm->base.lost = strdup(zs_last_message());
     return status;
+}
+
+zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status)
+{
+    return fail_after(comm, turn, NULL, status);
 }
 
 /* --- waiting -------------------------------------------------------------------------------------------------------------- */
@@ -115,23 +123,42 @@ static void leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
     comm->strays = stray;
 }
 
-zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory)
+/* `stall`: NULL where a wait may last, as the bytes are many. */
+static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
+                        zs_c10d_stall *stall)
 {
-    patience seen = {.asked = now()};
+    double begun = now();
+    patience seen = {.asked = begun};
     for (;;) {
         bool done = false;
         zs_status status = zs_work_wait(work, slice, &done);
         if (done) zs_work_free(work);
         if (done && status == ZS_OK) return ZS_OK;
-        if (done) return zs_c10d_fail(comm, turn, status);
+        if (done) return fail_after(comm, turn, stall, status);
         status = check_wait(comm, &seen);
+        if (status == ZS_OK && stall != NULL) zs_c10d_stall_look(comm, turn, stall, now() - begun);
         if (status == ZS_OK) continue;
         leave_behind(comm, work, memory);
-        if (status == ZS_ERR_PEER) return zs_c10d_fail(comm, turn, status);
+        if (status == ZS_ERR_PEER) return fail_after(comm, turn, stall, status);
         if (comm->base.lost == NULL)
             comm->base.lost = strdup("a wait was interrupted (Ctrl-C) while its collective was in flight");
         return status;
     }
+}
+
+zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory)
+{
+    return finish(comm, turn, work, memory, NULL);
+}
+
+zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work)
+{
+    zs_c10d_stall stall = {0};
+    atomic_store_explicit(&comm->base.waiting, true, memory_order_relaxed);
+    zs_status status = finish(comm, turn, work, NULL, &stall);
+    atomic_store_explicit(&comm->base.waiting, false, memory_order_relaxed);
+    zs_c10d_stall_end(&stall);
+    return status;
 }
 
 /* --- areas ---------------------------------------------------------------------------------------------------------------- */
