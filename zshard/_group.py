@@ -184,7 +184,7 @@ def _resolve_one(process_group: Any) -> Any | None:
         return None
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-        atexit.register(_destroy_own_group)  # runs after _leave, which is registered later
+        atexit.register(_destroy_own_group, os.getpid())  # runs after _leave, which is registered later
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
@@ -463,6 +463,9 @@ def _report_ends() -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         global _failed, _last_words
+        if os.getpid() != _reporting_pid:  # a forked child, which is no rank
+            previous(kind, value, trace)
+            return
         _failed, _last_words = True, f"{kind.__name__}: {value}"
         for key, entry in _entries.items():
             if key[1] != _BESIDE:  # a thread may be writing yet, and the process waits for it
@@ -496,9 +499,10 @@ def _compare_ends(comm: _core.Comm) -> None:
         fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")
 
 
-def _destroy_own_group() -> None:
+def _destroy_own_group(pid: int) -> None:
     """Destroy the process group before the interpreter exits: its threads may need Python.
 
-    Skipped if a collective may still be running: this would wait for it."""
-    if not _failed and dist.is_initialized():
+    Skipped if a collective may still be running, for which this would wait, and in a forked child
+    of the process `pid`, which has neither the threads nor sockets of its own."""
+    if not _failed and dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()

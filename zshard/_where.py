@@ -62,6 +62,7 @@ class _Watched:
 
 
 _watched: list[_Watched] = []
+_parents: list[_Watched] = []
 _lock = threading.Lock()
 _stop = threading.Event()
 _thread: threading.Thread | None = None
@@ -107,9 +108,9 @@ def _end() -> None:
 
 def _forget() -> None:
     """In a forked child, which is no rank."""
-    global _thread, _lock
+    global _thread, _lock, _watched, _parents
     _thread, _lock = None, threading.Lock()
-    _watched.clear()
+    _watched, _parents = [], _watched  # whose connections are not the child's to close
 
 
 atexit.register(_end)

@@ -64,6 +64,7 @@ typedef struct zs_c10d_flat zs_c10d_flat;
 typedef struct zs_c10d_comm {
     zs_comm base;
     zs_group *group;
+    unsigned lifetime;               /* zs_lifetime() at birth: differs in forked children, whose sockets are their parent's */
     zs_c10d_flat *made[ZS_C10D_LISTS]; /* flats that are alive, by their numbers; owned */
     zs_reader *readers;              /* models; they unlink themselves */
     uint64_t flats, units, messages; /* so many so far */
@@ -90,6 +91,9 @@ zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn);
 
 /* What a rank does, as a phrase that fits behind "rank 0 was"; `owner` is said behind the unit. */
 void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size);
+
+/* Is this a process that was forked from a rank? It must touch neither the process group nor its store. */
+bool zs_c10d_is_forked(const zs_c10d_comm *comm);
 
 /* Waits for the end of `work` (and frees it). A wait that is broken off (Ctrl-C, a peer that died) leaves the collective
  * running: the transport is then lost, and what it may still write to is kept for ever: all areas, and `memory` if it is

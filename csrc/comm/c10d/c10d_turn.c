@@ -209,6 +209,8 @@ static zs_status agree_in(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_
 
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
+    if (zs_c10d_is_forked(comm))
+        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", comm->base.rank);
     if (comm->base.lost != NULL)
         return ZS_FAIL(ZS_ERR_PEER,
                        "cannot run a collective on this process group after an earlier failure; restart all ranks: %s",

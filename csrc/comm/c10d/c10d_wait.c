@@ -4,6 +4,7 @@
  * one that is broken off leaves everything that torch's threads may still write to where it is, for ever.
  */
 #define _GNU_SOURCE /* strdup */
+#include "base/file.h"
 #include "comm/c10d/c10d.h"
 
 #include <stdio.h>
@@ -92,6 +93,11 @@ zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status s
     return fail_after(comm, turn, NULL, status);
 }
 
+bool zs_c10d_is_forked(const zs_c10d_comm *comm)
+{
+    return comm->lifetime != zs_lifetime();
+}
+
 /* --- waiting -------------------------------------------------------------------------------------------------------------- */
 
 /* What a wait has seen so far, in seconds of now(). */
@@ -127,6 +133,10 @@ static void leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
 static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
                         zs_c10d_stall *stall)
 {
+    if (zs_c10d_is_forked(comm)) {
+        leave_behind(comm, work, memory);
+        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", comm->base.rank);
+    }
     double begun = now();
     patience seen = {.asked = begun};
     for (;;) {

@@ -3,6 +3,7 @@
  * The one idea: everything is a collective, and collectives pair up by order. The schedule sees to it that all ranks
  * gather and reduce their units in one order; c10d_turn.c makes sure before each.
  */
+#include "base/file.h"
 #include "comm/c10d/c10d.h"
 
 #include <stdatomic.h>
@@ -131,7 +132,7 @@ static zs_status c10d_give_up(zs_comm *comm)
 static void c10d_abort(zs_comm *comm, const char *reason)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (!self->told) zs_group_leave_words(self->group, comm->rank, reason);
+    if (!self->told && !zs_c10d_is_forked(self)) zs_group_leave_words(self->group, comm->rank, reason);
     self->told = true;
 }
 
@@ -144,6 +145,7 @@ typedef struct last_page {
 static zs_status c10d_end(zs_comm *comm, zs_past *pasts, bool *all)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    if (zs_c10d_is_forked(self)) return ZS_OK;
     size_t world = (size_t)comm->world;
     last_page *pages = calloc(world, sizeof *pages);
     zs_words *words = calloc(world, sizeof *words);
@@ -167,7 +169,7 @@ static void c10d_close(zs_comm *comm)
     (void)comm;
 }
 
-/* Transports with collectives that never ended. */
+/* Transports with collectives that never ended, or (in forked children) whose threads are the parent's. */
 static _Atomic(zs_c10d_comm *) kept;
 
 static void keep(zs_c10d_comm *self)
@@ -179,7 +181,7 @@ static void keep(zs_c10d_comm *self)
 static void c10d_destroy(zs_comm *comm)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (self->strays != NULL) {
+    if (self->strays != NULL || zs_c10d_is_forked(self)) {
         keep(self);
         return;
     }
@@ -246,6 +248,7 @@ zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double t
     comm->base.device = zs_device_cpu();
     comm->base.timeout = timeout;
     comm->gone = -1;
+    comm->lifetime = zs_lifetime();
     zs_refs_init(&comm->base.refs);
     zs_status status = zs_group_new(group_name, &comm->group);
     ZS_THEN(status, zs_c10d_peers_meet(comm));
