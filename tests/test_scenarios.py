@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from models import COMBINATIONS, Block, Unused, loss_of, make
+from models import Block, Unused, loss_of, make
 from scenarios import WIDTH, Stack, floats, forward_backward, square_sum, wrong_in
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -119,7 +119,9 @@ def test_a_rank_that_is_late_is_waited_for():
 
 def test_a_place_is_the_scripts_line_and_what_it_called():
     here = _where.place_of(sys._getframe())
-    assert here.startswith("at test_stalls.py:") and here.endswith("(test_a_place_is_the_scripts_line_and_what_it_called)")
+    assert here.startswith("at test_stalls.py:") and here.endswith(
+        "(test_a_place_is_the_scripts_line_and_what_it_called)"
+    )
 
     class Asking(torch.nn.Module):
         def forward(self, x):

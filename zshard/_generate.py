@@ -1,9 +1,9 @@
 """`generate()` of transformers on a sharded model, with other lengths on each rank.
 
-The one idea: transformers can have all ranks go on until the last has its tokens (`synced_gpus`), which
-it does for models that torch has sharded. Here it is needed where a forward takes all ranks, and only
-there: over shm each rank generates by itself. The argument is passed, and nothing is marked: by the mark
-that transformers looks for, torch.compile takes a model for one of torch's own.
+The one idea: transformers can have all ranks go on until the last has its tokens (`synced_gpus`),
+which it does for models that torch has sharded. Here it is needed where a forward takes all ranks,
+and only there: over shm each rank generates by itself. The argument is passed, and nothing is
+marked: by the mark that transformers looks for, torch.compile takes a model for one of torch's own.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ def _passes_on(method: Callable[..., Any]) -> bool:
 
 
 def _takes(module: nn.Module, method: Callable[..., Any]) -> bool:
-    """Does `method` have the argument, or one of a module within, to which it passes arguments on?"""
+    """Does `method` have the argument, or that of a module within, to which it passes them on?"""
     if ARGUMENT in _parameters(method):
         return True
-    inner = (getattr(type(each), "generate", None) for each in module.modules() if each is not module)
+    inner = (
+        getattr(type(each), "generate", None) for each in module.modules() if each is not module
+    )
     return any(callable(each) and ARGUMENT in _parameters(each) for each in inner)
 
 

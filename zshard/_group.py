@@ -184,7 +184,9 @@ def _resolve_one(process_group: Any) -> Any | None:
         return None
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-        atexit.register(_destroy_own_group, os.getpid())  # runs after _leave, which is registered later
+        atexit.register(
+            _destroy_own_group, os.getpid()
+        )  # runs after _leave, which is registered later
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 

@@ -1,9 +1,9 @@
 """Where this rank's script is, for the ranks that wait for it over c10d.
 
-The one idea: a rank that waits in vain asks by the process group's store, and a thread of each process
-answers there with the line of the script that its main thread is at: even while that is in a torch
-collective, of which zshard knows nothing. The thread looks for a question once a second, and does
-nothing else.
+The one idea: a rank that waits in vain asks by the process group's store, and a thread of each
+process answers there with the line of the script that its main thread is at: even while that is in
+a torch collective, of which zshard knows nothing. The thread looks for a question once a second,
+and does nothing else.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _thread: threading.Thread | None = None
 
 
 def watch(comm: _core.Comm, group: Any, own: Any) -> None:
-    """Answer questions of the ranks of `comm`, the c10d transport of `group` over zshard's `own`, until
-    one of them is destroyed."""
+    """Answer questions of the ranks of `comm`, the c10d transport of `group` over zshard's `own`,
+    until one of these groups is destroyed."""
     global _thread
     with contextlib.suppress(RuntimeError, NotImplementedError):  # a store of another kind
         one = _Watched(comm, group, own)
@@ -126,8 +126,8 @@ def _own_place() -> str:
 
 
 def place_of(frame: FrameType) -> str:
-    """Return what a thread is at, as "in barrier() at train.py:44 (main)": the first call of torch or
-    zshard that the script has not returned from, and the script's line."""
+    """Return what a thread is at, as "in barrier() at train.py:44 (main)": the first call of torch
+    or zshard that the script has not returned from, and the script's line."""
     place, call = None, ""
     for each in reversed(list(_outwards(frame))):  # from the outermost
         code = each.f_code
@@ -140,7 +140,9 @@ def place_of(frame: FrameType) -> str:
             place = each
     if place is None:
         return "outside its script"
-    at = f"at {os.path.basename(place.f_code.co_filename)}:{place.f_lineno} ({place.f_code.co_name})"
+    at = (
+        f"at {os.path.basename(place.f_code.co_filename)}:{place.f_lineno} ({place.f_code.co_name})"
+    )
     return f"in {call} {at}" if call else at
 
 

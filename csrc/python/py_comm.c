@@ -330,8 +330,8 @@ static PyGetSetDef comm_getset[] = {
     {"transport", (getter)comm_transport, NULL, "'self', 'shm' or 'c10d'.", NULL},
     {"address", (getter)comm_address, NULL, "Address that peers connect to (shm).", NULL},
     {"timeout", (getter)comm_timeout, NULL, "Timeout of one wait, in seconds.", NULL},
-    {"is_waiting", (getter)comm_is_waiting, NULL, "Whether this rank waits for the others to come to a collective (c10d).",
-     NULL},
+    {"is_waiting", (getter)comm_is_waiting, NULL,
+     "Whether this rank waits for the others to come to a collective (c10d).", NULL},
     {"lost", (getter)comm_lost, NULL, "Why the transport is unusable (c10d); '' if it is usable.", NULL},
     {0},
 };

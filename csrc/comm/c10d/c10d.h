@@ -7,6 +7,7 @@
  *   c10d_serve.c  a gather that this rank does not want, and that it takes part in
  *   c10d_round.c  reducing
  *   c10d_peers.c  who is gone, and why
+ *   c10d_words.c  words for messages
  */
 #ifndef ZS_C10D_H
 #define ZS_C10D_H
@@ -39,17 +40,17 @@ typedef enum zs_c10d_kind {
 
 /* What a rank is about to do, and how it stands. Ranks that mean the same say the same in the first four and the name. */
 typedef struct zs_c10d_turn {
-    uint64_t kind;    /* a zs_c10d_kind */
-    uint64_t number;  /* which flat, unit, exchange or broadcast */
-    uint64_t round;   /* of the unit's gradients; the root of a broadcast; else 0 */
-    uint64_t bytes;   /* that each rank brings */
-    uint64_t reading; /* what the last pass reads, see zs_reading_told */
-    uint64_t serves;  /* models whose shards are as their last forward here has found them, as bits: see zs_c10d_served */
+    uint64_t kind;     /* a zs_c10d_kind */
+    uint64_t number;   /* which flat, unit, exchange or broadcast */
+    uint64_t round;    /* of the unit's gradients; the root of a broadcast; else 0 */
+    uint64_t bytes;    /* that each rank brings */
+    uint64_t reading;  /* what the last pass reads, see zs_reading_told */
+    uint64_t serves;   /* models whose shards are as their last forward has found them, see zs_c10d_served */
     uint64_t joinable; /* (gather) other ranks can take part without their script asking for it */
     uint64_t model;    /* the number of the unit's; 0: none */
-    zs_past past;     /* what this rank has done to parameters */
-    char owner[32];   /* the name of the unit's model, for messages */
-    char name[88];    /* of the unit, cut off */
+    zs_past past;      /* what this rank has done to parameters */
+    char owner[32];    /* the name of the unit's model, for messages */
+    char name[88];     /* of the unit, cut off */
 } zs_c10d_turn;
 
 /* A collective that was not waited for to its end, and what torch's threads may still write to. */
@@ -64,13 +65,13 @@ typedef struct zs_c10d_flat zs_c10d_flat;
 typedef struct zs_c10d_comm {
     zs_comm base;
     zs_group *group;
-    unsigned lifetime;               /* zs_lifetime() at birth: differs in forked children, whose sockets are their parent's */
+    unsigned lifetime; /* zs_lifetime() at birth: differs in forked children, whose sockets are their parent's */
     zs_c10d_flat *made[ZS_C10D_LISTS]; /* flats that are alive, by their numbers; owned */
-    zs_reader *readers;              /* models; they unlink themselves */
-    uint64_t flats, units, messages; /* so many so far */
-    zs_c10d_peer *peers;             /* [world] */
-    int gone;                        /* the peer that was first seen to be gone, the cause of what follows; -1: none */
-    size_t living;                   /* units that are not freed */
+    zs_reader *readers;                /* models; they unlink themselves */
+    uint64_t flats, units, messages;   /* so many so far */
+    zs_c10d_peer *peers;               /* [world] */
+    int gone;        /* the peer that was first seen to be gone, the cause of what follows; -1: none */
+    size_t living;   /* units that are not freed */
     zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
     bool told;       /* this rank has left its last words */
     zs_c10d_stray *strays;
@@ -88,9 +89,6 @@ zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, c
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn);
 
 /* --- c10d_wait.c -------------------------------------------------------------------------------------------------------- */
-
-/* What a rank does, as a phrase that fits behind "rank 0 was"; `owner` is said behind the unit. */
-void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size);
 
 /* Is this a process that was forked from a rank? It must touch neither the process group nor its store. */
 bool zs_c10d_is_forked(const zs_c10d_comm *comm);
@@ -167,6 +165,11 @@ void zs_c10d_peers_free(zs_c10d_comm *comm);
 /* Looks for a rank that is gone: one that left word (see the table's abort), or whose process has ended. Writes a
  * sentence about it that goes on with "while ..."; false: none was found. */
 bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_t size);
+
+/* --- c10d_words.c ------------------------------------------------------------------------------------------------------- */
+
+/* What a rank does, as a phrase that fits behind "rank 0 was"; `owner` is said behind the unit. */
+void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size);
 
 /* The ranks that may have to do with a failure whose cause was not found, as "rank 1" or "one of ranks 1, 2, 3". */
 void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size);

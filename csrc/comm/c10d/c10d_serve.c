@@ -164,7 +164,8 @@ int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
     }
     for (int r = 0; r < comm->base.world; r++) {
         const zs_c10d_turn *turn = &turns[r];
-        bool can = turn->kind == ZS_C10D_GATHER && turn->joinable && turn->model != 0 && (served & bit_of(turn->model)) != 0;
+        bool can =
+            turn->kind == ZS_C10D_GATHER && turn->joinable && turn->model != 0 && (served & bit_of(turn->model)) != 0;
         if (can && (chosen < 0 || is_before(turn, &turns[chosen]))) chosen = r;
     }
     return chosen;

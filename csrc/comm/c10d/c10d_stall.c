@@ -66,7 +66,8 @@ static const char *remedy_of(const zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
     bool looks = turn->kind == ZS_C10D_GATHER && zs_reading_is_look(comm->base.reading);
     if (looks || turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST)
-        return "over c10d this takes all ranks: call it on all of them, or on one host use transport='shm', over which one "
+        return "over c10d this takes all ranks: call it on all of them, or on one host use transport='shm', over which "
+               "one "
                "rank may evaluate and call state_dict() alone";
     return "run the same forwards, backwards and collectives on all ranks";
 }

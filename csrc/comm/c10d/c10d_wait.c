@@ -25,28 +25,6 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size)
-{
-    unsigned long long number = turn->number, round = turn->round, bytes = turn->bytes;
-    switch ((zs_c10d_kind)turn->kind) {
-    case ZS_C10D_GATHER:
-        snprintf(text, size, "all-gathering parameters of unit '%s'%s (%llu bytes)", turn->name, owner, bytes);
-        return;
-    case ZS_C10D_POST:
-        snprintf(text, size, "reducing gradients of unit '%s'%s (round %llu)", turn->name, owner, round);
-        return;
-    case ZS_C10D_SHARE:
-        snprintf(text, size, "all-gathering reduced gradients of unit '%s'%s (round %llu)", turn->name, owner, round);
-        return;
-    case ZS_C10D_EXCHANGE: snprintf(text, size, "all-gathering message %llu (%llu bytes)", number, bytes); return;
-    case ZS_C10D_BROADCAST:
-        snprintf(text, size, "broadcasting %llu bytes from rank %llu (message %llu)", bytes, round, number);
-        return;
-    case ZS_C10D_GIVE_UP: snprintf(text, size, "abandoning its backward"); return;
-    }
-    snprintf(text, size, "in an unknown collective (a different zshard version?)");
-}
-
 /* --- failures ----------------------------------------------------------------------------------------------------------- */
 
 /* Looks for who is gone; the end of a process may show a little later than the end of its connections. */
@@ -77,8 +55,9 @@ static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const 
         zs_c10d_name_others(comm, who, sizeof who);
         if (status == ZS_ERR_TIMEOUT)
             status = ZS_FAIL(
-                status, "rank %d timed out after %.1f s waiting for %s while %s%s; raise timeout if it is only slow: %s",
-                own, comm->base.timeout, who, phrase, places, words);
+                status,
+                "rank %d timed out after %.1f s waiting for %s while %s%s; raise timeout if it is only slow: %s", own,
+                comm->base.timeout, who, phrase, places, words);
         else if (status == ZS_ERR_PEER)
             status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s", who, own, phrase, words);
         else
