@@ -224,6 +224,36 @@ def test_generation_on_rank_0_alone(pool2, combination):
     assert pool2.run(generated_by_each, "gpt2, tied", combination, GREEDY, True) == [[], []]
 
 
+class Adapted(torch.nn.Module):
+    """Passes arguments on to the model within, as PEFT's models do."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, **batch):
+        return self.base(**batch)
+
+    def generate(self, *args, **kwargs):
+        return self.base.generate(*args, **kwargs)
+
+
+def generated_through_another(name):
+    """Whether tokens are a plain model's where the model that generates is inside the wrapped one."""
+    rank = dist.get_rank()
+    model = FSDP(Adapted(make(ARCHITECTURES[name].build)), transport="c10d").eval()
+    plain = make(ARCHITECTURES[name].build).eval()
+    prompt = ARCHITECTURES[name].batch(9, rank)["input_ids"]
+    options = {"max_new_tokens": 3 + 4 * rank, "do_sample": False}
+    same = torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+    alone = model.generate(prompt, synced_gpus=True, **{**options, "max_new_tokens": 3})
+    return same and alone.shape[1] <= prompt.shape[1] + 3
+
+
+def test_generation_through_another_model(pool2):
+    assert pool2.run(generated_through_another, "gpt2, tied") == [True, True]
+
+
 def saved_and_loaded(name, folder):
     """What differs between a sharded model and what `from_pretrained` makes of its saved copy."""
     import transformers

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
+from meshes import mesh_of
 from models import COMBINATIONS, ddp, differences, loss_of, make
+from nursery import fork_ranks
 from scenarios import message_of, wrong_in
 from spawn import ranks
 from torch import nn
@@ -309,3 +311,27 @@ def another_model_each():
 def test_an_error_names_the_models(pool2):
     for text in pool2.run(another_model_each):
         assert "model 1 (Paths)" in text and "model 2 (Paths)" in text
+
+
+def hybrid():
+    """The error where the ranks of a shard group run other units than each other."""
+    model = FSDP(
+        make(Paths),
+        device_mesh=mesh_of(2, 2),
+        strategy="hybrid_shard",
+        transport="c10d",
+        timeout=3,
+        auto_wrap_policy={nn.Linear},
+    )
+    try:
+        loss_of(model(batch(0, 0), [0] if dist.get_rank() == 1 else [0, 1])).backward()
+    except zshard.PeerError as error:  # a timeout, or another rank has given up first
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_skipped_unit_with_a_hybrid_strategy_is_an_error():
+    """Gathers meet in the shard group and rounds meet in the world: neither hears of the other."""
+    results = fork_ranks(hybrid, 4)
+    assert all(result.value and result.value[0] for result in results), results
+    assert any(result.value[0] == "PeerTimeoutError" for result in results)

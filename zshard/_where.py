@@ -108,8 +108,8 @@ def _end() -> None:
 
 def _forget() -> None:
     """In a forked child, which is no rank."""
-    global _thread, _lock, _watched, _parents
-    _thread, _lock = None, threading.Lock()
+    global _thread, _lock, _stop, _watched, _parents
+    _thread, _lock, _stop = None, threading.Lock(), threading.Event()
     _watched, _parents = [], _watched  # whose connections are not the child's to close
 
 
