@@ -24,6 +24,7 @@ from zshard import FSDP
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 OVER_SHM = [c for c in SHARDED if c[1] == "shm"]
 OVER_C10D = [c for c in SHARDED if c[1] == "c10d"]
+GATHERED = [c for c in OVER_C10D if c[0] != "zero1"]  # whose forwards need no meeting as such
 STEPS = 3
 LR = 0.1
 
@@ -161,9 +162,9 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("combination", OVER_SHM)
+@pytest.mark.parametrize("combination", [*OVER_SHM, *GATHERED])
 @pytest.mark.parametrize("between", RIGHT, ids=lambda f: f.__name__)
-def test_right_over_shm(pool2, combination, between):
+def test_right_where_the_others_train_on(pool2, combination, between):
     for found, wrong in pool2.run(rehearse, combination, between):
         assert found == [True] * STEPS and wrong == []
 
@@ -379,9 +380,15 @@ def skips_a_backward_within_no_sync(combination):
     return ""
 
 
-@pytest.mark.parametrize("combination", [*OVER_SHM, ("full_shard", "c10d")])
+@pytest.mark.parametrize("combination", OVER_SHM)
 def test_a_backward_that_one_rank_skips_within_no_sync(pool2, combination):
     assert all(pool2.run(skips_a_backward_within_no_sync, combination))
+
+
+@pytest.mark.parametrize("combination", GATHERED)
+def test_a_backward_that_one_rank_skips_within_no_sync_over_c10d(pool2, combination):
+    """As under DDP: that rank has no gradients of that batch."""
+    assert pool2.run(skips_a_backward_within_no_sync, combination) == ["", ""]
 
 
 @passing_groups()
@@ -404,8 +411,10 @@ def error_of_a_lone_evaluation(combination, swaps):
     return "", True
 
 
-@pytest.mark.parametrize("swaps", [False, True], ids=["same weights", "other weights"])
-@pytest.mark.parametrize("combination", OVER_C10D)
+ERRORS = [*((c, True) for c in OVER_C10D), (("zero1", "c10d"), False)]
+
+
+@pytest.mark.parametrize(("combination", "swaps"), ERRORS)
 def test_alone_over_c10d(pool2, combination, swaps):
     for text, stepped in pool2.run(error_of_a_lone_evaluation, combination, swaps):
         assert text and not stepped

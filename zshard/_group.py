@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import _core
+from zshard import _core, _where
 from zshard._agree import on_all_ranks
 from zshard._books import finish
 from zshard._device import CPU, is_stand_in, torch_device
@@ -186,7 +186,9 @@ def _resolve_one(process_group: Any) -> Any | None:
         return None
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-        atexit.register(_destroy_own_group)  # runs after _leave, which is registered later
+        atexit.register(
+            _destroy_own_group, os.getpid()
+        )  # runs after _leave, which is registered later
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
@@ -325,7 +327,7 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
         kind = "c10d" if comm.transport == "c10d" else "auto"  # what the model has, if it can be
-        _entries[key] = _Entry(group, _connect(group, kind, max(comm.timeout, _PATIENCE)))
+        _entries[key] = _Entry(group, _connect(group, kind, max(comm.timeout, _PATIENCE), True))
     return _entries[key].comm
 
 
@@ -371,7 +373,7 @@ def _timeout_of(group: Any, timeout: float | None) -> float:
     return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
 
 
-def _connect(group: Any, wanted: Asked, timeout: float) -> _core.Comm:
+def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) -> _core.Comm:
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     _report_ends()
     if wanted != "c10d":
@@ -383,8 +385,11 @@ def _connect(group: Any, wanted: Asked, timeout: float) -> _core.Comm:
                 f"transport='shm' is not available: {met.reason}. Or pass transport='c10d'"
             )
         _fall_back(met, rank)
-    name = new_group(group, CPU).group_name
-    return _core.Comm.c10d(name, rank, world, timeout)
+    own = new_group(group, CPU)
+    comm = _core.Comm.c10d(own.group_name, rank, world, timeout)
+    if not beside:  # whose waits are for another thread
+        _where.watch(comm, group, own)
+    return comm
 
 
 def _fall_back(refusal: Refusal, rank: int) -> None:
@@ -473,6 +478,9 @@ def _report_ends() -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         global _failed, _last_words
+        if os.getpid() != _reporting_pid:  # a forked child, which is no rank
+            previous(kind, value, trace)
+            return
         _failed, _last_words = True, f"{kind.__name__}: {value}"
         for key, entry in _entries.items():
             if key[1] != _BESIDE:  # a thread may be writing yet, and the process waits for it
@@ -509,9 +517,10 @@ def _compare_ends(comm: _core.Comm) -> None:
         fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")
 
 
-def _destroy_own_group() -> None:
+def _destroy_own_group(pid: int) -> None:
     """Destroy the process group before the interpreter exits: its threads may need Python.
 
-    Skipped if a collective may still be running: this would wait for it."""
-    if not _failed and dist.is_initialized():
+    Skipped if a collective may still be running, for which this would wait, and in a forked child
+    of the process `pid`, which has neither the threads nor sockets of its own."""
+    if not _failed and dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()

@@ -34,6 +34,7 @@ from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
 from zshard._device import CPU, device_of
 from zshard._fits import check_fits, parse_limit
+from zshard._generate import generate_of
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._memory import memory_of, options_of
 from zshard._meta import Materializer
@@ -685,5 +686,6 @@ def _class_for(original: type[nn.Module]) -> type[FSDP]:
 
         name = f"FSDP{original.__name__}"
         names = {"__module__": original.__module__, "__new__": make_plain}
+        names |= generate_of(original)
         _classes[original] = type(name, (FSDP, original), names)
     return _classes[original]

@@ -48,6 +48,10 @@ uint64_t zs_reading_told(const zs_reading *reading);
 bool zs_reading_alike(uint64_t a, uint64_t b);
 bool zs_reading_changed(uint64_t told);
 
+/* Is it of a backward? And of a forward that no backward follows? */
+bool zs_reading_is_backward(uint64_t told);
+bool zs_reading_is_look(uint64_t told);
+
 /* The failure of ranks that do not run the same forward, where rank `changed` has changed its parameters by hand. */
 zs_status zs_comm_fail_apart(const zs_comm *comm, int changed);
 

@@ -9,6 +9,8 @@
 #include "comm/comm_types.h"
 #include "comm/past.h"
 
+#include <stdatomic.h>
+
 /* --- the tables ------------------------------------------------------------------------------------------------------- */
 
 /* Flats, and gathering them. */
@@ -138,6 +140,9 @@ struct zs_comm {
     double timeout;          /* seconds that one wait may last */
     char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
     uint64_t reading;        /* (not mapped) what gathers are for, see zs_reading_told */
+    _Atomic bool waiting;    /* (c10d) for peers to come to a collective; any thread may look */
+    uint64_t models;         /* readers so far */
+    zs_model model;          /* whose unit is gathered or reduced next */
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
     zs_past past;            /* of all models that use it, see zs_comm_tell_past */
     bool apart;              /* pasts have been found to differ, and not to be the same again since */
@@ -270,9 +275,10 @@ static inline zs_status zs_comm_reserve(zs_comm *comm, const zs_arena *plan)
     return comm->ops->rounds->reserve != NULL ? comm->ops->rounds->reserve(comm, plan) : ZS_OK;
 }
 
-/* Readers: see zs_reader_ops. */
+/* Readers: see zs_reader_ops. Its number is comm->models. */
 static inline zs_status zs_comm_reader_new(zs_comm *comm, const char *name, zs_reader **out)
 {
+    comm->models++;
     return comm->ops->readers->reader_new(comm, name, out);
 }
 

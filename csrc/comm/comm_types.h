@@ -69,6 +69,12 @@ typedef struct zs_cunit_spec {
 /* Bucket layout: flat after flat, each parts * slice_bytes[f] long: slice p of flat f starts at
  * parts * (slice_bytes[0] + ... + slice_bytes[f-1]) + p * slice_bytes[f]. */
 
+/* Which model a collective is for, for messages. */
+typedef struct zs_model {
+    uint64_t number; /* of its reader, from 1 on; 0: none */
+    char name[32];   /* its class, cut off */
+} zs_model;
+
 /* What a reader session belongs to: a pass, with two kinds of forward. A rank that evaluates while others train takes no
  * part in their forward, and they need none in its. */
 typedef enum zs_pass {

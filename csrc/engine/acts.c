@@ -110,6 +110,7 @@ static zs_status renew_secondary(const zs_engine *engine, const zs_reading *read
     zs_comm *replica_group = engine->home.ranks.replica_group;
     if (replica_group == NULL) return ZS_OK;
     replica_group->reading = zs_reading_told(reading);
+    replica_group->model = (zs_model){0}; /* all ranks gather these, or none */
     return zs_secondary_refresh(replica_group, engine->home.schedule.records, zs_engine_n_units(engine));
 }
 
@@ -192,7 +193,9 @@ static zs_status ready(zs_schedule *schedule, zs_phase phase)
 
 static zs_status gather(zs_record *record)
 {
-    return zs_unit_gather(zs_unit_of(record));
+    zs_unit *unit = zs_unit_of(record);
+    unit->home->ranks.shard_group->model = unit->home->model;
+    return zs_unit_gather(unit);
 }
 
 static zs_status bind(zs_record *record)
@@ -245,12 +248,16 @@ static zs_status send_local(zs_record *record)
 
 static zs_status post(zs_record *record)
 {
-    return zs_reduce_post(zs_unit_of(record));
+    zs_unit *unit = zs_unit_of(record);
+    unit->home->ranks.all->model = unit->home->model;
+    return zs_reduce_post(unit);
 }
 
 static zs_status share(zs_record *record, zs_wait wait, bool *done)
 {
-    return zs_reduce_share(zs_unit_of(record), wait, done);
+    zs_unit *unit = zs_unit_of(record);
+    unit->home->ranks.all->model = unit->home->model;
+    return zs_reduce_share(unit, wait, done);
 }
 
 static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)

@@ -5,6 +5,7 @@
 #include "engine/sample.h"
 #include "reduce/bucket.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -99,6 +100,8 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     if (!zs_comm_is_outline(ranks->shard_group)) zs_arena_made_by(engine->home.arena, make_slot, ranks->shard_group);
     ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->home.grads), fail);
     ZS_TRY_GOTO(status, zs_comm_reader_new(ranks->shard_group, name, &engine->reader), fail);
+    engine->home.model.number = ranks->shard_group->models;
+    snprintf(engine->home.model.name, sizeof engine->home.model.name, "%s", name);
     *out = engine;
     return ZS_OK;
 fail:

@@ -336,12 +336,20 @@ static PyObject *comm_lost(comm_object *self, void *unused)
     return why != NULL ? PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace") : PyUnicode_FromString("");
 }
 
+static PyObject *comm_is_waiting(comm_object *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(atomic_load_explicit(&self->comm->waiting, memory_order_relaxed));
+}
+
 static PyGetSetDef comm_getset[] = {
     {"rank", (getter)comm_rank, NULL, "This rank.", NULL},
     {"world", (getter)comm_world, NULL, "Number of ranks.", NULL},
     {"transport", (getter)comm_transport, NULL, "'self', 'shm' or 'c10d'.", NULL},
     {"address", (getter)comm_address, NULL, "Address that peers connect to (shm).", NULL},
     {"timeout", (getter)comm_timeout, NULL, "Timeout of one wait, in seconds.", NULL},
+    {"is_waiting", (getter)comm_is_waiting, NULL,
+     "Whether this rank waits for the others to come to a collective (c10d).", NULL},
     {"lost", (getter)comm_lost, NULL, "Why the transport is unusable (c10d); '' if it is usable.", NULL},
     {0},
 };

@@ -41,6 +41,7 @@ struct zs_home {
     zs_schedule schedule;
     const zs_home_calls *calls;
     zs_ranks ranks;     /* counted references */
+    zs_model model;     /* what messages call it */
     int n_parts;        /* slices of a copy of the model */
     int part;           /* this rank's */
     int *part_of;       /* [ranks.all->world] each rank's; owned */
