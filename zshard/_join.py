@@ -209,9 +209,7 @@ class _Follower(Joined):
         self._align(held)
         clip_by([self.params[i] for i in numbers], max_norm, total)
 
-    def _unscale(
-        self, number: int, held: list[bool], inv_scale: Tensor, allow_fp16: bool
-    ) -> None:
+    def _unscale(self, number: int, held: list[bool], inv_scale: Tensor, allow_fp16: bool) -> None:
         self._align(held)
         unscale(self.optimizers[number], inv_scale, allow_fp16)
 

@@ -27,8 +27,8 @@ from zshard import _core
 from zshard._foreign import check_optimizer
 from zshard._guard import guarded, plain
 from zshard._guard_words import ShardError
-from zshard._optim_held import SCALARS
 from zshard._join_say import say_step, say_zeroed
+from zshard._optim_held import SCALARS
 from zshard._parts import units_stepped_by
 from zshard._settings import note_step
 

@@ -44,7 +44,9 @@ def unscale(optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, allow_fp1
     """Do an optimizer's part on this rank of what a scaler does on the others. Collective."""
     found = torch.zeros((), dtype=torch.float32)
     with plain():
-        scaler = torch.amp.GradScaler.__new__(torch.amp.GradScaler)  # torch's method asks it nothing
+        scaler = torch.amp.GradScaler.__new__(
+            torch.amp.GradScaler
+        )  # torch's method asks it nothing
         owners = _owners(optimizer)
         _unscale_on_all(scaler, optimizer, owners, inv_scale, found, allow_fp16)
 

@@ -90,8 +90,10 @@ static zs_status check_failed(zs_join *join, const zs_join_word *said)
     if (!join->over || said[own].act == ZS_JOIN_FAILED) return ZS_OK;
     for (int r = 0; r < world; r++)
         if (said[r].act == ZS_JOIN_FAILED)
-            return ZS_FAIL(ZS_ERR_DIVERGED, "rank %d left join() by an exception: %.*s; restart training on all ranks, "
-                           "or leave join() on all ranks alike", r, (int)sizeof said[r].text, said[r].text);
+            return ZS_FAIL(ZS_ERR_DIVERGED,
+                           "rank %d left join() by an exception: %.*s; restart training on all ranks, "
+                           "or leave join() on all ranks alike",
+                           r, (int)sizeof said[r].text, said[r].text);
     return ZS_OK;
 }
 
@@ -332,8 +334,9 @@ static bool tells(const zs_engine *engine)
 static zs_status check_other(const zs_engine *engine)
 {
     if (engine->join != NULL || engine->home.ranks.all->meeting == NULL) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_STATE, "another model is used within join() of a model of the same ranks, where ranks without "
-                                 "data could not follow it: make both models parts of one module that you shard");
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "another model is used within join() of a model of the same ranks, where ranks without "
+                   "data could not follow it: make both models parts of one module that you shard");
 }
 
 zs_status zs_join_forward(zs_engine *engine, const zs_entry *entry, bool meets)

@@ -6,9 +6,9 @@
 
 #include <string.h>
 
-const char zs_py_join_begin_doc[] =
-    "join_begin($self, by_all, throws, /)\n--\n\nBegin join(). by_all: divide gradients by all ranks, not only by those "
-    "that have data; throws: raise RuntimeError on all ranks if one's data ends early.";
+const char zs_py_join_begin_doc[] = "join_begin($self, by_all, throws, /)\n--\n\nBegin join(). by_all: divide "
+                                    "gradients by all ranks, not only by those "
+                                    "that have data; throws: raise RuntimeError on all ranks if one's data ends early.";
 
 PyObject *zs_py_join_begin(engine_object *self, PyObject *args)
 {
@@ -66,8 +66,9 @@ PyObject *zs_py_join_share(engine_object *self, PyObject *data)
     if (status != ZS_OK) return zs_py_raise(NULL);
     PyObject *shared = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
     if (shared == NULL) return NULL;
-    if ((uint64_t)PyBytes_GET_SIZE(data) == size) memcpy(PyBytes_AS_STRING(shared), PyBytes_AS_STRING(data), size);
-    if (size > 0) ZS_PY_NOGIL(status, zs_join_share(self->engine, PyBytes_AS_STRING(shared), size));
+    char *to = PyBytes_AS_STRING(shared);
+    if ((uint64_t)PyBytes_GET_SIZE(data) == size) memcpy(to, PyBytes_AS_STRING(data), size);
+    if (size > 0) ZS_PY_NOGIL(status, zs_join_share(self->engine, to, size));
     if (status == ZS_OK) return shared;
     Py_DECREF(shared);
     return zs_py_raise(NULL);
@@ -86,9 +87,9 @@ PyObject *zs_py_join_leave(engine_object *self, PyObject *object)
     return status == ZS_OK ? Py_NewRef(Py_None) : zs_py_raise(NULL);
 }
 
-const char zs_py_join_follow_doc[] =
-    "join_follow($self, /)\n--\n\nThis rank's data has ended: follow the others' passes. Return True if they are about to "
-    "make a join_call(), False once no rank has data.";
+const char zs_py_join_follow_doc[] = "join_follow($self, /)\n--\n\nThis rank's data has ended: follow the others' "
+                                     "passes. Return True if they are about to "
+                                     "make a join_call(), False once no rank has data.";
 
 PyObject *zs_py_join_follow(engine_object *self, PyObject *unused)
 {
