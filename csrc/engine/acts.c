@@ -130,13 +130,12 @@ static zs_status write_back(zs_engine *engine)
     return status;
 }
 
-/* Does a forward wait for peers? Where shards are mapped one that does not train looks at them as they are. */
+/* Do all ranks run a forward? Where shards are mapped one that does not train looks at them as they are. */
 static bool meets(const zs_engine *engine, const zs_entry *entry)
 {
-    if (!entry->by_hand && engine->n_buffers > 0) return true;
+    if (!entry->by_hand && (entry->recording || engine->n_buffers > 0)) return true;
     if (!has_shards(engine)) return false;
-    bool trains = !entry->by_hand && entry->recording;
-    return trains || engine->home.schedule.gathers_cost || engine->home.ranks.replica_group != NULL;
+    return engine->home.schedule.gathers_cost || engine->home.ranks.replica_group != NULL;
 }
 
 static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
