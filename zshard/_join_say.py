@@ -80,6 +80,11 @@ class Joined:
 
     def say(self, act: Act, values: Callable[[], Any], number: int = 0, meetings: int = 0) -> None:
         """Announce an act; ranks without data get `values()` of the lowest rank with data."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"a hook was {_WORDS[act]} within a backward, which join() does not support: do it "
+                "after backward"
+            )
         code = int(act) + len(Act) * number
         if self.engine.join_call(code, f"{_WORDS[act]}{f' #{number}' if number else ''}", meetings):
             self.share((act, values()))
