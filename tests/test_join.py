@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
 from models import COMBINATIONS, ddp, differences, loss_of, make
-from scenarios import WIDTH, Stack, floats, message_of
+from scenarios import WIDTH, Stack, floats
 from spawn import ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard import FSDP
@@ -362,226 +363,81 @@ def test_buffers_are_those_of_ddp(pool2, combination, syncs):
         assert found == [[]] * 2, counts
 
 
-# --- errors ---------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
-def train(model, optimizer, n, at=None, error=None):
-    """At step `at`, something else than training."""
-    for step in range(n):
-        if step == at:
-            error(model, optimizer)
-        optimizer.zero_grad()
-        loss_of(model(batch(step))).backward()
+class Net(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.how = forward
+        self.a, self.b = nn.Linear(WIDTH, 64), nn.Linear(64, 64)
+        self.c, self.d = nn.Linear(64, 64), nn.Linear(64, 3)
+
+    def forward(self, x, rank=None):
+        rank = dist.get_rank() if rank is None else rank
+        return self.d(torch.tanh(self.how(self, torch.tanh(self.a(x)), rank)))
+
+
+def in_order(net, x, rank):
+    return net.c(torch.tanh(net.b(x)))
+
+
+def one_expert(net, x, rank):
+    """Each rank uses another part of the model."""
+    return (net.b if rank % 2 else net.c)(x)
+
+
+def checkpointed(net, x, rank):
+    """A unit is recomputed, and used, twice in a backward."""
+    for layer in (net.b, net.b, net.c):
+        x = checkpoint(layer, x, use_reentrant=True)
+    return x
+
+
+def expected_of(how, counts, freeze=False):
+    """What one process computes from all ranks' batches."""
+    net = make(lambda: Net(how))
+    net.b.requires_grad_(not freeze)
+    optimizer = adamw(net.parameters())
+    for step in range(max(counts)):
+        sums = [torch.zeros_like(p) for p in net.parameters()]
+        for rank in (r for r, n in enumerate(counts) if step < n):
+            optimizer.zero_grad()
+            loss_of(net(floats(rank, step), rank)).backward()
+            for total, param in zip(sums, net.parameters(), strict=True):
+                total += 0 if param.grad is None else param.grad / len(counts)
+        for total, param in zip(sums, net.parameters(), strict=True):
+            param.grad = total if param.requires_grad else None
         optimizer.step()
-
-
-def raises(model, optimizer):
-    raise ValueError("boom")
-
-
-def interrupts(model, optimizer):
-    raise KeyboardInterrupt
-
-
-class Bad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("boom")
-
-
-def raises_in_backward(model, optimizer):
-    optimizer.zero_grad()
-    hidden = model.blocks[0].register_forward_hook(lambda m, a, out: Bad.apply(out))
-    try:
-        loss_of(model(batch(0))).backward()
-    finally:
-        hidden.remove()
-
-
-def raises_in_forward(model, optimizer):
-    def fail(*args):
-        raise ValueError("boom")
-
-    hook = model.blocks[1].register_forward_pre_hook(fail)
-    try:
-        model(batch(0))
-    finally:
-        hook.remove()
+    return net.state_dict()
 
 
 @passing_groups()
-def failing(combination, what, counts, raising, at):
-    """What ranks raise if rank `raising` fails at a step."""
-    rank = dist.get_rank()
-    model = built(combination)
-    optimizer = adamw(model.parameters())
-    try:
-        with model.join(optimizer):
-            train(model, optimizer, counts[rank], at if rank == raising else None, what)
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+def uneven_net(how, combination, counts, frozen=False, thaws=False):
+    strategy, transport = combination
+    net = make(lambda: Net(how))
+    net.b.requires_grad_(not (frozen or thaws))
+    model = FSDP(
+        net,
+        process_group=own_group(),
+        strategy=strategy,
+        transport=transport,
+        auto_wrap_policy=POLICY,
+        timeout=60,
+    )
+    model.b.requires_grad_(not frozen)
+    plain_loop(model, counts[dist.get_rank()])
+    expected = expected_of(how, counts, frozen)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+    plain_loop(model, 2)  # evenly: all ranks gather in one order again
 
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
-@pytest.mark.parametrize("what", [raises, raises_in_forward, raises_in_backward, interrupts])
-def test_an_exception_ends_join_on_all_ranks(pool3, combination, what):
-    own = "KeyboardInterrupt" if what is interrupts else "ValueError: boom"
-    for raising, at in ((0, 1), (0, 3), (2, 0)):
-        found = pool3.run(failing, combination, what, (5, 2, 4), raising, at)
-        for rank, said in enumerate(found):
-            if rank == raising:
-                assert own in said, found
-            else:
-                assert said.startswith("DivergenceError") and f"rank {raising} " in said, found
-
-
-@passing_groups()
-def terminating(combination, counts):
-    model = built(combination)
-    optimizer = adamw(model.parameters())
-
-    def run():
-        with model.join(optimizer, throw_on_early_termination=True):
-            train(model, optimizer, counts[dist.get_rank()])
-
-    first = message_of(run, RuntimeError)
-    with model.join(optimizer, throw_on_early_termination=True):
-        train(model, optimizer, 2)
-    return first
-
-
-@pytest.mark.parametrize("combination", FEW, ids="-".join)
-def test_throw_on_early_termination(pool2, combination):
-    for said in pool2.run(terminating, combination, (3, 1)):
-        assert "rank 1 has no more data" in said
-
-
-@passing_groups()
-def misused(combination):
-    rank = dist.get_rank()
-    model = built(combination)
-    other = built(combination, process_group=own_group())
-    optimizer, stranger = adamw(model.parameters()), adamw(other.parameters())
-    plain = nn.Linear(2, 2)
-    said = [
-        message_of(lambda: model.join(stranger).__enter__(), ValueError),
-        message_of(lambda: model.join(optimizer, optimizer).__enter__(), ValueError),
-        message_of(lambda: model.join(plain).__enter__(), TypeError),
-        message_of(lambda: model.join(3).__enter__(), TypeError),
-        message_of(lambda: FSDP.join(plain, optimizer).__enter__(), TypeError),
-        message_of(lambda: model.blocks[0].up.join().__enter__(), ValueError),
-        message_of(
-            lambda: model.join(optimizer, divide_by_initial_world_size=rank == 0).__enter__(),
-            zshard.DivergenceError,
-        ),
-        message_of(lambda: model.join(*[optimizer][rank:]).__enter__(), zshard.DivergenceError),
-        message_of(lambda: model.join(*[3][rank:]).__enter__(), TypeError),
-    ]
-
-    def nested():
-        with model.join(optimizer), model.join(optimizer):
-            pass
-
-    def without():
-        with model.join():
-            train(model, optimizer, 1)
-
-    said += [message_of(nested, RuntimeError), message_of(without, RuntimeError)]
-    with model.join(optimizer, enable=False):
-        train(model, optimizer, 2)
-    with model.join(optimizer):
-        train(model, optimizer, 2 - rank)
-    return said
-
-
-@pytest.mark.parametrize("combination", FEW, ids="-".join)
-def test_misuse_is_an_error_that_says_what_to_do(pool2, combination):
-    expected = [
-        "no parameter of this model",
-        "the same AdamW twice",
-        "got Linear",
-        "got int",
-        "got Linear: call model = FSDP",
-        "call it on the outermost",
-        "divide_by_initial_world_size is True on rank 0, but False on rank 1",
-        "the list of optimizers is AdamW on rank 0, but none on rank 1",
-        "got int",
-        "join() is already active",
-        "pass all optimizers of the model",
-    ]
-    for found in pool2.run(misused, combination):
-        for said, words in zip(found, expected, strict=True):
-            assert words in said
-
-
-@passing_groups()
-def only_one_rank(combination):
-    model = built(combination)
-    optimizer = adamw(model.parameters())
-
-    def run():
-        with model.join(optimizer) if dist.get_rank() == 0 else contextlib.nullcontext():
-            train(model, optimizer, 2)
-
-    return message_of(run, (zshard.DivergenceError, zshard.PeerTimeoutError, zshard.PeerError))
-
-
-@pytest.mark.parametrize(
-    "combination", [("full_shard", "shm"), ("full_shard", "c10d")], ids="-".join
-)
-def test_join_on_one_rank_only(pool2, combination):
-    for said in pool2.run(only_one_rank, combination):
-        assert "rank" in said
-
-
-@passing_groups()
-def collectives(combination):
-    """What all ranks would have to do is refused on those that have data; then they go on."""
-    rank = dist.get_rank()
-    model = built(combination)
-    optimizer = adamw(model.parameters())
-    said = []
-    with model.join(optimizer):
-        for step in range(3 if rank == 0 else 1):
-            train(model, optimizer, 1)
-            if step == 1:
-                said.append(message_of(lambda: zshard.named_norms(model, grads=True), RuntimeError))
-                said.append(message_of(lambda: optimizer.state_dict(), RuntimeError))
-    model.state_dict()
-    return said
-
-
-@pytest.mark.parametrize("combination", [("full_shard", "c10d")], ids="-".join)
-def test_collectives_that_nobody_can_follow(pool2, combination):
-    first, second = pool2.run(collectives, combination)
-    assert all("after join()" in said for said in first) and second == []
-
-
-@passing_groups()
-def writing_by_hand(combination):
-    """What ranks without data cannot know of: an error, not another model."""
-    rank = dist.get_rank()
-    model = built(combination)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-
-    def run():
-        with model.join(optimizer):
-            for step in range(4 if rank == 0 else 1):
-                optimizer.zero_grad()
-                loss_of(model(batch(step))).backward()
-                optimizer.step()
-                with torch.no_grad():
-                    next(model.parameters()).mul_(0.9)
-
-    return message_of(run, zshard.DivergenceError)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_writes_by_hand_that_nobody_can_follow(pool2, transport):
-    for said in pool2.run(writing_by_hand, ("full_shard", transport)):
-        assert "mul_()" in said or "rank" in said
+def test_models_that_gather_and_reduce_in_their_own_ways(pool3, combination):
+    counts = (3, 0, 2)
+    pool3.run(uneven_net, checkpointed, combination, counts)
+    pool3.run(uneven_net, in_order, combination, counts, True)
+    pool3.run(uneven_net, in_order, combination, counts, False, True)
+    if combination != ("full_shard", "c10d"):  # which wants all units in one order
+        pool3.run(uneven_net, one_expert, combination, (4, 2, 1))

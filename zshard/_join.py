@@ -21,7 +21,7 @@ from zshard._clip import clip_by, norm_over_ranks
 from zshard._guard import plain
 from zshard._in_backward import is_stepped_in_backward
 from zshard._join_say import Act, Joined, options_of, scaler_of
-from zshard._parts import units_stepped_by
+from zshard._parts import part_of, units_stepped_by
 from zshard._units import is_unit, state_of, units_of
 from zshard.grad_scaler import unscale
 
@@ -137,6 +137,7 @@ class _Follower(Joined):
         self.model = model
         self.others = others
         self.is_over = False  # all ranks' data has ended
+        self._is_ours = [part_of(param) is not None for param in self.params]
         self._acts: dict[Act, Callable[..., None]] = {
             Act.STEP: self._step,
             Act.ZERO: self._zero,
@@ -155,9 +156,10 @@ class _Follower(Joined):
         self._become_alike()
 
     def _align(self, held: Sequence[bool]) -> None:
-        """Drop gradients that the leading rank has dropped since the last backward."""
+        """Drop gradients that the leading rank has dropped since the last backward, and those of
+        ignored parameters, which no other rank shares."""
         for i, (param, is_held) in enumerate(zip(self.params, held, strict=True)):
-            if not is_held:
+            if not is_held or not self._is_ours[i]:
                 param.grad = None
             elif param.grad is None:
                 raise RuntimeError(
@@ -165,6 +167,16 @@ class _Follower(Joined):
                     "backward has made, so a rank without data cannot follow in join(): let "
                     "backward make all gradients"
                 )
+
+    def _without_others(self, number: int) -> torch.optim.Optimizer:
+        """An optimizer, whose parameters of other modules have no gradients here: they are no
+        other rank's either."""
+        optimizer = self.optimizers[number]
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if part_of(param) is None:
+                    param.grad = None
+        return optimizer
 
     def _set_options(self, number: int, options: Sequence[dict[str, Any]]) -> None:
         groups = self.optimizers[number].param_groups
@@ -183,7 +195,7 @@ class _Follower(Joined):
     def _step(
         self, number: int, held: list[bool], options: list[dict[str, Any]], extra: dict[str, Any]
     ) -> None:
-        optimizer = self.optimizers[number]
+        optimizer = self._without_others(number)
         self._align(held)
         self._set_options(number, options)
         given = {name: value for name, value in extra.items() if value is not None}
@@ -211,7 +223,7 @@ class _Follower(Joined):
 
     def _unscale(self, number: int, held: list[bool], inv_scale: Tensor, allow_fp16: bool) -> None:
         self._align(held)
-        unscale(self.optimizers[number], inv_scale, allow_fp16)
+        unscale(self._without_others(number), inv_scale, allow_fp16)
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -159,16 +159,14 @@ def say_norm(engine: _core.Engine, grads: list[Tensor], norm_type: float) -> Non
     if joined is None:
         return
 
-    def values() -> Any:
-        numbers = {id(param.grad): i for i, param in enumerate(joined.params)}
-        if any(id(grad) not in numbers for grad in grads):
-            raise RuntimeError(
-                "a norm of tensors that are not the .grad of parameters is not possible in join() "
-                "once a rank has no more data: pass the parameters' .grad as they are"
-            )
-        return [numbers[id(grad)] for grad in grads], joined.held(), norm_type
-
-    joined.say(Act.NORM, values, meetings=1)
+    numbers = {id(param.grad): i for i, param in enumerate(joined.params)}
+    if any(id(grad) not in numbers for grad in grads):
+        raise RuntimeError(
+            "a norm of tensors that are not the .grad of parameters is not possible in join(), as "
+            "ranks without data could not follow: pass the parameters' .grad as they are"
+        )
+    chosen = [numbers[id(grad)] for grad in grads]
+    joined.say(Act.NORM, lambda: (chosen, joined.held(), norm_type), meetings=1)
 
 
 def say_clip(params: list[Tensor], max_norm: float, total: Tensor) -> None:

@@ -114,7 +114,7 @@ static zs_status drop_local(zs_unit *unit, int64_t i)
 zs_status zs_grads_follow(zs_unit *unit, const unsigned char *held, bool none)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {
-        if (!zs_tensor_alive(unit->params[i].tensor)) continue;
+        if (!zs_tensor_alive(unit->params[i].tensor) || unit->params[i].grad == NULL) continue; /* frozen */
         ZS_TRY(drop_local(unit, i));
         if (!held[i] || none) ZS_TRY(zs_grad_set(unit->params[i].tensor, NULL));
     }
