@@ -400,14 +400,16 @@ def expected_of(how, counts, freeze=False):
     net.b.requires_grad_(not freeze)
     optimizer = adamw(net.parameters())
     for step in range(max(counts)):
-        sums = [torch.zeros_like(p) for p in net.parameters()]
+        sums: list = [None for _ in net.parameters()]
         for rank in (r for r, n in enumerate(counts) if step < n):
             optimizer.zero_grad()
             loss_of(net(floats(rank, step), rank)).backward()
-            for total, param in zip(sums, net.parameters(), strict=True):
-                total += 0 if param.grad is None else param.grad / len(counts)
+            for i, param in enumerate(net.parameters()):
+                if param.grad is not None:
+                    mean = param.grad / len(counts)
+                    sums[i] = mean if sums[i] is None else sums[i] + mean
         for total, param in zip(sums, net.parameters(), strict=True):
-            param.grad = total if param.requires_grad else None
+            param.grad = total  # None: no rank has used it
         optimizer.step()
     return net.state_dict()
 
