@@ -28,6 +28,7 @@ from zshard._books import note_made
 from zshard._foreign import check_optimizer
 from zshard._guard import guarded, plain
 from zshard._guard_words import ShardError
+from zshard._join_say import say_step, say_zeroed
 from zshard._optim_held import SCALARS
 from zshard._parts import stepped_by, units_stepped_by
 from zshard._settings import note_step
@@ -85,6 +86,8 @@ def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(zero_grad)
     def zeroed(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            say_zeroed(self)
         with plain():
             zero_grad(self, set_to_none)
         if not set_to_none:
@@ -149,6 +152,8 @@ def _checked_after(
 
 def _begin_to_write(optimizer: torch.optim.Optimizer) -> None:
     """Refuse what must not be, and tell the models that their parameters are to be written."""
+    if optimizer not in _inner:
+        say_step(optimizer)
     if _core.has_local_grads():
         _refuse_local_grads(optimizer)
     if _core.has_held_units():

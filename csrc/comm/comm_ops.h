@@ -132,6 +132,12 @@ typedef struct zs_comm_ops {
     void (*destroy)(zs_comm *); /* called by the last zs_comm_release only */
 } zs_comm_ops;
 
+/* Who is asked before ranks meet otherwise than in passes, where some of them may not come (engine/join.h). */
+typedef struct zs_meeting {
+    zs_status (*ask)(struct zs_meeting *);
+    int expected; /* so many meetings that come next need not ask; negative: any number */
+} zs_meeting;
+
 /* Head of every transport's own struct. Reference-counted: units, readers and Python hold it. */
 struct zs_comm {
     const zs_comm_ops *ops;
@@ -149,6 +155,7 @@ struct zs_comm {
     bool failed;             /* a wait or a collective has, so the end is no news */
     bool ended;              /* see zs_comm_end */
     bool is_control;         /* of a transport for GPUs, which has the pasts */
+    zs_meeting *meeting;     /* NULL: nobody is asked; borrowed */
     zs_words words;          /* see zs_comm_tell */
     zs_words *others;        /* [world] what each rank has told, NULL: not known, or `said` knows; owned */
     /* So many have ended; what streams did in them comes before all that the compute stream does since. */
@@ -318,15 +325,27 @@ static inline void zs_comm_write_complete(zs_comm *comm, zs_reader *reader, bool
     if (comm->ops->readers->write_complete != NULL) comm->ops->readers->write_complete(comm, reader, changed);
 }
 
+/* May ranks meet now? */
+static inline zs_status zs_comm_meet(zs_comm *comm)
+{
+    zs_meeting *meeting = comm->meeting;
+    if (meeting == NULL || meeting->expected < 0) return ZS_OK;
+    if (meeting->expected == 0) return meeting->ask(meeting);
+    meeting->expected--;
+    return ZS_OK;
+}
+
 /* Talk: see zs_talk_ops. */
 static inline zs_status zs_comm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
+    ZS_TRY(zs_comm_meet(comm));
     return comm->ops->talk->exchange(comm, mine, bytes, all);
 }
 
 /* Of the host's memory. */
 static inline zs_status zs_comm_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
+    ZS_TRY(zs_comm_meet(comm));
     return comm->ops->talk->broadcast(comm, data, bytes, root);
 }
 
@@ -334,6 +353,7 @@ static inline zs_status zs_comm_broadcast(zs_comm *comm, void *data, size_t byte
 static inline zs_status zs_comm_broadcast_at(zs_comm *comm, zs_where where, void *data, size_t bytes, int root)
 {
     const zs_talk_ops *ops = comm->ops->talk;
+    ZS_TRY(zs_comm_meet(comm));
     bool there = ops->broadcast_device != NULL && zs_same_where(where, comm->device->where);
     return (there ? ops->broadcast_device : ops->broadcast)(comm, data, bytes, root);
 }

@@ -7,6 +7,7 @@
 
 #include "engine/engine_inside.h"
 #include "engine/history.h"
+#include "engine/join.h"
 #include "engine/sample.h"
 #include "engine/spoiled.h"
 #include "engine/writing.h"
@@ -76,10 +77,10 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
     zs_comm *shard_group = engine->home.ranks.shard_group;
-    zs_status status = ZS_OK;
+    zs_status status = phase == ZS_PHASE_FORWARD ? zs_join_forward_end(engine) : ZS_OK;
     bool unsettled = steps_in_backward(engine) || engine->history.in_pass; /* until end() */
     if (phase == ZS_PHASE_BACKWARD && unsettled) zs_writing_unknown(engine);
-    if (engine->reading) status = zs_comm_read_end(shard_group, engine->reader, phase);
+    if (engine->reading) ZS_ALSO(status, zs_comm_read_end(shard_group, engine->reader, phase));
     engine->reading = false;
     return status == ZS_OK ? join_streams(&engine->home.ranks) : status;
 }
@@ -99,7 +100,7 @@ static zs_status broadcast_buffers(zs_engine *engine)
                                                "contiguous, or pass forward_sync_buffers=False");
         ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
         size_t bytes = (size_t)info.numel * info.itemsize;
-        ZS_TRY(zs_comm_broadcast_at(engine->home.ranks.all, info.where, data, bytes, 0));
+        ZS_TRY(zs_comm_broadcast_at(engine->home.ranks.all, info.where, data, bytes, zs_join_source(engine)));
     }
     return ZS_OK;
 }
@@ -130,8 +131,17 @@ static zs_status write_back(zs_engine *engine)
     return status;
 }
 
+/* Do all ranks run a forward? Where shards are mapped one that does not train looks at them as they are. */
+static bool meets(const zs_engine *engine, const zs_entry *entry)
+{
+    if (!entry->by_hand && (entry->recording || engine->n_buffers > 0)) return true;
+    if (!has_shards(engine)) return false;
+    return engine->home.schedule.gathers_cost || engine->home.ranks.replica_group != NULL;
+}
+
 static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
 {
+    ZS_TRY(zs_join_forward(engine, entry, meets(engine, entry)));
     zs_writing_over(engine);
     ZS_TRY(write_back(engine));
     ZS_TRY(zs_writing_cast(engine));
@@ -139,10 +149,12 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
     zs_reading reading = {.pass = trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE};
     reading.eval_mode = !entry->by_hand && !entry->training;
     zs_sample_take(engine, &reading);
-    ZS_TRY(renew_secondary(engine, &reading));
     discard_dead_grads(engine);
-    if (!entry->by_hand) ZS_TRY(broadcast_buffers(engine));
-    return begin_reading(engine, &reading);
+    zs_join_meetings(engine, true);
+    zs_status status = renew_secondary(engine, &reading);
+    if (!entry->by_hand) ZS_THEN(status, broadcast_buffers(engine));
+    zs_join_meetings(engine, false);
+    return status == ZS_OK ? begin_reading(engine, &reading) : status;
 }
 
 static zs_status open_backward(zs_engine *engine)
@@ -178,6 +190,8 @@ static zs_status ready_backward(zs_engine *engine)
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         ZS_TRY(zs_in_backward_begin(zs_engine_unit(engine, i)));
     ZS_TRY(hook_fixed(engine));
+    ZS_TRY(zs_join_backward(engine));
+    if (zs_join_follows(engine)) return ZS_OK; /* there is no backward of torch's */
     return engine->hooks->backward_end(engine);
 }
 
@@ -191,8 +205,15 @@ static zs_status ready(zs_schedule *schedule, zs_phase phase)
 
 /* --- a unit's parameters and gradients ------------------------------------------------------------------------------------- */
 
+/* The engine of a unit's record. */
+static zs_engine *engine_of(zs_record *record)
+{
+    return zs_engine_of(zs_unit_of(record));
+}
+
 static zs_status gather(zs_record *record)
 {
+    ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_GATHER, record));
     zs_unit *unit = zs_unit_of(record);
     unit->home->ranks.shard_group->model = unit->home->model;
     return zs_unit_gather(unit);
@@ -248,6 +269,7 @@ static zs_status send_local(zs_record *record)
 
 static zs_status post(zs_record *record)
 {
+    ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_POST, record));
     zs_unit *unit = zs_unit_of(record);
     unit->home->ranks.all->model = unit->home->model;
     return zs_reduce_post(unit);
@@ -298,12 +320,19 @@ static void drop(zs_record *record)
 
 /* --- a backward ends -------------------------------------------------------------------------------------------------------- */
 
+static zs_status posted(zs_schedule *schedule)
+{
+    return zs_join_backward_end(zs_engine_of_schedule(schedule));
+}
+
 static zs_status give_up(zs_schedule *schedule)
 {
     zs_comm *all = zs_engine_of_schedule(schedule)->home.ranks.all;
-    bool heard = all->heard;
+    bool heard = all->heard, said = false;
     all->heard = false;
-    return heard ? ZS_OK : zs_comm_give_up(all);
+    if (heard) return ZS_OK;
+    ZS_TRY(zs_join_abandon(zs_engine_of_schedule(schedule), &said));
+    return said ? ZS_OK : zs_comm_give_up(all);
 }
 
 static zs_status summed(zs_schedule *schedule)
@@ -359,6 +388,7 @@ const zs_actions zs_engine_actions = {
     .sum = sum,
     .reusable = reusable,
     .step = step,
+    .posted = posted,
     .give_up = give_up,
     .summed = summed,
     .deliver = deliver,

@@ -135,6 +135,7 @@ void zs_engine_release(void *pointer)
     zs_pool_free(engine->home.grads);
     free_buffers(engine);
     free(engine->calls);
+    free(engine->join);
     free(engine->home.part_of);
     zs_disk_release(engine->home.offload.disk);
     release_ranks(&engine->home.ranks);

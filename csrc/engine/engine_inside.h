@@ -30,6 +30,8 @@ typedef struct zs_history {
     bool in_pass;      /* a step was made by a hook of the backward that has not ended yet */
 } zs_history;
 
+typedef struct zs_join zs_join; /* see join.h */
+
 /* See engine.h. */
 struct zs_engine {
     zs_home home; /* its units' */
@@ -45,6 +47,7 @@ struct zs_engine {
     bool writing;   /* a write has begun, and neither ended nor given way to a pass */
     bool by_hand;   /* a script has written to shards since the last pass or known write */
     bool mishap;    /* the peers are told of one */
+    zs_join *join;  /* what ranks tell each other within join(); NULL outside; owned */
     zs_call *calls; /* [n_calls] what a forward of the modules in their order does; owned */
     size_t n_calls;
     zs_engine_bytes peak; /* the most of each that there has been */
@@ -69,6 +72,11 @@ static inline zs_engine *zs_engine_of_schedule(zs_schedule *schedule)
 {
     return (zs_engine *)schedule;
 }
+
+/* --- forwards.c ----------------------------------------------------------------------------------------------------------- */
+
+/* A training forward is about to begin: readies units whose parameters scripts have unfrozen. */
+zs_status zs_engine_thaw(zs_engine *engine);
 
 /* --- engine.c ------------------------------------------------------------------------------------------------------------- */
 

@@ -362,6 +362,13 @@ static PyMethodDef engine_methods[] = {
     {"predict_seconds", (PyCFunction)zs_py_predict_seconds, METH_O, zs_py_predict_seconds_doc},
     {"set_calls", (PyCFunction)zs_py_set_calls, METH_O, zs_py_set_calls_doc},
     {"reserve", (PyCFunction)zs_py_reserve, METH_NOARGS, zs_py_reserve_doc},
+    {"join_begin", (PyCFunction)zs_py_join_begin, METH_VARARGS, zs_py_join_begin_doc},
+    {"join_end", (PyCFunction)zs_py_join_end, METH_NOARGS, zs_py_join_end_doc},
+    {"join_call", (PyCFunction)zs_py_join_call, METH_VARARGS, zs_py_join_call_doc},
+    {"join_share", (PyCFunction)zs_py_join_share, METH_O, zs_py_join_share_doc},
+    {"join_leave", (PyCFunction)zs_py_join_leave, METH_O, zs_py_join_leave_doc},
+    {"join_follow", (PyCFunction)zs_py_join_follow, METH_NOARGS, zs_py_join_follow_doc},
+    {"join_news", (PyCFunction)zs_py_join_news, METH_NOARGS, zs_py_join_news_doc},
     {0},
 };
 
