@@ -25,6 +25,7 @@ FAULTS = [
     "freed models hold up",
     "histories are not compared",
     "histories are told late",
+    "looks of before a collective count",
     "modes do not matter",
     "no second look",
     "nobody is held up on the way to a backward",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,20 +23,25 @@ from torch.distributed import distributed_c10d
 
 from zshard._guard import slices_among
 from zshard._guard_words import ShardError, refused_collective
-from zshard._parts import complete_writes, has_written
+from zshard._units import State
 
-__all__ = ["install"]
+__all__ = ["install", "tell_of_collectives"]
 
 _CHECKS = ("_check_single_tensor", "_check_tensor_list")
 _MEETINGS = frozenset(
     (
-        *("barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "reduce"),
-        *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object"),
-        *("gather", "gather_object", "scatter", "scatter_object_list", "reduce_scatter"),
-        *("reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+        *("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor"),
+        *("all_gather_object", "reduce_scatter", "reduce_scatter_tensor"),
+        *("all_to_all", "all_to_all_single"),
     )
 )
-"""The functions of torch.distributed that all ranks of a group call."""
+"""The functions of torch.distributed in which all ranks of a group wait for each other."""
+
+_COLLECTIVES = _MEETINGS | {
+    *("broadcast", "broadcast_object_list", "reduce", "gather", "gather_object", "scatter"),
+    "scatter_object_list",
+}
+"""Those that all ranks of a group call."""
 
 
 def install() -> None:
@@ -46,7 +52,7 @@ def install() -> None:
             setattr(distributed_c10d, name, _refusing(check))
     ask = distributed_c10d._rank_not_in_group
     if not hasattr(ask, "__wrapped__"):
-        setattr(distributed_c10d, ask.__name__, _completing(ask))
+        setattr(distributed_c10d, ask.__name__, _telling(ask))
 
 
 def _refusing(check: Callable[..., None]) -> Callable[..., None]:
@@ -60,19 +66,32 @@ def _refusing(check: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def _completing(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
+_models: weakref.WeakSet[State] = weakref.WeakSet()
+"""A unit of each model whose ranks read each other's shards."""
+
+
+def tell_of_collectives(state: State) -> None:
+    """Have a new model told of the script's own collectives of all ranks. `state`: of its root."""
+    if state.comms.shard_group.transport == "shm":
+        _models.add(state)
+
+
+def _telling(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """What each collective calls first."""
 
     @functools.wraps(ask)
     def asked(group: Any) -> bool:
-        if has_written() and _is_meeting(sys._getframe(1).f_code.co_name, group):
-            complete_writes()
+        frame = sys._getframe(1)
+        if _models and frame.f_code.co_name in _COLLECTIVES and _is_of_all(group):
+            waits = frame.f_code.co_name in _MEETINGS and not frame.f_locals.get("async_op")
+            for state in list(_models):
+                engine = state.unit.engine
+                engine.meet() if waits else engine.complete_writes()
         return ask(group)
 
     return asked
 
 
-def _is_meeting(name: str, group: Any) -> bool:
-    """Do all ranks call it?"""
+def _is_of_all(group: Any) -> bool:
     everyone = group is None or group is dist.GroupMember.WORLD
-    return name in _MEETINGS and (everyone or dist.get_world_size(group) == dist.get_world_size())
+    return everyone or dist.get_world_size(group) == dist.get_world_size()

@@ -20,16 +20,7 @@ from torch import Tensor
 from zshard import _core
 from zshard._units import State
 
-__all__ = [
-    "Part",
-    "Stepped",
-    "complete_writes",
-    "has_written",
-    "part_of",
-    "remember_parts",
-    "stepped_by",
-    "units_stepped_by",
-]
+__all__ = ["Part", "Stepped", "part_of", "remember_parts", "stepped_by", "units_stepped_by"]
 
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
@@ -135,7 +126,6 @@ class Part:
         unit = self.unit
         if unit is not None:
             unit.end_write()
-            _written[unit.engine_id] = self._state
 
     def note_write(self, tensor: Tensor, operation: Callable[..., Any]) -> None:
         """A script has written to a slice of these elements in place, as all ranks must."""
@@ -158,26 +148,6 @@ class Part:
         unit = self.unit
         if unit is not None and unit.is_full:
             unit.unpin()
-
-
-_written: dict[int, weakref.ref[State]] = {}
-"""A unit of each model to which a script has written in place; by the model."""
-
-
-def has_written() -> bool:
-    """Return whether a script may have written in place since complete_writes()."""
-    return bool(_written)
-
-
-def complete_writes() -> None:
-    """What the script has written in place is complete, on all ranks: one of them may evaluate
-    alone."""
-    states = list(_written.values())
-    _written.clear()
-    for reference in states:
-        unit = _unit_of(reference)
-        if unit is not None:
-            unit.engine.complete_writes()
 
 
 _parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}

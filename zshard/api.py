@@ -30,6 +30,7 @@ from zshard._arguments import (
 from zshard._books import meet
 from zshard._calls import calls_of, parts_to_guard
 from zshard._clip import clip_grad_norm
+from zshard._collectives import tell_of_collectives
 from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
 from zshard._device import CPU, device_of
@@ -282,6 +283,7 @@ class FSDP(Controls):
         if forward_sync_buffers:
             _sync_buffers(module)
         meet(module, state_of(module).comms.shards)
+        tell_of_collectives(state_of(module))
         with writing([state_of(module).unit]):
             pass  # from here on other ranks may evaluate with this one's shards
         return cast("Wrapped[_M]", module)
@@ -640,6 +642,7 @@ def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
     own.unit.engine.open()  # what a forward has left whole is resharded
     own.unit.engine.close()
     meet(copied.module, own.comms.shards)
+    tell_of_collectives(state_of(copied.module))
     with writing([state_of(copied.module).unit]):
         for unit, made in copied.units:
             copy_slices(unit, state_of(made).unit)

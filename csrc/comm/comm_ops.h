@@ -89,6 +89,8 @@ typedef struct zs_reader_ops {
     void (*write_end)(zs_comm *, zs_reader *, bool known);
     /* What scripts have written by hand is complete on all ranks alike; `changed` as in zs_reading. NULL as above. */
     void (*write_complete)(zs_comm *, zs_reader *, bool changed);
+    /* All ranks meet in a collective of the script's: who has looked how often before says nothing of what comes. NULL as above. */
+    void (*meet)(zs_comm *, zs_reader *);
     /* See zs_comm_tell_past; NULL: the head has it. */
     void (*tell_past)(zs_comm *, zs_reader *, const zs_past *now);
 } zs_reader_ops;
@@ -317,6 +319,12 @@ static inline zs_status zs_comm_write_begin(zs_comm *comm, zs_reader *reader)
 static inline void zs_comm_write_end(zs_comm *comm, zs_reader *reader, bool known)
 {
     if (comm->ops->readers->write_end != NULL) comm->ops->readers->write_end(comm, reader, known);
+}
+
+/* All ranks meet elsewhere. */
+static inline void zs_comm_readers_meet(zs_comm *comm, zs_reader *reader)
+{
+    if (comm->ops->readers->meet != NULL) comm->ops->readers->meet(comm, reader);
 }
 
 /* What has been written is complete. */

@@ -92,3 +92,10 @@ zs_status zs_writing_complete(zs_engine *engine)
     zs_comm_write_complete(engine->home.ranks.shard_group, engine->reader, reading.changed);
     return ZS_OK;
 }
+
+zs_status zs_writing_meet(zs_engine *engine)
+{
+    ZS_TRY(zs_writing_complete(engine));
+    if (!engine->reading && !engine->writing) zs_comm_readers_meet(engine->home.ranks.shard_group, engine->reader);
+    return ZS_OK;
+}

@@ -221,6 +221,15 @@ static PyObject *engine_complete_writes(engine_object *self, PyObject *unused)
     return without_gil(self, zs_writing_complete);
 }
 
+PyDoc_STRVAR(engine_meet_doc, "meet($self, /)\n--\n\ncomplete_writes(), in a collective of the script's in which all "
+                              "ranks wait for each other: how often each has evaluated before counts no more.");
+
+static PyObject *engine_meet(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    return without_gil(self, zs_writing_meet);
+}
+
 PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nbegin_write() for an optimizer's step. Raises "
                                      "RuntimeError if .grad holds what a failed backward has left there.");
 
@@ -351,6 +360,7 @@ static PyMethodDef engine_methods[] = {
     {"compare", (PyCFunction)engine_compare_ranks, METH_NOARGS, engine_compare_doc},
     {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS, engine_begin_write_doc},
     {"complete_writes", (PyCFunction)engine_complete_writes, METH_NOARGS, engine_complete_writes_doc},
+    {"meet", (PyCFunction)engine_meet, METH_NOARGS, engine_meet_doc},
     {"end_write", (PyCFunction)engine_end_write, METH_NOARGS, engine_end_write_doc},
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},
     {"sum_over_ranks", (PyCFunction)engine_sum, METH_O, engine_sum_doc},

@@ -300,6 +300,8 @@ static const char *run_apart(void)
         {{"SEAUSEEAUTBW", "SAUSAUTBW", "SAUSAUTBW"}, true},
         {{"TBWSEAUEATBW", "TBWSAUATBW", "TBWSAUEATBW"}, true},
         {{"TBWLEALATBW", "TBWLALATBW", "TBWLALATBW"}, true},
+        {{"TBWEEAELTBW", "TBWAELTBW", "TBWAELTBW"}, true},
+        {{"EEEAESAEELEETBW", "AESAEELEETBW", "EAESAEELEETBW"}, true},
     };
     const char *broken = NULL;
     for (size_t i = 0; i < COUNT(programs) && broken == NULL; i++)

@@ -374,6 +374,7 @@ const char *model_step(world_state *w, int i, bool interrupt)
     }
     case MEET: /* the script's own collective: what it has written by hand is complete */
         if (!planted("collectives complete nothing")) complete(me, changed);
+        if (!planted("looks of before a collective count")) me->looks = 0;
         me->met++;
         model_go(me, MET);
         break;

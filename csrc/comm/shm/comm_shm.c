@@ -234,6 +234,7 @@ static const zs_reader_ops shm_readers = {
     .write_begin = zs_shm_write_begin,
     .write_end = zs_shm_write_end,
     .write_complete = zs_shm_write_complete,
+    .meet = zs_shm_readers_meet,
     .tell_past = zs_shm_tell_past,
 };
 

@@ -258,3 +258,9 @@ void zs_shm_write_complete(zs_comm *comm, zs_reader *reader, bool changed)
     if (!zs_word_same_version(word, next)) settle_work(shm, reader, ZS_PASS_EVALUATE); /* as one that looks now */
     set_word(shm, reader, next);
 }
+
+void zs_shm_readers_meet(zs_comm *comm, zs_reader *reader)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (zs_shm_live(shm)) atomic_store(&zs_shm_reader_at(shm, comm->rank, reader->record)->looks, 0);
+}

@@ -25,6 +25,9 @@ void zs_shm_write_end(zs_comm *comm, zs_reader *reader, bool known);
 /* write_complete; ends a write that has begun. */
 void zs_shm_write_complete(zs_comm *comm, zs_reader *reader, bool changed);
 
+/* meet. */
+void zs_shm_readers_meet(zs_comm *comm, zs_reader *reader);
+
 /* tell_past. */
 void zs_shm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *now);
 
