@@ -47,8 +47,8 @@ class Record:
     what that refers to."""
 
     key: str
-    state: MutableMapping[Any, Any]
-    groups: list[dict[str, Any]]
+    state: MutableMapping[Any, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
     is_dropped: bool = False
     released: set[int] = field(default_factory=set)
     """Ranks that have dropped theirs."""
@@ -98,7 +98,8 @@ class Book:
         record = self.numbered.get(optimizer)
         if record is None:
             record = self._number(optimizer)
-        record.state, record.groups = optimizer.state, optimizer.param_groups
+        if optimizer.state:  # else nothing need be kept
+            record.state, record.groups = optimizer.state, optimizer.param_groups
         return record
 
     def _number(self, optimizer: Optimizer) -> Record:
@@ -106,7 +107,7 @@ class Book:
             name = type(optimizer).__name__
             number = self._counts.get(name, 0)
             self._counts[name], key = number + 1, f"{name} {number}"
-            record = Record(key, optimizer.state, optimizer.param_groups)
+            record = Record(key)
             record.released = self._early.pop(key, set())
             record.reference = weakref.ref(optimizer, lambda _: _jobs.put((self, record)))
             self.records[key] = self.numbered[optimizer] = record
@@ -117,12 +118,16 @@ class Book:
         """The parameters of the model that an optimizer has, and its state."""
         with _lock:
             record = self.records.get(key)
+            optimizer = None if record is None or record.reference is None else record.reference()
             if record is None:
                 name, number = key.rsplit(" ", 1)
                 late = _unnumbered_of(self, name)[int(number) - self._counts.get(name, 0) :]
                 if not late:
                     return None
-                record = Record(key, late[0].state, late[0].param_groups)
+                optimizer = late[0]
+            if optimizer is not None:
+                record = Record(key, optimizer.state, optimizer.param_groups)
+            assert record is not None
             ids = self.ids
             return [param for param in record.params if id(param) in ids], record.state
 
@@ -223,35 +228,43 @@ def tell_of(told: dict[str, Any]) -> None:
         book.clear()
 
 
-_jobs: queue.SimpleQueue[tuple[Book, Record | None] | None] = queue.SimpleQueue()
+@dataclass(frozen=True)
+class _News:
+    """What to tell a rank: that an optimizer has been dropped here; None: that nothing will be
+    asked."""
+
+    book: Book
+    rank: int
+    key: str | None
+
+
+_jobs: queue.SimpleQueue[tuple[Book, Record | None] | _News | None] = queue.SimpleQueue()
 """Books whose model has died, and records whose optimizer has. Finalizers put them here, which may
 run in the midst of anything."""
 
 
-def _drop(book: Book, record: Record | None) -> None:
-    """A model (None) or an optimizer of this rank is gone: tell the others."""
+def _drop(book: Book, record: Record | None) -> list[_News]:
+    """A model (None) or an optimizer of this rank is gone. Returns what to tell the others."""
     with _lock:
         if record is None:
             book.is_alive = False
         else:
             record.is_dropped = True
         book.clear()
-        key = record.key if record is not None else None
-        if book.needs_others and key is None:
-            return
-        told = key if book.needs_others else None
-        others = sorted(set(book.others) - book.done)
-    for rank in others:
-        _tell(book, rank, told)
+        if book.needs_others and record is None:
+            return []
+        key = record.key if record is not None and book.needs_others else None
+        return [_News(book, rank, key) for rank in sorted(set(book.others) - book.done)]
 
 
-def _tell(book: Book, rank: int, key: str | None) -> None:
-    said = {"tell": {"token": book.token, "key": key, "rank": book.rank}}
+def _tell(news: _News) -> None:
+    book, rank = news.book, news.rank
+    said = {"tell": {"token": book.token, "key": news.key, "rank": book.rank}}
     try:
         with _answers.ask(book.addresses[rank], said, _SOON):
             pass
     except TimeoutError:
-        pass  # it keeps Python's lock for long; what it keeps for this rank, it keeps until its end
+        _jobs.put(news)  # it keeps Python's lock for long: once more
     except (OSError, RuntimeError):
         _note_end(book, rank)
 
@@ -301,8 +314,13 @@ class _Teller:
                 continue
             if job is None:
                 return
-            _drop(*job)
-            del job  # else it keeps what it names until the next one
+            if isinstance(job, _News):
+                _tell(job)
+                continue
+            news = _drop(*job)
+            del job  # else it keeps what it names
+            for each in news:
+                _tell(each)
 
 
 # --- the end of the script ------------------------------------------------------------------------
@@ -321,7 +339,7 @@ def finish(timeout: float) -> None:
             book.clear()
     for book in books:
         for rank in sorted(set(book.others) - book.done):
-            _tell(book, rank, None)
+            _tell(_News(book, rank, None))
     _wait_until_free(timeout)
     _jobs.put(None)
     _answers.stop()

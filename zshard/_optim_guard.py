@@ -169,6 +169,7 @@ def _after_step(
     try:
         if optimizer not in _inner:
             _note_step(optimizer)
+        know(optimizer)  # it has its state now
     finally:
         for unit in units_stepped_by(optimizer):
             unit.engine.end_write()

@@ -38,11 +38,14 @@ struct zs_file {
     size_t n_slots, room;
 };
 
+/* Peers may read a flat for longer than this rank has it: its space goes with the file, when the last rank has closed that. */
+enum { A_FLAT = -1, READ_BY_PEERS = -2 };
+
 /* What a region's zs_mem needs to give it back. */
 typedef struct region_owner {
     zs_file *file;
     uint64_t offset, bytes; /* of this rank's own region */
-    int64_t slot;           /* index among the buckets, -1: a flat */
+    int64_t slot;           /* index among the buckets; A_FLAT, READ_BY_PEERS: none of them */
 } region_owner;
 
 static _Atomic unsigned lifetime;
@@ -243,7 +246,7 @@ static void free_region(zs_mem *mem)
     munmap(mem->ptr, mem->bytes);
     if (file->lifetime == zs_lifetime()) {
         pthread_mutex_lock(&file->lock);
-        bool is_flat = owner->slot < 0, taken = file->kept;
+        bool is_flat = owner->slot < 0, taken = file->kept || owner->slot == READ_BY_PEERS;
         if (is_flat && file->freed != NULL) taken = file->freed(file->told, owner->offset, owner->bytes);
         if (!taken)
             fallocate(file->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)owner->offset, (off_t)owner->bytes);
@@ -342,7 +345,7 @@ zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_by
     if (shard_bytes % HUGE_PAGE == 0) madvise(base, bytes, MADV_HUGEPAGE); /* advice, may fail */
     madvise(base, before, MADV_DONTDUMP);                                  /* a core dump holds the own shard */
     madvise(base + before + shard_bytes, bytes - before - shard_bytes, MADV_DONTDUMP);
-    return wrap_region(base, bytes, (region_owner){file, offset + before, shard_bytes, -1}, out);
+    return wrap_region(base, bytes, (region_owner){file, offset + before, shard_bytes, A_FLAT}, out);
 }
 
 zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out)
@@ -357,7 +360,7 @@ zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shar
         munmap(base, bytes);
         return status;
     }
-    return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, -1}, out);
+    return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, world > 1 ? READ_BY_PEERS : A_FLAT}, out);
 }
 
 /* A free slot of exactly `bytes`, -1 if there is none. A larger one would do, and would make a unit's bucket as large as
