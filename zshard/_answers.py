@@ -12,21 +12,26 @@ import json
 import os
 import secrets
 import socket
-import socketserver
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["Answer", "Reply", "address", "answer_with", "ask", "lives", "stop"]
+__all__ = ["ENDED", "Answer", "Reply", "address", "answer_with", "ask", "lives", "stop"]
 
 Answer = tuple[dict[str, Any], Sequence[torch.Tensor]]
 """What can be told in JSON, and contiguous tensors in host memory."""
 
 _answerer: Callable[[Any], Answer] | None = None
 _SLOWEST = 300.0  # seconds that a rank may take to read one tensor
+_THREADS = 4  # questions that are answered at a time; others wait
+_QUEUE = 128
+
+ENDED = (ConnectionRefusedError, FileNotFoundError)
+"""What ask() raises for a process that has ended. Other OSErrors may pass."""
 
 
 def answer_with(answerer: Callable[[Any], Answer]) -> None:
@@ -55,7 +60,7 @@ def ask(address: str, question: Any, timeout: float) -> Iterator[Reply]:
     """
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(timeout)
-        line.connect("\0" + address)
+        _connect(line, address, timeout)
         if not _is_own_user(line):
             raise ConnectionRefusedError("a process of another user answers")
         line.sendall(json.dumps(question).encode() + b"\n")
@@ -68,11 +73,22 @@ def lives(address: str) -> bool:
         with socket.socket(socket.AF_UNIX) as line:
             line.settimeout(1.0)
             line.connect("\0" + address)
-    except TimeoutError:
-        return True
-    except OSError:
+    except ENDED:
         return False
+    except OSError:  # its queue is full, or this process has no descriptor left
+        return True
     return True
+
+
+def _connect(line: socket.socket, address: str, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return line.connect("\0" + address)
+        except BlockingIOError:  # its queue is full
+            if time.monotonic() > deadline:
+                raise TimeoutError("the process takes no question") from None
+            time.sleep(0.01)
 
 
 class Reply:
@@ -110,51 +126,65 @@ def _is_own_user(line: socket.socket) -> bool:
     return bool(struct.unpack("3i", raw)[1] == os.geteuid())
 
 
-class _Handler(socketserver.StreamRequestHandler):
-    timeout = _SLOWEST
-
-    def handle(self) -> None:
-        if not _is_own_user(self.connection):
-            return
-        question = self.rfile.readline()
-        if not question:  # it only wanted to know whether this process lives
-            return
-        header, tensors = self._answer(json.loads(question))
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has raised
-            self.wfile.write(json.dumps(header).encode() + b"\n")
-            for tensor in tensors:
-                if tensor.numel():
-                    self.wfile.write(_bytes_of(tensor))
-
-    def _answer(self, question: Any) -> Answer:
-        if _answerer is None:
-            return {"error": "it has nothing to tell"}, []
-        try:
-            return _answerer(question)
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}, []
+def _answer(question: Any) -> Answer:
+    if _answerer is None:
+        return {"error": "it has nothing to tell"}, []
+    try:
+        return _answerer(question)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}, []
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """The process's thread that waits for questions."""
+def _serve(line: socket.socket) -> None:
+    """Answer the question that comes on a connection."""
+    line.settimeout(_SLOWEST)
+    if not _is_own_user(line):
+        return
+    with line.makefile("rb") as file:
+        question = file.readline()
+    if not question:  # it only wanted to know whether this process lives
+        return
+    header, tensors = _answer(json.loads(question))
+    line.sendall(json.dumps(header).encode() + b"\n")
+    for tensor in tensors:
+        if tensor.numel():
+            line.sendall(_bytes_of(tensor))
 
-    daemon_threads = True
-    request_queue_size = 128
+
+class _Server:
+    """The process's threads that wait for questions. All are started at once: at the end of a
+    script, when others may ask, Python starts no thread any more."""
+
     _own: _Server | None = None
-    name: str
+
+    def __init__(self) -> None:
+        self.name = f"zshard-answers-{secrets.token_hex(12)}"
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind("\0" + self.name)
+        self.socket.listen(_QUEUE)
+        self.threads = [
+            threading.Thread(target=self._run, name=f"zshard-answers-{i}", daemon=True)
+            for i in range(_THREADS)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                line, _ = self.socket.accept()
+            except OSError:
+                return  # closed
+            with line, contextlib.suppress(OSError, ValueError):  # who asked has raised, or ended
+                _serve(line)
 
     @classmethod
     def address_of_this_process(cls) -> str:
         if cls._own is None:
-            name = f"zshard-answers-{secrets.token_hex(12)}"
             try:
-                cls._own = cls("\0" + name, _Handler)
+                cls._own = cls()
             except OSError:
                 return ""
-            cls._own.name = name
-            run = threading.Thread(target=cls._own.serve_forever, args=(3600.0,), daemon=True)
-            run.name = "zshard-answers"
-            run.start()
             os.register_at_fork(after_in_child=cls._forget)
         return cls._own.name
 
@@ -163,11 +193,10 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         own, cls._own = cls._own, None
         if own is None:
             return
-        stopping = threading.Thread(target=own.shutdown, daemon=True)
-        stopping.start()
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as line:
-            line.connect("\0" + own.name)  # it looks whether it is to stop once it has been asked
-        stopping.join(1.0)
+        with contextlib.suppress(OSError):
+            own.socket.shutdown(socket.SHUT_RDWR)  # accept() returns
+        for thread in own.threads:
+            thread.join(1.0)
         own.socket.close()
 
     @classmethod
@@ -176,6 +205,3 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         if cls._own is not None:
             cls._own.socket.close()
         cls._own = None
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A question that makes no sense is hung up on."""

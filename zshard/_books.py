@@ -6,7 +6,8 @@ model has dropped its own optimizer, or has ended. Ranks tell each other what th
 of their own, so that no `del optimizer` waits. A script that ends waits for the others, which may
 ask.
 
-Optimizers have numbers: the first of its class that steps a model on one rank is the first on all.
+Optimizers have numbers: the first of its class, with the same parameters, that steps a model on one
+rank is the first on all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,7 +80,8 @@ class Book:
         self.is_alive = True  # the model is
         self.records: dict[str, Record] = {}
         self.numbered: weakref.WeakKeyDictionary[Optimizer, Record] = weakref.WeakKeyDictionary()
-        self.done: set[int] = set()  # ranks that will not ask any more
+        self.silent: set[int] = set()  # ranks that will not ask any more
+        self.ended: set[int] = set()  # and those that need not be told any more, either
         self._counts: dict[str, int] = {}
         self._early: dict[str, set[int]] = {}  # who has dropped what has no record here yet
         self._params = [weakref.ref(param) for param in params]
@@ -102,16 +105,25 @@ class Book:
             record.state, record.groups = optimizer.state, optimizer.param_groups
         return record
 
+    def kind_of(self, optimizer: Optimizer) -> str:
+        """What tells optimizers apart on all ranks alike: their class, and which of the model's
+        parameters they have."""
+        places = {
+            id(param): i for i, ref in enumerate(self._params) if (param := ref()) is not None
+        }
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        numbers = [places[id(param)] for param in params if id(param) in places]
+        return f"{type(optimizer).__name__}:{zlib.crc32(repr(numbers).encode()):x}"
+
     def _number(self, optimizer: Optimizer) -> Record:
         with _lock:
-            name = type(optimizer).__name__
-            number = self._counts.get(name, 0)
-            self._counts[name], key = number + 1, f"{name} {number}"
+            kind = self.kind_of(optimizer)
+            number = self._counts.get(kind, 0)
+            self._counts[kind], key = number + 1, f"{kind} {number}"
             record = Record(key)
             record.released = self._early.pop(key, set())
             record.reference = weakref.ref(optimizer, lambda _: _jobs.put((self, record)))
             self.records[key] = self.numbered[optimizer] = record
-        _Teller.start()
         return record
 
     def find(self, key: str) -> tuple[list[Tensor], MutableMapping[Any, Any]] | None:
@@ -120,11 +132,11 @@ class Book:
             record = self.records.get(key)
             optimizer = None if record is None or record.reference is None else record.reference()
             if record is None:
-                name, number = key.rsplit(" ", 1)
-                late = _unnumbered_of(self, name)[int(number) - self._counts.get(name, 0) :]
-                if not late:
+                kind, number = key.rsplit(" ", 1)
+                late = _unnumbered_of(self, kind)
+                if not late or int(number) < self._counts.get(kind, 0):
                     return None
-                optimizer = late[0]
+                optimizer = late[-1]  # older ones may only wait for the garbage collector
             if optimizer is not None:
                 record = Record(key, optimizer.state, optimizer.param_groups)
             assert record is not None
@@ -143,7 +155,7 @@ class Book:
 
     def waits_for(self, record: Record) -> set[int]:
         """The ranks that may yet ask for what has been dropped here."""
-        return set(self.others) - self.done - record.released
+        return set(self.others) - self.silent - self.ended - record.released
 
     def clear(self) -> None:
         """Free what nobody may ask for any more. With the lock."""
@@ -165,16 +177,10 @@ def note_made(optimizer: Optimizer) -> None:
         _made[optimizer] = None
 
 
-def _unnumbered_of(book: Book, name: str) -> list[Optimizer]:
-    """Those of a class that have parameters of the model, and have neither stepped nor loaded nor
-    saved."""
-    ids = book.ids
+def _unnumbered_of(book: Book, kind: str) -> list[Optimizer]:
+    """Those of a kind that have neither stepped nor loaded nor saved."""
     return [
-        each
-        for each in list(_made)
-        if type(each).__name__ == name
-        and each not in book.numbered
-        and any(id(param) in ids for group in each.param_groups for param in group["params"])
+        each for each in list(_made) if each not in book.numbered and book.kind_of(each) == kind
     ]
 
 
@@ -201,6 +207,7 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     book = Book(cards[0][:_TOKEN].hex(), addresses, shards.rank, params)
     with _lock:
         _books[book.token] = book
+    _Teller.start()
     peers = Peers(book)
     for state in states:
         state.peers = peers
@@ -222,7 +229,7 @@ def tell_of(told: dict[str, Any]) -> None:
         if book is None:
             return
         if told["key"] is None:
-            book.done.add(told["rank"])
+            book.silent.add(told["rank"])
         else:
             book.release(told["key"], told["rank"])
         book.clear()
@@ -254,7 +261,7 @@ def _drop(book: Book, record: Record | None) -> list[_News]:
         if book.needs_others and record is None:
             return []
         key = record.key if record is not None and book.needs_others else None
-        return [_News(book, rank, key) for rank in sorted(set(book.others) - book.done)]
+        return [_News(book, rank, key) for rank in sorted(set(book.others) - book.ended)]
 
 
 def _tell(news: _News) -> None:
@@ -263,15 +270,16 @@ def _tell(news: _News) -> None:
     try:
         with _answers.ask(book.addresses[rank], said, _SOON):
             pass
-    except TimeoutError:
-        _jobs.put(news)  # it keeps Python's lock for long: once more
-    except (OSError, RuntimeError):
+    except _answers.ENDED:
         _note_end(book, rank)
+    except Exception:  # it keeps Python's lock for long, or is about to end: once more
+        time.sleep(_LOOK)
+        _jobs.put(news)
 
 
 def _note_end(book: Book, rank: int) -> None:
     with _lock:
-        book.done.add(rank)
+        book.ended.add(rank)
         book.clear()
 
 
@@ -338,7 +346,7 @@ def finish(timeout: float) -> None:
                     del book.records[record.key]
             book.clear()
     for book in books:
-        for rank in sorted(set(book.others) - book.done):
+        for rank in sorted(set(book.others) - book.ended):
             _tell(_News(book, rank, None))
     _wait_until_free(timeout)
     _jobs.put(None)
