@@ -139,7 +139,8 @@ class Book:
                 optimizer = late[-1]  # older ones may only wait for the garbage collector
             if optimizer is not None:
                 record = Record(key, optimizer.state, optimizer.param_groups)
-            assert record is not None
+            if record is None or not record.groups:  # it is gone, and had no state
+                return None
             ids = self.ids
             return [param for param in record.params if id(param) in ids], record.state
 
