@@ -36,7 +36,7 @@ from zshard._outline import Outline, Pending, StandIns
 from zshard._parts import part_of
 from zshard._plan import UnitSpec
 from zshard._slices import KEY, Record, misfit, record_of
-from zshard._units import State, is_unit, outline, units_of
+from zshard._units import State, is_unit, outline, session, units_of, unsharded
 
 _SAMPLES = 16  # elements of a loaded tensor that tell it from another
 
@@ -58,9 +58,11 @@ def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
     engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
     for engine in engines:
         engine.begin_write()
-    yield
-    for engine in engines:
-        engine.end_write()
+    try:
+        yield
+    finally:  # also after an exception: all ranks count their writes
+        for engine in engines:
+            engine.end_write()
 
 
 def attach(state: State, spec: UnitSpec) -> None:
@@ -112,16 +114,19 @@ def whole_state_dict(
 
     keep: if False, this rank only takes part: the result has shapes but no values.
 
-    Collective. Raises RuntimeError if a shard would get into the result.
+    Over shm any rank may call it alone; else it is collective. Raises RuntimeError if a shard would
+    get into the result.
     """
     if _outermost.get() is not None:
         return state_dict(*args, **kwargs)
     _settle_replicas(module)
-    token = _outermost.set(_Copies(module.parameters(), keep))
-    try:
-        state = state_dict(*args, **kwargs)
-    finally:
-        _outermost.reset(token)
+    cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.slices)]
+    with session(cut):  # all of it is of one step, also where other ranks train on
+        token = _outermost.set(_Copies(module.parameters(), keep))
+        try:
+            state = state_dict(*args, **kwargs)
+        finally:
+            _outermost.reset(token)
     _refuse_slices(state)
     return state
 
@@ -156,19 +161,9 @@ class _UnitParams:
     def copies(self, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
         """Return full copies of the parameters whose id is wanted, by id. Collective: one gather.
         keep: else they have shapes only."""
-        engine = self.unit.engine
-        engine.open()
-        try:
-            held = self.unit.is_full  # by a forward that is running and goes on with it
-            self.unit.unshard(True)
-            try:
-                chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
-                return {id(param): self._copy(i, param, keep) for i, param in chosen}
-            finally:
-                if not held:
-                    self.unit.reshard()
-        finally:
-            engine.close()
+        with unsharded(self.unit):
+            chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
+            return {id(param): self._copy(i, param, keep) for i, param in chosen}
 
     def _copy(self, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
         shape = self.unit.param(index)["shape"]
@@ -359,10 +354,10 @@ class _Load(_OwnersMethod):
         units = [place.unit for place in used.values()] if planned is None else []
         with writing(units):
             loads = self._load(used, (state_dict, prefix, local_metadata, strict), *lists)
-        if planned is None:
-            note_loads(loads)
-        else:
-            planned += loads
+            if planned is None:
+                note_loads(loads)
+            else:
+                planned += loads
 
     def _load(
         self, used: dict[str, _Place], args: tuple[Any, ...], *lists: list[str]

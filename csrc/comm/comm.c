@@ -144,6 +144,16 @@ bool zs_reading_changed(uint64_t told)
     return (told & CHANGED) != 0;
 }
 
+bool zs_reading_is_backward(uint64_t told)
+{
+    return (told & PASS) == ZS_PASS_BACKWARD;
+}
+
+bool zs_reading_is_look(uint64_t told)
+{
+    return (told & PASS) == ZS_PASS_EVALUATE;
+}
+
 zs_status zs_comm_fail_apart(const zs_comm *comm, int changed)
 {
     return ZS_FAIL(
@@ -291,7 +301,9 @@ void zs_local_reader_free(zs_comm *comm, zs_reader *reader)
 zs_status zs_local_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
 {
     (void)reader;
-    comm->reading = zs_reading_told(reading);
+    /* A backward is of the weights of its forward. */
+    uint64_t kept = reading->pass == ZS_PASS_BACKWARD ? comm->reading & CHANGED : 0;
+    comm->reading = zs_reading_told(reading) | kept;
     return ZS_OK;
 }
 

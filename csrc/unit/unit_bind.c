@@ -45,6 +45,13 @@ zs_status zs_unit_cast(const zs_unit *unit)
     return ZS_OK;
 }
 
+bool zs_unit_has_casts(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].low.mem != NULL) return true;
+    return false;
+}
+
 /* Begins to fill a slot: a gather, or where this rank has everything, a cast. */
 static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from)
 {
@@ -356,14 +363,25 @@ static zs_status write_back_param(zs_unit *unit, zs_param *param)
     return zs_unit_bind_local(unit, param);
 }
 
+static bool is_moved(const zs_unit *unit, const zs_param *param)
+{
+    const zs_flat *flat = &unit->flats[param->flat];
+    const zs_storage *home = zs_unit_is_full(unit) ? flat->full : flat->shard;
+    return zs_tensor_alive(param->tensor) && !zs_tensor_on_storage(param->tensor, home);
+}
+
+bool zs_unit_is_moved(const zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++)
+        if (is_moved(unit, &unit->params[i])) return true;
+    return false;
+}
+
 zs_status zs_unit_write_back(zs_unit *unit)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
-        const zs_flat *flat = &unit->flats[param->flat];
-        if (!zs_tensor_alive(param->tensor)) continue;
-        const zs_storage *home = zs_unit_is_full(unit) ? flat->full : flat->shard;
-        if (zs_tensor_on_storage(param->tensor, home)) continue;
+        if (!is_moved(unit, param)) continue;
         if (unit->record.pinned) return moved_error(unit, param, "after unshard()");
         ZS_TRY(write_back_param(unit, param));
     }

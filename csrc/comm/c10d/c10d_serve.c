@@ -1,0 +1,190 @@
+/* c10d_serve.c - gathers of which one rank knows nothing, and that it takes part in. See c10d.h.
+ *
+ * The one idea: ranks say what comes next before each collective, so a rank that leaves a unit out hears from the others that they
+ * are gathering it. It needs nothing of its own for that but its shard: it takes part, throws away what comes, and says again
+ * what it was about to do. All ranks choose among what they have said by one rule, so they choose the same. As long as any rank
+ * wants to gather, that comes first; what a rank can not do for another (a round of gradients) waits until all have come to it,
+ * in an order that is the same on all ranks. Each gather brings one rank further, so this ends.
+ *
+ * A shard is brought only as the session of its model has begun with it: see `serves`.
+ */
+#include "comm/c10d/c10d.h"
+
+#include <stdlib.h>
+
+/* --- what can be brought ---------------------------------------------------------------------------------------------------- */
+
+/* A flat that this transport has made, and not freed. */
+struct zs_c10d_flat {
+    uint64_t key;
+    const char *shard;
+    size_t shard_bytes;
+    struct zs_c10d_flat *next;
+};
+
+/* A model, and whether its shards are as its last forward has found them. */
+struct zs_reader {
+    uint64_t number;
+    bool current;
+    zs_reader *next;
+};
+
+/* Where the list begins that a flat of this number is in: each gather looks. */
+static zs_c10d_flat **list_of(zs_c10d_comm *comm, uint64_t key)
+{
+    return &comm->made[key % ZS_C10D_LISTS];
+}
+
+static const zs_c10d_flat *find_flat(zs_c10d_comm *comm, uint64_t key)
+{
+    const zs_c10d_flat *flat = *list_of(comm, key);
+    while (flat != NULL && flat->key != key)
+        flat = flat->next;
+    return flat;
+}
+
+zs_status zs_c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
+{
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    zs_c10d_flat *flat = malloc(sizeof *flat);
+    if (flat == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a shard");
+    zs_status status = zs_device_mem_new(comm->device, shard_bytes, &out->mem);
+    if (status != ZS_OK) {
+        free(flat);
+        return status;
+    }
+    out->shard = out->mem->ptr;
+    out->full = NULL;
+    out->shard_bytes = shard_bytes;
+    out->key = self->flats++;
+    zs_c10d_flat **list = list_of(self, out->key);
+    *flat = (zs_c10d_flat){out->key, out->shard, shard_bytes, *list};
+    *list = flat;
+    return ZS_OK;
+}
+
+void zs_c10d_flat_free(zs_comm *comm, zs_flat_mem *flat)
+{
+    zs_c10d_flat **at = list_of((zs_c10d_comm *)comm, flat->key);
+    while (*at != NULL && (*at)->shard != flat->shard)
+        at = &(*at)->next;
+    if (*at != NULL) {
+        zs_c10d_flat *gone = *at;
+        *at = gone->next;
+        free(gone);
+    }
+    zs_local_flat_free(comm, flat);
+}
+
+/* Flats on a disk, or of another transport, are not to be found by their numbers. */
+bool zs_c10d_is_own(zs_c10d_comm *comm, const zs_flat_mem *flat)
+{
+    const zs_c10d_flat *found = find_flat(comm, flat->key);
+    return found != NULL && found->shard == flat->shard;
+}
+
+static zs_status c10d_reader_new(zs_comm *comm, const char *name, zs_reader **out)
+{
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    zs_reader *reader = malloc(sizeof *reader);
+    if (reader == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the reader of '%s'", name);
+    *reader = (zs_reader){comm->models, false, self->readers};
+    *out = self->readers = reader;
+    return ZS_OK;
+}
+
+static void c10d_reader_free(zs_comm *comm, zs_reader *reader)
+{
+    zs_reader **at = &((zs_c10d_comm *)comm)->readers;
+    while (*at != NULL && *at != reader)
+        at = &(*at)->next;
+    if (*at != NULL) *at = reader->next;
+    free(reader);
+}
+
+static zs_status c10d_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
+{
+    if (reading->pass != ZS_PASS_BACKWARD) reader->current = true;
+    return zs_local_read_begin(comm, reader, reading);
+}
+
+static zs_status c10d_write_begin(zs_comm *comm, zs_reader *reader)
+{
+    (void)comm;
+    reader->current = false;
+    return ZS_OK;
+}
+
+static void c10d_write_end(zs_comm *comm, zs_reader *reader, bool known)
+{
+    (void)comm;
+    (void)known;
+    reader->current = false;
+}
+
+const zs_reader_ops zs_c10d_reader_ops = {
+    .reader_new = c10d_reader_new,
+    .reader_free = c10d_reader_free,
+    .read_begin = c10d_read_begin,
+    .read_end = zs_local_read_end,
+    .write_begin = c10d_write_begin,
+    .write_end = c10d_write_end,
+};
+
+static uint64_t bit_of(uint64_t model)
+{
+    return UINT64_C(1) << (model % 64);
+}
+
+uint64_t zs_c10d_served(const zs_c10d_comm *comm)
+{
+    uint64_t current = 0, other = 0;
+    for (const zs_reader *reader = comm->readers; reader != NULL; reader = reader->next)
+        *(reader->current ? &current : &other) |= bit_of(reader->number);
+    return current & ~other;
+}
+
+/* --- what is gathered next -------------------------------------------------------------------------------------------------- */
+
+/* A rank that left a unit out is met soonest where the others gather in the order of its own pass. */
+static bool is_before(const zs_c10d_turn *a, const zs_c10d_turn *b)
+{
+    bool back = zs_reading_is_backward(a->reading), other_back = zs_reading_is_backward(b->reading);
+    if (back != other_back) return other_back;
+    return back ? a->number > b->number : a->number < b->number;
+}
+
+int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    int chosen = -1;
+    uint64_t served = ~UINT64_C(0);
+    for (int r = 0; r < comm->base.world; r++) {
+        if (turns[r].kind == ZS_C10D_GIVE_UP) return -1;
+        served &= turns[r].serves;
+    }
+    for (int r = 0; r < comm->base.world; r++) {
+        const zs_c10d_turn *turn = &turns[r];
+        bool can =
+            turn->kind == ZS_C10D_GATHER && turn->joinable && turn->model != 0 && (served & bit_of(turn->model)) != 0;
+        if (can && (chosen < 0 || is_before(turn, &turns[chosen]))) chosen = r;
+    }
+    return chosen;
+}
+
+/* --- taking part ------------------------------------------------------------------------------------------------------------ */
+
+zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn)
+{
+    const zs_c10d_flat *flat = find_flat(comm, turn->number);
+    if (flat == NULL || flat->shard_bytes != turn->bytes)
+        return ZS_FAIL(ZS_ERR_STATE, "another rank all-gathers unit '%s', which rank %d no longer has", turn->name,
+                       comm->base.rank);
+    zs_mem *area = NULL;
+    zs_work *work = NULL;
+    int world = comm->base.world;
+    ZS_TRY(zs_c10d_borrow_area(comm, (size_t)world * flat->shard_bytes, &area));
+    zs_status status = zs_group_all_gather(comm->group, flat->shard, area->ptr, flat->shard_bytes, world, &work);
+    status = status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);
+    zs_c10d_return_area(comm, &area);
+    return status;
+}
