@@ -121,8 +121,9 @@ def whole_state_dict(
         return state_dict(*args, **kwargs)
     _settle_replicas(module)
     cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.slices)]
-    with session(cut):  # all of it is of one step, also where other ranks train on
-        token = _outermost.set(_Copies(module.parameters(), keep))
+    with contextlib.ExitStack() as opened:
+        begin = functools.partial(opened.enter_context, session(cut))
+        token = _outermost.set(_Copies(module.parameters(), begin, keep))
         try:
             state = state_dict(*args, **kwargs)
         finally:
@@ -223,16 +224,25 @@ class _Place:
 
 
 class _Copies:
-    """The full copies that one call of state_dict() has made. Tied parameters share theirs."""
+    """The full copies that one call of state_dict() has made. Tied parameters share theirs.
 
-    def __init__(self, params: Iterator[nn.Parameter], keep: bool = True) -> None:
+    All are of one step, also where other ranks train on: the first one begins a session. A call
+    that makes none, such as that of zshard.save(), waits for nobody.
+    """
+
+    def __init__(
+        self, params: Iterator[nn.Parameter], begin: Callable[[], object], keep: bool = True
+    ) -> None:
         self._below = {id(param) for param in params}  # of a unit, what the call is about
+        self._begin = begin
         self._keep = keep
         self._made: dict[int, nn.Parameter] = {}
 
     def of(self, place: _Place) -> nn.Parameter:
         """Return the copy of a parameter; the first one of a unit gathers it."""
         key = id(place.param)
+        if not self._made:
+            self._begin()
         if key not in self._made:
             self._made.update(place.params.copies(self._below | {key}, self._keep))
         return self._made[key]
@@ -318,7 +328,8 @@ class _Save(_OwnersMethod):
 
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         used = self.in_use()
-        copies = _outermost.get() or _Copies(iter([place.param for place in used.values()]))
+        params = (place.param for place in used.values())
+        copies = _outermost.get() or _Copies(params, lambda: None)
         given = {
             name: place.slice() if place.wants_slices else copies.of(place)
             for name, place in used.items()
