@@ -15,7 +15,7 @@ from c_reader import Item, functions_of, items_of
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 OBJECT = re.compile(r"\b(zs_\w+)(?:\[[^\]]*\])*\s*(?:=|$)")
 
-ASIDE = {"py_util", "py_guard", "py_slices", "py_writes"}
+ASIDE = {"py_aliases", "py_util", "py_guard", "py_slices", "py_writes"}
 """Of the binding, what the others build on."""
 
 KNOWN = {

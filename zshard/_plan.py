@@ -10,6 +10,8 @@ sharing, the dominator tree is simply the module tree.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,6 +134,7 @@ class ModuleTree:
         for node in self.nodes:
             self._collect(node)
         self._refuse_params_of_wrapped()
+        self._refuse_common_memory()
         self._count()
 
     @property
@@ -244,6 +247,20 @@ class ModuleTree:
                     "to auto_wrap_policy"
                 )
 
+    def _refuse_common_memory(self) -> None:
+        """Two parameters that are one memory (`a.data = b.data`) train as one under DDP."""
+        there = [entry for entry in self._entries.values() if not entry.param.is_meta]
+        areas = sorted(((*_memory_of(e.param), e) for e in there), key=operator.itemgetter(0, 1))
+        for (_, end, first), (begin, _, second) in itertools.pairwise(areas):
+            if 0 < begin < end:
+                names = [_join(self._name(e.owners[0][0]), e.owners[0][1]) for e in (first, second)]
+                raise ValueError(
+                    f"parameters {names[0]!r} and {names[1]!r} share memory (as after "
+                    "a.data = b.data) but are two nn.Parameters, which FSDP would train apart: tie "
+                    "them before FSDP(...) by using one nn.Parameter for both "
+                    "(module.weight = other.weight), or give one a copy"
+                )
+
     def _count(self) -> None:
         for entry in self._entries.values():
             entry.home.numel += entry.param.numel()
@@ -262,6 +279,17 @@ class ModuleTree:
         )
         owners = tuple((owner.module, attribute) for owner, attribute in entry.owners)
         return ParamRef(names, entry.param, owners)
+
+
+def _memory_of(param: nn.Parameter) -> tuple[int, int]:
+    """Return the first address and that of the end; 0 for tensors without memory, and for views
+    with gaps, in which others may lie."""
+    if type(param.data) is not torch.Tensor or param.layout != torch.strided:
+        return 0, 0
+    if param.numel() == 0 or not param.is_contiguous():
+        return 0, 0
+    begin = param.data_ptr()
+    return begin, begin + param.numel() * param.element_size()
 
 
 def has_forward(module: nn.Module) -> bool:

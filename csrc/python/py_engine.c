@@ -2,6 +2,7 @@
 #include "python/py_engine.h"
 #include "engine/history.h"
 #include "engine/writing.h"
+#include "python/py_aliases.h"
 #include "python/py_faces.h"
 
 #include "unit/offload.h"
@@ -177,7 +178,7 @@ PyDoc_STRVAR(engine_open_doc,
 static PyObject *engine_open(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    return without_gil(self, zs_engine_open);
+    return zs_py_keep_aliases(self->engine) < 0 ? NULL : without_gil(self, zs_engine_open);
 }
 
 PyDoc_STRVAR(engine_close_doc, "close($self, /)\n--\n\nClose the session that open() opened.");
@@ -218,7 +219,7 @@ PyDoc_STRVAR(
 static PyObject *engine_complete_writes(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    return without_gil(self, zs_writing_complete);
+    return zs_py_keep_aliases(self->engine) < 0 ? NULL : without_gil(self, zs_writing_complete);
 }
 
 PyDoc_STRVAR(engine_meet_doc, "meet($self, /)\n--\n\ncomplete_writes(), in a collective of the script's in which all "
@@ -227,7 +228,7 @@ PyDoc_STRVAR(engine_meet_doc, "meet($self, /)\n--\n\ncomplete_writes(), in a col
 static PyObject *engine_meet(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    return without_gil(self, zs_writing_meet);
+    return zs_py_keep_aliases(self->engine) < 0 ? NULL : without_gil(self, zs_writing_meet);
 }
 
 PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nbegin_write() for an optimizer's step. Raises "

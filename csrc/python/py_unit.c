@@ -1,6 +1,7 @@
 /* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
 #include "engine/history.h"
 #include "engine/pin.h"
+#include "python/py_aliases.h"
 #include "python/py_faces.h"
 
 #include <math.h>
@@ -278,6 +279,7 @@ static PyObject *unit_pin(unit_object *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "|p:pin", &exact)) return NULL;
     bool before = self->unit->record.pinned;
     zs_status status;
+    if (zs_py_keep_aliases(zs_engine_of(self->unit)) < 0) return NULL;
     ZS_PY_NOGIL(status, zs_engine_unshard(self->unit, exact));
     zs_py_show(zs_engine_of(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);

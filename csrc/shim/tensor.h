@@ -125,6 +125,9 @@ zs_status zs_tensor_new_on(const zs_place *place, const zs_tensor *like, zs_tens
 /* Does the tensor lie on this storage? False after `p.data = other`. */
 bool zs_tensor_on_storage(const zs_tensor *tensor, const zs_storage *storage);
 
+/* Does it lie there, from element `offset` on, in row-major order, as zs_tensor_bind puts it? */
+bool zs_tensor_lies_at(const zs_tensor *tensor, const zs_storage *storage, int64_t offset);
+
 /* --- gradients -------------------------------------------------------------------------------------------------------- */
 
 /* Facts of tensor.grad, without touching Python. */

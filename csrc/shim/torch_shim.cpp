@@ -312,6 +312,13 @@ bool zs_tensor_on_storage(const zs_tensor *handle, const zs_storage *storage)
                storage->storage.unsafeGetStorageImpl();
 }
 
+bool zs_tensor_lies_at(const zs_tensor *handle, const zs_storage *storage, int64_t offset)
+{
+    const c10::TensorImpl *impl = handle->tensor.unsafeGetTensorImpl();
+    if (!zs_tensor_on_storage(handle, storage)) return false;
+    return impl->numel() == 0 || (impl->storage_offset() == offset && impl->is_contiguous());
+}
+
 void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *ctx)
 {
     at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { fn(ctx, begin, end); });

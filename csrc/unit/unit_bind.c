@@ -1,4 +1,4 @@
-/* unit_bind.c - what a unit's parameters point to: rebinding, gathering, and finding parameters that users moved.
+/* unit_bind.c - what a unit's parameters point to: rebinding and gathering. Parameters that users moved: moved.c.
  *
  * The one idea: storage identity tells everything. A parameter that no longer lies on the storage that its unit bound
  * it to was replaced by the user; one whose version counter moved while its unit was FULL was written to in a place
@@ -8,6 +8,7 @@
 #include "device/device.h"
 #include "pager/pager.h"
 #include "unit/home.h"
+#include "unit/moved.h"
 #include "unit/offload.h"
 #include "unit/pinned.h"
 #include "unit/secondary.h"
@@ -106,21 +107,12 @@ static void clear_full_storage(zs_unit *unit, zs_flat *flat)
     flat->full_mem = NULL;
 }
 
-static zs_status moved_error(const zs_unit *unit, const zs_param *param, const char *when)
-{
-    return ZS_FAIL(
-        ZS_ERR_STATE,
-        "parameter '%s' of unit '%s' was replaced %s (by p.data = ..., .to() or load_state_dict(assign=True)); replace "
-        "it outside of forward and backward, or convert the model before FSDP(...)",
-        param->name, zs_unit_label(unit->name), when);
-}
-
 static zs_status bind_full(zs_unit *unit, int64_t i)
 {
     zs_param *param = &unit->params[i];
     zs_flat *flat = &unit->flats[param->flat];
     if (!zs_tensor_on_storage(param->tensor, flat->shard))
-        return moved_error(unit, param, "between forward and backward");
+        return zs_moved_error(unit, param, "between forward and backward");
     zs_place place = {flat->full, param->offset, param->ndim, param->sizes, full_dtype(unit, flat)};
     ZS_TRY(zs_tensor_bind(param->tensor, &place));
     param->version = zs_tensor_version(param->tensor);
@@ -258,7 +250,7 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
     ZS_TRY(zs_unit_bind_local(unit, param));
     ZS_TRY(looked);
     if (written) zs_secondary_spoil(unit);
-    if (moved) return moved_error(unit, param, "while it was unsharded");
+    if (moved) return zs_moved_error(unit, param, "while it was unsharded");
     if (written)
         return ZS_FAIL(
             ZS_ERR_STATE,
@@ -327,63 +319,6 @@ zs_status zs_unit_accept(zs_unit *unit, bool keep)
         bool there = zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full);
         if (keep && there) ZS_TRY(take_slice(unit, param));
         param->version = zs_tensor_version(param->tensor);
-    }
-    return ZS_OK;
-}
-
-/* --- parameters that users moved ------------------------------------------------------------------------------------- */
-
-static bool same_sizes(const zs_tensor_info *info, int ndim, const int64_t *sizes)
-{
-    return info->ndim == ndim && memcmp(info->sizes, sizes, (size_t)ndim * sizeof *sizes) == 0;
-}
-
-static zs_status write_back_param(zs_unit *unit, zs_param *param)
-{
-    zs_flat *flat = &unit->flats[param->flat];
-    zs_tensor_info info;
-    ZS_TRY(zs_tensor_describe(param->tensor, &info));
-    const zs_device *device = zs_home_device(unit->home);
-    bool here = zs_same_where(info.where, device->where);
-    if (info.dtype != flat->dtype || info.itemsize != flat->layout.itemsize || !here || !info.strided)
-        return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' of unit '%s' changed its dtype or device after FSDP(...) (by .to(), .double(), "
-                       ".half() or p.data = ...); convert the model before FSDP(...)",
-                       param->name, zs_unit_label(unit->name));
-    char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
-    bool whole = same_sizes(&info, param->ndim, param->sizes);
-    if (!whole && info.numel != param->owned.numel)
-        return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' of unit '%s' was replaced by a tensor of %lld elements: expected its full shape "
-                       "(%lld elements) or this rank's shard (%lld elements)",
-                       param->name, zs_unit_label(unit->name), (long long)info.numel, (long long)param->numel,
-                       (long long)param->owned.numel);
-    int64_t begin = whole ? param->owned.begin : 0;
-    ZS_TRY(zs_tensor_read(param->tensor, begin, param->owned.numel, dst, device->where));
-    return zs_unit_bind_local(unit, param);
-}
-
-static bool is_moved(const zs_unit *unit, const zs_param *param)
-{
-    const zs_flat *flat = &unit->flats[param->flat];
-    const zs_storage *home = zs_unit_is_full(unit) ? flat->full : flat->shard;
-    return zs_tensor_alive(param->tensor) && !zs_tensor_on_storage(param->tensor, home);
-}
-
-bool zs_unit_is_moved(const zs_unit *unit)
-{
-    for (int64_t i = 0; i < unit->n_params; i++)
-        if (is_moved(unit, &unit->params[i])) return true;
-    return false;
-}
-
-zs_status zs_unit_write_back(zs_unit *unit)
-{
-    for (int64_t i = 0; i < unit->n_params; i++) {
-        zs_param *param = &unit->params[i];
-        if (!is_moved(unit, param)) continue;
-        if (unit->record.pinned) return moved_error(unit, param, "after unshard()");
-        ZS_TRY(write_back_param(unit, param));
     }
     return ZS_OK;
 }

@@ -1,0 +1,112 @@
+/* moved.c - parameters that scripts have moved: by `p.data = t`, load_state_dict(assign=True), .to().
+ *
+ * The one idea: a parameter's memory stays where it is, as peers map it, so the new values are written there when the next pass
+ * begins. Other tensors that lie there, such as an earlier `p.data`, keep their values in plain PyTorch. They are known by the
+ * storage, which then has more users than parameters; Python finds them (_aliases.py).
+ */
+#include "unit/moved.h"
+
+#include "device/device.h"
+#include "unit/home.h"
+
+#include <string.h>
+
+zs_status zs_moved_error(const zs_unit *unit, const zs_param *param, const char *when)
+{
+    return ZS_FAIL(
+        ZS_ERR_STATE,
+        "parameter '%s' of unit '%s' was replaced %s (by p.data = ..., .to() or load_state_dict(assign=True)); replace "
+        "it outside of forward and backward, or convert the model before FSDP(...)",
+        param->name, zs_unit_label(unit->name), when);
+}
+
+/* Where a unit's parameters lie now. */
+static const zs_storage *storage_of(const zs_unit *unit, const zs_param *param)
+{
+    const zs_flat *flat = &unit->flats[param->flat];
+    return zs_unit_is_full(unit) ? flat->full : flat->shard;
+}
+
+static bool is_moved(const zs_unit *unit, const zs_param *param)
+{
+    if (!zs_tensor_alive(param->tensor)) return false;
+    bool full = zs_unit_is_full(unit) && !unit->record.is.fixed;
+    return !zs_tensor_lies_at(param->tensor, storage_of(unit, param), full ? param->offset : param->in_shard.begin);
+}
+
+bool zs_unit_is_moved(const zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++)
+        if (is_moved(unit, &unit->params[i])) return true;
+    return false;
+}
+
+/* How many users the storage has of which the unit knows. */
+static int64_t known_users(const zs_unit *unit, const zs_storage *storage)
+{
+    int64_t n = 1;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        n += storage_of(unit, param) == storage && zs_tensor_alive(param->tensor) && !is_moved(unit, param);
+    }
+    return n;
+}
+
+bool zs_moved_from(const zs_unit *unit, int64_t i, void **memory, size_t *bytes)
+{
+    const zs_param *param = &unit->params[i];
+    const zs_flat *flat = &unit->flats[param->flat];
+    bool at_rest = !zs_unit_is_full(unit) || unit->record.is.fixed;
+    if (!at_rest || !is_moved(unit, param)) return false;
+    const zs_storage *storage = storage_of(unit, param);
+    *memory = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
+    *bytes = (size_t)param->owned.numel * flat->layout.itemsize;
+    return zs_storage_users(storage) > known_users(unit, storage);
+}
+
+static bool same_sizes(const zs_tensor_info *info, int ndim, const int64_t *sizes)
+{
+    return info->ndim == ndim && memcmp(info->sizes, sizes, (size_t)ndim * sizeof *sizes) == 0;
+}
+
+static zs_status write_back_param(zs_unit *unit, zs_param *param)
+{
+    zs_flat *flat = &unit->flats[param->flat];
+    zs_tensor_info info;
+    ZS_TRY(zs_tensor_describe(param->tensor, &info));
+    const zs_device *device = zs_home_device(unit->home);
+    bool here = zs_same_where(info.where, device->where);
+    if (info.dtype != flat->dtype || info.itemsize != flat->layout.itemsize || !here || !info.strided)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' of unit '%s' changed its dtype or device after FSDP(...) (by .to(), .double(), "
+                       ".half() or p.data = ...); convert the model before FSDP(...)",
+                       param->name, zs_unit_label(unit->name));
+    if (info.numel > 0 && zs_tensor_mem(param->tensor) != NULL)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' of unit '%s' was given the memory of another parameter or gradient (by p.data = "
+                       "q.data), and FSDP cannot let two share it: give it a copy (p.data = q.data.clone()), or, to "
+                       "tie two parameters, make them one nn.Parameter before FSDP(...)",
+                       param->name, zs_unit_label(unit->name));
+    char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
+    bool whole = same_sizes(&info, param->ndim, param->sizes);
+    if (!whole && info.numel != param->owned.numel)
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "parameter '%s' of unit '%s' was replaced by a tensor of %lld elements: expected its full shape "
+                       "(%lld elements) or this rank's shard (%lld elements)",
+                       param->name, zs_unit_label(unit->name), (long long)info.numel, (long long)param->numel,
+                       (long long)param->owned.numel);
+    int64_t begin = whole ? param->owned.begin : 0;
+    ZS_TRY(zs_tensor_read(param->tensor, begin, param->owned.numel, dst, device->where));
+    return zs_unit_bind_local(unit, param);
+}
+
+zs_status zs_unit_write_back(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (!is_moved(unit, param)) continue;
+        if (unit->record.pinned) return zs_moved_error(unit, param, "after unshard()");
+        ZS_TRY(write_back_param(unit, param));
+    }
+    return ZS_OK;
+}

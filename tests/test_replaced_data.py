@@ -1,0 +1,193 @@
+"""`p.data = t` between steps: who else lies on the memory that the parameter leaves keeps its values.
+
+The one idea: a script that swaps weights is right if it trains as under DDP, bit for bit. Each swap is a
+function of a model, which both run.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import COMBINATIONS, ddp, differences, loss_of, make, wrapped
+from offloaded import to
+from scenarios import Stack, floats, message_of
+from torch import nn
+
+from zshard import FSDP
+from zshard.wrap import ModuleWrapPolicy
+
+
+def halved(model):
+    for param in model.parameters():
+        param.data = param.data * 0.5
+
+
+def evaluate(model):
+    with torch.no_grad():
+        model(floats(0))
+
+
+def average_and_back(model):
+    """The idiom of many scripts: a dict of `.data`."""
+    backup = {name: param.data for name, param in model.named_parameters()}
+    halved(model)
+    evaluate(model)
+    for name, param in model.named_parameters():
+        param.data = backup[name]
+
+
+def twice(model):
+    params = list(model.parameters())
+    first = [param.data for param in params]
+    halved(model)
+    evaluate(model)
+    second = [param.data for param in params]
+    halved(model)
+    evaluate(model)
+    for param, a, b in zip(params, first, second, strict=True):
+        param.data = a + b
+
+
+def back_before_any_forward(model):
+    backup = [param.data for param in model.parameters()]
+    halved(model)
+    for param, value in zip(model.parameters(), backup, strict=True):
+        param.data = value
+
+
+def forward_raises(model):
+    backup = [param.data for param in model.parameters()]
+    try:
+        halved(model)
+        model(torch.ones(2, 3))
+    except RuntimeError:
+        pass
+    for param, value in zip(model.parameters(), backup, strict=True):
+        param.data = value
+
+
+def exchange_two(model):
+    first, second = model.blocks[0].norm.weight, model.blocks[1].norm.weight
+    first.data, second.data = second.data, first.data
+
+
+def only_one_leaves(model):
+    """What lies on other parameters' memory still does."""
+    param, *others = model.parameters()
+    held = [each.data for each in others]
+    param.data = param.data * 0.5
+    evaluate(model)
+    for each in held:
+        each.mul_(0.5)
+
+
+def views_share_a_copy(model):
+    backup = [(param.data, param.detach()) for param in model.parameters()]
+    halved(model)
+    evaluate(model)
+    for param, (value, same) in zip(model.parameters(), backup, strict=True):
+        value.mul_(0.25)
+        param.data = same
+
+
+def stepped_where_it_is(model):
+    halved(model)
+
+
+def state_dict_of_the_average(model):
+    backup = [param.data for param in model.parameters()]
+    halved(model)
+    sums = [float(value.sum()) for value in model.state_dict().values()]
+    for param, value, total in zip(model.parameters(), backup, sums, strict=True):
+        param.data = value
+        param.data.add_(total * 1e-3)
+
+
+SWAPS = (
+    *(average_and_back, twice, back_before_any_forward, forward_raises, exchange_two),
+    *(only_one_leaves, views_share_a_copy, stepped_where_it_is, state_dict_of_the_average),
+)
+
+
+def trained(model, inner, swap):
+    """inner: the module that was wrapped, under DDP; it has the blocks."""
+    optimizer = torch.optim.SGD(inner.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model(floats(10 * step + dist.get_rank())))
+        loss.backward()
+        losses.append(float(loss))
+        if step == 1:
+            swap(inner)
+        optimizer.step()
+    return losses
+
+
+def compared(combination, swap, offload=None):
+    """(same losses, what differs in the end)."""
+    plain = make(Stack)
+    model = wrapped(Stack, combination, offload=offload)
+    theirs = trained(ddp(plain), plain, swap)
+    return trained(model, model, swap) == theirs, differences(
+        model.state_dict(), plain.state_dict()
+    )
+
+
+@pytest.mark.parametrize("swap", SWAPS, ids=lambda swap: swap.__name__)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_swaps_are_as_under_ddp(pool2, combination, swap):
+    assert pool2.run(compared, combination, swap) == [(True, [])] * 2
+
+
+def test_swaps_of_offloaded_parameters(pool2, tmp_path):
+    offload = to(str(tmp_path))
+    results = pool2.run(compared, ("full_shard", "shm"), average_and_back, offload)
+    assert results == [(True, [])] * 2
+
+
+class Two(nn.Module):
+    """Units of one parameter each, of which all ranks have elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def memory_of_another(combination):
+    model = wrapped(Two, combination, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    first, second = model.parameters()
+    first.data = second.data
+    return message_of(lambda: model(torch.ones(2, 64)), ValueError)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_the_memory_of_another_parameter_is_refused(pool2, combination):
+    for said in pool2.run(memory_of_another, combination):
+        assert "'layers.0.weight'" in said and "q.data.clone()" in said
+
+
+def tied_by_data(transport):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data
+    return message_of(lambda: FSDP(model, transport=transport), ValueError)
+
+
+def test_parameters_that_share_memory_before_wrapping_are_refused(pool2):
+    for said in pool2.run(tied_by_data, "c10d"):
+        assert "'0.weight' and '1.weight' share memory" in said and "one nn.Parameter" in said
+
+
+def test_parts_of_one_memory_are_no_ties(pool2):
+    assert pool2.run(wrap_parts) == [True] * 2
+
+
+def wrap_parts():
+    """Rows and columns of one tensor each."""
+    rows, columns = torch.randn(4, 8), torch.randn(8, 4)
+    parts = (rows[:2], rows[2:], columns[:, :2], columns[:, 2:])
+    model = nn.ParameterList([nn.Parameter(part) for part in parts])
+    FSDP(model, auto_wrap_policy=None)
+    return True
