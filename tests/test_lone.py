@@ -178,6 +178,36 @@ def test_a_rank_that_is_ahead_waits_before_it_writes(pool2):
 
 
 @passing_groups()
+def rank_0_evaluates_replaced_data():
+    """All ranks put averages in place by `p.data = t`, and back; rank 0 evaluates in between."""
+    model, plain = built(("full_shard", "shm")), make(Wide)
+    found = []
+    for factor in (0.5, 0.25):
+        halved = copy.deepcopy(plain)
+        with torch.no_grad():
+            for param in halved.parameters():
+                param.mul_(factor)
+        backup = [param.data for param in model.parameters()]
+        for param in model.parameters():
+            param.data = param.data * factor
+        dist.barrier()
+        if dist.get_rank() == 0:
+            found.append(near(evaluated(model), evaluated(halved)))
+        dist.barrier()
+        for param, value in zip(model.parameters(), backup, strict=True):
+            param.data = value
+        dist.barrier()
+        if dist.get_rank() == 0:
+            found.append(near(evaluated(model), evaluated(plain)))
+    dist.barrier()
+    return found
+
+
+def test_rank_0_evaluates_replaced_data(pool2):
+    assert pool2.run(rank_0_evaluates_replaced_data) == [[True] * 4, []]
+
+
+@passing_groups()
 def rank_0_evaluates_averages(precision, twice):
     """All ranks swap in other weights by hand, and back; rank 0 evaluates in between."""
     options = {} if precision is None else {"mixed_precision": precision}

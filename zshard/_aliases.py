@@ -52,7 +52,7 @@ def move_from(left: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _tensors_in(areas: Sequence[_Area]) -> Iterator[tuple[Tensor, _Area]]:
-    low, high = areas[0].begin, areas[-1].begin + areas[-1].size
+    low, high = areas[0].begin, max(area.begin + area.size for area in areas)
     for each in gc.get_objects():
         if not issubclass(type(each), Tensor):
             continue

@@ -530,6 +530,9 @@ def _wrap(
 ) -> None:
     """Makes the units, children first, the root last; `values` sees to their parameters before."""
     together = contextlib.nullcontext if values is None else lambda: on_all_ranks(comms.all)
+    if values is not None:  # an earlier FSDP() may have failed after some ranks had made a unit
+        for comm in {id(each): each for each in comms if each is not None}.values():
+            comm.align()
     with together():
         engine = _core.Engine(type(module).__name__, *comms)
     engine.set_prefetch(*planned[-1][1].prefetch)

@@ -169,6 +169,21 @@ void zs_file_on_free(zs_file *file, zs_file_freed call, void *arg)
     pthread_mutex_unlock(&file->lock);
 }
 
+uint64_t zs_file_end(zs_file *file)
+{
+    pthread_mutex_lock(&file->lock);
+    uint64_t end = file->end;
+    pthread_mutex_unlock(&file->lock);
+    return end;
+}
+
+void zs_file_skip_to(zs_file *file, uint64_t end)
+{
+    pthread_mutex_lock(&file->lock);
+    if (end > file->end) file->end = end;
+    pthread_mutex_unlock(&file->lock);
+}
+
 void zs_file_keep(zs_file *file)
 {
     file->kept = true;

@@ -58,6 +58,10 @@ zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shar
  * ranks make the same ones in the same order, and whoever comes first makes the peers' regions too. */
 zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_bytes, zs_mem **out);
 
+/* Where regions of the file end / where the next one is to begin at the earliest. */
+uint64_t zs_file_end(zs_file *file);
+void zs_file_skip_to(zs_file *file, uint64_t end);
+
 /* Where in its file the region under `mem` lies that zs_file_map_flat, _common or _bucket made, as this rank's own. */
 uint64_t zs_file_offset_of(const zs_mem *mem);
 

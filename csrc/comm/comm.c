@@ -47,6 +47,23 @@ zs_status zs_check_root(const zs_comm *comm, int root)
     return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", root, comm->world);
 }
 
+/* --- numbers ------------------------------------------------------------------------------------------------------------ */
+
+zs_status zs_comm_align(zs_comm *comm)
+{
+    enum { MODELS, OWN, ALL = OWN + ZS_NUMBERS };
+    const zs_flat_ops *ops = comm->ops->flats;
+    uint64_t mine[ALL] = {[MODELS] = comm->models}, all[comm->world][ALL];
+    if (ops->numbers != NULL) ops->numbers(comm, mine + OWN);
+    ZS_TRY(zs_comm_exchange(comm, mine, sizeof mine, all));
+    for (int r = 0; r < comm->world; r++)
+        for (int i = 0; i < ALL; i++)
+            if (all[r][i] > mine[i]) mine[i] = all[r][i];
+    comm->models = mine[MODELS];
+    if (ops->go_on_from != NULL) ops->go_on_from(comm, mine + OWN);
+    return ZS_OK;
+}
+
 /* --- units ---------------------------------------------------------------------------------------------------------- */
 
 static zs_status check_parts(const zs_cunit_spec *spec, int world)

@@ -33,6 +33,9 @@ void zs_comm_on_wait(bool (*interrupted)(void));
 /* gather_start and gather_finish in one. */
 zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to);
 
+/* All ranks number from here on alike: some may have failed where others have made a model. Collective. */
+zs_status zs_comm_align(zs_comm *comm);
+
 /* What messages call a unit of this name: "(root)" for the outermost, whose name is empty; borrowed. */
 const char *zs_unit_label(const char *name);
 

@@ -13,6 +13,9 @@
 
 /* --- the tables ------------------------------------------------------------------------------------------------------- */
 
+/* How many kinds of things a transport numbers at most. */
+enum { ZS_NUMBERS = 3 };
+
 /* Flats, and gathering them. */
 typedef struct zs_flat_ops {
     /* `shard_bytes` per rank. Same calls in the same order on all ranks, but no meeting: a peer's part may be read only inside
@@ -29,6 +32,10 @@ typedef struct zs_flat_ops {
     zs_status (*gather_start)(zs_comm *, const zs_flat_mem *, const char *unit, zs_target to, zs_gathering **out);
     /* (not mapped) Waits for it, and frees it whatever comes of it. Any order. */
     zs_status (*gather_finish)(zs_comm *, zs_gathering *);
+    /* How far this rank has numbered what all ranks make in the same order, flats and other things: [ZS_NUMBERS]. NULL: nothing. */
+    void (*numbers)(const zs_comm *, uint64_t *out);
+    /* Goes on from there; none is lower than this rank's own. */
+    void (*go_on_from)(zs_comm *, const uint64_t *numbers);
 } zs_flat_ops;
 
 /* Reducing, per unit and per round (a unit may go through several rounds in one backward; counted by the transport). */

@@ -115,22 +115,6 @@ static zs_status renew_secondary(const zs_engine *engine, const zs_reading *read
     return zs_secondary_refresh(replica_group, engine->home.schedule.records, zs_engine_n_units(engine));
 }
 
-/* What scripts have put in the place of slices goes into the shards, which peers may be reading. */
-static zs_status write_back(zs_engine *engine)
-{
-    bool any = false;
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
-        any |= zs_unit_is_moved(zs_engine_unit(engine, i));
-    if (!any) return ZS_OK;
-    bool begun;
-    ZS_TRY(zs_writing_by_hand(engine, &begun));
-    zs_status status = ZS_OK;
-    for (size_t i = 0; i < zs_engine_n_units(engine) && status == ZS_OK; i++)
-        status = zs_unit_write_back(zs_engine_unit(engine, i));
-    zs_writing_by_hand_end(engine);
-    return status;
-}
-
 /* Do all ranks run a forward? Where shards are mapped one that does not train looks at them as they are. */
 static bool meets(const zs_engine *engine, const zs_entry *entry)
 {
@@ -143,7 +127,7 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
 {
     ZS_TRY(zs_join_forward(engine, entry, meets(engine, entry)));
     zs_writing_over(engine);
-    ZS_TRY(write_back(engine));
+    ZS_TRY(zs_writing_back(engine));
     ZS_TRY(zs_writing_cast(engine));
     bool trains = !entry->by_hand && entry->recording;
     zs_reading reading = {.pass = trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE};

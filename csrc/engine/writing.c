@@ -55,7 +55,9 @@ void zs_writing_end(zs_engine *engine)
 zs_status zs_writing_by_hand(zs_engine *engine, bool *begun)
 {
     *begun = !engine->writing;
-    return *begun ? zs_writing_begin(engine) : ZS_OK;
+    if (!*begun) return ZS_OK;
+    ZS_TRY(zs_schedule_settle(&engine->home.schedule)); /* peers may still read, for a backward that raised here */
+    return zs_writing_begin(engine);
 }
 
 void zs_writing_by_hand_end(zs_engine *engine)
@@ -68,6 +70,21 @@ void zs_writing_unknown(zs_engine *engine)
     zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, false);
 }
 
+zs_status zs_writing_back(zs_engine *engine)
+{
+    bool any = false;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        any |= zs_unit_is_moved(zs_engine_unit(engine, i));
+    if (!any) return ZS_OK;
+    bool begun;
+    ZS_TRY(zs_writing_by_hand(engine, &begun));
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < zs_engine_n_units(engine) && status == ZS_OK; i++)
+        status = zs_unit_write_back(zs_engine_unit(engine, i));
+    zs_writing_by_hand_end(engine);
+    return status;
+}
+
 /* Are there casts that peers read? */
 static bool has_casts(const zs_engine *engine)
 {
@@ -78,7 +95,9 @@ static bool has_casts(const zs_engine *engine)
 
 zs_status zs_writing_complete(zs_engine *engine)
 {
-    if (!is_looked_at(engine) || engine->writing || engine->reading || !engine->by_hand) return ZS_OK;
+    if (!is_looked_at(engine) || engine->writing || engine->reading) return ZS_OK;
+    ZS_TRY(zs_writing_back(engine));
+    if (!engine->by_hand) return ZS_OK;
     if (has_casts(engine)) {
         ZS_TRY(zs_writing_begin(engine));
         zs_status status = zs_writing_cast(engine);

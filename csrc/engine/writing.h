@@ -16,6 +16,9 @@ void zs_writing_end(zs_engine *engine);
 zs_status zs_writing_by_hand(zs_engine *engine, bool *begun);
 void zs_writing_by_hand_end(zs_engine *engine);
 
+/* What scripts have put in the place of slices (`p.data = t`) goes into the shards, which peers may be reading. */
+zs_status zs_writing_back(zs_engine *engine);
+
 /* What scripts have written by hand is complete, on all ranks alike: peers may evaluate with it. No-op within a pass and a write. */
 zs_status zs_writing_complete(zs_engine *engine);
 

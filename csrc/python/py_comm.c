@@ -225,6 +225,19 @@ static PyObject *comm_exchange(comm_object *self, PyObject *data)
     return list;
 }
 
+PyDoc_STRVAR(comm_align_doc,
+             "align($self, /)\n--\n\nNumber what is made from now on as all other ranks do, also after an "
+             "error on some of them. Collective.");
+
+static PyObject *comm_align(comm_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_comm_align(self->comm));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(
     comm_broadcast_doc,
     "broadcast($self, tensor, root, /)\n--\n\nBroadcast the values of a contiguous CPU tensor from rank `root`.");
@@ -363,6 +376,7 @@ static PyMethodDef comm_methods[] = {
     {"outline", comm_outline, METH_VARARGS | METH_CLASS, comm_outline_doc},
     {"connect", (PyCFunction)comm_connect, METH_VARARGS, comm_connect_doc},
     {"exchange", (PyCFunction)comm_exchange, METH_O, comm_exchange_doc},
+    {"align", (PyCFunction)comm_align, METH_NOARGS, comm_align_doc},
     {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, comm_broadcast_doc},
     {"end", (PyCFunction)comm_end, METH_NOARGS, comm_end_doc},
     {"close", (PyCFunction)comm_close, METH_NOARGS, comm_close_doc},

@@ -41,6 +41,7 @@ static bool stands_still(uint64_t owner, uint64_t wanted)
 static bool lags(const rank_state *peer, const rank_state *me)
 {
     if (planted("nobody lags") || me->looks == 0) return false;
+    if (peer->met > me->met) return false;
     if (planted("all lag who have looked less")) return peer->looks < me->looks;
     return zs_word_lags(peer->word, me->word, peer->looks < me->looks);
 }

@@ -76,6 +76,20 @@ void zs_c10d_flat_free(zs_comm *comm, zs_flat_mem *flat)
     zs_local_flat_free(comm, flat);
 }
 
+void zs_c10d_numbers(const zs_comm *comm, uint64_t *out)
+{
+    const zs_c10d_comm *self = (const zs_c10d_comm *)comm;
+    out[0] = self->flats;
+    out[1] = self->units;
+}
+
+void zs_c10d_go_on_from(zs_comm *comm, const uint64_t *numbers)
+{
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    self->flats = numbers[0];
+    self->units = numbers[1];
+}
+
 /* Flats on a disk, or of another transport, are not to be found by their numbers. */
 bool zs_c10d_is_own(zs_c10d_comm *comm, const zs_flat_mem *flat)
 {

@@ -197,6 +197,8 @@ static const zs_flat_ops c10d_flats = {
     .flat_free = zs_c10d_flat_free,
     .gather_start = c10d_gather_start,
     .gather_finish = c10d_gather_finish,
+    .numbers = zs_c10d_numbers,
+    .go_on_from = zs_c10d_go_on_from,
 };
 
 static const zs_round_ops c10d_rounds = {

@@ -190,13 +190,13 @@ static void forget_peer(zs_shm_peer *peer)
 static void shm_destroy(zs_comm *comm)
 {
     zs_shm *shm = (zs_shm *)comm;
+    zs_shm_flats_end(shm); /* a flat that is freed on another thread meanwhile reads what peers tell */
     for (int r = 0; r < comm->world && shm->peers != NULL; r++)
         forget_peer(&shm->peers[r]);
     close_fd(shm->listener);
     close_fd(shm->control_fd);
     close_fd(shm->pidfd);
     close_fd(shm->flats_fd);
-    zs_shm_flats_end(shm);
     zs_file_release(shm->flats);
     zs_file_release(shm->buckets);
     free(shm->flat_offsets);
@@ -208,6 +208,8 @@ static void shm_destroy(zs_comm *comm)
 static const zs_flat_ops shm_flats = {
     .flat_new = zs_shm_flat_new,
     .flat_free = zs_local_flat_free,
+    .numbers = zs_shm_numbers,
+    .go_on_from = zs_shm_go_on_from,
 };
 
 static const zs_round_ops shm_rounds = {

@@ -125,10 +125,18 @@ static inline size_t zs_shm_unit_record_bytes(size_t used_words)
 typedef struct zs_shm_reader_record {
     char name[ZS_SHM_NAME];
     alignas(ZS_SHM_LINE) _Atomic uint64_t word;
-    _Atomic uint64_t work;  /* a digest of the operations by hand since its last known write; set before the word */
-    _Atomic uint64_t looks; /* at its version; raised once it reads, set to 0 before the word has another */
+    _Atomic uint64_t work; /* a digest of the operations by hand since its last known write; set before the word */
+    _Atomic uint64_t
+        looks; /* low half: how many at its version since the last collective of the script's; raised once it reads, set
+                             * to 0 before the word has another. High half: how many such collectives it has come to */
     _Atomic uint64_t past[ZS_PAST_WORDS]; /* a zs_past; set before the word that begins a forward */
 } zs_shm_reader_record;
+
+/* The high half of `looks`. */
+static inline uint64_t zs_shm_meetings(uint64_t looks)
+{
+    return looks >> 32;
+}
 
 /* A peer's bucket as mapped here. */
 typedef struct zs_shm_view {

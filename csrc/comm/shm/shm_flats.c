@@ -54,6 +54,31 @@ zs_status zs_shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
     return ZS_OK;
 }
 
+enum { FLATS, IN_FILE, IN_HEAP };
+
+void zs_shm_numbers(const zs_comm *comm, uint64_t *out)
+{
+    const zs_shm *shm = (const zs_shm *)comm;
+    out[FLATS] = atomic_load(&shm->n_flats);
+    out[IN_FILE] = shm->flats == NULL ? 0 : zs_file_end(shm->flats);
+    out[IN_HEAP] = shm->heap_used;
+}
+
+void zs_shm_go_on_from(zs_comm *comm, const uint64_t *numbers)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (shm->flats == NULL) return;
+    uint64_t end = zs_file_end(shm->flats);
+    for (size_t i = atomic_load(&shm->n_flats); i < numbers[FLATS];
+         i++) { /* others have these: of this rank they need nothing */
+        shm->flat_offsets[i] = end;
+        atomic_store(&shm->n_flats, i + 1);
+        atomic_fetch_or(&shm->own->freed[i / 64], UINT64_C(1) << i % 64);
+    }
+    zs_file_skip_to(shm->flats, numbers[IN_FILE]);
+    shm->heap_used = numbers[IN_HEAP];
+}
+
 void zs_shm_flats_end(zs_shm *shm)
 {
     if (shm->flats == NULL) return;

@@ -23,13 +23,15 @@ static uint64_t word_of(const zs_shm *shm, int r, uint32_t record)
     return atomic_load(&zs_shm_reader_at(shm, r, record)->word);
 }
 
-/* Does rank `r` lag behind rank `who`? Its word is read before its looks, so these are of that version, or of a later one. */
+/* Does rank `r` lag behind rank `who`? Its word is read before its looks, so these are of that version, or of a later one. A rank
+ * that has come to one more of the script's collectives waits there for `who`: it will make no looks before. */
 static bool lags(const zs_shm *shm, int who, int r, uint32_t record)
 {
     uint64_t word = word_of(shm, r, record), looks = atomic_load(&zs_shm_reader_at(shm, r, record)->looks);
     uint64_t ours = atomic_load(&zs_shm_reader_at(shm, who, record)->looks);
     bool gone = atomic_load(&shm->peers[r].control->left) != 0;
-    return ours > 0 && !gone && zs_word_lags(word, word_of(shm, who, record), looks < ours);
+    if (gone || (uint32_t)ours == 0 || zs_shm_meetings(looks) > zs_shm_meetings(ours)) return false;
+    return zs_word_lags(word, word_of(shm, who, record), (uint32_t)looks < (uint32_t)ours);
 }
 
 /* Has rank `r` done what rank `who` needs for `act`? */

@@ -112,12 +112,16 @@ static void settle_work(zs_shm *shm, const zs_reader *reader, zs_pass pass)
     set_work(shm, reader, zs_fold(work_of(shm, reader, shm->base.rank), (uint64_t)pass));
 }
 
+static _Atomic uint64_t *own_looks(const zs_shm *shm, const zs_reader *reader)
+{
+    return &zs_shm_reader_at(shm, shm->base.rank, reader->record)->looks;
+}
+
 /* Stores the own word, and tells. */
 static void set_word(zs_shm *shm, const zs_reader *reader, uint64_t next)
 {
-    _Atomic uint64_t *word = own_word(shm, reader);
-    if (!zs_word_same_version(atomic_load(word), next))
-        atomic_store(&zs_shm_reader_at(shm, shm->base.rank, reader->record)->looks, 0);
+    _Atomic uint64_t *word = own_word(shm, reader), *looks = own_looks(shm, reader);
+    if (!zs_word_same_version(atomic_load(word), next)) atomic_store(looks, zs_shm_meetings(atomic_load(looks)) << 32);
     zs_shm_set(shm, word, next);
 }
 
@@ -189,7 +193,7 @@ static zs_status check_forward(zs_shm *shm, const zs_reader *reader, zs_pass pas
     ZS_TRY(compare_pasts(shm, reader, pass));
     if (pass == ZS_PASS_TRAIN) return ZS_OK;
     ZS_TRY(check_weights(shm, reader, mine));
-    _Atomic uint64_t *looks = &zs_shm_reader_at(shm, shm->base.rank, reader->record)->looks;
+    _Atomic uint64_t *looks = own_looks(shm, reader);
     zs_shm_set(shm, looks, atomic_load(looks) + 1);
     return ZS_OK;
 }
@@ -262,5 +266,8 @@ void zs_shm_write_complete(zs_comm *comm, zs_reader *reader, bool changed)
 void zs_shm_readers_meet(zs_comm *comm, zs_reader *reader)
 {
     zs_shm *shm = (zs_shm *)comm;
-    if (zs_shm_live(shm)) atomic_store(&zs_shm_reader_at(shm, comm->rank, reader->record)->looks, 0);
+    if (!zs_shm_live(shm)) return;
+    _Atomic uint64_t *looks = own_looks(shm, reader);
+    zs_shm_set(shm, looks,
+               (zs_shm_meetings(atomic_load(looks)) + 1) << 32); /* a rank that writes first may wait for this */
 }
