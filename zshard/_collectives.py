@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -66,14 +67,15 @@ def _refusing(check: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-_models: weakref.WeakSet[State] = weakref.WeakSet()
-"""A unit of each model whose ranks read each other's shards."""
+_models: weakref.WeakKeyDictionary[State, int] = weakref.WeakKeyDictionary()
+"""A unit of each model whose ranks read each other's shards, and the thread that has made it. Other
+threads (of an asynchronous checkpoint, say) have collectives of their own, at any time."""
 
 
 def tell_of_collectives(state: State) -> None:
     """Have a new model told of the script's own collectives of all ranks. `state`: of its root."""
     if state.comms.shard_group.transport == "shm":
-        _models.add(state)
+        _models[state] = threading.get_ident()
 
 
 def _telling(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -84,9 +86,10 @@ def _telling(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
         frame = sys._getframe(1)
         if _models and frame.f_code.co_name in _COLLECTIVES and _is_of_all(group):
             waits = frame.f_code.co_name in _MEETINGS and not frame.f_locals.get("async_op")
-            for state in list(_models):
+            for state, thread in list(_models.items()):
                 engine = state.unit.engine
-                engine.meet() if waits else engine.complete_writes()
+                if thread == threading.get_ident():
+                    engine.meet() if waits else engine.complete_writes()
         return ask(group)
 
     return asked

@@ -187,17 +187,24 @@ int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 
 /* --- taking part ------------------------------------------------------------------------------------------------------------ */
 
-zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn)
+/* Memory for what comes, which is thrown away. */
+static zs_status prepare(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_flat *flat, zs_mem **area)
 {
-    const zs_c10d_flat *flat = find_flat(comm, turn->number);
     if (flat == NULL || flat->shard_bytes != turn->bytes)
         return ZS_FAIL(ZS_ERR_STATE, "another rank all-gathers unit '%s', which rank %d no longer has", turn->name,
                        comm->base.rank);
+    return zs_c10d_borrow_area(comm, (size_t)comm->base.world * flat->shard_bytes, area);
+}
+
+zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn)
+{
+    const zs_c10d_flat *flat = find_flat(comm, turn->number);
     zs_mem *area = NULL;
     zs_work *work = NULL;
     int world = comm->base.world;
-    ZS_TRY(zs_c10d_borrow_area(comm, (size_t)world * flat->shard_bytes, &area));
-    zs_status status = zs_group_all_gather(comm->group, flat->shard, area->ptr, flat->shard_bytes, world, &work);
+    zs_status status = prepare(comm, turn, flat, &area);
+    if (status != ZS_OK) return zs_c10d_fail(comm, turn, status); /* the others are in it already */
+    status = zs_group_all_gather(comm->group, flat->shard, area->ptr, flat->shard_bytes, world, &work);
     status = status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);
     zs_c10d_return_area(comm, &area);
     return status;
