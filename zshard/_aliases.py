@@ -11,8 +11,8 @@ where the shard's storage has more users than parameters.
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class _Area(NamedTuple):
 def move_from(left: Sequence[tuple[Any, ...]]) -> None:
     """Move all tensors that lie within one of the areas to copies of these. Views of one area share
     its copy."""
-    areas = sorted((_Area(*each) for each in left), key=lambda area: area.begin)
+    areas = sorted((_Area(*each) for each in left), key=operator.itemgetter(0, 1))
     copies: dict[int, Tensor] = {}
     with plain(), torch.no_grad(), torch.inference_mode(False):
         for tensor, area in list(_tensors_in(areas)):
@@ -52,25 +52,27 @@ def move_from(left: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _tensors_in(areas: Sequence[_Area]) -> Iterator[tuple[Tensor, _Area]]:
-    low, high = areas[0].begin, max(area.begin + area.size for area in areas)
     for each in gc.get_objects():
-        if not issubclass(type(each), Tensor):
-            continue
-        with contextlib.suppress(Exception):  # it has no memory, or is some class of its own
-            begin = each.data_ptr()
-            found = None
-            if each.numel() == 0:
-                found = _area_of_none(each, areas)
-            elif low <= begin < high and each.layout == torch.strided:
-                found = _area_of(each, begin, areas)
-            if found is not None:
-                yield each, found
+        if issubclass(type(each), Tensor) and (area := _area_of(each, areas)) is not None:
+            yield each, area
 
 
-def _area_of(tensor: Tensor, begin: int, areas: Sequence[_Area]) -> _Area | None:
+def _area_of(tensor: Tensor, areas: Sequence[_Area]) -> _Area | None:
+    try:
+        begin = tensor.data_ptr()
+    except Exception:  # it has no memory, or is some class of its own
+        return None
+    if tensor.numel() == 0:
+        return _area_of_none(tensor, areas)
+    if tensor.layout != torch.strided or not areas[0].begin <= begin < _end_of(areas[-1]):
+        return None
     steps = ((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
     end = begin + (1 + sum(steps)) * tensor.element_size()
-    return next((a for a in areas if a.begin <= begin and end <= a.begin + a.size), None)
+    return next((a for a in areas if a.begin <= begin and end <= _end_of(a)), None)
+
+
+def _end_of(area: _Area) -> int:
+    return area.begin + area.size
 
 
 def _area_of_none(tensor: Tensor, areas: Sequence[_Area]) -> _Area | None:

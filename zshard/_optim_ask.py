@@ -8,6 +8,7 @@ has the same number there (_books.py).
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ from zshard._optim_held import Held, fact_of, held_in
 from zshard._units import session
 
 __all__ = ["Whole", "ask_for_whole", "install"]
+
+_LATE = 5.0  # seconds that a rank may be behind another one which already has the optimizer's state
+_LOOK = 0.05  # seconds between two questions
 
 Whole = list[tuple[Tensor, dict[Any, Tensor]]]
 
@@ -43,17 +47,31 @@ def ask_for_whole(optimizer: Optimizer, peers: Peers, held: Sequence[Held]) -> W
     book = peers.book
     question = {"ask": [book.token, book.note(optimizer).key]}
     timeout = held[0].part.comm.timeout
+    late = min(_LATE, timeout) if any(each.entries for each in held) else 0.0
     wholes = _Wholes(held)
     with session(unit for each in held if (unit := each.part.unit)):
         for rank in range(len(book.addresses)):
             if rank == book.rank:
                 wholes.take_own()
                 continue
-            with _asked(book.addresses[rank], question, rank, timeout) as reply:
+            with _asked_again(late, book.addresses[rank], question, rank, timeout) as reply:
                 wholes.check(reply.facts, rank)
                 for index, key, begin, numel in reply.facts["slices"]:
                     reply.read_into(wholes.place(index, key, begin, numel))
     return wholes.result()
+
+
+@contextlib.contextmanager
+def _asked_again(late: float, *args: Any) -> Iterator[Reply]:
+    """_asked(), until the rank has made the optimizer, or a copy of it: it may be `late` by so many
+    seconds."""
+    end = time.monotonic() + late
+    while True:
+        with _asked(*args) as reply:
+            if not reply.facts["unknown"] or time.monotonic() > end:
+                yield reply
+                return
+        time.sleep(_LOOK)
 
 
 @contextlib.contextmanager
