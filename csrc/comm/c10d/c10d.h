@@ -19,6 +19,7 @@
 enum {
     ZS_C10D_PIECE = 4 << 20, /* bytes of a broadcast at a time */
     ZS_C10D_LISTS = 256,     /* of flats */
+    ZS_C10D_SERVES = 8,      /* models of which a rank says that it may bring shards to gathers of others */
     ZS_C10D_PHRASE = 256,    /* room for what a rank does, in words */
     ZS_C10D_WORDS = 1536,    /* room for where the others are */
 };
@@ -40,17 +41,17 @@ typedef enum zs_c10d_kind {
 
 /* What a rank is about to do, and how it stands. Ranks that mean the same say the same in the first four and the name. */
 typedef struct zs_c10d_turn {
-    uint64_t kind;     /* a zs_c10d_kind */
-    uint64_t number;   /* which flat, unit, exchange or broadcast */
-    uint64_t round;    /* of the unit's gradients; the root of a broadcast; else 0 */
-    uint64_t bytes;    /* that each rank brings */
-    uint64_t reading;  /* what the last pass reads, see zs_reading_told */
-    uint64_t serves;   /* models whose shards are as their last forward has found them, see zs_c10d_served */
-    uint64_t joinable; /* (gather) other ranks can take part without their script asking for it */
-    uint64_t model;    /* the number of the unit's; 0: none */
-    zs_past past;      /* what this rank has done to parameters */
-    char owner[32];    /* the name of the unit's model, for messages */
-    char name[88];     /* of the unit, cut off */
+    uint64_t kind;                   /* a zs_c10d_kind */
+    uint64_t number;                 /* which flat, unit, exchange or broadcast */
+    uint64_t round;                  /* of the unit's gradients; the root of a broadcast; else 0 */
+    uint64_t bytes;                  /* that each rank brings */
+    uint64_t reading;                /* what the last pass reads, see zs_reading_told */
+    uint32_t serves[ZS_C10D_SERVES]; /* models whose shards are as their last forward has found them; 0: no more */
+    uint64_t joinable;               /* (gather) other ranks can take part without their script asking for it */
+    uint64_t model;                  /* the number of the unit's; 0: none */
+    zs_past past;                    /* what this rank has done to parameters */
+    char owner[32];                  /* the name of the unit's model, for messages */
+    char name[88];                   /* of the unit, cut off */
 } zs_c10d_turn;
 
 /* A collective that was not waited for to its end, and what torch's threads may still write to. */
@@ -67,7 +68,7 @@ typedef struct zs_c10d_comm {
     zs_group *group;
     unsigned lifetime; /* zs_lifetime() at birth: differs in forked children, whose sockets are their parent's */
     zs_c10d_flat *made[ZS_C10D_LISTS]; /* flats that are alive, by their numbers; owned */
-    zs_reader *readers;                /* models; they unlink themselves */
+    zs_reader *readers;                /* models, by their last forwards, the latest first; they unlink themselves */
     uint64_t flats, units, messages;   /* so many so far */
     zs_c10d_peer *peers;               /* [world] */
     int gone;        /* the peer that was first seen to be gone, the cause of what follows; -1: none */
@@ -125,8 +126,8 @@ bool zs_c10d_is_own(zs_c10d_comm *comm, const zs_flat_mem *flat);
 /* Readers: zs_local_reader_ops, which also know whether anything was written since the last forward began. */
 extern const zs_reader_ops zs_c10d_reader_ops;
 
-/* Of which models this rank may bring shards to a gather of others, as bits; models share 64 of them. */
-uint64_t zs_c10d_served(const zs_c10d_comm *comm);
+/* Of which models this rank may bring shards to a gather of others: those that it has run last. */
+void zs_c10d_served(const zs_c10d_comm *comm, uint32_t out[ZS_C10D_SERVES]);
 
 /* The rank whose gather comes next where `turns` [world] differ, the same on all ranks; -1: there is none that all can take part
  * in. */

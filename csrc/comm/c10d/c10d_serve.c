@@ -11,6 +11,7 @@
 #include "comm/c10d/c10d.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 /* --- what can be brought ---------------------------------------------------------------------------------------------------- */
 
@@ -107,18 +108,29 @@ static zs_status c10d_reader_new(zs_comm *comm, const char *name, zs_reader **ou
     return ZS_OK;
 }
 
-static void c10d_reader_free(zs_comm *comm, zs_reader *reader)
+static void unlink_reader(zs_c10d_comm *comm, const zs_reader *reader)
 {
-    zs_reader **at = &((zs_c10d_comm *)comm)->readers;
+    zs_reader **at = &comm->readers;
     while (*at != NULL && *at != reader)
         at = &(*at)->next;
     if (*at != NULL) *at = reader->next;
+}
+
+static void c10d_reader_free(zs_comm *comm, zs_reader *reader)
+{
+    unlink_reader((zs_c10d_comm *)comm, reader);
     free(reader);
 }
 
 static zs_status c10d_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
 {
-    if (reading->pass != ZS_PASS_BACKWARD) reader->current = true;
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    if (reading->pass != ZS_PASS_BACKWARD) {
+        unlink_reader(self, reader);
+        reader->current = true;
+        reader->next = self->readers;
+        self->readers = reader;
+    }
     return zs_local_read_begin(comm, reader, reading);
 }
 
@@ -145,17 +157,24 @@ const zs_reader_ops zs_c10d_reader_ops = {
     .write_end = c10d_write_end,
 };
 
-static uint64_t bit_of(uint64_t model)
+void zs_c10d_served(const zs_c10d_comm *comm, uint32_t out[ZS_C10D_SERVES])
 {
-    return UINT64_C(1) << (model % 64);
+    int n = 0;
+    memset(out, 0, ZS_C10D_SERVES * sizeof *out);
+    for (const zs_reader *reader = comm->readers; reader != NULL && n < ZS_C10D_SERVES; reader = reader->next)
+        if (reader->current) out[n++] = (uint32_t)reader->number;
 }
 
-uint64_t zs_c10d_served(const zs_c10d_comm *comm)
+/* Will all ranks bring their shards of the model? */
+static bool is_served(const zs_c10d_comm *comm, const zs_c10d_turn *turns, uint64_t model)
 {
-    uint64_t current = 0, other = 0;
-    for (const zs_reader *reader = comm->readers; reader != NULL; reader = reader->next)
-        *(reader->current ? &current : &other) |= bit_of(reader->number);
-    return current & ~other;
+    for (int r = 0; r < comm->base.world; r++) {
+        bool found = false;
+        for (int i = 0; i < ZS_C10D_SERVES; i++)
+            found |= turns[r].serves[i] == (uint32_t)model;
+        if (!found) return false;
+    }
+    return true;
 }
 
 /* --- what is gathered next -------------------------------------------------------------------------------------------------- */
@@ -171,16 +190,12 @@ static bool is_before(const zs_c10d_turn *a, const zs_c10d_turn *b)
 int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     int chosen = -1;
-    uint64_t served = ~UINT64_C(0);
-    for (int r = 0; r < comm->base.world; r++) {
+    for (int r = 0; r < comm->base.world; r++)
         if (turns[r].kind == ZS_C10D_GIVE_UP) return -1;
-        served &= turns[r].serves;
-    }
     for (int r = 0; r < comm->base.world; r++) {
         const zs_c10d_turn *turn = &turns[r];
-        bool can =
-            turn->kind == ZS_C10D_GATHER && turn->joinable && turn->model != 0 && (served & bit_of(turn->model)) != 0;
-        if (can && (chosen < 0 || is_before(turn, &turns[chosen]))) chosen = r;
+        bool can = turn->kind == ZS_C10D_GATHER && turn->joinable && turn->model != 0;
+        if (can && is_served(comm, turns, turn->model) && (chosen < 0 || is_before(turn, &turns[chosen]))) chosen = r;
     }
     return chosen;
 }

@@ -183,7 +183,7 @@ static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn 
     *mine = *turn;
     mine->past = comm->base.past;
     mine->reading = comm->base.reading;
-    mine->serves = zs_c10d_served(comm);
+    zs_c10d_served(comm, mine->serves);
     if (turn->kind == ZS_C10D_GATHER || turn->kind == ZS_C10D_POST || turn->kind == ZS_C10D_SHARE) {
         mine->model = comm->base.model.number;
         memcpy(mine->owner, comm->base.model.name, sizeof mine->owner);
