@@ -126,10 +126,12 @@ class Book:
             self.records[key] = self.numbered[optimizer] = record
         return record
 
-    def find(self, key: str) -> tuple[list[Tensor], MutableMapping[Any, Any]] | None:
-        """The parameters of the model that an optimizer has, and its state."""
+    def find(self, key: str) -> tuple[list[Tensor], MutableMapping[Any, Any], bool] | None:
+        """The parameters of the model that an optimizer has, its state, and whether it has stepped,
+        loaded or been saved: else it may be in the midst of being made."""
         with _lock:
             record = self.records.get(key)
+            is_known = record is not None
             optimizer = None if record is None or record.reference is None else record.reference()
             if record is None:
                 kind, number = key.rsplit(" ", 1)
@@ -142,7 +144,8 @@ class Book:
             if record is None or not record.groups:  # it is gone, and had no state
                 return None
             ids = self.ids
-            return [param for param in record.params if id(param) in ids], record.state
+            params = [param for param in record.params if id(param) in ids]
+            return params, record.state, is_known
 
     def release(self, key: str, rank: int) -> None:
         """Another rank has dropped its part of an optimizer. With the lock."""

@@ -54,7 +54,7 @@ def ask_for_whole(optimizer: Optimizer, peers: Peers, held: Sequence[Held]) -> W
             if rank == book.rank:
                 wholes.take_own()
                 continue
-            with _asked_again(late, book.addresses[rank], question, rank, timeout) as reply:
+            with _asked_again(wholes, late, book.addresses[rank], question, rank, timeout) as reply:
                 wholes.check(reply.facts, rank)
                 for index, key, begin, numel in reply.facts["slices"]:
                     reply.read_into(wholes.place(index, key, begin, numel))
@@ -62,13 +62,14 @@ def ask_for_whole(optimizer: Optimizer, peers: Peers, held: Sequence[Held]) -> W
 
 
 @contextlib.contextmanager
-def _asked_again(late: float, *args: Any) -> Iterator[Reply]:
+def _asked_again(wholes: _Wholes, late: float, *args: Any) -> Iterator[Reply]:
     """_asked(), until the rank has made the optimizer, or a copy of it: it may be `late` by so many
     seconds."""
     end = time.monotonic() + late
     while True:
         with _asked(*args) as reply:
-            if not reply.facts["unknown"] or time.monotonic() > end:
+            made = reply.facts["known"] or wholes.agree(reply.facts)
+            if made or time.monotonic() > end:
                 yield reply
                 return
         time.sleep(_LOOK)
@@ -102,11 +103,20 @@ class _Wholes:
         self._found: list[dict[Any, dict[int, int]]] = [{} for _ in held]
         self._keys = [{str(key): key for key, _, cut in each.entries if cut} for each in held]
 
-    def check(self, told: dict[str, Any], rank: int) -> None:
+    def _facts(self, told: dict[str, Any]) -> tuple[list[Fact], list[Fact]]:
+        """This rank's, and those that another one has told."""
         ours = list(map(fact_of, self._held))
         theirs = [(about, said) for about, said in told["facts"]]
         if told["unknown"]:  # there, it has neither stepped nor loaded
             theirs = [(about, "none") for about, _ in ours]
+        return ours, theirs
+
+    def agree(self, told: dict[str, Any]) -> bool:
+        ours, theirs = self._facts(told)
+        return ours == theirs
+
+    def check(self, told: dict[str, Any], rank: int) -> None:
+        ours, theirs = self._facts(told)
         both = sorted(((self._held[0].part.shards.rank, ours), (rank, theirs)))
         difference = first_difference(both[0][1], both[1][1], (both[0][0], both[1][0]))
         if difference is not None:
@@ -163,8 +173,10 @@ def _answer(question: dict[str, Any]) -> Answer:
         return {"unanswered": "it has deleted the model"}, []
     found = book.find(key)
     if found is None:
-        return {"facts": [], "nested": [], "slices": [], "unknown": True}, []
-    return _slices(held_in(*found))
+        return {"facts": [], "nested": [], "slices": [], "unknown": True, "known": False}, []
+    params, state, is_known = found
+    facts, tensors = _slices(held_in(params, state))
+    return {**facts, "known": is_known}, tensors
 
 
 @plain()

@@ -62,10 +62,15 @@ def held_by(optimizer: Optimizer) -> list[Held]:
     return held_in(params_of(optimizer), optimizer.state)
 
 
+def _now(entries: Any) -> Any:
+    """A parameter's state; a copy, since the optimizer's thread may be making it."""
+    return dict(entries) if type(entries) is dict else entries
+
+
 def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[Held]:
     """The same of parameters and of an optimizer's state."""
     cut = [(param, part) for param in params if (part := part_of(param))]
-    states = [(param, part, state.get(param, {})) for param, part in cut if part.is_cut]
+    states = [(param, part, _now(state.get(param, {}))) for param, part in cut if part.is_cut]
     scalars = scalar_keys((part.shape, entries) for _, part, entries in states)
     held = []
     for param, part, entries in states:
