@@ -45,13 +45,15 @@ void zs_sample_written(zs_engine *engine)
     if (engine->sampled) engine->sample = of_engine(engine);
 }
 
-void zs_sample_take(zs_engine *engine, zs_reading *reading)
+uint64_t zs_sample_take(zs_engine *engine, bool *changed)
 {
-    if (!can_look(engine)) return;
+    *changed = false;
+    if (!can_look(engine)) return 0;
     uint64_t sample = of_engine(engine);
     if (!engine->sampled) engine->sample = sample; /* nothing has been written yet */
     engine->sampled = true;
-    reading->changed = sample != engine->sample;
+    *changed = sample != engine->sample;
+    return sample;
 }
 
 void zs_sample_forget(zs_engine *engine)
