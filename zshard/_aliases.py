@@ -11,6 +11,7 @@ where the shard's storage has more users than parameters.
 
 from __future__ import annotations
 
+import bisect
 import gc
 import operator
 from collections.abc import Iterator, Sequence
@@ -64,15 +65,13 @@ def _area_of(tensor: Tensor, areas: Sequence[_Area]) -> _Area | None:
         return None
     if tensor.numel() == 0:
         return _area_of_none(tensor, areas)
-    if tensor.layout != torch.strided or not areas[0].begin <= begin < _end_of(areas[-1]):
+    last = bisect.bisect_right(areas, begin, key=operator.itemgetter(0)) - 1
+    if last < 0 or tensor.layout != torch.strided:
         return None
     steps = ((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
     end = begin + (1 + sum(steps)) * tensor.element_size()
-    return next((a for a in areas if a.begin <= begin and end <= _end_of(a)), None)
-
-
-def _end_of(area: _Area) -> int:
-    return area.begin + area.size
+    area = areas[last]  # of several that begin here, that with elements
+    return area if end <= area.begin + area.size else None
 
 
 def _area_of_none(tensor: Tensor, areas: Sequence[_Area]) -> _Area | None:

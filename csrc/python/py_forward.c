@@ -44,7 +44,7 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
 {
     bool begins = zs_engine_n_open(zs_engine_of(self->unit)) == 0; /* a session, whose pass is of one kind */
     bool training = begins && n > 0 && is_training(args[0]);
-    if (zs_py_keep_aliases(zs_engine_of(self->unit)) < 0) return NULL;
+    if (begins && zs_py_keep_aliases(zs_engine_of(self->unit)) < 0) return NULL;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training));
     zs_py_show(zs_engine_of(self->unit));
