@@ -15,7 +15,7 @@ import torch.distributed as dist
 from models import CASES, make, train
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import FSDP, _group
+from zshard import FSDP, _group, _meet
 
 
 @functools.cache
@@ -27,13 +27,13 @@ def mesh_of(replicate: int, shard: int) -> DeviceMesh:
 @contextlib.contextmanager
 def on_two_hosts() -> Iterator[None]:
     """Context in which ranks 0, 1 and 2, 3 believe to be on two hosts."""
-    host, known = _group._host, dict(_group._entries)
-    _group._host = lambda: f"host{dist.get_rank() // 2}"
+    host, known = _meet.host_id, dict(_group._entries)
+    _meet.host_id = lambda: f"host{dist.get_rank() // 2}"
     _group._entries.clear()
     try:
         yield
     finally:
-        _group._host = host
+        _meet.host_id = host
         _group._entries.update(known)
 
 

@@ -149,12 +149,12 @@ def differences_with_dropout(name, combinations):
     ("name", "combinations"),
     [
         ("gpt2, tied", COMBINATIONS),
-        ("bart", [("full_shard", "shm"), ("shard_grad_op", "shm"), ("no_shard", "c10d")]),
+        ("bart", COMBINATIONS),
         ("whisper", FULL),
     ],
 )
 def test_dropout_and_skipped_layers_are_those_of_ddp(pool2, name, combinations):
-    # A rank that skips a layer runs other units than its peers: possible wherever gathers need none.
+    # A rank that skips a layer runs other units than its peers.
     for found, matters in pool2.run(differences_with_dropout, name, combinations):
         assert matters
         assert not any(found.values()), found
@@ -178,6 +178,80 @@ def test_generation_by_all_ranks(pool2, name):
         for ours, theirs in pool2.run(generated, name, combination):
             assert ours == theirs
             assert len(ours[0]) > 5
+
+
+def generated_by_each(name, combination, how, lone):
+    """What differs between tokens by a sharded model and by a plain one, where each rank has a prompt
+    and a number of tokens of its own, which may end early. `lone`: the others only wait."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = make(ARCHITECTURES[name].build)
+    model = FSDP(model, strategy=combination[0], transport=combination[1])
+    train(model, name)
+    plain = ARCHITECTURES[name].build()
+    plain.load_state_dict(model.state_dict())
+    wrong = []
+    for round_ in range(3):
+        length = 2 + (rank + round_) % world
+        prompt = ARCHITECTURES[name].batch(9 + round_, rank)["input_ids"][:, :length]
+        options = {"max_new_tokens": 3 + 4 * ((rank + round_) % world), **how}
+        theirs = plain.eval().generate(prompt, **options)
+        if round_ == 2:  # one that ends by itself, on rank 0 at its first token
+            ends = int(theirs[0, length + 2 * rank])
+            options["eos_token_id"] = ends
+            theirs = plain.generate(prompt, **options)
+        if rank == 0 or not lone:
+            ours = model.eval().generate(prompt, **options)
+            wrong += [] if ours.tolist() == theirs.tolist() else [(ours.tolist(), theirs.tolist())]
+        if lone:
+            dist.barrier()
+    train(model, name)  # and training goes on
+    return wrong
+
+
+GREEDY = {"do_sample": False}
+BEAMS = {"do_sample": False, "num_beams": 2}
+GENERATING = [*COMBINATIONS, ("zero1", "c10d")]
+
+
+@pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("combination", list(dict.fromkeys(GENERATING)), ids=str)
+def test_generation_of_other_lengths_on_each_rank(pool2, combination, how):
+    assert pool2.run(generated_by_each, "gpt2, tied", combination, how, False) == [[], []]
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"], ids=str)
+def test_generation_on_rank_0_alone(pool2, combination):
+    assert pool2.run(generated_by_each, "gpt2, tied", combination, GREEDY, True) == [[], []]
+
+
+class Adapted(torch.nn.Module):
+    """Passes arguments on to the model within, as PEFT's models do."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, **batch):
+        return self.base(**batch)
+
+    def generate(self, *args, **kwargs):
+        return self.base.generate(*args, **kwargs)
+
+
+def generated_through_another(name):
+    """Whether tokens are a plain model's where the model that generates is inside the wrapped one."""
+    rank = dist.get_rank()
+    model = FSDP(Adapted(make(ARCHITECTURES[name].build)), transport="c10d").eval()
+    plain = make(ARCHITECTURES[name].build).eval()
+    prompt = ARCHITECTURES[name].batch(9, rank)["input_ids"]
+    options = {"max_new_tokens": 3 + 4 * rank, "do_sample": False}
+    same = torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+    alone = model.generate(prompt, synced_gpus=True, **{**options, "max_new_tokens": 3})
+    return same and alone.shape[1] <= prompt.shape[1] + 3
+
+
+def test_generation_through_another_model(pool2):
+    assert pool2.run(generated_through_another, "gpt2, tied") == [True, True]
 
 
 def saved_and_loaded(name, folder):

@@ -15,10 +15,12 @@ from c_reader import Item, functions_of, items_of
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 OBJECT = re.compile(r"\b(zs_\w+)(?:\[[^\]]*\])*\s*(?:=|$)")
 
+ASIDE = {"py_aliases", "py_util", "py_guard", "py_slices", "py_writes"}
+"""Of the binding, what the others build on."""
+
 KNOWN = {
     # A module and its types need each other, in CPython's way of making them.
-    frozenset(path.stem for path in (CSRC / "python").glob("py_*.c"))
-    - {"py_aliases", "py_util", "py_guard"},
+    frozenset(path.stem for path in (CSRC / "python").glob("py_*.c")) - ASIDE,
 }
 
 Arrows = dict[str, set[str]]

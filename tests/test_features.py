@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -111,6 +112,18 @@ def test_doctor_says_what_is_missing_and_what_to_do() -> None:
     assert "MISSING" in lines["nccl"] and "GPUs        none" in done.stdout
     assert "CPU training is available" in done.stdout
     assert "GPU training is not available; see above: driver" in done.stdout
+
+
+def test_doctor_tells_what_ranks_take_of_limits() -> None:
+    lines = run("-m", "zshard", "doctor").stdout.splitlines()
+    heads = [line for line in lines if line.startswith("ranks ")]
+    assert heads == ["ranks  open files  mappings  (mixed precision)  address space"]
+    rows = [line.split() for line in lines[lines.index(heads[0]) + 1 :]]
+    assert [row[0] for row in rows] == ["8", "16", "32", "64", "128", "limit"]
+    for row in rows[:-1]:  # what is allowed in an ordinary container
+        assert int(row[1]) < 1024 and int(row[2]) < int(row[3]) < 65530
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert rows[-1][1] == str(limit) and rows[-1][-1] == "-v)"
 
 
 def test_doctor_fails_where_a_gpu_lies_idle() -> None:

@@ -179,6 +179,29 @@ def test_a_limit_of_the_process(name):
         assert result.value is None
 
 
+def with_few_mappings(transport):
+    """A model on ranks of which the last may make 50 more mappings."""
+    dist.init_process_group("gloo")
+    FSDP(stack(8, 1))
+    if dist.get_rank() == 2:
+        zshard._fits.room_of_mappings = lambda: 50
+    model = stack(8, 30)
+    try:
+        FSDP(model, transport=transport, auto_wrap_policy={nn.Linear})
+    except MemoryError as error:
+        return str(error), type(model) is nn.Sequential
+    return None
+
+
+def test_mappings_are_counted_before_any_is_made():
+    for result in fork_ranks(with_few_mappings, 3, "shm", check=True):
+        text, same = result.value
+        assert re.search(r"rank 2 of 3 needs \d+ for its units", text)
+        assert "the kernel allows only 50 more: raise vm.max_map_count" in text and same
+    for result in fork_ranks(with_few_mappings, 3, "c10d", check=True):
+        assert result.value is None
+
+
 def what_is_there(parameters_on):
     """A model of 64 MiB whose parameters lie in memory, where there is no room for as many again."""
     dist.init_process_group("gloo")

@@ -3,9 +3,12 @@
 import gc
 import os
 import signal
+import sys
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from misdeeds import STEPS, Misdeed, batch, check_survivors, make_model, step_once, train, wrap
 from models import TRANSPORTS
 from nursery import fork_ranks
@@ -56,11 +59,11 @@ def test_rank_killed_beside_its_workers_is_named(tmp_path):
     check_survivors(results, ("PeerError",), "rank 1")
 
 
-def fork_and_free(folder):
+def fork_and_free(folder, transport):
     """A forked child tries to use the model, frees all it inherited, and ends; then training goes
     on. What the child said, and whether the model is right."""
     plain = make_model(Misdeed("", "", folder))
-    model = wrap(make_model(Misdeed("", "", folder)), "shm")
+    model = wrap(make_model(Misdeed("", "", folder)), transport)
     optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
     said = ""
     for step in range(STEPS):
@@ -102,7 +105,40 @@ def use_and_free(model):
     return said
 
 
-def test_forked_child_is_kept_out_and_frees_nothing_of_its_parents(pool2, tmp_path):
-    for rank, (said, equal) in enumerate(pool2.run(fork_and_free, tmp_path)):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_forked_child_is_kept_out_and_frees_nothing_of_its_parents(pool2, tmp_path, transport):
+    for rank, (said, equal) in enumerate(pool2.run(fork_and_free, tmp_path, transport)):
         assert f"forked from rank {rank} cannot use its process group" in said
         assert equal
+
+
+def die(model, loss):
+    """As the end of a process that nothing catches: an exit hook runs, and objects are freed."""
+    try:
+        loss.backward()
+        said = "nothing was raised"
+    except RuntimeError as error:
+        said = str(error)
+    sys.excepthook(ValueError, ValueError("the child dies"), None)
+    zshard._group._leave()
+    return said + use_and_free(model)
+
+
+def child_dies_midway(transport):
+    """A child dies between forward and backward; then the ranks wait for each other for so long that they
+    look for what others have left in the store. What the child said."""
+    model = wrap(make_model(Misdeed("", "", "")), transport, 30.0)
+    loss = model(batch(0)).square().sum()
+    said = in_child(lambda: die(model, loss))
+    for rank in (0, 1):
+        if dist.get_rank() == rank:
+            time.sleep(2.5)
+        loss.backward()
+        loss = model(batch(0)).square().sum()
+    return said
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_child_that_dies_does_not_speak_for_its_parent(pool2, transport):
+    for rank, said in enumerate(pool2.run(child_dies_midway, transport)):
+        assert f"forked from rank {rank} cannot use its process group" in said

@@ -579,6 +579,7 @@ def run_to_the_end(folder: Path, combination: tuple[str, str], what: str):
 ENDS = [("full_shard", "shm"), ("no_shard", "shm"), ("full_shard", "c10d")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", ENDS)
 @pytest.mark.parametrize(
     ("what", "words"),

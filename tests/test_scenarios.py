@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from models import COMBINATIONS, Block, Unused, loss_of, make
+from models import Block, Unused, loss_of, make
 from scenarios import WIDTH, Stack, floats, forward_backward, square_sum, wrong_in
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -392,10 +392,6 @@ def test_unusual_models(pool2, cls, args, run, exact):
     assert pool2.run(wrong_in, build, run, exact) == [{}, {}]
 
 
-# Where each rank runs its own units: the transports on which that is possible.
-ON_SHM = [(strategy, transport) for strategy, transport in COMBINATIONS if transport == "shm"]
-
-
 @pytest.mark.parametrize(
     ("run", "exact"),
     [
@@ -405,8 +401,7 @@ ON_SHM = [(strategy, transport) for strategy, transport in COMBINATIONS if trans
     ],
 )
 def test_ranks_may_run_different_units(pool2, run, exact):
-    combinations = [*ON_SHM, ("no_shard", "c10d")]
-    assert pool2.run(wrong_in, Detours, run, exact, combinations) == [{}, {}]
+    assert pool2.run(wrong_in, Detours, run, exact) == [{}, {}]
 
 
 class Adapted(nn.Module):

@@ -165,11 +165,10 @@ def test_one_rank_evaluates_while_the_other_trains(pool2, strategy):
 
 
 def evaluate_while_the_other_waits():
-    """Rank 0 evaluates alone while rank 1 stands at a barrier: (message, what differs from DDP after
-    both have trained on)."""
+    """Rank 0 evaluates alone while rank 1 stands at a barrier: is it right?"""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    rank, case, message = dist.get_rank(), CASES["net"], ""
+    rank, case, good = dist.get_rank(), CASES["net"], True
     plain = make(case.make)
     model = wrapped(case.make, FULL, timeout=3)
     parallel = ddp(plain)
@@ -177,16 +176,15 @@ def evaluate_while_the_other_waits():
     train(parallel, case, torch.optim.SGD(plain.parameters(), 0.1), rank)
     if rank == 0:
         with torch.no_grad():
-            message = message_of(lambda: model(case.batch(100, 0)), zshard.PeerTimeoutError)
+            batch = case.batch(100, 0)
+            good = torch.equal(loss_of(model(batch)), loss_of(plain(batch)))
     dist.barrier()
     dist.destroy_process_group()  # right behind a collective, torch may abort at exit without
-    return message
+    return good
 
 
-def test_evaluation_by_one_rank_ends_where_the_other_never_comes(pool2):
-    # Nobody can tell it from an evaluation by all for which rank 1 is late.
-    message = fork_ranks(evaluate_while_the_other_waits, 2, check=True)[0].value
-    assert "rank 1" in message and "3.0 s" in message and "forward" in message
+def test_evaluation_by_one_rank_while_the_other_waits(pool2):
+    assert fork_ranks(evaluate_while_the_other_waits, 2, check=True)[0].value
 
 
 def swap_in_the_average(combination):

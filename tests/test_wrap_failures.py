@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
-from models import loss_of, make
+from models import ddp, differences, loss_of, make
 from scenarios import Stack, floats
 from torch import nn
 
 import zshard
-from zshard import FSDP
+from zshard import FSDP, api
 
 TRANSPORTS = ("shm", "c10d")
 
@@ -66,6 +66,41 @@ def test_what_fails_before_anything_has_changed(pool2, transport):
     for first, second, trained in pool2.run(with_a_missing_directory, transport):
         assert "/nowhere/at/all" in first
         assert second is None and trained
+
+
+@passing_groups()
+def with_a_unit_on_one_rank(transport):
+    """Rank 1 fails in its second unit, which rank 0 makes; then all train another model."""
+    made, real, how = [], api._make_unit, options(transport)
+
+    def make_unit(*args):
+        made.append(args)
+        if dist.get_rank() == 1 and len(made) == 2:
+            raise MemoryError("planted")
+        return real(*args)
+
+    api._make_unit = make_unit
+    try:
+        first = attempt(make(Stack), how)
+    finally:
+        api._make_unit = real
+    found = []
+    for _ in range(2):
+        plain = make(Stack)
+        parallel, model = ddp(plain), FSDP(make(Stack), **how)
+        loss_of(parallel(floats(dist.get_rank()))).backward()
+        loss_of(model(floats(dist.get_rank()))).backward()
+        for optimized in (plain, model):
+            torch.optim.SGD(optimized.parameters(), 0.1).step()
+        found.append(differences(model.state_dict(), plain.state_dict()))
+    return first, found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_unit_that_one_rank_could_not_make(pool2, transport):
+    for first, found in pool2.run(with_a_unit_on_one_rank, transport):
+        assert first.startswith("MemoryError") and "planted" in first
+        assert found == [[], []]
 
 
 @passing_groups()

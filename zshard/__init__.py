@@ -17,7 +17,9 @@ from zshard import (
     _additions,
     _clip,
     _collectives,
+    _foreign,
     _guard,
+    _optim_ask,
     _optim_guard,
     _optim_state,
     grad_scaler,
@@ -112,6 +114,8 @@ _guard.install()
 _collectives.install()
 _optim_guard.install()
 _additions.install()
+_foreign.install()
 _clip.install()
 _optim_state.install()
+_optim_ask.install()
 grad_scaler.install()

@@ -35,7 +35,7 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
         return
     everyone = [json.loads(each) for each in gather_bytes(comm, json.dumps(list(facts)).encode())]
     for rank in range(1, comm.world):
-        difference = _first_difference(everyone[0], everyone[rank], rank)
+        difference = first_difference(everyone[0], everyone[rank], (0, rank))
         if difference is not None:
             raise _core.DivergenceError(f"the {what} differ between ranks: {difference}")
 
@@ -91,6 +91,20 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], Any] | None = None) -> Ite
             )
 
 
+@contextlib.contextmanager
+def told_to_all_ranks(comm: _core.Comm) -> Iterator[None]:
+    """Context manager for a body that communicates: if it raises on this rank alone, the others,
+    which may be waiting for it in there, get a PeerError with the text at once. No transport of
+    theirs can follow."""
+    try:
+        yield
+    except (_core.PeerError, _core.DivergenceError):
+        raise  # the others have heard
+    except Exception as error:
+        comm.abort(f"{type(error).__name__}: {error}")
+        raise
+
+
 def _raise_alike(comm: _core.Comm, error: Exception | None) -> None:
     """Raise this rank's error, or where it has none, the first of the others'. Collective."""
     said = f"{_kind_of(error)}\n{error}".encode(errors="replace")[:_TEXT] if error else b""
@@ -107,15 +121,20 @@ def _kind_of(error: Exception | None) -> str:
     return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
 
 
-def _first_difference(ours: list[Fact], theirs: list[Fact], rank: int) -> str | None:
+def first_difference(
+    ours: Sequence[Fact], theirs: Sequence[Fact], ranks: tuple[int, int]
+) -> str | None:
+    """Return in words where the facts of two ranks differ first; None if they do not."""
+    first, rank = ranks
     for mine, other in zip(ours, theirs, strict=False):
         if mine == other:
             continue
         if mine[0] != other[0]:
-            return f"rank 0 has {mine[0]} ({mine[1]}), but rank {rank} has {other[0]} ({other[1]})"
-        return f"{mine[0]} is {mine[1]} on rank 0, but {other[1]} on rank {rank}"
+            own, there = f"{mine[0]} ({mine[1]})", f"{other[0]} ({other[1]})"
+            return f"rank {first} has {own}, but rank {rank} has {there}"
+        return f"{mine[0]} is {mine[1]} on rank {first}, but {other[1]} on rank {rank}"
     if len(ours) != len(theirs):
-        longer, rank_of = (ours, 0) if len(ours) > len(theirs) else (theirs, rank)
+        longer, rank_of = (ours, first) if len(ours) > len(theirs) else (theirs, rank)
         extra = longer[min(len(ours), len(theirs))]
         return f"only rank {rank_of} has {extra[0]} ({extra[1]})"
     return None

@@ -97,3 +97,17 @@ def split_ignored(
         if not isinstance(module, nn.Module):
             raise TypeError(f"ignored_modules must contain modules, got {module!r}")
     return ignored_modules, ignored_params
+
+
+def one_device(device_id: Any, device_ids: Any) -> Any:
+    """Return what `device_id` and DDP's spelling of it say. Raises ValueError if both are given, or
+    the second is not one device."""
+    if device_ids is None:
+        return device_id
+    if device_id is not None:
+        raise ValueError("pass either device_id or device_ids, not both")
+    if not isinstance(device_ids, list | tuple) or len(device_ids) != 1:
+        raise ValueError(
+            f"device_ids={device_ids!r}: expected a list of one GPU, that of this rank"
+        )
+    return device_ids[0]

@@ -24,8 +24,9 @@ from torch.nn.utils import clip_grad
 from zshard import _core
 from zshard._guard import plain
 from zshard._in_backward import refuse_clipping
+from zshard._join_say import say_clip, say_norm
 
-__all__ = ["clip_grad_norm", "install"]
+__all__ = ["clip_by", "clip_grad_norm", "install", "norm_over_ranks"]
 
 # What torch has within wrappers that turn gradients off.
 _wrappers: Any = clip_grad
@@ -113,6 +114,15 @@ def _clip_grads_with_norm_(
 ) -> None:
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _refuse_foreign(params)  # torch's clip_grad_norm_ comes here before it scales anything
+    say_clip(params, max_norm, total_norm)
+    clip_by(params, max_norm, total_norm, foreach)
+
+
+@plain()
+def clip_by(
+    params: Sequence[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
+) -> None:
+    """Scale this rank's gradients of `params`, whose norm is `total_norm`."""
     grads = [param.grad for param in params if param.grad is not None]
     if any(g.dtype == torch.float64 for g in grads) or not _core.on_gpu(grads):
         _torchs_scale(params, max_norm, total_norm, foreach)
@@ -210,12 +220,18 @@ def _norm(
     _check_norm_type(norm_type)
     total = _power_sum(whole, norm_type)
     for engine, grads in sharded.items():  # in the order of the list, which is that of all ranks
-        part = _power_sum(grads, norm_type)
-        if math.isinf(norm_type):
-            total = _larger(total, engine.max_over_ranks([part])[0])
-        else:
-            total += engine.sum_over_ranks([part])[0]
+        say_norm(engine, grads, norm_type)
+        part = norm_over_ranks(engine, grads, norm_type)
+        total = _larger(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
+
+
+def norm_over_ranks(engine: _core.Engine, grads: Sequence[Tensor], norm_type: float) -> float:
+    """Return all ranks' sum of |x|**norm_type, or for inf the largest |x|, of gradients of one
+    model. Collective."""
+    part = _power_sum(grads, norm_type)
+    over_ranks = engine.max_over_ranks if math.isinf(norm_type) else engine.sum_over_ranks
+    return over_ranks([part])[0]
 
 
 def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:

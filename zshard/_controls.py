@@ -7,13 +7,16 @@ FSDP(module) and fully_shard(module) give the same modules.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from zshard import _core
 from zshard._in_backward import OptimizerInBackward
+from zshard._join import join
 from zshard._optim_names import OptimStateMethods
 from zshard._units import state_of, units_of
 
@@ -27,6 +30,17 @@ class UnshardHandle:
 
 class Controls(OptimStateMethods, nn.Module):
     """The methods of FSDP2's modules, and those that concern optimizers."""
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward reduces gradients, as scripts for DDP set it instead of using no_sync():
+        False is set_requires_gradient_sync(False)."""
+        return bool(state_of(self).unit.sync)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        for _, state in units_of(self):
+            state.unit.sync = bool(value)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this unit's parameters, until `reshard()` or the end of the next backward.
@@ -123,6 +137,49 @@ class Controls(OptimStateMethods, nn.Module):
         already stepped in backward.
         """
         return OptimizerInBackward(self, optimizers)
+
+    def join(
+        self,
+        *optimizers: Any,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context manager for training with uneven numbers of batches, as DDP's join().
+
+        A rank that has no more batches leaves the loop, and waits at the end of the with block
+        until no rank has any. Meanwhile it does its part of what the others do: it contributes
+        zeros to gradients, and steps its shard with the param groups of the lowest rank that still
+        has data. Afterwards the optimizers' options are those of that rank on all ranks.
+
+        Collective: use it on all ranks, with the same arguments, on the outermost sharded module.
+
+        Args:
+            optimizers: all optimizers that step this model within the block. Learning rate
+                schedulers and grad scalers may follow: at the end all ranks load the state that
+                they have on the rank that had data last. (Grad scalers that were used are found
+                without being passed.)
+            divide_by_initial_world_size: True (the default) divides gradients by the number of
+                ranks; False by the number of ranks that still have data.
+            enable: False makes this a no-op.
+            throw_on_early_termination: raise RuntimeError on all ranks when one has no more data
+                and others have.
+
+        While all ranks have data, each forward, backward, clipping and step costs one small
+        exchange; after that, so does each gather (over c10d) and reduction.
+
+        Raises:
+            TypeError, ValueError: an argument is no optimizer, or none of this model; or this is
+                not the outermost sharded module.
+            RuntimeError: join() is already active on these ranks; an optimizer that was not passed
+                steps the model; or a call needs all ranks when some have no more data.
+            NotImplementedError: on GPUs, and with optimizer_in_backward().
+            DivergenceError: the ranks with data do different things, or another rank left the
+                block by an exception, which the message names.
+        """
+        if not enable:
+            return contextlib.nullcontext()
+        return join(self, optimizers, divide_by_initial_world_size, throw_on_early_termination)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for compatibility with FSDP2; no effect.

@@ -6,15 +6,13 @@ version, and each missing one comes with a remedy.
 
 from __future__ import annotations
 
-import os
 import platform
-import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zshard import _core, _nccl
+from zshard import _core, _limits, _nccl
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
 
@@ -86,15 +84,13 @@ def _nccl_version(missing: dict[str, str]) -> str | None:
 
 
 def _shm(missing: dict[str, str]) -> bool:
-    """Whether this process can make what shm needs: a memory file, a pidfd, an abstract socket."""
+    """Whether this process can make what shm needs: memory files, a pidfd, an abstract socket."""
     try:
-        os.close(os.memfd_create("zshard-doctor"))
-        os.close(os.pidfd_open(os.getpid()))
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.bind(f"\0zshard-doctor-{os.getpid()}")
-    except (OSError, AttributeError) as error:
+        _core.Comm.shm(0, 1, 1.0)
+    except Exception as error:
+        text = (isinstance(error, OSError) and error.strerror) or str(error)
         missing["shm"] = (
-            f"{error}: shm needs memfd_create, pidfd_open (Linux 5.3) and abstract Unix sockets, "
+            f"{text}: shm needs memfd_create, pidfd_open (Linux 5.3) and abstract Unix sockets, "
             "which some sandboxes forbid. Without shm, ranks on one host use torch's process group"
         )
         return False
@@ -159,6 +155,8 @@ def report() -> tuple[str, int]:
         words += [f"MISSING: {problem}"] if problem else []
         lines.append(f"{name:<11} {'. '.join(words)}")
     lines += ["", *_what_is_used(found)]
+    if found["shm"]:
+        lines += ["", *_limits.lines()]
     return "\n".join(lines), int(bool(found["gpus"]) and not found["gpu"])
 
 

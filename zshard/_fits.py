@@ -21,8 +21,9 @@ from torch import nn
 from zshard import _core
 from zshard._advice import Model, Shortage, explain
 from zshard._device import CPU, torch_device
-from zshard._group import _env_int, _host
-from zshard._host_memory import room_of_cgroup, room_of_host, room_of_process
+from zshard._group import _env_int
+from zshard._host_memory import room_of_cgroup, room_of_host, room_of_mappings, room_of_process
+from zshard._meet import host_id
 from zshard._model_outline import Outline, Planned, outline_comms, world_of
 from zshard._units import Comms, units_of
 
@@ -30,17 +31,18 @@ MemoryLimit = int | str | None
 _MIB = 1 << 20
 _CHUNK = 64 * _MIB  # gradients are mapped in chunks, csrc/device/arena.c
 _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
-_MESSAGE = struct.Struct("8s8s7q")
+_MESSAGE = struct.Struct("8s8s9q")
 
 
 class _Need(NamedTuple):
     """Bytes that a rank still has to allocate: in all, private to the process, and of address
-    space; and what the optimizer adds later."""
+    space; what the optimizer adds later; and how many memory mappings it will have to make."""
 
     found: int
     private: int
     addresses: int
     optimizer: int
+    mappings: int
 
 
 class _Rank(NamedTuple):
@@ -55,6 +57,8 @@ class _Rank(NamedTuple):
     own_need: int
     need: int
     optimizer: int
+    mappings: int  # needed
+    unmapped: int  # that are left
 
 
 _OWN = ("memory_limit", "RLIMIT_DATA", "RLIMIT_AS", "GPU memory")
@@ -109,6 +113,7 @@ def check_fits(
         need = need._replace(found=parts["total"])
     mine = _MESSAGE.pack(*_tell(limit, need, device))
     ranks = [_Rank(*_MESSAGE.unpack(each)) for each in comms.all.exchange(mine)]
+    _check_mappings(module, ranks)
     model = Model(module, planned, world, outline, bool(inner))
     short = _worst(ranks, with_optimizer=False)
     if short is not None:
@@ -151,8 +156,10 @@ def _need_of(
     rounding = -parts["grads"] % _CHUNK
     private = max(needed + rounding - shared - in_buckets, 0)
     addresses = needed + rounding + shared * (comms.shard_group.world - 1)
+    addresses += in_buckets * (comms.all.world - 1)  # those of all ranks are mapped
     addresses += parts["offloaded"] * (comms.shard_group.world if mapped else 1)
-    return _Need(needed, private, addresses, 2 * outline.trained_bytes())
+    mappings = outline.engine.predict_mappings()
+    return _Need(needed, private, addresses, 2 * outline.trained_bytes(), mappings)
 
 
 def _in_memory(unit: _core.Unit) -> int:
@@ -165,7 +172,9 @@ def _held_by(unit: _core.Unit) -> int:
 
 
 def _tell(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
-    none = _Rank(b"", b"", -1, -1, -1, 0, 0, need.found, need.optimizer)
+    left = room_of_mappings()
+    maps = need.mappings, -1 if left is None else left
+    none = _Rank(b"", b"", -1, -1, -1, 0, 0, need.found, need.optimizer, *maps)
     if isinstance(limit, int):
         return none._replace(own=limit, own_need=need.found)
     if torch_device(device).type == "cuda":
@@ -173,8 +182,8 @@ def _tell(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
     host, cgroup = room_of_host(), room_of_cgroup()
     own = _own_limit(need)
     return none._replace(
-        host=_digest(_host()),
-        cgroup=_digest(f"{_host()}/{cgroup.key}" if cgroup else ""),
+        host=_digest(host_id()),
+        cgroup=_digest(f"{host_id()}/{cgroup.key}" if cgroup else ""),
         on_host=-1 if host is None else host.bytes,
         in_cgroup=-1 if cgroup is None else cgroup.bytes,
         own=own[0],
@@ -201,6 +210,19 @@ def _own_limit(need: _Need) -> tuple[int, int, int]:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:8]
+
+
+def _check_mappings(module: nn.Module, ranks: list[_Rank]) -> None:
+    """Raise MemoryError if a rank may not make as many memory mappings as it will need."""
+    missing, rank = max((each.mappings - each.unmapped, rank) for rank, each in enumerate(ranks))
+    short = ranks[rank]
+    if missing > 0 and short.unmapped >= 0:
+        raise MemoryError(
+            f"this {type(module).__name__} needs too many memory mappings: rank {rank} of "
+            f"{len(ranks)} needs {short.mappings} for its units and the buckets of all ranks, but "
+            f"the kernel allows only {short.unmapped} more: raise vm.max_map_count, or use fewer "
+            'units (auto_wrap_policy) or transport="c10d"'
+        )
 
 
 # --- the verdict ----------------------------------------------------------------------------------

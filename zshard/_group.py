@@ -11,11 +11,10 @@ import contextlib
 import functools
 import math
 import os
-import socket
 import sys
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,9 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import _core
+from zshard import _core, _where
+from zshard._agree import on_all_ranks
+from zshard._books import finish
 from zshard._device import CPU, is_stand_in, torch_device
 from zshard._exit import fail
+from zshard._meet import Refusal, meet
 from zshard._nccl import NcclOptions, library
 from zshard._units import Comms
 from zshard.strategy import ShardingStrategy
@@ -184,7 +186,9 @@ def _resolve_one(process_group: Any) -> Any | None:
         return None
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-        atexit.register(_destroy_own_group)  # runs after _leave, which is registered later
+        atexit.register(
+            _destroy_own_group, os.getpid()
+        )  # runs after _leave, which is registered later
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
@@ -227,11 +231,30 @@ def comms_for(
         if groups.replica_group is not groups.world:
             replica_by = "c10d" if settings[2] == CPU else settings[0]
             replica_group = comm_for(groups.replica_group, replica_by, *settings[1:])
-        return Comms(comm, comm, comm_for(groups.shard_group, *settings), replica_group)
-    shard_group = (
-        comm if groups.shard_group is groups.world else comm_for(groups.shard_group, *settings)
-    )
+        return Comms(comm, comm, _within(groups, comm, settings), replica_group)
+    shard_group = comm if groups.shard_group is groups.world else _within(groups, comm, settings)
     return Comms(comm, shard_group, shard_group, None)
+
+
+def _within(groups: Groups, comm: _core.Comm, settings: tuple[Any, Any, str]) -> _core.Comm:
+    """Return the transport of a shard group, of the same kind in all shard groups: shards are laid
+    out for it, and all ranks reduce together."""
+    if groups.shard_group is None or settings[2] != CPU:
+        return comm_for(groups.shard_group, *settings)
+    with on_all_ranks(comm):
+        found = comm_for(groups.shard_group, *settings)
+    kinds = [each.rstrip().decode() for each in comm.exchange(found.transport.encode().ljust(16))]
+    if len(set(kinds)) == 1:
+        return found
+    if comm.rank == 0:
+        without = kinds.index("c10d")
+        warnings.warn(
+            "shard groups use transport='c10d', because shm, which is faster, is not available to "
+            f"that of rank {without}: see its own warning. Pass transport='c10d' to silence this",
+            RuntimeWarning,
+            stacklevel=_stacklevel(),
+        )
+    return comm_for(groups.shard_group, "c10d", *settings[1:])
 
 
 def check_settings(
@@ -303,8 +326,8 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
         )
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
-        kind = comm.transport if comm.transport in TRANSPORTS[CPU] else "auto"
-        _entries[key] = _Entry(group, _connect(group, kind, max(comm.timeout, _PATIENCE)))
+        kind = "c10d" if comm.transport == "c10d" else "auto"  # what the model has, if it can be
+        _entries[key] = _Entry(group, _connect(group, kind, max(comm.timeout, _PATIENCE), True))
     return _entries[key].comm
 
 
@@ -350,20 +373,48 @@ def _timeout_of(group: Any, timeout: float | None) -> float:
     return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
 
 
-def _connect(group: Any, wanted: Asked, timeout: float) -> _core.Comm:
+def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) -> _core.Comm:
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     _report_ends()
     if wanted != "c10d":
-        comm, reason = _try_shm(group, rank, world, timeout)
-        if comm is not None:
-            return comm
+        met = meet(group, timeout)
+        if isinstance(met, _core.Comm):
+            return met
         if wanted == "shm":
             raise RuntimeError(
-                f"transport='shm' is not available: {reason}. It requires all ranks on one host, "
-                "in one PID and network namespace: use transport='c10d' instead"
+                f"transport='shm' is not available: {met.reason}. Or pass transport='c10d'"
             )
-    name = new_group(group, CPU).group_name
-    return _core.Comm.c10d(name, rank, world, timeout)
+        _fall_back(met, rank)
+    own = new_group(group, CPU)
+    comm = _core.Comm.c10d(own.group_name, rank, world, timeout)
+    if not beside:  # whose waits are for another thread
+        _where.watch(comm, group, own)
+    return comm
+
+
+def _fall_back(refusal: Refusal, rank: int) -> None:
+    """Say once, on one rank, that c10d takes the place of shm. Raises RuntimeError on all ranks if
+    c10d would fail too."""
+    if refusal.shortage:
+        raise RuntimeError(
+            f"no transport is available: shm: {refusal.reason}; c10d: {refusal.shortage}"
+        )
+    if refusal.one_host and rank == 0:
+        warnings.warn(
+            "ranks of one host use transport='c10d', because shm, which is faster, is not "
+            f"available: {refusal.reason}. Pass transport='c10d' to silence this warning",
+            RuntimeWarning,
+            stacklevel=_stacklevel(),
+        )
+
+
+def _stacklevel() -> int:
+    """Return the stacklevel at which a warning of the caller names the user's line."""
+    level, frame = 1, sys._getframe(1)
+    package = os.path.dirname(__file__) + os.sep
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def new_group(group: Any, device: str) -> Any:
@@ -412,39 +463,6 @@ def _share_a_gpu(control: _core.Comm, gpu: str) -> bool:
     return control.transport == "shm" and len(set(ids)) < len(ids)
 
 
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
-
-
-def _try_shm(
-    group: Any, rank: int, world: int, timeout: float
-) -> tuple[_core.Comm | None, str | None]:
-    """Return the shm transport if all ranks could connect to each other; else None and why not."""
-    comm, problem = None, None
-    try:
-        comm = _core.Comm.shm(rank, world, timeout)
-    except OSError as error:
-        problem = str(error)
-    offers: list[Any] = [None] * world
-    mine = (_host(), comm.address if comm else None, os.urandom(16), problem)
-    dist.all_gather_object(offers, mine, group=group)
-    hosts = {offer[0] for offer in offers}
-    problems = [f"rank {r}: {offer[3]}" for r, offer in enumerate(offers) if offer[3]]
-    if len(hosts) > 1:
-        return None, f"the ranks are on {len(hosts)} hosts"
-    if problems or comm is None:
-        return None, "; ".join(problems)
-    try:
-        comm.connect([offer[1] for offer in offers], offers[0][2])
-    except (OSError, RuntimeError, ValueError, MemoryError) as error:
-        problem = str(error)
-    results: list[Any] = [None] * world
-    dist.all_gather_object(results, problem, group=group)
-    problems = [f"rank {r}: {text}" for r, text in enumerate(results) if text]
-    return (None, "; ".join(problems)) if problems else (comm, None)
-
-
 _reporting_pid = 0  # whose end is reported; 0: nobody's yet
 _failed = False  # an exception ends this program,
 _last_words = ""  # and this is what it says
@@ -460,6 +478,9 @@ def _report_ends() -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         global _failed, _last_words
+        if os.getpid() != _reporting_pid:  # a forked child, which is no rank
+            previous(kind, value, trace)
+            return
         _failed, _last_words = True, f"{kind.__name__}: {value}"
         for key, entry in _entries.items():
             if key[1] != _BESIDE:  # a thread may be writing yet, and the process waits for it
@@ -478,11 +499,14 @@ def _leave() -> None:
     if not _failed and os.getpid() == _reporting_pid:  # not in a forked child, which is no rank
         for comm in comms.values():
             _compare_ends(comm)
+    timeout = max((comm.timeout for comm in comms.values()), default=0.0)
     for key, entry in _entries.items():
         if key[1] == _BESIDE and _last_words:
             entry.comm.abort(_last_words)
-        entry.comm.close()
+        entry.comm.close()  # from here on nobody waits for this rank
     _entries.clear()
+    if not _failed and os.getpid() == _reporting_pid:
+        finish(timeout)
 
 
 def _compare_ends(comm: _core.Comm) -> None:
@@ -493,9 +517,10 @@ def _compare_ends(comm: _core.Comm) -> None:
         fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")
 
 
-def _destroy_own_group() -> None:
+def _destroy_own_group(pid: int) -> None:
     """Destroy the process group before the interpreter exits: its threads may need Python.
 
-    Skipped if a collective may still be running: this would wait for it."""
-    if not _failed and dist.is_initialized():
+    Skipped if a collective may still be running, for which this would wait, and in a forked child
+    of the process `pid`, which has neither the threads nor sockets of its own."""
+    if not _failed and dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()

@@ -277,8 +277,13 @@ def _set_where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         return _refuse(func, args, kwargs)
     if mask.dtype != torch.bool or (isinstance(value, Tensor) and value.numel() != 1):
         return _refuse(func, args, kwargs)
-    _run(func, args, kwargs)
-    part.note_write(target, func)
+    is_due = part.begin_write(target)
+    try:
+        _run(func, args, kwargs)
+        part.note_write(target, func)
+    finally:
+        if is_due:
+            part.end_write()
 
 
 def _autograd_grad(

@@ -54,6 +54,18 @@ def room_of_process(name: str) -> int | None:
     return max(soft - 1024 * int(found[1]), 0)
 
 
+def max_map_count(root: Path = _ROOT) -> int | None:
+    """Return how many memory mappings a process may have; None if not known."""
+    return _number(root / "proc/sys/vm/max_map_count")
+
+
+def room_of_mappings(root: Path = _ROOT) -> int | None:
+    """Return how many more memory mappings this process may have; None if not known."""
+    limit = max_map_count(root)
+    maps = _read(root / "proc/self/maps")
+    return None if limit is None or maps is None else max(limit - maps.count("\n"), 0)
+
+
 def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
     """Yield the directories of this process's memory cgroups, innermost first, and their files."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():

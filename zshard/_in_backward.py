@@ -24,7 +24,7 @@ from zshard._optim_guard import know
 from zshard._settings import note_step
 from zshard._units import Hook, State, hook_forward, known_hooks, units_of
 
-__all__ = ["OptimizerInBackward", "refuse_clipping", "watch_scaled"]
+__all__ = ["OptimizerInBackward", "is_stepped_in_backward", "refuse_clipping", "watch_scaled"]
 
 _handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
     weakref.WeakKeyDictionary()
@@ -153,6 +153,11 @@ def _refuse_scaled() -> None:
             "that are still scaled, before the check for inf. Call remove() on the handle, or "
             "train in bfloat16, which needs no loss scaling"
         )
+
+
+def is_stepped_in_backward(module: nn.Module) -> bool:
+    """Return whether a handle steps parameters of the module."""
+    return _any_steps(module.parameters())
 
 
 def _any_steps(params: Iterable[Tensor] | None) -> bool:

@@ -24,10 +24,13 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
+from zshard._books import note_made
+from zshard._foreign import check_optimizer
 from zshard._guard import guarded, plain
 from zshard._guard_words import ShardError
-from zshard._optim_state import SCALARS
-from zshard._parts import units_stepped_by
+from zshard._join_say import say_step, say_zeroed
+from zshard._optim_held import SCALARS
+from zshard._parts import stepped_by, units_stepped_by
 from zshard._settings import note_step
 
 __all__ = ["install", "know", "seen_optimizers"]
@@ -39,7 +42,7 @@ _KERNELS = frozenset(("apex", "bitsandbytes", "deepspeed", "fbgemm_gpu", "transf
 _NEED_NORMS = ("lamb", "lars", "novograd")
 """Which of those need norms of whole parameters: words in the class's name, in lower case."""
 
-_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
 _inner: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Those that another one calls on the ranks that have something for them to step."""
 
@@ -60,9 +63,22 @@ def install() -> None:
     if not _handles:
         for name in _ELEMENTWISE:
             _spare_the_guard(getattr(torch.optim, name))
+        for name in ("__init__", "__setstate__"):
+            setattr(torch.optim.Optimizer, name, _noted(getattr(torch.optim.Optimizer, name)))
         torch.optim.Optimizer.zero_grad = _noting_zeros(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _noted(make: Callable[..., None]) -> Callable[..., None]:
+    """Whatever constructs an optimizer, noting that it has."""
+
+    @functools.wraps(make)
+    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        note_made(self)
+
+    return made
 
 
 def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
@@ -70,6 +86,8 @@ def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(zero_grad)
     def zeroed(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            say_zeroed(self)
         with plain():
             zero_grad(self, set_to_none)
         if not set_to_none:
@@ -81,11 +99,15 @@ def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
 
 def know(optimizer: torch.optim.Optimizer) -> None:
     """Count an optimizer as seen even if its step() is never called."""
-    _seen.add(optimizer)
+    _seen[optimizer] = None
+    for each in stepped_by(optimizer):
+        if each.peers is not None:
+            each.peers.book.note(optimizer)
 
 
 def seen_optimizers() -> list[torch.optim.Optimizer]:
-    """Return all living optimizers that have stepped, or that step in backward."""
+    """Return all living optimizers that have stepped, that step in backward, or that have loaded
+    state, in the order in which they did so first."""
     return list(_seen)
 
 
@@ -94,8 +116,9 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
-    _seen.add(optimizer)
+    know(optimizer)
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        check_optimizer(optimizer)
         _inner.add(getattr(optimizer, "optim", optimizer))
     if _needs_unseen_norms(type(optimizer)) and _holds_shards(optimizer):
         raise ShardError(
@@ -128,13 +151,15 @@ def _checked_after(
 
 
 def _begin_to_write(optimizer: torch.optim.Optimizer) -> None:
-    """Tell the models that their parameters are to be written, and refuse what must not be."""
-    for unit in units_stepped_by(optimizer):
-        unit.engine.before_step()
+    """Refuse what must not be, and tell the models that their parameters are to be written."""
+    if optimizer not in _inner:
+        say_step(optimizer)
     if _core.has_local_grads():
         _refuse_local_grads(optimizer)
     if _core.has_held_units():
         _refuse_held_units(optimizer)
+    for unit in units_stepped_by(optimizer):
+        unit.engine.before_step()
 
 
 def _after_step(
@@ -144,6 +169,7 @@ def _after_step(
     try:
         if optimizer not in _inner:
             _note_step(optimizer)
+        know(optimizer)  # it has its state now
     finally:
         for unit in units_stepped_by(optimizer):
             unit.engine.end_write()

@@ -44,7 +44,7 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """Return the optimizer's full state, keyed by parameter name, as tensors on the CPU.
 
-    Collective.
+    Over shm, any rank may call it alone; over c10d and on GPUs it is collective.
 
     Args:
         model: the sharded model, or a module that contains it. A tied parameter has the first name
@@ -105,7 +105,8 @@ class OptimStateMethods:
     ) -> dict[str, Any]:
         """Return the optimizer's full state by parameter name; see zshard.optim_state_dict().
 
-        Within FSDP.state_dict_type, its optim_state_dict_config applies. Collective.
+        Within FSDP.state_dict_type, its optim_state_dict_config applies. Over shm, any rank may
+        call it alone; over c10d and on GPUs it is collective.
 
         Args:
             optim_state_dict: the result of optim.state_dict(), if you have it already.

@@ -7,8 +7,9 @@ of the user's, takes this rank's shard of each full tensor. So the result is wha
 over the unsharded model would save, and it loads under any strategy, at any world size, and into
 the unsharded model's optimizer.
 
-Saving is collective; ranks agree first on what to gather. Loading is not: each rank has all it
-needs. State that is loaded is adjacent again (_optim_memory.py).
+Saving is collective; ranks agree first on what to gather. But over shm, the rank that saves asks
+the others (_optim_ask.py). Loading is not collective: each rank has all it needs. State that is
+loaded is adjacent again (_optim_memory.py).
 
 Optimizers without parameters of a wrapped model are left to torch.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +26,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from zshard import _core
-from zshard._agree import Fact, check_agreement, gather_bytes
+from zshard._agree import check_agreement, gather_bytes
 from zshard._guard import plain
+from zshard._optim_ask import Whole, ask_for_whole
+from zshard._optim_guard import know
+from zshard._optim_held import Held, fact_of, held_by, params_of, scalar_keys
 from zshard._optim_memory import zeros_side_by_side
-from zshard._parts import Part, part_of
+from zshard._parts import part_of, units_stepped_by
+from zshard._state import writing
 from zshard._whole_values import join
 
 __all__ = [
-    "SCALARS",
     "Room",
     "Taken",
     "gather",
-    "held_by",
     "install",
     "problems_with",
     "settle",
@@ -48,10 +50,6 @@ __all__ = [
 
 _torchs_save = Optimizer.state_dict
 _torchs_load = Optimizer.load_state_dict
-
-SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
-"""What torch's optimizers keep as one number per parameter. Used only if shapes do not tell: for
-parameters that have no dimensions themselves."""
 
 
 @dataclass(frozen=True)
@@ -85,79 +83,22 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
         return
     handle = self.register_load_state_dict_pre_hook(_take_parts)
     try:
-        _torchs_load(self, state_dict)
+        with writing(units_stepped_by(self)):  # a rank that asks gets all of it, or nothing
+            _torchs_load(self, state_dict)
+            know(self)
     finally:
         handle.remove()
 
 
 def _has_parts(optimizer: Optimizer) -> bool:
-    return any(part_of(param) is not None for param in _params_of(optimizer))
-
-
-def _params_of(optimizer: Optimizer) -> Iterable[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
-
-
-# --- what is cut ----------------------------------------------------------------------------------
-
-
-def _scalar_keys(states: Iterable[tuple[tuple[int, ...], Mapping[Any, Any]]]) -> set[Any]:
-    """The names of what an optimizer keeps as one number for each parameter, from the shape and the
-    state of its parameters. They tell what a 0-dimensional tensor of a 0-dimensional one is."""
-    found: set[Any] = set(SCALARS)
-    for shape, entries in states:
-        for key, value in entries.items():
-            if shape != () and isinstance(value, Tensor) and value.dim() == 0:
-                found.add(key)
-    return found
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A sharded parameter with its state on this rank: (name, value, is it sharded), sorted."""
-
-    param: Tensor
-    part: Part
-    entries: list[tuple[Any, Any, bool]]
-
-    @property
-    def nested(self) -> str | None:
-        """The first entry that has sharded tensors within a list or dict; None if none has."""
-        for key, value, _ in self.entries:
-            leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
-            if self.part.shape != () and any(_is_cut(leaf, self.part) for leaf in leaves):
-                return f"'{key}' (a {type(value).__name__})"
-        return None
-
-
-def held_by(optimizer: Optimizer) -> list[_Held]:
-    """Return all sharded parameters of the optimizer in its order, also those without state."""
-    cut = [(param, part) for param in _params_of(optimizer) if (part := part_of(param))]
-    states = [(param, part, optimizer.state.get(param, {})) for param, part in cut if part.is_cut]
-    scalars = _scalar_keys((part.shape, entries) for _, part, entries in states)
-    held = []
-    for param, part, entries in states:
-        rows = [
-            (
-                key,
-                entries[key],
-                _is_cut(entries[key], part) and (part.shape != () or key not in scalars),
-            )
-            for key in sorted(entries, key=str)
-        ]
-        held.append(_Held(param, part, rows))
-    return held
-
-
-def _is_cut(value: Any, part: Part) -> bool:
-    return isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
+    return any(part_of(param) is not None for param in params_of(optimizer))
 
 
 # --- saving ---------------------------------------------------------------------------------------
 
 
 def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """Torch's post-hook of state_dict(). Collective; see gather()."""
+    """Torch's post-hook of state_dict(). See gather() for which ranks call it."""
     numbers = _numbers(optimizer, packed["param_groups"])
     whole = {numbers[id(param)]: entries for param, entries in gather(optimizer)}
     state = packed["state"]
@@ -181,7 +122,7 @@ def _snapshot(entries: Any, whole: Mapping[Any, Tensor]) -> Any:
 def _numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
     """What a state dict's groups call each parameter, by the parameter's id."""
     listed = (number for group in groups for number in group["params"])
-    return {id(p): number for p, number in zip(_params_of(optimizer), listed, strict=True)}
+    return {id(p): number for p, number in zip(params_of(optimizer), listed, strict=True)}
 
 
 @torch.inference_mode(False)  # what is made is to be written to later
@@ -191,15 +132,17 @@ def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[A
     keep: return the state; else this rank only sends its shards, holds one full tensor at a time,
         and returns empty dicts.
 
-    Collective over the ranks of the parameters' models. Raises DivergenceError on all ranks if
-    their states differ in parameters, names, shapes or dtypes; RuntimeError for shards within a
-    list or dict.
+    Collective over the ranks of the parameters' models, but over shm, where a rank asks the others.
+    Raises DivergenceError if their states differ in parameters, names, shapes or dtypes;
+    RuntimeError for shards within a list or dict.
     """
-    held = held_by(optimizer)
+    everything = held_by(optimizer)
+    asked = _ask_peers(optimizer, everything, keep)
+    held = [each for each in everything if each.part.peers is None]
     holders: dict[int, list[tuple[int, int]]] = {}
     for comm in {id(each.part.comm): each.part.comm for each in held}.values():
         mine = [each for each in held if each.part.comm is comm]
-        check_agreement(comm, [_fact_of(each) for each in mine], "optimizers")
+        check_agreement(comm, [fact_of(each) for each in mine], "optimizers")
         for each, ranges in zip(mine, _ranges(comm, mine), strict=True):
             holders[id(each)] = ranges
     result = []
@@ -207,10 +150,23 @@ def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[A
         cut = [(key, value) for key, value, is_cut in each.entries if is_cut]
         whole = {key: join(each.part, value, holders[id(each)], keep) for key, value in cut}
         result.append((each.param, whole if keep else {}))
-    return result
+    return asked + result
 
 
-def _ranges(comm: _core.Comm, held: Sequence[_Held]) -> list[list[tuple[int, int]]]:
+def _ask_peers(optimizer: Optimizer, held: Sequence[Held], keep: bool) -> Whole:
+    """The state of models whose ranks can be asked for it, one by one."""
+    found: Whole = []
+    models = {id(each.part.peers): each.part.peers for each in held if each.part.peers}
+    for peers in models.values():
+        mine = [each for each in held if each.part.peers is peers]
+        if keep:
+            found += ask_for_whole(optimizer, peers, mine)
+        else:
+            found += [(each.param, {}) for each in mine]
+    return found
+
+
+def _ranges(comm: _core.Comm, held: Sequence[Held]) -> list[list[tuple[int, int]]]:
     """Return each parameter's (begin, numel) on all ranks. Raises RuntimeError on all of them if
     sharded tensors are within a list or dict; a rank alone could be misled by a shape."""
     told = [(each.part.begin, each.part.numel, int(each.nested is not None)) for each in held]
@@ -229,18 +185,6 @@ def _ranges(comm: _core.Comm, held: Sequence[_Held]) -> list[list[tuple[int, int
     return found
 
 
-def _fact_of(each: _Held) -> Fact:
-    told = [f"{key} {_described(value, is_cut)}" for key, value, is_cut in each.entries]
-    about = f"the state of '{each.part.name}' (shape {each.part.shape})"
-    return about, ", ".join(told) or "none"
-
-
-def _described(value: Any, is_cut: bool) -> str:
-    if not isinstance(value, Tensor):
-        return f"({type(value).__name__})"
-    return f"({value.dtype}{', sharded' if is_cut else f', shape {tuple(value.shape)}'})"
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 
@@ -253,7 +197,7 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
         return None  # torch's own error
     groups = _in_our_order(optimizer, given["param_groups"])
     numbers = _numbers(optimizer, groups)
-    rows = [(param, given["state"].get(numbers[id(param)])) for param in _params_of(optimizer)]
+    rows = [(param, given["state"].get(numbers[id(param)])) for param in params_of(optimizer)]
     found = [(param, entries) for param, entries in rows if isinstance(entries, Mapping)]
     problems = problems_with(found)
     if problems:
@@ -293,7 +237,7 @@ def problems_with(found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> list[str
 
 def settle(optimizer: Optimizer) -> None:
     """Reshard the optimizer's parameters, as between steps; see Part.settle()."""
-    for param in _params_of(optimizer):
+    for param in params_of(optimizer):
         part = part_of(param)
         if part is not None:
             part.settle(param)
@@ -304,7 +248,7 @@ class Room:
 
     def __init__(self, found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> None:
         """found: each parameter with the state to load, of which only shapes are used."""
-        self._scalars = _scalar_keys((_whole_shape(param), entries) for param, entries in found)
+        self._scalars = scalar_keys((_whole_shape(param), entries) for param, entries in found)
         members: dict[Any, list[Tensor]] = {}
         for param, entries in found:
             for key, value in entries.items():

@@ -87,6 +87,12 @@ class Part:
         """The parameter's number in it."""
         return self._index
 
+    @property
+    def peers(self) -> Any:
+        """_books.Peers of the parameter's model; None: there are none, or the model is gone."""
+        state = self._state()
+        return None if state is None else state.peers
+
     def is_whole_now(self) -> bool:
         """Return whether the parameter's unit is unsharded."""
         unit = self.unit
@@ -108,6 +114,18 @@ class Part:
         unit = self.unit
         if unit is not None:
             unit.watch(self._index)
+
+    def begin_write(self, tensor: Tensor) -> bool:
+        """A script is about to write to a slice of these elements in place. Waits until no other
+        rank reads it. Returns whether end_write() is due: not for a copy, and not within a step."""
+        unit = self.unit
+        return unit is not None and unit.begin_write(self._index, tensor)
+
+    def end_write(self) -> None:
+        """The script's operation is over, whether it has raised or not."""
+        unit = self.unit
+        if unit is not None:
+            unit.end_write()
 
     def note_write(self, tensor: Tensor, operation: Callable[..., Any]) -> None:
         """A script has written to a slice of these elements in place, as all ranks must."""
@@ -140,6 +158,7 @@ own dictionary with weak keys takes eight times as long: it makes a reference fo
 def remember_parts(state: State) -> None:
     """Register the parameters of a new unit."""
     unit = state.unit
+    _stepped.clear()
     for index, param in enumerate(unit.params):
         facts = unit.param(index)
         part = Part(
@@ -188,6 +207,12 @@ class Stepped:
         return _unit_of(self._state)
 
     @property
+    def peers(self) -> Any:
+        """As Part.peers."""
+        state = self._state()
+        return None if state is None else state.peers
+
+    @property
     def comm_id(self) -> int:
         """A number for the model's ranks, while the model lives."""
         state = self._state()
@@ -202,6 +227,7 @@ class Stepped:
 
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[Stepped]]]
 _stepped = weakref.WeakKeyDictionary()
+"""What is known of optimizers; emptied when a model is wrapped, which they may be older than."""
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Stepped]:

@@ -36,7 +36,7 @@ from zshard._outline import Outline, Pending, StandIns
 from zshard._parts import part_of
 from zshard._plan import UnitSpec
 from zshard._slices import KEY, Record, misfit, record_of
-from zshard._units import State, is_unit, outline, units_of
+from zshard._units import State, is_unit, outline, session, units_of, unsharded
 
 _SAMPLES = 16  # elements of a loaded tensor that tell it from another
 
@@ -58,9 +58,11 @@ def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
     engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
     for engine in engines:
         engine.begin_write()
-    yield
-    for engine in engines:
-        engine.end_write()
+    try:
+        yield
+    finally:  # also after an exception: all ranks count their writes
+        for engine in engines:
+            engine.end_write()
 
 
 def attach(state: State, spec: UnitSpec) -> None:
@@ -112,16 +114,20 @@ def whole_state_dict(
 
     keep: if False, this rank only takes part: the result has shapes but no values.
 
-    Collective. Raises RuntimeError if a shard would get into the result.
+    Over shm any rank may call it alone; else it is collective. Raises RuntimeError if a shard would
+    get into the result.
     """
     if _outermost.get() is not None:
         return state_dict(*args, **kwargs)
     _settle_replicas(module)
-    token = _outermost.set(_Copies(module.parameters(), keep))
-    try:
-        state = state_dict(*args, **kwargs)
-    finally:
-        _outermost.reset(token)
+    cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.slices)]
+    with contextlib.ExitStack() as opened:
+        begin = functools.partial(opened.enter_context, session(cut))
+        token = _outermost.set(_Copies(module.parameters(), begin, keep))
+        try:
+            state = state_dict(*args, **kwargs)
+        finally:
+            _outermost.reset(token)
     _refuse_slices(state)
     return state
 
@@ -156,19 +162,9 @@ class _UnitParams:
     def copies(self, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
         """Return full copies of the parameters whose id is wanted, by id. Collective: one gather.
         keep: else they have shapes only."""
-        engine = self.unit.engine
-        engine.open()
-        try:
-            held = self.unit.is_full  # by a forward that is running and goes on with it
-            self.unit.unshard(True)
-            try:
-                chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
-                return {id(param): self._copy(i, param, keep) for i, param in chosen}
-            finally:
-                if not held:
-                    self.unit.reshard()
-        finally:
-            engine.close()
+        with unsharded(self.unit):
+            chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
+            return {id(param): self._copy(i, param, keep) for i, param in chosen}
 
     def _copy(self, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
         shape = self.unit.param(index)["shape"]
@@ -228,16 +224,25 @@ class _Place:
 
 
 class _Copies:
-    """The full copies that one call of state_dict() has made. Tied parameters share theirs."""
+    """The full copies that one call of state_dict() has made. Tied parameters share theirs.
 
-    def __init__(self, params: Iterator[nn.Parameter], keep: bool = True) -> None:
+    All are of one step, also where other ranks train on: the first one begins a session. A call
+    that makes none, such as that of zshard.save(), waits for nobody.
+    """
+
+    def __init__(
+        self, params: Iterator[nn.Parameter], begin: Callable[[], object], keep: bool = True
+    ) -> None:
         self._below = {id(param) for param in params}  # of a unit, what the call is about
+        self._begin = begin
         self._keep = keep
         self._made: dict[int, nn.Parameter] = {}
 
     def of(self, place: _Place) -> nn.Parameter:
         """Return the copy of a parameter; the first one of a unit gathers it."""
         key = id(place.param)
+        if not self._made:
+            self._begin()
         if key not in self._made:
             self._made.update(place.params.copies(self._below | {key}, self._keep))
         return self._made[key]
@@ -323,7 +328,8 @@ class _Save(_OwnersMethod):
 
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         used = self.in_use()
-        copies = _outermost.get() or _Copies(iter([place.param for place in used.values()]))
+        params = (place.param for place in used.values())
+        copies = _outermost.get() or _Copies(params, lambda: None)
         given = {
             name: place.slice() if place.wants_slices else copies.of(place)
             for name, place in used.items()
@@ -359,10 +365,10 @@ class _Load(_OwnersMethod):
         units = [place.unit for place in used.values()] if planned is None else []
         with writing(units):
             loads = self._load(used, (state_dict, prefix, local_metadata, strict), *lists)
-        if planned is None:
-            note_loads(loads)
-        else:
-            planned += loads
+            if planned is None:
+                note_loads(loads)
+            else:
+                planned += loads
 
     def _load(
         self, used: dict[str, _Place], args: tuple[Any, ...], *lists: list[str]

@@ -101,8 +101,8 @@ def carry_out(plan: Plan, source: Source | None) -> None:
             _perform(copy, source)
         for call in plan.calls:
             call()
-    # All ranks carry out the same plan, and some of them know no contents.
-    note_loads([(unit, index, 0) for unit, index, _ in plan.loads])
+        # All ranks carry out the same plan, and some of them know no contents.
+        note_loads([(unit, index, 0) for unit, index, _ in plan.loads])
 
 
 def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Plan:

@@ -6,9 +6,10 @@ walking its modules; there is no other list of them.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -68,7 +69,33 @@ class State:
         self.whole_grads = False  # within summon_full_params(with_grads=True)
         self.slices = False  # state_dict() gives this rank's, and load_state_dict() takes them
         self.optimizer_peak = 0  # bytes, as memory() has seen them
+        self.peers: Any = None  # _books.Peers: whom to ask for state that they alone have
         self.sync_buffers = False  # the root's: from rank 0, at each forward
+
+
+@contextlib.contextmanager
+def session(units: Iterable[_core.Unit]) -> Iterator[None]:
+    """Context manager in which no rank writes what the units' models have: all that is read in it
+    is of one step. As a forward without gradients: over c10d all ranks run it together."""
+    with contextlib.ExitStack() as opened:
+        for engine in {unit.engine_id: unit.engine for unit in units}.values():
+            engine.open()
+            opened.callback(engine.close)
+        yield
+
+
+@contextlib.contextmanager
+def unsharded(unit: _core.Unit) -> Iterator[None]:
+    """Context manager in which a unit's full parameters can be read, in their own dtype. As a
+    forward without gradients: over c10d all ranks run it together."""
+    with session([unit]):
+        held = unit.is_full  # by a forward that is running and goes on with it
+        unit.unshard(True)
+        try:
+            yield
+        finally:
+            if not held:
+                unit.reshard()
 
 
 def is_unit(module: nn.Module) -> bool:

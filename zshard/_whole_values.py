@@ -18,6 +18,7 @@ from zshard import _core
 from zshard._agree import check_agreement, gather_bytes
 from zshard._guard import plain, to_local
 from zshard._parts import Part
+from zshard._units import unsharded
 
 __all__ = ["full_tensor", "join", "named_norms", "whole_named_parameters"]
 
@@ -30,7 +31,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
             have made of them. Of any other tensor, a detached copy is returned.
 
     Returns a new plain tensor of the parameter's full shape, without autograd history. Collective:
-    call it on all ranks, for the same tensors in the same order.
+    call it on all ranks, for the same tensors in the same order. But over shm, any rank may call it
+    alone for a parameter.
 
     Raises DivergenceError if the ranks call it for different tensors, PeerError if a rank exited.
     """
@@ -38,6 +40,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if part is None:
         return to_local(tensor).detach().clone()
     local = to_local(tensor)
+    unit = part.unit
+    if part.peers is not None and unit is not None and unit.is_slice(part.index, local):
+        with unsharded(unit), torch.inference_mode(False):
+            whole = torch.empty(part.shape, dtype=local.dtype)
+            unit.read_param(part.index, whole)
+            return whole
     check_agreement(
         part.comm, [(f"the tensor of '{part.name}'", str(local.dtype))], "tensors of full_tensor()"
     )
@@ -78,7 +86,8 @@ def whole_named_parameters(
             no_sync() has accumulated is this rank's.
 
     Tensors are new, of the full shape, without autograd history, on the parameter's device.
-    Collective: run the loop to its end on all ranks. Raises what full_tensor() does.
+    Collective: run the loop to its end on all ranks. But over shm, any rank may run it alone for
+    parameters. Raises what full_tensor() does.
     """
     for name, param in model.named_parameters():
         value = param.grad if grads else param

@@ -8,7 +8,7 @@ that happens per step happens behind those hooks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -17,21 +17,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
 from zshard._additions import watch
-from zshard._agree import check_agreement, on_all_ranks
+from zshard._agree import check_agreement, on_all_ranks, told_to_all_ranks
 from zshard._arguments import (
     check_fixed_arguments,
     check_init,
     check_module,
     choose_strategy,
+    one_device,
     parse_prefetch,
     split_ignored,
 )
+from zshard._books import meet
 from zshard._calls import calls_of, parts_to_guard
 from zshard._clip import clip_grad_norm
+from zshard._collectives import tell_of_collectives
 from zshard._controls import Controls
 from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
 from zshard._device import CPU, device_of
 from zshard._fits import check_fits, parse_limit
+from zshard._generate import generate_of
 from zshard._group import check_settings, comm_for, comms_for, resolve_groups
 from zshard._memory import memory_of, options_of
 from zshard._meta import Materializer
@@ -44,6 +48,7 @@ from zshard._state import (
     attach_replicated,
     refuse_strange_slices,
     whole_state_dict,
+    writing,
 )
 from zshard._state_dict_type import state_dict_type
 from zshard._summary import memory_table, summary_of
@@ -189,9 +194,10 @@ class FSDP(Controls):
         forward_sync_buffers: True: broadcast buffers from rank 0 in each forward, as DDP does.
             Default: False.
 
-    Compatibility with FSDP1, whose positional order of arguments this signature keeps:
+    Compatibility with FSDP1, whose positional order of arguments this signature keeps, and DDP:
 
         use_orig_params: must be True (the default): zshard always keeps the original parameters.
+        device_ids: DDP's spelling of `device_id`: a list of one GPU, or None (the default).
 
     Returns:
         `module` itself. A type checker sees FSDP's methods, takes all other attributes as Any, and
@@ -232,11 +238,12 @@ class FSDP(Controls):
         forward_sync_buffers: bool = False,
         offload: OffloadLike | None = None,
         memory_limit: int | str | None = "auto",
+        device_ids: Sequence[DeviceLike] | None = None,
     ) -> Wrapped[_M]:
         check_fixed_arguments(use_orig_params)
         check_module(module)
         _refuse_half(module)
-        device = device_of(module, device_id)
+        device = device_of(module, one_device(device_id, device_ids))
         gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
         options = Options(
             choose_strategy(sharding_strategy, strategy),
@@ -268,12 +275,17 @@ class FSDP(Controls):
         source = comm if sync_module_states and comm.world > 1 else None
         values = Values(module, Materializer(module, param_init_fn, ignored[0]), source, device)
         _wrap(module, planned, comms, values)
-        values.give_buffers(ignored[0])
+        with told_to_all_ranks(comm):
+            values.give_buffers(ignored[0])
         if comm.world > 1:
             watch(module, ignored[0])
         cast_buffers(module.modules(), options.precision)
         if forward_sync_buffers:
             _sync_buffers(module)
+        meet(module, state_of(module).comms.shards)
+        tell_of_collectives(state_of(module))
+        with writing([state_of(module).unit]):
+            pass  # from here on other ranks may evaluate with this one's shards
         return cast("Wrapped[_M]", module)
 
     if TYPE_CHECKING:
@@ -363,8 +375,9 @@ class FSDP(Controls):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict: full, plain tensors under the names of the unwrapped model.
 
-        Collective: call it on all ranks; each rank gets the full dict. Within state_dict_type(),
-        the dict has the form that was chosen there. Takes the arguments of nn.Module.state_dict.
+        Over shm, any rank may call it alone; over c10d and on GPUs it is collective. Each rank that
+        calls it gets the full dict, of one step. Within state_dict_type(), the dict has the form
+        that was chosen there. Takes the arguments of nn.Module.state_dict.
 
         Raises:
             RuntimeError: a parameter cannot be unsharded; the message names it.
@@ -516,7 +529,12 @@ def _wrap(
     values: Values | None = None,
 ) -> None:
     """Makes the units, children first, the root last; `values` sees to their parameters before."""
-    engine = _core.Engine(type(module).__name__, *comms)
+    together = contextlib.nullcontext if values is None else lambda: on_all_ranks(comms.all)
+    if values is not None:  # an earlier FSDP() may have failed after some ranks had made a unit
+        for comm in {id(each): each for each in comms if each is not None}.values():
+            comm.align()
+    with together():
+        engine = _core.Engine(type(module).__name__, *comms)
     engine.set_prefetch(*planned[-1][1].prefetch)
     inner = [state.unit for _, state in units_of(module)]
     set_offload(engine, planned[-1][1].offload)
@@ -528,7 +546,8 @@ def _wrap(
                 continue
             with on_all_ranks(comms.all):
                 values.make(spec)
-            values.give(spec)
+            with told_to_all_ranks(comms.all):
+                values.give(spec)
             with on_all_ranks(comms.all):
                 _shard(spec, options, engine, comms, root)
     for nested in inner:
@@ -536,8 +555,9 @@ def _wrap(
     _rename_units(module)
     units = [state.unit for _, state in units_of(module)]
     engine.set_order(units)
-    engine.set_calls(calls_of(module, units))
-    engine.reserve()
+    with together():
+        engine.set_calls(calls_of(module, units))
+        engine.reserve()
 
 
 def _shard(
@@ -624,8 +644,11 @@ def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, [m for m in copied.module.modules() if _has_own(m, others)])
     own.unit.engine.open()  # what a forward has left whole is resharded
     own.unit.engine.close()
-    for unit, made in copied.units:
-        copy_slices(unit, state_of(made).unit)
+    meet(copied.module, own.comms.shards)
+    tell_of_collectives(state_of(copied.module))
+    with writing([state_of(copied.module).unit]):
+        for unit, made in copied.units:
+            copy_slices(unit, state_of(made).unit)
     return copied.module
 
 
@@ -669,5 +692,6 @@ def _class_for(original: type[nn.Module]) -> type[FSDP]:
 
         name = f"FSDP{original.__name__}"
         names = {"__module__": original.__module__, "__new__": make_plain}
+        names |= generate_of(original)
         _classes[original] = type(name, (FSDP, original), names)
     return _classes[original]

@@ -17,11 +17,13 @@ import torch
 from zshard import _core
 from zshard._guard import plain
 from zshard._in_backward import watch_scaled
+from zshard._join_say import know_scaler, say_unscale
 
-__all__ = ["GradScaler", "install"]
+__all__ = ["GradScaler", "install", "unscale"]
 
 _torchs_unscale = torch.amp.GradScaler._unscale_grads_
 _torchs_scale = torch.amp.GradScaler.scale
+_torchs_init = torch.amp.GradScaler.__init__
 
 
 @functools.wraps(_torchs_unscale)
@@ -34,6 +36,29 @@ def _unscale_grads_(
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
     engines = _owners(optimizer)  # first: it refuses gradients that are not reduced
+    say_unscale(self, optimizer, engines, inv_scale, allow_fp16)
+    return _unscale_on_all(self, optimizer, engines, inv_scale, found_inf, allow_fp16)
+
+
+def unscale(optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, allow_fp16: bool) -> None:
+    """Do an optimizer's part on this rank of what a scaler does on the others. Collective."""
+    found = torch.zeros((), dtype=torch.float32)
+    with plain():
+        scaler = torch.amp.GradScaler.__new__(
+            torch.amp.GradScaler
+        )  # torch's method asks it nothing
+        owners = _owners(optimizer)
+        _unscale_on_all(scaler, optimizer, owners, inv_scale, found, allow_fp16)
+
+
+def _unscale_on_all(
+    self: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    engines: list[_core.Engine],
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, torch.Tensor]:
     found = _torchs_unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
     if engines and len(found) == 1 and all(map(_core.gpu_ranks, engines)):
         _share_on_gpu(engines, *found.values())
@@ -61,6 +86,12 @@ def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
     return watch_scaled(scaled) if self.is_enabled() else scaled
 
 
+@functools.wraps(_torchs_init)
+def _init(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+    _torchs_init(self, *args, **kwargs)
+    know_scaler(self)
+
+
 def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
     """Return the engines of the optimizer's gradients, in the order of its parameters, which is the
     same on all ranks. Raises RuntimeError for an unreduced gradient (no_sync())."""
@@ -80,6 +111,8 @@ def install() -> None:
     a scaled loss. Idempotent."""
     if torch.amp.GradScaler._unscale_grads_ is _torchs_unscale:
         torch.amp.GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
+    if torch.amp.GradScaler.__init__ is _torchs_init:
+        torch.amp.GradScaler.__init__ = _init  # type: ignore[method-assign]
     if torch.amp.GradScaler.scale is _torchs_scale:
         torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -23,8 +24,12 @@ typedef struct bucket_slot {
 
 struct zs_file {
     int fd;
-    char *path;           /* of a file on disk; owned; NULL: of memory */
-    bool named;           /* it can be opened by that */
+    char *path;          /* of a file on disk; owned; NULL: of memory */
+    bool named;          /* it can be opened by that */
+    zs_file_freed freed; /* told of flats that are freed, with `told`; NULL: nobody */
+    void *told;
+    bool kept;            /* regions that are freed keep what they hold */
+    bool common;          /* other processes grow it too */
     unsigned lifetime;    /* of the process that made it: a forked child must not punch holes */
     zs_refs refs;         /* the maker's and one per region */
     pthread_mutex_t lock; /* over what follows: regions may be freed on any thread */
@@ -33,11 +38,14 @@ struct zs_file {
     size_t n_slots, room;
 };
 
+/* Peers may read a flat for longer than this rank has it: its space goes with the file, when the last rank has closed that. */
+enum { A_FLAT = -1, READ_BY_PEERS = -2 };
+
 /* What a region's zs_mem needs to give it back. */
 typedef struct region_owner {
     zs_file *file;
     uint64_t offset, bytes; /* of this rank's own region */
-    int64_t slot;           /* index among the buckets, -1: a flat */
+    int64_t slot;           /* index among the buckets; A_FLAT, READ_BY_PEERS: none of them */
 } region_owner;
 
 static _Atomic unsigned lifetime;
@@ -61,10 +69,22 @@ unsigned zs_lifetime(void)
 
 /* --- files ---------------------------------------------------------------------------------------------------------- */
 
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x8U /* since Linux 6.3 */
+#endif
+
+/* Where vm.memfd_noexec is 2, only files that nobody can execute may be made; older kernels do not know the flag. */
+static int create_memory(const char *name)
+{
+    unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+    int file = memfd_create(name, flags | MFD_NOEXEC_SEAL);
+    return file < 0 && errno == EINVAL ? memfd_create(name, flags) : file;
+}
+
 zs_status zs_file_memory(const char *name, size_t bytes, int *fd)
 {
-    int file = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (file < 0) return ZS_FAIL_ERRNO("memfd_create");
+    int file = create_memory(name);
+    if (file < 0) return ZS_FAIL_ERRNO("cannot create a shared-memory file (memfd_create)");
     if (ftruncate(file, (off_t)bytes) != 0 || fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
         zs_status status = ZS_FAIL_ERRNO("cannot size a shared-memory file");
         close(file);
@@ -95,6 +115,13 @@ zs_status zs_file_new(const char *name, zs_file **out)
     int fd;
     ZS_TRY(zs_file_memory(name, 0, &fd));
     return handle_new(fd, out);
+}
+
+zs_status zs_file_common(int fd, zs_file **out)
+{
+    ZS_TRY(handle_new(fd, out));
+    (*out)->common = true;
+    return ZS_OK;
 }
 
 /* Like ZS_FAIL_ERRNO, naming a directory. */
@@ -134,6 +161,34 @@ void zs_file_hide(zs_file *file)
     file->named = false;
 }
 
+void zs_file_on_free(zs_file *file, zs_file_freed call, void *arg)
+{
+    pthread_mutex_lock(&file->lock);
+    file->freed = call;
+    file->told = arg;
+    pthread_mutex_unlock(&file->lock);
+}
+
+uint64_t zs_file_end(zs_file *file)
+{
+    pthread_mutex_lock(&file->lock);
+    uint64_t end = file->end;
+    pthread_mutex_unlock(&file->lock);
+    return end;
+}
+
+void zs_file_skip_to(zs_file *file, uint64_t end)
+{
+    pthread_mutex_lock(&file->lock);
+    if (end > file->end) file->end = end;
+    pthread_mutex_unlock(&file->lock);
+}
+
+void zs_file_keep(zs_file *file)
+{
+    file->kept = true;
+}
+
 void zs_file_release(zs_file *file)
 {
     if (file == NULL || !zs_refs_drop(&file->refs)) return;
@@ -170,14 +225,27 @@ static zs_status reserve_on_disk(zs_file *file, uint64_t start, size_t bytes)
     return ZS_FAIL_ERRNO(text);
 }
 
-/* Appends `bytes` to the file. The caller holds the lock. */
-static zs_status grow(zs_file *file, size_t bytes, uint64_t *offset)
+/* Is the file at least so long? */
+static bool has_length(const zs_file *file, uint64_t length)
 {
-    uint64_t start = zs_round_up(file->end, region_align(bytes));
-    if (file->path != NULL)
-        ZS_TRY(reserve_on_disk(file, start, bytes));
-    else if (ftruncate(file->fd, (off_t)(start + bytes)) != 0)
-        return ZS_FAIL_ERRNO("cannot grow a shared-memory file");
+    struct stat info;
+    return fstat(file->fd, &info) == 0 && (uint64_t)info.st_size >= length;
+}
+
+/* Makes a file of memory longer. Who is late with a common one fails, as the file is sealed against shrinking. */
+static zs_status lengthen(const zs_file *file, uint64_t length)
+{
+    if (file->common && has_length(file, length)) return ZS_OK;
+    if (ftruncate(file->fd, (off_t)length) == 0 || (file->common && errno == EPERM && has_length(file, length)))
+        return ZS_OK;
+    return ZS_FAIL_ERRNO("cannot grow a shared-memory file");
+}
+
+/* Appends `bytes` to the file, aligned as regions of `shard_bytes` are. The caller holds the lock. */
+static zs_status grow(zs_file *file, size_t bytes, size_t shard_bytes, uint64_t *offset)
+{
+    uint64_t start = zs_round_up(file->end, region_align(shard_bytes));
+    ZS_TRY(file->path != NULL ? reserve_on_disk(file, start, bytes) : lengthen(file, start + bytes));
     file->end = start + bytes;
     *offset = start;
     return ZS_OK;
@@ -192,12 +260,13 @@ static void free_region(zs_mem *mem)
     zs_file *file = owner->file;
     munmap(mem->ptr, mem->bytes);
     if (file->lifetime == zs_lifetime()) {
-        fallocate(file->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)owner->offset, (off_t)owner->bytes);
-        if (owner->slot >= 0) {
-            pthread_mutex_lock(&file->lock);
-            file->slots[owner->slot].busy = false;
-            pthread_mutex_unlock(&file->lock);
-        }
+        pthread_mutex_lock(&file->lock);
+        bool is_flat = owner->slot < 0, taken = file->kept || owner->slot == READ_BY_PEERS;
+        if (is_flat && file->freed != NULL) taken = file->freed(file->told, owner->offset, owner->bytes);
+        if (!taken)
+            fallocate(file->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)owner->offset, (off_t)owner->bytes);
+        if (!is_flat) file->slots[owner->slot].busy = false;
+        pthread_mutex_unlock(&file->lock);
     }
     zs_file_release(file);
     free(owner);
@@ -241,17 +310,20 @@ static zs_status reserve(size_t bytes, size_t align, char **out)
     return ZS_OK;
 }
 
+/* Peers' parts are writable too: what user code writes into a gathered parameter must reach its owner, as it would reach the
+ * copy of a gathering transport, and must not be a SIGSEGV. */
+static char *map_at(char *place, size_t bytes, int fd, uint64_t offset)
+{
+    return mmap(place, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, (off_t)offset);
+}
+
 /* Maps every rank's region at `offset` into the reserved range, in rank order. */
 static zs_status map_side_by_side(const int *fds, int own_fd, int world, size_t shard_bytes, uint64_t offset,
                                   char *base)
 {
     for (int r = 0; r < world; r++) {
         char *place = base + (size_t)r * shard_bytes;
-        /* Peers' parts are writable too: what user code writes into a gathered parameter must reach its owner, as it
-         * would reach the copy of a gathering transport, and must not be a SIGSEGV. */
-        void *got = mmap(place, shard_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fds[r],
-                         (off_t)offset);
-        if (got == MAP_FAILED)
+        if (map_at(place, shard_bytes, fds[r], offset) == MAP_FAILED)
             return ZS_FAIL(
                 ZS_ERR_MEMORY,
                 "cannot map %zu bytes of the memory of rank %d: %s (if units x ranks is large, raise vm.max_map_count)",
@@ -262,25 +334,48 @@ static zs_status map_side_by_side(const int *fds, int own_fd, int world, size_t 
     return ZS_OK;
 }
 
-zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out)
+/* Appends `bytes` for regions of `shard_bytes`. */
+static zs_status append(zs_file *file, size_t bytes, size_t shard_bytes, uint64_t *offset)
 {
     if (shard_bytes == 0 || shard_bytes % ZS_PAGE != 0)
         return ZS_FAIL(ZS_ERR_VALUE, "shard size must be a multiple of %d, got %zu bytes", (int)ZS_PAGE, shard_bytes);
-    uint64_t offset = 0;
     pthread_mutex_lock(&file->lock);
-    zs_status status = grow(file, shard_bytes, &offset);
+    zs_status status = grow(file, bytes, shard_bytes, offset);
     pthread_mutex_unlock(&file->lock);
-    if (status != ZS_OK) return status;
+    return status;
+}
 
+zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_bytes, zs_mem **out)
+{
+    uint64_t offset = 0;
+    size_t bytes = shard_bytes * (size_t)world, before = shard_bytes * (size_t)rank;
+    char *base = NULL;
+    ZS_TRY(append(file, bytes, shard_bytes, &offset));
+    ZS_TRY(reserve(bytes, region_align(shard_bytes), &base));
+    if (map_at(base, bytes, file->fd, offset) == MAP_FAILED) {
+        zs_status status = ZS_FAIL(ZS_ERR_MEMORY, "cannot map %zu bytes of shared memory: %s", bytes, strerror(errno));
+        munmap(base, bytes);
+        return status;
+    }
+    if (shard_bytes % HUGE_PAGE == 0) madvise(base, bytes, MADV_HUGEPAGE); /* advice, may fail */
+    madvise(base, before, MADV_DONTDUMP);                                  /* a core dump holds the own shard */
+    madvise(base + before + shard_bytes, bytes - before - shard_bytes, MADV_DONTDUMP);
+    return wrap_region(base, bytes, (region_owner){file, offset + before, shard_bytes, A_FLAT}, out);
+}
+
+zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out)
+{
+    uint64_t offset = 0;
     size_t bytes = shard_bytes * (size_t)world;
     char *base = NULL;
+    ZS_TRY(append(file, shard_bytes, shard_bytes, &offset));
     ZS_TRY(reserve(bytes, region_align(shard_bytes), &base));
-    status = map_side_by_side(fds, file->fd, world, shard_bytes, offset, base);
+    zs_status status = map_side_by_side(fds, file->fd, world, shard_bytes, offset, base);
     if (status != ZS_OK) {
         munmap(base, bytes);
         return status;
     }
-    return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, -1}, out);
+    return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, world > 1 ? READ_BY_PEERS : A_FLAT}, out);
 }
 
 /* A free slot of exactly `bytes`, -1 if there is none. A larger one would do, and would make a unit's bucket as large as
@@ -304,7 +399,7 @@ static zs_status add_slot(zs_file *file, size_t bytes, int64_t *index)
     }
     bucket_slot *slot = &file->slots[file->n_slots];
     *slot = (bucket_slot){.bytes = bytes};
-    ZS_TRY(grow(file, bytes, &slot->offset));
+    ZS_TRY(grow(file, bytes, bytes, &slot->offset));
     *index = (int64_t)file->n_slots++;
     return ZS_OK;
 }

@@ -22,7 +22,11 @@ zs_status zs_file_memory(const char *name, size_t bytes, int *fd);
 /* New growing file. The handle is reference-counted by the regions in it. */
 zs_status zs_file_new(const char *name, zs_file **out);
 
-/* The same on disk, in `directory`: each region's room is reserved when it is made, so that touching it cannot fail for want
+/* A handle of a file that zs_file_memory made and that other processes have too: whoever comes first makes it longer. Takes over
+ * `fd`, also if it fails. */
+zs_status zs_file_common(int fd, zs_file **out);
+
+/* The same as zs_file_new on disk, in `directory`: each region's room is reserved when it is made, so that touching it cannot fail for want
  * of it. The file has a name, for peers to open it by, until zs_file_hide. ZS_ERR_SYSTEM naming the directory. */
 zs_status zs_file_new_in(const char *directory, zs_file **out);
 
@@ -31,6 +35,13 @@ const char *zs_file_path(const zs_file *file);
 
 /* Takes the name away: the file is gone with its last user, however that ends. */
 void zs_file_hide(zs_file *file);
+
+/* Is called under the file's lock when a flat is freed, on any thread; false: its pages are to be given back at once. */
+typedef bool (*zs_file_freed)(void *arg, uint64_t offset, uint64_t bytes);
+void zs_file_on_free(zs_file *file, zs_file_freed call, void *arg);
+
+/* From now on, regions that are freed keep what they hold, for other processes that map them. */
+void zs_file_keep(zs_file *file);
 
 /* Gives the maker's reference back; NULL allowed. The file lives on while regions do. */
 void zs_file_release(zs_file *file);
@@ -43,7 +54,15 @@ int zs_file_fd(const zs_file *file);
  * peers' regions may not exist yet. */
 zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out);
 
-/* Where in its file the region under `mem` lies that zs_file_map_flat or _bucket made, as this rank's own. */
+/* The same in a file that all ranks have (zs_file_common), where their regions lie side by side: one mapping instead of `world`. All
+ * ranks make the same ones in the same order, and whoever comes first makes the peers' regions too. */
+zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_bytes, zs_mem **out);
+
+/* Where regions of the file end / where the next one is to begin at the earliest. */
+uint64_t zs_file_end(zs_file *file);
+void zs_file_skip_to(zs_file *file, uint64_t end);
+
+/* Where in its file the region under `mem` lies that zs_file_map_flat, _common or _bucket made, as this rank's own. */
 uint64_t zs_file_offset_of(const zs_mem *mem);
 
 typedef struct zs_region {

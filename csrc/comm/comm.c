@@ -47,6 +47,23 @@ zs_status zs_check_root(const zs_comm *comm, int root)
     return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", root, comm->world);
 }
 
+/* --- numbers ------------------------------------------------------------------------------------------------------------ */
+
+zs_status zs_comm_align(zs_comm *comm)
+{
+    enum { MODELS, OWN, ALL = OWN + ZS_NUMBERS };
+    const zs_flat_ops *ops = comm->ops->flats;
+    uint64_t mine[ALL] = {[MODELS] = comm->models}, all[comm->world][ALL];
+    if (ops->numbers != NULL) ops->numbers(comm, mine + OWN);
+    ZS_TRY(zs_comm_exchange(comm, mine, sizeof mine, all));
+    for (int r = 0; r < comm->world; r++)
+        for (int i = 0; i < ALL; i++)
+            if (all[r][i] > mine[i]) mine[i] = all[r][i];
+    comm->models = mine[MODELS];
+    if (ops->go_on_from != NULL) ops->go_on_from(comm, mine + OWN);
+    return ZS_OK;
+}
+
 /* --- units ---------------------------------------------------------------------------------------------------------- */
 
 static zs_status check_parts(const zs_cunit_spec *spec, int world)
@@ -142,6 +159,16 @@ bool zs_reading_alike(uint64_t a, uint64_t b)
 bool zs_reading_changed(uint64_t told)
 {
     return (told & CHANGED) != 0;
+}
+
+bool zs_reading_is_backward(uint64_t told)
+{
+    return (told & PASS) == ZS_PASS_BACKWARD;
+}
+
+bool zs_reading_is_look(uint64_t told)
+{
+    return (told & PASS) == ZS_PASS_EVALUATE;
 }
 
 zs_status zs_comm_fail_apart(const zs_comm *comm, int changed)
@@ -291,7 +318,9 @@ void zs_local_reader_free(zs_comm *comm, zs_reader *reader)
 zs_status zs_local_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
 {
     (void)reader;
-    comm->reading = zs_reading_told(reading);
+    /* A backward is of the weights of its forward. */
+    uint64_t kept = reading->pass == ZS_PASS_BACKWARD ? comm->reading & CHANGED : 0;
+    comm->reading = zs_reading_told(reading) | kept;
     return ZS_OK;
 }
 

@@ -33,6 +33,9 @@ void zs_comm_on_wait(bool (*interrupted)(void));
 /* gather_start and gather_finish in one. */
 zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to);
 
+/* All ranks number from here on alike: some may have failed where others have made a model. Collective. */
+zs_status zs_comm_align(zs_comm *comm);
+
 /* What messages call a unit of this name: "(root)" for the outermost, whose name is empty; borrowed. */
 const char *zs_unit_label(const char *name);
 
@@ -47,6 +50,10 @@ uint64_t zs_reading_told(const zs_reading *reading);
 /* Are two of these of one forward of all ranks? And had one rank changed its parameters by hand? */
 bool zs_reading_alike(uint64_t a, uint64_t b);
 bool zs_reading_changed(uint64_t told);
+
+/* Is it of a backward? And of a forward that no backward follows? */
+bool zs_reading_is_backward(uint64_t told);
+bool zs_reading_is_look(uint64_t told);
 
 /* The failure of ranks that do not run the same forward, where rank `changed` has changed its parameters by hand. */
 zs_status zs_comm_fail_apart(const zs_comm *comm, int changed);
@@ -66,7 +73,17 @@ zs_status zs_comm_self_new(const zs_device *device, zs_comm **out);
 
 /* --- shm: one step at a time, because addresses travel over torch's store in between --------------------------------- */
 
-/* Opens a listening socket with a fresh abstract name, makes the memory file; `address` (size >= 108) gets the name. */
+/* What a rank needs to be one of `world`, besides memory. Flats and buckets come on top: a flat is up to three mappings (the own shard,
+ * and what lies before and behind it), and each bucket is a mapping of all ranks that reduce. */
+typedef struct zs_shm_needs {
+    size_t descriptors, meeting; /* file descriptors; and so many while the ranks meet */
+    size_t mappings;
+    size_t bytes; /* of address space */
+} zs_shm_needs;
+zs_shm_needs zs_comm_shm_needs(int world);
+
+/* Opens a listening socket with a fresh abstract name, makes the memory files; `address` (size >= 108) gets the name.
+ * ZS_ERR_UNSUPPORTED if a limit of the process is too low for so many ranks, before anything is made. */
 zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, size_t size, zs_comm **out);
 
 /* Connects to all peers: `addresses` [world] as they were given out, `token` 16 bytes equal on all ranks. Exchanges

@@ -9,7 +9,12 @@
 #include "comm/comm_types.h"
 #include "comm/past.h"
 
+#include <stdatomic.h>
+
 /* --- the tables ------------------------------------------------------------------------------------------------------- */
+
+/* How many kinds of things a transport numbers at most. */
+enum { ZS_NUMBERS = 3 };
 
 /* Flats, and gathering them. */
 typedef struct zs_flat_ops {
@@ -27,6 +32,10 @@ typedef struct zs_flat_ops {
     zs_status (*gather_start)(zs_comm *, const zs_flat_mem *, const char *unit, zs_target to, zs_gathering **out);
     /* (not mapped) Waits for it, and frees it whatever comes of it. Any order. */
     zs_status (*gather_finish)(zs_comm *, zs_gathering *);
+    /* How far this rank has numbered what all ranks make in the same order, flats and other things: [ZS_NUMBERS]. NULL: nothing. */
+    void (*numbers)(const zs_comm *, uint64_t *out);
+    /* Goes on from there; none is lower than this rank's own. */
+    void (*go_on_from)(zs_comm *, const uint64_t *numbers);
 } zs_flat_ops;
 
 /* Reducing, per unit and per round (a unit may go through several rounds in one backward; counted by the transport). */
@@ -82,7 +91,13 @@ typedef struct zs_reader_ops {
     /* This rank is about to write its shards: returns only when no peer reads them, and none does until write_end. A pass that
      * begins ends a write. No-op within a pass. Both NULL where shards are not mapped. */
     zs_status (*write_begin)(zs_comm *, zs_reader *);
-    void (*write_end)(zs_comm *, zs_reader *);
+    /* `known`: the write is complete, and all ranks make it. Else nobody evaluates with these shards before the next such write
+     * or pass; that may be said at any time. */
+    void (*write_end)(zs_comm *, zs_reader *, bool known);
+    /* What scripts have written by hand is complete on all ranks alike; `changed` as in zs_reading. NULL as above. */
+    void (*write_complete)(zs_comm *, zs_reader *, bool changed);
+    /* All ranks meet in a collective of the script's: who has looked how often before says nothing of what comes. NULL as above. */
+    void (*meet)(zs_comm *, zs_reader *);
     /* See zs_comm_tell_past; NULL: the head has it. */
     void (*tell_past)(zs_comm *, zs_reader *, const zs_past *now);
 } zs_reader_ops;
@@ -102,8 +117,8 @@ typedef struct zs_talk_ops {
     void (*tell)(zs_comm *, zs_topic, const char *);
     /* What a peer has told of a topic, as of now; NULL, as for the function itself: that is not known here. */
     const char *(*said)(const zs_comm *, int rank, zs_topic);
-    /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `pasts` [world] are theirs. Never
-     * waits for a peer. NULL: nobody knows. */
+    /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `pasts` [world] are theirs.
+     * NULL: nobody knows. */
     zs_status (*end)(zs_comm *, zs_past *pasts, bool *all);
     /* Tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent. */
     void (*abort)(zs_comm *, const char *reason);
@@ -126,6 +141,12 @@ typedef struct zs_comm_ops {
     void (*destroy)(zs_comm *); /* called by the last zs_comm_release only */
 } zs_comm_ops;
 
+/* Who is asked before ranks meet otherwise than in passes, where some of them may not come (engine/join.h). */
+typedef struct zs_meeting {
+    zs_status (*ask)(struct zs_meeting *);
+    int expected; /* so many meetings that come next need not ask; negative: any number */
+} zs_meeting;
+
 /* Head of every transport's own struct. Reference-counted: units, readers and Python hold it. */
 struct zs_comm {
     const zs_comm_ops *ops;
@@ -134,12 +155,16 @@ struct zs_comm {
     double timeout;          /* seconds that one wait may last */
     char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
     uint64_t reading;        /* (not mapped) what gathers are for, see zs_reading_told */
+    _Atomic bool waiting;    /* (c10d) for peers to come to a collective; any thread may look */
+    uint64_t models;         /* readers so far */
+    zs_model model;          /* whose unit is gathered or reduced next */
     bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
     zs_past past;            /* of all models that use it, see zs_comm_tell_past */
     bool apart;              /* pasts have been found to differ, and not to be the same again since */
     bool failed;             /* a wait or a collective has, so the end is no news */
     bool ended;              /* see zs_comm_end */
     bool is_control;         /* of a transport for GPUs, which has the pasts */
+    zs_meeting *meeting;     /* NULL: nobody is asked; borrowed */
     zs_words words;          /* see zs_comm_tell */
     zs_words *others;        /* [world] what each rank has told, NULL: not known, or `said` knows; owned */
     /* So many have ended; what streams did in them comes before all that the compute stream does since. */
@@ -266,9 +291,10 @@ static inline zs_status zs_comm_reserve(zs_comm *comm, const zs_arena *plan)
     return comm->ops->rounds->reserve != NULL ? comm->ops->rounds->reserve(comm, plan) : ZS_OK;
 }
 
-/* Readers: see zs_reader_ops. */
+/* Readers: see zs_reader_ops. Its number is comm->models. */
 static inline zs_status zs_comm_reader_new(zs_comm *comm, const char *name, zs_reader **out)
 {
+    comm->models++;
     return comm->ops->readers->reader_new(comm, name, out);
 }
 
@@ -297,20 +323,44 @@ static inline zs_status zs_comm_write_begin(zs_comm *comm, zs_reader *reader)
 }
 
 /* It ends. */
-static inline void zs_comm_write_end(zs_comm *comm, zs_reader *reader)
+static inline void zs_comm_write_end(zs_comm *comm, zs_reader *reader, bool known)
 {
-    if (comm->ops->readers->write_end != NULL) comm->ops->readers->write_end(comm, reader);
+    if (comm->ops->readers->write_end != NULL) comm->ops->readers->write_end(comm, reader, known);
+}
+
+/* All ranks meet elsewhere. */
+static inline void zs_comm_readers_meet(zs_comm *comm, zs_reader *reader)
+{
+    if (comm->ops->readers->meet != NULL) comm->ops->readers->meet(comm, reader);
+}
+
+/* What has been written is complete. */
+static inline void zs_comm_write_complete(zs_comm *comm, zs_reader *reader, bool changed)
+{
+    if (comm->ops->readers->write_complete != NULL) comm->ops->readers->write_complete(comm, reader, changed);
+}
+
+/* May ranks meet now? */
+static inline zs_status zs_comm_meet(zs_comm *comm)
+{
+    zs_meeting *meeting = comm->meeting;
+    if (meeting == NULL || meeting->expected < 0) return ZS_OK;
+    if (meeting->expected == 0) return meeting->ask(meeting);
+    meeting->expected--;
+    return ZS_OK;
 }
 
 /* Talk: see zs_talk_ops. */
 static inline zs_status zs_comm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
+    ZS_TRY(zs_comm_meet(comm));
     return comm->ops->talk->exchange(comm, mine, bytes, all);
 }
 
 /* Of the host's memory. */
 static inline zs_status zs_comm_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
+    ZS_TRY(zs_comm_meet(comm));
     return comm->ops->talk->broadcast(comm, data, bytes, root);
 }
 
@@ -318,6 +368,7 @@ static inline zs_status zs_comm_broadcast(zs_comm *comm, void *data, size_t byte
 static inline zs_status zs_comm_broadcast_at(zs_comm *comm, zs_where where, void *data, size_t bytes, int root)
 {
     const zs_talk_ops *ops = comm->ops->talk;
+    ZS_TRY(zs_comm_meet(comm));
     bool there = ops->broadcast_device != NULL && zs_same_where(where, comm->device->where);
     return (there ? ops->broadcast_device : ops->broadcast)(comm, data, bytes, root);
 }

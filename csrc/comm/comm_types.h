@@ -69,8 +69,14 @@ typedef struct zs_cunit_spec {
 /* Bucket layout: flat after flat, each parts * slice_bytes[f] long: slice p of flat f starts at
  * parts * (slice_bytes[0] + ... + slice_bytes[f-1]) + p * slice_bytes[f]. */
 
+/* Which model a collective is for, for messages. */
+typedef struct zs_model {
+    uint64_t number; /* of its reader, from 1 on; 0: none */
+    char name[32];   /* its class, cut off */
+} zs_model;
+
 /* What a reader session belongs to: a pass, with two kinds of forward. A rank that evaluates while others train takes no
- * part in their forward. */
+ * part in their forward, and they need none in its. */
 typedef enum zs_pass {
     ZS_PASS_TRAIN,    /* a backward may follow: autograd records */
     ZS_PASS_EVALUATE, /* any other forward, and sessions opened by hand */
@@ -80,9 +86,8 @@ typedef enum zs_pass {
 /* What a reader session is for. */
 typedef struct zs_reading {
     zs_pass pass;
-    bool eval_mode;  /* the module is in evaluation mode */
-    bool changed;    /* the shards are not as the last write has left them, see sample.h */
-    uint64_t sample; /* the same number as long as they stay as they are */
+    bool eval_mode; /* the module is in evaluation mode */
+    bool changed;   /* the shards are not as the last known write has left them, see sample.h */
 } zs_reading;
 
 /* What a transport has on this rank for itself, in bytes. */

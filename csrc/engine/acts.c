@@ -7,6 +7,7 @@
 
 #include "engine/engine_inside.h"
 #include "engine/history.h"
+#include "engine/join.h"
 #include "engine/sample.h"
 #include "engine/spoiled.h"
 #include "engine/writing.h"
@@ -65,12 +66,21 @@ static zs_status join_streams(const zs_ranks *ranks)
     return ZS_OK;
 }
 
+static bool steps_in_backward(const zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        if (zs_engine_unit(engine, i)->stepping != NULL) return true;
+    return false;
+}
+
 static zs_status close_session(zs_schedule *schedule, zs_phase phase)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
     zs_comm *shard_group = engine->home.ranks.shard_group;
-    zs_status status = ZS_OK;
-    if (engine->reading) status = zs_comm_read_end(shard_group, engine->reader, phase);
+    zs_status status = phase == ZS_PHASE_FORWARD ? zs_join_forward_end(engine) : ZS_OK;
+    bool unsettled = steps_in_backward(engine) || engine->history.in_pass; /* until end() */
+    if (phase == ZS_PHASE_BACKWARD && unsettled) zs_writing_unknown(engine);
+    if (engine->reading) ZS_ALSO(status, zs_comm_read_end(shard_group, engine->reader, phase));
     engine->reading = false;
     return status == ZS_OK ? join_streams(&engine->home.ranks) : status;
 }
@@ -90,7 +100,7 @@ static zs_status broadcast_buffers(zs_engine *engine)
                                                "contiguous, or pass forward_sync_buffers=False");
         ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
         size_t bytes = (size_t)info.numel * info.itemsize;
-        ZS_TRY(zs_comm_broadcast_at(engine->home.ranks.all, info.where, data, bytes, 0));
+        ZS_TRY(zs_comm_broadcast_at(engine->home.ranks.all, info.where, data, bytes, zs_join_source(engine)));
     }
     return ZS_OK;
 }
@@ -101,27 +111,40 @@ static zs_status renew_secondary(const zs_engine *engine, const zs_reading *read
     zs_comm *replica_group = engine->home.ranks.replica_group;
     if (replica_group == NULL) return ZS_OK;
     replica_group->reading = zs_reading_told(reading);
+    replica_group->model = (zs_model){0}; /* all ranks gather these, or none */
     return zs_secondary_refresh(replica_group, engine->home.schedule.records, zs_engine_n_units(engine));
+}
+
+/* Do all ranks run a forward? Where shards are mapped one that does not train looks at them as they are. */
+static bool meets(const zs_engine *engine, const zs_entry *entry)
+{
+    if (!entry->by_hand && (entry->recording || engine->n_buffers > 0)) return true;
+    if (!has_shards(engine)) return false;
+    return engine->home.schedule.gathers_cost || engine->home.ranks.replica_group != NULL;
 }
 
 static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
 {
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
-        ZS_TRY(zs_unit_write_back(zs_engine_unit(engine, i)));
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
-        ZS_TRY(zs_unit_cast(zs_engine_unit(engine, i)));
-    bool trains = !entry->by_hand && entry->recording, evaluates = !entry->by_hand && !entry->training;
-    zs_reading reading = {trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE, evaluates, false, 0};
-    reading.sample = zs_sample_take(engine, &reading.changed);
-    ZS_TRY(renew_secondary(engine, &reading));
+    ZS_TRY(zs_join_forward(engine, entry, meets(engine, entry)));
+    zs_writing_over(engine);
+    ZS_TRY(zs_writing_back(engine));
+    ZS_TRY(zs_writing_cast(engine));
+    bool trains = !entry->by_hand && entry->recording;
+    zs_reading reading = {.pass = trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE};
+    reading.eval_mode = !entry->by_hand && !entry->training;
+    zs_sample_take(engine, &reading);
     discard_dead_grads(engine);
-    if (!entry->by_hand) ZS_TRY(broadcast_buffers(engine));
-    return begin_reading(engine, &reading);
+    zs_join_meetings(engine, true);
+    zs_status status = renew_secondary(engine, &reading);
+    if (!entry->by_hand) ZS_THEN(status, broadcast_buffers(engine));
+    zs_join_meetings(engine, false);
+    return status == ZS_OK ? begin_reading(engine, &reading) : status;
 }
 
 static zs_status open_backward(zs_engine *engine)
 {
     engine->home.ranks.all->heard = false;
+    zs_writing_over(engine);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_in_backward_open(zs_engine_unit(engine, i));
     discard_dead_grads(engine);
@@ -151,6 +174,8 @@ static zs_status ready_backward(zs_engine *engine)
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         ZS_TRY(zs_in_backward_begin(zs_engine_unit(engine, i)));
     ZS_TRY(hook_fixed(engine));
+    ZS_TRY(zs_join_backward(engine));
+    if (zs_join_follows(engine)) return ZS_OK; /* there is no backward of torch's */
     return engine->hooks->backward_end(engine);
 }
 
@@ -164,9 +189,18 @@ static zs_status ready(zs_schedule *schedule, zs_phase phase)
 
 /* --- a unit's parameters and gradients ------------------------------------------------------------------------------------- */
 
+/* The engine of a unit's record. */
+static zs_engine *engine_of(zs_record *record)
+{
+    return zs_engine_of(zs_unit_of(record));
+}
+
 static zs_status gather(zs_record *record)
 {
-    return zs_unit_gather(zs_unit_of(record));
+    ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_GATHER, record));
+    zs_unit *unit = zs_unit_of(record);
+    unit->home->ranks.shard_group->model = unit->home->model;
+    return zs_unit_gather(unit);
 }
 
 static zs_status bind(zs_record *record)
@@ -219,12 +253,17 @@ static zs_status send_local(zs_record *record)
 
 static zs_status post(zs_record *record)
 {
-    return zs_reduce_post(zs_unit_of(record));
+    ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_POST, record));
+    zs_unit *unit = zs_unit_of(record);
+    unit->home->ranks.all->model = unit->home->model;
+    return zs_reduce_post(unit);
 }
 
 static zs_status share(zs_record *record, zs_wait wait, bool *done)
 {
-    return zs_reduce_share(zs_unit_of(record), wait, done);
+    zs_unit *unit = zs_unit_of(record);
+    unit->home->ranks.all->model = unit->home->model;
+    return zs_reduce_share(unit, wait, done);
 }
 
 static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
@@ -265,12 +304,19 @@ static void drop(zs_record *record)
 
 /* --- a backward ends -------------------------------------------------------------------------------------------------------- */
 
+static zs_status posted(zs_schedule *schedule)
+{
+    return zs_join_backward_end(zs_engine_of_schedule(schedule));
+}
+
 static zs_status give_up(zs_schedule *schedule)
 {
     zs_comm *all = zs_engine_of_schedule(schedule)->home.ranks.all;
-    bool heard = all->heard;
+    bool heard = all->heard, said = false;
     all->heard = false;
-    return heard ? ZS_OK : zs_comm_give_up(all);
+    if (heard) return ZS_OK;
+    ZS_TRY(zs_join_abandon(zs_engine_of_schedule(schedule), &said));
+    return said ? ZS_OK : zs_comm_give_up(all);
 }
 
 static zs_status summed(zs_schedule *schedule)
@@ -283,10 +329,7 @@ static zs_status summed(zs_schedule *schedule)
  * tells. */
 static zs_status step_rest(zs_engine *engine, zs_status status)
 {
-    bool any = false;
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
-        any |= zs_engine_unit(engine, i)->stepping != NULL;
-    if (!any) return status;
+    if (!steps_in_backward(engine)) return status;
     ZS_THEN(status, zs_writing_begin(engine));
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         if (status == ZS_OK)
@@ -301,8 +344,13 @@ static zs_status step_rest(zs_engine *engine, zs_status status)
 static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status delivered)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
+    bool stepped = engine->history.in_pass;
     zs_history_reduced(engine, reduced == ZS_OK && !schedule->gave_up);
-    return step_rest(engine, reduced != ZS_OK ? reduced : delivered);
+    zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
+    if (!stepped || steps_in_backward(engine)) return status;
+    ZS_THEN(status, zs_writing_begin(engine)); /* by a hook: it is told now, with what the ranks have in common */
+    if (status == ZS_OK) zs_writing_end(engine);
+    return status;
 }
 
 const zs_actions zs_engine_actions = {
@@ -324,6 +372,7 @@ const zs_actions zs_engine_actions = {
     .sum = sum,
     .reusable = reusable,
     .step = step,
+    .posted = posted,
     .give_up = give_up,
     .summed = summed,
     .deliver = deliver,

@@ -5,6 +5,7 @@
 #include "engine/sample.h"
 #include "reduce/bucket.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -99,6 +100,8 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     if (!zs_comm_is_outline(ranks->shard_group)) zs_arena_made_by(engine->home.arena, make_slot, ranks->shard_group);
     ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->home.grads), fail);
     ZS_TRY_GOTO(status, zs_comm_reader_new(ranks->shard_group, name, &engine->reader), fail);
+    engine->home.model.number = ranks->shard_group->models;
+    snprintf(engine->home.model.name, sizeof engine->home.model.name, "%s", name);
     *out = engine;
     return ZS_OK;
 fail:
@@ -132,6 +135,7 @@ void zs_engine_release(void *pointer)
     zs_pool_free(engine->home.grads);
     free_buffers(engine);
     free(engine->calls);
+    free(engine->join);
     free(engine->home.part_of);
     zs_disk_release(engine->home.offload.disk);
     release_ranks(&engine->home.ranks);
@@ -143,6 +147,7 @@ zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
     ZS_TRY(zs_schedule_add(&engine->home.schedule, &unit->record));
     zs_home_replan(&engine->home);
     zs_sample_forget(engine);
+    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, false); /* its shards are empty yet */
     return ZS_OK;
 }
 

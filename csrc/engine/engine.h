@@ -131,4 +131,7 @@ zs_status zs_engine_predict_seconds(const zs_engine *engine, const zs_unit_secon
  * backward). */
 zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *out);
 
+/* How many memory mappings the units and a step will add to this process where ranks map each other's memory, at most. */
+zs_status zs_engine_predict_mappings(const zs_engine *engine, size_t *out);
+
 #endif

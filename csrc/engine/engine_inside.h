@@ -26,7 +26,11 @@ typedef struct zs_history {
      * parameters' own notes of that. */
     uint64_t full_load, loads, n_loaded, load_number;
     char written[256]; /* the last of the writes, for the peers' messages */
+    bool untold;       /* they do not have it yet */
+    bool in_pass;      /* a step was made by a hook of the backward that has not ended yet */
 } zs_history;
+
+typedef struct zs_join zs_join; /* see join.h */
 
 /* See engine.h. */
 struct zs_engine {
@@ -38,9 +42,12 @@ struct zs_engine {
     bool reading;      /* a reader session is open */
     bool spoiled;      /* a backward that failed has left gradients that are not to be used */
     zs_history history;
-    uint64_t sample; /* of what the last write has left in the shards, if `sampled`; see sample.h */
+    uint64_t sample; /* of what the last known write has left in the shards, if `sampled`; see sample.h */
     bool sampled;
+    bool writing;   /* a write has begun, and neither ended nor given way to a pass */
+    bool by_hand;   /* a script has written to shards since the last pass or known write */
     bool mishap;    /* the peers are told of one */
+    zs_join *join;  /* what ranks tell each other within join(); NULL outside; owned */
     zs_call *calls; /* [n_calls] what a forward of the modules in their order does; owned */
     size_t n_calls;
     zs_engine_bytes peak; /* the most of each that there has been */
@@ -65,6 +72,11 @@ static inline zs_engine *zs_engine_of_schedule(zs_schedule *schedule)
 {
     return (zs_engine *)schedule;
 }
+
+/* --- forwards.c ----------------------------------------------------------------------------------------------------------- */
+
+/* A training forward is about to begin: readies units whose parameters scripts have unfrozen. */
+zs_status zs_engine_thaw(zs_engine *engine);
 
 /* --- engine.c ------------------------------------------------------------------------------------------------------------- */
 

@@ -115,7 +115,7 @@ static zs_status check_outside(const zs_unit *unit)
 }
 
 /* Gradual unfreezing: scripts set requires_grad between steps, and say nothing. */
-static zs_status thaw_units(zs_engine *engine)
+zs_status zs_engine_thaw(zs_engine *engine)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         zs_unit *unit = zs_engine_unit(engine, i);
@@ -133,7 +133,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
     entry.training = training;
     const zs_schedule *schedule = schedule_of(unit);
     bool between = schedule->n_open == 0 && (schedule->stage == ZS_IDLE || schedule->stage == ZS_FAILED);
-    if (entry.recording && between) ZS_TRY(thaw_units(zs_engine_of(unit)));
+    if (entry.recording && between) ZS_TRY(zs_engine_thaw(zs_engine_of(unit)));
     if (backward_runs(schedule_of(unit))) {
         ZS_TRY(zs_in_backward_check(unit));
         return zs_schedule_recompute(schedule_of(unit), &unit->record, entry.now);

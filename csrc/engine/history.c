@@ -22,6 +22,7 @@ void zs_engine_note_step(zs_engine *engine, uint64_t settings, uint64_t counts)
 {
     zs_history *history = &engine->history;
     history->steps++;
+    history->in_pass = engine->reading;
     history->counts = counts;
     history->settings += zs_fold(settings, history->window);
 }
@@ -79,24 +80,39 @@ static uint64_t bit_of(const char *operation)
     return UINT64_C(1) << (fold_text(operation) % 64);
 }
 
+static bool is_gradient(const zs_flat *flat, const zs_tensor *tensor)
+{
+    return flat->grads != NULL && zs_tensor_on_storage(tensor, flat->grads);
+}
+
+bool zs_unit_is_slice(const zs_unit *unit, int64_t i, const zs_tensor *tensor)
+{
+    const zs_flat *flat = &unit->flats[unit->params[i].flat];
+    return !is_gradient(flat, tensor) && zs_tensor_on_storage(tensor, flat->shard != NULL ? flat->shard : flat->full);
+}
+
 void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation)
 {
     zs_history *history = &zs_engine_of(unit)->history;
     const zs_param *param = &unit->params[i];
     const zs_flat *flat = &unit->flats[param->flat];
-    if (flat->grads != NULL && zs_tensor_on_storage(written, flat->grads)) {
+    if (is_gradient(flat, written)) {
         history->grads |= bit_of(operation);
         snprintf(history->written, sizeof history->written, "%.40s on the gradient of '%s'", operation, param->name);
-    } else if (zs_tensor_on_storage(written, flat->shard != NULL ? flat->shard : flat->full)) {
+    } else if (zs_unit_is_slice(unit, i, written)) {
         history->writes |= bit_of(operation);
         snprintf(history->written, sizeof history->written, "%.40s on '%s'", operation, param->name);
-    } /* else it is a copy */
+    } else {
+        return; /* it is a copy */
+    }
+    history->untold = true;
 }
 
 void zs_engine_note_zeroed(zs_engine *engine)
 {
     engine->history.grads |= bit_of("zero_");
     snprintf(engine->history.written, sizeof engine->history.written, "zero_grad(set_to_none=False)");
+    engine->history.untold = true;
 }
 
 /* --- what comes of them ------------------------------------------------------------------------------------------------------ */
@@ -129,8 +145,8 @@ void zs_history_tell(zs_engine *engine)
 {
     zs_history *history = &engine->history;
     zs_past now = past_of(engine), *told = &engine->home.past;
-    if (history->told_writes != history->writes || history->told_grads != history->grads)
-        tell(engine, ZS_ON_WRITE, history->written);
+    if (history->untold) tell(engine, ZS_ON_WRITE, history->written);
+    history->untold = false;
     history->told_writes = history->writes;
     history->told_grads = history->grads;
     if (memcmp(told, &now, sizeof now) == 0) return;
@@ -174,6 +190,7 @@ static void agree(zs_engine *engine)
 
 void zs_history_reduced(zs_engine *engine, bool good)
 {
+    engine->history.in_pass = false;
     if (!good) return;
     zs_engine_tell_mishap(engine, "");
     if (!engine->home.met) return; /* in no_sync(), nobody is met */

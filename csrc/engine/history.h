@@ -23,6 +23,9 @@
  * state. */
 void zs_engine_note_step(zs_engine *engine, uint64_t settings, uint64_t counts);
 
+/* Is a tensor this rank's slice of parameter `i` itself, and not a copy or a gradient? */
+bool zs_unit_is_slice(const zs_unit *unit, int64_t i, const zs_tensor *tensor);
+
 /* A script has written to a slice of parameter `i`, or of its gradient, by an in-place operation of this name. No-op for tensors
  * that are neither, such as copies. */
 void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation);

@@ -80,6 +80,33 @@ zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *ou
     return status;
 }
 
+/* Of flats that are mapped from the ranks' shards. In memory: the own shard, and what lies before and behind it (a core dump holds
+ * the own shard, so the system keeps them apart); on a disk: each rank's file. */
+static size_t mappings_of(const zs_unit *unit)
+{
+    const zs_ranks *ranks = &unit->home->ranks;
+    size_t shards = unit->offloads.params ? (size_t)ranks->shards->world : 3, count = 0;
+    bool mapped = ranks->shards->ops->mapped && ranks->shards->world > 1;
+    bool kept = ranks->replica_group != NULL && ranks->shard_group->ops->mapped && ranks->shard_group->world > 1;
+    for (int f = 0; f < unit->n_flats && !unit->record.is.replicated; f++) {
+        size_t copies = unit->flats[f].compute != unit->flats[f].dtype ? 2 : 1;
+        count += (mapped ? copies * shards : 0) + (kept ? 3 : 0);
+    }
+    return count;
+}
+
+zs_status zs_engine_predict_mappings(const zs_engine *engine, size_t *out)
+{
+    zs_plan plan;
+    const zs_comm *all = engine->home.ranks.all;
+    zs_status status = make_plan(engine, false, NULL, &plan);
+    *out = all->ops->mapped ? plan.n_buckets * (size_t)all->world : 0; /* the own ones, and those of all peers */
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        *out += mappings_of(zs_engine_unit(engine, i));
+    zs_plan_free(&plan);
+    return status;
+}
+
 zs_status zs_engine_predict_seconds(const zs_engine *engine, const zs_unit_seconds *each, double *out)
 {
     zs_plan plan;

@@ -45,15 +45,13 @@ void zs_sample_written(zs_engine *engine)
     if (engine->sampled) engine->sample = of_engine(engine);
 }
 
-uint64_t zs_sample_take(zs_engine *engine, bool *changed)
+void zs_sample_take(zs_engine *engine, zs_reading *reading)
 {
-    *changed = false;
-    if (!can_look(engine)) return 0;
+    if (!can_look(engine)) return;
     uint64_t sample = of_engine(engine);
     if (!engine->sampled) engine->sample = sample; /* nothing has been written yet */
     engine->sampled = true;
-    *changed = sample != engine->sample;
-    return sample;
+    reading->changed = sample != engine->sample;
 }
 
 void zs_sample_forget(zs_engine *engine)

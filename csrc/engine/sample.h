@@ -1,8 +1,8 @@
 /* sample.h - have the shards been changed by other means than a write that zshard knows of?
  *
- * The one idea: a script may write p.data without a trace, say to swap in the weights of a moving average. A few elements of
- * each flat tell: such a swap changes nearly all of them. The answer is used only where ranks are found to run different
- * passes (shm_word.h), because a change that all ranks make is nobody's business here.
+ * The one idea: what a script writes by hand may be what another rank's script writes too, or not, and undone later, or not. A few
+ * elements of each flat tell: what swaps in the weights of a moving average changes nearly all of them. The answer is used only
+ * where ranks are found to have done different things, because a change that all ranks make is nobody's business here.
  */
 #ifndef ZS_SAMPLE_H
 #define ZS_SAMPLE_H
@@ -15,8 +15,8 @@ void zs_sample_written(zs_engine *engine);
 /* Its units have changed: nothing is known of what the shards hold. */
 void zs_sample_forget(zs_engine *engine);
 
-/* What the shards hold now, for a session; *changed: is it anything else? 0 and false where they cannot be looked at cheaply: on
- * GPUs and disks. */
-uint64_t zs_sample_take(zs_engine *engine, bool *changed);
+/* Notes in *reading what the shards hold now, and whether that is anything else. 0 and false where they cannot be looked at
+ * cheaply: on GPUs and disks. */
+void zs_sample_take(zs_engine *engine, zs_reading *reading);
 
 #endif

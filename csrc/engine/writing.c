@@ -1,18 +1,120 @@
-/* writing.c - see writing.h. */
+/* writing.c - see writing.h.
+ *
+ * The one idea: peers that evaluate read this rank's shards at any time, and where these are cast first, they read what the last
+ * cast has left. So a write ends with a cast.
+ */
 #include "engine/writing.h"
 
 #include "engine/engine_inside.h"
 #include "engine/history.h"
 #include "engine/sample.h"
 
+static void end(zs_engine *engine, bool known)
+{
+    engine->writing = false;
+    engine->by_hand = !known;
+    zs_history_tell(engine);
+    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, known);
+}
+
+void zs_writing_over(zs_engine *engine)
+{
+    engine->writing = engine->by_hand = false;
+}
+
 zs_status zs_writing_begin(zs_engine *engine)
 {
-    return zs_comm_write_begin(engine->home.ranks.shard_group, engine->reader);
+    ZS_TRY(zs_comm_write_begin(engine->home.ranks.shard_group, engine->reader));
+    engine->writing = true;
+    return ZS_OK;
+}
+
+/* Do peers map the shards? */
+static bool is_looked_at(const zs_engine *engine)
+{
+    const zs_comm *shard_group = engine->home.ranks.shard_group;
+    return shard_group->ops->mapped && shard_group->world > 1;
+}
+
+zs_status zs_writing_cast(zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        ZS_TRY(zs_unit_cast(zs_engine_unit(engine, i)));
+    return ZS_OK;
 }
 
 void zs_writing_end(zs_engine *engine)
 {
     zs_sample_written(engine);
-    zs_history_tell(engine);
-    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader);
+    bool done = !is_looked_at(engine) || zs_writing_cast(engine) == ZS_OK;
+    if (!done) zs_clear_error(); /* the next pass tries again, and fails */
+    /* Secondary shards are brought up to date when a pass begins. */
+    end(engine, done && engine->home.ranks.replica_group == NULL);
+}
+
+zs_status zs_writing_by_hand(zs_engine *engine, bool *begun)
+{
+    *begun = !engine->writing;
+    if (!*begun) return ZS_OK;
+    ZS_TRY(zs_schedule_settle(&engine->home.schedule)); /* peers may still read, for a backward that raised here */
+    return zs_writing_begin(engine);
+}
+
+void zs_writing_by_hand_end(zs_engine *engine)
+{
+    end(engine, false);
+}
+
+void zs_writing_unknown(zs_engine *engine)
+{
+    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, false);
+}
+
+zs_status zs_writing_back(zs_engine *engine)
+{
+    bool any = false;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        any |= zs_unit_is_moved(zs_engine_unit(engine, i));
+    if (!any) return ZS_OK;
+    bool begun;
+    ZS_TRY(zs_writing_by_hand(engine, &begun));
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < zs_engine_n_units(engine) && status == ZS_OK; i++)
+        status = zs_unit_write_back(zs_engine_unit(engine, i));
+    zs_writing_by_hand_end(engine);
+    return status;
+}
+
+/* Are there casts that peers read? */
+static bool has_casts(const zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        if (zs_unit_has_casts(zs_engine_unit(engine, i))) return true;
+    return false;
+}
+
+zs_status zs_writing_complete(zs_engine *engine)
+{
+    if (!is_looked_at(engine) || engine->writing || engine->reading) return ZS_OK;
+    ZS_TRY(zs_writing_back(engine));
+    if (!engine->by_hand) return ZS_OK;
+    if (has_casts(engine)) {
+        ZS_TRY(zs_writing_begin(engine));
+        zs_status status = zs_writing_cast(engine);
+        if (status != ZS_OK) end(engine, false);
+        ZS_TRY(status);
+        engine->writing = false;
+    }
+    engine->by_hand = false;
+    zs_reading reading = {0};
+    zs_sample_take(engine, &reading);
+    zs_comm_write_complete(engine->home.ranks.shard_group, engine->reader, reading.changed);
+    return ZS_OK;
+}
+
+zs_status zs_writing_meet(zs_engine *engine)
+{
+    ZS_TRY(zs_writing_complete(engine));
+    if (!engine->reading && !engine->writing) zs_comm_readers_meet(engine->home.ranks.shard_group, engine->reader);
+    return ZS_OK;
 }

@@ -127,6 +127,24 @@ static PyObject *comm_shm(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, address);
 }
 
+PyDoc_STRVAR(
+    comm_shm_needs_doc,
+    "shm_needs($type, world, /)\n--\n\nReturn what a shared-memory transport of `world` ranks takes on each rank, "
+    "besides memory and what models add, as a dict: descriptors (open files), meeting (open files while the "
+    "ranks connect), mappings, and bytes of address space.");
+
+static PyObject *comm_shm_needs(PyObject *type, PyObject *args)
+{
+    int world;
+    (void)type;
+    if (!PyArg_ParseTuple(args, "i:shm_needs", &world)) return NULL;
+    if (world < 1) return PyErr_Format(PyExc_ValueError, "world size must be positive, got %d", world);
+    zs_shm_needs needs = zs_comm_shm_needs(world);
+    return Py_BuildValue("{s:n,s:n,s:n,s:n}", "descriptors", (Py_ssize_t)needs.descriptors, "meeting",
+                         (Py_ssize_t)needs.meeting, "mappings", (Py_ssize_t)needs.mappings, "bytes",
+                         (Py_ssize_t)needs.bytes);
+}
+
 PyDoc_STRVAR(comm_c10d_doc, "c10d($type, group_name, rank, world, timeout, /)\n--\n\nCreate a transport over a "
                             "torch.distributed process group. timeout: seconds.");
 
@@ -205,6 +223,19 @@ static PyObject *comm_exchange(comm_object *self, PyObject *data)
     }
     Py_DECREF(all);
     return list;
+}
+
+PyDoc_STRVAR(comm_align_doc,
+             "align($self, /)\n--\n\nNumber what is made from now on as all other ranks do, also after an "
+             "error on some of them. Collective.");
+
+static PyObject *comm_align(comm_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_comm_align(self->comm));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(
@@ -318,12 +349,20 @@ static PyObject *comm_lost(comm_object *self, void *unused)
     return why != NULL ? PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace") : PyUnicode_FromString("");
 }
 
+static PyObject *comm_is_waiting(comm_object *self, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(atomic_load_explicit(&self->comm->waiting, memory_order_relaxed));
+}
+
 static PyGetSetDef comm_getset[] = {
     {"rank", (getter)comm_rank, NULL, "This rank.", NULL},
     {"world", (getter)comm_world, NULL, "Number of ranks.", NULL},
     {"transport", (getter)comm_transport, NULL, "'self', 'shm' or 'c10d'.", NULL},
     {"address", (getter)comm_address, NULL, "Address that peers connect to (shm).", NULL},
     {"timeout", (getter)comm_timeout, NULL, "Timeout of one wait, in seconds.", NULL},
+    {"is_waiting", (getter)comm_is_waiting, NULL,
+     "Whether this rank waits for the others to come to a collective (c10d).", NULL},
     {"lost", (getter)comm_lost, NULL, "Why the transport is unusable (c10d); '' if it is usable.", NULL},
     {0},
 };
@@ -332,10 +371,12 @@ static PyMethodDef comm_methods[] = {
     {"alone", comm_alone, METH_VARARGS | METH_CLASS, comm_alone_doc},
     {"gpu", comm_gpu, METH_VARARGS | METH_CLASS, comm_gpu_doc},
     {"shm", comm_shm, METH_VARARGS | METH_CLASS, comm_shm_doc},
+    {"shm_needs", comm_shm_needs, METH_VARARGS | METH_CLASS, comm_shm_needs_doc},
     {"c10d", comm_c10d, METH_VARARGS | METH_CLASS, comm_c10d_doc},
     {"outline", comm_outline, METH_VARARGS | METH_CLASS, comm_outline_doc},
     {"connect", (PyCFunction)comm_connect, METH_VARARGS, comm_connect_doc},
     {"exchange", (PyCFunction)comm_exchange, METH_O, comm_exchange_doc},
+    {"align", (PyCFunction)comm_align, METH_NOARGS, comm_align_doc},
     {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, comm_broadcast_doc},
     {"end", (PyCFunction)comm_end, METH_NOARGS, comm_end_doc},
     {"close", (PyCFunction)comm_close, METH_NOARGS, comm_close_doc},

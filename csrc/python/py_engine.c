@@ -1,6 +1,7 @@
 /* py_engine.c - _core.Engine: the engine of one model, as Python sees it. Two objects of one engine compare equal. */
 #include "python/py_engine.h"
 #include "engine/history.h"
+#include "engine/writing.h"
 #include "python/py_aliases.h"
 #include "python/py_faces.h"
 
@@ -204,8 +205,30 @@ PyDoc_STRVAR(engine_end_write_doc, "end_write($self, /)\n--\n\nThe write is comp
 static PyObject *engine_end_write(engine_object *self, PyObject *unused)
 {
     (void)unused;
+    Py_BEGIN_ALLOW_THREADS;
     zs_engine_write_end(self->engine);
+    Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(
+    engine_complete_writes_doc,
+    "complete_writes($self, /)\n--\n\nWhat the script has written in place to shards is complete, on all ranks "
+    "alike: other ranks may evaluate with it. No-op within a pass and a write.");
+
+static PyObject *engine_complete_writes(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    return zs_py_keep_aliases(self->engine) < 0 ? NULL : without_gil(self, zs_writing_complete);
+}
+
+PyDoc_STRVAR(engine_meet_doc, "meet($self, /)\n--\n\ncomplete_writes(), in a collective of the script's in which all "
+                              "ranks wait for each other: how often each has evaluated before counts no more.");
+
+static PyObject *engine_meet(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    return zs_py_keep_aliases(self->engine) < 0 ? NULL : without_gil(self, zs_writing_meet);
 }
 
 PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nbegin_write() for an optimizer's step. Raises "
@@ -337,6 +360,8 @@ static PyMethodDef engine_methods[] = {
     {"tell_settings", (PyCFunction)engine_tell_settings, METH_O, engine_tell_settings_doc},
     {"compare", (PyCFunction)engine_compare_ranks, METH_NOARGS, engine_compare_doc},
     {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS, engine_begin_write_doc},
+    {"complete_writes", (PyCFunction)engine_complete_writes, METH_NOARGS, engine_complete_writes_doc},
+    {"meet", (PyCFunction)engine_meet, METH_NOARGS, engine_meet_doc},
     {"end_write", (PyCFunction)engine_end_write, METH_NOARGS, engine_end_write_doc},
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},
     {"sum_over_ranks", (PyCFunction)engine_sum, METH_O, engine_sum_doc},
@@ -344,9 +369,17 @@ static PyMethodDef engine_methods[] = {
     {"memory", (PyCFunction)zs_py_memory, METH_NOARGS, zs_py_memory_doc},
     {"peak", (PyCFunction)zs_py_peak, METH_NOARGS, zs_py_peak_doc},
     {"predict", (PyCFunction)zs_py_predict, METH_O, zs_py_predict_doc},
+    {"predict_mappings", (PyCFunction)zs_py_predict_mappings, METH_NOARGS, zs_py_predict_mappings_doc},
     {"predict_seconds", (PyCFunction)zs_py_predict_seconds, METH_O, zs_py_predict_seconds_doc},
     {"set_calls", (PyCFunction)zs_py_set_calls, METH_O, zs_py_set_calls_doc},
     {"reserve", (PyCFunction)zs_py_reserve, METH_NOARGS, zs_py_reserve_doc},
+    {"join_begin", (PyCFunction)zs_py_join_begin, METH_VARARGS, zs_py_join_begin_doc},
+    {"join_end", (PyCFunction)zs_py_join_end, METH_NOARGS, zs_py_join_end_doc},
+    {"join_call", (PyCFunction)zs_py_join_call, METH_VARARGS, zs_py_join_call_doc},
+    {"join_share", (PyCFunction)zs_py_join_share, METH_O, zs_py_join_share_doc},
+    {"join_leave", (PyCFunction)zs_py_join_leave, METH_O, zs_py_join_leave_doc},
+    {"join_follow", (PyCFunction)zs_py_join_follow, METH_NOARGS, zs_py_join_follow_doc},
+    {"join_news", (PyCFunction)zs_py_join_news, METH_NOARGS, zs_py_join_news_doc},
     {0},
 };
 

@@ -13,14 +13,32 @@ typedef struct engine_object {
 PyObject *zs_py_memory(engine_object *self, PyObject *unused);
 PyObject *zs_py_peak(engine_object *self, PyObject *unused);
 PyObject *zs_py_predict(engine_object *self, PyObject *stepped);
+PyObject *zs_py_predict_mappings(engine_object *self, PyObject *unused);
 PyObject *zs_py_predict_seconds(engine_object *self, PyObject *list);
 PyObject *zs_py_set_calls(engine_object *self, PyObject *list);
 PyObject *zs_py_reserve(engine_object *self, PyObject *unused);
 
+/* Methods of py_join.c. */
+PyObject *zs_py_join_begin(engine_object *self, PyObject *args);
+PyObject *zs_py_join_end(engine_object *self, PyObject *unused);
+PyObject *zs_py_join_call(engine_object *self, PyObject *args);
+PyObject *zs_py_join_share(engine_object *self, PyObject *data);
+PyObject *zs_py_join_leave(engine_object *self, PyObject *text);
+PyObject *zs_py_join_follow(engine_object *self, PyObject *unused);
+PyObject *zs_py_join_news(engine_object *self, PyObject *unused);
+
 /* Their docstrings. */
+extern const char zs_py_join_begin_doc[];
+extern const char zs_py_join_end_doc[];
+extern const char zs_py_join_call_doc[];
+extern const char zs_py_join_share_doc[];
+extern const char zs_py_join_leave_doc[];
+extern const char zs_py_join_follow_doc[];
+extern const char zs_py_join_news_doc[];
 extern const char zs_py_memory_doc[];
 extern const char zs_py_peak_doc[];
 extern const char zs_py_predict_doc[];
+extern const char zs_py_predict_mappings_doc[];
 extern const char zs_py_predict_seconds_doc[];
 extern const char zs_py_set_calls_doc[];
 extern const char zs_py_reserve_doc[];

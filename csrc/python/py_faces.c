@@ -7,7 +7,8 @@
 #include "python/py_faces.h"
 
 #include "engine/history.h"
-#include "python/py_guard.h"
+#include "engine/writing.h"
+#include "python/py_slices.h"
 
 #include <string.h>
 
@@ -122,17 +123,71 @@ const char zs_py_unit_note_write_doc[] = PyDoc_STR(
     "note_write($self, index, tensor, operation, /)\n--\n\nA script has written to `tensor`, this rank's slice of a "
     "parameter, of its gradient, or a copy of one, by an in-place operation of this name.");
 
+/* The arguments of a method about a tensor of parameter *i; 0 with an exception. `operation` may be NULL. */
+static int parse_tensor(const unit_object *self, PyObject *args, Py_ssize_t *i, zs_tensor **tensor,
+                        const char **operation)
+{
+    PyObject *object;
+    const char *unused;
+    if (!PyArg_ParseTuple(args, "nO|s", i, &object, operation != NULL ? operation : &unused)) return 0;
+    if (*i < 0 || *i >= self->unit->n_params) {
+        PyErr_Format(PyExc_IndexError, "parameter %zd is out of range", *i);
+        return 0;
+    }
+    zs_clear_error();
+    if (zs_py_tensor(object, tensor) == ZS_OK) return 1;
+    zs_py_raise(NULL);
+    return 0;
+}
+
+const char zs_py_unit_is_slice_doc[] = PyDoc_STR("is_slice($self, index, tensor, /)\n--\n\nWhether a tensor is this "
+                                                 "rank's slice of the parameter itself, and not a copy "
+                                                 "or a gradient.");
+
+PyObject *zs_py_unit_is_slice(unit_object *self, PyObject *args)
+{
+    Py_ssize_t i;
+    zs_tensor *tensor = NULL;
+    if (!parse_tensor(self, args, &i, &tensor, NULL)) return NULL;
+    bool own = zs_unit_is_slice(self->unit, i, tensor);
+    zs_tensor_free(tensor);
+    return PyBool_FromLong(own);
+}
+
 PyObject *zs_py_unit_note_write(unit_object *self, PyObject *args)
 {
     Py_ssize_t i;
-    PyObject *object;
-    const char *operation;
-    if (!PyArg_ParseTuple(args, "nOs:note_write", &i, &object, &operation)) return NULL;
-    if (i < 0 || i >= self->unit->n_params) return PyErr_Format(PyExc_IndexError, "parameter %zd is out of range", i);
+    const char *operation = "";
     zs_tensor *written = NULL;
-    zs_clear_error();
-    if (zs_py_tensor(object, &written) != ZS_OK) return zs_py_raise(NULL);
+    if (!parse_tensor(self, args, &i, &written, &operation)) return NULL;
     zs_unit_note_write(self->unit, i, written, operation);
     zs_tensor_free(written);
+    Py_RETURN_NONE;
+}
+
+const char zs_py_unit_begin_write_doc[] = PyDoc_STR(
+    "begin_write($self, index, tensor, /)\n--\n\nA script is about to write to `tensor` by an operation of its own: if "
+    "that "
+    "is this rank's slice of the parameter, wait until no other rank reads it. Returns whether end_write() is due.");
+
+PyObject *zs_py_unit_begin_write(unit_object *self, PyObject *args)
+{
+    Py_ssize_t i;
+    zs_tensor *target = NULL;
+    if (!parse_tensor(self, args, &i, &target, NULL)) return NULL;
+    bool own = zs_unit_is_slice(self->unit, i, target), begun = false;
+    zs_tensor_free(target);
+    zs_status status = ZS_OK;
+    if (own) ZS_PY_NOGIL(status, zs_writing_by_hand(zs_engine_of(self->unit), &begun));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    return PyBool_FromLong(begun);
+}
+
+const char zs_py_unit_end_write_doc[] = PyDoc_STR("end_write($self, /)\n--\n\nThe operation is over.");
+
+PyObject *zs_py_unit_end_write(unit_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_writing_by_hand_end(zs_engine_of(self->unit));
     Py_RETURN_NONE;
 }

@@ -22,4 +22,13 @@ extern const char zs_py_unit_watch_doc[];
 PyObject *zs_py_unit_note_write(unit_object *self, PyObject *args);
 extern const char zs_py_unit_note_write_doc[];
 
+/* Method (METH_VARARGS) that zs_unit_is_slice is, and its docstring. */
+PyObject *zs_py_unit_is_slice(unit_object *self, PyObject *args);
+extern const char zs_py_unit_is_slice_doc[];
+
+/* Methods (METH_VARARGS, METH_NOARGS) that zs_writing_by_hand and its end are, and their docstrings. */
+PyObject *zs_py_unit_begin_write(unit_object *self, PyObject *args);
+PyObject *zs_py_unit_end_write(unit_object *self, PyObject *unused);
+extern const char zs_py_unit_begin_write_doc[], zs_py_unit_end_write_doc[];
+
 #endif

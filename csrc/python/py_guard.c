@@ -4,12 +4,10 @@
  * it is and its result is guarded in turn. zshard/_guard_rules.py lists which operations are of that kind, or ask for facts only;
  * all others, and slices that do not fit each other, go to Python (zshard/_guard.py), which raises or knows better.
  */
-#include "python/py_guard.h"
 #include "python/py_util.h"
+#include "python/py_writes.h"
 
 #include <string.h>
-
-zs_guard_types zs_py_guard_types;
 
 /* What is done with an operation; zshard/_guard_rules.py has the same. */
 typedef enum rule {
@@ -22,102 +20,18 @@ typedef enum rule {
 } rule;
 
 static struct {
-    PyObject *rules;                                                  /* {operation: rule} */
-    PyObject *parts;                                                  /* {id of a parameter: (reference, Part)} */
-    PyObject *handler;                                                /* (operation, types, args, kwargs) -> result */
-    PyObject *part, *geometry, *is_whole, *note_write, *dunder_class; /* names */
+    PyObject *rules;               /* {operation: rule} */
+    PyObject *handler;             /* (operation, types, args, kwargs) -> result */
+    PyObject *grad;                /* torch's own attribute of that name */
+    PyObject *part, *dunder_class; /* names */
 } guard;
-
-/* A tensor that takes part in an operation. */
-typedef struct operand {
-    PyObject *object; /* borrowed */
-    PyObject *part;   /* what it is a slice of; NULL: it is no slice; borrowed from the object, or from guard.parts */
-    PyObject *shape;  /* the Part's geometry: (whole shape, own shape, ...); one object for the same elements */
-} operand;
-
-/* --- what is a slice -------------------------------------------------------------------------------------------------- */
-
-static bool is_guarded(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    return type == zs_py_guard_types.shard_tensor || type == zs_py_guard_types.shard_parameter;
-}
-
-/* Borrowed; NULL without exception for a parameter that is not in the table: a copy, which has it as an attribute. */
-static PyObject *part_in_table(PyObject *param)
-{
-    PyObject *key = PyLong_FromVoidPtr(param);
-    if (key == NULL) return NULL;
-    PyObject *entry = PyDict_GetItemWithError(guard.parts, key);
-    Py_DECREF(key);
-    return entry != NULL && PyTuple_Check(entry) ? PyTuple_GET_ITEM(entry, 1) : NULL;
-}
-
-/* Borrowed: the table or the object keeps it. */
-static PyObject *part_of(PyObject *object)
-{
-    PyObject *part = Py_TYPE(object) == zs_py_guard_types.shard_parameter ? part_in_table(object) : NULL;
-    if (part != NULL || PyErr_Occurred()) return part;
-    part = PyObject_GetAttr(object, guard.part);
-    Py_XDECREF(part);
-    return part;
-}
-
-/* Has the tensor this shape, a tuple? */
-static bool has_shape(PyObject *tensor, PyObject *shape)
-{
-    int64_t sizes[ZS_MAX_DIM];
-    int ndim = zs_py_sizes(tensor, sizes);
-    if (ndim != PyTuple_GET_SIZE(shape)) return false;
-    for (int d = 0; d < ndim; d++)
-        if (PyLong_AsLongLong(PyTuple_GET_ITEM(shape, d)) != sizes[d]) return false;
-    return true;
-}
-
-static PyObject *whole_shape(const operand *slice)
-{
-    return PyTuple_GET_ITEM(slice->shape, 0);
-}
-
-static PyObject *own_shape(const operand *slice)
-{
-    return PyTuple_GET_ITEM(slice->shape, 1);
-}
-
-/* Is this guarded parameter whole right now, as while a backward recomputes? -1 with an exception. */
-static int is_whole(PyObject *object, const operand *slice)
-{
-    if (Py_TYPE(object) != zs_py_guard_types.shard_parameter) return 0;
-    if (own_shape(slice) != whole_shape(slice)) return !has_shape(object, own_shape(slice));
-    PyObject *answer = PyObject_CallMethodNoArgs(slice->part, guard.is_whole);
-    int result = answer != NULL ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    return result;
-}
-
-/* What `object`, a tensor, is in an operation; -1 with an exception. */
-static int look_at(PyObject *object, operand *out)
-{
-    *out = (operand){.object = object};
-    if (!is_guarded(object)) return 0;
-    PyObject *part = part_of(object);
-    if (part == NULL || part == Py_None) return PyErr_Occurred() ? -1 : 0;
-    PyObject *shape = PyObject_GetAttr(part, guard.geometry); /* the Part keeps it */
-    if (shape == NULL) return -1;
-    Py_DECREF(shape);
-    operand found = {object, part, shape};
-    int whole = is_whole(object, &found);
-    if (whole < 0) return -1;
-    if (!whole) *out = found;
-    return 0;
-}
 
 /* --- do they fit each other? ------------------------------------------------------------------------------------------ */
 
 /* Could a plain tensor of the slice's shape as well mean something for the whole one, such as a number for each row? */
-static bool is_ambiguous(const operand *slice)
+static bool is_ambiguous(const zs_operand *slice)
 {
-    PyObject *whole = whole_shape(slice), *own = own_shape(slice);
+    PyObject *whole = zs_py_whole_shape(slice), *own = zs_py_own_shape(slice);
     for (Py_ssize_t d = 0; d < PyTuple_GET_SIZE(whole); d++) {
         long long size = PyLong_AsLongLong(PyTuple_GET_ITEM(own, d));
         if (size != 1 && size != PyLong_AsLongLong(PyTuple_GET_ITEM(whole, d))) return false;
@@ -135,27 +49,27 @@ static int64_t count(const int64_t *sizes, int ndim)
 
 /* Does a tensor go with the slice, element by element? Numbers, slices of the same elements, and plain tensors that can only
  * be meant as such. */
-static bool fits(const operand *other, const operand *slice)
+static bool fits(const zs_operand *other, const zs_operand *slice)
 {
     if (other->part != NULL) return other->shape == slice->shape;
     int64_t sizes[ZS_MAX_DIM];
     int ndim = zs_py_sizes(other->object, sizes);
-    if (ndim <= PyTuple_GET_SIZE(own_shape(slice)) && count(sizes, ndim) == 1) return true;
-    return has_shape(other->object, own_shape(slice)) && !is_ambiguous(slice);
+    if (ndim <= PyTuple_GET_SIZE(zs_py_own_shape(slice)) && count(sizes, ndim) == 1) return true;
+    return zs_py_has_shape(other->object, zs_py_own_shape(slice)) && !is_ambiguous(slice);
 }
 
 /* The tensors of one elementwise operation. */
 typedef struct operands {
-    operand slice; /* the first that is one; its part is NULL if none is */
+    zs_operand slice; /* the first that is one; its part is NULL if none is */
     bool misfit;
 } operands;
 
 /* Takes one more into account; what comes before the first slice is looked at again by the caller. */
 static int add_operand(operands *all, PyObject *object)
 {
-    operand next;
+    zs_operand next;
     if (!zs_py_is_tensor(object)) return 0;
-    if (look_at(object, &next) < 0) return -1;
+    if (zs_py_look_at(object, &next) < 0) return -1;
     if (all->slice.part == NULL)
         all->slice = next;
     else if (!fits(&next, &all->slice))
@@ -193,15 +107,15 @@ static bool has_sequence(const arguments *given)
 /* --- running ------------------------------------------------------------------------------------------------------------ */
 
 /* Has a new tensor guarded as what `slice` is a slice of; -1 with an exception. */
-static int mark(PyObject *object, const operand *slice)
+static int mark(PyObject *object, const zs_operand *slice)
 {
     if (Py_TYPE(object) != zs_py_guard_types.tensor || slice->part == NULL) return 0;
-    if (!has_shape(object, own_shape(slice))) return 0;
+    if (!zs_py_has_shape(object, zs_py_own_shape(slice))) return 0;
     if (PyObject_SetAttr(object, guard.part, slice->part) < 0) return -1;
     return PyObject_SetAttr(object, guard.dunder_class, (PyObject *)zs_py_guard_types.shard_tensor);
 }
 
-static PyObject *marked(PyObject *result, const operand *slice)
+static PyObject *marked(PyObject *result, const zs_operand *slice)
 {
     if (result == NULL || mark(result, slice) == 0) return result;
     Py_DECREF(result);
@@ -224,44 +138,70 @@ static PyObject *written_by(const arguments *given)
     return given->kwargs != NULL ? PyDict_GetItemString(given->kwargs, "out") : NULL;
 }
 
-static int note_written(PyObject *operation, PyObject *object)
-{
-    operand written = {0};
-    if (object == NULL || !zs_py_is_tensor(object)) return 0;
-    if (look_at(object, &written) < 0) return -1;
-    if (written.part == NULL) return 0;
-    PyObject *done = PyObject_CallMethodObjArgs(written.part, guard.note_write, object, operation, NULL);
-    Py_XDECREF(done);
-    return done != NULL ? 0 : -1;
-}
-
 static PyObject *run_each(PyObject *operation, PyObject *types, const arguments *given)
 {
     operands all = {0};
     if (add_arguments(&all, given) < 0) return NULL;
-    operand slice = all.slice;
+    zs_operand slice = all.slice;
     if (slice.part != NULL) { /* again: what stood before it */
         all = (operands){.slice = slice};
         if (add_arguments(&all, given) < 0) return NULL;
         if (all.misfit || has_sequence(given)) return hand_over(operation, types, given);
     }
-    PyObject *result = zs_py_call_plain(operation, given->args, given->kwargs);
+    PyObject *result = zs_py_run_writing(operation, given->args, given->kwargs, written_by(given));
     if (slice.part == NULL || result == NULL) return result;
-    if (note_written(operation, written_by(given)) < 0) Py_CLEAR(result);
-    if (result == NULL) return NULL;
-    if (zs_py_is_tensor(result) && has_shape(result, own_shape(&slice))) return marked(result, &slice);
+    if (zs_py_is_tensor(result) && zs_py_has_shape(result, zs_py_own_shape(&slice))) return marked(result, &slice);
     Py_DECREF(result); /* torch.where(condition) is not elementwise, though torch.where(condition, a, b) is */
     return hand_over(operation, types, given);
 }
 
 static PyObject *run_grad(PyObject *operation, const arguments *given)
 {
-    operand param;
-    if (PyTuple_GET_SIZE(given->args) < 1 || look_at(PyTuple_GET_ITEM(given->args, 0), &param) < 0) return NULL;
+    zs_operand param;
+    if (PyTuple_GET_SIZE(given->args) < 1 || zs_py_look_at(PyTuple_GET_ITEM(given->args, 0), &param) < 0) return NULL;
     PyObject *grad = zs_py_call_plain(operation, given->args, given->kwargs);
-    if (grad == NULL || grad == Py_None || param.part == NULL || is_guarded(grad)) return grad;
+    if (grad == NULL || grad == Py_None || param.part == NULL || zs_py_is_guarded(grad)) return grad;
     if (!zs_py_is_tensor(grad) || zs_py_is_local_grad(grad)) return grad;
     return marked(grad, &param);
+}
+
+/* `p.grad` of a guarded parameter, which loops over all parameters read: what run_grad does, but without torch's detour. */
+static PyObject *get_grad(PyObject *param, void *unused)
+{
+    (void)unused;
+    PyObject *grad = zs_py_get_plain(guard.grad, param);
+    if (grad == NULL || Py_TYPE(grad) != zs_py_guard_types.tensor || !zs_py_is_asked() || zs_py_is_local_grad(grad))
+        return grad;
+    zs_operand slice;
+    if (zs_py_look_at(param, &slice) == 0) return marked(grad, &slice);
+    Py_DECREF(grad);
+    return NULL;
+}
+
+static int set_grad(PyObject *param, PyObject *value, void *unused)
+{
+    (void)unused;
+    return zs_py_set_plain(guard.grad, param, value);
+}
+
+static PyGetSetDef grad_attribute = {"grad", get_grad, set_grad, NULL, NULL};
+
+/* Has `param.grad` be the above. */
+static int answer_for_grad(PyTypeObject *shard_parameter)
+{
+    Py_XSETREF(guard.grad, PyObject_GetAttrString((PyObject *)zs_py_guard_types.tensor, "grad"));
+    PyObject *own = guard.grad != NULL ? PyDescr_NewGetSet(shard_parameter, &grad_attribute) : NULL;
+    int status = own != NULL ? PyObject_SetAttrString((PyObject *)shard_parameter, "grad", own) : -1;
+    Py_XDECREF(own);
+    return status;
+}
+
+/* `p.data = t`, after which the parameter is elsewhere. */
+static PyObject *run_assignment(PyObject *operation, const arguments *given)
+{
+    PyObject *target = written_by(given);
+    if (zs_py_note_written(operation, target) < 0) return NULL;
+    return zs_py_run_writing(operation, given->args, given->kwargs, target);
 }
 
 /* --- lists ---------------------------------------------------------------------------------------------------------------- */
@@ -310,9 +250,7 @@ static PyObject *run_lists(PyObject *operation, PyObject *types, const arguments
         if (check_elements(&all, given, i)) continue;
         return PyErr_Occurred() ? NULL : hand_over(operation, types, given);
     }
-    PyObject *result = zs_py_call_plain(operation, given->args, given->kwargs);
-    for (Py_ssize_t i = 0; result != NULL && given->writes && i < PySequence_Fast_GET_SIZE(first); i++)
-        if (note_written(operation, element(first, i)) < 0) Py_CLEAR(result);
+    PyObject *result = zs_py_run_writing(operation, given->args, given->kwargs, given->writes ? first : NULL);
     if (result == NULL || (!PyList_Check(result) && !PyTuple_Check(result))) return result;
     if (mark_elements(result, given) == 0) return result;
     Py_DECREF(result);
@@ -342,7 +280,7 @@ static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
     arguments given = {args[2], PyDict_Check(args[3]) ? args[3] : NULL, (found & RULE_WRITES) != 0};
     switch (found & ~(unsigned)RULE_WRITES) {
     case RULE_FACT:
-        if (given.writes && note_written(args[0], written_by(&given)) < 0) return NULL;
+        if (given.writes) return run_assignment(args[0], &given);
         return zs_py_call_plain(args[0], given.args, given.kwargs);
     case RULE_EACH: return run_each(args[0], args[1], &given);
     case RULE_LISTS: return run_lists(args[0], args[1], &given);
@@ -358,9 +296,9 @@ PyDoc_STRVAR(slice_part_doc,
 static PyObject *slice_part(PyObject *module, PyObject *object)
 {
     (void)module;
-    operand found = {0};
-    if (zs_py_is_tensor(object) && look_at(object, &found) < 0) return NULL;
-    return Py_NewRef(found.part != NULL ? found.part : Py_None);
+    PyObject *part;
+    if (zs_py_slice_part(object, &part) < 0) return NULL;
+    return Py_NewRef(part != NULL ? part : Py_None);
 }
 
 PyDoc_STRVAR(mark_slice_doc, "mark_slice($module, tensor, part, /)\n--\n\nHave a plain tensor guarded if it has the "
@@ -369,12 +307,11 @@ PyDoc_STRVAR(mark_slice_doc, "mark_slice($module, tensor, part, /)\n--\n\nHave a
 static PyObject *mark_slice(PyObject *module, PyObject *args)
 {
     (void)module;
-    operand slice = {0};
+    zs_operand slice = {0};
     PyObject *object;
     if (!PyArg_ParseTuple(args, "OO:mark_slice", &object, &slice.part)) return NULL;
-    slice.shape = PyObject_GetAttr(slice.part, guard.geometry);
+    slice.shape = zs_py_geometry(slice.part);
     if (slice.shape == NULL) return NULL;
-    Py_DECREF(slice.shape);
     if (zs_py_is_local_grad(object)) return Py_NewRef(object);
     return marked(Py_NewRef(object), &slice);
 }
@@ -398,8 +335,9 @@ static PyObject *set_guard(PyObject *module, PyObject *args)
                               (PyTypeObject *)Py_NewRef(each[2]), (PyTypeObject *)Py_NewRef(each[3]),
                               (PyTypeObject *)Py_NewRef(each[4])};
     guard.rules = Py_NewRef(rules);
-    guard.parts = Py_NewRef(parts);
+    zs_py_set_parts(parts);
     guard.handler = Py_NewRef(handler);
+    if (answer_for_grad(types->shard_parameter) < 0) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -414,12 +352,8 @@ static PyMethodDef functions[] = {
 int zs_py_guard_init(PyObject *module)
 {
     guard.part = PyUnicode_InternFromString("_zshard_part");
-    guard.geometry = PyUnicode_InternFromString("geometry");
-    guard.is_whole = PyUnicode_InternFromString("is_whole_now");
-    guard.note_write = PyUnicode_InternFromString("note_write");
     guard.dunder_class = PyUnicode_InternFromString("__class__");
-    PyObject *names[] = {guard.part, guard.geometry, guard.is_whole, guard.note_write, guard.dunder_class};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (names[i] == NULL) return -1;
+    if (guard.part == NULL || guard.dunder_class == NULL) return -1;
+    if (zs_py_slices_init() < 0 || zs_py_writes_init() < 0) return -1;
     return PyModule_AddFunctions(module, functions);
 }

@@ -46,6 +46,19 @@ PyObject *zs_py_predict(engine_object *self, PyObject *stepped)
     return dict_of(&bytes);
 }
 
+const char zs_py_predict_mappings_doc[] =
+    "predict_mappings($self, /)\n--\n\nPredict how many memory mappings the units and a step add to this process where "
+    "ranks map each other's memory, at most.";
+
+PyObject *zs_py_predict_mappings(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    size_t count = 0;
+    zs_clear_error();
+    if (zs_engine_predict_mappings(self->engine, &count) != ZS_OK) return zs_py_raise(NULL);
+    return PyLong_FromSize_t(count);
+}
+
 static PyObject *predict_seconds(const zs_engine *engine, PyObject *list, size_t n)
 {
     zs_unit_seconds each[n + 1];

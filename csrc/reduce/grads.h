@@ -12,6 +12,13 @@
  * None. `arriving` is a parameter whose new gradient is there already, or -1. `expected`: what the backward is to bring. */
 zs_status zs_grads_begin(zs_unit *unit, int64_t arriving, zs_expected *expected);
 
+/* Which of the unit's parameters hold a reduced gradient, on top of which the next would go: `held` [n_params], 0 or 1. */
+zs_status zs_grads_tell(const zs_unit *unit, unsigned char *held);
+
+/* Before a backward that brings no gradients here: drops what has stayed on this rank alone, and reduced gradients of parameters
+ * that are not `held` elsewhere; of all if `none`. */
+zs_status zs_grads_follow(zs_unit *unit, const unsigned char *held, bool none);
+
 /* Does any .grad, or a view of one, refer to the unit's grad shards? */
 bool zs_grads_wanted(const zs_unit *unit);
 

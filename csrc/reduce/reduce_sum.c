@@ -166,7 +166,8 @@ static zs_status fetch_shared(const summing *s)
 static summing summing_of(zs_unit *unit, zs_sources *sources)
 {
     zs_comm *comm = unit->home->ranks.all;
-    double divisor = unit->divisor != 0.0 ? unit->divisor : comm->world;
+    double of_model = unit->home->divided_by, divisor = unit->divisor != 0.0 ? unit->divisor : of_model;
+    if (divisor == 0.0) divisor = comm->world;
     summing s = {unit, sources, comm->device, comm->ops->stream, comm->rank, comm->world, 1.0 / divisor, 0};
     s.again = divisor / comm->world;
     return s;

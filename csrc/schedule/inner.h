@@ -37,6 +37,9 @@ void zs_unshard_forget(zs_schedule *schedule, const zs_record *record);
 /* A backward begins: its units' rounds are new. */
 void zs_rounds_begin(zs_schedule *schedule);
 
+/* None of them is to be reduced, but by zs_schedule_post_only. */
+void zs_rounds_stay(zs_schedule *schedule);
+
 /* (stepped in backward) A forward begins that backward may come back to / all of them have been come back to / the next
  * backward may come. */
 void zs_rounds_called(zs_record *record);

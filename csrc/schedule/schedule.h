@@ -91,6 +91,8 @@ typedef struct zs_actions {
 
     /* --- the end of a backward ------------------------------------------------------------------------------------------ */
 
+    /* All rounds of this rank have been posted. */
+    zs_status (*posted)(zs_schedule *);
     /* (in order) Tells the peers that no more rounds will come. */
     zs_status (*give_up)(zs_schedule *);
     /* All rounds have been summed. */
@@ -171,6 +173,9 @@ void zs_record_set_stays(zs_record *record, bool stays);
 void zs_record_set_sync(zs_record *record, bool sync);
 void zs_record_set_early(zs_record *record, bool on);
 
+/* What has stayed local is gone. */
+void zs_record_forget_local(zs_record *record);
+
 /* Adds an idle bucket / takes an idle one away. */
 zs_status zs_schedule_add_lease(zs_schedule *schedule, zs_lease *lease);
 void zs_schedule_drop_lease(zs_schedule *schedule, const zs_lease *lease);
@@ -206,6 +211,17 @@ zs_status zs_schedule_reshard(zs_schedule *schedule, zs_record *record);
 
 /* Drops a gather that is under way; else a no-op. */
 void zs_schedule_cancel(zs_schedule *schedule, zs_record *record);
+
+/* --- without modules: what other ranks' passes want of this one's (join()) -------------------------------------------------- */
+
+/* Takes part in the gather of a unit, and drops what it brings. */
+zs_status zs_schedule_gather_only(zs_schedule *schedule, zs_record *record);
+
+/* Begins a backward that brings no gradients, and in which no unit is reduced but by zs_schedule_post_only. */
+zs_status zs_schedule_begin_to_follow(zs_schedule *schedule);
+
+/* Takes part in a round of a unit, without gradients, and ends it. */
+zs_status zs_schedule_post_only(zs_schedule *schedule, zs_record *record);
 
 /* --- backward: events ------------------------------------------------------------------------------------------------------ */
 

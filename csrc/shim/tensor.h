@@ -243,6 +243,12 @@ void zs_work_free(zs_work *work);
 /* Leaves a text for the other ranks in the group's store; fails silently, as the store may be gone too. */
 void zs_group_leave_words(zs_group *group, int rank, const char *words);
 
+/* Asks by the group's store where all ranks' scripts are; returns the number of the question, 0: there is no store. */
+uint64_t zs_group_ask(zs_group *group);
+
+/* Reads what `rank` has answered to that; leaves `text` as it is if it has not, or the store is gone. */
+void zs_group_read_answer(zs_group *group, uint64_t number, int rank, char *text, size_t size);
+
 /* Leaves this rank's page of `pages` [world * bytes] in the group's store. True for the last rank to do so, which then has all
  * pages. False also where the store is gone. */
 bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size_t bytes);

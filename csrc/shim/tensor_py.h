@@ -21,6 +21,13 @@ int zs_py_sizes(PyObject *object, int64_t *sizes);
 /* Does a tensor lie in memory of unreduced gradients (ZS_MEM_LOCAL_GRAD)? */
 bool zs_py_is_local_grad(PyObject *object);
 
+/* Is __torch_function__ of subclasses asked on this thread? */
+bool zs_py_is_asked(void);
+
+/* The same as the attribute's getter or setter (`value` NULL: deletes it), with __torch_function__ of subclasses off. */
+PyObject *zs_py_get_plain(PyObject *descriptor, PyObject *object);
+int zs_py_set_plain(PyObject *descriptor, PyObject *object, PyObject *value);
+
 /* New reference to operation(*args, **kwargs) with __torch_function__ of subclasses off; NULL with an exception. */
 PyObject *zs_py_call_plain(PyObject *operation, PyObject *args, PyObject *kwargs);
 

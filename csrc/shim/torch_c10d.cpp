@@ -228,6 +228,28 @@ void zs_group_leave_words(zs_group *group, int rank, const char *words)
     }
 }
 
+uint64_t zs_group_ask(zs_group *group)
+{
+    auto store = store_of(*group->group);
+    if (!store) return 0;
+    try {
+        return static_cast<uint64_t>(store->add("zshard/asked", 1));
+    } catch (...) { // the process that has the store has ended
+        return 0;
+    }
+}
+
+void zs_group_read_answer(zs_group *group, uint64_t number, int rank, char *text, size_t size)
+{
+    auto store = store_of(*group->group);
+    if (!store) return;
+    const std::string key = "zshard/at/" + std::to_string(number) + "/" + std::to_string(rank);
+    try {
+        if (store->check({key})) snprintf(text, size, "%s", store->get_to_str(key).c_str());
+    } catch (...) { // as above
+    }
+}
+
 bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size_t bytes)
 {
     auto store = store_of(*group->group);

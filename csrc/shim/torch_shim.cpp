@@ -123,6 +123,23 @@ zs_status out_of_memory(const char *text)
     return zs::fail_torch("zs_torch_cuda_alloc", text);
 }
 
+// While it lives, torch asks no subclass for its __torch_function__ on this thread.
+class Plain {
+    using TLS = at::impl::PythonTorchFunctionTLS;
+
+  public:
+    Plain()
+    {
+        if (before_ == at::impl::TorchFunctionDisabledState::ENABLED)
+            TLS::set_disabled_state(at::impl::TorchFunctionDisabledState::SUBCLASSES_DISABLED);
+    }
+    ~Plain() { TLS::set_disabled_state(before_); }
+    Plain(const Plain &) = delete;
+    Plain &operator=(const Plain &) = delete;
+
+  private:
+    const at::impl::TorchFunctionDisabledState before_ = TLS::get_disabled_state();
+};
 } // namespace
 
 extern "C" {
@@ -385,14 +402,26 @@ bool zs_py_is_local_grad(PyObject *object)
     return mem != nullptr && mem->role == ZS_MEM_LOCAL_GRAD;
 }
 
+bool zs_py_is_asked(void)
+{
+    return at::impl::PythonTorchFunctionTLS::get_disabled_state() == at::impl::TorchFunctionDisabledState::ENABLED;
+}
+
+PyObject *zs_py_get_plain(PyObject *descriptor, PyObject *object)
+{
+    const Plain plain;
+    return Py_TYPE(descriptor)->tp_descr_get(descriptor, object, reinterpret_cast<PyObject *>(Py_TYPE(object)));
+}
+
+int zs_py_set_plain(PyObject *descriptor, PyObject *object, PyObject *value)
+{
+    const Plain plain;
+    return Py_TYPE(descriptor)->tp_descr_set(descriptor, object, value);
+}
+
 PyObject *zs_py_call_plain(PyObject *operation, PyObject *args, PyObject *kwargs)
 {
-    using TLS = at::impl::PythonTorchFunctionTLS;
-    const auto before = TLS::get_disabled_state();
-    if (before == at::impl::TorchFunctionDisabledState::ENABLED)
-        TLS::set_disabled_state(at::impl::TorchFunctionDisabledState::SUBCLASSES_DISABLED);
-    PyObject *result = PyObject_Call(operation, args, kwargs);
-    TLS::set_disabled_state(before);
-    return result;
+    const Plain plain;
+    return PyObject_Call(operation, args, kwargs);
 }
 }

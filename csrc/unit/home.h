@@ -41,6 +41,7 @@ struct zs_home {
     zs_schedule schedule;
     const zs_home_calls *calls;
     zs_ranks ranks;     /* counted references */
+    zs_model model;     /* what messages call it */
     int n_parts;        /* slices of a copy of the model */
     int part;           /* this rank's */
     int *part_of;       /* [ranks.all->world] each rank's; owned */
@@ -50,9 +51,10 @@ struct zs_home {
     zs_past past;       /* what the peers are told of the engine's history */
     zs_past met_past;   /* (if met) what they were told in the last round of gradients, in which all were alike */
     bool met;
-    int unshown;      /* units whose parameters Python does not see as what they are */
-    bool keeps_grads; /* a script has kept gradients: their pages are not given back */
-    bool reserved;    /* arena and buckets are as the units, calls and settings of now want them */
+    double divided_by; /* what sums of gradients are divided by, where units say nothing; 0: all ranks */
+    int unshown;       /* units whose parameters Python does not see as what they are */
+    bool keeps_grads;  /* a script has kept gradients: their pages are not given back */
+    bool reserved;     /* arena and buckets are as the units, calls and settings of now want them */
 };
 
 /* Where the units' memory lies. */

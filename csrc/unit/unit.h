@@ -286,11 +286,13 @@ zs_status zs_unit_accept(zs_unit *unit, bool keep);
 /* (Mixed precision) Casts this rank's shards to the dtype that is computed with. Call where no peer reads. */
 zs_status zs_unit_cast(const zs_unit *unit);
 
+/* Does that do anything? */
+bool zs_unit_has_casts(const zs_unit *unit);
+
 /* Have parameters been moved off their storage (`p.data = t`, load_state_dict(assign=True), .to())? */
 bool zs_unit_is_moved(const zs_unit *unit);
 
-/* Finds parameters that were moved off their storage (`p.data = t`, load_state_dict(assign=True), .to()) and writes them
- * back, or fails with ZS_ERR_VALUE naming the parameter. Call where no peer reads. */
+/* Writes those back, or fails with ZS_ERR_VALUE naming the parameter. Call where no peer reads. */
 zs_status zs_unit_write_back(zs_unit *unit);
 
 /* Binds one parameter to where it lives at rest. */

@@ -45,6 +45,13 @@ zs_status zs_unit_cast(const zs_unit *unit)
     return ZS_OK;
 }
 
+bool zs_unit_has_casts(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].low.mem != NULL) return true;
+    return false;
+}
+
 /* Begins to fill a slot: a gather, or where this rank has everything, a cast. */
 static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from)
 {

@@ -14,48 +14,61 @@ static bool planted(const char *name)
 
 /* --- the predicates, with faults ---------------------------------------------------------------------------------------- */
 
+static bool is_alike(const rank_state *owner, const rank_state *me)
+{
+    if (planted("versions do not matter")) return zs_word_state(owner->word) != ZS_READER_WRITES;
+    if (planted("all are alike")) return true;
+    return zs_word_is_alike(owner->word, me->word, planted("work does not matter") || owner->work == me->work);
+}
+
 static bool admits(uint64_t owner, uint64_t mine)
 {
-    if (planted("admits writers") && zs_word_state(owner) == ZS_READER_WRITES) owner = zs_word_wrote(owner);
+    if (planted("admits writers") && zs_word_state(owner) == ZS_READER_WRITES) owner = zs_word_stop(owner);
     if (planted("admits all who are in a pass") && zs_word_state(owner) > ZS_READER_WRITES) return true;
     if (planted("admits idle ranks") && zs_word_state(owner) == ZS_READER_IDLE) return true;
+    if (planted("versions do not matter") && zs_word_state(mine) == ZS_READER_WANTS_EVAL) return true;
     return zs_word_admits(owner, mine);
 }
 
 static bool stands_still(uint64_t owner, uint64_t wanted)
 {
-    if (planted("admits writers") && zs_word_state(owner) == ZS_READER_WRITES) owner = zs_word_wrote(owner);
+    if (planted("admits writers") && zs_word_state(owner) == ZS_READER_WRITES) owner = zs_word_stop(owner);
     if (planted("second look at counts only"))
         return zs_word_takes_part(owner, wanted) || zs_word_state(owner) != ZS_READER_IDLE;
     return zs_word_stands_still(owner, wanted);
 }
 
-static bool takes_part(uint64_t owner, uint64_t mine)
+static bool lags(const rank_state *peer, const rank_state *me)
 {
-    return planted("nobody is alone") || zs_word_takes_part(owner, mine);
+    if (planted("nobody lags") || me->looks == 0) return false;
+    if (peer->met > me->met) return false;
+    if (planted("all lag who have looked less")) return peer->looks < me->looks;
+    return zs_word_lags(peer->word, me->word, peer->looks < me->looks);
 }
 
 static bool holds_up(uint64_t peer, uint64_t mine)
 {
     zs_reader_state state = zs_word_state(peer);
     if (planted("wanting holds nobody up") && !zs_word_reads(peer)) return false;
-    if (planted("reading alone holds nobody up") && state == ZS_READER_ALONE) return false;
+    if (planted("reading holds nobody up") && state == ZS_READER_TRAINS) return false;
     if (planted("nobody is held up on the way to a backward") && state == ZS_READER_IDLE) return false;
     if (planted("backwards hold nobody up") && state == ZS_READER_BACKWARD) return false;
     if (planted("all hold up") && state > ZS_READER_WRITES) return true;
     return zs_word_holds_up(peer, mine);
 }
 
-static bool changed_by_hand(uint64_t word)
+static bool clashes(const rank_state *owner, const rank_state *me)
 {
-    return !planted("nothing clashes") && zs_word_changed(word);
+    if (planted("nothing clashes")) return false;
+    if (planted("modes do not matter") && zs_word_takes_part(owner->word, me->word)) return false;
+    return zs_word_clashes(owner->word, me->word, owner->work == me->work);
 }
 
 static uint64_t want(uint64_t word, char letter, bool changed)
 {
-    zs_reading reading = {ZS_PASS_TRAIN, letter == 'V', changed, 0};
+    zs_reading reading = {.pass = ZS_PASS_TRAIN, .eval_mode = letter == 'V', .changed = changed};
     if (strchr("BNP", letter) != NULL) reading.pass = ZS_PASS_BACKWARD;
-    if (letter == 'E' && !planted("evaluations count as training")) reading.pass = ZS_PASS_EVALUATE;
+    if (letter == 'E') reading.pass = ZS_PASS_EVALUATE;
     if (letter == 'E') reading.eval_mode = true;
     return zs_word_want(word, &reading);
 }
@@ -63,13 +76,6 @@ static uint64_t want(uint64_t word, char letter, bool changed)
 static bool delays_write(uint64_t peer, uint64_t mine)
 {
     return planted("writes wait for all backwards") ? zs_word_reads(peer) : zs_word_delays_write(peer, mine);
-}
-
-static uint64_t enter(uint64_t word, bool alone)
-{
-    if (planted("lone passes count") && alone)
-        return (zs_word_enter(word, true) & 15) | (zs_word_enter(word, false) & ~UINT64_C(15));
-    return zs_word_enter(word, alone);
 }
 
 static uint64_t leave(uint64_t word)
@@ -107,12 +113,32 @@ static void on(rank_state *me, place then)
     if (++me->peer == model_ranks) model_go(me, then);
 }
 
-/* A known write of new values. */
-static void write_next(rank_state *me, uint8_t values, uint8_t event)
+static void write_next(rank_state *me, uint8_t values)
 {
     me->next_shard = values;
+    model_go(me, planted("writes without the right to") ? SCRIBBLE : CATCH_UP);
+}
+
+/* Stores the word; with another version there are no looks, which is stored just before. */
+static void store(rank_state *me, uint64_t word)
+{
+    if (!zs_word_same_version(word, me->word)) me->looks = 0;
+    me->word = word;
+}
+
+/* What a rank has written by hand is complete, it says. */
+static void complete(rank_state *me, bool changed)
+{
+    uint64_t next = zs_word_complete(me->word, changed);
+    if (!zs_word_same_version(next, me->word)) me->work = (uint8_t)(3 * me->work + 1);
+    store(me, next);
+}
+
+/* A known write of new values. */
+static void write_known(rank_state *me, uint8_t values, uint8_t event)
+{
     me->history = (uint8_t)(me->history * 5 + event);
-    model_go(me, planted("steps without the right to write") ? SCRIBBLE : WRITE);
+    write_next(me, values);
 }
 
 static void take_letter(rank_state *me, char letter)
@@ -120,22 +146,20 @@ static void take_letter(rank_state *me, char letter)
     switch (letter) {
     case 0: model_go(me, GONE); return;
     case 'S':
-    case 'U':
-        me->next_shard = letter == 'S' ? (uint8_t)(me->written + 100) : me->written;
-        model_go(me, SCRIBBLE);
-        return;
+    case 'U': write_next(me, letter == 'S' ? (uint8_t)(me->written + 100) : me->written); return;
     case 'W':
         if (me->stepped == me->reductions) { /* without a backward there are no gradients, and nothing changes */
             done_with_letter(me);
             return;
         }
         me->stepped = me->reductions;
-        write_next(me, (uint8_t)(me->written + 1), (uint8_t)(1 + me->reductions));
+        write_known(me, (uint8_t)(me->written + 1), (uint8_t)(1 + me->reductions));
         return;
-    case 'L': write_next(me, (uint8_t)(me->written + 50), 90); return;
+    case 'L': write_known(me, (uint8_t)(me->written + 50), 90); return;
     case 'X':
         me->word = planted("freed models hold up") ? zs_word_stop(me->word) : zs_word_free(me->word);
         done_with_letter(me);
+        model_go(me, GONE);
         return;
     case 'D':
         me->died = 1; /* it may go at any moment */
@@ -158,7 +182,7 @@ static void admitted(rank_state *me, char letter)
     if (is_backward(letter))
         model_go(me, READ);
     else
-        model_go(me, planted("apart without a check") ? COMPARE : APART);
+        model_go(me, letter == 'E' || planted("apart without a check") ? COMPARE : APART);
 }
 
 static void refused(rank_state *me, char letter)
@@ -202,11 +226,10 @@ static const char *check_pass(world_state *w, int i, bool backward)
 
 static const char *check_scribble(const world_state *w, int me)
 {
-    bool known = !by_hand(model_letter(w, me));
-    for (int r = 0; r < model_ranks && known; r++)
+    for (int r = 0; r < model_ranks; r++)
         if (r != me && zs_word_delays_write(w->rank[r].word, w->rank[me].word) && w->rank[r].at >= READ &&
             w->rank[r].at <= LEAVE)
-            return "a step or a load writes what is being read";
+            return "a rank writes what is being read";
     return NULL;
 }
 
@@ -217,6 +240,7 @@ bool model_can_step(const world_state *w, int i)
     switch ((place)me->at) {
     case ADMIT: return own || admits(peer->word, me->word);
     case LEFT: return own || !holds_up(peer->word, me->word);
+    case CATCH_UP: return own || !lags(peer, me);
     case UNREAD: return own || !delays_write(peer->word, me->word);
     case MET: return own || peer->met >= me->met;
     case COLLECT: return own || peer->posted >= me->posted;
@@ -238,8 +262,10 @@ const char *model_step(world_state *w, int i, bool interrupt)
         model_go(me, WANT);
         break;
     case WANT:
-        me->wanted = me->word = want(me->word, letter, changed);
-        me->alone = me->wrong = 0;
+        me->wanted = want(me->word, letter, changed);
+        if (!zs_word_same_version(me->wanted, me->word)) me->work = (uint8_t)(3 * me->work + (letter == 'E'));
+        store(me, me->wanted);
+        me->wrong = 0;
         model_go(me, ADMIT);
         break;
     case ADMIT:
@@ -247,15 +273,11 @@ const char *model_step(world_state *w, int i, bool interrupt)
             me->word = zs_word_stop(me->word);
             done_with_letter(me);
         } else {
-            on(me, is_backward(letter) ? ENTER : JUDGE);
+            on(me, ENTER);
         }
         break;
-    case JUDGE:
-        me->alone |= !own && !takes_part(peer->word, me->wanted);
-        on(me, ENTER);
-        break;
     case ENTER:
-        me->word = enter(me->wanted, me->alone != 0);
+        me->word = zs_word_enter(me->wanted);
         if (planted("histories are told late")) me->told = me->history;
         model_go(me, RECHECK);
         if (planted("no second look")) admitted(me, letter);
@@ -270,27 +292,29 @@ const char *model_step(world_state *w, int i, bool interrupt)
         break;
     case BACK_OFF:
         me->word = me->wanted;
-        me->alone = 0;
         model_go(me, ADMIT);
         break;
     case APART:
-        if (me->peer == 0) {
-            me->apart = me->alone;
-            me->level = me->alone && me->shard == me->together && !planted("nobody is level");
-            me->changed = 0;
-        }
-        me->apart |= !zs_word_same_mode(peer->word, me->word) && !planted("modes do not matter");
-        me->level &= zs_word_same_counts(peer->word, me->word) || planted("all are level");
-        me->changed |= changed_by_hand(peer->word);
-        on(me, COMPARE);
-        if (me->at == COMPARE && !me->alone) me->together = me->shard;
-        if (me->at == COMPARE && me->apart && !me->level && me->changed) refused(me, letter);
+        if (!own && clashes(peer, me))
+            refused(me, letter);
+        else
+            on(me, COMPARE);
         break;
     case COMPARE:
         if (peer->told != me->told && !planted("histories are not compared"))
             refused(me, letter);
         else
-            on(me, READ);
+            on(me, letter == 'E' ? OPEN : READ);
+        break;
+    case OPEN:
+        if (!own && !is_alike(peer, me))
+            refused(me, letter);
+        else
+            on(me, LOOK);
+        break;
+    case LOOK:
+        me->looks++;
+        model_go(me, READ);
         break;
     case READ:
         me->wrong |= check_read(w, i, me->peer);
@@ -308,7 +332,7 @@ const char *model_step(world_state *w, int i, bool interrupt)
         break;
     case LEAVE:
         broken = check_pass(w, i, is_backward(letter));
-        me->word = leave(me->word);
+        store(me, leave(me->word));
         me->reductions += is_backward(letter);
         if (is_backward(letter)) me->kept = letter == 'B' && me->graph;
         if (letter != 'E') me->graph = !is_backward(letter) && letter != 'R';
@@ -322,6 +346,7 @@ const char *model_step(world_state *w, int i, bool interrupt)
         on(me, NEXT);
         if (me->at == NEXT) me->letter++;
         break;
+    case CATCH_UP: on(me, WRITE); break;
     case WRITE:
         me->word = zs_word_write(me->word);
         model_go(me, planted("writes without a wait") ? SCRIBBLE : UNREAD);
@@ -341,11 +366,16 @@ const char *model_step(world_state *w, int i, bool interrupt)
         if (!planted("steps are told late") && !planted("histories are told late")) me->told = me->history;
         model_go(me, WROTE);
         break;
-    case WROTE:
-        me->word = zs_word_wrote(me->word);
+    case WROTE: {
+        bool known = !by_hand(letter) || planted("writes by hand are as known ones");
+        me->work = known ? 0 : (uint8_t)(me->work + 1);
+        store(me, zs_word_wrote(me->word, known));
         done_with_letter(me);
         break;
-    case MEET:
+    }
+    case MEET: /* the script's own collective: what it has written by hand is complete */
+        if (!planted("collectives complete nothing")) complete(me, changed);
+        if (!planted("looks of before a collective count")) me->looks = 0;
         me->met++;
         model_go(me, MET);
         break;

@@ -4,6 +4,9 @@
  * into zshard run here, in a model in which each load and each store of shared memory is a step. What shm_reader.c does around
  * them is written once more in reader_model.c, a step per case, in the same order.
  *
+ * A peer's word and its looks are loaded at once: the second may be of a later moment, but then it only makes a wait longer, or
+ * ends one that the look has ended.
+ *
  * Waits look at one peer after the other, and do not come back to those that were as they should be: the real ones need all at
  * once, and are woken by any change. Not here: writes within a pass, steps with a closure, and a second step after one backward,
  * which histories do not count (a script may have several optimizers).
@@ -21,12 +24,13 @@ typedef enum place {
     TELL,       /* stores its history */
     WANT,       /* stores that it wants a pass */
     ADMIT,      /* loads a peer's word: does it admit? */
-    JUDGE,      /* loads it again: does it take part? */
     ENTER,      /* stores that it reads */
     RECHECK,    /* loads once more: does it stand still? */
     BACK_OFF,   /* stores again that it wants */
-    APART,      /* loads a peer's word: does it run the same, with the same weights? */
+    APART,      /* loads a peer's word: does it clash with this training forward? */
     COMPARE,    /* loads a peer's history */
+    OPEN,       /* loads a peer's word: is it open to this evaluation? */
+    LOOK,       /* stores that it has looked once more */
     READ,       /* loads a peer's shard */
     POST,       /* stores that its gradients are there */
     COLLECT,    /* loads whether a peer's are */
@@ -34,6 +38,7 @@ typedef enum place {
     LEAVE,      /* stores that it reads no more */
     REFUSE,     /* the same, after an error */
     LEFT,       /* loads: does a peer hold it up? */
+    CATCH_UP,   /* loads a peer's word and looks: does it lag? */
     WRITE,      /* stores that it writes */
     UNREAD,     /* loads: does a peer read? */
     SCRIBBLE,   /* stores half of new values */
@@ -47,12 +52,11 @@ typedef enum place {
 
 typedef struct rank_state {
     uint64_t word, wanted;
+    uint8_t looks, work;
     uint8_t at, peer, letter;      /* place; the peer that it looks at; position in its program */
     uint8_t shard, written;        /* values in its shard; what the last known write has left there */
     uint8_t history, told, posted; /* its own; what peers see; rounds */
-    uint8_t alone, failed, died, next_shard;
-    uint8_t together;              /* values in its shard in the last forward that counted */
-    uint8_t apart, level, changed; /* what it has found of the peers, see check_apart() */
+    uint8_t failed, died, next_shard;
     uint8_t reductions, stepped, met;
     uint8_t kept;    /* a graph that a backward has kept */
     uint8_t wrong;   /* has read what it should not have, in a pass that may still fail */

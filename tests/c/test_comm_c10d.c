@@ -176,6 +176,82 @@ static void steps_that_differ(rank_env *env)
     zs_mem_release(full);
 }
 
+enum { FLATS = 3, SHARD = 64 };
+
+/* A forward of a model: from then on its shards may be brought to gathers of others. */
+static zs_reader *begin_forward(rank_env *env, zs_flat_mem *flats)
+{
+    zs_reader *reader = NULL;
+    for (int f = 0; f < FLATS; f++) {
+        OK(zs_comm_flat_new(env->comm, SHARD, &flats[f]));
+        fill_pattern(flats[f].shard, SHARD, (unsigned)(10 * f + env->rank));
+    }
+    OK(zs_comm_reader_new(env->comm, "Net", &reader));
+    OK(zs_comm_read_begin(env->comm, reader, &(zs_reading){.pass = ZS_PASS_TRAIN}));
+    env->comm->model = (zs_model){env->comm->models, "Net"};
+    return reader;
+}
+
+static void end_forward(rank_env *env, zs_reader *reader, zs_flat_mem *flats)
+{
+    OK(zs_comm_read_end(env->comm, reader, ZS_PHASE_FORWARD));
+    for (int f = 0; f < FLATS; f++)
+        zs_comm_flat_free(env->comm, &flats[f]);
+    zs_comm_reader_free(env->comm, reader);
+}
+
+static zs_status gather_one(rank_env *env, const zs_flat_mem *flat, unsigned number)
+{
+    zs_mem *full = NULL;
+    OK(zs_mem_new_private((size_t)env->world * SHARD, &full));
+    zs_status status = zs_comm_gather(env->comm, flat, "layer", (zs_target){full, full->ptr});
+    for (int r = 0; r < env->world && status == ZS_OK; r++)
+        CHECK(has_pattern((char *)full->ptr + r * SHARD, SHARD, 10 * number + (unsigned)r));
+    zs_mem_release(full);
+    return status;
+}
+
+/* Each rank gathers what its number says, in its own order, and some of it twice; then all post. */
+static void gathers_that_some_leave_out(rank_env *env)
+{
+    test_unit units[UNITS];
+    zs_flat_mem flats[FLATS];
+    make_units(env, units, ZS_REDUCE_SCATTER);
+    zs_reader *reader = begin_forward(env, flats);
+    for (unsigned round = 0; round < 12; round++) {
+        for (unsigned i = 0; i < round % 4; i++) {
+            unsigned f = (i * (unsigned)(env->rank + 1) + round) % FLATS;
+            if ((f + (unsigned)env->rank + round) % 3 != 0) OK(gather_one(env, &flats[f], f));
+        }
+        post_unit(env, &units[0], 0, true);
+        bool ready = false;
+        zs_sources from;
+        OK(zs_cunit_collect(env->comm, units[0].cunit, ZS_WAIT, &ready, &from));
+        read_sources(env, &units[0], 0, &from, true);
+        OK(zs_cunit_release(env->comm, units[0].cunit));
+    }
+    end_forward(env, reader, flats);
+    free_units(env, units);
+}
+
+/* What was written since the forward began is brought to no gather of others, and what a model does not have neither. */
+static void gathers_of_what_was_written_since(rank_env *env)
+{
+    zs_flat_mem flats[FLATS];
+    zs_reader *reader = begin_forward(env, flats);
+    OK(gather_one(env, &flats[0], 0));
+    if (env->rank == 1) {
+        OK(zs_comm_write_begin(env->comm, reader));
+        zs_comm_write_end(env->comm, reader, true);
+    }
+    zs_clear_error();
+    CHECK(gather_one(env, &flats[env->rank == 0], env->rank == 0) == ZS_ERR_DIVERGED);
+    CHECK(strstr(zs_last_message(), "ranks diverged") != NULL);
+    zs_clear_error();
+    OK(gather_one(env, &flats[2], 2));
+    end_forward(env, reader, flats);
+}
+
 /* All ranks wait here, below the transport, so that none is found gone before the others have looked. */
 static void stay(rank_env *env)
 {
@@ -287,6 +363,8 @@ static void interrupted_wait_ends_the_transport(rank_env *env)
         run_over_c10d(env, body);          \
     }
 
+OVER_C10D(gathers_that_some_leave_out)
+OVER_C10D(gathers_of_what_was_written_since)
 OVER_C10D(orders_that_differ)
 OVER_C10D(steps_that_differ)
 OVER_C10D(failures_are_explained)
@@ -305,6 +383,8 @@ static const rank_test tests[] = {
     TEST(c10d_rounds_cost_one_collective, .least = 2),
     TEST(c10d_looking, .least = 2),
     TEST(c10d_rounds_overlap, .least = 2),
+    TEST(c10d_gathers_that_some_leave_out, .least = 2),
+    TEST(c10d_gathers_of_what_was_written_since, .least = 2),
     TEST(c10d_orders_that_differ, .least = 2),
     TEST(c10d_steps_that_differ, .least = 2),
     TEST(c10d_failures_are_explained, .least = 2),

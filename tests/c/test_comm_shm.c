@@ -53,15 +53,21 @@ static void freed_memory_goes_back(rank_env *env)
     memset(flat.shard, 1, flat.shard_bytes);
     OK(zs_comm_bucket_new(env->comm, 5 << 20, &first));
     memset(first.ptr, 1, 5 << 20);
-    CHECK(pages_of(shm->flats) == 2048 && pages_of(shm->buckets) == 1280);
+    meet(env);
+    CHECK(pages_of(shm->flats) == 2048 * env->world && pages_of(shm->buckets) == 1280);
+    meet(env);
     zs_mem *kept = zs_mem_retain(flat.mem);
     zs_comm_flat_free(env->comm, &flat);
-    CHECK(pages_of(shm->flats) == 2048); /* a view still stands on it */
+    CHECK(pages_of(shm->flats) == 2048 * env->world); /* a view still stands on it */
+    meet(env);
     zs_mem_release(kept);
     uint64_t key = first.key;
     size_t bytes = first.bytes;
     zs_comm_bucket_free(env->comm, &first);
-    CHECK(pages_of(shm->flats) == 0 && pages_of(shm->buckets) == 0);
+    CHECK(pages_of(shm->buckets) == 0);
+    char byte = 0, all[MAX_RANKS];
+    OK(zs_comm_exchange(env->comm, &byte, 1, all)); /* others may look at a flat until all have freed it */
+    CHECK(pages_of(shm->flats) == 0);
     for (int i = 0; i < 100; i++) { /* recycled: neither the file nor the peers' mappings grow */
         OK(zs_comm_bucket_new(env->comm, 5 << 20, &second));
         CHECK(second.key == key && second.bytes == bytes && second.ptr[0] == 0);
@@ -109,7 +115,7 @@ static void memory_may_die_on_any_thread(rank_env *env)
             if (i % 2 == 0) OK(zs_comm_flat_new(env->comm, 4096, &flat));
             if (i % 2 == 1) OK(zs_comm_bucket_new(env->comm, 4096, &bucket));
             regions[i] = i % 2 == 0 ? flat.mem : bucket.mem;
-            *(i % 2 == 0 ? flat.shard : bucket.ptr) = 1; /* not `full`: rank 0's region may not exist yet */
+            *(i % 2 == 0 ? flat.shard : bucket.ptr) = 1;
         }
         CHECK(pthread_create(&thread, NULL, release_regions, regions) == 0);
         for (int i = 0; i < 200; i++) {
@@ -267,6 +273,7 @@ static void make_model(rank_env *env, model *m)
 static void free_model(rank_env *env, model *m)
 {
     free_units(env, m->units);
+    OK(zs_comm_write_begin(env->comm, m->reader));
     zs_comm_flat_free(env->comm, &m->flat);
     zs_comm_reader_free(env->comm, m->reader);
 }
@@ -281,10 +288,12 @@ static void readers_never_see_a_wrong_version(rank_env *env)
         uint32_t version = step * 10;
         OK(zs_comm_write_begin(env->comm, m.reader));
         write_version(env, &m, version); /* the optimizer */
-        zs_comm_write_end(env->comm, m.reader);
+        zs_comm_write_end(env->comm, m.reader, true);
         for (unsigned evals = (unsigned)rand_r(&common) % 3; evals > 0; evals--) {
             run_forward(env, &m, version, ZS_PASS_EVALUATE); /* all evaluate, and swap weights after */
+            OK(zs_comm_write_begin(env->comm, m.reader));
             write_version(env, &m, ++version);
+            zs_comm_write_end(env->comm, m.reader, false);
         }
         unsigned alone = (unsigned)rand_r(&common) % 8;
         bool lonely = alone < (unsigned)env->world && (unsigned)env->rank == alone;

@@ -336,7 +336,7 @@ static void nothing_is_left_open(rank_env *env)
 {
     int before = open_descriptors();
     zs_comm *comm = join_ranks(env, 5.0);
-    CHECK(open_descriptors() == before + 2 + 3 * (env->world - 1));
+    CHECK(open_descriptors() == before + 2 + 2 * (env->world - 1));
     zs_comm_release(comm);
     CHECK(open_descriptors() == before);
 }

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zshard import _core, _group
+from zshard import _core, _meet
 from zshard._agree import Fact, check_agreement, on_all_ranks
 from zshard._checkpoint import background
 from zshard._checkpoint import verify as blocks
@@ -259,7 +259,7 @@ def _check(
     needed = {id(entry.file) for entry in entries if isinstance(entry, Entry)}
     files = {name: file for name, file in found.files.items() if id(file) in needed}
     wanted = (e.place(begin, numel) for e, begin, numel in ranges if isinstance(e, Entry))
-    mine = blocks.own_runs(comm, files, found.manifest.files, wanted, _group._host())
+    mine = blocks.own_runs(comm, files, found.manifest.files, wanted, _meet.host_id())
     total = sum(run.size for run in mine)
     with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
         blocks.check(mine, done)

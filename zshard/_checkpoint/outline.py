@@ -32,8 +32,8 @@ from zshard._checkpoint.extra import encode
 from zshard._checkpoint.safetensors import CODES, is_name
 from zshard._group import comm_for
 from zshard._guard import to_local
+from zshard._optim_held import held_by
 from zshard._optim_names import names_of
-from zshard._optim_state import held_by
 from zshard._outline import Saved, StandIns
 from zshard._parts import Part, part_of
 from zshard._plain_names import plain

@@ -1,9 +1,13 @@
 /* c10d.h - the c10d transport inside.
  *
  *   comm_c10d.c   the table, flats, small collectives
- *   c10d_turn.c   before each collective: do all ranks mean the same one? and the wait for it
+ *   c10d_turn.c   before each collective: do all ranks mean the same one?
+ *   c10d_wait.c   the wait for a collective
+ *   c10d_stall.c  a wait that lasts: where are the others?
+ *   c10d_serve.c  a gather that this rank does not want, and that it takes part in
  *   c10d_round.c  reducing
  *   c10d_peers.c  who is gone, and why
+ *   c10d_words.c  words for messages
  */
 #ifndef ZS_C10D_H
 #define ZS_C10D_H
@@ -12,7 +16,13 @@
 #include "device/arena.h"
 #include "shim/tensor.h"
 
-enum { ZS_C10D_PIECE = 4 << 20 }; /* bytes of a broadcast at a time */
+enum {
+    ZS_C10D_PIECE = 4 << 20, /* bytes of a broadcast at a time */
+    ZS_C10D_LISTS = 256,     /* of flats */
+    ZS_C10D_SERVES = 8,      /* models of which a rank says that it may bring shards to gathers of others */
+    ZS_C10D_PHRASE = 256,    /* room for what a rank does, in words */
+    ZS_C10D_WORDS = 1536,    /* room for where the others are */
+};
 
 /* Who runs a rank, as far as this process can find out. */
 typedef struct zs_c10d_peer {
@@ -29,15 +39,19 @@ typedef enum zs_c10d_kind {
     ZS_C10D_GIVE_UP, /* nothing follows; ranks that said something else hear that their backward is over */
 } zs_c10d_kind;
 
-/* What a rank is about to do. Ranks that mean the same say the same, byte for byte. */
+/* What a rank is about to do, and how it stands. Ranks that mean the same say the same in the first four and the name. */
 typedef struct zs_c10d_turn {
-    uint64_t kind;    /* a zs_c10d_kind */
-    uint64_t number;  /* which flat, unit, exchange or broadcast */
-    uint64_t round;   /* of the unit's gradients; the root of a broadcast; else 0 */
-    uint64_t bytes;   /* that each rank brings */
-    uint64_t reading; /* what a gather is for, see zs_reading_told; else 0 */
-    zs_past past;     /* where parameters or their gradients travel; else 0 */
-    char name[88];    /* of the unit, cut off; for messages */
+    uint64_t kind;                   /* a zs_c10d_kind */
+    uint64_t number;                 /* which flat, unit, exchange or broadcast */
+    uint64_t round;                  /* of the unit's gradients; the root of a broadcast; else 0 */
+    uint64_t bytes;                  /* that each rank brings */
+    uint64_t reading;                /* what the last pass reads, see zs_reading_told */
+    uint32_t serves[ZS_C10D_SERVES]; /* models whose shards are as their last forward has found them; 0: no more */
+    uint64_t joinable;               /* (gather) other ranks can take part without their script asking for it */
+    uint64_t model;                  /* the number of the unit's; 0: none */
+    zs_past past;                    /* what this rank has done to parameters */
+    char owner[32];                  /* the name of the unit's model, for messages */
+    char name[88];                   /* of the unit, cut off */
 } zs_c10d_turn;
 
 /* A collective that was not waited for to its end, and what torch's threads may still write to. */
@@ -47,13 +61,18 @@ typedef struct zs_c10d_stray {
     struct zs_c10d_stray *next;
 } zs_c10d_stray;
 
+typedef struct zs_c10d_flat zs_c10d_flat;
+
 typedef struct zs_c10d_comm {
     zs_comm base;
     zs_group *group;
-    uint64_t flats, units, messages; /* so many so far */
-    zs_c10d_peer *peers;             /* [world] */
-    int gone;                        /* the peer that was first seen to be gone, the cause of what follows; -1: none */
-    size_t living;                   /* units that are not freed */
+    unsigned lifetime; /* zs_lifetime() at birth: differs in forked children, whose sockets are their parent's */
+    zs_c10d_flat *made[ZS_C10D_LISTS]; /* flats that are alive, by their numbers; owned */
+    zs_reader *readers;                /* models, by their last forwards, the latest first; they unlink themselves */
+    uint64_t flats, units, messages;   /* so many so far */
+    zs_c10d_peer *peers;               /* [world] */
+    int gone;        /* the peer that was first seen to be gone, the cause of what follows; -1: none */
+    size_t living;   /* units that are not freed */
     zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
     bool told;       /* this rank has left its last words */
     zs_c10d_stray *strays;
@@ -65,14 +84,23 @@ typedef struct zs_c10d_comm {
 /* A turn of this kind; what is not given is 0. `name` may be NULL. */
 zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, const char *name);
 
-/* Says `turn` to all ranks and waits for theirs. ZS_ERR_DIVERGED on every rank if they differ; the transport is fit for
- * use after that. Without this, a process group pairs up whatever comes next: wrong sums, or an abort inside gloo. */
+/* Says `turn` to all ranks and waits for theirs. Where they differ, takes part in what others gather until they do not; where that
+ * cannot be, ZS_ERR_DIVERGED on every rank, and the transport is fit for use after that. Without this, a process group pairs up
+ * whatever comes next: wrong sums, or an abort inside gloo. */
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn);
+
+/* --- c10d_wait.c -------------------------------------------------------------------------------------------------------- */
+
+/* Is this a process that was forked from a rank? It must touch neither the process group nor its store. */
+bool zs_c10d_is_forked(const zs_c10d_comm *comm);
 
 /* Waits for the end of `work` (and frees it). A wait that is broken off (Ctrl-C, a peer that died) leaves the collective
  * running: the transport is then lost, and what it may still write to is kept for ever: all areas, and `memory` if it is
  * none of them (else NULL). */
 zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory);
+
+/* As zs_c10d_finish, of what is said before a collective: where it lasts, finds out where the others are. */
+zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work);
 
 /* Fails with this thread's record, put into the words of `turn`; looks for the rank that is to blame. */
 zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status);
@@ -83,6 +111,51 @@ void zs_c10d_return_area(zs_c10d_comm *comm, zs_mem **area);
 
 /* Gives all areas back, unless a collective that was not waited for may still write there. */
 void zs_c10d_free_areas(zs_c10d_comm *comm);
+
+/* --- c10d_serve.c ------------------------------------------------------------------------------------------------------- */
+
+/* flat_new, flat_free, numbers and go_on_from, as comm_ops.h has them: flats are found again by their keys. */
+void zs_c10d_numbers(const zs_comm *comm, uint64_t *out);
+void zs_c10d_go_on_from(zs_comm *comm, const uint64_t *numbers);
+zs_status zs_c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
+void zs_c10d_flat_free(zs_comm *comm, zs_flat_mem *flat);
+
+/* Is it among them? */
+bool zs_c10d_is_own(zs_c10d_comm *comm, const zs_flat_mem *flat);
+
+/* Readers: zs_local_reader_ops, which also know whether anything was written since the last forward began. */
+extern const zs_reader_ops zs_c10d_reader_ops;
+
+/* Of which models this rank may bring shards to a gather of others: those that it has run last. */
+void zs_c10d_served(const zs_c10d_comm *comm, uint32_t out[ZS_C10D_SERVES]);
+
+/* The rank whose gather comes next where `turns` [world] differ, the same on all ranks; -1: there is none that all can take part
+ * in. */
+int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns);
+
+/* Takes part in a gather of others. */
+zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn);
+
+/* --- c10d_stall.c ------------------------------------------------------------------------------------------------------- */
+
+/* A wait that lasts; zeroed at its begin. */
+typedef struct zs_c10d_stall {
+    int questions;     /* asked of the others so far */
+    uint64_t question; /* the number of the last; 0: none */
+    double looked;     /* for answers, last; in seconds of waiting */
+    bool told;         /* on stderr */
+    void *answers;     /* [world]; owned; NULL: none yet */
+} zs_c10d_stall;
+
+/* The wait has lasted so many seconds: asks where the others are, and tells it on stderr, when it is time for that. */
+void zs_c10d_stall_look(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited);
+
+/* What it has found, and what to do, as text that goes on a sentence; "" if nothing. */
+void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, char *text,
+                         size_t size);
+
+/* Frees what it has found. */
+void zs_c10d_stall_end(zs_c10d_stall *stall);
 
 /* --- c10d_peers.c ------------------------------------------------------------------------------------------------------- */
 
@@ -95,6 +168,11 @@ void zs_c10d_peers_free(zs_c10d_comm *comm);
 /* Looks for a rank that is gone: one that left word (see the table's abort), or whose process has ended. Writes a
  * sentence about it that goes on with "while ..."; false: none was found. */
 bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_t size);
+
+/* --- c10d_words.c ------------------------------------------------------------------------------------------------------- */
+
+/* What a rank does, as a phrase that fits behind "rank 0 was"; `owner` is said behind the unit. */
+void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size);
 
 /* The ranks that may have to do with a failure whose cause was not found, as "rank 1" or "one of ranks 1, 2, 3". */
 void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size);

@@ -98,13 +98,3 @@ bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_
         if (r != comm->base.rank && tell_of(comm, r, ask_store, sentence, size)) comm->gone = r;
     return comm->gone >= 0 && tell_of(comm, comm->gone, true, sentence, size);
 }
-
-void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size)
-{
-    int world = comm->base.world;
-    size_t length = (size_t)snprintf(text, size, world == 2 ? "rank" : "one of ranks");
-    for (int r = 0, told = 0; r < world && length + 16 < size; r++) {
-        if (r == comm->base.rank) continue;
-        length += (size_t)snprintf(text + length, size - length, "%s%d", told++ == 0 ? " " : ", ", r);
-    }
-}

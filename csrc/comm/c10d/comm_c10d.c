@@ -3,6 +3,7 @@
  * The one idea: everything is a collective, and collectives pair up by order. The schedule sees to it that all ranks
  * gather and reduce their units in one order; c10d_turn.c makes sure before each.
  */
+#include "base/file.h"
 #include "comm/c10d/c10d.h"
 
 #include <stdatomic.h>
@@ -10,16 +11,6 @@
 #include <string.h>
 
 /* --- flats ---------------------------------------------------------------------------------------------------------------- */
-
-static zs_status c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
-{
-    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
-    out->shard = out->mem->ptr;
-    out->full = NULL;
-    out->shard_bytes = shard_bytes;
-    out->key = ((zs_c10d_comm *)comm)->flats++;
-    return ZS_OK;
-}
 
 /* A gather that is under way. */
 struct zs_gathering {
@@ -33,6 +24,7 @@ static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GATHER, flat->key, flat->shard_bytes, name);
+    turn.joinable = zs_c10d_is_own(self, flat);
     zs_gathering *made = malloc(sizeof *made);
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
     *made = (zs_gathering){turn, NULL, zs_mem_retain(to.mem)};
@@ -140,7 +132,7 @@ static zs_status c10d_give_up(zs_comm *comm)
 static void c10d_abort(zs_comm *comm, const char *reason)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (!self->told) zs_group_leave_words(self->group, comm->rank, reason);
+    if (!self->told && !zs_c10d_is_forked(self)) zs_group_leave_words(self->group, comm->rank, reason);
     self->told = true;
 }
 
@@ -153,6 +145,7 @@ typedef struct last_page {
 static zs_status c10d_end(zs_comm *comm, zs_past *pasts, bool *all)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    if (zs_c10d_is_forked(self)) return ZS_OK;
     size_t world = (size_t)comm->world;
     last_page *pages = calloc(world, sizeof *pages);
     zs_words *words = calloc(world, sizeof *words);
@@ -176,7 +169,7 @@ static void c10d_close(zs_comm *comm)
     (void)comm;
 }
 
-/* Transports with collectives that never ended. */
+/* Transports with collectives that never ended, or (in forked children) whose threads are the parent's. */
 static _Atomic(zs_c10d_comm *) kept;
 
 static void keep(zs_c10d_comm *self)
@@ -188,7 +181,7 @@ static void keep(zs_c10d_comm *self)
 static void c10d_destroy(zs_comm *comm)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (self->strays != NULL) {
+    if (self->strays != NULL || zs_c10d_is_forked(self)) {
         keep(self);
         return;
     }
@@ -200,10 +193,12 @@ static void c10d_destroy(zs_comm *comm)
 }
 
 static const zs_flat_ops c10d_flats = {
-    .flat_new = c10d_flat_new,
-    .flat_free = zs_local_flat_free,
+    .flat_new = zs_c10d_flat_new,
+    .flat_free = zs_c10d_flat_free,
     .gather_start = c10d_gather_start,
     .gather_finish = c10d_gather_finish,
+    .numbers = zs_c10d_numbers,
+    .go_on_from = zs_c10d_go_on_from,
 };
 
 static const zs_round_ops c10d_rounds = {
@@ -236,7 +231,7 @@ const zs_comm_ops zs_c10d_ops = {
     .mapped = false,
     .flats = &c10d_flats,
     .rounds = &c10d_rounds,
-    .readers = &zs_local_reader_ops,
+    .readers = &zs_c10d_reader_ops,
     .talk = &c10d_talk,
     .bytes = c10d_bytes,
     .close = c10d_close,
@@ -255,6 +250,7 @@ zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double t
     comm->base.device = zs_device_cpu();
     comm->base.timeout = timeout;
     comm->gone = -1;
+    comm->lifetime = zs_lifetime();
     zs_refs_init(&comm->base.refs);
     zs_status status = zs_group_new(group_name, &comm->group);
     ZS_THEN(status, zs_c10d_peers_meet(comm));

@@ -1,14 +1,18 @@
 /* comm_shm.c - the transport for ranks on one host: everybody's memory is mapped everywhere.
  *
- * The one idea: a gather moves nothing. All ranks make their flats at the same offsets of their files, so each maps rank
- * 0's region, rank 1's region, ... side by side, and that mapping is the full buffer. A reduction reads the peers' buckets
- * where they lie. What remains to be said is when one may look: shm_reader.c (shards), shm_round.c (gradients).
+ * The one idea: a gather moves nothing. In one file of memory that all ranks have, the shards of a flat lie side by side, and
+ * that file's mapping is the full buffer. A reduction reads the peers' buckets where they lie. What remains to be said is when one
+ * may look: shm_reader.c (shards), shm_round.c (gradients).
  *
- *   shm_link.c  how ranks find each other       shm_wait.c    sleeping, deadlines, dead peers
- *   shm.c       what they tell each other       shm_report.c  the words of messages
+ *   shm_needs.c  what a rank needs of the system    shm_missing.c  who has not done what somebody waits for
+ *   shm_link.c   how ranks find each other          shm_wake.c     sleeping, and waking others
+ *   shm.c        what they tell each other          shm_wait.c     deadlines, dead peers
+ *                                                   shm_report.c   the words of messages
  */
 #define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
+#include "comm/shm/shm_flats.h"
 #include "comm/shm/shm_link.h"
+#include "comm/shm/shm_needs.h"
 #include "comm/shm/shm_reader.h"
 #include "comm/shm/shm_round.h"
 #include "comm/shm/shm_wait.h"
@@ -28,22 +32,12 @@
 #endif
 
 /* Raised when zs_shm_control or its protocol changes: ranks of different builds must not meet. */
-static const uint64_t protocol = 2;
+static const uint64_t protocol = 4;
 
-static const double meeting_seconds = 10.0;
+/* How long a rank waits for the next of its peers, of which each meets one after the other. */
+static const double meeting_seconds = 10.0, meeting_seconds_per_rank = 0.1;
 
 /* --- memory ------------------------------------------------------------------------------------------------------------- */
-
-static zs_status shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
-{
-    zs_shm *shm = (zs_shm *)comm;
-    ZS_TRY(zs_shm_usable(shm));
-    ZS_TRY(zs_file_map_flat(shm->flats, shm->flat_fds, comm->world, shard_bytes, &out->mem));
-    out->full = out->mem->ptr;
-    out->shard = out->full + (size_t)comm->rank * shard_bytes;
-    out->shard_bytes = shard_bytes;
-    return ZS_OK;
-}
 
 static zs_status shm_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
@@ -172,9 +166,10 @@ static void shm_close(zs_comm *comm)
     zs_shm *shm = (zs_shm *)comm;
     if (shm->closed || shm->lifetime != zs_lifetime()) return; /* a forked child leaves nobody */
     shm->closed = true;
+    zs_shm_flats_end(shm);
     if (!shm->connected) return;
     atomic_store(&shm->own->left, 1);
-    zs_shm_wake(shm);
+    zs_shm_wake_all(shm);
 }
 
 static void close_fd(int fd)
@@ -195,24 +190,26 @@ static void forget_peer(zs_shm_peer *peer)
 static void shm_destroy(zs_comm *comm)
 {
     zs_shm *shm = (zs_shm *)comm;
-    for (int r = 0; r < comm->world && shm->peers != NULL; r++) {
+    zs_shm_flats_end(shm); /* a flat that is freed on another thread meanwhile reads what peers tell */
+    for (int r = 0; r < comm->world && shm->peers != NULL; r++)
         forget_peer(&shm->peers[r]);
-        if (r != comm->rank && shm->flat_fds != NULL) close_fd(shm->flat_fds[r]);
-    }
     close_fd(shm->listener);
     close_fd(shm->control_fd);
     close_fd(shm->pidfd);
+    close_fd(shm->flats_fd);
     zs_file_release(shm->flats);
     zs_file_release(shm->buckets);
-    free(shm->flat_fds);
+    free(shm->flat_offsets);
     free(shm->peers);
     free(shm->polls);
     free(shm);
 }
 
 static const zs_flat_ops shm_flats = {
-    .flat_new = shm_flat_new,
+    .flat_new = zs_shm_flat_new,
     .flat_free = zs_local_flat_free,
+    .numbers = zs_shm_numbers,
+    .go_on_from = zs_shm_go_on_from,
 };
 
 static const zs_round_ops shm_rounds = {
@@ -238,6 +235,8 @@ static const zs_reader_ops shm_readers = {
     .read_end = zs_shm_read_end,
     .write_begin = zs_shm_write_begin,
     .write_end = zs_shm_write_end,
+    .write_complete = zs_shm_write_complete,
+    .meet = zs_shm_readers_meet,
     .tell_past = zs_shm_tell_past,
 };
 
@@ -285,15 +284,13 @@ static zs_status allocate(zs_shm *shm)
 {
     size_t world = (size_t)shm->base.world;
     shm->peers = calloc(world, sizeof *shm->peers);
-    shm->flat_fds = malloc(world * sizeof *shm->flat_fds);
     shm->polls = calloc(world, sizeof *shm->polls);
-    for (size_t r = 0; r < world && shm->flat_fds != NULL; r++)
-        shm->flat_fds[r] = -1;
+    shm->flat_offsets = calloc(ZS_SHM_FLATS, sizeof *shm->flat_offsets);
     for (size_t r = 0; r < world && shm->peers != NULL; r++) {
         shm->peers[r].pidfd = -1;
         shm->peers[r].buckets = -1;
     }
-    if (shm->peers == NULL || shm->flat_fds == NULL || shm->polls == NULL)
+    if (shm->peers == NULL || shm->polls == NULL || shm->flat_offsets == NULL)
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the state of %zu ranks", world);
     return ZS_OK;
 }
@@ -302,15 +299,16 @@ static zs_status make_own(zs_shm *shm, char *address, size_t size)
 {
     ZS_TRY(allocate(shm));
     ZS_TRY(zs_file_memory("zshard-control", sizeof(zs_shm_control), &shm->control_fd));
-    ZS_TRY(zs_file_new("zshard-flats", &shm->flats));
+    if (shm->base.rank == 0) ZS_TRY(zs_file_memory("zshard-flats", 0, &shm->flats_fd));
     ZS_TRY(zs_file_new("zshard-buckets", &shm->buckets));
     shm->pidfd = (int)syscall(SYS_pidfd_open, getpid(), 0);
-    if (shm->pidfd < 0) return ZS_FAIL_ERRNO("pidfd_open");
+    if (shm->pidfd < 0)
+        return ZS_FAIL_ERRNO(
+            "cannot watch processes (pidfd_open needs Linux 5.3 or later, and a sandbox that allows it)");
     zs_shm_peer *self = &shm->peers[shm->base.rank];
     self->pid = getpid();
     ZS_TRY(map_control(shm->control_fd, &self->control));
     shm->own = self->control;
-    shm->flat_fds[shm->base.rank] = zs_file_fd(shm->flats);
     return zs_link_listen(address, size, &shm->listener);
 }
 
@@ -319,6 +317,7 @@ zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, si
     if (world < 1 || rank < 0 || rank >= world)
         return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", rank, world);
     if (size < 108) return ZS_FAIL(ZS_ERR_VALUE, "a buffer of %zu bytes is too small for an address (needs 108)", size);
+    ZS_TRY(zs_shm_check_limits(rank, world));
     zs_shm *shm = calloc(1, sizeof *shm);
     if (shm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the shm transport");
     shm->base.ops = &zs_shm_ops;
@@ -328,7 +327,7 @@ zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, si
     shm->base.timeout = timeout;
     zs_refs_init(&shm->base.refs);
     shm->lifetime = zs_lifetime();
-    shm->listener = shm->control_fd = shm->pidfd = -1;
+    shm->listener = shm->control_fd = shm->pidfd = shm->flats_fd = -1;
     shm->spins = choose_spins(world);
     zs_status status = make_own(shm, address, size);
     if (status != ZS_OK) {
@@ -340,16 +339,25 @@ zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, si
 }
 
 /* Takes over the descriptors of a party that was met, and maps its control block. */
-static zs_status adopt(zs_shm *shm, int r, zs_link_party *party)
+static zs_status adopt(void *arg, int r, const zs_link_party *party)
 {
+    zs_shm *shm = arg;
     zs_shm_peer *peer = &shm->peers[r];
     peer->pid = party->pid;
     peer->pidfd = party->fds[ZS_LINK_PIDFD];
     peer->buckets = party->fds[ZS_LINK_BUCKETS];
-    shm->flat_fds[r] = party->fds[ZS_LINK_FLATS];
+    if (r == 0) shm->flats_fd = party->fds[ZS_LINK_FLATS];
     zs_status status = map_control(party->fds[ZS_LINK_CONTROL], &peer->control);
     close(party->fds[ZS_LINK_CONTROL]); /* the mapping stays */
     return status;
+}
+
+/* All have been met: what they have in common. */
+static zs_status open_flats(zs_shm *shm)
+{
+    int flats = shm->flats_fd;
+    shm->flats_fd = -1; /* the handle takes it over */
+    return zs_file_common(flats, &shm->flats);
 }
 
 zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const unsigned char token[16])
@@ -358,23 +366,19 @@ zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const
     if (shm->connected) return ZS_FAIL(ZS_ERR_STATE, "rank %d is already connected", comm->rank);
     zs_link link = {.listener = shm->listener, .rank = comm->rank, .world = comm->world, .addresses = addresses};
     memcpy(link.token, token, sizeof link.token);
-    link.seconds = comm->timeout < meeting_seconds ? comm->timeout : meeting_seconds;
+    link.seconds = meeting_seconds + meeting_seconds_per_rank * comm->world;
+    if (comm->timeout < link.seconds) link.seconds = comm->timeout;
     link.layout = (uint64_t)sizeof(zs_shm_control) << 16 | protocol;
-    zs_link_party *parties = calloc((size_t)comm->world, sizeof *parties);
-    if (parties == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating connections to %d ranks", comm->world);
-    parties[comm->rank] = (zs_link_party){
-        shm->peers[comm->rank].pid, {shm->control_fd, zs_file_fd(shm->flats), zs_file_fd(shm->buckets), shm->pidfd}};
-    zs_status status = zs_link_meet(&link, parties);
-    bool met = status == ZS_OK;
-    for (int r = 0; r < comm->world && met; r++) { /* all of them, or descriptors would leak */
-        zs_status adopted = r == comm->rank ? ZS_OK : adopt(shm, r, &parties[r]);
-        ZS_ALSO(status, adopted);
-    }
-    free(parties);
+    link.party = (zs_link_party){shm->peers[comm->rank].pid,
+                                 {shm->control_fd, zs_file_fd(shm->buckets), shm->pidfd, shm->flats_fd}};
+    link.adopt = adopt;
+    link.arg = shm;
+    zs_status status = zs_link_meet(&link);
     close_fd(shm->listener);
     close_fd(shm->control_fd);
     close_fd(shm->pidfd);
     shm->listener = shm->control_fd = shm->pidfd = -1;
+    ZS_THEN(status, open_flats(shm));
     shm->connected = status == ZS_OK;
     return status;
 }

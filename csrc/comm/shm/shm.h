@@ -1,14 +1,14 @@
 /* shm.h - the shm transport inside: what lies in shared memory, and what one rank keeps about the others.
  *
- * The one idea: every rank owns three memory files and is the only writer of its own words in them; the others map them
- * and look. So no state word ever needs a lock or a compare-and-swap.
+ * The one idea: every rank is the only writer of its own words and values in shared memory; the others map them and look. So no
+ * state word ever needs a lock or a compare-and-swap. (Only who is to wake a sleeper is handed on: shm_wake.c.)
  *
- *   control  a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per reader. All ranks
- *            make the same records in the same order, so a record has the same offset in every rank's heap.
- *   flats    the shards, one region after the other, at the same offsets on all ranks
- *   buckets  full gradients, at offsets that the owner tells with each post
+ *   control  one file per rank, a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per reader.
+ *            All ranks make the same records in the same order, so a record has the same offset in every rank's heap.
+ *   buckets  one file per rank: full gradients, at offsets that the owner tells with each post
+ *   flats    one file for all: of each flat the shards of all ranks side by side, so that one mapping is the full buffer
  *
- * All atomics are sequentially consistent: sleeping and waking (shm_wait.c) and entering and leaving (shm_reader.c) are
+ * All atomics are sequentially consistent: sleeping and waking (shm_wake.c) and entering and leaving (shm_reader.c) are
  * both "write mine, then read yours", which anything weaker breaks. On x86 that costs one locked store per change.
  */
 #ifndef ZS_SHM_H
@@ -26,6 +26,7 @@ enum {
     ZS_SHM_MAIL = 4096,     /* most bytes of one exchange */
     ZS_SHM_STAGE = 1 << 20, /* bytes of one piece of a broadcast: small enough to stay in the cache */
     ZS_SHM_HEAP = 64 << 20, /* room for records; costs memory only where used */
+    ZS_SHM_FLATS = 1 << 16, /* flats of one group whose end is told */
     ZS_SHM_NAME = 96,       /* longest name kept of a unit or reader */
     ZS_SHM_TEXT = 512,      /* longest reason of an abort */
 };
@@ -40,9 +41,10 @@ typedef enum zs_shm_what {
     ZS_SHM_SENT,       /* number: piece of a broadcast, record: root */
     ZS_SHM_TAKEN,      /* number: piece of a broadcast */
     ZS_SHM_FORWARD,    /* record: reader: peers admit a training forward */
-    ZS_SHM_EVALUATION, /* record: reader: peers admit another forward */
+    ZS_SHM_EVALUATION, /* record: reader, number: version: peers admit another forward */
     ZS_SHM_BACKWARD,   /* record: reader: peers admit a backward */
     ZS_SHM_LEFT_ALONE, /* record: reader: no peer reads this rank's shards, nor is about to */
+    ZS_SHM_CAUGHT_UP,  /* record: reader: no peer lags behind in looks */
     ZS_SHM_UNREAD      /* record: reader: no peer reads this rank's shards */
 } zs_shm_what;
 
@@ -66,9 +68,9 @@ typedef struct zs_shm_mailbox {
 
 /* Start of each rank's control file. "own" = written by its owner only. */
 typedef struct zs_shm_control {
-    /* Sleeping. wake is the one word that others write: they raise it after a change if asleep is set. */
-    alignas(ZS_SHM_LINE) _Atomic uint32_t wake;
-    _Atomic uint32_t asleep; /* own */
+    /* Sleeping: these two are written by others too, see shm_wake.c. */
+    alignas(ZS_SHM_LINE) _Atomic uint32_t wake; /* raised by who wakes the owner */
+    _Atomic uint64_t asleep; /* 0: no; else wait_id << 16 | 1 + the rank whose turn it is to wake the owner */
 
     /* What the owner does. wait_id is odd while it waits for the act below; it changes with every wait. */
     alignas(ZS_SHM_LINE) _Atomic uint64_t wait_id;
@@ -91,6 +93,7 @@ typedef struct zs_shm_control {
     alignas(4096) zs_shm_mailbox mail[2]; /* by parity of the exchange's number */
     alignas(4096) char stage[2][ZS_SHM_STAGE];
     alignas(4096) char heap[ZS_SHM_HEAP];
+    _Atomic uint64_t freed[ZS_SHM_FLATS / 64]; /* own; which of its flats, as a bitmap; see shm_flats.h */
 } zs_shm_control;
 
 /* One round's post. Two of them, by parity of the round: nobody posts round k + 2 before all have released round k,
@@ -118,12 +121,22 @@ static inline size_t zs_shm_unit_record_bytes(size_t used_words)
     return sizeof(zs_shm_unit_record) + 2 * used_words * sizeof(uint64_t);
 }
 
-/* A reader's record: its whole state is one word, see shm_word.h. */
+/* A reader's record: nearly its whole state is one word, see shm_word.h. */
 typedef struct zs_shm_reader_record {
     char name[ZS_SHM_NAME];
     alignas(ZS_SHM_LINE) _Atomic uint64_t word;
+    _Atomic uint64_t work; /* a digest of the operations by hand since its last known write; set before the word */
+    _Atomic uint64_t
+        looks; /* low half: how many at its version since the last collective of the script's; raised once it reads, set
+                             * to 0 before the word has another. High half: how many such collectives it has come to */
     _Atomic uint64_t past[ZS_PAST_WORDS]; /* a zs_past; set before the word that begins a forward */
 } zs_shm_reader_record;
+
+/* The high half of `looks`. */
+static inline uint64_t zs_shm_meetings(uint64_t looks)
+{
+    return looks >> 32;
+}
 
 /* A peer's bucket as mapped here. */
 typedef struct zs_shm_view {
@@ -147,8 +160,11 @@ typedef struct zs_shm {
     unsigned lifetime;          /* zs_lifetime() at birth: differs in forked children */
     int listener;               /* socket, -1 once connected */
     int control_fd, pidfd;      /* own */
-    zs_file *flats, *buckets;   /* own */
-    int *flat_fds;              /* [world], the files of flats; flat_fds[rank] is borrowed from `flats` */
+    zs_file *buckets;           /* own */
+    zs_file *flats;             /* of all ranks; NULL until connected */
+    int flats_fd;               /* the same, made by rank 0, until connected; -1: none */
+    uint64_t *flat_offsets;     /* [ZS_SHM_FLATS] where the own parts of the flats begin in that file */
+    _Atomic size_t n_flats;     /* so many so far */
     zs_shm_peer *peers;         /* [world] */
     struct pollfd *polls;       /* [world], for pidfds */
     zs_shm_control *own;        /* peers[rank].control */
@@ -185,11 +201,11 @@ zs_status zs_shm_record(zs_shm *shm, size_t bytes, const char *name, uint32_t *r
 /* Remembers, for the peers' messages, that this rank has now done `act`. */
 void zs_shm_note(zs_shm *shm, zs_shm_act act);
 
-/* Stores `value` in an own state word and wakes the peers that sleep. */
+/* Stores `value` in an own state word and wakes the peers that waited for nothing else. */
 void zs_shm_set(zs_shm *shm, _Atomic uint64_t *word, uint64_t value);
 
-/* Wakes the peers that sleep, after a change made otherwise. */
-void zs_shm_wake(zs_shm *shm);
+/* Wakes all peers that sleep: this rank has come to an end. */
+void zs_shm_wake_all(zs_shm *shm);
 
 /* Tells the peers that this rank cannot go on; `status` is what their waits then fail with. Idempotent. */
 void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason);
@@ -217,6 +233,9 @@ zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r);
 
 /* The lowest rank that has not done what `who` needs for `act`; -1 if none is missing. */
 int zs_shm_missing(const zs_shm *shm, int who, zs_shm_act act);
+
+/* The same, but the first one counted from `from` on, in a circle. */
+int zs_shm_missing_from(const zs_shm *shm, int who, zs_shm_act act, int from);
 
 /* Has rank `r` not yet done what this rank needs for `act`? */
 bool zs_shm_is_missing(const zs_shm *shm, int r, zs_shm_act act);

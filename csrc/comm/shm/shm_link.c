@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static const char magic[8] = "zshard1";
+static const char magic[8] = "zshard2";
 
 /* The message; the descriptors ride beside it. */
 typedef struct hello {
@@ -22,6 +22,13 @@ typedef struct hello {
     int32_t rank, world, pid;
     unsigned char token[ZS_LINK_TOKEN];
 } hello;
+
+/* One rank's meeting with all others. */
+typedef struct meeting {
+    const zs_link *link;
+    bool *known;     /* [world] has been met */
+    double deadline; /* for the next of them */
+} meeting;
 
 /* Control data of one message. */
 typedef union ancillary {
@@ -87,28 +94,62 @@ static bool same_user(int fd)
     return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
 }
 
-static zs_status send_hello(const zs_link *link, const zs_link_party *self, int fd)
+/* How many descriptors rank `rank` gives. */
+static size_t given_by(int rank)
 {
+    return rank == 0 ? ZS_LINK_FDS : ZS_LINK_FLATS;
+}
+
+/* Sends; waits while the user has too many descriptors under way. */
+static bool send_out(int fd, const struct msghdr *header, double deadline)
+{
+    while (sendmsg(fd, header, MSG_NOSIGNAL) < 0) {
+        bool later = errno == ETOOMANYREFS || errno == EINTR;
+        if (!later || now() > deadline) return false;
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    return true;
+}
+
+static zs_status fail_to_send(const zs_link *link)
+{
+    if (errno == ETOOMANYREFS)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "rank %d cannot share its memory with another rank within %.0f s: processes of this user have "
+                       "sent more file "
+                       "descriptors to each other than one may have open; raise the limit (ulimit -n), or run fewer "
+                       "jobs at a time",
+                       link->rank, link->seconds);
+    return ZS_FAIL(
+        ZS_ERR_UNSUPPORTED,
+        "rank %d cannot share its memory with another rank (%s): the peer closed the connection; run all ranks "
+        "of a group as one user with one build of zshard",
+        link->rank, strerror(errno));
+}
+
+/* Says who this rank is; with its descriptors, or as a greeting without. */
+static zs_status send_hello(const meeting *here, bool with_descriptors, int fd)
+{
+    const zs_link *link = here->link;
+    const zs_link_party *self = &link->party;
     hello message = {.layout = link->layout, .rank = link->rank, .world = link->world, .pid = (int32_t)self->pid};
     memcpy(message.magic, magic, sizeof magic);
     memcpy(message.token, link->token, sizeof message.token);
     struct iovec data = {&message, sizeof message};
+    struct msghdr header = {.msg_iov = &data, .msg_iovlen = 1};
     ancillary control;
     memset(&control, 0, sizeof control);
-    struct msghdr header = {
-        .msg_iov = &data, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
-    struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
-    rights->cmsg_level = SOL_SOCKET;
-    rights->cmsg_type = SCM_RIGHTS;
-    rights->cmsg_len = CMSG_LEN(sizeof self->fds);
-    memcpy(CMSG_DATA(rights), self->fds, sizeof self->fds);
-    if (sendmsg(fd, &header, MSG_NOSIGNAL) < 0)
-        return ZS_FAIL(
-            ZS_ERR_UNSUPPORTED,
-            "rank %d cannot share its memory with another rank (%s): the peer closed the connection; run all ranks "
-            "of a group as one user with one build of zshard",
-            link->rank, strerror(errno));
-    return ZS_OK;
+    if (with_descriptors) {
+        size_t bytes = given_by(link->rank) * sizeof(int);
+        header.msg_control = control.bytes;
+        header.msg_controllen = CMSG_SPACE(bytes);
+        struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+        rights->cmsg_level = SOL_SOCKET;
+        rights->cmsg_type = SCM_RIGHTS;
+        rights->cmsg_len = CMSG_LEN(bytes);
+        memcpy(CMSG_DATA(rights), self->fds, bytes);
+    }
+    return send_out(fd, &header, here->deadline) ? ZS_OK : fail_to_send(link);
 }
 
 static void close_party(zs_link_party *party)
@@ -119,65 +160,87 @@ static void close_party(zs_link_party *party)
     }
 }
 
-/* Takes the descriptors out of a received message; false (and all closed) unless there are exactly ours. */
-static bool take_descriptors(struct msghdr *header, zs_link_party *party)
+/* Takes the descriptors out of a received message; how many there were. */
+static size_t take_descriptors(struct msghdr *header, zs_link_party *party)
 {
+    for (int i = 0; i < ZS_LINK_FDS; i++)
+        party->fds[i] = -1;
     struct cmsghdr *rights = CMSG_FIRSTHDR(header);
-    if (rights == NULL || rights->cmsg_level != SOL_SOCKET || rights->cmsg_type != SCM_RIGHTS) return false;
+    if (rights == NULL || rights->cmsg_level != SOL_SOCKET || rights->cmsg_type != SCM_RIGHTS) return 0;
     size_t count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    int got[ZS_LINK_FDS];
     if (count > ZS_LINK_FDS) count = ZS_LINK_FDS; /* the buffer holds no more: the kernel has dropped the rest */
-    memcpy(got, CMSG_DATA(rights), count * sizeof(int));
-    for (size_t i = 0; i < count; i++)
-        party->fds[i] = got[i];
-    if (count == ZS_LINK_FDS) return true;
-    close_party(party);
-    return false;
+    memcpy(party->fds, CMSG_DATA(rights), count * sizeof(int));
+    return count;
 }
 
-/* Receives one hello. False for whatever is not one of ours; then nothing is left open. */
-static bool receive_hello(const zs_link *link, int fd, int *rank, zs_link_party *party)
+/* What came over a line. */
+typedef enum heard { STRANGER, CUT_SHORT, GREETING, PARTY } heard;
+
+static bool is_ours(const zs_link *link, const hello *message)
+{
+    return memcmp(message->magic, magic, sizeof magic) == 0 &&
+           memcmp(message->token, link->token, sizeof message->token) == 0 && message->world == link->world &&
+           message->layout == link->layout && message->rank >= 0 && message->rank < link->world;
+}
+
+/* Receives one hello. Only with a PARTY is anything left open. CUT_SHORT: this process cannot have so many descriptors. */
+static heard receive_hello(const zs_link *link, int fd, int *rank, zs_link_party *party)
 {
     hello message = {.rank = -1};
     struct iovec data = {&message, sizeof message};
     ancillary control;
     struct msghdr header = {
         .msg_iov = &data, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control.bytes};
-    for (int i = 0; i < ZS_LINK_FDS; i++)
-        party->fds[i] = -1;
     ssize_t length = recvmsg(fd, &header, MSG_CMSG_CLOEXEC);
-    if (length <= 0 || !take_descriptors(&header, party)) return false;
-    bool ours = length == (ssize_t)sizeof message && same_user(fd) && memcmp(message.magic, magic, sizeof magic) == 0 &&
-                memcmp(message.token, link->token, sizeof message.token) == 0 && message.world == link->world &&
-                message.layout == link->layout && message.rank >= 0 && message.rank < link->world;
-    if (!ours) {
-        close_party(party);
-        return false;
-    }
+    if (length <= 0) return STRANGER;
+    size_t count = take_descriptors(&header, party);
+    bool ours = length == (ssize_t)sizeof message && same_user(fd) && is_ours(link, &message);
+    bool complete = ours && count == given_by(message.rank);
+    if (!complete) close_party(party);
     *rank = message.rank;
     party->pid = message.pid;
-    return true;
+    if (!ours) return STRANGER;
+    if (complete) return PARTY;
+    return header.msg_flags & MSG_CTRUNC ? CUT_SHORT : count == 0 ? GREETING : STRANGER;
 }
 
 /* --- the meeting ------------------------------------------------------------------------------------------------------ */
 
-static zs_status call_rank(const zs_link *link, int rank, double deadline, int *fd)
+/* One more has been met: the others have as long again. */
+static zs_status met(meeting *here, int rank, const zs_link_party *party)
 {
+    here->known[rank] = true;
+    here->deadline = now() + here->link->seconds;
+    return here->link->adopt(here->link->arg, rank, party);
+}
+
+static zs_status fail_short_of_descriptors(const zs_link *link, int rank)
+{
+    return ZS_FAIL(
+        ZS_ERR_UNSUPPORTED,
+        "rank %d cannot receive the file descriptors of rank %d: it has as many open as the limit allows; raise "
+        "it (ulimit -n)",
+        link->rank, rank);
+}
+
+static zs_status call_rank(const meeting *here, int rank, int *fd)
+{
+    const zs_link *link = here->link;
     int line = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (line < 0) return ZS_FAIL_ERRNO("socket");
     struct sockaddr_un name;
     socklen_t bytes = abstract_name(link->addresses[rank], &name);
     while (connect(line, (struct sockaddr *)&name, bytes) != 0) {
         bool busy = errno == EAGAIN || errno == EINTR; /* the other's queue is full: it will get to us */
-        if (busy && now() < deadline) {
+        if (busy && now() < here->deadline) {
             nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
             continue;
         }
         zs_status status =
             ZS_FAIL(ZS_ERR_UNSUPPORTED,
                     "rank %d cannot connect to rank %d over shared memory (%s): they run on different hosts "
-                    "or in different network namespaces",
-                    link->rank, rank, strerror(errno));
+                    "or in different network namespaces, or rank %d failed",
+                    link->rank, rank, strerror(errno), rank);
         close(line);
         return status;
     }
@@ -185,82 +248,93 @@ static zs_status call_rank(const zs_link *link, int rank, double deadline, int *
     return ZS_OK;
 }
 
-/* Accepts one connection and answers it, if it is a peer's; strangers are hung up on. */
-static zs_status answer_one(const zs_link *link, zs_link_party *parties, double deadline, int *answered)
+/* The caller's part, on a line to rank `rank`. */
+static zs_status introduce(meeting *here, int line, int rank)
 {
-    if (!readable(link->listener, deadline))
+    const zs_link *link = here->link;
+    zs_link_party party;
+    int who = -1;
+    if (!same_user(line))
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "ranks %d and %d cannot share memory: they run as different users", rank,
+                       link->rank);
+    ZS_TRY(send_hello(here, false, line));
+    heard what = readable(line, here->deadline) ? receive_hello(link, line, &who, &party) : STRANGER;
+    if (what == CUT_SHORT) return fail_short_of_descriptors(link, rank);
+    if (what != PARTY || who != rank) {
+        if (what == PARTY) close_party(&party);
         return ZS_FAIL(
             ZS_ERR_UNSUPPORTED,
-            "rank %d got a connection from %d of %d higher ranks within %.0f s: the others failed to start or "
-            "cannot reach it over shared memory",
-            link->rank, *answered, link->world - 1 - link->rank, link->seconds);
-    int line = accept4(link->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (line < 0) return ZS_OK; /* it hung up meanwhile */
-    double patience = now() + 2.0;
-    int rank = -1;
-    zs_link_party party = {0};
-    zs_status status = ZS_OK;
-    if (same_user(line) && readable(line, patience < deadline ? patience : deadline) &&
-        receive_hello(link, line, &rank, &party)) {
-        if (rank > link->rank && parties[rank].fds[0] < 0) {
-            parties[rank] = party;
-            (*answered)++;
-            status = send_hello(link, &parties[link->rank], line);
-        } else {
-            close_party(&party);
-        }
+            "rank %d got no answer from rank %d over the shared-memory socket within %.0f s: rank %d failed, "
+            "runs as another user, or uses another build of zshard",
+            link->rank, rank, link->seconds, rank);
     }
+    zs_status status = send_hello(here, true, line); /* first of all: the other waits for it */
+    zs_status adopted = met(here, rank, &party);
+    return status == ZS_OK ? adopted : status;
+}
+
+/* The answerer's part, on a line that somebody has opened; strangers are hung up on. */
+static zs_status answer(meeting *here, int line, int *answered)
+{
+    const zs_link *link = here->link;
+    double patience = now() + 2.0;
+    if (patience > here->deadline) patience = here->deadline;
+    zs_link_party party;
+    int rank = -1, again = -1;
+    if (!same_user(line) || !readable(line, patience)) return ZS_OK;
+    heard what = receive_hello(link, line, &rank, &party);
+    if (what == PARTY) close_party(&party);
+    if (what != GREETING || rank <= link->rank || here->known[rank]) return ZS_OK;
+    ZS_TRY(send_hello(here, true, line));
+    what = readable(line, here->deadline) ? receive_hello(link, line, &again, &party) : STRANGER;
+    if (what == CUT_SHORT) return fail_short_of_descriptors(link, rank);
+    if (what != PARTY || again != rank) {
+        if (what == PARTY) close_party(&party);
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "rank %d got no file descriptors from rank %d: rank %d failed", link->rank,
+                       rank, rank);
+    }
+    (*answered)++;
+    return met(here, rank, &party);
+}
+
+static zs_status answer_one(meeting *here, int *answered)
+{
+    const zs_link *link = here->link;
+    if (!readable(link->listener, here->deadline))
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "rank %d got a connection from %d of %d higher ranks, and from no other within %.0f s: the "
+                       "others failed to "
+                       "start or cannot reach it over shared memory",
+                       link->rank, *answered, link->world - 1 - link->rank, link->seconds);
+    int line = accept4(link->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (line < 0)
+        return errno == EMFILE || errno == ENFILE ? ZS_FAIL_ERRNO("accept") : ZS_OK; /* it hung up meanwhile */
+    zs_status status = answer(here, line, answered);
     close(line);
     return status;
 }
 
-/* The answers of the ranks that were called. */
-static zs_status hear_answers(const zs_link *link, zs_link_party *parties, const int *lines, double deadline)
+static zs_status meet(meeting *here)
 {
+    const zs_link *link = here->link;
     for (int r = 0; r < link->rank; r++) {
-        int rank = -1;
-        if (!readable(lines[r], deadline) || !receive_hello(link, lines[r], &rank, &parties[r]) || rank != r) {
-            close_party(&parties[r]);
-            return ZS_FAIL(
-                ZS_ERR_UNSUPPORTED,
-                "rank %d got no answer from rank %d over the shared-memory socket within %.0f s: rank %d failed, "
-                "runs as another user, or uses another build of zshard",
-                link->rank, r, link->seconds, r);
-        }
+        int line = -1;
+        ZS_TRY(call_rank(here, r, &line));
+        zs_status status = introduce(here, line, r);
+        close(line);
+        if (status != ZS_OK) return status;
     }
+    for (int answered = 0; answered < link->world - 1 - link->rank;)
+        ZS_TRY(answer_one(here, &answered));
     return ZS_OK;
 }
 
-static zs_status meet(const zs_link *link, zs_link_party *parties, int *lines, double deadline)
+zs_status zs_link_meet(const zs_link *link)
 {
-    for (int r = 0; r < link->rank; r++) {
-        ZS_TRY(call_rank(link, r, deadline, &lines[r]));
-        if (!same_user(lines[r]))
-            return ZS_FAIL(ZS_ERR_UNSUPPORTED, "ranks %d and %d cannot share memory: they run as different users", r,
-                           link->rank);
-        ZS_TRY(send_hello(link, &parties[link->rank], lines[r]));
-    }
-    /* Everybody calls before answering, so nobody waits in a circle. */
-    for (int answered = 0; answered < link->world - 1 - link->rank;)
-        ZS_TRY(answer_one(link, parties, deadline, &answered));
-    return hear_answers(link, parties, lines, deadline);
-}
-
-zs_status zs_link_meet(const zs_link *link, zs_link_party *parties)
-{
-    int *lines = malloc((size_t)link->world * sizeof *lines);
-    if (lines == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating %d connections", link->world);
-    for (int r = 0; r < link->world; r++) {
-        lines[r] = -1;
-        if (r == link->rank) continue;
-        for (int i = 0; i < ZS_LINK_FDS; i++)
-            parties[r].fds[i] = -1;
-    }
-    zs_status status = meet(link, parties, lines, now() + link->seconds);
-    for (int r = 0; r < link->world; r++) {
-        if (lines[r] >= 0) close(lines[r]);
-        if (status != ZS_OK && r != link->rank) close_party(&parties[r]);
-    }
-    free(lines);
+    bool *known = calloc((size_t)link->world, sizeof *known);
+    if (known == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating connections to %d ranks", link->world);
+    meeting here = {link, known, now() + link->seconds};
+    zs_status status = meet(&here);
+    free(known);
     return status;
 }

@@ -1,17 +1,17 @@
 /* shm_reader.c - who may read whose shards when: the one protocol of the shm transport that is not a plain count.
  *
  * Shards change in user code (an optimizer, load_state_dict, an EMA swap), that is between passes: root forwards and root
- * backwards. Some of these changes are known (the right to write: an optimizer's step, a load), others are not (p.data.copy_).
- * Four promises follow, without a meeting of all ranks for each layer:
+ * backwards. Whatever changes them takes the right to write first: an optimizer's step, a load, an in-place operation of the
+ * script's. Four promises follow, without a meeting of all ranks for each layer:
  *   1. what a pass reads of a peer that takes part in it was written before the peer began it (never an older version);
- *   2. a rank returns to user code only when nobody reads what the user is about to change (never half-written);
+ *   2. a rank returns from a pass that others run too only when nobody reads in that pass any more;
  *   3. while a rank has the right to write, nobody reads its shards;
- *   4. a rank that runs a forward alone reads the same version of all shards, or is told that it cannot: ranks that are not in
- *      the same pass have the same version only if each has what its last write has left.
+ *   4. a rank that evaluates reads the version that it has itself of all shards, or is told that it cannot, wherever the others
+ *      stand.
  *
  * The one idea is in shm_word.h: a rank's state is one word, and who waits for whom is a function of two of them.
  *
- * A forward that is admitted compares pasts (past.h) with all owners: theirs stand still, since each is in a pass. Where they
+ * A forward that is admitted compares pasts (past.h) with all owners: theirs stand still, since none writes. Where they
  * differ it reads nothing, and ends as any other before that is told: then all have compared.
  *
  * A pass that fails halfway leaves its word standing (peers that end a pass wait for it) until the next forward begins:
@@ -19,6 +19,7 @@
  */
 #include "comm/shm/shm_reader.h"
 
+#include "base/fold.h"
 #include "comm/shm/shm_wait.h"
 #include "comm/shm/shm_word.h"
 
@@ -27,7 +28,6 @@
 
 struct zs_reader {
     uint32_t record; /* offset in the heap */
-    uint64_t sample; /* of the shards, at the last forward that counted */
 };
 
 static _Atomic uint64_t *own_word(const zs_shm *shm, const zs_reader *reader)
@@ -44,6 +44,7 @@ zs_status zs_shm_reader_new(zs_comm *comm, const char *name, zs_reader **out)
         free(reader);
         return status;
     }
+    atomic_store(own_word((zs_shm *)comm, reader), zs_word_new());
     *out = reader;
     return ZS_OK;
 }
@@ -83,22 +84,51 @@ static zs_past past_of(const zs_shm *shm, const zs_reader *reader, int rank)
 
 /* --- passes ------------------------------------------------------------------------------------------------------------- */
 
-/* All owners stand in a pass, or are at the end of one: they have the past that they had when they began, unless a step within a
- * pass has told of itself. */
-static zs_status compare_pasts(zs_shm *shm, const zs_reader *reader)
+/* No owner writes, and each has told of what it has done before that which this pass reads. */
+static zs_status compare_pasts(zs_shm *shm, const zs_reader *reader, zs_pass pass)
 {
     zs_past pasts[shm->base.world];
     for (int r = 0; r < shm->base.world; r++) {
         pasts[r] = past_of(shm, reader, r);
-        pasts[r].grads = 0; /* a forward reads none */
+        pasts[r].grads = 0;                               /* a forward reads none */
+        if (pass == ZS_PASS_EVALUATE) pasts[r].thaws = 0; /* which training forwards tell of */
     }
     return zs_comm_check_pasts(&shm->base, pasts);
+}
+
+static uint64_t work_of(const zs_shm *shm, const zs_reader *reader, int r)
+{
+    return atomic_load(&zs_shm_reader_at(shm, r, reader->record)->work);
+}
+
+static void set_work(zs_shm *shm, const zs_reader *reader, uint64_t work)
+{
+    atomic_store(&zs_shm_reader_at(shm, shm->base.rank, reader->record)->work, work);
+}
+
+/* Operations of before are not those that follow. */
+static void settle_work(zs_shm *shm, const zs_reader *reader, zs_pass pass)
+{
+    set_work(shm, reader, zs_fold(work_of(shm, reader, shm->base.rank), (uint64_t)pass));
+}
+
+static _Atomic uint64_t *own_looks(const zs_shm *shm, const zs_reader *reader)
+{
+    return &zs_shm_reader_at(shm, shm->base.rank, reader->record)->looks;
+}
+
+/* Stores the own word, and tells. */
+static void set_word(zs_shm *shm, const zs_reader *reader, uint64_t next)
+{
+    _Atomic uint64_t *word = own_word(shm, reader), *looks = own_looks(shm, reader);
+    if (!zs_word_same_version(atomic_load(word), next)) atomic_store(looks, zs_shm_meetings(atomic_load(looks)) << 32);
+    zs_shm_set(shm, word, next);
 }
 
 /* Reads no more, and comes back when nobody reads what is this rank's. */
 static zs_status leave(zs_shm *shm, const zs_reader *reader, uint64_t next)
 {
-    zs_shm_set(shm, own_word(shm, reader), next);
+    set_word(shm, reader, next);
     zs_shm_act act = zs_shm_act_make(ZS_SHM_LEFT_ALONE, reader->record, 0);
     zs_shm_note(shm, act);
     return zs_shm_wait(shm, act);
@@ -113,19 +143,23 @@ static bool all(const zs_shm *shm, const zs_reader *reader, bool (*question)(uin
     return true;
 }
 
-/* May this rank go on, with a forward that other ranks do not run, or in another mode? If all have what their last write left
- * there, or all have what they had in the last forward that they ran together. */
-static zs_status check_apart(const zs_shm *shm, const zs_reader *reader, uint64_t mine, uint64_t sample)
+static uint64_t word_of(const zs_shm *shm, const zs_reader *reader, int r)
 {
-    bool apart = zs_word_state(mine) == ZS_READER_ALONE, level = apart && sample == reader->sample;
-    int changed = -1;
+    return atomic_load(&zs_shm_reader_at(shm, r, reader->record)->word);
+}
+
+/* Fails if the weights of a rank, as its word tells, are not those of this rank, which reads them in `mine`. */
+static zs_status check_weights(const zs_shm *shm, const zs_reader *reader, uint64_t mine)
+{
+    uint64_t work = work_of(shm, reader, shm->base.rank);
     for (int r = 0; r < shm->base.world; r++) {
-        uint64_t word = atomic_load(&zs_shm_reader_at(shm, r, reader->record)->word);
-        apart |= !zs_word_same_mode(word, mine);
-        level &= zs_word_same_counts(word, mine);
-        if (changed < 0 && zs_word_changed(word)) changed = r;
+        uint64_t word = word_of(shm, reader, r);
+        bool evaluates = zs_word_state(mine) == ZS_READER_EVALUATES, same = work_of(shm, reader, r) == work;
+        if (r == shm->base.rank) continue;
+        if (evaluates ? zs_word_is_alike(word, mine, same) : !zs_word_clashes(word, mine, same)) continue;
+        return zs_comm_fail_apart(&shm->base, zs_word_changed(mine) ? shm->base.rank : r);
     }
-    return apart && !level && changed >= 0 ? zs_comm_fail_apart(&shm->base, changed) : ZS_OK;
+    return ZS_OK;
 }
 
 /* Waits for all to admit the pass that is wanted, and reads. */
@@ -135,9 +169,7 @@ static zs_status enter(zs_shm *shm, const zs_reader *reader, zs_shm_act act)
     uint64_t wanted = atomic_load(word);
     for (;;) {
         ZS_TRY(zs_shm_wait(shm, act));
-        bool alone = act.what != ZS_SHM_BACKWARD && !all(shm, reader, zs_word_takes_part, wanted);
-        atomic_store(word, zs_word_enter(wanted, alone));
-        if (alone) zs_shm_wake(shm); /* some wait for just that */
+        atomic_store(word, zs_word_enter(wanted));
         if (all(shm, reader, zs_word_stands_still, wanted)) return ZS_OK;
         zs_shm_set(shm, word, wanted);
     }
@@ -153,6 +185,19 @@ static void come_to_nothing(zs_shm *shm, const zs_reader *reader)
         zs_shm_set(shm, own_word(shm, reader), zs_word_stop(now)); /* nobody should wait for its end */
 }
 
+/* A forward reads: is it of what this rank has? */
+static zs_status check_forward(zs_shm *shm, const zs_reader *reader, zs_pass pass)
+{
+    uint64_t mine = atomic_load(own_word(shm, reader));
+    if (pass == ZS_PASS_TRAIN) ZS_TRY(check_weights(shm, reader, mine));
+    ZS_TRY(compare_pasts(shm, reader, pass));
+    if (pass == ZS_PASS_TRAIN) return ZS_OK;
+    ZS_TRY(check_weights(shm, reader, mine));
+    _Atomic uint64_t *looks = own_looks(shm, reader);
+    zs_shm_set(shm, looks, atomic_load(looks) + 1);
+    return ZS_OK;
+}
+
 zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
 {
     zs_shm *shm = (zs_shm *)comm;
@@ -160,15 +205,13 @@ zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *
     _Atomic uint64_t *word = own_word(shm, reader);
     uint64_t wanted = zs_word_want(atomic_load(word), reading);
     static const zs_shm_what acts[] = {ZS_SHM_FORWARD, ZS_SHM_EVALUATION, ZS_SHM_BACKWARD};
-    zs_shm_act act = zs_shm_act_make(acts[reading->pass], reader->record, zs_word_forwards(wanted, reading->pass));
+    uint64_t number = reading->pass == ZS_PASS_EVALUATE ? zs_word_version(wanted) : zs_word_trains(wanted);
+    zs_shm_act act = zs_shm_act_make(acts[reading->pass], reader->record, number);
     zs_shm_note(shm, act);
-    zs_shm_set(shm, word, wanted);
+    if (!zs_word_same_version(wanted, atomic_load(word))) settle_work(shm, reader, reading->pass);
+    set_word(shm, reader, wanted);
     zs_status status = enter(shm, reader, act);
-    uint64_t mine = atomic_load(word);
-    bool forward = reading->pass != ZS_PASS_BACKWARD;
-    if (status == ZS_OK && forward) status = check_apart(shm, reader, mine, reading->sample);
-    if (status == ZS_OK && forward) status = compare_pasts(shm, reader);
-    if (forward && zs_word_state(mine) != ZS_READER_ALONE) reader->sample = reading->sample;
+    if (status == ZS_OK && reading->pass != ZS_PASS_BACKWARD) status = check_forward(shm, reader, reading->pass);
     if (status != ZS_OK) come_to_nothing(shm, reader);
     return status;
 }
@@ -195,17 +238,36 @@ zs_status zs_shm_write_begin(zs_comm *comm, zs_reader *reader)
     _Atomic uint64_t *word = own_word(shm, reader);
     uint64_t now = atomic_load(word), next = zs_word_write(now);
     if (next == now) return ZS_OK;
-    atomic_store(word, next); /* nobody waits for this change */
+    ZS_TRY(zs_shm_wait(shm, zs_shm_act_make(ZS_SHM_CAUGHT_UP, reader->record, 0)));
+    zs_shm_set(shm, word, next); /* a rank that has looked alone may wait for this */
     zs_status status = zs_shm_wait(shm, zs_shm_act_make(ZS_SHM_UNREAD, reader->record, 0));
-    if (status != ZS_OK) zs_shm_write_end(comm, reader);
+    if (status != ZS_OK) zs_shm_set(shm, word, now);
     return status;
 }
 
-void zs_shm_write_end(zs_comm *comm, zs_reader *reader)
+void zs_shm_write_end(zs_comm *comm, zs_reader *reader, bool known)
 {
     zs_shm *shm = (zs_shm *)comm;
     if (!zs_shm_live(shm)) return;
-    _Atomic uint64_t *word = own_word(shm, reader);
-    uint64_t now = atomic_load(word), next = zs_word_wrote(now);
-    if (next != now) zs_shm_set(shm, word, next);
+    set_work(shm, reader, known ? 0 : work_of(shm, reader, comm->rank) + 1);
+    set_word(shm, reader, zs_word_wrote(atomic_load(own_word(shm, reader)), known));
+}
+
+void zs_shm_write_complete(zs_comm *comm, zs_reader *reader, bool changed)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (!zs_shm_live(shm)) return;
+    uint64_t word = atomic_load(own_word(shm, reader)), next = zs_word_complete(word, changed);
+    if (next == word) return;
+    if (!zs_word_same_version(word, next)) settle_work(shm, reader, ZS_PASS_EVALUATE); /* as one that looks now */
+    set_word(shm, reader, next);
+}
+
+void zs_shm_readers_meet(zs_comm *comm, zs_reader *reader)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    if (!zs_shm_live(shm)) return;
+    _Atomic uint64_t *looks = own_looks(shm, reader);
+    zs_shm_set(shm, looks,
+               (zs_shm_meetings(atomic_load(looks)) + 1) << 32); /* a rank that writes first may wait for this */
 }

@@ -20,7 +20,13 @@ zs_status zs_shm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
 zs_status zs_shm_write_begin(zs_comm *comm, zs_reader *reader);
 
 /* write_end. */
-void zs_shm_write_end(zs_comm *comm, zs_reader *reader);
+void zs_shm_write_end(zs_comm *comm, zs_reader *reader, bool known);
+
+/* write_complete; ends a write that has begun. */
+void zs_shm_write_complete(zs_comm *comm, zs_reader *reader, bool changed);
+
+/* meet. */
+void zs_shm_readers_meet(zs_comm *comm, zs_reader *reader);
 
 /* tell_past. */
 void zs_shm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *now);

@@ -27,9 +27,13 @@ static void describe(const zs_shm *shm, int who, zs_shm_act act, char *text, siz
     case ZS_SHM_TAKEN: snprintf(text, size, "receive broadcast chunk %llu", number); return;
     case ZS_SHM_FORWARD: snprintf(text, size, "begin forward %llu of '%s' since the last step", number, name); return;
     case ZS_SHM_EVALUATION:
-        snprintf(text, size, "begin forward %llu without gradients of '%s' since the last step", number, name);
+        snprintf(text, size, "change the parameters of '%s' as rank %d has (change %llu since the last backward)", name,
+                 who, number);
         return;
     case ZS_SHM_BACKWARD: snprintf(text, size, "begin backward of '%s'", name); return;
+    case ZS_SHM_CAUGHT_UP:
+        snprintf(text, size, "evaluate '%s' as often as rank %d has, or to change its parameters too", name, who);
+        return;
     case ZS_SHM_LEFT_ALONE:
     case ZS_SHM_UNREAD: snprintf(text, size, "finish its pass through '%s'", name); return;
     }

@@ -1,28 +1,20 @@
 /* shm_wait.c - see shm_wait.h.
  *
- * Sleeping without lost wake-ups: the sleeper sets `asleep`, reads `wake`, looks once more, and sleeps only if `wake` is
- * still what it read. The waker changes its word, then looks at `asleep`, then raises `wake`. All sequentially
- * consistent: if the waker does not see `asleep`, its change came before, and the sleeper's last look finds it.
- *
  * Proof of a circle: while a rank waits, none of its words changes. If all ranks are found in a wait, then each with
  * somebody missing, and after that all in the very same wait (wait_id), then all stood still while it was asked who is
  * missing: the answers are of one moment, and no rank can ever go on. (To ask about a rank before the next one is known
  * to wait would prove nothing: that one may just be doing what the first waits for.)
  */
-#define _GNU_SOURCE 1 /* syscall */
 #include "comm/shm/shm_wait.h"
 
 #include "comm/shm/shm_report.h"
+#include "comm/shm/shm_wake.h"
 
 #include <errno.h>
-#include <linux/futex.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
 
 static const double slice = 0.1;         /* longest sleep, seconds: dead peers are noticed after that */
 static const double check_every = 0.05;  /* between two looks at the peers' lives */
@@ -53,14 +45,6 @@ static inline void pause_cpu(void)
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
-}
-
-/* --- futex ---------------------------------------------------------------------------------------------------------- */
-
-static void futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds)
-{
-    struct timespec t = {.tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9)};
-    syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0); /* every outcome means: look again */
 }
 
 /* --- trouble ------------------------------------------------------------------------------------------------------------ */
@@ -160,17 +144,16 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
 
 static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act, bool *reached)
 {
-    zs_shm_control *own = shm->own;
     sleep_state state = {.start = now()};
     state.checked = state.start;
     for (;;) {
-        uint32_t seen = atomic_load(&own->wake);
-        *reached = zs_shm_missing(shm, shm->base.rank, act) < 0;
+        uint32_t seen;
+        *reached = !zs_shm_lie_down(shm, act, &seen);
         if (*reached) return ZS_OK;
         ZS_TRY(check_trouble(shm, act, &state));
         if (state.yielded) return ZS_OK;
         double left = state.start + shm->base.timeout - now(), most = act.yields ? yield_slice : slice;
-        futex_wait(&own->wake, seen, left < most ? (left > 0.001 ? left : 0.001) : most);
+        zs_shm_sleep(shm, seen, left < most ? (left > 0.001 ? left : 0.001) : most);
     }
 }
 
@@ -184,10 +167,9 @@ static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
     zs_shm_control *own = shm->own;
     zs_shm_note(shm, act);
     atomic_fetch_add(&own->wait_id, 1); /* odd: from here on the act above is a wait */
-    atomic_store(&own->asleep, 1);
     zs_status status = sleep_until_done(shm, act, reached);
     if (status != ZS_OK) shm->base.failed = true;
-    atomic_store(&own->asleep, 0);
+    zs_shm_get_up(shm);
     atomic_fetch_add(&own->wait_id, 1);
     return status;
 }

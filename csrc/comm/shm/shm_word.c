@@ -5,10 +5,10 @@
  *   wanted   | the owner                                             | why
  *   TRAIN    | has begun as many training forwards                   | it takes part: what it did before, it has done
  *            | is in a backward with as many reductions              | it writes nothing before this rank lets it go: read alone
- *   EVAL     | has begun as many of both kinds of forward            | it takes part
- *            | has begun more training forwards, or is in a backward,| it has gone on to training, and this rank evaluates
- *            | or reads alone, with as many reductions; and is in a  | alone
- *            | pass                                                  |
+ *   EVAL     | has this rank's version and reductions, and is not    | they have made the same writes, and the next one waits
+ *            | dirty                                                 | for this look
+ *            | has a later version; or another one, and is in a      | it will not come to this rank's version before this rank
+ *            | backward or in a later training forward               | trains too: the caller makes it an error
  *   BACKWARD | has begun as many training forwards, or is in a       | it is past the same forward, and does not write
  *            | backward, with as many reductions                     | before the backward
  *   any      | has made more reductions                              | they needed nothing of this rank (nothing was reduced)
@@ -24,19 +24,27 @@
  *                |                        | has O wait for that.
  *   IDLE, WRITES | no                     | it reads nothing
  *   FREED        | no, even if behind     | it never will
- *   WANTS_*      | if O admits it         | it may start at any moment. It waits only for ranks that have not begun its pass.
- *   of a forward | no, if O does not      | it waits for O's next pass, and cannot slip in: O is IDLE, and admits nobody new.
- *   TRAINS,      | yes                    | it reads. It waits for nobody but the user's own collectives, in which O has taken
- *   EVALUATES,   |                        | part, as it is past the same forward.
- *   ALONE        |                        |
+ *   WANTS_TRAIN  | if O admits it         | it may start at any moment. It waits only for ranks that have not begun its pass.
+ *                | no, if O does not      | it waits for O's next pass, and cannot slip in: O is IDLE, and admits nobody new.
+ *   WANTS_EVAL   | no                     | it needs O's version, and O has no write that would not wait for it
+ *   TRAINS       | yes                    | it reads. It waits for nobody but the user's own collectives, in which O has taken
+ *                |                        | part, as it is past the same forward.
+ *   EVALUATES    | if O is not open to it | it is about to fail. Otherwise O's next write waits for it, and O itself must not: P's
+ *                |                        | forward may have collectives of the user's, to which O has yet to come.
  *   BACKWARD,    | no                     | it waits for gradients of O's own coming backward.
  *   WANTS_       |                        |
  *   BACKWARD     |                        |
+ *
+ * Whom a rank O waits for before it writes (zs_word_lags), if it has made more looks at its version than P: P has either yet to make
+ * them, or never will, since O has looked alone. The first shows when P has made as many; the second when P begins the same write,
+ * is past it, or past a backward. A rank that has looked alone therefore writes after the others; it never waits where all have
+ * trained since. P itself waits for O only in passes that O has begun before.
  *
  * Who may come in while O changes its word? Both sides "write mine, then look at yours" (sequentially consistent):
  *   - P is WANTS_*, finds itself admitted, stores that it reads, and looks once more; if somebody does not stand still any more
  *     (it has taken the right to write, or has left the pass in which P was to read it alone), P goes back to WANTS_*. So either
  *     that rank sees P read, and waits, or P sees its new word.
+ *   - P counts a look only after that: whoever sees the look sees P read, or P is through.
  *   - P begins the forward of some count, O ends its own of that count. O ran it because P had begun it: P was WANTS_*, reads,
  *     or is through when O ended, never "not yet": no gap.
  *   - P wants to read alone, admitted by O's backward, and O ends that. If P stored WANTS_* before O looked, O waits for it, as
@@ -48,21 +56,23 @@
  * A step with a closure writes after the closure's passes, which have ended its right to write. Nobody reads there all the same,
  * but a backward that needs this rank's own.
  *
- * Chains of waits end: WANTS_* waits for counts below its own only, an ended pass for WANTS_* of no larger counts, for readers,
- * and for backwards of fewer reductions; neither waits for its equal in the same state.
+ * Chains of waits end: WANTS_TRAIN waits for counts below its own only, WANTS_EVAL for versions below its own or for writes to
+ * end, a write for looks of ranks that have not begun it, an ended pass for WANTS_TRAIN of no larger counts, for readers, and for
+ * backwards of fewer reductions; none waits for its equal in the same state.
  *
  * A rank that skipped a forward, or ran extra ones, is level with the others again after the next reduction, because that sets
- * the other counts to zero. Lone passes do not count at all.
+ * the other counts to zero. Looks are compared before writes only.
  */
 #include "comm/shm/shm_word.h"
 
-enum { STATE = 4, CHANGED = 1, MODE = 1, EVALS = 14, TRAINS = 12 };
+enum { STATE = 4, CHANGED = 1, DIRTY = 1, MODE = 1, TRAINS = 12, VERSION = 20 };
 enum {
     CHANGED_AT = STATE,
-    MODE_AT = CHANGED_AT + CHANGED,
-    EVALS_AT = MODE_AT + MODE,
-    TRAINS_AT = EVALS_AT + EVALS,
-    REDUCTIONS_AT = TRAINS_AT + TRAINS
+    DIRTY_AT = CHANGED_AT + CHANGED,
+    MODE_AT = DIRTY_AT + DIRTY,
+    TRAINS_AT = MODE_AT + MODE,
+    VERSION_AT = TRAINS_AT + TRAINS,
+    REDUCTIONS_AT = VERSION_AT + VERSION
 };
 
 static uint64_t field(uint64_t word, int at, int bits)
@@ -74,6 +84,11 @@ static uint64_t with(uint64_t word, int at, int bits, uint64_t value)
 {
     uint64_t mask = ((UINT64_C(1) << bits) - 1) << at;
     return (word & ~mask) | (value << at & mask);
+}
+
+static uint64_t plus(uint64_t word, int at, int bits, uint64_t by)
+{
+    return with(word, at, bits, field(word, at, bits) + by);
 }
 
 /* How far `a` is ahead of `b` in a count of so many bits. */
@@ -93,9 +108,9 @@ static int64_t trains_ahead(uint64_t a, uint64_t b)
     return ahead(a, b, TRAINS_AT, TRAINS);
 }
 
-static int64_t evals_ahead(uint64_t a, uint64_t b)
+static int64_t versions_ahead(uint64_t a, uint64_t b)
 {
-    return ahead(a, b, EVALS_AT, EVALS);
+    return ahead(a, b, VERSION_AT, VERSION);
 }
 
 zs_reader_state zs_word_state(uint64_t word)
@@ -108,9 +123,14 @@ static uint64_t in_state(uint64_t word, zs_reader_state state)
     return with(word, 0, STATE, state);
 }
 
-uint64_t zs_word_forwards(uint64_t word, zs_pass pass)
+uint64_t zs_word_trains(uint64_t word)
 {
-    return pass == ZS_PASS_EVALUATE ? field(word, EVALS_AT, EVALS) : field(word, TRAINS_AT, TRAINS);
+    return field(word, TRAINS_AT, TRAINS);
+}
+
+uint64_t zs_word_version(uint64_t word)
+{
+    return field(word, VERSION_AT, VERSION);
 }
 
 bool zs_word_changed(uint64_t word)
@@ -118,45 +138,57 @@ bool zs_word_changed(uint64_t word)
     return field(word, CHANGED_AT, CHANGED) != 0;
 }
 
-bool zs_word_same_mode(uint64_t a, uint64_t b)
+static bool is_dirty(uint64_t word)
 {
-    return field(a, MODE_AT, MODE) == field(b, MODE_AT, MODE);
+    return field(word, DIRTY_AT, DIRTY) != 0;
 }
 
-bool zs_word_same_counts(uint64_t a, uint64_t b)
+bool zs_word_same_version(uint64_t a, uint64_t b)
 {
-    return a >> EVALS_AT == b >> EVALS_AT;
+    return a >> VERSION_AT == b >> VERSION_AT;
 }
 
 /* --- transitions ------------------------------------------------------------------------------------------------------ */
 
-static uint64_t count(uint64_t word, zs_reader_state wants, uint64_t by)
+uint64_t zs_word_new(void)
 {
-    if (wants == ZS_READER_WANTS_TRAIN) return with(word, TRAINS_AT, TRAINS, field(word, TRAINS_AT, TRAINS) + by);
-    return with(word, EVALS_AT, EVALS, field(word, EVALS_AT, EVALS) + by);
+    return zs_word_soil(0);
+}
+
+uint64_t zs_word_soil(uint64_t word)
+{
+    return with(word, DIRTY_AT, DIRTY, 1);
+}
+
+/* What was written by hand is complete. */
+static uint64_t settled(uint64_t word)
+{
+    return is_dirty(word) ? with(plus(word, VERSION_AT, VERSION, 1), DIRTY_AT, DIRTY, 0) : word;
 }
 
 uint64_t zs_word_want(uint64_t word, const zs_reading *reading)
 {
     if (reading->pass == ZS_PASS_BACKWARD) return in_state(word, ZS_READER_WANTS_BACKWARD);
-    zs_reader_state wants = reading->pass == ZS_PASS_TRAIN ? ZS_READER_WANTS_TRAIN : ZS_READER_WANTS_EVAL;
+    bool unfinished = zs_word_state(word) == ZS_READER_WRITES; /* a step that has raised */
+    word = settled(unfinished ? zs_word_soil(word) : word);
     word = with(word, CHANGED_AT, CHANGED, reading->changed);
     word = with(word, MODE_AT, MODE, reading->eval_mode);
-    return in_state(count(word, wants, 1), wants);
+    if (reading->pass == ZS_PASS_EVALUATE) return in_state(word, ZS_READER_WANTS_EVAL);
+    return in_state(plus(word, TRAINS_AT, TRAINS, 1), ZS_READER_WANTS_TRAIN);
 }
 
-uint64_t zs_word_enter(uint64_t word, bool alone)
+uint64_t zs_word_enter(uint64_t word)
 {
     zs_reader_state wants = zs_word_state(word);
     if (wants == ZS_READER_WANTS_BACKWARD) return in_state(word, ZS_READER_BACKWARD);
-    if (alone) return in_state(count(word, wants, UINT64_MAX), ZS_READER_ALONE);
-    return in_state(word, wants == ZS_READER_WANTS_TRAIN ? ZS_READER_TRAINS : ZS_READER_EVALUATES);
+    if (wants == ZS_READER_WANTS_EVAL) return in_state(word, ZS_READER_EVALUATES);
+    return in_state(word, ZS_READER_TRAINS);
 }
 
 uint64_t zs_word_leave(uint64_t word)
 {
     if (zs_word_state(word) != ZS_READER_BACKWARD) return in_state(word, ZS_READER_IDLE);
-    uint64_t told = field(word, CHANGED_AT, CHANGED + MODE) << CHANGED_AT;
+    uint64_t told = field(word, CHANGED_AT, CHANGED + DIRTY + MODE) << CHANGED_AT;
     return ((word >> REDUCTIONS_AT) + 1) << REDUCTIONS_AT | told;
 }
 
@@ -167,7 +199,8 @@ uint64_t zs_word_stop(uint64_t word)
 
 uint64_t zs_word_free(uint64_t word)
 {
-    return in_state(word, ZS_READER_FREED);
+    bool unfinished = zs_word_state(word) == ZS_READER_WRITES; /* a step that has raised */
+    return in_state(unfinished ? zs_word_soil(word) : word, ZS_READER_FREED);
 }
 
 uint64_t zs_word_write(uint64_t word)
@@ -175,9 +208,18 @@ uint64_t zs_word_write(uint64_t word)
     return zs_word_state(word) == ZS_READER_IDLE ? in_state(word, ZS_READER_WRITES) : word;
 }
 
-uint64_t zs_word_wrote(uint64_t word)
+uint64_t zs_word_wrote(uint64_t word, bool known)
 {
+    word = known ? with(settled(zs_word_soil(word)), CHANGED_AT, CHANGED, 0) : zs_word_soil(word);
     return zs_word_state(word) == ZS_READER_WRITES ? in_state(word, ZS_READER_IDLE) : word;
+}
+
+uint64_t zs_word_complete(uint64_t word, bool changed)
+{
+    zs_reader_state state = zs_word_state(word);
+    if (state != ZS_READER_IDLE && state != ZS_READER_WRITES) return word;
+    if (is_dirty(word)) word = with(settled(word), CHANGED_AT, CHANGED, changed);
+    return in_state(word, ZS_READER_IDLE);
 }
 
 /* --- questions ---------------------------------------------------------------------------------------------------------- */
@@ -194,39 +236,72 @@ static bool evaluates(uint64_t word)
     return state == ZS_READER_WANTS_EVAL || state == ZS_READER_EVALUATES;
 }
 
-bool zs_word_takes_part(uint64_t owner, uint64_t mine)
-{
-    if (reductions_ahead(owner, mine) != 0 || trains_ahead(owner, mine) < 0) return false;
-    return !evaluates(mine) || (trains_ahead(owner, mine) == 0 && evals_ahead(owner, mine) >= 0);
-}
-
 static bool in_pass(uint64_t word)
 {
     zs_reader_state state = zs_word_state(word);
     return state != ZS_READER_IDLE && state != ZS_READER_WRITES && state != ZS_READER_FREED;
 }
 
-/* Does `owner`, which does not take part, stand where a rank in `mine` may read it all the same? */
+bool zs_word_takes_part(uint64_t owner, uint64_t mine)
+{
+    return reductions_ahead(owner, mine) == 0 && trains_ahead(owner, mine) >= 0;
+}
+
+static bool has_version(uint64_t owner, uint64_t mine)
+{
+    return zs_word_same_version(owner, mine) && !is_dirty(owner);
+}
+
+/* As many writes by hand may have left other weights, if one rank alone has made some: it has then made more operations, and as a
+ * rule the weights of one of the two are as the last known write has left them. (Code may spare operations on shards without
+ * elements; these are never changed.) */
+bool zs_word_is_alike(uint64_t owner, uint64_t mine, bool same_work)
+{
+    if (has_version(owner, mine)) return same_work || zs_word_changed(owner) == zs_word_changed(mine);
+    return reductions_ahead(owner, mine) > 0 && !is_dirty(owner) && !zs_word_changed(owner) && !zs_word_changed(mine);
+}
+
+bool zs_word_clashes(uint64_t owner, uint64_t mine, bool same_work)
+{
+    bool same_mode = field(owner, MODE_AT, MODE) == field(mine, MODE_AT, MODE);
+    bool changed = zs_word_changed(owner) || zs_word_changed(mine);
+    return changed && !(same_mode && zs_word_takes_part(owner, mine)) && !zs_word_is_alike(owner, mine, same_work);
+}
+
+static bool is_open(uint64_t owner, uint64_t mine)
+{
+    return zs_word_state(owner) != ZS_READER_WRITES && has_version(owner, mine);
+}
+
+/* Will `owner` not come to the version of an evaluation in `mine` before that rank trains too? */
+static bool is_past(uint64_t owner, uint64_t mine)
+{
+    return versions_ahead(owner, mine) > 0 || (in_pass(owner) && trains_ahead(owner, mine) > 0);
+}
+
+/* Does `owner` stand where a rank in `mine` may read it although it takes no part? */
 static bool may_be_read_alone(uint64_t owner, uint64_t mine)
 {
     int64_t apart = reductions_ahead(owner, mine);
     if (apart != 0) return apart > 0;
-    if (!in_pass(owner)) return false;
     if (in_backward(owner)) return true;
-    return evaluates(mine) && (trains_ahead(owner, mine) > 0 || zs_word_state(owner) == ZS_READER_ALONE);
+    return evaluates(mine) && is_past(owner, mine);
 }
 
 bool zs_word_admits(uint64_t owner, uint64_t mine)
 {
     if (zs_word_state(owner) == ZS_READER_WRITES) return false;
-    return zs_word_takes_part(owner, mine) || may_be_read_alone(owner, mine);
+    bool with_it = evaluates(mine) ? is_open(owner, mine) : zs_word_takes_part(owner, mine);
+    return with_it || may_be_read_alone(owner, mine);
 }
 
 bool zs_word_stands_still(uint64_t owner, uint64_t wanted)
 {
     if (zs_word_state(owner) == ZS_READER_WRITES) return false;
     int64_t apart = reductions_ahead(owner, wanted);
-    return zs_word_takes_part(owner, wanted) || apart > 0 || (apart == 0 && in_pass(owner));
+    if (apart != 0) return apart > 0;
+    if (evaluates(wanted)) return is_open(owner, wanted) || in_pass(owner) || is_past(owner, wanted);
+    return zs_word_takes_part(owner, wanted) || in_pass(owner);
 }
 
 bool zs_word_reads(uint64_t peer)
@@ -234,10 +309,19 @@ bool zs_word_reads(uint64_t peer)
     switch (zs_word_state(peer)) {
     case ZS_READER_TRAINS:
     case ZS_READER_EVALUATES:
-    case ZS_READER_ALONE:
     case ZS_READER_BACKWARD: return true;
     default: return false;
     }
+}
+
+bool zs_word_lags(uint64_t peer, uint64_t mine, bool fewer)
+{
+    zs_reader_state state = zs_word_state(peer);
+    int64_t apart = reductions_ahead(peer, mine), versions = versions_ahead(peer, mine);
+    if (state == ZS_READER_FREED || apart > 0) return false;
+    if (apart < 0) return true;
+    bool writes = state == ZS_READER_WRITES || is_dirty(peer);
+    return versions < 0 || (versions == 0 && fewer && !writes);
 }
 
 bool zs_word_delays_write(uint64_t peer, uint64_t mine)
@@ -251,8 +335,8 @@ bool zs_word_holds_up(uint64_t peer, uint64_t mine)
     zs_reader_state state = zs_word_state(peer);
     if (state == ZS_READER_FREED) return false;
     if (reductions_ahead(peer, mine) < 0) return true;
-    if (in_backward(peer)) return false;
+    if (in_backward(peer) || state == ZS_READER_WANTS_EVAL) return false;
+    if (state == ZS_READER_EVALUATES) return !is_open(mine, peer);
     if (zs_word_reads(peer)) return true;
-    bool wants = state == ZS_READER_WANTS_TRAIN || state == ZS_READER_WANTS_EVAL;
-    return wants && zs_word_admits(mine, peer);
+    return state == ZS_READER_WANTS_TRAIN && zs_word_admits(mine, peer);
 }

@@ -1,0 +1,226 @@
+/* c10d_serve.c - gathers of which one rank knows nothing, and that it takes part in. See c10d.h.
+ *
+ * The one idea: ranks say what comes next before each collective, so a rank that leaves a unit out hears from the others that they
+ * are gathering it. It needs nothing of its own for that but its shard: it takes part, throws away what comes, and says again
+ * what it was about to do. All ranks choose among what they have said by one rule, so they choose the same. As long as any rank
+ * wants to gather, that comes first; what a rank can not do for another (a round of gradients) waits until all have come to it,
+ * in an order that is the same on all ranks. Each gather brings one rank further, so this ends.
+ *
+ * A shard is brought only as the session of its model has begun with it: see `serves`.
+ */
+#include "comm/c10d/c10d.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* --- what can be brought ---------------------------------------------------------------------------------------------------- */
+
+/* A flat that this transport has made, and not freed. */
+struct zs_c10d_flat {
+    uint64_t key;
+    const char *shard;
+    size_t shard_bytes;
+    struct zs_c10d_flat *next;
+};
+
+/* A model, and whether its shards are as its last forward has found them. */
+struct zs_reader {
+    uint64_t number;
+    bool current;
+    zs_reader *next;
+};
+
+/* Where the list begins that a flat of this number is in: each gather looks. */
+static zs_c10d_flat **list_of(zs_c10d_comm *comm, uint64_t key)
+{
+    return &comm->made[key % ZS_C10D_LISTS];
+}
+
+static const zs_c10d_flat *find_flat(zs_c10d_comm *comm, uint64_t key)
+{
+    const zs_c10d_flat *flat = *list_of(comm, key);
+    while (flat != NULL && flat->key != key)
+        flat = flat->next;
+    return flat;
+}
+
+zs_status zs_c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
+{
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    zs_c10d_flat *flat = malloc(sizeof *flat);
+    if (flat == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a shard");
+    zs_status status = zs_device_mem_new(comm->device, shard_bytes, &out->mem);
+    if (status != ZS_OK) {
+        free(flat);
+        return status;
+    }
+    out->shard = out->mem->ptr;
+    out->full = NULL;
+    out->shard_bytes = shard_bytes;
+    out->key = self->flats++;
+    zs_c10d_flat **list = list_of(self, out->key);
+    *flat = (zs_c10d_flat){out->key, out->shard, shard_bytes, *list};
+    *list = flat;
+    return ZS_OK;
+}
+
+void zs_c10d_flat_free(zs_comm *comm, zs_flat_mem *flat)
+{
+    zs_c10d_flat **at = list_of((zs_c10d_comm *)comm, flat->key);
+    while (*at != NULL && (*at)->shard != flat->shard)
+        at = &(*at)->next;
+    if (*at != NULL) {
+        zs_c10d_flat *gone = *at;
+        *at = gone->next;
+        free(gone);
+    }
+    zs_local_flat_free(comm, flat);
+}
+
+void zs_c10d_numbers(const zs_comm *comm, uint64_t *out)
+{
+    const zs_c10d_comm *self = (const zs_c10d_comm *)comm;
+    out[0] = self->flats;
+    out[1] = self->units;
+}
+
+void zs_c10d_go_on_from(zs_comm *comm, const uint64_t *numbers)
+{
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    self->flats = numbers[0];
+    self->units = numbers[1];
+}
+
+/* Flats on a disk, or of another transport, are not to be found by their numbers. */
+bool zs_c10d_is_own(zs_c10d_comm *comm, const zs_flat_mem *flat)
+{
+    const zs_c10d_flat *found = find_flat(comm, flat->key);
+    return found != NULL && found->shard == flat->shard;
+}
+
+static zs_status c10d_reader_new(zs_comm *comm, const char *name, zs_reader **out)
+{
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    zs_reader *reader = malloc(sizeof *reader);
+    if (reader == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the reader of '%s'", name);
+    *reader = (zs_reader){comm->models, false, self->readers};
+    *out = self->readers = reader;
+    return ZS_OK;
+}
+
+static void unlink_reader(zs_c10d_comm *comm, const zs_reader *reader)
+{
+    zs_reader **at = &comm->readers;
+    while (*at != NULL && *at != reader)
+        at = &(*at)->next;
+    if (*at != NULL) *at = reader->next;
+}
+
+static void c10d_reader_free(zs_comm *comm, zs_reader *reader)
+{
+    unlink_reader((zs_c10d_comm *)comm, reader);
+    free(reader);
+}
+
+static zs_status c10d_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
+{
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    if (reading->pass != ZS_PASS_BACKWARD) {
+        unlink_reader(self, reader);
+        reader->current = true;
+        reader->next = self->readers;
+        self->readers = reader;
+    }
+    return zs_local_read_begin(comm, reader, reading);
+}
+
+static zs_status c10d_write_begin(zs_comm *comm, zs_reader *reader)
+{
+    (void)comm;
+    reader->current = false;
+    return ZS_OK;
+}
+
+static void c10d_write_end(zs_comm *comm, zs_reader *reader, bool known)
+{
+    (void)comm;
+    (void)known;
+    reader->current = false;
+}
+
+const zs_reader_ops zs_c10d_reader_ops = {
+    .reader_new = c10d_reader_new,
+    .reader_free = c10d_reader_free,
+    .read_begin = c10d_read_begin,
+    .read_end = zs_local_read_end,
+    .write_begin = c10d_write_begin,
+    .write_end = c10d_write_end,
+};
+
+void zs_c10d_served(const zs_c10d_comm *comm, uint32_t out[ZS_C10D_SERVES])
+{
+    int n = 0;
+    memset(out, 0, ZS_C10D_SERVES * sizeof *out);
+    for (const zs_reader *reader = comm->readers; reader != NULL && n < ZS_C10D_SERVES; reader = reader->next)
+        if (reader->current) out[n++] = (uint32_t)reader->number;
+}
+
+/* Will all ranks bring their shards of the model? */
+static bool is_served(const zs_c10d_comm *comm, const zs_c10d_turn *turns, uint64_t model)
+{
+    for (int r = 0; r < comm->base.world; r++) {
+        bool found = false;
+        for (int i = 0; i < ZS_C10D_SERVES; i++)
+            found |= turns[r].serves[i] == (uint32_t)model;
+        if (!found) return false;
+    }
+    return true;
+}
+
+/* --- what is gathered next -------------------------------------------------------------------------------------------------- */
+
+/* A rank that left a unit out is met soonest where the others gather in the order of its own pass. */
+static bool is_before(const zs_c10d_turn *a, const zs_c10d_turn *b)
+{
+    bool back = zs_reading_is_backward(a->reading), other_back = zs_reading_is_backward(b->reading);
+    if (back != other_back) return other_back;
+    return back ? a->number > b->number : a->number < b->number;
+}
+
+int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    int chosen = -1;
+    for (int r = 0; r < comm->base.world; r++)
+        if (turns[r].kind == ZS_C10D_GIVE_UP) return -1;
+    for (int r = 0; r < comm->base.world; r++) {
+        const zs_c10d_turn *turn = &turns[r];
+        bool can = turn->kind == ZS_C10D_GATHER && turn->joinable && turn->model != 0;
+        if (can && is_served(comm, turns, turn->model) && (chosen < 0 || is_before(turn, &turns[chosen]))) chosen = r;
+    }
+    return chosen;
+}
+
+/* --- taking part ------------------------------------------------------------------------------------------------------------ */
+
+/* Memory for what comes, which is thrown away. */
+static zs_status prepare(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_flat *flat, zs_mem **area)
+{
+    if (flat == NULL || flat->shard_bytes != turn->bytes)
+        return ZS_FAIL(ZS_ERR_STATE, "another rank all-gathers unit '%s', which rank %d no longer has", turn->name,
+                       comm->base.rank);
+    return zs_c10d_borrow_area(comm, (size_t)comm->base.world * flat->shard_bytes, area);
+}
+
+zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn)
+{
+    const zs_c10d_flat *flat = find_flat(comm, turn->number);
+    zs_mem *area = NULL;
+    zs_work *work = NULL;
+    int world = comm->base.world;
+    zs_status status = prepare(comm, turn, flat, &area);
+    if (status != ZS_OK) return zs_c10d_fail(comm, turn, status); /* the others are in it already */
+    status = zs_group_all_gather(comm->group, flat->shard, area->ptr, flat->shard_bytes, world, &work);
+    status = status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);
+    zs_c10d_return_area(comm, &area);
+    return status;
+}

@@ -1,0 +1,111 @@
+/* c10d_stall.c - a rank that waits for others for long finds out where their scripts are. See c10d.h.
+ *
+ * The one idea: a process group tells nothing of ranks that have not come. They may be in a collective of the script's, say in
+ * torch's barrier while this rank evaluates alone. So it asks by the group's store, a thread of theirs answers (_where.py), and what
+ * it says goes into one line on stderr, and into the error at the end.
+ */
+#include "comm/c10d/c10d.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Seconds of waiting: the first question, the line on stderr; a last question so long before the end; between two looks for
+ * answers. */
+static const double ask_after = 7.0, tell_after = 10.0, ask_again = 4.0, look_every = 0.4;
+
+enum { ANSWER = 160, SHOWN = 4, PLACES = 1024 };
+
+/* An answer: 'w' for a rank that waits here too, anything else for one that does not; then where its script is. */
+typedef struct answer {
+    char text[ANSWER];
+} answer;
+
+void zs_c10d_stall_end(zs_c10d_stall *stall)
+{
+    free(stall->answers);
+    stall->answers = NULL;
+}
+
+static void ask(zs_c10d_comm *comm, zs_c10d_stall *stall)
+{
+    stall->questions++;
+    stall->question = zs_group_ask(comm->group);
+    stall->looked = 0;
+}
+
+/* Keeps what was known of a rank until it answers anew. */
+static void read_answers(zs_c10d_comm *comm, zs_c10d_stall *stall)
+{
+    size_t world = (size_t)comm->base.world;
+    if (stall->answers == NULL) stall->answers = calloc(world, sizeof(answer));
+    answer *answers = stall->answers;
+    for (size_t r = 0; r < world && answers != NULL; r++)
+        zs_group_read_answer(comm->group, stall->question, (int)r, answers[r].text, sizeof answers[r].text);
+}
+
+/* What is known, as "; rank 1 is in barrier() at train.py:44 (main)"; false: nothing. */
+static bool list_places(const zs_c10d_comm *comm, const answer *answers, char *text, size_t size)
+{
+    int shown = 0, more = 0;
+    size_t length = 0;
+    text[0] = 0;
+    for (int r = 0; answers != NULL && r < comm->base.world; r++) {
+        if (r == comm->base.rank || answers[r].text[0] == 0 || answers[r].text[0] == 'w') continue;
+        if (shown == SHOWN) more++;
+        if (shown == SHOWN || length >= size) continue;
+        length += (size_t)snprintf(text + length, size - length, "; rank %d is %s", r, answers[r].text + 1);
+        shown++;
+    }
+    if (more > 0 && length < size) snprintf(text + length, size - length, "; so are or wait %d more ranks", more);
+    return shown > 0;
+}
+
+/* What to write instead. */
+static const char *remedy_of(const zs_c10d_comm *comm, const zs_c10d_turn *turn)
+{
+    bool looks = turn->kind == ZS_C10D_GATHER && zs_reading_is_look(comm->base.reading);
+    if (looks || turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST)
+        return "over c10d this takes all ranks: call it on all of them, or on one host use transport='shm', over which "
+               "one "
+               "rank may evaluate and call state_dict() alone";
+    return "run the same forwards, backwards and collectives on all ranks";
+}
+
+void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, char *text,
+                         size_t size)
+{
+    char places[PLACES];
+    const answer *answers = stall->answers;
+    text[0] = 0;
+    if (answers == NULL) return;
+    bool known = list_places(comm, answers, places, sizeof places);
+    const char *own = answers[comm->base.rank].text;
+    if (!known && *own == 0) return;
+    snprintf(text, size, "%s%s%s%s%s", *own != 0 ? ", " : "", *own != 0 ? own + 1 : "", places, known ? "; " : "",
+             known ? remedy_of(comm, turn) : "");
+}
+
+static void tell(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, double waited)
+{
+    char phrase[ZS_C10D_PHRASE], who[ZS_C10D_PHRASE], words[ZS_C10D_WORDS];
+    zs_c10d_describe(turn, "", phrase, sizeof phrase);
+    zs_c10d_name_others(comm, who, sizeof who);
+    zs_c10d_stall_words(comm, turn, stall, words, sizeof words);
+    fprintf(stderr, "zshard: rank %d has been waiting %.0f s for %s while %s%s\n", comm->base.rank, waited, who, phrase,
+            words);
+}
+
+void zs_c10d_stall_look(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited)
+{
+    double limit = comm->base.timeout, first = limit / 4 < ask_after ? limit / 4 : ask_after;
+    bool late = stall->questions == 1 && waited > limit - ask_again && limit > 2 * tell_after;
+    if ((stall->questions == 0 && waited > first) || late) ask(comm, stall);
+    if (stall->question != 0 && waited - stall->looked > look_every) {
+        read_answers(comm, stall);
+        stall->looked = waited;
+    }
+    if (stall->told || waited < tell_after) return;
+    stall->told = true;
+    tell(comm, turn, stall, waited);
+}

@@ -1,0 +1,172 @@
+/* c10d_wait.c - waiting for a collective: its end, its failure in words, and the memory that it writes to. See c10d.h.
+ *
+ * The one idea: a process group waits for a peer until its timeout, whatever becomes of the peer. So waits look about between, and
+ * one that is broken off leaves everything that torch's threads may still write to where it is, for ever.
+ */
+#define _GNU_SOURCE /* strdup */
+#include "base/file.h"
+#include "comm/c10d/c10d.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* Seconds: one look at the peers' lives and for Ctrl-C; between two looks for last words; that the end of a process may
+ * come later than the end of its connections; from finding a peer gone until a wait that goes on is given up. */
+static const double slice = 0.1, ask_every = 2.0, straggle = 2.0, grace = 1.0;
+
+enum { WORDS = 512 };
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* --- failures ----------------------------------------------------------------------------------------------------------- */
+
+/* Looks for who is gone; the end of a process may show a little later than the end of its connections. */
+static bool look_for_gone(zs_c10d_comm *comm, double patience, char *sentence, size_t size)
+{
+    double end = now() + patience;
+    for (;;) {
+        bool last = now() >= end;
+        if (zs_c10d_find_gone(comm, last || patience == 0, sentence, size)) return true;
+        if (last) return false;
+        nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    }
+}
+
+/* zs_c10d_fail, with what a stall has found; NULL: there was none. */
+static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
+{
+    char places[ZS_C10D_WORDS] = "";
+    if (stall != NULL) zs_c10d_stall_words(comm, turn, stall, places, sizeof places);
+    char words[WORDS], phrase[ZS_C10D_PHRASE], who[WORDS];
+    snprintf(words, sizeof words, "%s", zs_last_message());
+    zs_clear_error();
+    zs_c10d_describe(turn, "", phrase, sizeof phrase);
+    int own = comm->base.rank;
+    if (look_for_gone(comm, status == ZS_ERR_PEER ? straggle : 0, who, sizeof who)) {
+        status = ZS_FAIL(ZS_ERR_PEER, "%s; rank %d was %s: %s", who, own, phrase, words);
+    } else {
+        zs_c10d_name_others(comm, who, sizeof who);
+        if (status == ZS_ERR_TIMEOUT)
+            status = ZS_FAIL(
+                status,
+                "rank %d timed out after %.1f s waiting for %s while %s%s; raise timeout if it is only slow: %s", own,
+                comm->base.timeout, who, phrase, places, words);
+        else if (status == ZS_ERR_PEER)
+            status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s", who, own, phrase, words);
+        else
+            status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, words);
+    }
+    if (comm->base.lost == NULL) comm->base.lost = strdup(zs_last_message());
+    return status;
+}
+
+zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status)
+{
+    return fail_after(comm, turn, NULL, status);
+}
+
+bool zs_c10d_is_forked(const zs_c10d_comm *comm)
+{
+    return comm->lifetime != zs_lifetime();
+}
+
+/* --- waiting -------------------------------------------------------------------------------------------------------------- */
+
+/* What a wait has seen so far, in seconds of now(). */
+typedef struct patience {
+    double asked; /* the store, last */
+    double gone;  /* a peer was first seen to be gone; 0: none */
+} patience;
+
+/* Fails if the wait is to be broken off. */
+static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
+{
+    char who[WORDS];
+    double time = now();
+    if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
+    bool ask = time - seen->asked > ask_every;
+    if (ask) seen->asked = time;
+    if (!zs_c10d_find_gone(comm, ask, who, sizeof who)) return ZS_OK;
+    if (seen->gone == 0) seen->gone = time;
+    if (time - seen->gone < grace) return ZS_OK; /* what it has sent before may be enough for us */
+    return ZS_FAIL(ZS_ERR_PEER, "the collective cannot complete without that rank");
+}
+
+/* torch's threads will write to the memory whenever the missing peer comes. */
+static void leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
+{
+    zs_c10d_stray *stray = malloc(sizeof *stray);
+    if (stray == NULL) return; /* lost without a trace is as good */
+    *stray = (zs_c10d_stray){work, memory != NULL ? zs_mem_retain(memory) : NULL, comm->strays};
+    comm->strays = stray;
+}
+
+/* `stall`: NULL where a wait may last, as the bytes are many. */
+static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
+                        zs_c10d_stall *stall)
+{
+    if (zs_c10d_is_forked(comm)) {
+        leave_behind(comm, work, memory);
+        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", comm->base.rank);
+    }
+    double begun = now();
+    patience seen = {.asked = begun};
+    for (;;) {
+        bool done = false;
+        zs_status status = zs_work_wait(work, slice, &done);
+        if (done) zs_work_free(work);
+        if (done && status == ZS_OK) return ZS_OK;
+        if (done) return fail_after(comm, turn, stall, status);
+        status = check_wait(comm, &seen);
+        if (status == ZS_OK && stall != NULL) zs_c10d_stall_look(comm, turn, stall, now() - begun);
+        if (status == ZS_OK) continue;
+        leave_behind(comm, work, memory);
+        if (status == ZS_ERR_PEER) return fail_after(comm, turn, stall, status);
+        if (comm->base.lost == NULL)
+            comm->base.lost = strdup("a wait was interrupted (Ctrl-C) while its collective was in flight");
+        return status;
+    }
+}
+
+zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory)
+{
+    return finish(comm, turn, work, memory, NULL);
+}
+
+zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work)
+{
+    zs_c10d_stall stall = {0};
+    atomic_store_explicit(&comm->base.waiting, true, memory_order_relaxed);
+    zs_status status = finish(comm, turn, work, NULL, &stall);
+    atomic_store_explicit(&comm->base.waiting, false, memory_order_relaxed);
+    zs_c10d_stall_end(&stall);
+    return status;
+}
+
+/* --- areas ---------------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area)
+{
+    if (comm->areas == NULL) ZS_TRY(zs_arena_new(comm->base.device, &comm->areas));
+    return zs_arena_take(comm->areas, bytes, area);
+}
+
+void zs_c10d_return_area(zs_c10d_comm *comm, zs_mem **area)
+{
+    if (*area != NULL) zs_arena_give(comm->areas, *area);
+    *area = NULL;
+}
+
+void zs_c10d_free_areas(zs_c10d_comm *comm)
+{
+    if (comm->strays != NULL) return;
+    zs_arena_free(comm->areas);
+    comm->areas = NULL;
+}

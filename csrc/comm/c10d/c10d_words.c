@@ -1,0 +1,36 @@
+/* c10d_words.c - what messages call a collective, and the other ranks. See c10d.h. */
+#include "comm/c10d/c10d.h"
+
+#include <stdio.h>
+
+void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size)
+{
+    unsigned long long number = turn->number, round = turn->round, bytes = turn->bytes;
+    switch ((zs_c10d_kind)turn->kind) {
+    case ZS_C10D_GATHER:
+        snprintf(text, size, "all-gathering parameters of unit '%s'%s (%llu bytes)", turn->name, owner, bytes);
+        return;
+    case ZS_C10D_POST:
+        snprintf(text, size, "reducing gradients of unit '%s'%s (round %llu)", turn->name, owner, round);
+        return;
+    case ZS_C10D_SHARE:
+        snprintf(text, size, "all-gathering reduced gradients of unit '%s'%s (round %llu)", turn->name, owner, round);
+        return;
+    case ZS_C10D_EXCHANGE: snprintf(text, size, "all-gathering message %llu (%llu bytes)", number, bytes); return;
+    case ZS_C10D_BROADCAST:
+        snprintf(text, size, "broadcasting %llu bytes from rank %llu (message %llu)", bytes, round, number);
+        return;
+    case ZS_C10D_GIVE_UP: snprintf(text, size, "abandoning its backward"); return;
+    }
+    snprintf(text, size, "in an unknown collective (a different zshard version?)");
+}
+
+void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size)
+{
+    int world = comm->base.world;
+    size_t length = (size_t)snprintf(text, size, world == 2 ? "rank" : "one of ranks");
+    for (int r = 0, told = 0; r < world && length + 16 < size; r++) {
+        if (r == comm->base.rank) continue;
+        length += (size_t)snprintf(text + length, size - length, "%s%d", told++ == 0 ? " " : ", ", r);
+    }
+}

@@ -1,0 +1,103 @@
+/* shm_wake.c - see shm_wake.h.
+ *
+ * No wake-up is lost. Whoever gives a turn (the sleeper, or a rank that hands it on) stores it in the sleeper's `asleep` and then looks
+ * whether that rank is still missing. A rank that changes something stores that and then looks at `asleep`. All sequentially
+ * consistent: either it sees that it is its turn, or the giver sees the change, and goes on to the next. A turn is handed on by
+ * compare-and-swap; who fails has been overtaken by another giver, which looks after its own store.
+ *
+ * `asleep` has the number of the wait in it. So a turn that is handed on late, when the sleeper is in another wait, changes nothing,
+ * and what was read of the wait (zs_shm_look_at) before a successful exchange is of that very wait.
+ */
+#define _GNU_SOURCE 1 /* syscall */
+#include "comm/shm/shm_wake.h"
+
+#include <linux/futex.h>
+#include <stdio.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { TURN_BITS = 16, TURN_MASK = (1 << TURN_BITS) - 1 };
+
+static uint64_t with_turn(uint64_t asleep, int rank)
+{
+    return (asleep & ~(uint64_t)TURN_MASK) | (uint64_t)(rank + 1);
+}
+
+static bool has_turn(uint64_t asleep, int rank)
+{
+    return (asleep & TURN_MASK) == (uint64_t)(rank + 1);
+}
+
+static void wake(zs_shm_control *peer)
+{
+    atomic_fetch_add(&peer->wake, 1);
+    syscall(SYS_futex, &peer->wake, FUTEX_WAKE, 1, NULL, NULL, 0);
+}
+
+/* This rank has changed something, and peer `r` sleeps: if it is this rank's turn, wakes it or hands the turn on. */
+static void take_turn(zs_shm *shm, int r)
+{
+    zs_shm_control *peer = shm->peers[r].control;
+    int turn = shm->base.rank;
+    for (uint64_t asleep = atomic_load(&peer->asleep); has_turn(asleep, turn);) {
+        int missing = zs_shm_missing_from(shm, r, zs_shm_look_at(shm, r).act, turn);
+        if (missing == turn) return; /* not yet: its next change will tell */
+        uint64_t next = missing < 0 ? 0 : with_turn(asleep, missing);
+        if (!atomic_compare_exchange_strong(&peer->asleep, &asleep, next)) return;
+        if (missing < 0) {
+            wake(peer); /* once: it is asleep no more */
+            return;
+        }
+        turn = missing;
+        asleep = next;
+    }
+}
+
+void zs_shm_set(zs_shm *shm, _Atomic uint64_t *word, uint64_t value)
+{
+    atomic_store(word, value);
+    for (int r = 0; r < shm->base.world; r++)
+        if (r != shm->base.rank && has_turn(atomic_load(&shm->peers[r].control->asleep), shm->base.rank))
+            take_turn(shm, r);
+}
+
+void zs_shm_wake_all(zs_shm *shm)
+{
+    for (int r = 0; r < shm->base.world; r++)
+        if (r != shm->base.rank && atomic_load(&shm->peers[r].control->asleep) != 0) wake(shm->peers[r].control);
+}
+
+void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason)
+{
+    zs_shm_control *own = shm->own;
+    if (atomic_load(&own->stopped) != 0) return;
+    snprintf(own->stop_text, sizeof own->stop_text, "%s", reason);
+    atomic_store(&own->stopped, (uint32_t)status);
+    zs_shm_wake_all(shm);
+}
+
+bool zs_shm_lie_down(zs_shm *shm, zs_shm_act act, uint32_t *seen)
+{
+    zs_shm_control *own = shm->own;
+    int rank = shm->base.rank, missing = zs_shm_missing_from(shm, rank, act, rank);
+    *seen = atomic_load(&own->wake); /* before anybody has the turn */
+    while (missing >= 0) {
+        atomic_store(&own->asleep, with_turn(atomic_load(&own->wait_id) << TURN_BITS, missing));
+        int now = zs_shm_missing_from(shm, rank, act, missing);
+        if (now == missing) return true;
+        missing = now;
+    }
+    return false;
+}
+
+void zs_shm_sleep(zs_shm *shm, uint32_t seen, double seconds)
+{
+    struct timespec t = {.tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    syscall(SYS_futex, &shm->own->wake, FUTEX_WAIT, seen, &t, NULL, 0); /* every outcome means: look again */
+}
+
+void zs_shm_get_up(zs_shm *shm)
+{
+    atomic_store(&shm->own->asleep, 0);
+}

@@ -1,0 +1,412 @@
+"""What scripts for DDP do on rank 0 alone: evaluate, save the model and the optimizer, look at values.
+
+The one idea: over shm nothing of it needs the other ranks, wherever their scripts are: in torch's own
+barrier, asleep, or training on. Each step is compared with a plain model that has seen the same batches.
+"""
+
+import copy
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups import own_group, passing_groups
+from models import COMBINATIONS, loss_of, make
+from nursery import fork_ranks
+from scenarios import Wide, floats, message_of, whole
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+OVER_SHM = [c for c in COMBINATIONS if c[0] != "no_shard" and c[1] == "shm"]
+STEPS = 3
+OPTIMIZERS = {"torch": torch.optim.AdamW, "zshard": zshard.AdamW, "foreach": torch.optim.Adam}
+
+
+def built(combination, **options):
+    strategy, transport = combination
+    made = make(Wide)
+    return FSDP(
+        made,
+        process_group=own_group(),
+        strategy=strategy,
+        transport=transport,
+        timeout=20,
+        **options,
+    )
+
+
+class Plain:
+    """A plain model, trained on all ranks' batches."""
+
+    def __init__(self, kind):
+        self.model = make(Wide)
+        self.optimizer = OPTIMIZERS[kind](self.model.parameters(), lr=0.01)
+
+    def step(self, i):
+        world = dist.get_world_size()
+        self.optimizer.zero_grad()
+        sum(loss_of(self.model(floats(rank, i))) for rank in range(world)).div(world).backward()
+        self.optimizer.step()
+
+
+def evaluated(model):
+    model.eval()
+    with torch.no_grad():
+        found = model(floats(9)).clone()
+    model.train()
+    return found
+
+
+def near(ours, theirs):
+    return ours.shape == theirs.shape and bool(torch.allclose(ours, theirs, atol=1e-5))
+
+
+def looks(model, optimizer, plain):
+    """What rank 0 finds of the model that is not so of the plain one."""
+    wrong = [] if near(evaluated(model), evaluated(plain.model)) else ["evaluation"]
+    values = plain.model.state_dict()
+    for name, ours in (("state_dict", model.state_dict()), ("module", model.module.state_dict())):
+        wrong += [name for key in values if not near(ours[key], values[key])]
+    wrong += [key for key, v in zshard.whole_named_parameters(model) if not near(v, values[key])]
+    first = next(iter(model.parameters()))
+    wrong += [] if near(zshard.full_tensor(first), next(iter(values.values()))) else ["full_tensor"]
+    ours, theirs = optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
+    assert len(ours) == len(theirs)
+    for number, entries in theirs.items():
+        wrong += [key for key, v in entries.items() if not near(ours[number][key].float(), v)]
+    return wrong
+
+
+ELSEWHERE = {
+    "in a barrier": dist.barrier,
+    "asleep": lambda: time.sleep(0.3),
+    "training on": lambda: None,
+}
+
+
+@passing_groups()
+def rank_0_looks(combination, kind, place):
+    model = built(combination)
+    optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.01)
+    plain, wrong = Plain(kind), []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model(floats(dist.get_rank(), i))).backward()
+        optimizer.step()
+        plain.step(i)
+        if dist.get_rank() == 0:
+            wrong += looks(model, optimizer, plain)
+        if dist.get_rank() != 0 or place == "in a barrier":
+            ELSEWHERE[place]()
+    dist.barrier()  # optimizer state goes with the optimizer
+    return wrong
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("combination", OVER_SHM)
+def test_rank_0_alone(pool2, combination, kind, place):
+    assert pool2.run(rank_0_looks, combination, kind, place) == [[], []]
+
+
+@passing_groups()
+def rank_0_looks_in_low_precision(place):
+    """Others read copies in bf16, which each rank makes of its own."""
+    model = built(("full_shard", "shm"), mixed_precision=zshard.MixedPrecision(torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model(floats(dist.get_rank(), i))).backward()
+        optimizer.step()
+        alone = evaluated(model) if dist.get_rank() == 0 else None
+        ELSEWHERE[place]()
+        together = evaluated(model)
+        found.append(alone is None or bool(torch.equal(alone, together)))
+    return found
+
+
+@pytest.mark.parametrize("place", ["in a barrier", "asleep"])
+def test_rank_0_alone_in_low_precision(pool2, place):
+    assert pool2.run(rank_0_looks_in_low_precision, place) == [[True] * STEPS] * 2
+
+
+@passing_groups()
+def before_the_first_step(place):
+    """nanoGPT evaluates before it trains, and its optimizer is older than its sharded model."""
+    model = make(Wide)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model = FSDP(model, process_group=own_group(), transport="shm", timeout=20)
+    good = True
+    if dist.get_rank() == 0:
+        good = near(evaluated(model), evaluated(make(Wide)))
+        good &= len(optimizer.state_dict()["state"]) == 0
+    ELSEWHERE[place]()
+    return good
+
+
+@pytest.mark.parametrize("place", ["in a barrier", "asleep"])
+def test_before_the_first_step(pool2, place):
+    assert pool2.run(before_the_first_step, place) == [True, True]
+
+
+@passing_groups()
+def one_is_ahead():
+    """All ranks evaluate and then write; rank 1 is late with its evaluations."""
+    model = built(("full_shard", "shm"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = make(Wide)
+    found = []
+    for factor in (1.0, 0.5, 0.25):
+        for _ in range(2):
+            time.sleep(0.1 * dist.get_rank())
+            found.append(near(evaluated(model), evaluated(plain)))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(factor)
+            for param in plain.parameters():
+                param.mul_(factor)
+    del optimizer
+    return found
+
+
+def test_a_rank_that_is_ahead_waits_before_it_writes(pool2):
+    assert pool2.run(one_is_ahead) == [[True] * 6] * 2
+
+
+@passing_groups()
+def rank_0_evaluates_replaced_data():
+    """All ranks put averages in place by `p.data = t`, and back; rank 0 evaluates in between."""
+    model, plain = built(("full_shard", "shm")), make(Wide)
+    found = []
+    for factor in (0.5, 0.25):
+        halved = copy.deepcopy(plain)
+        with torch.no_grad():
+            for param in halved.parameters():
+                param.mul_(factor)
+        backup = [param.data for param in model.parameters()]
+        for param in model.parameters():
+            param.data = param.data * factor
+        dist.barrier()
+        if dist.get_rank() == 0:
+            found.append(near(evaluated(model), evaluated(halved)))
+        dist.barrier()
+        for param, value in zip(model.parameters(), backup, strict=True):
+            param.data = value
+        dist.barrier()
+        if dist.get_rank() == 0:
+            found.append(near(evaluated(model), evaluated(plain)))
+        dist.barrier()
+    return found
+
+
+def test_rank_0_evaluates_replaced_data(pool2):
+    assert pool2.run(rank_0_evaluates_replaced_data) == [[True] * 4, []]
+
+
+@passing_groups()
+def rank_0_evaluates_averages(precision, twice):
+    """All ranks swap in other weights by hand, and back; rank 0 evaluates in between."""
+    options = {} if precision is None else {"mixed_precision": precision}
+    model = built(("full_shard", "shm"), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    optimizer.step()
+    plain, found = make(Wide), []
+    plain.load_state_dict(whole(model))
+    for factor in (0.5, 0.25) if twice else (0.5,):
+        swapped = copy.deepcopy(plain)
+        with torch.no_grad():
+            for param in swapped.parameters():
+                param.mul_(factor)
+            for param in model.parameters():
+                param.mul_(factor)
+        alone = evaluated(model) if dist.get_rank() == 0 else None
+        dist.barrier()
+        loose = {} if precision is None else {"atol": 0.05, "rtol": 0.05}
+        theirs = evaluated(swapped)
+        found.append(alone is None or torch.allclose(alone.float(), theirs, **loose))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.div_(factor)
+        dist.barrier()
+    loss_of(model(floats(dist.get_rank()))).backward()
+    optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)])
+def test_rank_0_evaluates_averages(pool2, precision, twice):
+    found = [True] * (2 if twice else 1)
+    assert pool2.run(rank_0_evaluates_averages, precision, twice) == [found, found]
+
+
+@passing_groups()
+def one_frees_its_model_early():
+    """The last evaluations of a function: its model dies on each rank when that rank is done."""
+    plain = make(Wide)
+
+    def rounds():
+        model = built(("full_shard", "shm"))
+        found = []
+        if dist.get_rank() == 0:
+            found.append(near(evaluated(model), evaluated(plain)))
+        for _ in range(4):
+            time.sleep(0.1 * dist.get_rank())
+            found.append(near(evaluated(model), evaluated(plain)))
+        return found
+
+    return rounds() + rounds()
+
+
+def test_a_model_lives_until_all_have_looked(pool2):
+    assert pool2.run(one_frees_its_model_early) == [[True] * 10, [True] * 8]
+
+
+# --- after the others have ended ------------------------------------------------------------------
+
+
+KEPT = []  # as a script's global variables are
+
+
+def saves_late(path, how):
+    """Rank 0 alone evaluates and saves at the end, while the others' functions and scripts end."""
+
+    def train():
+        model = FSDP(make(Wide), timeout=60)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        plain = Plain("torch")
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model(floats(dist.get_rank(), i))).backward()
+            optimizer.step()
+            plain.step(i)
+        if dist.get_rank() == 0:
+            time.sleep(5.0 if how == "after an exception" else 1.0)
+            assert looks(model, optimizer, plain) == []
+            torch.save(optimizer.state_dict(), path)
+        if how == "at the end":
+            KEPT.extend((model, optimizer))
+
+    train()
+    if how == "after an exception" and dist.get_rank() != 0:
+        raise ValueError("rank 1 has a problem")
+    if how == "without the group":
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["at the end", "after a function", "without the group"])
+def test_rank_0_saves_when_the_others_have_ended(tmp_path, how):
+    path = tmp_path / "optimizer.pt"
+    for result in fork_ranks(saves_late, 2, path, how):
+        assert result.returncode == 0, result.stderr
+    state = torch.load(path, weights_only=True)["state"]
+    assert len(state) == len(list(make(Wide).parameters()))
+
+
+def test_a_rank_that_raises_keeps_nobody_waiting(tmp_path):
+    start = time.monotonic()
+    results = fork_ranks(saves_late, 2, tmp_path / "optimizer.pt", "after an exception")
+    assert [result.returncode for result in results] == [1, 1]
+    assert "has ended, and its part of the optimizer state with it" in results[0].stderr
+    assert time.monotonic() - start < 50
+
+
+@passing_groups()
+def frees_when_all_have_dropped():
+    """Memory of an optimizer that all ranks delete is free soon after."""
+
+    def train():
+        model = built(("full_shard", "shm"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loss_of(model(floats(dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.state_dict()
+        time.sleep(0.3 * dist.get_rank())  # one rank drops its own well before the other
+        return weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
+
+    state = train()
+    dist.barrier()
+    deadline = time.monotonic() + 10
+    while state() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return state() is None
+
+
+def test_dropped_state_is_freed(pool2):
+    assert pool2.run(frees_when_all_have_dropped) == [True, True]
+
+
+# --- DDP's habits ---------------------------------------------------------------------------------
+
+
+@passing_groups()
+def accumulates_as_under_ddp(combination):
+    """`require_backward_grad_sync`, which nanoGPT sets in place of no_sync()."""
+    model, plain = built(combination), make(Wide)
+    world = dist.get_world_size()
+    for i in range(3):
+        model.require_backward_grad_sync = i == 2
+        loss_of(model(floats(dist.get_rank(), i))).backward()
+        sum(loss_of(plain(floats(rank, i))) for rank in range(world)).div(world).backward()
+    assert model.require_backward_grad_sync is True
+    grads = [zshard.full_tensor(param.grad) for param in model.parameters()]
+    return all(near(a, b.grad) for a, b in zip(grads, plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_require_backward_grad_sync(pool2, combination):
+    assert pool2.run(accumulates_as_under_ddp, combination) == [True, True]
+
+
+@passing_groups()
+def wrapped_by_torch(combination):
+    model = built(combination)
+    before = whole(model)
+    texts = [message_of(lambda: nn.parallel.DistributedDataParallel(model), TypeError)]
+    outer = nn.Sequential(model)
+    texts.append(message_of(lambda: nn.parallel.DistributedDataParallel(outer), TypeError))
+    return texts, all(torch.equal(before[key], value) for key, value in whole(model).items())
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_ddp_around_a_wrapped_model(pool2, combination):
+    for texts, same in pool2.run(wrapped_by_torch, combination):
+        assert same
+        for text in texts:
+            assert "DistributedDataParallel cannot wrap" in text and "Remove DDP" in text
+
+
+@passing_groups()
+def zero_over_shards(early):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def make_optimizer(model):
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+    if not early:
+        model = built(("full_shard", "shm"))
+        return message_of(lambda: make_optimizer(model), TypeError)
+    plain = make(Wide)
+    optimizer = make_optimizer(plain)
+    model = FSDP(plain, process_group=own_group(), transport="shm", timeout=20)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    return message_of(optimizer.step, TypeError)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_zero_redundancy_optimizer_over_shards(pool2, early):
+    for text in pool2.run(zero_over_shards, early):
+        assert "ZeroRedundancyOptimizer cannot step" in text and "AdamW" in text
+
+
+def test_device_ids_is_one_device():
+    both = message_of(lambda: FSDP(nn.Linear(2, 2), device_id=0, device_ids=[0]), ValueError)
+    assert "not both" in both
+    two = message_of(lambda: FSDP(nn.Linear(2, 2), device_ids=[0, 1]), ValueError)
+    assert "a list of one GPU" in two
+    assert isinstance(FSDP(nn.Linear(2, 2), device_ids=None), FSDP)

@@ -1,0 +1,139 @@
+"""A rank that waits alone over c10d: it learns where the others are, and what to write.
+
+The one idea: the others are in a collective of the script's own, of which zshard knows nothing; each
+script must end, with an error that names both places.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups import own_group, passing_groups
+from models import make
+from nursery import fork_ranks
+from scenarios import Wide, floats, loss_of
+from spawn import ranks
+
+import zshard
+from zshard import FSDP, _where
+
+
+def evaluates(model, optimizer, folder):
+    with torch.no_grad():
+        model(floats(0))
+
+
+def sums_up(model, optimizer, folder):
+    model.state_dict()
+
+
+def looks_at_the_optimizer(model, optimizer, folder):
+    optimizer.state_dict()
+
+
+def saves(model, optimizer, folder):
+    zshard.save(folder, model)
+
+
+CALLS = {evaluates: "forward", sums_up: "state_dict()", saves: "save()"}
+CALLS[looks_at_the_optimizer] = "state_dict()"
+
+
+def lone(call, folder, timeout):
+    """(the kind and text of the error, seconds until it, stderr) of the last rank, which is alone."""
+    model = FSDP(make(Wide), transport="c10d", timeout=timeout)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    optimizer.step()
+    start = time.monotonic()
+    try:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            call(model, optimizer, folder)
+        dist.barrier()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", 0.0
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_the_error_says_where_the_others_are(tmp_path, call, world):
+    result = fork_ranks(lone, world, call, str(tmp_path / "saved"), 4.0)[-1]
+    assert result.value is not None, result.stderr
+    kind, text, seconds = result.value
+    assert kind == "PeerTimeoutError" and 3 < seconds < 20
+    assert CALLS[call] in text and "test_stalls.py" in text and f"({call.__name__})" in text
+    for rank in range(world - 1):
+        assert f"rank {rank} is in barrier() at test_stalls.py" in text
+    assert "call it on all of them" in text and "transport='shm'" in text
+    assert "has been waiting" not in result.stderr  # it was told by the error
+
+
+def test_one_line_says_so_after_ten_seconds(tmp_path):
+    first, last = fork_ranks(lone, 2, sums_up, str(tmp_path), 12.0)
+    lines = [line for line in last.stderr.splitlines() if "has been waiting" in line]
+    assert len(lines) == 1 and "has been waiting" not in first.stderr
+    assert "rank 0 is in barrier() at test_stalls.py" in lines[0] and "(sums_up)" in lines[0]
+
+
+@passing_groups()
+def elsewhere():
+    """The error, and seconds until it, where the ranks call different things of zshard's."""
+    model = FSDP(make(Wide), transport="c10d", timeout=60, process_group=own_group())
+    start = time.monotonic()
+    try:
+        if dist.get_rank() == 0:
+            model.state_dict()
+        else:
+            zshard.save("never", model)
+    except zshard.DivergenceError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@ranks(2, 3)
+def test_another_collective_of_zshards_is_an_error_at_once(pool):
+    for text, seconds in pool.run(elsewhere):
+        assert "rank 0 was all-gathering parameters" in text and seconds < 10
+
+
+def late():
+    """A rank that is only late, and says nothing: no line, no error."""
+    model = FSDP(make(Wide), transport="c10d", timeout=4)
+    if os.environ["RANK"] == "1":
+        time.sleep(2.5)
+    loss_of(model(floats(0))).backward()
+    return True
+
+
+def test_a_rank_that_is_late_is_waited_for():
+    for result in fork_ranks(late, 2):
+        assert result.value is True, result.stderr
+        assert "zshard:" not in result.stderr
+
+
+def test_a_place_is_the_scripts_line_and_what_it_called():
+    here = _where.place_of(sys._getframe())
+    assert here.startswith("at test_stalls.py:") and here.endswith(
+        "(test_a_place_is_the_scripts_line_and_what_it_called)"
+    )
+
+    class Asking(torch.nn.Module):
+        def forward(self, x):
+            self.found = _where.place_of(sys._getframe())
+            return x
+
+    @torch.no_grad()
+    def evaluate(model):
+        return model(torch.ones(1))
+
+    model = Asking()
+    evaluate(model)
+    assert model.found.startswith("in a forward at test_stalls.py:")
+    assert model.found.endswith("(evaluate)")
