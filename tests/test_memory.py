@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
 import re
+import statistics
 import weakref
 from pathlib import Path
 
@@ -308,11 +310,11 @@ def test_what_the_kernel_counts(combination):
 
 
 def freed(transport):
-    """Bytes that stay after a model is gone: what each of several leaves, whenever one looks."""
+    """Bytes that stay after a model is gone: the median of what each of several leaves."""
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     x = torch.randn(8, WIDTH)
     held = []
-    for _ in range(4):
+    for _ in range(6):
         model = FSDP(
             nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))),
             transport=transport,
@@ -323,8 +325,9 @@ def freed(transport):
         dist.barrier()
         held.append(held_bytes())
         dist.barrier()
-    # The kernel may join pages into huge ones meanwhile; what leaks is there after each model.
-    return min(held[1:]) - held[0]
+    # The kernel may join pages into huge ones, and gloo touch a buffer for the first time, after
+    # any of them; what leaks is there after each.
+    return statistics.median(after - before for before, after in itertools.pairwise(held))
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
