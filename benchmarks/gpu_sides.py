@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zshard
 from benchmarks.models import WORKLOADS, Batch, Workload, gpt
 from benchmarks.sides import SEED, Side
-from zshard import _device
+from zshard._ranks import devices
 
 BF16 = torch.bfloat16
 
@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 
 def is_stand_in() -> bool:
     """Return whether the GPU is fake."""
-    return _device.device_of_cpu() != _device.CPU
+    return devices.device_of_cpu() != devices.CPU
 
 
 def what_is_missing() -> str:

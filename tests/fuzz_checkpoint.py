@@ -45,7 +45,7 @@ with (
         torch_file,
     )
     from zshard._checkpoint.checkpoint import Checkpoint, decode
-    from zshard._checkpoint.manifest import CheckpointError
+    from zshard._errors import CheckpointError
 
 import torch
 import torch.distributed.checkpoint

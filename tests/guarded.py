@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from zshard import ShardParameter, _core, to_local
-from zshard._parts import Part
+from zshard._units.shards import Part
 
 
 def part_like(whole, name="weight", begin=None, numel=None):

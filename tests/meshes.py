@@ -15,7 +15,8 @@ import torch.distributed as dist
 from models import CASES, make, train
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import FSDP, _group, _meet
+from zshard import FSDP
+from zshard._ranks import meeting, transports
 
 
 @functools.cache
@@ -27,14 +28,14 @@ def mesh_of(replicate: int, shard: int) -> DeviceMesh:
 @contextlib.contextmanager
 def on_two_hosts() -> Iterator[None]:
     """Context in which ranks 0, 1 and 2, 3 believe to be on two hosts."""
-    host, known = _meet.host_id, dict(_group._entries)
-    _meet.host_id = lambda: f"host{dist.get_rank() // 2}"
-    _group._entries.clear()
+    host, known = meeting.host_id, dict(transports._entries)
+    meeting.host_id = lambda: f"host{dist.get_rank() // 2}"
+    transports._entries.clear()
     try:
         yield
     finally:
-        _meet.host_id = host
-        _group._entries.update(known)
+        meeting.host_id = host
+        transports._entries.update(known)
 
 
 def wrap(name: str, strategy: str, **options: Any) -> Any:

@@ -27,7 +27,8 @@ from test_backends import steps, wrapped
 from test_c_comm import SHM
 
 import zshard
-from zshard import _core, _group
+from zshard import _core
+from zshard._ranks import transports
 
 PROGRAM = C / "test_backend_peer.c"
 OTHERS = ["peer_rounds.c", "peer_failures.c", "fake_image.c", "serial_parallel_for.c"]
@@ -141,9 +142,9 @@ def test_ranks_on_one_gpu_map_its_memory(monkeypatch, transport, peers, wanted, 
     chosen = []
     facts = SimpleNamespace(uuid="GPU-1")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    monkeypatch.setattr(_group, "comm_for", lambda *args: Control(transport, peers))
-    monkeypatch.setattr(_group, "library", lambda: None)
+    monkeypatch.setattr(transports, "comm_for", lambda *args: Control(transport, peers))
+    monkeypatch.setattr(transports, "library", lambda: None)
     fake = SimpleNamespace(gpu=lambda control, backend, *rest: chosen.append(backend))
-    monkeypatch.setattr(_group, "_core", SimpleNamespace(Comm=fake))
-    _group.connect_gpu("cuda:0", None, wanted, 1.0)
+    monkeypatch.setattr(transports, "_core", SimpleNamespace(Comm=fake))
+    transports.connect_gpu("cuda:0", None, wanted, 1.0)
     assert chosen == [kind] and _core.Comm is not fake

@@ -19,7 +19,8 @@ from stand_ins import environment
 from torch import nn
 
 import zshard
-from zshard import FSDP, _group
+from zshard import FSDP
+from zshard._ranks import transports
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "zero1"]
 WORLDS = [("nccl", 2, "c10d"), ("nccl", 3, "c10d")]
@@ -62,7 +63,7 @@ def train(env, transport, strategy):
         model = wrapped(transport, sharding_strategy=strategy)
         losses += steps(model, zshard.AdamW(model.parameters(), lr=0.01), 3)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return losses, state, {entry.comm.transport for entry in _group._entries.values()}
+    return losses, state, {entry.comm.transport for entry in transports._entries.values()}
 
 
 @pytest.mark.sampled(6)

@@ -39,7 +39,8 @@ from models import CASES, loss_of, make
 from spawn import RankPool, run_ranks
 
 import zshard
-from zshard import FSDP, _group
+from zshard import FSDP
+from zshard._ranks import transports
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def start() -> Iterator[Start]:
 def alone_over_nccl() -> tuple[str, list[bytes], list[float]]:
     """A communicator of one rank: what it is, what comes back, what it broadcasts."""
     where = "cuda:0" if is_real() else "cuda:0/host"
-    comm = _group.connect_gpu(where, dist.group.WORLD, "nccl" if is_real() else "shm", 60.0)
+    comm = transports.connect_gpu(where, dist.group.WORLD, "nccl" if is_real() else "shm", 60.0)
     numbers = torch.arange(5.0, device=device())
     comm.broadcast(numbers, 0)
     return comm.transport, comm.exchange(b"here"), numbers.tolist()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 import zshard
 from zshard import ShardError, ShardTensor
-from zshard._guard_rules import FACT, NEW, rules
+from zshard._guard.rules import FACT, NEW, rules
 
 UNDEFINED = (
     "empty",

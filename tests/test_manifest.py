@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from zshard import _core
 from zshard._checkpoint import manifest
-from zshard._checkpoint.manifest import BLOCK, CheckpointError, FileRecord, Manifest
+from zshard._checkpoint.manifest import BLOCK, FileRecord, Manifest
+from zshard._errors import CheckpointError
 
 _SOME = Manifest(
     id="0123456789abcdef" * 2,

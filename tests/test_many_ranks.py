@@ -45,7 +45,7 @@ def trained(made: Any) -> float:
 
 
 def transport_of(made: Any) -> str:
-    from zshard._units import state_of
+    from zshard._units.units import state_of
 
     return state_of(made).comms.all.transport
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_mapped_on_one_rank_fails_on_all(tmp_path: Path, when: st
 def fails_in_between(folder: Path) -> Told:
     """Rank 1 runs out of memory between two meetings."""
     rank = start()
-    from zshard._values import Values
+    from zshard._wrap.values import Values
 
     original = Values.give
 
@@ -342,7 +342,7 @@ def hybrid() -> tuple[str, str, list[str]]:
     """Only the second shard group cannot use shm: its ranks connect last."""
     rank = start()
     from zshard import FSDP
-    from zshard._units import state_of
+    from zshard._units.units import state_of
 
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
     if rank == 3:

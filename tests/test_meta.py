@@ -10,8 +10,9 @@ from scenarios import Stack, message_of
 from torch import nn
 
 from benchmarks.memory import high_water, reset_high_water, trim
-from zshard import FSDP, _values, fully_shard
-from zshard._areas import Areas
+from zshard import FSDP, fully_shard
+from zshard._units.areas import Areas
+from zshard._wrap import values as _values
 
 
 class Block(nn.Module):

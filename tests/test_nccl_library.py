@@ -15,7 +15,8 @@ import pytest
 from c_compile import BUILDS, C, compile_c
 from nursery import fork_ranks
 
-from zshard import _core, _nccl
+from zshard import _core
+from zshard._ranks import nccl as _nccl
 
 FAKE = C / "fake_nccl.c"
 

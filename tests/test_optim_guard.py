@@ -8,7 +8,8 @@ from guarded import equal_to_slice, part_like, part_of, same, sharded_parameter,
 from torch import nn
 
 import zshard
-from zshard import ShardError, ShardTensor, _optim_guard
+from zshard import ShardError, ShardTensor
+from zshard._optim import hooks
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")
 ELEMENTWISE += ("RMSprop", "Rprop", "SGD")
@@ -159,7 +160,7 @@ def test_whole_parameters_pass_everything(make):
 def test_kernels_that_the_guard_cannot_see_are_refused_by_name(monkeypatch):
     """apex.optimizers.FusedLAMB gets the tensors in C++."""
     shard = sharded_parameter(torch.randn(6, 4))
-    monkeypatch.setattr(_optim_guard._core, "is_shard", lambda p: p is shard)
+    monkeypatch.setattr(hooks._core, "is_shard", lambda p: p is shard)
     fused = type("FusedLAMB", (torch.optim.SGD,), {"__module__": "apex.optimizers.fused_lamb"})
     with pytest.raises(ShardError, match=r"^FusedLAMB scales updates by norms.*no_shard"):
         fused([shard], lr=0.1).step()
@@ -168,7 +169,7 @@ def test_kernels_that_the_guard_cannot_see_are_refused_by_name(monkeypatch):
 
 def test_costs_microseconds():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1)) for _ in range(1000)])
-    seconds = min(timeit.repeat(lambda: _optim_guard._before_step(optimizer, (), {}), number=1000))
+    seconds = min(timeit.repeat(lambda: hooks._before_step(optimizer, (), {}), number=1000))
     assert seconds / 1000 < 10e-6
 
 

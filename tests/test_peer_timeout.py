@@ -22,7 +22,8 @@ from nursery import fork_ranks
 from torch import nn
 
 import zshard
-from zshard import FSDP, PeerTimeoutError, _agree, _core
+from zshard import FSDP, PeerTimeoutError, _core
+from zshard._ranks import agreement as _agree
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "rank 0 waited 2.0 s for rank 1's part in exchange"
@@ -149,9 +150,12 @@ WAITS = {name for name in dir(_core.Comm) if not name.startswith("_")} - {
 } | {"on_all_ranks", "check_agreement", "gather_bytes", "comm_for", "comm_beside", "comms_for"}
 CATCHES = {"OSError", "IOError", "EnvironmentError", "TimeoutError", "Exception"}
 ALLOWED = {
-    *("_agree.py:on_all_ranks", "_agree.py:told_to_all_ranks"),  # have a clause for PeerError
-    "_answers.py:lives",  # asks one rank's thread, which may have ended
-    "_meet.py:meet",  # tells the other ranks that shm is not available, and why
+    *(
+        "_ranks/agreement.py:on_all_ranks",
+        "_ranks/agreement.py:told_to_all_ranks",
+    ),  # have a clause for PeerError
+    "_ranks/answers.py:lives",  # asks one rank's thread, which may have ended
+    "_ranks/meeting.py:meet",  # tells the other ranks that shm is not available, and why
 }
 
 

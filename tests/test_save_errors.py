@@ -20,7 +20,7 @@ from optim_states import FULL, rank, trained
 import zshard
 from zshard import FSDP
 from zshard._checkpoint import folder as folders
-from zshard._group import comm_for
+from zshard._ranks.transports import comm_for
 
 # --- arguments ------------------------------------------------------------------------------------
 

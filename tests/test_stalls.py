@@ -20,7 +20,8 @@ from scenarios import Wide, floats, loss_of
 from spawn import ranks
 
 import zshard
-from zshard import FSDP, _where
+from zshard import FSDP
+from zshard._ranks import where
 
 
 def evaluates(model, optimizer, folder):
@@ -119,14 +120,14 @@ def test_a_rank_that_is_late_is_waited_for():
 
 
 def test_a_place_is_the_scripts_line_and_what_it_called():
-    here = _where.place_of(sys._getframe())
+    here = where.place_of(sys._getframe())
     assert here.startswith("at test_stalls.py:") and here.endswith(
         "(test_a_place_is_the_scripts_line_and_what_it_called)"
     )
 
     class Asking(torch.nn.Module):
         def forward(self, x):
-            self.found = _where.place_of(sys._getframe())
+            self.found = where.place_of(sys._getframe())
             return x
 
     @torch.no_grad()

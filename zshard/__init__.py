@@ -13,34 +13,24 @@ Earlier names still work, but dir() and `from zshard import *` leave them out: `
 
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
-from zshard import (
-    _additions,
-    _clip,
-    _collectives,
-    _foreign,
-    _guard,
-    _optim_ask,
-    _optim_guard,
-    _optim_state,
-    grad_scaler,
-    wrap,
-)
+from zshard import _patches, wrap
 from zshard._checkpoint.extra import rng_state, set_rng_state
 from zshard._checkpoint.folder import latest_checkpoint
 from zshard._checkpoint.load import Loaded, load
-from zshard._checkpoint.manifest import CheckpointError
 from zshard._checkpoint.save import SaveHandle, save
+from zshard._compat.fully_shard import fully_shard
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
-from zshard._features import available_features
-from zshard._forward_methods import register_forward_method
-from zshard._fully_shard import fully_shard
-from zshard._guard import ShardError, ShardParameter, ShardTensor, to_local
-from zshard._load import load_state_dict
-from zshard._memory import predict_memory
-from zshard._meta import uninitialized
-from zshard._nccl import NcclOptions
-from zshard._optim_names import load_optim_state_dict, optim_state_dict
-from zshard._whole_values import full_tensor, named_norms, whole_named_parameters
+from zshard._doctor.features import available_features
+from zshard._errors import CheckpointError, ShardError
+from zshard._guard.slices import ShardParameter, ShardTensor, to_local
+from zshard._guard.whole import full_tensor, named_norms, whole_named_parameters
+from zshard._memory.report import predict_memory
+from zshard._model.forward_methods import register_forward_method
+from zshard._ranks.nccl import NcclOptions
+from zshard._state_dict.load import load_state_dict
+from zshard._state_dict.optimizer_names import load_optim_state_dict, optim_state_dict
+from zshard._version import __version__ as __version__
+from zshard._wrap.meta import uninitialized
 from zshard.api import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
 from zshard.offload import CPUOffloadPolicy, Offload, OffloadPolicy
@@ -55,8 +45,6 @@ Save = SaveHandle
 empty = uninitialized
 features = available_features
 latest = latest_checkpoint
-
-__version__ = "0.1.0"
 
 __all__ = [
     "FSDP",
@@ -110,12 +98,4 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
-_guard.install()
-_collectives.install()
-_optim_guard.install()
-_additions.install()
-_foreign.install()
-_clip.install()
-_optim_state.install()
-_optim_ask.install()
-grad_scaler.install()
+_patches.install()

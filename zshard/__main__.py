@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from zshard._checkpoint import cli
-from zshard._features import report
+from zshard._doctor.features import report
 
 
 def main() -> int:

@@ -16,43 +16,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
-from zshard._additions import watch
-from zshard._agree import check_agreement, on_all_ranks, told_to_all_ranks
-from zshard._arguments import (
-    check_fixed_arguments,
-    check_init,
-    check_module,
-    choose_strategy,
-    one_device,
-    parse_prefetch,
-    split_ignored,
-)
-from zshard._books import meet
-from zshard._calls import calls_of, parts_to_guard
-from zshard._clip import clip_grad_norm
-from zshard._collectives import tell_of_collectives
-from zshard._controls import Controls
-from zshard._copy import copy_module, copy_plain, copy_slices, is_within, without
-from zshard._device import CPU, device_of
-from zshard._fits import check_fits, parse_limit
-from zshard._generate import generate_of
-from zshard._group import check_settings, comm_for, comms_for, resolve_groups
-from zshard._memory import memory_of, options_of
-from zshard._meta import Materializer
-from zshard._nccl import NcclOptions
-from zshard._parts import remember_parts
-from zshard._passes import call_guarded
-from zshard._plan import UnitSpec
-from zshard._state import (
+from zshard._guard.collectives import tell_of_collectives
+from zshard._memory.fits import check_fits, parse_limit
+from zshard._memory.order import calls_of, parts_to_guard
+from zshard._memory.report import memory_of, options_of
+from zshard._model.controls import Controls
+from zshard._model.copy import copy_module, copy_plain, copy_slices, is_within, without
+from zshard._model.generate import generate_of
+from zshard._model.summary import memory_table, summary_of
+from zshard._model.summon import own_unit_as_on_rank_0, summon_full_params
+from zshard._optim.books import meet
+from zshard._optim.clip import clip_grad_norm
+from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
+from zshard._ranks.devices import CPU, device_of
+from zshard._ranks.groups import resolve_groups
+from zshard._ranks.nccl import NcclOptions
+from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
+from zshard._state_dict.module import (
     attach,
     attach_replicated,
     refuse_strange_slices,
     whole_state_dict,
     writing,
 )
-from zshard._state_dict_type import state_dict_type
-from zshard._summary import memory_table, summary_of
-from zshard._summon import own_unit_as_on_rank_0, summon_full_params
+from zshard._state_dict.types import state_dict_type
 from zshard._types import (
     CPUOffloadLike,
     DeviceLike,
@@ -64,9 +51,10 @@ from zshard._types import (
     StrategyLike,
     WrapPolicyLike,
 )
-from zshard._units import (
+from zshard._units.passes import call_guarded
+from zshard._units.shards import remember_parts
+from zshard._units.units import (
     ATTRIBUTE,
-    Comms,
     Hook,
     Options,
     State,
@@ -76,7 +64,19 @@ from zshard._units import (
     state_of,
     units_of,
 )
-from zshard._values import Values, check_unit, dtypes_of, facts_of, names_of, warn_of_strides
+from zshard._wrap.additions import watch
+from zshard._wrap.arguments import (
+    check_fixed_arguments,
+    check_init,
+    check_module,
+    choose_strategy,
+    one_device,
+    parse_prefetch,
+    split_ignored,
+)
+from zshard._wrap.meta import Materializer
+from zshard._wrap.tree import UnitSpec
+from zshard._wrap.values import Values, check_unit, dtypes_of, facts_of, names_of, warn_of_strides
 from zshard.offload import offload_on, parse_offload, set_offload
 from zshard.precision import (
     cast_buffers,

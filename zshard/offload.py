@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zshard import _core
-from zshard._device import CPU
+from zshard._ranks.devices import CPU
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -1,7 +1,7 @@
 """AdamW, Adam and SGD with torch.optim's interface, stepping a param group in one C call.
 
 The one idea: arguments, numerics and state are torch's, so a script only changes an import;
-_optim_step.py has the step, and this file what the three differ in.
+_optim/step.py has the step, and this file what the three differ in.
 
 Numerics: SGD is bit-identical to torch.optim.SGD, Adam and AdamW to torch.optim.AdamW(fused=True).
 torch's unfused Adam differs from both in the last bit of some elements, because its square root
@@ -26,7 +26,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from zshard._optim_step import InOneCall
+from zshard._optim.step import InOneCall
 
 __all__ = ["SGD", "Adam", "AdamW"]
 

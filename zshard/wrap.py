@@ -1,8 +1,8 @@
 """Which modules become units: wrap policies, manual wrapping, and `plan_units`.
 
 The one idea: every policy, in whatever form, comes down to a choice of nodes in the module tree
-(`_plan.py`), and one function assigns the parameters to them. "auto" (`_auto_wrap.py`) chooses from
-the model's structure. Names and signatures are those of torch.distributed.fsdp.wrap, so that
+(`_wrap/tree.py`), and one function assigns the parameters to them. "auto" (`_wrap/auto.py`) chooses
+from the model's structure. Names and signatures are those of torch.distributed.fsdp.wrap, so that
 scripts migrate by changing the import; torch's own policy objects are accepted as well.
 
 No policy can make a unit of a container without a forward, nor of anything below a module that uses
@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import nn
 
-from zshard._auto_wrap import auto_units
-from zshard._plan import ModuleTree, Node, ParamRef, UnitSpec, assign_parameters
+from zshard._wrap.auto import auto_units
+from zshard._wrap.tree import ModuleTree, Node, ParamRef, UnitSpec, assign_parameters
 
 __all__ = [
     "CustomPolicy",

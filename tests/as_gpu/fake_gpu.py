@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from zshard import NcclOptions, _device, _group
+from zshard import NcclOptions
+from zshard._ranks import devices, transports
 
 GPU = "cuda:0/host"
 """A GPU whose memory is the host's, as the core calls it."""
@@ -22,7 +23,7 @@ def wanted() -> bool:
 
 
 def _device_of_cpu() -> str:
-    return GPU if wanted() else _device.CPU
+    return GPU if wanted() else devices.CPU
 
 
 def _choices(device: str, asked: Any) -> tuple[Any, Any]:
@@ -35,5 +36,5 @@ def _choices(device: str, asked: Any) -> tuple[Any, Any]:
 
 def install() -> None:
     """Replaces them in this process; a second time changes nothing."""
-    _device.device_of_cpu = _device_of_cpu
-    _group.choices_for = _choices
+    devices.device_of_cpu = _device_of_cpu
+    transports.choices_for = _choices

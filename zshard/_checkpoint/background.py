@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from zshard._checkpoint.layout import Piece
 from zshard._checkpoint.write import is_plain, runs
-from zshard._exit import fail
-from zshard._stream import CHUNK
+from zshard._ranks.exit import fail
+from zshard._state_dict.stream import CHUNK
 
 __all__ = ["Task", "finish", "snapshot", "start"]
 

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from zshard._checkpoint import extra
-from zshard._checkpoint.manifest import CheckpointError, Manifest
+from zshard._checkpoint.manifest import Manifest
 from zshard._checkpoint.safetensors import File
 from zshard._checkpoint.torch_file import NoDataError
+from zshard._errors import CheckpointError
 
 
 class Readable(Protocol):

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from zshard._agree import bytes_of
 from zshard._checkpoint.safetensors import CODES
+from zshard._ranks.agreement import bytes_of
 
 _BITS = 8192  # of an int; Python refuses to parse somewhat larger ones
 LIMIT = 2**24  # bytes of one tensor; larger ones belong in a module's buffers

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from zshard import _core
 from zshard._checkpoint.manifest import NAME as MANIFEST
-from zshard._checkpoint.manifest import CheckpointError, parse
+from zshard._checkpoint.manifest import parse
+from zshard._errors import CheckpointError
 
 _STEP = r"step-[0-9]{8,}"
 _ID = r"[0-9a-f]{32}"

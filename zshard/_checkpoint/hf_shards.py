@@ -16,9 +16,10 @@ from typing import Any
 
 from zshard._checkpoint.checkpoint import Checkpoint
 from zshard._checkpoint.dcp import Chunk, Chunked, covered
-from zshard._checkpoint.manifest import CheckpointError, object_of
+from zshard._checkpoint.manifest import object_of
 from zshard._checkpoint.safetensors import HEADER_LIMIT, Entry, SafetensorsFile, are_counts
 from zshard._checkpoint.torch_file import Stored
+from zshard._errors import CheckpointError
 
 _NAME = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors")
 _NOTE = "DCP_SHARDING_INFO"

@@ -19,21 +19,22 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zshard import _core, _meet
-from zshard._agree import Fact, check_agreement, on_all_ranks
+from zshard import _core
 from zshard._checkpoint import background
 from zshard._checkpoint import verify as blocks
 from zshard._checkpoint.checkpoint import Checkpoint, Readable
-from zshard._checkpoint.manifest import CheckpointError
 from zshard._checkpoint.opening import older_than, opened
 from zshard._checkpoint.optimizer import OptimizerPlan
 from zshard._checkpoint.outline import is_extra_state, ranks_of
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
 from zshard._checkpoint.safetensors import Entry
-from zshard._outline import Pending, quick_facts
-from zshard._plain_names import bare, plain, wanted_by
-from zshard._stream import Plan, carry_out, plan
+from zshard._errors import CheckpointError
+from zshard._ranks import meeting
+from zshard._ranks.agreement import Fact, check_agreement, on_all_ranks
+from zshard._state_dict.stand_ins import Pending, quick_facts
+from zshard._state_dict.stream import Plan, carry_out, plan
+from zshard._units.names import bare, plain, wanted_by
 
 __all__ = ["Loaded", "load"]
 
@@ -259,7 +260,7 @@ def _check(
     needed = {id(entry.file) for entry in entries if isinstance(entry, Entry)}
     files = {name: file for name, file in found.files.items() if id(file) in needed}
     wanted = (e.place(begin, numel) for e, begin, numel in ranges if isinstance(e, Entry))
-    mine = blocks.own_runs(comm, files, found.manifest.files, wanted, _meet.host_id())
+    mine = blocks.own_runs(comm, files, found.manifest.files, wanted, meeting.host_id())
     total = sum(run.size for run in mine)
     with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
         blocks.check(mine, done)
@@ -269,7 +270,7 @@ def _check(
 
 
 class _Values:
-    """The model's tensors in a checkpoint, as a source of zshard._stream."""
+    """The model's tensors in a checkpoint, as a source of zshard._state_dict.stream."""
 
     def __init__(self, found: Checkpoint, reader: Reader) -> None:
         self._found, self._reader = found, reader

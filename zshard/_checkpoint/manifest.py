@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from zshard import _core
+from zshard._errors import CheckpointError
 
 NAME = "zshard.json"
 BLOCK = 2**22  # bytes per checksum
@@ -29,11 +30,6 @@ VERSION = 1
 LIMIT = 2**30  # bytes of a manifest
 
 _HEX = re.compile(r"[0-9a-f]{32}")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint is damaged, unfinished or invalid; the message names the file and, where
-    possible, the tensor."""
 
 
 @dataclass(frozen=True)

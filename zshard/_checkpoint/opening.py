@@ -16,7 +16,7 @@ from typing import Any
 from zshard._checkpoint import dcp, hf_shards
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable, decode
 from zshard._checkpoint.folder import finished, name_of, path_of
-from zshard._checkpoint.manifest import LIMIT, NAME, CheckpointError, Manifest, parse
+from zshard._checkpoint.manifest import LIMIT, NAME, Manifest, parse
 from zshard._checkpoint.safetensors import (
     HEADER_LIMIT,
     File,
@@ -24,6 +24,7 @@ from zshard._checkpoint.safetensors import (
     check_homes,
     parse_index,
 )
+from zshard._errors import CheckpointError
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The prefixes of file names."""

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable
 from zshard._checkpoint.reader import Reader
-from zshard._optim_names import by_number, names_of
-from zshard._optim_state import Room, Taken, settle
-from zshard._outline import Pending
-from zshard._parts import part_of
-from zshard._plain_names import plain
+from zshard._state_dict.optimizer import Room, Taken, settle
+from zshard._state_dict.optimizer_names import by_number, names_of
+from zshard._state_dict.stand_ins import Pending
+from zshard._units.names import plain
+from zshard._units.shards import part_of
 
 _HOOKS = "_optimizer_load_state_dict_post_hooks"
 

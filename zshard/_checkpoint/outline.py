@@ -27,19 +27,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard._agree import Fact, gather_bytes
 from zshard._checkpoint.extra import encode
 from zshard._checkpoint.safetensors import CODES, is_name
-from zshard._group import comm_for
-from zshard._guard import to_local
-from zshard._optim_held import held_by
-from zshard._optim_names import names_of
-from zshard._outline import Saved, StandIns
-from zshard._parts import Part, part_of
-from zshard._plain_names import plain
-from zshard._state_dict_type import state_dict_type
-from zshard._stream import comm_of
-from zshard._units import units_of
+from zshard._guard.slices import to_local
+from zshard._optim.held import held_by
+from zshard._ranks.agreement import Fact, gather_bytes
+from zshard._ranks.transports import comm_for
+from zshard._state_dict.optimizer_names import names_of
+from zshard._state_dict.stand_ins import Saved, StandIns
+from zshard._state_dict.stream import comm_of
+from zshard._state_dict.types import state_dict_type
+from zshard._units.names import plain
+from zshard._units.shards import Part, part_of
+from zshard._units.units import units_of
 
 _RANK_0, _EVERYONE = -2, -1  # groups; the other groups are those of units
 

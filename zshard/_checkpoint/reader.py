@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zshard import _stream
-from zshard._agree import bytes_of
 from zshard._checkpoint.checkpoint import Readable
-from zshard._stream import chunks, flat_of
+from zshard._ranks.agreement import bytes_of
+from zshard._state_dict import stream
+from zshard._state_dict.stream import chunks, flat_of
 
 
 class Reader:
@@ -51,5 +51,5 @@ class Reader:
 
     def _chunk(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self._memory.numel() == 0:
-            self._memory = torch.empty(_stream.CHUNK, dtype=torch.uint8)
+            self._memory = torch.empty(stream.CHUNK, dtype=torch.uint8)
         return self._memory[: numel * dtype.itemsize].view(dtype)

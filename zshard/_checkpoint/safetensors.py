@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zshard import _core
-from zshard._checkpoint.manifest import CheckpointError, object_of
+from zshard._checkpoint.manifest import object_of
+from zshard._errors import CheckpointError
 
 HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 _NAME_LIMIT = 4096  # characters

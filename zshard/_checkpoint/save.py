@@ -28,7 +28,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard._agree import Fact, check_agreement, gather_bytes, on_all_ranks
 from zshard._checkpoint import background
 from zshard._checkpoint.extra import encode
 from zshard._checkpoint.folder import Staging, Target, retain, warn_of_newer
@@ -56,9 +55,11 @@ from zshard._checkpoint.outline import (
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.safetensors import CODES, rows_of
 from zshard._checkpoint.write import Chunk, Writer, Written
-from zshard._group import comm_beside
-from zshard._plain_names import bare, plain
-from zshard._units import units_of
+from zshard._ranks.agreement import Fact, check_agreement, gather_bytes, on_all_ranks
+from zshard._ranks.transports import comm_beside
+from zshard._units.names import bare, plain
+from zshard._units.units import units_of
+from zshard._version import __version__
 from zshard.api import FSDP
 
 _OPEN = 64  # files at a time
@@ -314,8 +315,6 @@ def _from_all(comm: _core.Comm, mine: Any) -> list[Any]:
 
 
 def _software() -> dict[str, str]:
-    from zshard import __version__  # set after all modules are imported
-
     return {"zshard": __version__, "torch": torch.__version__}
 
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zshard._checkpoint.manifest import CheckpointError
 from zshard._checkpoint.pickled import Thing, parse
 from zshard._checkpoint.safetensors import CODES, File
+from zshard._errors import CheckpointError
 
 DTYPES = {str(dtype): dtype for dtype in CODES}
 """By their names in pickles."""

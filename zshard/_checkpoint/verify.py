@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from zshard import _core
-from zshard._agree import gather_bytes
-from zshard._checkpoint.manifest import BLOCK, CheckpointError, FileRecord
+from zshard._checkpoint.manifest import BLOCK, FileRecord
 from zshard._checkpoint.safetensors import File, SafetensorsFile
+from zshard._errors import CheckpointError
+from zshard._ranks.agreement import gather_bytes
 
 _T = TypeVar("_T")
 _RUN = 16  # blocks per call

@@ -1,0 +1,72 @@
+"""Refuse torch's own data-parallel wrappers around models that zshard has wrapped.
+
+The one idea: DistributedDataParallel and ZeroRedundancyOptimizer broadcast parameters from one rank
+to the others. They would take a rank's slices for the whole model, and where slices have equal
+shapes, nothing would fail.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zshard import _core
+from zshard._units.units import is_unit, state_of, units_of
+
+__all__ = ["check_optimizer", "install"]
+
+
+def install() -> None:
+    """Have torch's classes check what they are given. Idempotent."""
+    for cls, check in ((DistributedDataParallel, _check_ddp), (torch.optim.Optimizer, _check_zero)):
+        if not hasattr(cls.__init__, "_zshard_checks"):
+            cls.__init__ = _checked(cls.__init__, check)  # type: ignore[method-assign]
+
+
+def _checked(init: Callable[..., None], check: Callable[[Any, Any], None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = args[0] if args else kwargs.get("module", kwargs.get("params"))
+        check(self, given)
+        init(self, *args, **kwargs)
+
+    checked._zshard_checks = True  # type: ignore[attr-defined]
+    return checked
+
+
+def _check_ddp(_: Any, module: Any) -> None:
+    if not isinstance(module, nn.Module) or next(iter(units_of(module)), None) is None:
+        return
+    units = [(each, state_of(each)) for each in module.modules() if is_unit(each)]
+    strategy = units[0][1].unit.strategy
+    raise TypeError(
+        f"DistributedDataParallel cannot wrap a model that zshard has wrapped ({strategy}): zshard "
+        "reduces gradients itself, and DDP would broadcast rank 0's shards to the other ranks. "
+        'Remove DDP; for its behaviour, use FSDP(model, strategy="no_shard")'
+    )
+
+
+def _check_zero(optimizer: Any, params: Any) -> None:
+    """Torch's ZeroRedundancyOptimizer hands a list to its base class."""
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer" and isinstance(params, list):
+        _refuse_zero(p for p in params if isinstance(p, torch.Tensor))
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError if it is a ZeroRedundancyOptimizer over sharded parameters."""
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        _refuse_zero(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _refuse_zero(params: Any) -> None:
+    if any(_core.is_shard(param) for param in params):
+        raise TypeError(
+            "ZeroRedundancyOptimizer cannot step parameters that zshard has sharded: it would "
+            "broadcast one rank's shards to the other ranks. Pass them to the optimizer itself, "
+            "such as torch.optim.AdamW: its state is sharded as the parameters are"
+        )

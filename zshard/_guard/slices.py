@@ -1,0 +1,369 @@
+"""Guarded slices: a sharded parameter, and what is computed from it element by element.
+
+The one idea: between steps a parameter is a slice of shape (k, 1, ..., 1), and code that takes it
+for the matrix would compute something else without a word. So its class is a subclass that torch
+asks about each operation. Elementwise ones run, and their results are guarded in turn (py_guard.c
+with the list of _guard/rules.py); all others raise ShardError, which says what to write. In forward
+and backward parameters are whole: their class (WholeParameter) is not asked about operations.
+
+No operation communicates; full_tensor() does, on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _of_grads
+
+from zshard import _core
+from zshard._errors import ShardError
+from zshard._guard.rules import LIKE_AT_RANDOM, NEW, rules
+from zshard._guard.words import complaint
+from zshard._units.shards import Part, _parts, part_of
+
+__all__ = [
+    "ShardError",
+    "ShardParameter",
+    "ShardTensor",
+    "guard_like",
+    "guarded",
+    "install",
+    "plain",
+    "slices_among",
+    "to_local",
+]
+
+_rules = rules()
+
+
+class plain(contextlib.ContextDecorator):
+    """Context manager, or decorator, for zshard's own code, which knows that a slice is one: no
+    operation is refused, and no result is guarded."""
+
+    def __enter__(self) -> None:
+        self._switch = torch._C.DisableTorchFunctionSubclass()
+        self._switch.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._switch.__exit__(*error)
+
+    def _recreate_cm(self) -> plain:
+        return plain()  # a decorated function that calls itself, or a thread: each has its own
+
+
+def guarded(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a script's function such that it is guarded although plain() calls it."""
+
+    @functools.wraps(call)
+    def called() -> Any:
+        with torch._C._EnableTorchFunction():
+            return call()
+
+    return called
+
+
+class _Guarded:
+    """The methods of guarded tensors."""
+
+    def to_local(self) -> Tensor:
+        """Return this rank's elements as a plain tensor, which shares memory with this one and is
+        not guarded. Does not communicate."""
+        return to_local(self)  # type: ignore[arg-type]
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole tensor, of the parameter's shape, as a new plain tensor.
+
+        Collective: call it on all ranks. Raises what zshard.full_tensor() does."""
+        from zshard._guard.whole import full_tensor
+
+        return full_tensor(self)  # type: ignore[arg-type]
+
+    def __repr__(self, **_: Any) -> str:
+        part = _core.slice_part(self)  # type: ignore[arg-type]
+        with plain():
+            if part is None:  # a parameter while it is whole
+                return f"{type(self).__name__}({to_local(self)!r})"  # type: ignore[arg-type]
+            return (
+                f"{type(self).__name__}({to_local(self)!r}, "  # type: ignore[arg-type]
+                f"{part.elements} of {part.name!r})"
+            )
+
+    def __format__(self, spec: str) -> str:
+        return object.__format__(repr(self), spec) if not spec else format(repr(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        part = _core.slice_part(self)  # type: ignore[arg-type]
+        with plain():
+            made = _own_copy(self)  # type: ignore[arg-type]
+        memo[id(self)] = made
+        for key, value in vars(self).items() if type(self) is ShardTensor else ():  # as torch does
+            if key != "_zshard_part":
+                setattr(made, key, copy.deepcopy(value, memo))
+        return made if part is None else _guard_copy(made, part)
+
+    def __copy__(self) -> Any:
+        part = _core.slice_part(self)  # type: ignore[arg-type]
+        with plain():
+            made = _as_torchs(self)  # type: ignore[arg-type]
+        return made if part is None else _guard_copy(made, part)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As torch's own class: a file of slices is read without zshard."""
+        with plain():
+            return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[arg-type,no-untyped-call]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _core.guarded(func, types, args, kwargs)
+
+
+class ShardTensor(_Guarded, Tensor):  # type: ignore[misc]
+    """This rank's elements of a tensor of a sharded parameter's shape, such as its gradient.
+
+    Elementwise operations work and give another ShardTensor. All others raise ShardError: they
+    would see this rank's elements only. `shape` and `numel()` are those of this rank's elements.
+    """
+
+    _zshard_part: Any
+
+
+class ShardParameter(_Guarded, nn.Parameter):  # type: ignore[misc]
+    """A sharded parameter between steps: see ShardTensor. While its unit is unsharded it is a plain
+    nn.Parameter."""
+
+    _zshard_part: Any = None  # of a copy; those of a model are in _parts
+
+
+class WholeParameter(nn.Parameter):
+    """A sharded parameter while its unit is unsharded. It differs from nn.Parameter in `data`: what
+    a script writes there leaves no trace, so from then on zshard looks whether it has; and in
+    `grad`, of which this rank has a shard."""
+
+    @property
+    def data(self) -> Tensor:
+        """The whole parameter, outside of autograd."""
+        part = part_of(self)
+        if part is not None:
+            part.watch_data()
+        whole: Tensor = _data.__get__(self)
+        return whole
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _data.__set__(self, value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, which between passes is this rank's shard, and guarded."""
+        grad: Tensor | None = _grad.__get__(self)
+        part = part_of(self)
+        return grad if grad is None or part is None else _core.mark_slice(grad, part)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _grad.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = _own_copy(self)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+_data: Any = Tensor.data
+_grad: Any = Tensor.grad
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's elements of a sharded tensor as a plain tensor, which shares memory with
+    it and is not guarded; any other tensor as it is. Does not communicate."""
+    if not isinstance(tensor, _Guarded):
+        return tensor
+    with plain():
+        return tensor.detach()
+
+
+def guard_like(made: Any, tensor: Tensor) -> Any:
+    """Have a plain tensor guarded as `tensor` is, if it has the shape of its shard; return it."""
+    part = _core.slice_part(tensor)
+    return made if part is None else _core.mark_slice(made, part)
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """A copy of torch's own class."""
+    values = tensor.detach().clone(memory_format=torch.preserve_format)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(values, tensor.requires_grad)
+    return values.requires_grad_(tensor.requires_grad)
+
+
+def _guard_copy(made: Tensor, part: Any) -> Tensor:
+    """Have a copy guarded."""
+    made._zshard_part = part  # type: ignore[attr-defined]
+    made.__class__ = ShardParameter if isinstance(made, nn.Parameter) else ShardTensor
+    return made
+
+
+def _as_torchs(tensor: Tensor) -> Tensor:
+    """The same elements in torch's own class, with a script's attributes."""
+    made = tensor.detach()
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    else:
+        made.requires_grad_(tensor.requires_grad)
+    own = {key: value for key, value in vars(tensor).items() if key != "_zshard_part"}
+    vars(made).update(own)
+    return made
+
+
+# --- what is neither elementwise nor a fact -------------------------------------------------------
+
+
+def _whole_draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a whole tensor's draw has for this rank: the values that DDP would have."""
+    others = dict(kwargs)
+    given = args[0] if args else others.pop("input")
+    part = _core.slice_part(given)
+    if part is None:
+        return _run(func, args, kwargs)
+    with plain():
+        like = given.new_empty(()).expand(part.shape)
+        made = part.of(func(like, *args[1:], **others)).clone()
+    return _core.mark_slice(made, part)
+
+
+def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`p.new_zeros(p.shape)` goes with the shard; of another shape, it is no part of one."""
+    return guard_like(_run(func, args, kwargs), args[0])
+
+
+def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`p.data`, also of a parameter that is whole right now, as in hooks of a backward."""
+    param = args[0]
+    whole = part_of(param) if _core.slice_part(param) is None else None
+    if whole is not None:
+        whole.watch_data()
+    return guard_like(_run(func, args, kwargs), param)
+
+
+def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`t.type()` asks for a name, `t.type(dtype)` is a cast."""
+    result = _run(func, args, kwargs)
+    return result if isinstance(result, str) else guard_like(result, args[0])
+
+
+def _set_where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`t[mask] = number`, with a mask like the slice, is elementwise (torch.optim.Rprop)."""
+    target, mask, value = args
+    part = _core.slice_part(target)
+    mask_part = _core.slice_part(mask) if isinstance(mask, Tensor) else None
+    if part is None or mask_part is None or part.geometry is not mask_part.geometry:
+        return _refuse(func, args, kwargs)
+    if mask.dtype != torch.bool or (isinstance(value, Tensor) and value.numel() != 1):
+        return _refuse(func, args, kwargs)
+    is_due = part.begin_write(target)
+    try:
+        _run(func, args, kwargs)
+        part.note_write(target, func)
+    finally:
+        if is_due:
+            part.end_write()
+
+
+def _autograd_grad(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Gradients of something for parameters, which are whole in backward. Not of a slice."""
+    outputs = kwargs["outputs"] if "outputs" in kwargs else args[0]
+    if slices_among([outputs]):
+        return _refuse(func, args, kwargs)
+    return _run(func, args, kwargs)
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    with plain():
+        return func(*args, **kwargs)
+
+
+_special: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    **dict.fromkeys(LIKE_AT_RANDOM, _whole_draw),
+    Tensor.type: _type,
+    Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+    **{getattr(Tensor, name): _new for name in NEW},
+    Tensor.__setitem__: _set_where,
+    torch.autograd.grad: _autograd_grad,
+}
+
+
+def _handle(
+    func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What py_guard.c does not do itself: an operation that is not on the list, or slices that do
+    not fit each other."""
+    known: Callable[..., Any] = _special.get(func, _refuse)
+    return known(func, args, kwargs)
+
+
+def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    parts = slices_among((*args, *kwargs.values()))
+    if not parts:  # parameters that are whole right now
+        return _run(func, args, kwargs)
+    raise ShardError(complaint(func, parts, args, func in _rules))
+
+
+def slices_among(values: Iterable[Any]) -> list[Part]:
+    """Return the Parts of the slices among values, and in lists of them."""
+    found: list[Part] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            part = _core.slice_part(value)
+            found += [] if part is None else [part]
+        elif isinstance(value, list | tuple):
+            found += slices_among(value)
+        elif isinstance(value, dict):
+            found += slices_among(value.values())
+    return found
+
+
+def _refusing_slices(func: Callable[..., Any]) -> Callable[..., Any]:
+    """One of torch.nn.init's functions: some of them return at once for a tensor without elements,
+    as which a rank may have a slice, and so would raise on the other ranks only."""
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if slices_among((*args, *kwargs.values())):
+            return _refuse(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return checked
+
+
+def install() -> None:
+    """Set what the core works with, and have torch's optimizers take slices for what they take
+    parameters. Idempotent."""
+    for name in ("dirac_", "eye_", "kaiming_normal_", "orthogonal_", "sparse_"):
+        func = getattr(nn.init, name)
+        if not hasattr(func, "__wrapped__"):
+            setattr(nn.init, name, _refusing_slices(func))
+    types = (Tensor, nn.Parameter, ShardTensor, ShardParameter, WholeParameter)
+    _core.set_guard(types, _rules, _parts, _handle)
+    lists: tuple[list[Any], ...] = (_of_optimizers, _of_grads)
+    for known in lists:
+        known += [each for each in (ShardTensor, ShardParameter) if each not in known]

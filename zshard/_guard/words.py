@@ -1,0 +1,111 @@
+"""What ShardError says: which operation, on a shard of what, and what to write in its place.
+
+The one idea: the remedy depends on what the operation is after (a norm, a view, random values), so
+names of operations are grouped by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["complaint", "name_of", "refused_collective"]
+
+
+_NORMS = ("norm", "vector_norm", "dist", "cosine_similarity", "normalize", "renorm")
+_REDUCTIONS = (
+    *("all", "allclose", "amax", "amin", "aminmax", "any", "argmax", "argmin", "bincount"),
+    *("count_nonzero", "equal", "histc", "histogram", "histogramdd", "is_nonzero", "item"),
+    *("kthvalue", "logsumexp", "max", "mean", "median", "min", "mode", "nanmean", "nanmedian"),
+    *("nansum", "numpy", "prod", "quantile", "nanquantile", "std", "std_mean", "sum", "tolist"),
+    *("topk", "unique", "var", "var_mean", "array", "bool", "float", "int"),
+    *("iter", "contains", "nonzero", "sort"),
+)
+_RANDOM = (
+    *("bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal", "multinomial"),
+    *("normal", "random", "uniform", "trunc_normal", "alpha_dropout"),
+    *("dirac", "eye", "kaiming_normal", "kaiming_uniform", "orthogonal", "sparse"),
+    *("xavier_normal", "xavier_uniform", "no_grad_normal", "no_grad_uniform"),
+    "no_grad_trunc_normal",
+)
+
+_WHOLE = (
+    "Call zshard.full_tensor(t) on all ranks for the whole tensor, or use whole parameters within "
+    "FSDP.summon_full_params(model)."
+)
+_IN_A_LOSS = (
+    "For a term of the loss over model.parameters(), use the optimizer's weight decay, or call "
+    "unshard() on the module before."
+)
+_LOCAL = "For this rank's elements alone, use t.to_local()."
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return what scripts call an operation: "norm()", ".T"."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return "." + str(getattr(getattr(func, "__self__", None), "__name__", "attribute"))
+    if name in ("__getitem__", "__setitem__"):
+        return "indexing"
+    return f"{name}()"
+
+
+def complaint(
+    func: Callable[..., Any], parts: Sequence[Any], args: Sequence[Any], listed: bool
+) -> str:
+    """Return the message of a refusal.
+
+    parts: of the slices among the arguments. listed: the operation is elementwise, so its arguments
+        do not fit each other.
+    """
+    part, name = parts[0], name_of(func)
+    if listed:
+        return _misfit(name, parts, args)
+    what = f"{name} was called on a shard: this rank has only {part.elements} of '{part.name}'. "
+    plain = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
+    if plain in _NORMS:
+        return (
+            f"{what}Norms over all ranks: model.clip_grad_norm_() returns that of the gradients, "
+            f"zshard.named_norms(model) those of each parameter. {_LOCAL}"
+        )
+    if plain in _RANDOM:
+        return (
+            f"{what}Ranks would draw the same numbers, or use the shard's shape. Initialize "
+            "parameters before FSDP(...), with model.apply(fn), or within "
+            "FSDP.summon_full_params(model). For noise, use torch.randn_like(t)."
+        )
+    if torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args):
+        what += f"{_IN_A_LOSS} "
+    if plain in _REDUCTIONS:
+        return f"{what}{_WHOLE} {_LOCAL}"
+    return f"{what}Only elementwise operations work on shards. {_WHOLE} {_LOCAL}"
+
+
+def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
+    part = parts[0]
+    others = [other for other in parts if other.geometry is not part.geometry]
+    ours = f"{name} got a shard of '{part.name}' ({part.elements})"
+    if others:
+        other = others[0]
+        return (
+            f"{ours} and a shard of '{other.name}' ({other.elements}), which are not the same "
+            f"elements. {_WHOLE}"
+        )
+    shapes = [tuple(arg.shape) for arg in args if isinstance(arg, Tensor)]
+    strange = [shape for shape in shapes if shape != part.local_shape] or shapes
+    return (
+        f"{ours} and a tensor of shape {strange[0] if strange else '?'}: expected a number, or a "
+        f"tensor made like the shard (torch.zeros_like(p), p.clone()). {_WHOLE}"
+    )
+
+
+def refused_collective(part: Any) -> str:
+    """Return the message for a shard in a collective of torch.distributed."""
+    return (
+        f"a collective was called on a shard of '{part.name}' ({part.elements}). The ranks' shards "
+        "are different elements, so it would mix or overwrite them. Gradients are averaged over "
+        f"ranks already. For whole tensors, call zshard.full_tensor(t) on all ranks. {_LOCAL}"
+    )

@@ -1,0 +1,1 @@
+"""Memory: what a model takes, whether it fits, and what needs less."""

@@ -1,0 +1,158 @@
+"""The error text for a model that does not fit in memory: what it needs, and what needs less.
+
+The one idea: each alternative is listed with the bytes it would take, from the same estimates as
+the check itself, so that nobody has to try them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zshard._memory.dry_run import Outline, Planned, World, outline_comms
+from zshard.offload import Offload
+from zshard.precision import MixedPrecision, parse_precision
+from zshard.strategy import ShardingStrategy
+
+_MIB = 1 << 20
+_MOST_TIMES = 1024  # as many ranks are worth a thought
+
+
+class Model(NamedTuple):
+    """The model that does not fit. partly: earlier calls have already made some of its units."""
+
+    module: nn.Module
+    planned: Sequence[Planned]
+    world: World
+    outline: Outline
+    partly: bool
+
+
+class Shortage(NamedTuple):
+    """A rank that lacks memory.
+
+    missing: bytes short, that is, `needed` - `limit`. source: which limit, for the message.
+    optimizer: bytes of Adam's state on that rank.
+    """
+
+    missing: int
+    rank: int
+    needed: int
+    limit: int
+    source: str
+    optimizer: int
+
+
+def explain(model: Model, short: Shortage, what: str) -> str:
+    """Return the message. what: what the memory is needed for."""
+    parts = model.outline.predict()
+    by_part = ", ".join(
+        f"{part} {_mib(size)}" for part, size in parts.items() if size and part != "total"
+    )
+    net = " beyond what its parameters already occupy" if short.needed < parts["total"] else ""
+    lines = [
+        f"this {type(model.module).__name__} does not fit in memory: rank {short.rank} of "
+        f"{model.world.size} needs {_mib(short.needed)} MiB for {what}{net}, but only "
+        f"{_mib(short.limit)} MiB are available ({short.source}).",
+        f"By part, in MiB: {by_part}; Adam's state adds {_mib(short.optimizer)}.",
+    ]
+    ways = [] if model.partly else list(_ways_out(model, parts["total"], short))
+    if ways:
+        lines.append(f"Alternatives to these {_mib(parts['total'])} MiB:")
+        lines += [f"  {way}" for way in ways]
+    lines.append(f"  {_smaller_units(model)}")
+    lines.append("Pass memory_limit=None to wrap the model anyway.")
+    return "\n".join(lines)
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.1f}"
+
+
+def _ways_out(model: Model, total: int, short: Shortage) -> Iterator[str]:
+    """Yield a line for each alternative that takes less memory, with its size."""
+    room = total - short.missing
+    for words, size in _alternatives(model):
+        if size < total:
+            yield f"{words}: {_mib(size)} MiB{' (fits)' if size <= room else ''}"
+    count = _fewest_ranks(model, room)
+    if count is not None:
+        size = _total(model, _sharded(model), ranks=count)
+        words = f"full_shard on {count} or more ranks, each with as much memory"
+        yield f"{words}: {_mib(size)} MiB (fits)"
+
+
+def _fewest_ranks(model: Model, room: int) -> int | None:
+    """Return the smallest number of ranks on which full_shard takes at most `room` bytes per rank,
+    or None if _MOST_TIMES as many are too few. A rank's bytes fall as ranks are added, so this is a
+    binary search."""
+    planned = _sharded(model)
+    below, enough = model.world.size, 2 * model.world.size
+    while _total(model, planned, ranks=enough) > room:
+        if enough >= _MOST_TIMES * model.world.size:
+            return None
+        below, enough = enough, 2 * enough
+    while enough - below > 1:
+        middle = (below + enough) // 2
+        if _total(model, planned, ranks=middle) > room:
+            below = middle
+        else:
+            enough = middle
+    return enough
+
+
+def _alternatives(model: Model) -> Iterator[tuple[str, int]]:
+    usual = model.planned[-1][1]
+    if usual.offload is None:
+        words = (
+            "offload=zshard.Offload(directory=..., grads=True), which also puts Adam's state on "
+            "disk"
+        )
+        on_disk = Offload(directory=".", grads=True)
+        yield words, _total(model, _changed(model, offload=on_disk))
+    if model.world.size > 1:
+        if usual.strategy is not ShardingStrategy.FULL_SHARD:
+            yield 'strategy="full_shard"', _total(model, _sharded(model))
+        words = "memory_limit=None and model.optimizer_in_backward(...), which keeps no gradients"
+        yield words, _total(model, model.planned, stepped=True)
+    if usual.precision.compute is None:
+        half = parse_precision(MixedPrecision(torch.bfloat16))
+        changed = _changed(model, precision=half)
+        yield "mixed_precision=MixedPrecision(torch.bfloat16)", _total(model, changed)
+        words = "model.bfloat16() and AdamW(..., stochastic_rounding=True)"
+        yield words, _total(model, model.planned, dtype=torch.bfloat16)
+
+
+def _changed(model: Model, **fields: Any) -> list[Planned]:
+    return [(spec, options._replace(**fields)) for spec, options in model.planned]
+
+
+def _sharded(model: Model) -> list[Planned]:
+    return _changed(model, strategy=ShardingStrategy.FULL_SHARD)
+
+
+def _total(
+    model: Model,
+    planned: Sequence[Planned],
+    *,
+    ranks: int | None = None,
+    stepped: bool = False,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Return the bytes per rank under other settings."""
+    world = model.world if ranks is None else model.world._replace(size=ranks, shard_group=ranks)
+    comms = outline_comms(world, planned[-1][1].strategy)
+    return Outline(model.module, planned, comms, dtype=dtype).predict(stepped)["total"]
+
+
+def _smaller_units(model: Model) -> str:
+    """Return the line about the largest unit."""
+    largest = max(model.outline.units, key=lambda unit: unit.bytes["full"])
+    name, size = largest.name or "(root)", largest.bytes
+    return (
+        f"smaller units (auto_wrap_policy): the largest, '{name}', takes {_mib(size['full'])} MiB "
+        f"unsharded, in each slot and again in each bucket ({_mib(size['bucket'])} MiB)"
+    )

@@ -1,0 +1,1 @@
+"""Optimizers over shards: the step, what goes with it, clipping, steps in backward."""

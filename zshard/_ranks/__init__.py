@@ -1,0 +1,1 @@
+"""Ranks: groups of them, the transports between them, and how they agree."""

@@ -1,0 +1,165 @@
+"""Check that ranks agree: on a model at wrap time, before anything is shared, and on an optimizer
+before its state is gathered. Also: share the outcome of an operation, so that all ranks fail alike.
+
+The one idea: ranks exchange one short hash; only if it differs do they exchange the full
+description, find the first difference and all raise the same error. An outcome is as short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zshard import _core
+from zshard._errors import CheckpointError
+
+Fact = tuple[str, str]  # (what it is about, what it says)
+
+
+def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models") -> None:
+    """Raise DivergenceError on all ranks if the facts differ, naming the first that does.
+
+    what: what the facts describe, in the plural. Collective.
+    """
+    if comm.world == 1:
+        return
+    digest = hashlib.sha256(repr(list(facts)).encode()).digest()
+    if len(set(comm.exchange(digest))) == 1:
+        return
+    everyone = [json.loads(each) for each in gather_bytes(comm, json.dumps(list(facts)).encode())]
+    for rank in range(1, comm.world):
+        difference = first_difference(everyone[0], everyone[rank], (0, rank))
+        if difference is not None:
+            raise _core.DivergenceError(f"the {what} differ between ranks: {difference}")
+
+
+def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
+    """Return the bytes of every rank, of any length, in rank order. Collective."""
+    gathered = []
+    for root, length in enumerate(comm.exchange(len(mine).to_bytes(8, "little"))):
+        data = bytearray(mine if root == comm.rank else int.from_bytes(length, "little"))
+        if data:
+            comm.broadcast(torch.frombuffer(data, dtype=torch.uint8), root)
+        gathered.append(bytes(data))
+    return gathered
+
+
+_TEXT = 2000  # bytes of a message that the other ranks get
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        *(FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError, OSError),
+        *(NotImplementedError, CheckpointError, ValueError, TypeError, MemoryError),
+        *(_core.CudaError, _core.NcclError, _core.DivergenceError),
+    )
+}
+
+
+@contextlib.contextmanager
+def on_all_ranks(comm: _core.Comm, fact: Callable[[], Any] | None = None) -> Iterator[None]:
+    """Context manager that fails on all ranks if its body raises on any. Collective.
+
+    fact: its value must be equal on all ranks on exit.
+
+    Raises a rank's own exception on that rank; on the others, one of the same kind (OSError,
+    RuntimeError, ...) that names the rank; DivergenceError if `fact` differs.
+    """
+    error: Exception | None = None
+    digest = b""
+    try:
+        yield
+        digest = hashlib.sha256(repr(fact()).encode()).digest() if fact is not None else b""
+    except (_core.PeerError, _core.DivergenceError):
+        raise  # the others have heard
+    except Exception as caught:
+        error = caught
+    outcomes = comm.exchange(bytes([error is not None]) + digest.ljust(32, b"\0"))
+    if any(outcome[0] for outcome in outcomes):
+        _raise_alike(comm, error)
+    for rank, outcome in enumerate(outcomes):
+        if outcome != outcomes[0]:
+            raise _core.DivergenceError(
+                f"rank {rank} loads different tensors than rank 0: pass the same checkpoint and "
+                "the same model on all ranks"
+            )
+
+
+@contextlib.contextmanager
+def told_to_all_ranks(comm: _core.Comm) -> Iterator[None]:
+    """Context manager for a body that communicates: if it raises on this rank alone, the others,
+    which may be waiting for it in there, get a PeerError with the text at once. No transport of
+    theirs can follow."""
+    try:
+        yield
+    except (_core.PeerError, _core.DivergenceError):
+        raise  # the others have heard
+    except Exception as error:
+        comm.abort(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _raise_alike(comm: _core.Comm, error: Exception | None) -> None:
+    """Raise this rank's error, or where it has none, the first of the others'. Collective."""
+    said = f"{_kind_of(error)}\n{error}".encode(errors="replace")[:_TEXT] if error else b""
+    texts = comm.exchange(said.ljust(_TEXT, b"\0"))
+    if error is not None:
+        raise error
+    for rank, each in enumerate(texts):
+        kind, _, text = each.rstrip(b"\0").decode(errors="replace").partition("\n")
+        if kind:
+            raise _KINDS.get(kind, RuntimeError)(f"rank {rank}: {text}")
+
+
+def _kind_of(error: Exception | None) -> str:
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+
+
+def first_difference(
+    ours: Sequence[Fact], theirs: Sequence[Fact], ranks: tuple[int, int]
+) -> str | None:
+    """Return in words where the facts of two ranks differ first; None if they do not."""
+    first, rank = ranks
+    for mine, other in zip(ours, theirs, strict=False):
+        if mine == other:
+            continue
+        if mine[0] != other[0]:
+            own, there = f"{mine[0]} ({mine[1]})", f"{other[0]} ({other[1]})"
+            return f"rank {first} has {own}, but rank {rank} has {there}"
+        return f"{mine[0]} is {mine[1]} on rank {first}, but {other[1]} on rank {rank}"
+    if len(ours) != len(theirs):
+        longer, rank_of = (ours, first) if len(ours) > len(theirs) else (theirs, rank)
+        extra = longer[min(len(ours), len(theirs))]
+        return f"only rank {rank_of} has {extra[0]} ({extra[1]})"
+    return None
+
+
+def tensor_fact(kind: str, name: str, tensor: torch.Tensor) -> Fact:
+    """Return what ranks must agree on about a parameter or buffer."""
+    grad = ", trainable" if tensor.requires_grad else ""
+    return f"{kind} '{name}'", f"shape {tuple(tensor.shape)}, {tensor.dtype}{grad}"
+
+
+def value_fact(name: str, tensor: torch.Tensor) -> Fact:
+    """Return a checksum of the values, as a fact."""
+    return f"the checksum of the values of '{name}'", f"{checksum(tensor):08x}"
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the CRC-32 of a tensor's values."""
+    plain = tensor.detach().cpu().contiguous()  # it may be a copy, and has to outlive its bytes
+    return zlib.crc32(bytes_of(plain))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a writable view of a contiguous CPU tensor's bytes; the tensor must outlive it."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

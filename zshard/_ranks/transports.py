@@ -1,0 +1,343 @@
+"""Transports between the ranks of a group.
+
+The one idea: one transport per process group and process, made on first use by all members together
+and kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zshard import _core
+from zshard._ranks import ends, where
+from zshard._ranks.agreement import on_all_ranks
+from zshard._ranks.devices import CPU, is_stand_in, torch_device
+from zshard._ranks.exit import fail
+from zshard._ranks.groups import Groups
+from zshard._ranks.meeting import Refusal, meet
+from zshard._ranks.nccl import NcclOptions, library
+from zshard.strategy import ShardingStrategy
+
+TRANSPORTS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "peer", "c10d")}
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass
+class _Entry:
+    group: Any  # the process group: kept, so that its id stays its own
+    comm: _core.Comm
+
+
+_BESIDE = "beside"  # in place of a transport: one for a thread of its own
+_PATIENCE = 1800.0  # seconds: least timeout of a wait for a rank that may be waiting for a disk
+
+Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
+
+_entries: dict[tuple[int, Asked, str], _Entry] = {}  # by group, transport asked for, device
+_alone: dict[str, _core.Comm] = {}  # by device
+
+
+class Comms(NamedTuple):
+    """The transports of a model, in the order of Engine's arguments."""
+
+    all: _core.Comm  # all ranks, which reduce gradients
+    shards: _core.Comm  # of them, those that one replica of the model is sharded over
+    shard_group: _core.Comm  # ranks that gather from each other
+    replica_group: _core.Comm | None  # ranks that have the same secondary shard
+
+
+def comms_for(
+    groups: Groups, strategy: ShardingStrategy, comm: _core.Comm, settings: tuple[Any, Any, str]
+) -> Comms:
+    """Return the transports of a model's groups; `comm` is that of all ranks. Collective on first
+    use.
+
+    settings: comm_for's transport, timeout and device. Over shm there are no secondary shards: see
+        ShardingStrategy.
+    """
+    if strategy.keeps:
+        if comm.transport == "shm" or groups.shard_group is groups.world:
+            return Comms(comm, comm, comm, None)
+        replica_group = comm
+        if groups.replica_group is not groups.world:
+            replica_by = "c10d" if settings[2] == CPU else settings[0]
+            replica_group = comm_for(groups.replica_group, replica_by, *settings[1:])
+        return Comms(comm, comm, _within(groups, comm, settings), replica_group)
+    shard_group = comm if groups.shard_group is groups.world else _within(groups, comm, settings)
+    return Comms(comm, shard_group, shard_group, None)
+
+
+def _within(groups: Groups, comm: _core.Comm, settings: tuple[Any, Any, str]) -> _core.Comm:
+    """Return the transport of a shard group, of the same kind in all shard groups: shards are laid
+    out for it, and all ranks reduce together."""
+    if groups.shard_group is None or settings[2] != CPU:
+        return comm_for(groups.shard_group, *settings)
+    with on_all_ranks(comm):
+        found = comm_for(groups.shard_group, *settings)
+    kinds = [each.rstrip().decode() for each in comm.exchange(found.transport.encode().ljust(16))]
+    if len(set(kinds)) == 1:
+        return found
+    if comm.rank == 0:
+        without = kinds.index("c10d")
+        warnings.warn(
+            "shard groups use transport='c10d', because shm, which is faster, is not available to "
+            f"that of rank {without}: see its own warning. Pass transport='c10d' to silence this",
+            RuntimeWarning,
+            stacklevel=_stacklevel(),
+        )
+    return comm_for(groups.shard_group, "c10d", *settings[1:])
+
+
+def check_settings(
+    transport: Asked | None, timeout: float | None, device: str = CPU
+) -> tuple[Asked, float | None]:
+    """Return the transport and the timeout in seconds that the arguments or the environment set.
+
+    Raises ValueError for invalid ones. Call it before ranks connect, so that no rank sees another's
+    connection break.
+    """
+    wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
+    kind = CPU if is_stand_in(device) else device.partition(":")[0]
+    known = TRANSPORTS[kind]
+    if isinstance(wanted, NcclOptions):
+        if device == CPU:
+            raise ValueError(
+                f"transport={wanted!r} requires a model on a GPU, but this one is on the CPU: "
+                "move the model, or pass device_id"
+            )
+    elif wanted not in known:
+        raise ValueError(
+            f"unknown transport {wanted!r} for a model on {kind}: expected one of "
+            f"{', '.join(known)}"
+        )
+    return wanted, _check_timeout(timeout)
+
+
+def comm_for(
+    group: Any | None, transport: Asked | None, timeout: float | None, device: str = CPU
+) -> _core.Comm:
+    """Return the transport of `group`, created on first use, which is collective over the group.
+
+    transport: "auto", "shm" or "c10d"; on GPUs "auto", "nccl", "peer", "c10d" or NcclOptions.
+        None: ZSHARD_TRANSPORT, or "auto".
+    timeout: seconds that one wait may last. None: ZSHARD_TIMEOUT, or the group's own timeout.
+
+    Raises ValueError for an unknown name, RuntimeError if the requested transport is not available.
+    """
+    wanted, seconds = check_settings(transport, timeout, device)
+    if group is None:
+        return _comm_alone(device)
+    _drop_dead_entries()
+    entry = _entries.get((id(group), wanted, device))
+    if entry is None:
+        connect = _connect if device == CPU else functools.partial(connect_gpu, device)
+        entry = _Entry(group, connect(group, wanted, _timeout_of(group, seconds)))
+        _entries[(id(group), wanted, device)] = entry
+        if entry.comm.transport != wanted:  # "auto": the forced name means the same from now on
+            _entries.setdefault((id(group), entry.comm.transport, device), entry)
+        elif (id(group), "auto", device) not in _entries:
+            _entries[(id(group), "auto", device)] = entry
+    elif timeout is not None:
+        entry.comm.set_timeout(float(timeout))
+    return entry.comm
+
+
+def comm_beside(comm: _core.Comm) -> _core.Comm:
+    """Return a second transport between the same ranks' hosts, for use on another thread.
+    Collective on first use. Its timeout is at least half an hour: a peer may wait for a slow
+    disk."""
+    if comm.world == 1:
+        return _comm_alone(CPU)
+    _drop_dead_entries()
+    group = next((entry.group for entry in _entries.values() if entry.comm is comm), None)
+    if group is None:
+        raise RuntimeError(
+            "the model's process group has been destroyed: call destroy_process_group() only after "
+            "the last use of the model"
+        )
+    key = (id(group), _BESIDE, CPU)
+    if key not in _entries:
+        kind = "c10d" if comm.transport == "c10d" else "auto"  # what the model has, if it can be
+        _entries[key] = _Entry(group, _connect(group, kind, max(comm.timeout, _PATIENCE), True))
+    return _entries[key].comm
+
+
+def _comm_alone(device: str) -> _core.Comm:
+    if device not in _alone:
+        _alone[device] = _core.Comm.alone(device)
+    return _alone[device]
+
+
+def _drop_dead_entries() -> None:
+    alive = {id(group) for group in dist.distributed_c10d._world.pg_map}
+    for key in [key for key in _entries if key[0] not in alive]:
+        del _entries[key]
+
+
+def _check_timeout(timeout: float | None) -> float | None:
+    """Return the seconds from the argument or ZSHARD_TIMEOUT; None if neither is given."""
+    name, value = "timeout", timeout
+    if value is None and os.environ.get("ZSHARD_TIMEOUT"):
+        name, value = "ZSHARD_TIMEOUT", os.environ["ZSHARD_TIMEOUT"]  # type: ignore[assignment]
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(
+            f"{name}={value!r} is not a valid timeout: expected a positive number of seconds"
+        )
+    return seconds
+
+
+def _timeout_of(group: Any, timeout: float | None) -> float:
+    if timeout is not None:
+        return timeout
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group for GPUs alone
+        backend = group._get_backend(torch.device("cuda"))
+    options = getattr(backend, "options", None)
+    limit = getattr(options, "_timeout", None)
+    return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
+
+
+def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) -> _core.Comm:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    _report_ends()
+    if wanted != "c10d":
+        met = meet(group, timeout)
+        if isinstance(met, _core.Comm):
+            return met
+        if wanted == "shm":
+            raise RuntimeError(
+                f"transport='shm' is not available: {met.reason}. Or pass transport='c10d'"
+            )
+        _fall_back(met, rank)
+    own = new_group(group, CPU)
+    comm = _core.Comm.c10d(own.group_name, rank, world, timeout)
+    if not beside:  # whose waits are for another thread
+        where.watch(comm, group, own)
+    return comm
+
+
+def _fall_back(refusal: Refusal, rank: int) -> None:
+    """Say once, on one rank, that c10d takes the place of shm. Raises RuntimeError on all ranks if
+    c10d would fail too."""
+    if refusal.shortage:
+        raise RuntimeError(
+            f"no transport is available: shm: {refusal.reason}; c10d: {refusal.shortage}"
+        )
+    if refusal.one_host and rank == 0:
+        warnings.warn(
+            "ranks of one host use transport='c10d', because shm, which is faster, is not "
+            f"available: {refusal.reason}. Pass transport='c10d' to silence this warning",
+            RuntimeWarning,
+            stacklevel=_stacklevel(),
+        )
+
+
+def _stacklevel() -> int:
+    """Return the stacklevel at which a warning of the caller names the user's line."""
+    level, frame = 1, sys._getframe(1)
+    package = os.path.dirname(_core.__file__) + os.sep
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def new_group(group: Any, device: str) -> Any:
+    """Return a new process group for tensors on that device, so that zshard's collectives never
+    mix with the script's."""
+    ranks = dist.get_process_group_ranks(group)
+    whole = len(ranks) == dist.get_world_size()
+    kind = torch_device(device).type
+    backend = None if kind in str(dist.get_backend_config(group)) else BACKENDS[kind]
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=not whole)
+
+
+def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
+    """Return the transport between the hosts of GPUs, and the backend for these GPUs' memory."""
+    return "auto", wanted
+
+
+def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core.Comm:
+    """Return the transport between GPUs: one between their hosts, and a backend for GPU memory."""
+    options = wanted if isinstance(wanted, NcclOptions) else None
+    hosts, kind = choices_for(device, wanted)
+    control = comm_for(group, hosts, timeout)
+    kind = "nccl" if options is not None else kind
+    if kind == "peer" or (kind == "auto" and _share_a_gpu(control, _gpu_id(device))):
+        return _core.Comm.gpu(control, "peer", device, "")
+    if kind in ("auto", "nccl"):
+        with contextlib.suppress(NotImplementedError):  # the ranks agree on it below
+            library()
+        try:
+            numbers = (options or NcclOptions())._numbers()
+            return _core.Comm.gpu(control, "nccl", device, "", numbers)
+        except NotImplementedError:  # on all ranks: one of them has no NCCL
+            if kind != "auto":
+                raise
+    return _core.Comm.gpu(control, "c10d", device, new_group(group, device).group_name)
+
+
+def _gpu_id(device: str) -> str:
+    """Return the UUID of this GPU, which does not depend on its index in this process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _share_a_gpu(control: _core.Comm, gpu: str) -> bool:
+    """Return whether two ranks of one host share a GPU, which NCCL rejects. Collective."""
+    ids = control.exchange(gpu.encode().ljust(64))
+    return control.transport == "shm" and len(set(ids)) < len(ids)
+
+
+def _report_ends() -> None:
+    ends.watch(_tell_peers, _leave)
+
+
+def _tell_peers(words: str) -> None:
+    """Tell them that an exception ends this rank."""
+    for key, entry in _entries.items():
+        if key[1] != _BESIDE:  # a thread may be writing yet, and the process waits for it
+            entry.comm.abort(words)
+
+
+def _leave() -> None:
+    """Exit in order: tell the peers that this rank left, so that they do not find it dead."""
+    comms = {id(entry.comm): entry.comm for key, entry in _entries.items() if key[1] != _BESIDE}
+    if any(comm.lost for comm in comms.values()):
+        ends.note_failure()
+    if not ends.has_failed() and ends.is_reported():
+        for comm in comms.values():
+            _compare_ends(comm)
+    timeout = max((comm.timeout for comm in comms.values()), default=0.0)
+    for key, entry in _entries.items():
+        if key[1] == _BESIDE and ends.last_words():
+            entry.comm.abort(ends.last_words())
+        entry.comm.close()  # from here on nobody waits for this rank
+    _entries.clear()
+    if not ends.has_failed() and ends.is_reported():
+        ends.say_farewell(timeout)
+
+
+def _compare_ends(comm: _core.Comm) -> None:
+    """No round has compared what ranks did after the last one."""
+    try:
+        comm.end()
+    except _core.DivergenceError as error:
+        fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")

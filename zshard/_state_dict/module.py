@@ -1,0 +1,504 @@
+"""state_dict() and load_state_dict() of sharded modules: plain tensors under plain names.
+
+The one idea: nn.Module walks the modules, names their tensors and reports errors; on each module it
+calls two methods, `_save_to_state_dict` and `_load_from_state_dict`. On the modules that own
+sharded parameters these are replaced, on the instance, and while they run, placeholders of full
+shape replace the parameters. So the module's own code and users' hooks see full tensors only,
+whichever module the call starts at. In saving, the placeholders are full copies, one unit gathered
+at a time. In loading, they are shapes without memory, and what nn.Module copies in the end is this
+rank's shard of each given tensor: loading needs no gather, and no rank waits for another.
+
+Why methods and not hooks: a load hook of ours would have to run after all others, also those that
+are registered later, and a dict of hooks may not be reordered while nn.Module runs them. Nor is
+there a hook around a whole call, which is what lets a unit be gathered once for all its owners. Why
+instances and not classes: an owner may be any module below a unit, and its class stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import types
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zshard import _core
+from zshard._guard.slices import guard_like, plain
+from zshard._state_dict.slices import KEY, Record, misfit, record_of
+from zshard._state_dict.stand_ins import Outline, Pending, StandIns
+from zshard._units.shards import part_of
+from zshard._units.units import State, is_unit, outline, session, units_of, unsharded
+from zshard._wrap.tree import UnitSpec
+
+_SAMPLES = 16  # elements of a loaded tensor that tell it from another
+
+Load = tuple[_core.Unit, int, int]  # a parameter that is loaded: its index; _content_of() it
+
+planned_loads: ContextVar[list[Load] | None] = ContextVar("planned_loads", default=None)
+"""Set while a load is only planned: collects what it would load."""
+
+
+def note_loads(loads: Collection[Load]) -> None:
+    """Tell the models what has been loaded, as ranks that load alone are an error."""
+    for unit, index, content in loads:
+        unit.note_load(index, content)
+
+
+@contextlib.contextmanager
+def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
+    """Context manager in which the shards of the units' models may be written: no peer reads."""
+    engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
+    for engine in engines:
+        engine.begin_write()
+    try:
+        yield
+    finally:  # also after an exception: all ranks count their writes
+        for engine in engines:
+            engine.end_write()
+
+
+def attach(state: State, spec: UnitSpec) -> None:
+    """Make a sharded unit save and load full parameters, whichever module at or below the unit's
+    the call starts at."""
+    params = _UnitParams(state, [ref.param for ref in spec.params])
+    # The unit's module too where it owns none: it is asked first, so it refuses before a change.
+    _places_of(spec.module)
+    for index, ref in enumerate(spec.params):
+        for owner, attribute in ref.owners:
+            _places_of(owner)[attribute] = _Place(params, index)
+    for module in spec.module.modules():
+        is_top = module is spec.module or is_unit(module)
+        is_leaf = not module._modules  # one call asks it alone
+        if not (is_top or is_leaf or isinstance(module.__dict__.get(_Whole.name), _Whole)):
+            module.__dict__[_Whole.name] = _Whole(module)
+
+
+def attach_replicated(spec: UnitSpec) -> None:
+    """Make a unit that every rank has whole note what is loaded into it."""
+    for owner in {owner for ref in spec.params for owner, _ in ref.owners}:
+        if _note_replicated not in owner._load_state_dict_post_hooks.values():
+            owner.register_load_state_dict_post_hook(_note_replicated)  # type: ignore[no-untyped-call]
+
+
+def _note_replicated(module: nn.Module, _keys: Any) -> None:
+    """A hook of nn.Module's, which does not tell which parameters were loaded: those that were not
+    are as they have been."""
+    planned = planned_loads.get()
+    for param in module._parameters.values():
+        part = None if param is None else part_of(param)
+        unit = None if part is None or part.is_cut else part.unit
+        if part is None or unit is None or param is None:
+            continue
+        if planned is None:
+            unit.note_load(part.index, _content_of(param, False))
+        else:
+            planned.append((unit, part.index, 0))
+
+
+def whole_state_dict(
+    module: nn.Module,
+    state_dict: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep: bool = True,
+) -> Any:
+    """Return what `state_dict`, the method of `module`, returns, gathering each unit once.
+
+    keep: if False, this rank only takes part: the result has shapes but no values.
+
+    Over shm any rank may call it alone; else it is collective. Raises RuntimeError if a shard would
+    get into the result.
+    """
+    if _outermost.get() is not None:
+        return state_dict(*args, **kwargs)
+    _settle_replicas(module)
+    cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.slices)]
+    with contextlib.ExitStack() as opened:
+        begin = functools.partial(opened.enter_context, session(cut))
+        token = _outermost.set(_Copies(module.parameters(), begin, keep))
+        try:
+            state = state_dict(*args, **kwargs)
+        finally:
+            _outermost.reset(token)
+    _refuse_slices(state)
+    return state
+
+
+def _settle_replicas(module: nn.Module) -> None:
+    """Restore the dtype that unsharded parameters have between steps, where a forward has left a
+    cast copy for its backward, which then makes another one. Raises RuntimeError within that
+    forward."""
+    for _, state in units_of(module):
+        unit = state.unit
+        if unit.replicated and any(_is_cast(param) for param in unit.params):
+            unit.unpin()
+
+
+def _is_cast(param: nn.Parameter) -> bool:
+    part = part_of(param)
+    return part is not None and param.dtype != part.dtype and _core.held_unit(param) is None
+
+
+# --- full copies ----------------------------------------------------------------------------------
+
+
+class _UnitParams:
+    """The parameters of one sharded unit. It holds no module: a part of a model that lives on
+    keeps the unit whose memory it lies on, and no other modules."""
+
+    def __init__(self, state: State, params: list[nn.Parameter]) -> None:
+        self.state = state
+        self.unit = state.unit
+        self.params = params
+
+    def copies(self, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
+        """Return full copies of the parameters whose id is wanted, by id. Collective: one gather.
+        keep: else they have shapes only."""
+        with unsharded(self.unit):
+            chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
+            return {id(param): self._copy(i, param, keep) for i, param in chosen}
+
+    def _copy(self, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
+        shape = self.unit.param(index)["shape"]
+        if not keep:
+            return outline(param, shape, param.device)
+        with torch.inference_mode(False):  # whoever gets it may write to it
+            data = torch.empty(shape, dtype=param.dtype, device=param.device)
+            self.unit.read_param(index, data)
+            return _like(param, data)
+
+
+@dataclass(eq=False, frozen=True)
+class _Place:
+    """What one attribute of an owner refers to: the parameter `index` of a unit."""
+
+    params: _UnitParams
+    index: int
+
+    @property
+    def unit(self) -> _core.Unit:
+        return self.params.unit
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self.params.params[self.index]
+
+    @property
+    def name(self) -> str:
+        return str(self.unit.param(self.index)["name"])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The full shape."""
+        return tuple(self.unit.param(self.index)["shape"])
+
+    @property
+    def record(self) -> Record:
+        return record_of(self.params.state, self.index)
+
+    @property
+    def wants_slices(self) -> bool:
+        """Whether state dicts currently contain this rank's shards."""
+        return self.params.state.slices
+
+    @plain()
+    def slice(self) -> nn.Parameter:
+        """Return a 1-D copy of this rank's shard. Raises RuntimeError if the script has unsharded
+        the unit."""
+        if self.unit.is_full:
+            if _core.held_unit(self.param) is not None:
+                raise RuntimeError(
+                    f"parameter '{self.name}' is unsharded: call state_dict() after reshard(), and "
+                    "outside summon_full_params(), to get shards"
+                )
+            self.unit.reshard()
+        return _like(self.param, self.param.detach().reshape(-1).clone())
+
+
+class _Copies:
+    """The full copies that one call of state_dict() has made. Tied parameters share theirs.
+
+    All are of one step, also where other ranks train on: the first one begins a session. A call
+    that makes none, such as that of zshard.save(), waits for nobody.
+    """
+
+    def __init__(
+        self, params: Iterator[nn.Parameter], begin: Callable[[], object], keep: bool = True
+    ) -> None:
+        self._below = {id(param) for param in params}  # of a unit, what the call is about
+        self._begin = begin
+        self._keep = keep
+        self._made: dict[int, nn.Parameter] = {}
+
+    def of(self, place: _Place) -> nn.Parameter:
+        """Return the copy of a parameter; the first one of a unit gathers it."""
+        key = id(place.param)
+        if not self._made:
+            self._begin()
+        if key not in self._made:
+            self._made.update(place.params.copies(self._below | {key}, self._keep))
+        return self._made[key]
+
+
+_outermost: ContextVar[_Copies | None] = ContextVar("zshard_state_dict", default=None)
+
+
+def _like(param: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """Return a parameter on `data` with `param`'s other properties and attributes."""
+    made = nn.Parameter(data, requires_grad=param.requires_grad)
+    vars(made).update(vars(param))
+    return made
+
+
+def _refuse_slices(state: Any) -> None:
+    """Raise RuntimeError for an entry that lies on a shard."""
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if isinstance(value, torch.Tensor) and _core.is_shard(value):
+            raise RuntimeError(
+                f"the state dict would contain only this rank's shard of '{key}': tie, parametrize "
+                "or share parameters before FSDP(...), and call nn.Module's state_dict() in a "
+                "state_dict() of your own"
+            )
+
+
+# --- the methods on instances ---------------------------------------------------------------------
+
+
+class _Override:
+    """A method of one module, in that module's __dict__."""
+
+    name: str
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # which holds this: no cycle to be collected
+        self._patch = module.__dict__.get(self.name)  # somebody else's, from before
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise RuntimeError(f"{self.name}() called on a module that no longer exists")
+        return module
+
+    def original(self) -> Callable[..., Any]:
+        """Return the method that the module would run without this one."""
+        if self._patch is not None:
+            return self._patch  # type: ignore[no-any-return]
+        return types.MethodType(getattr(type(self.module), self.name), self.module)
+
+    def __reduce__(self) -> Any:
+        """A copy of a part, or a part from a pickle, is of no unit: it gets its own method back."""
+        return operator.getitem, ((self.original(),), 0)
+
+
+class _Whole(_Override):
+    """state_dict() of a module that is no unit."""
+
+    name = "state_dict"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return whole_state_dict(self.module, self.original(), args, kwargs)
+
+
+class _OwnersMethod(_Override):
+    """A method of an owner; `places` are those of its attributes that units hold."""
+
+    def __init__(self, module: nn.Module, places: dict[str, _Place]) -> None:
+        super().__init__(module)
+        self.places = places
+
+    def in_use(self) -> dict[str, _Place]:
+        """Return the places that still have their parameter, without those that users replaced."""
+        there = self.module._parameters
+        return {name: p for name, p in self.places.items() if there.get(name) is p.param}
+
+
+class _Save(_OwnersMethod):
+    """nn.Module's `_save_to_state_dict`, with whole copies in the places (collective) or slices."""
+
+    name = "_save_to_state_dict"
+
+    def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        used = self.in_use()
+        params = (place.param for place in used.values())
+        copies = _outermost.get() or _Copies(params, lambda: None)
+        given = {
+            name: place.slice() if place.wants_slices else copies.of(place)
+            for name, place in used.items()
+        }
+        with StandIns(self.module, given):
+            self.original()(destination, prefix, keep_vars)
+        records = {name: place.record for name, place in used.items() if place.wants_slices}
+        if records:
+            _metadata_of(destination).setdefault(prefix[:-1], {})[KEY] = records
+
+
+class _Load(_OwnersMethod):
+    """nn.Module's `_load_from_state_dict` for whole tensors. Raises ValueError for assign=True;
+    wrong shapes are nn.Module's errors, with whole shapes."""
+
+    name = "_load_from_state_dict"
+
+    def __call__(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        *lists: list[str],  # missing and unexpected keys, error messages
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
+            raise ValueError(
+                "load_state_dict(assign=True) is not supported: it would replace sharded "
+                "parameters; omit assign to copy values into the shards"
+            )
+        used = self.in_use()
+        planned = planned_loads.get()
+        units = [place.unit for place in used.values()] if planned is None else []
+        with writing(units):
+            loads = self._load(used, (state_dict, prefix, local_metadata, strict), *lists)
+            if planned is None:
+                note_loads(loads)
+            else:
+                planned += loads
+
+    def _load(
+        self, used: dict[str, _Place], args: tuple[Any, ...], *lists: list[str]
+    ) -> list[Load]:
+        """Load as nn.Module does, or plan it; return what is loaded."""
+        for place in used.values():
+            if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
+                place.unit.reshard()
+        outlines = {
+            n: Outline.of(place.param, place.shape, place.name) for n, place in used.items()
+        }
+        loads: list[Load] = []
+        with StandIns(self.module, outlines) as stand_ins:
+            # Registered now, so it runs behind all others: they are to see whole shapes, and
+            # nn.Module, which goes on behind this one, the slices.
+            last = functools.partial(self._cut, stand_ins, args[2].get(KEY, {}), loads)
+            handle = self.module._register_load_state_dict_pre_hook(last)  # type: ignore[no-untyped-call]
+            try:
+                self.original()(*args, *lists)
+            finally:
+                handle.remove()
+        return loads
+
+    def _cut(
+        self,
+        stand_ins: StandIns,
+        records: dict[str, Record],
+        loads: list[Load],
+        state: dict[str, Any],
+        prefix: str,
+        *rest: Any,
+    ) -> None:
+        """The last load hook: restores the module's shards, and cuts what they are to copy."""
+        stand_ins.end()
+        for name, place in self.in_use().items():
+            key = prefix + name
+            if key in state:
+                value, errors = state[key], len(rest[-1])
+                state[key] = _slice(place, key, value, records.get(name), rest[-1])
+                own = value is place.param or isinstance(value, Outline)
+                if not own and len(rest[-1]) == errors:
+                    loads.append((place.unit, place.index, _content_of(value, name in records)))
+
+
+def _places_of(module: nn.Module) -> dict[str, _Place]:
+    """Return the places of an owner, to be added to; replaces its methods on the first call."""
+    known = module.__dict__.get(_Save.name)
+    if isinstance(known, _Save):
+        return known.places
+    places: dict[str, _Place] = {}
+    for method in (_Save, _Load):
+        module.__dict__[method.name] = method(module, places)
+    return places
+
+
+# --- slices ---------------------------------------------------------------------------------------
+
+
+def refuse_strange_slices(module: nn.Module, state: Any) -> None:
+    """Raise RuntimeError, before anything changes, if `state` has shards other than this rank's of
+    the parameters below `module`, or if shards are not to be loaded now."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    wrong = []
+    for prefix, facts in (getattr(state, "_metadata", None) or {}).items():
+        records = facts.get(KEY, {}) if isinstance(facts, dict) else {}
+        load = vars(modules[prefix]).get(_Load.name) if prefix in modules and records else None
+        places = load.in_use() if isinstance(load, _Load) else {}
+        for name, record in records.items():
+            place = places.get(name)
+            own, wanted = (place.record, place.wants_slices) if place else (None, False)
+            said = misfit(record, own, wanted)
+            if said:
+                wrong.append(f"{prefix}.{name}: {said}" if prefix else f"{name}: {said}")
+    if wrong:
+        lines = "\n\t".join(wrong)
+        raise RuntimeError(f"Error(s) in loading shards for {type(module).__name__}:\n\t{lines}")
+
+
+def _metadata_of(destination: Any) -> Any:
+    try:
+        return destination._metadata
+    except AttributeError:
+        raise TypeError(
+            "state_dict(destination=...) of shards needs a destination with a `_metadata` dict "
+            "for their records: omit destination"
+        ) from None
+
+
+def _content_of(value: Any, is_slice: bool) -> int:
+    """Return a number that ranks which load the same have in common, from a few of its elements."""
+    plain = type(value) in (torch.Tensor, nn.Parameter) and not is_slice
+    if not plain or value.numel() == 0 or value.is_meta:
+        return 0
+    flat = value.detach().reshape(-1)
+    some = flat[:: -(-flat.numel() // _SAMPLES)].tolist()
+    return zlib.crc32(repr((some, tuple(value.shape))).encode())
+
+
+def _slice(
+    place: _Place, key: str, value: Any, record: Record | None, error_msgs: list[str]
+) -> Any:
+    """Return what nn.Module is to copy into this rank's shard, given a full tensor, or with
+    `record` this rank's shard."""
+    if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]
+        return value  # nn.Module's error
+    local, whole = place.param.detach(), place.shape
+    if isinstance(value, Outline) and value.origin is place.param:
+        return local
+    if value is place.param:  # torch.distributed.checkpoint fills in what a state dict leaves out
+        return local
+    if record is not None:
+        wrong = misfit(record, place.record, place.wants_slices)
+        if not wrong and tuple(value.shape) != (local.numel(),):
+            wrong = f"got shape {tuple(value.shape)}, but the shard has shape ({local.numel()},)"
+        if wrong:
+            error_msgs.append(f"{key}: {wrong}")
+        return local if wrong else guard_like(value.reshape(local.shape), place.param)
+    if whole == () and tuple(value.shape) == (1,):
+        value = value[0]  # nn.Module takes scalars from old files so
+    if tuple(value.shape) != whole:
+        error_msgs.append(
+            f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+            f"the shape in current model is {torch.Size(whole)}."
+        )
+        return local
+    if tuple(local.shape) == whole:  # this rank's alone, or the user's `p.data = whole`
+        return value
+    fact = place.unit.param(place.index)
+    begin, numel = fact["begin"], fact["numel"]
+    if isinstance(value, Pending):
+        return value.part(begin, local.shape)
+    elements = value.detach().reshape(-1)[begin : begin + numel].reshape(local.shape)
+    return guard_like(elements, place.param)

@@ -1,0 +1,364 @@
+"""state_dict() and load_state_dict() of optimizers over sharded parameters: full tensors.
+
+The one idea: the optimizer state of a sharded parameter is sharded like the parameter. Two torch
+hooks convert between that and the state dict: one, after torch's packing and before any hook of the
+user's, gathers the shards, a tensor at a time; the other, before torch's loading and after any hook
+of the user's, takes this rank's shard of each full tensor. So the result is what the same optimizer
+over the unsharded model would save, and it loads under any strategy, at any world size, and into
+the unsharded model's optimizer.
+
+Saving is collective; ranks agree first on what to gather. But over shm, the rank that saves asks
+the others (_state_dict/ask.py). Loading is not collective: each rank has all it needs. State that
+is loaded is adjacent again (_optim/memory.py).
+
+Optimizers without parameters of a wrapped model are left to torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zshard import _core
+from zshard._guard.slices import plain
+from zshard._guard.whole import join
+from zshard._optim.held import Held, fact_of, held_by, params_of, scalar_keys
+from zshard._optim.hooks import know
+from zshard._optim.memory import zeros_side_by_side
+from zshard._ranks.agreement import check_agreement, gather_bytes
+from zshard._state_dict.ask import Whole, ask_for_whole
+from zshard._state_dict.module import writing
+from zshard._units.shards import part_of, units_stepped_by
+
+__all__ = [
+    "Room",
+    "Taken",
+    "gather",
+    "install",
+    "problems_with",
+    "settle",
+    "spread",
+]
+
+_torchs_save = Optimizer.state_dict
+_torchs_load = Optimizer.load_state_dict
+
+
+@dataclass(frozen=True)
+class Taken:
+    """In a state dict, in place of a full tensor: this rank's shard of it, already taken."""
+
+    tensor: Tensor
+
+
+def install() -> None:
+    """Make torch's optimizers save and load full tensors. Idempotent."""
+    Optimizer.state_dict = _save  # type: ignore[method-assign]
+    Optimizer.load_state_dict = _load  # type: ignore[method-assign]
+
+
+@functools.wraps(_torchs_save)
+def _save(self: Optimizer) -> dict[str, Any]:
+    if not _has_parts(self):
+        return _torchs_save(self)
+    handle = self.register_state_dict_post_hook(_make_whole, prepend=True)
+    try:
+        return _torchs_save(self)
+    finally:
+        handle.remove()
+
+
+@functools.wraps(_torchs_load)
+def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
+    if not _has_parts(self):
+        _torchs_load(self, state_dict)
+        return
+    handle = self.register_load_state_dict_pre_hook(_take_parts)
+    try:
+        with writing(units_stepped_by(self)):  # a rank that asks gets all of it, or nothing
+            _torchs_load(self, state_dict)
+            know(self)
+    finally:
+        handle.remove()
+
+
+def _has_parts(optimizer: Optimizer) -> bool:
+    return any(part_of(param) is not None for param in params_of(optimizer))
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    """Torch's post-hook of state_dict(). See gather() for which ranks call it."""
+    numbers = _numbers(optimizer, packed["param_groups"])
+    whole = {numbers[id(param)]: entries for param, entries in gather(optimizer)}
+    state = packed["state"]
+    if whole:  # copies of the rest, too: else it would be of the next step when this is of the last
+        state = {number: _snapshot(e, whole.get(number, {})) for number, e in state.items()}
+    names = _names_of(optimizer)
+    groups = packed["param_groups"]
+    if names is not None:
+        pairs = zip(groups, names, strict=True)
+        groups = [{**group, "param_names": list(own)} for group, own in pairs]
+    return {**packed, "state": state, "param_groups": groups}
+
+
+def _snapshot(entries: Any, whole: Mapping[Any, Tensor]) -> Any:
+    """A parameter's state with what is `whole` in place of slices; nothing is the optimizer's."""
+    if not isinstance(entries, Mapping):
+        return entries
+    return {k: whole[k] if k in whole else _own_copy(v) for k, v in entries.items()}
+
+
+def _numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
+    """What a state dict's groups call each parameter, by the parameter's id."""
+    listed = (number for group in groups for number in group["params"])
+    return {id(p): number for p, number in zip(params_of(optimizer), listed, strict=True)}
+
+
+@torch.inference_mode(False)  # what is made is to be written to later
+def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[Any, Tensor]]]:
+    """Return the sharded parameters, each with the full tensors of its sharded state.
+
+    keep: return the state; else this rank only sends its shards, holds one full tensor at a time,
+        and returns empty dicts.
+
+    Collective over the ranks of the parameters' models, but over shm, where a rank asks the others.
+    Raises DivergenceError if their states differ in parameters, names, shapes or dtypes;
+    RuntimeError for shards within a list or dict.
+    """
+    everything = held_by(optimizer)
+    asked = _ask_peers(optimizer, everything, keep)
+    held = [each for each in everything if each.part.peers is None]
+    holders: dict[int, list[tuple[int, int]]] = {}
+    for comm in {id(each.part.comm): each.part.comm for each in held}.values():
+        mine = [each for each in held if each.part.comm is comm]
+        check_agreement(comm, [fact_of(each) for each in mine], "optimizers")
+        for each, ranges in zip(mine, _ranges(comm, mine), strict=True):
+            holders[id(each)] = ranges
+    result = []
+    for each in held:
+        cut = [(key, value) for key, value, is_cut in each.entries if is_cut]
+        whole = {key: join(each.part, value, holders[id(each)], keep) for key, value in cut}
+        result.append((each.param, whole if keep else {}))
+    return asked + result
+
+
+def _ask_peers(optimizer: Optimizer, held: Sequence[Held], keep: bool) -> Whole:
+    """The state of models whose ranks can be asked for it, one by one."""
+    found: Whole = []
+    models = {id(each.part.peers): each.part.peers for each in held if each.part.peers}
+    for peers in models.values():
+        mine = [each for each in held if each.part.peers is peers]
+        if keep:
+            found += ask_for_whole(optimizer, peers, mine)
+        else:
+            found += [(each.param, {}) for each in mine]
+    return found
+
+
+def _ranges(comm: _core.Comm, held: Sequence[Held]) -> list[list[tuple[int, int]]]:
+    """Return each parameter's (begin, numel) on all ranks. Raises RuntimeError on all of them if
+    sharded tensors are within a list or dict; a rank alone could be misled by a shape."""
+    told = [(each.part.begin, each.part.numel, int(each.nested is not None)) for each in held]
+    mine = array("q", [number for row in told for number in row])
+    everyone = [array("q", data) for data in gather_bytes(comm, mine.tobytes())]
+    found = []
+    for i, each in enumerate(held):
+        rows = [them[3 * i : 3 * i + 3] for them in everyone]
+        if all(row[2] for row in rows):
+            raise RuntimeError(
+                f"{each.nested} in the optimizer's state of '{each.part.name}' contains sharded "
+                "tensors, which state_dict() cannot gather: store each tensor directly under its "
+                "own key"
+            )
+        found.append([(row[0], row[1]) for row in rows])
+    return found
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+@torch.inference_mode(False)
+def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+    """Torch's pre-hook of load_state_dict(): return what this rank loads. Raises ValueError for
+    state that does not match, before anything changes."""
+    sizes = [len(group["params"]) for group in given["param_groups"]]
+    if sizes != [len(group["params"]) for group in optimizer.param_groups]:
+        return None  # torch's own error
+    groups = _in_our_order(optimizer, given["param_groups"])
+    numbers = _numbers(optimizer, groups)
+    rows = [(param, given["state"].get(numbers[id(param)])) for param in params_of(optimizer)]
+    found = [(param, entries) for param, entries in rows if isinstance(entries, Mapping)]
+    problems = problems_with(found)
+    if problems:
+        raise ValueError("\n".join(["the state dict does not match the optimizer:", *problems]))
+    settle(optimizer)
+    taken = spread(found, Room(found))
+    state = dict(given["state"])
+    for (param, _), own in zip(found, taken, strict=True):
+        state[numbers[id(param)]] = own
+    return {**given, "state": state, "param_groups": groups}
+
+
+def problems_with(found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> list[str]:
+    """Return what is wrong with the state of each parameter: its tensors must be full, or have no
+    dimensions."""
+    problems, looks_cut = [], False
+    for param, entries in found:
+        part = part_of(param)
+        for key, value in entries.items() if part is not None else ():
+            if part is None or not isinstance(value, Tensor):
+                continue
+            shape, where = tuple(value.shape), f"'{key}' of parameter '{part.name}'"
+            if is_traceable_wrapper_subclass(value):
+                problems.append(
+                    f"{where} is a {type(value).__name__}: pass a plain tensor (full_tensor())"
+                )
+            elif shape not in (part.shape, ()):
+                problems.append(f"{where} has shape {shape}, expected {part.shape} or ()")
+                looks_cut |= len(shape) == max(len(part.shape), 1) and set(shape[1:]) <= {1}
+    if looks_cut:
+        problems.append(
+            "these may be shards saved by an older zshard: load them with that version, at the "
+            "world size that saved them; this version saves full tensors"
+        )
+    return problems
+
+
+def settle(optimizer: Optimizer) -> None:
+    """Reshard the optimizer's parameters, as between steps; see Part.settle()."""
+    for param in params_of(optimizer):
+        part = part_of(param)
+        if part is not None:
+            part.settle(param)
+
+
+class Room:
+    """Memory for the sharded state of some parameters, adjacent for each name."""
+
+    def __init__(self, found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> None:
+        """found: each parameter with the state to load, of which only shapes are used."""
+        self._scalars = scalar_keys((_whole_shape(param), entries) for param, entries in found)
+        members: dict[Any, list[Tensor]] = {}
+        for param, entries in found:
+            for key, value in entries.items():
+                if self.is_cut(param, key, value):
+                    members.setdefault(key, []).append(param)
+        self._members = members
+        self._made: dict[Any, dict[int, Tensor]] = {}
+
+    def is_cut(self, param: Tensor, key: Any, value: Any) -> bool:
+        """Return whether `value` is a full tensor of which this rank keeps its shard."""
+        part = part_of(param)
+        is_whole = isinstance(value, Tensor) and part is not None and value.shape == part.shape
+        return is_whole and (value.dim() > 0 or key not in self._scalars)
+
+    def place(self, param: Tensor, key: Any) -> Tensor:
+        """Return the memory for this rank's shard, of the parameter's dtype; zeros at first."""
+        if key not in self._made:  # not before: it may be that none of this name is needed
+            params = self._members[key]
+            zeros = zeros_side_by_side(params)
+            self._made[key] = {id(p): z for p, z in zip(params, zeros, strict=True)}
+        return self._made[key][id(param)]
+
+    @plain()
+    @torch.no_grad()
+    def take(self, param: Tensor, key: Any, whole: Tensor) -> Tensor:
+        """Copy this rank's shard of `whole` to its place, in the parameter's dtype; return it."""
+        part = part_of(param)
+        assert part is not None
+        if key == "step":  # which torch does not convert
+            return part.of(whole).clone()
+        return self.place(param, key).copy_(part.of(whole))
+
+
+def spread(found: Sequence[tuple[Tensor, Mapping[Any, Any]]], room: Room) -> list[dict[Any, Any]]:
+    """Return what this rank loads of full state. No tensor of it is the state dict's, since later
+    steps would write to it."""
+
+    def taken(param: Tensor, key: Any, value: Any) -> Any:
+        if isinstance(value, Taken):
+            return value.tensor
+        return room.take(param, key, value) if room.is_cut(param, key, value) else _own_copy(value)
+
+    return [{key: taken(param, key, e[key]) for key in e} for param, e in found]
+
+
+def _own_copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _whole_shape(param: Tensor) -> tuple[int, ...]:
+    part = part_of(param)
+    return tuple(param.shape) if part is None else part.shape
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def _names_of(optimizer: Optimizer) -> list[list[str]] | None:
+    """The names of each group's parameters: the user's, or those they have in their model. None
+    where one has none, or two have the same."""
+    names = [_own_names(group) for group in optimizer.param_groups]
+    flat = [name for own in names for name in own]
+    if None in flat or len(set(flat)) < len(flat):
+        return None
+    return names  # type: ignore[return-value]
+
+
+def _own_names(group: Mapping[str, Any]) -> list[str | None]:
+    if "param_names" in group:
+        return list(group["param_names"])
+    parts = [part_of(param) for param in group["params"]]
+    return [part.name if part else None for part in parts]
+
+
+def _in_our_order(optimizer: Optimizer, given: Sequence[Any]) -> list[dict[str, Any]]:
+    """The groups of a state dict with their parameters in the order of ours, where names tell."""
+    ours, theirs = _names_of(optimizer), _given_names(given)
+    groups = [dict(group) for group in given]
+    if ours is not None and theirs is not None:
+        _match(groups, ours, theirs)
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        group.pop("param_names", None)  # of another order, or a surprise to add_param_group()
+        if "param_names" in own:
+            group["param_names"] = list(own["param_names"])
+    return groups
+
+
+def _given_names(given: Sequence[Any]) -> list[list[str]] | None:
+    """What a state dict calls its parameters; None where it has numbers only."""
+    for names in ([g["params"] for g in given], [g.get("param_names") or [] for g in given]):
+        flat = [name for own in names for name in own]
+        is_known = all(isinstance(name, str) for name in flat) and len(set(flat)) == len(flat)
+        sizes = [len(own) for own in names]
+        if is_known and sizes == [len(group["params"]) for group in given]:
+            return names
+    return None
+
+
+def _match(groups: list[dict[str, Any]], ours: list[list[str]], theirs: list[list[str]]) -> None:
+    """Put the groups' numbers in the order of our names, if theirs are the same names. Raises
+    ValueError if a parameter is in another group."""
+    if {name for own in ours for name in own} != {name for own in theirs for name in own}:
+        return
+    for i, (group, own, other) in enumerate(zip(groups, ours, theirs, strict=True)):
+        strangers = sorted(set(other) - set(own))
+        if strangers:
+            raise ValueError(
+                f"param group {i} of the state dict has parameter '{strangers[0]}', which is in "
+                "another param group of the optimizer: construct the optimizer with the same "
+                "param groups"
+            )
+        number_of = dict(zip(other, group["params"], strict=True))
+        group["params"] = [number_of[name] for name in own]

@@ -1,0 +1,424 @@
+"""Optimizer state by parameter name: FSDP1's optim_state_dict.
+
+The one idea: optimizer.state_dict() is full already (_state_dict/optimizer.py); here numbers become
+names and names numbers. What is added is which rank has it: with `rank0_only` other ranks only send
+their shards, and with `from_rank0` they receive theirs from one full tensor at a time.
+
+    {"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [{"params": [name], ...}]}
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zshard import _core
+from zshard._ranks.agreement import gather_bytes
+from zshard._ranks.transports import comm_for
+from zshard._state_dict.optimizer import Room, Taken, gather, problems_with, settle
+from zshard._units.names import plain
+from zshard._units.shards import part_of
+from zshard._units.units import State, units_of
+from zshard._wrap.values import take_from_rank_0
+
+__all__ = [
+    "OptimStateMethods",
+    "by_number",
+    "load_optim_state_dict",
+    "names_of",
+    "optim_state_dict",
+]
+
+_HOW = "zshard.optim_state_dict(model, optimizer)"
+
+
+def optim_state_dict(
+    model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = False
+) -> dict[str, Any]:
+    """Return the optimizer's full state, keyed by parameter name, as tensors on the CPU.
+
+    Over shm, any rank may call it alone; over c10d and on GPUs it is collective.
+
+    Args:
+        model: the sharded model, or a module that contains it. A tied parameter has the first name
+            in model.named_parameters(). Prefixes of torch.compile() and activation checkpointing
+            are removed from names.
+        optimizer: an optimizer of the model's parameters.
+        rank0_only: return {} on ranks other than 0, which then hold at most one full tensor.
+
+    Returns {"state": {name: {key: tensor or value}}, "param_groups": [{"params": [name, ...],
+    option: value}]}, the format of FSDP1 and torch.distributed.checkpoint.state_dict. Tensors are
+    copies, with the shapes and dtypes of the unsharded model's optimizer state.
+
+    Raises ValueError if the optimizer has a parameter that the model lacks; DivergenceError on all
+    ranks if their states differ in parameters, keys, shapes or dtypes.
+    """
+    names = names_of(model, optimizer)
+    if rank0_only and _comm_of(model).rank != 0:
+        gather(optimizer, keep=False)
+        return {}
+    return _by_name(names, optimizer, optimizer.state_dict())
+
+
+def load_optim_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Any] | None,
+    *,
+    from_rank0: bool = False,
+) -> None:
+    """Load the result of optim_state_dict(), under any strategy and world size.
+
+    Collective.
+
+    Args:
+        model: the sharded model, or a module that contains it.
+        optimizer: the optimizer to load into.
+        state: as returned by optim_state_dict(): full tensors of the parameters' shapes and dtypes.
+            A tied parameter may have any of its names. Parameters without an entry lose their
+            state.
+        from_rank0: only rank 0 has `state`; the others pass None or {}, receive it a tensor at a
+            time and hold at most one full tensor.
+
+    Raises ValueError on all ranks, before anything changes, that lists unknown, missing or
+    misplaced parameters and wrong shapes and dtypes.
+    """
+    optimizer.load_state_dict(_to_load(model, optimizer, state, from_rank0))
+
+
+class OptimStateMethods:
+    """FSDP1's static methods for optimizer state."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: Mapping[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Return the optimizer's full state by parameter name; see zshard.optim_state_dict().
+
+        Within FSDP.state_dict_type, its optim_state_dict_config applies. Over shm, any rank may
+        call it alone; over c10d and on GPUs it is collective.
+
+        Args:
+            optim_state_dict: the result of optim.state_dict(), if you have it already.
+            group: accepted for compatibility: a process group of the same size as the model's.
+        """
+        _check_group(model, group)
+        rank0_only = _rank0_only(model)
+        if optim_state_dict is None:
+            return _optim_state_dict(model, optim, rank0_only=rank0_only)
+        if rank0_only and _comm_of(model).rank != 0:
+            return {}
+        return _by_name(names_of(model, optim), optim, optim_state_dict)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: Mapping[str, Any] | None,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Convert the result of optim_state_dict() into what optim.load_state_dict() takes.
+
+        Collective.
+
+        Args:
+            optim_state_dict: the dict; within FSDP.state_dict_type with `rank0_only` only rank 0
+                has it, and the result is valid for `optim` on this rank only.
+            is_named_optimizer: True raises NotImplementedError.
+            load_directly: also load it into `optim`.
+            group: accepted for compatibility: a process group of the same size as the model's.
+
+        Raises ValueError as zshard.load_optim_state_dict() does.
+        """
+        if is_named_optimizer:
+            raise NotImplementedError(
+                "is_named_optimizer=True (torch's _NamedOptimizer) is not supported"
+            )
+        _check_group(model, group)
+        made = _to_load(model, optim, optim_state_dict, _rank0_only(model))
+        if load_directly:
+            optim.load_state_dict(made)
+        return made
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Return the optimizer's full state by parameter name, by default on rank 0 only.
+
+        See zshard.optim_state_dict(). `optim_input` must be None (NotImplementedError).
+        """
+        if optim_input is not None:
+            raise NotImplementedError(
+                "full_optim_state_dict(): optim_input is not supported: omit it"
+            )
+        _check_group(model, group)
+        return _optim_state_dict(model, optim, rank0_only=rank0_only)
+
+
+_optim_state_dict = optim_state_dict  # within the class the name is taken
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def _first_state(model: nn.Module) -> State | None:
+    return next((state for _, state in units_of(model)), None)
+
+
+def _comm_of(model: nn.Module) -> _core.Comm:
+    """Return the ranks of the outermost unit; a single rank for a model without units."""
+    state = _first_state(model)
+    return state.comms.all if state is not None else comm_for(None, None, None)
+
+
+def _rank0_only(model: nn.Module) -> bool:
+    state = _first_state(model)
+    return state is not None and state.optim_rank0_only
+
+
+def _check_group(model: nn.Module, group: Any) -> None:
+    world = _comm_of(model).world
+    if group is not None and dist.get_world_size(group) != world:
+        raise ValueError(
+            f"group has {dist.get_world_size(group)} ranks, but the model has {world}: omit group "
+            "to use the model's ranks"
+        )
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """Return the first name in the model of each of the optimizer's parameters, by id. Raises
+    ValueError for a parameter that the model lacks."""
+    names = {id(param): plain(name) for name, param in model.named_parameters()}
+    for i, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                part = part_of(param)
+                what = (
+                    f"parameter '{part.name}'"
+                    if part
+                    else f"a parameter of shape {tuple(param.shape)}"
+                )
+                raise ValueError(
+                    f"param group {i} of the optimizer has {what}, which the model "
+                    "lacks: pass the model that the optimizer was created for"
+                )
+    return names
+
+
+def _by_name(
+    names: Mapping[int, str], optimizer: Optimizer, numbered: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a state dict of torch's format with names for numbers, without the optimizer's own
+    tensors."""
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for ours, given in zip(optimizer.param_groups, numbered["param_groups"], strict=True):
+        own = [names[id(param)] for param in ours["params"]]
+        groups.append({**_options_of(given), "params": own})
+        for param, number in zip(ours["params"], given["params"], strict=True):
+            if number in numbered["state"]:
+                live = optimizer.state.get(param, {})
+                entries = numbered["state"][number]
+                state[names[id(param)]] = {k: _copy(v, live.get(k)) for k, v in entries.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a group without its parameters."""
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return copy.deepcopy(options)
+
+
+def _copy(value: Any, live: Any) -> Any:
+    """A value on the CPU; of what the optimizer has itself, a copy."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().cpu() if value is live else value.detach().cpu()
+    return copy.deepcopy(value)
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def _to_load(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None, from_rank0: bool
+) -> dict[str, Any]:
+    """Return what optimizer.load_state_dict() takes, numbers for names. Raises ValueError on all
+    ranks alike."""
+    names_of(model, optimizer)
+    comm = _comm_of(model)
+    given = state if comm.rank == 0 or not from_rank0 else None
+    problems: list[str] = []
+    made: dict[str, Any] = {}
+    if given is not None or not from_rank0:
+        problems, made = by_number(model, optimizer, given)
+    _raise_together(comm, problems)
+    if from_rank0 and comm.world > 1:
+        return _from_rank0(comm, optimizer, made)
+    return made
+
+
+def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
+    """Raise ValueError on all ranks if there are problems on any."""
+    text = "\n".join(problems)
+    everyone = [each.decode() for each in gather_bytes(comm, text.encode())]
+    for rank, each in enumerate(everyone):
+        if each:
+            where = "" if len(set(everyone)) == 1 else f" on rank {rank}"
+            raise ValueError(f"the state dict does not match the optimizer{where}:\n{each}")
+
+
+def by_number(
+    model: nn.Module, optimizer: Optimizer, given: Mapping[str, Any] | None
+) -> tuple[list[str], dict[str, Any]]:
+    """Return what is wrong with a dict by name, and the same dict by number if nothing is."""
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        return [f"it lacks 'state' or 'param_groups': pass the result of {_HOW}"], {}
+    given = _with_plain_names(given)
+    params = {plain(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    ours, theirs = optimizer.param_groups, given["param_groups"]
+    if len(ours) != len(theirs):
+        return [f"it has {len(theirs)} param groups, but the optimizer has {len(ours)}"], {}
+    listed = {id(p) for group in ours for p in group["params"]}
+    known = {name: param for name, param in params.items() if id(param) in listed}
+    problems = _unknown(given, known)
+    for i, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+        problems += _misplaced(i, own["params"], [known.get(n) for n in _listed(other)], known)
+    states = {name: entries for name, entries in given["state"].items() if name in known}
+    problems += [f"the state of {n!r} is not a dict" for n, e in states.items() if not _is_dict(e)]
+    found = [(known[name], entries) for name, entries in states.items() if _is_dict(entries)]
+    if len({id(param) for param, _ in found}) < len(found):
+        problems.append("it has state for a tied parameter twice, under two of its names")
+    problems += problems_with(found) + _wrong_types(found)
+    numbers = {id(p): i for i, p in enumerate(p for group in ours for p in group["params"])}
+    groups = [
+        {**_options_of(other), "params": [numbers[id(p)] for p in own["params"]]}
+        for own, other in zip(ours, theirs, strict=True)
+    ]
+    return problems, {
+        "state": {numbers[id(param)]: entries for param, entries in found},
+        "param_groups": groups,
+    }
+
+
+def _with_plain_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dict by name without the prefixes of wrappers."""
+
+    def of(name: Any) -> Any:
+        return plain(name) if isinstance(name, str) else name
+
+    groups = [
+        {**group, "params": [of(n) for n in _listed(group)]} for group in given["param_groups"]
+    ]
+    state = {of(name): entries for name, entries in given["state"].items()}
+    return {**given, "state": state, "param_groups": groups}
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _listed(group: Mapping[str, Any]) -> list[Any]:
+    return list(group.get("params", ()))
+
+
+def _unknown(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> list[str]:
+    """Return the names that match no parameter of the optimizer."""
+    names = dict.fromkeys(given["state"])
+    names.update(dict.fromkeys(n for group in given["param_groups"] for n in _listed(group)))
+    strangers = [name for name in names if name not in known]
+    if strangers and all(isinstance(name, int) for name in strangers):
+        return ["its parameters are numbered, not named: use optimizer.load_state_dict()"]
+    return [f"the optimizer has no parameter {name!r}" for name in strangers]
+
+
+def _misplaced(
+    i: int, own: Sequence[Tensor], other: Sequence[Tensor | None], known: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the parameters that are in group `i` of only the optimizer or only the state dict."""
+    first = {id(param): name for name, param in reversed(list(known.items()))}
+    here = {first[id(p)] for p in own}
+    there = {first[id(p)] for p in other if p is not None}
+    return [f"its param group {i} lacks parameter '{name}'" for name in sorted(here - there)] + [
+        f"param group {i} of the optimizer lacks parameter '{name}'"
+        for name in sorted(there - here)
+    ]
+
+
+def _wrong_types(found: Iterable[tuple[Tensor, Mapping[Any, Any]]]) -> list[str]:
+    """Return parameter-shaped state of another dtype, which torch would silently convert."""
+    problems = []
+    for param, entries in found:
+        part = part_of(param)
+        for key, value in entries.items() if part is not None else ():
+            if part is None or not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            if value.shape == part.shape and value.dtype != part.dtype:
+                problems.append(
+                    f"'{key}' of parameter '{part.name}' has dtype {value.dtype}, expected "
+                    f"{part.dtype}"
+                )
+    return problems
+
+
+# --- from rank 0, a tensor at a time --------------------------------------------------------------
+
+
+@torch.inference_mode(False)
+def _from_rank0(comm: _core.Comm, optimizer: Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's state dict with this rank's shards in place of full tensors."""
+    mine = pickle.dumps(_outline(numbered)) if comm.rank == 0 else b""
+    outline: dict[str, Any] = pickle.loads(gather_bytes(comm, mine)[0])
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in outline["param_groups"]]
+    found = [(params[i], entries) for i, entries in outline["state"].items() if i < len(params)]
+    problems = problems_with(found) if comm.rank != 0 else []
+    if sizes != theirs:
+        problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
+    _raise_together(comm, problems)
+    settle(optimizer)
+    room, state = Room(found), {}
+    for number, entries in outline["state"].items():
+        values = numbered["state"][number] if comm.rank == 0 else entries
+        state[number] = {
+            key: _received(comm, room, (params[number], key), values[key]) for key in entries
+        }
+    return {**outline, "state": state}
+
+
+def _outline(numbered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict without the values of tensors that have dimensions."""
+    state = {
+        number: {
+            key: value.to("meta") if isinstance(value, Tensor) and value.dim() > 0 else value
+            for key, value in entries.items()
+        }
+        for number, entries in numbered["state"].items()
+    }
+    return {"state": state, "param_groups": numbered["param_groups"]}
+
+
+def _received(comm: _core.Comm, room: Room, place: tuple[Tensor, Any], value: Any) -> Any:
+    """Return what this rank loads at `place`, (parameter, key), from rank 0's `value`; on other
+    ranks `value` only has its shape."""
+    if isinstance(value, Tensor) and value.dim() > 0:
+        value = torch.empty_like(value, device="cpu") if value.is_meta else value.detach().cpu()
+        take_from_rank_0(comm, value)
+    return Taken(room.take(*place, value)) if room.is_cut(*place, value) else value

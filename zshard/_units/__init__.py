@@ -1,0 +1,1 @@
+"""Units: what is stored about each, and this rank's shards of their parameters."""

@@ -1,0 +1,131 @@
+"""What zshard stores about a module that is a unit.
+
+The one idea: it is in the module's __dict__, under one name, and a model's units are found by
+walking its modules; there is no other list of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zshard import _core
+from zshard._ranks.transports import Comms
+from zshard.offload import Offload
+from zshard.precision import Precision
+from zshard.strategy import ShardingStrategy
+
+ATTRIBUTE = "_zshard_state"
+
+# A module that one of our hooks is on, and the hook's id.
+Hook = tuple["weakref.ref[nn.Module]", int]
+
+
+class Prefetch(NamedTuple):
+    """How many units to prefetch in forward and backward, in the order of Engine.set_prefetch's
+    arguments."""
+
+    forward: int = 0
+    backward: int = 1
+
+
+class Options(NamedTuple):
+    """The options that a unit was wrapped with."""
+
+    strategy: ShardingStrategy
+    precision: Precision
+    prefetch: Prefetch
+    offload: Offload | None = None
+
+
+class State:
+    """What a unit's module stores.
+
+    Nothing in it refers back to the module: a dropped model frees its memory at once, not at the
+    next garbage collection.
+    """
+
+    def __init__(self, unit: _core.Unit, comms: Comms, options: Options) -> None:
+        self.unit = unit
+        self.comms = comms
+        self.options = options
+        self.hooks: list[Hook] = []  # on the module, and on parts of it
+        self.rank0_only = False  # of state_dict()
+        self.optim_rank0_only = False  # of optim_state_dict()
+        self.whole_grads = False  # within summon_full_params(with_grads=True)
+        self.slices = False  # state_dict() gives this rank's, and load_state_dict() takes them
+        self.optimizer_peak = 0  # bytes, as memory() has seen them
+        self.peers: Any = None  # _books.Peers: whom to ask for state that they alone have
+        self.sync_buffers = False  # the root's: from rank 0, at each forward
+
+
+@contextlib.contextmanager
+def session(units: Iterable[_core.Unit]) -> Iterator[None]:
+    """Context manager in which no rank writes what the units' models have: all that is read in it
+    is of one step. As a forward without gradients: over c10d all ranks run it together."""
+    with contextlib.ExitStack() as opened:
+        for engine in {unit.engine_id: unit.engine for unit in units}.values():
+            engine.open()
+            opened.callback(engine.close)
+        yield
+
+
+@contextlib.contextmanager
+def unsharded(unit: _core.Unit) -> Iterator[None]:
+    """Context manager in which a unit's full parameters can be read, in their own dtype. As a
+    forward without gradients: over c10d all ranks run it together."""
+    with session([unit]):
+        held = unit.is_full  # by a forward that is running and goes on with it
+        unit.unshard(True)
+        try:
+            yield
+        finally:
+            if not held:
+                unit.reshard()
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Return whether an FSDP(...) call has made `module` a unit."""
+    return ATTRIBUTE in module.__dict__
+
+
+def state_of(module: nn.Module) -> State:
+    """Return the state of a unit's module. Raises KeyError for any other module."""
+    state: State = module.__dict__[ATTRIBUTE]
+    return state
+
+
+def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
+    """Yield the units at and below `module`, parents before children, in module order."""
+    for each in module.modules():
+        if is_unit(each):
+            yield each, state_of(each)
+
+
+def outline(
+    param: nn.Parameter, shape: tuple[int, ...], device: torch.device | str
+) -> nn.Parameter:
+    """Return a parameter like `param` with another shape and device, of zeros without memory."""
+    data = torch.zeros((), dtype=param.dtype, device=device).expand(shape)
+    made = nn.Parameter(data, requires_grad=param.requires_grad)
+    vars(made).update(vars(param))
+    return made
+
+
+def hook_forward(module: nn.Module, unit: _core.Unit) -> list[RemovableHandle]:
+    """Register the hooks that unshard the unit during the forward of `module`."""
+    return [
+        module.register_forward_pre_hook(unit.pre_forward, prepend=True),
+        module.register_forward_hook(unit.post_forward, always_call=True),
+    ]
+
+
+def known_hooks(module: nn.Module, handles: Iterable[RemovableHandle]) -> list[Hook]:
+    """Return hooks on `module` in the form of State.hooks."""
+    return [(weakref.ref(module), handle.id) for handle in handles]

@@ -1,0 +1,1 @@
+"""Before a model is sharded: its tree, the choice of units, the arguments, first values."""

@@ -1,0 +1,156 @@
+"""Models on the meta device: each unit is materialized just before it is sharded.
+
+The one idea: modules get memory and values one after another in the order in which their
+constructors ran, children before the module that contains them, so that they draw the same random
+numbers as in the plain model; and only up to the unit that is sharded next, so that little is
+unsharded at a time. Before a module is initialized its tensors are filled with a mark; a tensor
+that still has it afterwards was forgotten, and would train on garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zshard._units.areas import Areas
+from zshard._units.units import is_unit
+
+Init = Callable[[nn.Module], Any]
+
+
+def uninitialized(module: nn.Module) -> None:
+    """Leave the parameters and buffers of a model on the meta device uninitialized (NaN).
+
+    Pass it as FSDP(model, param_init_fn=zshard.uninitialized) if all values will come from a
+    checkpoint (zshard.load) or a state dict. A non-persistent buffer, which neither of them
+    contains, makes FSDP raise ValueError. zshard.empty is an alias.
+    """
+
+
+class Materializer:
+    """Materializes the modules of a model that are on the meta device.
+
+    init: FSDP1's param_init_fn, which is called with each module that has parameters or buffers of
+    its own there; None: the module's reset_parameters.
+    """
+
+    def __init__(self, root: nn.Module, init: Init | None, ignored: set[nn.Module]) -> None:
+        self._init = init
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._queue = list(_children_first(root, ignored, set()))
+        self._place = {id(module): place for place, module in enumerate(self._queue)}
+        self._done = 0
+        self._areas = Areas()
+        self._given: set[int] = set()  # parameters that were materialized here
+
+    def up_to(self, module: nn.Module) -> None:
+        """Materializes `module`, all modules below it, and all that were constructed before it.
+
+        Raises ValueError, naming the tensor, for one that its module's initialization leaves out.
+        """
+        last = self._place[id(module)]
+        while self._done <= last:
+            self._materialize(self._queue[self._done])
+            self._done += 1
+
+    def has_made(self, params: Iterable[nn.Parameter]) -> bool:
+        """Have all of them got their values here?"""
+        return all(id(param) in self._given for param in params)
+
+    def _materialize(self, module: nn.Module) -> None:
+        params = {k: p for k, p in module._parameters.items() if p is not None and p.is_meta}
+        buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+        tied = [p for p in module._parameters.values() if id(p) in self._given]
+        if not params and not buffers and not tied:
+            return
+        before = [(p, p.detach().clone()) for p in tied if p is not None]
+        for param in params.values():
+            _give_memory(param, self._areas)
+            self._given.add(id(param))
+        for name, buffer in buffers.items():
+            module._buffers[name] = _marked(buffer)
+        marked = {name: getattr(module, name).data_ptr() for name in (*params, *buffers)}
+        if self._init is uninitialized:
+            self._refuse_unsaved(module, buffers)
+            return
+        self._initialise(module, list(marked))
+        for param, value in before:  # it was drawn for this module, too, and then tied to another's
+            param.data.copy_(value)
+        for name, place in marked.items():
+            tensor = getattr(module, name)  # elsewhere: to_empty(), for rank 0's values
+            if tensor.data_ptr() == place and _has_mark(tensor):
+                raise ValueError(self._complaint(module, name, "does not initialize it"))
+
+    def _initialise(self, module: nn.Module, names: Sequence[str]) -> None:
+        own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        with torch.no_grad():
+            if self._init is not None:
+                self._init(module)
+            elif own is not None:
+                own()
+            elif names:  # else all it has is tied to another's
+                raise ValueError(self._complaint(module, names[0], "has no reset_parameters()"))
+
+    def _refuse_unsaved(self, module: nn.Module, buffers: Iterable[str]) -> None:
+        for name in buffers:
+            if name in module._non_persistent_buffers_set:
+                raise ValueError(
+                    self._complaint(
+                        module, name, "leaves it uninitialized, but no state dict contains it"
+                    )
+                )
+
+    def _complaint(self, module: nn.Module, name: str, what: str) -> str:
+        path = ".".join(part for part in (self._names.get(id(module), ""), name) if part)
+        how = "param_init_fn" if self._init is not None else type(module).__name__
+        return (
+            f"{path!r} is on the meta device, and {how} {what}: pass FSDP(param_init_fn=...) a "
+            "function that initializes all parameters and buffers of the module it is called with"
+        )
+
+
+def _children_first(
+    module: nn.Module, ignored: set[nn.Module], seen: set[int]
+) -> Iterator[nn.Module]:
+    """The modules in the order in which they were made; units of earlier calls are left out."""
+    seen.add(id(module))
+    for child in module._modules.values():
+        if child is None or id(child) in seen or child in ignored or is_unit(child):
+            continue
+        yield from _children_first(child, ignored, seen)
+    yield module
+
+
+def _give_memory(param: nn.Parameter, areas: Areas) -> None:
+    """Gives a parameter memory of its own; it stays the same object wherever it is held."""
+    data = areas.empty_like(param).fill_(_mark_of(param))
+    real = nn.Parameter(data, requires_grad=param.requires_grad)
+    vars(real).update(vars(param))
+    torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
+
+
+def _marked(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, _mark_of(tensor), device="cpu", requires_grad=False)
+
+
+def _mark_of(tensor: Tensor) -> float | int:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return float("nan")
+    return 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+
+
+def _has_mark(tensor: Tensor) -> bool:
+    """Is the mark everywhere? A bool has no value to spare."""
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return False
+    first = tensor[(0,) * tensor.dim()]  # most have another value there, and then that is all
+    return _is_mark(first) and _is_mark(tensor)
+
+
+def _is_mark(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().all())
+    return bool((tensor == _mark_of(tensor)).all())
