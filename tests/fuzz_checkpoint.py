@@ -35,16 +35,9 @@ with (
     if atheris
     else contextlib.nullcontext()
 ):
-    from zshard._checkpoint import (
-        dcp,
-        hf_shards,
-        manifest,
-        opening,
-        pickled,
-        safetensors,
-        torch_file,
-    )
+    from zshard._checkpoint import manifest, opening, safetensors
     from zshard._checkpoint.checkpoint import Checkpoint, decode
+    from zshard._checkpoint.foreign import dcp, hf_shards, pickled, torch_file
     from zshard._errors import CheckpointError
 
 import torch

@@ -21,7 +21,7 @@ from torch import nn
 import zshard
 from zshard import FSDP
 from zshard._memory.fits import parse_limit
-from zshard._memory.host import room_of_cgroup, room_of_host
+from zshard._memory.host_limits import room_of_cgroup, room_of_host
 
 MIB = 1 << 20
 

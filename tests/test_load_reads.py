@@ -20,9 +20,9 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
+from zshard._checkpoint.contents import ranks_of
 from zshard._checkpoint.manifest import BLOCK
 from zshard._checkpoint.opening import opened
-from zshard._checkpoint.outline import ranks_of
 from zshard._checkpoint.verify import data_runs, own_runs
 
 WIDTH, LAYERS = 2048, 4

@@ -257,7 +257,7 @@ def test_what_cannot_be_mapped_on_one_rank_fails_on_all(tmp_path: Path, when: st
 def fails_in_between(folder: Path) -> Told:
     """Rank 1 runs out of memory between two meetings."""
     rank = start()
-    from zshard._wrap.values import Values
+    from zshard._wrap.initial_values import Values
 
     original = Values.give
 

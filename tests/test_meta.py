@@ -11,8 +11,8 @@ from torch import nn
 
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, fully_shard
-from zshard._units.areas import Areas
-from zshard._wrap import values as _values
+from zshard._wrap import initial_values as _values
+from zshard._wrap.memory_cache import Areas
 
 
 class Block(nn.Module):

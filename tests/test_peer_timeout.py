@@ -154,7 +154,7 @@ ALLOWED = {
         "_ranks/agreement.py:on_all_ranks",
         "_ranks/agreement.py:told_to_all_ranks",
     ),  # have a clause for PeerError
-    "_ranks/answers.py:lives",  # asks one rank's thread, which may have ended
+    "_ranks/responder.py:lives",  # asks one rank's thread, which may have ended
     "_ranks/meeting.py:meet",  # tells the other ranks that shm is not available, and why
 }
 

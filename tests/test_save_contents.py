@@ -23,8 +23,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard._checkpoint import extra as extras
-from zshard._checkpoint import write
+from zshard._checkpoint import script_state, write
 
 APART = ("full_shard", "c10d")
 
@@ -236,7 +235,10 @@ def test_extra_state_versions_and_a_method_of_its_own(pool2, tmp_path):
     assert pool2.run(described, tmp_path) == [([], set(), [0.0] * 3)] * 2
     told = manifest_in(tmp_path / "x").model
     assert told["versions"] == {"": 3}
-    assert extras.decode(told["extra_state"]["_extra_state"]) == {"steps": 7, "name": ("a", 1.5)}
+    assert script_state.decode(told["extra_state"]["_extra_state"]) == {
+        "steps": 7,
+        "name": ("a", 1.5),
+    }
 
 
 def hooked(folder):
@@ -351,7 +353,7 @@ def keeps_more(folder):
     optimizer.param_groups[0]["initial_lr"] = torch.tensor(0.5)
     zshard.save(folder / "x", model, optimizer)
     told = manifest_in(folder / "x").optimizer
-    own = extras.decode(told["state"]["first.weight"]["values"])
+    own = script_state.decode(told["state"]["first.weight"]["values"])
     texts = []
     for value in (message_of, {"a": message_of}):
         optimizer.state[param]["odd"] = value
@@ -363,7 +365,7 @@ def keeps_more(folder):
     texts.append(message_of(lambda: zshard.save(folder / "y", model, optimizer), TypeError))
     return (
         own,
-        extras.decode(told["groups"][0]["options"])["initial_lr"].item(),
+        script_state.decode(told["groups"][0]["options"])["initial_lr"].item(),
         told["class"],
         texts,
     )
@@ -405,16 +407,16 @@ def with_extra(folder):
 def test_extra(pool3, tmp_path):
     pool3.run(with_extra, tmp_path)
     assert len(manifest_in(tmp_path / "same").extra) == 1
-    assert extras.decode(manifest_in(tmp_path / "same").extra_of(2)) == {
+    assert script_state.decode(manifest_in(tmp_path / "same").extra_of(2)) == {
         "step": 3,
         "lr": (0.5, None),
     }
     for i in range(3):
-        found = extras.decode(manifest_in(tmp_path / "own").extra_of(i))
+        found = script_state.decode(manifest_in(tmp_path / "own").extra_of(i))
         assert found["rank"] == i and found["drawn"].tolist() == list(range(i))
         assert found["order"].tolist() == [0, 1, 2] and "torch" in found["random"]
-    assert extras.decode(manifest_in(tmp_path / "none").extra_of(0)) == {}
-    assert extras.decode(manifest_in(tmp_path / "ordered").extra_of(0)) == {"a": 1}
+    assert script_state.decode(manifest_in(tmp_path / "none").extra_of(0)) == {}
+    assert script_state.decode(manifest_in(tmp_path / "ordered").extra_of(0)) == {"a": 1}
     told = manifest_in(tmp_path / "own")
     assert told.world == 3 and told.software["torch"] == torch.__version__
     assert told.software["zshard"] == zshard.__version__

@@ -18,8 +18,8 @@ from safetensors import deserialize
 
 from zshard import _core
 from zshard._checkpoint import layout
+from zshard._checkpoint.contents import Held, Item
 from zshard._checkpoint.manifest import BLOCK
-from zshard._checkpoint.outline import Held, Item
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 

@@ -21,7 +21,7 @@ from spawn import ranks
 
 import zshard
 from zshard import FSDP
-from zshard._ranks import where
+from zshard._ranks import script_position
 
 
 def evaluates(model, optimizer, folder):
@@ -120,14 +120,14 @@ def test_a_rank_that_is_late_is_waited_for():
 
 
 def test_a_place_is_the_scripts_line_and_what_it_called():
-    here = where.place_of(sys._getframe())
+    here = script_position.place_of(sys._getframe())
     assert here.startswith("at test_stalls.py:") and here.endswith(
         "(test_a_place_is_the_scripts_line_and_what_it_called)"
     )
 
     class Asking(torch.nn.Module):
         def forward(self, x):
-            self.found = where.place_of(sys._getframe())
+            self.found = script_position.place_of(sys._getframe())
             return x
 
     @torch.no_grad()

@@ -14,16 +14,16 @@ Earlier names still work, but dir() and `from zshard import *` leave them out: `
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
 from zshard import _patches, wrap
-from zshard._checkpoint.extra import rng_state, set_rng_state
 from zshard._checkpoint.folder import latest_checkpoint
 from zshard._checkpoint.load import Loaded, load
 from zshard._checkpoint.save import SaveHandle, save
+from zshard._checkpoint.script_state import rng_state, set_rng_state
 from zshard._compat.fully_shard import fully_shard
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._doctor.features import available_features
 from zshard._errors import CheckpointError, ShardError
 from zshard._guard.slices import ShardParameter, ShardTensor, to_local
-from zshard._guard.whole import full_tensor, named_norms, whole_named_parameters
+from zshard._guard.whole_values import full_tensor, named_norms, whole_named_parameters
 from zshard._memory.report import predict_memory
 from zshard._model.forward_methods import register_forward_method
 from zshard._ranks.nccl import NcclOptions

@@ -8,8 +8,8 @@ from __future__ import annotations
 from zshard import grad_scaler
 from zshard._guard import collectives, foreign, slices
 from zshard._optim import clip, hooks
-from zshard._state_dict import ask, optimizer
-from zshard._wrap import additions
+from zshard._state_dict import lone_optimizer, optimizer
+from zshard._wrap import late_parameters
 
 __all__ = ["install"]
 
@@ -19,9 +19,9 @@ def install() -> None:
     slices.install()
     collectives.install()
     hooks.install()
-    additions.install()
+    late_parameters.install()
     foreign.install()
     clip.install()
     optimizer.install()
-    ask.install()
+    lone_optimizer.install()
     grad_scaler.install()

@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard import _core
 from zshard._guard.collectives import tell_of_collectives
 from zshard._memory.fits import check_fits, parse_limit
-from zshard._memory.order import calls_of, parts_to_guard
+from zshard._memory.forward_order import calls_of, parts_to_guard
 from zshard._memory.report import memory_of, options_of
-from zshard._model.controls import Controls
 from zshard._model.copy import copy_module, copy_plain, copy_slices, is_within, without
 from zshard._model.generate import generate_of
+from zshard._model.methods import Controls
 from zshard._model.summary import memory_table, summary_of
 from zshard._model.summon import own_unit_as_on_rank_0, summon_full_params
-from zshard._optim.books import meet
 from zshard._optim.clip import clip_grad_norm
+from zshard._optim.state_registry import meet
 from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
 from zshard._ranks.devices import CPU, device_of
 from zshard._ranks.groups import resolve_groups
@@ -51,7 +51,7 @@ from zshard._types import (
     StrategyLike,
     WrapPolicyLike,
 )
-from zshard._units.passes import call_guarded
+from zshard._units.open_forwards import call_guarded
 from zshard._units.shards import remember_parts
 from zshard._units.units import (
     ATTRIBUTE,
@@ -64,7 +64,6 @@ from zshard._units.units import (
     state_of,
     units_of,
 )
-from zshard._wrap.additions import watch
 from zshard._wrap.arguments import (
     check_fixed_arguments,
     check_init,
@@ -74,9 +73,17 @@ from zshard._wrap.arguments import (
     parse_prefetch,
     split_ignored,
 )
+from zshard._wrap.initial_values import (
+    Values,
+    check_unit,
+    dtypes_of,
+    facts_of,
+    names_of,
+    warn_of_strides,
+)
+from zshard._wrap.late_parameters import watch
 from zshard._wrap.meta import Materializer
 from zshard._wrap.tree import UnitSpec
-from zshard._wrap.values import Values, check_unit, dtypes_of, facts_of, names_of, warn_of_strides
 from zshard.offload import offload_on, parse_offload, set_offload
 from zshard.precision import (
     cast_buffers,

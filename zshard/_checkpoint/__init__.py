@@ -5,8 +5,8 @@ writes and reads its own bytes of ordinary files, whatever the strategy and the 
 manifest, written last, lists the files of the checkpoint with their checksums.
 
     manifest.py     zshard.json: the files of a checkpoint and their checksums
-    extra.py        a script's own state, as JSON
-    outline.py      what a model and an optimizer have to save, and which rank holds it
+    script_state.py a script's own state, as JSON
+    contents.py     what a model and an optimizer have to save, and which rank holds it
     layout.py       the file and the offset of each tensor
     save.py         saving: agree, stage, write, sync, commit
     background.py   asynchronous saves: a snapshot, and a thread that writes it
@@ -15,10 +15,7 @@ manifest, written last, lists the files of the checkpoint with their checksums.
     checkpoint.py   the content of a checkpoint, whatever its format
     opening.py      opening a checkpoint; explaining what is not a checkpoint
     safetensors.py  headers and indices, which are untrusted
-    dcp.py          folders that torch.distributed.checkpoint wrote
-    hf_shards.py    unconsolidated folders of its HuggingFaceStorageWriter
-    torch_file.py   the torch.save() files inside them
-    pickled.py      pickles, read as data
+    foreign/        checkpoints of others: torch files, DCP folders, Hugging Face shards
     verify.py       blocks and their checksums
     reader.py       reading values into place
     optimizer.py    loading an optimizer

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from zshard._checkpoint import extra
+from zshard._checkpoint import script_state
+from zshard._checkpoint.foreign.torch_file import NoDataError
 from zshard._checkpoint.manifest import Manifest
 from zshard._checkpoint.safetensors import File
-from zshard._checkpoint.torch_file import NoDataError
 from zshard._errors import CheckpointError
 
 
@@ -98,8 +98,8 @@ class Checkpoint:
 
 
 def decode(value: Any, path: str) -> Any:
-    """Call extra.decode(). Raise CheckpointError, which names the file, for invalid values."""
+    """Call script_state.decode(); CheckpointError, which names the file, for invalid values."""
     try:
-        return extra.decode(value)
+        return script_state.decode(value)
     except ValueError as error:
         raise CheckpointError(f"'{path}' is not a valid manifest: {error}") from None

@@ -19,17 +19,17 @@ import torch
 from zshard import _core
 from zshard._checkpoint import verify as blocks
 from zshard._checkpoint.checkpoint import Checkpoint, Readable
+from zshard._checkpoint.contents import Item
 from zshard._checkpoint.folder import Staging, Target
 from zshard._checkpoint.layout import File, bytes_in, index_of, lay_out
 from zshard._checkpoint.manifest import BLOCK, NAME
 from zshard._checkpoint.opening import MODEL, opened
-from zshard._checkpoint.outline import Item
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
 from zshard._checkpoint.safetensors import File as OpenFile
 from zshard._errors import CheckpointError
 from zshard._ranks.agreement import bytes_of
-from zshard._state_dict.stream import chunks
+from zshard._state_dict.load_plan import chunks
 
 _DTYPES = {
     name: dtype

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from zshard import _core
+from zshard._checkpoint.contents import Item
 from zshard._checkpoint.manifest import BLOCK, FileRecord
-from zshard._checkpoint.outline import Item
 from zshard._checkpoint.safetensors import CODES, HEADER_LIMIT
 
 ALIGN = 4096  # bytes

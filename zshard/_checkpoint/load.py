@@ -23,17 +23,17 @@ from zshard import _core
 from zshard._checkpoint import background
 from zshard._checkpoint import verify as blocks
 from zshard._checkpoint.checkpoint import Checkpoint, Readable
+from zshard._checkpoint.contents import is_extra_state, ranks_of
 from zshard._checkpoint.opening import older_than, opened
 from zshard._checkpoint.optimizer import OptimizerPlan
-from zshard._checkpoint.outline import is_extra_state, ranks_of
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
 from zshard._checkpoint.safetensors import Entry
 from zshard._errors import CheckpointError
 from zshard._ranks import meeting
 from zshard._ranks.agreement import Fact, check_agreement, on_all_ranks
+from zshard._state_dict.load_plan import LoadPlan, carry_out, plan
 from zshard._state_dict.stand_ins import Pending, quick_facts
-from zshard._state_dict.stream import Plan, carry_out, plan
 from zshard._units.names import bare, plain, wanted_by
 
 __all__ = ["Loaded", "load"]
@@ -172,7 +172,7 @@ def _whole_checkpoint(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
 
 
 class _Plans(NamedTuple):
-    model: Plan
+    model: LoadPlan
     optimizer: OptimizerPlan | None
     extra: dict[str, Any]
 
@@ -270,7 +270,7 @@ def _check(
 
 
 class _Values:
-    """The model's tensors in a checkpoint, as a source of zshard._state_dict.stream."""
+    """The model's tensors in a checkpoint, as a source of zshard._state_dict.load_plan."""
 
     def __init__(self, found: Checkpoint, reader: Reader) -> None:
         self._found, self._reader = found, reader

@@ -50,7 +50,7 @@ class Manifest:
     files: Mapping[str, FileRecord]  # all files but the manifest
     tied: Mapping[str, str] = field(default_factory=dict)  # alias: name in a file
     model: Mapping[str, Any] = field(default_factory=dict)  # {"extra_state": {name: encoded value}}
-    optimizer: Mapping[str, Any] | None = None  # {"class", "groups", "state"}: see outline.py
+    optimizer: Mapping[str, Any] | None = None  # {"class", "groups", "state"}: see contents.py
     extra: Sequence[Any] = ()  # encoded, by rank; only one if all are equal
     software: Mapping[str, str] = field(default_factory=dict)  # names and versions
     finite: bool = True  # whether no parameter is NaN or infinite

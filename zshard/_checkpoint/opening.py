@@ -13,9 +13,9 @@ import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zshard._checkpoint import dcp, hf_shards
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable, decode
 from zshard._checkpoint.folder import finished, name_of, path_of
+from zshard._checkpoint.foreign import dcp, hf_shards
 from zshard._checkpoint.manifest import LIMIT, NAME, Manifest, parse
 from zshard._checkpoint.safetensors import (
     HEADER_LIMIT,
@@ -267,7 +267,7 @@ def _own(found: Checkpoint, manifest: Manifest, name: str, kind: Any) -> Any:
 def _optimizer_of(
     told: Mapping[str, Any], tensors: Mapping[str, Readable], where: str
 ) -> OptimizerState:
-    """The optimizer's state as a manifest describes it; see outline.py."""
+    """The optimizer's state as a manifest describes it; see contents.py."""
     left = dict(tensors)
     state: dict[str, dict[str, Readable]] = {}
     values: dict[str, dict[str, Any]] = {}

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable
 from zshard._checkpoint.reader import Reader
-from zshard._state_dict.optimizer import Room, Taken, settle
+from zshard._state_dict.optimizer import LoadingSpace, Taken, settle
 from zshard._state_dict.optimizer_names import by_number, names_of
 from zshard._state_dict.stand_ins import Pending
 from zshard._units.names import plain
@@ -94,7 +94,7 @@ class OptimizerPlan:
         """Allocate memory for this rank's shards, and read what is not sharded. Change nothing."""
         state = self._numbered["state"]
         found = [(self._params[number], entries) for number, entries in state.items()]
-        room = Room(found)
+        room = LoadingSpace(found)
         rows = [
             (param, entries, key, value.label, room.is_cut(param, key, value))
             for param, entries in found

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zshard._checkpoint.checkpoint import Readable
 from zshard._ranks.agreement import bytes_of
-from zshard._state_dict import stream
-from zshard._state_dict.stream import chunks, flat_of
+from zshard._state_dict import load_plan
+from zshard._state_dict.load_plan import chunks, flat_of
 
 
 class Reader:
@@ -51,5 +51,5 @@ class Reader:
 
     def _chunk(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self._memory.numel() == 0:
-            self._memory = torch.empty(stream.CHUNK, dtype=torch.uint8)
+            self._memory = torch.empty(load_plan.CHUNK, dtype=torch.uint8)
         return self._memory[: numel * dtype.itemsize].view(dtype)

@@ -29,7 +29,15 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._checkpoint import background
-from zshard._checkpoint.extra import encode
+from zshard._checkpoint.contents import (
+    Contents,
+    Copies,
+    facts_of,
+    of_model,
+    of_optimizer,
+    ranks_of,
+    settle,
+)
 from zshard._checkpoint.folder import Staging, Target, retain, warn_of_newer
 from zshard._checkpoint.layout import (
     File,
@@ -43,17 +51,9 @@ from zshard._checkpoint.layout import (
 )
 from zshard._checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
 from zshard._checkpoint.manifest import NAME as MANIFEST
-from zshard._checkpoint.outline import (
-    Contents,
-    Copies,
-    facts_of,
-    of_model,
-    of_optimizer,
-    ranks_of,
-    settle,
-)
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.safetensors import CODES, rows_of
+from zshard._checkpoint.script_state import encode
 from zshard._checkpoint.write import Chunk, Writer, Written
 from zshard._ranks.agreement import Fact, check_agreement, gather_bytes, on_all_ranks
 from zshard._ranks.transports import comm_beside
@@ -208,7 +208,7 @@ class _Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """Everything that writing needs. The values of `pieces` are read when they are written."""
 
     target: Target
@@ -272,7 +272,7 @@ def _check_nested(comm: _core.Comm, found: str) -> None:
         )
 
 
-def _plan(comm: _core.Comm, asked: _Asked, model: nn.Module) -> Plan:
+def _plan(comm: _core.Comm, asked: _Asked, model: nn.Module) -> SavePlan:
     """Collective. The ranks agree on `asked`."""
     own, *others = asked.contents
     extras = _from_all(comm, asked.extra)
@@ -303,7 +303,7 @@ def _plan(comm: _core.Comm, asked: _Asked, model: nn.Module) -> Plan:
         )
 
     names = frozenset(plain(n) for n, _ in model.named_parameters(remove_duplicate=False))
-    return Plan(asked.target, asked.kept, files, pieces_of(files), texts, manifest, id, names)
+    return SavePlan(asked.target, asked.kept, files, pieces_of(files), texts, manifest, id, names)
 
 
 def _from_all(comm: _core.Comm, mine: Any) -> list[Any]:
@@ -346,7 +346,7 @@ def _own_class(model: nn.Module) -> type:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
+def _write(plan: SavePlan, comm: _core.Comm, watched: bool = True) -> None:
     """Execute the plan. Collective; `comm` belongs to this thread. watched: the script waits."""
     rank_0 = comm.rank == 0
     staging = Staging(plan.target, plan.id, plan.kept.overwrite)
@@ -386,7 +386,7 @@ def _write(plan: Plan, comm: _core.Comm, watched: bool = True) -> None:
 
 
 def _write_pieces(
-    plan: Plan, folder: str, headers: bool, done: Callable[[int], object], strange: list[str]
+    plan: SavePlan, folder: str, headers: bool, done: Callable[[int], object], strange: list[str]
 ) -> Iterator[tuple[int, Written]]:
     """Write this rank's pieces, and the headers if `headers`, and fsync them. Yield (file number,
     checksum) pairs. Call `done` with bytes, and add the names of parameters with NaN or infinite
@@ -413,7 +413,7 @@ def _write_pieces(
                 file.sync()
 
 
-def _bytes_of(plan: Plan) -> int:
+def _bytes_of(plan: SavePlan) -> int:
     """The bytes of tensors that this rank writes."""
     return sum(piece.size for piece in plan.pieces)
 
@@ -440,7 +440,7 @@ def _gather(comm: _core.Comm, rows: Sequence[tuple[int, Written]]) -> dict[int, 
 
 
 def _finish(
-    plan: Plan, staging: Staging, written: Mapping[int, list[Written]], finite: bool
+    plan: SavePlan, staging: Staging, written: Mapping[int, list[Written]], finite: bool
 ) -> None:
     """Finish the save on rank 0, after all tensors are synced."""
     records = {

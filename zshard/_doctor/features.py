@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
-from zshard._doctor import limits
+from zshard._doctor import rank_limits
 from zshard._ranks import nccl as _nccl
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
@@ -158,7 +158,7 @@ def report() -> tuple[str, int]:
         lines.append(f"{name:<11} {'. '.join(words)}")
     lines += ["", *_what_is_used(found)]
     if found["shm"]:
-        lines += ["", *limits.lines()]
+        lines += ["", *rank_limits.lines()]
     return "\n".join(lines), int(bool(found["gpus"]) and not found["gpu"])
 
 

@@ -81,7 +81,7 @@ class _Guarded:
         """Return the whole tensor, of the parameter's shape, as a new plain tensor.
 
         Collective: call it on all ranks. Raises what zshard.full_tensor() does."""
-        from zshard._guard.whole import full_tensor
+        from zshard._guard.whole_values import full_tensor
 
         return full_tensor(self)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zshard._memory.dry_run import Outline, Planned, World, outline_comms
+from zshard._memory.dry_run import DryRun, Planned, World, dry_comms
 from zshard.offload import Offload
 from zshard.precision import MixedPrecision, parse_precision
 from zshard.strategy import ShardingStrategy
@@ -27,7 +27,7 @@ class Model(NamedTuple):
     module: nn.Module
     planned: Sequence[Planned]
     world: World
-    outline: Outline
+    dry_run: DryRun
     partly: bool
 
 
@@ -48,7 +48,7 @@ class Shortage(NamedTuple):
 
 def explain(model: Model, short: Shortage, what: str) -> str:
     """Return the message. what: what the memory is needed for."""
-    parts = model.outline.predict()
+    parts = model.dry_run.predict()
     by_part = ", ".join(
         f"{part} {_mib(size)}" for part, size in parts.items() if size and part != "total"
     )
@@ -144,13 +144,13 @@ def _total(
 ) -> int:
     """Return the bytes per rank under other settings."""
     world = model.world if ranks is None else model.world._replace(size=ranks, shard_group=ranks)
-    comms = outline_comms(world, planned[-1][1].strategy)
-    return Outline(model.module, planned, comms, dtype=dtype).predict(stepped)["total"]
+    comms = dry_comms(world, planned[-1][1].strategy)
+    return DryRun(model.module, planned, comms, dtype=dtype).predict(stepped)["total"]
 
 
 def _smaller_units(model: Model) -> str:
     """Return the line about the largest unit."""
-    largest = max(model.outline.units, key=lambda unit: unit.bytes["full"])
+    largest = max(model.dry_run.units, key=lambda unit: unit.bytes["full"])
     name, size = largest.name or "(root)", largest.bytes
     return (
         f"smaller units (auto_wrap_policy): the largest, '{name}', takes {_mib(size['full'])} MiB "

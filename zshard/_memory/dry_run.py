@@ -1,7 +1,7 @@
 """Outlines: units with layouts and no memory, on transports without peers, to estimate memory.
 
 The one idea: the estimate does not come from separate formulas but from the same code that
-allocates (csrc/engine/unit_life.c, csrc/engine/plan.h). An outline is made from parameters on any
+allocates (csrc/engine/unit_life.c, csrc/engine/plan.h). A dry run is made from parameters on any
 device, the meta device included; it changes nothing and needs no process group.
 """
 
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._memory.order import Call, calls_of_specs
+from zshard._memory.forward_order import Call, calls_of_specs
 from zshard._ranks.transports import Comms
-from zshard._units.units import Options, State, outline
+from zshard._units.units import Options, State, without_memory
+from zshard._wrap.initial_values import dtypes_of, names_of
 from zshard._wrap.tree import ParamRef, UnitSpec
-from zshard._wrap.values import dtypes_of, names_of
 from zshard.strategy import ShardingStrategy
 
 Planned = tuple[UnitSpec, Options]
@@ -44,8 +44,8 @@ def world_of(comms: Comms) -> World:
     return World(comms.all.world, shard_group, comms.all.transport, inside)
 
 
-def outline_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
-    """Return what zshard._ranks.groups.comms_for would in such a world, without peers."""
+def dry_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
+    """Return what zshard._ranks.transports.comms_for would in such a world, without peers."""
 
     def comm(transport: str, size: int) -> _core.Comm:
         return _core.Comm.outline(transport if size > 1 else "self", rank % size, size)
@@ -65,7 +65,7 @@ def outline_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Co
     return Comms(everyone, inner, inner, None)
 
 
-class Outline:
+class DryRun:
     """A dry run of wrapping `module` with these units over these ranks.
 
     inner: units of earlier calls below `module`, included in the estimate. dtype: assume that all
@@ -137,7 +137,9 @@ class Outline:
 
 
 def _whole_params(unit: _core.Unit) -> list[nn.Parameter]:
-    return [outline(param, unit.param(i)["shape"], "meta") for i, param in enumerate(unit.params)]
+    return [
+        without_memory(param, unit.param(i)["shape"], "meta") for i, param in enumerate(unit.params)
+    ]
 
 
 def _spec_of(module: nn.Module, state: State) -> UnitSpec:

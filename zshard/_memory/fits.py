@@ -20,8 +20,13 @@ from torch import nn
 
 from zshard import _core
 from zshard._memory.advice import Model, Shortage, explain
-from zshard._memory.dry_run import Outline, Planned, outline_comms, world_of
-from zshard._memory.host import room_of_cgroup, room_of_host, room_of_mappings, room_of_process
+from zshard._memory.dry_run import DryRun, Planned, dry_comms, world_of
+from zshard._memory.host_limits import (
+    room_of_cgroup,
+    room_of_host,
+    room_of_mappings,
+    room_of_process,
+)
 from zshard._ranks.devices import CPU, torch_device
 from zshard._ranks.groups import _env_int
 from zshard._ranks.meeting import host_id
@@ -103,19 +108,19 @@ def check_fits(
     if limit is None:
         return
     world, strategy = world_of(comms), planned[-1][1].strategy
-    outlined = outline_comms(world, strategy, comms.all.rank)
+    dry = dry_comms(world, strategy, comms.all.rank)
     inner = [(each, state) for each, state in units_of(module)]
-    outline = Outline(module, planned, outlined, inner)
+    dry_run = DryRun(module, planned, dry, inner)
     offload = planned[-1][1].offload
     # Gradients that are stepped in backward are not held, which is how such models train.
-    parts = outline.predict(stepped=offload is not None)
-    need = _need_of(planned, outline, parts, comms, torch_device(device))
+    parts = dry_run.predict(stepped=offload is not None)
+    need = _need_of(planned, dry_run, parts, comms, torch_device(device))
     if isinstance(limit, int):
         need = need._replace(found=parts["total"])
     mine = _MESSAGE.pack(*_tell(limit, need, device))
     ranks = [_Rank(*_MESSAGE.unpack(each)) for each in comms.all.exchange(mine)]
     _check_mappings(module, ranks)
-    model = Model(module, planned, world, outline, bool(inner))
+    model = Model(module, planned, world, dry_run, bool(inner))
     short = _worst(ranks, with_optimizer=False)
     if short is not None:
         raise MemoryError(explain(model, short, "the model"))
@@ -130,16 +135,16 @@ def check_fits(
 
 def _need_of(
     planned: Sequence[Planned],
-    outline: Outline,
+    dry_run: DryRun,
     parts: dict[str, int],
     comms: Comms,
     device: torch.device,
 ) -> _Need:
     """Return what must be allocated beyond what exists: parameters and inner units do."""
-    there = sum(_held_by(unit) for unit in outline.inner)
+    there = sum(_held_by(unit) for unit in dry_run.inner)
     given_back = 0
     within = peak = 0  # while units are made one after the other
-    for (spec, _), unit in zip(planned, outline.units, strict=True):
+    for (spec, _), unit in zip(planned, dry_run.units, strict=True):
         storages = {ref.param.untyped_storage()._cdata: ref.param for ref in spec.params}
         here = [p for p in storages.values() if p.device == device]
         whole = sum(p.untyped_storage().nbytes() for p in here)
@@ -151,7 +156,7 @@ def _need_of(
     mapped = comms.shard_group.transport == "shm"
     shared = 0
     if mapped:
-        cut = [unit for unit in outline.units if not unit.replicated]
+        cut = [unit for unit in dry_run.units if not unit.replicated]
         shared = sum(_in_memory(unit) for unit in cut)
     in_buckets = parts["buckets"] if comms.all.transport == "shm" else 0
     rounding = -parts["grads"] % _CHUNK
@@ -159,8 +164,8 @@ def _need_of(
     addresses = needed + rounding + shared * (comms.shard_group.world - 1)
     addresses += in_buckets * (comms.all.world - 1)  # those of all ranks are mapped
     addresses += parts["offloaded"] * (comms.shard_group.world if mapped else 1)
-    mappings = outline.engine.predict_mappings()
-    return _Need(needed, private, addresses, 2 * outline.trained_bytes(), mappings)
+    mappings = dry_run.engine.predict_mappings()
+    return _Need(needed, private, addresses, 2 * dry_run.trained_bytes(), mappings)
 
 
 def _in_memory(unit: _core.Unit) -> int:

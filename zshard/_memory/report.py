@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._memory.dry_run import Outline, World, outline_comms
+from zshard._memory.dry_run import DryRun, World, dry_comms
 from zshard._optim.hooks import seen_optimizers
 from zshard._ranks.devices import CPU
 from zshard._units.units import Options, Prefetch, State, state_of, units_of
@@ -123,14 +123,14 @@ def predict_memory(
     )
     world = _world(world_size, local_world_size, transport)
     specs = plan_units(module, auto_wrap_policy)
-    made = outline_of(module, [(spec, options_of(spec, options)) for spec in specs], world)
+    made = dry_run_of(module, [(spec, options_of(spec, options)) for spec in specs], world)
     in_memory, elsewhere = (tensors * made.trained_bytes(where) for where in (False, True))
     return with_optimizer(made.predict(), in_memory, elsewhere)
 
 
-def outline_of(module: nn.Module, planned: list[tuple[UnitSpec, Options]], world: World) -> Outline:
-    """Return the outline of `module` in a world without peers, with the root's strategy."""
-    return Outline(module, planned, outline_comms(world, planned[-1][1].strategy))
+def dry_run_of(module: nn.Module, planned: list[tuple[UnitSpec, Options]], world: World) -> DryRun:
+    """Return the dry_run of `module` in a world without peers, with the root's strategy."""
+    return DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
 
 
 def options_of(spec: UnitSpec, usual: Options) -> Options:

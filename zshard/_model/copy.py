@@ -19,7 +19,7 @@ from torch import nn
 
 from zshard import _core
 from zshard._guard.slices import plain
-from zshard._units.units import ATTRIBUTE, Hook, outline
+from zshard._units.units import ATTRIBUTE, Hook, without_memory
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -80,7 +80,7 @@ def copy_plain(
             zip(unit.params, unit.was_trainable, strict=True)
         ):
             held.add(id(param))
-            made = outline(param, unit.param(index)["shape"], param.device)
+            made = without_memory(param, unit.param(index)["shape"], param.device)
             memo[id(param)] = made.requires_grad_(trainable)
     token = _within.set(True)
     try:

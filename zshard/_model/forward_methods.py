@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from zshard import _core
-from zshard._units.passes import call_guarded
+from zshard._units.open_forwards import call_guarded
 from zshard._units.units import is_unit, state_of
 from zshard.precision import cast_arguments
 

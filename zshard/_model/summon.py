@@ -16,7 +16,7 @@ from torch import nn
 from zshard import _core
 from zshard._model.whole_grads import WholeGrads
 from zshard._units.units import State, state_of, units_of
-from zshard._wrap.values import take_from_rank_0
+from zshard._wrap.initial_values import take_from_rank_0
 
 
 @contextlib.contextmanager

@@ -28,9 +28,9 @@ from zshard._errors import ShardError
 from zshard._guard.foreign import check_optimizer
 from zshard._guard.slices import guarded, plain
 from zshard._optim.announce import say_step, say_zeroed
-from zshard._optim.books import note_made
-from zshard._optim.held import SCALARS
-from zshard._optim.settings import note_step
+from zshard._optim.sharded_state import SCALARS
+from zshard._optim.state_registry import note_made
+from zshard._optim.step_digest import note_step
 from zshard._units.shards import stepped_by, units_stepped_by
 
 __all__ = ["install", "know", "seen_optimizers"]

@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
 from zshard._optim.hooks import know
-from zshard._optim.settings import note_step
 from zshard._optim.step import InOneCall
+from zshard._optim.step_digest import note_step
 from zshard._units.units import Hook, State, hook_forward, known_hooks, units_of
 
 __all__ = ["OptimizerInBackward", "is_stepped_in_backward", "refuse_clipping", "watch_scaled"]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
-from zshard._ranks import ends, where
+from zshard._ranks import ends, script_position
 from zshard._ranks.agreement import on_all_ranks
 from zshard._ranks.devices import CPU, is_stand_in, torch_device
 from zshard._ranks.exit import fail
@@ -231,7 +231,7 @@ def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) ->
     own = new_group(group, CPU)
     comm = _core.Comm.c10d(own.group_name, rank, world, timeout)
     if not beside:  # whose waits are for another thread
-        where.watch(comm, group, own)
+        script_position.watch(comm, group, own)
     return comm
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._ranks.agreement import gather_bytes, on_all_ranks
+from zshard._state_dict.load_plan import CHUNK, chunks, comm_of, flat_of, stream
 from zshard._state_dict.stand_ins import Pending
-from zshard._state_dict.stream import CHUNK, chunks, comm_of, flat_of, stream
 
 
 def load_state_dict(

@@ -32,10 +32,10 @@ from torch import nn
 
 from zshard import _core
 from zshard._guard.slices import guard_like, plain
-from zshard._state_dict.slices import KEY, Record, misfit, record_of
-from zshard._state_dict.stand_ins import Outline, Pending, StandIns
+from zshard._state_dict.shard_records import KEY, Record, misfit, record_of
+from zshard._state_dict.stand_ins import Pending, StandIn, StandIns
 from zshard._units.shards import part_of
-from zshard._units.units import State, is_unit, outline, session, units_of, unsharded
+from zshard._units.units import State, is_unit, session, units_of, unsharded, without_memory
 from zshard._wrap.tree import UnitSpec
 
 _SAMPLES = 16  # elements of a loaded tensor that tell it from another
@@ -169,7 +169,7 @@ class _UnitParams:
     def _copy(self, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
         shape = self.unit.param(index)["shape"]
         if not keep:
-            return outline(param, shape, param.device)
+            return without_memory(param, shape, param.device)
         with torch.inference_mode(False):  # whoever gets it may write to it
             data = torch.empty(shape, dtype=param.dtype, device=param.device)
             self.unit.read_param(index, data)
@@ -377,11 +377,11 @@ class _Load(_OwnersMethod):
         for place in used.values():
             if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
                 place.unit.reshard()
-        outlines = {
-            n: Outline.of(place.param, place.shape, place.name) for n, place in used.items()
+        placeholders = {
+            n: StandIn.of(place.param, place.shape, place.name) for n, place in used.items()
         }
         loads: list[Load] = []
-        with StandIns(self.module, outlines) as stand_ins:
+        with StandIns(self.module, placeholders) as stand_ins:
             # Registered now, so it runs behind all others: they are to see whole shapes, and
             # nn.Module, which goes on behind this one, the slices.
             last = functools.partial(self._cut, stand_ins, args[2].get(KEY, {}), loads)
@@ -408,7 +408,7 @@ class _Load(_OwnersMethod):
             if key in state:
                 value, errors = state[key], len(rest[-1])
                 state[key] = _slice(place, key, value, records.get(name), rest[-1])
-                own = value is place.param or isinstance(value, Outline)
+                own = value is place.param or isinstance(value, StandIn)
                 if not own and len(rest[-1]) == errors:
                     loads.append((place.unit, place.index, _content_of(value, name in records)))
 
@@ -475,7 +475,7 @@ def _slice(
     if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]
         return value  # nn.Module's error
     local, whole = place.param.detach(), place.shape
-    if isinstance(value, Outline) and value.origin is place.param:
+    if isinstance(value, StandIn) and value.origin is place.param:
         return local
     if value is place.param:  # torch.distributed.checkpoint fills in what a state dict leaves out
         return local

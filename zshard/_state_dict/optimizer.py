@@ -8,8 +8,8 @@ over the unsharded model would save, and it loads under any strategy, at any wor
 the unsharded model's optimizer.
 
 Saving is collective; ranks agree first on what to gather. But over shm, the rank that saves asks
-the others (_state_dict/ask.py). Loading is not collective: each rank has all it needs. State that
-is loaded is adjacent again (_optim/memory.py).
+the others (_state_dict/lone_optimizer.py). Loading is not collective: each rank has all it needs.
+State that is loaded is adjacent again (_optim/memory.py).
 
 Optimizers without parameters of a wrapped model are left to torch.
 """
@@ -29,17 +29,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
 from zshard._guard.slices import plain
-from zshard._guard.whole import join
-from zshard._optim.held import Held, fact_of, held_by, params_of, scalar_keys
+from zshard._guard.whole_values import join
 from zshard._optim.hooks import know
 from zshard._optim.memory import zeros_side_by_side
+from zshard._optim.sharded_state import Held, fact_of, held_by, params_of, scalar_keys
 from zshard._ranks.agreement import check_agreement, gather_bytes
-from zshard._state_dict.ask import Whole, ask_for_whole
+from zshard._state_dict.lone_optimizer import Whole, ask_for_whole
 from zshard._state_dict.module import writing
 from zshard._units.shards import part_of, units_stepped_by
 
 __all__ = [
-    "Room",
+    "LoadingSpace",
     "Taken",
     "gather",
     "install",
@@ -203,7 +203,7 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
     if problems:
         raise ValueError("\n".join(["the state dict does not match the optimizer:", *problems]))
     settle(optimizer)
-    taken = spread(found, Room(found))
+    taken = spread(found, LoadingSpace(found))
     state = dict(given["state"])
     for (param, _), own in zip(found, taken, strict=True):
         state[numbers[id(param)]] = own
@@ -243,7 +243,7 @@ def settle(optimizer: Optimizer) -> None:
             part.settle(param)
 
 
-class Room:
+class LoadingSpace:
     """Memory for the sharded state of some parameters, adjacent for each name."""
 
     def __init__(self, found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> None:
@@ -282,7 +282,9 @@ class Room:
         return self.place(param, key).copy_(part.of(whole))
 
 
-def spread(found: Sequence[tuple[Tensor, Mapping[Any, Any]]], room: Room) -> list[dict[Any, Any]]:
+def spread(
+    found: Sequence[tuple[Tensor, Mapping[Any, Any]]], room: LoadingSpace
+) -> list[dict[Any, Any]]:
     """Return what this rank loads of full state. No tensor of it is the state dict's, since later
     steps would write to it."""
 

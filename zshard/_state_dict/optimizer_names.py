@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard._ranks.agreement import gather_bytes
 from zshard._ranks.transports import comm_for
-from zshard._state_dict.optimizer import Room, Taken, gather, problems_with, settle
+from zshard._state_dict.optimizer import LoadingSpace, Taken, gather, problems_with, settle
 from zshard._units.names import plain
 from zshard._units.shards import part_of
 from zshard._units.units import State, units_of
-from zshard._wrap.values import take_from_rank_0
+from zshard._wrap.initial_values import take_from_rank_0
 
 __all__ = [
     "OptimStateMethods",
@@ -394,7 +394,7 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, numbered: dict[str, Any]
         problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
     _raise_together(comm, problems)
     settle(optimizer)
-    room, state = Room(found), {}
+    room, state = LoadingSpace(found), {}
     for number, entries in outline["state"].items():
         values = numbered["state"][number] if comm.rank == 0 else entries
         state[number] = {
@@ -415,7 +415,7 @@ def _outline(numbered: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": numbered["param_groups"]}
 
 
-def _received(comm: _core.Comm, room: Room, place: tuple[Tensor, Any], value: Any) -> Any:
+def _received(comm: _core.Comm, room: LoadingSpace, place: tuple[Tensor, Any], value: Any) -> Any:
     """Return what this rank loads at `place`, (parameter, key), from rank 0's `value`; on other
     ranks `value` only has its shape."""
     if isinstance(value, Tensor) and value.dim() > 0:

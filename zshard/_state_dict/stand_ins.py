@@ -58,7 +58,7 @@ class _Valueless:
         raise RuntimeError(f"cannot call {getattr(func, '__name__', func)}() on {used.complaint()}")
 
 
-class Outline(_Valueless, nn.Parameter):
+class StandIn(_Valueless, nn.Parameter):
     """What a load hook sees of a sharded parameter: shape, dtype and device of the full one. In a
     state dict it means "unchanged". `origin` is the parameter."""
 
@@ -79,7 +79,7 @@ class Outline(_Valueless, nn.Parameter):
         )
 
 
-class Saved(Outline):
+class Saved(StandIn):
     """The same for code that builds a state dict to be saved. Its values go to the file unchanged,
     so a copy of it is itself."""
 

@@ -199,7 +199,7 @@ class Stepped:
     Groups without any are left out, but for replicated models: their optimizers may share out the
     parameters among ranks, as ZeroRedundancyOptimizer does."""
     account: Any = None
-    """_optim/settings.py's"""
+    """_optim/step_digest.py's"""
 
     @property
     def unit(self) -> _core.Unit | None:

@@ -108,7 +108,7 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
             yield each, state_of(each)
 
 
-def outline(
+def without_memory(
     param: nn.Parameter, shape: tuple[int, ...], device: torch.device | str
 ) -> nn.Parameter:
     """Return a parameter like `param` with another shape and device, of zeros without memory."""

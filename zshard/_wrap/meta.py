@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zshard._units.areas import Areas
 from zshard._units.units import is_unit
+from zshard._wrap.memory_cache import Areas
 
 Init = Callable[[nn.Module], Any]
 

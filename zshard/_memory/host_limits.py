@@ -20,7 +20,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", 
 _V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
 
-class Room(NamedTuple):
+class Allowance(NamedTuple):
     """Memory left under a limit.
 
     bytes: how much. source: the limit, for messages. key: equal for processes that share it.
@@ -31,14 +31,16 @@ class Room(NamedTuple):
     key: str
 
 
-def room_of_host(root: Path = _ROOT) -> Room | None:
+def room_of_host(root: Path = _ROOT) -> Allowance | None:
     """Return the host's available memory, without swapping; None if the kernel does not say."""
     text = _read(root / "proc/meminfo")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", text or "", re.MULTILINE)
-    return Room(1024 * int(found[1]), "the host's memory (MemAvailable)", "") if found else None
+    return (
+        Allowance(1024 * int(found[1]), "the host's memory (MemAvailable)", "") if found else None
+    )
 
 
-def room_of_cgroup(root: Path = _ROOT) -> Room | None:
+def room_of_cgroup(root: Path = _ROOT) -> Allowance | None:
     """Return what the tightest of this process's cgroups leaves; None: no limit."""
     rooms = [room for folder, names in _groups(root) if (room := _room_of(folder, names))]
     return min(rooms, default=None)
@@ -81,14 +83,14 @@ def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
             folder = folder.parent
 
 
-def _room_of(folder: Path, names: tuple[str, str, str, str]) -> Room | None:
+def _room_of(folder: Path, names: tuple[str, str, str, str]) -> Allowance | None:
     limit, usage = _number(folder / names[0]), _number(folder / names[1])
     if limit is None or usage is None or limit >= _UNLIMITED:
         return None
     stat = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE))
     cache = sum(int(stat.get(name, 0)) for name in names[2:])
     room = max(limit - max(usage - cache, 0), 0)
-    return Room(room, f"the cgroup's limit ({folder / names[0]})", str(folder.stat().st_ino))
+    return Allowance(room, f"the cgroup's limit ({folder / names[0]})", str(folder.stat().st_ino))
 
 
 def _number(path: Path) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zshard._checkpoint.pickled import Thing, parse
+from zshard._checkpoint.foreign.pickled import Thing, parse
 from zshard._checkpoint.safetensors import CODES, File
 from zshard._errors import CheckpointError
 

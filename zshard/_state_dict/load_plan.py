@@ -40,7 +40,7 @@ class Copy(NamedTuple):
     value: Tensor
 
 
-class Plan(NamedTuple):
+class LoadPlan(NamedTuple):
     """What loading will do: copies, then calls; and the keys that nn.Module returns."""
 
     copies: list[Copy]
@@ -86,7 +86,7 @@ def stream(
     does not fit, before the model changes; and errors of reading, after which the model may be
     partly loaded.
     """
-    made: list[Plan] = []
+    made: list[LoadPlan] = []
     with on_all_ranks(comm, lambda: made[0].fact()):
         made.append(plan(model, state, strict))
     with on_all_ranks(comm):
@@ -94,7 +94,7 @@ def stream(
     return made[0].keys
 
 
-def carry_out(plan: Plan, source: Source | None) -> None:
+def carry_out(plan: LoadPlan, source: Source | None) -> None:
     """Execute the plan."""
     with torch.no_grad(), writing(unit for unit, _, _ in plan.loads):
         for copy in plan.copies:
@@ -105,7 +105,7 @@ def carry_out(plan: Plan, source: Source | None) -> None:
         note_loads([(unit, index, 0) for unit, index, _ in plan.loads])
 
 
-def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Plan:
+def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadPlan:
     """Return what model.load_state_dict(state) would do; change nothing. Raise RuntimeError, which
     lists everything that does not fit."""
     loads: list[Load] = []
@@ -123,7 +123,7 @@ def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Plan:
     if recorder.wrong:
         head = str(error or f"Error(s) in loading state_dict for {type(model).__name__}:")
         raise RuntimeError("\n\t".join([head, *recorder.wrong]))
-    return Plan(list(recorder.copies.values()), calls(keys), keys, loads)
+    return LoadPlan(list(recorder.copies.values()), calls(keys), keys, loads)
 
 
 def _perform(copy: Copy, source: Source | None) -> None:

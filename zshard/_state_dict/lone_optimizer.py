@@ -1,8 +1,8 @@
 """Whole optimizer state on one rank, which asks the others for their slices.
 
 The one idea: nobody meets. The rank that wants whole state opens a reader session, so that nobody
-steps, and asks each peer's thread (_ranks/answers.py) for what that rank has of the same optimizer,
-which has the same number there (_optim/books.py).
+steps, and asks each peer's thread (_ranks/responder.py) for what that rank has of the same
+optimizer, which has the same number there (_optim/state_registry.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._guard.slices import plain
-from zshard._optim.books import Peers, book_of, tell_of
-from zshard._optim.held import Held, fact_of, held_in
+from zshard._optim.sharded_state import Held, fact_of, held_in
+from zshard._optim.state_registry import Peers, book_of, tell_of
 from zshard._ranks.agreement import Fact, first_difference
-from zshard._ranks.answers import Answer, Reply, answer_with, ask
+from zshard._ranks.responder import Answer, Reply, answer_with, ask
 from zshard._units.units import session
 
 __all__ = ["Whole", "ask_for_whole", "install"]

@@ -2,8 +2,8 @@
 
 The one idea: over shm the ranks' parameters lie in memory that all of them map, so one rank alone
 can read them; all else is each rank's own. So each process has a thread with a socket, which calls
-what has been registered for a question (_optim/books.py: slices of optimizer state) and sends the
-answer.
+what has been registered for a question (_optim/state_registry.py: slices of optimizer state) and
+sends the answer.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard._ranks import answers, ends
+from zshard._ranks import ends, responder
 from zshard._units.units import State, units_of
 
 __all__ = ["Book", "Peers", "Record", "book_of", "finish", "meet", "note_made", "tell_of"]
@@ -203,7 +203,7 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     if shards.transport != "shm":
         return
     ends.add_farewell(finish)
-    address = answers.address()
+    address = responder.address()
     cards = shards.exchange(secrets.token_bytes(_TOKEN) + address.encode().ljust(_CARD - _TOKEN))
     addresses = [card[_TOKEN:].decode().strip() for card in cards]
     if not all(addresses):
@@ -274,9 +274,9 @@ def _tell(news: _News) -> None:
     book, rank = news.book, news.rank
     said = {"tell": {"token": book.token, "key": news.key, "rank": book.rank}}
     try:
-        with answers.ask(book.addresses[rank], said, _SOON):
+        with responder.ask(book.addresses[rank], said, _SOON):
             pass
-    except answers.ENDED:
+    except responder.ENDED:
         _note_end(book, rank)
     except Exception:  # it keeps Python's lock for long, or is about to end: once more
         time.sleep(_LOOK)
@@ -300,7 +300,7 @@ def _look_at_lives() -> None:
             for rank in book.waits_for(record)
         ]
     for book, rank in {(id(book), rank): (book, rank) for book, rank in waiting}.values():
-        if not answers.lives(book.addresses[rank]):
+        if not responder.lives(book.addresses[rank]):
             _note_end(book, rank)
 
 
@@ -356,7 +356,7 @@ def finish(timeout: float) -> None:
             _tell(_News(book, rank, None))
     _wait_until_free(timeout)
     _jobs.put(None)
-    answers.stop()
+    responder.stop()
 
 
 def _wait_until_free(timeout: float) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from zshard import _core
 from zshard._ranks.agreement import Fact, checksum, tensor_fact, value_fact
 from zshard._ranks.devices import CPU, move
-from zshard._units.units import Options, outline
+from zshard._units.units import Options, without_memory
 from zshard._wrap.meta import Materializer
 from zshard._wrap.tree import UnitSpec
 from zshard.precision import name_of
@@ -64,7 +64,9 @@ def check_unit(spec: UnitSpec) -> None:
     """Raise what creating the unit would, without changing anything. Parameters on the meta device
     count as materialized."""
     params = [ref.param for ref in spec.params]
-    real = [outline(param, param.shape, "cpu") if param.is_meta else param for param in params]
+    real = [
+        without_memory(param, param.shape, "cpu") if param.is_meta else param for param in params
+    ]
     _core.Unit.check(spec.name, names_of(spec), real)
 
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from zshard._checkpoint.checkpoint import Checkpoint
-from zshard._checkpoint.dcp import Chunk, Chunked, covered
+from zshard._checkpoint.foreign.dcp import Chunk, Chunked, covered
+from zshard._checkpoint.foreign.torch_file import Stored
 from zshard._checkpoint.manifest import object_of
 from zshard._checkpoint.safetensors import HEADER_LIMIT, Entry, SafetensorsFile, are_counts
-from zshard._checkpoint.torch_file import Stored
 from zshard._errors import CheckpointError
 
 _NAME = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors")

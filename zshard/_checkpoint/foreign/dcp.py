@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable
+from zshard._checkpoint.contents import is_extra_state
+from zshard._checkpoint.foreign.pickled import Thing, parse
+from zshard._checkpoint.foreign.torch_file import DTYPES, Stored, are_sizes, value_in, values_begin
 from zshard._checkpoint.manifest import LIMIT
-from zshard._checkpoint.outline import is_extra_state
-from zshard._checkpoint.pickled import Thing, parse
 from zshard._checkpoint.safetensors import File
-from zshard._checkpoint.torch_file import DTYPES, Stored, are_sizes, value_in, values_begin
 from zshard._errors import CheckpointError
 from zshard._ranks.agreement import bytes_of
 

@@ -27,15 +27,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard._checkpoint.extra import encode
 from zshard._checkpoint.safetensors import CODES, is_name
+from zshard._checkpoint.script_state import encode
 from zshard._guard.slices import to_local
-from zshard._optim.held import held_by
+from zshard._optim.sharded_state import held_by
 from zshard._ranks.agreement import Fact, gather_bytes
 from zshard._ranks.transports import comm_for
+from zshard._state_dict.load_plan import comm_of
 from zshard._state_dict.optimizer_names import names_of
 from zshard._state_dict.stand_ins import Saved, StandIns
-from zshard._state_dict.stream import comm_of
 from zshard._state_dict.types import state_dict_type
 from zshard._units.names import plain
 from zshard._units.shards import Part, part_of

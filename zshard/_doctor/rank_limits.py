@@ -15,8 +15,8 @@ from torch import nn
 
 from zshard import _core
 from zshard._memory.dry_run import World
-from zshard._memory.host import max_map_count
-from zshard._memory.report import outline_of
+from zshard._memory.host_limits import max_map_count
+from zshard._memory.report import dry_run_of
 from zshard._units.units import Options, Prefetch
 from zshard.precision import MixedPrecision, parse_precision
 from zshard.strategy import ShardingStrategy
@@ -57,8 +57,8 @@ def _mappings(ranks: int, mixed: bool) -> int:
     precision = parse_precision(MixedPrecision(torch.bfloat16) if mixed else None)
     options = Options(ShardingStrategy.FULL_SHARD, precision, Prefetch())
     planned = [(spec, options) for spec in plan_units(model, {nn.Linear})]
-    outline = outline_of(model, planned, World(ranks, ranks, "shm", "shm"))
-    return outline.engine.predict_mappings()
+    dry = dry_run_of(model, planned, World(ranks, ranks, "shm", "shm"))
+    return dry.engine.predict_mappings()
 
 
 def lines() -> Iterator[str]:
