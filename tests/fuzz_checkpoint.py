@@ -133,7 +133,7 @@ def saved_by_torch(data: bytes) -> None:
     """A file of torch.save() within another one: as plain data, and as a tensor."""
     path = Path(_OWN.name, "__0_0.distcp")
     path.write_bytes(b"before" + data + b"behind")
-    with safetensors.File(str(path)) as file:
+    with safetensors.OpenFile(str(path)) as file:
         stored = torch_file.Stored(file, len(b"before"), len(data))
         with contextlib.suppress(CheckpointError):
             torch_file.value_in(stored, NAME)

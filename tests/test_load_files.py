@@ -23,7 +23,7 @@ from torch import nn
 import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, MixedPrecision
-from zshard._checkpoint.safetensors import File
+from zshard._checkpoint.safetensors import OpenFile
 
 
 def write(folder, state, files=1):
@@ -284,18 +284,18 @@ def test_a_wrong_file_on_one_rank_is_an_error_on_both(pool2, tmp_path):
 
 def reading_fails(path):
     """An error while data is read, on rank 0, which has most: one on both, and both can go on."""
-    model, usual = wrapped(Stack, ("full_shard", "shm")), File.read_into
+    model, usual = wrapped(Stack, ("full_shard", "shm")), OpenFile.read_into
 
     def read_into(file, memory, offset):
         if offset > os.path.getsize(file.path) // 2:
             raise OSError(5, "Input/output error", file.path)
         usual(file, memory, offset)
 
-    File.read_into = read_into if dist.get_rank() == 0 else usual
+    OpenFile.read_into = read_into if dist.get_rank() == 0 else usual
     try:
         said = message_of(lambda: zshard.load(path, model), OSError)
     finally:
-        File.read_into = usual
+        OpenFile.read_into = usual
     zshard.load(path, model)
     return said, differences(model.state_dict(), make(Stack, 7).state_dict())
 

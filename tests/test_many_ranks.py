@@ -257,16 +257,16 @@ def test_what_cannot_be_mapped_on_one_rank_fails_on_all(tmp_path: Path, when: st
 def fails_in_between(folder: Path) -> Told:
     """Rank 1 runs out of memory between two meetings."""
     rank = start()
-    from zshard._wrap.initial_values import Values
+    from zshard._wrap.initial_values import InitialValues
 
-    original = Values.give
+    original = InitialValues.give
 
-    def give(self: Values, spec: Any) -> None:
+    def give(self: InitialValues, spec: Any) -> None:
         if rank == 1:
             raise MemoryError("no memory for a copy")
         original(self, spec)
 
-    Values.give = give  # type: ignore[method-assign]
+    InitialValues.give = give  # type: ignore[method-assign]
     return attempt(lambda: wrap_train_save(folder))
 
 

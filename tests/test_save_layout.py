@@ -18,7 +18,7 @@ from safetensors import deserialize
 
 from zshard import _core
 from zshard._checkpoint import layout
-from zshard._checkpoint.contents import Held, Item
+from zshard._checkpoint.contents import HeldElements, Item
 from zshard._checkpoint.manifest import BLOCK
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
@@ -39,12 +39,12 @@ def worlds(draw):
         bounds = [0, *cuts, numel]
         for rank, items in enumerate(world):
             part, copy = rank % parts, rank // parts
-            held = Held(values, 0, 1, 0, -2) if rank == 0 else None
+            held = HeldElements(values, 0, 1, 0, -2) if rank == 0 else None
             if kind == "all":
-                held = Held(values, 0, len(world), rank, -1)
+                held = HeldElements(values, 0, len(world), rank, -1)
             elif kind == "cut":
                 own = values.view(-1)[bounds[part] : bounds[part + 1]]
-                held = Held(own, bounds[part], copies, copy, 0)
+                held = HeldElements(own, bounds[part], copies, copy, 0)
             items.append(Item(f"t{i}", shape, dtype, held))
     return world, draw(st.integers(1, 4000))
 

@@ -11,7 +11,8 @@ from scenarios import Stack, floats
 from torch import nn
 
 import zshard
-from zshard import FSDP, api
+from zshard import FSDP
+from zshard._model import build
 
 TRANSPORTS = ("shm", "c10d")
 
@@ -71,7 +72,7 @@ def test_what_fails_before_anything_has_changed(pool2, transport):
 @passing_groups()
 def with_a_unit_on_one_rank(transport):
     """Rank 1 fails in its second unit, which rank 0 makes; then all train another model."""
-    made, real, how = [], api._make_unit, options(transport)
+    made, real, how = [], build._make_unit, options(transport)
 
     def make_unit(*args):
         made.append(args)
@@ -79,11 +80,11 @@ def with_a_unit_on_one_rank(transport):
             raise MemoryError("planted")
         return real(*args)
 
-    api._make_unit = make_unit
+    build._make_unit = make_unit
     try:
         first = attempt(make(Stack), how)
     finally:
-        api._make_unit = real
+        build._make_unit = real
     found = []
     for _ in range(2):
         plain = make(Stack)

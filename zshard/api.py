@@ -18,10 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard import _core
 from zshard._guard.collectives import tell_of_collectives
 from zshard._memory.fits import check_fits, parse_limit
-from zshard._memory.forward_order import calls_of, parts_to_guard
 from zshard._memory.report import memory_of, options_of
-from zshard._model.copy import copy_module, copy_plain, copy_slices, is_within, without
-from zshard._model.generate import generate_of
+from zshard._model.build import (
+    build,
+    class_for,
+    copy_model,
+    inner_comms,
+    refuse_half,
+    set_base,
+    sync_buffers,
+)
+from zshard._model.copy import copy_module, is_within
 from zshard._model.methods import Controls
 from zshard._model.summary import memory_table, summary_of
 from zshard._model.summon import own_unit_as_on_rank_0, summon_full_params
@@ -31,10 +38,8 @@ from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_r
 from zshard._ranks.devices import CPU, device_of
 from zshard._ranks.groups import resolve_groups
 from zshard._ranks.nccl import NcclOptions
-from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
+from zshard._ranks.transports import check_settings, comm_for, comms_for
 from zshard._state_dict.module import (
-    attach,
-    attach_replicated,
     refuse_strange_slices,
     whole_state_dict,
     writing,
@@ -52,15 +57,9 @@ from zshard._types import (
     WrapPolicyLike,
 )
 from zshard._units.open_forwards import call_guarded
-from zshard._units.shards import remember_parts
 from zshard._units.units import (
-    ATTRIBUTE,
-    Hook,
     Options,
-    State,
-    hook_forward,
     is_unit,
-    known_hooks,
     state_of,
     units_of,
 )
@@ -74,32 +73,24 @@ from zshard._wrap.arguments import (
     split_ignored,
 )
 from zshard._wrap.initial_values import (
-    Values,
+    InitialValues,
     check_unit,
-    dtypes_of,
     facts_of,
-    names_of,
     warn_of_strides,
 )
 from zshard._wrap.late_parameters import watch
 from zshard._wrap.meta import Materializer
-from zshard._wrap.tree import UnitSpec
-from zshard.offload import offload_on, parse_offload, set_offload
+from zshard.offload import offload_on, parse_offload
 from zshard.precision import (
     cast_buffers,
-    install_casts,
-    install_kept,
     parse_precision,
 )
-from zshard.wrap import CustomPolicy, plan_units
+from zshard.wrap import plan_units
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _M = TypeVar("_M", bound=nn.Module)
-
-_classes: dict[type[nn.Module], type[FSDP]] = {}
-_HALF = "_zshard_half"  # attribute of a model that FSDP() is sharding, or has failed to
 
 
 class FSDP(Controls):
@@ -249,7 +240,7 @@ class FSDP(Controls):
     ) -> Wrapped[_M]:
         check_fixed_arguments(use_orig_params)
         check_module(module)
-        _refuse_half(module)
+        refuse_half(module)
         device = device_of(module, one_device(device_id, device_ids))
         gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
         options = Options(
@@ -270,25 +261,27 @@ class FSDP(Controls):
         facts.append(("memory_limit", "None" if limit is None else "given"))
         check_agreement(comm, facts)
         settings = transport, timeout, device
-        comms = _inner_comms(module, comms_for(groups, options.strategy, comm, settings))
+        comms = inner_comms(module, comms_for(groups, options.strategy, comm, settings))
         planned = list(zip(specs, own, strict=True))
         with on_all_ranks(comm):
             for spec in specs:  # what cannot be sharded at all has its own words
                 check_unit(spec)
-                _class_for(type(spec.module))
+                class_for(type(spec.module))
             if comm.rank == 0:
                 warn_of_strides(specs, stacklevel=3)
         check_fits(module, planned, comms, limit, device)
         source = comm if sync_module_states and comm.world > 1 else None
-        values = Values(module, Materializer(module, param_init_fn, ignored[0]), source, device)
-        _wrap(module, planned, comms, values)
+        values = InitialValues(
+            module, Materializer(module, param_init_fn, ignored[0]), source, device
+        )
+        build(module, planned, comms, values)
         with told_to_all_ranks(comm):
             values.give_buffers(ignored[0])
         if comm.world > 1:
             watch(module, ignored[0])
         cast_buffers(module.modules(), options.precision)
         if forward_sync_buffers:
-            _sync_buffers(module)
+            sync_buffers(module)
         meet(module, state_of(module).comms.shards)
         tell_of_collectives(state_of(module))
         with writing([state_of(module).unit]):
@@ -493,11 +486,13 @@ class FSDP(Controls):
         """Return another sharded model with the same values, over the same ranks, for example for
         a moving average of the weights. Gradients are not copied, as nn.Parameter copies none.
         Collective: call it on all ranks."""
-        return copy_module(self, memo) if is_within() else _copy_model(self, memo)
+        return copy_module(self, memo) if is_within() else copy_model(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a sharded model cannot be pickled; save model.state_dict() instead")
 
+
+set_base(FSDP)
 
 if TYPE_CHECKING:
 
@@ -514,7 +509,7 @@ if TYPE_CHECKING:
 else:
 
     class Wrapped(Generic[_M]):
-        """Only for annotations: at run time the class of the result is made by _class_for()."""
+        """Only for annotations: at run time the class of the result is made by class_for()."""
 
 
 def shard_info(param: torch.Tensor) -> dict[str, Any] | None:
@@ -524,181 +519,3 @@ def shard_info(param: torch.Tensor) -> dict[str, Any] | None:
     this rank owns that many elements from element `begin` on, in row-major order.
     """
     return _core.shard_info(param)
-
-
-# --- wrapping -------------------------------------------------------------------------------------
-
-
-def _wrap(
-    module: nn.Module,
-    planned: list[tuple[UnitSpec, Options]],
-    comms: Comms,
-    values: Values | None = None,
-) -> None:
-    """Makes the units, children first, the root last; `values` sees to their parameters before."""
-    together = contextlib.nullcontext if values is None else lambda: on_all_ranks(comms.all)
-    if values is not None:  # an earlier FSDP() may have failed after some ranks had made a unit
-        for comm in {id(each): each for each in comms if each is not None}.values():
-            comm.align()
-    with together():
-        engine = _core.Engine(type(module).__name__, *comms)
-    engine.set_prefetch(*planned[-1][1].prefetch)
-    inner = [state.unit for _, state in units_of(module)]
-    set_offload(engine, planned[-1][1].offload)
-    root = module if len(planned) > 1 else None
-    with _begun(module):
-        for spec, options in planned:
-            if values is None:  # a copy, which ranks need not make at the same time
-                _shard(spec, options, engine, comms, root)
-                continue
-            with on_all_ranks(comms.all):
-                values.make(spec)
-            with told_to_all_ranks(comms.all):
-                values.give(spec)
-            with on_all_ranks(comms.all):
-                _shard(spec, options, engine, comms, root)
-    for nested in inner:
-        engine.adopt(nested)
-    _rename_units(module)
-    units = [state.unit for _, state in units_of(module)]
-    engine.set_order(units)
-    with together():
-        engine.set_calls(calls_of(module, units))
-        engine.reserve()
-
-
-def _shard(
-    spec: UnitSpec, options: Options, engine: _core.Engine, comms: Comms, root: nn.Module | None
-) -> None:
-    """Makes a module a unit; `root` has others as well, None: it is the only one."""
-    unit = _make_unit(engine, spec, options)
-    state = State(unit, comms, options)
-    remember_parts(state)
-    _install(spec, state)
-    outermost = root is None or spec.module is root
-    casts = install_casts(spec.module, options.precision, outermost)
-    state.hooks += known_hooks(spec.module, casts)
-    install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)
-    if unit.is_hooked and not unit.replicated:
-        state.hooks += _guard_parts(spec, unit, root)
-    if not unit.replicated:
-        unit.guard()
-
-
-@contextlib.contextmanager
-def _begun(module: nn.Module) -> Iterator[None]:
-    """Context manager that marks a model whose parameters FSDP() leaves half-way."""
-    module.__dict__[_HALF] = True
-    yield
-    del module.__dict__[_HALF]
-
-
-def _refuse_half(module: nn.Module) -> None:
-    if _HALF in module.__dict__:
-        raise RuntimeError(
-            f"an earlier FSDP() of this {type(module).__name__} failed after it had begun to "
-            "shard it: build the model again, on all ranks"
-        )
-
-
-def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
-    params = [ref.param for ref in spec.params]
-    places = [
-        (i, owner._parameters, attribute)
-        for i, ref in enumerate(spec.params)
-        for owner, attribute in ref.owners
-    ]
-    kind = options.strategy.in_group.value
-    dtypes = dtypes_of(spec, options)
-    return _core.Unit(engine, spec.name, kind, names_of(spec), params, places, *dtypes)
-
-
-def _inner_comms(module: nn.Module, comms: Comms) -> Comms:
-    """What is kept between steps is so for a whole model: inner units that keep decide for it."""
-    for _, state in units_of(module):
-        if (
-            comms.replica_group is None
-            and state.comms.replica_group is not None
-            and state.comms.all is comms.all
-        ):
-            return state.comms
-    return comms
-
-
-def _rename_units(module: nn.Module) -> None:
-    """Inner units were named from their own root; from now on it is this one."""
-    for name, each in module.named_modules():
-        if is_unit(each) and state_of(each).unit.name != name:
-            state_of(each).unit.name = name
-
-
-def _copy_model(model: FSDP, memo: dict[int, Any]) -> nn.Module:
-    """A sharded model like `model`; ignored parameters and buffers are copied as they are."""
-    units = [(module, state) for module, state in units_of(model)]
-    own = state_of(model)
-    with without([hook for _, state in units for hook in state.hooks]):
-        copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
-    options = {
-        id(made): state.options for (_, state), (_, made) in zip(units, copied.units, strict=True)
-    }
-    policy = CustomPolicy(lambda module: id(module) in options)
-    specs = plan_units(copied.module, policy, (), copied.others)
-    _wrap(copied.module, [(spec, options[id(spec.module)]) for spec in specs], own.comms)
-    if own.sync_buffers:
-        _sync_buffers(copied.module)
-    if own.comms.all.world > 1:
-        others = {id(param) for param in copied.others}
-        watch(copied.module, [m for m in copied.module.modules() if _has_own(m, others)])
-    own.unit.engine.open()  # what a forward has left whole is resharded
-    own.unit.engine.close()
-    meet(copied.module, own.comms.shards)
-    tell_of_collectives(state_of(copied.module))
-    with writing([state_of(copied.module).unit]):
-        for unit, made in copied.units:
-            copy_slices(unit, state_of(made).unit)
-    return copied.module
-
-
-def _has_own(module: nn.Module, params: set[int]) -> bool:
-    return any(id(param) in params for param in module._parameters.values())
-
-
-def _sync_buffers(module: nn.Module) -> None:
-    state = state_of(module)
-    state.sync_buffers = True
-    if state.comms.all.world > 1:
-        state.unit.engine.sync_buffers(list(module.buffers()))
-
-
-def _install(spec: UnitSpec, state: State) -> None:
-    module, unit = spec.module, state.unit
-    if unit.is_hooked:
-        state.hooks += known_hooks(module, hook_forward(module, unit))
-        if unit.replicated:
-            attach_replicated(spec)
-        else:
-            attach(state, spec)
-    module.__dict__[ATTRIBUTE] = state
-    module.__class__ = _class_for(type(module))
-
-
-def _guard_parts(spec: UnitSpec, unit: _core.Unit, root: nn.Module | None) -> list[Hook]:
-    """Has some parts of a unit make it whole as well; returns each of them with a hook."""
-    hooks = []
-    for part in parts_to_guard(spec, root):
-        hooks += known_hooks(part, hook_forward(part, unit))
-    return hooks
-
-
-def _class_for(original: type[nn.Module]) -> type[FSDP]:
-    if original not in _classes:
-
-        def make_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
-            """What type(model)(...) makes, as a container does of itself for a slice."""
-            return original(*args, **kwargs)
-
-        name = f"FSDP{original.__name__}"
-        names = {"__module__": original.__module__, "__new__": make_plain}
-        names |= generate_of(original)
-        _classes[original] = type(name, (FSDP, original), names)
-    return _classes[original]

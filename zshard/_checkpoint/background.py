@@ -131,7 +131,7 @@ def _buffer_of(model: nn.Module, size: int, pinned: bool) -> Tensor:
     return buffer
 
 
-class _Span:
+class _CopiedRun:
     """Pieces that are copied at once: one, or several adjacent ones of one storage."""
 
     def __init__(self, number: int, piece: Piece) -> None:
@@ -174,12 +174,12 @@ class _Span:
         return found
 
 
-def _spans(pieces: Sequence[Piece]) -> list[_Span]:
+def _spans(pieces: Sequence[Piece]) -> list[_CopiedRun]:
     ordered = sorted(range(len(pieces)), key=lambda i: _address(pieces[i]))
-    spans: list[_Span] = []
+    spans: list[_CopiedRun] = []
     for number in ordered:
         if not (spans and spans[-1].take(number, pieces[number])):
-            spans.append(_Span(number, pieces[number]))
+            spans.append(_CopiedRun(number, pieces[number]))
     return spans
 
 

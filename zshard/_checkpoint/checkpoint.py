@@ -16,7 +16,7 @@ import torch
 from zshard._checkpoint import script_state
 from zshard._checkpoint.foreign.torch_file import NoDataError
 from zshard._checkpoint.manifest import Manifest
-from zshard._checkpoint.safetensors import File
+from zshard._checkpoint.safetensors import OpenFile
 from zshard._errors import CheckpointError
 
 
@@ -65,7 +65,7 @@ class Checkpoint:
     optimizer: OptimizerState | None = None
     no_optimizer: str = ""  # why there is none, where that needs an explanation
     manifest: Manifest | None = None
-    files: dict[str, File] = field(default_factory=dict)  # open files by name
+    files: dict[str, OpenFile] = field(default_factory=dict)  # open files by name
     shared: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # extra of all ranks
 
     def extra_of(self, rank: int, strict: bool = True) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from zshard._checkpoint import verify as blocks
 from zshard._checkpoint.checkpoint import Checkpoint, Readable
 from zshard._checkpoint.contents import Item
 from zshard._checkpoint.folder import Staging, Target
-from zshard._checkpoint.layout import File, bytes_in, index_of, lay_out
+from zshard._checkpoint.layout import PlannedFile, bytes_in, index_of, lay_out
 from zshard._checkpoint.manifest import BLOCK, NAME
 from zshard._checkpoint.opening import MODEL, opened
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
-from zshard._checkpoint.safetensors import File as OpenFile
+from zshard._checkpoint.safetensors import OpenFile
 from zshard._errors import CheckpointError
 from zshard._ranks.agreement import bytes_of
 from zshard._state_dict.load_plan import chunks
@@ -225,7 +225,7 @@ def _item(name: str, entry: Readable, dtype: torch.dtype | None) -> Item:
     return Item(name, entry.shape, dtype if cast and dtype is not None else entry.dtype, None)
 
 
-def _write_all(folder: str, files: list[File], found: Checkpoint) -> None:
+def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None:
     total = sum(file.size for file in files)
     with progress(total, "exporting", delay=_DELAY) as done:
         for file in files:

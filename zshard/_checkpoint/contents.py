@@ -46,7 +46,7 @@ _RANK_0, _EVERYONE = -2, -1  # groups; the other groups are those of units
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)  # subclasses may hold anything
 
 
-class Held(NamedTuple):
+class HeldElements(NamedTuple):
     """The elements of a tensor that this rank holds, and how many ranks hold the same."""
 
     values: Tensor  # of any shape, in row-major order
@@ -62,7 +62,7 @@ class Item(NamedTuple):
     name: str
     shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype  # in the file
-    held: Held | None  # None: this rank holds nothing
+    held: HeldElements | None  # None: this rank holds nothing
 
 
 class Contents(NamedTuple):
@@ -84,7 +84,7 @@ def ranks_of(model: nn.Module) -> _core.Comm:
     return comm_for(dist.group.WORLD if together else None, None, None)
 
 
-class Copies:
+class Replicas:
     """How many ranks hold the same elements as this one, per unit."""
 
     def __init__(self, model: nn.Module, comm: _core.Comm) -> None:
@@ -101,15 +101,15 @@ class Copies:
             row = (1, 0) if each is comm else (len(same), same.index(comm.rank))
             self._known[key] = (*row, i)
 
-    def held(self, part: Part, values: Tensor) -> Held:
+    def held(self, part: Part, values: Tensor) -> HeldElements:
         """This rank's elements of a tensor that is sharded like a parameter."""
         if not part.is_cut:
-            return Held(values, 0, self._comm.world, self._comm.rank, _EVERYONE)
-        return Held(to_local(values), part.begin, *self._known[id(part.shards)])
+            return HeldElements(values, 0, self._comm.world, self._comm.rank, _EVERYONE)
+        return HeldElements(to_local(values), part.begin, *self._known[id(part.shards)])
 
-    def from_rank_0(self, values: Tensor) -> Held | None:
+    def from_rank_0(self, values: Tensor) -> HeldElements | None:
         """The elements of a tensor that rank 0 saves."""
-        return Held(values, 0, 1, 0, _RANK_0) if self._comm.rank == 0 else None
+        return HeldElements(values, 0, 1, 0, _RANK_0) if self._comm.rank == 0 else None
 
 
 def facts_of(contents: Contents, what: str) -> list[Fact]:
@@ -125,7 +125,7 @@ def facts_of(contents: Contents, what: str) -> list[Fact]:
 # --- models ---------------------------------------------------------------------------------------
 
 
-def of_model(model: nn.Module, copies: Copies, dtype: torch.dtype | None) -> Contents:
+def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> Contents:
     """Return what the model's state_dict() would contain. Call settle() first.
 
     dtype: the dtype of floating-point tensors in the file; None keeps their dtypes.
@@ -303,7 +303,7 @@ def _matches(key: Any, name: str) -> bool:
 # --- optimizers -----------------------------------------------------------------------------------
 
 
-def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Copies) -> Contents:
+def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Contents:
     """Return what an optimizer over parameters of the model has to save, ordered by state key.
 
     Raises TypeError for an object that is not a torch optimizer, and for state that cannot be
@@ -347,7 +347,7 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Copies) -> Cont
     return Contents(items, {}, told, others, next(nested, ""))
 
 
-def _of_state(name: str, param: Tensor, value: Tensor, is_cut: bool, copies: Copies) -> Item:
+def _of_state(name: str, param: Tensor, value: Tensor, is_cut: bool, copies: Replicas) -> Item:
     part, value = part_of(param), value.detach()
     shape, held = tuple(value.shape), copies.from_rank_0(value)
     if part is not None and is_cut:

@@ -32,7 +32,7 @@ _UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
 _UNITS |= {f"{p}iB".upper(): 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
 
-class File(NamedTuple):
+class PlannedFile(NamedTuple):
     """A safetensors file to write."""
 
     name: str
@@ -80,7 +80,7 @@ def bytes_in(text: int | str) -> int:
 
 def lay_out(
     items: Sequence[Item], stem: str, limit: int, tied: Mapping[str, str] | None = None
-) -> list[File]:
+) -> list[PlannedFile]:
     """Return the files for `items`, each with at most `limit` bytes of tensors, or one tensor.
 
     stem: files are named `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors` and so on.
@@ -102,7 +102,7 @@ def lay_out(
     return [_file(name, own, tied or {}) for name, own in zip(names, groups, strict=True)]
 
 
-def index_of(files: Sequence[File]) -> bytes:
+def index_of(files: Sequence[PlannedFile]) -> bytes:
     """Return the text of `<stem>.safetensors.index.json`."""
     homes = {item.name: file.name for file in files for item, _ in file.places}
     total = sum(_size_of(item) for file in files for item, _ in file.places)
@@ -110,7 +110,7 @@ def index_of(files: Sequence[File]) -> bytes:
     return json.dumps(whole, indent=2).encode()
 
 
-def pieces_of(files: Sequence[File]) -> list[Piece]:
+def pieces_of(files: Sequence[PlannedFile]) -> list[Piece]:
     """Return what this rank writes, in order. Ranks that hold the same bytes write an equal share
     of them each."""
     places = [(number, *place) for number, file in enumerate(files) for place in file.places]
@@ -167,7 +167,7 @@ def joined(written: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]
     return made
 
 
-def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> File:
+def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> PlannedFile:
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # a stable sort
     inside = {item.name for item in ordered}
     notes = {other: home for other, home in tied.items() if home in inside}
@@ -189,7 +189,7 @@ def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> File:
     text += b" " * (-(len(text) + 8) % ALIGN)
     begin = 8 + len(text)
     places = [(item, begin + start) for item, start in zip(ordered, starts, strict=True)]
-    return File(name, len(text).to_bytes(8, "little") + text, begin + at, places)
+    return PlannedFile(name, len(text).to_bytes(8, "little") + text, begin + at, places)
 
 
 def _size_of(item: Item) -> int:

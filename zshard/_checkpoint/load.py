@@ -28,7 +28,7 @@ from zshard._checkpoint.opening import older_than, opened
 from zshard._checkpoint.optimizer import OptimizerPlan
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
-from zshard._checkpoint.safetensors import Entry
+from zshard._checkpoint.safetensors import TensorEntry
 from zshard._errors import CheckpointError
 from zshard._ranks import meeting
 from zshard._ranks.agreement import Fact, check_agreement, on_all_ranks
@@ -245,7 +245,11 @@ def _refuse_meta(model: nn.Module) -> None:
 
 
 def _check(
-    comm: _core.Comm, found: Checkpoint, plans: _Plans, ranges: Sequence[_Range], verify: bool
+    comm: _core.Comm,
+    found: Checkpoint,
+    plans: _Plans,
+    ranges: Sequence[_ElementRange],
+    verify: bool,
 ) -> None:
     """Check what will be read; each rank checks its share. Check the archives around values, and
     the checksums of all blocks that have not been checked yet."""
@@ -257,9 +261,9 @@ def _check(
             entry.check()
     if found.manifest is None or not verify:
         return
-    needed = {id(entry.file) for entry in entries if isinstance(entry, Entry)}
+    needed = {id(entry.file) for entry in entries if isinstance(entry, TensorEntry)}
     files = {name: file for name, file in found.files.items() if id(file) in needed}
-    wanted = (e.place(begin, numel) for e, begin, numel in ranges if isinstance(e, Entry))
+    wanted = (e.place(begin, numel) for e, begin, numel in ranges if isinstance(e, TensorEntry))
     mine = blocks.own_runs(comm, files, found.manifest.files, wanted, meeting.host_id())
     total = sum(run.size for run in mine)
     with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
@@ -269,7 +273,7 @@ def _check(
 # --- loading --------------------------------------------------------------------------------------
 
 
-class _Values:
+class _CheckpointValues:
     """The model's tensors in a checkpoint, as a source of zshard._state_dict.load_plan."""
 
     def __init__(self, found: Checkpoint, reader: Reader) -> None:
@@ -291,12 +295,12 @@ def _carry_out(comm: _core.Comm, plans: _Plans, found: Checkpoint, reader: Reade
             optimizer.undo()
             raise
     with on_all_ranks(comm):
-        carry_out(plans.model, _Values(found, reader))
+        carry_out(plans.model, _CheckpointValues(found, reader))
         if optimizer is not None:
             optimizer.read(reader)
 
 
-class _Range(NamedTuple):
+class _ElementRange(NamedTuple):
     """Elements of a tensor of the checkpoint, in row-major order."""
 
     entry: Readable
@@ -304,14 +308,14 @@ class _Range(NamedTuple):
     numel: int
 
 
-def _ranges(found: Checkpoint, plans: _Plans) -> list[_Range]:
+def _ranges(found: Checkpoint, plans: _Plans) -> list[_ElementRange]:
     """What this rank will read, except for a few elements."""
     with quick_facts():
         ranges = [
-            _Range(found.model[copy.value.label], copy.value.begin, copy.target.numel())
+            _ElementRange(found.model[copy.value.label], copy.value.begin, copy.target.numel())
             for copy in plans.model.copies
             if isinstance(copy.value, Pending)
         ]
         if plans.optimizer is not None:
-            ranges += (_Range(*each) for each in plans.optimizer.ranges())
+            ranges += (_ElementRange(*each) for each in plans.optimizer.ranges())
     return ranges

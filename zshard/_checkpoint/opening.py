@@ -19,7 +19,7 @@ from zshard._checkpoint.foreign import dcp, hf_shards
 from zshard._checkpoint.manifest import LIMIT, NAME, Manifest, parse
 from zshard._checkpoint.safetensors import (
     HEADER_LIMIT,
-    File,
+    OpenFile,
     SafetensorsFile,
     check_homes,
     parse_index,
@@ -168,7 +168,7 @@ def _open_huggingface(found: Checkpoint) -> None:
     if name.endswith(".safetensors"):
         _add_model(found, {name: path})
         return
-    with File(path) as file:
+    with OpenFile(path) as file:
         homes = parse_index(file.bytes_of(min(file.size, HEADER_LIMIT + 1)), path)
     paths = {}
     for file_name in dict.fromkeys(homes.values()):
@@ -220,7 +220,7 @@ def _dict(told: Mapping[str, Any], name: str) -> dict[str, Any]:
 def read_manifest(path: str) -> Manifest:
     """Read the manifest of the checkpoint at `path`."""
     where = os.path.join(path, NAME)
-    with File(where, follow=False) as file:
+    with OpenFile(where, follow=False) as file:
         return parse(bytes(file.bytes_of(min(file.size, LIMIT + 1))), where)
 
 
@@ -232,7 +232,7 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
     if one in manifest.files:
         names = [one]
     elif index in manifest.files:
-        file = found.files[index] = _own(found, manifest, index, File)
+        file = found.files[index] = _own(found, manifest, index, OpenFile)
         homes = parse_index(file.bytes_of(min(file.size, HEADER_LIMIT + 1)), file.path)
         names = list(dict.fromkeys(homes.values()))
     elif prefix == OPTIMIZER:
@@ -248,7 +248,7 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
 
 
 def _own(found: Checkpoint, manifest: Manifest, name: str, kind: Any) -> Any:
-    """Open a file of the manifest as a `kind` of File; its size must be that of the save."""
+    """Open a file of the manifest as a `kind` of OpenFile; its size must be that of the save."""
     path = os.path.join(found.path, name)
     if name not in manifest.files:
         raise CheckpointError(f"'{path}' is listed in an index, but not in {NAME}")

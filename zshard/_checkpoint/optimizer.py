@@ -28,7 +28,7 @@ from zshard._units.shards import part_of
 _HOOKS = "_optimizer_load_state_dict_post_hooks"
 
 
-class _Piece(NamedTuple):
+class _StatePiece(NamedTuple):
     """A shard that this rank reads into the optimizer's state."""
 
     param: Tensor
@@ -66,7 +66,7 @@ class OptimizerPlan:
         self._entries = {
             _label(name, key): e for name, own in told.tensors.items() for key, e in own.items()
         }
-        self._pieces: list[_Piece] = []
+        self._pieces: list[_StatePiece] = []
         self._as_saved: list[tuple[Tensor, str, Tensor]] = []  # state with a dtype of its own
         self._before: tuple[Any, Any] | None = None
         self._hooks: Any = OrderedDict()
@@ -118,7 +118,7 @@ class OptimizerPlan:
             elif key == "step":  # with a dtype of its own
                 tensor = _part(param, entry, reader)
             else:
-                self._pieces.append(_Piece(param, key, entry))
+                self._pieces.append(_StatePiece(param, key, entry))
                 tensor = room.place(param, key) if key in fresh else self._live(param, key)
             entries[key] = Taken(tensor) if self._has_parts else tensor
 

@@ -79,10 +79,10 @@ class Header(NamedTuple):
     notes: dict[str, str]  # __metadata__
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor that can be read."""
 
-    file: File
+    file: OpenFile
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
@@ -92,7 +92,7 @@ class Entry(NamedTuple):
         """The name of its file."""
         return [os.path.basename(self.file.path)]
 
-    def place(self, begin: int, numel: int) -> tuple[File, int, int]:
+    def place(self, begin: int, numel: int) -> tuple[OpenFile, int, int]:
         """Return (file, first byte, byte after the last) of `numel` elements from `begin` on."""
         first = self.begin + begin * self.dtype.itemsize
         return self.file, first, first + numel * self.dtype.itemsize
@@ -106,7 +106,7 @@ class Entry(NamedTuple):
         self.file.read_into(memory, self.begin + offset)
 
 
-class File:
+class OpenFile:
     """An open file, also as a context manager. Raises OSError if the system refuses, and
     CheckpointError if it is not a regular file or is truncated; both name the file."""
 
@@ -129,7 +129,7 @@ class File:
         """Its current size in bytes."""
         return self._file.size
 
-    def __enter__(self) -> File:
+    def __enter__(self) -> OpenFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,7 +162,7 @@ class File:
             raise CheckpointError(str(error)) from None
 
 
-class SafetensorsFile(File):
+class SafetensorsFile(OpenFile):
     """A safetensors file whose header has been checked. `entries` has its tensors by name, `notes`
     the __metadata__; `data` is the offset of the data section."""
 
@@ -172,7 +172,7 @@ class SafetensorsFile(File):
             length = header_length(bytes(self.bytes_of(min(self.size, 8))), self.size, path)
             self.data = 8 + length
             spans, self.notes = parse_header(self.bytes_of(length, 8), self.size, path)
-            self.entries = {name: Entry(self, *span) for name, span in spans.items()}
+            self.entries = {name: TensorEntry(self, *span) for name, span in spans.items()}
         except BaseException:
             self.close()
             raise

@@ -31,7 +31,7 @@ from zshard import _core
 from zshard._checkpoint import background
 from zshard._checkpoint.contents import (
     Contents,
-    Copies,
+    Replicas,
     facts_of,
     of_model,
     of_optimizer,
@@ -40,8 +40,8 @@ from zshard._checkpoint.contents import (
 )
 from zshard._checkpoint.folder import Staging, Target, retain, warn_of_newer
 from zshard._checkpoint.layout import (
-    File,
     Piece,
+    PlannedFile,
     bytes_in,
     index_of,
     joined,
@@ -54,7 +54,7 @@ from zshard._checkpoint.manifest import NAME as MANIFEST
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.safetensors import CODES, rows_of
 from zshard._checkpoint.script_state import encode
-from zshard._checkpoint.write import Chunk, Writer, Written
+from zshard._checkpoint.write import CastBuffer, Writer, Written
 from zshard._ranks.agreement import Fact, check_agreement, gather_bytes, on_all_ranks
 from zshard._ranks.transports import comm_beside
 from zshard._units.names import bare, plain
@@ -148,7 +148,7 @@ def save(
         raise TypeError(f"zshard.save(): model must be an nn.Module, got {type(model).__name__}")
     model = bare(model)
     comm = ranks_of(model)
-    copies = Copies(model, comm)
+    copies = Replicas(model, comm)
     made: list[_Asked] = []
     with on_all_ranks(comm), torch.no_grad():
         background.finish()
@@ -213,7 +213,7 @@ class SavePlan:
 
     target: Target
     kept: _Kept
-    files: list[File]
+    files: list[PlannedFile]
     pieces: list[Piece]  # this rank's, by file
     texts: Mapping[str, bytes]  # (rank 0) further files
     manifest: Callable[[Mapping[str, FileRecord], bool], bytes]  # its text: of files; finite?
@@ -318,7 +318,7 @@ def _software() -> dict[str, str]:
     return {"zshard": __version__, "torch": torch.__version__}
 
 
-def _texts(model: nn.Module, files: Sequence[File]) -> dict[str, bytes]:
+def _texts(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]:
     """Hugging Face's configuration files, if the model has the configurations."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_json_string", None)):
@@ -395,7 +395,7 @@ def _write_pieces(
     for piece in plan.pieces:
         mine.setdefault(piece.file, []).append(piece)
     numbers = sorted(mine)
-    chunk = Chunk(any(piece.values.is_cuda for piece in plan.pieces))
+    chunk = CastBuffer(any(piece.values.is_cuda for piece in plan.pieces))
     for first in range(0, len(numbers), _OPEN):
         with ExitStack() as stack:
             opened = []

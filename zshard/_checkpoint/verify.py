@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from zshard import _core
 from zshard._checkpoint.manifest import BLOCK, FileRecord
-from zshard._checkpoint.safetensors import File, SafetensorsFile
+from zshard._checkpoint.safetensors import OpenFile, SafetensorsFile
 from zshard._errors import CheckpointError
 from zshard._ranks.agreement import gather_bytes
 
@@ -25,7 +25,7 @@ _RUN = 16  # blocks per call
 class Run(NamedTuple):
     """Blocks `first` to `end` of a file."""
 
-    file: File
+    file: OpenFile
     record: FileRecord
     first: int
     end: int
@@ -36,14 +36,14 @@ class Run(NamedTuple):
         return min(self.end * BLOCK, self.record.size) - self.first * BLOCK
 
 
-def head_runs(files: Mapping[str, File], records: Mapping[str, FileRecord]) -> list[Run]:
+def head_runs(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[Run]:
     """Return the blocks that opening the files reads: headers, and complete files that are not
     safetensors files. files, records: by file name."""
     heads = [(file, records[name], _heads(file, records[name])) for name, file in files.items()]
     return [Run(file, record, 0, end) for file, record, end in heads if end > 0]
 
 
-def data_runs(files: Mapping[str, File], records: Mapping[str, FileRecord]) -> list[Run]:
+def data_runs(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[Run]:
     """Return all other blocks."""
     return [
         Run(file, records[name], first, min(first + _RUN, len(records[name].checksums)))
@@ -52,16 +52,16 @@ def data_runs(files: Mapping[str, File], records: Mapping[str, FileRecord]) -> l
     ]
 
 
-def _heads(file: File, record: FileRecord) -> int:
+def _heads(file: OpenFile, record: FileRecord) -> int:
     size = file.data if isinstance(file, SafetensorsFile) else record.size
     return -(-size // BLOCK)
 
 
 def own_runs(
     comm: _core.Comm,
-    files: Mapping[str, File],
+    files: Mapping[str, OpenFile],
     records: Mapping[str, FileRecord],
-    wanted: Iterable[tuple[File, int, int]],
+    wanted: Iterable[tuple[OpenFile, int, int]],
     host: str,
 ) -> list[Run]:
     """Return the part of data_runs() that this rank verifies. Collective. The ranks of a host
@@ -98,7 +98,7 @@ class _Places:
     """All blocks of some files, numbered one file after the other; a set of blocks is an integer's
     bits."""
 
-    def __init__(self, files: Mapping[str, File], records: Mapping[str, FileRecord]) -> None:
+    def __init__(self, files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> None:
         self._files = [(file, records[name]) for name, file in files.items()]
         counts = [len(record.checksums) for _, record in self._files]
         self._count = sum(counts)
@@ -111,7 +111,7 @@ class _Places:
         )
         """The blocks of data_runs()."""
 
-    def marked(self, ranges: Iterable[tuple[File, int, int]]) -> bytes:
+    def marked(self, ranges: Iterable[tuple[OpenFile, int, int]]) -> bytes:
         """Return the blocks that the ranges touch, as bytes."""
         return self._number(ranges).to_bytes(-(-self._count // 8), "little")
 
@@ -129,7 +129,7 @@ class _Places:
             for found in re.finditer(b"1{1,%d}" % _RUN, own):
                 yield Run(file, record, *found.span())
 
-    def _number(self, ranges: Iterable[tuple[File, int, int]]) -> int:
+    def _number(self, ranges: Iterable[tuple[OpenFile, int, int]]) -> int:
         marks = bytearray(b"0" * self._count)
         for file, begin, end in ranges:
             if begin < end and id(file) in self._begin_of:
@@ -159,7 +159,7 @@ def check(runs: Iterable[Run], done: Callable[[int], object] | None = None) -> N
             done(run.size)
 
 
-def _damage(file: File, block: int, begin: int, end: int) -> str:
+def _damage(file: OpenFile, block: int, begin: int, end: int) -> str:
     text = f"'{file.path}' is damaged: checksum mismatch in bytes {begin} to {end} (block {block})"
     there = file.in_range(begin, end) if isinstance(file, SafetensorsFile) else []
     if not there:

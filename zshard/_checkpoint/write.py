@@ -31,7 +31,7 @@ _NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Written = tuple[int, int, int]  # offset, length, CRC-32C
 
 
-class Chunk:
+class CastBuffer:
     """Memory for casting tensors and copying them from a GPU; allocated on first use."""
 
     def __init__(self, pinned: bool) -> None:
@@ -54,7 +54,7 @@ class Writer:
     def __init__(
         self,
         file: _core.File,
-        chunk: Chunk,
+        chunk: CastBuffer,
         done: Callable[[int], object],
         watched: Container[str] = (),
     ) -> None:

@@ -22,7 +22,7 @@ _FACT = struct.Struct("<Bqq")  # kind, begin and numel of the slice
 _FACTS = 4096 // _FACT.size  # in one exchange
 
 
-class _Part(NamedTuple):
+class _GradShare(NamedTuple):
     """A rank's share of a parameter's gradient."""
 
     kind: int
@@ -121,21 +121,21 @@ class WholeGrads:
             return _LOCAL
         return _SLICE
 
-    def _exchange(self, kinds: list[int]) -> list[list[_Part]]:
+    def _exchange(self, kinds: list[int]) -> list[list[_GradShare]]:
         """Return what each rank has of each parameter's gradient."""
         facts = [self._unit.param(index) for index in range(len(self._params))]
         mine = [
             _FACT.pack(kind, fact["begin"], fact["numel"])
             for kind, fact in zip(kinds, facts, strict=True)
         ]
-        found: list[list[_Part]] = []
+        found: list[list[_GradShare]] = []
         for first in range(0, len(mine), _FACTS):
             said = self._comm.exchange(b"".join(mine[first : first + _FACTS]))
-            ranks = [[_Part(*fact) for fact in _FACT.iter_unpack(each)] for each in said]
+            ranks = [[_GradShare(*fact) for fact in _FACT.iter_unpack(each)] for each in said]
             found += [list(parts) for parts in zip(*ranks, strict=True)]
         return found
 
-    def _send(self, index: int, parts: list[_Part]) -> Tensor:
+    def _send(self, index: int, parts: list[_GradShare]) -> Tensor:
         """Return the full gradient of a parameter; zeros where a rank has none."""
         param, own = self._params[index], self._own[index]
         whole = torch.zeros(self._unit.param(index)["shape"], dtype=param.dtype)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from zshard._ranks.agreement import Fact
 from zshard._units.shards import Part, part_of
 
-__all__ = ["SCALARS", "Held", "fact_of", "held_by", "held_in", "params_of", "scalar_keys"]
+__all__ = ["SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of", "scalar_keys"]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
 """What torch's optimizers keep as one number per parameter. Used only if shapes do not tell: for
@@ -40,7 +40,7 @@ def scalar_keys(states: Iterable[tuple[tuple[int, ...], Mapping[Any, Any]]]) -> 
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldState:
     """A sharded parameter with its state on this rank: (name, value, is it sharded), sorted."""
 
     param: Tensor
@@ -57,7 +57,7 @@ class Held:
         return None
 
 
-def held_by(optimizer: Optimizer) -> list[Held]:
+def held_by(optimizer: Optimizer) -> list[HeldState]:
     """Return all sharded parameters of the optimizer in its order, also those without state."""
     return held_in(params_of(optimizer), optimizer.state)
 
@@ -67,7 +67,7 @@ def _now(entries: Any) -> Any:
     return dict(entries) if type(entries) is dict else entries
 
 
-def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[Held]:
+def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldState]:
     """The same of parameters and of an optimizer's state."""
     cut = [(param, part) for param in params if (part := part_of(param))]
     states = [(param, part, _now(state.get(param, {}))) for param, part in cut if part.is_cut]
@@ -82,7 +82,7 @@ def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[Held]:
             )
             for key in sorted(entries, key=str)
         ]
-        held.append(Held(param, part, rows))
+        held.append(HeldState(param, part, rows))
     return held
 
 
@@ -90,7 +90,7 @@ def _is_cut(value: Any, part: Part) -> bool:
     return isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
 
 
-def fact_of(each: Held) -> Fact:
+def fact_of(each: HeldState) -> Fact:
     told = [f"{key} {_described(value, is_cut)}" for key, value, is_cut in each.entries]
     about = f"the state of '{each.part.name}' (shape {each.part.shape})"
     return about, ", ".join(told) or "none"

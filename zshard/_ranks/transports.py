@@ -35,7 +35,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass
-class _Entry:
+class _Connection:
     group: Any  # the process group: kept, so that its id stays its own
     comm: _core.Comm
 
@@ -45,7 +45,7 @@ _PATIENCE = 1800.0  # seconds: least timeout of a wait for a rank that may be wa
 
 Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
 
-_entries: dict[tuple[int, Asked, str], _Entry] = {}  # by group, transport asked for, device
+_entries: dict[tuple[int, Asked, str], _Connection] = {}  # by group, transport asked for, device
 _alone: dict[str, _core.Comm] = {}  # by device
 
 
@@ -143,7 +143,7 @@ def comm_for(
     entry = _entries.get((id(group), wanted, device))
     if entry is None:
         connect = _connect if device == CPU else functools.partial(connect_gpu, device)
-        entry = _Entry(group, connect(group, wanted, _timeout_of(group, seconds)))
+        entry = _Connection(group, connect(group, wanted, _timeout_of(group, seconds)))
         _entries[(id(group), wanted, device)] = entry
         if entry.comm.transport != wanted:  # "auto": the forced name means the same from now on
             _entries.setdefault((id(group), entry.comm.transport, device), entry)
@@ -170,7 +170,9 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
         kind = "c10d" if comm.transport == "c10d" else "auto"  # what the model has, if it can be
-        _entries[key] = _Entry(group, _connect(group, kind, max(comm.timeout, _PATIENCE), True))
+        _entries[key] = _Connection(
+            group, _connect(group, kind, max(comm.timeout, _PATIENCE), True)
+        )
     return _entries[key].comm
 
 

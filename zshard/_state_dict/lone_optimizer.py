@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._guard.slices import plain
-from zshard._optim.sharded_state import Held, fact_of, held_in
+from zshard._optim.sharded_state import HeldState, fact_of, held_in
 from zshard._optim.state_registry import Peers, book_of, tell_of
 from zshard._ranks.agreement import Fact, first_difference
 from zshard._ranks.responder import Answer, Reply, answer_with, ask
@@ -37,7 +37,7 @@ def install() -> None:
     answer_with(_answer)
 
 
-def ask_for_whole(optimizer: Optimizer, peers: Peers, held: Sequence[Held]) -> Whole:
+def ask_for_whole(optimizer: Optimizer, peers: Peers, held: Sequence[HeldState]) -> Whole:
     """Return the parameters of one model with the full tensors of their sharded state.
 
     Raises DivergenceError if another rank's state differs in parameters, names, shapes or dtypes;
@@ -97,7 +97,7 @@ def _asked(address: str, question: Any, rank: int, timeout: float) -> Iterator[R
 class _Wholes:
     """Full tensors that are being put together."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
+    def __init__(self, held: Sequence[HeldState]) -> None:
         self._held = held
         self._made: list[dict[Any, Tensor]] = [{} for _ in held]
         self._found: list[dict[Any, dict[int, int]]] = [{} for _ in held]
@@ -180,7 +180,7 @@ def _answer(question: dict[str, Any]) -> Answer:
 
 
 @plain()
-def _slices(held: Sequence[Held]) -> Answer:
+def _slices(held: Sequence[HeldState]) -> Answer:
     slices: list[tuple[int, str, int, int]] = []
     tensors: list[Tensor] = []
     for index, each in enumerate(held):

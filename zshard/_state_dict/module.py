@@ -123,7 +123,7 @@ def whole_state_dict(
     cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.slices)]
     with contextlib.ExitStack() as opened:
         begin = functools.partial(opened.enter_context, session(cut))
-        token = _outermost.set(_Copies(module.parameters(), begin, keep))
+        token = _outermost.set(_FullCopies(module.parameters(), begin, keep))
         try:
             state = state_dict(*args, **kwargs)
         finally:
@@ -223,7 +223,7 @@ class _Place:
         return _like(self.param, self.param.detach().reshape(-1).clone())
 
 
-class _Copies:
+class _FullCopies:
     """The full copies that one call of state_dict() has made. Tied parameters share theirs.
 
     All are of one step, also where other ranks train on: the first one begins a session. A call
@@ -248,7 +248,7 @@ class _Copies:
         return self._made[key]
 
 
-_outermost: ContextVar[_Copies | None] = ContextVar("zshard_state_dict", default=None)
+_outermost: ContextVar[_FullCopies | None] = ContextVar("zshard_state_dict", default=None)
 
 
 def _like(param: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
@@ -329,7 +329,7 @@ class _Save(_OwnersMethod):
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         used = self.in_use()
         params = (place.param for place in used.values())
-        copies = _outermost.get() or _Copies(params, lambda: None)
+        copies = _outermost.get() or _FullCopies(params, lambda: None)
         given = {
             name: place.slice() if place.wants_slices else copies.of(place)
             for name, place in used.items()

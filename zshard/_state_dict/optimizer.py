@@ -32,7 +32,7 @@ from zshard._guard.slices import plain
 from zshard._guard.whole_values import join
 from zshard._optim.hooks import know
 from zshard._optim.memory import zeros_side_by_side
-from zshard._optim.sharded_state import Held, fact_of, held_by, params_of, scalar_keys
+from zshard._optim.sharded_state import HeldState, fact_of, held_by, params_of, scalar_keys
 from zshard._ranks.agreement import check_agreement, gather_bytes
 from zshard._state_dict.lone_optimizer import Whole, ask_for_whole
 from zshard._state_dict.module import writing
@@ -153,7 +153,7 @@ def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[A
     return asked + result
 
 
-def _ask_peers(optimizer: Optimizer, held: Sequence[Held], keep: bool) -> Whole:
+def _ask_peers(optimizer: Optimizer, held: Sequence[HeldState], keep: bool) -> Whole:
     """The state of models whose ranks can be asked for it, one by one."""
     found: Whole = []
     models = {id(each.part.peers): each.part.peers for each in held if each.part.peers}
@@ -166,7 +166,7 @@ def _ask_peers(optimizer: Optimizer, held: Sequence[Held], keep: bool) -> Whole:
     return found
 
 
-def _ranges(comm: _core.Comm, held: Sequence[Held]) -> list[list[tuple[int, int]]]:
+def _ranges(comm: _core.Comm, held: Sequence[HeldState]) -> list[list[tuple[int, int]]]:
     """Return each parameter's (begin, numel) on all ranks. Raises RuntimeError on all of them if
     sharded tensors are within a list or dict; a rank alone could be misled by a shape."""
     told = [(each.part.begin, each.part.numel, int(each.nested is not None)) for each in held]

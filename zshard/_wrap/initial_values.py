@@ -89,7 +89,7 @@ def _named(spec: UnitSpec) -> Iterable[tuple[str, Any]]:
     return zip(names_of(spec), spec.params, strict=True)
 
 
-class Values:
+class InitialValues:
     """The source of values: present, or initialised here; with `source`, broadcast from rank 0."""
 
     def __init__(

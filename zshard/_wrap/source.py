@@ -65,13 +65,13 @@ def bypassed_modules(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {}
     for module in modules:
         if module._modules:
-            follower = _Follower()
+            follower = _UseFollower()
             follower.start(module)
             found.update((name, module) for name in follower.found if name not in found)
     return found
 
 
-class _Follower:
+class _UseFollower:
     """Follows the uses of one module's forward through its children."""
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ def _read(function: FunctionType) -> _Uses:
     if definition is None or not (definition.args.posonlyargs or definition.args.args):
         return _Uses()
     self_name = (definition.args.posonlyargs + definition.args.args)[0].arg
-    reader = _Reader(_Bindings(definition, self_name))
+    reader = _UseReader(_Bindings(definition, self_name))
     for statement in definition.body:
         reader.visit(statement)
     return reader.uses
@@ -304,7 +304,7 @@ class _Bindings:
             known.update(paths)
 
 
-class _Reader(ast.NodeVisitor):
+class _UseReader(ast.NodeVisitor):
     """Collects the uses: each longest path once, as called or as read."""
 
     def __init__(self, bindings: _Bindings) -> None:

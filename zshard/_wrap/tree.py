@@ -93,7 +93,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class _Entry:
+class _ParamPlaces:
     """A parameter and where it lies."""
 
     param: nn.Parameter
@@ -130,7 +130,7 @@ class ModuleTree:
         self.root = self._visit(root)
         self.nodes = list(self._by_id.values())  # in the order of root.modules()
         self._dominate()
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _ParamPlaces] = {}
         for node in self.nodes:
             self._collect(node)
         self._refuse_params_of_wrapped()
@@ -222,7 +222,7 @@ class ModuleTree:
         for attribute, param in node.module._parameters.items():
             if param is None or id(param) in self._ignored_params:
                 continue
-            entry = self._entries.setdefault(id(param), _Entry(param, [], node))
+            entry = self._entries.setdefault(id(param), _ParamPlaces(param, [], node))
             entry.owners.append((node, attribute))
             entry.home = _common_ancestor(entry.home, node)
             if isinstance(param, UninitializedParameter):
@@ -271,7 +271,7 @@ class ModuleTree:
     def _name(self, node: Node) -> str:
         return self.names(node, self.root)[0]
 
-    def _ref(self, entry: _Entry, unit: Node) -> ParamRef:
+    def _ref(self, entry: _ParamPlaces, unit: Node) -> ParamRef:
         names = tuple(
             _join(prefix, attribute)
             for owner, attribute in entry.owners

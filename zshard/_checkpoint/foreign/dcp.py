@@ -25,7 +25,7 @@ from zshard._checkpoint.contents import is_extra_state
 from zshard._checkpoint.foreign.pickled import Thing, parse
 from zshard._checkpoint.foreign.torch_file import DTYPES, Stored, are_sizes, value_in, values_begin
 from zshard._checkpoint.manifest import LIMIT
-from zshard._checkpoint.safetensors import File
+from zshard._checkpoint.safetensors import OpenFile
 from zshard._errors import CheckpointError
 from zshard._ranks.agreement import bytes_of
 
@@ -53,7 +53,7 @@ def open_into(found: Checkpoint, with_optimizer: bool) -> None:
     """Open the folder at `found.path`. Raise CheckpointError if it is damaged, or if its pickles
     cannot be read as plain data."""
     where = os.path.join(found.path, METADATA)
-    with File(where) as file:
+    with OpenFile(where) as file:
         text = bytes(file.bytes_of(min(file.size, LIMIT + 1)))
     read_metadata(found, text, where, with_optimizer)
 
@@ -271,7 +271,7 @@ class _Folder:
             made[name, offset] = Stored(file, begin, length)
         return made
 
-    def _file(self, name: Any) -> File:
+    def _file(self, name: Any) -> OpenFile:
         if name not in self._found.files:
             if not isinstance(name, str) or set(name) & set("/\\\0") or name in ("", ".", ".."):
                 raise CheckpointError(
@@ -280,7 +280,7 @@ class _Folder:
             path = os.path.join(self._found.path, name)
             if not os.path.lexists(path):
                 raise CheckpointError(f"'{path}' is missing, but '{self._where}' refers to it")
-            self._found.files[name] = File(path)
+            self._found.files[name] = OpenFile(path)
         return self._found.files[name]
 
     def _tensor(self, name: str, told: Thing, storage: Mapping[tuple[str, Any], Stored]) -> Chunked:
@@ -299,7 +299,7 @@ class _Folder:
                 raise CheckpointError(
                     f"'{self._where}' has a chunk of '{name}' outside its shape {shape}"
                 )
-            chunks.append(Chunk(offsets, sizes, storage[name, offsets]))
+            chunks.append(Box(offsets, sizes, storage[name, offsets]))
         if covered(chunks) != math.prod(shape):
             raise CheckpointError(
                 f"'{self._where}' has chunks of '{name}' that overlap or leave a gap"
@@ -307,7 +307,7 @@ class _Folder:
         return Chunked(name, DTYPES[dtype.name], shape, chunks)
 
 
-def covered(chunks: Sequence[Chunk]) -> int:
+def covered(chunks: Sequence[Box]) -> int:
     """Return how many elements the chunks have; -1 if two chunks overlap."""
     ordered = sorted((c for c in chunks if math.prod(c.sizes)), key=lambda c: c.offsets)
     for i, one in enumerate(ordered):
@@ -323,7 +323,7 @@ def covered(chunks: Sequence[Chunk]) -> int:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-class Chunk(NamedTuple):
+class Box(NamedTuple):
     """A box of a tensor: its first index, its shape, and its location."""
 
     offsets: tuple[int, ...]
@@ -335,7 +335,7 @@ class Chunked:
     """A tensor in chunks."""
 
     def __init__(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[Chunk]
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[Box]
     ) -> None:
         self.name, self.dtype, self.shape, self._chunks = name, dtype, shape, chunks
         self._payloads: dict[int, int] = {}  # of a chunk, its first byte in the file
@@ -369,7 +369,7 @@ class Chunked:
         return self._payloads[i]
 
 
-def _runs(shape: tuple[int, ...], chunk: Chunk) -> Iterator[tuple[int, int, int]]:
+def _runs(shape: tuple[int, ...], chunk: Box) -> Iterator[tuple[int, int, int]]:
     """Runs of elements that are contiguous in the chunk and in the full tensor: (first element in
     the tensor, first element in the chunk, number of elements)."""
     dims = len(shape)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from zshard._checkpoint.checkpoint import Checkpoint
-from zshard._checkpoint.foreign.dcp import Chunk, Chunked, covered
+from zshard._checkpoint.foreign.dcp import Box, Chunked, covered
 from zshard._checkpoint.foreign.torch_file import Stored
 from zshard._checkpoint.manifest import object_of
-from zshard._checkpoint.safetensors import HEADER_LIMIT, Entry, SafetensorsFile, are_counts
+from zshard._checkpoint.safetensors import HEADER_LIMIT, SafetensorsFile, TensorEntry, are_counts
 from zshard._errors import CheckpointError
 
 _NAME = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors")
@@ -32,7 +32,7 @@ def shards_in(path: str) -> list[str]:
 
 def open_into(found: Checkpoint) -> None:
     """Open the folder at `found.path`. Raise CheckpointError if parts overlap or leave gaps."""
-    parts: dict[str, list[tuple[tuple[int, ...], Entry]]] = {}
+    parts: dict[str, list[tuple[tuple[int, ...], TensorEntry]]] = {}
     for name in shards_in(found.path):
         found.files[name] = file = SafetensorsFile(os.path.join(found.path, name))
         for tensor, begin in _begins(file).items():
@@ -65,7 +65,7 @@ def _begins(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
     return begins
 
 
-def _whole(folder: str, name: str, parts: Sequence[tuple[tuple[int, ...], Entry]]) -> Chunked:
+def _whole(folder: str, name: str, parts: Sequence[tuple[tuple[int, ...], TensorEntry]]) -> Chunked:
     """The tensor that consists of these parts, given with their first indices."""
     dims, dtypes = {len(begin) for begin, _ in parts}, {entry.dtype for _, entry in parts}
     if len(dims) > 1 or len(dtypes) > 1:
@@ -74,7 +74,7 @@ def _whole(folder: str, name: str, parts: Sequence[tuple[tuple[int, ...], Entry]
         )
     ends = [[b + n for b, n in zip(begin, e.shape, strict=True)] for begin, e in parts]
     shape = tuple(max(each) for each in zip(*ends, strict=True))
-    chunks = [Chunk(begin, e.shape, Stored(e.file, e.begin, 0)) for begin, e in parts]
+    chunks = [Box(begin, e.shape, Stored(e.file, e.begin, 0)) for begin, e in parts]
     if covered(chunks) != math.prod(shape):
         raise CheckpointError(
             f"the parts of '{name}' in '{folder}' overlap or leave a gap: a file is missing or "

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zshard._checkpoint.foreign.pickled import Thing, parse
-from zshard._checkpoint.safetensors import CODES, File
+from zshard._checkpoint.safetensors import CODES, OpenFile
 from zshard._errors import CheckpointError
 
 DTYPES = {str(dtype): dtype for dtype in CODES}
@@ -46,7 +46,7 @@ class NoDataError(CheckpointError):
 class Stored(NamedTuple):
     """A torch.save() file within a file."""
 
-    file: File
+    file: OpenFile
     offset: int
     length: int
 
@@ -56,7 +56,7 @@ def are_sizes(values: Any) -> bool:
     return isinstance(values, tuple) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
-class _Range(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A range of a file, as a file object."""
 
     def __init__(self, stored: Stored) -> None:
@@ -106,7 +106,7 @@ def _reading(stored: Stored, name: str) -> Iterator[None]:
 
 def _opened_zip(stored: Stored, name: str) -> zipfile.ZipFile:
     with _reading(stored, name):
-        return zipfile.ZipFile(io.BufferedReader(_Range(stored), 4096))
+        return zipfile.ZipFile(io.BufferedReader(_FileRange(stored), 4096))
 
 
 def _damaged(stored: Stored, name: str, why: object) -> CheckpointError:
