@@ -65,7 +65,7 @@ def train(env, transport, strategy):
     return losses, state, {entry.comm.transport for entry in _group._entries.values()}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("backend", "world", "transport"), WORLDS)
