@@ -73,6 +73,7 @@ def combinations_of(name):
     return COMBINATIONS if name in IN_ALL_WAYS else FULL
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_has_the_bits_of_ddp(pool2, name):
     found_on_ranks = pool2.run(differences_from_ddp, name, combinations_of(name))
@@ -117,7 +118,7 @@ def differences_if_checkpointed(name, reentrant):
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("name", ["gpt2, tied", "llama, untied", "bert", "t5, untied"])
 def test_gradient_checkpointing_has_the_bits_of_ddp(pool2, name, reentrant):

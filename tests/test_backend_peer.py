@@ -69,6 +69,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda build: build_program(folder, build))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("build", "name"), CASES)
 def test_in_c(programs: Callable[[str], Path], build: str, name: str) -> None:
     env = program_environment(ZSHARD_CUDA_LIB=str(fake_cuda.library()))

@@ -66,7 +66,7 @@ def train(env, transport, strategy):
     return losses, state, {entry.comm.transport for entry in transports._entries.values()}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("backend", "world", "transport"), WORLDS)

@@ -214,6 +214,7 @@ def test_memory_quick(tmp_path: Path) -> None:
     assert side["peak_bytes"] > side["held_bytes"]
 
 
+@pytest.mark.thorough
 def test_collectives_of_small_tensors(tmp_path: Path) -> None:
     """Its driver calls a transport by its table, as nothing but the core does."""
     record = quick("collectives", tmp_path / "x.json", "--ranks", "2", "--mib", "0.0625")

@@ -206,7 +206,7 @@ TWICE = (
 )
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(4)
 @KINDS
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_one_step(pool2, way, reentrant):
@@ -215,7 +215,7 @@ def test_gradients_of_one_step(pool2, way, reentrant):
     assert pool2.run(wrong_in, build, one_step, exact) == [{}, {}]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize(
     "run", [three_steps, two_losses_at_once, a_forward_that_nobody_uses, graph_kept]
@@ -268,6 +268,7 @@ def around_a_sequence_of_blocks(reentrant, model, rank):
     ).backward()
 
 
+@pytest.mark.sampled(4)
 @KINDS
 @pytest.mark.parametrize(
     "run",

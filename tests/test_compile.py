@@ -111,7 +111,7 @@ def wrong_when_compiled(build, run, way, backend, first):
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize(
     ("way", "backend"), [*((way, "aot_eager") for way in WAYS), (each_block_in_place, "eager")]
@@ -166,7 +166,7 @@ class Tied(nn.Module):
         return F.linear(x, self.weight)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_in_place])
 @pytest.mark.parametrize("build", [Recomputing, Tied])

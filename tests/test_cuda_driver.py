@@ -72,6 +72,7 @@ def made(folder: Path, build: str) -> Program:
     return Program(compile_c(folder / build, [PROGRAM, *ours, *sources(*SOURCES)], BUILDS[build]))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", NAMES)
 def test_in_c(each_build: Program, name: str) -> None:
     each_build.run(name, **SETTINGS.get(name, {}))

@@ -175,6 +175,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("backend", "world", "options"), CASES, ids=str)
 def test_step_has_nothing_in_it_that_a_capture_forbids(
     tmp_path: Path, backend: str, world: int, options: dict[str, Any]

@@ -117,6 +117,7 @@ def test_every_kernel_is_there_and_none_spills(compiled: Compiled) -> None:
     assert [row for row in found if common.match(row[1]) and row[2] > 80] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_arithmetic_is_ieee_with_no_multiply_add_of_the_compilers(compiled: Compiled) -> None:
     assert compiled.ptx

@@ -117,6 +117,7 @@ def into_zshard(path, name, combination, made):
     return differ(model.state_dict(), made[0]) + differ(found, theirs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("library", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", ["net", "frozen", "mlp"])
 def test_models_and_optimizers_of_torchs_libraries(pools, pool2, library, name, tmp_path):

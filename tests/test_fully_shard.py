@@ -105,7 +105,7 @@ def on_a_mesh(shape, reshard, transport):
     return max(gaps), model.summary().splitlines()[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("reshard", [True, False, None])
 def test_a_mesh_of_two_dimensions_is_hybrid(pool4, reshard, transport):

@@ -49,6 +49,7 @@ def trained_by_ddp(plain, case):
     return train(parallel, case, optimizer, dist.get_rank()), plain.state_dict()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])
@@ -79,7 +80,7 @@ def wrong_on_a_mesh(build, run, shape):
     return {combination: wrong for combination, wrong in found.items() if wrong}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", [run for run, _ in SCENARIOS])
 def test_whatever_a_script_does_gradients_are_the_mean(pool4, run):
     assert pool4.run(wrong_on_a_mesh, Stack, run, (2, 2)) == [{}] * 4

@@ -77,7 +77,7 @@ def test_hybrid(pool4, transport):
     assert pool4.run(wrong_on_a_mesh, transport) == [{}] * 4
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_way_of_checkpointing(pool2, way, reentrant):
@@ -147,6 +147,7 @@ def more_forwards(by_turns, model, optimizer):
         step_after(model, optimizer)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [Passing, Repeated, Blocks])
 def test_modules_called_otherwise_than_once(pool2, build):
     if build is not Blocks:

@@ -211,6 +211,7 @@ def test_a_thousand_steps_keep_nothing(world, transport):
         check_steps(result.value, STEPS, transport)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
 def test_steps_of_other_strategies_keep_nothing(strategy):
     for result in fork_ranks(run_steps, 2, "shm", strategy, STEPS // 2, timeout=120):

@@ -46,7 +46,7 @@ def loaded(name, combination, from_rank0):
     return differences(model.state_dict(), state)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @ranks(2, 3)
 @pytest.mark.parametrize("from_rank0", [True, False])
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes", "conv", "recurrent"])
@@ -90,6 +90,7 @@ def on_a_mesh():
     return {"device_mesh": mesh_of(2, 2), "transport": "c10d"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "options"),
@@ -248,7 +249,7 @@ def refused(what, combination):
     return said, changed, differences(model.state_dict(), state_of(Stack))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", WRONG)
 def test_what_does_not_fit_is_an_error_on_all_ranks(pool2, what):
     for combination in COMBINATIONS:

@@ -67,7 +67,7 @@ def run(pools, world, function, *args):
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
 def test_any_world_into_any_other(pools, world, kind, tmp_path):

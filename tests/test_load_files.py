@@ -52,7 +52,7 @@ def loaded(name, combination, path):
     return differences(model.state_dict(), of_case(name))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @ranks(2, 3)
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes", "conv"])
@@ -180,6 +180,7 @@ def from_meta(name, combination, path):
     return blank, wrong, losses[0] == losses[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["net", "tied", "frozen"])
 def test_from_meta(pool2, name, tmp_path):
     path = write(tmp_path / "x", of_case(name))

@@ -164,6 +164,7 @@ LACKS: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @needs_x86
 @pytest.mark.parametrize("where", [None, 1])
 @pytest.mark.parametrize(

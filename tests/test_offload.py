@@ -21,6 +21,7 @@ import zshard
 from zshard import FSDP, AdamW, MixedPrecision, Offload
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_bits_are_those_of_memory(pool2, tmp_path, transport, kind):
@@ -32,6 +33,7 @@ def compare_wide_over(folder, what, in_backward, transport, **options):
     return compare_wide(folder, what, in_backward, transport=transport, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "zero1", "no_shard"])
 def test_every_strategy(pool2, tmp_path, strategy):
     for transport in ("shm", "c10d"):

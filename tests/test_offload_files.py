@@ -56,6 +56,7 @@ def predictions(folder, kind, strategy, transport):
     return predicted, before, model.memory()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_predicted(pool2, tmp_path, kind):
     for strategy, transport in (("full_shard", "shm"), ("full_shard", "c10d"), ("no_shard", "shm")):

@@ -69,6 +69,7 @@ def differences_from_ddp(name, optimizer):
     return found
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize(("name", "optimizer"), PAIRS)
 def test_two_ranks_have_the_bits_of_ddp(pool2, name, optimizer):
     for rank, found in enumerate(pool2.run(differences_from_ddp, name, optimizer)):
@@ -98,7 +99,7 @@ def distances_from_ddp(name, optimizer):
     return found, distance
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @ranks(3, 4)
 @pytest.mark.parametrize(
     ("name", "optimizer"),

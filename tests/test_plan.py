@@ -94,7 +94,7 @@ def all_differences(name, precision):
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", ["net", "tied", "conv", "frozen", "attention", "one unit"])
 def test_steps_take_what_is_reserved(pool2, name, precision):
@@ -127,6 +127,7 @@ def stepped_in_backward(name, combination, precision):
     return found, borrowed, parts_of(engine_of(model).memory()) == usual
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["net", "frozen"])

@@ -579,7 +579,7 @@ def run_to_the_end(folder: Path, combination: tuple[str, str], what: str):
 ENDS = [("full_shard", "shm"), ("no_shard", "shm"), ("full_shard", "c10d")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("combination", ENDS)
 @pytest.mark.parametrize(
     ("what", "words"),
@@ -599,6 +599,7 @@ QUIET = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("combination", "what"), QUIET)
 def test_an_end_without_news_is_quiet(tmp_path, combination, what):
     """All went well, or the script has caught the error already."""

@@ -56,6 +56,7 @@ def check(checker: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([checker, *args], capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ranks", "length", "least"), [(2, 0, 4e7), (3, 4, 3e7)])
 def test_holds(checker, ranks, length, least):
     done = check(checker, str(ranks), str(length))

@@ -39,7 +39,7 @@ def in_each_way(name, kind, combinations, folder):
     return found
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_files_have_the_bits_of_the_state_dicts(pool, name, tmp_path):

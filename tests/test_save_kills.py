@@ -113,7 +113,7 @@ def _of(name, other):
     return name.startswith(f".{other}.")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["kill", "killshort", "killafter"])
 @pytest.mark.parametrize("way", [numbered, overwritten, another], ids=lambda way: way.__name__)

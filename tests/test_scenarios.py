@@ -172,7 +172,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("run", "exact"), SCENARIOS)
 def test_gradients_are_the_mean_of_the_ranks(pool2, run, exact):
     assert pool2.run(wrong_in, Stack, run, exact) == [{}, {}]

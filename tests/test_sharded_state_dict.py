@@ -70,7 +70,7 @@ def saved_and_loaded(name, combination, folder):
     return differences(other.state_dict(), expected)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes"])
 def test_what_each_rank_saves_it_loads(pool, name, tmp_path):

@@ -57,7 +57,7 @@ def reading(name, combination):
     return wrong, kept, as_before, differences(present(whole_grads(model)), expected)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "unused", "dtypes"])
 def test_gradients_are_whole_within(pool, name):
@@ -112,6 +112,7 @@ def writing(combination, writeback, precision):
     )
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("precision", [None, LOW])
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("combination", COMBINATIONS)
