@@ -89,7 +89,7 @@ class Part:
 
     @property
     def peers(self) -> Any:
-        """_books.Peers of the parameter's model; None: there are none, or the model is gone."""
+        """state_registry.Peers of the parameter's model; None: it has none, or is gone."""
         state = self._state()
         return None if state is None else state.peers
 

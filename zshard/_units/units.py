@@ -61,7 +61,7 @@ class State:
         self.whole_grads = False  # within summon_full_params(with_grads=True)
         self.slices = False  # state_dict() gives this rank's, and load_state_dict() takes them
         self.optimizer_peak = 0  # bytes, as memory() has seen them
-        self.peers: Any = None  # _books.Peers: whom to ask for state that they alone have
+        self.peers: Any = None  # state_registry.Peers: whom to ask for state that they alone have
         self.sync_buffers = False  # the root's: from rank 0, at each forward
 
 
