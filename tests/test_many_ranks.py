@@ -229,9 +229,9 @@ def test_too_little_address_space_to_connect(tmp_path: Path) -> None:
 def lacking_later(folder: Path, when: str, transport: str) -> Told:
     """From the moment `when` on, rank 1 can map nothing shared."""
     rank = start()
-    from zshard import api
+    from zshard._model import build
 
-    original = getattr(api, when)
+    original = getattr(build, when)
     calls = 0
 
     def from_now_on(*args: Any) -> Any:
@@ -241,7 +241,7 @@ def lacking_later(folder: Path, when: str, transport: str) -> Told:
             deny("mmap", "ENOMEM", (3, sandbox.SHARED))
         return original(*args)
 
-    setattr(api, when, from_now_on)
+    setattr(build, when, from_now_on)
     options = {"auto_wrap_policy": {nn.Linear}}
     return attempt(lambda: wrap_train_save(folder, transport, **options))
 
