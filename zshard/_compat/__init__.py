@@ -1,1 +1,1 @@
-"""The dialects of FSDP1 and FSDP2: thin faces over what zshard does anyway."""
+"""FSDP2's dialect: a thin face over what zshard does anyway."""

@@ -129,7 +129,7 @@ def predict_memory(
 
 
 def dry_run_of(module: nn.Module, planned: list[tuple[UnitSpec, Options]], world: World) -> DryRun:
-    """Return the dry_run of `module` in a world without peers, with the root's strategy."""
+    """Return a dry run of `module` in a world without peers, with the root's strategy."""
     return DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -51,10 +51,6 @@ from zshard.precision import (
     install_kept,
 )
 from zshard.wrap import CustomPolicy, plan_units
-
-if TYPE_CHECKING:
-    pass
-
 
 _HALF = "_zshard_half"  # attribute of a model that is being sharded, or that has failed to be
 
