@@ -13,7 +13,7 @@ Earlier names still work, but dir() and `from zshard import *` leave them out: `
 
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
-from zshard import _patches, wrap
+from zshard import wrap
 from zshard._checkpoint.folder import latest_checkpoint
 from zshard._checkpoint.load import Loaded, load
 from zshard._checkpoint.save import SaveHandle, save
@@ -96,6 +96,3 @@ __all__ = [
 def __dir__() -> list[str]:
     """Only the public names: not the submodules, which are attributes as well once imported."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
-
-
-_patches.install()

@@ -1,11 +1,14 @@
-"""The errors of zshard that are not of its core.
+"""The errors of zshard that are not of its core, and where a warning points.
 
 The one idea: they stand below all else, so that any part can raise and recognize them.
 """
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "ShardError"]
+import os
+import sys
+
+__all__ = ["CheckpointError", "ShardError", "stacklevel"]
 
 
 class CheckpointError(ValueError):
@@ -16,3 +19,12 @@ class CheckpointError(ValueError):
 class ShardError(RuntimeError):
     """An operation needs the whole tensor, but was given this rank's shard of it. The message names
     the parameter and what to write."""
+
+
+def stacklevel() -> int:
+    """Return the stacklevel at which a warning of the caller names the user's line."""
+    level, frame = 1, sys._getframe(1)
+    package = os.path.dirname(__file__) + os.sep
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    return level

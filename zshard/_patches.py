@@ -1,27 +1,183 @@
-"""What zshard changes of torch.
+"""What zshard changes of torch, from a process's first FSDP(...) on.
 
-The one idea: it is listed here, and nowhere else; each part knows how.
+The one idea: importing zshard changes nothing. Each change is listed here with the places in torch
+that it needs, what they must look like, and what is lost without it. Where a place looks otherwise,
+as a later torch may have it, the change is left out, and a warning says what does not work.
 """
 
 from __future__ import annotations
 
+import gc
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.nn.modules import module as nn_module
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
 from zshard import grad_scaler
+from zshard._errors import stacklevel
 from zshard._guard import collectives, foreign, slices
 from zshard._optim import clip, hooks
+from zshard._optim.announce import know_scaler
+from zshard._optim.state_registry import note_made
 from zshard._state_dict import lone_optimizer, optimizer
 from zshard._wrap import late_parameters
 
 __all__ = ["install"]
 
 
+class _TorchPlace(NamedTuple):
+    """An attribute of something in torch."""
+
+    owner: Any
+    name: str
+    takes: tuple[str, ...] | None = None  # the first parameters of a function; None: no function
+
+    def is_as_expected(self) -> bool:
+        found = getattr(self.owner, self.name, None)
+        if found is None or self.takes is None:
+            return found is not None
+        try:
+            parameters = tuple(inspect.signature(found).parameters)
+        except (TypeError, ValueError):
+            return False
+        return parameters[: len(self.takes)] == self.takes
+
+    def __str__(self) -> str:
+        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
+
+
+class _Patch(NamedTuple):
+    """A change of torch."""
+
+    lost: str  # what does not work without it
+    install: Callable[[], None]
+    places: tuple[_TorchPlace, ...]
+
+
+_OPTIMIZER = torch.optim.Optimizer
+_SCALER = torch.amp.GradScaler
+
+_PATCHES = (
+    _Patch(
+        "torch.optim's optimizers step sharded parameters one at a time, and torch.nn.init may "
+        "fail on some ranks only",
+        slices.install,
+        (
+            _TorchPlace(torch_optimizer, "_foreach_supported_types"),
+            _TorchPlace(_foreach_utils, "_foreach_supported_types"),
+            *(_TorchPlace(torch.nn.init, name, ("tensor",)) for name in slices.INITS),
+        ),
+    ),
+    _Patch(
+        "torch.distributed does not refuse shards (dist.all_reduce(p.grad)), and a rank that looks "
+        "at the model alone may wait for others that are in a collective",
+        collectives.install,
+        (
+            _TorchPlace(distributed_c10d, "_check_single_tensor", ("param", "param_name")),
+            _TorchPlace(distributed_c10d, "_check_tensor_list", ("param", "param_name")),
+            _TorchPlace(distributed_c10d, "_rank_not_in_group", ("group",)),
+        ),
+    ),
+    _Patch(
+        "optimizers of torch step without telling the model, so that steps which one rank leaves "
+        "out, gradients that are not reduced and parameters that are unsharded go unnoticed",
+        hooks.install,
+        (
+            _TorchPlace(torch_optimizer, "register_optimizer_step_pre_hook", ("hook",)),
+            _TorchPlace(torch_optimizer, "register_optimizer_step_post_hook", ("hook",)),
+            _TorchPlace(_OPTIMIZER, "__setstate__", ("self", "state")),
+            _TorchPlace(_OPTIMIZER, "zero_grad", ("self", "set_to_none")),
+        ),
+    ),
+    _Patch(
+        "parameters that are added to a sharded model are not refused",
+        late_parameters.install,
+        (
+            _TorchPlace(nn_module, "register_module_parameter_registration_hook", ("hook",)),
+            _TorchPlace(nn_module, "register_module_module_registration_hook", ("hook",)),
+        ),
+    ),
+    _Patch(
+        "DistributedDataParallel and ZeroRedundancyOptimizer do not refuse a sharded model",
+        foreign.install,
+        (
+            _TorchPlace(torch.nn.parallel.DistributedDataParallel, "__init__", ("self", "module")),
+            _TorchPlace(_OPTIMIZER, "__init__", ("self", "params", "defaults")),
+        ),
+    ),
+    _Patch(
+        "torch.nn.utils.clip_grad_norm_ sees this rank's shards only: call model.clip_grad_norm_()",
+        clip.install,
+        (
+            _TorchPlace(
+                clip_grad, "_get_total_norm", ("tensors", "norm_type", "error_if_nonfinite")
+            ),
+            _TorchPlace(
+                clip_grad, "_clip_grads_with_norm_", ("parameters", "max_norm", "total_norm")
+            ),
+        ),
+    ),
+    _Patch(
+        "state_dict() and load_state_dict() of optimizers see this rank's shards only: call "
+        "zshard.optim_state_dict() and zshard.load_optim_state_dict()",
+        optimizer.install,
+        (
+            _TorchPlace(_OPTIMIZER, "state_dict", ("self",)),
+            _TorchPlace(_OPTIMIZER, "load_state_dict", ("self", "state_dict")),
+        ),
+    ),
+    _Patch(
+        "torch.amp.GradScaler decides on each rank alone whether to skip a step: use "
+        "zshard.GradScaler",
+        grad_scaler.install,
+        (
+            _TorchPlace(
+                _SCALER, "_unscale_grads_", ("self", "optimizer", "inv_scale", "found_inf")
+            ),
+            _TorchPlace(_SCALER, "scale", ("self", "outputs")),
+            _TorchPlace(_SCALER, "__init__", ("self",)),
+        ),
+    ),
+)
+
+_installed = False
+
+
 def install() -> None:
-    """Change it. Idempotent."""
-    slices.install()
-    collectives.install()
-    hooks.install()
-    late_parameters.install()
-    foreign.install()
-    clip.install()
-    optimizer.install()
+    """Change torch, once in a process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    slices.set_guard()
     lone_optimizer.install()
-    grad_scaler.install()
+    for patch in _PATCHES:
+        strange = [str(place) for place in patch.places if not place.is_as_expected()]
+        if not strange:
+            patch.install()
+            continue
+        warnings.warn(
+            f"zshard does not know {' and '.join(strange)} of torch {torch.__version__}, so "
+            f"{patch.lost}. Use a version of torch for which zshard was built",
+            RuntimeWarning,
+            stacklevel=stacklevel(),
+        )
+    _note_older()
+
+
+def _note_older() -> None:
+    """Optimizers and scalers that are older than the first sharded model count as well, in the
+    order in which they were made: the garbage collector has the oldest objects last."""
+    for generation in (2, 1, 0):
+        for each in gc.get_objects(generation):
+            if issubclass(type(each), _OPTIMIZER):
+                note_made(each)
+            elif issubclass(type(each), _SCALER):
+                know_scaler(each)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import _core
+from zshard import _core, _patches
 from zshard._guard.collectives import tell_of_collectives
 from zshard._memory.fits import check_fits, parse_limit
 from zshard._memory.report import memory_of, options_of
@@ -238,6 +238,7 @@ class FSDP(Controls):
         memory_limit: int | str | None = "auto",
         device_ids: Sequence[DeviceLike] | None = None,
     ) -> Wrapped[_M]:
+        _patches.install()
         check_fixed_arguments(use_orig_params)
         check_module(module)
         refuse_half(module)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from zshard._optim.in_backward import watch_scaled
 
 __all__ = ["GradScaler", "install", "unscale"]
 
-_torchs_unscale = torch.amp.GradScaler._unscale_grads_
+_torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
+    torch.amp.GradScaler, "_unscale_grads_", None
+)  # type: ignore[assignment]
 _torchs_scale = torch.amp.GradScaler.scale
 _torchs_init = torch.amp.GradScaler.__init__
 
@@ -122,7 +125,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Arguments, methods and state_dict are torch's. `unscale_` and `step` are collective.
 
-    Importing zshard makes torch.amp.GradScaler do the same; this class also works if another
+    The first FSDP(...) makes torch.amp.GradScaler do the same; this class also works if another
     library replaces torch's methods.
 
     Args:

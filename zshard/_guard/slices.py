@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
-from torch.utils._foreach_utils import _foreach_supported_types as _of_grads
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
 
 from zshard import _core
 from zshard._errors import ShardError
@@ -36,6 +36,7 @@ __all__ = [
     "guarded",
     "install",
     "plain",
+    "set_guard",
     "slices_among",
     "to_local",
 ]
@@ -355,15 +356,26 @@ def _refusing_slices(func: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+INITS = ("dirac_", "eye_", "kaiming_normal_", "orthogonal_", "sparse_")
+"""Functions of torch.nn.init that may return before they see that a tensor is a slice."""
+
+
+def set_guard() -> None:
+    """Set what the core guards with. Idempotent."""
+    types = (Tensor, nn.Parameter, ShardTensor, ShardParameter, WholeParameter)
+    _core.set_guard(types, _rules, _parts, _handle)
+
+
 def install() -> None:
-    """Set what the core works with, and have torch's optimizers take slices for what they take
-    parameters. Idempotent."""
-    for name in ("dirac_", "eye_", "kaiming_normal_", "orthogonal_", "sparse_"):
+    """Have torch's optimizers take slices for what they take parameters, and its initializers
+    refuse them. Idempotent."""
+    for name in INITS:
         func = getattr(nn.init, name)
         if not hasattr(func, "__wrapped__"):
             setattr(nn.init, name, _refusing_slices(func))
-    types = (Tensor, nn.Parameter, ShardTensor, ShardParameter, WholeParameter)
-    _core.set_guard(types, _rules, _parts, _handle)
-    lists: tuple[list[Any], ...] = (_of_optimizers, _of_grads)
+    lists: list[list[Any]] = [
+        torch_optimizer._foreach_supported_types,
+        _foreach_utils._foreach_supported_types,
+    ]
     for known in lists:
         known += [each for each in (ShardTensor, ShardParameter) if each not in known]

@@ -215,7 +215,7 @@ def know_scaler(scaler: torch.amp.GradScaler) -> None:
 
 
 def number_of_scaler(scaler: torch.amp.GradScaler) -> int | None:
-    """Return its number; None for one that was made before zshard was imported."""
+    """Return its number; None for one that zshard does not know."""
     return next((i for i, each in enumerate(_scalers) if each() is scaler), None)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import utils as nn_utils
 from torch.nn.utils import clip_grad
 
 from zshard import _core
@@ -30,8 +31,14 @@ __all__ = ["clip_by", "clip_grad_norm", "install", "norm_over_ranks"]
 
 # What torch has within wrappers that turn gradients off.
 _wrappers: Any = clip_grad
-_torchs_total_norm: Callable[..., Tensor] = _wrappers._get_total_norm.__wrapped__
-_torchs_scale: Callable[..., None] = _wrappers._clip_grads_with_norm_.__wrapped__
+_torchs_total_norm: Callable[..., Tensor] = getattr(
+    getattr(_wrappers, "_get_total_norm", None), "__wrapped__", nn_utils.get_total_norm
+)
+_torchs_scale: Callable[..., None] = getattr(
+    getattr(_wrappers, "_clip_grads_with_norm_", None),
+    "__wrapped__",
+    nn_utils.clip_grads_with_norm_,
+)
 
 
 _REPLACED = (

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import math
 import os
-import sys
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
+from zshard._errors import stacklevel
 from zshard._ranks import ends, script_position
 from zshard._ranks.agreement import on_all_ranks
 from zshard._ranks.devices import CPU, is_stand_in, torch_device
@@ -95,7 +95,7 @@ def _within(groups: Groups, comm: _core.Comm, settings: tuple[Any, Any, str]) ->
             "shard groups use transport='c10d', because shm, which is faster, is not available to "
             f"that of rank {without}: see its own warning. Pass transport='c10d' to silence this",
             RuntimeWarning,
-            stacklevel=_stacklevel(),
+            stacklevel=stacklevel(),
         )
     return comm_for(groups.shard_group, "c10d", *settings[1:])
 
@@ -249,17 +249,8 @@ def _fall_back(refusal: Refusal, rank: int) -> None:
             "ranks of one host use transport='c10d', because shm, which is faster, is not "
             f"available: {refusal.reason}. Pass transport='c10d' to silence this warning",
             RuntimeWarning,
-            stacklevel=_stacklevel(),
+            stacklevel=stacklevel(),
         )
-
-
-def _stacklevel() -> int:
-    """Return the stacklevel at which a warning of the caller names the user's line."""
-    level, frame = 1, sys._getframe(1)
-    package = os.path.dirname(_core.__file__) + os.sep
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def new_group(group: Any, device: str) -> Any:

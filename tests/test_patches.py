@@ -1,0 +1,115 @@
+"""What zshard changes of torch: nothing at import, and no more than torch has.
+
+The one idea: a child process tells what it finds, since in this one zshard has long changed torch.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from zshard import _patches
+
+FINGERPRINT = """
+import inspect, warnings
+import torch
+from torch.distributed import distributed_c10d
+from torch.nn.modules import module
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+HOLDERS = (
+    torch.nn, torch.nn.Module, torch.nn.Parameter, torch.nn.init, torch.nn.utils, torch.optim,
+    torch.optim.Optimizer, torch.amp.GradScaler, torch.Tensor, torch.distributed, distributed_c10d,
+    module, clip_grad, optimizer, _foreach_utils, torch.nn.parallel.DistributedDataParallel,
+    *(getattr(torch.optim, n) for n in torch.optim.__all__ if n[0].isupper()),
+)
+
+def fingerprint():
+    found = {}
+    for holder in HOLDERS:
+        for name, value in list(vars(holder).items()):
+            cells = getattr(value, "__closure__", None) or ()
+            inner = [id(c.cell_contents) for c in cells]
+            size = len(value) if isinstance(value, (list, dict)) else 0
+            found[holder.__name__, name] = id(value), inner, size
+    return found
+"""
+
+
+def run(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", FINGERPRINT + script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_zshard_changes_nothing_of_torch():
+    changed = run(
+        """
+import torch.optim
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # torch changes step() then
+before = fingerprint()
+import zshard
+after = fingerprint()
+print(sorted(key for key in before if before[key] != after.get(key)))
+zshard.FSDP(torch.nn.Linear(2, 2))
+print(len([key for key in before if before[key] != fingerprint()[key]]) > 10)
+"""
+    )
+    assert changed.splitlines() == ["[]", "True"]
+
+
+def test_optimizers_and_scalers_that_are_older_than_the_first_model():
+    said = run(
+        """
+import zshard
+from zshard._optim.announce import number_of_scaler
+layer = torch.nn.Linear(4, 4)
+plain = torch.nn.Linear(4, 4)
+plain.load_state_dict(layer.state_dict())
+scalers = [torch.amp.GradScaler("cpu") for _ in range(3)]
+optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+other = torch.optim.AdamW(plain.parameters(), lr=0.1)
+model = zshard.FSDP(layer)
+for each, stepped in ((model, optimizer), (plain, other)):
+    for _ in range(2):
+        stepped.zero_grad()
+        each(torch.ones(2, 4)).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+        stepped.step()
+print([number_of_scaler(each) for each in scalers])
+state = optimizer.state_dict()["state"], other.state_dict()["state"]
+print(all(torch.equal(state[0][i]["exp_avg"], state[1][i]["exp_avg"]) for i in range(2)))
+"""
+    )
+    assert said.splitlines() == ["[0, 1, 2]", "True"]
+
+
+@pytest.mark.parametrize("number", range(len(_patches._PATCHES)))
+def test_a_torch_without_a_place_is_a_warning(number):
+    """Each place in turn is taken for one that zshard does not know."""
+    said = run(
+        f"""
+import zshard
+from zshard import _patches
+patch = _patches._PATCHES[{number}]
+place = patch.places[-1]._replace(takes=("something", "else"))
+strange = patch._replace(places=(*patch.places[:-1], place))
+_patches._PATCHES = tuple(strange if p is patch else p for p in _patches._PATCHES)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model = zshard.FSDP(torch.nn.Linear(2, 2))
+    zshard.FSDP(torch.nn.Linear(2, 2))
+found = [w for w in caught if "zshard does not know" in str(w.message)]
+assert len(found) == 1 and found[0].category is RuntimeWarning
+assert str(place) in str(found[0].message) and patch.lost in str(found[0].message)
+print(found[0].filename)
+model(torch.ones(1, 2)).sum().backward()
+"""
+    )
+    assert said == "<string>"
