@@ -1,7 +1,9 @@
 """Samples of what is too long for every run: `@pytest.mark.sampled(5)`.
 
 The one idea: of a test's cases a few are run each time, chosen so that as many values as possible
-of its parameters come up. The others are marked `thorough`, and run with those.
+of its parameters come up. The others are marked `thorough`, and run with those. A test that runs on
+several ranks takes most of a second a case, so it is sampled without being asked: two cases, which
+differ from test to test, so that each strategy and transport meets many tests.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from collections import defaultdict
 
 import pytest
 
+ON_RANKS = 2  # cases of a test on ranks, unless it says another number
+
 
 def leave_to_thorough(items: list[pytest.Item]) -> None:
     """Mark as thorough what the samples of sampled tests leave out."""
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and size_of(item) is not None:
+        is_left = item.get_closest_marker("thorough") is not None
+        if isinstance(item, pytest.Function) and not is_left and size_of(item) is not None:
             tests[item.nodeid.split("[")[0]].append(item)
     for cases in tests.values():
         sample = sample_of(cases, size_of(cases[0]) or 0)
@@ -28,7 +33,19 @@ def leave_to_thorough(items: list[pytest.Item]) -> None:
 def size_of(case: pytest.Item) -> int | None:
     """How many cases of its test are run each time; None: all."""
     mark = case.get_closest_marker("sampled")
-    return None if mark is None else int(mark.args[0])
+    if mark is not None:
+        return int(mark.args[0])
+    return ON_RANKS if on_ranks(case) else None
+
+
+def on_ranks(case: pytest.Item) -> bool:
+    """Whether a test uses a pool of ranks, or its module starts some."""
+    names: list[str] = getattr(case, "fixturenames", [])
+    module = getattr(case, "module", None)
+    starters = ("fork_ranks", "run_ranks")
+    return any(name.startswith("pool") for name in names) or any(
+        hasattr(module, name) for name in starters
+    )
 
 
 def sample_of(cases: list[pytest.Function], size: int) -> list[pytest.Function]:

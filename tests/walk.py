@@ -119,20 +119,21 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
 
     Greedy, and the same each time: the cell with the most new pairs is taken until none has any.
     """
+    bits: dict[tuple[str, Any, str, Any], int] = {}
     names = [field.name for field in fields(Cell)]
-    pairs_of = {
-        cell: {
+    pairs_of = {}
+    for cell in cells:
+        pairs = (
             (a, getattr(cell, a), b, getattr(cell, b)) for a, b in itertools.combinations(names, 2)
-        }
-        for cell in cells
-    }
-    left = set().union(*pairs_of.values())
+        )
+        pairs_of[cell] = sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs)
+    left = (1 << len(bits)) - 1
     taken = []
     pool = sorted(cells, key=lambda cell: hash_of(str(cell)))
     while left:
-        best = max(pool, key=lambda cell: len(pairs_of[cell] & left))
+        best = max(pool, key=lambda cell: (pairs_of[cell] & left).bit_count())
         taken.append(best)
-        left -= pairs_of[best]
+        left &= ~pairs_of[best]
         pool = [cell for cell in pool if pairs_of[cell] & left]
     return taken
 
