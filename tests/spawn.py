@@ -37,7 +37,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -79,8 +79,49 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [str(Path(spec.origin).parent.parent), old]))
 
 
+class _ForkedRank:
+    """A rank that `parent` forks, with as much of Popen's face as is needed.
+
+    The parent tells its pid and exit status in files: `told`, with ".pid" for ".code".
+    """
+
+    def __init__(self, parent: "subprocess.Popen[bytes]", told: Path) -> None:
+        self._parent, self._told = parent, told
+
+    @property
+    def pid(self) -> int:
+        """The rank's process, which leads a group; the parent's while there is no rank yet."""
+        return self._number(".pid") or self._parent.pid
+
+    def _number(self, suffix: str) -> int | None:
+        try:
+            return int(self._told.with_suffix(suffix).read_text())
+        except FileNotFoundError:
+            return None
+
+    def poll(self) -> int | None:
+        """The exit status; that of the parent, without which ranks end, if it told none."""
+        parents = self._parent.poll()
+        code = self._number(".code")
+        return parents if code is None else code
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+_Process: TypeAlias = "subprocess.Popen[bytes] | _ForkedRank"
+
+
 class _Ranks:
-    """`world` subprocesses of this file, their torchrun-like environment and output files."""
+    """`world` processes of this file, their torchrun-like environment and output files."""
 
     def __init__(self, world: int, mode: str, env: dict[str, str | None] | None = None) -> None:
         from torch.distributed import TCPStore
@@ -100,25 +141,46 @@ class _Ranks:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": _python_path(),
         }
-        self.pipes: list[Connection] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(world):
-            ours, theirs = socket.socketpair()
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ZSHARD_TEST_PIPE": theirs.fileno()}
-            merged = {**os.environ, **common, **own, **(env or {})}
-            with self.path(rank, "out").open("wb") as out, self.path(rank, "err").open("wb") as err:
-                process = subprocess.Popen(
-                    [sys.executable, "-u", __file__, mode],
-                    env={name: str(value) for name, value in merged.items() if value is not None},
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # so that what a rank starts ends with it
-                )
+        merged = {**os.environ, **common, **(env or {})}
+        self.env = {name: str(value) for name, value in merged.items() if value is not None}
+        pairs = [socket.socketpair() for _ in range(world)]
+        self.pipes = [Connection(ours.detach()) for ours, _ in pairs]
+        start = self._fork if mode == "pool" else self._spawn
+        self.processes = start([theirs.fileno() for _, theirs in pairs])
+        for _, theirs in pairs:
             theirs.close()
-            self.pipes.append(Connection(ours.detach()))
-            self.processes.append(process)
+
+    def _spawn(self, pipes: list[int]) -> "list[_Process]":
+        """A fresh interpreter for each rank."""
+        made: list[_Process] = []
+        for rank, pipe in enumerate(pipes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ZSHARD_TEST_PIPES": str(pipe)}
+            made.append(self._start("once", rank, [pipe], {**self.env, **own}))
+        return made
+
+    def _fork(self, pipes: list[int]) -> "list[_Process]":
+        """One interpreter, which imports torch and zshard and then forks all ranks: see `_fork_ranks`."""
+        listed = ",".join(map(str, pipes))
+        env = {**self.env, "ZSHARD_TEST_PIPES": listed, "ZSHARD_TEST_FOLDER": self.folder.name}
+        for rank in range(self.world):
+            for what in ("out", "err"):
+                self.path(rank, what).touch()
+        parent = self._start("pool", 0, pipes, env)
+        return [_ForkedRank(parent, self.path(rank, "code")) for rank in range(self.world)]
+
+    def _start(
+        self, mode: str, rank: int, pipes: list[int], env: dict[str, str]
+    ) -> "subprocess.Popen[bytes]":
+        with self.path(rank, "out").open("wb") as out, self.path(rank, "err").open("wb") as err:
+            return subprocess.Popen(
+                [sys.executable, "-u", __file__, mode],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                pass_fds=pipes,
+                start_new_session=True,  # so that what a rank starts ends with it
+            )
 
     def send(self, task: bytes) -> None:
         """Gives every rank its task; that one is dead already is for `_collect` to find."""
@@ -151,7 +213,8 @@ class _Ranks:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         self.folder.cleanup()
 
@@ -360,10 +423,64 @@ def _serve(pipe: Connection) -> None:
             gc.freeze()  # else each collection looks at all of torch again, for a tenth of a second
 
 
+def _fork_ranks(pipes: list[int], folder: Path) -> int | None:
+    """Forks a rank for each pipe. In a rank: its number. In the parent: None, when all have ended.
+
+    Imports cost a rank seconds, and are the same for all: this process imports, does nothing else
+    (no thread, no tensor), and forks.
+    """
+    import gc
+
+    import torch._dynamo  # noqa: F401 - the first optimizer of a process would import it
+
+    import zshard  # noqa: F401
+
+    gc.freeze()
+    running = {}
+    for rank, pipe in enumerate(pipes):
+        pid = os.fork()
+        if not pid:
+            _become(rank, [other for other in pipes if other != pipe], folder)
+            return rank
+        running[pid] = rank
+        _tell(folder / f"rank{rank}.pid", pid)
+    for pipe in pipes:
+        os.close(pipe)
+    while running:
+        pid, status = os.wait()
+        _tell(folder / f"rank{running.pop(pid)}.code", os.waitstatus_to_exitcode(status))
+    return None
+
+
+def _become(rank: int, others: list[int], folder: Path) -> None:
+    """Makes a rank of this forked process: its group, its output, its environment."""
+    os.setsid()
+    for pipe in others:
+        os.close(pipe)
+    for descriptor, what in ((1, "out"), (2, "err")):
+        with open(folder / f"rank{rank}.{what}", "ab") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+
+
+def _tell(path: Path, number: int) -> None:
+    """Writes a number to a file that is there only when it is whole."""
+    made = path.with_suffix(path.suffix + ".part")
+    made.write_text(str(number))
+    made.replace(path)
+
+
 def _main(mode: str) -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans if pytest is killed
-    pipe = Connection(int(os.environ.pop("ZSHARD_TEST_PIPE")))
+    pipes = [int(pipe) for pipe in os.environ.pop("ZSHARD_TEST_PIPES").split(",")]
+    rank: int | None = 0
+    if mode == "pool":
+        rank = _fork_ranks(pipes, Path(os.environ.pop("ZSHARD_TEST_FOLDER")))
+        if rank is None:
+            return
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a fork does not inherit it
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    pipe = Connection(pipes[rank])
     os.register_at_fork(after_in_child=pipe.close)  # else a forked worker hides this rank's death
     if mode == "pool":
         _serve(pipe)
