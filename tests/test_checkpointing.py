@@ -225,6 +225,7 @@ def test_gradients_of_several_passes(pool2, way, run, reentrant):
     assert pool2.run(wrong_in, functools.partial(Stack, way, reentrant), run, False) == [{}, {}]
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @KINDS
 @ranks(3)

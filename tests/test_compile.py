@@ -121,6 +121,7 @@ def test_gradients_of_a_compiled_model(compilers, way, first, backend):
     assert found == [{}, {}]
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
 def test_gradients_when_shapes_and_modes_change(compilers, way):
@@ -166,6 +167,7 @@ class Tied(nn.Module):
         return F.linear(x, self.weight)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_in_place])

@@ -141,6 +141,7 @@ def nvdisasm() -> str:
     return path or pytest.skip("no nvdisasm here: pip install nvidia-cuda-nvdisasm")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_packs_are_moved_16_bytes_at_a_time(compiled: Compiled) -> None:
     tool = nvdisasm()

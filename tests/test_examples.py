@@ -381,6 +381,7 @@ def test_demo_shows_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "ddp failed with exit status 1" in str(raised.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     demo = example("demo")

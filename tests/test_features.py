@@ -7,14 +7,16 @@ the stand-in for libcuda (fake_cuda.py), none, or one that is too old.
 from __future__ import annotations
 
 import json
-import os
 import resource
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 
 import fake_cuda
 import pytest
 import torch
+from nursery import fork_ranks
+from spawn import RankResult
 
 import zshard
 
@@ -23,14 +25,24 @@ ASK = "import json, zshard; print(json.dumps(zshard.available_features()))"
 WITH_CUDA = "import torch; torch.version.cuda = '13.0'; torch.cuda.is_available = lambda: True\n"
 
 
-def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    whole = {**os.environ, "ZSHARD_CUDA_LIB": "/no/libcuda.so.1", "ZSHARD_NCCL_LIB": "/no/nccl"}
-    command = [sys.executable, *words]
-    return subprocess.run(command, capture_output=True, text=True, env={**whole, **env})
+def execute(code: str) -> None:
+    exec(code, {"__name__": "__main__"})
+
+
+def as_program(*words: str) -> None:
+    sys.argv = [*words]
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def run(what: Callable[..., None], *words: str, **env: str) -> RankResult:
+    """A process of its own, which has imported zshard and looked for nothing yet."""
+    nothing = {"ZSHARD_CUDA_LIB": "/no/libcuda.so.1", "ZSHARD_NCCL_LIB": "/no/nccl"}
+    (done,) = fork_ranks(what, 1, *words, env={**nothing, **env})
+    return done
 
 
 def features(before: str = "", **env: str) -> dict:
-    done = run("-c", before + ASK, **env)
+    done = run(execute, before + ASK, **env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -40,6 +52,7 @@ def stand_in() -> str:
 
 
 def has_kernels() -> bool:
+    """Asks this process's _core, so not at import: the ranks' parent imports this file, too."""
     return bool(zshard._core.machine()["targets"])
 
 
@@ -80,10 +93,9 @@ def test_gpus_are_used_only_where_nothing_is_missing() -> None:
     assert not blind["gpu"] and "but sees no GPU" in blind["missing"]["torch_cuda"]
 
 
-@pytest.mark.skipif(
-    not has_kernels(), reason="built without CUDA kernels: make test CUDA=1 (needs nvcc)"
-)
 def test_driver_older_than_the_kernels_cannot_run_them() -> None:
+    if not has_kernels():
+        pytest.skip("built without CUDA kernels: make test CUDA=1 (needs nvcc)")
     found = features(WITH_CUDA, ZSHARD_CUDA_LIB=stand_in(), FAKE_CUDA_VERSION="12000")
     built = found["kernels_cuda"]
     if built.startswith("12."):
@@ -98,12 +110,12 @@ def test_driver_older_than_the_kernels_cannot_run_them() -> None:
 
 def test_an_error_of_the_driver_is_an_exception() -> None:
     fail = {"FAKE_CUDA_FAIL": "cuDeviceGetName:1:999"}
-    done = run("-c", ASK, ZSHARD_CUDA_LIB=stand_in(), **fail)
+    done = run(execute, ASK, ZSHARD_CUDA_LIB=stand_in(), **fail)
     assert "CudaError: cuDeviceGetName: CUDA_ERROR_FAKE_999 (999): fake error 999" in done.stderr
 
 
 def test_doctor_says_what_is_missing_and_what_to_do() -> None:
-    done = run("-m", "zshard", "doctor")
+    done = run(as_program, "zshard", "doctor")
     assert done.returncode == 0, done.stderr
     lines = {line.split("  ")[0].strip(): line for line in done.stdout.splitlines()}
     assert torch.__version__ in lines["torch"]
@@ -115,7 +127,7 @@ def test_doctor_says_what_is_missing_and_what_to_do() -> None:
 
 
 def test_doctor_tells_what_ranks_take_of_limits() -> None:
-    lines = run("-m", "zshard", "doctor").stdout.splitlines()
+    lines = run(as_program, "zshard", "doctor").stdout.splitlines()
     heads = [line for line in lines if line.startswith("ranks ")]
     assert heads == ["ranks  open files  mappings  (mixed precision)  address space"]
     rows = [line.split() for line in lines[lines.index(heads[0]) + 1 :]]
@@ -129,7 +141,7 @@ def test_doctor_tells_what_ranks_take_of_limits() -> None:
 def test_doctor_fails_where_a_gpu_lies_idle() -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    done = run("-m", "zshard", "doctor", ZSHARD_CUDA_LIB=stand_in())
+    done = run(as_program, "zshard", "doctor", ZSHARD_CUDA_LIB=stand_in())
     assert done.returncode == 1 and "Fake GPU (9.0)" in done.stdout
     assert "GPU training is not available; see above: torch_cuda" in done.stdout
-    assert run("-m", "zshard").returncode == 2  # says which commands there are
+    assert run(as_program, "zshard").returncode == 2  # says which commands there are

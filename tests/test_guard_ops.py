@@ -115,7 +115,7 @@ def checked(op, dtype):
 LONG = pytest.mark.thorough
 SHARES = 6  # of torch's operations, so that each run need not see all of them
 CASES = [
-    pytest.param(dtype, count, share, marks=() if is_short and share < 2 else LONG)
+    pytest.param(dtype, count, share, marks=() if is_short and share < 1 else LONG)
     for dtype, count, is_short in (
         (torch.float32, 1, True),
         (torch.float32, 8, False),

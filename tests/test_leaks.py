@@ -211,6 +211,7 @@ def test_a_thousand_steps_keep_nothing(world, transport):
         check_steps(result.value, STEPS, transport)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
 def test_steps_of_other_strategies_keep_nothing(strategy):
@@ -295,6 +296,7 @@ def outlive_models(transport, models):
     return facts, steady_growth(counts)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
 def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):

@@ -96,6 +96,7 @@ def test_in_c(programs: Programs, build: str, name: str) -> None:
     programs.check(build, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", ["calls_and_the_monitors_thread", "work_that_does_not_end_is_broken_off"]

@@ -312,6 +312,7 @@ def run_alone(folder, code):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.thorough
 def test_without_memory_for_a_buffer(tmp_path):
     """The step then works on the mapping."""
     done = run_alone(

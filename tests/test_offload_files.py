@@ -94,6 +94,7 @@ def residents(folder):
     }
 
 
+@pytest.mark.thorough
 def test_what_is_resident_is_bounded(tmp_path):
     (rank,) = run_ranks(residents, 1, str(tmp_path))
     assert all(rank.value.values()), rank.value
