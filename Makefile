@@ -76,7 +76,7 @@ fuzz: build $(VENV)/.test ## fuzz what reads checkpoints, so sanitized, until Ct
 	    $(ARGS) $(or $(abspath $(INPUT)),$(FUZZ)/corpus)
 
 clean: ## remove what was built; ./.venv stays
-	rm -rf build dist *.egg-info zshard/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info zshard/*.so zshard/_built_with.py .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove ./.venv too
@@ -92,8 +92,8 @@ FOLDERS := import sys; print(*(p for p in sys.path if p.endswith("-packages")), 
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
 $(VENV)/.python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	    { echo "zshard needs Python 3.10 or newer: make ... PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "zshard needs Python 3.11 or newer: make ... PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	    { echo "$(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
 	@if $(PYTHON) -c '$(FIND_TORCH)'; then \
@@ -103,13 +103,11 @@ $(VENV)/.python:
 	    $(PY) -m pip uninstall --quiet --yes setuptools 2>/dev/null; \
 	else \
 	    echo "set-up: installing $(TORCH) into ./$(VENV)"; \
-	    $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH) 'setuptools>=77' numpy; \
+	    $(PYTHON) -m venv $(VENV) && $(PIP) $(TORCH) 'setuptools>=77'; \
 	fi
 	@$(PY) -c 'import setuptools; exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null || \
 	    $(PIP) 'setuptools>=77' || \
 	    { echo "set-up: setuptools 77 or newer is needed and could not be installed" >&2; exit 1; }
-	@$(PY) -c 'import numpy' 2>/dev/null || $(PIP) numpy || \
-	    { echo "set-up: numpy is needed and could not be installed" >&2; exit 1; }
 	@touch $@
 
 # zshard itself, editable: Python files are used where they lie, the extension is built in place.

@@ -37,6 +37,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError, SetupError
 
 RELEASE = ["-O3", "-DNDEBUG"]
@@ -65,20 +66,37 @@ KERNELS = Path("cuda", "kernels.cu")
 IMAGES = Path("build", "cuda")
 HOW_TO_GET_CUDA = "`make build CUDA=1` or `ZSHARD_CUDA=1 pip install --no-build-isolation .`"
 CSRC = Path("csrc")
+NOTE = "_built_with.py"
+BUILT_WITH = '''"""The torch that this build of zshard was compiled against. Written by setup.py."""
+
+TORCH = "{version}"
+'''
 TORCH_LIBS = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
 
 
 def find_torch():
     """(folder, version) of the installed torch; SetupError if there is none or it is too old."""
-    fix = "pip install 'torch>=2.11', then pip install --no-build-isolation zshard (or .)"
+    fix = "pip install 'torch>=2.11', then pip install --no-build-isolation ."
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise SetupError(f"zshard is built against the torch it will run with; none here. {fix}")
+        raise SetupError(f"zshard compiles against torch, which {sys.executable} lacks: {fix}")
     home = Path(spec.origin).parent
     version = runpy.run_path(str(home / "version.py"))["__version__"]
     if tuple(map(int, version.split(".")[:2])) < (2, 11):
-        raise SetupError(f"torch {version} in {home} is too old for zshard. {fix}")
+        raise SetupError(f"torch {version} in {home} is too old for zshard: {fix}")
     return home, version
+
+
+def required_torch():
+    """What an installed zshard requires: the torch it is built with, up to its patch version.
+
+    Torch's C++ interface changes between minor versions (zshard/_torch_check.py).
+    """
+    try:
+        major, minor = find_torch()[1].split(".")[:2]
+    except SetupError as error:
+        sys.exit(f"error: {error}")  # not yet within setup(), which would print it like this
+    return f"torch=={major}.{minor}.*"
 
 
 def threads_flag(compiler):
@@ -231,6 +249,19 @@ def slowest_first(source):
     return source.suffix != ".cpp", -source.stat().st_size
 
 
+class BuildModules(build_py):
+    """Copies the Python files, and removes modules that an earlier build in this folder had."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        present = {Path(name) for name in self.get_outputs(include_bytecode=False)}
+        for path in Path(self.build_lib).rglob("*.py*"):
+            if path not in present and path.name != NOTE:
+                path.unlink()
+
+
 class BuildCore(build_ext):
     """Compiles each source by the recipe for its suffix, in parallel, and links the objects."""
 
@@ -281,8 +312,22 @@ class BuildCore(build_ext):
             target = self.get_ext_fullpath(ext.name)
             self.mkpath(str(Path(target).parent))
             put(folder / "_core.so", Path(target))
+            note = folder / NOTE
+            note.write_text(BUILT_WITH.format(version=version))
+            put(note, Path(target).with_name(NOTE))
+
+    def copy_extensions_to_source(self):
+        """Copies what was built to where the sources are, for builds in place."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            built = Path(self.build_lib, self.get_ext_filename(ext.name)).with_name(NOTE)
+            put(built, Path(*ext.name.split(".")[:-1], NOTE))
 
 
 if __name__ == "__main__":
     found = sorted(str(path) for path in CSRC.rglob("*") if path.suffix in (".c", ".cpp"))
-    setup(ext_modules=[Extension("zshard._core", found)], cmdclass={"build_ext": BuildCore})
+    setup(
+        ext_modules=[Extension("zshard._core", found)],
+        cmdclass={"build_py": BuildModules, "build_ext": BuildCore},
+        install_requires=[required_torch()],
+    )

@@ -14,7 +14,18 @@ import zshard
 PACKAGE = Path(zshard.__file__).parent
 
 ORDER = [
-    *("_version", "_errors", "_core", "precision", "strategy", "_ranks", "offload", "_units"),
+    *(
+        "_version",
+        "_built_with",
+        "_torch_check",
+        "_errors",
+        "_core",
+        "precision",
+        "strategy",
+        "_ranks",
+        "offload",
+        "_units",
+    ),
     *("_guard", "_wrap", "wrap", "_types", "_optim", "optim", "grad_scaler", "_state_dict"),
     *("_memory", "_model", "_patches", "api", "_compat", "_checkpoint", "_doctor"),
     *("__init__", "__main__"),

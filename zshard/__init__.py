@@ -13,7 +13,7 @@ Earlier names still work, but dir() and `from zshard import *` leave them out: `
 
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
-from zshard import wrap
+from zshard import _torch_check, wrap  # noqa: F401 - the check before the core is loaded
 from zshard._checkpoint.folder import latest_checkpoint
 from zshard._checkpoint.load import Loaded, load
 from zshard._checkpoint.save import SaveHandle, save

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard._ranks import ends
+from zshard._ranks.objects import gather_objects
 from zshard.strategy import ShardingStrategy
 
 
@@ -94,8 +95,7 @@ def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
 
 def _union(shard: Any, replicate: Any) -> Any:
     """Return the group of all ranks of a mesh, given this rank's two groups of it. Collective."""
-    rows: list[Any] = [None] * dist.get_world_size(replicate)
-    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    rows = gather_objects(dist.get_process_group_ranks(shard), replicate)
     ranks = tuple(sorted(rank for row in rows for rank in row))
     if len(set(ranks)) < len(ranks) or any(len(row) != len(rows[0]) for row in rows):
         raise ValueError(

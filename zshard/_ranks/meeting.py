@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from zshard import _core
+from zshard._ranks.objects import gather_objects
 
 _SHOWN = 2  # reasons of so many ranks
 _SPARE = 16  # file descriptors besides those of a group's connections
@@ -60,10 +61,8 @@ def meet(group: Any, timeout: float) -> _core.Comm | Refusal:
     except Exception as error:  # MemoryError too: the others wait below
         problem = _Problem(_text_of(error), True)
     address = comm.address if comm else ""
-    offers: list[Any] = [None] * world
     mine = _Offer(host_id(), address, os.urandom(16), problem, free)
-    dist.all_gather_object(offers, tuple(mine), group=group)
-    offers = [_Offer(*offer) for offer in offers]
+    offers = [_Offer(*offer) for offer in gather_objects(tuple(mine), group)]
     hosts = len({offer.host for offer in offers})
     if hosts > 1:
         reason = f"the ranks are on {hosts} hosts, and shm connects only ranks of one host"
@@ -74,8 +73,7 @@ def meet(group: Any, timeout: float) -> _core.Comm | Refusal:
             comm.connect([offer.address for offer in offers], offers[0].token)
         except Exception as error:
             problem = _Problem(_text_of(error), not isinstance(error, NotImplementedError))
-        problems = [None] * world
-        dist.all_gather_object(problems, problem, group=group)
+        problems = gather_objects(problem, group)
         if not any(problems):
             return comm
     problems = [None if each is None else _Problem(*each) for each in problems]

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from zshard._ranks.agreement import bytes_of
+
 __all__ = ["ENDED", "Answer", "Reply", "address", "answer_with", "ask", "lives", "stop"]
 
 Answer = tuple[dict[str, Any], Sequence[torch.Tensor]]
@@ -108,17 +110,12 @@ class Reply:
         """Read the next tensor into contiguous host memory."""
         if tensor.numel() == 0:
             return
-        room = _bytes_of(tensor)
+        room = bytes_of(tensor)
         while room:
             count = self._file.readinto(room)
             if not count:
                 raise ConnectionResetError("the connection was closed")
             room = room[count:]
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
-    return data
 
 
 def _is_own_user(line: socket.socket) -> bool:
@@ -149,7 +146,7 @@ def _serve(line: socket.socket) -> None:
     line.sendall(json.dumps(header).encode() + b"\n")
     for tensor in tensors:
         if tensor.numel():
-            line.sendall(_bytes_of(tensor))
+            line.sendall(bytes_of(tensor))
 
 
 class _Server:

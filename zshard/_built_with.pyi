@@ -1,0 +1,2 @@
+# The build writes this module: see setup.py.
+TORCH: str
