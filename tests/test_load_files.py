@@ -111,11 +111,11 @@ def test_in_a_world_of_one(tmp_path):
 def in_chunks(path, dtype):
     """Cast on the way, in several chunks; as nn.Module casts."""
     model, plain = wrapped(Net, ("full_shard", "shm")), make(Net)
-    chunk, zshard._state_dict.load_plan.CHUNK = zshard._state_dict.load_plan.CHUNK, 64
+    chunk, zshard._state_dict.source.CHUNK = zshard._state_dict.source.CHUNK, 64
     try:
         zshard.load(path, model)
     finally:
-        zshard._state_dict.load_plan.CHUNK = chunk
+        zshard._state_dict.source.CHUNK = chunk
     plain.load_state_dict({name: value.to(dtype) for name, value in of_case("net").items()})
     return differences(model.state_dict(), plain.state_dict())
 

@@ -217,6 +217,31 @@ def test_what_is_wrong_on_one_rank_is_told_on_all(pool2):
     assert "on rank 1" in first[1] and "its param groups have [5] parameters" in first[1]
 
 
+def nothing_to_send():
+    """What ranks say where rank 0 has no dict, or one that cannot be sent; and what has changed."""
+    model, optimizer = trained("tied", FULL, "zshard.AdamW")
+    good = optim_state_dict(model, optimizer)
+    odd = copy.deepcopy(good)
+    odd["param_groups"][0]["schedule"] = lambda step: step
+    said = []
+    for given in (None, odd):
+        try:
+            load_optim_state_dict(model, optimizer, given if rank() == 0 else None, from_rank0=True)
+        except Exception as error:
+            said.append(str(error))
+    return said, differ(optim_state_dict(model, optimizer), good)
+
+
+def test_what_rank_0_cannot_send_is_an_error_on_all_ranks(pool2):
+    (first, changed), (second, changed_too) = pool2.run(nothing_to_send)
+    assert changed == changed_too == []
+    assert first[0] == second[0]
+    assert "rank 0" in first[0]
+    assert "lacks 'state' or 'param_groups'" in first[0]
+    assert "lambda" in first[1]
+    assert second[1] == f"rank 0: {first[1]}"
+
+
 def another_name():
     """A tied parameter by its other name; and a parameter that has no state."""
     model, optimizer = trained("tied", FULL, "zshard.AdamW")

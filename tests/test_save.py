@@ -26,7 +26,7 @@ import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, MixedPrecision
 from zshard._checkpoint import write
-from zshard._state_dict.load_plan import CHUNK
+from zshard._state_dict.source import CHUNK
 
 
 def in_each_way(name, kind, combinations, folder):

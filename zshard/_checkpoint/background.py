@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zshard._checkpoint.layout import Piece
 from zshard._checkpoint.write import is_plain, runs
 from zshard._ranks.exit import fail
-from zshard._state_dict.load_plan import CHUNK
+from zshard._state_dict.source import CHUNK
 
 __all__ = ["Task", "finish", "snapshot", "start"]
 

@@ -29,7 +29,7 @@ from zshard._checkpoint.reader import Reader
 from zshard._checkpoint.safetensors import OpenFile
 from zshard._errors import CheckpointError
 from zshard._ranks.agreement import bytes_of
-from zshard._state_dict.load_plan import chunks
+from zshard._state_dict.source import chunks
 
 _DTYPES = {
     name: dtype

@@ -33,7 +33,7 @@ from zshard._guard.slices import to_local
 from zshard._optim.sharded_state import held_by
 from zshard._ranks.agreement import Fact, gather_bytes
 from zshard._ranks.transports import comm_for
-from zshard._state_dict.load_plan import comm_of
+from zshard._state_dict.load import comm_of
 from zshard._state_dict.optimizer_names import names_of
 from zshard._state_dict.stand_ins import Saved, StandIns
 from zshard._state_dict.types import state_dict_type

@@ -16,24 +16,25 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._checkpoint import background
 from zshard._checkpoint import verify as blocks
-from zshard._checkpoint.checkpoint import Checkpoint, Readable
+from zshard._checkpoint.checkpoint import Checkpoint
 from zshard._checkpoint.contents import is_extra_state, ranks_of
 from zshard._checkpoint.opening import older_than, opened
-from zshard._checkpoint.optimizer import OptimizerPlan
+from zshard._checkpoint.optimizer import OptimizerLoad
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
 from zshard._checkpoint.safetensors import TensorEntry
 from zshard._errors import CheckpointError
+from zshard._guard import slices
 from zshard._ranks import meeting
 from zshard._ranks.agreement import Fact, check_agreement, on_all_ranks
-from zshard._state_dict.load_plan import LoadPlan, carry_out, plan
-from zshard._state_dict.stand_ins import Pending, quick_facts
+from zshard._state_dict.load import LoadPlan, carry_out, plan
+from zshard._state_dict.stand_ins import Pending
 from zshard._units.names import bare, plain, wanted_by
 
 __all__ = ["Loaded", "load"]
@@ -119,11 +120,14 @@ def load(
             with _whole_checkpoint(comm, found):
                 blocks.check(blocks.share(heads, comm.rank, comm.world))
         plans = _plan(comm, found, model, optimizer, strict)
-        ranges = _ranges(found, plans)
-        _check(comm, found, plans, ranges, verify)
-        total = sum(each.numel * each.entry.dtype.itemsize for each in ranges)
+        with slices.plain():
+            pending = plans.model.pending()
+            if plans.optimizer is not None:
+                pending += plans.optimizer.pending()
+            _check(comm, found, pending, verify)
+            total = sum(value.numel() * value.dtype.itemsize for value in pending)
         with progress(total, "loading", comm.rank) as done:
-            _carry_out(comm, plans, found, Reader(done))
+            _carry_out(comm, plans, Reader(done))
     loaded = Loaded(plans.extra)
     loaded.path, loaded.step = found.path, found.step
     loaded.missing_keys = list(plans.model.keys.missing_keys)
@@ -173,7 +177,7 @@ def _whole_checkpoint(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
 
 class _Plans(NamedTuple):
     model: LoadPlan
-    optimizer: OptimizerPlan | None
+    optimizer: OptimizerLoad | None
     extra: dict[str, Any]
 
 
@@ -188,10 +192,9 @@ def _plan(
     with on_all_ranks(comm, lambda: made[0].model.fact()):
         _refuse_meta(model)
         for_model = plan(model, _state_of(found, model), strict)
-        for_optimizer = None
-        if optimizer is not None:
-            with quick_facts():
-                for_optimizer = OptimizerPlan(model, optimizer, found, strict)
+        for_optimizer = (
+            OptimizerLoad(model, optimizer, found, strict) if optimizer is not None else None
+        )
         made.append(_Plans(for_model, for_optimizer, found.extra_of(comm.rank, strict)))
     return made[0]
 
@@ -199,7 +202,7 @@ def _plan(
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
     """A state dict of tensors that are not yet read."""
     state: OrderedDict[str, Any] = OrderedDict(
-        (plain(name), Reader().whole(e) if is_extra_state(name) else _pending(name, e))
+        (plain(name), Reader().whole(e) if is_extra_state(name) else Pending.of(name, e))
         for name, e in found.model.items()
     )
     state.update((plain(name), value) for name, value in found.others.items())
@@ -214,10 +217,6 @@ def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
         versions = {name: told.get(plain(name), 1) for name, _ in model.named_modules()}
         state._metadata = {p: {"version": v} for p, v in versions.items()}  # type: ignore[attr-defined]
     return state
-
-
-def _pending(name: str, entry: Readable) -> Pending:
-    return Pending.of(name, entry.shape, entry.dtype)
 
 
 def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
@@ -244,18 +243,10 @@ def _refuse_meta(model: nn.Module) -> None:
         )
 
 
-def _check(
-    comm: _core.Comm,
-    found: Checkpoint,
-    plans: _Plans,
-    ranges: Sequence[_ElementRange],
-    verify: bool,
-) -> None:
+def _check(comm: _core.Comm, found: Checkpoint, pending: Sequence[Pending], verify: bool) -> None:
     """Check what will be read; each rank checks its share. Check the archives around values, and
     the checksums of all blocks that have not been checked yet."""
-    labels = {c.value.label: None for c in plans.model.copies if isinstance(c.value, Pending)}
-    entries = [found.model[label] for label in labels]
-    entries += plans.optimizer.entries if plans.optimizer is not None else []
+    entries = list({id(value.origin): value.origin for value in pending}.values())
     with on_all_ranks(comm):
         for entry in blocks.share(entries, comm.rank, comm.world):
             entry.check()
@@ -263,59 +254,21 @@ def _check(
         return
     needed = {id(entry.file) for entry in entries if isinstance(entry, TensorEntry)}
     files = {name: file for name, file in found.files.items() if id(file) in needed}
-    wanted = (e.place(begin, numel) for e, begin, numel in ranges if isinstance(e, TensorEntry))
+    wanted = (
+        value.origin.place(value.begin, value.numel())
+        for value in pending
+        if isinstance(value.origin, TensorEntry)
+    )
     mine = blocks.own_runs(comm, files, found.manifest.files, wanted, meeting.host_id())
     total = sum(run.size for run in mine)
     with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
         blocks.check(mine, done)
 
 
-# --- loading --------------------------------------------------------------------------------------
-
-
-class _CheckpointValues:
-    """The model's tensors in a checkpoint, as a source of zshard._state_dict.load_plan."""
-
-    def __init__(self, found: Checkpoint, reader: Reader) -> None:
-        self._found, self._reader = found, reader
-
-    def read(self, name: str, begin: int, target: Tensor) -> None:
-        self._reader.read(self._found.model[name], begin, target)
-
-
-def _carry_out(comm: _core.Comm, plans: _Plans, found: Checkpoint, reader: Reader) -> None:
-    optimizer = plans.optimizer
-    if optimizer is not None:
-        with on_all_ranks(comm), quick_facts():
-            optimizer.prepare(reader)
-        try:
-            with on_all_ranks(comm):
-                optimizer.install()
-        except BaseException:
-            optimizer.undo()
-            raise
+def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:
+    if plans.optimizer is not None:
+        plans.optimizer.install(comm, reader)
     with on_all_ranks(comm):
-        carry_out(plans.model, _CheckpointValues(found, reader))
-        if optimizer is not None:
-            optimizer.read(reader)
-
-
-class _ElementRange(NamedTuple):
-    """Elements of a tensor of the checkpoint, in row-major order."""
-
-    entry: Readable
-    begin: int
-    numel: int
-
-
-def _ranges(found: Checkpoint, plans: _Plans) -> list[_ElementRange]:
-    """What this rank will read, except for a few elements."""
-    with quick_facts():
-        ranges = [
-            _ElementRange(found.model[copy.value.label], copy.value.begin, copy.target.numel())
-            for copy in plans.model.copies
-            if isinstance(copy.value, Pending)
-        ]
+        carry_out(plans.model, reader)
         if plans.optimizer is not None:
-            ranges += (_ElementRange(*each) for each in plans.optimizer.ranges())
-    return ranges
+            plans.optimizer.read(reader)

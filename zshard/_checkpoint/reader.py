@@ -14,16 +14,15 @@ from torch import Tensor
 
 from zshard._checkpoint.checkpoint import Readable
 from zshard._ranks.agreement import bytes_of
-from zshard._state_dict import load_plan
-from zshard._state_dict.load_plan import chunks, flat_of
+from zshard._state_dict.source import ChunkMemory, chunks, flat_of
 
 
 class Reader:
-    """Reads tensors, and calls `done` with the number of bytes of each read."""
+    """The source of what is in files. Calls `done` with the number of bytes of each read."""
 
     def __init__(self, done: Callable[[int], object] | None = None) -> None:
         self._done = done
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = ChunkMemory()
 
     def whole(self, entry: Readable) -> Tensor:
         """Read a full tensor into new memory on the CPU."""
@@ -43,13 +42,8 @@ class Reader:
                 torch.autograd.graph.increment_version(target)
             else:
                 for first, last in chunks(flat.numel(), entry.dtype):
-                    chunk = self._chunk(last - first, entry.dtype)
+                    chunk = self._memory.of(last - first, entry.dtype)
                     entry.read_into(bytes_of(chunk), (begin + first) * item)
                     flat[first:last].copy_(chunk)
         if self._done is not None:
             self._done(target.numel() * item)
-
-    def _chunk(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._memory.numel() == 0:
-            self._memory = torch.empty(load_plan.CHUNK, dtype=torch.uint8)
-        return self._memory[: numel * dtype.itemsize].view(dtype)

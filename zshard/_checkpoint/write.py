@@ -21,7 +21,7 @@ from zshard._checkpoint.layout import Piece
 from zshard._checkpoint.manifest import BLOCK
 from zshard._checkpoint.safetensors import CODES, rows_of
 from zshard._ranks.agreement import bytes_of
-from zshard._state_dict.load_plan import CHUNK
+from zshard._state_dict.source import CHUNK
 
 _DIRECT = 2**16  # bytes; smaller pieces are collected in the chunk
 _AT_ONCE = 2**28  # bytes per call, so that the progress bar moves

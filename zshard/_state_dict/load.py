@@ -1,23 +1,32 @@
-"""Load a sharded model from a state dict, which every rank passes, or only rank 0.
+"""Load a sharded model in two steps: first check everything, then read values one chunk at a time.
 
-The one idea: values go directly into the shards. Beside the model itself, no rank needs memory for
-a full tensor, or for more than one chunk.
+The one idea: nn.Module loads as always, with its hooks and errors, but its copies are recorded
+instead of done. The result is a plan, which lists each of this rank's shards with the value to load
+into it. Once all ranks have a plan, values go directly into the shards, from wherever they are
+(_state_dict/source.py).
 """
 
 from __future__ import annotations
 
-import pickle
+import contextlib
+import functools
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zshard import _core
-from zshard._ranks.agreement import gather_bytes, on_all_ranks
-from zshard._state_dict.load_plan import CHUNK, chunks, comm_of, flat_of, stream
+from zshard._guard.slices import to_local
+from zshard._ranks.agreement import on_all_ranks
+from zshard._state_dict.module import Load, note_loads, planned_loads, writing
+from zshard._state_dict.source import Copy, FromRank0, Source, pending, told_by_rank_0
 from zshard._state_dict.stand_ins import Pending
+from zshard._units.units import units_of
+
+_SETTER, _HOOKS = "set_extra_state", "_load_state_dict_post_hooks"
 
 
 def load_state_dict(
@@ -57,41 +66,17 @@ def load_state_dict(
                 "all ranks but 0"
             )
         _check_state(given if not from_rank0 or comm.rank == 0 else {})
-    if not from_rank0:
-        return stream(model, given, strict, None, comm)
-    outline = _from_rank_0(comm, _outline_of(given) if comm.rank == 0 else None)
-    return stream(model, outline, strict, _Sent(comm, given, outline), comm)
-
-
-# --- the source of values -------------------------------------------------------------------------
-
-
-class _Sent:
-    """Rank 0 has all tensors; the other ranks know names, shapes and dtypes."""
-
-    def __init__(
-        self, comm: _core.Comm, state: Mapping[str, Any], outline: Mapping[str, Any]
-    ) -> None:
-        self._comm, self._state, self._outline = comm, state, outline
-        self._memory = torch.empty(CHUNK, dtype=torch.uint8)
-
-    def read(self, name: str, begin: int, target: Tensor) -> None:
-        numel, dtype = self._outline[name].numel(), self._outline[name].dtype
-        whole = self._state[name].detach().reshape(-1) if self._comm.rank == 0 else None
-        with flat_of(target) as flat:
-            end = begin + flat.numel()
-            for first, last in chunks(numel, dtype):
-                sent = self._memory[: (last - first) * dtype.itemsize]
-                chunk = sent.view(dtype)
-                if whole is not None:
-                    chunk.copy_(whole[first:last])
-                self._comm.broadcast(sent, 0)
-                low, high = max(first, begin), min(last, end)
-                if low < high:
-                    flat[low - begin : high - begin].copy_(chunk[low - first : high - first])
-
-
-# --- the state dict -------------------------------------------------------------------------------
+    source = None
+    if from_rank0:
+        outline = OrderedDict(pending(given))
+        outline._metadata = getattr(given, "_metadata", None)  # type: ignore[attr-defined]
+        given, source = told_by_rank_0(comm, outline), FromRank0(comm)
+    made: list[LoadPlan] = []
+    with on_all_ranks(comm, lambda: made[0].fact()):
+        made.append(plan(model, given, strict))
+    with on_all_ranks(comm):
+        carry_out(made[0], source)
+    return made[0].keys
 
 
 def _check_state(state: Any) -> None:
@@ -105,35 +90,145 @@ def _check_state(state: Any) -> None:
         if not isinstance(value, Tensor):
             continue
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided:
+            what = f"a {type(value).__name__} of layout {value.layout}"
             raise TypeError(
-                f"'{name}' in the state dict must be a plain strided tensor, got {_text(value)}"
+                f"'{name}' in the state dict must be a plain strided tensor, got {what}"
             )
         if value.is_meta:
             raise TypeError(f"'{name}' in the state dict is on the meta device and has no values")
 
 
-def _text(value: Tensor) -> str:
-    return f"a {type(value).__name__} of layout {value.layout}"
+# --- plans ----------------------------------------------------------------------------------------
 
 
-def _outline_of(state: Mapping[str, Any]) -> Any:
-    """Everything in a state dict but the tensors' values, for the other ranks."""
-    tensors = {n: (tuple(v.shape), v.dtype) for n, v in state.items() if isinstance(v, Tensor)}
-    others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-    return list(state), tensors, others, getattr(state, "_metadata", None)
+class LoadPlan(NamedTuple):
+    """What loading will do: copies, then calls; and the keys that nn.Module returns."""
+
+    copies: list[Copy]
+    calls: list[Callable[[], Any]]
+    keys: Any
+    loads: list[Load]
+
+    def fact(self) -> list[tuple[str, Any]]:
+        """The facts that must agree between ranks."""
+        return [(value.label, value.dtype) for value in self.pending()]
+
+    def pending(self) -> list[Pending]:
+        """What is to be read."""
+        return [copy.value for copy in self.copies if isinstance(copy.value, Pending)]
 
 
-def _from_rank_0(comm: _core.Comm, outline: Any) -> OrderedDict[str, Any]:
-    """The state dict of rank 0, with Pending tensors. Ranks trust one another, as in
-    torch.distributed's object collectives."""
-    data = b""
-    with on_all_ranks(comm):
-        data = pickle.dumps(outline) if comm.rank == 0 else b""
-    names, tensors, others, metadata = pickle.loads(gather_bytes(comm, data)[0])
-    made: OrderedDict[str, Any] = OrderedDict(
-        (name, Pending.of(name, *tensors[name]) if name in tensors else others[name])
-        for name in names
-    )
-    if metadata is not None:
-        made._metadata = metadata  # type: ignore[attr-defined]
-    return made
+def comm_of(model: nn.Module) -> _core.Comm:
+    """Return the ranks that the units of `model` span. Raise ValueError if there is no unit, or if
+    units span different ranks."""
+    comms = [state.comms.all for _, state in units_of(model)]
+    if not comms:
+        raise ValueError(
+            f"this {type(model).__name__} has no sharded modules: call FSDP(model) first, or use "
+            "model.load_state_dict()"
+        )
+    if any(comm is not comms[0] for comm in comms):
+        raise ValueError(
+            "the units of the model span different ranks: save and load each of them on its own"
+        )
+    return comms[0]
+
+
+def carry_out(plan: LoadPlan, source: Source | None) -> None:
+    """Execute the plan."""
+    with torch.no_grad(), writing(unit for unit, _, _ in plan.loads):
+        for copy in plan.copies:
+            copy.carry_out(source)
+        for call in plan.calls:
+            call()
+        # All ranks carry out the same plan, and some of them know no contents.
+        note_loads([(unit, index, 0) for unit, index, _ in plan.loads])
+
+
+def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadPlan:
+    """Return what model.load_state_dict(state) would do; change nothing. Raise RuntimeError, which
+    lists everything that does not fit."""
+    loads: list[Load] = []
+    token = planned_loads.set(loads)
+    with _Recorder(model) as recorder, _Later(model) as later:
+        error, keys = None, None
+        try:
+            keys = model.load_state_dict(state, strict=strict)
+        except RuntimeError as caught:
+            if not recorder.wrong:
+                raise
+            error = caught
+        finally:
+            planned_loads.reset(token)
+    if recorder.wrong:
+        head = str(error or f"Error(s) in loading state_dict for {type(model).__name__}:")
+        raise RuntimeError("\n\t".join([head, *recorder.wrong]))
+    return LoadPlan(list(recorder.copies.values()), later.calls(keys), keys, loads)
+
+
+class _Recorder(TorchFunctionMode):
+    """Context that records copies to the tensors of a model instead of doing them, and copies that
+    would change the kind of dtype."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._names = {id(tensor): name for name, tensor in named}
+        self.copies: dict[int, Copy] = {}
+        self.wrong: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.copy_ or id(args[0]) not in self._names:
+            return func(*args, **(kwargs or {}))
+        target, value = args[:2]
+        if _kind(value.dtype) != _kind(target.dtype):
+            self.wrong.append(
+                f"dtype mismatch for {self._names[id(target)]}: cannot cast {value.dtype} from "
+                f"checkpoint to {target.dtype} in current model."
+            )
+        self.copies.pop(id(target), None)  # tied: the last one counts, as for nn.Module
+        self.copies[id(target)] = Copy(to_local(target).detach(), to_local(value))
+        return target
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"
+
+
+class _Later(contextlib.AbstractContextManager["_Later"]):
+    """Context that delays set_extra_state() and load post hooks of the modules of `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._own = [
+            {key: vars(m)[key] for key in (_SETTER, _HOOKS) if key in vars(m)}
+            for m in self._modules
+        ]
+        self._extra: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> _Later:
+        for module in self._modules:
+            if type(module).set_extra_state is not nn.Module.set_extra_state:
+                vars(module)[_SETTER] = functools.partial(self._keep, module)
+            if module._load_state_dict_post_hooks:
+                vars(module)[_HOOKS] = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, own in zip(self._modules, self._own, strict=True):
+            vars(module).pop(_SETTER, None)
+            vars(module).update(own)
+
+    def _keep(self, module: nn.Module, state: Any) -> None:
+        self._extra.append(lambda: type(module).set_extra_state(module, state))
+
+    def calls(self, keys: Any) -> list[Callable[[], Any]]:
+        """Return the delayed calls, given the result of load_state_dict()."""
+        modules = reversed(list(zip(self._modules, self._own, strict=True)))
+        return self._extra + [
+            functools.partial(hook, module, keys)
+            for module, own in modules
+            for hook in own[_HOOKS].values()
+        ]

@@ -33,7 +33,8 @@ from torch import nn
 from zshard import _core
 from zshard._guard.slices import guard_like, plain
 from zshard._state_dict.shard_records import KEY, Record, misfit, record_of
-from zshard._state_dict.stand_ins import Pending, StandIn, StandIns
+from zshard._state_dict.source import shard_of
+from zshard._state_dict.stand_ins import StandIn, StandIns
 from zshard._units.shards import part_of
 from zshard._units.units import State, is_unit, session, units_of, unsharded, without_memory
 from zshard._wrap.tree import UnitSpec
@@ -46,8 +47,12 @@ planned_loads: ContextVar[list[Load] | None] = ContextVar("planned_loads", defau
 """Set while a load is only planned: collects what it would load."""
 
 
-def note_loads(loads: Collection[Load]) -> None:
+def note_loads(loads: Iterable[Load]) -> None:
     """Tell the models what has been loaded, as ranks that load alone are an error."""
+    planned = planned_loads.get()
+    if planned is not None:
+        planned += loads
+        return
     for unit, index, content in loads:
         unit.note_load(index, content)
 
@@ -91,16 +96,11 @@ def attach_replicated(spec: UnitSpec) -> None:
 def _note_replicated(module: nn.Module, _keys: Any) -> None:
     """A hook of nn.Module's, which does not tell which parameters were loaded: those that were not
     are as they have been."""
-    planned = planned_loads.get()
     for param in module._parameters.values():
         part = None if param is None else part_of(param)
         unit = None if part is None or part.is_cut else part.unit
-        if part is None or unit is None or param is None:
-            continue
-        if planned is None:
-            unit.note_load(part.index, _content_of(param, False))
-        else:
-            planned.append((unit, part.index, 0))
+        if part is not None and unit is not None:
+            note_loads([(unit, part.index, _content_of(param, False))])
 
 
 def whole_state_dict(
@@ -361,36 +361,24 @@ class _Load(_OwnersMethod):
                 "parameters; omit assign to copy values into the shards"
             )
         used = self.in_use()
-        planned = planned_loads.get()
-        units = [place.unit for place in used.values()] if planned is None else []
-        with writing(units):
-            loads = self._load(used, (state_dict, prefix, local_metadata, strict), *lists)
-            if planned is None:
-                note_loads(loads)
-            else:
-                planned += loads
-
-    def _load(
-        self, used: dict[str, _Place], args: tuple[Any, ...], *lists: list[str]
-    ) -> list[Load]:
-        """Load as nn.Module does, or plan it; return what is loaded."""
-        for place in used.values():
-            if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
-                place.unit.reshard()
-        placeholders = {
-            n: StandIn.of(place.param, place.shape, place.name) for n, place in used.items()
-        }
         loads: list[Load] = []
-        with StandIns(self.module, placeholders) as stand_ins:
-            # Registered now, so it runs behind all others: they are to see whole shapes, and
-            # nn.Module, which goes on behind this one, the slices.
-            last = functools.partial(self._cut, stand_ins, args[2].get(KEY, {}), loads)
-            handle = self.module._register_load_state_dict_pre_hook(last)  # type: ignore[no-untyped-call]
-            try:
-                self.original()(*args, *lists)
-            finally:
-                handle.remove()
-        return loads
+        with writing(place.unit for place in used.values() if planned_loads.get() is None):
+            for place in used.values():
+                if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
+                    place.unit.reshard()
+            placeholders = {
+                n: StandIn.of(place.param, place.shape, place.name) for n, place in used.items()
+            }
+            with StandIns(self.module, placeholders) as stand_ins:
+                # Registered now, so it runs behind all others: they are to see whole shapes, and
+                # nn.Module, which goes on behind this one, the slices.
+                last = functools.partial(self._cut, stand_ins, local_metadata.get(KEY, {}), loads)
+                handle = self.module._register_load_state_dict_pre_hook(last)  # type: ignore[no-untyped-call]
+                try:
+                    self.original()(state_dict, prefix, local_metadata, strict, *lists)
+                finally:
+                    handle.remove()
+            note_loads(loads)
 
     def _cut(
         self,
@@ -496,9 +484,6 @@ def _slice(
         return local
     if tuple(local.shape) == whole:  # this rank's alone, or the user's `p.data = whole`
         return value
-    fact = place.unit.param(place.index)
-    begin, numel = fact["begin"], fact["numel"]
-    if isinstance(value, Pending):
-        return value.part(begin, local.shape)
-    elements = value.detach().reshape(-1)[begin : begin + numel].reshape(local.shape)
-    return guard_like(elements, place.param)
+    part = part_of(place.param)
+    assert part is not None, "it has been remembered with its unit"
+    return guard_like(shard_of(part, value), place.param)

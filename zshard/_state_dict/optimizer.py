@@ -9,7 +9,7 @@ the unsharded model's optimizer.
 
 Saving is collective; ranks agree first on what to gather. But over shm, the rank that saves asks
 the others (_state_dict/lone_optimizer.py). Loading is not collective: each rank has all it needs.
-State that is loaded is adjacent again (_optim/memory.py).
+What it does is planned in _state_dict/optimizer_plan.py.
 
 Optimizers without parameters of a wrapped model are left to torch.
 """
@@ -19,44 +19,27 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
-from zshard._guard.slices import plain
 from zshard._guard.whole_values import join
 from zshard._optim.hooks import know
-from zshard._optim.memory import zeros_side_by_side
-from zshard._optim.sharded_state import HeldState, fact_of, held_by, params_of, scalar_keys
+from zshard._optim.sharded_state import HeldState, fact_of, held_by, params_of
 from zshard._ranks.agreement import check_agreement, gather_bytes
 from zshard._state_dict.lone_optimizer import Whole, ask_for_whole
 from zshard._state_dict.module import writing
+from zshard._state_dict.optimizer_plan import OptimizerPlan, has_parts, problems_with
+from zshard._state_dict.source import filled
 from zshard._units.shards import part_of, units_stepped_by
 
-__all__ = [
-    "LoadingSpace",
-    "Taken",
-    "gather",
-    "install",
-    "problems_with",
-    "settle",
-    "spread",
-]
+__all__ = ["gather", "install"]
 
 _torchs_save = Optimizer.state_dict
 _torchs_load = Optimizer.load_state_dict
-
-
-@dataclass(frozen=True)
-class Taken:
-    """In a state dict, in place of a full tensor: this rank's shard of it, already taken."""
-
-    tensor: Tensor
 
 
 def install() -> None:
@@ -67,7 +50,7 @@ def install() -> None:
 
 @functools.wraps(_torchs_save)
 def _save(self: Optimizer) -> dict[str, Any]:
-    if not _has_parts(self):
+    if not has_parts(self):
         return _torchs_save(self)
     handle = self.register_state_dict_post_hook(_make_whole, prepend=True)
     try:
@@ -78,7 +61,7 @@ def _save(self: Optimizer) -> dict[str, Any]:
 
 @functools.wraps(_torchs_load)
 def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
-    if not _has_parts(self):
+    if not has_parts(self):
         _torchs_load(self, state_dict)
         return
     handle = self.register_load_state_dict_pre_hook(_take_parts)
@@ -88,10 +71,6 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
             know(self)
     finally:
         handle.remove()
-
-
-def _has_parts(optimizer: Optimizer) -> bool:
-    return any(part_of(param) is not None for param in params_of(optimizer))
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -116,7 +95,7 @@ def _snapshot(entries: Any, whole: Mapping[Any, Tensor]) -> Any:
     """A parameter's state with what is `whole` in place of slices; nothing is the optimizer's."""
     if not isinstance(entries, Mapping):
         return entries
-    return {k: whole[k] if k in whole else _own_copy(v) for k, v in entries.items()}
+    return {k: whole[k] if k in whole else filled(v, None) for k, v in entries.items()}
 
 
 def _numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
@@ -197,112 +176,16 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
         return None  # torch's own error
     groups = _in_our_order(optimizer, given["param_groups"])
     numbers = _numbers(optimizer, groups)
-    rows = [(param, given["state"].get(numbers[id(param)])) for param in params_of(optimizer)]
-    found = [(param, entries) for param, entries in rows if isinstance(entries, Mapping)]
-    problems = problems_with(found)
+    params = {numbers[id(param)]: param for param in params_of(optimizer)}
+    rows = {number: given["state"].get(number) for number in params}
+    found = {number: own for number, own in rows.items() if isinstance(own, Mapping)}
+    problems = problems_with(params, found)
     if problems:
         raise ValueError("\n".join(["the state dict does not match the optimizer:", *problems]))
-    settle(optimizer)
-    taken = spread(found, LoadingSpace(found))
-    state = dict(given["state"])
-    for (param, _), own in zip(found, taken, strict=True):
-        state[numbers[id(param)]] = own
+    plan = OptimizerPlan(params, found)
+    state = {**given["state"], **plan.take(None)}
+    plan.read(None)
     return {**given, "state": state, "param_groups": groups}
-
-
-def problems_with(found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> list[str]:
-    """Return what is wrong with the state of each parameter: its tensors must be full, or have no
-    dimensions."""
-    problems, looks_cut = [], False
-    for param, entries in found:
-        part = part_of(param)
-        for key, value in entries.items() if part is not None else ():
-            if part is None or not isinstance(value, Tensor):
-                continue
-            shape, where = tuple(value.shape), f"'{key}' of parameter '{part.name}'"
-            if is_traceable_wrapper_subclass(value):
-                problems.append(
-                    f"{where} is a {type(value).__name__}: pass a plain tensor (full_tensor())"
-                )
-            elif shape not in (part.shape, ()):
-                problems.append(f"{where} has shape {shape}, expected {part.shape} or ()")
-                looks_cut |= len(shape) == max(len(part.shape), 1) and set(shape[1:]) <= {1}
-    if looks_cut:
-        problems.append(
-            "these may be shards saved by an older zshard: load them with that version, at the "
-            "world size that saved them; this version saves full tensors"
-        )
-    return problems
-
-
-def settle(optimizer: Optimizer) -> None:
-    """Reshard the optimizer's parameters, as between steps; see Part.settle()."""
-    for param in params_of(optimizer):
-        part = part_of(param)
-        if part is not None:
-            part.settle(param)
-
-
-class LoadingSpace:
-    """Memory for the sharded state of some parameters, adjacent for each name."""
-
-    def __init__(self, found: Sequence[tuple[Tensor, Mapping[Any, Any]]]) -> None:
-        """found: each parameter with the state to load, of which only shapes are used."""
-        self._scalars = scalar_keys((_whole_shape(param), entries) for param, entries in found)
-        members: dict[Any, list[Tensor]] = {}
-        for param, entries in found:
-            for key, value in entries.items():
-                if self.is_cut(param, key, value):
-                    members.setdefault(key, []).append(param)
-        self._members = members
-        self._made: dict[Any, dict[int, Tensor]] = {}
-
-    def is_cut(self, param: Tensor, key: Any, value: Any) -> bool:
-        """Return whether `value` is a full tensor of which this rank keeps its shard."""
-        part = part_of(param)
-        is_whole = isinstance(value, Tensor) and part is not None and value.shape == part.shape
-        return is_whole and (value.dim() > 0 or key not in self._scalars)
-
-    def place(self, param: Tensor, key: Any) -> Tensor:
-        """Return the memory for this rank's shard, of the parameter's dtype; zeros at first."""
-        if key not in self._made:  # not before: it may be that none of this name is needed
-            params = self._members[key]
-            zeros = zeros_side_by_side(params)
-            self._made[key] = {id(p): z for p, z in zip(params, zeros, strict=True)}
-        return self._made[key][id(param)]
-
-    @plain()
-    @torch.no_grad()
-    def take(self, param: Tensor, key: Any, whole: Tensor) -> Tensor:
-        """Copy this rank's shard of `whole` to its place, in the parameter's dtype; return it."""
-        part = part_of(param)
-        assert part is not None
-        if key == "step":  # which torch does not convert
-            return part.of(whole).clone()
-        return self.place(param, key).copy_(part.of(whole))
-
-
-def spread(
-    found: Sequence[tuple[Tensor, Mapping[Any, Any]]], room: LoadingSpace
-) -> list[dict[Any, Any]]:
-    """Return what this rank loads of full state. No tensor of it is the state dict's, since later
-    steps would write to it."""
-
-    def taken(param: Tensor, key: Any, value: Any) -> Any:
-        if isinstance(value, Taken):
-            return value.tensor
-        return room.take(param, key, value) if room.is_cut(param, key, value) else _own_copy(value)
-
-    return [{key: taken(param, key, e[key]) for key in e} for param, e in found]
-
-
-def _own_copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _whole_shape(param: Tensor) -> tuple[int, ...]:
-    part = part_of(param)
-    return tuple(param.shape) if part is None else part.shape
 
 
 # --- names ----------------------------------------------------------------------------------------

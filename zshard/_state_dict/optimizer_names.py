@@ -2,7 +2,7 @@
 
 The one idea: optimizer.state_dict() is full already (_state_dict/optimizer.py); here numbers become
 names and names numbers. What is added is which rank has it: with `rank0_only` other ranks only send
-their shards, and with `from_rank0` they receive theirs from one full tensor at a time.
+their shards, and with `from_rank0` they receive theirs.
 
     {"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [{"params": [name], ...}]}
 """
@@ -10,7 +10,7 @@ their shards, and with `from_rank0` they receive theirs from one full tensor at 
 from __future__ import annotations
 
 import copy
-import pickle
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +20,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
+from zshard._optim.sharded_state import params_of
 from zshard._ranks.agreement import gather_bytes
 from zshard._ranks.transports import comm_for
-from zshard._state_dict.optimizer import LoadingSpace, Taken, gather, problems_with, settle
+from zshard._state_dict.optimizer import gather
+from zshard._state_dict.optimizer_plan import (
+    OptimizerPlan,
+    problems_with,
+    taken,
+)
+from zshard._state_dict.source import FromRank0, pending, told_by_rank_0
 from zshard._units.names import plain
 from zshard._units.shards import part_of
 from zshard._units.units import State, units_of
-from zshard._wrap.initial_values import take_from_rank_0
 
 __all__ = [
     "OptimStateMethods",
@@ -84,8 +90,8 @@ def load_optim_state_dict(
         state: as returned by optim_state_dict(): full tensors of the parameters' shapes and dtypes.
             A tied parameter may have any of its names. Parameters without an entry lose their
             state.
-        from_rank0: only rank 0 has `state`; the others pass None or {}, receive it a tensor at a
-            time and hold at most one full tensor.
+        from_rank0: only rank 0 has `state`; the others pass None or {}. Rank 0 sends the values in
+            chunks of 16 MiB, of which each rank keeps its shards.
 
     Raises ValueError on all ranks, before anything changes, that lists unknown, missing or
     misplaced parameters and wrong shapes and dtypes.
@@ -263,15 +269,32 @@ def _to_load(
     ranks alike."""
     names_of(model, optimizer)
     comm = _comm_of(model)
-    given = state if comm.rank == 0 or not from_rank0 else None
     problems: list[str] = []
     made: dict[str, Any] = {}
-    if given is not None or not from_rank0:
-        problems, made = by_number(model, optimizer, given)
+    if comm.rank == 0 or not from_rank0:
+        problems, made = by_number(model, optimizer, state)
     _raise_together(comm, problems)
-    if from_rank0 and comm.world > 1:
-        return _from_rank0(comm, optimizer, made)
-    return made
+    return _from_rank0(comm, optimizer, made) if from_rank0 and comm.world > 1 else made
+
+
+@torch.inference_mode(False)
+def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's state dict by number, of which this rank's shards are already taken."""
+    # Numbers travel at once: to send each by itself would take longer.
+    outline = {n: pending(entries, dims=1) for n, entries in made.get("state", {}).items()}
+    told = told_by_rank_0(comm, {**made, "state": outline})
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in told["param_groups"]]
+    params = dict(enumerate(params_of(optimizer)))
+    if sizes == theirs:
+        problems = problems_with(params, told["state"])
+    else:
+        problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
+    _raise_together(comm, problems)
+    plan, source = OptimizerPlan(params, told["state"]), FromRank0(comm)
+    state = taken(optimizer, plan.take(source))
+    plan.read(source)
+    return {**told, "state": state}
 
 
 def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
@@ -290,58 +313,40 @@ def by_number(
     """Return what is wrong with a dict by name, and the same dict by number if nothing is."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         return [f"it lacks 'state' or 'param_groups': pass the result of {_HOW}"], {}
-    given = _with_plain_names(given)
-    params = {plain(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    states = {_plain(name): entries for name, entries in given["state"].items()}
     ours, theirs = optimizer.param_groups, given["param_groups"]
+    listed = [[_plain(name) for name in group.get("params", ())] for group in theirs]
     if len(ours) != len(theirs):
         return [f"it has {len(theirs)} param groups, but the optimizer has {len(ours)}"], {}
-    listed = {id(p) for group in ours for p in group["params"]}
-    known = {name: param for name, param in params.items() if id(param) in listed}
-    problems = _unknown(given, known)
-    for i, (own, other) in enumerate(zip(ours, theirs, strict=True)):
-        problems += _misplaced(i, own["params"], [known.get(n) for n in _listed(other)], known)
-    states = {name: entries for name, entries in given["state"].items() if name in known}
-    problems += [f"the state of {n!r} is not a dict" for n, e in states.items() if not _is_dict(e)]
-    found = [(known[name], entries) for name, entries in states.items() if _is_dict(entries)]
-    if len({id(param) for param, _ in found}) < len(found):
+    params = dict(enumerate(params_of(optimizer)))
+    numbers = {id(param): number for number, param in params.items()}
+    named = model.named_parameters(remove_duplicate=False)
+    known = {plain(name): param for name, param in named if id(param) in numbers}
+    problems = _unknown(dict.fromkeys(itertools.chain(states, *listed)), known)
+    for i, (own, names) in enumerate(zip(ours, listed, strict=True)):
+        problems += _misplaced(i, own["params"], names, known)
+    states = {name: entries for name, entries in states.items() if name in known}
+    wrong = [name for name, entries in states.items() if not isinstance(entries, Mapping)]
+    problems += [f"the state of {name!r} is not a dict" for name in wrong]
+    found = [(numbers[id(known[n])], own) for n, own in states.items() if n not in wrong]
+    state = dict(found)
+    if len(state) < len(found):
         problems.append("it has state for a tied parameter twice, under two of its names")
-    problems += problems_with(found) + _wrong_types(found)
-    numbers = {id(p): i for i, p in enumerate(p for group in ours for p in group["params"])}
+    problems += problems_with(params, state, same_dtypes=True)
     groups = [
         {**_options_of(other), "params": [numbers[id(p)] for p in own["params"]]}
         for own, other in zip(ours, theirs, strict=True)
     ]
-    return problems, {
-        "state": {numbers[id(param)]: entries for param, entries in found},
-        "param_groups": groups,
-    }
+    return problems, {"state": state, "param_groups": groups}
 
 
-def _with_plain_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict by name without the prefixes of wrappers."""
-
-    def of(name: Any) -> Any:
-        return plain(name) if isinstance(name, str) else name
-
-    groups = [
-        {**group, "params": [of(n) for n in _listed(group)]} for group in given["param_groups"]
-    ]
-    state = {of(name): entries for name, entries in given["state"].items()}
-    return {**given, "state": state, "param_groups": groups}
+def _plain(name: Any) -> Any:
+    """A name without the prefixes of wrappers; a number as it is."""
+    return plain(name) if isinstance(name, str) else name
 
 
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _listed(group: Mapping[str, Any]) -> list[Any]:
-    return list(group.get("params", ()))
-
-
-def _unknown(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> list[str]:
+def _unknown(names: Iterable[Any], known: Mapping[str, Tensor]) -> list[str]:
     """Return the names that match no parameter of the optimizer."""
-    names = dict.fromkeys(given["state"])
-    names.update(dict.fromkeys(n for group in given["param_groups"] for n in _listed(group)))
     strangers = [name for name in names if name not in known]
     if strangers and all(isinstance(name, int) for name in strangers):
         return ["its parameters are numbered, not named: use optimizer.load_state_dict()"]
@@ -349,76 +354,13 @@ def _unknown(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> list[str]
 
 
 def _misplaced(
-    i: int, own: Sequence[Tensor], other: Sequence[Tensor | None], known: Mapping[str, Tensor]
+    i: int, own: Sequence[Tensor], names: Sequence[Any], known: Mapping[str, Tensor]
 ) -> list[str]:
     """Return the parameters that are in group `i` of only the optimizer or only the state dict."""
     first = {id(param): name for name, param in reversed(list(known.items()))}
     here = {first[id(p)] for p in own}
-    there = {first[id(p)] for p in other if p is not None}
+    there = {first[id(known[name])] for name in names if name in known}
     return [f"its param group {i} lacks parameter '{name}'" for name in sorted(here - there)] + [
         f"param group {i} of the optimizer lacks parameter '{name}'"
         for name in sorted(there - here)
     ]
-
-
-def _wrong_types(found: Iterable[tuple[Tensor, Mapping[Any, Any]]]) -> list[str]:
-    """Return parameter-shaped state of another dtype, which torch would silently convert."""
-    problems = []
-    for param, entries in found:
-        part = part_of(param)
-        for key, value in entries.items() if part is not None else ():
-            if part is None or not isinstance(value, Tensor) or value.dim() == 0:
-                continue
-            if value.shape == part.shape and value.dtype != part.dtype:
-                problems.append(
-                    f"'{key}' of parameter '{part.name}' has dtype {value.dtype}, expected "
-                    f"{part.dtype}"
-                )
-    return problems
-
-
-# --- from rank 0, a tensor at a time --------------------------------------------------------------
-
-
-@torch.inference_mode(False)
-def _from_rank0(comm: _core.Comm, optimizer: Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's state dict with this rank's shards in place of full tensors."""
-    mine = pickle.dumps(_outline(numbered)) if comm.rank == 0 else b""
-    outline: dict[str, Any] = pickle.loads(gather_bytes(comm, mine)[0])
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [len(group["params"]) for group in outline["param_groups"]]
-    found = [(params[i], entries) for i, entries in outline["state"].items() if i < len(params)]
-    problems = problems_with(found) if comm.rank != 0 else []
-    if sizes != theirs:
-        problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
-    _raise_together(comm, problems)
-    settle(optimizer)
-    room, state = LoadingSpace(found), {}
-    for number, entries in outline["state"].items():
-        values = numbered["state"][number] if comm.rank == 0 else entries
-        state[number] = {
-            key: _received(comm, room, (params[number], key), values[key]) for key in entries
-        }
-    return {**outline, "state": state}
-
-
-def _outline(numbered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dict without the values of tensors that have dimensions."""
-    state = {
-        number: {
-            key: value.to("meta") if isinstance(value, Tensor) and value.dim() > 0 else value
-            for key, value in entries.items()
-        }
-        for number, entries in numbered["state"].items()
-    }
-    return {"state": state, "param_groups": numbered["param_groups"]}
-
-
-def _received(comm: _core.Comm, room: LoadingSpace, place: tuple[Tensor, Any], value: Any) -> Any:
-    """Return what this rank loads at `place`, (parameter, key), from rank 0's `value`; on other
-    ranks `value` only has its shape."""
-    if isinstance(value, Tensor) and value.dim() > 0:
-        value = torch.empty_like(value, device="cpu") if value.is_meta else value.detach().cpu()
-        take_from_rank_0(comm, value)
-    return Taken(room.take(*place, value)) if room.is_cut(*place, value) else value

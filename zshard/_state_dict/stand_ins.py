@@ -3,12 +3,12 @@ are copied, and save hooks in place of what is written.
 
 The one idea: code that runs while a model is loaded (nn.Module's, a user's hook) may ask such a
 tensor for its shape, dtype and device. Any use of its values is an error that names it, so nobody
-computes with values that do not exist.
+computes with values that do not exist. zshard's own code reads many shapes and dtypes, so it does
+in `with plain():` (_guard/slices.py), where that is fast and not checked.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -100,21 +100,26 @@ class Saved(StandIn):
 
 
 class Pending(_Valueless, Tensor):
-    """What a load hook sees of a tensor that is not read yet: the entry `name` of the source, or
-    its elements from `begin` on, in row-major order."""
+    """What a load hook sees of a tensor that is not read yet: elements of `origin`, as which its
+    source knows it (_state_dict/source.py), from `begin` on, in row-major order."""
 
+    origin: Any
     begin: int
+    keeps_dtype = False  # in an optimizer's state, whatever the parameter's dtype is
 
     @staticmethod
-    def of(name: str, shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Pending:
-        whole = torch.empty((), dtype=dtype).expand(shape)
-        made: Pending = Tensor._make_subclass(Pending, whole)
-        made.label, made.begin = name, begin
+    def of(name: str, origin: Any, shape: tuple[int, ...] | None = None, begin: int = 0) -> Pending:
+        """origin: has a shape and a dtype. shape: of the elements; default: all of `origin`."""
+        shape = tuple(origin.shape) if shape is None else shape
+        made: Pending = Tensor._make_subclass(
+            Pending, torch.empty((), dtype=origin.dtype).expand(shape)
+        )
+        made.label, made.origin, made.begin = name, origin, begin
         return made
 
     def part(self, begin: int, shape: tuple[int, ...]) -> Pending:
         """Return the elements from `begin` on, as many as `shape` has."""
-        return Pending.of(self.label, shape, self.dtype, self.begin + begin)
+        return Pending.of(self.label, self.origin, shape, self.begin + begin)
 
     def only(self) -> Pending:
         """Return the element of a tensor of shape (1,), as which old files store scalars."""
@@ -128,12 +133,6 @@ class Pending(_Valueless, Tensor):
             "drop or replace it. If a hook needs values, use model.load_state_dict() with full "
             "tensors"
         )
-
-
-def quick_facts() -> contextlib.AbstractContextManager[Any]:
-    """Context manager for code that only reads these tensors' shapes and dtypes, many times:
-    faster, but uses of values are not errors."""
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 class StandIns:
