@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import zshard
 from zshard import CheckpointError
 from zshard._checkpoint.foreign import dcp as dcp_of_zshard
+from zshard._checkpoint.foreign import pickled
 from zshard._checkpoint.foreign.pickled import parse
 from zshard._checkpoint.opening import opened
 from zshard._checkpoint.reader import Reader
@@ -398,17 +399,24 @@ def test_folders_with_changed_bytes(folder, data):
 
 
 def test_nothing_in_the_package_can_run_a_pickle():
-    """No module of checkpoints imports what would, or calls it."""
+    """No module of checkpoints imports what would, or calls it; but for Python's unpickler in one
+    module, whose subclass looks up no name."""
     folder = Path(dcp_of_zshard.__file__).parent
-    names = set()
+    names, used = set(), set()
     for file in folder.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
-                names.update(alias.name for alias in node.names)
+                imported = {alias.name for alias in node.names}
+                names |= imported - {"pickle"} if file.name == "pickled.py" else imported
             elif isinstance(node, ast.ImportFrom):
                 names.add(str(node.module))
             elif isinstance(node, ast.Call):
                 names.add(ast.unparse(node.func))
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle":
+                used.add(node.attr)
     assert "pickletools.genops" in names and len(names) > 100
     bad = {"pickle", "marshal", "shelve", "torch.load", "eval", "exec", "compile", "__import__"}
     assert not names & bad
+    assert {each for each in used if not each.isupper()} == {"Unpickler", "PickleError"}
+    own = {"find_class", "persistent_load"}
+    assert own <= vars(pickled._Reader).keys() and "super().find_class" not in names

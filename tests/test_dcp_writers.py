@@ -289,6 +289,8 @@ def test_model_and_optimizer_in_folders_of_their_own(tmp_path):
     assert differ(get_optimizer_state_dict(other, theirs), state) == []
 
 
+ORDERED = collections.OrderedDict(z=1, a=2)
+ORDERED._metadata = {"": {"version": 1}}  # as a module's state dict has
 BESIDE = {
     "best": numpy.float64(0.25),
     "seen": numpy.int32(-7),
@@ -297,6 +299,8 @@ BESIDE = {
     "recent": collections.deque([1.5, 2.5], maxlen=2),
     "by_id": [collections.defaultdict(int, a=1), collections.Counter("aab")],
     "ids": ({3, 4}, frozenset()),
+    "grid": {(0, 1.5): {2**62: -1}},
+    "last": [collections.deque([1, 2]), torch.Size((2, 3)), ORDERED],
 }
 
 
@@ -305,6 +309,7 @@ def test_data_that_pickles_have_as_calls(protocol):
     wanted = {
         **{"best": 0.25, "seen": -7, "ok": True, "name": b"run\xff", "recent": [1.5, 2.5]},
         **{"by_id": [{"a": 1}, {"a": 2, "b": 1}], "ids": ([3, 4], [])},
+        **{"grid": {(0, 1.5): {2**62: -1}}, "last": [[1, 2], (2, 3), {"z": 1, "a": 2}]},
     }
     found = parse(pickle.dumps(BESIDE, protocol=protocol))
     assert found == wanted and type(found["seen"]) is int and type(found["ok"]) is bool

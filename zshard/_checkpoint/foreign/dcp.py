@@ -241,13 +241,15 @@ class _Folder:
             values: dict[Path, Callable[[], Any]] = {}
             for name, told in self._metadata.field("state_dict_metadata").items():
                 path = paths.get(name, tuple(name.split(".")))
+                if not isinstance(path, tuple) or not path:
+                    raise TypeError(f"invalid path {path!r:.200}")
                 if told.name.endswith(".TensorStorageMetadata"):
                     tensors[path] = self._tensor(name, told, storage)
                 else:
                     values[path] = functools.partial(value_in, storage[name, None], name)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
-                f"'{self._where}' is not valid torch.distributed.checkpoint metadata: {error!r}"
+                f"'{self._where}' is not valid torch.distributed.checkpoint metadata: {error!r:.200}"
             ) from None
         return tensors, values
 
@@ -287,7 +289,8 @@ class _Folder:
         shape, dtype = told.field("size"), told.field("properties").state[0]
         if not are_sizes(shape) or getattr(dtype, "name", None) not in DTYPES:
             raise CheckpointError(
-                f"'{self._where}' has an invalid shape or dtype for '{name}': {shape!r}, {dtype!r}"
+                f"'{self._where}' has an invalid shape or dtype for '{name}': {shape!r:.200}, "
+                f"{dtype!r}"
             )
         chunks = []
         for each in told.field("chunks"):

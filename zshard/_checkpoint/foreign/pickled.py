@@ -1,22 +1,36 @@
 """Read pickles as data: nothing that a pickle names is imported, created or called.
 
-The one idea: a pickle is a small program for a stack machine, and Python's unpickler runs any such
-program. This one supports only the opcodes that plain data needs. Where the program names a class
-or a function, it records the name and the arguments. So a malicious pickle is only an error here.
+The one idea: a pickle is a small program. A pass over its opcodes rewrites it with those alone that
+plain data needs, and checks what its numbers ask for. Python's own unpickler then runs the result,
+and gets an inert Thing for each class or function by name. So a malicious pickle is only an error.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
+import pickle
 import pickletools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 _LIMIT = 10_000_000  # opcodes
+_BITS = 10_000  # of an integer: Python cannot print more than 4300 digits
+_NAME = 1000  # characters
+_DEPTH = 400  # levels; Python's own functions recurse to less than 1000
+_SHARED = 1_000_000  # values beyond those that the bytes have room for
+_KEY = 100  # values of a tuple that is a key of a dict, and keys with one hash
+
+
+class NotPlainError(ValueError):
+    """The pickle is right, but describes no tree of a size that fits its length."""
 
 
 class Thing:
     """A class or function that a pickle names, or the result that calling it would have."""
+
+    __slots__ = ("args", "name", "state")
 
     def __init__(self, name: str, args: Any = None) -> None:
         self.name = name  # dotted
@@ -32,9 +46,96 @@ class Thing:
             raise KeyError(name)
         return self.state[name]
 
+    # --- what the unpickler calls -----------------------------------------------------------------
 
-class _Mark:
-    """Where a list of values begins, on the stack."""
+    def __setstate__(self, state: Any) -> None:
+        if self.args is None:
+            raise ValueError("it sets the state of an object that has none")
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignore an item."""
+
+    def extend(self, values: Any) -> None:
+        """Ignore items."""
+
+    append = extend
+
+
+class _Name(Thing):
+    """A Thing that the pickle may call, which only makes a record or plain data."""
+
+    __slots__ = ("_room",)
+
+    def __init__(self, name: str, room: _Room) -> None:
+        super().__init__(name)
+        self._room = room
+
+    def __call__(self, *args: Any) -> Any:
+        maker = _PLAIN.get(self.name)
+        made = None if maker is None else maker(args, self._room)
+        return Thing(self.name, args) if made is None else made
+
+
+class _Dict(dict[Any, Any]):
+    """A dict that looks at a key before it hashes it: the hash of a tuple takes time and stack for
+    all that the tuple contains, and keys that share a hash are compared one by one."""
+
+    __slots__ = ("_hashes",)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if type(key) in _GUESSABLE:
+            self._check(key)
+        super().__setitem__(key, value)
+
+    def _check(self, key: Any) -> None:
+        if type(key) is tuple and not _is_tree(key, _KEY):
+            raise ValueError(f"it has a dict key of more than {_KEY} values")
+        if key not in self:
+            hashes = getattr(self, "_hashes", None)
+            if hashes is None:
+                hashes = self._hashes = {}
+            same = hashes[hash(key)] = hashes.get(hash(key), 0) + 1
+            if same > _KEY:
+                raise ValueError(f"it has a dict with more than {_KEY} keys of one hash")
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore attributes, which an OrderedDict may have."""
+
+
+_GUESSABLE = frozenset((int, float, tuple))  # Python does not salt their hashes
+
+
+class _Room:
+    """How many bytes calls may still copy. Without this, a call of a few bytes could copy a long
+    text, again and again."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+
+    def take(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise ValueError("it copies more than it contains")
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, program: bytes, size: int) -> None:
+        super().__init__(io.BufferedReader(io.BytesIO(program), 1 << 16))  # which can peek: faster
+        self._room = _Room(size)
+
+    def find_class(self, module: str, name: str) -> Thing:
+        if len(module) + len(name) > _NAME:
+            raise ValueError(f"it has a class name of more than {_NAME} characters")
+        return _Name(f"{module}.{name}", self._room)
+
+    def persistent_load(self, key: Any) -> Any:
+        return _Dict() if key is None else Thing("persistent", (key,))
+
+
+# What Python's unpickler, and a maker below, raise for a damaged pickle.
+_WRONG = (pickle.PickleError, EOFError, LookupError, TypeError, AttributeError)
+_ALSO_WRONG = (ArithmeticError, RecursionError, struct.error)
 
 
 def parse(data: bytes) -> Any:
@@ -42,131 +143,92 @@ def parse(data: bytes) -> Any:
     sets (as lists), and Things. Raise ValueError if it is damaged or needs anything else.
 
     torch.Size becomes a tuple; OrderedDict, defaultdict and Counter become dicts; a deque becomes a
-    list; NumPy numbers become Python numbers.
+    list; NumPy numbers become Python numbers. Raises NotPlainError if a value contains itself, or
+    if the result is far larger than `data` because it repeats values.
     """
-    machine = _Machine()
     try:
-        for count, (op, arg, _) in enumerate(pickletools.genops(data)):
-            if op.name == "STOP":
-                return machine.only()
-            if count >= _LIMIT:
-                raise ValueError(f"it has more than {_LIMIT} opcodes")
-            machine.do(op.name, arg)
-    except (LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise ValueError(f"it is damaged: {error!r}") from None
+        value = _Reader(_rewritten(data), len(data)).load()
+    except (*_WRONG, *_ALSO_WRONG) as error:
+        raise ValueError(f"it is damaged: {error!r:.200}") from None
+    if not _is_tree(value, _SHARED + 4 * len(data)):
+        raise NotPlainError("it contains itself, is nested too deeply, or repeats itself too often")
+    return value
+
+
+def _rewritten(data: bytes) -> bytes:
+    """Return the pickle with only the opcodes in `_KEPT`. Raise ValueError if it has opcodes that
+    data does not need, if its numbers do not fit its size, or if it does not end."""
+    parts, begin = [], 0
+    for count, (op, arg, at) in enumerate(pickletools.genops(data)):
+        name = op.name
+        if name in _KEPT:
+            continue
+        if name in _REPLACED:
+            length, new = _REPLACED[name]
+            parts += data[begin:at], new
+            begin = at + length
+        elif name == "STOP":
+            return b"".join((*parts, data[begin : at + 1]))
+        elif name in _MEMO:
+            if arg > count:  # it would ask for room for all below
+                raise ValueError(f"it numbers a value {arg}, but has only {count} before it")
+        elif name not in _INTEGERS:
+            raise ValueError(f"it has opcode {name}, which plain data does not need")
+        elif arg.bit_length() > _BITS:
+            raise ValueError(f"it has an integer of more than {_BITS} bits")
+        if count >= _LIMIT:
+            raise ValueError(f"it has more than {_LIMIT} opcodes")
     raise ValueError("it has no STOP opcode")
 
 
-class _Machine:
-    def __init__(self) -> None:
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+def _is_tree(value: Any, most: int) -> bool:
+    """Return whether it has at most `most` values, where those that it repeats count each time, on
+    at most _DEPTH levels. So whoever walks, prints or hashes it takes no longer than that."""
+    level = [value]
+    for _ in range(_DEPTH):
+        inner: list[Collection[Any]] = []
+        for each in level:
+            if isinstance(each, Thing):
+                inner.append((each.args, each.state))
+            elif isinstance(each, dict):
+                inner += each.keys(), each.values()
+            elif isinstance(each, list | tuple):
+                inner.append(each)
+        most -= sum(map(len, inner))
+        if most < 0 or not inner:
+            return most >= 0
+        level = [each for each in itertools.chain(*inner) if isinstance(each, _CONTAINERS)]
+    return False
 
-    def only(self) -> Any:
-        """Return the only value on the stack."""
-        if len(self._stack) != 1:
-            raise ValueError("it does not contain exactly one value")
-        return self._stack[0]
 
-    def do(self, name: str, arg: Any) -> None:
-        if name in _IGNORED:
-            return
-        if name in _CONSTANTS:
-            self._stack.append(_CONSTANTS[name]())
-        elif name in _VALUES:
-            self._stack.append(arg)
-        elif name in _OPERATIONS:
-            _OPERATIONS[name](self, arg)
-        else:
-            raise ValueError(f"it has opcode {name}, which plain data does not need")
+_CONTAINERS = (Thing, dict, list, tuple)
 
-    # --- opcodes ----------------------------------------------------------------------------------
 
-    def mark(self, _: Any) -> None:
-        self._stack.append(_Mark)
+# --- opcodes --------------------------------------------------------------------------------------
 
-    def tuple_of(self, count: int | None) -> None:
-        values = self._since_mark() if count is None else self._last(count)
-        self._stack.append(tuple(values))
-
-    def append(self, _: Any) -> None:
-        self._extend(self._last(1))
-
-    def appends(self, _: Any) -> None:
-        self._extend(self._since_mark())
-
-    def set_item(self, _: Any) -> None:
-        self._update(self._last(2))
-
-    def set_items(self, _: Any) -> None:
-        self._update(self._since_mark())
-
-    def set_of(self, _: Any) -> None:
-        self._stack.append(self._since_mark())
-
-    def put(self, index: int | None) -> None:
-        self._memo[len(self._memo) if index is None else index] = self._stack[-1]
-
-    def get(self, index: int) -> None:
-        self._stack.append(self._memo[index])
-
-    def name(self, arg: str | None) -> None:
-        module, name = self._last(2) if arg is None else arg.split(" ", 1)
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError("it has a class name that is not a string")
-        self._stack.append(Thing(f"{module}.{name}"))
-
-    def call(self, _: Any) -> None:
-        what, args = self._last(2)
-        if not isinstance(what, Thing) or what.args is not None or not isinstance(args, tuple):
-            raise ValueError("it calls an object that is not a function")
-        maker = _PLAIN.get(what.name)
-        made = None if maker is None else maker(args)
-        self._stack.append(Thing(what.name, args) if made is None else made)
-
-    def build(self, _: Any) -> None:
-        thing, state = self._last(2)
-        if isinstance(thing, Thing) and thing.args is not None:
-            thing.state = state
-        elif not isinstance(thing, dict):  # attributes of an OrderedDict are ignored
-            raise ValueError("it sets the state of an object that has none")
-        self._stack.append(thing)
-
-    def persistent(self, _: Any) -> None:
-        self._stack.append(Thing("persistent", (self._last(1)[0],)))
-
-    # --- the stack --------------------------------------------------------------------------------
-
-    def _last(self, count: int) -> list[Any]:
-        """Pop `count` values."""
-        if len(self._stack) < count or _Mark in self._stack[len(self._stack) - count :]:
-            raise ValueError("it pops from an empty stack")
-        values = self._stack[len(self._stack) - count :]
-        del self._stack[len(self._stack) - count :]
-        return values
-
-    def _since_mark(self) -> list[Any]:
-        for i in range(len(self._stack) - 1, -1, -1):
-            if self._stack[i] is _Mark:
-                values = self._stack[i + 1 :]
-                del self._stack[i:]
-                return values
-        raise ValueError("it has no MARK opcode")
-
-    def _extend(self, values: list[Any]) -> None:
-        if isinstance(self._stack[-1], Thing):
-            return  # its items are ignored
-        if not isinstance(self._stack[-1], list):
-            raise ValueError("it appends to an object that is not a list")
-        self._stack[-1].extend(values)
-
-    def _update(self, values: list[Any]) -> None:
-        if isinstance(self._stack[-1], Thing):
-            return
-        if not isinstance(self._stack[-1], dict) or len(values) % 2 != 0:
-            raise ValueError("it sets items of an object that is not a dict")
-        self._stack[-1].update(zip(values[::2], values[1::2], strict=True))
-
+_KEPT = frozenset(
+    (
+        *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT"),
+        *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+        *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+        *("MARK", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+        *("EMPTY_LIST", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+        *("MEMOIZE", "BINGET", "LONG_BINGET"),
+        *("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "BINPERSID"),
+    )
+)
+_MEMO = frozenset(("BINPUT", "LONG_BINPUT"))
+_INTEGERS = frozenset(("LONG1", "LONG4"))
+# (length, what does the same to data)
+_REPLACED = {
+    "PROTO": (2, b""),
+    "FRAME": (9, b""),
+    "EMPTY_DICT": (1, pickle.NONE + pickle.BINPERSID),  # the reader makes a _Dict
+    "EMPTY_SET": (1, pickle.EMPTY_LIST),
+    "ADDITEMS": (1, pickle.APPENDS),
+    "FROZENSET": (1, pickle.LIST),
+    "NEWOBJ": (1, pickle.REDUCE),
+}
 
 # --- plain data that pickles write as calls -------------------------------------------------------
 
@@ -175,31 +237,40 @@ _NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?"}
 _NUMBERS |= {"i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 
 
-def _number(args: tuple[Any, ...]) -> Any:
+def _number(args: tuple[Any, ...], _: _Room) -> Any:
     dtype, data = args
-    code = _NUMBERS.get(dtype.args[0])
-    order = dtype.state[1]
-    if dtype.name != "numpy.dtype" or code is None or order not in ("<", "|"):
+    kind, order = dtype.args[0], dtype.state[1]
+    if dtype.name != "numpy.dtype" or not isinstance(kind, str) or order not in ("<", "|"):
         return None
-    return struct.unpack(f"<{code}", data)[0]
+    return struct.unpack(f"<{_NUMBERS[kind]}", data)[0] if kind in _NUMBERS else None
 
 
-def _list(args: tuple[Any, ...]) -> Any:
-    return list(args[0]) if args and isinstance(args[0], list | tuple) else None
+def _list(args: tuple[Any, ...], room: _Room) -> Any:
+    if not args:
+        return []
+    if not isinstance(args[0], tuple):
+        return args[0] if isinstance(args[0], list) else None
+    room.take(len(args[0]))
+    return list(args[0])
 
 
-def _dict(args: tuple[Any, ...]) -> Any:
-    return dict(args[0]) if args and isinstance(args[0], dict) else {}
+def _dict(args: tuple[Any, ...], _: _Room) -> Any:
+    return args[0] if args and isinstance(args[0], dict) else _Dict()
 
 
-def _bytes(args: tuple[Any, ...]) -> Any:
+def _bytes(args: tuple[Any, ...], room: _Room) -> Any:
     text, encoding = args
+    room.take(len(text))
     return text.encode("latin-1") if encoding in ("latin1", "latin-1") else None
 
 
+def _size(args: tuple[Any, ...], _: _Room) -> Any:
+    return args[0] if isinstance(args[0], tuple) else None
+
+
 # Functions that make values from arguments; if they return None, the call stays a Thing.
-_PLAIN: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    "torch.Size": lambda args: tuple(args[0]) if isinstance(args[0], tuple) else None,
+_PLAIN: dict[str, Callable[[tuple[Any, ...], _Room], Any]] = {
+    "torch.Size": _size,
     "collections.OrderedDict": _dict,
     "collections.defaultdict": _dict,
     "collections.Counter": _dict,
@@ -211,46 +282,4 @@ _PLAIN: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "_codecs.encode": _bytes,  # how protocol 2 writes bytes
     "numpy._core.multiarray.scalar": _number,
     "numpy.core.multiarray.scalar": _number,
-}
-
-_IGNORED = frozenset(("PROTO", "FRAME"))
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_SET": list,
-    "EMPTY_DICT": dict,
-}
-_VALUES = frozenset(
-    (
-        *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
-        *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-        *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-    )
-)
-_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    "MARK": _Machine.mark,
-    "TUPLE": _Machine.tuple_of,
-    "TUPLE1": lambda machine, _: machine.tuple_of(1),
-    "TUPLE2": lambda machine, _: machine.tuple_of(2),
-    "TUPLE3": lambda machine, _: machine.tuple_of(3),
-    "APPEND": _Machine.append,
-    "APPENDS": _Machine.appends,
-    "ADDITEMS": _Machine.appends,
-    "FROZENSET": _Machine.set_of,
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": _Machine.set_items,
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "MEMOIZE": _Machine.put,
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
-    "GLOBAL": _Machine.name,
-    "STACK_GLOBAL": _Machine.name,
-    "REDUCE": _Machine.call,
-    "NEWOBJ": _Machine.call,
-    "BUILD": _Machine.build,
-    "BINPERSID": _Machine.persistent,
 }

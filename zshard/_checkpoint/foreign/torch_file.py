@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zshard._checkpoint.foreign.pickled import Thing, parse
+from zshard._checkpoint.foreign.pickled import NotPlainError, Thing, parse
 from zshard._checkpoint.safetensors import CODES, OpenFile
 from zshard._errors import CheckpointError
 
@@ -94,11 +94,11 @@ _STRANGE = (ValueError, TypeError, LookupError, AttributeError)
 
 
 @contextlib.contextmanager
-def _reading(stored: Stored, name: str) -> Iterator[None]:
-    """Context that turns any error of an archive into a CheckpointError."""
+def _reading(stored: Stored, name: str, but: type[Exception] = CheckpointError) -> Iterator[None]:
+    """Context that turns any error of an archive into a CheckpointError, except for `but`."""
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, but):
         raise
     except (*_WRONG, *_STRANGE) as error:
         raise _damaged(stored, name, str(error) or type(error).__name__) from None
@@ -136,10 +136,12 @@ def _read(archive: zipfile.ZipFile, stored: Stored, end: str) -> bytes:
 def value_in(stored: Stored, name: str) -> Any:
     """Return a saved value that is not a tensor. Raise CheckpointError if it is not plain data."""
     with _opened_zip(stored, name) as archive, _reading(stored, name):
-        value = parse(_read(archive, stored, "/data.pkl"))
+        data = _read(archive, stored, "/data.pkl")
     try:
+        with _reading(stored, name, NotPlainError):
+            value = parse(data)
         return _plain(value)
-    except (TypeError, RecursionError) as error:
+    except (TypeError, RecursionError, NotPlainError) as error:
         raise NoDataError(
             f"cannot read '{name}' in '{stored.file.path}' as plain data: {error}"
         ) from None
