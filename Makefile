@@ -39,7 +39,7 @@ help: ## this list
 demo: build $(VENV)/.demo ## train a GPT on 2 ranks; compare with DDP and FSDP2 (ARGS=--long, --quick)
 	$(PY) examples/demo.py $(ARGS)
 
-test: build $(VENV)/.test ## the tests (TESTS=tests/test_layout.py, ARGS="-k name")
+test: build $(VENV)/.test ## the tests (TESTS=tests/optim/test_clip.py, ARGS="-k name")
 	$(PY) -m pytest $(TESTS) $(ARGS) $(if $(ARGS)$(filter-out tests,$(TESTS)),,$$($(WORKERS)))
 
 bench: build $(VENV)/.demo ## the benchmarks (ARGS=...)
@@ -64,15 +64,15 @@ format: $(VENV)/.lint ## apply what lint checks
 build: $(VENV)/.zshard ## compile what changed, in place (CUDA=1: with the CUDA kernels)
 	@$(PY) setup.py -q build_ext --inplace
 
-# Both run in another build, below a preloaded runtime: tests/sanitized.py says how.
+# Both run in another build, below a preloaded runtime: tests/lib/sanitized.py says how.
 sanitize: build $(VENV)/.test ## the tests with AddressSanitizer and UndefinedBehaviorSanitizer (TESTS=...)
-	$(PY) tests/sanitized.py -m pytest $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
+	$(PY) tests/lib/sanitized.py -m pytest $(addprefix $(CURDIR)/,$(TESTS)) $(ARGS)
 
 FUZZ := $(CURDIR)/build/fuzz
 
 fuzz: build $(VENV)/.test ## fuzz what reads checkpoints, so sanitized, until Ctrl-C (ARGS=..., INPUT=crash-...)
 	@mkdir -p $(FUZZ)/corpus
-	$(PY) tests/sanitized.py --fuzzing $(CURDIR)/tests/fuzz_checkpoint.py -artifact_prefix=$(FUZZ)/ \
+	$(PY) tests/lib/sanitized.py --fuzzing $(CURDIR)/tests/lib/fuzz_checkpoint.py -artifact_prefix=$(FUZZ)/ \
 	    $(ARGS) $(or $(abspath $(INPUT)),$(FUZZ)/corpus)
 
 clean: ## remove what was built; ./.venv stays

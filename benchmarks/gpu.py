@@ -1,7 +1,7 @@
 """One GPU: zshard compared with plain PyTorch, DDP and FSDP2 in time, memory and losses.
 
     python -m benchmarks.gpu [--parts steps host adam curve ranks] [--models gpt125m gpt1.5b]
-    python tests/stand_ins.py python -m benchmarks.gpu --quick     # a smoke test without a GPU
+    python tests/lib/stand_ins.py python -m benchmarks.gpu --quick     # a smoke test without a GPU
 
 Each cell (a model with a batch and a mode, or another part) runs in a fresh torchrun, so compiler
 caches and allocator state do not carry over. Results are written after each cell, so an interrupted
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(f"benchmarks.gpu needs a GPU that zshard supports:\n{missing}")
     if gpu_sides.is_stand_in() and not args.quick:
         raise SystemExit(
-            "this is a fake GPU (tests/stand_ins.py), whose times are meaningless: add --quick"
+            "this is a fake GPU (tests/lib/stand_ins.py), whose times are meaningless: add --quick"
         )
     results = [gpu_sides.describe()]
     for ranks, cell in cells(args):

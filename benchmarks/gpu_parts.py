@@ -137,7 +137,7 @@ def _repeated(call: Callable[[], Any], steps: int) -> harness.Turn:
 # --------------------------------------------------------------------------------------
 # A loss curve
 
-TEXTS = ("*.md", "docs/*.md", "zshard/*.py", "csrc/**/*.[ch]", "tests/*.py")
+TEXTS = ("*.md", "docs/*.md", "zshard/*.py", "csrc/**/*.[ch]", "tests/**/*.py")
 TOLERANCES = {BY_HAND: 0.01, BASE: 0.03}
 """Side -> largest allowed relative difference of zshard's loss (mean of ten steps) from it.
 Autocast rounds at other places."""

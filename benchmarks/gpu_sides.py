@@ -1,6 +1,6 @@
 """The models, sides and device of benchmarks/gpu.py.
 
-The device is the GPU, or the host with a fake CUDA driver (tests/stand_ins.py), so the same
+The device is the GPU, or the host with a fake CUDA driver (tests/lib/stand_ins.py), so the same
 program runs anywhere. All sides compute in bfloat16 with float32 parameters, each with its
 library's own means, and start from the same values.
 """

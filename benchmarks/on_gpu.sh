@@ -60,7 +60,7 @@ gpu() { # gpu NAME ARGUMENTS...
 stage() {
     case $1 in
     build) ;; # done for every call
-    tests) step tests "$PY" -m pytest -q -ra --durations=15 tests/test_gpu.py tests/test_gpu_ranks.py ;;
+    tests) step tests "$PY" -m pytest -q -ra --durations=15 tests/gpu/test_gpu.py tests/gpu/test_gpu_ranks.py ;;
     125m) gpu 125m --parts steps --models gpt125m ;;
     rest) gpu rest --parts host adam curve ranks ;;
     1.5b-eager) gpu 1.5b-eager --parts steps --models gpt1.5b --modes eager --rounds 8 ;;

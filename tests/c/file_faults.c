@@ -1,4 +1,4 @@
-/* file_faults.c - the Python module _file_faults: faults in zshard's file calls, and a log of them. See tests/file_faults.py.
+/* file_faults.c - the Python module _file_faults: faults in zshard's file calls, and a log of them. See tests/lib/file_faults.py.
  *
  * The one idea: zshard._core has a capsule by which its calls can be watched; this module brings the watcher, and is linked
  * with nothing of zshard but the record of errors.
@@ -39,7 +39,7 @@ static PyObject *file_faults(PyObject *module, PyObject *args)
 }
 
 PyDoc_STRVAR(log_doc, "file_log($module, path, /)\n--\n\nLog all file calls and the data they write to the file "
-                      "`path`, for tests (read by tests/power_cut.py); None stops logging. Raises OSError if that "
+                      "`path`, for tests (read by tests/lib/power_cut.py); None stops logging. Raises OSError if that "
                       "fails, or if an earlier call could not be logged.");
 
 static PyObject *file_log(PyObject *module, PyObject *path)

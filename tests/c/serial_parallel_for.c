@@ -1,4 +1,4 @@
-/* serial_parallel_for.c - zs_parallel_for without torch: in turn, in three uneven pieces, for tests/test_device.py. */
+/* serial_parallel_for.c - zs_parallel_for without torch: in turn, in three uneven pieces, for tests/core/test_device.py. */
 #include "shim/tensor.h"
 
 void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end), void *ctx)

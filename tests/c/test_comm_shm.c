@@ -1,6 +1,6 @@
 /* test_comm_shm.c - the shm transport with real processes: memory, rounds, small collectives, readers.
  *
- * Failures (dead peers, deadlines, aborts, divergence) are in test_comm_shm_faults.c. Run by tests/test_c_comm.py.
+ * Failures (dead peers, deadlines, aborts, divergence) are in test_comm_shm_faults.c. Run by tests/core/test_c_comm.py.
  */
 #include "any_transport.h"
 

@@ -1,7 +1,7 @@
 /* test_core.c - the parts of the core that need neither ranks nor torch: status, memory, arena, layout.
  *
  * The one idea: one process runs one test, `test_core NAME`, so that a crash is the failure of that test alone;
- * tests/test_c_core.py reads the names from the list at the end and builds this file with and without sanitizers.
+ * tests/core/test_c_core.py reads the names from the list at the end and builds this file with and without sanitizers.
  */
 #define _GNU_SOURCE 1
 #include "base/layout.h"
@@ -276,7 +276,7 @@ static void arena_survives_a_failure(void)
     zs_arena_free(arena);
 }
 
-/* --- layout (tests/test_c_core.py has its properties; here are the edges) ----------------------------------------- */
+/* --- layout (tests/core/test_c_core.py has its properties; here are the edges) ----------------------------------------- */
 
 static void layout_by_hand(void)
 {

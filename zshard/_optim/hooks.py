@@ -55,7 +55,7 @@ _ELEMENTWISE = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
-"""Classes of torch.optim whose step is elementwise: tests/test_optim_guard.py holds them to it."""
+"""Classes of torch.optim whose step is elementwise: test_optim_guard.py holds them to it."""
 
 
 def install() -> None:

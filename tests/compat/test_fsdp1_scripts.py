@@ -1,0 +1,67 @@
+"""Scripts written for FSDP1 (tests/compat/fsdp1_scripts): they run with another import, to the same numbers.
+
+Each runs twice under fresh ranks, as it stands and with its imports changed; what it saved is
+compared within rounding (FSDP1 adds in another order).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from nursery import fork_ranks
+
+SCRIPTS = sorted((Path(__file__).parent / "fsdp1_scripts").glob("*.py"))
+# All that a user changes.
+CHANGES = {
+    "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n": "from zshard import FSDP\n",
+    "from torch.distributed.fsdp.wrap import ": "from zshard.wrap import ",
+}
+
+
+def with_other_imports(script: Path, folder: Path) -> Path:
+    """A copy of `script` for zshard."""
+    text = script.read_text()
+    for old, new in CHANGES.items():
+        assert text.count(old) == 1, f"{script.name} does not have {old!r} once"
+        text = text.replace(old, new)
+    copy = folder / f"zshard_{script.name}"
+    copy.write_text(text)
+    return copy
+
+
+def saved_by(script: Path, folder: Path) -> dict[str, object]:
+    """What `script` saved, run by two ranks."""
+    path = folder / f"{script.stem}.pt"
+    fork_ranks(script, 2, path, timeout=120, check=True)
+    saved: dict[str, object] = torch.load(path)
+    return saved
+
+
+def far_apart(ours: object, theirs: object, name: str = "") -> list[str]:
+    """The names of the numbers that differ by more than rounding, or that only one has."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        found = [f"{name}.{key}" for key in ours.keys() ^ theirs.keys()]
+        for key in ours.keys() & theirs.keys():
+            found += far_apart(ours[key], theirs[key], f"{name}.{key}")
+        return sorted(found)
+    a, b = torch.as_tensor(ours), torch.as_tensor(theirs)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return [f"{name}: {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}"]
+    return [] if torch.allclose(a, b, rtol=1e-4, atol=1e-5) else [name]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_script_of_fsdp1_gives_the_same_numbers(script: Path, tmp_path: Path) -> None:
+    theirs = saved_by(script, tmp_path)
+    ours = saved_by(with_other_imports(script, tmp_path), tmp_path)
+    assert far_apart(ours, theirs) == []
+
+
+def test_what_is_far_apart_is_found() -> None:
+    one = {"state": {"w": torch.ones(3), "b": torch.zeros(2)}, "losses": [1.0, 2.0]}
+    other = {"state": {"w": torch.ones(3) * 1.001, "c": torch.zeros(2)}, "losses": [1.0]}
+    assert far_apart(one, one) == []
+    found = far_apart(one, other)
+    assert [name.split(":")[0] for name in found] == [".losses", ".state.b", ".state.c", ".state.w"]

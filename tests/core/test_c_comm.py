@@ -1,0 +1,117 @@
+"""The transports in C, with real processes (tests/c/test_comm_*.c): shm, its failures, c10d, self.
+
+The one idea: a transport is libc only (the process group below c10d is played by shm), so each test
+forks its ranks in a small program that the compiler makes in a second, plain and sanitized. There,
+ranks come late, come in any order, get killed and disagree, which Python's ranks cannot do at will.
+Most of these tests wait for what does not come, so all that were chosen are started together, and
+run AT_A_TIME. What torch's own process groups do is in test_transports.py.
+"""
+
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from c_compile import (
+    BUILDS,
+    NO_LOOPS,
+    C,
+    compile_c,
+    program_environment,
+    skip_without_thread_sanitizer,
+)
+from c_sources import SHM, sources
+
+PROGRAMS = {
+    "test_comm_shm": SHM,
+    "test_comm_shm_faults": SHM,
+    "test_comm_c10d": [*SHM, "arena.c", "comm_c10d.c", "c10d_*.c"],
+}
+AT_A_TIME = 4
+TEST = re.compile(r"^    TEST\((\w+), (.*)\),$", re.MULTILINE)
+
+
+def cases() -> list:
+    """Every test of every program, in every build that tells something about it."""
+    found = []
+    for program in PROGRAMS:
+        text = (C / f"{program}.c").read_text()
+        for build in BUILDS:
+            for name, fields in TEST.findall(text):
+                slow = ".slow = true" in fields
+                if (build == "threads" and "thread" not in name) or (build == "sanitized" and slow):
+                    continue
+                marks = [pytest.mark.slow] if slow else []
+                found.append(pytest.param(program, build, name, marks=marks))
+    return found
+
+
+class Programs:
+    """The programs, each compiled in each build when it is first asked for, by any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._made: dict[tuple[str, str], Future[Path]] = {}
+
+    def get(self, name: str, build: str) -> Path:
+        """The program's path; what does not compile fails every test, after one attempt."""
+        with self._lock:
+            first = (name, build) not in self._made
+            made = self._made.setdefault((name, build), Future())
+        if first:
+            try:
+                made.set_result(self._compile(name, build))
+            except BaseException as error:  # a failure, or a skip
+                made.set_exception(error)
+        return made.result()
+
+    def _compile(self, name: str, build: str) -> Path:
+        if build == "threads":
+            skip_without_thread_sanitizer()
+        files = [C / f"{name}.c", NO_LOOPS, *sources(*PROGRAMS[name])]
+        return compile_c(self._folder / f"{name}_{build}", files, BUILDS[build])
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    return Programs(tmp_path_factory.mktemp("comm"))
+
+
+def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
+    command, env = [str(program), name], program_environment()
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+
+
+Runs = dict[tuple[str, str, str], Future[subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, programs: Programs) -> Iterator[Runs]:
+    """The run of each chosen test, by (program, build, name)."""
+    with ThreadPoolExecutor(AT_A_TIME) as executor:
+
+        def start(program: str, build: str, name: str) -> Future[subprocess.CompletedProcess[str]]:
+            return executor.submit(lambda: run(programs.get(program, build), name))
+
+        calls = [
+            tuple(item.callspec.params[word] for word in ("program", "build", "name"))
+            for item in request.session.items
+            if isinstance(item, pytest.Function) and item.function is test_in_c
+        ]
+        yield {call: start(*call) for call in calls}
+        executor.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("program", "build", "name"), cases())
+def test_in_c(runs: Runs, program: str, build: str, name: str) -> None:
+    done = runs[program, build, name].result()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"^{name} +\d ranks  ok", done.stdout, re.MULTILINE)
+
+
+def test_program_knows_what_it_does_not_have(programs: Programs) -> None:
+    assert run(programs.get("test_comm_shm", "release"), "no_such_test").returncode == 2

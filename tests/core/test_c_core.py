@@ -1,0 +1,195 @@
+"""The torch-free parts of the C core: unit tests in C (tests/c/test_core.c), and the layout.
+
+The one idea: status.c, memory.c, arena.c and layout.c need nothing but libc, so the compiler alone
+can build and test them, plain and with AddressSanitizer and UndefinedBehaviorSanitizer, in seconds.
+The layout is also loaded through ctypes and held against what it promises, on sizes that hypothesis
+invents: a cut at the wrong element would only show as slightly wrong training.
+"""
+
+import ctypes
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from c_compile import BUILDS, NO_LOOPS, C, compile_c, program_environment
+from c_sources import sources
+
+hypothesis = pytest.importorskip("hypothesis")
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+SOURCES = sources("status.c", "memory.c", "device.c", "arena.c", "layout.c")
+PROGRAM = C / "test_core.c"
+NAMES = re.findall(r"^    TEST\((\w+)\)", PROGRAM.read_text(), re.MULTILINE)
+
+
+# --- the tests in C ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["release", "sanitized"])
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("core") / f"test_core_{request.param}"
+    return compile_c(target, [PROGRAM, NO_LOOPS, *SOURCES], BUILDS[request.param])
+
+
+def run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
+    command, env = [str(program), name], program_environment()
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_c(program: Path, name: str) -> None:
+    done = run(program, name)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{name}: ok\n"
+
+
+def test_program_knows_what_it_does_not_have(program: Path) -> None:
+    assert run(program, "no_such_test").returncode == 2
+
+
+# --- properties of the layout --------------------------------------------------------------------
+
+VALUE_ERROR = 1  # ZS_ERR_VALUE
+
+
+class Layout(ctypes.Structure):
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("offsets", ctypes.POINTER(ctypes.c_int64)),
+        ("numels", ctypes.POINTER(ctypes.c_int64)),
+        ("shard_numel", ctypes.c_int64),
+        ("itemsize", ctypes.c_size_t),
+        ("world", ctypes.c_int),
+    )
+
+
+class Range(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_int64), ("numel", ctypes.c_int64))
+
+
+class Library:
+    """layout.c through ctypes, with the types of layout.h."""
+
+    def __init__(self, path: Path) -> None:
+        self._lib = ctypes.CDLL(str(path))
+        layout = ctypes.POINTER(Layout)
+        self.new = self._lib.zs_layout_new
+        self.new.argtypes = [
+            *(ctypes.POINTER(ctypes.c_int64), ctypes.c_int64, ctypes.c_size_t),
+            *(ctypes.c_int, ctypes.c_size_t, layout),
+        ]
+        self.free = self._lib.zs_layout_free
+        self.free.argtypes, self.free.restype = [layout], None
+        self.owned = self._lib.zs_layout_owned
+        self.in_shard = self._lib.zs_layout_in_shard
+        for function in (self.owned, self.in_shard):
+            function.argtypes = [layout, ctypes.c_int64, ctypes.c_int]
+            function.restype = Range
+        self.shard_bytes = self._lib.zs_layout_shard_bytes
+        self.full_bytes = self._lib.zs_layout_full_bytes
+        for function in (self.shard_bytes, self.full_bytes):
+            function.argtypes, function.restype = [layout], ctypes.c_size_t
+        self.clear_error = self._lib.zs_clear_error
+        self.clear_error.restype = None
+
+    def make(self, numels: list[int], itemsize: int, world: int, align: int) -> Layout:
+        """A layout that must come about; give it to `free`."""
+        layout = Layout()
+        array = (ctypes.c_int64 * len(numels))(*numels)
+        assert self.new(array, len(numels), itemsize, world, align, layout) == 0
+        return layout
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    files = sources("status.c", "layout.c")
+    target = tmp_path_factory.mktemp("layout") / "liblayout.so"
+    return Library(compile_c(target, files, BUILDS["release"], ("-shared",)))
+
+
+layouts = given(
+    # Mostly sizes around the boundaries of 64 bytes and of pages; empty parameters are common.
+    numels=st.lists(st.one_of(st.integers(0, 70), st.integers(0, 5000)), max_size=12),
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
+    world=st.integers(1, 9),
+    align=st.sampled_from([64, 128, 4096]),
+)
+
+
+@layouts
+def test_parameters_lie_apart_and_aligned(
+    library: Library, numels: list[int], itemsize: int, world: int, align: int
+) -> None:
+    layout = library.make(numels, itemsize, world, align)
+    end = 0
+    for i, numel in enumerate(numels):
+        offset = layout.offsets[i]
+        assert offset * itemsize % 64 == 0
+        assert end <= offset and (offset - end) * itemsize < 64  # after the last one, and close
+        end = offset + numel
+    assert layout.shard_numel * world >= end
+    library.free(layout)
+
+
+@layouts
+def test_shards_are_equal_aligned_and_no_longer_than_needed(
+    library: Library, numels: list[int], itemsize: int, world: int, align: int
+) -> None:
+    layout = library.make(numels, itemsize, world, align)
+    shard = library.shard_bytes(layout)
+    assert shard == layout.shard_numel * itemsize and shard % align == 0
+    assert library.full_bytes(layout) == world * shard
+    end = max((layout.offsets[i] + numel for i, numel in enumerate(numels)), default=0) * itemsize
+    padded = (end + 63) // 64 * 64
+    assert shard == 0 or (shard - align) * world < padded
+    library.free(layout)
+
+
+@layouts
+def test_each_element_has_one_owner_who_keeps_it_where_the_full_buffer_does(
+    library: Library, numels: list[int], itemsize: int, world: int, align: int
+) -> None:
+    layout = library.make(numels, itemsize, world, align)
+    cut = layout.shard_numel
+    full = np.zeros(world * cut, np.int64)
+    params = []
+    for i, numel in enumerate(numels):  # every element is another number
+        params.append(1 + sum(numels[:i]) + np.arange(numel))
+        full[layout.offsets[i] : layout.offsets[i] + numel] = params[i]
+    shards = [full[rank * cut : (rank + 1) * cut] for rank in range(world)]
+    for i, param in enumerate(params):
+        parts = []
+        for rank in range(world):
+            owned, place = library.owned(layout, i, rank), library.in_shard(layout, i, rank)
+            assert owned.numel == place.numel
+            assert 0 <= owned.begin <= owned.begin + owned.numel <= len(param)
+            assert 0 <= place.begin <= place.begin + place.numel <= cut
+            mine = param[owned.begin : owned.begin + owned.numel]
+            assert (mine == shards[rank][place.begin : place.begin + place.numel]).all()
+            parts.append(mine)
+        assert (np.concatenate(parts) == param).all()  # in rank order: nothing missing, none twice
+    library.free(layout)
+
+
+@given(
+    numels=st.lists(st.integers(0, 2**62), min_size=1, max_size=4),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+    world=st.integers(1, 1024),
+)
+def test_huge_sizes_are_right_or_refused(
+    library: Library, numels: list[int], itemsize: int, world: int
+) -> None:
+    layout = Layout()
+    array = (ctypes.c_int64 * len(numels))(*numels)
+    library.clear_error()
+    status = library.new(array, len(numels), itemsize, world, 4096, layout)
+    wanted = sum(numels) * itemsize
+    if status == 0:
+        assert wanted <= library.full_bytes(layout) <= wanted + 64 * len(numels) + 4096 * world
+        library.free(layout)
+    else:
+        assert status == VALUE_ERROR and not layout.offsets
+        assert wanted > 2**60  # an exabyte; nothing that exists is refused

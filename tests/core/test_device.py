@@ -1,0 +1,188 @@
+"""device_cpu.c against torch: sums in rank order, norms, scaling; every dtype and instruction set.
+
+The one idea: the file needs nothing of torch but zs_parallel_for, so the compiler alone can build
+it (with UndefinedBehaviorSanitizer too) and ctypes can call it on a tensor's memory. The oracle is
+the contract of device.h, one rounding after the other, in torch.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+from c_compile import BUILDS, C, compile_c
+from c_sources import sources
+from loops import DTYPES, Device, source_dtype
+from torch import Tensor
+
+SOURCES = [
+    *sources("device_cpu.c", "simd.c", "memory.c", "status.c"),
+    C / "serial_parallel_for.c",
+]
+UNDEFINED = ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+FLAGS = {"base": BUILDS["release"], "avx2": BUILDS["release"], "avx512": BUILDS["release"]}
+FLAGS["sanitized"] = UNDEFINED  # and no more: Python, which loads it, is not sanitized
+LENGTHS = [0, 1, 31, 32, 1023, 1024, 1025, 100_003]
+
+
+@pytest.fixture(scope="module", params=FLAGS)
+def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Device:
+    """A library for each instruction set: the choice is made once per library."""
+    target = tmp_path_factory.mktemp("device") / f"device_{request.param}.so"
+    compile_c(target, SOURCES, FLAGS[request.param], ("-shared", "-lm"))
+    before = os.environ.get("ZSHARD_ISA")
+    os.environ["ZSHARD_ISA"] = request.param
+    try:
+        made = Device(target)
+        made.scale(torch.ones(1), 1.0)  # makes the choice
+    finally:
+        os.environ.pop("ZSHARD_ISA")
+        if before is not None:
+            os.environ["ZSHARD_ISA"] = before
+    return made
+
+
+def wide(*dtypes: torch.dtype) -> torch.dtype:
+    """What sums are taken in."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def expected_sum(sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> Tensor:
+    total = None
+    for source in sources:
+        plain = torch.zeros_like(dst) if source is None else source
+        term = plain.to(wide(dst.dtype, source_dtype(sources, dst)))
+        if add:
+            term = term + dst.to(term.dtype)
+        term = term * torch.tensor(scale, dtype=term.dtype)
+        total = term if total is None else total + term
+    assert total is not None
+    return total.to(dst.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8, 11])
+def test_sum_in_rank_order(device: Device, dtype: torch.dtype, world: int) -> None:
+    torch.manual_seed(world)
+    for numel in LENGTHS:
+        for add in (False, True):
+            sources = [torch.randn(numel).to(dtype) for _ in range(world)]
+            dst = torch.randn(numel).to(dtype)
+            want = expected_sum(sources, dst, 1 / 3, add)
+            device.sum(sources, dst, 1 / 3, add)
+            assert torch.equal(dst, want)
+
+
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_into_another_dtype(device: Device, dtype: torch.dtype, to: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for world in (1, 2, 5):
+        for numel in LENGTHS:
+            for add in (False, True):
+                sources: list[Tensor | None] = [torch.randn(numel).to(dtype) for _ in range(world)]
+                sources[world // 2 :: 3] = [None] * len(sources[world // 2 :: 3])
+                dst = torch.randn(numel).to(to)
+                if all(source is None for source in sources):
+                    sources[0] = torch.randn(numel).to(dtype)
+                want = expected_sum(sources, dst, 0.25, add)
+                device.sum(sources, dst, 0.25, add)
+                assert torch.equal(dst, want)
+
+
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cast(device: Device, dtype: torch.dtype, to: torch.dtype) -> None:
+    torch.manual_seed(0)
+    special = torch.tensor(
+        [0.0, -0.0, 1e-41, 65520.0, 1e30, math.inf, -math.inf, math.nan, 1 + 2**-9]
+    )
+    for numel in LENGTHS:
+        src = torch.cat([torch.randn(numel), special]).to(dtype)
+        dst = torch.full_like(src, 7, dtype=to)
+        device.cast(dst, src)
+        want = src.to(torch.float32).to(to) if to.itemsize == 2 else src.to(to)
+        assert torch.equal(dst.nan_to_num(nan=-5.0), want.nan_to_num(nan=-5.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_absent_sources_count_as_zeros(device: Device, dtype: torch.dtype) -> None:
+    for absent in ([0], [1], [0, 1, 2], [2, 3, 4, 5]):
+        for add in (False, True):
+            sources: list[Tensor | None] = [torch.randn(2050).to(dtype) for _ in range(6)]
+            for rank in absent:
+                sources[rank] = None
+            dst = torch.randn(2050).to(dtype)
+            want = expected_sum(sources, dst, 0.25, add)
+            device.sum(sources, dst, 0.25, add)
+            assert torch.equal(dst, want)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 7])
+def test_the_sum_may_go_into_one_of_its_sources(device: Device, world: int) -> None:
+    for into in range(world):
+        sources = [torch.randn(70_001) for _ in range(world)]
+        want = expected_sum(sources, sources[into], 0.5, False)
+        device.sum(sources, sources[into], 0.5, False)
+        assert torch.equal(sources[into], want)
+
+
+def test_a_sum_keeps_the_sign_of_zero(device: Device) -> None:
+    for world in (2, 6):
+        dst = torch.ones(40)
+        device.sum([torch.full((40,), -0.0) for _ in range(world)], dst, 0.5, False)
+        assert torch.equal(dst.signbit(), torch.ones(40, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_norm(device: Device, dtype: torch.dtype, p: float) -> None:
+    for numel in LENGTHS:
+        x = torch.randn(numel).to(dtype)
+        exact = x.double().abs()
+        want = exact.max() if numel and p == math.inf else exact.pow(min(p, 9)).sum()
+        assert device.norm(x, p) == pytest.approx(float(want), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_norm_lets_nan_and_inf_through(device: Device, dtype: torch.dtype, p: float) -> None:
+    for at in (0, 31, 32, 1024, 5000, 100_002):
+        x = torch.randn(100_003).to(dtype)
+        x[at] = -math.inf
+        assert device.norm(x, p) == math.inf
+        x[at] = math.nan
+        assert math.isnan(device.norm(x, p))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scale(device: Device, dtype: torch.dtype) -> None:
+    for numel in LENGTHS:
+        x = torch.randn(numel).to(dtype)
+        want = (x.to(wide(dtype)) * torch.tensor(0.37, dtype=wide(dtype))).to(dtype)
+        device.scale(x, 0.37)
+        assert torch.equal(x, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_half_number_goes_to_float_and_back(device: Device, dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    there = every.clone()
+    device.scale(there, 1.0)
+    assert torch.equal(there.isnan(), every.isnan())
+    numbers = ~every.isnan()
+    assert torch.equal(there.view(torch.int16)[numbers], every.view(torch.int16)[numbers])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_to_half_is_torchs(device: Device, dtype: torch.dtype) -> None:
+    """Sums of two halves fall between halves, on ties, below the smallest and above the largest."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for step in (1, 77, 4099):
+        a, b, dst = every, every.roll(step).contiguous(), torch.empty_like(every)
+        device.sum([a, b], dst, 0.5, False)
+        want = (a.float() * 0.5 + b.float() * 0.5).to(dtype)
+        numbers = ~want.isnan()
+        assert torch.equal(dst.isnan(), want.isnan())
+        assert torch.equal(dst.view(torch.int16)[numbers], want.view(torch.int16)[numbers])

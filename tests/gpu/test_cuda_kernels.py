@@ -1,0 +1,438 @@
+"""The CUDA kernels against the CPU's loops, bit for bit; on any machine.
+
+The one idea: cuda_kernels.c launches through the stand-in for libcuda (fake_cuda.py), whose kernels
+are those of cuda/ compiled for the host, so what is compared is the real launch code and the real
+arithmetic. All arrays come from the middle of larger ones that must not change outside, at places
+where a GPU could and could not use its 16-byte accesses.
+
+test_gpu.py runs this file again with ZSHARD_TEST_KERNELS=gpu: the kernels that nvcc made, launched
+by the real driver on copies in the GPU's memory; =copies has the stand-in work on such copies, so
+that what makes them is tested as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import fake_cuda
+import pytest
+import torch
+from cuda_kernels import (
+    ADAM,
+    KERNELS,
+    SGD,
+    Address,
+    Cuda,
+    Hyper,
+    Live,
+    compile_kernels,
+    places,
+    pointer,
+)
+from loops import DTYPES, Device, numbers
+from torch import Tensor
+
+LENGTHS = [0, 1, 7, 8, 9, 40, 1027, 4099]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_kernels(tmp_path_factory.mktemp("kernels") / "kernels.so")
+
+
+@pytest.fixture(scope="module")
+def loaded(compiled: Path) -> Cuda:
+    if KERNELS == "gpu":
+        return Cuda(compiled)
+    before = os.environ.get("ZSHARD_CUDA_LIB")
+    os.environ["ZSHARD_CUDA_LIB"] = str(fake_cuda.library())
+    try:
+        return Cuda(compiled)
+    finally:
+        os.environ.pop("ZSHARD_CUDA_LIB")
+        os.environ.update({} if before is None else {"ZSHARD_CUDA_LIB": before})
+
+
+@pytest.fixture(params=["default", "side"])
+def cuda(loaded: Cuda, request: pytest.FixtureRequest) -> Cuda:
+    """The kernels, in torch's stream and in one of our own."""
+    loaded.stream = None
+    if request.param == "side":
+        stream = ctypes.c_void_p()
+        loaded.ok(loaded.lib.zs_face_side_stream(ctypes.byref(stream)))
+        loaded.stream = stream.value
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def cpu(compiled: Path) -> Device:
+    return Device(compiled)
+
+
+# --- numbers to compute with -----------------------------------------------------------------------
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -6e-8, 65519.9, 65520.0, 3e38, 1e-40]
+PADDING = 32  # elements around an array
+
+
+class Place:
+    """An array `offset` elements into a larger one that is aligned, and whether that stayed."""
+
+    def __init__(self, values: Tensor, offset: int) -> None:
+        n = values.numel()
+        whole = torch.full((n + 2 * PADDING + 64,), 3.0, dtype=values.dtype)
+        skip = -whole.data_ptr() % 64 // whole.element_size()
+        self.whole, self.begin, self.end = whole, skip + offset, skip + offset + n
+        self.values = whole[self.begin : self.end]
+        self.values.copy_(values)
+
+    def untouched_around(self) -> bool:
+        return bool((self.whole[: self.begin] == 3).all() and (self.whole[self.end :] == 3).all())
+
+
+def some(n: int, dtype: torch.dtype, seed: int, special: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(n, generator=generator, dtype=torch.float64)
+    values *= 10 ** torch.randint(-4, 4, (n,), generator=generator).double()
+    if special and n >= len(SPECIAL):
+        where = torch.randperm(n, generator=generator)[: len(SPECIAL)]
+        values[where] = torch.tensor(SPECIAL, dtype=torch.float64)
+    return values.to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit, but a NaN is a NaN: its other bits differ from machine to machine."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    nan = a.isnan() & b.isnan()
+    return bool(((a.view(integer) == b.view(integer)) | nan).all())
+
+
+# --- sums ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_has_the_bits_of_the_cpu(
+    cuda: Cuda, cpu: Device, dtype: torch.dtype, to: torch.dtype
+) -> None:
+    seed = 0
+    for world in (1, 2, 3, 4, 5, 8):
+        for n in LENGTHS:
+            seed += 1
+            add, offset = seed % 2 == 0, (0, 8, 3, 1)[seed % 4]
+            sources = [Place(some(n, dtype, 100 * seed + r), offset) for r in range(world)]
+            given: list[Tensor | None] = [place.values for place in sources]
+            if seed % 3 == 0:
+                given[seed % world] = None
+            before = some(n, to, seed)
+            ours, theirs = Place(before, offset), before.clone()
+            cuda.sum(given, ours.values, 1 / 3, add)
+            cpu.sum(given, theirs, 1 / 3, add)
+            assert same_bits(ours.values, theirs), (world, n, add, offset)
+            assert ours.untouched_around()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_into_one_of_its_sources(cuda: Cuda, cpu: Device, dtype: torch.dtype) -> None:
+    for n in LENGTHS:
+        mine = [some(n, dtype, r) for r in range(5)]
+        theirs = [t.clone() for t in mine]
+        cuda.sum(mine, mine[2], 0.2, False)
+        cpu.sum(theirs, theirs[2], 0.2, False)
+        assert all(map(same_bits, mine, theirs))
+
+
+def test_sum_of_arrays_that_are_aligned_differently(cuda: Cuda, cpu: Device) -> None:
+    sources = [Place(some(1000, torch.bfloat16, r), r) for r in range(4)]
+    ours, theirs = torch.zeros(1000), torch.zeros(1000)
+    cuda.sum([place.values for place in sources], ours, 0.25, False)
+    cpu.sum([place.values for place in sources], theirs, 0.25, False)
+    assert same_bits(ours, theirs)
+
+
+def test_sum_over_more_ranks_than_addresses(cuda: Cuda, cpu: Device) -> None:
+    world, n = 300, 41
+    for stride in (48, 41):  # elements: the second lets no two sources be aligned together
+        whole = some(world * stride, torch.bfloat16, 5, special=False)
+        sources = [whole[r * stride : r * stride + n] for r in range(world)]
+        ours, theirs = torch.zeros(n), torch.zeros(n)
+        cuda.sum(sources, ours, 1 / world, False)
+        cpu.sum(sources, theirs, 1 / world, False)
+        assert same_bits(ours, theirs)
+    apart = [*sources[:-1], sources[-1].clone()]
+    with pytest.raises(AssertionError, match="equally spaced in memory, and that of rank 299"):
+        cuda.sum(apart, ours, 1.0, False)
+    assert same_bits(ours, theirs)
+
+
+# --- casts, scaling, norms, comparing ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cast_and_add_are_those_of_torch(cuda: Cuda, dtype: torch.dtype, to: torch.dtype) -> None:
+    for seed, n in enumerate(LENGTHS):
+        for offset, other in ((0, 0), (3, 3), (1, 2)):
+            src, before = Place(some(n, dtype, seed), other), some(n, to, seed + 99)
+            dst = Place(before, offset)
+            cuda.cast(dst.values, src.values)
+            assert same_bits(dst.values, src.values.to(to)) and dst.untouched_around()
+            dst.values.copy_(before)
+            cuda.cast(dst.values, src.values, add=True)
+            assert same_bits(dst.values, before.clone().add_(src.values)) and dst.untouched_around()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scale_has_the_bits_of_the_cpu(cuda: Cuda, cpu: Device, dtype: torch.dtype) -> None:
+    for seed, n in enumerate(LENGTHS):
+        for offset in (0, 5):
+            theirs = some(n, dtype, seed)
+            ours, again = Place(theirs, offset), Place(theirs, offset)
+            cuda.scale(ours.values, 1 / 7)
+            cuda.scale(again.values, 99.0, torch.tensor([0.375]))
+            device, theirs = theirs.clone(), theirs
+            cpu.scale(theirs, 1 / 7)
+            cpu.scale(device, 0.375)
+            assert same_bits(ours.values, theirs) and ours.untouched_around()
+            assert same_bits(again.values, device) and again.untouched_around()
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_agrees_and_does_not_depend_on_the_place(
+    cuda: Cuda, cpu: Device, dtype: torch.dtype, p: float
+) -> None:
+    for n in [*LENGTHS, 70_001]:
+        values = some(n, dtype, n, special=False)
+        found = {cuda.norm(Place(values, offset).values, p) for offset in (0, 1, 8, 13)}
+        assert len(found) == 1
+        assert found.pop() == pytest.approx(cpu.norm(values, p), rel=1e-13)
+        for odd in (math.inf, math.nan):
+            if n:
+                values[n // 2] = odd
+                assert str(cuda.norm(values, p)) == str(odd)
+
+
+def test_norm_of_more_than_all_threads_take_at_once(cuda: Cuda) -> None:
+    x = torch.ones((1 << 22) + 4321, dtype=torch.bfloat16)
+    x[-1] = 2.0
+    assert cuda.norm(x, 2.0) == x.numel() + 3
+    assert cuda.norm(x, math.inf) == 2.0
+
+
+def test_norms_are_joined_in_order(cuda: Cuda) -> None:
+    values = some(1000, torch.float64, 3, special=False).abs()
+    assert cuda.norm_join(values, 2.0) == sum(values.tolist())  # one after the other, as here
+    assert cuda.norm_join(values, math.inf) == values.max()
+    assert cuda.norm_join(values[:0], 1.0) == 0.0
+    with pytest.raises(AssertionError, match="p must be 1, 2 or inf, got 3"):
+        cuda.norm_join(values, 3.0)
+
+
+def test_differs_finds_any_byte(cuda: Cuda) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for n in (0, 1, 15, 16, 17, 100, 5001):
+        for offset, other in ((0, 0), (3, 3), (0, 1)):
+            values = torch.randint(0, 256, (n,), generator=generator, dtype=torch.uint8)
+            a, b = Place(values, offset), Place(values, other)
+            assert cuda.differs(a.values, b.values) == 0
+            for at in {0, n // 2, n - 1} if n else ():
+                b.values[at] ^= 1
+                assert cuda.differs(a.values, b.values) == 1, (n, at)
+                b.values[at] ^= 1
+
+
+# --- optimizers --------------------------------------------------------------------------------------
+
+PLAIN = {"lr": 0.01, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+VARIANTS = {
+    "adamw": (ADAM, {"decoupled": True}),
+    "adam": (ADAM, {"weight_decay": 0.01, "maximize": True}),
+    "adam-from-grad": (ADAM, {"beta1": 0.3, "weight_decay": 0.0}),
+    "amsgrad": (ADAM, {"amsgrad": True, "decoupled": True}),
+    "sgd": (SGD, {"weight_decay": 0.0}),
+    "sgd-decay": (SGD, {"maximize": True}),
+    "momentum": (SGD, {"momentum": 0.9, "dampening": 0.25}),
+    "nesterov": (SGD, {"momentum": 0.9, "nesterov": True}),
+}
+KINDS = [(dtype, False) for dtype in DTYPES] + [(torch.bfloat16, True)]
+
+needs_fma = pytest.mark.skipif(
+    platform.machine() == "x86_64" and " avx2 " not in Path("/proc/cpuinfo").read_text(),
+    reason="a GPU has FMA, and this machine's loops have not: their bits are others",
+)
+
+
+class Stepper:
+    """One run with all that an update can have, for the GPU and for the CPU."""
+
+    def __init__(self, cuda: Cuda, variant: str, dithered: bool = False, first: bool = False):
+        self.cuda, (self.rule, more) = cuda, VARIANTS[variant]
+        hyper = Hyper(**{**PLAIN, **more}, dithered=dithered, seed=77, round=12)
+        self.hyper = hyper
+        self.face = ctypes.create_string_buffer(cuda.lib.zs_face_job_bytes())
+        step, new = ctypes.c_double(3), ctypes.c_bool(first)
+        cuda.lib.zs_face_make(self.face, ctypes.byref(hyper), self.rule, step, new)
+        self.run = cuda.lib.zs_face_run(self.face).contents
+        self.job = cuda.lib.zs_face_update(self.face).contents
+        self.states = 2 + self.job.full if self.rule == ADAM else int(self.job.full)
+        self.tensors: Sequence[Tensor] = ()
+        self.low: Tensor | None = None
+        self.scalars: tuple[Tensor | None, Tensor | None] = (None, None)  # grad_factor, found_inf
+
+    def lay(self, tensors: Sequence[Tensor], number: int = 0) -> None:
+        """Param, grad, states."""
+        self.tensors = tensors
+        self.run.numel, self.run.dtype = tensors[0].numel(), DTYPES[tensors[0].dtype]
+        self.run.number = number
+
+    def point(self, at: Address) -> None:
+        self.run.param, self.run.grad = map(at, self.tensors[:2])
+        for s in range(self.states):
+            self.run.state[s] = at(self.tensors[2 + s])
+
+    def step(self) -> None:
+        stream = ctypes.c_void_p(self.cuda.stream)
+        with places(*self.tensors, self.low, *self.scalars) as at:
+            self.point(at)
+            self.job.low = at(self.low)
+            self.job.low_dtype = 0 if self.low is None else DTYPES[self.low.dtype]
+            self.job.grad_factor, self.job.found_inf = map(at, self.scalars)
+            self.cuda.finish(self.cuda.lib.zs_cuda_update(ctypes.byref(self.job), stream))
+
+    def make_live(self, room: Tensor, lr: Tensor, found: Tensor, steps: Sequence[Tensor]) -> None:
+        """Has the constants made on the device, from `lr` and `steps`, which are counted up."""
+        live = Live(pointer(lr), DTYPES[lr.dtype], None, pointer(found), pointer(room))
+        self.hyper.lr = 77.0  # which is not to be used
+        given, stream = ctypes.byref(self.hyper), ctypes.c_void_p(self.cuda.stream)
+        array = (ctypes.c_void_p * len(steps))(*map(pointer, steps))
+        make, n = self.cuda.lib.zs_face_make_live, ctypes.c_int64(len(steps))
+        self.cuda.finish(make(self.face, given, ctypes.byref(live), array, n, stream))
+        self.scalars = None, found
+
+    def step_on_cpu(self) -> None:
+        self.point(pointer)
+        self.cuda.lib.zs_face_step_on_cpu(self.face)
+
+
+def tensors_for(stepper: Stepper, n: int, dtype: torch.dtype, special: bool) -> list[Tensor]:
+    """Param, grad and states with values that such tensors have: second moments are not negative."""
+    made = [
+        some(n, dtype, seed, special=special and seed < 2) for seed in range(2 + stepper.states)
+    ]
+    return [t.abs() if stepper.rule == ADAM and i > 2 else t for i, t in enumerate(made)]
+
+
+@pytest.mark.needs_fma
+@needs_fma
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("dtype", "dithered"), KINDS, ids=str)
+def test_update_has_the_bits_of_the_cpu(
+    cuda: Cuda, variant: str, dtype: torch.dtype, dithered: bool
+) -> None:
+    for n in LENGTHS:
+        for offset in (0, 8, 3):
+            stepper = Stepper(cuda, variant, dithered, first=offset == 8)
+            theirs = tensors_for(stepper, n, dtype, special=True)
+            ours = [Place(t, offset) for t in theirs]
+            number = 2**33 - n // 2  # the upper half changes on the way
+            stepper.lay([place.values for place in ours], number)
+            stepper.step()
+            stepper.lay(theirs, number)
+            stepper.step_on_cpu()
+            for place, expected in zip(ours, theirs, strict=True):
+                assert same_bits(place.values, expected), (n, offset)
+                assert place.untouched_around()
+
+
+@pytest.mark.needs_fma
+@needs_fma
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "dithered"), KINDS, ids=str)
+def test_update_leaves_a_copy_and_takes_scalars_from_the_device(
+    cuda: Cuda, dtype: torch.dtype, dithered: bool, low: torch.dtype
+) -> None:
+    for variant in ("adamw", "momentum"):
+        for offset, low_offset in ((0, 0), (3, 3), (0, 1)):
+            stepper = Stepper(cuda, variant, dithered)
+            theirs = tensors_for(stepper, 999, dtype, special=False)
+            theirs[1][theirs[1].abs() < 1e-3] = 0  # so that a quarter is exact in float16 too
+            ours = [Place(t, offset) for t in theirs]
+            copy = Place(torch.zeros(999, dtype=low), low_offset)
+            factor, found_inf = torch.tensor([0.25]), torch.tensor([1.0])
+            stepper.low, stepper.scalars = copy.values, (factor, found_inf)
+
+            stepper.lay([place.values for place in ours])
+            stepper.step()  # an infinity was found: nothing happens
+            assert all(same_bits(p.values, t) for p, t in zip(ours, theirs, strict=True))
+            assert copy.values.count_nonzero() == 0
+
+            found_inf.zero_()
+            stepper.step()
+            theirs[1] *= 0.25
+            stepper.lay(theirs)
+            stepper.step_on_cpu()
+            for i in range(len(theirs)):
+                assert i == 1 or same_bits(ours[i].values, theirs[i]), (variant, i)
+            assert same_bits(copy.values, theirs[0].to(low)) and copy.untouched_around()
+
+
+@pytest.mark.needs_fma
+@needs_fma
+@pytest.mark.skipif(bool(KERNELS), reason="its arrays stay where they are")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_constants_that_are_made_on_the_device_are_the_hosts(
+    cuda: Cuda, variant: str, dtype: torch.dtype
+) -> None:
+    for offset, n_steps in ((0, 1), (3, 700)):  # more counters than one launch takes
+        stepper = Stepper(cuda, variant, first=offset == 3)  # of step 3, on the host
+        theirs = tensors_for(stepper, 1027, dtype, special=True)
+        ours = [Place(t, offset) for t in theirs]
+        room, found = torch.zeros(16, dtype=torch.float64), torch.ones(1)
+        lr = torch.tensor(PLAIN["lr"], dtype=torch.float64)
+        steps = list(torch.full((n_steps,), 2.0).unbind()) if stepper.rule == ADAM else []
+        stepper.lay([place.values for place in ours])
+
+        stepper.make_live(room, lr, found, steps)
+        stepper.step()  # an infinity was found: nothing happens
+        assert all(same_bits(p.values, t) for p, t in zip(ours, theirs, strict=True))
+        assert all(step == 2 for step in steps)
+
+        stepper.make_live(room, lr, found.zero_(), steps)
+        stepper.step()
+        assert all(step == 3 for step in steps)
+        stepper.lay(theirs)
+        stepper.step_on_cpu()
+        for place, expected in zip(ours, theirs, strict=True):
+            assert same_bits(place.values, expected), (n_steps, offset)
+            assert place.untouched_around()
+
+
+def test_factor_is_not_rounded_to_the_gradients_dtype(cuda: Cuda) -> None:
+    stepper = Stepper(cuda, "sgd")
+    grad = torch.full((9,), 1.0, dtype=torch.bfloat16)
+    param, factor = torch.zeros(9, dtype=torch.bfloat16), torch.tensor([1 / 3])
+    stepper.scalars = factor, None
+    stepper.lay([param, grad])
+    stepper.step()
+    assert same_bits(param, torch.full((9,), -0.01 / 3).bfloat16())
+    assert (grad == 1).all()
+
+
+def test_late_side_stream_is_waited_for(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in itself: work in a side stream is not done when the call returns."""
+    if cuda.stream is None or KERNELS:
+        pytest.skip("of the stand-in's side streams, on memory that is the host's")
+    monkeypatch.setenv("FAKE_CUDA_DELAY_US", "100000")
+    x = torch.ones(100)
+    job, stream = ctypes.byref(numbers(x)), ctypes.c_void_p(cuda.stream)
+    cuda.ok(cuda.lib.zs_cuda_scale(job, ctypes.c_double(2.0), None, stream))
+    assert (x == 1).all()
+    cuda.ok(cuda.lib.zs_face_wait(stream))
+    assert (x == 2).all()

@@ -1,0 +1,42 @@
+"""The suite's own tests of strategies, precision and memory, run once more over the GPU's path.
+
+The one idea: what is true of a model on the CPU has to be true of it on a GPU, so nothing is
+tested in another way: the same files run in a session of their own, in which stand-ins are CUDA's
+driver and NCCL (stand_ins.py), with work on side streams put off. What needs one-sided reading
+(shm), or names a transport, is left out by name.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from c_compile import ROOT
+from stand_ins import with_stand_ins
+
+FILES = {
+    "training/test_parity.py": "",
+    "training/test_mixed_precision.py": "",
+    "units/test_hybrid.py": "not shm_within_hosts",
+    "wrap/test_meta.py": "not little_is_whole",  # which looks at the host's memory
+    "checkpoint/test_save.py": "not chunk_of_memory and not offload",
+}
+SAMPLE = ("nccl", "training/test_parity.py", "two_ranks and (net or tied or odds or unused)")
+ALL = [(backend, *each) for backend in ("nccl", "peer", "c10d") for each in FILES.items()]
+CASES = [SAMPLE, *(pytest.param(*case, marks=pytest.mark.thorough) for case in ALL)]
+
+
+@pytest.mark.thorough
+@pytest.mark.needs_fma
+@pytest.mark.parametrize(("backend", "file", "only"), CASES, ids=lambda value: value or "all")
+def test_what_holds_on_the_cpu(backend: str, file: str, only: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *(["-k", only] if only else []), str(ROOT / "tests" / file)],
+        env=with_stand_ins(backend),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

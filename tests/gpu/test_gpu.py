@@ -1,0 +1,387 @@
+"""Training on a GPU is training in plain PyTorch: numbers, memory, errors, on one GPU by one rank.
+
+The one idea: what is torch's own on a GPU (its allocator, streams, cuBLAS) is compared by tolerances
+that are stated in gpus.py; what is zshard's on both sides, by bits. The kernels are those of
+test_cuda_kernels.py, which runs again on the real driver. Several ranks: test_gpu_ranks.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from c_compile import ROOT
+from gpus import (
+    ADAM,
+    BF16,
+    BFLOAT16,
+    DEEP,
+    EXACT,
+    FP32,
+    KINDS,
+    Deep,
+    Start,
+    device,
+    environment,
+    far,
+    is_real,
+    on_host,
+    sgd,
+    standing_ranks,
+    train,
+    wrap,
+)
+from models import CASES, Case, loss_of, make
+from spawn import RankPool
+from torch import Tensor, nn
+
+import zshard
+from zshard import FSDP, MixedPrecision, ShardingStrategy, _core
+
+NAMES = ("mlp", "net", "tied", "conv")
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts standing ranks."""
+    with standing_ranks() as found:
+        yield found
+
+
+@pytest.fixture(params=KINDS)
+def one(request: pytest.FixtureRequest, start: Start) -> RankPool:
+    """A rank that is alone on its device."""
+    return start(request.param)
+
+
+# --- one rank: the numbers of plain PyTorch --------------------------------------------------------
+
+
+def plain_and_sharded(name: str, strategy: str) -> tuple[Any, Any]:
+    case = CASES[name]
+    plain = make(case.make).to(device())
+    ours = wrap(case, strategy=strategy)
+    sides = (plain, sgd(plain)), (ours, sgd(ours, zshard))
+    losses = [train(model, optimizer, case) for model, optimizer in sides]
+    assert {p.device for p in ours.parameters()} == {device()}
+    return losses, far(ours.state_dict(), plain.state_dict(), FP32)
+
+
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize("strategy", [each.value for each in ShardingStrategy])
+@pytest.mark.parametrize("name", NAMES)
+def test_fp32_has_the_numbers_of_torch(one: RankPool, name: str, strategy: str) -> None:
+    ((plain, ours), wrong) = one.run(plain_and_sharded, name, strategy)[0]
+    assert ours == pytest.approx(plain, **FP32)
+    assert wrong == []
+
+
+def adamw_of_both() -> tuple[Any, Any]:
+    plain = make(DEEP.make).to(device())
+    ours = wrap(DEEP)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+    mine = zshard.AdamW(ours.parameters(), lr=0.01, weight_decay=0.1)
+    losses = train(plain, theirs, DEEP, 10), train(ours, mine, DEEP, 10)
+    return losses, far(ours.state_dict(), plain.state_dict(), ADAM)
+
+
+def test_adamw_has_the_numbers_of_torchs_fused(one: RankPool) -> None:
+    ((plain, ours), wrong) = one.run(adamw_of_both)[0]
+    assert ours == pytest.approx(plain, **ADAM)
+    assert wrong == []
+
+
+def by_hand(case: Case, steps: int = 4) -> tuple[list[float], dict[str, Tensor]]:
+    """Mixed precision as one writes it without a library: a bfloat16 copy of fp32 parameters."""
+    master = make(case.make).to(device())
+    low = copy.deepcopy(master).bfloat16()
+    optimizer = sgd(master)
+    losses = []
+    for step in range(steps):
+        for coarse, fine in zip(low.parameters(), master.parameters(), strict=True):
+            coarse.data.copy_(fine.data)
+            coarse.grad = None
+        batch = case.batch(step, 0).to(device())
+        loss = loss_of(low(batch.bfloat16() if batch.is_floating_point() else batch))
+        loss.backward()
+        for coarse, fine in zip(low.parameters(), master.parameters(), strict=True):
+            fine.grad = coarse.grad.float()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, master.state_dict()
+
+
+def mixed_and_by_hand(name: str, strategy: str) -> tuple[Any, Any, Any]:
+    case = CASES[name]
+    expected, values = by_hand(case)
+    ours = wrap(case, strategy=strategy, mixed_precision=BFLOAT16)
+    losses = train(ours, sgd(ours, zshard), case)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    return losses, expected, far(ours.state_dict(), values, BF16)
+
+
+@pytest.mark.parametrize("strategy", [each.value for each in ShardingStrategy])
+@pytest.mark.parametrize("name", ["mlp", "net", "tied"])
+def test_mixed_precision_is_what_one_writes_by_hand(
+    one: RankPool, name: str, strategy: str
+) -> None:
+    ours, expected, wrong = one.run(mixed_and_by_hand, name, strategy)[0]
+    assert ours == pytest.approx(expected, **BF16)
+    assert wrong == []
+
+
+def in_backward_and_after(precision: Any) -> list[str]:
+    states = []
+    for in_backward in (False, True):
+        model = wrap(DEEP, mixed_precision=precision)
+        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+        if in_backward:
+            model.optimizer_in_backward(optimizer)
+        train(model, optimizer, DEEP)
+        states.append(on_host(model.state_dict()))
+    return far(*states, EXACT)
+
+
+@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
+def test_optimizer_in_backward_has_the_bits_of_a_step_after_it(
+    one: RankPool, precision: Any
+) -> None:
+    assert one.run(in_backward_and_after, precision) == [[]]
+
+
+def with_and_without_checkpoints(precision: Any) -> tuple[Any, Any]:
+    found = []
+    for checkpointed in (False, True):
+        case = Case(functools.partial(Deep, checkpointed=checkpointed), DEEP.draw)
+        model = wrap(case, mixed_precision=precision)
+        losses = train(model, sgd(model, zshard), case)
+        found.append((losses, on_host(model.state_dict())))
+    return found[0][0], (found[1][0], far(found[0][1], found[1][1], FP32))
+
+
+@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
+def test_activation_checkpointing_changes_nothing(one: RankPool, precision: Any) -> None:
+    expected, (ours, wrong) = one.run(with_and_without_checkpoints, precision)[0]
+    assert ours == pytest.approx(expected, **FP32)
+    assert wrong == []
+
+
+def gradients_of_two_backwards(how: str) -> list[str]:
+    plain = make(DEEP.make).to(device())
+    ours = wrap(DEEP, mixed_precision=MixedPrecision(param_dtype=torch.float32))
+    batches = [DEEP.batch(step, 0).to(device()) for step in range(2)]
+    for batch in batches:
+        loss_of(plain(batch)).backward()
+    if how == "no_sync":
+        with ours.no_sync():
+            loss_of(ours(batches[0])).backward()
+    else:
+        loss_of(ours(batches[0])).backward()
+    loss_of(ours(batches[1])).backward()
+    with FSDP.summon_full_params(ours, with_grads=True):
+        whole = {name: p.grad.clone() for name, p in ours.named_parameters()}
+    return far(whole, {name: p.grad for name, p in plain.named_parameters()}, FP32)
+
+
+@pytest.mark.parametrize("how", ["no_sync", "accumulated"])
+def test_gradients_add_up(one: RankPool, how: str) -> None:
+    assert one.run(gradients_of_two_backwards, how) == [[]]
+
+
+def clipped() -> tuple[float, float, list[str]]:
+    plain, ours = make(DEEP.make).to(device()), wrap(DEEP)
+    for model in (plain, ours):
+        loss_of(model(DEEP.batch(0, 0).to(device()))).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    found = ours.clip_grad_norm_(0.01)
+    assert found.device == device()
+    pairs = [dict(model.named_parameters()) for model in (ours, plain)]
+    grads = [{name: p.grad.flatten() for name, p in params.items()} for params in pairs]
+    return float(found), float(expected), far(*grads, FP32)
+
+
+def test_clipping(one: RankPool) -> None:
+    found, expected, wrong = one.run(clipped)[0]
+    assert found == pytest.approx(expected, **FP32) and expected > 0.01
+    assert wrong == []
+
+
+# --- one rank: states, set-up, compilers ------------------------------------------------------------
+
+
+def there_and_back() -> tuple[list[str], list[float], list[float]]:
+    """Saved after two steps, loaded into a plain model, and into another sharded one that goes on."""
+    model = wrap(DEEP, mixed_precision=BFLOAT16)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, DEEP, steps=2)
+    saved, stepped = on_host(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    plain = DEEP.make()
+    plain.load_state_dict(saved)
+    second = wrap(Case(DEEP.make, DEEP.draw), mixed_precision=BFLOAT16, strategy="no_shard")
+    again = zshard.AdamW(second.parameters(), lr=0.01)
+    second.load_state_dict(saved)
+    again.load_state_dict(stepped)
+    wrong = far(plain.state_dict(), on_host(second.state_dict()), EXACT)
+    return wrong, train(model, optimizer, DEEP), train(second, again, DEEP)
+
+
+def test_state_dicts_go_round(one: RankPool) -> None:
+    wrong, went_on, resumed = one.run(there_and_back)[0]
+    assert wrong == []
+    assert resumed == pytest.approx(went_on, **FP32)
+
+
+def fill(module: nn.Module) -> None:
+    """Values that do not depend on where they are drawn."""
+    for param in module.parameters(recurse=False):
+        ramp = torch.linspace(-0.05, 0.05, param.numel()).view(param.shape)
+        param.data.copy_(ramp)
+
+
+def set_up(whence: str) -> tuple[list[float], list[float], set[str]]:
+    """Losses of a model that comes to the device by device_id, and of one that was there."""
+    plain = DEEP.make().apply(fill).to(device())
+    options = {"device_id": 0} if is_real() else {}
+    if whence == "meta":
+        with torch.device("meta"):
+            model = DEEP.make()
+        options["param_init_fn"] = fill
+    else:
+        model = DEEP.make().apply(fill)
+    ours = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.float32), **options)
+    losses = [train(each, sgd(each), DEEP) for each in (plain, ours)]
+    return losses[0], losses[1], {p.device.type for p in ours.parameters()}
+
+
+@pytest.mark.parametrize("whence", ["cpu", "meta"])
+def test_device_id_brings_a_model_there(one: RankPool, whence: str) -> None:
+    plain, ours, devices = one.run(set_up, whence)[0]
+    assert ours == pytest.approx(plain, **FP32)
+    assert len(devices) == 1
+
+
+def compiled_blocks(precision: Any) -> tuple[list[float], list[float]]:
+    """Losses with blocks compiled, and without: by inductor on a GPU, which has a compiler there."""
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        model = wrap(DEEP, mixed_precision=precision)
+        for block in model.blocks if compiled else ():
+            block.compile(backend="inductor" if is_real() else "aot_eager")
+        found.append(train(model, sgd(model, zshard), DEEP))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
+def test_compiled_blocks(one: RankPool, precision: Any) -> None:
+    eager, compiled = one.run(compiled_blocks, precision, timeout=240)[0]
+    assert compiled == pytest.approx(eager, **(FP32 if precision is None else BF16))
+
+
+# --- one rank: memory -------------------------------------------------------------------------------
+
+
+def memory_by_step(precision: Any, strategy: str) -> dict[str, Any]:
+    """What zshard counts after each of some steps, what it predicted, and torch's allocator's."""
+    case = Case(lambda: Deep(width=256, depth=4), lambda g: torch.randn(32, 256, generator=g))
+    for dtype in (torch.float32, torch.bfloat16):  # cuBLAS takes its workspaces from torch
+        warm = torch.randn(32, 32, device=device(), dtype=dtype, requires_grad=True)
+        torch.addmm(warm, warm, warm).sum().backward()
+    del warm
+    first = torch.cuda.memory_stats() if is_real() else {}
+    before = first.get("allocated_bytes.all.current", 0)
+    model = wrap(case, mixed_precision=precision, strategy=strategy)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    found: dict[str, Any] = {"now": [], "allocated": [], "peak": [], "counts": [], "mappings": []}
+    for _ in range(5):
+        if is_real():
+            torch.cuda.reset_peak_memory_stats()
+        train(model, optimizer, case, steps=1)
+        found["now"].append(model.memory("now"))
+        found["mappings"].append(_core.mappings())
+        if is_real():
+            stats = torch.cuda.memory_stats()
+            names = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
+            found["counts"].append([stats[name] - first[name] for name in names])
+            found["allocated"].append(stats["allocated_bytes.all.current"] - before)
+            found["peak"].append(stats["allocated_bytes.all.peak"])
+    found["predicted"] = model.memory("predicted")
+    found["torchs grads"] = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
+def test_memory_is_constant_and_predicted(one: RankPool, precision: Any, strategy: str) -> None:
+    found = one.run(memory_by_step, precision, strategy)[0]
+    assert all(now == found["predicted"] for now in found["now"]), found
+    assert len(set(found["mappings"])) == 1, found["mappings"]
+    if not found["allocated"]:
+        return  # the host's allocator says nothing
+    assert len(set(found["allocated"])) == 1 and len(set(found["peak"][1:])) == 1, found
+    assert all(counts == found["counts"][1] for counts in found["counts"][1:]), found["counts"]
+    assert found["counts"][0][:2] == [0, 0]
+    parts = found["predicted"]
+    held = parts["total"] - parts["grads"] + max(parts["grads"], found["torchs grads"])
+    # torch rounds each allocation up to 512 bytes, and what is large to 2 MiB.
+    assert held <= found["allocated"][0] <= held * 1.02 + (8 << 20), (held, found)
+
+
+def without_memory() -> tuple[str, bool, list[float]]:
+    """What comes where the copy in bfloat16 has no room; whether a smaller model trains then."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    model = Deep(width=4096, depth=2).to(device())  # 0.5 GiB, and a copy of half of that
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + (16 << 20)
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    try:
+        FSDP(model, mixed_precision=BFLOAT16, memory_limit=None)
+        x = torch.randn(1, 4096, device=device())
+        loss_of(model(x)).backward()
+    except torch.OutOfMemoryError as error:
+        kind = f"{type(error).__name__}: {error}"
+    else:
+        kind = "nothing"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    small = wrap(DEEP, mixed_precision=BFLOAT16)
+    return kind, torch.cuda.memory_allocated() > 0, train(small, sgd(small, zshard), DEEP)
+
+
+def test_lack_of_memory_is_torchs_own_error(start: Start) -> None:
+    kind, _, losses = start("gpu").run(without_memory)[0]
+    assert kind.startswith("OutOfMemoryError: CUDA out of memory"), kind
+    assert all(map(math.isfinite, losses))
+
+
+# --- the kernels' bits --------------------------------------------------------------------------------
+
+
+@pytest.mark.needs_fma
+@pytest.mark.parametrize("kernels", ["gpu", "copies"])
+def test_kernels_have_the_bits_of_the_cpu(kernels: str) -> None:
+    """All of test_cuda_kernels.py on the GPU; with stand-ins, what brings its arrays there."""
+    only = "" if kernels == "gpu" else "factor_is_not_rounded or norms_are_joined or leaves_a_copy"
+    env = environment(kernels if kernels == "gpu" else "stand-in")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [
+            *command,
+            *(["-k", only] if only else []),
+            str(ROOT / "tests" / "gpu" / "test_cuda_kernels.py"),
+        ],
+        env={**os.environ, **env, "ZSHARD_TEST_KERNELS": kernels},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,0 +1,100 @@
+"""The compiler, for tests that build programs and libraries of csrc/ and tests/c/.
+
+    compile_c(target, [PROGRAM, *sources("status.c", "shm*.c")], BUILDS["sanitized"])
+
+The one idea: an object is named by all that goes into it and kept under build/, so that a file which
+several programs need is compiled once for each build, whichever test, process or run comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from c_sources import HEADERS, INCLUDES
+
+ROOT = Path(__file__).resolve().parents[2]
+C = ROOT / "tests" / "c"
+NO_LOOPS = C / "no_loops.c"
+OBJECTS = ROOT / "build" / "tests"
+STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"]
+ARITHMETIC = ["-fno-math-errno", "-ffp-contract=off"]  # the extension's
+BUILDS = {
+    "release": ["-O3"],
+    "sanitized": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    # Sees the threads of one process; between processes it sees nothing.
+    "threads": ["-O1", "-g1", "-fsanitize=thread"],
+}
+
+
+def compile_c(
+    target: Path, sources: list[Path], flags: list[str], link: tuple[str, ...] = ("-ldl", "-lm")
+) -> Path:
+    """Compiles `sources` as strictly as the extension and links them to `target`, a program or, with
+    "-shared" among the words of `link`, a library. Returns `target`."""
+    objects = [_object(source, flags) for source in sources]
+    _run([*_compiler(), "-pthread", *flags, *map(str, objects), *link, "-o", str(target)])
+    return target
+
+
+def program_environment(**more: str) -> dict[str, str]:
+    """The variables with which a compiled program runs: this process's, and `more`."""
+    env = {**os.environ, **more}
+    env.pop("LD_PRELOAD", None)  # below another's runtime (`make sanitize`) a sanitized one stops
+    env["LSAN_OPTIONS"] = f"suppressions={C / 'not_leaks.txt'}:print_suppressions=0"
+    return env
+
+
+def skip_without_thread_sanitizer() -> None:
+    """Some kernels give processes addresses that gcc's runtime cannot live with."""
+    if not _thread_sanitizer_runs():
+        pytest.skip("gcc's thread sanitizer does not run on this kernel")
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CC", "cc"))
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+
+
+def _object(source: Path, flags: list[str]) -> Path:
+    """The object of `source`, which is there or is made."""
+    command = [*_compiler(), *STRICT, *ARITHMETIC, "-fPIC", *flags, *INCLUDES, "-c"]
+    words = "\0".join(command).encode()
+    key = hashlib.sha256(words + _headers() + source.read_bytes()).hexdigest()[:24]
+    made = OBJECTS / f"{source.stem}-{key}.o"
+    # What lies outside the repository may include what changes unseen.
+    if not (made.exists() and source.is_relative_to(ROOT)):
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=OBJECTS) as scratch:
+            _run([*command, str(source), "-o", f"{scratch}/made.o"])
+            os.replace(f"{scratch}/made.o", made)  # another process may have made the same
+    return made
+
+
+@functools.cache
+def _headers() -> bytes:
+    """A digest of all that a source may include, or have the assembler include."""
+    digest = hashlib.sha256()
+    for path in (*HEADERS, *sorted(C.glob("*.h*")), *sorted((ROOT / "cuda").iterdir())):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+@functools.cache
+def _thread_sanitizer_runs() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        source, probe = Path(folder, "probe.c"), Path(folder, "probe")
+        source.write_text("int main(void) { return 0; }\n")
+        command = [*_compiler(), "-fsanitize=thread", str(source), "-o", str(probe)]
+        done = subprocess.run(command, capture_output=True)
+        return done.returncode == 0 and subprocess.run([str(probe)]).returncode == 0

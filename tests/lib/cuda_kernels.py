@@ -1,0 +1,235 @@
+"""cuda_kernels.h for tests: its functions on tensors, launched by the stand-in or by the real driver.
+
+The one idea: tests have tensors on the host and compare with the CPU. Where the kernels run elsewhere
+(ZSHARD_TEST_KERNELS=gpu: nvcc's kernels on a GPU; =copies: the stand-in, for a test of this), what
+they are given is copied there and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from c_compile import BUILDS, ROOT, C, compile_c
+from c_sources import source, sources
+from loops import DTYPES, Cast, Numbers, Sum, numbers, source_dtype
+from torch import Tensor
+
+import zshard
+
+SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "optim_cpu.c", "simd.c", "memory.c"]
+SOURCES += ["status.c"]
+KERNELS = os.environ.get("ZSHARD_TEST_KERNELS", "")  # "", "copies" or "gpu"
+ADAM, SGD = 0, 1
+
+
+class Hyper(ctypes.Structure):
+    """zs_hyper."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("lr", "weight_decay", "beta1", "beta2", "eps")),
+        *((name, ctypes.c_double) for name in ("momentum", "dampening")),
+        *((name, ctypes.c_bool) for name in ("decoupled", "amsgrad", "nesterov", "maximize")),
+        ("dithered", ctypes.c_bool),
+        ("seed", ctypes.c_uint64),
+        ("round", ctypes.c_uint64),
+    )
+
+
+class Run(ctypes.Structure):
+    """zs_run."""
+
+    _fields_ = (
+        ("param", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("state", ctypes.c_void_p * 3),
+        ("constants", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("number", ctypes.c_uint64),
+        ("dtype", ctypes.c_int),
+        ("dithered", ctypes.c_bool),
+    )
+
+
+class Update(ctypes.Structure):
+    """zs_cuda_update_job."""
+
+    _fields_ = (
+        ("rule", ctypes.c_int),
+        ("full", ctypes.c_bool),
+        ("run", ctypes.POINTER(Run)),
+        ("low", ctypes.c_void_p),
+        ("low_dtype", ctypes.c_int),
+        ("grad_factor", ctypes.c_void_p),
+        ("found_inf", ctypes.c_void_p),
+        ("live", ctypes.c_void_p),
+    )
+
+
+class Live(ctypes.Structure):
+    """zs_live."""
+
+    _fields_ = (
+        ("lr", ctypes.c_void_p),
+        ("lr_dtype", ctypes.c_int),
+        ("grad_factor", ctypes.c_void_p),
+        ("found_inf", ctypes.c_void_p),
+        ("room", ctypes.c_void_p),
+    )
+
+
+class Norm(ctypes.Structure):
+    """zs_cuda_norm_job."""
+
+    _fields_ = (
+        ("x", Numbers),
+        ("p", ctypes.c_double),
+        ("result", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+    )
+
+
+NORM_SCRATCH = (1 << 17) + (1 << 11) + (1 << 5)
+
+
+Address = Callable[[Tensor | None], int | None]
+
+
+def pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+@contextlib.contextmanager
+def places(*tensors: Tensor | None) -> Iterator[Address]:
+    """Where kernels find these tensors: in the tensors, or in copies that are brought back at the
+    end.
+
+    Copies are of whole storages, at the same places within 64 bytes, so that an array is aligned
+    there as it is here, and what is written beside it is seen.
+    """
+    if not KERNELS:
+        yield pointer
+        return
+    device = "cuda" if KERNELS == "gpu" else "cpu"
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+    for storage in (t.untyped_storage() for t in tensors if t is not None):
+        begin = storage.data_ptr()
+        if begin not in copies:
+            here = torch.empty(0, dtype=torch.uint8).set_(storage)
+            room = torch.empty(here.numel() + 64, dtype=torch.uint8, device=device)
+            skip = (begin - room.data_ptr()) % 64
+            there = room[skip : skip + here.numel()]
+            there.copy_(here)
+            copies[begin] = here, there
+    if KERNELS == "gpu":
+        torch.cuda.synchronize()  # side streams do not wait for torch's
+
+    def address(x: Tensor | None) -> int | None:
+        if x is None:
+            return None
+        begin = x.untyped_storage().data_ptr()
+        return x.data_ptr() - begin + copies[begin][1].data_ptr()
+
+    try:
+        yield address
+    finally:
+        for here, there in copies.values():
+            here.copy_(there)
+
+
+def numbers_at(at: Address, x: Tensor) -> Numbers:
+    found = numbers(x)
+    found.data = at(x)
+    return found
+
+
+class Cuda:
+    """cuda_kernels.h on tensors, in the default stream or a side stream."""
+
+    def __init__(self, path: Path) -> None:
+        self.lib = ctypes.CDLL(str(path))
+        self.lib.zs_last_message.restype = ctypes.c_char_p
+        self.lib.zs_face_run.restype = ctypes.POINTER(Run)
+        self.lib.zs_face_update.restype = ctypes.POINTER(Update)
+        self.stream: int | None = None
+        self.ok(self.lib.zs_cuda_enter(0))
+
+    def ok(self, status: int) -> None:
+        message = self.lib.zs_last_message().decode()
+        self.lib.zs_clear_error()
+        assert status == 0, message
+
+    def finish(self, status: int) -> None:
+        self.ok(status)
+        self.ok(self.lib.zs_face_wait(ctypes.c_void_p(self.stream)))
+
+    def sum(self, sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> None:
+        dtypes = DTYPES[source_dtype(sources, dst)], DTYPES[dst.dtype]
+        with places(*sources, dst) as at:
+            array = (ctypes.c_void_p * len(sources))(*map(at, sources))
+            job = Sum(array, len(sources), at(dst), dst.numel(), *dtypes, scale, add)
+            self.finish(self.lib.zs_cuda_sum(ctypes.byref(job), ctypes.c_void_p(self.stream)))
+
+    def cast(self, dst: Tensor, src: Tensor, add: bool = False) -> None:
+        dtypes = DTYPES[dst.dtype], DTYPES[src.dtype]
+        stream = ctypes.c_void_p(self.stream)
+        with places(dst, src) as at:
+            job = Cast(at(dst), at(src), src.numel(), *dtypes)
+            self.finish(self.lib.zs_cuda_cast(ctypes.byref(job), ctypes.c_bool(add), stream))
+
+    def scale(self, x: Tensor, factor: float, device_factor: Tensor | None = None) -> None:
+        stream = ctypes.c_void_p(self.stream)
+        with places(x, device_factor) as at:
+            job, there = numbers_at(at, x), ctypes.c_void_p(at(device_factor))
+            number = ctypes.c_double(factor)
+            self.finish(self.lib.zs_cuda_scale(ctypes.byref(job), number, there, stream))
+
+    def norm(self, x: Tensor, p: float) -> float:
+        result, scratch = torch.full((1,), 7.0).double(), torch.empty(NORM_SCRATCH).double()
+        scratch.fill_(math.nan)
+        with places(x, result, scratch) as at:
+            job = Norm(numbers_at(at, x), p, at(result), at(scratch))
+            self.finish(self.lib.zs_cuda_norm(ctypes.byref(job), ctypes.c_void_p(self.stream)))
+        return float(result)
+
+    def norm_join(self, values: Tensor, p: float) -> float:
+        result = torch.full((1,), 7.0).double()
+        n, stream = ctypes.c_int64(values.numel()), ctypes.c_void_p(self.stream)
+        with places(values, result) as at:
+            whence, to = ctypes.c_void_p(at(values)), ctypes.c_void_p(at(result))
+            power = ctypes.c_double(p)
+            self.finish(self.lib.zs_cuda_norm_join(whence, n, power, to, stream))
+        return float(result)
+
+    def differs(self, a: Tensor, b: Tensor) -> int:
+        flag = torch.zeros(1, dtype=torch.int32)
+        n, stream = ctypes.c_size_t(a.numel()), ctypes.c_void_p(self.stream)
+        with places(a, b, flag) as at:
+            three = [ctypes.c_void_p(at(t)) for t in (a, b, flag)]
+            self.finish(self.lib.zs_cuda_differs(*three[:2], n, three[2], stream))
+        return int(flag)
+
+
+def image_flags() -> list[str]:
+    """What has cuda_image.c bring the kernels that setup.py had nvcc make."""
+    if KERNELS != "gpu":
+        return []
+    facts = zshard._core.machine()
+    assert facts["built"], "this build of zshard has no kernels"
+    fatbin = ROOT / "build" / "cuda" / "kernels.fatbin"
+    words = {"FATBIN": f'"{fatbin}"', "TARGETS": f'"{facts["targets"]}"', "VERSION": facts["built"]}
+    return [f"-DZS_CUDA_{name}={value}" for name, value in words.items()]
+
+
+def compile_kernels(target: Path) -> Path:
+    """The library with cuda_kernels.h, and the CPU's loops beside it."""
+    files = sources(*SOURCES)
+    files += [source("cuda_image.c") if KERNELS == "gpu" else C / "fake_image.c"]
+    files += [C / name for name in ("cuda_face.c", "serial_parallel_for.c")]
+    flags = [*BUILDS["release"], *image_flags()]
+    return compile_c(target, files, flags, ("-shared", "-ldl", "-lm"))

@@ -1,0 +1,80 @@
+"""The stand-in for libcuda.so.1 (tests/c/fake_cuda.h says what it is), compiled when it is wanted.
+
+    monkeypatch.setenv("ZSHARD_CUDA_LIB", str(fake_cuda.library()))
+
+The one idea: the kernels of cuda/ are in it, compiled for the host, so what a GPU would compute is
+computed; device memory is host memory, and side streams are threads that may be made late. It is
+made once for a machine, in a temporary folder named by what went into it; switches are variables
+of the environment (FAKE_CUDA_*), looked at in each call.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import c_sources
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "tests" / "c").glob("fake_cuda*.c*"))
+HEADERS = [*(ROOT / "tests" / "c").glob("fake_*.h*"), *c_sources.HEADERS]
+KERNELS = sorted((ROOT / "cuda").iterdir())
+COMMON = ["-g", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+COMMON += [
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    *c_sources.INCLUDES,
+    f"-I{ROOT / 'tests' / 'c'}",
+]
+# nvcc's pragmas are for nvcc; a 16-byte access that is not aligned is an error on a GPU.
+CXX = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fsanitize=alignment"]
+CXX += ["-fsanitize-undefined-trap-on-error"]
+C = ["-std=c11", "-O1", "-Wshadow", "-Wconversion"]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+
+
+def _fused() -> list[str]:
+    """Has this machine an instruction for fmaf? Without, libm's is right and slow."""
+    facts = Path("/proc/cpuinfo")
+    return ["-mfma"] if facts.exists() and " fma " in facts.read_text() else []
+
+
+@functools.cache
+def library() -> Path:
+    """The path of the library."""
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCES, *HEADERS, *KERNELS, Path(__file__)]):
+        digest.update(path.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"zshard-fakes-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    target = folder / f"libcuda-{digest.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        objects = []
+        for source in SOURCES:
+            made = f"{scratch}/{source.name}.o"
+            cxx = source.suffix == ".cpp"
+            compiler = os.environ.get("CXX", "c++") if cxx else os.environ.get("CC", "cc")
+            flags = [*CXX, *_fused()] if cxx else C
+            _run([*shlex.split(compiler), *COMMON, *flags, "-c", str(source), "-o", made])
+            objects.append(made)
+        whole = f"{scratch}/whole.so"
+        cxx_words = shlex.split(os.environ.get("CXX", "c++"))
+        _run([*cxx_words, "-shared", "-pthread", "-Wl,-z,defs", *objects, "-o", whole])
+        os.replace(whole, target)  # another process may have made it meanwhile: they are the same
+    return target
+
+
+def knows(kernel: str) -> bool:
+    """Is this kernel among those that the library has compiled?"""
+    return kernel.encode() + b"\0" in library().read_bytes()

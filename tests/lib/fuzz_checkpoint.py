@@ -1,0 +1,294 @@
+"""A fuzz target for all that reads what others have written: safetensors files, their headers and
+indices, manifests, pickles that are read as data, torch's files and metadata; and the core's calls.
+
+The one idea: whatever the bytes are, a reader gives a CheckpointError (a ValueError from the reader
+of pickles) or something that fits; any other exception, a memory or time that the size of the
+input does not explain, and whatever the sanitizers see in the core, is a fault.
+
+    make fuzz ARGS=-max_total_time=60                  # with sanitizers; the corpus stays in build/
+    python tests/lib/fuzz_checkpoint.py CORPUS             # without; a folder, which is filled
+
+tests/checkpoint/test_fuzz_checkpoint.py runs the seeds, and the fuzzer for a moment where it is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import pickle
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+try:
+    import atheris
+except ImportError:
+    atheris = None
+
+# What is to be watched has to be instrumented while it is imported.
+with (
+    atheris.instrument_imports(include=["zshard._checkpoint"])
+    if atheris
+    else contextlib.nullcontext()
+):
+    from zshard._checkpoint import manifest, opening, safetensors
+    from zshard._checkpoint.checkpoint import Checkpoint, decode
+    from zshard._checkpoint.foreign import dcp, hf_shards, pickled, torch_file
+    from zshard._errors import CheckpointError
+
+import torch
+import torch.distributed.checkpoint
+from file_calls import play, some_calls
+from safetensors_files import WRONG, packed, right_header
+
+NAME = "some/file"
+
+
+def header(data: bytes) -> None:
+    """A file's length and header; the data that they speak of may be there or not."""
+    size = len(data) + (data[-1] if data else 0)
+    length = safetensors.header_length(data[:8], size, NAME)
+    if 8 + length > len(data):
+        return
+    spans, notes = safetensors.parse_header(data[8 : 8 + length], size, NAME)
+    at = 8 + length
+    for span in sorted(spans.values(), key=lambda span: (span.begin, span.end)):
+        assert span.begin == at and span.end <= size
+        at = span.end
+    assert at == size and all(isinstance(value, str) for value in notes.values())
+
+
+def index(data: bytes) -> None:
+    for name in safetensors.parse_index(data, NAME).values():
+        assert Path(name).name == name and name.endswith(".safetensors")
+
+
+def a_manifest(data: bytes) -> None:
+    """The text of a manifest; and what stands in one, with a right checksum."""
+    with contextlib.suppress(CheckpointError):
+        manifest.parse(data, NAME)
+    body = manifest.object_of(data, NAME)
+    whole = {"crc32c": manifest._checksum(body), "checkpoint": body}
+    made = manifest.parse(json.dumps(whole).encode(), NAME)
+    assert all(Path(name).name == name for name in made.files)
+    for rank in range(min(made.world, 3)):
+        with contextlib.suppress(CheckpointError):
+            decode(made.extra_of(rank), NAME)
+    if made.optimizer is not None:
+        opening._optimizer_of(made.optimizer, {}, NAME)
+
+
+def a_pickle(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        pickled.parse(data)
+
+
+_FOLDER = tempfile.TemporaryDirectory()
+
+
+def metadata(data: bytes) -> None:
+    """Metadata of torch's, beside files that are there."""
+    found = Checkpoint(_FOLDER.name)
+    try:
+        dcp.read_metadata(found, data, NAME, with_optimizer=True)
+        for entry in found.model.values():
+            entry.check()
+    finally:
+        found.close()
+
+
+def a_file(data: bytes) -> None:
+    """A safetensors file as it lies on a disk: of each tensor, as much is read as its header says."""
+    path = Path(_OWN.name, "model.safetensors")
+    path.write_bytes(data)
+    with safetensors.SafetensorsFile(str(path)) as file:
+        for entry in file.entries.values():
+            span = safetensors.Span(*entry[1:])
+            room = bytearray(span.end - span.begin)
+            entry.read_into(memoryview(room), 0)
+            assert room == data[span.begin : span.end]
+
+
+def parts(data: bytes) -> None:
+    """A file of torch's Hugging Face writer, with its parts of tensors."""
+    path = Path(_PARTS.name, "shard-00001-model-00001-of-00001.safetensors")
+    path.write_bytes(data)
+    found = Checkpoint(_PARTS.name)
+    try:
+        hf_shards.open_into(found)
+        for entry in found.model.values():
+            size = math.prod(entry.shape) * entry.dtype.itemsize
+            assert size <= len(data)
+            if size > 0:
+                entry.read_into(memoryview(bytearray(size)), 0)
+    finally:
+        found.close()
+
+
+def saved_by_torch(data: bytes) -> None:
+    """A file of torch.save() within another one: as plain data, and as a tensor."""
+    path = Path(_OWN.name, "__0_0.distcp")
+    path.write_bytes(b"before" + data + b"behind")
+    with safetensors.OpenFile(str(path)) as file:
+        stored = torch_file.Stored(file, len(b"before"), len(data))
+        with contextlib.suppress(CheckpointError):
+            torch_file.value_in(stored, NAME)
+        begin = torch_file.values_begin(stored, NAME, torch.float32, (2, 3))
+        assert 0 <= begin - stored.offset <= stored.length - 24
+
+
+def calls(data: bytes) -> None:
+    play(data, Path(_OWN.name, "played"))
+
+
+_OWN = tempfile.TemporaryDirectory()
+_PARTS = tempfile.TemporaryDirectory()
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "header": header,
+    "index": index,
+    "manifest": a_manifest,
+    "pickle": a_pickle,
+    "metadata": metadata,
+    "file": a_file,
+    "saved": saved_by_torch,
+    "calls": calls,
+    "parts": parts,
+}
+
+
+def one_input(data: bytes) -> None:
+    """The first byte says whose input the rest is."""
+    if data:
+        target = list(TARGETS.values())[data[0] % len(TARGETS)]
+        with contextlib.suppress(CheckpointError):
+            target(data[1:])
+
+
+# --- seeds ----------------------------------------------------------------------------------------
+
+
+def seeds() -> list[bytes]:
+    """Inputs that are right, or wrong in a known way."""
+    tensor = _saved(torch.arange(6.0).reshape(2, 3))
+    files = [packed(right_header()), packed({}), *(each for each, _ in WRONG.values())]
+    found = {
+        "header": files,
+        "index": [
+            json.dumps({"metadata": {}, "weight_map": {"a": "model-1.safetensors"}}).encode(),
+            b'{"weight_map": {"a": "../x.safetensors"}}',
+        ],
+        "manifest": _manifests(),
+        "pickle": [pickle.dumps(_values(), protocol=p) for p in (2, 4)],
+        "metadata": [_metadata()],
+        "file": files,
+        "saved": [tensor, _saved(_values()), *_spoiled(tensor)],
+        "calls": some_calls(),
+        "parts": [_part(note) for note in _NOTES],
+    }
+    short = {name: [each for each in some if len(each) < 20_000] for name, some in found.items()}
+    return [bytes([i]) + each for i, name in enumerate(TARGETS) for each in short[name]]
+
+
+_NOTES = (
+    json.dumps({"a": {"saved_offsets": [0, 0]}}),
+    json.dumps({"a": {"saved_offsets": [1, 0]}}),
+    json.dumps({"a": {"saved_offsets": [2**62, 2**62]}}),
+    json.dumps({"a": {"saved_offsets": None}}),
+    json.dumps({"a": [0]}),
+    "\ud800",
+    "[",
+)
+
+
+def _part(note: str) -> bytes:
+    facts = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    return packed({"__metadata__": {"DCP_SHARDING_INFO": note}, "a": facts}, bytes(24))
+
+
+def _values() -> object:
+    return {"a": [1, 2.5, None, True], "b": ("x", b"y", {3: {}}), "c": {1, 2}, "d": 2**70}
+
+
+def _manifests() -> list[bytes]:
+    made = manifest.Manifest(
+        id="0" * 32,
+        step=7,
+        world=2,
+        files={"model.safetensors": manifest.FileRecord(5, (1,))},
+        tied={"b": "a"},
+        model={"extra_state": {"x": {"$tuple": [1]}}, "versions": {}},
+        optimizer={
+            "class": "torch.optim.adamw.AdamW",
+            "groups": [{"params": ["a"], "options": {"betas": {"$tuple": [0.9, 0.99]}}}],
+            "state": {"a": {"tensors": [], "values": {"momentum_buffer": None}}},
+        },
+        extra=[{"rng": {"$tensor": {"dtype": "uint8", "shape": [1], "data": "AA=="}}}, {}],
+        software={"zshard": "0"},
+    )
+    text = manifest.dump(made)
+    body = json.loads(text)["checkpoint"]
+    return [text, json.dumps(body).encode()]
+
+
+def _metadata() -> bytes:
+    """Of a small model, whose files are put beside."""
+    state = {
+        "model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2).bfloat16()},
+        "optimizer": {"param_groups": [{"lr": 0.1, "params": ["a"]}], "state": {"a": {"x": 1}}},
+    }
+    torch.distributed.checkpoint.save(state, checkpoint_id=_FOLDER.name, no_dist=True)
+    return Path(_FOLDER.name, dcp.METADATA).read_bytes()
+
+
+def _saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _spoiled(archive: bytes) -> list[bytes]:
+    """That archive with one fact changed of a member that is read whole, in the list at its end."""
+    changes = {
+        "flags": (8, (1, 32, 64)),  # encrypted, patched, strongly encrypted
+        "method": (10, (8, 9, 12, 14, 99)),  # unpacked by zlib, not at all, by bz2, by lzma
+        "packed bytes": (20, (0, 1, 2**31)),
+        "bytes": (24, (0, 1, 2**31)),
+        "place": (42, (1, 2**31)),
+    }
+    found = []
+    for name in (b"/data.pkl", b"/byteorder"):
+        entry = archive.rindex(b"PK\1\2", 0, archive.rindex(name))
+        for at, values in changes.values():
+            for value in values:
+                made = bytearray(archive)
+                made[entry + at : entry + at + 2] = (value % 2**16).to_bytes(2, "little")
+                if value >= 2**16:
+                    made[entry + at + 2 : entry + at + 4] = (value >> 16).to_bytes(2, "little")
+                found.append(bytes(made))
+    return found
+
+
+def write_seeds(folder: Path) -> None:
+    """One file each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in seeds():
+        (folder / f"seed-{zlib.crc32(each):08x}").write_bytes(each)
+
+
+def main() -> None:
+    if atheris is None:
+        sys.exit("the fuzzer is not installed: pip install atheris")
+    given = [Path(each) for each in sys.argv[1:] if not each.startswith("-")]
+    if given and not given[0].is_file():  # which is an input, to be run once
+        write_seeds(given[0])
+    atheris.Setup(sys.argv, one_input)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The loops of device.h by ctypes: their jobs as C has them, and the CPU's on tensors."""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+class Sum(ctypes.Structure):
+    """zs_sum."""
+
+    _fields_ = (
+        ("src", ctypes.POINTER(ctypes.c_void_p)),
+        ("world", ctypes.c_int),
+        ("dst", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("dtype", ctypes.c_int),
+        ("to", ctypes.c_int),
+        ("scale", ctypes.c_double),
+        ("accumulate", ctypes.c_bool),
+    )
+
+
+class Cast(ctypes.Structure):
+    """zs_cast."""
+
+    _fields_ = (
+        ("dst", ctypes.c_void_p),
+        ("src", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("to", ctypes.c_int),
+        ("from", ctypes.c_int),
+    )
+
+
+class Numbers(ctypes.Structure):
+    """zs_numbers."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("dtype", ctypes.c_int),
+    )
+
+
+def numbers(x: Tensor) -> Numbers:
+    return Numbers(x.data_ptr(), x.numel(), DTYPES[x.dtype])
+
+
+class Device:
+    """The CPU's loops of device.h, on tensors."""
+
+    def __init__(self, library: Path) -> None:
+        self._lib = ctypes.CDLL(str(library))
+        self._lib.zs_cpu_norm.restype = ctypes.c_double
+
+    def sum(self, sources: Sequence[Tensor | None], dst: Tensor, scale: float, add: bool) -> None:
+        pointers = [None if s is None else s.data_ptr() for s in sources]
+        array = (ctypes.c_void_p * len(pointers))(*pointers)
+        dtypes = DTYPES[source_dtype(sources, dst)], DTYPES[dst.dtype]
+        job = Sum(array, len(pointers), dst.data_ptr(), dst.numel(), *dtypes, scale, add)
+        self._lib.zs_cpu_sum(ctypes.byref(job))
+
+    def cast(self, dst: Tensor, src: Tensor) -> None:
+        dtypes = DTYPES[dst.dtype], DTYPES[src.dtype]
+        job = Cast(dst.data_ptr(), src.data_ptr(), src.numel(), *dtypes)
+        self._lib.zs_cpu_cast(ctypes.byref(job))
+
+    def norm(self, x: Tensor, p: float) -> float:
+        return float(self._lib.zs_cpu_norm(ctypes.byref(numbers(x)), ctypes.c_double(p)))
+
+    def scale(self, x: Tensor, factor: float) -> None:
+        self._lib.zs_cpu_scale(ctypes.byref(numbers(x)), ctypes.c_double(factor))
+
+
+def source_dtype(sources: Sequence[Tensor | None], dst: Tensor) -> torch.dtype:
+    return next((s.dtype for s in sources if s is not None), dst.dtype)

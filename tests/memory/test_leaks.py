@@ -1,0 +1,329 @@
+"""Nothing grows: over a thousand steps, over fifty models, when a loss outlives its model.
+
+The one idea: everything that could leak has a counter that stands still: reference counts, objects
+known to the garbage collector, bytes that malloc has handed out (mallinfo2, exact: a leak of one
+pointer per step shows), open descriptors, mappings. Resident memory is noisy and only checks that
+large things go. Each test runs on fresh ranks and warms up first, for caches of Python and torch.
+"""
+
+import gc
+import os
+import sys
+import weakref
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from heap import heap_bytes
+from nursery import fork_ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+WORLDS = [pytest.param(1, "auto", id="alone"), (2, "shm"), (2, "c10d")]
+STEPS = 1000
+WINDOWS = 5  # of a run
+# Bytes: half of the smallest thing that malloc gives out; over gloo, which has threads with caches
+# of their own, less than a smallest thing in each of a step's dozens of collectives.
+PER_STEP = {"auto": 16, "shm": 16, "c10d": 96}
+COUNTS = 1024  # bytes of malloc's that the counters of a window, which are kept, may take
+MB = 1 << 20
+
+
+def resident_bytes():
+    """Own and shared memory in use, without files."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
+
+
+def descriptors():
+    """Open files by kind: sockets, memory files of zshard, pidfds, ..."""
+    kinds = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the one of listdir itself
+            continue
+        kinds[target.split(":[")[0].removesuffix(" (deleted)")] += 1
+    return dict(kinds)
+
+
+@dataclass
+class Counts:
+    objects: int
+    descriptors: dict[str, int]
+    mappings: int
+    heap: int
+    resident: int
+    references: dict[str, int]
+
+
+def count(**watched):
+    """All counters now; `watched` are objects whose references are counted."""
+    gc.collect()
+    return Counts(
+        references={name: sys.getrefcount(thing) for name, thing in watched.items()},
+        objects=len(gc.get_objects()),
+        descriptors=descriptors(),
+        mappings=len(Path("/proc/self/maps").read_text().splitlines()),
+        heap=heap_bytes(),
+        resident=resident_bytes(),
+    )
+
+
+def growth(before, after):
+    """{counter: growth} of what has grown; descriptors and references by name."""
+    grown = {}
+    for name, old in asdict(before).items():
+        new = getattr(after, name)
+        pairs = (
+            {f"{name}.{key}": (old.get(key, 0), value) for key, value in new.items()}
+            if isinstance(new, dict)
+            else {name: (old, new)}
+        )
+        grown.update({key: b - a for key, (a, b) in pairs.items() if b > a})
+    return grown
+
+
+def settle():
+    """To be called first on each rank: removes what would hide leaks, or take long."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps the last 2,000 collectives
+    gc.freeze()  # a collection need not look at all of torch, a hundred times
+
+
+def make_model(width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.Sequential(nn.ReLU(), nn.Linear(width, width)))
+
+
+def wrap(model, transport, strategy="full_shard"):
+    return FSDP(model, strategy=strategy, auto_wrap_policy={nn.Linear}, transport=transport)
+
+
+# --- a thousand steps -----------------------------------------------------------------------------
+
+
+class Stumble(nn.Module):
+    """Raises on request, below a unit's forward."""
+
+    on = False
+
+    def forward(self, x):
+        if self.on:
+            raise ValueError("stumbled")
+        return x
+
+
+def all_paths(model, optimizer, x):
+    """One step with what else scripts do: clipping, an evaluation, a forward that fails."""
+    loss = model(x).square().sum() + model(x).sum()
+    loss.backward(retain_graph=True)
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(x)
+    model[2].on = True
+    try:
+        model(x)
+    except ValueError:
+        pass
+    else:
+        raise AssertionError("the forward did not fail")
+    model[2].on = False
+
+
+def run_steps(transport, strategy, steps):
+    """What has grown over `steps` steps, in windows."""
+    settle()
+    model = make_model()
+    model.append(Stumble())
+    model = wrap(model, transport, strategy)
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-3)
+    x = torch.ones(2, 8)
+    unit = model[0]._zshard_state.unit
+    hooks = [*model[0]._forward_pre_hooks.values(), *model[0]._forward_hooks.values()]
+    watched = {
+        "model": model,
+        "submodule": model[0],
+        "parameter": model[0].weight,
+        "unit": unit,
+        "optimizer": optimizer,
+        **{f"hook {i}": hook for i, hook in enumerate(hooks)},
+    }
+    for _ in range(30):
+        all_paths(model, optimizer, x)
+    model.state_dict()
+    before = [count(**watched)]
+    for _ in range(WINDOWS):
+        for _ in range(steps // WINDOWS):
+            all_paths(model, optimizer, x)
+        model.state_dict()
+        before.append(count(**watched))
+    return steady_growth(before)
+
+
+def steady_growth(counts):
+    """What has grown from the first to the last; of memory, the least that it grew by in a window.
+
+    Caches of Python and torch fill once, at any step; what leaks does so in every window.
+    """
+    grown = growth(counts[0], counts[-1])
+    windows = [growth(one, two) for one, two in pairwise(counts)]
+    for name in ("heap", "resident"):
+        grown[name] = min(window.get(name, 0) for window in windows)
+    return grown
+
+
+def check_steps(grown, steps, transport):
+    """Nothing may grow but noise that does not depend on the number of steps."""
+    heap = grown.pop("heap")
+    assert heap < PER_STEP[transport] * steps // WINDOWS + COUNTS, (heap, grown)
+    assert grown.pop("resident") < 2 * MB // WINDOWS, grown
+    assert grown.pop("objects", 0) < 10, grown  # the counters themselves
+    assert grown.pop("mappings", 0) < 10, grown  # malloc's
+    assert not grown, grown
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("world", "transport"), WORLDS)
+def test_a_thousand_steps_keep_nothing(world, transport):
+    for result in fork_ranks(run_steps, world, transport, "full_shard", STEPS, timeout=120):
+        check_steps(result.value, STEPS, transport)
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
+def test_steps_of_other_strategies_keep_nothing(strategy):
+    for result in fork_ranks(run_steps, 2, "shm", strategy, STEPS // 2, timeout=120):
+        check_steps(result.value, STEPS // 2, "shm")
+
+
+# --- models come and go ---------------------------------------------------------------------------
+
+WIDE = 512  # two units of a megabyte each
+
+
+def train_and_drop(transport, keep=None):
+    """Trains a model for a step; a weak reference to it. `keep` takes what shall outlive it."""
+    model = wrap(make_model(WIDE), transport)
+    optimizer = zshard.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(2, WIDE)).sum().backward()
+    optimizer.step()
+    if keep is not None:
+        keep.append(model(torch.ones(2, WIDE)).sum())
+    return weakref.ref(model)
+
+
+def make_and_drop_models(transport, models):
+    """How many of the models live on after the garbage collector ran; what has grown."""
+    settle()
+    for _ in range(5):
+        train_and_drop(transport)
+    counts, references = [count()], []
+    for _ in range(WINDOWS):
+        for _ in range(models // WINDOWS):
+            references.append(train_and_drop(transport))
+            gc.collect()
+        counts.append(count())
+    alive = sum(reference() is not None for reference in references)
+    return alive, steady_growth(counts)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("world", "transport"), WORLDS)
+def test_dropped_models_are_freed(world, transport):
+    for result in fork_ranks(make_and_drop_models, world, transport, 50, timeout=120):
+        alive, grown = result.value
+        assert alive == 0
+        assert grown.pop("resident") < 32 * MB // WINDOWS  # of 50 times two, at least
+        assert grown.pop("heap") < 50 * 1024 // WINDOWS + COUNTS, grown
+        assert grown.pop("objects", 0) < 60  # the references to the models
+        assert grown.pop("mappings", 0) < 10
+        assert not grown, grown
+
+
+def outlive_the_model(transport):
+    """A loss is all that is left of a model; it is used, and then goes too. Facts about that."""
+    keep = []
+    model = train_and_drop(transport, keep)
+    gc.collect()
+    loss = keep.pop()
+    leaf = loss.grad_fn
+    while leaf.next_functions:  # down to the gradient of the last bias
+        leaf = next(node for node, _ in leaf.next_functions if node is not None)
+    param = leaf.variable
+    loss.backward()
+    facts = {"model died": model() is None, "gradients": zshard.to_local(param.grad).tolist()}
+    facts["name"] = zshard.shard_info(param)["name"] if transport != "auto" else "1.1.bias"
+    parameter = weakref.ref(param)
+    del loss, leaf, param
+    gc.collect()
+    facts["parameter died"] = parameter() is None
+    return facts
+
+
+def outlive_models(transport, models):
+    """The facts of the last model, and what has grown over them all."""
+    settle()
+    for _ in range(3):
+        outlive_the_model(transport)
+    counts = [count()]
+    for _ in range(WINDOWS):
+        for _ in range(models // WINDOWS):
+            facts = outlive_the_model(transport)
+        counts.append(count())
+    return facts, steady_growth(counts)
+
+
+@pytest.mark.thorough
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("world", "transport"), WORLDS)
+def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):
+    gradients = []
+    for result in fork_ranks(outlive_models, world, transport, 40):
+        facts, grown = result.value
+        gradients += facts.pop("gradients")
+        assert facts == {"model died": True, "parameter died": True, "name": "1.1.bias"}
+        assert grown.pop("resident") < 16 * MB // WINDOWS, grown  # of 40 times one, at least
+        assert grown.pop("heap") < 50 * 1024 // WINDOWS + COUNTS, grown
+        assert grown.pop("objects", 0) < 20, grown
+        assert grown.pop("mappings", 0) < 10, grown
+        assert not grown, grown
+    assert gradients == [4.0] * WIDE
+
+
+# --- process groups come and go -------------------------------------------------------------------
+
+
+def make_and_drop_groups(transport, groups):
+    """What has grown after models on process groups of their own, which were destroyed."""
+    settle()
+    dist.init_process_group("gloo")
+    for number in range(groups + 2):
+        if number == 2:
+            before = count()
+        group = dist.new_group([0, 1])
+        model = FSDP(make_model(), group, transport=transport)
+        model(torch.ones(2, 8)).sum().backward()
+        del model
+        gc.collect()
+        dist.destroy_process_group(group)
+        del group
+    FSDP(make_model(), transport=transport)  # the next transport clears away what is dead
+    return growth(before, count())
+
+
+@pytest.mark.parametrize("transport", ["shm"])
+def test_dropped_groups_give_their_descriptors_and_mappings_back(transport):
+    for result in fork_ranks(make_and_drop_groups, 2, transport, 5):
+        grown = result.value
+        ours = [name for name in grown if "zshard" in name or "pidfd" in name]
+        assert not ours, grown
+        assert grown.get("mappings", 0) < 20, grown

@@ -1,0 +1,209 @@
+"""optimizer_in_backward(): what is refused, and failures.
+
+The one idea: a step that would be wrong is an error with a way out, and training goes on after it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_backward import (
+    ADAMW,
+    alone,
+    batch,
+)
+from models import COMBINATIONS, Block, loss_of, make_optimizer, wrapped
+from models import differences as differences_of
+from recomputed import (
+    leaf,
+)
+from scenarios import WIDTH, floats, message_of
+from scenarios import Stack as Blocks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zshard
+
+# --- what is refused, and failures ------------------------------------------------------------------------
+
+
+def test_what_cannot_be_stepped_in_backward():
+    model, optimizer, handle = alone(True)
+    torchs = torch.optim.AdamW(model.parameters())
+    text = message_of(lambda: model.optimizer_in_backward(torchs), TypeError)
+    assert "zshard.AdamW" in text and "one unit at a time, got torch.optim.adamw.AdamW" in text
+    text = message_of(lambda: model.optimizer_in_backward(optimizer), RuntimeError)
+    assert "unit '(root)' is already stepped in backward" in text
+    handle.remove()
+    other = zshard.AdamW(nn.Linear(2, 2).parameters())
+    text = message_of(lambda: model.optimizer_in_backward(other), ValueError)
+    assert "none of the model's parameters" in text
+    twin = zshard.SGD(model.parameters(), 0.1)
+    text = message_of(lambda: model.optimizer_in_backward(optimizer, twin), ValueError)
+    assert "is in two optimizers" in text
+    loss_of(model(batch(0))).backward()
+    text = message_of(lambda: model.optimizer_in_backward(optimizer), RuntimeError)
+    assert "parameter 'shift' already has a .grad" in text
+    optimizer.zero_grad()
+    model.optimizer_in_backward(optimizer)
+
+
+def clipped_and_scaled(combination):
+    model = wrapped(Blocks, combination)
+    optimizer = make_optimizer(ADAMW, model)
+    handle = model.optimizer_in_backward(optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    texts = []
+    for scaler in (zshard.GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        scaled = scaler.scale(loss_of(model(floats(dist.get_rank()))))
+        texts.append(message_of(scaled.backward, RuntimeError))
+        optimizer.zero_grad()
+    assert differences_of(model.state_dict(), before) == []
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(loss_of(model(floats(dist.get_rank())))).backward()
+    texts += [
+        message_of(lambda: model.clip_grad_norm_(1.0), RuntimeError),
+        message_of(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), RuntimeError),
+    ]
+    handle.remove()
+    scaler = zshard.GradScaler("cpu")
+    scaler.scale(loss_of(model(floats(dist.get_rank())))).backward()
+    scaler.unscale_(optimizer)
+    model.clip_grad_norm_(1.0)
+    scaler.step(optimizer)
+    return texts
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_clipping_and_loss_scaling_are_refused(pool2, combination):
+    for scale, torchs_scale, clip, torchs_clip in pool2.run(clipped_and_scaled, combination):
+        assert scale == torchs_scale
+        assert "gradients that are still scaled" in scale and "remove() on the handle" in scale
+        assert clip == torchs_clip
+        assert "no gradients to clip" in clip and "remove()" in clip
+
+
+def within_a_checkpoint(reentrant):
+    model = wrapped(Blocks, ("full_shard", "shm"))
+    model.optimizer_in_backward(make_optimizer(ADAMW, model))
+    loss = loss_of(checkpoint(model, leaf(dist.get_rank()), use_reentrant=reentrant))
+    if not reentrant:
+        loss.backward()
+        return [p.grad is None for p in model.parameters()]
+    return message_of(loss.backward, NotImplementedError)
+
+
+def test_a_reentrant_checkpoint_around_the_model_is_refused(pool2):
+    assert all(map(all, pool2.run(within_a_checkpoint, False)))
+    for text in pool2.run(within_a_checkpoint, True):
+        assert "use_reentrant=False" in text
+
+
+class Broken(torch.autograd.Function):
+    """Raises in backward, at the place of the model where it stands, if told to."""
+
+    raises = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Broken.raises:
+            raise ArithmeticError("on purpose")
+        return grad
+
+
+class Fragile(Blocks):
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            x = block(Broken.apply(x) if i == 1 else x)
+        return self.head(x)
+
+
+def goes_on(combination):
+    """After a backward that raised on all ranks: do the ranks go on together?"""
+    model = wrapped(Fragile, combination)
+    optimizer = make_optimizer(ADAMW, model)
+    model.optimizer_in_backward(optimizer)
+    rank = dist.get_rank()
+    loss_of(model(floats(rank))).backward()
+    Broken.raises = True
+    text = message_of(loss_of(model(floats(rank, 1))).backward, ArithmeticError)
+    Broken.raises = False
+    optimizer.zero_grad()
+    for step in range(2, 4):
+        loss_of(model(floats(rank, step))).backward()
+    assert text == "on purpose"
+    assert all(p.grad is None for p in model.parameters())
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_training_goes_on_after_a_backward_that_raised(pool2, combination):
+    first, second = pool2.run(goes_on, combination)
+    assert differences_of(first, second) == []
+    assert all(value.isfinite().all() for value in first.values())
+
+
+def failing_step(combination):
+    """An exception out of the optimizer leaves backward as it is."""
+    model = wrapped(Blocks, combination)
+    optimizer = make_optimizer(ADAMW, model)
+    model.optimizer_in_backward(optimizer)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    lr = optimizer.param_groups[0].pop("lr")
+    text = message_of(loss_of(model(floats(dist.get_rank(), 1))).backward, KeyError)
+    optimizer.param_groups[0]["lr"] = lr
+    for step in range(2, 4):
+        optimizer.zero_grad()
+        loss_of(model(floats(dist.get_rank(), step))).backward()
+    return text
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_an_error_of_the_optimizer_comes_out_of_backward(pool2, combination):
+    assert pool2.run(failing_step, combination) == ["\"param group lacks 'lr'\""] * 2
+
+
+def used_again(combination):
+    """A unit's weight that the loss uses past the unit's forward, while the unit is still whole."""
+    model = wrapped(make_used_again, combination, auto_wrap_policy={Block})
+    model.optimizer_in_backward(make_optimizer(ADAMW, model))
+    x = floats(dist.get_rank()).requires_grad_()
+    return message_of(loss_of(model(x)).backward, RuntimeError)
+
+
+def make_used_again():
+    return UsedAgain()
+
+
+class UsedAgain(nn.Module):
+    """The second block's backward ends before the first's recomputation calls it once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.once = False
+
+    def sneaky(self, x):
+        first = self.blocks[0](x)
+        if torch.is_grad_enabled():  # only when it is recomputed
+            first = first + self.blocks[1](x)
+        return first
+
+    def forward(self, x):
+        return self.blocks[1](checkpoint(self.sneaky, x, use_reentrant=True))
+
+
+# Where ranks meet to gather, a unit is not over before backward is through with it.
+GATHERED = [("full_shard", "c10d"), ("shard_grad_op", "c10d")]
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c not in GATHERED])
+def test_a_unit_that_is_wanted_again_after_its_step_is_an_error(pool2, combination):
+    for text in pool2.run(used_again, combination):
+        assert "of unit 'blocks.1' again after" in text
+        assert "call optimizer.step() after backward" in text

@@ -1,0 +1,276 @@
+"""optimizer_in_backward() in scripts: a world of one, schedulers, several optimizers, hooks.
+
+The one idea: what a script does around a step() after backward, it may do around steps within.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import time
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_backward import (
+    ADAMW,
+    OF_THE_ROOT,
+    Alone,
+    alone,
+    batch,
+    step_after,
+    three_steps,
+    watch,
+    wrong,
+)
+from models import COMBINATIONS, loss_of, make, make_optimizer, wrapped
+from models import differences as differences_of
+from recomputed import (
+    KINDS,
+    WAYS,
+    Stack,
+    leaf,
+)
+from scenarios import Stack as Blocks
+from scenarios import floats, message_of
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+# --- a world of one -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [zshard.AdamW, zshard.Adam, zshard.SGD])
+def test_alone(optimizer):
+    states = []
+    for in_backward in (False, True):
+        model, made, _ = alone(in_backward, optimizer)
+        counts = watch(model)
+        for step in range(3):
+            with model.no_sync():
+                loss_of(model(batch(10 + step))).backward()
+            loss_of(model(batch(step))).backward()
+            step_after(model, made)
+        states.append(model.state_dict())
+        assert len(counts) == 150
+    assert differences_of(*states) == []
+
+
+def test_alone_in_mixed_precision():
+    """Where gradients are cast, and so reduced, in a world of one too."""
+    states = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        policy = zshard.MixedPrecision(param_dtype=torch.bfloat16)
+        model = FSDP(Alone(), auto_wrap_policy={nn.Linear}, mixed_precision=policy)
+        made = zshard.AdamW(model.parameters(), 1e-2)
+        if in_backward:
+            model.optimizer_in_backward(made)
+        for step in range(3):
+            loss_of(model(batch(step))).backward()
+            assert in_backward == all(p.grad is None for p in model.parameters())
+            step_after(model, made)
+        states.append(model.state_dict())
+    assert differences_of(*states) == []
+
+
+def test_alone_only_one_units_gradients_are_held():
+    model, _, _ = alone(True)
+    counts = watch(model)
+    loss_of(model(batch(0))).backward()
+    assert max(held for held, _ in counts) <= 3
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_alone_a_removed_handle_leaves_nothing():
+    model, optimizer, handle = alone(True)
+    loss_of(model(batch(0))).backward()
+    copied = copy.deepcopy(model)
+    handle.remove()
+    handle.remove()
+    for each in (model, copied):
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in each.modules())
+        loss_of(each(batch(1))).backward()
+        assert all(p.grad is not None for p in each.parameters())
+    optimizer.step()
+    expected, optimizer, _ = alone(False)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(expected(batch(step))).backward()
+        optimizer.step()
+    assert differences_of(model.state_dict(), expected.state_dict()) == []
+
+
+@KINDS
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_alone_every_way_of_checkpointing(way, reentrant):
+    states = []
+    for in_backward in (False, True):
+        model = FSDP(make(functools.partial(Stack, way, reentrant)))
+        optimizer = make_optimizer(ADAMW, model)
+        if in_backward:
+            model.optimizer_in_backward(optimizer)
+        if in_backward and reentrant and way in OF_THE_ROOT:
+            loss = loss_of(model(leaf(0)))
+            assert "unit '(root)' again after" in message_of(loss.backward)
+            return
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model(leaf(0, step))).backward()
+            optimizer.step()
+        states.append(model.state_dict())
+    assert differences_of(*states) == []
+
+
+# --- step(), schedulers, several optimizers, hooks ------------------------------------------------------
+
+
+def scheduled(call_step, model, optimizer):
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    in_backward = model in zshard._optim.in_backward._handles
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4):
+            loss_of(model(floats(dist.get_rank(), step))).backward()
+            if call_step or not in_backward:
+                step_after(model, optimizer)
+            schedule.step()
+
+
+@pytest.mark.parametrize("call_step", [True, False])
+def test_schedulers_go_on_with_and_without_calls_of_step(pool2, call_step):
+    run = functools.partial(scheduled, call_step)
+    assert pool2.run(wrong, run, Blocks, [("full_shard", "shm")]) == [{}, {}]
+
+
+def shares(combination, split):
+    """Two optimizers, over parameters that lie in the same units: what differs from steps after
+    backward. split: only one of them steps in backward."""
+    states, kept = [], []
+    for in_backward in (False, True):
+        model = wrapped(Blocks, combination)
+        params = list(model.parameters())
+        a = zshard.AdamW(params[::2], 1e-2)
+        b = zshard.SGD([{"params": params[1::4]}, {"params": params[3::4], "lr": 1e-3}], 0.1, 0.9)
+        if in_backward:
+            model.optimizer_in_backward(*([a] if split else [a, b]))
+        for step in range(3):
+            loss_of(model(floats(dist.get_rank(), step))).backward()
+            kept.append([p.grad is not None for p in params])
+            for optimizer in (a, b):
+                step_after(model, optimizer)
+        states.append(model.state_dict())
+    return differences_of(*states), kept
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("split", [True, False])
+def test_two_optimizers(pool2, combination, split):
+    for found, kept in pool2.run(shares, combination, split):
+        assert found == []
+        expected = [bool(i % 2) and split for i in range(len(kept[0]))]
+        assert kept == [[True] * len(kept[0])] * 3 + [expected] * 3
+
+
+def hooked(model, optimizer):
+    """Users' hooks see the reduced gradient once, and what they change is stepped with."""
+    calls = []
+
+    def clamp(param):
+        calls.append(param)
+        param.grad.clamp_(-1e-3, 1e-3)
+
+    handles = [p.register_post_accumulate_grad_hook(clamp) for p in model.parameters()]
+    three_steps(model, optimizer)
+    assert len(calls) == 3 * len(handles)
+    for handle in handles:
+        handle.remove()
+
+
+def test_users_hooks_run_before_the_step(pool2):
+    assert pool2.run(wrong, hooked, Blocks) == [{}, {}]
+
+
+def removed(combination):
+    """What differs after two steps in backward, remove() and two usual steps; memory as before."""
+    states, memories = [], []
+    for in_backward in (False, True):
+        model = wrapped(Blocks, combination)
+        optimizer = make_optimizer(ADAMW, model)
+        handle = model.optimizer_in_backward(optimizer) if in_backward else None
+        for step in range(4):
+            if step == 2 and handle is not None:
+                handle.remove()
+            loss_of(model(floats(dist.get_rank(), step))).backward()
+            shown = all(p.grad is not None for p in model.parameters())
+            assert shown == (step >= 2 or not in_backward)
+            step_after(model, optimizer)
+        states.append(model.state_dict())
+        memories.append(model.memory()["grads"])
+    return differences_of(*states), memories
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_removed_handle_leaves_the_model_as_it_was(pool2, combination):
+    for found, (usual, after) in pool2.run(removed, combination):
+        assert found == []
+        assert usual == after > 0
+
+
+def copies(combination):
+    model = wrapped(Blocks, combination)
+    model.optimizer_in_backward(make_optimizer(ADAMW, model))
+    loss_of(model(floats(dist.get_rank()))).backward()
+    copied = copy.deepcopy(model)
+    loss_of(copied(floats(dist.get_rank()))).backward()
+    return all(p.grad is not None for p in copied.parameters())
+
+
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("no_shard", "c10d")])
+def test_a_copy_steps_by_hand(pool2, combination):
+    assert pool2.run(copies, combination) == [True, True]
+
+
+def used_and_dropped(combination):
+    model = wrapped(Blocks, combination)
+    optimizer = zshard.AdamW(model.parameters())
+    model.optimizer_in_backward(optimizer)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    return [weakref.ref(thing) for thing in (model, optimizer, model.head.weight)]
+
+
+def freed_at_once(combination):
+    used_and_dropped(combination)  # torch's first optimizer leaves a cycle
+    gc.collect()
+    gc.disable()
+    try:
+        alive = used_and_dropped(combination)
+        assert [reference() for reference in alive[:2]] == [None, None]
+        deadline = time.monotonic() + 20
+        while alive[2]() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)  # with its state, until the other rank has dropped its own
+        return [reference() is not None for reference in alive]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_dropped_model_is_freed_without_a_collector_with_its_optimizer(pool2, combination):
+    assert pool2.run(freed_at_once, combination) == [[False] * 3] * 2
+
+
+def test_alone_a_dropped_model_is_freed_at_once():
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer, _ = alone(True)
+        loss_of(model(batch(0))).backward()
+        references = [weakref.ref(thing) for thing in (model, optimizer, model.shift)]
+        del model, optimizer, _
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()

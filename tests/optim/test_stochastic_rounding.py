@@ -1,0 +1,434 @@
+"""Stochastic rounding of bfloat16 parameters: right on average, and the same bits wherever computed.
+
+Bounds on averages are 5 standard deviations of what independent random bits give; seeds are fixed,
+so a test that passes once passes always.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import COMBINATIONS, TRANSPORTS, Mlp, loss_of, make
+from optim_cases import assert_same_bits, give_grads, make_params, train
+from spawn import ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP, _core
+
+BF16 = torch.bfloat16
+ULP = 2.0**-7  # of bfloat16 in [1, 2)
+N = 1 << 18
+
+
+def bf16_param(values):
+    return nn.Parameter(torch.as_tensor(values, dtype=torch.float32).to(BF16))
+
+
+def moved(start, change, steps=1, seed=0):
+    """N elements of `start` after steps of plain SGD that add `change`, as float64."""
+    param = bf16_param(torch.full((N,), start))
+    optimizer = zshard.SGD([param], lr=1.0, stochastic_rounding=True, rounding_seed=seed)
+    for _ in range(steps):
+        param.grad = torch.full((N,), -change).to(BF16)
+        optimizer.step()
+    return param.detach().double()
+
+
+# --- right on average ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [1 / 64, 0.25, 0.5, 0.875])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_mean_is_the_exact_value_and_results_are_its_neighbours(sign, part):
+    got = sign * moved(sign * 1.0, sign * part * ULP)
+    assert set(got.tolist()) == {1.0, 1.0 + ULP}
+    error = ULP * math.sqrt(part * (1 - part) / N)
+    assert abs(got.mean().item() - (1 + part * ULP)) < 5 * error
+
+
+def test_values_that_bfloat16_has_stay_exact():
+    params = make_params(BF16)
+    before = [p.detach().clone() for p in params]
+    optimizer = zshard.SGD(params, lr=1.0, stochastic_rounding=True)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    for _ in range(20):
+        optimizer.step()
+    assert_same_bits(params, before)
+    assert torch.equal(moved(1.0, 3 * ULP), torch.full((N,), 1.0 + 3 * ULP).double())
+
+
+def test_infinite_and_undefined_values_and_zeros_survive():
+    inf, nan = math.inf, math.nan
+    largest, smallest = torch.finfo(BF16).max, 2.0**-133
+    start = [inf, -inf, nan, 0.0, -0.0, 1.0, 1.0, largest, -largest, smallest]
+    grads = [1.0, 1.0, 1.0, 0.0, 0.0, nan, inf, 0.0, 0.0, 0.0]
+    want = [inf, -inf, nan, 0.0, -0.0, nan, -inf, largest, -largest, smallest]
+    for seed in range(50):
+        param = bf16_param(start)
+        param.grad = torch.tensor(grads).to(BF16)
+        zshard.SGD([param], lr=1.0, stochastic_rounding=True, rounding_seed=seed).step()
+        expected = torch.tensor(want).to(BF16)
+        torch.testing.assert_close(param.detach(), expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(torch.signbit(param[3:5]), torch.tensor([False, True]))
+
+
+def ups(**options):
+    """+1 where half an ulp was rounded up, -1 where down: N fair coins."""
+    return torch.where(moved(1.0, ULP / 2, **options) > 1.0, 1.0, -1.0)
+
+
+def correlation(a, b):
+    return abs((a * b).mean().item()) * math.sqrt(a.numel())  # in standard deviations
+
+
+def test_bits_of_elements_steps_and_seeds_have_nothing_in_common():
+    coins = ups()
+    for lag in (1, 2, 3, 4, 8, 16, 32, 64, 4096):
+        assert correlation(coins[lag:], coins[:-lag]) < 5, lag
+    for seed in (1, 2, 1 << 32, -1):
+        assert correlation(coins, ups(seed=seed)) < 5, seed
+    param = bf16_param(torch.ones(N))
+    optimizer = zshard.SGD([param], lr=1.0, stochastic_rounding=True)
+    seen = []
+    for _ in range(4):
+        with torch.no_grad():
+            param.fill_(1.0)
+        param.grad = torch.full((N,), -ULP / 2).to(BF16)
+        optimizer.step()
+        seen.append(torch.where(param.detach() > 1.0, 1.0, -1.0))
+    assert torch.equal(seen[0], coins)
+    for i, a in enumerate(seen):
+        assert all(correlation(a, b) < 5 for b in seen[:i])
+
+
+def test_no_value_of_the_bits_is_preferred():
+    """How often each threshold lies below: a fine staircase, 256 steps wide."""
+    param = bf16_param(torch.ones(N))
+    part = torch.arange(N) % 256 / 256
+    param.grad = (-part * ULP).to(BF16)  # exact: 8 bits
+    zshard.SGD([param], lr=1.0, stochastic_rounding=True, rounding_seed=7).step()
+    up = (param.detach() > 1.0).double().view(-1, 256).mean(0)
+    expected = torch.arange(256).double() / 256
+    error = (expected * (1 - expected) / (N // 256)).sqrt()
+    assert up[0] == 0.0
+    deviations = ((up - expected) / error)[1:]
+    assert deviations.abs().max() < 5
+    assert 0.75 < deviations.square().mean() < 1.3  # as independent coins, not better either
+
+
+def test_state_decays_where_rounding_to_nearest_keeps_it():
+    """0.999 of a bfloat16 is nearest to itself, so a second moment would never shrink."""
+    steps = 200
+    left = {}
+    for stochastic in (True, False):
+        param = bf16_param(torch.zeros(1 << 14))
+        optimizer = zshard.AdamW([param], lr=0.0, stochastic_rounding=stochastic)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        state = optimizer.state[param]
+        assert state["exp_avg_sq"].dtype == BF16
+        state["exp_avg_sq"].fill_(1.0)
+        param.grad = torch.zeros_like(param)
+        for _ in range(steps):
+            optimizer.step()
+        left[stochastic] = state["exp_avg_sq"].double().mean().item()
+    assert left[False] == 1.0
+    spread = ULP * math.sqrt(steps / (1 << 14))  # generous: a coin of at most an ulp at each step
+    assert abs(left[True] - 0.999**steps) < 5 * spread
+
+
+@pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD])
+def test_training_goes_on_where_rounding_to_nearest_stalls(cls):
+    """Steps of a tenth of a unit in the last place, towards a target."""
+    target = torch.linspace(-1.0, 1.0, 512)
+    ends = {}
+    for stochastic in (False, True):
+        param = bf16_param(target + 1.5)
+        optimizer = cls([param], lr=8e-4, weight_decay=0.0, stochastic_rounding=stochastic)
+        for _ in range(3000):
+            param.grad = torch.sign(param.detach().float() - target).to(BF16)
+            optimizer.step()
+        ends[stochastic] = (param.detach().float() - target).abs().mean().item()
+    assert ends[False] > 1.0
+    assert ends[True] < 0.02
+
+
+# --- the same bits, whoever computes them --------------------------------------------------------
+
+
+def trained(pieces, cls=zshard.AdamW, lr=1e-3, **options):
+    """The elements after five steps, cut into parameters of `pieces` elements."""
+    generator = torch.Generator().manual_seed(3)
+    total = sum(pieces)
+    params = [
+        nn.Parameter(part.clone().to(BF16))
+        for part in torch.randn(total, generator=generator).split(pieces)
+    ]
+    optimizer = cls(params, lr=lr, stochastic_rounding=True, **options)
+    for _ in range(5):
+        for p, grad in zip(
+            params, torch.randn(total, generator=generator).split(pieces), strict=True
+        ):
+            p.grad = grad.to(BF16)
+        optimizer.step()
+    return torch.cat([p.detach() for p in params])
+
+
+def test_how_elements_are_grouped_does_not_matter():
+    whole = trained([10_000])
+    assert torch.equal(whole, trained([1, 4_999, 0, 5_000]))
+    assert torch.equal(whole, trained([31, 9_969]))
+    assert not torch.equal(whole, trained([10_000], rounding_seed=1))
+
+
+def test_threads_do_not_matter():
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(trained([300_001, 7, 70_000]))
+    torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_numbers_beyond_32_bits():
+    """Where the lower half begins anew, the keys change: in the middle of a run as at its start."""
+    first = 2**32 - 50
+
+    def step(numbers, pieces):
+        params = [bf16_param(torch.ones(n)) for n in pieces]
+        for p in params:
+            p.grad = torch.full_like(p, -ULP / 2)
+        group = {
+            **zshard.SGD(params, 1.0, stochastic_rounding=True).param_groups[0],
+            "params": params,
+        }
+        plan = _core.OptimPlan("sgd", params, {}, set(), numbers)
+        assert plan.step(group, {}) == ()
+        return torch.cat([p.detach() for p in params])
+
+    whole = step([first], [200])
+    assert torch.equal(whole, step([first, 2**32], [50, 150]))
+    assert not torch.equal(whole[50:], step([0], [150]))
+
+
+DIGEST = """
+import sys
+sys.path[:0] = {tests!r}
+import test_stochastic_rounding as t
+print(t.digest(t.trained([5000], {cls}, **{options})))
+"""
+
+
+def digest(tensor):
+    return hash(tuple(tensor.view(torch.int16).tolist()))
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cls", "options", "sets"),
+    [
+        # Base has no FMA, so only a rule without a rounded product is the same there.
+        ("t.zshard.SGD", {"lr": 2.0**-10}, ("base", "avx2", "avx512")),
+        pytest.param("t.zshard.AdamW", {}, ("avx2", "avx512"), marks=pytest.mark.thorough),
+    ],
+)
+def test_vector_width_does_not_matter(cls, options, sets):
+    here = Path(__file__).resolve()
+    tests = [str(here.parent), str(here.parents[1] / "lib")]
+    found = set()
+    for isa in sets:
+        code = DIGEST.format(tests=tests, cls=cls, options=options)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "ZSHARD_ISA": isa},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def bf16_mlp():
+    return Mlp().to(BF16)
+
+
+def batch(step):
+    """The same on all ranks: then the mean of gradients is each rank's, to the bit."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(5, 7, generator=generator).to(BF16)
+
+
+def steps_of(model, optimizer, begin, end):
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        loss_of(model(batch(step))).backward()
+        optimizer.step()
+
+
+def weights_of_plain(cls):
+    model = make(bf16_mlp)
+    steps_of(model, cls(model.parameters(), lr=1e-2, stochastic_rounding=True), 0, 5)
+    return model.state_dict()
+
+
+def weights_of_sharded(combination, cls):
+    strategy, transport = combination
+    model = FSDP(
+        make(bf16_mlp), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear}
+    )
+    steps_of(model, cls(model.parameters(), lr=1e-2, stochastic_rounding=True), 0, 5)
+    return model.state_dict()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD], ids=lambda cls: cls.__name__)
+def test_ranks_and_strategy_do_not_matter(pool, combination, cls):
+    expected = weights_of_plain(cls)
+    for weights in pool.run(weights_of_sharded, combination, cls):
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name
+
+
+def wrapped_after_a_step():
+    """The plain model's first step, then the others on slices: the optimizer stays the same."""
+    model = make(bf16_mlp)
+    optimizer = zshard.SGD(model.parameters(), lr=1e-2, stochastic_rounding=True)
+    steps_of(model, optimizer, 0, 1)
+    optimizer.zero_grad()
+    steps_of(FSDP(model, auto_wrap_policy={nn.Linear}), optimizer, 1, 5)
+    return model.state_dict()
+
+
+def test_a_model_that_is_wrapped_later_keeps_its_numbers(pool2):
+    expected = weights_of_plain(zshard.SGD)
+    for weights in pool2.run(wrapped_after_a_step):
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name
+
+
+def resumed(transport, keep_rounding):
+    """Whether a run that is saved and loaded after 3 of 6 steps ends as one that is not."""
+
+    def new():
+        model = FSDP(make(bf16_mlp), transport=transport, auto_wrap_policy={nn.Linear})
+        return model, zshard.AdamW(
+            model.parameters(), lr=1e-2, stochastic_rounding=True, rounding_seed=5
+        )
+
+    model, optimizer = new()
+    steps_of(model, optimizer, 0, 6)
+    straight = model.state_dict()
+    model, optimizer = new()
+    steps_of(model, optimizer, 0, 3)
+    saved = model.state_dict(), optimizer.state_dict()
+    again, other = new()
+    if not keep_rounding:
+        saved[1]["param_groups"][0]["rounding_step"] = 0
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    steps_of(again, other, 3, 6)
+    return [name for name, value in again.state_dict().items() if (value != straight[name]).any()]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_resumed_run_goes_on_with_the_same_bits(pool2, transport):
+    assert pool2.run(resumed, transport, True) == [[], []]
+    assert all(pool2.run(resumed, transport, False))  # which the number of the step is needed for
+
+
+# --- what is rounded, and options ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("cls", [zshard.AdamW, zshard.Adam, zshard.SGD])
+def test_other_dtypes_are_not_touched(cls, dtype):
+    mine, theirs = make_params(dtype), make_params(dtype)
+    mixed = [*mine, *make_params(BF16)]
+    a, b = cls(mixed, lr=0.1, stochastic_rounding=True), cls(theirs, lr=0.1)
+    for step in range(3):
+        give_grads(mixed, seed=step)
+        give_grads(theirs, seed=step)
+        a.step()
+        b.step()
+    assert_same_bits(mine, theirs)
+
+
+def test_groups_have_the_options_only_where_wanted():
+    bf16, other = make_params(BF16), make_params(BF16)
+    plain = zshard.AdamW([{"params": bf16[:2]}, {"params": other, "stochastic_rounding": True}])
+    assert "stochastic_rounding" not in plain.state_dict()["param_groups"][0]
+    assert set(plain.param_groups[0]) == set(torch.optim.AdamW(bf16).param_groups[0])
+    assert plain.param_groups[1]["rounding_step"] == 0
+
+    optimizer = zshard.AdamW(
+        [{"params": bf16[:2], "stochastic_rounding": False}, {"params": bf16[2:]}],
+        stochastic_rounding=True,
+        rounding_seed=9,
+    )
+    train([(optimizer, bf16)], steps=3)
+    groups = optimizer.param_groups
+    assert [group["stochastic_rounding"] for group in groups] == [False, True]
+    assert groups[1]["rounding_seed"] == 9
+    assert groups[1]["rounding_step"] == 3
+    nearest = make_params(BF16)[:2]
+    train([(zshard.AdamW(nearest), nearest)], steps=3)
+    assert_same_bits(bf16[:2], nearest)
+
+
+def test_an_older_or_torchs_state_dict_leaves_rounding_on():
+    params = make_params(BF16)
+    optimizer = zshard.AdamW(params, stochastic_rounding=True, rounding_seed=4)
+    optimizer.load_state_dict(torch.optim.AdamW(make_params(BF16)).state_dict())
+    group = optimizer.param_groups[0]
+    assert (group["stochastic_rounding"], group["rounding_seed"], group["rounding_step"]) == (
+        True,
+        4,
+        0,
+    )
+
+
+def test_a_step_without_gradients_does_not_count():
+    params = make_params(BF16)
+    optimizer = zshard.AdamW(params, stochastic_rounding=True)
+    optimizer.step()
+    assert optimizer.param_groups[0]["rounding_step"] == 0
+    train([(optimizer, params)], steps=2)
+    assert optimizer.param_groups[0]["rounding_step"] == 2
+
+
+def test_what_cannot_be_rounded_so_is_refused():
+    half = make_params(torch.float16)
+    with pytest.raises(NotImplementedError, match=r"of shape \(16,\) is float16"):
+        zshard.AdamW(half, stochastic_rounding=True)
+    optimizer = zshard.AdamW(make_params(BF16), stochastic_rounding=True)
+    with pytest.raises(NotImplementedError, match="float16"):
+        optimizer.add_param_group({"params": half})
+    with pytest.raises(ValueError, match="rounding_seed requires stochastic_rounding=True"):
+        zshard.SGD(make_params(BF16), rounding_seed=3)
+    with pytest.raises(TypeError):
+        zshard.SGD(make_params(BF16), stochastic_rounding=True, rounding_seed=0.5)
+
+
+@pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD])
+def test_nothing_is_rounded_to_nearest_in_silence(cls):
+    across = nn.Parameter(torch.randn(6, 5).to(BF16).t())
+    usual = bf16_param(torch.ones(4))
+    optimizer = cls([usual, across], stochastic_rounding=True)
+    give_grads([usual, across])
+    with pytest.raises(NotImplementedError, match=r"contiguous bfloat16 parameters.*of 30"):
+        optimizer.step()
+    assert torch.equal(usual, torch.ones(4).to(BF16))  # nothing was done before
+    optimizer.param_groups[0]["stochastic_rounding"] = False
+    optimizer.step()

@@ -1,0 +1,459 @@
+"""The benchmarks run and say what they promise: statistics by hand, each program
+quickly (the longer ones among the thorough tests).
+
+The one idea: `--quick` is a program's whole way over models that are small enough for a test."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_ins
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
+
+from benchmarks import (
+    gpu,
+    gpu_report,
+    gpu_sides,
+    gpu_steps,
+    harness,
+    host_time,
+    memory,
+    picture,
+    predict,
+    run,
+    sides,
+    step_time,
+)
+from benchmarks.harness import Sample, Spread
+from benchmarks.models import TINY_BLOCKS, WORKLOADS, build_stack
+
+MACHINE = {"date", "commit", "cpu", "cores", "memory_bytes", "kernel", "libc", "python", "torch"}
+SPREAD = {"min", "median", "max"}
+
+
+def samples(*times: float, foreign: float = 0.0) -> list[Sample]:
+    return [Sample((time,), foreign) for time in times]
+
+
+def test_spread_is_min_median_max() -> None:
+    assert Spread.of([5.0, 1.0, 2.0, 4.0]) == Spread(1.0, 3.0, 5.0)
+    assert Spread(1.0, 3.25, 5.0).text(1) == "1.0/3.2/5.0"
+    with pytest.raises(ValueError, match="at least one"):
+        Spread.of([])
+
+
+def test_ratio_is_taken_inside_a_round() -> None:
+    # The machine gets 10x slower in round 2: the ratio of medians would be 0.2, each round says 2.
+    side, base = samples(2.0, 20.0, 2.0), samples(1.0, 10.0, 1.0)
+    assert harness.same_round_ratios(side, base) == [2.0, 2.0, 2.0]
+
+
+def test_contended_rounds_are_left_out_of_both_sides() -> None:
+    side = samples(*[2.0] * 5) + samples(50.0, foreign=0.3) + samples(2.0)
+    base = samples(*[1.0] * 6) + samples(90.0, foreign=0.3)
+    assert harness.clean_rounds(side) == [0, 1, 2, 3, 4, 6]
+    assert harness.same_round_ratios(side, base) == [2.0] * 5
+
+
+def test_contended_rounds_count_if_too_few_are_clean() -> None:
+    mixed = samples(1.0, 1.0, 1.0, 1.0) + samples(3.0, foreign=0.3)
+    assert harness.clean_rounds(mixed) == [0, 1, 2, 3, 4]
+
+
+def test_sides_that_are_never_clean_together_use_all_rounds() -> None:
+    side = samples(*[2.0] * 5) + samples(*[6.0] * 5, foreign=0.3)
+    base = samples(*[1.0] * 5, foreign=0.3) + samples(*[1.0] * 5)
+    assert harness.same_round_ratios(side, base) == [2.0] * 5 + [6.0] * 5
+
+
+def test_a_base_drowned_in_noise_gives_no_ratio() -> None:
+    assert harness.same_round_ratios(samples(1.0, 1.0), samples(-0.5, 2.0)) == [0.5]
+
+
+def test_order_rotates_so_that_each_side_comes_first() -> None:
+    names = ["a", "b", "c"]
+    orders = [harness.rotated(names, number) for number in range(4)]
+    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+
+
+def test_json_refuses_what_is_not_json(tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        harness.write_json(tmp_path / "x.json", {"ratio": math.nan})
+
+
+def test_added_time_is_the_difference_to_plain_per_unit() -> None:
+    units = TINY_BLOCKS
+    plain, mine = Sample((1e-3, 2e-3, 3e-3), 0.0), Sample((2e-3, 5e-3, 7e-3), 0.2)
+    both = {host_time.PLAIN: [plain], "ddp": [mine]}
+    (sample,) = host_time.added(both, "ddp", 1)
+    assert sample.times[0] == pytest.approx(3e-3 / units)
+    assert sample.foreign == 0.2
+
+
+def test_memory_takes_the_libraries_off_rank_by_rank() -> None:
+    cell = [{"held": 50, "peak": 90, "peak_rss": 95}, {"held": 60, "peak": 80, "peak_rss": 99}]
+    tiny = [{"held": 10, "peak": 11, "peak_rss": 12}, {"held": 30, "peak": 31, "peak_rss": 32}]
+    record = memory.compare("tiny32", 2, {"fsdp1": cell}, {"fsdp1": tiny})
+    side = record["sides"]["fsdp1"]
+    assert (side["held_bytes"], side["peak_bytes"], side["peak_rss_bytes"]) == (40, 79, 83)
+    assert side["target_bytes"] is None
+
+
+def test_memory_target_is_the_smaller_of_the_fsdps_peaks() -> None:
+    def cell(peak: int) -> list[dict[str, int]]:
+        return [{"held": 0, "peak": peak, "peak_rss": peak}]
+
+    cells = {"ddp": cell(1), "fsdp1": cell(30), "fsdp2": cell(20), memory.TARGET_SIDE: cell(25)}
+    tiny = dict.fromkeys(cells, cell(0))
+    side = memory.compare("tiny32", 2, cells, tiny)["sides"][memory.TARGET_SIDE]
+    assert side["target_bytes"] == 20
+    assert memory.target_text(side).endswith("MISSED")
+
+
+def test_pss_sees_memory_come_and_go() -> None:
+    size = 64 * harness.MIB
+    before = memory.pss()
+    sampler = memory.PssSampler()
+    block = bytearray(size)
+    block[::4096] = b"x" * (size // 4096)
+    sampler.sample()
+    del block
+    assert sampler.stop() - before > 0.9 * size
+    assert memory.pss() - before < 0.5 * size
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("gpt10m", 10.9), ("gpt85m", 85.5), ("stack100", 105.0), ("bert", 109.5)],
+)
+def test_models_have_the_sizes_of_the_reference(name: str, millions: float) -> None:
+    assert WORKLOADS[name].parameters() / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["gpt10m", "tiny32"])
+def test_models_train_on_their_batches(name: str) -> None:
+    workload = WORKLOADS[name]
+    module = workload.build()
+    loss = workload.loss(module, workload.batch(torch.Generator().manual_seed(0)))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.isfinite()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+    assert any(type(child) in workload.units for child in module.modules())
+
+
+def test_stack_gradients_are_not_denormal() -> None:
+    torch.manual_seed(0)
+    stack = build_stack(layers=100, width=128)
+    stack(torch.randn(16, 128)).square().mean().backward()
+    gradient = next(stack.parameters()).grad
+    assert gradient is not None
+    assert gradient.abs().median() > 1e-12
+
+
+def quick(module: str, out: Path, *flags: str) -> dict[str, Any]:
+    """Run a benchmark as its user does, and return its record after checking the frame."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--quick", f"--out={out}", *flags]
+    with subprocess.Popen(command, cwd=harness.ROOT, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            _, errors = child.communicate(timeout=240)
+        except BaseException:
+            child.terminate()  # and not kill: it has ranks to end
+            raise
+    assert child.returncode == 0, errors
+    record: dict[str, Any] = json.loads(out.read_text())
+    assert set(record) == {"benchmark", "machine", "settings", "results"}
+    assert set(record["machine"]) >= MACHINE
+    return record
+
+
+@pytest.mark.slow
+def test_step_time_quick(tmp_path: Path) -> None:
+    flags = ["--models", "tiny32", "--sides", "compute", "ddp", "fsdp2", "zshard-full_shard"]
+    record = quick("step_time", tmp_path / "step.json", *flags)
+    (result,) = record["results"]
+    assert (result["model"], result["ranks"]) == ("tiny32", 2)
+    assert list(result["sides"]) == flags[3:]
+    for side in result["sides"].values():
+        assert set(side["ms"]) == set(side["ratio"]) == SPREAD
+        assert len(side["samples_ms"]) == len(side["foreign"]) == record["settings"]["rounds"]
+    assert result["sides"]["ddp"]["ratio"] == {"min": 1.0, "median": 1.0, "max": 1.0}
+    assert result["sides"]["compute"]["loss_difference"] is None
+    assert result["sides"]["fsdp2"]["loss_difference"] == 0
+    assert result["sides"]["zshard-full_shard"]["loss_difference"] == 0
+
+
+@pytest.mark.thorough
+def test_host_time_quick(tmp_path: Path) -> None:
+    record = quick("host_time", tmp_path / "host.json", "--sides", "ddp", "zshard-full_shard")
+    assert [result["ranks"] for result in record["results"]] == [1, 2]
+    for result in record["results"]:
+        assert list(result["sides"]) == ["ddp", "zshard-full_shard"]
+        side = result["sides"]["zshard-full_shard"]
+        assert set(side["added_us"]) == set(result["plain_us"]) == set(host_time.PARTS)
+        assert set(side["ratio"]) == {"ddp"}
+        assert set(side["target"]) == set(host_time.TARGETS[result["ranks"]])
+
+
+@pytest.mark.thorough
+def test_memory_quick(tmp_path: Path) -> None:
+    flags = ["--models", "gpt10m", "--sides", "zshard-full_shard"]
+    (result,) = quick("memory", tmp_path / "memory.json", *flags)["results"]
+    side = result["sides"]["zshard-full_shard"]
+    assert len(side["per_rank"]) == len(side["libraries_per_rank"]) == result["ranks"] == 2
+    assert side["held_bytes"] > 0.9 * result["ideal_held_bytes"]
+    assert side["peak_bytes"] > side["held_bytes"]
+
+
+@pytest.mark.thorough
+def test_collectives_of_small_tensors(tmp_path: Path) -> None:
+    """Its driver calls a transport by its table, as nothing but the core does."""
+    record = quick("collectives", tmp_path / "x.json", "--ranks", "2", "--mib", "0.0625")
+    sizes = [size for result in record["results"] for size in result["sizes"]]
+    assert {side for size in sizes for side in size["us"]} >= {"gloo", "unshard", "shm"}
+    assert all(side["median"] > 0 for size in sizes for side in size["us"].values())
+
+
+@pytest.mark.thorough
+def test_load_quick(tmp_path: Path) -> None:
+    flags = ["--sides", "zshard-load", "fsdp2-load-each"]
+    (result,) = quick("load", tmp_path / "load.json", *flags)["results"]
+    assert list(result["sides"]) == flags[1:]
+    for name, side in result["sides"].items():
+        assert set(side["seconds"]) == set(side["cpu_seconds"]) == SPREAD
+        assert side["values_of_the_plain_model"] is (True if name.startswith("zshard") else None)
+    assert result["share_bytes"] == 4 * result["parameters"] // 2
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_checkpoint_quick(tmp_path: Path) -> None:
+    flags = ["--sides", "zshard", "dcp", "zshard-async"]
+    (result,) = quick("checkpoint", tmp_path / "checkpoint.json", *flags)["results"]
+    assert set(result["sides"]) == set(flags[1:])
+    for side in result["sides"].values():
+        assert set(side["save"]) == set(side["cold"]) == SPREAD
+        assert set(side["peaks"]) == {"save", "load"}
+    assert set(result["sides"]["zshard"]["faster"]) == {"blocked", "save", "load", "cold"}
+
+
+@pytest.mark.thorough
+def test_predict_quick(tmp_path: Path) -> None:
+    (result,) = quick("predict", tmp_path / "predict.json")["results"]
+    assert result["cell"] == "gpt10m" and len(result["per_rank"]) == 2
+    assert abs(result["error"]) < 2 * predict.TARGET
+
+
+def test_predictions_are_compared_by_the_mean_of_ranks() -> None:
+    ranks = [
+        {"predicted": {"total": 90}, "measured": 100},
+        {"predicted": {"total": 110}, "measured": 110},
+    ]
+    record = predict.compare("gpt10m", ranks)
+    assert (record["predicted_bytes"], record["measured_bytes"]) == (100, 105)
+    assert record["error"] == pytest.approx(0.05)
+
+
+def test_every_target_belongs_to_a_side_and_model() -> None:
+    assert set(step_time.TARGETS) <= set(WORKLOADS)
+    for module in (step_time, host_time, memory):
+        assert module.TARGET_SIDE in module.ALL_SIDES
+
+
+def test_run_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["step-tim"])
+    error = capsys.readouterr().err
+    assert "unknown: step-tim" in error
+    assert "step-time, memory" in error
+
+
+# --- DeepSpeed, and README's picture ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [step_time, memory])
+def test_a_deepspeed_side_without_deepspeed_names_the_install_command(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sides.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(harness, "collect", lambda *_: pytest.fail("launched ranks"))
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"deepspeed-3 requires DeepSpeed(?s:.*)DS_BUILD_OPS=0"):
+        module.main(["--quick", "--sides", "ddp", "deepspeed-3"])
+
+
+def test_deepspeed_is_measured_only_if_asked_for() -> None:
+    for module in (step_time, host_time, memory):
+        assert not set(module.ALL_SIDES) & set(sides.DEEPSPEED)
+    assert not set(host_time.HOOKED) & set(sides.DEEPSPEED)
+
+
+@pytest.mark.thorough
+def test_step_time_of_deepspeed_quick(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    flags = ["--models", "tiny32", "--sides", "ddp", *sides.DEEPSPEED]
+    (result,) = quick("step_time", tmp_path / "step.json", *flags)["results"]
+    assert list(result["sides"]) == flags[3:]
+    assert all(result["sides"][name]["loss_difference"] < 1e-4 for name in sides.DEEPSPEED)
+
+
+def results_files(folder: Path, date: str, names: list[str]) -> tuple[Path, Path]:
+    """Small step-time and memory results of the picture's model."""
+    machine = {"date": date, "cpu": "a CPU", "cores": 2, "memory_bytes": 2**34, "torch": "2.13"}
+    spread = {"min": 0.75, "median": 1.25, "max": 1.5}
+    step = {"ratio": spread, "samples_ms": [1.0] * 8}
+    peak = {"peak_bytes": 777 * harness.MIB}
+    paths = folder / f"{date}-step-time.json", folder / f"{date}-memory.json"
+    for path, side in zip(paths, (step, peak), strict=True):
+        result = {"model": picture.MODEL, "ranks": 2, "sides": dict.fromkeys(names, side)}
+        benchmark = path.stem.removeprefix(f"{date}-")
+        record = {"benchmark": benchmark, "machine": machine, "settings": {}, "results": [result]}
+        harness.write_json(path, record)
+    return paths
+
+
+def test_picture_is_drawn_and_the_same_every_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    steps, peaks = results_files(tmp_path, "2026-01-02", list(picture.SIDES))
+    drawn = []
+    for name in ("a.svg", "b.svg"):
+        out = tmp_path / "new" / name
+        picture.main([f"--step-time={steps}", f"--memory={peaks}", f"--out={out}"])
+        drawn.append(out.read_text())
+    assert drawn[0] == drawn[1] and len(drawn[0]) < 60_000
+    for text in (*picture.SIDES.values(), "1.25", "777", "a CPU, 2 cores, 16 GiB", "2026-01-02"):
+        assert text in drawn[0]
+
+
+def test_picture_takes_the_newest_results_with_all_sides(tmp_path: Path) -> None:
+    results_files(tmp_path, "2026-01-02", list(picture.SIDES))
+    results_files(tmp_path, "2026-01-03", list(picture.SIDES))
+    results_files(tmp_path, "2026-01-04", ["ddp", "fsdp1"])
+    for benchmark in ("step-time", "memory"):
+        assert picture.pick(benchmark, None, tmp_path)["machine"]["date"] == "2026-01-03"
+
+
+def test_picture_names_what_is_missing(tmp_path: Path) -> None:
+    steps, peaks = results_files(tmp_path, "2026-01-04", ["ddp", "fsdp1"])
+    with pytest.raises(SystemExit, match=r"run\npython -m benchmarks.step_time --models gpt85m"):
+        picture.pick("step-time", None, tmp_path)
+    with pytest.raises(SystemExit, match="no memory results of gpt85m for fsdp2, deepspeed-3"):
+        picture.pick("memory", peaks, tmp_path)
+    with pytest.raises(SystemExit, match="no memory results"):
+        picture.pick("memory", steps, tmp_path)
+    with pytest.raises(SystemExit, match=r"cannot read .*absent.json"):
+        picture.pick("memory", tmp_path / "absent.json")
+
+
+# --- benchmarks on a GPU ---------------------------------------------------------------------------
+
+
+def run_gpu(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", *flags]
+    whole = {**os.environ, **env}
+    return subprocess.run(
+        command, cwd=harness.ROOT, env=whole, capture_output=True, text=True, timeout=280
+    )
+
+
+def test_gpu_says_what_is_missing(tmp_path: Path) -> None:
+    done = run_gpu(f"--out={tmp_path / 'x.json'}", ZSHARD_CUDA_LIB="/no/libcuda.so.1")
+    assert done.returncode == 1
+    assert "needs a GPU" in done.stderr and "/no/libcuda.so.1" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.thorough
+def test_gpu_measures_no_stand_ins(tmp_path: Path) -> None:
+    done = run_gpu(f"--out={tmp_path / 'x.json'}", **stand_ins.environment())
+    assert done.returncode == 1 and "--quick" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.thorough
+def test_gpu_quick_over_stand_ins(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    done = run_gpu(
+        "--quick",
+        f"--out={out}",
+        "--modes",
+        "eager",
+        "--batches",
+        "large",
+        **stand_ins.environment(),
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    record = json.loads(out.read_text())
+    assert set(record["machine"]) >= MACHINE
+    device, steps, host, *adams, curve, ranks = record["results"]
+    assert device["stand_in"] is True and len(adams) == 2
+    assert list(steps["sides"]) == list(gpu_sides.SIDES)
+    ours = steps["sides"]["zshard"]
+    assert ours["memory"]["now"] == ours["memory"]["predicted"] and ours["memory"]["constant"]
+    assert ours["loss_difference"]["plain-by-hand"] < 1e-3 and ours["goal"] is None
+    assert set(ours["ratio"]["fsdp2"]) == SPREAD
+    assert set(host["sides"]) == {"ddp", "fsdp2", "zshard"}
+    assert all(value <= curve["tolerance"][k] for k, value in curve["largest_difference"].items())
+    assert all(side["same_bits_as_first"] for side in ranks["sides"].values())
+    assert all(side["largest_difference_to_ddp"] == 0 for side in ranks["sides"].values())
+    page = out.with_suffix(".md").read_text()
+    assert "FAKE GPU ON THE HOST" in page and "| zshard |" in page
+
+
+def test_gpu_sides_that_do_not_fit_together_are_measured_in_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def memory(held: int) -> dict[str, dict[str, int]]:
+        return {name: {"held_bytes": held, "peak_bytes": held + 20} for name in names}
+
+    names = ["plain", "ddp", "zshard"]
+    monkeypatch.setattr(gpu_steps, "is_stand_in", lambda: False)
+    size = types.SimpleNamespace(total_memory=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: size)
+    assert gpu_steps.groups_that_fit(names, memory(20)) == [names]
+    assert gpu_steps.groups_that_fit(names, memory(30)) == [["plain", "ddp"], ["plain", "zshard"]]
+
+
+def test_gpu_cells_are_of_all_that_is_asked_for() -> None:
+    cells = list(gpu.cells(gpu.arguments(["--models", "gpt125m", "--ranks", "2", "4"])))
+    assert [ranks for ranks, cell in cells if cell["part"] == "ranks"] == [2, 4]
+    steps = [(c["model"], c["compiled"], c["batch"]) for _, c in cells if c["part"] == "steps"]
+    assert len(set(steps)) == len(steps) == 4
+    assert {cell["part"] for _, cell in cells} == set(gpu.PARTS)
+
+
+@pytest.mark.parametrize(("model", "millions"), [("gpt125m", 124.3), ("gpt1.5b", 1557.5)])
+def test_gpu_models_have_the_sizes_of_their_names(model: str, millions: float) -> None:
+    workload = gpu_sides.workload_of(model, "small")
+    assert workload.parameters() / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_a_failed_cell_is_shown_as_such() -> None:
+    record = {"part": "steps", "failed": "status 1", "cell": {"model": "tiny"}}
+    (table,) = gpu_report.tables(record)
+    assert "FAILED" in table.title and "tiny" in table.markdown()
+
+
+def test_commands_of_the_script_for_lent_machines_are_understood() -> None:
+    script = ["bash", str(harness.ROOT / "benchmarks" / "on_gpu.sh")]
+    wrong = subprocess.run([*script, "1.5b"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "125m" in wrong.stderr
+    stages = wrong.stderr.partition(" of: ")[2].split()
+    env = {**os.environ, "DRY": "1", "PYTHON": sys.executable}
+    done = subprocess.run([*script, *stages], env=env, capture_output=True, text=True, check=True)
+    lines = [line.split() for line in done.stdout.splitlines() if " -m benchmarks.gpu " in line]
+    asked = [gpu.arguments(line[line.index("benchmarks.gpu") + 1 : -2]) for line in lines]
+    cells = [cell for each in asked for _, cell in gpu.cells(each)]
+    parts = {(c["part"], c.get("model"), c.get("compiled")) for c in cells}
+    models = {("steps", m, mode) for m in ("gpt125m", "gpt1.5b") for mode in (True, False)}
+    assert parts == models | {(part, None, None) for part in gpu.PARTS if part != "steps"}
+    assert "tests/gpu/test_gpu.py" in done.stdout

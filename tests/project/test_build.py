@@ -1,0 +1,414 @@
+"""The build: what the extension exports and links, and what setup.py remakes when.
+
+What setup.py does is tried on a copy of it with a small project: three C files and a C++ file that
+includes nothing of torch, so that a whole build takes a second.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from c_sources import source
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROJECT = {
+    "zshard/__init__.py": "",
+    "csrc/base/answer.h": "int zs_answer(void);\nint zs_plus(int a);\n",
+    "csrc/base/answer.c": '#include "base/answer.h"\nint zs_answer(void) { return zs_plus(41); }\n',
+    "csrc/base/lone/alone.c": "int zs_alone(void);\nint zs_alone(void) { return 0; }\n",
+    "csrc/shim/plus.cpp": 'extern "C" {\n#include "base/answer.h"\nint zs_plus(int a) { return a + 1; }\n}\n',
+    "csrc/python/py_module.c": """\
+#include <Python.h>
+#include "base/answer.h"
+static PyObject *answer(PyObject *module, PyObject *none)
+{
+    (void)module, (void)none;
+    return PyLong_FromLong(zs_answer());
+}
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core", .m_methods = methods};
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&module); }
+""",
+}
+
+
+# Would change the builds below; `make sanitize` sets some of them.
+FLAGS = {"CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "LD_PRELOAD", "PYTHONPATH"} | {
+    *(f"ZSHARD_{variant}" for variant in ("DEBUG", "SANITIZE", "COVERAGE", "CUDA")),
+    *("CUDA", "CUDA_HOME", "CUDA_PATH"),
+}
+
+
+class Project:
+    """A copy of setup.py and pyproject.toml with the sources above."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, text in PROJECT.items():
+            self.write(name, text)
+        for name in ("setup.py", "pyproject.toml", "LICENSE"):
+            shutil.copy(ROOT / name, folder)
+        (folder / "tools").mkdir()
+        shutil.copy(ROOT / "tools" / "build_backend.py", folder / "tools")
+        self.write("zshard/_version.py", (ROOT / "zshard" / "_version.py").read_text())
+        self.write("README.md", "A project for tests.\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Makes or replaces a file; with another text, or it would not count as an edit."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs Python with `words` in the project's folder."""
+        plain = {name: value for name, value in os.environ.items() if name not in FLAGS}
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=self.folder,
+            env={**plain, **env},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def build(self, **env: str) -> set[str]:
+        """Builds in place; returns what was remade."""
+        done = self.run("setup.py", "-q", "build_ext", "--inplace", **env)
+        assert done.returncode == 0, done.stdout
+        made = [line.split() for line in done.stdout.splitlines()]
+        return {words[-1] for words in made if words[0] in ("cc", "c++")}
+
+    def answer(self) -> str:
+        """What the built extension answers, in a process of its own."""
+        return self.run("-c", "import zshard._core as c; print(c.answer())").stdout.strip()
+
+
+EVERYTHING = {"answer.c", "alone.c", "plus.cpp", "py_module.c", "_core"}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def test_only_what_changed_is_remade(project: Project) -> None:
+    assert project.build() == EVERYTHING
+    assert project.answer() == "42"
+    assert project.build() == set()
+    project.write("csrc/base/answer.c", PROJECT["csrc/base/answer.c"].replace("41", "42"))
+    assert project.build() == {"answer.c", "_core"}
+    assert project.answer() == "43"
+    project.write("csrc/base/answer.h", PROJECT["csrc/base/answer.h"] + "/* edited */\n")
+    assert project.build() == {"answer.c", "plus.cpp", "py_module.c", "_core"}
+    assert project.build(CXXFLAGS="-DEDITED") == {"plus.cpp", "_core"}
+    assert project.build(LDFLAGS="-s") == {"plus.cpp", "_core"}
+
+
+def test_variants_lie_apart_and_switching_costs_nothing(project: Project) -> None:
+    assert project.build() == EVERYTHING
+    assert project.build(ZSHARD_DEBUG="1") == EVERYTHING
+    core = project.folder / f"zshard/_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    debug = core.read_bytes()
+    assert project.build(ZSHARD_DEBUG="0") == set()
+    assert b".debug_info" in debug and b".debug_info" not in core.read_bytes()
+    assert project.answer() == "42"
+
+
+def test_failed_compile_names_the_command_and_is_tried_again(project: Project) -> None:
+    project.build()
+    project.write(
+        "csrc/base/lone/alone.c", "int zs_alone(void);\nint zs_alone(void) { return unknown; }\n"
+    )
+    for _ in range(2):
+        done = project.run("setup.py", "-q", "build_ext", "--inplace")
+        assert done.returncode == 1
+        assert "csrc/base/lone/alone.c:2" in done.stdout and "unknown" in done.stdout
+        assert "-Werror" in done.stdout and "Traceback" not in done.stdout
+    project.write("csrc/base/lone/alone.c", PROJECT["csrc/base/lone/alone.c"])
+    assert project.build() == {"alone.c", "_core"}
+
+
+def test_warning_in_c_is_an_error(project: Project) -> None:
+    project.write(
+        "csrc/base/lone/alone.c", "int zs_alone(long);\nint zs_alone(long a) { return a; }\n"
+    )
+    done = project.run("setup.py", "-q", "build_ext", "--inplace")
+    assert done.returncode == 1 and "-Werror=conversion" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("torch", "says"),
+    [
+        (None, f"which {sys.executable} lacks"),
+        ("2.9.1+cu128", "torch 2.9.1+cu128"),
+        ("2.11.0a0+git1", ""),
+    ],
+)
+def test_missing_or_old_torch_is_named_with_the_fix(
+    project: Project, torch: str | None, says: str
+) -> None:
+    if torch:
+        project.write("torch/__init__.py", "raise SystemExit('the build must not import torch')\n")
+        project.write("torch/version.py", f"__version__ = {torch!r}\n")
+        hide = "pass"
+    else:
+        hide = "sys.modules['torch'] = None"
+    script = f"import runpy, sys; {hide}; sys.path.insert(0, '')\nsys.argv[0] = 'setup.py'\n"
+    script += "setup = runpy.run_path('setup.py')\nprint('found', setup['find_torch']()[1])\n"
+    done = project.run("-c", script)
+    if says:
+        assert done.returncode == 1 and says in done.stdout
+        assert "pip install 'torch>=2.11'" in done.stdout and "--no-build-isolation" in done.stdout
+    else:
+        assert f"found {torch}" in done.stdout
+
+
+def test_wheel_has_what_the_build_made_and_the_types(project: Project) -> None:
+    project.write("zshard/_core.pyi", "def answer() -> int: ...\n")
+    project.write("zshard/py.typed", "")
+    project.write("build/lib/zshard/moved.py", "")  # an earlier build had this module
+    project.write("setup.cfg", "[build]\nbuild_lib = build/lib\n")
+    pip = ["-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
+    done = project.run(*pip, "--target", "site", ".")
+    assert done.returncode == 0, done.stdout
+    installed = {path.name for path in (project.folder / "site/zshard").iterdir()} - {"__pycache__"}
+    core = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    modules = {"__init__.py", "_version.py", "_built_with.py"}
+    assert installed == {*modules, "_core.pyi", "py.typed", core}
+    site = str(project.folder / "site")
+    script = "import sys; del sys.path[0]; import zshard._core as c; print(c.answer())"
+    done = project.run("-c", script, PYTHONPATH=site)
+    assert done.stdout.strip() == "42"
+
+
+# --- CUDA ----------------------------------------------------------------------------------------
+
+# As nvcc where setup.py asks it something; its image says what it was told to compile.
+NVCC = """#!/bin/sh
+case "$*" in
+--list-gpu-code) echo sm_75 sm_80 sm_90 ;;
+--version) echo 'Cuda compilation tools, release 12.6, V12.6.20' ;;
+--help) echo ' --compress-mode ' ;;
+*)
+    if grep -q broken cuda/kernels.cu; then echo 'kernels.cu(1): error: broken'; exit 2; fi
+    while [ $# -gt 1 ]; do
+        case $1 in -o) target=$2 ;; -MF) deps=$2 ;; -gencode) codes="$codes$2;" ;; esac
+        last=$1; shift
+    done
+    echo "an image for $codes of" $(cat cuda/one.cuh) > "$target"
+    printf '%s : cuda/kernels.cu \\\\\n    cuda/one.cuh \\n' "$target" > "$deps" ;;
+esac
+"""
+
+
+@pytest.fixture
+def cuda_project(project: Project) -> Project:
+    """The project with kernels, and an nvcc that CUDA_HOME finds."""
+    for name in ("cuda_image.c", "cuda_image.h"):
+        project.write(f"csrc/device/{name}", source(name).read_text())
+    text = PROJECT["csrc/python/py_module.c"].replace("PyLong_FromLong(zs_answer())", "told()")
+    told = """#include "device/cuda_image.h"
+static PyObject *told(void)
+{
+    const char *image = zs_cuda_image();
+    return Py_BuildValue("(y#si)", image, (Py_ssize_t)zs_cuda_image_bytes(),
+                         zs_cuda_image_targets(), zs_cuda_image_version());
+}
+static PyObject *answer"""
+    text = "#define PY_SSIZE_T_CLEAN\n" + text.replace("static PyObject *answer", told, 1)
+    project.write("csrc/python/py_module.c", text)
+    project.write("cuda/kernels.cu", "kernels\n")
+    project.write("cuda/one.cuh", "one\n")
+    (project.folder / "cuda-home" / "bin").mkdir(parents=True)
+    project.write("cuda-home/bin/nvcc", NVCC)
+    (project.folder / "cuda-home" / "bin" / "nvcc").chmod(0o755)
+    return project
+
+
+def home_of(project: Project) -> dict[str, str]:
+    """Where the project's nvcc is, and the wish for its kernels."""
+    return {"CUDA_HOME": str(project.folder / "cuda-home"), "ZSHARD_CUDA": "1"}
+
+
+def test_kernels_are_compiled_into_the_extension(cuda_project: Project) -> None:
+    home = home_of(cuda_project)
+    done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home)
+    assert done.returncode == 0, done.stdout
+    assert "does not support sm_100: left out" in done.stdout
+    codes = "arch=compute_80,code=sm_80;arch=compute_90,code=sm_90;"
+    image = f"an image for {codes}arch=compute_80,code=compute_80; of one\\n"
+    assert cuda_project.answer() == f"(b'{image}', 'sm_80 sm_90 compute_80', 12060)"
+    assert cuda_project.build(**home) == set()
+    cuda_project.write("cuda/one.cuh", "two\n")
+    assert cuda_project.build(**home) == {"cuda_image.c", "_core"}
+    assert "of two" in cuda_project.answer()
+    assert "nvcc kernels" in done.stdout
+    done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home, ZSHARD_DEBUG="1")
+    assert "cc cuda_image.c" in done.stdout and "nvcc" not in done.stdout  # one image for all
+
+
+def test_switching_cuda_remakes_one_object_and_the_choice_is_kept(cuda_project: Project) -> None:
+    home = home_of(cuda_project)
+    cuda_project.build(**{**home, "ZSHARD_CUDA": "0"})
+    assert cuda_project.answer() == "(None, '', 0)"
+    assert cuda_project.build(**home) == {"cuda_image.c", "_core"}
+    assert cuda_project.answer().endswith("12060)")
+    silent = {"CUDA_HOME": home["CUDA_HOME"]}
+    assert cuda_project.build(**silent) == set()  # a build that says nothing keeps the kernels
+    (cuda_project.folder / "build" / "cuda" / "choice").unlink()
+    assert cuda_project.build(**silent) == set()  # so does one after a build with a GPU
+    without = {**home, "ZSHARD_CUDA": "0"}
+    done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **without)
+    assert "CUDA kernels left out: ZSHARD_CUDA=0. To get them: `make build CUDA=1`" in done.stdout
+    assert "cc cuda_image.c" in done.stdout and "nvcc" not in done.stdout
+    assert cuda_project.build(**silent) == set()  # nor do they come back unasked
+    assert cuda_project.answer() == "(None, '', 0)"
+
+
+CHOOSE = """
+import runpy
+names = runpy.run_path("setup.py")["choose_cuda"].__globals__
+names["find_gpu"], names["find_nvcc"] = lambda: {gpu}, lambda: {nvcc!r}
+print(names["choose_cuda"]())
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "nvcc", "gpu", "chosen"),
+    [
+        ("", "/nvcc", True, "('/nvcc', '')"),
+        ("", "/nvcc", False, "(None, 'no GPU was found')"),
+        ("", None, True, "(None, 'no nvcc was found')"),
+        ("1", "/nvcc", False, "('/nvcc', '')"),
+        ("1", None, True, "ZSHARD_CUDA=1 compiles CUDA kernels, but nvcc was not found"),
+        ("0", "/nvcc", True, "(None, 'ZSHARD_CUDA=0')"),
+    ],
+)
+def test_kernels_are_compiled_where_they_are_wanted(
+    project: Project, asked: str, nvcc: str | None, gpu: bool, chosen: str
+) -> None:
+    done = project.run("-c", CHOOSE.format(gpu=gpu, nvcc=nvcc), ZSHARD_CUDA=asked)
+    assert chosen in done.stdout
+    assert done.returncode == int("not found" in chosen)
+
+
+def test_kernels_are_not_dropped_in_silence_where_nvcc_is_gone(cuda_project: Project) -> None:
+    cuda_project.build(**home_of(cuda_project))
+    done = cuda_project.run("-c", CHOOSE.format(gpu=False, nvcc=None))
+    assert done.returncode == 1
+    assert "this folder's last build compiles CUDA kernels, but nvcc was not found" in done.stdout
+
+
+def test_a_gpu_is_found_by_the_drivers_files(tmp_path: Path, project: Project) -> None:
+    script = "import runpy\nnames = runpy.run_path('setup.py')['find_gpu'].__globals__\n"
+    script += f"names['GPU_FILES'] = ({str(tmp_path / 'gpus/*')!r},)\n"
+    script += "print(names['find_gpu']())\n"
+    (tmp_path / "gpus").mkdir()
+    assert project.run("-c", script).stdout.strip() == "False"
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir()
+    assert project.run("-c", script).stdout.strip() == "True"
+
+
+def test_make_maps_cuda_to_the_builds_variable(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(
+        f"include {ROOT / 'Makefile'}\nsaid: ; @echo is=$$ZSHARD_CUDA=\n"
+    )
+
+    def said(*words: str, **env: str) -> str:
+        plain = {name: value for name, value in os.environ.items() if name not in FLAGS}
+        plain = {name: value for name, value in plain.items() if not name.startswith("MAKE")}
+        command = ["make", "-s", "-C", str(tmp_path), "said", *words]
+        done = subprocess.run(command, env={**plain, **env}, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    assert "is==" in said()
+    assert "is=1=" in said("CUDA=1") and "is=1=" in said(CUDA="1") and "is=0=" in said("CUDA=0")
+    assert "is==" in said(CUDA="/usr/local/cuda")  # somebody else's variable
+    assert "CUDA must be 0 or 1, got 'yes'" in said("CUDA=yes")
+
+
+def test_kernels_that_do_not_compile_say_how_to_go_without(cuda_project: Project) -> None:
+    cuda_project.write("cuda/kernels.cu", "broken\n")
+    done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home_of(cuda_project))
+    assert done.returncode == 1 and "kernels.cu(1): error: broken" in done.stdout
+    assert "ZSHARD_CUDA=0 builds without CUDA" in done.stdout and "Traceback" not in done.stdout
+
+
+# --- the real extension --------------------------------------------------------------------------
+
+
+def symbols(path: Path, *options: str) -> list[tuple[str, str]]:
+    """(kind, name) of the symbols that nm lists for `path`."""
+    listed = subprocess.run(["nm", *options, str(path)], text=True, capture_output=True, check=True)
+    return [tuple(line.split()[-2:]) for line in listed.stdout.splitlines() if line.strip()]  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def core() -> Path:
+    """The extension that this session tests."""
+    parent = importlib.util.find_spec("zshard")
+    spec = importlib.util.find_spec("zshard._core") if parent else None
+    assert spec and spec.origin, "zshard._core is not built; run `make test`"
+    return Path(spec.origin)
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[str, Path]:
+    """The objects of the last release build by the names of their sources."""
+    import torch
+
+    tag = f"objects-{sysconfig.get_config_var('SOABI')}-torch{torch.__version__}-release"
+    found = {path.name.removesuffix(".o"): path for path in (ROOT / "build" / tag).glob("*.o")}
+    if not found:
+        pytest.skip("no release build here")
+    sources = {path.name for path in (ROOT / "csrc").rglob("*")}
+    return {name: path for name, path in found.items() if name in sources}
+
+
+def test_extension_exports_its_init_function_alone(core: Path) -> None:
+    # Weak and unique symbols (W, V, u) are templates and inline statics out of torch's headers.
+    strong = [name for kind, name in symbols(core, "-D", "--defined-only") if kind in "TDBR"]
+    assert [name for name in strong if not name.startswith(("_", "__"))] == ["PyInit__core"]
+
+
+def test_extension_finds_torch_beside_itself_and_where_it_was_built(core: Path) -> None:
+    import torch
+
+    dynamic = subprocess.run(["readelf", "-d", core], text=True, capture_output=True, check=True)
+    libraries = Path(torch.__file__).parent / "lib"
+    assert f"[$ORIGIN/../torch/lib:{libraries}]" in dynamic.stdout
+
+
+def test_every_symbol_of_the_c_core_is_ours(objects: dict[str, Path]) -> None:
+    wrong = [
+        f"{source}: {name}"
+        for source, path in objects.items()
+        if source.endswith(".c")
+        for kind, name in symbols(path, "--defined-only")
+        if kind in "TDBRC" and not name.startswith("zs_") and name != "PyInit__core"
+    ]
+    assert not wrong, "non-static symbols that do not start with zs_: " + ", ".join(wrong)
+
+
+def test_c_core_needs_neither_python_nor_torch(objects: dict[str, Path]) -> None:
+    core = {name: path for name, path in objects.items() if not name.startswith(("py_", "torch_"))}
+    assert core, "no C core"
+    wrong = [
+        f"{source}: {name}"
+        for source, path in core.items()
+        for _, name in symbols(path, "--undefined-only")
+        if name.startswith(("Py", "_Py", "_Z", "aoti_", "torch_"))
+    ]
+    assert not wrong, "the C core calls: " + ", ".join(wrong)
+
+
+def test_arithmetic_is_not_contracted(objects: dict[str, Path]) -> None:
+    for path in objects.values():
+        command = path.with_name(f"{path.name}.cmd").read_text()
+        assert "-ffp-contract=off" in command and "-ffast-math" not in command

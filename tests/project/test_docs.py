@@ -1,0 +1,80 @@
+"""README.md and docs/: their code runs, their links lead somewhere, and the README stays short.
+
+The one idea: all Python blocks of a page, in their order, are one script, run by two ranks.
+(docs/checkpoints.md has names of its own: test_checkpoint_docs.py. docs/gpus.md and cuda_graphs.md
+need a GPU.)
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from nursery import fork_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "checkpoints", "gpus", "cuda_graphs"}
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path, text: str) -> list[str]:
+    """The relative links of `text`, which is that of `page`, that lead nowhere."""
+    found = []
+    for link in LINK.findall(without_code(text)):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        there = target.exists() and (
+            not anchor or anchor in anchors(target.read_text() if path else text)
+        )
+        if not there:
+            found.append(link)
+    return found
+
+
+WITH_CODE = [page for page in PAGES if page.stem not in RUN_ELSEWHERE and blocks(page.read_text())]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text("\n\n".join(blocks(page.read_text())))
+    fork_ranks(script, 2, timeout=120, check=True)
+
+
+def test_pages_with_code_are_found() -> None:
+    assert {"README", "training", "strategies", "wrapping", "memory", "migration"} <= {
+        page.stem for page in WITH_CODE
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken(page, page.read_text()) == []
+
+
+def test_links_that_lead_nowhere_are_found() -> None:
+    text = "# A heading: two\n[a](no.md) [b](#a-heading-two) [c](#three) ![d](README.md#no) `[e](no)`\n"
+    assert broken(ROOT / "README.md", text) == ["no.md", "#three", "README.md#no"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100

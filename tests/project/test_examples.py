@@ -1,0 +1,407 @@
+"""The examples: corpus, model and reports by themselves, then whole runs as a user starts them."""
+
+import argparse
+import importlib
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import zshard
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))  # the examples import each other by plain names, as scripts do
+
+STATED_SIZES = {
+    "tiny": 132_864,
+    "5m": 4_870_144,
+    "10m": 10_844_160,
+    "85m": 85_449_216,
+    "350m": 353_220_608,
+}
+
+
+def example(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small library: 64 files of text, and some that are to be skipped."""
+    for index in range(64):
+        (tmp_path / f"module_{index}.py").write_text(f"number = {index}\n" * 20)
+    for name in ("test/test_x.py", "package/tests/test_y.py", "encodings/table.py", "notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("skipped = True\n")
+    (tmp_path / "_sysconfigdata_here.py").write_text("skipped = True\n")
+    return tmp_path
+
+
+# --- corpus ---------------------------------------------------------------------------------------
+
+
+def test_corpus_is_split_by_file() -> None:
+    corpus = example("corpus")
+    names = corpus.source_files()
+    held_out = [name for name in names if corpus.is_held_out(name)]
+    assert names == sorted(names, key=lambda name: name.as_posix())
+    assert len(set(names)) == len(names)
+    assert 0.02 < len(held_out) / len(names) < 0.15
+    train, held_out_text = corpus.load()
+    separators = len(names) - 2  # each side's files are joined by one byte
+    library = corpus._standard_library()
+    sizes = sum((library / name).stat().st_size for name in names)
+    assert train.numel() + held_out_text.numel() == sizes + separators
+    assert train.dtype == held_out_text.dtype == torch.uint8
+
+
+def test_corpus_depends_on_names_and_bytes_alone(tree: Path) -> None:
+    corpus = example("corpus")
+    first = corpus.load(tree)
+    assert all(torch.equal(one, other) for one, other in zip(first, corpus.load(tree), strict=True))
+    moved = [name for name in corpus.source_files(tree) if corpus.is_held_out(name)]
+    (tree / moved[0]).write_text("changed\n")
+    assert [name for name in corpus.source_files(tree) if corpus.is_held_out(name)] == moved
+    assert not torch.equal(first[1][:100], corpus.load(tree)[1][:100])
+
+
+def test_corpus_sides_hold_their_own_files(tree: Path) -> None:
+    corpus = example("corpus")
+    names = corpus.source_files(tree)
+    assert len(names) == 64
+    for side, text in zip((False, True), corpus.load(tree), strict=True):
+        files = bytes(text.tolist()).split(corpus.FILE_END)
+        expected = [(tree / n).read_bytes() for n in names if corpus.is_held_out(n) == side]
+        assert files == expected
+
+
+def test_no_sources_is_an_error_that_names_the_place(tmp_path: Path) -> None:
+    corpus = example("corpus")
+    with pytest.raises(corpus.CorpusError, match=str(tmp_path)):
+        corpus.load(tmp_path)
+    (tmp_path / "only.py").write_text("x = 1\n")
+    with pytest.raises(corpus.CorpusError, match="side of the corpus"):
+        corpus.load(tmp_path)
+
+
+def test_train_batches_follow_seed_and_rank() -> None:
+    corpus = example("corpus")
+    text = torch.arange(256, dtype=torch.uint8).repeat(8)
+
+    def batch(seed: int, rank: int, skip: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        batches = corpus.train_batches(text, 4, 32, seed=seed, rank=rank)
+        for _ in range(skip):
+            next(batches)
+        return next(batches)
+
+    inputs, targets = batch(0, 0)
+    assert inputs.shape == targets.shape == (4, 32)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets[:, :-1], inputs[:, 1:])
+    assert torch.equal(targets, (inputs + 1) % 256)
+    assert torch.equal(inputs, batch(0, 0)[0])
+    for other in (batch(0, 1), batch(1, 0), batch(0, 0, skip=1)):
+        assert not torch.equal(inputs, other[0])
+    with pytest.raises(corpus.CorpusError, match="too short"):
+        next(corpus.train_batches(text, 4, text.numel(), seed=0, rank=0))
+
+
+def test_held_out_batches_are_shared_out() -> None:
+    corpus = example("corpus")
+    text = torch.arange(20_000).remainder(251).byte()
+
+    def windows(rank: int, world: int) -> list[tuple[int, ...]]:
+        batches = corpus.held_out_batches(text, 4, 32, 10, rank=rank, world=world)
+        return [tuple(row) for inputs, _ in batches for row in inputs.tolist()]
+
+    both = [windows(rank, 2) for rank in range(2)]
+    assert [len(mine) for mine in both] == [10, 10]
+    assert set(both[0]).isdisjoint(both[1])
+    assert both[0] == windows(0, 2)
+
+
+# --- model ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", STATED_SIZES)
+def test_parameter_counts(size: str) -> None:
+    gpt = example("gpt")
+    assert set(gpt.SIZES) == set(STATED_SIZES)
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.SIZES[size])
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == gpt.SIZES[size].parameter_count() == STATED_SIZES[size]
+
+
+def test_model_is_causal_and_starts_flat() -> None:
+    gpt = example("gpt")
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.SIZES["tiny"])
+    tokens = torch.randint(256, (2, 64))
+    changed = tokens.clone()
+    changed[:, 40:] = 7
+    logits, other = model(tokens), model(changed)
+    assert torch.equal(logits[:, :40], other[:, :40])
+    assert not torch.equal(logits[:, 40:], other[:, 40:])
+    assert model(tokens, tokens).item() == pytest.approx(math.log(256), abs=0.2)
+    with pytest.raises(ValueError, match="context of 64"):
+        model(torch.zeros(1, 65, dtype=torch.int64))
+
+
+def test_rotation_knows_distances_only() -> None:
+    gpt = example("gpt")
+    rotation = gpt.Rotation.of(20, 48, torch.device("cpu"))
+    query, key = torch.randn(2, 48).unbind()
+    scores = rotation.turn(query.expand(20, 48)) @ rotation.turn(key.expand(20, 48)).T
+    for distance in range(-5, 6):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
+    assert scores[0].std() > 0.1
+
+
+# --- the training script's parts ------------------------------------------------------------------
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    train_gpt = example("train_gpt")
+    args = argparse.Namespace(lr=2.0, warmup=10, steps=110)
+    rates = [train_gpt.learning_rate(step, args) for step in range(1, 111)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[9] == 2.0
+    assert rates[59] == pytest.approx(1.1)
+    assert rates[-1] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--library", "ddp", "--strategy", "full_shard"], "with ddp: choose no_shard"),
+        (["--library", "fsdp2", "--transport", "shm"], "--transport requires --library zshard"),
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
+    ],
+)
+def test_flags_that_cannot_be_meant(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        example("train_gpt").parse(flags)
+    assert said in capsys.readouterr().err
+
+
+def test_peak_memory_sees_what_is_gone_again() -> None:
+    measure = example("measure")
+    with measure.PeakMemory() as memory:
+        time.sleep(3 * measure.SAMPLE_SECONDS)
+        before = memory.mib
+        block = bytearray(b"x") * (256 * measure.MIB)
+        time.sleep(3 * measure.SAMPLE_SECONDS)
+        del block
+    assert memory.kind == "PSS"
+    # Less than the block where other processes begin to share this one's libraries meanwhile.
+    assert memory.mib - before > 128
+
+
+def test_speed_leaves_out_the_first_steps() -> None:
+    measure = example("measure")
+    meter = measure.Meter(1000, measure.PeakMemory())
+    meter.seconds = [9.0] * 10 + [0.5, 0.25, 1.0] * 10
+    assert meter.speed() == {
+        "tokens_per_second": 2000.0,
+        "step_seconds": {"min": 0.25, "median": 0.5, "max": 1.0},
+        "measured_steps": 30,
+    }
+    meter.seconds = [2.0]
+    assert meter.speed()["measured_steps"] == 1
+
+
+def test_every_plan_measures_thirty_steps_of_each_library() -> None:
+    demo, measure = example("demo"), example("measure")
+    for plan in (demo.NORMAL, demo.LONG):
+        assert plan.compared_steps - measure.WARMUP_STEPS >= 30
+        assert plan.steps > plan.compared_steps
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+
+def test_progress_is_one_line_on_a_terminal_and_a_few_in_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+    measure = example("measure")
+
+    def show() -> None:
+        progress = measure.Progress(200, "zshard", show=True)
+        for step in range(1, 201):
+            progress.update(step, f"loss {step}")
+        progress.close()
+
+    show()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"zshard {step:5d}/200  loss {step}" for step in range(40, 201, 40)]
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((100, 40)))
+    show()
+    assert screen.getvalue().count("\n") == 1 and screen.getvalue().count("\r") > 1
+    assert "200/200" in screen.getvalue().rsplit("\r", 1)[-1]
+
+
+@pytest.mark.parametrize(("loss", "reached"), [(2.0, True), (2.5, False), (math.nan, False)])
+def test_demo_checks_the_loss(
+    loss: float, reached: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = example("demo")
+    plan = demo.NORMAL._replace(goal=2.3)
+    assert demo.check(plan, "zshard", {"final": {"held_out": loss}}) is reached
+    said = capsys.readouterr().out
+    assert said.startswith("PASS: " if reached else "FAIL: ")
+    assert f"{loss:.3f} nats per byte after 200 steps; expected: below 2.3" in said
+
+
+@pytest.mark.parametrize(("reached", "status"), [(True, 0), (False, 1)])
+def test_demo_fails_where_the_loss_is_too_high(
+    reached: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo = example("demo")
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(demo, "demo", lambda *_: reached)
+    assert demo.main() == status
+
+
+def test_table_is_aligned() -> None:
+    demo = example("demo")
+    rows = [("longer name", "a", "1"), ("x", "b", "22")]
+    lines = demo.table(("name", "kind", "n"), rows).splitlines()
+    assert lines == [
+        "name         kind   n",
+        "-----------  ----  --",
+        "longer name  a      1",
+        "x            b     22",
+    ]
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, str]:
+    """The children import the zshard that is tested here, built in place or elsewhere."""
+    paths = [str(Path(zshard.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+
+
+@pytest.fixture(scope="module")
+def quick_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One `demo.py --quick`: the folder of its results, and what it printed."""
+    out = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--quick", "--out", str(out)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out, done.stdout
+
+
+def numbers_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "run.json").read_text())
+
+
+@pytest.mark.slow
+def test_demo_ends_with_a_table_and_a_plot(quick_demo: tuple[Path, str]) -> None:
+    out, printed = quick_demo
+    table = printed[printed.rindex("===") :]
+    for library in ("zshard", "ddp", "fsdp2"):
+        numbers = numbers_of(out / library)
+        compared = numbers["compared"]
+        assert f"{compared['held_out']:.4f}" in table
+        assert len(compared["peak_memory_mib"]) == numbers["ranks"] == 2
+        assert min(compared["peak_memory_mib"]) > 50
+        assert compared["tokens_per_second"] > 0
+    assert "PASS: zshard's held-out loss is" in printed
+    assert printed.count("corpus:") == 1  # said by the first run only
+    assert all(prompt in printed for prompt in ("\nclass ", "\ndef "))  # a text of each rank
+    assert "`make bench`" in table
+    if importlib.util.find_spec("matplotlib"):
+        assert f"plot: {out / 'demo.png'}" in table
+        assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_loss_curves_are_equal_bit_for_bit(quick_demo: tuple[Path, str]) -> None:
+    out, _ = quick_demo
+    ddp, fsdp2, ours = (numbers_of(out / library) for library in ("ddp", "fsdp2", "zshard"))
+    assert ours["config"]["strategy"] == "full_shard"
+    steps = ours["compared"]["steps"]
+    assert ddp["compared"]["steps"] == steps == 5 and len(ours["loss"]) == 8
+    assert ours["loss"][:steps] == ddp["loss"] == fsdp2["loss"]
+    assert ours["held_out"][0] == ddp["held_out"][0] == fsdp2["held_out"][0]
+    assert ours["held_out"][-1][1] < ours["loss"][0] - 0.2
+
+
+@pytest.mark.slow
+def test_one_process_without_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--out", str(tmp_path)]
+    command += ["--size", "tiny", "--batch", "2", "--steps", "10", "--warmup", "2"]
+    command += ["--eval-every", "4", "--eval-sequences", "3", "--sample", "8"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = numbers_of(tmp_path)
+    assert numbers["ranks"] == 1
+    assert len(numbers["loss"]) == 10
+    assert [step for step, _ in numbers["held_out"]] == [4, 8, 10]
+    assert numbers["loss"][-1] < numbers["loss"][0] - 0.2
+    assert numbers["samples"][0].startswith("class ")
+
+
+@pytest.mark.slow
+def test_demo_shows_why_a_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = example("demo")
+    monkeypatch.setattr(os, "environ", environment())
+    with pytest.raises(demo.RunFailed, match="--transport requires --library zshard") as raised:
+        plan = demo.QUICK._replace(flags=(*demo.QUICK.flags, "--transport", "shm"))
+        demo.run(plan, "ddp", tmp_path, main_run=False)
+    assert "ddp failed with exit status 1" in str(raised.value)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_demo_leaves_no_process_behind(tmp_path: Path) -> None:
+    demo = example("demo")
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(tmp_path)]
+    command += ["--libraries", "ddp"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while not (line := process.stdout.readline()).startswith("corpus:"):
+            assert line, "the demo ended before it trained"
+        started = list(demo.descendants(process.pid))
+        assert len(started) >= 3  # torchrun and its two ranks
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    alive = [pid for pid in started if is_running(pid)]
+    assert not alive
+
+
+def is_running(pid: int) -> bool:
+    """A process that ended and awaits its parent's wait() counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,218 @@
+"""PeerTimeoutError is a TimeoutError, and so an OSError: it stays whole, and nobody takes it for one.
+
+The one idea: much of zshard catches OSError, for files; what waits for ranks must not be among what
+is caught there, and an error that waits has raised gets to the script as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Mlp, make
+from nursery import fork_ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP, PeerTimeoutError, _core
+from zshard._ranks import agreement as _agree
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "rank 0 waited 2.0 s for rank 1's part in exchange"
+
+# --- the exception ---------------------------------------------------------------------------------
+
+
+def test_it_is_what_scripts_catch() -> None:
+    assert PeerTimeoutError.__bases__ == (zshard.PeerError, TimeoutError)
+    for kind in (TimeoutError, OSError, zshard.PeerError, RuntimeError):
+        assert isinstance(PeerTimeoutError(TEXT), kind)
+    for kind in (zshard.PeerError, zshard.DivergenceError, zshard.CudaError, zshard.NcclError):
+        assert not issubclass(kind, OSError)
+
+
+@pytest.mark.parametrize(
+    "args", [(), (TEXT,), (TEXT, 2), (110, TEXT), (110, TEXT, "file"), (1,) * 5]
+)
+def test_arguments_are_kept_as_they_are(args: tuple[Any, ...]) -> None:
+    """OSError would make errno, strerror and a file name of two arguments or more."""
+    error = PeerTimeoutError(*args)
+    plain = RuntimeError(*args)
+    copies = [pickle.loads(pickle.dumps(error, protocol)) for protocol in range(6)]
+    for each in (error, copy.copy(error), copy.deepcopy(error), *copies):
+        assert type(each) is PeerTimeoutError and each.args == args
+        assert str(each) == str(plain) and repr(each) == f"PeerTimeoutError{repr(plain)[12:]}"
+        assert (each.errno, each.strerror, each.filename, each.filename2) == (None,) * 4
+
+
+# --- a wait that lasts too long --------------------------------------------------------------------
+
+
+def late(transport: str) -> tuple[str, str, tuple[Any, ...], Any]:
+    """What rank 0 catches as a TimeoutError while rank 1 sleeps."""
+    model = FSDP(make(Mlp), transport=transport, timeout=2.0)
+    if os.environ["RANK"] == "1":
+        time.sleep(6)
+    try:
+        model(torch.ones(2, 7)).sum().backward()
+    except TimeoutError as error:
+        return type(error).__name__, str(error), error.args, error.errno
+    except Exception as error:
+        return type(error).__name__, str(error), error.args, None
+    return "", "", (), None
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_wait_for_a_late_rank_is_caught_as_a_timeout(transport: str) -> None:
+    result = fork_ranks(late, 2, transport)[0]
+    assert result.value is not None, result.stderr
+    kind, text, args, number = result.value
+    assert kind == "PeerTimeoutError" and args == (text,) and number is None
+    assert "rank 1" in text or "2000ms" in text
+
+
+# --- nobody takes it for an error of a file --------------------------------------------------------
+
+
+class Waits:
+    """A transport whose waits all fail."""
+
+    rank, world, transport = 0, 2, "shm"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def wait(*args: Any) -> None:
+            raise PeerTimeoutError(TEXT)
+
+        return wait
+
+
+def passes(action: Callable[[], Any]) -> None:
+    with pytest.raises(PeerTimeoutError) as caught:
+        action()
+    assert str(caught.value) == TEXT and caught.value.__cause__ is None
+
+
+def test_an_outcome_that_is_shared_lets_it_pass() -> None:
+    def inside() -> None:
+        with _agree.on_all_ranks(Waits()):  # type: ignore[arg-type]
+            raise PeerTimeoutError(TEXT)
+
+    def after() -> None:
+        with _agree.on_all_ranks(Waits()):  # type: ignore[arg-type]
+            raise OSError(5, "Input/output error")
+
+    passes(inside)
+    passes(after)  # the outcome could not be shared
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_lets_it_pass(tmp_path: Path, monkeypatch: Any, asynchronous: bool) -> None:
+    from zshard._checkpoint import save as module
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise PeerTimeoutError(TEXT)
+
+    model = FSDP(nn.Linear(3, 3))
+    path = tmp_path / "saved"
+    for name in ("_write", "check_agreement"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fails)
+            passes(lambda: zshard.save(path, model, asynchronous=asynchronous).wait())
+        assert not path.exists()
+
+
+def test_a_load_lets_it_pass(tmp_path: Path, monkeypatch: Any) -> None:
+    from zshard._checkpoint import load as module
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise PeerTimeoutError(TEXT)
+
+    model = FSDP(nn.Linear(3, 3))
+    zshard.save(tmp_path / "saved", model)
+    for name in ("check_agreement", "_carry_out", "_plan"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fails)
+            passes(lambda: zshard.load(tmp_path / "saved", model))
+
+
+WAITS = {name for name in dir(_core.Comm) if not name.startswith("_")} - {
+    *("rank", "world", "transport", "timeout", "lost", "address"),  # what it knows
+    *("shm", "shm_needs", "alone", "c10d", "gpu", "outline"),  # makes one, and meets nobody
+    *("close", "abort", "set_timeout"),
+} | {"on_all_ranks", "check_agreement", "gather_bytes", "comm_for", "comm_beside", "comms_for"}
+CATCHES = {"OSError", "IOError", "EnvironmentError", "TimeoutError", "Exception"}
+ALLOWED = {
+    *(
+        "_ranks/agreement.py:on_all_ranks",
+        "_ranks/agreement.py:told_to_all_ranks",
+    ),  # have a clause for PeerError
+    "_ranks/responder.py:lives",  # asks one rank's thread, which may have ended
+    "_ranks/meeting.py:meet",  # tells the other ranks that shm is not available, and why
+}
+
+
+def waits_within(source: str, file: str) -> set[str]:
+    """The functions that call what waits for ranks where an OSError would be caught."""
+    found = set()
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            guards: list[ast.AST] = []
+            if isinstance(node, ast.Try):
+                guards = [handler.type for handler in node.handlers if handler.type is not None]
+            elif isinstance(node, ast.With):
+                calls = [item.context_expr for item in node.items]
+                guards = [
+                    c for c in calls if isinstance(c, ast.Call) and "suppress" in ast.unparse(c)
+                ]
+            words = {n.id for guard in guards for n in ast.walk(guard) if isinstance(n, ast.Name)}
+            if not words & CATCHES or not isinstance(node, ast.Try | ast.With):
+                continue
+            inside = {
+                getattr(call.func, "attr", getattr(call.func, "id", ""))
+                for statement in node.body
+                for call in ast.walk(statement)
+                if isinstance(call, ast.Call)
+            }
+            yields = any(isinstance(n, ast.Yield) for s in node.body for n in ast.walk(s))
+            if inside & WAITS or (yields and "Exception" in words):
+                found.add(f"{file}:{function.name}")
+    return found
+
+
+def test_no_other_place_catches_what_a_wait_raises() -> None:
+    found = set()
+    package = ROOT / "zshard"
+    for path in sorted(package.rglob("*.py")):
+        found |= waits_within(path.read_text(), path.relative_to(package).as_posix())
+    assert found == ALLOWED
+
+
+BAD = """
+def one(comm):
+    try:
+        comm.exchange(b"")
+    except (ValueError, OSError):
+        pass
+def two(comm):
+    with contextlib.suppress(OSError):
+        comm.broadcast(tensor, 0)
+def good(path):
+    try:
+        path.read_text()
+    except OSError:
+        pass
+"""
+
+
+def test_such_places_are_found() -> None:
+    assert waits_within(BAD, "x") == {"x:one", "x:two"}
