@@ -334,7 +334,7 @@ WRONG = {
     ),
     "no storage": (
         lambda m: m.storage_data.clear(),
-        "is not valid torch.distributed.checkpoint metadata",
+        "is invalid torch.distributed.checkpoint metadata",
     ),
 }
 
@@ -419,4 +419,4 @@ def test_nothing_in_the_package_can_run_a_pickle():
     assert not names & bad
     assert {each for each in used if not each.isupper()} == {"Unpickler", "PickleError"}
     own = {"find_class", "persistent_load"}
-    assert own <= vars(pickled._Reader).keys() and "super().find_class" not in names
+    assert own <= vars(pickled._Unpickler).keys() and "super().find_class" not in names

@@ -349,7 +349,9 @@ def test_a_pickle_calls_nothing(folder):
     }
     programs = {name: code + b"." for name, code in ways.items()}
     for put in (as_metadata, as_value):
-        said = alone(put, Path(shutil.copytree(folder, folder.parent / put.__name__ / "x")), programs)
+        said = alone(
+            put, Path(shutil.copytree(folder, folder.parent / put.__name__ / "x")), programs
+        )
         assert said.keys() == programs.keys() - {"by a factory"} or put is as_metadata
         assert all(not text.startswith("not a CheckpointError") for text in said.values()), said
     assert not sign.exists()

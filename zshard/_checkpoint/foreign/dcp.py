@@ -249,7 +249,7 @@ class _Folder:
                     values[path] = functools.partial(value_in, storage[name, None], name)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
-                f"'{self._where}' is not valid torch.distributed.checkpoint metadata: {error!r:.200}"
+                f"'{self._where}' is invalid torch.distributed.checkpoint metadata: {error!r:.150}"
             ) from None
         return tensors, values
 

@@ -119,7 +119,7 @@ class _Room:
             raise ValueError("it copies more than it contains")
 
 
-class _Reader(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     def __init__(self, program: bytes, size: int) -> None:
         super().__init__(io.BufferedReader(io.BytesIO(program), 1 << 16))  # which can peek: faster
         self._room = _Room(size)
@@ -147,7 +147,7 @@ def parse(data: bytes) -> Any:
     if the result is far larger than `data` because it repeats values.
     """
     try:
-        value = _Reader(_rewritten(data), len(data)).load()
+        value = _Unpickler(_rewritten(data), len(data)).load()
     except (*_WRONG, *_ALSO_WRONG) as error:
         raise ValueError(f"it is damaged: {error!r:.200}") from None
     if not _is_tree(value, _SHARED + 4 * len(data)):
