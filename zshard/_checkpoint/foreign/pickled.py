@@ -12,7 +12,7 @@ import itertools
 import pickle
 import pickletools
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 _LIMIT = 10_000_000  # opcodes
@@ -92,9 +92,9 @@ class _Dict(dict[Any, Any]):
         if type(key) is tuple and not _is_tree(key, _KEY):
             raise ValueError(f"it has a dict key of more than {_KEY} values")
         if key not in self:
-            hashes = getattr(self, "_hashes", None)
-            if hashes is None:
-                hashes = self._hashes = {}
+            if not hasattr(self, "_hashes"):
+                self._hashes: dict[int, int] = {}
+            hashes = self._hashes
             same = hashes[hash(key)] = hashes.get(hash(key), 0) + 1
             if same > _KEY:
                 raise ValueError(f"it has a dict with more than {_KEY} keys of one hash")
@@ -158,8 +158,10 @@ def parse(data: bytes) -> Any:
 def _rewritten(data: bytes) -> bytes:
     """Return the pickle with only the opcodes in `_KEPT`. Raise ValueError if it has opcodes that
     data does not need, if its numbers do not fit its size, or if it does not end."""
-    parts, begin = [], 0
-    for count, (op, arg, at) in enumerate(pickletools.genops(data)):
+    parts: list[bytes] = []
+    begin = 0
+    opcodes: Iterable[tuple[pickletools.OpcodeInfo, Any, Any]] = pickletools.genops(data)
+    for count, (op, arg, at) in enumerate(opcodes):
         name = op.name
         if name in _KEPT:
             continue
