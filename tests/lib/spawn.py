@@ -2,8 +2,8 @@
 
 The one idea: the parent hosts the rendezvous store and only hands out its port, as torchrun's agent
 does, so that no port is guessed and tests that run side by side cannot meet. Fresh ranks are plain
-subprocesses; those of a pool are forks of one that has imported torch and zshard. Every run has a hard limit; the first rank that fails ends the run, and its output is
-the assertion's message. This file is also the ranks' entry point (`_main`).
+subprocesses; those of a pool are forks of one that has imported torch and zshard. Every run has a
+hard limit; the first rank that fails ends the run, and its output is the assertion's message. This file is also the ranks' entry point (`_main`).
 
     from spawn import ranks, run_ranks
 
@@ -233,7 +233,7 @@ def _task(fn_or_path: Any, args: tuple[Any, ...]) -> bytes:
         )
     else:
         what = ("script", str(Path(fn_or_path).resolve()), "", "")
-    return pickle.dumps((*what, args))
+    return pickle.dumps((*what, pickle.dumps(args)))
 
 
 def _failure(group: _Ranks, first: int, reason: str, starts: dict[str, list[int]]) -> RankFailure:
@@ -373,10 +373,11 @@ class RankPool:
 
 def _perform(task: bytes) -> Any:
     """Runs what `_task` named; a script runs as __main__ with its arguments in sys.argv."""
-    kind, file, module, name, args = pickle.loads(task)
+    kind, file, module, name, packed = pickle.loads(task)
     folder = str(Path(file).parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    args = pickle.loads(packed)  # only now: they may name functions of the test's module
     if kind == "script":
         sys.argv = [file, *map(str, args)]
         runpy.run_path(file, run_name="__main__")
