@@ -64,7 +64,8 @@ def complaint(
     part, name = parts[0], name_of(func)
     if listed:
         return _misfit(name, parts, args)
-    what = f"{name} was called on a shard: this rank has only {part.elements} of '{part.name}'. "
+    only = "" if part.elements.startswith("no ") else "only "
+    what = f"{name} was called on a shard: this rank has {only}{part.elements} of '{part.name}'. "
     plain = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
     if plain in _NORMS:
         return (
