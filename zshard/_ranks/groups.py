@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard._ranks import ends
 from zshard._ranks.objects import gather_objects
+from zshard._ranks.subgroups import new_subgroup
 from zshard.strategy import ShardingStrategy
 
 
@@ -126,7 +127,7 @@ def column_of(group: Any, size: int) -> Any:
 def _part(ranks: list[int]) -> Any:
     known = _parts.get(tuple(ranks))
     if known is None or known not in dist.distributed_c10d._world.pg_map:
-        known = _parts[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+        known = _parts[tuple(ranks)] = new_subgroup(ranks)
     return known
 
 

@@ -27,6 +27,7 @@ from zshard._ranks.exit import fail
 from zshard._ranks.groups import Groups
 from zshard._ranks.meeting import Refusal, meet
 from zshard._ranks.nccl import NcclOptions, library
+from zshard._ranks.subgroups import new_subgroup
 from zshard.strategy import ShardingStrategy
 
 TRANSPORTS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "peer", "c10d")}
@@ -257,10 +258,11 @@ def new_group(group: Any, device: str) -> Any:
     """Return a new process group for tensors on that device, so that zshard's collectives never
     mix with the script's."""
     ranks = dist.get_process_group_ranks(group)
-    whole = len(ranks) == dist.get_world_size()
     kind = torch_device(device).type
     backend = None if kind in str(dist.get_backend_config(group)) else BACKENDS[kind]
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=not whole)
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(ranks, backend=backend)
+    return new_subgroup(ranks, backend)
 
 
 def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
