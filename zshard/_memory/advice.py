@@ -18,7 +18,6 @@ from zshard.precision import MixedPrecision, parse_precision
 from zshard.strategy import ShardingStrategy
 
 _MIB = 1 << 20
-_MOST_TIMES = 1024  # as many ranks are worth a thought
 
 
 class Model(NamedTuple):
@@ -78,30 +77,6 @@ def _ways_out(model: Model, total: int, short: Shortage) -> Iterator[str]:
     for words, size in _alternatives(model):
         if size < total:
             yield f"{words}: {_mib(size)} MiB{' (fits)' if size <= room else ''}"
-    count = _fewest_ranks(model, room)
-    if count is not None:
-        size = _total(model, _sharded(model), ranks=count)
-        words = f"full_shard on {count} or more ranks, each with as much memory"
-        yield f"{words}: {_mib(size)} MiB (fits)"
-
-
-def _fewest_ranks(model: Model, room: int) -> int | None:
-    """Return the smallest number of ranks on which full_shard takes at most `room` bytes per rank,
-    or None if _MOST_TIMES as many are too few. A rank's bytes fall as ranks are added, so this is a
-    binary search."""
-    planned = _sharded(model)
-    below, enough = model.world.size, 2 * model.world.size
-    while _total(model, planned, ranks=enough) > room:
-        if enough >= _MOST_TIMES * model.world.size:
-            return None
-        below, enough = enough, 2 * enough
-    while enough - below > 1:
-        middle = (below + enough) // 2
-        if _total(model, planned, ranks=middle) > room:
-            below = middle
-        else:
-            enough = middle
-    return enough
 
 
 def _alternatives(model: Model) -> Iterator[tuple[str, int]]:
@@ -118,6 +93,9 @@ def _alternatives(model: Model) -> Iterator[tuple[str, int]]:
             yield 'strategy="full_shard"', _total(model, _sharded(model))
         words = "memory_limit=None and model.optimizer_in_backward(...), which keeps no gradients"
         yield words, _total(model, model.planned, stepped=True)
+    more = 2 * model.world.size
+    words = f"full_shard on {more} ranks, each with as much memory"
+    yield words, _total(model, _sharded(model), ranks=more)
     if usual.precision.compute is None:
         half = parse_precision(MixedPrecision(torch.bfloat16))
         changed = _changed(model, precision=half)
