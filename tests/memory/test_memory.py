@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import itertools
 import re
-import statistics
 import weakref
 from pathlib import Path
 
@@ -311,11 +309,11 @@ def test_what_the_kernel_counts(combination):
 
 
 def freed(transport):
-    """Bytes that stay after a model is gone: the median of what each of several leaves."""
+    """Bytes that stay after a model is gone: what each of several leaves."""
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     x = torch.randn(8, WIDTH)
     held = []
-    for _ in range(6):
+    for _ in range(9):
         model = FSDP(
             nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))),
             transport=transport,
@@ -326,9 +324,9 @@ def freed(transport):
         dist.barrier()
         held.append(held_bytes())
         dist.barrier()
-    # The kernel may join pages into huge ones, and gloo touch a buffer for the first time, after
-    # any of them; what leaks is there after each.
-    return statistics.median(after - before for before, after in itertools.pairwise(held))
+    # The kernel may join pages into huge ones, gloo touch a buffer for the first time or hold one
+    # a little longer, after any of them; what leaks adds up.
+    return (min(held[-3:]) - min(held[:3])) / 6
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -124,10 +125,9 @@ def test_pss_sees_memory_come_and_go() -> None:
     size = 64 * harness.MIB
     before = memory.pss()
     sampler = memory.PssSampler()
-    block = bytearray(size)
-    block[::4096] = b"x" * (size // 4096)
-    sampler.sample()
-    del block
+    with mmap.mmap(-1, size) as block:  # not malloc's: its heap may keep what is freed
+        block.write(b"x" * size)
+        sampler.sample()
     assert sampler.stop() - before > 0.9 * size
     assert memory.pss() - before < 0.5 * size
 
