@@ -90,6 +90,7 @@ print(all(torch.equal(state[0][i]["exp_avg"], state[1][i]["exp_avg"]) for i in r
     assert said.splitlines() == ["[0, 1, 2]", "True"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(len(_patches._PATCHES)))
 def test_a_torch_without_a_place_is_a_warning(number):
     """Each place in turn is taken for one that zshard does not know."""
