@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core, _patches
-from zshard._guard.collectives import tell_of_collectives
 from zshard._memory.fits import check_fits, parse_limit
 from zshard._memory.report import memory_of, options_of
 from zshard._model.build import (
@@ -24,6 +23,7 @@ from zshard._model.build import (
     class_for,
     copy_model,
     inner_comms,
+    last_writes,
     refuse_half,
     set_base,
     sync_buffers,
@@ -33,7 +33,6 @@ from zshard._model.methods import Controls
 from zshard._model.summary import memory_table, summary_of
 from zshard._model.summon import own_unit_as_on_rank_0, summon_full_params
 from zshard._optim.clip import clip_grad_norm
-from zshard._optim.state_registry import meet
 from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
 from zshard._ranks.devices import CPU, device_of
 from zshard._ranks.groups import resolve_groups
@@ -42,7 +41,6 @@ from zshard._ranks.transports import check_settings, comm_for, comms_for
 from zshard._state_dict.module import (
     refuse_strange_slices,
     whole_state_dict,
-    writing,
 )
 from zshard._state_dict.types import state_dict_type
 from zshard._types import (
@@ -283,10 +281,8 @@ class FSDP(Controls):
         cast_buffers(module.modules(), options.precision)
         if forward_sync_buffers:
             sync_buffers(module)
-        meet(module, state_of(module).comms.shards)
-        tell_of_collectives(state_of(module))
-        with writing([state_of(module).unit]):
-            pass  # from here on other ranks may evaluate with this one's shards
+        with last_writes(module):
+            pass
         return cast("Wrapped[_M]", module)
 
     if TYPE_CHECKING:

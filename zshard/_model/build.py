@@ -177,12 +177,20 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, [m for m in copied.module.modules() if _has_own(m, others)])
     own.unit.engine.open()  # what a forward has left whole is resharded
     own.unit.engine.close()
-    meet(copied.module, own.comms.shards)
-    tell_of_collectives(state_of(copied.module))
-    with writing([state_of(copied.module).unit]):
+    with last_writes(copied.module):
         for unit, made in copied.units:
             copy_slices(unit, state_of(made).unit)
     return copied.module
+
+
+@contextlib.contextmanager
+def last_writes(module: nn.Module) -> Iterator[None]:
+    """Within it, a new model is written to; after it, other ranks may evaluate with its shards."""
+    state = state_of(module)
+    meet(module, state.comms.shards)
+    tell_of_collectives(state)
+    with writing([state.unit]):
+        yield
 
 
 def _has_own(module: nn.Module, params: set[int]) -> bool:
