@@ -66,7 +66,7 @@ const zs_comm_ops *zs_comm_ops_of(const char *name);
 
 /* A transport that stands for another, of so many ranks, where only sizes are asked for: it has no peers and no memory.
  * ZS_ERR_VALUE for an unknown name. */
-zs_status zs_comm_outline_new(const char *name, int rank, int world, zs_comm **out);
+zs_status zs_comm_dry_new(const char *name, int rank, int world, zs_comm **out);
 
 /* World of one, with flats and buckets on `device`; every call is a no-op or a copy. */
 zs_status zs_comm_self_new(const zs_device *device, zs_comm **out);

@@ -130,7 +130,7 @@ typedef struct zs_comm_ops {
     size_t shard_align;       /* flats' shard_bytes must be a multiple of this */
     bool mapped;              /* flats come with `full` */
     zs_stream stream;         /* (on devices that queue) where what collect() gives may be read */
-    const zs_flat_ops *flats; /* NULL: an outline, which has no memory and no peers */
+    const zs_flat_ops *flats; /* NULL: a dry run, which has no memory and no peers */
     const zs_round_ops *rounds;
     const zs_reader_ops *readers;
     const zs_talk_ops *talk;
@@ -409,8 +409,8 @@ static inline void zs_comm_close(zs_comm *comm)
     comm->ops->close(comm);
 }
 
-/* Is it an outline, with neither memory nor peers? */
-static inline bool zs_comm_is_outline(const zs_comm *comm)
+/* Is it for a dry run, with neither memory nor peers? */
+static inline bool zs_comm_is_dry(const zs_comm *comm)
 {
     return comm->ops->flats == NULL;
 }

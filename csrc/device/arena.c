@@ -12,7 +12,7 @@ struct zs_arena {
     const zs_device *device;
     slot *slots; /* owned */
     size_t n;
-    bool outline;                                             /* slots are sizes without memory */
+    bool dry_run;                                             /* slots are sizes without memory */
     zs_status (*make)(void *arg, size_t bytes, zs_mem **out); /* NULL: the device does */
     void *arg;                                                /* borrowed */
 };
@@ -25,10 +25,10 @@ zs_status zs_arena_new(const zs_device *device, zs_arena **out)
     return ZS_OK;
 }
 
-zs_status zs_arena_new_outline(zs_arena **out)
+zs_status zs_arena_new_dry(zs_arena **out)
 {
     ZS_TRY(zs_arena_new(zs_device_cpu(), out));
-    (*out)->outline = true;
+    (*out)->dry_run = true;
     return ZS_OK;
 }
 
@@ -74,7 +74,7 @@ static zs_status add_slot(zs_arena *arena, slot **out)
 static zs_status new_memory(const zs_arena *arena, size_t bytes, zs_mem **out)
 {
     if (arena->make != NULL) return arena->make(arena->arg, bytes, out);
-    if (!arena->outline) return zs_device_mem_new(arena->device, bytes, out);
+    if (!arena->dry_run) return zs_device_mem_new(arena->device, bytes, out);
     return zs_mem_wrap(NULL, bytes > 0 ? bytes : 1, NULL, NULL, out);
 }
 

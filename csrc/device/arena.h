@@ -21,7 +21,7 @@ zs_status zs_arena_new(const zs_device *device, zs_arena **out);
 void zs_arena_made_by(zs_arena *arena, zs_status (*make)(void *arg, size_t bytes, zs_mem **out), void *arg);
 
 /* New empty arena of slots that are sizes and nothing else, for finding out what a real one will hold. */
-zs_status zs_arena_new_outline(zs_arena **out);
+zs_status zs_arena_new_dry(zs_arena **out);
 
 /* Frees the arena; slots still lent out live on by their own references. NULL allowed. */
 void zs_arena_free(zs_arena *arena);

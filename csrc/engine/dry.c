@@ -245,8 +245,8 @@ zs_status zs_dry_begin(zs_dry *dry, const zs_home *home, zs_unit *const *units, 
     dry->own = zs_comm_room(all_of(dry), NULL);
     dry->units = calloc(n + 1, sizeof *dry->units);
     if (dry->units == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
-    ZS_TRY(zs_arena_new_outline(&dry->slots));
-    ZS_TRY(zs_arena_new_outline(&dry->areas));
+    ZS_TRY(zs_arena_new_dry(&dry->slots));
+    ZS_TRY(zs_arena_new_dry(&dry->areas));
     for (size_t i = 0; i < n; i++)
         ZS_TRY(begin_unit(dry, units[i], &dry->units[i]));
     return ZS_OK;

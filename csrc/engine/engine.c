@@ -97,7 +97,7 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);
     ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->home.arena), fail);
-    if (!zs_comm_is_outline(ranks->shard_group)) zs_arena_made_by(engine->home.arena, make_slot, ranks->shard_group);
+    if (!zs_comm_is_dry(ranks->shard_group)) zs_arena_made_by(engine->home.arena, make_slot, ranks->shard_group);
     ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->home.grads), fail);
     ZS_TRY_GOTO(status, zs_comm_reader_new(ranks->shard_group, name, &engine->reader), fail);
     engine->home.model.number = ranks->shard_group->models;

@@ -35,7 +35,7 @@ static uint64_t of_engine(const zs_engine *engine)
 static bool can_look(const zs_engine *engine)
 {
     const zs_comm *shard_group = engine->home.ranks.shard_group;
-    return engine->home.ranks.all->world > 1 && !zs_comm_is_outline(shard_group) &&
+    return engine->home.ranks.all->world > 1 && !zs_comm_is_dry(shard_group) &&
            zs_home_device(&engine->home)->where.type == ZS_ON_CPU;
 }
 

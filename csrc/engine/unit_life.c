@@ -85,12 +85,12 @@ void zs_unit_release(void *unit)
 static zs_status check_param(const zs_unit_spec *spec, const zs_device *device, int64_t i, const zs_tensor_info *info)
 {
     const char *name = spec->names[i];
-    if (info->where.type == ZS_ON_META && !spec->outline)
+    if (info->where.type == ZS_ON_META && !spec->dry_run)
         return ZS_FAIL(ZS_ERR_VALUE,
                        "parameter '%s' is on the meta device and has no values to shard: initialize the model on the "
                        "CPU (or call module.to_empty(device='cpu') and initialize it) before FSDP(...)",
                        name);
-    bool elsewhere = device != NULL && !zs_same_where(info->where, device->where) && !spec->outline;
+    bool elsewhere = device != NULL && !zs_same_where(info->where, device->where) && !spec->dry_run;
     if (info->where.type == ZS_ON_OTHER || elsewhere)
         return ZS_FAIL(ZS_ERR_VALUE,
                        "parameter '%s' of unit '%s' is on another device: all parameters of a model must be on one "
@@ -194,7 +194,7 @@ static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
 {
     ZS_TRY(describe_params(unit, spec));
     ZS_TRY(zs_unit_lay_out(unit));
-    if (spec->outline) return ZS_OK;
+    if (spec->dry_run) return ZS_OK;
     ZS_TRY(zs_unit_take_memory(unit));
     ZS_TRY(zs_unit_take_values(unit));
     for (int64_t i = 0; i < unit->n_params; i++) {
@@ -250,7 +250,7 @@ zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out)
         status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(spec->name));
     ZS_THEN(status, build(unit, spec));
     ZS_THEN(status, zs_engine_add(zs_engine_of(unit), unit));
-    if (!spec->outline && !zs_home_device(home)->ops->queues) zs_mem_heap_freed(bytes_of(spec));
+    if (!spec->dry_run && !zs_home_device(home)->ops->queues) zs_mem_heap_freed(bytes_of(spec));
     if (status != ZS_OK) {
         zs_unit_release(unit);
         return status;

@@ -160,17 +160,17 @@ static PyObject *comm_c10d(PyObject *type, PyObject *args)
     return wrap((PyTypeObject *)type, comm, "");
 }
 
-PyDoc_STRVAR(comm_outline_doc, "outline($type, transport, rank, world, /)\n--\n\nCreate the placeholder of a transport "
-                               "for a dry run, which only computes sizes.");
+PyDoc_STRVAR(comm_dry_doc, "dry_run($type, transport, rank, world, /)\n--\n\nCreate the placeholder of a transport "
+                           "for a dry run, which only computes sizes.");
 
-static PyObject *comm_outline(PyObject *type, PyObject *args)
+static PyObject *comm_dry(PyObject *type, PyObject *args)
 {
     const char *name;
     int rank, world;
     zs_comm *comm = NULL;
-    if (!PyArg_ParseTuple(args, "sii:outline", &name, &rank, &world)) return NULL;
+    if (!PyArg_ParseTuple(args, "sii:dry_run", &name, &rank, &world)) return NULL;
     zs_clear_error();
-    if (zs_comm_outline_new(name, rank, world, &comm) != ZS_OK) return zs_py_raise(NULL);
+    if (zs_comm_dry_new(name, rank, world, &comm) != ZS_OK) return zs_py_raise(NULL);
     return wrap((PyTypeObject *)type, comm, "");
 }
 
@@ -373,7 +373,7 @@ static PyMethodDef comm_methods[] = {
     {"shm", comm_shm, METH_VARARGS | METH_CLASS, comm_shm_doc},
     {"shm_needs", comm_shm_needs, METH_VARARGS | METH_CLASS, comm_shm_needs_doc},
     {"c10d", comm_c10d, METH_VARARGS | METH_CLASS, comm_c10d_doc},
-    {"outline", comm_outline, METH_VARARGS | METH_CLASS, comm_outline_doc},
+    {"dry_run", comm_dry, METH_VARARGS | METH_CLASS, comm_dry_doc},
     {"connect", (PyCFunction)comm_connect, METH_VARARGS, comm_connect_doc},
     {"exchange", (PyCFunction)comm_exchange, METH_O, comm_exchange_doc},
     {"align", (PyCFunction)comm_align, METH_NOARGS, comm_align_doc},

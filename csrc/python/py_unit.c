@@ -148,16 +148,16 @@ static int take_places(unit_object *self, PyObject *list)
 static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"engine",  "name", "strategy", "names",   "tensors", "places",
-                               "compute", "wire", "keep",     "outline", NULL};
+                               "compute", "wire", "keep",     "dry_run", NULL};
     PyObject *engine_obj, *names, *tensors, *places, *compute = NULL, *wire = NULL, *keep = NULL;
     const char *strategy;
-    int outline = 0;
+    int dry_run = 0;
     zs_unit_spec spec = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!O!|OOO!p:Unit", keywords, &engine_obj, &spec.name, &strategy,
                                      &PyList_Type, &names, &PyList_Type, &tensors, &PyList_Type, &places, &compute,
-                                     &wire, &PySet_Type, &keep, &outline))
+                                     &wire, &PySet_Type, &keep, &dry_run))
         return NULL;
-    spec.outline = outline != 0;
+    spec.dry_run = dry_run != 0;
     if (parse_dtype(compute, &spec.precision.compute) < 0 || parse_dtype(wire, &spec.precision.wire) < 0) return NULL;
     zs_engine *engine = zs_py_engine(engine_obj);
     if (engine == NULL || zs_py_parse_strategy(strategy, &spec.strategy) < 0) return NULL;

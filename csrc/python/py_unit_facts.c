@@ -91,7 +91,7 @@ static PyObject *unit_params(unit_object *self, void *unused)
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->unit->n_params);
     for (Py_ssize_t i = 0; list != NULL && i < PyList_GET_SIZE(list); i++)
-        PyList_SET_ITEM(list, i, Py_NewRef(Py_None)); /* an outline has no places */
+        PyList_SET_ITEM(list, i, Py_NewRef(Py_None)); /* a dry run has no places */
     for (Py_ssize_t i = self->n_places; list != NULL && i-- > 0;) {
         const param_place *place = &self->places[i];
         PyList_SetItem(list, (Py_ssize_t)place->index, Py_NewRef(place->param));

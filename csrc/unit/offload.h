@@ -12,14 +12,14 @@
 /* A model's settings. */
 typedef struct zs_offload {
     bool on;       /* is anything offloaded? */
-    zs_disk *disk; /* counted reference; NULL for outlines (zs_unit_spec) */
+    zs_disk *disk; /* counted reference; NULL in dry runs (zs_unit_spec) */
     bool params, grads, state;
     double fraction;     /* of the bytes of parameters: the units that have them are offloaded */
     double seen, chosen; /* bytes of the units so far, and of those that were offloaded */
 } zs_offload;
 
 /* Sets where the parts of `what` go for units that are made from now on: to files in `directory`. For all ranks together; fails
- * as zs_disk_new does. `directory` "": the memory of a GPU's host. NULL: for outlines, which have no memory. Of `what`, the
+ * as zs_disk_new does. `directory` "": the memory of a GPU's host. NULL: in dry runs, which have no memory. Of `what`, the
  * kinds and the fraction are read. */
 zs_status zs_offload_set(zs_home *home, const char *directory, const zs_offload *what);
 

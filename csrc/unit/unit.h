@@ -216,7 +216,7 @@ typedef struct zs_unit_spec {
     const bool *keep;          /* [n_params] those that keep their own dtype all the same; NULL: none */
     /* Only the sizes of such a unit: it gets no memory, and the parameters (which may be on the meta device) stay as they
      * are. */
-    bool outline;
+    bool dry_run;
 } zs_unit_spec;
 
 /* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */

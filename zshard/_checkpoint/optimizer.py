@@ -49,7 +49,7 @@ class OptimizerLoad:
             groups, more = _groups_of(told.options, optimizer, names)
             told = replace(told, groups=groups)
             problems += more
-        more, self._numbered = by_number(model, optimizer, _outline(model, contents, told))
+        more, self._numbered = by_number(model, optimizer, _pending_state(model, contents, told))
         if problems + more:
             head = f"Error(s) in loading optimizer state for {type(optimizer).__name__}:"
             raise RuntimeError("\n\t".join([head, *problems, *more]))
@@ -118,7 +118,7 @@ def _groups_of(
     return groups, problems
 
 
-def _outline(model: nn.Module, contents: Checkpoint, told: OptimizerState) -> dict[str, Any]:
+def _pending_state(model: nn.Module, contents: Checkpoint, told: OptimizerState) -> dict[str, Any]:
     """The state dict by names, with tensors that have no values yet."""
     state: dict[str, dict[str, Any]] = {
         name: {

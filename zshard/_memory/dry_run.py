@@ -1,4 +1,4 @@
-"""Outlines: units with layouts and no memory, on transports without peers, to estimate memory.
+"""Dry runs: units with layouts and no memory, on transports without peers, to estimate memory.
 
 The one idea: the estimate does not come from separate formulas but from the same code that
 allocates (csrc/engine/unit_life.c, csrc/engine/plan.h). A dry run is made from parameters on any
@@ -48,7 +48,7 @@ def dry_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
     """Return what zshard._ranks.transports.comms_for would in such a world, without peers."""
 
     def comm(transport: str, size: int) -> _core.Comm:
-        return _core.Comm.outline(transport if size > 1 else "self", rank % size, size)
+        return _core.Comm.dry_run(transport if size > 1 else "self", rank % size, size)
 
     everyone = comm(world.transport, world.size)
     shard_group = world.shard_group if strategy.is_hybrid else world.size

@@ -287,7 +287,7 @@ class _Follower(Joined):
         leader: int,
     ) -> None:
         mine = [
-            {key: _outline(value) for key, value in optimizer.state.get(param, {}).items()}
+            {key: _shape_or_value(value) for key, value in optimizer.state.get(param, {}).items()}
             for param in params
         ]
         for param, entries in zip(params, self.share(mine), strict=True):
@@ -301,7 +301,7 @@ class _Follower(Joined):
                 _copy(comm, optimizer.state[param][key], leader)
 
 
-def _outline(value: Any) -> Any:
+def _shape_or_value(value: Any) -> Any:
     """A tensor's shape and dtype, as a tuple; any other value in a list."""
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else [value]
 

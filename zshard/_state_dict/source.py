@@ -112,12 +112,12 @@ def told_by_rank_0(comm: _core.Comm, state: Any) -> Any:
     written = io.BytesIO()
     with on_all_ranks(comm):
         if comm.rank == 0:
-            _Outline(written).dump(state)
+            _WithoutValues(written).dump(state)
     told = gather_bytes(comm, written.getvalue())[0]
     return state if comm.rank == 0 else pickle.loads(told)
 
 
-class _Outline(pickle.Pickler):
+class _WithoutValues(pickle.Pickler):
     """Writes all but the values of Pending tensors."""
 
     def reducer_override(self, value: Any) -> Any:

@@ -1,19 +1,19 @@
-/* comm_outline.c - transports that stand for others where only sizes are asked for.
+/* comm_dry.c - transports that stand for others where only sizes are asked for.
  *
  * The one idea: a model's memory follows from its layout and from what its transport rounds and holds for itself. So the
- * outline of a transport is the real one's table with all that would meet peers or take memory left out; engines and units
- * that are made on it (zs_unit_spec.outline) are measured as real ones are.
+ * dry-run transport is the real one's table with all that would meet peers or take memory left out; engines and units
+ * that are made on it (zs_unit_spec.dry_run) are measured as real ones are.
  */
 #include "comm/comm_local.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct outline_comm {
+typedef struct dry_comm {
     zs_comm base;
     zs_comm_ops ops; /* of its own: another transport's name and sizes */
     zs_round_ops rounds;
-} outline_comm;
+} dry_comm;
 
 const zs_comm_ops *zs_comm_ops_of(const char *name)
 {
@@ -25,49 +25,49 @@ const zs_comm_ops *zs_comm_ops_of(const char *name)
 }
 
 /* The others would say what this rank says: all of them are alike. */
-static zs_status outline_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
+static zs_status dry_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     for (int r = 0; r < comm->world; r++)
         memcpy((char *)all + (size_t)r * bytes, mine, bytes);
     return ZS_OK;
 }
 
-static size_t outline_bytes(const zs_comm *comm)
+static size_t dry_bytes(const zs_comm *comm)
 {
     return zs_comm_room(comm, NULL).fixed;
 }
 
-static void outline_close(zs_comm *comm)
+static void dry_close(zs_comm *comm)
 {
     (void)comm;
 }
 
-static void outline_destroy(zs_comm *comm)
+static void dry_destroy(zs_comm *comm)
 {
-    free((outline_comm *)comm);
+    free((dry_comm *)comm);
 }
 
-static const zs_reader_ops outline_readers = {.reader_new = zs_local_reader_new, .reader_free = zs_local_reader_free};
-static const zs_talk_ops outline_talk = {.exchange = outline_exchange};
+static const zs_reader_ops dry_readers = {.reader_new = zs_local_reader_new, .reader_free = zs_local_reader_free};
+static const zs_talk_ops dry_talk = {.exchange = dry_exchange};
 
-zs_status zs_comm_outline_new(const char *name, int rank, int world, zs_comm **out)
+zs_status zs_comm_dry_new(const char *name, int rank, int world, zs_comm **out)
 {
     const zs_comm_ops *real = zs_comm_ops_of(name);
     if (real == NULL) return ZS_FAIL(ZS_ERR_VALUE, "unknown transport '%s'", name);
     if (world < 1 || rank < 0 || rank >= world)
         return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", rank, world);
-    outline_comm *comm = calloc(1, sizeof *comm);
+    dry_comm *comm = calloc(1, sizeof *comm);
     if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a dry-run transport");
     comm->rounds = (zs_round_ops){.room = real->rounds->room, .bucket_room = real->rounds->bucket_room};
     comm->ops = (zs_comm_ops){.name = real->name,
                               .shard_align = real->shard_align,
                               .mapped = real->mapped,
                               .rounds = &comm->rounds,
-                              .readers = &outline_readers,
-                              .talk = &outline_talk,
-                              .bytes = outline_bytes,
-                              .close = outline_close,
-                              .destroy = outline_destroy};
+                              .readers = &dry_readers,
+                              .talk = &dry_talk,
+                              .bytes = dry_bytes,
+                              .close = dry_close,
+                              .destroy = dry_destroy};
     comm->base.ops = &comm->ops;
     comm->base.rank = rank;
     comm->base.world = world;
