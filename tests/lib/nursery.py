@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from spawn import TAIL, RankFailure, RankResult, _perform, _python_path, _task
+from spawn import TAIL, RankFailure, RankResult, _perform, _python_path, _task, find_modules_beside
 
 SLACK = 30.0  # seconds that the nursery may take beyond the ranks' limit
 
@@ -161,8 +161,7 @@ def _serve(pipe: Connection) -> None:
             return
         _, file, module, _, _ = pickle.loads(task)
         if module:  # a function's, imported here for all ranks to come
-            if str(Path(file).parent) not in sys.path:
-                sys.path.insert(0, str(Path(file).parent))
+            find_modules_beside(file)
             importlib.import_module(module)
         gc.freeze()  # so that a rank's end does not look at all of torch: most of a second
         pids: list[int] = []

@@ -371,13 +371,20 @@ class RankPool:
 # --- the ranks' side -----------------------------------------------------------------------------
 
 
+def find_modules_beside(file: str) -> None:
+    """Lets this process import what lies beside `file`, and each module of tests: arguments may name
+    functions of another one than the task."""
+    tests = Path(__file__).resolve().parents[1]
+    for folder in [str(Path(file).parent), *(str(path) for path in tests.iterdir())]:
+        if folder not in sys.path and Path(folder).is_dir():
+            sys.path.insert(0, folder)
+
+
 def _perform(task: bytes) -> Any:
     """Runs what `_task` named; a script runs as __main__ with its arguments in sys.argv."""
     kind, file, module, name, packed = pickle.loads(task)
-    folder = str(Path(file).parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    args = pickle.loads(packed)  # only now: they may name functions of the test's module
+    find_modules_beside(file)
+    args = pickle.loads(packed)  # only now: they may name functions of a test's module
     if kind == "script":
         sys.argv = [file, *map(str, args)]
         runpy.run_path(file, run_name="__main__")
