@@ -26,8 +26,12 @@ PIP := $(PY) -m pip --disable-pip-version-check --retries 2 install --quiet
 CLANG_FORMAT := $(PY) -c 'import clang_format; clang_format.clang_format()'
 C_FILES = $(sort $(shell find csrc cuda tests/c -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh'))
 
-# All tests without further words go to two workers, file by file: their ranks wait for each other much.
-WORKERS := $(PY) -c 'import xdist; print("-n 2 --dist loadfile --no-loadscope-reorder")' 2>/dev/null
+# All tests without further words go to a worker more than there are cores (of few), file by file: many wait.
+WORKERS := $(PY) -c 'import os, xdist; print("-n", 1 + min(4, len(os.sched_getaffinity(0))), \
+    "--dist loadfile --no-loadscope-reorder")' 2>/dev/null
+
+# Tests start hundreds of processes, which would each compile the tests and zshard anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test bench lint messages format build sanitize fuzz clean distclean
 .NOTPARALLEL:

@@ -98,7 +98,7 @@ def resumed(path, name, kind, combination):
 WAYS = [FULL, C10D, ("zero1", "c10d"), ("no_shard", "c10d"), ("shard_grad_op", "shm")]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", WAYS, ids="-".join)
 @pytest.mark.parametrize("name", ["tied", "frozen"])
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, combination, tmp_path):

@@ -52,7 +52,7 @@ def loaded(name, combination, path):
     return differences(model.state_dict(), of_case(name))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes", "conv"])

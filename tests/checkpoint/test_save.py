@@ -39,7 +39,7 @@ def in_each_way(name, kind, combinations, folder):
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_files_have_the_bits_of_the_state_dicts(pool, name, tmp_path):
@@ -273,7 +273,7 @@ def bytes_of_saving(strategy, transport, dtype, folder):
     return high_water() - before
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=lambda both: " ".join(both))
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_a_chunk_of_memory_is_enough(pool2, combination, dtype, tmp_path):

@@ -188,7 +188,7 @@ def killed_rank(folder, victim, call, kind, asynchronous):
     return was
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     ("victim", "call", "kind"),

@@ -287,7 +287,7 @@ def each_call(folder, sufferer, what, overwrite):
             return wrong, ends.count(False), ends.count(True)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize("sufferer", [0, 1])
 @pytest.mark.parametrize("what", ["EIO", "ENOSPC"])

@@ -95,6 +95,7 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.sampled(50)
 @EACH
 @pytest.mark.parametrize("fault", ["ENOSPC", "EIO", "EACCES"])
 def test_errors_name_the_file_and_leave_nothing_open(root: Path, nth: int, fault: str) -> None:
@@ -130,6 +131,7 @@ def test_interrupted_calls_are_made_again(root: Path, nth: int) -> None:
         assert (root / "other" / "a").read_bytes() == DATA + SMALL
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("times", [1, 3, 1000])
 @EACH
 def test_short_counts_go_on(root: Path, nth: int, times: int) -> None:
@@ -162,6 +164,7 @@ def killed(act: Callable[[], object], nth: int, what: str) -> int:
     return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.sampled(50)
 @EACH
 @pytest.mark.parametrize("what", ["kill", "killafter", "killshort"])
 def test_killed(root: Path, nth: int, what: str) -> None:

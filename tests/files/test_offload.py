@@ -21,7 +21,7 @@ import zshard
 from zshard import FSDP, AdamW, MixedPrecision, Offload
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_bits_are_those_of_memory(pool2, tmp_path, transport, kind):

@@ -61,7 +61,7 @@ def check_same(one, other):
         assert torch.equal(value, other[1][name]), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in backward"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("world", "backend"), [(1, "c10d"), (2, "c10d"), (2, "nccl"), (2, "peer")])

@@ -72,7 +72,7 @@ def made(folder: Path, build: str) -> Program:
     return Program(compile_c(folder / build, [PROGRAM, *ours, *sources(*SOURCES)], BUILDS[build]))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_in_c(each_build: Program, name: str) -> None:
     each_build.run(name, **SETTINGS.get(name, {}))
@@ -225,6 +225,7 @@ def test_wrong_declarations_would_be_found(tmp_path: Path, good: str, bad: str, 
 # --- the package -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("library", ["/no/such/libcuda.so.1", "empty", ""])
 def test_zshard_imports_whatever_the_driver(library: str, tmp_path: Path) -> None:
     if library == "empty":

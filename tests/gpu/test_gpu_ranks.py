@@ -131,7 +131,7 @@ TOGETHER = [("stand-in", 2, backend) for backend in BACKENDS]
 TOGETHER += [("gpu", world, backend) for world in (2, 4) for backend in BACKENDS]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])

@@ -86,7 +86,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 # --- over the stand-in ---------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "build", ["sanitized", pytest.param("release", marks=pytest.mark.thorough)]
 )

@@ -170,7 +170,7 @@ def windows(lines):
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("communicators", [1, 2])
 def test_all_that_moves_lies_in_windows(tmp_path, strategy, communicators):

@@ -133,7 +133,7 @@ def compared(combination, swap, offload=None):
     )
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("swap", SWAPS, ids=lambda swap: swap.__name__)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_swaps_are_as_under_ddp(pool2, combination, swap):
@@ -164,7 +164,7 @@ def memory_of_another(combination):
     return message_of(lambda: model(torch.ones(2, 64)), ValueError)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_the_memory_of_another_parameter_is_refused(pool2, combination):
     for said in pool2.run(memory_of_another, combination):

@@ -2,8 +2,8 @@
 
 The one idea: of a test's cases a few are run each time, chosen so that as many values as possible
 of its parameters come up. The others are marked `thorough`, and run with those. A test that runs on
-several ranks takes most of a second a case, so it is sampled without being asked: two cases, which
-differ from test to test, so that each strategy and transport meets many tests.
+several ranks takes half a second a case, so it is sampled without being asked: one case, another
+from test to test, so that each strategy and transport meets many tests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import pytest
 
-ON_RANKS = 2  # cases of a test on ranks, unless it says another number
+ON_RANKS = 1  # cases of a test on ranks, unless it says another number
 
 
 def leave_to_thorough(items: list[pytest.Item]) -> None:

@@ -90,7 +90,7 @@ def reported_and_predicted(name):
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", ["net", "tied", "odds", "dtypes", "frozen", "one unit"])
 def test_units_hold_what_the_layout_predicts(pool, name):

@@ -62,7 +62,7 @@ def wrong_predictions(name, precision):
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])

@@ -239,7 +239,7 @@ def compared(loop, combination, counts, close=False, by_all=True):
 COUNTS = {2: [(5, 2), (0, 4)], 3: [(2, 5, 3), (4, 0, 0)]}
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_bits_are_those_of_ddps_join(pool2, loop, combination):
@@ -247,7 +247,7 @@ def test_the_bits_are_those_of_ddps_join(pool2, loop, combination):
         assert pool2.run(compared, loop, combination, counts) == [[]] * 2, counts
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
 @pytest.mark.parametrize("loop", [plain_loop, accumulating, clipping])
 def test_three_ranks(pool3, loop, combination):
@@ -255,7 +255,7 @@ def test_three_ranks(pool3, loop, combination):
         assert pool3.run(compared, loop, combination, counts, True) == [[]] * 3, counts
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 def test_dividing_by_the_ranks_that_have_data(pool2, combination):
     for loop, counts in itertools.product((plain_loop, accumulating), COUNTS[2]):

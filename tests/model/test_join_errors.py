@@ -86,7 +86,7 @@ def failing(combination, what, counts, raising, at):
     return "nothing"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
 @pytest.mark.parametrize("what", [raises, raises_in_forward, raises_in_backward, interrupts])
 def test_an_exception_ends_join_on_all_ranks(pool3, combination, what):

@@ -112,7 +112,7 @@ def writing(combination, writeback, precision):
     )
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("precision", [None, LOW])
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("combination", COMBINATIONS)

@@ -54,7 +54,7 @@ def one_step(combination, library, bad, early):
     return differences(model.state_dict(), before) == [], scaler.get_scale(), finite
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @ranks(2, 3)
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("library", SCALERS)
@@ -126,7 +126,7 @@ def compare(name, combination, library):
     return differences(ours[0], state), ours[1] == scales, ours[2] == losses, scales
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("library", SCALERS)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])

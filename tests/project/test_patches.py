@@ -8,8 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from zshard import _patches
 
 FINGERPRINT = """
@@ -90,27 +88,36 @@ print(all(torch.equal(state[0][i]["exp_avg"], state[1][i]["exp_avg"]) for i in r
     assert said.splitlines() == ["[0, 1, 2]", "True"]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("number", range(len(_patches._PATCHES)))
-def test_a_torch_without_a_place_is_a_warning(number):
-    """Each place in turn is taken for one that zshard does not know."""
-    said = run(
-        f"""
+WITHOUT_A_PLACE = """
+import os
+import torch._dynamo  # the first optimizer would import it, in each child
 import zshard
 from zshard import _patches
-patch = _patches._PATCHES[{number}]
-place = patch.places[-1]._replace(takes=("something", "else"))
-strange = patch._replace(places=(*patch.places[:-1], place))
-_patches._PATCHES = tuple(strange if p is patch else p for p in _patches._PATCHES)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    model = zshard.FSDP(torch.nn.Linear(2, 2))
-    zshard.FSDP(torch.nn.Linear(2, 2))
-found = [w for w in caught if "zshard does not know" in str(w.message)]
-assert len(found) == 1 and found[0].category is RuntimeWarning
-assert str(place) in str(found[0].message) and patch.lost in str(found[0].message)
-print(found[0].filename)
-model(torch.ones(1, 2)).sum().backward()
+
+def train_without(number):
+    patch = _patches._PATCHES[number]
+    place = patch.places[-1]._replace(takes=("something", "else"))
+    strange = patch._replace(places=(*patch.places[:-1], place))
+    _patches._PATCHES = tuple(strange if p is patch else p for p in _patches._PATCHES)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = zshard.FSDP(torch.nn.Linear(2, 2))
+        zshard.FSDP(torch.nn.Linear(2, 2))
+    found = [w for w in caught if "zshard does not know" in str(w.message)]
+    assert len(found) == 1 and found[0].category is RuntimeWarning, found
+    assert str(place) in str(found[0].message) and patch.lost in str(found[0].message)
+    model(torch.ones(1, 2)).sum().backward()
+    return found[0].filename
+
+for number in range(len(_patches._PATCHES)):
+    if not os.fork():
+        print(number, train_without(number), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
-    )
-    assert said == "<string>"
+
+
+def test_a_torch_without_a_place_is_a_warning():
+    """Each place in turn is taken for one that zshard does not know, each in a process of its own."""
+    said = run(WITHOUT_A_PLACE).splitlines()
+    assert said == [f"{number} <string>" for number in range(len(_patches._PATCHES))]

@@ -162,7 +162,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", [*OVER_SHM, *GATHERED])
 @pytest.mark.parametrize("between", RIGHT, ids=lambda f: f.__name__)
 def test_right_where_the_others_train_on(pool2, combination, between):

@@ -68,7 +68,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda build: build_program(folder, build))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("build", "name"), CASES)
 def test_in_c(programs: Callable[[str], Path], build: str, name: str) -> None:
     env = program_environment(ZSHARD_CUDA_LIB=str(fake_cuda.library()))
@@ -99,7 +99,7 @@ def one_call_fails(env, call, number):
     return "nothing", ""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "number", [1, *(pytest.param(n, marks=pytest.mark.thorough) for n in (4, 9, 30))]

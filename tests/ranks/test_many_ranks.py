@@ -164,7 +164,8 @@ LACKS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @needs_x86
 @pytest.mark.parametrize("where", [None, 1])
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def after_a_load(saved):
     return models[0].state_dict()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "what",
     ["load", "load something else", "leave out a step", "fail in a step", "fail after a step"],

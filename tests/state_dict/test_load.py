@@ -46,7 +46,7 @@ def loaded(name, combination, from_rank0):
     return differences(model.state_dict(), state)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("from_rank0", [True, False])
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes", "conv", "recurrent"])
@@ -90,7 +90,7 @@ def on_a_mesh():
     return {"device_mesh": mesh_of(2, 2), "transport": "c10d"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "options"),

@@ -47,7 +47,7 @@ def against_plain(name, kind):
     return found
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
 @pytest.mark.parametrize("name", NAMES)
 def test_state_is_that_of_the_plain_models_optimizer(pool2, name, kind):

@@ -168,7 +168,7 @@ def diverged(what, transport):
     return text
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("what", ["missing", "another key", "dtype", "fewer parameters"])
 def test_ranks_with_other_state_are_named(pool2, what, transport):

@@ -84,7 +84,7 @@ TWICE = (
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_one_step(pool2, way, reentrant):
@@ -147,7 +147,7 @@ def around_a_sequence_of_blocks(reentrant, model, rank):
     ).backward()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @KINDS
 @pytest.mark.parametrize(
     "run",

@@ -108,7 +108,7 @@ def frozen_between(model, rank):
     model.head.weight.requires_grad_(True)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("run", "exact"),
     [

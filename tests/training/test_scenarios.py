@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("run", "exact"), SCENARIOS)
 def test_gradients_are_the_mean_of_the_ranks(pool2, run, exact):
     assert pool2.run(wrong_in, Stack, run, exact) == [{}, {}]
@@ -235,7 +235,7 @@ UNUSUAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("cls", "args", "run", "exact"), UNUSUAL)
 def test_unusual_models(pool2, cls, args, run, exact):
     build = functools.partial(cls, *args)

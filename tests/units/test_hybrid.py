@@ -49,7 +49,7 @@ def trained_by_ddp(plain, case):
     return train(parallel, case, optimizer, dist.get_rank()), plain.state_dict()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])
@@ -58,7 +58,7 @@ def test_two_by_two_has_the_bits_of_the_other_strategies(pool4, name, strategy, 
         assert wrong == [] and gap < 1e-5
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", HYBRIDS)
@@ -86,7 +86,7 @@ def test_whatever_a_script_does_gradients_are_the_mean(pool4, run):
     assert pool4.run(wrong_on_a_mesh, Stack, run, (2, 2)) == [{}] * 4
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("run", [run for run, _ in SCENARIOS])
 def test_and_on_meshes_of_one_row_or_column(pool2, run, shape):

@@ -47,7 +47,7 @@ def test_zero1_has_the_bits_of_full_shard(pool2, name):
     assert pool2.run(compare, name, "zero1", None) == [[], []]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(CASES))
 def test_hybrid_full_has_the_bits_of_full_shard(pool4, name):
     assert pool4.run(compare, name, "hybrid_full", (2, 2)) == [[]] * 4

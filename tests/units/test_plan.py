@@ -127,7 +127,7 @@ def stepped_in_backward(name, combination, precision):
     return found, borrowed, parts_of(engine_of(model).memory()) == usual
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["net", "frozen"])

@@ -69,7 +69,7 @@ def traffic(strategy: str, precision: Any) -> tuple[int, int]:
 BF16 = zshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @ranks(2, 4)
 @pytest.mark.parametrize(("precision", "bytes_"), [(None, 4), (BF16, 2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", FORMULAS)
