@@ -132,7 +132,7 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
     taken = []
     pool = sorted(cells, key=lambda cell: hash_of(str(cell)))
     while left:
-        next_few = itertools.islice((cell for cell in pool if pairs_of[cell] & left), 100)
+        next_few = itertools.islice((cell for cell in pool if pairs_of[cell] & left), 300)
         best = max(next_few, key=lambda cell: (pairs_of[cell] & left).bit_count())
         taken.append(best)
         left &= ~pairs_of[best]
