@@ -33,10 +33,10 @@ from zshard._guard.slices import to_local
 from zshard._optim.sharded_state import held_by
 from zshard._ranks.agreement import Fact, gather_bytes
 from zshard._ranks.transports import comm_for
+from zshard._state_dict.form import state_dict_form
 from zshard._state_dict.load import comm_of
 from zshard._state_dict.optimizer_names import names_of
 from zshard._state_dict.stand_ins import Saved, StandIns
-from zshard._state_dict.types import state_dict_type
 from zshard._units.names import plain
 from zshard._units.shards import Part, part_of
 from zshard._units.units import units_of
@@ -194,7 +194,7 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
             own = {n: made[id(p)] for n, p in module._parameters.items() if id(p) in made}
             if own:
                 stack.enter_context(StandIns(module, own))
-        stack.enter_context(state_dict_type(model, "FULL_STATE_DICT"))
+        stack.enter_context(state_dict_form(model))
         state = model.state_dict()
     if not isinstance(state, Mapping):
         raise TypeError(

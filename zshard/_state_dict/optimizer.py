@@ -31,10 +31,10 @@ from zshard._optim.hooks import know
 from zshard._optim.sharded_state import HeldState, fact_of, held_by, params_of
 from zshard._ranks.agreement import check_agreement, gather_bytes
 from zshard._state_dict.lone_optimizer import Whole, ask_for_whole
-from zshard._state_dict.module import writing
 from zshard._state_dict.optimizer_plan import OptimizerPlan, has_parts, problems_with
 from zshard._state_dict.source import filled
 from zshard._units.shards import part_of, units_stepped_by
+from zshard._units.units import writing
 
 __all__ = ["gather", "install"]
 

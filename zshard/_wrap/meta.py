@@ -33,8 +33,8 @@ def uninitialized(module: nn.Module) -> None:
 class Materializer:
     """Materializes the modules of a model that are on the meta device.
 
-    init: FSDP1's param_init_fn, which is called with each module that has parameters or buffers of
-    its own there; None: the module's reset_parameters.
+    init: called with each module that has parameters or buffers of its own there; None: the
+    module's reset_parameters.
     """
 
     def __init__(self, root: nn.Module, init: Init | None, ignored: set[nn.Module]) -> None:
