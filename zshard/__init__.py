@@ -33,7 +33,7 @@ from zshard._guard.whole_values import full_tensor, named_norms, whole_named_par
 from zshard._model.forward_methods import register_forward_method
 from zshard._predict_memory import predict_memory
 from zshard._ranks.nccl import NcclOptions
-from zshard._state_dict.load import load_state_dict
+from zshard._state_dict.load_state_dict import load_state_dict
 from zshard._state_dict.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard._version import __version__ as __version__
 from zshard._wrap.meta import uninitialized

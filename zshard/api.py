@@ -39,7 +39,7 @@ from zshard._memory.fits import parse_limit
 from zshard._model.build import copy_model, refuse_half, set_base
 from zshard._model.copy import copy_module, is_within
 from zshard._model.methods import ModelMethods
-from zshard._model.shard_model import Ranks, Values, shard_model
+from zshard._model.shard_model import Initialization, Ranks, shard_model
 from zshard._model.summon import own_unit_as_on_rank_0
 from zshard._ranks.devices import device_of
 from zshard._ranks.nccl import NcclOptions
@@ -219,7 +219,7 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods):
         specs = plan_units(module, auto_wrap_policy, *ignored)
         planned = [(spec, unit_options(spec, options)) for spec in specs]
         ranks = Ranks(device, process_group, device_mesh, transport, timeout)
-        values = Values(param_init_fn, sync_module_states, forward_sync_buffers, ignored[0])
+        values = Initialization(param_init_fn, sync_module_states, forward_sync_buffers, ignored[0])
         shard_model(module, planned, options, ranks, values, limit)
         return cast("Wrapped[_M]", module)
 

@@ -33,14 +33,14 @@ from zshard._checkpoint.manifest import NAME as MANIFEST
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.safetensors import rows_of
 from zshard._checkpoint.save_plan import (
-    Asked,
     Kept,
     SavePlan,
+    SaveRequest,
     check_arguments,
     check_nested,
     check_steps,
+    checked_step,
     plan_of,
-    step_of,
 )
 from zshard._checkpoint.script_state import encode
 from zshard._checkpoint.write import CastBuffer, Writer, Written
@@ -135,10 +135,10 @@ def save(
     model = bare(model)
     comm = ranks_of(model)
     copies = Replicas(model, comm)
-    made: list[Asked] = []
+    made: list[SaveRequest] = []
     with on_all_ranks(comm), torch.no_grad():
         background.finish()
-        kept = Kept(step_of(step), keep_last, overwrite)
+        kept = Kept(checked_step(step), keep_last, overwrite)
         limit = bytes_in(max_shard_size)
         check_arguments(kept, extra, dtype)
         target = Target.of(path, kept.step)
@@ -146,7 +146,7 @@ def save(
         contents = [of_model(model, copies, dtype)]
         if optimizer is not None:
             contents.append(of_optimizer(model, optimizer, copies))
-        made.append(Asked(target, kept, limit, contents, encode(dict(extra or {}))))
+        made.append(SaveRequest(target, kept, limit, contents, encode(dict(extra or {}))))
     check_agreement(comm, made[0].facts(), "checkpoints to save")
     check_nested(comm, made[0].contents[-1].nested)
     check_steps(model)

@@ -24,7 +24,7 @@ from zshard._checkpoint.layout import Piece, PlannedFile, index_of, lay_out, pie
 from zshard._checkpoint.manifest import FileRecord, Manifest, dump
 from zshard._checkpoint.safetensors import CODES
 from zshard._ranks.agreement import Fact, gather_bytes, on_all_ranks
-from zshard._units.names import plain
+from zshard._units.names import plain_name
 from zshard._units.units import units_of
 from zshard._version import __version__
 from zshard.api import FSDP
@@ -38,7 +38,7 @@ class Kept(NamedTuple):
     overwrite: bool
 
 
-class Asked(NamedTuple):
+class SaveRequest(NamedTuple):
     """What this rank was asked to save; ranks may disagree."""
 
     target: Target
@@ -73,7 +73,7 @@ class SavePlan:
     parameters: frozenset[str]  # names
 
 
-def step_of(step: Any) -> int | None:
+def checked_step(step: Any) -> int | None:
     if step is None:
         return None
     number = _whole("step", step)
@@ -124,7 +124,7 @@ def check_nested(comm: _core.Comm, found: str) -> None:
         )
 
 
-def plan_of(comm: _core.Comm, asked: Asked, model: nn.Module) -> SavePlan:
+def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
     """Collective. The ranks agree on `asked`."""
     own, *others = asked.contents
     extras = _from_all(comm, asked.extra)
@@ -154,7 +154,7 @@ def plan_of(comm: _core.Comm, asked: Asked, model: nn.Module) -> SavePlan:
             )
         )
 
-    names = frozenset(plain(n) for n, _ in model.named_parameters(remove_duplicate=False))
+    names = frozenset(plain_name(n) for n, _ in model.named_parameters(remove_duplicate=False))
     return SavePlan(asked.target, asked.kept, files, pieces_of(files), texts, manifest, id, names)
 
 

@@ -36,7 +36,7 @@ class Ranks(NamedTuple):
     timeout: float | None
 
 
-class Values(NamedTuple):
+class Initialization(NamedTuple):
     """Where the values of parameters and buffers come from.
 
     init: initializes a module on the meta device; None: its reset_parameters(). from_rank_0: take
@@ -55,7 +55,7 @@ def shard_model(
     planned: list[Planned],
     options: Options,
     ranks: Ranks,
-    values: Values,
+    values: Initialization,
     memory_limit: MemoryLimit,
 ) -> None:
     """Shard a model in place. Collective.
@@ -85,7 +85,7 @@ def _meet(
     planned: list[Planned],
     options: Options,
     ranks: Ranks,
-    values: Values,
+    values: Initialization,
     memory_limit: MemoryLimit,
 ) -> Comms:
     """Return how the ranks communicate, once all of them agree on the model and can shard it."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from zshard import _core
 from zshard._guard.slices import plain
-from zshard._state_dict.shard_records import Record, record_of
+from zshard._state_dict.shard_records import ShardRecord, record_of
 from zshard._units.units import State, unsharded, without_memory
 
 
@@ -70,7 +70,7 @@ class Place:
         return tuple(self.unit.param(self.index)["shape"])
 
     @property
-    def record(self) -> Record:
+    def record(self) -> ShardRecord:
         return record_of(self.params.state, self.index)
 
     @property

@@ -31,7 +31,7 @@ from zshard import _core
 from zshard._guard.slices import guard_like
 from zshard._state_dict.full_copies import FullCopies, Place, UnitParams, current_copies
 from zshard._state_dict.noted_loads import NotedLoad, content_of, note_loads, planned_loads
-from zshard._state_dict.shard_records import KEY, Record, misfit
+from zshard._state_dict.shard_records import KEY, ShardRecord, misfit
 from zshard._state_dict.source import shard_of
 from zshard._state_dict.stand_ins import StandIn, StandIns
 from zshard._units.shards import part_of
@@ -51,8 +51,12 @@ def attach(state: State, spec: UnitSpec) -> None:
     for module in spec.module.modules():
         is_top = module is spec.module or is_unit(module)
         is_leaf = not module._modules  # one call asks it alone
-        if not (is_top or is_leaf or isinstance(module.__dict__.get(_Whole.name), _Whole)):
-            module.__dict__[_Whole.name] = _Whole(module)
+        if not (
+            is_top
+            or is_leaf
+            or isinstance(module.__dict__.get(_StateDictMethod.name), _StateDictMethod)
+        ):
+            module.__dict__[_StateDictMethod.name] = _StateDictMethod(module)
 
 
 def attach_replicated(spec: UnitSpec) -> None:
@@ -157,7 +161,7 @@ class _Override:
         return operator.getitem, ((self.original(),), 0)
 
 
-class _Whole(_Override):
+class _StateDictMethod(_Override):
     """state_dict() of a module that is no unit."""
 
     name = "state_dict"
@@ -179,7 +183,7 @@ class _OwnersMethod(_Override):
         return {name: p for name, p in self.places.items() if there.get(name) is p.param}
 
 
-class _Save(_OwnersMethod):
+class _SaveMethod(_OwnersMethod):
     """nn.Module's `_save_to_state_dict`, with whole copies in the places (collective) or slices."""
 
     name = "_save_to_state_dict"
@@ -199,7 +203,7 @@ class _Save(_OwnersMethod):
             _metadata_of(destination).setdefault(prefix[:-1], {})[KEY] = records
 
 
-class _Load(_OwnersMethod):
+class _LoadMethod(_OwnersMethod):
     """nn.Module's `_load_from_state_dict` for whole tensors. Raises ValueError for assign=True;
     wrong shapes are nn.Module's errors, with whole shapes."""
 
@@ -241,7 +245,7 @@ class _Load(_OwnersMethod):
     def _cut(
         self,
         stand_ins: StandIns,
-        records: dict[str, Record],
+        records: dict[str, ShardRecord],
         loads: list[NotedLoad],
         state: dict[str, Any],
         prefix: str,
@@ -261,11 +265,11 @@ class _Load(_OwnersMethod):
 
 def _places_of(module: nn.Module) -> dict[str, Place]:
     """Return the places of an owner, to be added to; replaces its methods on the first call."""
-    known = module.__dict__.get(_Save.name)
-    if isinstance(known, _Save):
+    known = module.__dict__.get(_SaveMethod.name)
+    if isinstance(known, _SaveMethod):
         return known.places
     places: dict[str, Place] = {}
-    for method in (_Save, _Load):
+    for method in (_SaveMethod, _LoadMethod):
         module.__dict__[method.name] = method(module, places)
     return places
 
@@ -280,8 +284,10 @@ def refuse_strange_slices(module: nn.Module, state: Any) -> None:
     wrong = []
     for prefix, facts in (getattr(state, "_metadata", None) or {}).items():
         records = facts.get(KEY, {}) if isinstance(facts, dict) else {}
-        load = vars(modules[prefix]).get(_Load.name) if prefix in modules and records else None
-        places = load.in_use() if isinstance(load, _Load) else {}
+        load = (
+            vars(modules[prefix]).get(_LoadMethod.name) if prefix in modules and records else None
+        )
+        places = load.in_use() if isinstance(load, _LoadMethod) else {}
         for name, record in records.items():
             place = places.get(name)
             own, wanted = (place.record, place.wants_slices) if place else (None, False)
@@ -303,7 +309,9 @@ def _metadata_of(destination: Any) -> Any:
         ) from None
 
 
-def _slice(place: Place, key: str, value: Any, record: Record | None, error_msgs: list[str]) -> Any:
+def _slice(
+    place: Place, key: str, value: Any, record: ShardRecord | None, error_msgs: list[str]
+) -> Any:
     """Return what nn.Module is to copy into this rank's shard, given a full tensor, or with
     `record` this rank's shard."""
     if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ from zshard._state_dict.optimizer_plan import (
     taken,
 )
 from zshard._state_dict.source import FromRank0, pending, told_by_rank_0
-from zshard._units.names import plain
+from zshard._units.names import plain_name
 from zshard._units.shards import part_of
 from zshard._units.units import units_of
 
@@ -112,7 +112,7 @@ def outermost_comm(model: nn.Module) -> _core.Comm:
 def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Return the first name in the model of each of the optimizer's parameters, by id. Raises
     ValueError for a parameter that the model lacks."""
-    names = {id(param): plain(name) for name, param in model.named_parameters()}
+    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in names:
@@ -222,7 +222,7 @@ def by_number(
     params = dict(enumerate(params_of(optimizer)))
     numbers = {id(param): number for number, param in params.items()}
     named = model.named_parameters(remove_duplicate=False)
-    known = {plain(name): param for name, param in named if id(param) in numbers}
+    known = {plain_name(name): param for name, param in named if id(param) in numbers}
     problems = _unknown(dict.fromkeys(itertools.chain(states, *listed)), known)
     for i, (own, names) in enumerate(zip(ours, listed, strict=True)):
         problems += _misplaced(i, own["params"], names, known)
@@ -243,7 +243,7 @@ def by_number(
 
 def _plain(name: Any) -> Any:
     """A name without the prefixes of wrappers; a number as it is."""
-    return plain(name) if isinstance(name, str) else name
+    return plain_name(name) if isinstance(name, str) else name
 
 
 def _unknown(names: Iterable[Any], known: Mapping[str, Tensor]) -> list[str]:
