@@ -317,7 +317,7 @@ class Fsdp1Methods(nn.Module):
         return by_name(names_of(model, optim), optim, optim_state_dict)
 
     @staticmethod
-    def optim_state_dictto_load(
+    def optim_state_dict_to_load(
         model: nn.Module,
         optim: Optimizer,
         optim_state_dict: Mapping[str, Any] | None,
