@@ -18,24 +18,29 @@ from zshard._checkpoint.folder import latest_checkpoint
 from zshard._checkpoint.load import Loaded, load
 from zshard._checkpoint.save import SaveHandle, save
 from zshard._checkpoint.script_state import rng_state, set_rng_state
+from zshard._compat.classes import (
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from zshard._compat.fully_shard import fully_shard
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._doctor.features import available_features
 from zshard._errors import CheckpointError, ShardError
 from zshard._guard.slices import ShardParameter, ShardTensor, to_local
 from zshard._guard.whole_values import full_tensor, named_norms, whole_named_parameters
-from zshard._memory.report import predict_memory
 from zshard._model.forward_methods import register_forward_method
+from zshard._predict_memory import predict_memory
 from zshard._ranks.nccl import NcclOptions
-from zshard._state_dict.load import load_state_dict
+from zshard._state_dict.load_state_dict import load_state_dict
 from zshard._state_dict.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard._version import __version__ as __version__
 from zshard._wrap.meta import uninitialized
 from zshard.api import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
-from zshard.offload import CPUOffloadPolicy, Offload, OffloadPolicy
+from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
-from zshard.precision import MixedPrecision, MixedPrecisionPolicy
 from zshard.strategy import ShardingStrategy
 
 FullyShardedDataParallel = FSDP  # FSDP1's name for it

@@ -7,8 +7,7 @@ that happens per step happens behind those hooks.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -16,34 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core, _patches
-from zshard._memory.fits import check_fits, parse_limit
-from zshard._memory.report import memory_of, options_of
-from zshard._model.build import (
-    build,
-    class_for,
-    copy_model,
-    inner_comms,
-    last_writes,
-    refuse_half,
-    set_base,
-    sync_buffers,
-)
-from zshard._model.copy import copy_module, is_within
-from zshard._model.methods import Controls
-from zshard._model.summary import memory_table, summary_of
-from zshard._model.summon import own_unit_as_on_rank_0, summon_full_params
-from zshard._optim.clip import clip_grad_norm
-from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
-from zshard._ranks.devices import CPU, device_of
-from zshard._ranks.groups import resolve_groups
-from zshard._ranks.nccl import NcclOptions
-from zshard._ranks.transports import check_settings, comm_for, comms_for
-from zshard._state_dict.module import (
-    refuse_strange_slices,
-    whole_state_dict,
-)
-from zshard._state_dict.types import state_dict_type
-from zshard._types import (
+from zshard._compat.argument_types import (
     CPUOffloadLike,
     DeviceLike,
     InitFn,
@@ -54,35 +26,27 @@ from zshard._types import (
     StrategyLike,
     WrapPolicyLike,
 )
+from zshard._compat.ddp import DdpMethods, one_device
+from zshard._compat.fsdp1 import (
+    Fsdp1Arguments,
+    Fsdp1Methods,
+    check_use_orig_params,
+    modules_of,
+    unit_options,
+)
+from zshard._compat.fsdp2 import Fsdp2Methods
+from zshard._memory.fits import parse_limit
+from zshard._model.build import copy_model, refuse_half, set_base
+from zshard._model.copy import copy_module, is_within
+from zshard._model.methods import ModelMethods
+from zshard._model.shard_model import Initialization, Ranks, shard_model
+from zshard._model.summon import own_unit_as_on_rank_0
+from zshard._ranks.devices import device_of
+from zshard._ranks.nccl import NcclOptions
+from zshard._state_dict.module import refuse_strange_slices, whole_state_dict
 from zshard._units.open_forwards import call_guarded
-from zshard._units.units import (
-    Options,
-    is_unit,
-    state_of,
-    units_of,
-)
-from zshard._wrap.arguments import (
-    check_fixed_arguments,
-    check_init,
-    check_module,
-    choose_strategy,
-    one_device,
-    parse_prefetch,
-    split_ignored,
-)
-from zshard._wrap.initial_values import (
-    InitialValues,
-    check_unit,
-    facts_of,
-    warn_of_strides,
-)
-from zshard._wrap.late_parameters import watch
-from zshard._wrap.meta import Materializer
-from zshard.offload import offload_on, parse_offload
-from zshard.precision import (
-    cast_buffers,
-    parse_precision,
-)
+from zshard._units.units import is_unit, state_of
+from zshard._wrap.arguments import check_init, check_module, split_ignored
 from zshard.wrap import plan_units
 
 if TYPE_CHECKING:
@@ -91,7 +55,7 @@ if TYPE_CHECKING:
 _M = TypeVar("_M", bound=nn.Module)
 
 
-class FSDP(Controls):
+class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods):
     """Wrap a module for sharded data-parallel training, in place, and return it.
 
     Each rank keeps a shard of the parameters, gradients and optimizer state. The module stays the
@@ -237,52 +201,26 @@ class FSDP(Controls):
         device_ids: Sequence[DeviceLike] | None = None,
     ) -> Wrapped[_M]:
         _patches.install()
-        check_fixed_arguments(use_orig_params)
+        check_use_orig_params(use_orig_params)
         check_module(module)
         refuse_half(module)
         device = device_of(module, one_device(device_id, device_ids))
-        gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
-        options = Options(
-            choose_strategy(sharding_strategy, strategy),
-            parse_precision(mixed_precision),
-            parse_prefetch(backward_prefetch, forward_prefetch or gpu, limit_all_gathers),
-            offload_on(parse_offload(offload, cpu_offload), device),
-        )
+        options = Fsdp1Arguments(
+            sharding_strategy,
+            cpu_offload,
+            mixed_precision,
+            backward_prefetch,
+            forward_prefetch,
+            limit_all_gathers,
+        ).options(strategy, offload, device)
         check_init(param_init_fn)
         limit = parse_limit(memory_limit)
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
-        own = [options_of(spec, options) for spec in specs]
-        check_settings(transport, timeout, device)
-        groups = resolve_groups(process_group, device_mesh, options.strategy)
-        comm = comm_for(groups.world, transport, timeout, device)
-        facts = facts_of(module, specs, options, not sync_module_states)
-        facts.append(("memory_limit", "None" if limit is None else "given"))
-        check_agreement(comm, facts)
-        settings = transport, timeout, device
-        comms = inner_comms(module, comms_for(groups, options.strategy, comm, settings))
-        planned = list(zip(specs, own, strict=True))
-        with on_all_ranks(comm):
-            for spec in specs:  # what cannot be sharded at all has its own words
-                check_unit(spec)
-                class_for(type(spec.module))
-            if comm.rank == 0:
-                warn_of_strides(specs, stacklevel=3)
-        check_fits(module, planned, comms, limit, device)
-        source = comm if sync_module_states and comm.world > 1 else None
-        values = InitialValues(
-            module, Materializer(module, param_init_fn, ignored[0]), source, device
-        )
-        build(module, planned, comms, values)
-        with told_to_all_ranks(comm):
-            values.give_buffers(ignored[0])
-        if comm.world > 1:
-            watch(module, ignored[0])
-        cast_buffers(module.modules(), options.precision)
-        if forward_sync_buffers:
-            sync_buffers(module)
-        with last_writes(module):
-            pass
+        planned = [(spec, unit_options(spec, options)) for spec in specs]
+        ranks = Ranks(device, process_group, device_mesh, transport, timeout)
+        values = Initialization(param_init_fn, sync_module_states, forward_sync_buffers, ignored[0])
+        shard_model(module, planned, options, ranks, values, limit)
         return cast("Wrapped[_M]", module)
 
     if TYPE_CHECKING:
@@ -297,77 +235,6 @@ class FSDP(Controls):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; if it raises, whatever it raises, the model is ready for the next."""
         return call_guarded(self, state_of(self).unit, super().__call__, args, kwargs)
-
-    @property
-    def module(self) -> Any:
-        """The model as an instance of its original class, for scripts written for DDP or FSDP1.
-
-        It shares all state with this module, but has no attribute `module` itself, so that code
-        which unwraps a model in a loop terminates. If the model has a child named "module",
-        returns that child.
-        """
-        if "module" in self._modules:
-            return self._modules["module"]
-        original: type[nn.Module] = type(self).__bases__[1]
-        plain = object.__new__(original)
-        plain.__dict__ = self.__dict__
-        return plain
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale all gradients in place so that their global norm is at most `max_norm`.
-
-        On GPUs the host does not wait for the norm, unless `error_if_nonfinite` is set.
-        Collective: call it on all ranks.
-
-        Args:
-            max_norm: the largest norm allowed.
-            norm_type: the order of the norm, a positive number or inf. Default: 2.0.
-            error_if_nonfinite: raise an error if the norm is NaN or infinite. Default: False.
-
-        Returns:
-            The norm before scaling, a 0-dim tensor, bit-identical on all ranks.
-
-        Raises:
-            RuntimeError: the norm is NaN or infinite and `error_if_nonfinite` is set; parameters
-                are stepped in backward; or the script replaced a sharded parameter's .grad.
-            ValueError: `norm_type` is not positive.
-        """
-        return clip_grad_norm(list(self.parameters()), max_norm, norm_type, error_if_nonfinite)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context manager in which backward does not reduce gradients, as in DDP and FSDP1.
-
-        Inside it, `.grad` is this rank's own, unsharded gradient, accumulated over the backwards;
-        this takes memory for the full model's gradients. The next backward outside reduces the sum.
-        Without no_sync(), each backward reduces and the accumulated gradient stays sharded, which
-        takes no extra memory and gives the same gradient. Collective: use it on all ranks, and not
-        inside a backward.
-        """
-        before = [(state.unit, state.unit.sync) for _, state in units_of(self)]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for unit, sync in before:
-                unit.sync = sync
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether later backwards reduce gradients (FSDP2's counterpart of no_sync).
-
-        Takes effect at the next backward. Call it on all ranks.
-
-        Args:
-            requires_gradient_sync: False: gradients stay unreduced on their rank, as in no_sync().
-            recurse: also set it for the units below this one. Default: True.
-        """
-        for module, state in units_of(self):
-            if recurse or module is self:
-                state.unit.sync = requires_gradient_sync
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict: full, plain tensors under the names of the unwrapped model.
@@ -413,62 +280,13 @@ class FSDP(Controls):
         with own_unit_as_on_rank_0(self):
             return super().apply(fn)
 
-    summon_full_params = summon_full_params
-
-    def summary(self) -> str:
-        """Return two tables as text: the units (name, parameters, full and per-rank bytes,
-        strategy, transport), and the model's memory by part in MiB (predicted, now and peak)."""
-        own = state_of(self)
-        units = summary_of([state.unit for _, state in units_of(self)], own.comms)
-        kinds = ("predicted", "now", "peak")
-        return f"{units}\n\n{memory_table({kind: memory_of(self, kind) for kind in kinds})}"
-
-    def memory(self, what: str = "now") -> dict[str, int]:
-        """Return the bytes that the model takes on this rank, by part.
-
-        Args:
-            what: "now" (the default): what zshard holds now. "peak": the maximum of each part, and
-                of their total, since the model was wrapped (including unshard() and the gradients
-                of no_sync()). "predicted": what a step takes with the current settings, if modules
-                run in the order in which they are registered.
-
-        Returns:
-            A dict of bytes:
-
-            "shards", "grads", "slots", "buckets": parameters, gradients, gathered full parameters,
-                and gradients on their way to the reduction.
-            "kept": the secondary shards of zero1 and hybrid_full, which stay between steps.
-            "transport": buffers of the transport (c10d: what is sent and received; shm: the ranks'
-                mailboxes). They are allocated once per process group and serve all its models, so
-                do not add them up over models. "predicted" counts those of a new transport.
-            "optimizer": the state of this module's parameters in all optimizers that have made a
-                step. "predicted": Adam's state, until an optimizer has made one.
-            "offloaded": what an Offload keeps in files, or for a GPU in host memory. It is not part
-                of the other numbers.
-            "total": the sum of the parts, without "offloaded".
-
-            All parts but "optimizer" are those of the whole model. A step's memory is reserved
-            before the first step, so "now" equals "predicted" except for the optimizer's state.
-            Memory counts once it is reserved; the system provides it when it is first touched.
-
-        Raises:
-            ValueError: `what` is something else.
-        """
-        return memory_of(self, what)
-
-    state_dict_type = staticmethod(state_dict_type)
-
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDP]:
         """Return the units at and below `module`, parents first.
 
         root_only: only those that are not inside another unit. Default: False.
         """
-        found = [m for m in module.modules() if isinstance(m, FSDP)]
-        if not root_only:
-            return found
-        inner = {id(child) for unit in found for child in unit.modules() if child is not unit}
-        return [unit for unit in found if id(unit) not in inner]
+        return modules_of(FSDP, module, root_only)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from zshard import _core
+from zshard._compat.classes import CPUOffloadPolicy, OffloadPolicy  # scripts import them from here
 from zshard._ranks.devices import CPU
 
 __all__ = [
     "CPUOffloadPolicy",
     "Offload",
     "OffloadPolicy",
-    "is_policy",
     "parse_offload",
     "set_offload",
 ]
@@ -82,61 +82,16 @@ class Offload:
         return self.directory is not None and self.moves
 
 
-@dataclass
-class OffloadPolicy:
-    """FSDP2's policy for no offloading: parameters stay on their device."""
+def parse_offload(given: Any) -> Offload | None:
+    """Return the Offload that `given` is, or is the directory of. None: everything stays in memory.
 
-
-@dataclass
-class CPUOffloadPolicy(OffloadPolicy):
-    """FSDP2's policy for offloading parameters, gradients and optimizer state to host memory.
-
-    pin_memory: accepted for compatibility; no effect. On CPU ranks the policy has no effect.
+    Raises TypeError for anything else.
     """
-
-    pin_memory: bool = True
-
-
-def is_policy(given: Any) -> bool:
-    """Return whether this is an offload policy, zshard's or torch's."""
-    return any(cls.__name__ == "OffloadPolicy" for cls in type(given).__mro__)
-
-
-def parse_offload(offload: Any, cpu_offload: Any = None) -> Offload | None:
-    """Parse FSDP's two offload arguments; None: everything stays in memory.
-
-    offload: an Offload, or its directory. cpu_offload: FSDP1's bool or CPUOffload, or FSDP2's
-        policy.
-
-    Raises ValueError if both are given, TypeError for anything else.
-    """
-    cpu = _parse_cpu_offload(cpu_offload)
-    if offload is not None and cpu is not None:
-        raise ValueError("pass either offload or cpu_offload, not both")
-    if isinstance(offload, str | os.PathLike):
-        offload = Offload(directory=offload)
-    if offload is not None and not isinstance(offload, Offload):
-        raise TypeError(f"offload must be a zshard.Offload or a directory, got {offload!r}")
-    return offload or cpu
-
-
-def _parse_cpu_offload(given: Any) -> Offload | None:
-    if given is None or given is False:
-        return None
-    if given is True:
-        return Offload()
-    if isinstance(given, Offload):
-        return given
-    params = getattr(given, "offload_params", None)
-    if isinstance(params, bool):  # FSDP1's CPUOffload
-        return Offload(grads=True) if params else None
-    if is_policy(given):
-        to_cpu = any(cls.__name__ == "CPUOffloadPolicy" for cls in type(given).__mro__)
-        return Offload(grads=True) if to_cpu else None
-    raise TypeError(
-        "cpu_offload must be a bool, torch's CPUOffload or CPUOffloadPolicy, or a zshard.Offload, "
-        f"got {given!r}"
-    )
+    if isinstance(given, str | os.PathLike):
+        return Offload(directory=given)
+    if given is not None and not isinstance(given, Offload):
+        raise TypeError(f"offload must be a zshard.Offload or a directory, got {given!r}")
+    return given
 
 
 def offload_on(offload: Offload | None, device: str) -> Offload | None:

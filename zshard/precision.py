@@ -3,8 +3,6 @@
 The one idea: between steps nothing changes. Parameters, gradients and optimizer state keep the
 model's dtype (float32, say); a unit's forward and backward use a cast copy, and gradients are sent
 in the reduce dtype and summed in float32.
-
-FSDP1's `MixedPrecision` and FSDP2's `MixedPrecisionPolicy` are accepted, zshard's and torch's.
 """
 
 from __future__ import annotations
@@ -18,55 +16,23 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
+# Scripts import these from here.
+from zshard._compat.classes import MixedPrecision as MixedPrecision
+from zshard._compat.classes import MixedPrecisionPolicy as MixedPrecisionPolicy
+
+BATCH_NORMS = (_BatchNorm,)  # what keeps its dtype by default
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class MixedPrecision:
-    """FSDP1's mixed precision: FSDP(model, mixed_precision=MixedPrecision(torch.bfloat16)).
-
-    Parameters, `.grad` and optimizer state keep the model's dtype. All dtypes are floating-point.
-
-    Args:
-        param_dtype: dtype of parameters in forward and backward. None: the model's.
-        reduce_dtype: dtype in which gradients are sent; they are summed in float32. None:
-            param_dtype.
-        buffer_dtype: dtype to which floating-point buffers are cast on wrapping. None: the model's.
-        keep_low_precision_grads: must be False (NotImplementedError).
-        cast_forward_inputs: cast floating-point arguments of each unit's forward to param_dtype.
-        cast_root_forward_inputs: the same for the root unit only.
-        _module_classes_to_ignore: modules of these classes keep the dtype of their parameters and
-            buffers; their arguments are cast to it, their results to param_dtype.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    keep_low_precision_grads: bool = False
-    cast_forward_inputs: bool = False
-    cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: tuple[type[nn.Module], ...] = (_BatchNorm,)
-
-
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """FSDP2's mixed precision: fully_shard(module, mp_policy=MixedPrecisionPolicy(...)).
-
-    Args:
-        param_dtype, reduce_dtype, cast_forward_inputs: as in MixedPrecision.
-        output_dtype: dtype to which floating-point results of each unit's forward are cast. None:
-            no cast.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-
-
-@dataclass(frozen=True)
 class Precision:
-    """The common form of both."""
+    """In which dtypes a unit computes, sends gradients, and keeps its buffers; None: the model's.
+
+    compute: of parameters in forward and backward. wire: of gradients on their way to other ranks;
+    None: `compute`. buffers: of floating-point buffers. outputs: to which results of the forward
+    are cast. cast_inputs, cast_root_inputs: whether arguments of a unit's forward are cast to
+    `compute`; of the root's. keep: modules of these classes keep their dtype.
+    """
 
     compute: torch.dtype | None = None
     wire: torch.dtype | None = None
@@ -81,40 +47,16 @@ class Precision:
         return isinstance(module, self.keep)
 
 
-def parse_precision(value: Any) -> Precision:
-    """Parse `mixed_precision`; None: nothing is cast.
+def in_dtype(dtype: torch.dtype) -> Precision:
+    """Return the usual mixed precision: compute in `dtype`, except for batch norms."""
+    return Precision(compute=dtype, cast_root_inputs=True, keep=BATCH_NORMS)
 
-    Raises TypeError for any other object, ValueError for a dtype that is not floating-point,
-    NotImplementedError for keep_low_precision_grads.
-    """
-    if value is None or isinstance(value, Precision):
-        return value or Precision()
-    if not hasattr(value, "param_dtype") or not hasattr(value, "reduce_dtype"):
-        raise TypeError(
-            "mixed_precision must be a MixedPrecision or MixedPrecisionPolicy, zshard's or "
-            f"torch's, got {value!r}"
-        )
-    if getattr(value, "keep_low_precision_grads", False):
-        raise NotImplementedError(
-            "keep_low_precision_grads=True is not supported: gradients have the parameters' dtype; "
-            "omit keep_low_precision_grads"
-        )
-    for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
-        dtype = getattr(value, name, None)
-        if dtype is not None and dtype not in _FLOATS:
-            known = ", ".join(str(each) for each in _FLOATS)
-            raise ValueError(f"{name}={dtype!r} is not supported: expected one of {known}")
-    casts = bool(value.cast_forward_inputs)
-    keep = getattr(value, "_module_classes_to_ignore", None)
-    return Precision(
-        compute=value.param_dtype,
-        wire=value.reduce_dtype,
-        buffers=getattr(value, "buffer_dtype", None),
-        outputs=getattr(value, "output_dtype", None),
-        cast_inputs=casts,
-        cast_root_inputs=casts or bool(getattr(value, "cast_root_forward_inputs", False)),
-        keep=(_BatchNorm,) if keep is None else tuple(keep),
-    )
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raise ValueError if the argument `name` is neither None nor a dtype to compute in."""
+    if dtype is not None and dtype not in _FLOATS:
+        known = ", ".join(str(each) for each in _FLOATS)
+        raise ValueError(f"{name}={dtype!r} is not supported: expected one of {known}")
 
 
 def name_of(dtype: torch.dtype | None) -> str | None:

@@ -1,7 +1,6 @@
-"""What is sharded, and for how long: the values of `sharding_strategy`.
+"""What is sharded, and for how long: the values of `strategy`.
 
-The one idea: a strategy has one name, given as a string, as `zshard.ShardingStrategy` or as torch's
-`torch.distributed.fsdp.ShardingStrategy`, so that scripts migrate by changing the import.
+The one idea: a strategy has one name, given as a string or as a `zshard.ShardingStrategy`.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ _HYBRIDS = {
     ShardingStrategy.HYBRID_FULL,
 }
 _ALIASES = {
-    "_hybrid_shard_zero2": ShardingStrategy.HYBRID_SHARD_ZERO2,
     "zero3": ShardingStrategy.FULL_SHARD,
     "zero2": ShardingStrategy.SHARD_GRAD_OP,
     "ddp": ShardingStrategy.NO_SHARD,
@@ -74,21 +72,20 @@ _ALIASES = {
 
 
 def parse_strategy(value: Any) -> ShardingStrategy:
-    """Return the strategy that `value` names: a string, or an enum member of that name.
+    """Return the strategy that `value` names.
 
     Raises ValueError for an unknown name, TypeError for any other type.
     """
-    name = value.name if isinstance(value, enum.Enum) else value
-    if not isinstance(name, str):
+    if not isinstance(value, str):
         raise TypeError(f"strategy must be a string or an enum member, got {value!r}")
-    key = name.lower()
+    key = value.lower()
     if key in _ALIASES:
         return _ALIASES[key]
     try:
         return ShardingStrategy(key)
     except ValueError:
-        names = [s.value for s in ShardingStrategy] + [n for n in _ALIASES if n[0] != "_"]
+        names = [s.value for s in ShardingStrategy] + list(_ALIASES)
         near = difflib.get_close_matches(key, names, 1)
         hint = f"did you mean {near[0]!r}? Expected" if near else "expected"
         known = ", ".join(map(repr, names))
-        raise ValueError(f"unknown strategy {name!r}: {hint} one of {known}") from None
+        raise ValueError(f"unknown strategy {value!r}: {hint} one of {known}") from None

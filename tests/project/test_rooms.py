@@ -1,13 +1,17 @@
 """The package's folders stand on each other in one order, and no import runs upwards.
 
 The one idea: each folder, and each module beside them, has a place in ORDER; what it imports stands
-before it, or in the same folder. Imports within functions and for type checkers count as well.
+before it, or in the same folder. The modules of `_compat/` have a place each: some stand below what
+FSDP() is made of, others on it. Imports within functions and for type checkers count as well.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 import zshard
 
@@ -20,42 +24,84 @@ ORDER = [
         "_torch_check",
         "_errors",
         "_core",
+        "_compat.__init__",
+        "_compat.classes",
         "precision",
         "strategy",
         "_ranks",
         "offload",
         "_units",
     ),
-    *("_guard", "_wrap", "wrap", "_types", "_optim", "optim", "grad_scaler", "_state_dict"),
-    *("_memory", "_model", "_patches", "api", "_compat", "_checkpoint", "_doctor"),
+    *("_guard", "_wrap", "wrap", "_optim", "optim", "grad_scaler", "_state_dict"),
+    *("_memory", "_model"),
+    *("_compat.fsdp2", "_compat.fsdp1", "_compat.ddp", "_compat.argument_types"),
+    *("_predict_memory", "_patches", "api", "_compat.fully_shard", "_checkpoint", "_doctor"),
     *("__init__", "__main__"),
 ]
 
 
+MOST_LINES = 450  # of a file
+
+
 def imported_by(tree: ast.AST) -> set[str]:
-    """The modules of zshard that a module imports, with dots."""
+    """What a module imports of zshard: modules, or names in them, with dots."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names if name.name.startswith("zshard.")}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports name the whole path"
-            if node.module == "zshard":
-                found |= {f"zshard.{name.name}" for name in node.names}
-            elif (node.module or "").startswith("zshard."):
-                found.add(node.module or "")
+            if f"{node.module}.".startswith("zshard."):
+                found |= {f"{node.module}.{name.name}" for name in node.names}
     return found
 
 
+def place_of(parts: Sequence[str]) -> int:
+    """The place of a module: its own, or else that of its folder."""
+    own = ".".join(parts[:2])
+    return ORDER.index(own if own in ORDER else parts[0])
+
+
+def upward_imports(parts: Sequence[str], text: str) -> list[str]:
+    """The imports of a module with that path and text that run upwards."""
+    names = sorted(imported_by(ast.parse(text)))
+    return [name for name in names if place_of(name.split(".")[1:]) > place_of(parts)]
+
+
 def test_no_import_runs_upwards():
-    upwards = []
+    found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        place = path.relative_to(PACKAGE).with_suffix("").parts
-        for name in imported_by(ast.parse(path.read_text())):
-            target = name.split(".")[1]
-            if ORDER.index(target) > ORDER.index(place[0]):
-                upwards.append(f"{'/'.join(place)}.py imports {name}")
-    assert not upwards
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found["/".join(parts)] = upward_imports(parts, path.read_text())
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "upwards"),
+    [
+        ("_optim/step", "from zshard._units.units import State", False),
+        ("_units/units", "from zshard._optim.step import install", True),
+        ("_units/units", "import zshard._optim.step", True),
+        ("precision", "from zshard._compat.classes import MixedPrecision", False),
+        ("precision", "from zshard._compat import fsdp1", True),
+        ("_compat/fsdp1", "from zshard._compat import fsdp2", False),
+        ("_compat/fsdp2", "from zshard._compat.fsdp1 import precision_of", True),
+        ("_compat/fsdp1", "if TYPE_CHECKING:\n    from zshard.api import FSDP", True),
+    ],
+)
+def test_an_import_that_runs_upwards_is_found(path, line, upwards):
+    assert bool(upward_imports(path.split("/"), line)) is upwards
+
+
+def too_long(texts: Mapping[str, str]) -> dict[str, int]:
+    lines = {name: len(text.splitlines()) for name, text in texts.items()}
+    return {name: count for name, count in lines.items() if count > MOST_LINES}
+
+
+def test_no_file_is_too_long():
+    texts = {str(path): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert too_long(texts) == {}
+    assert too_long({"right": "\n" * 450, "wrong": "\n" * 451}) == {"wrong": 451}
 
 
 def test_each_folder_says_what_it_is_for():
@@ -65,10 +111,36 @@ def test_each_folder_says_what_it_is_for():
         assert len(list(folder.glob("*.py"))) <= 20, f"{folder.name} is an attic"
 
 
-def test_no_two_types_of_one_name():
+def types_in(tree: ast.Module) -> Iterator[str]:
+    """The names of a module's classes, and of what it calls a type: `Path = tuple[str, ...]`."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+            names = [each.id for each in node.targets if isinstance(each, ast.Name)]
+            yield from (
+                name for name in names if name.lstrip("_")[:1].isupper() and not name.isupper()
+            )
+
+
+def of_one_name(things: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """What is in several places, of (name, place)."""
     places: dict[str, list[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name.lstrip("_"), []).append(path.name)
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    for name, place in things:
+        places.setdefault(name.lstrip("_"), []).append(place)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_no_two_types_of_one_name():
+    texts = {str(path): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    assert (
+        of_one_name((kind, name) for name, tree in trees.items() for kind in types_in(tree)) == {}
+    )
+    wrong = ast.parse("class _Plan: ...\nPlan = list[int]\nLIMIT = 3")
+    assert of_one_name((kind, "wrong") for kind in types_in(wrong)) == {"Plan": ["wrong", "wrong"]}
+
+
+def test_no_two_modules_of_one_name():
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.stem[:2] != "__"]
+    assert of_one_name((path.stem, str(path.relative_to(PACKAGE))) for path in files) == {}

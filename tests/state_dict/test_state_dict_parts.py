@@ -11,7 +11,7 @@ from models import CASES, Nested, Net, differences, make, sharded, wrapped
 from spawn import ranks
 
 from zshard import FSDP
-from zshard._state_dict import module
+from zshard._state_dict import full_copies
 
 FULL = ("full_shard", "shm")
 
@@ -113,20 +113,20 @@ def test_parts_on_more_ranks(pool):
 def gathers(name, policy):
     """How often a unit is gathered for the state of the model, of a list in it, and of one layer."""
     model, counts = FSDP(make(CASES[name].make), auto_wrap_policy=policy), []
-    method = module._UnitParams.copies
+    method = full_copies.UnitParams.copies
 
     def counted(self, wanted, keep):
         made = method(self, wanted, keep)
         counts[-1].append((self.unit.name, len(made)))
         return made
 
-    module._UnitParams.copies = counted
+    full_copies.UnitParams.copies = counted
     try:
         for part in (model, model.blocks, model.norm):
             counts.append([])
             part.state_dict()
     finally:
-        module._UnitParams.copies = method
+        full_copies.UnitParams.copies = method
     return counts
 
 

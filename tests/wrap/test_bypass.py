@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from unit_watch import uses_while_sharded
 
-from zshard._wrap.source import _Bindings, bypassed_modules
+from zshard._wrap.source_code import _Bindings, bypassed_modules
 from zshard.wrap import UnitSpec, plan_units
 
 Tensor = torch.Tensor

@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, fully_shard
 from zshard._wrap import initial_values as _values
-from zshard._wrap.memory_cache import Areas
+from zshard._wrap.memory_cache import MemoryCache
 
 
 class Block(nn.Module):
@@ -276,7 +276,7 @@ def test_little_is_whole_at_a_time(pool2, transport):
 
 
 def test_memory_goes_from_one_tensor_to_the_next_like_it():
-    areas, like = Areas(), torch.empty(512, 512, device="meta", dtype=torch.bfloat16)
+    areas, like = MemoryCache(), torch.empty(512, 512, device="meta", dtype=torch.bfloat16)
     first = areas.empty_like(like).fill_(3)
     assert first.shape == (512, 512) and first.dtype == torch.bfloat16
     place, view = first.data_ptr(), first[1]
@@ -288,5 +288,5 @@ def test_memory_goes_from_one_tensor_to_the_next_like_it():
     other = areas.empty_like(torch.empty(300, 1000, device="meta"))
     del second, areas
     assert other.fill_(1).sum() == 300_000
-    small = Areas().empty_like(torch.empty(3, device="meta"))
+    small = MemoryCache().empty_like(torch.empty(3, device="meta"))
     assert small.device.type == "cpu" and small.untyped_storage().resizable()

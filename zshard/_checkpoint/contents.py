@@ -33,11 +33,11 @@ from zshard._guard.slices import to_local
 from zshard._optim.sharded_state import held_by
 from zshard._ranks.agreement import Fact, gather_bytes
 from zshard._ranks.transports import comm_for
-from zshard._state_dict.load import comm_of
+from zshard._state_dict.form import state_dict_form
+from zshard._state_dict.load_state_dict import comm_of
 from zshard._state_dict.optimizer_names import names_of
 from zshard._state_dict.stand_ins import Saved, StandIns
-from zshard._state_dict.types import state_dict_type
-from zshard._units.names import plain
+from zshard._units.names import plain_name
 from zshard._units.shards import Part, part_of
 from zshard._units.units import units_of
 
@@ -155,7 +155,7 @@ def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> C
             items.append(Item(name, shape, stored, held))
     others = {n: encode(v, f"'{n}'") for n, v in state.items() if n not in tensors}
     versions = {
-        plain(prefix): facts["version"]
+        plain_name(prefix): facts["version"]
         for prefix, facts in state._metadata.items()
         if isinstance(facts, Mapping) and facts.get("version", 1) != 1
     }
@@ -194,14 +194,14 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
             own = {n: made[id(p)] for n, p in module._parameters.items() if id(p) in made}
             if own:
                 stack.enter_context(StandIns(module, own))
-        stack.enter_context(state_dict_type(model, "FULL_STATE_DICT"))
+        stack.enter_context(state_dict_form(model))
         state = model.state_dict()
     if not isinstance(state, Mapping):
         raise TypeError(
             f"state_dict() of {type(model).__name__} must return a mapping, got "
             f"{type(state).__name__}"
         )
-    named = OrderedDict((plain(n) if isinstance(n, str) else n, v) for n, v in state.items())
+    named = OrderedDict((plain_name(n) if isinstance(n, str) else n, v) for n, v in state.items())
     named._metadata = getattr(state, "_metadata", None) or {}  # type: ignore[attr-defined]
     return named, parts
 
@@ -280,7 +280,7 @@ def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:
     """Return a function that tells whether Hugging Face's `_tied_weights_keys` list a name. A
     module's keys are names or regular expressions, relative to that module."""
     listed = [
-        (f"{plain(prefix)}." if plain(prefix) else "", key)
+        (f"{plain_name(prefix)}." if plain_name(prefix) else "", key)
         for prefix, module in model.named_modules()
         for key in getattr(module, "_tied_weights_keys", None) or ()
     ]

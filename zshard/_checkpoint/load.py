@@ -24,8 +24,8 @@ from zshard._checkpoint import background
 from zshard._checkpoint import verify as blocks
 from zshard._checkpoint.checkpoint import Checkpoint
 from zshard._checkpoint.contents import is_extra_state, ranks_of
+from zshard._checkpoint.load_optimizer import OptimizerLoad
 from zshard._checkpoint.opening import older_than, opened
-from zshard._checkpoint.optimizer import OptimizerLoad
 from zshard._checkpoint.progress import progress
 from zshard._checkpoint.reader import Reader
 from zshard._checkpoint.safetensors import TensorEntry
@@ -33,9 +33,9 @@ from zshard._errors import CheckpointError
 from zshard._guard import slices
 from zshard._ranks import meeting
 from zshard._ranks.agreement import Fact, check_agreement, on_all_ranks
-from zshard._state_dict.load import LoadPlan, carry_out, plan
+from zshard._state_dict.load_state_dict import LoadPlan, carry_out, plan
 from zshard._state_dict.stand_ins import Pending
-from zshard._units.names import bare, plain, wanted_by
+from zshard._units.names import bare, plain_name, wanted_by
 
 __all__ = ["Loaded", "load"]
 
@@ -202,19 +202,21 @@ def _plan(
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
     """A state dict of tensors that are not yet read."""
     state: OrderedDict[str, Any] = OrderedDict(
-        (plain(name), Reader().whole(e) if is_extra_state(name) else Pending.of(name, e))
+        (plain_name(name), Reader().whole(e) if is_extra_state(name) else Pending.of(name, e))
         for name, e in found.model.items()
     )
-    state.update((plain(name), value) for name, value in found.others.items())
+    state.update((plain_name(name), value) for name, value in found.others.items())
     _add_tied(model, state)
-    names = {plain(n) for kind in (model.named_parameters, model.named_buffers) for n, _ in kind()}
+    names = {
+        plain_name(n) for kind in (model.named_parameters, model.named_buffers) for n, _ in kind()
+    }
     for alias, name in found.tied.items():  # in this model they may be separate tensors
-        if plain(alias) in names and plain(alias) not in state:
-            state[plain(alias)] = state[plain(name)]
+        if plain_name(alias) in names and plain_name(alias) not in state:
+            state[plain_name(alias)] = state[plain_name(name)]
     state = OrderedDict(wanted_by(model, state))
     if found.versions is not None:
-        told = {plain(prefix): version for prefix, version in found.versions.items()}
-        versions = {name: told.get(plain(name), 1) for name, _ in model.named_modules()}
+        told = {plain_name(prefix): version for prefix, version in found.versions.items()}
+        versions = {name: told.get(plain_name(name), 1) for name, _ in model.named_modules()}
         state._metadata = {p: {"version": v} for p, v in versions.items()}  # type: ignore[attr-defined]
     return state
 
@@ -224,7 +226,7 @@ def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
     names: dict[int, list[str]] = {}
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
-            names.setdefault(id(tensor), []).append(plain(name))
+            names.setdefault(id(tensor), []).append(plain_name(name))
     for same in names.values():
         there = next((name for name in same if name in state), None)
         for name in same:

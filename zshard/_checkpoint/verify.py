@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 _RUN = 16  # blocks per call
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     """Blocks `first` to `end` of a file."""
 
     file: OpenFile
@@ -36,17 +36,17 @@ class Run(NamedTuple):
         return min(self.end * BLOCK, self.record.size) - self.first * BLOCK
 
 
-def head_runs(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[Run]:
+def head_runs(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[BlockRun]:
     """Return the blocks that opening the files reads: headers, and complete files that are not
     safetensors files. files, records: by file name."""
     heads = [(file, records[name], _heads(file, records[name])) for name, file in files.items()]
-    return [Run(file, record, 0, end) for file, record, end in heads if end > 0]
+    return [BlockRun(file, record, 0, end) for file, record, end in heads if end > 0]
 
 
-def data_runs(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[Run]:
+def data_runs(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[BlockRun]:
     """Return all other blocks."""
     return [
-        Run(file, records[name], first, min(first + _RUN, len(records[name].checksums)))
+        BlockRun(file, records[name], first, min(first + _RUN, len(records[name].checksums)))
         for name, file in files.items()
         for first in range(_heads(file, records[name]), len(records[name].checksums), _RUN)
     ]
@@ -63,7 +63,7 @@ def own_runs(
     records: Mapping[str, FileRecord],
     wanted: Iterable[tuple[OpenFile, int, int]],
     host: str,
-) -> list[Run]:
+) -> list[BlockRun]:
     """Return the part of data_runs() that this rank verifies. Collective. The ranks of a host
     divide the blocks that only this host wants, in contiguous stretches, which suit disks; all
     ranks divide the rest.
@@ -119,7 +119,7 @@ class _Places:
         """Return the block numbers in a set."""
         return [at for at, bit in enumerate(f"{number:b}"[::-1]) if bit == "1"]
 
-    def runs(self, blocks: Iterable[int]) -> Iterator[Run]:
+    def runs(self, blocks: Iterable[int]) -> Iterator[BlockRun]:
         """Yield the blocks with these numbers, in order."""
         marks = bytearray(b"0" * self._count)
         for at in blocks:
@@ -127,7 +127,7 @@ class _Places:
         for (file, record), begin in zip(self._files, self._begins, strict=True):
             own = marks[begin : begin + len(record.checksums)]
             for found in re.finditer(b"1{1,%d}" % _RUN, own):
-                yield Run(file, record, *found.span())
+                yield BlockRun(file, record, *found.span())
 
     def _number(self, ranges: Iterable[tuple[OpenFile, int, int]]) -> int:
         marks = bytearray(b"0" * self._count)
@@ -144,7 +144,7 @@ def share(things: Sequence[_T], rank: int, world: int) -> Sequence[_T]:
     return things[len(things) * rank // world : len(things) * (rank + 1) // world]
 
 
-def check(runs: Iterable[Run], done: Callable[[int], object] | None = None) -> None:
+def check(runs: Iterable[BlockRun], done: Callable[[int], object] | None = None) -> None:
     """Verify the runs. Raise CheckpointError for the first block with a wrong checksum.
 
     done: called with the bytes of each run.

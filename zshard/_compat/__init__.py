@@ -1,1 +1,1 @@
-"""FSDP2's dialect: a thin face over what zshard does anyway."""
+"""The dialects of FSDP1, FSDP2 and DDP: thin faces over what zshard does anyway."""

@@ -8,7 +8,7 @@ taken, so a script calls it from the leaves up:
         fully_shard(layer)
     fully_shard(model)
 
-Policy objects are recognized by their attributes and names, so torch's own are accepted as well.
+What FSDP2's policies and methods mean is in `fsdp2.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zshard._compat.argument_types import OffloadPolicyLike, PrecisionLike
+from zshard._compat.classes import MixedPrecisionPolicy, OffloadPolicy
+from zshard._compat.fsdp2 import is_offload_policy, offload_of
 from zshard._ranks.groups import block_of, column_of, resolve_groups
-from zshard._types import OffloadPolicyLike, PrecisionLike
 from zshard._wrap.tree import has_forward
 from zshard.api import FSDP
-from zshard.offload import Offload, OffloadPolicy, is_policy
-from zshard.precision import MixedPrecisionPolicy
+from zshard.offload import Offload
 from zshard.strategy import ShardingStrategy
 
 if TYPE_CHECKING:
@@ -167,16 +168,16 @@ def fully_shard(
             "fully_shard(shard_placement_fn=...) is not supported: zshard shards each unit as one "
             "flat buffer; omit it"
         )
-    _check_offload(offload_policy)
+    offload = _offload(offload_policy)
     hybrid = _dimensions(mesh) == 2
     groups = _groups_to_keep_in(reshard_after_forward, mesh, hybrid)
     return FSDP(
         module,
         groups,
-        _strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
+        strategy=_strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
         device_mesh=mesh if groups is None else None,
         mixed_precision=mp_policy,
-        cpu_offload=offload_policy,
+        offload=offload,
         auto_wrap_policy=None,
         ignored_states=_params(ignored_params),
     )
@@ -246,11 +247,14 @@ def _strategy(reshard_after_forward: Any, hybrid: bool) -> ShardingStrategy:
     return ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
 
 
-def _check_offload(policy: Any) -> None:
-    if policy is not None and not isinstance(policy, Offload) and not is_policy(policy):
+def _offload(policy: Any) -> Offload | None:
+    if policy is None or isinstance(policy, Offload):
+        return policy
+    if not is_offload_policy(policy):
         raise TypeError(
             f"offload_policy must be an OffloadPolicy or a zshard.Offload, got {policy!r}"
         )
+    return offload_of(policy)
 
 
 def _params(ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:

@@ -18,7 +18,7 @@ from zshard._memory.dry_run import World
 from zshard._memory.host_limits import max_map_count
 from zshard._memory.report import dry_run_of
 from zshard._units.units import Options, Prefetch
-from zshard.precision import MixedPrecision, parse_precision
+from zshard.precision import Precision, in_dtype
 from zshard.strategy import ShardingStrategy
 from zshard.wrap import plan_units
 
@@ -54,7 +54,7 @@ def needs_of(ranks: int) -> Needs:
 def _mappings(ranks: int, mixed: bool) -> int:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(UNITS)])
-    precision = parse_precision(MixedPrecision(torch.bfloat16) if mixed else None)
+    precision = in_dtype(torch.bfloat16) if mixed else Precision()
     options = Options(ShardingStrategy.FULL_SHARD, precision, Prefetch())
     planned = [(spec, options) for spec in plan_units(model, {nn.Linear})]
     dry = dry_run_of(model, planned, World(ranks, ranks, "shm", "shm"))

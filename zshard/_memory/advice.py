@@ -14,7 +14,7 @@ from torch import nn
 
 from zshard._memory.dry_run import DryRun, Planned, World, dry_comms
 from zshard.offload import Offload
-from zshard.precision import MixedPrecision, parse_precision
+from zshard.precision import in_dtype
 from zshard.strategy import ShardingStrategy
 
 _MIB = 1 << 20
@@ -97,8 +97,7 @@ def _alternatives(model: Model) -> Iterator[tuple[str, int]]:
     words = f"full_shard on {more} ranks, each with as much memory"
     yield words, _total(model, _sharded(model), ranks=more)
     if usual.precision.compute is None:
-        half = parse_precision(MixedPrecision(torch.bfloat16))
-        changed = _changed(model, precision=half)
+        changed = _changed(model, precision=in_dtype(torch.bfloat16))
         yield "mixed_precision=MixedPrecision(torch.bfloat16)", _total(model, changed)
         words = "model.bfloat16() and AdamW(..., stochastic_rounding=True)"
         yield words, _total(model, model.planned, dtype=torch.bfloat16)

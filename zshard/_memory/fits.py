@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard._errors import stacklevel
 from zshard._memory.advice import Model, Shortage, explain
 from zshard._memory.dry_run import DryRun, Planned, dry_comms, world_of
 from zshard._memory.host_limits import (
@@ -127,7 +128,7 @@ def check_fits(
     short = _worst(ranks, with_optimizer=True)
     if short is not None and comms.all.rank == 0:
         text = explain(model, short, "the model and Adam's state")
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
 
 
 # --- what a rank has to find ----------------------------------------------------------------------

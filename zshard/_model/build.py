@@ -21,11 +21,7 @@ from zshard._model.generate import generate_of
 from zshard._optim.state_registry import meet
 from zshard._ranks.agreement import on_all_ranks, told_to_all_ranks
 from zshard._ranks.transports import Comms
-from zshard._state_dict.module import (
-    attach,
-    attach_replicated,
-    writing,
-)
+from zshard._state_dict.module import attach, attach_replicated
 from zshard._units.shards import remember_parts
 from zshard._units.units import (
     ATTRIBUTE,
@@ -37,6 +33,7 @@ from zshard._units.units import (
     known_hooks,
     state_of,
     units_of,
+    writing,
 )
 from zshard._wrap.initial_values import (
     InitialValues,

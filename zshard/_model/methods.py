@@ -1,108 +1,45 @@
-"""The methods that FSDP2 gives to sharded modules, and those that concern optimizers.
+"""What a sharded model has besides a module's methods: clipping, steps in backward, its memory.
 
-The one idea: a method applies to the unit of the module that it is called on, unless it takes
-`recurse`, and takes effect from the next forward or backward. The class FSDP has these methods, so
-FSDP(module) and fully_shard(module) give the same modules.
+The one idea: each method looks up the model's units and hands them to the part that knows how.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import nn
 
-from zshard import _core
-from zshard._model.join import join
+from zshard._memory.report import memory_of
+from zshard._model.summary import memory_table, summary_of
+from zshard._optim.clip import clip_grad_norm
 from zshard._optim.in_backward import OptimizerInBackward
-from zshard._state_dict.optimizer_names import OptimStateMethods
 from zshard._units.units import state_of, units_of
 
 
-class UnshardHandle:
-    """The handle that `unshard(async_op=True)` returns. The parameters are already unsharded."""
+class ModelMethods(nn.Module):
+    """The methods of sharded models that are zshard's own."""
 
-    def wait(self) -> None:
-        """Return immediately: nothing is pending."""
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients in place so that their global norm is at most `max_norm`.
 
-
-class Controls(OptimStateMethods, nn.Module):
-    """The methods of FSDP2's modules, and those that concern optimizers."""
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether backward reduces gradients, as scripts for DDP set it instead of using no_sync():
-        False is set_requires_gradient_sync(False)."""
-        return bool(state_of(self).unit.sync)
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        for _, state in units_of(self):
-            state.unit.sync = bool(value)
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather this unit's parameters, until `reshard()` or the end of the next backward.
-
-        Collective. Nested units are not affected. Forwards until then use the same values, and the
-        parameters may also be used outside the unit's forward. They are copies: modifying them in
-        place is a RuntimeError when they are resharded, and so is an optimizer step before that.
-        Takes memory for the unit's full parameters.
+        On GPUs the host does not wait for the norm, unless `error_if_nonfinite` is set.
+        Collective: call it on all ranks.
 
         Args:
-            async_op: return a handle with wait(). The gather is complete on return either way.
+            max_norm: the largest norm allowed.
+            norm_type: the order of the norm, a positive number or inf. Default: 2.0.
+            error_if_nonfinite: raise an error if the norm is NaN or infinite. Default: False.
 
-        Returns an UnshardHandle if `async_op`, else None. Raises RuntimeError during a backward,
-        PeerError if a rank exited.
+        Returns:
+            The norm before scaling, a 0-dim tensor, bit-identical on all ranks.
+
+        Raises:
+            RuntimeError: the norm is NaN or infinite and `error_if_nonfinite` is set; parameters
+                are stepped in backward; or the script replaced a sharded parameter's .grad.
+            ValueError: `norm_type` is not positive.
         """
-        state_of(self).unit.pin()
-        return UnshardHandle() if async_op else None
-
-    def reshard(self) -> None:
-        """Free this unit's full parameters, from `unshard()` or kept by a forward.
-
-        Nested units are not affected. Raises RuntimeError during the unit's forward or a backward,
-        and if a parameter was modified in place since `unshard()`.
-        """
-        state_of(self).unit.unpin()
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether forward reshards parameters, from the next forward on.
-
-        Args:
-            reshard_after_forward: True reshards them after each forward ("full_shard"); False keeps
-                them unsharded until the backward ("shard_grad_op"). Over c10d the outermost unit
-                is always kept, as its backward comes first.
-            recurse: apply to nested units as well.
-
-        Raises TypeError if `reshard_after_forward` is not a bool, ValueError if a unit's strategy
-        is "no_shard".
-        """
-        if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
-        units = [state.unit for _, state in units_of(self)] if recurse else [state_of(self).unit]
-        for unit in units:
-            if unit.strategy == "no_shard":
-                raise ValueError(
-                    f"unit '{unit.name or '(root)'}' has strategy no_shard: its parameters are not "
-                    "sharded, so there is nothing to reshard"
-                )
-        for unit in units:
-            unit.strategy = "full_shard" if reshard_after_forward else "shard_grad_op"
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over ranks by `factor` instead of by the world size.
-
-        Applies to this unit from the next backward on. Accumulated gradients are not rescaled.
-
-        Args:
-            factor: a positive number, the same on all ranks.
-
-        Raises ValueError if `factor` is not a positive finite number; NotImplementedError if it is
-        not the world size and the unit is not sharded ("no_shard", world size 1).
-        """
-        state_of(self).unit.divisor = factor
+        return clip_grad_norm(list(self.parameters()), max_norm, norm_type, error_if_nonfinite)
 
     def optimizer_in_backward(self, *optimizers: torch.optim.Optimizer) -> OptimizerInBackward:
         """Step each unit's parameters during backward, as soon as its gradients are reduced.
@@ -138,86 +75,43 @@ class Controls(OptimStateMethods, nn.Module):
         """
         return OptimizerInBackward(self, optimizers)
 
-    def join(
-        self,
-        *optimizers: Any,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Context manager for training with uneven numbers of batches, as DDP's join().
+    def summary(self) -> str:
+        """Return two tables as text: the units (name, parameters, full and per-rank bytes,
+        strategy, transport), and the model's memory by part in MiB (predicted, now and peak)."""
+        own = state_of(self)
+        units = summary_of([state.unit for _, state in units_of(self)], own.comms)
+        kinds = ("predicted", "now", "peak")
+        return f"{units}\n\n{memory_table({kind: memory_of(self, kind) for kind in kinds})}"
 
-        A rank that has no more batches leaves the loop, and waits at the end of the with block
-        until no rank has any. Meanwhile it does its part of what the others do: it contributes
-        zeros to gradients, and steps its shard with the param groups of the lowest rank that still
-        has data. Afterwards the optimizers' options are those of that rank on all ranks.
-
-        Collective: use it on all ranks, with the same arguments, on the outermost sharded module.
+    def memory(self, what: str = "now") -> dict[str, int]:
+        """Return the bytes that the model takes on this rank, by part.
 
         Args:
-            optimizers: all optimizers that step this model within the block. Learning rate
-                schedulers and grad scalers may follow: at the end all ranks load the state that
-                they have on the rank that had data last. (Grad scalers that were used are found
-                without being passed.)
-            divide_by_initial_world_size: True (the default) divides gradients by the number of
-                ranks; False by the number of ranks that still have data.
-            enable: False makes this a no-op.
-            throw_on_early_termination: raise RuntimeError on all ranks when one has no more data
-                and others have.
+            what: "now" (the default): what zshard holds now. "peak": the maximum of each part, and
+                of their total, since the model was wrapped (including unshard() and the gradients
+                of no_sync()). "predicted": what a step takes with the current settings, if modules
+                run in the order in which they are registered.
 
-        While all ranks have data, each forward, backward, clipping and step costs one small
-        exchange; after that, so does each gather (over c10d) and reduction.
+        Returns:
+            A dict of bytes:
+
+            "shards", "grads", "slots", "buckets": parameters, gradients, gathered full parameters,
+                and gradients on their way to the reduction.
+            "kept": the secondary shards of zero1 and hybrid_full, which stay between steps.
+            "transport": buffers of the transport (c10d: what is sent and received; shm: the ranks'
+                mailboxes). They are allocated once per process group and serve all its models, so
+                do not add them up over models. "predicted" counts those of a new transport.
+            "optimizer": the state of this module's parameters in all optimizers that have made a
+                step. "predicted": Adam's state, until an optimizer has made one.
+            "offloaded": what an Offload keeps in files, or for a GPU in host memory. It is not part
+                of the other numbers.
+            "total": the sum of the parts, without "offloaded".
+
+            All parts but "optimizer" are those of the whole model. A step's memory is reserved
+            before the first step, so "now" equals "predicted" except for the optimizer's state.
+            Memory counts once it is reserved; the system provides it when it is first touched.
 
         Raises:
-            TypeError, ValueError: an argument is no optimizer, or none of this model; or this is
-                not the outermost sharded module.
-            RuntimeError: join() is already active on these ranks; an optimizer that was not passed
-                steps the model; or a call needs all ranks when some have no more data.
-            NotImplementedError: on GPUs, and with optimizer_in_backward().
-            DivergenceError: the ranks with data do different things, or another rank left the
-                block by an exception, which the message names.
+            ValueError: `what` is something else.
         """
-        if not enable:
-            return contextlib.nullcontext()
-        return join(self, optimizers, divide_by_initial_world_size, throw_on_early_termination)
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for compatibility with FSDP2; no effect.
-
-        Every backward completes all its reductions. Raises TypeError if not given a bool.
-        """
-        if not isinstance(is_last_backward, bool):
-            raise TypeError(f"is_last_backward must be a bool, got {is_last_backward!r}")
-
-    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Prefetch these modules in forward: start their all-gathers once this unit is unsharded.
-
-        Call it on all ranks alike, after the outermost module is wrapped. Over shm it has no
-        effect, as gathers there move no data.
-
-        Args:
-            modules: sharded modules of this model, any number; an empty list restores the default.
-
-        Raises TypeError if `modules` is not a list of sharded modules, ValueError for modules of
-        another model.
-        """
-        state_of(self).unit.prefetch(False, _prefetchable(modules))
-
-    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Prefetch these modules in backward, instead of following the order of the last pass.
-
-        See set_modules_to_forward_prefetch(); the default is FSDP1's backward_prefetch.
-        """
-        state_of(self).unit.prefetch(True, _prefetchable(modules))
-
-
-def _prefetchable(modules: Iterable[nn.Module]) -> list[_core.Unit]:
-    if isinstance(modules, nn.Module):
-        raise TypeError("modules to prefetch must be a list of sharded modules, got one module")
-    for module in modules:
-        if not isinstance(module, Controls):
-            raise TypeError(
-                f"modules to prefetch must be sharded, but {type(module).__name__} is not: call "
-                "fully_shard(...) on it first"
-            )
-    return [state_of(module).unit for module in modules]
+        return memory_of(self, what)

@@ -1,4 +1,4 @@
-"""Read or write full parameters: FSDP1's summon_full_params, and apply().
+"""Read or write full parameters: what summon_full_params() and apply() do.
 
 The one idea: each rank gets a copy of the units' full parameters, and optionally of their
 gradients; on exit it keeps its shard of the modified copy. So all ranks must write the same values,
@@ -15,41 +15,20 @@ from torch import nn
 
 from zshard import _core
 from zshard._model.whole_grads import WholeGrads
-from zshard._units.units import State, state_of, units_of
+from zshard._units.units import State, state_of
 from zshard._wrap.initial_values import take_from_rank_0
 
 
 @contextlib.contextmanager
-def summon_full_params(
-    module: nn.Module,
-    recurse: bool = True,
-    writeback: bool = True,
-    rank0_only: bool = False,
-    offload_to_cpu: bool = False,
-    with_grads: bool = False,
+def full_params(
+    states: list[State], writeback: bool = True, rank0_only: bool = False, with_grads: bool = False
 ) -> Iterator[None]:
-    """Context manager that unshards the parameters of `module`, in their original shape and dtype.
+    """Context manager that unshards the parameters of these units, in their original shape and
+    dtype. Collective; use it outside forward and backward.
 
-    Collective; use it outside forward and backward. Takes memory for the full parameters, and with
-    `with_grads` for the full gradients.
-
-    Args:
-        module: a sharded module, or one that contains sharded modules.
-        recurse: include all units at and below `module`; else only its own.
-        writeback: keep changes: on exit each rank keeps its shard of what was written. Write the
-            same values on all ranks. False discards changes.
-        rank0_only: unshard on rank 0 only (other ranks still take part). Requires writeback=False.
-        offload_to_cpu: accepted for compatibility; no effect.
-        with_grads: also unshard `.grad`, and keep or discard what is written or assigned to it. A
-            rank without a gradient contributes zeros; `.grad` is None if no rank has one. A `.grad`
-            accumulated within no_sync() is unsharded already and stays local to its rank.
-
-    Raises ValueError for rank0_only with writeback; RuntimeError during a backward, and if only
-    some ranks have accumulated a gradient within no_sync().
+    writeback: keep what is written, else discard it. rank0_only: unshard on rank 0 only.
+    with_grads: unshard `.grad` as well.
     """
-    if rank0_only and writeback:
-        raise ValueError("rank0_only=True requires writeback=False")
-    states = [state for each, state in units_of(module) if recurse or each is module]
     before = [] if writeback else _values(states)
     versions = [] if writeback else _versions(states)
     held: list[State] = []
@@ -112,8 +91,9 @@ def _set_versions(versions: list[tuple[torch.Tensor, int]]) -> None:
 @contextlib.contextmanager
 def own_unit_as_on_rank_0(module: nn.Module) -> Iterator[None]:
     """Context manager that unshards the unit of `module`; on exit all ranks get rank 0's values."""
-    unit, comm = state_of(module).unit, state_of(module).comms.all
-    with summon_full_params(module, recurse=False):
+    state = state_of(module)
+    comm = state.comms.all
+    with full_params([state]):
         yield
-        for param in unit.params if comm.world > 1 else ():
+        for param in state.unit.params if comm.world > 1 else ():
             take_from_rank_0(comm, param.detach())

@@ -31,7 +31,7 @@ from zshard import _core
 from zshard._ranks import ends, responder
 from zshard._units.units import State, units_of
 
-__all__ = ["Book", "Peers", "Record", "book_of", "finish", "meet", "note_made", "tell_of"]
+__all__ = ["Book", "OptimizerRecord", "Peers", "book_of", "finish", "meet", "note_made", "tell_of"]
 
 _CARD = 64  # bytes: what ranks exchange to meet
 _TOKEN = 8  # of them, what tells models apart
@@ -45,7 +45,7 @@ _books: dict[str, Book] = {}  # by token
 
 
 @dataclass(eq=False)
-class Record:
+class OptimizerRecord:
     """What this rank has of one optimizer and one model. It does not keep the optimizer alive, but
     what that refers to."""
 
@@ -79,8 +79,10 @@ class Book:
         self.addresses = addresses
         self.rank = rank
         self.is_alive = True  # the model is
-        self.records: dict[str, Record] = {}
-        self.numbered: weakref.WeakKeyDictionary[Optimizer, Record] = weakref.WeakKeyDictionary()
+        self.records: dict[str, OptimizerRecord] = {}
+        self.numbered: weakref.WeakKeyDictionary[Optimizer, OptimizerRecord] = (
+            weakref.WeakKeyDictionary()
+        )
         self.silent: set[int] = set()  # ranks that will not ask any more
         self.ended: set[int] = set()  # and those that need not be told any more, either
         self._counts: dict[str, int] = {}
@@ -96,7 +98,7 @@ class Book:
         """id() of the model's parameters that are alive."""
         return {id(param) for ref in self._params if (param := ref()) is not None}
 
-    def note(self, optimizer: Optimizer) -> Record:
+    def note(self, optimizer: Optimizer) -> OptimizerRecord:
         """An optimizer steps parameters of the model, has loaded state, or is to be saved. Returns
         what others may ask for."""
         record = self.numbered.get(optimizer)
@@ -116,12 +118,12 @@ class Book:
         numbers = [places[id(param)] for param in params if id(param) in places]
         return f"{type(optimizer).__name__}:{zlib.crc32(repr(numbers).encode()):x}"
 
-    def _number(self, optimizer: Optimizer) -> Record:
+    def _number(self, optimizer: Optimizer) -> OptimizerRecord:
         with _lock:
             kind = self.kind_of(optimizer)
             number = self._counts.get(kind, 0)
             self._counts[kind], key = number + 1, f"{kind} {number}"
-            record = Record(key)
+            record = OptimizerRecord(key)
             record.released = self._early.pop(key, set())
             record.reference = weakref.ref(optimizer, lambda _: _jobs.put((self, record)))
             self.records[key] = self.numbered[optimizer] = record
@@ -141,7 +143,7 @@ class Book:
                     return None
                 optimizer = late[-1]  # older ones may only wait for the garbage collector
             if optimizer is not None:
-                record = Record(key, optimizer.state, optimizer.param_groups)
+                record = OptimizerRecord(key, optimizer.state, optimizer.param_groups)
             if record is None or not record.groups:  # it is gone, and had no state
                 return None
             ids = self.ids
@@ -158,7 +160,7 @@ class Book:
         """May this rank ask yet?"""
         return self.is_alive or not all(each.is_dropped for each in self.records.values())
 
-    def waits_for(self, record: Record) -> set[int]:
+    def waits_for(self, record: OptimizerRecord) -> set[int]:
         """The ranks that may yet ask for what has been dropped here."""
         return set(self.others) - self.silent - self.ended - record.released
 
@@ -251,12 +253,12 @@ class _News:
     key: str | None
 
 
-_jobs: queue.SimpleQueue[tuple[Book, Record | None] | _News | None] = queue.SimpleQueue()
+_jobs: queue.SimpleQueue[tuple[Book, OptimizerRecord | None] | _News | None] = queue.SimpleQueue()
 """Books whose model has died, and records whose optimizer has. Finalizers put them here, which may
 run in the midst of anything."""
 
 
-def _drop(book: Book, record: Record | None) -> list[_News]:
+def _drop(book: Book, record: OptimizerRecord | None) -> list[_News]:
     """A model (None) or an optimizer of this rank is gone. Returns what to tell the others."""
     with _lock:
         if record is None:

@@ -24,12 +24,12 @@ from zshard._ranks.agreement import Fact, first_difference
 from zshard._ranks.responder import Answer, Reply, answer_with, ask
 from zshard._units.units import session
 
-__all__ = ["Whole", "ask_for_whole", "install"]
+__all__ = ["WholeState", "ask_for_whole", "install"]
 
 _LATE = 5.0  # seconds that a rank may be behind another one which already has the optimizer's state
 _LOOK = 0.05  # seconds between two questions
 
-Whole = list[tuple[Tensor, dict[Any, Tensor]]]
+WholeState = list[tuple[Tensor, dict[Any, Tensor]]]
 
 
 def install() -> None:
@@ -37,7 +37,7 @@ def install() -> None:
     answer_with(_answer)
 
 
-def ask_for_whole(optimizer: Optimizer, peers: Peers, held: Sequence[HeldState]) -> Whole:
+def ask_for_whole(optimizer: Optimizer, peers: Peers, held: Sequence[HeldState]) -> WholeState:
     """Return the parameters of one model with the full tensors of their sharded state.
 
     Raises DivergenceError if another rank's state differs in parameters, names, shapes or dtypes;
@@ -147,7 +147,7 @@ class _Wholes:
                     place = self.place(index, str(key), each.part.begin, each.part.numel)
                     place.copy_(value.detach().reshape(-1))
 
-    def result(self) -> Whole:
+    def result(self) -> WholeState:
         whole = []
         for each, made, found in zip(self._held, self._made, self._found, strict=True):
             for key in made:

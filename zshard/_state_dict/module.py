@@ -21,69 +21,42 @@ import functools
 import operator
 import types
 import weakref
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from zshard import _core
-from zshard._guard.slices import guard_like, plain
-from zshard._state_dict.shard_records import KEY, Record, misfit, record_of
+from zshard._guard.slices import guard_like
+from zshard._state_dict.full_copies import FullCopies, Place, UnitParams, current_copies
+from zshard._state_dict.noted_loads import NotedLoad, content_of, note_loads, planned_loads
+from zshard._state_dict.shard_records import KEY, ShardRecord, misfit
 from zshard._state_dict.source import shard_of
 from zshard._state_dict.stand_ins import StandIn, StandIns
 from zshard._units.shards import part_of
-from zshard._units.units import State, is_unit, session, units_of, unsharded, without_memory
+from zshard._units.units import State, is_unit, session, units_of, writing
 from zshard._wrap.tree import UnitSpec
-
-_SAMPLES = 16  # elements of a loaded tensor that tell it from another
-
-Load = tuple[_core.Unit, int, int]  # a parameter that is loaded: its index; _content_of() it
-
-planned_loads: ContextVar[list[Load] | None] = ContextVar("planned_loads", default=None)
-"""Set while a load is only planned: collects what it would load."""
-
-
-def note_loads(loads: Iterable[Load]) -> None:
-    """Tell the models what has been loaded, as ranks that load alone are an error."""
-    planned = planned_loads.get()
-    if planned is not None:
-        planned += loads
-        return
-    for unit, index, content in loads:
-        unit.note_load(index, content)
-
-
-@contextlib.contextmanager
-def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
-    """Context manager in which the shards of the units' models may be written: no peer reads."""
-    engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
-    for engine in engines:
-        engine.begin_write()
-    try:
-        yield
-    finally:  # also after an exception: all ranks count their writes
-        for engine in engines:
-            engine.end_write()
 
 
 def attach(state: State, spec: UnitSpec) -> None:
     """Make a sharded unit save and load full parameters, whichever module at or below the unit's
     the call starts at."""
-    params = _UnitParams(state, [ref.param for ref in spec.params])
+    params = UnitParams(state, [ref.param for ref in spec.params])
     # The unit's module too where it owns none: it is asked first, so it refuses before a change.
     _places_of(spec.module)
     for index, ref in enumerate(spec.params):
         for owner, attribute in ref.owners:
-            _places_of(owner)[attribute] = _Place(params, index)
+            _places_of(owner)[attribute] = Place(params, index)
     for module in spec.module.modules():
         is_top = module is spec.module or is_unit(module)
         is_leaf = not module._modules  # one call asks it alone
-        if not (is_top or is_leaf or isinstance(module.__dict__.get(_Whole.name), _Whole)):
-            module.__dict__[_Whole.name] = _Whole(module)
+        if not (
+            is_top
+            or is_leaf
+            or isinstance(module.__dict__.get(_StateDictMethod.name), _StateDictMethod)
+        ):
+            module.__dict__[_StateDictMethod.name] = _StateDictMethod(module)
 
 
 def attach_replicated(spec: UnitSpec) -> None:
@@ -100,7 +73,7 @@ def _note_replicated(module: nn.Module, _keys: Any) -> None:
         part = None if param is None else part_of(param)
         unit = None if part is None or part.is_cut else part.unit
         if part is not None and unit is not None:
-            note_loads([(unit, part.index, _content_of(param, False))])
+            note_loads([(unit, part.index, content_of(param, False))])
 
 
 def whole_state_dict(
@@ -117,17 +90,17 @@ def whole_state_dict(
     Over shm any rank may call it alone; else it is collective. Raises RuntimeError if a shard would
     get into the result.
     """
-    if _outermost.get() is not None:
+    if current_copies.get() is not None:
         return state_dict(*args, **kwargs)
     _settle_replicas(module)
     cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.slices)]
     with contextlib.ExitStack() as opened:
         begin = functools.partial(opened.enter_context, session(cut))
-        token = _outermost.set(_FullCopies(module.parameters(), begin, keep))
+        token = current_copies.set(FullCopies(module.parameters(), begin, keep))
         try:
             state = state_dict(*args, **kwargs)
         finally:
-            _outermost.reset(token)
+            current_copies.reset(token)
     _refuse_slices(state)
     return state
 
@@ -145,117 +118,6 @@ def _settle_replicas(module: nn.Module) -> None:
 def _is_cast(param: nn.Parameter) -> bool:
     part = part_of(param)
     return part is not None and param.dtype != part.dtype and _core.held_unit(param) is None
-
-
-# --- full copies ----------------------------------------------------------------------------------
-
-
-class _UnitParams:
-    """The parameters of one sharded unit. It holds no module: a part of a model that lives on
-    keeps the unit whose memory it lies on, and no other modules."""
-
-    def __init__(self, state: State, params: list[nn.Parameter]) -> None:
-        self.state = state
-        self.unit = state.unit
-        self.params = params
-
-    def copies(self, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
-        """Return full copies of the parameters whose id is wanted, by id. Collective: one gather.
-        keep: else they have shapes only."""
-        with unsharded(self.unit):
-            chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
-            return {id(param): self._copy(i, param, keep) for i, param in chosen}
-
-    def _copy(self, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
-        shape = self.unit.param(index)["shape"]
-        if not keep:
-            return without_memory(param, shape, param.device)
-        with torch.inference_mode(False):  # whoever gets it may write to it
-            data = torch.empty(shape, dtype=param.dtype, device=param.device)
-            self.unit.read_param(index, data)
-            return _like(param, data)
-
-
-@dataclass(eq=False, frozen=True)
-class _Place:
-    """What one attribute of an owner refers to: the parameter `index` of a unit."""
-
-    params: _UnitParams
-    index: int
-
-    @property
-    def unit(self) -> _core.Unit:
-        return self.params.unit
-
-    @property
-    def param(self) -> nn.Parameter:
-        return self.params.params[self.index]
-
-    @property
-    def name(self) -> str:
-        return str(self.unit.param(self.index)["name"])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The full shape."""
-        return tuple(self.unit.param(self.index)["shape"])
-
-    @property
-    def record(self) -> Record:
-        return record_of(self.params.state, self.index)
-
-    @property
-    def wants_slices(self) -> bool:
-        """Whether state dicts currently contain this rank's shards."""
-        return self.params.state.slices
-
-    @plain()
-    def slice(self) -> nn.Parameter:
-        """Return a 1-D copy of this rank's shard. Raises RuntimeError if the script has unsharded
-        the unit."""
-        if self.unit.is_full:
-            if _core.held_unit(self.param) is not None:
-                raise RuntimeError(
-                    f"parameter '{self.name}' is unsharded: call state_dict() after reshard(), and "
-                    "outside summon_full_params(), to get shards"
-                )
-            self.unit.reshard()
-        return _like(self.param, self.param.detach().reshape(-1).clone())
-
-
-class _FullCopies:
-    """The full copies that one call of state_dict() has made. Tied parameters share theirs.
-
-    All are of one step, also where other ranks train on: the first one begins a session. A call
-    that makes none, such as that of zshard.save(), waits for nobody.
-    """
-
-    def __init__(
-        self, params: Iterator[nn.Parameter], begin: Callable[[], object], keep: bool = True
-    ) -> None:
-        self._below = {id(param) for param in params}  # of a unit, what the call is about
-        self._begin = begin
-        self._keep = keep
-        self._made: dict[int, nn.Parameter] = {}
-
-    def of(self, place: _Place) -> nn.Parameter:
-        """Return the copy of a parameter; the first one of a unit gathers it."""
-        key = id(place.param)
-        if not self._made:
-            self._begin()
-        if key not in self._made:
-            self._made.update(place.params.copies(self._below | {key}, self._keep))
-        return self._made[key]
-
-
-_outermost: ContextVar[_FullCopies | None] = ContextVar("zshard_state_dict", default=None)
-
-
-def _like(param: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """Return a parameter on `data` with `param`'s other properties and attributes."""
-    made = nn.Parameter(data, requires_grad=param.requires_grad)
-    vars(made).update(vars(param))
-    return made
 
 
 def _refuse_slices(state: Any) -> None:
@@ -299,7 +161,7 @@ class _Override:
         return operator.getitem, ((self.original(),), 0)
 
 
-class _Whole(_Override):
+class _StateDictMethod(_Override):
     """state_dict() of a module that is no unit."""
 
     name = "state_dict"
@@ -311,17 +173,17 @@ class _Whole(_Override):
 class _OwnersMethod(_Override):
     """A method of an owner; `places` are those of its attributes that units hold."""
 
-    def __init__(self, module: nn.Module, places: dict[str, _Place]) -> None:
+    def __init__(self, module: nn.Module, places: dict[str, Place]) -> None:
         super().__init__(module)
         self.places = places
 
-    def in_use(self) -> dict[str, _Place]:
+    def in_use(self) -> dict[str, Place]:
         """Return the places that still have their parameter, without those that users replaced."""
         there = self.module._parameters
         return {name: p for name, p in self.places.items() if there.get(name) is p.param}
 
 
-class _Save(_OwnersMethod):
+class _SaveMethod(_OwnersMethod):
     """nn.Module's `_save_to_state_dict`, with whole copies in the places (collective) or slices."""
 
     name = "_save_to_state_dict"
@@ -329,7 +191,7 @@ class _Save(_OwnersMethod):
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         used = self.in_use()
         params = (place.param for place in used.values())
-        copies = _outermost.get() or _FullCopies(params, lambda: None)
+        copies = current_copies.get() or FullCopies(params, lambda: None)
         given = {
             name: place.slice() if place.wants_slices else copies.of(place)
             for name, place in used.items()
@@ -341,7 +203,7 @@ class _Save(_OwnersMethod):
             _metadata_of(destination).setdefault(prefix[:-1], {})[KEY] = records
 
 
-class _Load(_OwnersMethod):
+class _LoadMethod(_OwnersMethod):
     """nn.Module's `_load_from_state_dict` for whole tensors. Raises ValueError for assign=True;
     wrong shapes are nn.Module's errors, with whole shapes."""
 
@@ -361,7 +223,7 @@ class _Load(_OwnersMethod):
                 "parameters; omit assign to copy values into the shards"
             )
         used = self.in_use()
-        loads: list[Load] = []
+        loads: list[NotedLoad] = []
         with writing(place.unit for place in used.values() if planned_loads.get() is None):
             for place in used.values():
                 if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
@@ -383,8 +245,8 @@ class _Load(_OwnersMethod):
     def _cut(
         self,
         stand_ins: StandIns,
-        records: dict[str, Record],
-        loads: list[Load],
+        records: dict[str, ShardRecord],
+        loads: list[NotedLoad],
         state: dict[str, Any],
         prefix: str,
         *rest: Any,
@@ -398,16 +260,16 @@ class _Load(_OwnersMethod):
                 state[key] = _slice(place, key, value, records.get(name), rest[-1])
                 own = value is place.param or isinstance(value, StandIn)
                 if not own and len(rest[-1]) == errors:
-                    loads.append((place.unit, place.index, _content_of(value, name in records)))
+                    loads.append((place.unit, place.index, content_of(value, name in records)))
 
 
-def _places_of(module: nn.Module) -> dict[str, _Place]:
+def _places_of(module: nn.Module) -> dict[str, Place]:
     """Return the places of an owner, to be added to; replaces its methods on the first call."""
-    known = module.__dict__.get(_Save.name)
-    if isinstance(known, _Save):
+    known = module.__dict__.get(_SaveMethod.name)
+    if isinstance(known, _SaveMethod):
         return known.places
-    places: dict[str, _Place] = {}
-    for method in (_Save, _Load):
+    places: dict[str, Place] = {}
+    for method in (_SaveMethod, _LoadMethod):
         module.__dict__[method.name] = method(module, places)
     return places
 
@@ -422,8 +284,10 @@ def refuse_strange_slices(module: nn.Module, state: Any) -> None:
     wrong = []
     for prefix, facts in (getattr(state, "_metadata", None) or {}).items():
         records = facts.get(KEY, {}) if isinstance(facts, dict) else {}
-        load = vars(modules[prefix]).get(_Load.name) if prefix in modules and records else None
-        places = load.in_use() if isinstance(load, _Load) else {}
+        load = (
+            vars(modules[prefix]).get(_LoadMethod.name) if prefix in modules and records else None
+        )
+        places = load.in_use() if isinstance(load, _LoadMethod) else {}
         for name, record in records.items():
             place = places.get(name)
             own, wanted = (place.record, place.wants_slices) if place else (None, False)
@@ -445,18 +309,8 @@ def _metadata_of(destination: Any) -> Any:
         ) from None
 
 
-def _content_of(value: Any, is_slice: bool) -> int:
-    """Return a number that ranks which load the same have in common, from a few of its elements."""
-    plain = type(value) in (torch.Tensor, nn.Parameter) and not is_slice
-    if not plain or value.numel() == 0 or value.is_meta:
-        return 0
-    flat = value.detach().reshape(-1)
-    some = flat[:: -(-flat.numel() // _SAMPLES)].tolist()
-    return zlib.crc32(repr((some, tuple(value.shape))).encode())
-
-
 def _slice(
-    place: _Place, key: str, value: Any, record: Record | None, error_msgs: list[str]
+    place: Place, key: str, value: Any, record: ShardRecord | None, error_msgs: list[str]
 ) -> Any:
     """Return what nn.Module is to copy into this rank's shard, given a full tensor, or with
     `record` this rank's shard."""

@@ -30,11 +30,11 @@ from zshard._guard.whole_values import join
 from zshard._optim.hooks import know
 from zshard._optim.sharded_state import HeldState, fact_of, held_by, params_of
 from zshard._ranks.agreement import check_agreement, gather_bytes
-from zshard._state_dict.lone_optimizer import Whole, ask_for_whole
-from zshard._state_dict.module import writing
+from zshard._state_dict.lone_optimizer import WholeState, ask_for_whole
 from zshard._state_dict.optimizer_plan import OptimizerPlan, has_parts, problems_with
 from zshard._state_dict.source import filled
 from zshard._units.shards import part_of, units_stepped_by
+from zshard._units.units import writing
 
 __all__ = ["gather", "install"]
 
@@ -132,9 +132,9 @@ def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[A
     return asked + result
 
 
-def _ask_peers(optimizer: Optimizer, held: Sequence[HeldState], keep: bool) -> Whole:
+def _ask_peers(optimizer: Optimizer, held: Sequence[HeldState], keep: bool) -> WholeState:
     """The state of models whose ranks can be asked for it, one by one."""
-    found: Whole = []
+    found: WholeState = []
     models = {id(each.part.peers): each.part.peers for each in held if each.part.peers}
     for peers in models.values():
         mine = [each for each in held if each.part.peers is peers]

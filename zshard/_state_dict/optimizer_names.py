@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name: FSDP1's optim_state_dict.
+"""Optimizer state by parameter name.
 
 The one idea: optimizer.state_dict() is full already (_state_dict/optimizer.py); here numbers become
 names and names numbers. What is added is which rank has it: with `rank0_only` other ranks only send
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,16 +29,18 @@ from zshard._state_dict.optimizer_plan import (
     taken,
 )
 from zshard._state_dict.source import FromRank0, pending, told_by_rank_0
-from zshard._units.names import plain
+from zshard._units.names import plain_name
 from zshard._units.shards import part_of
-from zshard._units.units import State, units_of
+from zshard._units.units import units_of
 
 __all__ = [
-    "OptimStateMethods",
+    "by_name",
     "by_number",
     "load_optim_state_dict",
     "names_of",
     "optim_state_dict",
+    "outermost_comm",
+    "to_load",
 ]
 
 _HOW = "zshard.optim_state_dict(model, optimizer)"
@@ -67,10 +68,10 @@ def optim_state_dict(
     ranks if their states differ in parameters, keys, shapes or dtypes.
     """
     names = names_of(model, optimizer)
-    if rank0_only and _comm_of(model).rank != 0:
+    if rank0_only and outermost_comm(model).rank != 0:
         gather(optimizer, keep=False)
         return {}
-    return _by_name(names, optimizer, optimizer.state_dict())
+    return by_name(names, optimizer, optimizer.state_dict())
 
 
 def load_optim_state_dict(
@@ -96,122 +97,22 @@ def load_optim_state_dict(
     Raises ValueError on all ranks, before anything changes, that lists unknown, missing or
     misplaced parameters and wrong shapes and dtypes.
     """
-    optimizer.load_state_dict(_to_load(model, optimizer, state, from_rank0))
-
-
-class OptimStateMethods:
-    """FSDP1's static methods for optimizer state."""
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_state_dict: Mapping[str, Any] | None = None,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """Return the optimizer's full state by parameter name; see zshard.optim_state_dict().
-
-        Within FSDP.state_dict_type, its optim_state_dict_config applies. Over shm, any rank may
-        call it alone; over c10d and on GPUs it is collective.
-
-        Args:
-            optim_state_dict: the result of optim.state_dict(), if you have it already.
-            group: accepted for compatibility: a process group of the same size as the model's.
-        """
-        _check_group(model, group)
-        rank0_only = _rank0_only(model)
-        if optim_state_dict is None:
-            return _optim_state_dict(model, optim, rank0_only=rank0_only)
-        if rank0_only and _comm_of(model).rank != 0:
-            return {}
-        return _by_name(names_of(model, optim), optim, optim_state_dict)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_state_dict: Mapping[str, Any] | None,
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """Convert the result of optim_state_dict() into what optim.load_state_dict() takes.
-
-        Collective.
-
-        Args:
-            optim_state_dict: the dict; within FSDP.state_dict_type with `rank0_only` only rank 0
-                has it, and the result is valid for `optim` on this rank only.
-            is_named_optimizer: True raises NotImplementedError.
-            load_directly: also load it into `optim`.
-            group: accepted for compatibility: a process group of the same size as the model's.
-
-        Raises ValueError as zshard.load_optim_state_dict() does.
-        """
-        if is_named_optimizer:
-            raise NotImplementedError(
-                "is_named_optimizer=True (torch's _NamedOptimizer) is not supported"
-            )
-        _check_group(model, group)
-        made = _to_load(model, optim, optim_state_dict, _rank0_only(model))
-        if load_directly:
-            optim.load_state_dict(made)
-        return made
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """Return the optimizer's full state by parameter name, by default on rank 0 only.
-
-        See zshard.optim_state_dict(). `optim_input` must be None (NotImplementedError).
-        """
-        if optim_input is not None:
-            raise NotImplementedError(
-                "full_optim_state_dict(): optim_input is not supported: omit it"
-            )
-        _check_group(model, group)
-        return _optim_state_dict(model, optim, rank0_only=rank0_only)
-
-
-_optim_state_dict = optim_state_dict  # within the class the name is taken
+    optimizer.load_state_dict(to_load(model, optimizer, state, from_rank0))
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
-def _first_state(model: nn.Module) -> State | None:
-    return next((state for _, state in units_of(model)), None)
-
-
-def _comm_of(model: nn.Module) -> _core.Comm:
+def outermost_comm(model: nn.Module) -> _core.Comm:
     """Return the ranks of the outermost unit; a single rank for a model without units."""
-    state = _first_state(model)
+    state = next((state for _, state in units_of(model)), None)
     return state.comms.all if state is not None else comm_for(None, None, None)
-
-
-def _rank0_only(model: nn.Module) -> bool:
-    state = _first_state(model)
-    return state is not None and state.optim_rank0_only
-
-
-def _check_group(model: nn.Module, group: Any) -> None:
-    world = _comm_of(model).world
-    if group is not None and dist.get_world_size(group) != world:
-        raise ValueError(
-            f"group has {dist.get_world_size(group)} ranks, but the model has {world}: omit group "
-            "to use the model's ranks"
-        )
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     """Return the first name in the model of each of the optimizer's parameters, by id. Raises
     ValueError for a parameter that the model lacks."""
-    names = {id(param): plain(name) for name, param in model.named_parameters()}
+    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in names:
@@ -228,7 +129,7 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
     return names
 
 
-def _by_name(
+def by_name(
     names: Mapping[int, str], optimizer: Optimizer, numbered: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a state dict of torch's format with names for numbers, without the optimizer's own
@@ -262,13 +163,13 @@ def _copy(value: Any, live: Any) -> Any:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _to_load(
+def to_load(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None, from_rank0: bool
 ) -> dict[str, Any]:
     """Return what optimizer.load_state_dict() takes, numbers for names. Raises ValueError on all
     ranks alike."""
     names_of(model, optimizer)
-    comm = _comm_of(model)
+    comm = outermost_comm(model)
     problems: list[str] = []
     made: dict[str, Any] = {}
     if comm.rank == 0 or not from_rank0:
@@ -321,7 +222,7 @@ def by_number(
     params = dict(enumerate(params_of(optimizer)))
     numbers = {id(param): number for number, param in params.items()}
     named = model.named_parameters(remove_duplicate=False)
-    known = {plain(name): param for name, param in named if id(param) in numbers}
+    known = {plain_name(name): param for name, param in named if id(param) in numbers}
     problems = _unknown(dict.fromkeys(itertools.chain(states, *listed)), known)
     for i, (own, names) in enumerate(zip(ours, listed, strict=True)):
         problems += _misplaced(i, own["params"], names, known)
@@ -342,7 +243,7 @@ def by_number(
 
 def _plain(name: Any) -> Any:
     """A name without the prefixes of wrappers; a number as it is."""
-    return plain(name) if isinstance(name, str) else name
+    return plain_name(name) if isinstance(name, str) else name
 
 
 def _unknown(names: Iterable[Any], known: Mapping[str, Tensor]) -> list[str]:

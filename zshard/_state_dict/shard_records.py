@@ -12,12 +12,12 @@ from typing import Any
 from zshard._units.units import State
 
 KEY = "zshard_slices"
-"""In the metadata of a module: {attribute: Record}."""
+"""In the metadata of a module: {attribute: ShardRecord}."""
 
-Record = dict[str, Any]
+ShardRecord = dict[str, Any]
 
 
-def record_of(state: State, index: int) -> Record:
+def record_of(state: State, index: int) -> ShardRecord:
     """Return the record of this rank's shard of a parameter: the full shape, the index of the shard
     and the number of shards, and the shard's row-major elements (first, count)."""
     fact, shards = state.unit.param(index), state.comms.shards
@@ -30,7 +30,7 @@ def record_of(state: State, index: int) -> Record:
     }
 
 
-def misfit(record: Record, own: Record | None, wanted: bool) -> str:
+def misfit(record: ShardRecord, own: ShardRecord | None, wanted: bool) -> str:
     """Return why the shard of `record` cannot be loaded into this rank's `own`; "" if it can.
 
     own: None if the parameter is not sharded on this rank. wanted: whether shards are to be loaded.
@@ -50,7 +50,7 @@ def misfit(record: Record, own: Record | None, wanted: bool) -> str:
 _OTHERWISE = "save and load full tensors (FULL_STATE_DICT, the default of state_dict())"
 
 
-def _text(record: Record) -> str:
+def _text(record: ShardRecord) -> str:
     try:
         end = record["begin"] + record["numel"]
         return (

@@ -20,7 +20,7 @@ _COMPILED = "_orig_mod"  # within torch.compile(module)
 _PARTS = (_COMPILED, "_checkpoint_wrapped_module")  # the latter load_state_dict() puts in by itself
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a name without the components that wrappers add."""
     if not any(part in name for part in _PARTS):
         return name

@@ -77,6 +77,19 @@ def session(units: Iterable[_core.Unit]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
+    """Context manager in which the shards of the units' models may be written: no peer reads."""
+    engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
+    for engine in engines:
+        engine.begin_write()
+    try:
+        yield
+    finally:  # also after an exception: all ranks count their writes
+        for engine in engines:
+            engine.end_write()
+
+
+@contextlib.contextmanager
 def unsharded(unit: _core.Unit) -> Iterator[None]:
     """Context manager in which a unit's full parameters can be read, in their own dtype. As a
     forward without gradients: over c10d all ranks run it together."""

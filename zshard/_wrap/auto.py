@@ -13,7 +13,7 @@ import warnings
 from torch import nn
 from torch.nn.utils import parametrize
 
-from zshard._wrap.source import bypassed_modules
+from zshard._wrap.source_code import bypassed_modules
 from zshard._wrap.tree import ModuleTree, Node
 
 # A block above this share is opened if it has blocks inside: two gathered units, what a step holds

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard._errors import stacklevel
 from zshard._ranks.agreement import Fact, checksum, tensor_fact, value_fact
 from zshard._ranks.devices import CPU, move
 from zshard._units.units import Options, without_memory
@@ -70,7 +71,7 @@ def check_unit(spec: UnitSpec) -> None:
     _core.Unit.check(spec.name, names_of(spec), real)
 
 
-def warn_of_strides(specs: Iterable[UnitSpec], stacklevel: int) -> None:
+def warn_of_strides(specs: Iterable[UnitSpec]) -> None:
     """Warn of weights in another memory format (channels_last), which they lose."""
     params = ((name, ref.param) for spec in specs for name, ref in _named(spec))
     found = [name for name, param in params if not param.is_contiguous()]
@@ -81,7 +82,7 @@ def warn_of_strides(specs: Iterable[UnitSpec], stacklevel: int) -> None:
             "channels_last, of weights. Results are right, but each convolution with a "
             "channels_last input converts its weight",
             UserWarning,
-            stacklevel=stacklevel,
+            stacklevel=stacklevel(),
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 _LEAST = 2**18  # bytes; smaller tensors are malloc's
 
 
-class Areas:
+class MemoryCache:
     """A cache of memory for tensors; memory returns once nothing refers to the tensor's storage."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Areas:
         self._free.setdefault(len(area), []).append(area)
 
 
-def _give(owner: weakref.ref[Areas], area: mmap.mmap) -> None:
+def _give(owner: weakref.ref[MemoryCache], area: mmap.mmap) -> None:
     areas = owner()
     if areas is not None:
         areas.give(area)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zshard._units.units import is_unit
-from zshard._wrap.memory_cache import Areas
+from zshard._wrap.memory_cache import MemoryCache
 
 Init = Callable[[nn.Module], Any]
 
@@ -33,8 +33,8 @@ def uninitialized(module: nn.Module) -> None:
 class Materializer:
     """Materializes the modules of a model that are on the meta device.
 
-    init: FSDP1's param_init_fn, which is called with each module that has parameters or buffers of
-    its own there; None: the module's reset_parameters.
+    init: called with each module that has parameters or buffers of its own there; None: the
+    module's reset_parameters.
     """
 
     def __init__(self, root: nn.Module, init: Init | None, ignored: set[nn.Module]) -> None:
@@ -43,7 +43,7 @@ class Materializer:
         self._queue = list(_children_first(root, ignored, set()))
         self._place = {id(module): place for place, module in enumerate(self._queue)}
         self._done = 0
-        self._areas = Areas()
+        self._areas = MemoryCache()
         self._given: set[int] = set()  # parameters that were materialized here
 
     def up_to(self, module: nn.Module) -> None:
@@ -124,7 +124,7 @@ def _children_first(
     yield module
 
 
-def _give_memory(param: nn.Parameter, areas: Areas) -> None:
+def _give_memory(param: nn.Parameter, areas: MemoryCache) -> None:
     """Gives a parameter memory of its own; it stays the same object wherever it is held."""
     data = areas.empty_like(param).fill_(_mark_of(param))
     real = nn.Parameter(data, requires_grad=param.requires_grad)

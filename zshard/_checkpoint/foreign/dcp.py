@@ -22,7 +22,7 @@ import torch
 
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable
 from zshard._checkpoint.contents import is_extra_state
-from zshard._checkpoint.foreign.pickled import Thing, parse
+from zshard._checkpoint.foreign.pickled import PickledObject, parse
 from zshard._checkpoint.foreign.torch_file import DTYPES, Stored, are_sizes, value_in, values_begin
 from zshard._checkpoint.manifest import LIMIT
 from zshard._checkpoint.safetensors import OpenFile
@@ -44,9 +44,9 @@ _PREFIX = "torch.distributed.checkpoint."
 
 _T = TypeVar("_T")
 
-Path = tuple[Any, ...]  # keys of nested dicts and lists
-Tensors = Mapping[Path, Readable]
-Values = Mapping[Path, Callable[[], Any]]  # read when they are asked for
+KeyPath = tuple[Any, ...]  # keys of nested dicts and lists
+Tensors = Mapping[KeyPath, Readable]
+Values = Mapping[KeyPath, Callable[[], Any]]  # read when they are asked for
 
 
 def open_into(found: Checkpoint, with_optimizer: bool) -> None:
@@ -100,11 +100,11 @@ def _sort_out(found: Checkpoint, tensors: Tensors, values: Values, with_optimize
             found.no_optimizer = _NO_NAMES
 
 
-def _within(things: Mapping[Path, _T], root: Path) -> dict[Path, _T]:
+def _within(things: Mapping[KeyPath, _T], root: KeyPath) -> dict[KeyPath, _T]:
     return {p[len(root) :]: each for p, each in things.items() if p[: len(root)] == root}
 
 
-def _outside(things: Mapping[Path, _T], roots: Sequence[Path]) -> dict[Path, _T]:
+def _outside(things: Mapping[KeyPath, _T], roots: Sequence[KeyPath]) -> dict[KeyPath, _T]:
     return {p: each for p, each in things.items() if not any(p[: len(r)] == r for r in roots)}
 
 
@@ -115,7 +115,7 @@ def _whole(entry: Readable) -> torch.Tensor:
     return made
 
 
-def _under(names: Sequence[str], paths: Sequence[Path]) -> Path | None:
+def _under(names: Sequence[str], paths: Sequence[KeyPath]) -> KeyPath | None:
     """The shortest path of keys that ends with one of the names and has keys below it."""
     found = {
         path[: i + 1] for path in paths for i in range(min(2, len(path) - 1)) if path[i] in names
@@ -123,12 +123,12 @@ def _under(names: Sequence[str], paths: Sequence[Path]) -> Path | None:
     return min(found, key=lambda path: (len(path), names.index(path[-1])), default=None)
 
 
-def _dotted(path: Path) -> str:
+def _dotted(path: KeyPath) -> str:
     return ".".join(str(key) for key in path)
 
 
 def _optimizer_of(
-    tensors: Tensors, values: Mapping[Path, Any], params: Sequence[str]
+    tensors: Tensors, values: Mapping[KeyPath, Any], params: Sequence[str]
 ) -> OptimizerState:
     """Accept the forms of torch.distributed.checkpoint.state_dict: ("state", name, key) and
     ("param_groups", i, option), with numbers for names only where the groups give the names, too;
@@ -161,7 +161,7 @@ def _optimizer_of(
 
 
 def _flat_optimizer(
-    tensors: Tensors, values: Mapping[Path, Any], params: set[str]
+    tensors: Tensors, values: Mapping[KeyPath, Any], params: set[str]
 ) -> OptimizerState:
     """The flat form, in which each parameter has its own options."""
     state: dict[str, dict[str, Readable]] = {}
@@ -195,7 +195,7 @@ _NO_NAMES = (
 )
 
 
-def _put(into: dict[Any, Any], path: Path, value: Any) -> None:
+def _put(into: dict[Any, Any], path: KeyPath, value: Any) -> None:
     for key in path[:-1]:
         into = into.setdefault(key, {})
         if not isinstance(into, dict):
@@ -228,7 +228,10 @@ class _Folder:
 
     def __init__(self, found: Checkpoint, where: str, metadata: Any) -> None:
         self._found, self._where = found, where
-        if not isinstance(metadata, Thing) or metadata.name != f"{_PREFIX}metadata.Metadata":
+        if (
+            not isinstance(metadata, PickledObject)
+            or metadata.name != f"{_PREFIX}metadata.Metadata"
+        ):
             raise CheckpointError(f"'{where}' is not torch.distributed.checkpoint metadata")
         self._metadata = metadata
 
@@ -237,8 +240,8 @@ class _Folder:
         try:
             storage = self._storage()
             paths = self._metadata.state.get("planner_data") or {}
-            tensors: dict[Path, Readable] = {}
-            values: dict[Path, Callable[[], Any]] = {}
+            tensors: dict[KeyPath, Readable] = {}
+            values: dict[KeyPath, Callable[[], Any]] = {}
             for name, told in self._metadata.field("state_dict_metadata").items():
                 path = paths.get(name, tuple(name.split(".")))
                 if not isinstance(path, tuple) or not path:
@@ -285,7 +288,9 @@ class _Folder:
             self._found.files[name] = OpenFile(path)
         return self._found.files[name]
 
-    def _tensor(self, name: str, told: Thing, storage: Mapping[tuple[str, Any], Stored]) -> Chunked:
+    def _tensor(
+        self, name: str, told: PickledObject, storage: Mapping[tuple[str, Any], Stored]
+    ) -> Chunked:
         shape, dtype = told.field("size"), told.field("properties").state[0]
         if not are_sizes(shape) or getattr(dtype, "name", None) not in DTYPES:
             raise CheckpointError(

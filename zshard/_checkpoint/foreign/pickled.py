@@ -2,7 +2,8 @@
 
 The one idea: a pickle is a small program. A pass over its opcodes rewrites it with those alone that
 plain data needs, and checks what its numbers ask for. Python's own unpickler then runs the result,
-and gets an inert Thing for each class or function by name. So a malicious pickle is only an error.
+and gets an inert PickledObject for each class or function by name. So a malicious pickle is only
+an error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class NotPlainError(ValueError):
     """The pickle is right, but describes no tree of a size that fits its length."""
 
 
-class Thing:
+class PickledObject:
     """A class or function that a pickle names, or the result that calling it would have."""
 
     __slots__ = ("args", "name", "state")
@@ -62,19 +63,19 @@ class Thing:
     append = extend
 
 
-class _Name(Thing):
-    """A Thing that the pickle may call, which only makes a record or plain data."""
+class _PickledCallable(PickledObject):
+    """A PickledObject that the pickle may call, which only makes a record or plain data."""
 
-    __slots__ = ("_room",)
+    __slots__ = ("_allowance",)
 
-    def __init__(self, name: str, room: _Room) -> None:
+    def __init__(self, name: str, allowance: _CopyAllowance) -> None:
         super().__init__(name)
-        self._room = room
+        self._allowance = allowance
 
     def __call__(self, *args: Any) -> Any:
         maker = _PLAIN.get(self.name)
-        made = None if maker is None else maker(args, self._room)
-        return Thing(self.name, args) if made is None else made
+        made = None if maker is None else maker(args, self._allowance)
+        return PickledObject(self.name, args) if made is None else made
 
 
 class _Dict(dict[Any, Any]):
@@ -106,7 +107,7 @@ class _Dict(dict[Any, Any]):
 _GUESSABLE = frozenset((int, float, tuple))  # Python does not salt their hashes
 
 
-class _Room:
+class _CopyAllowance:
     """How many bytes calls may still copy. Without this, a call of a few bytes could copy a long
     text, again and again."""
 
@@ -122,15 +123,15 @@ class _Room:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, program: bytes, size: int) -> None:
         super().__init__(io.BufferedReader(io.BytesIO(program), 1 << 16))  # which can peek: faster
-        self._room = _Room(size)
+        self._allowance = _CopyAllowance(size)
 
-    def find_class(self, module: str, name: str) -> Thing:
+    def find_class(self, module: str, name: str) -> PickledObject:
         if len(module) + len(name) > _NAME:
             raise ValueError(f"it has a class name of more than {_NAME} characters")
-        return _Name(f"{module}.{name}", self._room)
+        return _PickledCallable(f"{module}.{name}", self._allowance)
 
     def persistent_load(self, key: Any) -> Any:
-        return _Dict() if key is None else Thing("persistent", (key,))
+        return _Dict() if key is None else PickledObject("persistent", (key,))
 
 
 # What Python's unpickler, and a maker below, raise for a damaged pickle.
@@ -140,7 +141,7 @@ _ALSO_WRONG = (ArithmeticError, RecursionError, struct.error)
 
 def parse(data: bytes) -> Any:
     """Return the content of a pickle: None, bool, int, float, str, bytes, tuples, lists, dicts,
-    sets (as lists), and Things. Raise ValueError if it is damaged or needs anything else.
+    sets (as lists), and PickledObjects. Raise ValueError if it is damaged or needs anything else.
 
     torch.Size becomes a tuple; OrderedDict, defaultdict and Counter become dicts; a deque becomes a
     list; NumPy numbers become Python numbers. Raises NotPlainError if a value contains itself, or
@@ -190,7 +191,7 @@ def _is_tree(value: Any, most: int) -> bool:
     for _ in range(_DEPTH):
         inner: list[Collection[Any]] = []
         for each in level:
-            if isinstance(each, Thing):
+            if isinstance(each, PickledObject):
                 inner.append((each.args, each.state))
             elif isinstance(each, dict):
                 inner += each.keys(), each.values()
@@ -203,7 +204,7 @@ def _is_tree(value: Any, most: int) -> bool:
     return False
 
 
-_CONTAINERS = (Thing, dict, list, tuple)
+_CONTAINERS = (PickledObject, dict, list, tuple)
 
 
 # --- opcodes --------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ _NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?"}
 _NUMBERS |= {"i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 
 
-def _number(args: tuple[Any, ...], _: _Room) -> Any:
+def _number(args: tuple[Any, ...], _: _CopyAllowance) -> Any:
     dtype, data = args
     kind, order = dtype.args[0], dtype.state[1]
     if dtype.name != "numpy.dtype" or not isinstance(kind, str) or order not in ("<", "|"):
@@ -247,31 +248,31 @@ def _number(args: tuple[Any, ...], _: _Room) -> Any:
     return struct.unpack(f"<{_NUMBERS[kind]}", data)[0] if kind in _NUMBERS else None
 
 
-def _list(args: tuple[Any, ...], room: _Room) -> Any:
+def _list(args: tuple[Any, ...], allowance: _CopyAllowance) -> Any:
     if not args:
         return []
     if not isinstance(args[0], tuple):
         return args[0] if isinstance(args[0], list) else None
-    room.take(len(args[0]))
+    allowance.take(len(args[0]))
     return list(args[0])
 
 
-def _dict(args: tuple[Any, ...], _: _Room) -> Any:
+def _dict(args: tuple[Any, ...], _: _CopyAllowance) -> Any:
     return args[0] if args and isinstance(args[0], dict) else _Dict()
 
 
-def _bytes(args: tuple[Any, ...], room: _Room) -> Any:
+def _bytes(args: tuple[Any, ...], allowance: _CopyAllowance) -> Any:
     text, encoding = args
-    room.take(len(text))
+    allowance.take(len(text))
     return text.encode("latin-1") if encoding in ("latin1", "latin-1") else None
 
 
-def _size(args: tuple[Any, ...], _: _Room) -> Any:
+def _size(args: tuple[Any, ...], _: _CopyAllowance) -> Any:
     return args[0] if isinstance(args[0], tuple) else None
 
 
-# Functions that make values from arguments; if they return None, the call stays a Thing.
-_PLAIN: dict[str, Callable[[tuple[Any, ...], _Room], Any]] = {
+# Functions that make values from arguments; if they return None, the call stays a PickledObject.
+_PLAIN: dict[str, Callable[[tuple[Any, ...], _CopyAllowance], Any]] = {
     "torch.Size": _size,
     "collections.OrderedDict": _dict,
     "collections.defaultdict": _dict,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zshard._checkpoint.foreign.pickled import NotPlainError, Thing, parse
+from zshard._checkpoint.foreign.pickled import NotPlainError, PickledObject, parse
 from zshard._checkpoint.safetensors import CODES, OpenFile
 from zshard._errors import CheckpointError
 
@@ -148,7 +148,7 @@ def value_in(stored: Stored, name: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Thing):
+    if isinstance(value, PickledObject):
         raise TypeError(f"it contains {value!r}")
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
@@ -182,9 +182,11 @@ def values_begin(stored: Stored, name: str, dtype: torch.dtype, shape: tuple[int
 
 def _tensor_of(told: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
     """(name of the storage, first element there, shape, strides, dtype) of a saved tensor."""
-    while isinstance(told, Thing) and told.name == "torch._utils._rebuild_parameter":
+    while isinstance(told, PickledObject) and told.name == "torch._utils._rebuild_parameter":
         told = told.args[0]
-    if not isinstance(told, Thing) or not told.name.startswith("torch._utils._rebuild_tensor_v"):
+    if not isinstance(told, PickledObject) or not told.name.startswith(
+        "torch._utils._rebuild_tensor_v"
+    ):
         raise ValueError(f"expected a plain tensor, got {told!r}")
     storage, first, shape, strides = told.args[:4]
     tag, kind, key, *_ = storage.args[0]

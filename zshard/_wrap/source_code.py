@@ -22,9 +22,9 @@ from types import FunctionType, MethodType
 
 from torch import nn
 
-Path = tuple[str, ...]
+AttributePath = tuple[str, ...]
 
-# Path steps that are no attribute names: any element of a container ("[0]", "['key']" is a known
+# Steps that are no attribute names: any element of a container ("[0]", "['key']" is a known
 # one), a slice of it, and the mark after the name of a method of which the path is the result.
 _ANY, _SLICE, _RESULT = "[*]", "[:]", "()"
 # Any parameter of a module and its descendants: an element of `parameters()`.
@@ -42,7 +42,7 @@ _HARMLESS = frozenset(
 class _Use:
     """A path from `self` and whether its end is called; () is `self`."""
 
-    path: Path
+    path: AttributePath
     called: bool
 
 
@@ -53,7 +53,7 @@ class _Uses:
 
     paths: dict[_Use, None] = field(default_factory=dict)
     supers: dict[str, None] = field(default_factory=dict)
-    returns: dict[Path, None] = field(default_factory=dict)
+    returns: dict[AttributePath, None] = field(default_factory=dict)
 
 
 _cache: weakref.WeakKeyDictionary[FunctionType, _Uses] = weakref.WeakKeyDictionary()
@@ -95,7 +95,9 @@ class _UseFollower:
             for inherited in _methods(module, name):
                 self._enter(module, inherited, passed)
 
-    def _follow(self, module: nn.Module, path: Path, called: bool, passed: tuple[int, ...]) -> None:
+    def _follow(
+        self, module: nn.Module, path: AttributePath, called: bool, passed: tuple[int, ...]
+    ) -> None:
         if not path:
             if called:  # the last module is called, those on the way to it are not
                 self.found.update(passed[:-1])
@@ -121,7 +123,7 @@ class _UseFollower:
             self._follow_class_attribute(module, path, called, passed)
 
     def _follow_class_attribute(
-        self, module: nn.Module, path: Path, called: bool, passed: tuple[int, ...]
+        self, module: nn.Module, path: AttributePath, called: bool, passed: tuple[int, ...]
     ) -> None:
         """Follows a method that is called, or the result of a getter or property."""
         step, rest = path[0], path[1:]
@@ -140,7 +142,7 @@ class _UseFollower:
         self,
         module: nn.Module,
         method: FunctionType,
-        rest: Path,
+        rest: AttributePath,
         called: bool,
         passed: tuple[int, ...],
     ) -> None:
@@ -220,12 +222,12 @@ class _Bindings:
     """Which paths each local name may stand for, whatever the order of the statements."""
 
     def __init__(self, definition: ast.FunctionDef, self_name: str) -> None:
-        self._names: dict[str, set[Path]] = {self_name: {()}}
+        self._names: dict[str, set[AttributePath]] = {self_name: {()}}
         for _ in range(2):  # a name may be bound through one that is bound further down
             for node in ast.walk(definition):
                 self._bind_statement(node)
 
-    def paths(self, expr: ast.expr) -> set[Path]:
+    def paths(self, expr: ast.expr) -> set[AttributePath]:
         """Return the paths that `expr` may stand for; none if it does not start at `self`."""
         if isinstance(expr, ast.Name):
             return set(self._names.get(expr.id, ()))
@@ -241,7 +243,7 @@ class _Bindings:
             return self._paths_of_call(expr)
         return set()
 
-    def _paths_of_call(self, call: ast.Call) -> set[Path]:
+    def _paths_of_call(self, call: ast.Call) -> set[AttributePath]:
         name = _callee(call)
         if name == "getattr" and len(call.args) >= 2:
             key, step = call.args[1], _ANY
@@ -298,7 +300,7 @@ class _Bindings:
         if isinstance(param, ast.Name) and isinstance(iterable.func, ast.Attribute):
             self._add(param, {(*path, _PARAM) for path in self.paths(iterable.func.value)})
 
-    def _add(self, target: ast.Name, paths: set[Path]) -> None:
+    def _add(self, target: ast.Name, paths: set[AttributePath]) -> None:
         known = self._names.setdefault(target.id, set())
         if len(known) < _MANY:
             known.update(paths)

@@ -25,7 +25,7 @@ from zshard._ranks.agreement import on_all_ranks
 from zshard._state_dict.optimizer_names import by_number, names_of
 from zshard._state_dict.optimizer_plan import OptimizerPlan, taken
 from zshard._state_dict.stand_ins import Pending
-from zshard._units.names import plain
+from zshard._units.names import plain_name
 
 _HOOKS = "_optimizer_load_state_dict_post_hooks"
 
@@ -104,7 +104,7 @@ def _groups_of(
     """Return the optimizer's own param groups with the `options` of their parameters, and a list
     of parameters whose options differ within a group."""
     groups, problems = [], []
-    options = {plain(name): own for name, own in options.items()}
+    options = {plain_name(name): own for name, own in options.items()}
     for i, group in enumerate(optimizer.param_groups):
         own = [names[id(p)] for p in group["params"] if names[id(p)] in options]
         first = options[own[0]] if own else {}
@@ -138,9 +138,9 @@ def _keep_dtypes(
 ) -> None:
     """Mark state that was saved in another floating-point dtype than its parameter, where the
     parameter has the same dtype here: the optimizer keeps it, while torch would cast it."""
-    saved = {plain(name): entry for name, entry in contents.model.items()}
+    saved = {plain_name(name): entry for name, entry in contents.model.items()}
     for full, param in model.named_parameters(remove_duplicate=False):
-        name = plain(full)
+        name = plain_name(full)
         entry = saved.get(name, saved.get(contents.tied.get(name, "")))
         if entry is None or entry.dtype != param.dtype or not param.is_floating_point():
             continue

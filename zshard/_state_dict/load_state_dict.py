@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from zshard import _core
 from zshard._guard.slices import to_local
 from zshard._ranks.agreement import on_all_ranks
-from zshard._state_dict.module import Load, note_loads, planned_loads, writing
+from zshard._state_dict.noted_loads import NotedLoad, note_loads, planned_loads
 from zshard._state_dict.source import Copy, FromRank0, Source, pending, told_by_rank_0
 from zshard._state_dict.stand_ins import Pending
-from zshard._units.units import units_of
+from zshard._units.units import units_of, writing
 
 _SETTER, _HOOKS = "set_extra_state", "_load_state_dict_post_hooks"
 
@@ -107,7 +107,7 @@ class LoadPlan(NamedTuple):
     copies: list[Copy]
     calls: list[Callable[[], Any]]
     keys: Any
-    loads: list[Load]
+    loads: list[NotedLoad]
 
     def fact(self) -> list[tuple[str, Any]]:
         """The facts that must agree between ranks."""
@@ -148,7 +148,7 @@ def carry_out(plan: LoadPlan, source: Source | None) -> None:
 def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadPlan:
     """Return what model.load_state_dict(state) would do; change nothing. Raise RuntimeError, which
     lists everything that does not fit."""
-    loads: list[Load] = []
+    loads: list[NotedLoad] = []
     token = planned_loads.set(loads)
     with _Recorder(model) as recorder, _Later(model) as later:
         error, keys = None, None

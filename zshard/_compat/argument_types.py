@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import nn
 
-from zshard.offload import Offload, OffloadPolicy
-from zshard.precision import MixedPrecision, MixedPrecisionPolicy
+from zshard._compat.classes import MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+from zshard.offload import Offload
 from zshard.strategy import ShardingStrategy
 from zshard.wrap import CustomPolicy
 

@@ -1,0 +1,107 @@
+"""A model is sharded: ranks agree on it, see whether it fits, and build its units.
+
+The one idea: nothing changes before every rank has found that it can go on, so an error leaves the
+module as it was. What follows is in order: units take their values, one at a time (`build.py`), and
+then the model's buffers do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zshard._memory.dry_run import Planned
+from zshard._memory.fits import MemoryLimit, check_fits
+from zshard._model.build import build, class_for, inner_comms, last_writes, sync_buffers
+from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
+from zshard._ranks.groups import resolve_groups
+from zshard._ranks.nccl import NcclOptions
+from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
+from zshard._units.units import Options
+from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
+from zshard._wrap.late_parameters import watch
+from zshard._wrap.meta import Init, Materializer
+from zshard.precision import cast_buffers
+
+
+class Ranks(NamedTuple):
+    """The ranks to shard over, what they train on, and how they communicate."""
+
+    device: str
+    process_group: Any  # or a pair, for a hybrid strategy
+    device_mesh: DeviceMesh | None
+    transport: str | NcclOptions | None
+    timeout: float | None
+
+
+class Initialization(NamedTuple):
+    """Where the values of parameters and buffers come from.
+
+    init: initializes a module on the meta device; None: its reset_parameters(). from_rank_0: take
+    those of rank 0. buffers_in_forward: and its buffers in each forward again. ignored: modules
+    whose values are left alone.
+    """
+
+    init: Init | None
+    from_rank_0: bool
+    buffers_in_forward: bool
+    ignored: set[nn.Module]
+
+
+def shard_model(
+    module: nn.Module,
+    planned: list[Planned],
+    options: Options,
+    ranks: Ranks,
+    values: Initialization,
+    memory_limit: MemoryLimit,
+) -> None:
+    """Shard a model in place. Collective.
+
+    planned: its units with their options, children first, the root last. options: those of the
+    model, which apply where a unit has none of its own.
+    """
+    comms = _meet(module, planned, options, ranks, values, memory_limit)
+    check_fits(module, planned, comms, memory_limit, ranks.device)
+    source = comms.all if values.from_rank_0 and comms.all.world > 1 else None
+    materializer = Materializer(module, values.init, values.ignored)
+    initial = InitialValues(module, materializer, source, ranks.device)
+    build(module, planned, comms, initial)
+    with told_to_all_ranks(comms.all):
+        initial.give_buffers(values.ignored)
+    if comms.all.world > 1:
+        watch(module, values.ignored)
+    cast_buffers(module.modules(), options.precision)
+    if values.buffers_in_forward:
+        sync_buffers(module)
+    with last_writes(module):
+        pass
+
+
+def _meet(
+    module: nn.Module,
+    planned: list[Planned],
+    options: Options,
+    ranks: Ranks,
+    values: Initialization,
+    memory_limit: MemoryLimit,
+) -> Comms:
+    """Return how the ranks communicate, once all of them agree on the model and can shard it."""
+    settings = ranks.transport, ranks.timeout, ranks.device
+    check_settings(*settings)
+    groups = resolve_groups(ranks.process_group, ranks.device_mesh, options.strategy)
+    comm = comm_for(groups.world, *settings)
+    specs = [spec for spec, _ in planned]
+    facts = facts_of(module, specs, options, not values.from_rank_0)
+    facts.append(("memory_limit", "None" if memory_limit is None else "given"))
+    check_agreement(comm, facts)
+    comms = inner_comms(module, comms_for(groups, options.strategy, comm, settings))
+    with on_all_ranks(comm):
+        for spec in specs:  # what cannot be sharded at all has its own words
+            check_unit(spec)
+            class_for(type(spec.module))
+        if comm.rank == 0:
+            warn_of_strides(specs)
+    return comms
