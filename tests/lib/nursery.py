@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from asserts import rewrite_in_ranks
 from spawn import TAIL, RankFailure, RankResult, _perform, _python_path, _task
 
 SLACK = 30.0  # seconds that the nursery may take beyond the ranks' limit
@@ -180,4 +181,5 @@ if __name__ == "__main__":
     import zshard  # noqa: F401
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    rewrite_in_ranks()
     _serve(Connection(int(sys.argv[1])))

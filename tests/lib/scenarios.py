@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compare import differences
 from models import COMBINATIONS, Block, loss_of, make, wrapped
 from torch import Tensor, nn
 
@@ -147,15 +148,7 @@ def mean_grads(build: Callable[[], nn.Module], run: Run) -> Grads:
 
 def wrong_grads(ours: Grads, expected: Grads) -> list[str]:
     """The names whose gradient differs in any bit, or is there where none should be."""
-    found = [f"only one has {name}" for name in ours.keys() ^ expected.keys()]
-    for name in ours.keys() & expected.keys():
-        a, b = ours[name], expected[name]
-        if a is None or b is None:
-            if a is not b:
-                found.append(f"{name}: {'None' if a is None else 'a gradient'}, expected not")
-        elif not torch.equal(a, b):
-            found.append(f"{name}: by {float((a.double() - b.double()).abs().max()):.3g}")
-    return sorted(found)
+    return differences(ours, expected)
 
 
 def wrong_in(build, run, exact, combinations=COMBINATIONS, policy="auto"):

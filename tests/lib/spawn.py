@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+from asserts import rewrite_in_ranks
 
 GRACE = 2.0  # seconds that the other ranks have to end by themselves after one failed
 LEAVE = 10.0  # seconds from a rank's answer to the end of its process
@@ -474,6 +475,7 @@ def _tell(path: Path, number: int) -> None:
 def _main(mode: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans if pytest is killed
     pipes = [int(pipe) for pipe in os.environ.pop("ZSHARD_TEST_PIPES").split(",")]
+    rewrite_in_ranks()
     rank: int | None = 0
     if mode == "pool":
         rank = _fork_ranks(pipes, Path(os.environ.pop("ZSHARD_TEST_FOLDER")))
