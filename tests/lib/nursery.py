@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from asserts import rewrite_in_ranks
-from spawn import TAIL, RankFailure, RankResult, _perform, _python_path, _task
+from spawn import TAIL, RankFailure, RankResult, _perform, _python_path, _task, call_of
 
 SLACK = 30.0  # seconds that the nursery may take beyond the ranks' limit
 
@@ -104,7 +104,8 @@ def fork_ranks(
         if result.returncode != 0:
             text = f"{result.stdout[-TAIL:]}\n{result.stderr[-TAIL:]}"
             raise RankFailure(
-                f"rank {result.rank} of {world} ended with {result.returncode}\n{text}"
+                f"rank {result.rank} of {world} ended with {result.returncode}\n"
+                f"--- in {call_of(fn_or_path, args)}\n{text}"
             )
     return results
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same, differences
 from models import COMBINATIONS, Block, loss_of, make, wrapped
 from torch import Tensor, nn
 
@@ -102,6 +102,13 @@ def whole_grads(model: nn.Module) -> Grads:
     return {name: _joined(name, [part[name] for part in everyone], shapes[name]) for name in mine}
 
 
+def all_grads(model: nn.Module) -> dict[str, Tensor]:
+    """The same where each parameter must have one: None on both sides would compare nothing."""
+    found = whole_grads(model)
+    assert [name for name, grad in found.items() if grad is None] == []
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
 def _joined(name: str, parts: list[tuple[int, Tensor | None]], shape: torch.Size) -> Tensor | None:
     grads = [grad for _, grad in parts if grad is not None]
     if not grads:
@@ -109,15 +116,14 @@ def _joined(name: str, parts: list[tuple[int, Tensor | None]], shape: torch.Size
     if len(grads) < len(parts):
         raise AssertionError(f"{name} has a .grad on some ranks only")
     if all(grad.numel() == shape.numel() for grad in grads):  # not sharded
-        if not all(torch.equal(grad, grads[0]) for grad in grads):
-            raise AssertionError(f"{name} has another .grad on another rank")
+        for rank, grad in enumerate(grads):
+            assert_same(grad, grads[0], f"{name}: .grad of rank {rank}, from rank 0's,")
         return grads[0].reshape(shape)
     slices: dict[int, Tensor] = {}
     for begin, grad in parts:  # other copies of the model (hybrid) have the same slices
         if grad is None or grad.numel() == 0:
             continue
-        if not torch.equal(slices.setdefault(begin, grad), grad):
-            raise AssertionError(f"{name} has another .grad on another rank")
+        assert_same(grad, slices.setdefault(begin, grad), f"{name}: .grad of another rank")
     if sum(grad.numel() for grad in slices.values()) != shape.numel():
         raise AssertionError(f"{name}: the ranks' slices are not the whole")
     whole = torch.full((shape.numel(),), torch.nan, dtype=grads[0].dtype)

@@ -26,6 +26,7 @@ import importlib.util
 import inspect
 import os
 import pickle
+import reprlib
 import runpy
 import signal
 import socket
@@ -237,11 +238,19 @@ def _task(fn_or_path: Any, args: tuple[Any, ...]) -> bytes:
     return pickle.dumps((*what, pickle.dumps(args)))
 
 
-def _failure(group: _Ranks, first: int, reason: str, starts: dict[str, list[int]]) -> RankFailure:
+def call_of(fn_or_path: Any, args: tuple[Any, ...]) -> str:
+    """What ranks ran, for messages: many tests run one function with other arguments in a loop."""
+    name = getattr(fn_or_path, "__qualname__", fn_or_path)
+    return f"{name}({', '.join(map(reprlib.repr, args))})"
+
+
+def _failure(
+    group: _Ranks, first: int, reason: str, starts: dict[str, list[int]], call: str
+) -> RankFailure:
     """The exception for rank `first`: its output since `starts`, and the end of the others'."""
     if "no answer" in reason:
         group.show_stacks()
-    lines = [f"rank {first} of {group.world} {reason}"]
+    lines = [f"rank {first} of {group.world} {reason}", f"--- in {call}"]
     for what in ("out", "err"):
         text = group.output(first, what, starts[what][first]).strip()
         if text:
@@ -310,7 +319,8 @@ def run_ranks(
             if not reason and results[rank].returncode != 0:
                 reason, first = f"returned, but then ended with {results[rank].returncode}", rank
         if check and reason:
-            raise _failure(group, first, reason, {"out": [0] * world, "err": [0] * world})
+            starts = {"out": [0] * world, "err": [0] * world}
+            raise _failure(group, first, reason, starts, call_of(fn_or_path, args))
         return results
     finally:
         group.end()
@@ -356,7 +366,7 @@ class RankPool:
             group.send(task)
             answers, reason, first = _collect(group, timeout, stop_early=True)
             if reason:
-                raise _failure(group, first, reason, starts)
+                raise _failure(group, first, reason, starts, call_of(fn, args))
             return [answers[rank][1] for rank in range(self.world)]
         except BaseException:  # also KeyboardInterrupt and pytest-timeout: the ranks are mid-way
             self.close()
