@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from asserts import rewrite_helpers
 from sampling import leave_to_thorough
 from spawn import RankPool
+
+rewrite_helpers()  # before a test imports them
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings

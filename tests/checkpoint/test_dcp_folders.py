@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from compare import assert_same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import CASES, ddp, differences, make, make_optimizer
@@ -159,11 +160,11 @@ def test_tensors_cut_in_any_way(pool4, tmp_path):
         for name, (wanted, dtype) in made.items():
             entry = found.model[name]
             assert entry.dtype == dtype and entry.shape == wanted.shape
-            assert torch.equal(Reader().whole(entry).float(), wanted), name
+            assert_same(Reader().whole(entry).float(), wanted, name)
             part, flat = torch.empty(11, dtype=entry.dtype), wanted.reshape(-1)
             for begin in range(0, wanted.numel() - 11, 17):
                 Reader().read(entry, begin, part)
-                assert torch.equal(part.float(), flat[begin : begin + 11]), (name, begin)
+                assert_same(part.float(), flat[begin : begin + 11], f"{name} from {begin} on")
 
 
 # --- sharded models by torch's own functions ------------------------------------------------------
@@ -226,7 +227,7 @@ def refused(folder, words):
     with pytest.raises(CheckpointError, match=words) as caught:
         zshard.load(folder, model)
     assert str(folder) in str(caught.value)
-    assert all(not param.any() for param in model.parameters())
+    assert [name for name, param in model.named_parameters() if param.any()] == []
 
 
 def test_a_pickle_that_would_run_something(folder, tmp_path):
@@ -263,7 +264,7 @@ def test_state_by_numbers_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="has no usable optimizer state: it is keyed by numbers"):
         zshard.load(tmp_path, model, optimizer)
     zshard.load(tmp_path, model)
-    assert torch.equal(model.a, before)
+    assert_same(model.a, before, "the parameter")
 
 
 @pytest.mark.parametrize("state", [{"a": 1}, {"model": None}])
@@ -346,7 +347,7 @@ def test_metadata_that_are_wrong(folder, what):
     model = Two()
     with pytest.raises((CheckpointError, RuntimeError), match=words):
         zshard.load(folder, model)
-    assert all(not param.any() for param in model.parameters())
+    assert [name for name, param in model.named_parameters() if param.any()] == []
 
 
 def test_truncated_metadata(folder):

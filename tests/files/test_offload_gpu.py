@@ -9,6 +9,7 @@ import os
 import pytest
 import stand_ins
 import torch
+from compare import assert_same
 from nursery import fork_ranks
 from torch import nn
 
@@ -57,8 +58,7 @@ def trained_three_ways(env, options, in_backward):
 
 def check_same(one, other):
     assert one[0] == other[0]
-    for name, value in one[1].items():
-        assert torch.equal(value, other[1][name]), name
+    assert_same(one[1], other[1], "the state")
 
 
 @pytest.mark.sampled(2)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
-from guarded import same as same_elements
+from compare import assert_same
 from nursery import fork_ranks
 from torch import nn
 
@@ -95,8 +95,7 @@ def train(env: dict[str, str], options: dict[str, Any], how: dict[str, Any]) -> 
 def same(mine: Any, other: Any) -> None:
     """The same losses, norms, counters and bits."""
     assert mine[0] == other[0] and mine[2:] == other[2:]
-    for name, value in other[1].items():
-        assert torch.equal(mine[1][name], value), name
+    assert_same(mine[1], other[1], "the state")
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -273,7 +272,7 @@ def refuse(env: dict[str, str]) -> list[str]:
                 said.append("stepped")
             except RuntimeError as error:
                 said.append(str(error))
-                assert all(map(same_elements, before, model.parameters()))
+                assert_same(model.parameters(), before, "the parameters")
     model = wrap(make_model().bfloat16(), {})
     try:
         adam(model.parameters(), capturable=True, stochastic_rounding=True)

@@ -322,12 +322,13 @@ def memory_by_step(precision: Any, strategy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 def test_memory_is_constant_and_predicted(one: RankPool, precision: Any, strategy: str) -> None:
     found = one.run(memory_by_step, precision, strategy)[0]
-    assert all(now == found["predicted"] for now in found["now"]), found
+    for now in found["now"]:
+        assert now == found["predicted"]
     assert len(set(found["mappings"])) == 1, found["mappings"]
     if not found["allocated"]:
         return  # the host's allocator says nothing
     assert len(set(found["allocated"])) == 1 and len(set(found["peak"][1:])) == 1, found
-    assert all(counts == found["counts"][1] for counts in found["counts"][1:]), found["counts"]
+    assert found["counts"][1:] == [found["counts"][1]] * len(found["counts"][1:])
     assert found["counts"][0][:2] == [0, 0]
     parts = found["predicted"]
     held = parts["total"] - parts["grads"] + max(parts["grads"], found["torchs grads"])
@@ -359,7 +360,7 @@ def without_memory() -> tuple[str, bool, list[float]]:
 def test_lack_of_memory_is_torchs_own_error(start: Start) -> None:
     kind, _, losses = start("gpu").run(without_memory)[0]
     assert kind.startswith("OutOfMemoryError: CUDA out of memory"), kind
-    assert all(map(math.isfinite, losses))
+    assert [loss for loss in losses if not math.isfinite(loss)] == []
 
 
 # --- the kernels' bits --------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_parameters_that_share_memory_before_wrapping_are_refused(pool2):
 
 
 def test_parts_of_one_memory_are_no_ties(pool2):
-    assert pool2.run(wrap_parts) == [True] * 2
+    pool2.run(wrap_parts)
 
 
 def wrap_parts():
@@ -192,4 +192,3 @@ def wrap_parts():
     parts = (rows[:2], rows[2:], columns[:, :2], columns[:, 2:])
     model = nn.ParameterList([nn.Parameter(part) for part in parts])
     FSDP(model, auto_wrap_policy=None)
-    return True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from compare import differences as differences  # which most of who takes models wants, too
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -294,22 +295,6 @@ def ddp(model: nn.Module, sync_buffers: bool = False, **options: Any) -> nn.Modu
     known = inspect.signature(cls).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return cls(model, **{name: sync_buffers}, **options)
-
-
-def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """What differs between two state dicts: names, or values by so much as a bit."""
-    found = [f"only one has {name}" for name in ours.keys() ^ theirs.keys()]
-    for name in ours.keys() & theirs.keys():
-        a, b = ours[name], theirs[name]
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            a, b = zshard.to_local(a), zshard.to_local(b)
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            found += [] if a == b else [f"{name}: {a!r}, not {b!r}"]
-        elif a.dtype != b.dtype or a.shape != b.shape:
-            found.append(f"{name}: {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}")
-        elif not torch.equal(a, b):
-            found.append(f"{name}: by {float((a.double() - b.double()).abs().max()):.3g}")
-    return sorted(found)
 
 
 def wrapped(

@@ -28,7 +28,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from spawn import TAIL, RankFailure, RankResult, _perform, _python_path, _task, find_modules_beside
+from asserts import rewrite_in_ranks
+from spawn import (
+    TAIL,
+    RankFailure,
+    RankResult,
+    _perform,
+    _python_path,
+    _task,
+    call_of,
+    find_modules_beside,
+)
 
 SLACK = 30.0  # seconds that the nursery may take beyond the ranks' limit
 
@@ -103,7 +113,8 @@ def fork_ranks(
         if result.returncode != 0:
             text = f"{result.stdout[-TAIL:]}\n{result.stderr[-TAIL:]}"
             raise RankFailure(
-                f"rank {result.rank} of {world} ended with {result.returncode}\n{text}"
+                f"rank {result.rank} of {world} ended with {result.returncode}\n"
+                f"--- in {call_of(fn_or_path, args)}\n{text}"
             )
     return results
 
@@ -179,4 +190,5 @@ if __name__ == "__main__":
     import zshard  # noqa: F401
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    rewrite_in_ranks()
     _serve(Connection(int(sys.argv[1])))

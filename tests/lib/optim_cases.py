@@ -1,6 +1,7 @@
 """What the optimizers' tests share: options to run them with, equal parameters, equal steps."""
 
 import torch
+from compare import assert_same
 from torch import nn
 
 import zshard
@@ -52,8 +53,7 @@ def train(optimizers_and_params, steps=5, start=0):
 
 
 def assert_same_bits(mine, theirs):
-    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        assert torch.equal(a, b), f"tensor {i}: {(a != b).sum()} of {a.numel()} elements differ"
+    assert_same(mine, theirs, "the list of tensors")
 
 
 def state_tensors(optimizer, params, names):

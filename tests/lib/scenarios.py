@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same, differences
 from models import COMBINATIONS, Block, loss_of, make, wrapped
 from torch import Tensor, nn
 
@@ -101,6 +102,13 @@ def whole_grads(model: nn.Module) -> Grads:
     return {name: _joined(name, [part[name] for part in everyone], shapes[name]) for name in mine}
 
 
+def all_grads(model: nn.Module) -> dict[str, Tensor]:
+    """The same where each parameter must have one: None on both sides would compare nothing."""
+    found = whole_grads(model)
+    assert [name for name, grad in found.items() if grad is None] == []
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
 def _joined(name: str, parts: list[tuple[int, Tensor | None]], shape: torch.Size) -> Tensor | None:
     grads = [grad for _, grad in parts if grad is not None]
     if not grads:
@@ -108,15 +116,14 @@ def _joined(name: str, parts: list[tuple[int, Tensor | None]], shape: torch.Size
     if len(grads) < len(parts):
         raise AssertionError(f"{name} has a .grad on some ranks only")
     if all(grad.numel() == shape.numel() for grad in grads):  # not sharded
-        if not all(torch.equal(grad, grads[0]) for grad in grads):
-            raise AssertionError(f"{name} has another .grad on another rank")
+        for rank, grad in enumerate(grads):
+            assert_same(grad, grads[0], f"{name}: .grad of rank {rank}, from rank 0's,")
         return grads[0].reshape(shape)
     slices: dict[int, Tensor] = {}
     for begin, grad in parts:  # other copies of the model (hybrid) have the same slices
         if grad is None or grad.numel() == 0:
             continue
-        if not torch.equal(slices.setdefault(begin, grad), grad):
-            raise AssertionError(f"{name} has another .grad on another rank")
+        assert_same(grad, slices.setdefault(begin, grad), f"{name}: .grad of another rank")
     if sum(grad.numel() for grad in slices.values()) != shape.numel():
         raise AssertionError(f"{name}: the ranks' slices are not the whole")
     whole = torch.full((shape.numel(),), torch.nan, dtype=grads[0].dtype)
@@ -147,15 +154,7 @@ def mean_grads(build: Callable[[], nn.Module], run: Run) -> Grads:
 
 def wrong_grads(ours: Grads, expected: Grads) -> list[str]:
     """The names whose gradient differs in any bit, or is there where none should be."""
-    found = [f"only one has {name}" for name in ours.keys() ^ expected.keys()]
-    for name in ours.keys() & expected.keys():
-        a, b = ours[name], expected[name]
-        if a is None or b is None:
-            if a is not b:
-                found.append(f"{name}: {'None' if a is None else 'a gradient'}, expected not")
-        elif not torch.equal(a, b):
-            found.append(f"{name}: by {float((a.double() - b.double()).abs().max()):.3g}")
-    return sorted(found)
+    return differences(ours, expected)
 
 
 def wrong_in(build, run, exact, combinations=COMBINATIONS, policy="auto"):

@@ -26,6 +26,7 @@ import importlib.util
 import inspect
 import os
 import pickle
+import reprlib
 import runpy
 import signal
 import socket
@@ -40,6 +41,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+from asserts import rewrite_in_ranks
 
 GRACE = 2.0  # seconds that the other ranks have to end by themselves after one failed
 LEAVE = 10.0  # seconds from a rank's answer to the end of its process
@@ -236,11 +238,19 @@ def _task(fn_or_path: Any, args: tuple[Any, ...]) -> bytes:
     return pickle.dumps((*what, pickle.dumps(args)))
 
 
-def _failure(group: _Ranks, first: int, reason: str, starts: dict[str, list[int]]) -> RankFailure:
+def call_of(fn_or_path: Any, args: tuple[Any, ...]) -> str:
+    """What ranks ran, for messages: many tests run one function with other arguments in a loop."""
+    name = getattr(fn_or_path, "__qualname__", fn_or_path)
+    return f"{name}({', '.join(map(reprlib.repr, args))})"
+
+
+def _failure(
+    group: _Ranks, first: int, reason: str, starts: dict[str, list[int]], call: str
+) -> RankFailure:
     """The exception for rank `first`: its output since `starts`, and the end of the others'."""
     if "no answer" in reason:
         group.show_stacks()
-    lines = [f"rank {first} of {group.world} {reason}"]
+    lines = [f"rank {first} of {group.world} {reason}", f"--- in {call}"]
     for what in ("out", "err"):
         text = group.output(first, what, starts[what][first]).strip()
         if text:
@@ -309,7 +319,8 @@ def run_ranks(
             if not reason and results[rank].returncode != 0:
                 reason, first = f"returned, but then ended with {results[rank].returncode}", rank
         if check and reason:
-            raise _failure(group, first, reason, {"out": [0] * world, "err": [0] * world})
+            starts = {"out": [0] * world, "err": [0] * world}
+            raise _failure(group, first, reason, starts, call_of(fn_or_path, args))
         return results
     finally:
         group.end()
@@ -355,7 +366,7 @@ class RankPool:
             group.send(task)
             answers, reason, first = _collect(group, timeout, stop_early=True)
             if reason:
-                raise _failure(group, first, reason, starts)
+                raise _failure(group, first, reason, starts, call_of(fn, args))
             return [answers[rank][1] for rank in range(self.world)]
         except BaseException:  # also KeyboardInterrupt and pytest-timeout: the ranks are mid-way
             self.close()
@@ -481,6 +492,7 @@ def _tell(path: Path, number: int) -> None:
 def _main(mode: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans if pytest is killed
     pipes = [int(pipe) for pipe in os.environ.pop("ZSHARD_TEST_PIPES").split(",")]
+    rewrite_in_ranks()
     rank: int | None = 0
     if mode == "pool":
         rank = _fork_ranks(pipes, Path(os.environ.pop("ZSHARD_TEST_FOLDER")))

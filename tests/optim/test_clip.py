@@ -164,9 +164,11 @@ def clip_with_a_bad_number_on_one_rank(bad):
     norm = model.clip_grad_norm_(1.0)
     assert not norm.isfinite()
     if math.isnan(bad):
-        assert all(g.to_local().isnan().all() for g in grads)
+        for grad in grads:
+            assert grad.to_local().isnan().all(), grad.to_local()
     else:
-        assert all(((g == 0) | g.isnan()).to_local().all() for g in grads)
+        for grad in grads:
+            assert ((grad == 0) | grad.isnan()).to_local().all(), grad.to_local()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -95,9 +95,9 @@ def recomputed_after_its_step(way):
 
 @pytest.mark.parametrize("way", OF_THE_ROOT)
 def test_a_weight_that_is_recomputed_after_its_step(pool2, way):
-    said = pool2.run(recomputed_after_its_step, way)
     words = ("unit '(root)' again after", "got a shard of 'shift'")
-    assert all(any(word in message for word in words) for message in said), said
+    for said in pool2.run(recomputed_after_its_step, way):
+        assert any(word in said for word in words), said
 
 
 class Passing(nn.Module):

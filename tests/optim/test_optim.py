@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compare import assert_same
 from optim_cases import (
     IDS,
     PAIRS,
@@ -166,7 +167,8 @@ def test_neighbours_of_one_flat_buffer_are_not_mixed_up():
         a.step()
         b.step()
     assert_same_bits(mine, theirs)
-    assert torch.equal(gaps, torch.cat([flat[300:304], flat[1000:1010], flat[1011:2048]]))
+    after = torch.cat([flat[300:304], flat[1000:1010], flat[1011:2048]])
+    assert_same(after, gaps, "what lies between the slices")
 
 
 def test_state_lies_side_by_side_like_the_parameters():
@@ -190,7 +192,7 @@ def test_parameters_without_gradients_are_left_alone():
     params[0].grad = None
     before = params[0].detach().clone()
     optimizer.step()
-    assert torch.equal(params[0], before)
+    assert_same(params[0], before, "the parameter without a gradient")
     assert params[0] not in optimizer.state
     assert [optimizer.state[p]["step"].item() for p in params[1:]] == [1.0] * (len(params) - 1)
 
@@ -291,7 +293,8 @@ def test_options_changed_between_steps():
     train([(adam, params)], steps=1)
     adam.param_groups[0]["amsgrad"] = True
     train([(adam, params)], steps=1, start=1)
-    assert all("max_exp_avg_sq" in adam.state[p] for p in params)
+    for p in params:
+        assert "max_exp_avg_sq" in adam.state[p]
 
 
 def test_lr_and_betas_as_tensors():

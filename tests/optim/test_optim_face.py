@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from compare import assert_same
 from optim_cases import IDS, PAIRS, assert_same_bits, give_grads, make_params, reference, train
 from torch import nn
 
@@ -52,7 +53,7 @@ def test_sparse_gradients():
             optimizer.zero_grad()
             module(torch.tensor([1, 2, 2])).sum().backward()
             optimizer.step()
-    assert torch.equal(mine.weight, theirs.weight)
+    assert_same(mine.weight, theirs.weight, "the weight")
 
     table = nn.Embedding(10, 3, sparse=True)
     table(torch.tensor([1])).sum().backward()
@@ -200,11 +201,11 @@ def test_grad_scaler():
     scaler.scale((params[0] * 2).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert torch.equal(params[0].grad, torch.full((8,), 2.0))
+    assert_same(params[0].grad, torch.full((8,), 2.0), "the gradient")
     after = params[0].detach().clone()
     params[0].grad.fill_(float("inf"))
     scaler.step(optimizer)
-    assert torch.equal(params[0], after)
+    assert_same(params[0], after, "the parameter after a skipped step")
 
 
 def test_nan_and_inf_go_where_torch_puts_them():

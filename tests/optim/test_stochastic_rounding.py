@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compare import assert_same, differences
 from models import COMBINATIONS, TRANSPORTS, Mlp, loss_of, make
 from optim_cases import assert_same_bits, give_grads, make_params, train
 from spawn import ranks
@@ -60,7 +61,7 @@ def test_values_that_bfloat16_has_stay_exact():
     for _ in range(20):
         optimizer.step()
     assert_same_bits(params, before)
-    assert torch.equal(moved(1.0, 3 * ULP), torch.full((N,), 1.0 + 3 * ULP).double())
+    assert_same(moved(1.0, 3 * ULP), torch.full((N,), 1.0 + 3 * ULP).double(), "the exact step")
 
 
 def test_infinite_and_undefined_values_and_zeros_survive():
@@ -75,7 +76,7 @@ def test_infinite_and_undefined_values_and_zeros_survive():
         zshard.SGD([param], lr=1.0, stochastic_rounding=True, rounding_seed=seed).step()
         expected = torch.tensor(want).to(BF16)
         torch.testing.assert_close(param.detach(), expected, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(torch.signbit(param[3:5]), torch.tensor([False, True]))
+        assert torch.signbit(param[3:5]).tolist() == [False, True]
 
 
 def ups(**options):
@@ -102,9 +103,10 @@ def test_bits_of_elements_steps_and_seeds_have_nothing_in_common():
         param.grad = torch.full((N,), -ULP / 2).to(BF16)
         optimizer.step()
         seen.append(torch.where(param.detach() > 1.0, 1.0, -1.0))
-    assert torch.equal(seen[0], coins)
+    assert_same(seen[0], coins, "the first step's coins")
     for i, a in enumerate(seen):
-        assert all(correlation(a, b) < 5 for b in seen[:i])
+        for j, b in enumerate(seen[:i]):
+            assert correlation(a, b) < 5, f"steps {i} and {j}"
 
 
 def test_no_value_of_the_bits_is_preferred():
@@ -182,8 +184,8 @@ def trained(pieces, cls=zshard.AdamW, lr=1e-3, **options):
 
 def test_how_elements_are_grouped_does_not_matter():
     whole = trained([10_000])
-    assert torch.equal(whole, trained([1, 4_999, 0, 5_000]))
-    assert torch.equal(whole, trained([31, 9_969]))
+    assert_same(trained([1, 4_999, 0, 5_000]), whole, "what four parameters become")
+    assert_same(trained([31, 9_969]), whole, "what two parameters become")
     assert not torch.equal(whole, trained([10_000], rounding_seed=1))
 
 
@@ -194,8 +196,8 @@ def test_threads_do_not_matter():
         torch.set_num_threads(threads)
         results.append(trained([300_001, 7, 70_000]))
     torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert_same(results[1], results[0], "what two threads compute")
+    assert_same(results[2], results[0], "what three threads compute")
 
 
 def test_numbers_beyond_32_bits():
@@ -215,7 +217,7 @@ def test_numbers_beyond_32_bits():
         return torch.cat([p.detach() for p in params])
 
     whole = step([first], [200])
-    assert torch.equal(whole, step([first, 2**32], [50, 150]))
+    assert_same(step([first, 2**32], [50, 150]), whole, "the step of two parts")
     assert not torch.equal(whole[50:], step([0], [150]))
 
 
@@ -297,8 +299,7 @@ def weights_of_sharded(combination, cls):
 def test_ranks_and_strategy_do_not_matter(pool, combination, cls):
     expected = weights_of_plain(cls)
     for weights in pool.run(weights_of_sharded, combination, cls):
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name
+        assert_same(weights, expected, "the weights")
 
 
 def wrapped_after_a_step():
@@ -314,12 +315,11 @@ def wrapped_after_a_step():
 def test_a_model_that_is_wrapped_later_keeps_its_numbers(pool2):
     expected = weights_of_plain(zshard.SGD)
     for weights in pool2.run(wrapped_after_a_step):
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name
+        assert_same(weights, expected, "the weights")
 
 
 def resumed(transport, keep_rounding):
-    """Whether a run that is saved and loaded after 3 of 6 steps ends as one that is not."""
+    """What differs between a run that is saved and loaded after 3 of 6 steps and one that is not."""
 
     def new():
         model = FSDP(make(bf16_mlp), transport=transport, auto_wrap_policy={nn.Linear})
@@ -339,13 +339,14 @@ def resumed(transport, keep_rounding):
     again.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
     steps_of(again, other, 3, 6)
-    return [name for name, value in again.state_dict().items() if (value != straight[name]).any()]
+    return differences(again.state_dict(), straight)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_resumed_run_goes_on_with_the_same_bits(pool2, transport):
     assert pool2.run(resumed, transport, True) == [[], []]
-    assert all(pool2.run(resumed, transport, False))  # which the number of the step is needed for
+    for wrong in pool2.run(resumed, transport, False):
+        assert wrong != []  # which the number of the step is needed for
 
 
 # --- what is rounded, and options ----------------------------------------------------------------
@@ -429,6 +430,6 @@ def test_nothing_is_rounded_to_nearest_in_silence(cls):
     give_grads([usual, across])
     with pytest.raises(NotImplementedError, match=r"contiguous bfloat16 parameters.*of 30"):
         optimizer.step()
-    assert torch.equal(usual, torch.ones(4).to(BF16))  # nothing was done before
+    assert_same(usual, torch.ones(4).to(BF16), "the other parameter")  # nothing was done before
     optimizer.param_groups[0]["stochastic_rounding"] = False
     optimizer.step()

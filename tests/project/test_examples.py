@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from compare import assert_same, differences
 
 import zshard
 
@@ -68,7 +69,7 @@ def test_corpus_is_split_by_file() -> None:
 def test_corpus_depends_on_names_and_bytes_alone(tree: Path) -> None:
     corpus = example("corpus")
     first = corpus.load(tree)
-    assert all(torch.equal(one, other) for one, other in zip(first, corpus.load(tree), strict=True))
+    assert differences(corpus.load(tree), first) == []
     moved = [name for name in corpus.source_files(tree) if corpus.is_held_out(name)]
     (tree / moved[0]).write_text("changed\n")
     assert [name for name in corpus.source_files(tree) if corpus.is_held_out(name)] == moved
@@ -107,9 +108,9 @@ def test_train_batches_follow_seed_and_rank() -> None:
     inputs, targets = batch(0, 0)
     assert inputs.shape == targets.shape == (4, 32)
     assert inputs.dtype == targets.dtype == torch.int64
-    assert torch.equal(targets[:, :-1], inputs[:, 1:])
-    assert torch.equal(targets, (inputs + 1) % 256)
-    assert torch.equal(inputs, batch(0, 0)[0])
+    assert_same(targets[:, :-1], inputs[:, 1:], "what follows each byte")
+    assert_same(targets, (inputs + 1) % 256, "the targets")
+    assert_same(batch(0, 0)[0], inputs, "the same batch")
     for other in (batch(0, 1), batch(1, 0), batch(0, 0, skip=1)):
         assert not torch.equal(inputs, other[0])
     with pytest.raises(corpus.CorpusError, match="too short"):
@@ -151,7 +152,7 @@ def test_model_is_causal_and_starts_flat() -> None:
     changed = tokens.clone()
     changed[:, 40:] = 7
     logits, other = model(tokens), model(changed)
-    assert torch.equal(logits[:, :40], other[:, :40])
+    assert_same(other[:, :40], logits[:, :40], "what is before the change")
     assert not torch.equal(logits[:, 40:], other[:, 40:])
     assert model(tokens, tokens).item() == pytest.approx(math.log(256), abs=0.2)
     with pytest.raises(ValueError, match="context of 64"):
@@ -343,7 +344,7 @@ def test_demo_ends_with_a_table_and_a_plot(quick_demo: tuple[Path, str, tuple[st
         assert compared["tokens_per_second"] > 0
     assert "PASS: zshard's held-out loss is" in printed
     assert printed.count("corpus:") == 1  # said by the first run only
-    assert all(prompt in printed for prompt in ("\nclass ", "\ndef "))  # a text of each rank
+    assert "\nclass " in printed and "\ndef " in printed  # a text of each rank
     assert "`make bench`" in table
     if importlib.util.find_spec("matplotlib"):
         assert f"plot: {out / 'demo.png'}" in table

@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+from compare import assert_same
 from nursery import fork_ranks
 from stand_ins import environment
 from torch import nn
@@ -77,9 +78,7 @@ def test_training_has_the_bits_of_the_cpu(backend, world, transport, strategy):
         losses, state, transports = mine.value
         assert backend in transports and backend not in cpu.value[2]
         assert losses == cpu.value[0]
-        assert state.keys() == cpu.value[1].keys()
-        for name, value in cpu.value[1].items():
-            assert torch.equal(state[name], value), name
+        assert_same(state, cpu.value[1], f"the state of rank {mine.rank}")
 
 
 def die_in_training(env, transport):

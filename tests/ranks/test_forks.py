@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from compare import differences
 from misdeeds import STEPS, Misdeed, batch, check_survivors, make_model, step_once, train, wrap
 from models import TRANSPORTS
 from nursery import fork_ranks
@@ -25,7 +26,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def train_from_workers(transport, folder):
-    """Two epochs with two forked workers each, and the same without any, in a plain model."""
+    """Two epochs with two forked workers each: what differs from a plain model without any."""
     model = wrap(make_model(Misdeed("", "", folder)), transport)
     plain = make_model(Misdeed("", "", folder))
     for net, workers in ((model, 2), (plain, 0)):
@@ -36,13 +37,12 @@ def train_from_workers(transport, folder):
                 net(x).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    state = model.state_dict()
-    return all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    return differences(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_forked_dataloader_workers_do_no_harm(pool2, transport, tmp_path):
-    assert pool2.run(train_from_workers, transport, tmp_path) == [True, True]
+    assert pool2.run(train_from_workers, transport, tmp_path) == [[], []]
 
 
 def kill_beside_workers(folder):
@@ -61,7 +61,7 @@ def test_rank_killed_beside_its_workers_is_named(tmp_path):
 
 def fork_and_free(folder, transport):
     """A forked child tries to use the model, frees all it inherited, and ends; then training goes
-    on. What the child said, and whether the model is right."""
+    on. What the child said, and what is wrong in the model."""
     plain = make_model(Misdeed("", "", folder))
     model = wrap(make_model(Misdeed("", "", folder)), transport)
     optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
@@ -71,9 +71,7 @@ def fork_and_free(folder, transport):
             step_once(net, optimizer, plain[2].misdeed, step)
         if step == 1:
             said = in_child(lambda: use_and_free(model))
-    state = model.state_dict()
-    equal = all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-    return said, equal
+    return said, differences(model.state_dict(), plain.state_dict())
 
 
 def in_child(function):
@@ -107,9 +105,9 @@ def use_and_free(model):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_forked_child_is_kept_out_and_frees_nothing_of_its_parents(pool2, tmp_path, transport):
-    for rank, (said, equal) in enumerate(pool2.run(fork_and_free, tmp_path, transport)):
+    for rank, (said, wrong) in enumerate(pool2.run(fork_and_free, tmp_path, transport)):
         assert f"forked from rank {rank} cannot use its process group" in said
-        assert equal
+        assert wrong == []
 
 
 def die(model, loss):

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from compare import differences
 from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
 from nursery import fork_ranks
@@ -64,6 +65,10 @@ def near(ours, theirs):
     return ours.shape == theirs.shape and bool(torch.allclose(ours, theirs, atol=1e-5))
 
 
+def assert_near(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def looks(model, optimizer, plain):
     """What rank 0 finds of the model that is not so of the plain one."""
     wrong = [] if near(evaluated(model), evaluated(plain.model)) else ["evaluation"]
@@ -114,7 +119,7 @@ def test_rank_0_alone(pool2, combination, kind, place):
 
 @passing_groups()
 def rank_0_looks_in_low_precision(place):
-    """Others read copies in bf16, which each rank makes of its own."""
+    """Others read copies in bf16, which each rank makes of its own; what differs, by step."""
     model = built(("full_shard", "shm"), mixed_precision=zshard.MixedPrecision(torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -125,13 +130,13 @@ def rank_0_looks_in_low_precision(place):
         alone = evaluated(model) if dist.get_rank() == 0 else None
         ELSEWHERE[place]()
         together = evaluated(model)
-        found.append(alone is None or bool(torch.equal(alone, together)))
+        found.append([] if alone is None else differences(alone, together))
     return found
 
 
 @pytest.mark.parametrize("place", ["in a barrier", "asleep"])
 def test_rank_0_alone_in_low_precision(pool2, place):
-    assert pool2.run(rank_0_looks_in_low_precision, place) == [[True] * STEPS] * 2
+    assert pool2.run(rank_0_looks_in_low_precision, place) == [[[]] * STEPS] * 2
 
 
 @passing_groups()
@@ -140,17 +145,15 @@ def before_the_first_step(place):
     model = make(Wide)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model = FSDP(model, process_group=own_group(), transport="shm", timeout=20)
-    good = True
     if dist.get_rank() == 0:
-        good = near(evaluated(model), evaluated(make(Wide)))
-        good &= len(optimizer.state_dict()["state"]) == 0
+        assert_near(evaluated(model), evaluated(make(Wide)))
+        assert optimizer.state_dict()["state"] == {}
     ELSEWHERE[place]()
-    return good
 
 
 @pytest.mark.parametrize("place", ["in a barrier", "asleep"])
 def test_before_the_first_step(pool2, place):
-    assert pool2.run(before_the_first_step, place) == [True, True]
+    pool2.run(before_the_first_step, place)
 
 
 @passing_groups()
@@ -159,29 +162,26 @@ def one_is_ahead():
     model = built(("full_shard", "shm"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain = make(Wide)
-    found = []
     for factor in (1.0, 0.5, 0.25):
         for _ in range(2):
             time.sleep(0.1 * dist.get_rank())
-            found.append(near(evaluated(model), evaluated(plain)))
+            assert_near(evaluated(model), evaluated(plain))
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(factor)
             for param in plain.parameters():
                 param.mul_(factor)
     del optimizer
-    return found
 
 
 def test_a_rank_that_is_ahead_waits_before_it_writes(pool2):
-    assert pool2.run(one_is_ahead) == [[True] * 6] * 2
+    pool2.run(one_is_ahead)
 
 
 @passing_groups()
 def rank_0_evaluates_replaced_data():
     """All ranks put averages in place by `p.data = t`, and back; rank 0 evaluates in between."""
     model, plain = built(("full_shard", "shm")), make(Wide)
-    found = []
     for factor in (0.5, 0.25):
         halved = copy.deepcopy(plain)
         with torch.no_grad():
@@ -192,19 +192,18 @@ def rank_0_evaluates_replaced_data():
             param.data = param.data * factor
         dist.barrier()
         if dist.get_rank() == 0:
-            found.append(near(evaluated(model), evaluated(halved)))
+            assert_near(evaluated(model), evaluated(halved))
         dist.barrier()
         for param, value in zip(model.parameters(), backup, strict=True):
             param.data = value
         dist.barrier()
         if dist.get_rank() == 0:
-            found.append(near(evaluated(model), evaluated(plain)))
+            assert_near(evaluated(model), evaluated(plain))
         dist.barrier()
-    return found
 
 
 def test_rank_0_evaluates_replaced_data(pool2):
-    assert pool2.run(rank_0_evaluates_replaced_data) == [[True] * 4, []]
+    pool2.run(rank_0_evaluates_replaced_data)
 
 
 @passing_groups()
@@ -215,7 +214,7 @@ def rank_0_evaluates_averages(precision, twice):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model(floats(dist.get_rank()))).backward()
     optimizer.step()
-    plain, found = make(Wide), []
+    plain = make(Wide)
     plain.load_state_dict(whole(model))
     for factor in (0.5, 0.25) if twice else (0.5,):
         swapped = copy.deepcopy(plain)
@@ -226,23 +225,23 @@ def rank_0_evaluates_averages(precision, twice):
                 param.mul_(factor)
         alone = evaluated(model) if dist.get_rank() == 0 else None
         dist.barrier()
-        loose = {} if precision is None else {"atol": 0.05, "rtol": 0.05}
+        exact = {"atol": 1e-8, "rtol": 1e-5}
+        limits = exact if precision is None else {"atol": 0.05, "rtol": 0.05}
         theirs = evaluated(swapped)
-        found.append(alone is None or torch.allclose(alone.float(), theirs, **loose))
+        if alone is not None:
+            torch.testing.assert_close(alone.float(), theirs, **limits)
         with torch.no_grad():
             for param in model.parameters():
                 param.div_(factor)
         dist.barrier()
     loss_of(model(floats(dist.get_rank()))).backward()
     optimizer.step()
-    return found
 
 
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)])
 def test_rank_0_evaluates_averages(pool2, precision, twice):
-    found = [True] * (2 if twice else 1)
-    assert pool2.run(rank_0_evaluates_averages, precision, twice) == [found, found]
+    pool2.run(rank_0_evaluates_averages, precision, twice)
 
 
 @passing_groups()
@@ -252,19 +251,18 @@ def one_frees_its_model_early():
 
     def rounds():
         model = built(("full_shard", "shm"))
-        found = []
         if dist.get_rank() == 0:
-            found.append(near(evaluated(model), evaluated(plain)))
+            assert_near(evaluated(model), evaluated(plain))
         for _ in range(4):
             time.sleep(0.1 * dist.get_rank())
-            found.append(near(evaluated(model), evaluated(plain)))
-        return found
+            assert_near(evaluated(model), evaluated(plain))
 
-    return rounds() + rounds()
+    rounds()
+    rounds()
 
 
 def test_a_model_lives_until_all_have_looked(pool2):
-    assert pool2.run(one_frees_its_model_early) == [[True] * 10, [True] * 8]
+    pool2.run(one_frees_its_model_early)
 
 
 # --- after the others have ended ------------------------------------------------------------------
@@ -355,12 +353,12 @@ def accumulates_as_under_ddp(combination):
         sum(loss_of(plain(floats(rank, i))) for rank in range(world)).div(world).backward()
     assert model.require_backward_grad_sync is True
     grads = [zshard.full_tensor(param.grad) for param in model.parameters()]
-    return all(near(a, b.grad) for a, b in zip(grads, plain.parameters(), strict=True))
+    assert_near(grads, [param.grad for param in plain.parameters()])
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_require_backward_grad_sync(pool2, combination):
-    assert pool2.run(accumulates_as_under_ddp, combination) == [True, True]
+    pool2.run(accumulates_as_under_ddp, combination)
 
 
 @passing_groups()
@@ -370,13 +368,13 @@ def wrapped_by_torch(combination):
     texts = [message_of(lambda: nn.parallel.DistributedDataParallel(model), TypeError)]
     outer = nn.Sequential(model)
     texts.append(message_of(lambda: nn.parallel.DistributedDataParallel(outer), TypeError))
-    return texts, all(torch.equal(before[key], value) for key, value in whole(model).items())
+    return texts, differences(whole(model), before)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_ddp_around_a_wrapped_model(pool2, combination):
-    for texts, same in pool2.run(wrapped_by_torch, combination):
-        assert same
+    for texts, wrong in pool2.run(wrapped_by_torch, combination):
+        assert wrong == []
         for text in texts:
             assert "DistributedDataParallel cannot wrap" in text and "Remove DDP" in text
 

@@ -123,9 +123,8 @@ def all_do(combination):
     learn(model, first, 3)
     second.step()  # once more after the same backward
     learn(model, second, 4)
-    return True
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_what_all_ranks_do_is_none(pool2, combination):
-    assert pool2.run(all_do, combination) == [True, True]
+    pool2.run(all_do, combination)

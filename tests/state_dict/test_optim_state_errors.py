@@ -68,7 +68,8 @@ DAMAGES = {
 @pytest.mark.parametrize("what", DAMAGES)
 def test_what_does_not_fit_is_named_and_changes_nothing(pool2, what):
     for text in pool2.run(damaged, what):
-        assert all(part in text for part in DAMAGES[what]), text
+        for part in DAMAGES[what]:
+            assert part in text
         assert ("an older zshard" in text) == ("an older zshard" in DAMAGES[what])
 
 

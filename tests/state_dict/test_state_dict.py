@@ -12,6 +12,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from models import (
     CASES,
     COMBINATIONS,
@@ -81,8 +82,7 @@ def round_trip(name, source, target):
     found = differences(plain.state_dict(), state) + differences(other.state_dict(), state)
     with torch.no_grad():
         batch = case.batch(7, rank)
-        if not torch.equal(other.eval()(batch), plain.eval()(batch)):
-            found.append("the outputs")
+        assert_same(other.eval()(batch), plain.eval()(batch), "the output")
     model.load_state_dict(make(case.make, seed=4).state_dict())
     found += differences(model.state_dict(), make(case.make, seed=4).state_dict())
     return result, found
@@ -201,11 +201,9 @@ def tied_aliases():
     """Tied names: both in the state, equal; and loadable with either one alone."""
     model = wrapped(Tied, FULL)
     state = model.state_dict()
-    same = [
-        torch.equal(state["embed.weight"], state["head.weight"]),
-        torch.equal(state["twins.1.one.weight"], state["twins.1.two.weight"]),
-        model.head.weight is model.embed.weight,
-    ]
+    assert_same(state["embed.weight"], state["head.weight"], "the tied head")
+    assert_same(state["twins.1.one.weight"], state["twins.1.two.weight"], "the twin")
+    assert model.head.weight is model.embed.weight
     other = make(Tied, seed=2).state_dict()
     found = []
     for left_out in ("embed.weight", "head.weight"):
@@ -213,12 +211,11 @@ def tied_aliases():
         fresh = wrapped(Tied, FULL)
         missing = fresh.load_state_dict(part, strict=False).missing_keys
         found.append((missing, differences(fresh.state_dict(), other)))
-    return same, found
+    return found
 
 
 def test_tied_weights_have_all_their_names(pool2):
-    for same, found in pool2.run(tied_aliases):
-        assert all(same)
+    for found in pool2.run(tied_aliases):
         assert found == [(["embed.weight"], []), (["head.weight"], [])]
 
 
@@ -244,17 +241,18 @@ def buffers_and_extra_state():
     model.count.add_(3)
     model.note = "second"
     state = model.state_dict()
-    names = list(state) == list(plain.state_dict())
+    assert list(state) == list(plain.state_dict())
     plain.load_state_dict(state)
-    values = int(plain.count), plain.note, torch.equal(plain.blocks[0].mask, model.blocks[0].mask)
+    assert_same(plain.blocks[0].mask, model.blocks[0].mask, "the buffer that is not saved")
+    values = int(plain.count), plain.note
     state["count"] += 4
     state["_extra_state"] = {"note": "third"}
     model.load_state_dict(state)
-    return names, values, (int(model.count), model.note)
+    return values, (int(model.count), model.note)
 
 
 def test_buffers_and_extra_state(pool2):
-    expected = (True, (3, "second", True), (7, "third"))
+    expected = ((3, "second"), (7, "third"))
     assert pool2.run(buffers_and_extra_state) == [expected] * 2
 
 
@@ -264,15 +262,16 @@ def copies():
     state = model.state_dict()
     before = copy.deepcopy(state)
     train(model, CASES["net"], torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=1)
-    kept = differences(state, before) == []
+    assert_same(state, before, "the state dict after training")
     trained = model.state_dict()
     for value in state.values():
         value.zero_()
-    return kept, bool(differences(trained, before)), differences(model.state_dict(), trained)
+    assert differences(trained, before) != []
+    return differences(model.state_dict(), trained)
 
 
 def test_state_dicts_are_copies(pool2):
-    assert pool2.run(copies) == [(True, True, [])] * 2
+    assert pool2.run(copies) == [[], []]
 
 
 def not_collective():
@@ -327,13 +326,13 @@ def saved_in_forward(combination):
     batch = CASES["net"].batch(0, 0)
     loss = loss_of(model(batch))
     loss.backward()
-    same = torch.equal(loss, loss_of(plain(batch)))
-    return same, differences(states[0], plain.state_dict())
+    assert_same(loss, loss_of(plain(batch)), "the loss")
+    return differences(states[0], plain.state_dict())
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_saving_within_a_forward(pool2, combination):
-    assert pool2.run(saved_in_forward, combination) == [(True, [])] * 2
+    assert pool2.run(saved_in_forward, combination) == [[], []]
 
 
 def saved_in_inference_mode():

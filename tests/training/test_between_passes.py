@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from compare import differences
 from groups import own_group, passing_groups
-from guarded import same
 from models import COMBINATIONS
 from scenarios import message_of
 from torch import nn
@@ -162,9 +162,8 @@ def kept_in(model, how):
 
 
 def keep(combination, how):
-    """Do gradients of three backwards, all kept, stay what they were, and is training right?"""
+    """Gradients of four backwards, all kept, stay what they were, and training is right."""
     models = [sharded_model(combination), plain_model()]
-    stay = []
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         kept = []
@@ -174,21 +173,21 @@ def keep(combination, how):
             kept.append((kept_in(model, how), [np.array(g) for g in kept_in(model, "arrays")]))
             optimizer.step()
         for grads, copies in kept:
-            pairs = zip(grads, copies, strict=True)
-            stay += [np.array_equal(np.ravel(zshard.to_local(g)), np.ravel(c)) for g, c in pairs]
-    return all(stay), differs(*models)
+            for grad, copied in zip(grads, copies, strict=True):
+                np.testing.assert_array_equal(np.ravel(zshard.to_local(grad)), np.ravel(copied))
+    return differs(*models)
 
 
 @pytest.mark.parametrize("how", ["tensors", "views", "arrays"])
 def test_a_kept_gradient_stays_what_it_was(pool2, how):
     for combination in COMBINATIONS:
-        assert pool2.run(keep, combination, how) == [(True, [])] * 2, combination
+        assert pool2.run(keep, combination, how) == [[], []], combination
 
 
 def keep_unreduced(combination, how):
     """Gradients that no_sync() has left unreduced, kept beyond zero_grad(); one parameter's goes on."""
     models = [sharded_model(combination), plain_model()]
-    stay, found = [], []
+    found = []
     for model in models:
         kept = []
         for step in range(3):
@@ -200,17 +199,16 @@ def keep_unreduced(combination, how):
                     param.grad = None
         backward(model, 3)
         for grads, copies in kept:
-            pairs = list(zip(grads, copies, strict=True))[1:]
-            stay += [np.array_equal(np.ravel(g), np.ravel(c)) for g, c in pairs]
+            for grad, copied in list(zip(grads, copies, strict=True))[1:]:
+                np.testing.assert_array_equal(np.ravel(grad), np.ravel(copied))
         found.append([zshard.full_tensor(param.grad) for param in model.parameters()])
-    same_grads = [torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(*found, strict=True)]
-    return all(stay), all(same_grads)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("how", ["tensors", "views", "arrays"])
 def test_a_kept_unreduced_gradient_stays_what_it_was(pool2, how):
     for combination in COMBINATIONS:
-        assert pool2.run(keep_unreduced, combination, how) == [(True, True)] * 2, combination
+        pool2.run(keep_unreduced, combination, how)
 
 
 def two_losses(combination):
@@ -227,12 +225,12 @@ def two_losses(combination):
             grads.append([p.grad for p in model.parameters()])
         joined = [a - 0.5 * b for a, b in zip(*grads, strict=True)]
         found.append([zshard.full_tensor(grad) for grad in joined])
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(*found, strict=True))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
 
 
 def test_gradients_of_two_losses(pool2):
     for combination in COMBINATIONS:
-        assert pool2.run(two_losses, combination) == [True, True], combination
+        pool2.run(two_losses, combination)
 
 
 def leave_a_loop_variable(transport):
@@ -320,12 +318,12 @@ def write_and_catch(combination):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     message_of(lambda: model(batch(0)).sum().backward(), RuntimeError)
     model.zero_grad()
-    return all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    return differences(model.state_dict(), before)
 
 
 def test_such_a_write_changes_nobodys_parameters(pool2):
     for combination in SHARDED:
-        assert pool2.run(write_and_catch, combination) == [True, True], combination
+        assert pool2.run(write_and_catch, combination) == [[], []], combination
 
 
 # --- closures, whole parameters, buffers --------------------------------------------------------------------
@@ -428,12 +426,12 @@ def save_with_buffers(combination):
     model(batch(0)).sum().backward()
     before = [buffer.clone() for buffer in model.buffers()]
     model.state_dict()
-    return all(map(same, before, model.buffers()))
+    return differences(model.buffers(), before)
 
 
 def test_a_state_dict_does_not_change_buffers(pool2):
     for combination in COMBINATIONS:
-        assert pool2.run(save_with_buffers, combination) == [True, True], combination
+        assert pool2.run(save_with_buffers, combination) == [[], []], combination
 
 
 # --- forwards that read parameters by iterators; notes; memory formats ----------------------------------------
@@ -462,14 +460,14 @@ def iterate(kind, combination):
     torch.manual_seed(0)
     model = FSDP(kind(), strategy=strategy, transport=transport)
     torch.manual_seed(0)
-    return torch.allclose(model(batch(0)), kind()(batch(0)), rtol=1e-5)
+    torch.testing.assert_close(model(batch(0)), kind()(batch(0)), rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.filterwarnings("ignore:auto_wrap_policy")
 @pytest.mark.parametrize("kind", [OverParameters, OverChildren])
 def test_automatic_units_leave_out_what_iterators_read(pool2, kind):
     for combination in itertools.product(["full_shard"], ["shm", "c10d"]):
-        assert pool2.run(iterate, kind, combination) == [True, True]
+        pool2.run(iterate, kind, combination)
 
 
 def raise_by_shape():

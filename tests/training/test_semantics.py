@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from guarded import same
 from models import CASES, COMBINATIONS, Block, ddp, differences, loss_of, make, train, wrapped
 from scenarios import (
@@ -98,7 +99,7 @@ def test_training_goes_on_after_an_exception_in_a_users_hook(pool2):
 
 
 def tensor_hooks(combination, early):
-    """What a hook on a weight sees, set before or after wrapping: the full local gradient?"""
+    """What a hook on a weight sees, set before or after wrapping, beside the full local gradient."""
     rank, seen = dist.get_rank(), []
     model = make(Stack)
 
@@ -118,13 +119,14 @@ def tensor_hooks(combination, early):
     local = plain.blocks[1].up.weight.grad
     expected = mean_grads(Stack, forward_backward)
     expected["blocks.1.up.weight"] *= 2
-    return len(seen), torch.equal(seen[0], local), wrong_grads(whole_grads(model), expected)
+    assert_same(seen, [local], "what the hook has seen")
+    return wrong_grads(whole_grads(model), expected)
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_tensor_hooks_see_the_full_local_gradient(pool2, combination, early):
-    assert pool2.run(tensor_hooks, combination, early) == [(1, True, [])] * 2
+    assert pool2.run(tensor_hooks, combination, early) == [[], []]
 
 
 def accumulate_hooks(combination, early):
@@ -292,7 +294,8 @@ def read_outside(transport, read):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_reading_a_sharded_weight_is_an_error(pool2, transport):
-    assert all("shape" in message for message in pool2.run(read_outside, transport, as_matrix))
+    for message in pool2.run(read_outside, transport, as_matrix):
+        assert "shape" in message
     for message in pool2.run(read_outside, transport, as_number):
         assert "'part.weight'" in message and "sum() was called on a shard" in message
 
@@ -410,14 +413,12 @@ def orphaned_parameters(combination):
     values = [(p.detach().clone(), p.grad.clone()) for p in kept]
     del model
     gc.collect()
-    return all(
-        same(p, value) and same(p.grad, grad) for p, (value, grad) in zip(kept, values, strict=True)
-    )
+    return differences([(p, p.grad) for p in kept], values)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_parameters_may_outlive_the_model(pool2, combination):
-    assert pool2.run(orphaned_parameters, combination) == [True, True]
+    assert pool2.run(orphaned_parameters, combination) == [[], []]
 
 
 def blocks():
@@ -441,15 +442,14 @@ def two_models(combination):
             slow.zero_grad()
             loss_of(forward[1](made)).backward()  # reaches into the maker
             slow.step()
-        return [*maker.state_dict().values(), *learner.state_dict().values()]
+        return {"maker": maker.state_dict(), "learner": learner.state_dict()}
 
     plain = make(blocks), make(Stack, seed=2)
     expected = trained(*plain, [ddp(each) for each in plain])
     ours = wrapped(blocks, combination), FSDP(make(Stack, seed=2), strategy=combination[0])
-    return [torch.equal(a, b) for a, b in zip(trained(*ours, ours), expected, strict=True)]
+    return differences(trained(*ours, ours), expected)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_two_models_train_on_one_another(pool2, combination):
-    for equal in pool2.run(two_models, combination):
-        assert all(equal)
+    assert pool2.run(two_models, combination) == [[], []]

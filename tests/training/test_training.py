@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from models import (
     CASES,
     COMBINATIONS,
@@ -155,20 +156,20 @@ def evaluate_on_rank_0(combination):
         return losses
 
     plain, model = make(case.make), wrapped(case.make, combination)
-    same = trained(plain, ddp(plain)) == trained(model, model)
-    return same, differences(model.state_dict(), plain.state_dict())
+    assert trained(model, model) == trained(plain, ddp(plain))
+    return differences(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_one_rank_evaluates_while_the_other_trains(pool2, strategy):
-    assert pool2.run(evaluate_on_rank_0, (strategy, "shm"), timeout=30) == [(True, [])] * 2
+    assert pool2.run(evaluate_on_rank_0, (strategy, "shm"), timeout=30) == [[], []]
 
 
 def evaluate_while_the_other_waits():
-    """Rank 0 evaluates alone while rank 1 stands at a barrier: is it right?"""
+    """Rank 0 evaluates alone while rank 1 stands at a barrier; what differs from DDP."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    rank, case, good = dist.get_rank(), CASES["net"], True
+    rank, case, wrong = dist.get_rank(), CASES["net"], []
     plain = make(case.make)
     model = wrapped(case.make, FULL, timeout=3)
     parallel = ddp(plain)
@@ -177,14 +178,14 @@ def evaluate_while_the_other_waits():
     if rank == 0:
         with torch.no_grad():
             batch = case.batch(100, 0)
-            good = torch.equal(loss_of(model(batch)), loss_of(plain(batch)))
+            wrong = differences(loss_of(model(batch)), loss_of(plain(batch)))
     dist.barrier()
     dist.destroy_process_group()  # right behind a collective, torch may abort at exit without
-    return good
+    return wrong
 
 
 def test_evaluation_by_one_rank_while_the_other_waits(pool2):
-    assert fork_ranks(evaluate_while_the_other_waits, 2, check=True)[0].value
+    assert fork_ranks(evaluate_while_the_other_waits, 2, check=True)[0].value == []
 
 
 def swap_in_the_average(combination):
@@ -212,13 +213,13 @@ def swap_in_the_average(combination):
         return losses
 
     plain, model = make(case.make), wrapped(case.make, combination)
-    same = trained(model, model) == trained(plain, ddp(plain))
-    return same, differences(model.state_dict(), plain.state_dict())
+    assert trained(model, model) == trained(plain, ddp(plain))
+    return differences(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_averaged_weights_can_be_swapped_in(pool2, combination):
-    assert pool2.run(swap_in_the_average, combination) == [(True, [])] * 2
+    assert pool2.run(swap_in_the_average, combination) == [[], []]
 
 
 def replaced_data(transport, whole):
@@ -234,14 +235,14 @@ def replaced_data(transport, whole):
         part = value.flatten()[info["begin"] : info["begin"] + info["numel"]]
         param.data = part.reshape(param.shape).clone()
     rank = dist.get_rank()
-    same = torch.equal(model(floats(rank)), plain(floats(rank)))
-    return same, differences(model.state_dict(), plain.state_dict())
+    assert_same(model(floats(rank)), plain(floats(rank)), "the output")
+    return differences(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_replaced_data_is_written_back(pool2, transport, whole):
-    assert pool2.run(replaced_data, transport, whole) == [(True, [])] * 2
+    assert pool2.run(replaced_data, transport, whole) == [[], []]
 
 
 def cast_after_wrapping(transport):
@@ -275,18 +276,18 @@ def train_with_buffers(combination, sync):
     model.eval()
     parallel.eval()
     with torch.no_grad():
-        evaluated = torch.equal(model(case.batch(9, rank)), parallel(case.batch(9, rank)))
+        assert_same(model(case.batch(9, rank)), parallel(case.batch(9, rank)), "the output")
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {n: b.clone() for n, b in model.named_buffers()})
     same = differences(everyone[0], everyone[1]) == []
-    return evaluated, differences(model.state_dict(), plain.state_dict()), same
+    return differences(model.state_dict(), plain.state_dict()), same
 
 
 @pytest.mark.parametrize("sync", [True, False], ids=["synced", "local"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_buffers_are_those_of_ddp(pool2, combination, sync):
-    for evaluated, wrong, same in pool2.run(train_with_buffers, combination, sync):
-        assert evaluated and wrong == []
+    for wrong, same in pool2.run(train_with_buffers, combination, sync):
+        assert wrong == []
         assert same is sync
 
 

@@ -334,5 +334,6 @@ def hybrid():
 def test_a_skipped_unit_with_a_hybrid_strategy_is_an_error():
     """Gathers meet in the shard group and rounds meet in the world: neither hears of the other."""
     results = fork_ranks(hybrid, 4)
-    assert all(result.value and result.value[0] for result in results), results
+    for result in results:
+        assert result.value and result.value[0], result
     assert any(result.value[0] == "PeerTimeoutError" for result in results)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from compare import assert_same
 from models import Block, Conv, Mlp, Nested, Net, Tied, differences, loss_of, make, wrapped
 from torch import nn
 
@@ -42,7 +43,8 @@ def test_arguments_have_the_names_order_and_defaults_of_fsdp1():
         "sync_module_states",  # as DDP
         "use_orig_params",  # always
     }
-    assert all(p.kind is p.KEYWORD_ONLY for n, p in ours.items() if n not in positional)
+    others = {name: p.kind for name, p in ours.items() if name not in positional}
+    assert others == dict.fromkeys(others, inspect.Parameter.KEYWORD_ONLY)
 
 
 @pytest.mark.parametrize(
@@ -179,15 +181,14 @@ class WithExtras(Net):
 
 def test_the_model_stays_itself():
     plain = make(WithExtras)
-    params, modules = list(plain.parameters()), list(plain.modules())
+    before = [*map(id, plain.parameters()), *map(id, plain.modules())]
     names = [name for name, _ in plain.named_parameters()]
     model = FSDP(plain)
     assert model is plain
     assert (
         isinstance(model, FSDP) and isinstance(model, WithExtras) and isinstance(model, nn.Module)
     )
-    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    assert [*map(id, model.parameters()), *map(id, model.modules())] == before
     assert [name for name, _ in model.named_parameters()] == names
     assert (
         type(model).__name__ == "FSDPWithExtras" and type(model).__module__ == WithExtras.__module__
@@ -195,7 +196,7 @@ def test_the_model_stays_itself():
     assert type(model) is type(FSDP(make(WithExtras))), "one class for each class"
     assert model.kind == "extra" and model.describe() == "FSDPWithExtras of 3"
     ids = torch.arange(4)[None]
-    assert torch.equal(model(ids, twice=True), 2 * model(ids))
+    assert_same(model(ids, twice=True), 2 * model(ids), "the output")
     assert model.calls == 2
 
 
@@ -211,7 +212,7 @@ def test_module_is_the_model_itself():
     assert (model.training, model.kind) == (False, plain.kind)
     assert differences(plain.state_dict(), model.state_dict()) == []
     ids = torch.arange(4)[None]
-    assert torch.equal(plain(ids), model(ids))
+    assert_same(plain(ids), model(ids), "the output")
 
 
 def test_code_that_unwraps_models_comes_to_an_end():
@@ -339,7 +340,7 @@ def test_shard_info(pool2, combination):
             if info["numel"]:
                 assert info["begin"] == ends[name], "ranks own the elements in their order"
             ends[name] += info["numel"]
-    assert all(end == torch.Size(plain[name]).numel() for name, end in ends.items())
+    assert ends == {name: torch.Size(shape).numel() for name, shape in plain.items()}
 
 
 def test_shard_info_of_other_tensors(pool2):
@@ -413,7 +414,7 @@ def test_memory_has_its_keys():
 
 def test_a_model_without_parameters():
     model = FSDP(nn.Sequential(nn.ReLU(), nn.Flatten()))
-    assert torch.equal(model(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]))
+    assert_same(model(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]), "the output")
     assert units_table(model).splitlines()[-1].startswith("1 unit")
 
 
@@ -421,8 +422,9 @@ def without_parameters():
     model = FSDP(nn.Sequential(nn.ReLU(), nn.Flatten()))
     x = torch.ones(2, 3, requires_grad=True)
     model(x).sum().backward()
-    return bool((x.grad == 1).all()), dict(model.state_dict()), model.memory()["shards"]
+    assert_same(x.grad, torch.ones(2, 3), "the gradient")
+    return dict(model.state_dict()), model.memory()["shards"]
 
 
 def test_a_model_without_parameters_on_two_ranks(pool2):
-    assert pool2.run(without_parameters) == [(True, {}, 0)] * 2
+    assert pool2.run(without_parameters) == [({}, 0)] * 2

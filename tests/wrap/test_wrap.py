@@ -72,7 +72,8 @@ def check_partition(root: nn.Module, units: list[UnitSpec]) -> None:
         for ref in unit.params:
             every = unit.module.named_parameters(remove_duplicate=False)
             assert sorted(ref.names) == sorted(name for name, p in every if p is ref.param)
-            assert all(getattr(module, attr) is ref.param for module, attr in ref.owners)
+            for module, attr in ref.owners:
+                assert getattr(module, attr) is ref.param
 
 
 # Policies
@@ -306,7 +307,8 @@ def test_a_parameter_belongs_to_the_innermost_unit_around_all_its_places(seed: i
             assert innermost_unit(root, chosen, ref.param) is unit.module
     ranks = {unit.module: rank for rank, unit in enumerate(units)}
     for unit in units:
-        assert all(ranks.get(m, -1) <= ranks[unit.module] for m in unit.module.modules())
+        for module in unit.module.modules():
+            assert ranks.get(module, -1) <= ranks[unit.module]
 
 
 def test_tied_weights_go_to_the_unit_around_them() -> None:

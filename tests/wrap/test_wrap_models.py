@@ -135,8 +135,8 @@ def test_auto_cuts_the_model_into_its_blocks(case: Case) -> None:
     units = plan_units(model)
     total = sum(param.numel() for param in model.parameters())
     assert sum(unit.numel for unit in units) == total
-    assert all(type(unit.module).forward is not nn.Module.forward for unit in units)
+    assert [u.name for u in units if type(u.module).forward is nn.Module.forward] == []
     assert sum(type(unit.module).__name__ == case.block for unit in units) == case.count
     assert max(unit.numel for unit in units) <= case.share * total
-    assert all(unit.numel >= total / 1000 for unit in units[:-1])
+    assert min((unit.numel for unit in units[:-1]), default=total) >= total / 1000
     assert uses_while_sharded(units, **case.inputs) == []

@@ -1,0 +1,102 @@
+"""What differs between tensors, bit for bit, in words: which entry, how many elements, the first of them.
+
+The one idea: a rank says what differs, not whether: `assert [True, False] == [True, True]` tells
+nobody what to look at. A function on ranks returns `differences(ours, theirs)`, and its test asserts
+that there are none on any rank, or it asserts on the spot by `assert_same`.
+
+    assert pool.run(trains_as_ddp) == [[]] * pool.world
+    assert_same(model(x), plain(x), "the output")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zshard
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SHOWN = 12  # entries that a message lists
+
+
+def differences(ours: Any, theirs: Any, nans: bool = False) -> list[str]:
+    """What differs between two tensors, or two dicts or lists of tensors and other values; of sharded
+    tensors, this rank's parts are compared.
+
+    To the bit, so that 0.0 is not -0.0. A NaN differs from all, as a result that is NaN on both sides
+    says nothing; with `nans`, it equals one of the same bits.
+    """
+    if not isinstance(ours, Tensor | Mapping):
+        ours, theirs = list(ours), list(theirs)  # also of generators, and of a tuple and a list
+    found: list[str] = []
+    _compare("", ours, theirs, nans, found)
+    return sorted(found)
+
+
+def assert_same(ours: Any, theirs: Any, what: str, nans: bool = False) -> None:
+    """Fails with `what` and the differences if there are any; see there."""
+    __tracebackhide__ = True
+    found = differences(ours, theirs, nans)
+    if found:
+        more = [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+        raise AssertionError("\n    ".join([f"{what} differs:", *found[:SHOWN], *more]))
+
+
+def _compare(name: str, ours: Any, theirs: Any, nans: bool, found: list[str]) -> None:
+    """Adds to `found` what differs between two values."""
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        text = _between(zshard.to_local(ours).detach(), zshard.to_local(theirs).detach(), nans)
+        found += [_named(name, text)] if text else []
+    elif isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        found += [_named(name, f"only ours has {key}") for key in ours.keys() - theirs.keys()]
+        found += [_named(name, f"only theirs has {key}") for key in theirs.keys() - ours.keys()]
+        for key in ours.keys() & theirs.keys():
+            _compare(f"{name}/{key}" if name else str(key), ours[key], theirs[key], nans, found)
+    elif isinstance(ours, list | tuple) and type(ours) is type(theirs):
+        if len(ours) != len(theirs):
+            found.append(_named(name, f"{len(ours)} entries, not {len(theirs)}"))
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            _compare(f"{name}[{i}]", a, b, nans, found)
+    elif isinstance(ours, Tensor) or isinstance(theirs, Tensor) or ours != theirs:
+        found.append(_named(name, f"{_shown(ours)}, not {_shown(theirs)}"))
+
+
+def _between(a: Tensor, b: Tensor, nans: bool) -> str:
+    """How two plain tensors differ; "" if they do not."""
+    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
+        return f"{_shown(a)}, not {_shown(b)}"
+    if not a.numel():
+        return ""
+    unlike = _bits(a) != _bits(b)
+    if a.is_complex():
+        unlike = unlike.any(-1)
+    if not nans and a.dtype.is_floating_point | a.is_complex():
+        unlike |= (a.double() if a.element_size() == 1 else a).isnan()
+    count = int(unlike.sum())
+    if not count:
+        return ""
+    first = [int(i) for i in unlike.nonzero()[0]]
+    one, other = a[tuple(first)].item(), b[tuple(first)].item()
+    text = f"{count} of {a.numel()} elements differ, the first at {first}: {one}, not {other}"
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return f"{text}; by up to {float((a.to(wide) - b.to(wide)).abs().max()):.3g}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The elements' bits as integers; of complex numbers, two integers each."""
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return plain.contiguous().view(INTEGERS[plain.element_size()])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        place = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{place}"
+    return repr(value)
+
+
+def _named(name: str, text: str) -> str:
+    return f"{name}: {text}" if name else text
