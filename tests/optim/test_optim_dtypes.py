@@ -63,7 +63,7 @@ def test_state_keeps_its_dtype(pool2, combination, tmp_path):
 
 
 def test_a_plain_model(tmp_path):
-    assert goes_on(tmp_path, None) == ({torch.bfloat16}, torch.bfloat16, True)
+    assert goes_on(tmp_path, None) == ({torch.bfloat16}, torch.bfloat16, [])
 
 
 def into_another_dtype(folder):
