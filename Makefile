@@ -24,6 +24,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --retries 2 install --quiet
 CLANG_FORMAT := $(PY) -c 'import clang_format; clang_format.clang_format()'
+TIDY_FILES = $(sort $(shell find csrc -name '*.c'))
 C_FILES = $(sort $(shell find csrc cuda tests/c -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh'))
 
 # All tests without further words go to a worker more than there are cores (of few), file by file: many wait.
@@ -49,11 +50,12 @@ test: build $(VENV)/.test ## the tests (TESTS=tests/optim/test_clip.py, ARGS="-k
 bench: build $(VENV)/.demo ## the benchmarks (ARGS=...)
 	$(PY) benchmarks/run.py $(ARGS)
 
-lint: build $(VENV)/.lint ## ruff, mypy, clang-format, and the stubs against the built module
+lint: build $(VENV)/.lint ## ruff, mypy, clang-format, clang-tidy, and the stubs against the built module
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(CLANG_FORMAT) --dry-run --Werror $(C_FILES)
+	$(PY) tools/tidy.py $(TIDY_FILES)
 	@printf '[mypy]\nfollow_imports = skip\n' > build/stubtest.ini # mypy has just checked the imports
 	$(PY) -m mypy.stubtest zshard._core --mypy-config-file build/stubtest.ini
 

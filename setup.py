@@ -52,6 +52,8 @@ VARIANTS = {
 COMMON = ["-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
 COMMON += ["-fno-math-errno", "-fno-trapping-math"]
 C = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
+# A function is static or has a header.
+C += ["-Wmissing-prototypes", "-Wstrict-prototypes"]
 CXX = ["-std=c++20", "-Wall", "-Wextra"]  # torch itself is C++20 from 2.12 on; 2.11 accepts it
 # IEEE arithmetic as the C loops have it: no fused multiply-adds but those that are written out.
 NVCC = ["-std=c++17", "-O3", "-fmad=false", "-Werror", "all-warnings", "--threads=0"]

@@ -88,8 +88,8 @@ typedef void sum_loop(const zs_sum *sum, int64_t begin, int64_t end);
                 const int sources = sum->world - r < TOGETHER ? sum->world - r : TOGETHER;                          \
                 for (int s = 0; s < sources; s++)                                                                   \
                     in[s] = sum->src[r + s] ? (const T *)sum->src[r + s] + at : zeros;                              \
-                const T *a = in[0], *b = in[1], *c = in[2], *d = in[3];                                             \
                 if (sources == TOGETHER) {                                                                          \
+                    const T *a = in[0], *b = in[1], *c = in[2], *d = in[3];                                         \
                     for (int i = 0; i < n; i++)                                                                     \
                         total[i] = total[i] + (load(a[i]) + before[i]) * scale + (load(b[i]) + before[i]) * scale + \
                                    (load(c[i]) + before[i]) * scale + (load(d[i]) + before[i]) * scale;             \

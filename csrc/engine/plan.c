@@ -138,7 +138,7 @@ static zs_status copy_follows(planner *p, const zs_unit *unit, zs_dry_unit *it)
             zs_dry_unit *next = dry_unit(p, zs_unit_of(list->records[k]));
             if (next != NULL) records[n++] = &next->record;
         }
-        ZS_TRY(zs_schedule_follow(&it->record, phase, records, n));
+        ZS_TRY(zs_schedule_follow(&it->record, (zs_phase)phase, records, n));
     }
     return ZS_OK;
 }

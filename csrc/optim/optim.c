@@ -213,10 +213,11 @@ static zs_status look_at(const zs_optim *plan, const zs_member *member, zs_view 
 /* The constants for this member: usually those of the member before. */
 static const zs_constants *constants_for(zs_optim *plan, const zs_hyper *hyper, double step, bool first)
 {
-    zs_constants *last = plan->n_constants > 0 ? &plan->constants[plan->n_constants - 1] : NULL;
     bool adam = plan->rule == ZS_RULE_ADAM;
-    if (last != NULL && (adam ? last->step == step : last->first == first)) return last;
-
+    if (plan->n_constants > 0) {
+        const zs_constants *last = &plan->constants[plan->n_constants - 1];
+        if (adam ? last->step == step : last->first == first) return last;
+    }
     zs_constants *made = &plan->constants[plan->n_constants++];
     made->step = step;
     made->first = first;

@@ -43,15 +43,19 @@ static void comm_dealloc(comm_object *self)
 /* "cpu", "cuda:<number>", "cuda:<number>/host" (see zs_device_cuda). */
 static zs_status find_device(const char *name, const zs_device **out)
 {
-    int index = 0, end = 0;
+    static const char cuda[] = "cuda:";
     if (strcmp(name, "cpu") == 0) {
         *out = zs_device_cpu();
         return ZS_OK;
     }
-    bool read = sscanf(name, "cuda:%d%n", &index, &end) == 1;
-    bool on_host = read && strcmp(name + end, "/host") == 0;
-    if (!read || (name[end] != 0 && !on_host)) return ZS_FAIL(ZS_ERR_VALUE, "unknown device '%s'", name);
-    return zs_device_cuda(index, on_host, out);
+    if (strncmp(name, cuda, strlen(cuda)) == 0) {
+        const char *digits = name + strlen(cuda);
+        char *end;
+        long index = strtol(digits, &end, 10);
+        bool on_host = strcmp(end, "/host") == 0, known = end > digits && (*end == 0 || on_host);
+        if (known && index == (int)index) return zs_device_cuda((int)index, on_host, out);
+    }
+    return ZS_FAIL(ZS_ERR_VALUE, "unknown device '%s'", name);
 }
 
 PyDoc_STRVAR(comm_alone_doc, "alone($type, device='cpu', /)\n--\n\nCreate the transport of a single process (world "

@@ -170,6 +170,7 @@ static struct PyModuleDef module_def = {
     .m_free = module_free,
 };
 
+PyMODINIT_FUNC PyInit__core(void); /* the only function that no header declares: Python finds it by its name */
 PyMODINIT_FUNC PyInit__core(void)
 {
     return PyModuleDef_Init(&module_def);

@@ -70,12 +70,14 @@ static zs_status make_spare(zs_unit *unit, int f)
     zs_flat *flat = &unit->flats[f];
     const zs_device *device = zs_home_device(unit->home);
     size_t bytes = flat->grad_mem->bytes;
+    zs_mem *mem = NULL;
     if (unit->offloads.grads)
-        ZS_TRY(zs_offload_grads_new(unit, bytes, &flat->spare_mem));
+        ZS_TRY(zs_offload_grads_new(unit, bytes, &mem));
     else
-        ZS_TRY(zs_device_mem_new(device, bytes, &flat->spare_mem));
-    flat->spare_mem->role = flat->grad_mem->role;
-    flat->spare_mem->user = unit;
+        ZS_TRY(zs_device_mem_new(device, bytes, &mem));
+    mem->role = flat->grad_mem->role;
+    mem->user = unit;
+    flat->spare_mem = mem;
     ZS_TRY(zs_storage_new(device->where, bytes, "", &flat->spare));
     ZS_TRY(zs_storage_fill(flat->spare, flat->spare_mem, flat->spare_mem->ptr));
     for (int64_t i = 0; i < unit->n_params; i++) {

@@ -81,6 +81,7 @@ static zs_status take_over(zs_unit *unit, const seen *before)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
+        /* NOLINTNEXTLINE(clang-analyzer-core.uninitialized.Branch): a unit keeps its number of parameters */
         if (!before[i].shown) continue;
         ZS_TRY(zs_grad_set(param->tensor, param->local));
         param->shown = zs_tensor_version(param->local) + !before[i].same;

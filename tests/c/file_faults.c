@@ -77,6 +77,7 @@ static struct PyModuleDef module_def = {
     .m_slots = slots,
 };
 
+PyMODINIT_FUNC PyInit__file_faults(void);
 PyMODINIT_FUNC PyInit__file_faults(void)
 {
     return PyModuleDef_Init(&module_def);

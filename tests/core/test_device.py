@@ -16,6 +16,8 @@ from c_sources import sources
 from loops import DTYPES, Device, source_dtype
 from torch import Tensor
 
+from zshard import _core
+
 SOURCES = [
     *sources("device_cpu.c", "simd.c", "memory.c", "status.c"),
     C / "serial_parallel_for.c",
@@ -186,3 +188,11 @@ def test_rounding_to_half_is_torchs(device: Device, dtype: torch.dtype) -> None:
         numbers = ~want.isnan()
         assert torch.equal(dst.isnan(), want.isnan())
         assert torch.equal(dst.view(torch.int16)[numbers], want.view(torch.int16)[numbers])
+
+
+@pytest.mark.parametrize(
+    "name", ["gpu", "cuda", "cuda:", "cuda:0x", "cuda:0/hosts", "cuda:4294967296"]
+)
+def test_what_names_no_device_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown device '{name}'"):
+        _core.Comm.alone(name)

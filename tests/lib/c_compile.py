@@ -24,6 +24,7 @@ C = ROOT / "tests" / "c"
 NO_LOOPS = C / "no_loops.c"
 OBJECTS = ROOT / "build" / "tests"
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-pthread"]
+STRICT += ["-Wmissing-prototypes", "-Wstrict-prototypes"]
 ARITHMETIC = ["-fno-math-errno", "-ffp-contract=off"]  # the extension's
 BUILDS = {
     "release": ["-O3"],

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from c_sources import source
+from objects import DEFINED, Symbols, release_objects, symbols, symbols_by_source
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +34,7 @@ static PyObject *answer(PyObject *module, PyObject *none)
 }
 static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core", .m_methods = methods};
+PyMODINIT_FUNC PyInit__core(void);
 PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&module); }
 """,
 }
@@ -343,12 +345,6 @@ def test_kernels_that_do_not_compile_say_how_to_go_without(cuda_project: Project
 # --- the real extension --------------------------------------------------------------------------
 
 
-def symbols(path: Path, *options: str) -> list[tuple[str, str]]:
-    """(kind, name) of the symbols that nm lists for `path`."""
-    listed = subprocess.run(["nm", *options, str(path)], text=True, capture_output=True, check=True)
-    return [tuple(line.split()[-2:]) for line in listed.stdout.splitlines() if line.strip()]  # type: ignore[misc]
-
-
 @pytest.fixture(scope="module")
 def core() -> Path:
     """The extension that this session tests."""
@@ -358,22 +354,8 @@ def core() -> Path:
     return Path(spec.origin)
 
 
-@pytest.fixture(scope="module")
-def objects() -> dict[str, Path]:
-    """The objects of the last release build by the names of their sources."""
-    import torch
-
-    tag = f"objects-{sysconfig.get_config_var('SOABI')}-torch{torch.__version__}-release"
-    found = {path.name.removesuffix(".o"): path for path in (ROOT / "build" / tag).glob("*.o")}
-    if not found:
-        pytest.skip("no release build here")
-    sources = {path.name for path in (ROOT / "csrc").rglob("*")}
-    return {name: path for name, path in found.items() if name in sources}
-
-
 def test_extension_exports_its_init_function_alone(core: Path) -> None:
-    # Weak and unique symbols (W, V, u) are templates and inline statics out of torch's headers.
-    strong = [name for kind, name in symbols(core, "-D", "--defined-only") if kind in "TDBR"]
+    strong = [name for kind, name in symbols(core, "-D", "--defined-only") if kind in DEFINED]
     assert [name for name in strong if not name.startswith(("_", "__"))] == ["PyInit__core"]
 
 
@@ -385,30 +367,43 @@ def test_extension_finds_torch_beside_itself_and_where_it_was_built(core: Path) 
     assert f"[$ORIGIN/../torch/lib:{libraries}]" in dynamic.stdout
 
 
-def test_every_symbol_of_the_c_core_is_ours(objects: dict[str, Path]) -> None:
-    wrong = [
+def strangers(listed: dict[str, Symbols]) -> list[str]:
+    """What sources define for others under a name that does not say whose it is."""
+    return [
         f"{source}: {name}"
-        for source, path in objects.items()
-        if source.endswith(".c")
-        for kind, name in symbols(path, "--defined-only")
-        if kind in "TDBRC" and not name.startswith("zs_") and name != "PyInit__core"
+        for source, found in listed.items()
+        for kind, name in found
+        if kind in DEFINED and not name.startswith("zs_") and name != "PyInit__core"
     ]
-    assert not wrong, "non-static symbols that do not start with zs_: " + ", ".join(wrong)
 
 
-def test_c_core_needs_neither_python_nor_torch(objects: dict[str, Path]) -> None:
-    core = {name: path for name, path in objects.items() if not name.startswith(("py_", "torch_"))}
+def test_symbols_start_with_zs() -> None:
+    """The names of a process are one big scope. (Those without a header do not compile.)"""
+    assert strangers(symbols_by_source()) == []
+    listed = [("T", "zs_pack"), ("t", "local"), ("T", "pack"), ("U", "malloc"), ("D", "table")]
+    assert strangers({"unit.c": listed}) == ["unit.c: pack", "unit.c: table"]
+
+
+def test_c_core_needs_neither_python_nor_torch() -> None:
+    listed = symbols_by_source()
+    core = {name: found for name, found in listed.items() if not name.startswith(("py_", "torch_"))}
     assert core, "no C core"
     wrong = [
         f"{source}: {name}"
-        for source, path in core.items()
-        for _, name in symbols(path, "--undefined-only")
-        if name.startswith(("Py", "_Py", "_Z", "aoti_", "torch_"))
+        for source, found in core.items()
+        for kind, name in found
+        if kind == "U" and name.startswith(("Py", "_Py", "_Z", "aoti_", "torch_"))
     ]
     assert not wrong, "the C core calls: " + ", ".join(wrong)
 
 
-def test_arithmetic_is_not_contracted(objects: dict[str, Path]) -> None:
-    for path in objects.values():
+def test_function_without_a_header_is_an_error(project: Project) -> None:
+    project.write("csrc/base/lone/alone.c", "int zs_alone(void) { return 0; }\n")
+    done = project.run("setup.py", "-q", "build_ext", "--inplace")
+    assert done.returncode == 1 and "-Werror=missing-prototypes" in done.stdout
+
+
+def test_arithmetic_is_not_contracted() -> None:
+    for path in release_objects().values():
         command = path.with_name(f"{path.name}.cmd").read_text()
         assert "-ffp-contract=off" in command and "-ffast-math" not in command

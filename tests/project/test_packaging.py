@@ -122,7 +122,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the source distribution of this repository."""
     folder = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT, folder / "clone", ignore=shutil.ignore_patterns(*BUILT))
-    for name in (".clang-format", ".pre-commit-config.yaml"):
+    for name in (".clang-format", ".clang-tidy", ".pre-commit-config.yaml"):
         shutil.copy2(ROOT / name, folder / "clone")
     done = run(sys.executable, "-c", BUILD.format("sdist", str(folder)), cwd=folder / "clone")
     assert done.returncode == 0, done.stdout

@@ -153,10 +153,10 @@ static zs_status c10d_end(zs_comm *comm, zs_past *pasts, bool *all)
     if (good) {
         pages[comm->rank] = (last_page){comm->past, comm->words};
         *all = zs_group_leave_page(self->group, comm->rank, comm->world, pages, sizeof *pages);
-    }
-    for (int r = 0; r < comm->world && *all; r++) {
-        pasts[r] = pages[r].past;
-        words[r] = pages[r].words;
+        for (int r = 0; r < comm->world && *all; r++) {
+            pasts[r] = pages[r].past;
+            words[r] = pages[r].words;
+        }
     }
     free(pages);
     zs_comm_set_others(comm, words);

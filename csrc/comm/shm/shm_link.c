@@ -100,12 +100,16 @@ static size_t given_by(int rank)
     return rank == 0 ? ZS_LINK_FDS : ZS_LINK_FLATS;
 }
 
-/* Sends; waits while the user has too many descriptors under way. */
+/* Sends; waits while the user has too many descriptors under way. errno says why it failed. */
 static bool send_out(int fd, const struct msghdr *header, double deadline)
 {
     while (sendmsg(fd, header, MSG_NOSIGNAL) < 0) {
-        bool later = errno == ETOOMANYREFS || errno == EINTR;
-        if (!later || now() > deadline) return false;
+        int err = errno;
+        bool later = err == ETOOMANYREFS || err == EINTR;
+        if (!later || now() > deadline) {
+            errno = err;
+            return false;
+        }
         nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     }
     return true;

@@ -6,6 +6,7 @@
 
 #include <dirent.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -56,12 +57,12 @@ static long long open_descriptors(void)
 
 static long long read_number(const char *path)
 {
-    long long number = UNKNOWN;
+    char text[32], *end = text;
     FILE *file = fopen(path, "r");
     if (file == NULL) return UNKNOWN;
-    if (fscanf(file, "%lld", &number) != 1) number = UNKNOWN;
+    long long number = fgets(text, sizeof text, file) != NULL ? strtoll(text, &end, 10) : UNKNOWN;
     fclose(file);
-    return number;
+    return end > text ? number : UNKNOWN;
 }
 
 static long long mappings(void)
@@ -70,9 +71,12 @@ static long long mappings(void)
     long long count = 0;
     FILE *file = fopen("/proc/self/maps", "r");
     if (file == NULL) return UNKNOWN;
-    for (size_t got = fread(text, 1, sizeof text, file); got > 0; got = fread(text, 1, sizeof text, file))
+    size_t got;
+    do {
+        got = fread(text, 1, sizeof text, file);
         for (size_t i = 0; i < got; i++)
             count += text[i] == '\n';
+    } while (got == sizeof text);
     fclose(file);
     return count;
 }

@@ -21,12 +21,12 @@ enum { TURN_BITS = 16, TURN_MASK = (1 << TURN_BITS) - 1 };
 
 static uint64_t with_turn(uint64_t asleep, int rank)
 {
-    return (asleep & ~(uint64_t)TURN_MASK) | (uint64_t)(rank + 1);
+    return (asleep & ~(uint64_t)TURN_MASK) | ((uint64_t)rank + 1);
 }
 
 static bool has_turn(uint64_t asleep, int rank)
 {
-    return (asleep & TURN_MASK) == (uint64_t)(rank + 1);
+    return (asleep & TURN_MASK) == (uint64_t)rank + 1;
 }
 
 static void wake(zs_shm_control *peer)

@@ -1,0 +1,44 @@
+"""Runs clang-tidy on C files, on all cores: `python tools/tidy.py csrc/unit/unit_bind.c ...`.
+
+The one idea: clang reads a file with the flags that setup.py compiles it with, so no list of
+commands is kept. What is checked, and why other checks are not, says .clang-tidy.
+"""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from clang_tidy import get_executable
+
+ROOT = Path(__file__).resolve().parents[1]
+AT_ONCE = 8  # files of one process: starting one takes as long as reading a file
+PROGRESS = re.compile(r"\[\d+/\d+\] Processing|\d+ (warning|error)s? |Suppressed ")
+
+
+def check(files: list[str]) -> str:
+    """What clang-tidy says about `files`; "" if nothing."""
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    flags = [*setup["C"], "-pthread", f"-iquote{ROOT / setup['CSRC']}"]
+    flags += ["-isystem", sysconfig.get_path("include")]
+    command = [str(get_executable("clang-tidy")), "--quiet", *files, "--", *flags]
+    done = subprocess.run(command, text=True, stdout=-1, stderr=subprocess.STDOUT, check=False)
+    said = [line for line in done.stdout.splitlines() if not PROGRESS.match(line)]
+    return "\n".join(said or [f"exit status {done.returncode}"]) if done.returncode else ""
+
+
+def main(files: list[str]) -> int:
+    """Checks all files; 1 if there are findings."""
+    parts = -(-len(files) // AT_ONCE)  # with long and short files in each
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        findings = list(filter(None, pool.map(check, [files[i::parts] for i in range(parts)])))
+    print(*findings, sep="\n", end="\n" if findings else "")
+    return int(bool(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
