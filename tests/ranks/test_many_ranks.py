@@ -99,9 +99,8 @@ def crowded(folder: Path, files: int | None) -> tuple[Told, int, int]:
     world = dist.get_world_size()
     if files is None:
         needs = _core.Comm.shm_needs(world)
-        limit_files(
-            needs["meeting"] + needs["descriptors"] + 2
-        )  # saving has a transport of its own
+        # Saving has a transport of its own, and files; others may open one for a moment.
+        limit_files(needs["meeting"] + needs["descriptors"] + 6)
     else:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     drop_capabilities()
