@@ -79,7 +79,7 @@ def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
     if not hybrid:
         raise ValueError(
             "two process groups or a 2-D device_mesh require a hybrid strategy: pass "
-            'sharding_strategy="hybrid_shard", "hybrid_shard_zero2" or "hybrid_full"'
+            'strategy="hybrid_shard", "hybrid_shard_zero2" or "hybrid_full"'
         )
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
         raise TypeError(
