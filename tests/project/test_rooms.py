@@ -27,7 +27,8 @@ ORDER = [
         "_units",
     ),
     *("_guard", "_wrap", "wrap", "_types", "_optim", "optim", "grad_scaler", "_state_dict"),
-    *("_memory", "_model", "_patches", "api", "_compat", "_checkpoint", "_doctor"),
+    *("_memory", "_model", "_patches", "api", "_compat", "_checkpoint", "_doctor", "_lightning"),
+    "lightning",
     *("__init__", "__main__"),
 ]
 

@@ -51,4 +51,6 @@ def call_as_forward(
     if not unit.is_hooked:
         return function(*args, **kwargs)
     args, kwargs = cast_arguments(module, args, kwargs)
-    return call_guarded(module, unit, call_between_hooks, (module, unit, function, args, kwargs), {})
+    return call_guarded(
+        module, unit, call_between_hooks, (module, unit, function, args, kwargs), {}
+    )
