@@ -14,7 +14,7 @@ from nursery import fork_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import zshard.lightning  # noqa: F401 - registers the strategy
+import zshard.lightning
 
 DIM = 8
 
@@ -69,6 +69,101 @@ class Net(LightningModule):
         return [made], [torch.optim.lr_scheduler.StepLR(made, 2, 0.5)]
 
 
+class Late(Net):
+    """A Net whose layers configure_model() makes."""
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        self.late_on = device
+        self.blocks = None
+
+    def configure_model(self) -> None:
+        if self.blocks is not None:
+            return
+        with torch.device(self.late_on):
+            self.blocks = nn.Sequential(*[Block() for _ in range(3)])
+            self.head = nn.Linear(DIM, 1)
+
+
+class Gan(LightningModule):
+    """Two networks, each with an optimizer, that a training_step() calls and steps by itself."""
+
+    def __init__(self, toggles: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggles = toggles
+        self.generator = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, DIM))
+        critic = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, 1))
+        self.parts = nn.ModuleDict({"critic": critic})
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.generator(x)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        x, critic = batch[0], self.parts["critic"]
+        generating, judging = self.optimizers()
+        self.update(generating, lambda: -critic(self(x * 0.5)).mean())
+        self.update(judging, lambda: critic(self(x * 0.5).detach()).mean() - critic(x).mean())
+
+    def update(self, optimizer: Any, closure: Any) -> None:
+        if self.toggles:
+            self.toggle_optimizer(optimizer)
+        loss = closure()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.5, "value")
+        optimizer.step()
+        if self.toggles:
+            self.untoggle_optimizer(optimizer)
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self.parts["critic"](self(batch[0])).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), 0.01),
+            torch.optim.Adam(self.parts.parameters(), 0.02),
+        ], []
+
+
+class FrozenAndUnused(Net):
+    """With a frozen block, a frozen layer, a layer that nobody calls, and a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(DIM)
+        self.unused = nn.Linear(DIM, DIM)
+        self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.batch_norm(self.frozen(x)))
+
+
+class OwnUnit(Net):
+    """A module that calls zshard.FSDP itself."""
+
+    def __init__(self, where: str = "init") -> None:
+        super().__init__()
+        self.where = where
+        if where == "init":
+            zshard.FSDP(self.blocks)
+
+    def configure_model(self) -> None:
+        if self.where == "configure_model" and not isinstance(self.blocks, zshard.FSDP):
+            zshard.FSDP(self.blocks)
+
+
+class FailsOnRank1(Net):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if index == 2 and self.global_rank == 1:
+            raise RuntimeError("boom on rank 1")
+        return super().training_step(batch, index)
+
+
 def data(rows: int = 64, batch: int = 4) -> DataLoader[Any]:
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(rows, DIM, generator=draw)
@@ -84,8 +179,14 @@ QUIET = {
 }
 
 
+def strategy_of(given: Any) -> Any:
+    """A strategy by name, or zshard's with a dict of arguments."""
+    return zshard.lightning.ZShardStrategy(**given) if isinstance(given, dict) else given
+
+
 def trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
     seed_everything(3, verbose=False)
+    strategy = strategy_of(strategy)
     return Trainer(strategy=strategy, devices=devices, **{**QUIET, "max_epochs": 1, **options})
 
 

@@ -84,9 +84,10 @@ class Sharding:
         for each, state in units_of(module):
             if state.comms.all.world != world:
                 raise ValueError(
-                    f"{type(each).__name__} is sharded over {state.comms.all.world} rank(s), but "
-                    f"Lightning runs {world}: call zshard.FSDP in configure_model() (in Fabric: "
-                    "after fabric.launch()), or leave it to the strategy"
+                    f"{type(each).__bases__[1].__name__} is sharded over "
+                    f"{state.comms.all.world} rank(s), but Lightning runs {world}: call "
+                    "zshard.FSDP in configure_model() (in Fabric: after fabric.launch()), or leave "
+                    "it to the strategy"
                 )
         if self._recomputed is not None:
             _recompute(module, self._recomputed)

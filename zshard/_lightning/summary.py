@@ -14,7 +14,7 @@ from zshard._units.units import is_unit
 
 __all__ = ["summary_of"]
 
-_tables = importlib.import_module(
+_tables: Any = importlib.import_module(
     f"{trainer_package.__name__}.utilities.model_summary.model_summary"
 )
 

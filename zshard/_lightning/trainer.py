@@ -65,6 +65,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
     """
 
     strategy_name = "zshard"
+    model: Any  # what is trained: the LightningModule itself
 
     def __init__(
         self,
@@ -126,15 +127,16 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
     def _share_averages(self, trainer: Any) -> None:
         """Shard the copies that callbacks for averages of the weights have made of the module."""
         for callback in trainer.callbacks:
-            average = getattr(callback, "_average_model", None)
+            average: Any = getattr(callback, "_average_model", None)
             if not isinstance(average, nn.Module):
                 continue
             if self._is_sharded_save:
                 raise ValueError(
-                    f"{type(callback).__name__} saves full weights, which state_dict_type='sharded' "
-                    "does not: use state_dict_type='full'"
+                    f"{type(callback).__name__} saves full weights, which "
+                    "state_dict_type='sharded' does not: use state_dict_type='full'"
                 )
-            average = average.module if hasattr(average, "n_averaged") else average
+            if hasattr(average, "n_averaged"):  # torch's AveragedModel, around the copy
+                average = average.module
             if is_unit(average):
                 continue
             on_meta = any(param.is_meta for param in average.parameters())
