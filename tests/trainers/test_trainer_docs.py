@@ -15,7 +15,9 @@ ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "docs", "GROUP_RANK": "0"}
 def code_below(*headings: str) -> str:
     """The Python blocks below these headings of the page, in order."""
     parts = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.S | re.M))
-    return "\n\n".join(re.findall(r"```python\n(.*?)```", "".join(parts[h] for h in headings), re.S))
+    return "\n\n".join(
+        re.findall(r"```python\n(.*?)```", "".join(parts[h] for h in headings), re.S)
+    )
 
 
 def test_the_code_for_lightning_runs(tmp_path: Path) -> None:
