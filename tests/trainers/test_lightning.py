@@ -438,6 +438,21 @@ def test_sharded_checkpoints_of_averages_are_refused() -> None:
         assert "EMAWeightAveraging saves full weights" in text and "'full'" in text
 
 
+def validate_with_ddp(world: int, strategy: Any) -> str:
+    net = Net()
+    trainer(strategy, world).fit(net, data())
+    try:
+        trainer(DDP, world).validate(net, data(16), verbose=False)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_ddp_does_not_take_a_sharded_module() -> None:
+    for text in on_ranks(validate_with_ddp, 2, "zshard"):
+        assert "this Net is sharded by zshard" in text and 'pass strategy="zshard"' in text
+
+
 def test_ranks_that_fail_are_reported() -> None:
     with pytest.raises(RankFailure):
         on_ranks(resume, 2, "zshard", "/nowhere.ckpt")
