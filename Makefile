@@ -34,7 +34,7 @@ WORKERS := $(PY) -c 'import xdist; print("-n 2 --dist loadfile --no-loadscope-re
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: build $(VENV)/.demo ## train a GPT on 2 ranks; compare with DDP and FSDP2 (ARGS=--long, --quick)
 	$(PY) examples/demo.py $(ARGS)

@@ -26,7 +26,6 @@ from zshard.api import FSDP
 
 __all__ = [
     "Sharding",
-    "copy_values",
     "fabric_package",
     "on_rank_0",
     "optimizer_on_rank_0",
@@ -133,12 +132,6 @@ class Sharding:
             )
         rest: dict[str, Any] = torch.load(io.BytesIO(b"".join(chunks)), weights_only=safe)
         return rest
-
-
-@torch.no_grad()
-def copy_values(source: nn.Module, target: nn.Module) -> None:
-    for given, mine in zip(source.parameters(), target.parameters(), strict=True):
-        mine.copy_(given)
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from zshard._checkpoint.load import load
 from zshard._lightning.sharding import (
     Sharding,
-    copy_values,
     on_rank_0,
     optimizer_on_rank_0,
     trainer_package,
@@ -137,12 +136,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
                 )
             if hasattr(average, "n_averaged"):  # torch's AveragedModel, around the copy
                 average = average.module
-            if is_unit(average):
-                continue
-            on_meta = any(param.is_meta for param in average.parameters())
             self._setup_model(average)
-            if on_meta:  # it was to begin with the module's values, and has drawn its own
-                copy_values(self.lightning_module, average)
 
     def _check_optimizers(self) -> None:
         if self._is_sharded_save and len(self.optimizers) > 1:
