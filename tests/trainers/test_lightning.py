@@ -99,7 +99,7 @@ class Kill(Callback):
 
 
 def killed(world: int, strategy: Any, folder: str) -> None:
-    kept = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    kept = ModelCheckpoint(folder, save_on_train_epoch_end=True, filename="{epoch}")
     options = {"callbacks": [kept, Kill()], "enable_checkpointing": True, "max_epochs": 2}
     trainer(strategy, world, **options).fit(Net(), data(), data(16))
 
@@ -212,6 +212,10 @@ def message_of(world: int, strategy: Any, model: str, options: dict[str, Any], *
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def average_message(world: int) -> str:
+    return message_of(world, SHARDED, "Net", {"callbacks": [EMAWeightAveraging()]})
 
 
 # --- as under DDP -----------------------------------------------------------------------------------
@@ -337,7 +341,7 @@ def test_resuming_with_any_number_of_ranks(saved: Path, kind: str, world: int) -
 def test_resuming_after_a_kill_goes_on_as_if_nothing_had_been(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         on_ranks(killed, 2, "zshard", str(tmp_path))
-    path = tmp_path / "step=8.ckpt"  # the end of the first epoch
+    path = tmp_path / "epoch=0.ckpt"
     whole = torch.load(saved / "run.pt")
     for (losses, values), (first, last) in zip(
         on_ranks(resume, 2, "zshard", str(path)), whole, strict=True
@@ -450,8 +454,7 @@ def test_sharded_checkpoints_of_two_optimizers_are_refused() -> None:
 
 
 def test_sharded_checkpoints_of_averages_are_refused() -> None:
-    options = {"callbacks": [EMAWeightAveraging()]}
-    for text in on_ranks(message_of, 2, SHARDED, "Net", options):
+    for text in on_ranks(average_message, 2):
         assert "EMAWeightAveraging saves full weights" in text and "'full'" in text
 
 
