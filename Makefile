@@ -34,18 +34,21 @@ WORKERS := $(PY) -c 'import os, xdist; print("-n", 1 + min(4, len(os.sched_getaf
 # Tests start hundreds of processes, which would each compile the tests and zshard anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test bench lint messages format build sanitize fuzz clean distclean
+.PHONY: help demo test test-trainers bench lint messages format build sanitize fuzz clean distclean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: build $(VENV)/.demo ## train a GPT on 2 ranks; compare with DDP and FSDP2 (ARGS=--long, --quick)
 	$(PY) examples/demo.py $(ARGS)
 
 test: build $(VENV)/.test ## the tests (TESTS=tests/optim/test_clip.py, ARGS="-k name")
 	$(PY) -m pytest $(TESTS) $(ARGS) $(if $(ARGS)$(filter-out tests,$(TESTS)),,$$($(WORKERS)))
+
+test-trainers: build $(VENV)/.test $(VENV)/.trainers ## the tests with real trainers (TESTS=tests/trainers/test_lightning.py)
+	$(PY) -m pytest $(if $(filter tests,$(TESTS)),tests/trainers,$(TESTS)) $(ARGS)
 
 bench: build $(VENV)/.demo ## the benchmarks (ARGS=...)
 	$(PY) benchmarks/run.py $(ARGS)
@@ -125,7 +128,7 @@ $(VENV)/.zshard: pyproject.toml $(VENV)/.python
 
 # The tools of one word: an extra of pyproject.toml. Only what is missing is fetched; where that is not
 # to be had, the tests run without some tools, but not without pytest.
-$(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.zshard
+$(VENV)/.test $(VENV)/.trainers $(VENV)/.lint: $(VENV)/.%: $(VENV)/.zshard
 	@if $(PIP) 'zshard[$*]'; then touch $@; \
 	elif test $* = test && $(PY) -c 'import pytest' 2>/dev/null; then \
 	    echo "set-up: some test tools could not be installed: continuing without them" >&2; \

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d
+from torch.distributed import utils as dist_utils
 from torch.nn.modules import module as nn_module
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
@@ -110,6 +111,7 @@ _PATCHES = (
         (
             _TorchPlace(torch.nn.parallel.DistributedDataParallel, "__init__", ("self", "module")),
             _TorchPlace(_OPTIMIZER, "__init__", ("self", "params", "defaults")),
+            _TorchPlace(dist_utils, "_sync_module_states", ("module",)),
         ),
     ),
     _Patch(

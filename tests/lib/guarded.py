@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from zshard import ShardParameter, _core, to_local
+from zshard import ShardParameter, _core, _patches, to_local
 from zshard._units.shards import Part
+
+_patches.install()  # as the first FSDP(...) of a process does
 
 
 def part_like(whole, name="weight", begin=None, numel=None):

@@ -32,6 +32,10 @@ class Encoder(nn.Module):
     def forward(self, x):
         return self.head(self.encode(x))
 
+    def weigh(self, x):
+        """Runs a forward, and goes on to use a parameter of the root."""
+        return self(x).sum() * self.gain.sum() + self.gain.square().sum()
+
     def fail(self, x):
         raise LookupError("planted")
 
@@ -62,6 +66,25 @@ def wrong_with(combination):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_gradients_through_a_method(pool2, combination):
     assert pool2.run(wrong_with, combination) == [[], []]
+
+
+def weigh_and_learn(model, rank):
+    loss_of(model.weigh(floats(rank))).backward()
+
+
+def wrong_with_a_forward_within(combination):
+    expected = mean_grads(Encoder, weigh_and_learn)
+    model = wrapped(combination)
+    zshard.register_forward_method(model, "weigh")
+    weigh_and_learn(model, dist.get_rank())
+    return wrong_grads(
+        {name: near(grad, expected[name]) for name, grad in whole_grads(model).items()}, expected
+    )
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_method_may_run_the_forward(pool2, combination):
+    assert pool2.run(wrong_with_a_forward_within, combination) == [[]] * 2
 
 
 def troubles():

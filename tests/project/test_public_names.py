@@ -33,8 +33,8 @@ LOOK = """
 import importlib, json, pkgutil
 import zshard
 first = dir(zshard)
-for module in pkgutil.walk_packages(zshard.__path__, "zshard."):
-    if not module.name.endswith("__main__"):
+for module in pkgutil.walk_packages(zshard.__path__, "zshard.", onerror=lambda name: None):
+    if not module.name.endswith("__main__") and "lightning" not in module.name:  # it needs Lightning
         importlib.import_module(module.name)
 from zshard import *
 import zshard.wrap, zshard.optim

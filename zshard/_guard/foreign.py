@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import utils as dist_utils
 from torch.nn.parallel import DistributedDataParallel
 
 from zshard import _core
@@ -26,6 +27,24 @@ def install() -> None:
     for cls, check in ((DistributedDataParallel, _check_ddp), (torch.optim.Optimizer, _check_zero)):
         if not hasattr(cls.__init__, "_zshard_checks"):
             cls.__init__ = _checked(cls.__init__, check)  # type: ignore[method-assign]
+    if not hasattr(dist_utils._sync_module_states, "__wrapped__"):
+        dist_utils._sync_module_states = _refusing(dist_utils._sync_module_states)
+
+
+def _refusing(sync: Callable[..., None]) -> Callable[..., None]:
+    """DDP's first step, which Lightning's DDP takes by itself before it validates or tests."""
+
+    @functools.wraps(sync)
+    def refusing(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(_core.is_shard(param) for param in module.parameters()):
+            name = type(module).__name__.removeprefix("FSDP")
+            raise TypeError(
+                f"this {name} is sharded by zshard, and DDP would broadcast rank 0's shards to the "
+                'other ranks: in Lightning, pass strategy="zshard" to this Trainer, too'
+            )
+        sync(module, *args, **kwargs)
+
+    return refusing
 
 
 def _checked(init: Callable[..., None], check: Callable[[Any, Any], None]) -> Callable[..., None]:

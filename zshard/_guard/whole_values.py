@@ -20,7 +20,13 @@ from zshard._ranks.agreement import check_agreement, gather_bytes
 from zshard._units.shards import Part
 from zshard._units.units import unsharded
 
-__all__ = ["full_tensor", "join", "named_norms", "whole_named_parameters"]
+__all__ = ["full_numel", "full_tensor", "join", "named_norms", "whole_named_parameters"]
+
+
+def full_numel(param: Tensor) -> int:
+    """Return the number of elements of a parameter, of all of it if it is sharded."""
+    info = _core.shard_info(param)
+    return param.numel() if info is None else math.prod(info["shape"])
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from zshard import _core
-from zshard._units.open_forwards import call_guarded
+from zshard._units.open_forwards import call_between_hooks, call_guarded
 from zshard._units.units import is_unit, state_of
 from zshard.precision import cast_arguments
 
@@ -38,24 +37,20 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        unit = state_of(self).unit
-        if not unit.is_hooked:
-            return original(self, *args, **kwargs)
-        args, kwargs = cast_arguments(self, args, kwargs)
-        return call_guarded(self, unit, _call, (unit, original, self, args, kwargs), {})
+        return call_as_forward(self, functools.partial(original, self), args, kwargs)
 
     method._zshard_original = original  # type: ignore[attr-defined]
     setattr(type(module), method_name, method)
 
 
-def _call(
-    unit: _core.Unit,
-    original: Callable[..., Any],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+def call_as_forward(
+    module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    unit.pre_forward(module, args)
-    output = original(module, *args, **kwargs)
-    unit.post_forward(module, args, output)
-    return output
+    """Return function(*args, **kwargs), treated like the forward of `module`, which is a unit."""
+    unit = state_of(module).unit
+    if not unit.is_hooked:
+        return function(*args, **kwargs)
+    args, kwargs = cast_arguments(module, args, kwargs)
+    return call_guarded(
+        module, unit, call_between_hooks, (module, unit, function, args, kwargs), {}
+    )

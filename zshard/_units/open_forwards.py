@@ -17,13 +17,30 @@ from torch import nn
 
 from zshard import _core
 
-__all__ = ["call_guarded"]
+__all__ = ["call_between_hooks", "call_guarded"]
 
 _LONGEST = 200  # characters of an exception that the other ranks get
 _NOTE = "zshard: raised in the forward of unit"
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")  # in torch's messages
 _MOST_PARAMS = 8  # in a note
-_CALLS = (nn.Module._call_impl.__code__,)
+
+
+def call_between_hooks(
+    self: nn.Module,
+    unit: _core.Unit,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call `function` as torch calls the forward of a unit's module, which is `self`."""
+    unit.pre_forward(self, args)
+    output = function(*args, **kwargs)
+    unit.post_forward(self, args, output)
+    return output
+
+
+_CALLS = (nn.Module._call_impl.__code__, call_between_hooks.__code__)
+"""Functions whose frame shows that a forward is running; their `self` is the module."""
 
 
 def call_guarded(

@@ -1,0 +1,1 @@
+"""Strategies for Lightning's Trainer and Fabric; zshard/lightning.py registers them."""
