@@ -91,11 +91,13 @@ class Side:
         raise NotImplementedError
 
     def own(self) -> list[Tensor]:
-        """Return all tensors of this rank's state, parameters first."""
+        """Return this rank's elements of all tensors of the state, parameters first."""
+        import zshard
+
         params = list(self.model.parameters())
         states = [self.optimizer.state[p] for p in params]
         tensors = [*params, *(s[key] for s in states for key in ("exp_avg", "exp_avg_sq"))]
-        return [getattr(t, "_local_tensor", t).detach() for t in tensors]
+        return [zshard.to_local(getattr(t, "_local_tensor", t)).detach() for t in tensors]
 
 
 class Zshard(Side):

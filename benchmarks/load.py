@@ -232,7 +232,7 @@ def is_plain_model(model: Any, size: str) -> bool:
             return False
         whole = plain[name].detach().reshape(-1)
         part = whole[fact["begin"] : fact["begin"] + fact["numel"]]
-        if not torch.equal(param.detach().reshape(-1), part):
+        if not torch.equal(zshard.to_local(param).reshape(-1), part):
             return False
     return True
 

@@ -18,13 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard._checkpoint.load import load
+from zshard._lightning.parameter_counts import summary_of
 from zshard._lightning.sharding import (
     Sharding,
     on_rank_0,
     optimizer_on_rank_0,
     trainer_package,
 )
-from zshard._lightning.summary import summary_of
 from zshard._model.forward_methods import call_as_forward
 from zshard._units.units import is_unit
 
