@@ -57,10 +57,20 @@ def shard(accelerator: Any, **arguments: Any) -> Any:
     """
     _check_accelerator(accelerator)
     check_arguments("zshard.accelerate.shard()", arguments)
+    accelerator._zshard_arguments = arguments
+    return _sharding(accelerator)
+
+
+def _sharding(accelerator: Any) -> Any:
     kind = type(accelerator)
     accelerator.__class__ = type(kind.__name__, (_Sharding, kind), {"__module__": kind.__module__})
-    accelerator._zshard_arguments = arguments
     return accelerator
+
+
+def _unpickled(kind: type[Any], state: dict[str, Any]) -> Any:
+    accelerator = kind.__new__(kind)
+    accelerator.__dict__.update(state)
+    return _sharding(accelerator)
 
 
 def check_arguments(call: str, arguments: Mapping[str, Any]) -> None:
@@ -177,7 +187,11 @@ class _Sharding(_Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Train with uneven numbers of batches, if `even_batches` is False."""
+        """Train sharded models with uneven numbers of batches, if `even_batches` is False."""
+        if not all(isinstance(each, nn.Module) and _is_sharded(each) for each in joinables):
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
         even = self.even_batches if even_batches is None else even_batches
         samplers = [each.batch_sampler for each in self._dataloaders]
         samplers = [each for each in samplers if hasattr(each, "even_batches")]
@@ -193,13 +207,17 @@ class _Sharding(_Accelerator):  # type: ignore[misc]
             with contextlib.ExitStack() as joined:
                 for each in samplers:
                     each.even_batches = even
-                for model in joinables:
+                for model in () if even else joinables:
                     own = [each for each in optimizers if _steps(each, model)]
-                    joined.enter_context(bare(model).join(*own, enable=not even))
+                    joined.enter_context(bare(model).join(*own))
                 yield
         finally:
             for each, value in zip(samplers, before, strict=True):
                 each.even_batches = value
+
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self).__mro__[2], self.__dict__)
 
 
 # --- models and their optimizers ------------------------------------------------------------------
