@@ -68,3 +68,35 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     """The full weights of the trained model, on each rank, under the plain model's names."""
     state = trainer.accelerator.unwrap_model(trainer.model).state_dict()
     return {name: value.clone() for name, value in state.items()}
+
+
+def tokenizer() -> Any:
+    """A tokenizer of 64 words, `w3` to `w62` and four special ones."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, 63)), "<unk>"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def texts(count: int, seed: int = 0) -> Any:
+    """A datasets.Dataset of `text`, of other lengths."""
+    from datasets import Dataset
+
+    rows = [each["input_ids"][: 6 + i % 6] for i, each in enumerate(sentences(count, seed))]
+    return Dataset.from_list([{"text": " ".join(f"w{i}" for i in ids)} for ids in rows])
+
+
+def preferences(count: int, seed: int = 0) -> Any:
+    """A datasets.Dataset of `prompt`, `chosen` and `rejected`."""
+    from datasets import Dataset
+
+    rows = []
+    for each in sentences(count, seed):
+        words = [f" w{i}" for i in each["input_ids"]]
+        parts = {"prompt": words[:4], "chosen": words[4:8], "rejected": words[9:]}
+        rows.append({name: "".join(part) for name, part in parts.items()})
+    return Dataset.from_list(rows)
