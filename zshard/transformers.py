@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch.distributed.fsdp import FullStateDictConfig
 
 from zshard import accelerate
@@ -79,7 +80,8 @@ class _Sharding(_Trainer):  # type: ignore[misc]
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if state_dict is None and self.args.should_save:
             state_dict = self._zshard_state_dict()
-        super()._save(output_dir, state_dict)
+        with torch.no_grad():  # one rank may run a forward then: that of PEFT's prompts
+            super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.args.should_save and self._zshard_needs_all():
