@@ -29,18 +29,21 @@ C_FILES = $(sort $(shell find csrc cuda tests/c -name '*.[ch]' -o -name '*.[ch]p
 # All tests without further words go to two workers, file by file: their ranks wait for each other much.
 WORKERS := $(PY) -c 'import xdist; print("-n 2 --dist loadfile --no-loadscope-reorder")' 2>/dev/null
 
-.PHONY: help demo test bench lint messages format build sanitize fuzz clean distclean
+.PHONY: help demo test test-trainers bench lint messages format build sanitize fuzz clean distclean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: build $(VENV)/.demo ## train a GPT on 2 ranks; compare with DDP and FSDP2 (ARGS=--long, --quick)
 	$(PY) examples/demo.py $(ARGS)
 
 test: build $(VENV)/.test ## the tests (TESTS=tests/optim/test_clip.py, ARGS="-k name")
 	$(PY) -m pytest $(TESTS) $(ARGS) $(if $(ARGS)$(filter-out tests,$(TESTS)),,$$($(WORKERS)))
+
+test-trainers: build $(VENV)/.test $(VENV)/.trainers ## the tests of adapters, with the real trainers (ARGS=...)
+	$(PY) -m pytest tests/trainers $(ARGS)
 
 bench: build $(VENV)/.demo ## the benchmarks (ARGS=...)
 	$(PY) benchmarks/run.py $(ARGS)
@@ -126,6 +129,11 @@ $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.zshard
 	else \
 	    echo "set-up: the tools of \`make $*\` could not be installed" >&2; exit 1; \
 	fi
+
+# Lightning, Accelerate, TRL, ...: beside the torch that is there, whatever they would like.
+$(VENV)/.trainers: $(VENV)/.zshard
+	@$(PIP) "torch==$$($(PY) -c 'import torch; print(torch.__version__.split("+")[0])')" 'zshard[trainers]'
+	@touch $@
 
 # Progress bars and plots: the demo runs without them. What is imported of them is compiled then, not all now.
 $(VENV)/.demo: $(VENV)/.zshard

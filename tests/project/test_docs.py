@@ -2,7 +2,7 @@
 
 The one idea: all Python blocks of a page, in their order, are one script, run by two ranks.
 (docs/checkpoints.md has names of its own: test_checkpoint_docs.py. docs/gpus.md and cuda_graphs.md
-need a GPU.)
+need a GPU. docs/trainers.md needs the trainers: tests/trainers.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nursery import fork_ranks
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
 PAGES += [*sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
-RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "checkpoints", "gpus", "cuda_graphs"}
+RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "checkpoints", "gpus", "cuda_graphs", "trainers"}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 

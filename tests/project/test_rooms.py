@@ -28,6 +28,7 @@ ORDER = [
     ),
     *("_guard", "_wrap", "wrap", "_types", "_optim", "optim", "grad_scaler", "_state_dict"),
     *("_memory", "_model", "_patches", "api", "_compat", "_checkpoint", "_doctor"),
+    *("accelerate", "transformers"),
     *("__init__", "__main__"),
 ]
 

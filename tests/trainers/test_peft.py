@@ -137,6 +137,8 @@ def merged(kind: str, folder: str) -> bool:
     assert type(whole) is type(plain) and not isinstance(whole, FSDP)
     ids = torch.tensor([[3, 5, 7, 9]])
     assert torch.equal(whole(ids).logits, plain(ids).logits)
+    bare = model.unload()
+    assert equal(dict(bare.state_dict()), dict(adapted(kind).unload().state_dict()))
     return equal(dict(whole.state_dict()), dict(plain.state_dict()))
 
 
@@ -162,3 +164,24 @@ def test_ranks_share_the_state_of_an_adapter(pool: RankPool) -> None:
     """To the page: each unit's shards begin at pages, so one smaller than that is on one rank."""
     first, second = pool.run(states)
     assert max(first, second) < 0.6 * (first + second)
+
+
+def late(step: str) -> str:
+    """An adapter that is added after FSDP(...)."""
+    model = tiny_llama()
+    ids = torch.tensor([[3, 5, 7, 9]])
+    with pytest.raises(ValueError) as caught:
+        if step == "first":
+            model = get_peft_model(FSDP(model), CONFIGS["lora"]())
+        else:
+            model = FSDP(adapted("lora"))
+            model.add_adapter("second", CONFIGS["lora"]())
+            model.set_adapter("second")
+        model(input_ids=ids, labels=ids).loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("step", ["first", "second"])
+def test_an_adapter_comes_before_sharding(pool2: RankPool, step: str) -> None:
+    for text in pool2.run(late, step):
+        assert "after FSDP(...)" in text and "add it before wrapping the model" in text

@@ -41,7 +41,7 @@ def make(kind: str, folder: str, strategy: str | None, model: Any = None, **more
         trainer = zshard.transformers.shard(trainer, strategy=strategy)
     options: dict[str, Any] = {"max_length": 16, "bf16": False, "gradient_checkpointing": False}
     if kind == "dpo":
-        more = {"ref_model": tiny_llama(**more.pop("sizes", {})), **more}
+        more = {"ref_model": tiny_llama(), **more}
     given = {name: more.pop(name) for name in ("ref_model", "peft_config") if name in more}
     made = trainer(
         model=model or tiny_llama(),
@@ -117,3 +117,24 @@ def test_a_run_resumes_with_the_same_losses(
 ) -> None:
     assert pool.run(resume, trainer, str(tmp_path)) == [True, True]
     assert "checkpoint-2/model.safetensors" in names_in(tmp_path)
+
+
+def adapted(trainer: str, folder: str) -> bool:
+    """With a LoRA config of PEFT; the reference of DPO is then the model without the adapter."""
+    from peft import LoraConfig
+
+    found = []
+    for strategy in (None, "full_shard"):
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+        more = {"ref_model": None} if trainer == "dpo" else {}
+        made = make(trainer, folder, strategy, peft_config=config, **more)
+        made.train()
+        found.append((losses_of(made), weights_of(made)))
+    return found[0][0] == found[1][0] and equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+@ranks(2)
+def test_an_adapter_trains_as_under_ddp(pool: RankPool, tmp_path: Path, trainer: str) -> None:
+    pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
+    assert pool.run(adapted, trainer, str(tmp_path)) == [True, True]

@@ -1,11 +1,12 @@
-"""`merge_and_unload()` of PEFT on a sharded model: a plain model with the adapters merged.
+"""`merge_and_unload()` and `unload()` of PEFT on a sharded model: a plain base model.
 
-The one idea: merging multiplies full matrices and replaces modules, so it is done to a plain copy
-with full parameters. The sharded model stays as it is.
+The one idea: merging multiplies full matrices, and both replace modules, so they are done to a
+plain copy with full parameters. The sharded model stays as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,21 +17,25 @@ from zshard._model.copy import copy_plain, without
 from zshard._units.units import units_of
 
 _MARK = "get_nb_trainable_parameters"  # of PEFT's models, which pass merging on to a module within
-_METHOD = "merge_and_unload"
+_METHODS = ("merge_and_unload", "unload")
 
 
 def merges_of(original: type[nn.Module]) -> dict[str, Any]:
-    """Return {"merge_and_unload": the method that the FSDP class of `original` has}, or {}."""
-    return {_METHOD: _merge_and_unload} if hasattr(original, _MARK) else {}
+    """Return the methods that the FSDP class of `original` has for those of PEFT, by name."""
+    return {name: _of_copy(name) for name in _METHODS} if hasattr(original, _MARK) else {}
 
 
-def _merge_and_unload(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the plain base model, on each rank that calls it, with the adapters merged into it.
+def _of_copy(name: str) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Do it to a plain copy with full parameters, and return that one's plain base model.
 
-    Takes memory for the full model. Over shm, one rank may call it alone; over c10d and on GPUs it
-    is collective. Takes the arguments of PEFT's method.
-    """
-    return getattr(full_copy(self), _METHOD)(*args, **kwargs)
+        Takes memory for the full model on each rank that calls it. Over shm, one rank may call it
+        alone; over c10d and on GPUs it is collective. Takes the arguments of PEFT's method.
+        """
+        return getattr(full_copy(self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 def full_copy(model: nn.Module) -> nn.Module:
