@@ -68,7 +68,7 @@ def _sharding(accelerator: Any) -> Any:
 
 
 def _unpickled(kind: type[Any], state: dict[str, Any]) -> Any:
-    accelerator = kind.__new__(kind)
+    accelerator: Any = object.__new__(kind)
     accelerator.__dict__.update(state)
     return _sharding(accelerator)
 
@@ -214,7 +214,6 @@ class _Sharding(_Accelerator):  # type: ignore[misc]
         finally:
             for each, value in zip(samplers, before, strict=True):
                 each.even_batches = value
-
 
     def __reduce__(self) -> Any:
         return _unpickled, (type(self).__mro__[2], self.__dict__)

@@ -88,6 +88,14 @@ class _Sharding(_Trainer):  # type: ignore[misc]
             self.optimizer.state_dict()
         super()._save_optimizer_and_scheduler(output_dir)
 
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.accelerator.wait_for_everyone()  # one rank may still save what is overwritten now
+        super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        self.accelerator.wait_for_everyone()
+        super()._load_best_model()
+
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._zshard_needs_all() and hasattr(self, "_gen_kwargs"):  # else passed as False
             self._gen_kwargs.setdefault(ARGUMENT, True)

@@ -103,9 +103,7 @@ def resume(kind: str, folder: str) -> bool:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @ranks(2)
-def test_adapters_are_saved_whole_and_resumed(
-    pool: RankPool, tmp_path: Path, kind: str
-) -> None:
+def test_adapters_are_saved_whole_and_resumed(pool: RankPool, tmp_path: Path, kind: str) -> None:
     assert pool.run(resume, kind, str(tmp_path)) == [True, True]
     files = names_in(tmp_path / "checkpoint-2")
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files

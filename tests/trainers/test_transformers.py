@@ -74,9 +74,7 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, float, int]:
 @pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
-def test_training_is_that_of_ddp(
-    pool: RankPool, tmp_path: Path, kind: str, strategy: str
-) -> None:
+def test_training_is_that_of_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
     for same, apart, steps in pool.run(compare, kind, strategy, str(tmp_path)):
         assert steps == KINDS[kind].get("max_steps", 6)
         if kind == "clipped":
@@ -114,6 +112,47 @@ def frozen(folder: str) -> bool:
         trainer.train()
         found.append((losses_of(trainer), weights_of(trainer)))
     return found[0][0] == found[1][0] and equal(found[0][1], found[1][1])
+
+
+def uneven(folder: str) -> bool:
+    """An epoch whose last window and last batch are smaller, of a model that the Trainer makes."""
+    found = []
+    for strategy in (None, "full_shard"):
+        new_run()
+        kind = Trainer if strategy is None else zshard.transformers.shard(Trainer)
+        more = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+        trainer = kind(
+            model_init=lambda: tiny_llama(),
+            args=arguments(folder, **more),
+            train_dataset=sentences(11),
+            eval_dataset=sentences(3),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        found.append((losses_of(trainer), trainer.evaluate()["eval_loss"]))
+    return found[0] == found[1]
+
+
+@ranks(2)
+def test_smaller_last_batches_and_a_model_init(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(uneven, str(tmp_path)) == [True, True]
+
+
+def on_rank_0(folder: str) -> bool:
+    """Rank 0 saves and generates alone; then all train on, from a checkpoint."""
+    trainer = make(folder, "full_shard", max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    if trainer.is_world_process_zero():
+        trainer.save_model(f"{folder}/alone")
+        trainer.model.generate(torch.tensor([[3, 4]]), max_new_tokens=4)
+    before = losses_of(trainer)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    return losses_of(trainer) == before
+
+
+@ranks(2)
+def test_rank_0_may_save_alone_on_one_host(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(on_rank_0, str(tmp_path)) == [True, True]
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -231,9 +270,7 @@ def save_pretrained(folder: str) -> bool:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @ranks(2)
-def test_save_model_is_for_from_pretrained(
-    pool: RankPool, tmp_path: Path, transport: str
-) -> None:
+def test_save_model_is_for_from_pretrained(pool: RankPool, tmp_path: Path, transport: str) -> None:
     assert pool.run(over, transport, save_pretrained, str(tmp_path)) == [True, True]
 
 
@@ -326,6 +363,9 @@ MISUSES = {
     "twice": lambda folder: zshard.transformers.shard(zshard.transformers.shard(Trainer)),
     "unknown argument": lambda folder: zshard.transformers.shard(Trainer, stratgy="zero2"),
     "an optimizer of whole matrices": _whole_matrices,
+    "another dtype for evaluation": lambda folder: make(
+        folder, "full_shard", bf16_full_eval=True
+    ).evaluate(),
 }
 WORDS = {
     "no call of shard()": "TypeError: DistributedDataParallel cannot wrap a model that zshard has",
@@ -335,6 +375,7 @@ WORDS = {
     "twice": "TypeError: Trainer already shards its models",
     "unknown argument": "TypeError: zshard.transformers.shard() takes the arguments of FSDP()",
     "an optimizer of whole matrices": "ShardError: ",
+    "another dtype for evaluation": "ValueError: parameter 'model.norm.weight' of unit '(root)' changed",
 }
 
 

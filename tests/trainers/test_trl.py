@@ -112,9 +112,7 @@ def resume(trainer: str, folder: str) -> bool:
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
 @ranks(2)
-def test_a_run_resumes_with_the_same_losses(
-    pool: RankPool, tmp_path: Path, trainer: str
-) -> None:
+def test_a_run_resumes_with_the_same_losses(pool: RankPool, tmp_path: Path, trainer: str) -> None:
     assert pool.run(resume, trainer, str(tmp_path)) == [True, True]
     assert "checkpoint-2/model.safetensors" in names_in(tmp_path)
 
