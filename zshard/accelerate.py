@@ -209,7 +209,8 @@ class _Sharding(_Accelerator):  # type: ignore[misc]
                     each.even_batches = even
                 for model in () if even else joinables:
                     own = [each for each in optimizers if _steps(each, model)]
-                    joined.enter_context(bare(model).join(*own))
+                    sharded: Any = bare(model)
+                    joined.enter_context(sharded.join(*own))
                 yield
         finally:
             for each, value in zip(samplers, before, strict=True):
