@@ -63,7 +63,9 @@ def shard(accelerator: Any, **arguments: Any) -> Any:
 
 def _sharding(accelerator: Any) -> Any:
     kind = type(accelerator)
-    accelerator.__class__ = type(kind.__name__, (_Sharding, kind), {"__module__": kind.__module__})
+    accelerator.__class__ = type(
+        kind.__name__, (_ShardingAccelerator, kind), {"__module__": kind.__module__}
+    )
     return accelerator
 
 
@@ -84,7 +86,7 @@ def _check_accelerator(accelerator: Any) -> None:
     if not hasattr(accelerator, "prepare_model") or not hasattr(accelerator, "distributed_type"):
         kind = type(accelerator).__name__
         raise TypeError(f"shard() expects an accelerate.Accelerator, got {kind}")
-    if isinstance(accelerator, _Sharding):
+    if isinstance(accelerator, _ShardingAccelerator):
         raise RuntimeError(
             "this Accelerator already shards its models: call zshard.accelerate.shard() once"
         )
@@ -122,7 +124,7 @@ else:  # the class of the accelerator comes after this one
     _Accelerator = object
 
 
-class _Sharding(_Accelerator):  # type: ignore[misc]
+class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
     """What comes before the class of an Accelerator."""
 
     _zshard_arguments: dict[str, Any]

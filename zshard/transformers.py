@@ -50,11 +50,11 @@ def shard(trainer: type[_T], **arguments: Any) -> type[_T]:
         )
     if not hasattr(trainer, "create_accelerator_and_postprocess"):
         raise TypeError(f"{call} expects a subclass of transformers.Trainer, got {trainer}")
-    if issubclass(trainer, _Sharding):
+    if issubclass(trainer, _ShardingTrainer):
         raise TypeError(f"{trainer.__name__} already shards its models: call {call} once")
     accelerate.check_arguments(call, arguments)
     names = {"__module__": trainer.__module__, "_zshard_arguments": arguments}
-    return type(trainer.__name__, (_Sharding, trainer), names)
+    return type(trainer.__name__, (_ShardingTrainer, trainer), names)
 
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ else:  # the class of the Trainer comes after this one
     _Trainer = object
 
 
-class _Sharding(_Trainer):  # type: ignore[misc]
+class _ShardingTrainer(_Trainer):  # type: ignore[misc]
     """What comes before the class of a Trainer."""
 
     _zshard_arguments: dict[str, Any]
