@@ -128,13 +128,18 @@ $(VENV)/.zshard: pyproject.toml $(VENV)/.python
 
 # The tools of one word: an extra of pyproject.toml. Only what is missing is fetched; where that is not
 # to be had, the tests run without some tools, but not without pytest.
-$(VENV)/.test $(VENV)/.trainers $(VENV)/.lint: $(VENV)/.%: $(VENV)/.zshard
+$(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.zshard
 	@if $(PIP) 'zshard[$*]'; then touch $@; \
 	elif test $* = test && $(PY) -c 'import pytest' 2>/dev/null; then \
 	    echo "set-up: some test tools could not be installed: continuing without them" >&2; \
 	else \
 	    echo "set-up: the tools of \`make $*\` could not be installed" >&2; exit 1; \
 	fi
+
+# Lightning, Accelerate, TRL, ...: beside the torch that is there, whatever they would like.
+$(VENV)/.trainers: $(VENV)/.zshard
+	@$(PIP) "torch==$$($(PY) -c 'import torch; print(torch.__version__.split("+")[0])')" 'zshard[trainers]'
+	@touch $@
 
 # Progress bars and plots: the demo runs without them. What is imported of them is compiled then, not all now.
 $(VENV)/.demo: $(VENV)/.zshard

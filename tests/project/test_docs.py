@@ -2,7 +2,7 @@
 
 The one idea: all Python blocks of a page, in their order, are one script, run by two ranks.
 (docs/checkpoints.md has names of its own: test_checkpoint_docs.py. docs/gpus.md and cuda_graphs.md
-need a GPU. docs/trainers.md needs trainers: tests/trainers.)
+need a GPU. docs/trainers.md needs the trainers: tests/trainers.)
 """
 
 from __future__ import annotations

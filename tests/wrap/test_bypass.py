@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -248,6 +249,33 @@ def test_a_replaced_forward_is_the_one_that_is_read() -> None:
 
     model.forward = functools.partial(forward, model, 2.0)  # type: ignore[method-assign]
     assert "side" not in names(plan_units(model))
+
+
+def test_what_wraps_a_forward_is_read_as_well_as_what_it_wraps() -> None:
+    """As TRL does: the wrapper is named after what it wraps, and calls it at times."""
+
+    def patched(model: nn.Module) -> nn.Module:
+        original = model.forward
+
+        @functools.wraps(type(model).forward)
+        def forward(self: Any, *args: Any, fused: bool = False) -> Tensor:
+            if not fused:
+                return original(*args)
+            side = self.get_side()
+            return F.linear(*args, side.weight)
+
+        model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+        return model
+
+    class Indexing(Bypass):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](x)
+
+    model = patched(Indexing())
+    found = bypassed_modules([model])
+    assert {name for name, each in model.named_modules() if id(each) in found} == {"layers", "side"}
+    outer = patched(patched(Indexing()))
+    assert len(bypassed_modules([outer])) == 2
 
 
 def test_a_name_that_is_bound_over_and_over_costs_little() -> None:

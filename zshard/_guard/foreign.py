@@ -66,7 +66,8 @@ def _check_ddp(_: Any, module: Any) -> None:
     raise TypeError(
         f"DistributedDataParallel cannot wrap a model that zshard has wrapped ({strategy}): zshard "
         "reduces gradients itself, and DDP would broadcast rank 0's shards to the other ranks. "
-        'Remove DDP; for its behaviour, use FSDP(model, strategy="no_shard")'
+        'Remove DDP; for its behaviour, use FSDP(model, strategy="no_shard"). If a trainer '
+        "added it (Accelerate, transformers, Lightning), use zshard's adapter: docs/trainers.md"
     )
 
 

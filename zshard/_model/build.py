@@ -18,6 +18,8 @@ from zshard._guard.collectives import tell_of_collectives
 from zshard._memory.forward_order import calls_of, parts_to_guard
 from zshard._model.copy import copy_plain, copy_slices, without
 from zshard._model.generate import generate_of
+from zshard._model.merge import merges_of
+from zshard._model.whole_counts import counts_of
 from zshard._optim.state_registry import meet
 from zshard._ranks.agreement import on_all_ranks, told_to_all_ranks
 from zshard._ranks.transports import Comms
@@ -242,6 +244,6 @@ def class_for(original: type[nn.Module]) -> type[Any]:
 
         name = f"FSDP{original.__name__}"
         names = {"__module__": original.__module__, "__new__": make_plain}
-        names |= generate_of(original)
+        names |= generate_of(original) | counts_of(original) | merges_of(original)
         _classes[original] = type(name, (_base, original), names)
     return _classes[original]

@@ -13,6 +13,7 @@ sharded.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import weakref
@@ -79,8 +80,8 @@ class _UseFollower:
         self._seen: set[tuple[object, ...]] = set()
 
     def start(self, module: nn.Module) -> None:
-        own = _function(module.__dict__.get("forward"))
-        for function in [own] if own else _methods(module, "forward")[:1]:
+        own = _patches(module, module.__dict__.get("forward"))
+        for function in own or _methods(module, "forward")[:1]:
             self._enter(module, function, ())
 
     def _enter(self, module: nn.Module, function: FunctionType, passed: tuple[int, ...]) -> None:
@@ -177,6 +178,32 @@ def _methods(module: nn.Module, name: str) -> list[FunctionType]:
     return [function for function in defined if function is not None]
 
 
+def _patches(module: nn.Module, forward: object) -> list[FunctionType]:
+    """The functions that run when a script has replaced the forward of `module` itself: each
+    wrapper, which need not call what it is named after, and what it keeps to call."""
+    found: dict[FunctionType, None] = {}
+    waiting = [forward]
+    while waiting:
+        value = waiting.pop()
+        while isinstance(value, functools.partial):
+            value = value.func
+        if isinstance(value, MethodType) and value.__self__ is module:
+            value = value.__func__
+        if isinstance(value, FunctionType) and value not in found:
+            found[value] = None
+            waiting += [getattr(value, "__wrapped__", None), *_kept_by(value)]
+    return list(found)
+
+
+def _kept_by(function: FunctionType) -> list[object]:
+    """What the closure of a function holds."""
+    found: list[object] = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            found.append(cell.cell_contents)
+    return found
+
+
 def _is_torchs(function: FunctionType) -> bool:
     """Whether torch.nn defines it: those modules are known, the ones that bypass are sealed."""
     return (function.__module__ or "").startswith("torch.nn.")
@@ -203,7 +230,7 @@ def _uses_of(function: FunctionType) -> _Uses:
 
 def _read(function: FunctionType) -> _Uses:
     try:
-        source = inspect.getsource(function)
+        source = inspect.getsource(function.__code__)  # its own, not that of what it wraps
         # A method's source is indented, and its strings may not be: `if` takes it as it is.
         tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
     except (OSError, TypeError, SyntaxError, ValueError):

@@ -1,0 +1,467 @@
+"""zshard under Accelerate: the same training as with its own DDP, saved, resumed and misused.
+
+The one idea: each test runs the real package on two ranks, once as it is and once with
+`zshard.accelerate.shard`, and compares.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nursery import fork_ranks
+from spawn import RankPool, ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
+
+import accelerate
+from accelerated import Run, equal, forget_accelerate, names_in, small_model
+
+import zshard
+import zshard.accelerate
+from zshard import FSDP
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "accumulated": ({"gradient_accumulation_steps": 3}, {}),  # 3 does not divide the batches
+    "bf16": ({"mixed_precision": "bf16"}, {}),
+    "clipped": ({}, {"clip": 0.5}),
+    "clipped_value": ({}, {"clip_value": 0.01}),
+}
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def compare(kind: str, strategy: str) -> tuple[bool, float]:
+    """Whether losses are bit-identical to DDP's; how far parameters are apart at the end."""
+    arguments, options = KINDS[kind]
+    found = []
+    for each in (None, strategy):
+        run = Run(each, **arguments)
+        found.append((run.epoch(**options) + run.epoch(**options), run.state()))
+    (losses, theirs), (ours_losses, ours) = found
+    assert theirs.keys() == ours.keys()
+    apart = max(float((theirs[name] - ours[name]).abs().max()) for name in theirs)
+    return losses == ours_losses, apart
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(2)
+def test_training_is_that_of_ddp(pool: RankPool, kind: str, strategy: str) -> None:
+    for same, apart in pool.run(compare, kind, strategy):
+        # The norm for clipping is summed shard by shard: its last bit may differ from DDP's.
+        assert same or kind == "clipped"
+        assert apart < 1e-6 if kind == "clipped" else apart == 0
+
+
+def compiled() -> float:
+    losses = []
+    for strategy in (None, "full_shard"):
+        run = Run(strategy, size=16, dynamo_backend="eager")
+        losses.append(run.epoch())
+        assert run.accelerator.unwrap_model(run.model, keep_torch_compile=False) is not run.model
+    return max(abs(a - b) for a, b in zip(*losses, strict=True))
+
+
+@ranks(2)
+def test_a_dynamo_backend_compiles_the_sharded_model(pool: RankPool) -> None:
+    assert pool.run(compiled) == [0.0, 0.0]
+
+
+def uneven() -> tuple[int, bool]:
+    """Batches of this rank, and whether all ranks have the same parameters at the end."""
+    forget_accelerate()
+    accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(torch.randn(12, 8), torch.randn(12, 3)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    count = 0
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            accelerator.backward(F.mse_loss(model(inputs), targets))
+            optimizer.step()
+            count += 1
+    assert loader.batch_sampler.even_batches
+    norms = accelerator.gather(torch.tensor([sum(zshard.named_norms(model).values())]))
+    return count, bool((norms == norms[0]).all())
+
+
+@ranks(2)
+def test_uneven_inputs_are_joined_on_cpus_too(pool: RankPool) -> None:
+    assert sorted(pool.run(uneven)) == [(1, True), (2, True)]
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def resume(folder: str, strategy: str) -> tuple[bool, set[str]]:
+    first = Run(strategy, shuffle=False)  # DDP's runs do not resume the order of a shuffle either
+    first.epoch()
+    first.accelerator.save_state(folder)
+    expected = first.epoch(), first.state()
+    second = Run(strategy, shuffle=False)
+    second.epoch()
+    second.epoch()
+    second.accelerator.load_state(folder)
+    losses = second.epoch()
+    return losses == expected[0] and equal(second.state(), expected[1]), names_in(folder)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2)
+def test_a_run_resumes_with_the_same_losses(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    for same, files in pool.run(resume, str(tmp_path), strategy):
+        assert same
+        own = {"model.safetensors", "optimizer.safetensors", "zshard.json"}
+        assert {f"zshard_model/{name}" for name in own} <= files
+        others = {name for name in files if not name.startswith("zshard_model/")}
+        assert others == {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
+
+
+def save(folder: str, strategy: str | None) -> dict[str, torch.Tensor]:
+    run = Run(strategy)
+    run.epoch()
+    run.accelerator.save_state(folder)
+    return run.state()
+
+
+def load(folder: str, strategy: str | None, weights: bool = True) -> Any:
+    run = Run(strategy)
+    run.accelerator.load_state(folder)
+    return run.state(), run.optimizer.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("saved", ["full_shard", None], ids=["sharded", "ddp"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_another_number_of_ranks_loads(
+    pools: dict[int, RankPool], pool2: RankPool, tmp_path: Path, saved: str | None, world: int
+) -> None:
+    expected = pool2.run(save, str(tmp_path), saved)[0]
+    pool = pools.setdefault(world, RankPool(world))
+    for state, optimizer in pool.run(load, str(tmp_path), "full_shard"):
+        assert equal(state, expected)
+        assert [int(each["step"]) for each in optimizer["state"].values()] == [6] * 8
+
+
+def save_pickled(folder: str) -> dict[str, torch.Tensor]:
+    run = Run(None)
+    run.epoch()
+    run.accelerator.save_state(folder, safe_serialization=False)
+    return run.state()
+
+
+@ranks(2)
+def test_a_pickled_checkpoint_of_ddp_loads(pool: RankPool, tmp_path: Path) -> None:
+    expected = pool.run(save_pickled, str(tmp_path))[0]
+    assert equal(pool.run(load, str(tmp_path), "full_shard")[0][0], expected)
+
+
+def hooked(folder: str) -> tuple[list[str], bool]:
+    """The names that a hook of the script was given, and whether its checkpoint loads."""
+    run = Run()
+    run.epoch()
+    seen: list[str] = []
+
+    def look(models: list[nn.Module], weights: list[dict[str, Any]], where: str) -> None:
+        assert models == [run.model]
+        seen.extend(weights[0])
+
+    run.accelerator.register_save_state_pre_hook(look)
+    run.accelerator.save_state(folder)
+    expected = run.state()
+    run.epoch()
+    run.accelerator.load_state(folder)
+    return seen, equal(run.state(), expected)
+
+
+@ranks(2)
+def test_hooks_of_the_script_are_given_models_and_weights(pool: RankPool, tmp_path: Path) -> None:
+    for seen, loads in pool.run(hooked, str(tmp_path)):
+        assert seen == list(small_model().state_dict()) and loads
+
+
+def two_models(folder: str) -> bool:
+    forget_accelerate()
+    accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
+    models = [small_model(seed) for seed in (1, 2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    both = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1, momentum=0.9)
+    models = list(accelerator.prepare(*models))
+    optimizers = list(accelerator.prepare(*optimizers, both))
+
+    def step() -> None:
+        for model in models:
+            accelerator.backward(model(torch.ones(2, 8)).square().sum())
+        for optimizer in optimizers:
+            optimizer.step()
+
+    step()
+    accelerator.save_state(folder)
+    expected = [accelerator.get_state_dict(model) for model in models]
+    momentum = optimizers[2].state_dict()["state"][0]["momentum_buffer"].clone()
+    step()
+    accelerator.load_state(folder)
+    restored = optimizers[2].state_dict()["state"][0]["momentum_buffer"]
+    found = [accelerator.get_state_dict(model) for model in models]
+    assert torch.equal(restored, momentum)
+    return all(equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@ranks(2)
+def test_two_models_and_an_optimizer_of_both_are_saved(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(two_models, str(tmp_path)) == [True, True]
+
+
+def pretrained(folder: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    forget_accelerate()
+    accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    model = accelerator.prepare(model)
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        folder,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    accelerator.wait_for_everyone()
+    again = LlamaForCausalLM.from_pretrained(folder)
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    assert equal(dict(again.state_dict()), plain)
+    accelerator.save_model(model, f"{folder}/saved")
+
+
+@ranks(2)
+def test_a_model_is_saved_for_from_pretrained(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(pretrained, str(tmp_path))
+    assert "saved/model.safetensors" in names_in(tmp_path)
+
+
+# --- misuse ---------------------------------------------------------------------------------------
+
+
+def misuse(name: str) -> str:
+    forget_accelerate()
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        MISUSES[name]()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def _no_shard_call() -> None:
+    accelerate.Accelerator(cpu=True).prepare(FSDP(small_model()))
+
+
+def _after_prepare() -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(small_model())
+    zshard.accelerate.shard(accelerator)
+
+
+def _twice() -> None:
+    zshard.accelerate.shard(zshard.accelerate.shard(accelerate.Accelerator(cpu=True)))
+
+
+def _unknown_argument() -> None:
+    zshard.accelerate.shard(accelerate.Accelerator(cpu=True), stratgy="full_shard")
+
+
+def _not_an_accelerator() -> None:
+    zshard.accelerate.shard(small_model())
+
+
+def _own_fsdp() -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    try:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+        zshard.accelerate.shard(accelerate.Accelerator(cpu=True, fsdp_plugin=plugin))
+    finally:
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+
+
+def _hook_of_ddp() -> None:
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    zshard.accelerate.shard(accelerate.Accelerator(cpu=True, kwargs_handlers=[handler]))
+
+
+def _no_such_strategy() -> None:
+    accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True), strategy="zero9")
+    accelerator.prepare(small_model())
+
+
+MISUSES = {
+    "no call of shard()": _no_shard_call,
+    "after prepare()": _after_prepare,
+    "twice": _twice,
+    "unknown argument": _unknown_argument,
+    "not an accelerator": _not_an_accelerator,
+    "its own FSDP": _own_fsdp,
+    "a hook of DDP": _hook_of_ddp,
+    "no such strategy": _no_such_strategy,
+}
+WORDS = {
+    "no call of shard()": "TypeError: DistributedDataParallel cannot wrap a model that zshard has",
+    "after prepare()": "RuntimeError: this Accelerator has already prepared a model: call",
+    "twice": "RuntimeError: this Accelerator already shards its models",
+    "unknown argument": "TypeError: zshard.accelerate.shard() takes the arguments of FSDP(), which has no",
+    "not an accelerator": "TypeError: shard() expects an accelerate.Accelerator, got Sequential",
+    "its own FSDP": "ValueError: this Accelerator is configured for torch's FSDP",
+    "a hook of DDP": "ValueError: this Accelerator is configured for DDP's communication hook bf16",
+    "no such strategy": "ValueError: ",
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_names_the_remedy(pool2: RankPool, name: str) -> None:
+    for text in pool2.run(misuse, name):
+        assert text.startswith(WORDS[name])
+
+
+def prepared_by_hand() -> str:
+    """FSDP() by the script, with its own strategy, before prepare()."""
+    forget_accelerate()
+    accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
+    model = FSDP(small_model(), strategy="zero2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    assert prepared is model and accelerator.prepare(model) is model
+    accelerator.backward(model(torch.ones(2, 8)).sum())
+    optimizer.step()
+    return str(zshard.shard_info(next(model.parameters())) is not None)
+
+
+@ranks(2)
+def test_a_model_sharded_before_prepare_stays_as_it_is(pool: RankPool) -> None:
+    assert pool.run(prepared_by_hand) == ["True", "True"]
+
+
+def frozen() -> list[list[float]]:
+    """Losses with a frozen layer, and with an optimizer that is prepared before the model."""
+    found = []
+    for strategy in (None, "full_shard"):
+        forget_accelerate()
+        accelerator = accelerate.Accelerator(cpu=True)
+        if strategy:
+            zshard.accelerate.shard(accelerator, strategy=strategy)
+        model = small_model()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        optimizer, model = accelerator.prepare(optimizer, model)
+        losses = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step + 10 * accelerator.process_index)
+            loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        found.append(losses)
+    return found
+
+
+@ranks(2)
+def test_frozen_layers_and_an_optimizer_prepared_first(pool: RankPool) -> None:
+    for theirs, ours in pool.run(frozen):
+        assert theirs == ours
+
+
+# --- Accelerate's own tests -----------------------------------------------------------------------
+
+OWN = ["test_script", "test_sync", "test_ops", "test_distributed_data_loop"]
+ACCUMULATED = ["test_gradient_accumulation", "test_gradient_accumulation_with_opt_and_scheduler"]
+
+
+def own_script(name: str, strategy: str) -> None:
+    """Run a script of accelerate.test_utils with every Accelerator that it makes sharding."""
+    initialize = accelerate.Accelerator.__init__
+
+    @functools.wraps(initialize)
+    def sharding(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        if type(self) is accelerate.Accelerator:
+            zshard.accelerate.shard(self, strategy=strategy)
+
+    accelerate.Accelerator.__init__ = sharding
+    if strategy != "no_shard":  # it compares parameters and gradients with those of a plain model
+        torch.allclose = of_full_tensors(torch.allclose)
+        torch.testing.assert_close = of_full_tensors(torch.testing.assert_close)
+    module = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
+    if name == "test_sync":  # what its main() runs on GPUs alone
+        for function in ACCUMULATED:
+            for asked in range(8):
+                split, dispatched, each = (bool(asked & bit) for bit in (1, 2, 4))
+                getattr(module, function)(split, dispatched, each)
+    module.main()
+
+
+def of_full_tensors(function: Any) -> Any:
+    def summoned(*args: Any, **kwargs: Any) -> Any:
+        full = [zshard.full_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+        return function(*full, **kwargs)
+
+    return summoned
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@pytest.mark.parametrize("name", OWN)
+def test_accelerates_own_tests_pass(name: str, strategy: str) -> None:
+    env = {"ACCELERATE_USE_CPU": "true"}
+    fork_ranks(own_script, 2, name, strategy, env=env, timeout=200, check=True)
+
+
+SCRIPT = """
+import sys, torch, zshard.accelerate
+from accelerate import Accelerator
+
+accelerator = zshard.accelerate.shard(Accelerator(), strategy=sys.argv[1])
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+print("trained under", accelerator.distributed_type.value)
+"""
+
+
+LAUNCHES = {  # `accelerate launch --cpu` starts one process, whatever --num_processes says
+    "accelerate launch": (["accelerate.commands.launch", "--cpu"], "NO", 1),
+    "torchrun": (["torch.distributed.run", "--standalone", "--nproc-per-node=2"], "MULTI_CPU", 2),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches(tmp_path: Path, name: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words, kind, processes = LAUNCHES[name]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"ACCELERATE_USE_CPU": "true", "HF_HOME": str(tmp_path)}  # not the user's own settings
+    done = subprocess.run(
+        [sys.executable, "-m", *words, str(tmp_path / "train.py"), "zero2"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count(f"trained under {kind}") == processes

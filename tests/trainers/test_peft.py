@@ -1,0 +1,185 @@
+"""zshard under PEFT: adapters of a sharded model train, are saved whole, load and merge.
+
+The one idea: a small trainable part beside a large frozen one, in the same units. Each test runs
+the real packages on two ranks and compares with DDP, or with PEFT in one process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spawn import RankPool, ranks
+
+pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
+pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
+
+from accelerated import equal, names_in
+from hf_trainers import arguments, losses_of, new_run, sentences, tiny_llama, weights_of
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
+from transformers import PrinterCallback, Trainer
+
+import zshard.transformers
+from zshard import FSDP
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+CONFIGS: dict[str, Any] = {
+    "lora": lambda: LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=TARGETS),
+    "dora": lambda: LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=TARGETS, use_dora=True),
+    "ia3": lambda: IA3Config(
+        task_type="CAUSAL_LM", target_modules=TARGETS, feedforward_modules=["down_proj"]
+    ),
+    "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "saved modules": lambda: LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=TARGETS, modules_to_save=["lm_head"]
+    ),
+}
+
+
+def adapted(kind: str) -> Any:
+    model = get_peft_model(tiny_llama(), CONFIGS[kind]())
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # LoRA's B begins with zeros, which a test could not tell from no adapter
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+    return model
+
+
+def make(folder: str, kind: str, strategy: str | None, **more: Any) -> Any:
+    new_run()
+    trainer = Trainer if strategy is None else zshard.transformers.shard(Trainer, strategy=strategy)
+    made = trainer(
+        model=adapted(kind),
+        args=arguments(folder, **{"max_steps": 4, **more}),
+        train_dataset=sentences(20),
+        eval_dataset=sentences(4, seed=1),
+    )
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def compare(kind: str, strategy: str, folder: str) -> tuple[bool, bool]:
+    found = []
+    for each in (None, strategy):
+        trainer = make(folder, kind, each)
+        trainer.train()
+        counts = trainer.model.get_nb_trainable_parameters()
+        found.append(((losses_of(trainer), trainer.evaluate()["eval_loss"], counts), trainer))
+    weights = [weights_of(trainer) for _, trainer in found]
+    return found[0][0] == found[1][0], equal(*weights)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("kind", CONFIGS)
+@ranks(2)
+def test_training_is_that_of_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
+    assert pool.run(compare, kind, strategy, str(tmp_path)) == [(True, True)] * 2
+
+
+def resume(kind: str, folder: str) -> bool:
+    """Adapters are saved whole, and resumed."""
+    first = make(folder, kind, "full_shard", save_strategy="steps", save_steps=2)
+    first.train()
+    first.save_model(f"{folder}/saved")
+    torch.distributed.barrier()
+    second = make(folder, kind, "full_shard")
+    second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert losses_of(first) == losses_of(second)
+    adapter = get_peft_model_state_dict(first.model)
+    plain = PeftModel.from_pretrained(tiny_llama(), f"{folder}/saved")
+    assert equal(adapter, get_peft_model_state_dict(plain))
+    return equal(weights_of(first), weights_of(second))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@ranks(2)
+def test_adapters_are_saved_whole_and_resumed(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    assert pool.run(resume, kind, str(tmp_path)) == [True, True]
+    files = names_in(tmp_path / "checkpoint-2")
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+
+
+def best(folder: str) -> bool:
+    found = []
+    for strategy in (None, "full_shard"):
+        where = f"{folder}/{strategy}"
+        steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+        steps |= {"save_steps": 1, "learning_rate": 0.5, "load_best_model_at_end": True}
+        trainer = make(where, "lora", strategy, **steps)
+        trainer.train()
+        score = trainer.state.best_metric
+        found.append((score, trainer.state.best_global_step, weights_of(trainer)))
+        assert trainer.evaluate()["eval_loss"] == score
+    return found[0][:2] == found[1][:2] and equal(found[0][2], found[1][2])
+
+
+@ranks(2)
+def test_the_best_adapter_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(best, str(tmp_path)) == [True, True]
+
+
+def merged(kind: str, folder: str) -> bool:
+    plain = adapted(kind).merge_and_unload()
+    model = FSDP(adapted(kind))
+    whole = model.merge_and_unload()
+    assert type(whole) is type(plain) and not isinstance(whole, FSDP)
+    ids = torch.tensor([[3, 5, 7, 9]])
+    assert torch.equal(whole(ids).logits, plain(ids).logits)
+    bare = model.unload()
+    assert equal(dict(bare.state_dict()), dict(adapted(kind).unload().state_dict()))
+    return equal(dict(whole.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+@ranks(2)
+def test_adapters_merge_into_a_plain_model(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    assert pool.run(merged, kind, str(tmp_path)) == [True, True]
+
+
+def states() -> int:
+    """Elements of Adam's state on this rank, of adapters of some pages."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=64, target_modules=TARGETS)
+    model = FSDP(get_peft_model(tiny_llama(), config))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    ids = torch.tensor([[3, 5, 7, 9]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    return sum(zshard.to_local(each["exp_avg"]).numel() for each in optimizer.state.values())
+
+
+@ranks(2)
+def test_ranks_share_the_state_of_an_adapter(pool: RankPool) -> None:
+    """To the page: each unit's shards begin at pages, so one smaller than that is on one rank."""
+    first, second = pool.run(states)
+    assert max(first, second) < 0.6 * (first + second)
+
+
+def late(step: str) -> str:
+    """An adapter that is added after FSDP(...)."""
+    model = tiny_llama()
+    ids = torch.tensor([[3, 5, 7, 9]])
+    with pytest.raises(ValueError) as caught:
+        if step == "first":
+            model = get_peft_model(FSDP(model), CONFIGS["lora"]())
+        else:
+            model = FSDP(adapted("lora"))
+            model.add_adapter("second", CONFIGS["lora"]())
+            model.set_adapter("second")
+        model(input_ids=ids, labels=ids).loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("step", ["first", "second"])
+def test_an_adapter_comes_before_sharding(pool2: RankPool, step: str) -> None:
+    for text in pool2.run(late, step):
+        assert "after FSDP(...)" in text and "add it before wrapping the model" in text

@@ -1,0 +1,47 @@
+"""Methods of transformers and PEFT that count parameters count full ones on a sharded model.
+
+The one idea: they add up the sizes of what named_parameters() yields. While one of them runs, it
+yields parameters of full shape, without memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from zshard import _core
+from zshard._units.units import without_memory
+
+_METHODS = ("num_parameters", "get_nb_trainable_parameters")
+
+
+def counts_of(original: type[nn.Module]) -> dict[str, Any]:
+    """Return the counting methods that the FSDP class of `original` has instead of its own."""
+    found = {name: inspect.getattr_static(original, name, None) for name in _METHODS}
+    return {name: _of_full(each) for name, each in found.items() if inspect.isfunction(each)}
+
+
+def _of_full(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if "named_parameters" in vars(self):
+            return method(self, *args, **kwargs)
+        vars(self)["named_parameters"] = functools.partial(_full_named_parameters, self)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            del vars(self)["named_parameters"]
+
+    return counted
+
+
+def _full_named_parameters(
+    module: nn.Module, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, param in type(module).named_parameters(module, *args, **kwargs):
+        info = _core.shard_info(param)
+        yield name, param if info is None else without_memory(param, info["shape"], param.device)

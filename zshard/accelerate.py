@@ -1,0 +1,293 @@
+"""Accelerate: `shard(accelerator)` has prepare() shard models with zshard instead of wrapping DDP.
+
+    accelerator = Accelerator()
+    zshard.accelerate.shard(accelerator)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+The one idea: the accelerator stays the same object; its class becomes a subclass of its own, in
+which prepare_model() calls FSDP(model) and then the original as for a model without DDP, so that
+autocast and torch.compile are applied as always. All else that an Accelerator does reaches the
+model through methods that FSDP has as well (no_sync, state_dict, clipping).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zshard._checkpoint.load import load
+from zshard._checkpoint.save import save
+from zshard._units.names import bare
+from zshard.api import FSDP
+
+__all__ = ["shard"]
+
+_FOLDER = "zshard_model"  # of a model and its optimizer, in the folder of save_state()
+_WEIGHTS = ("model{}.safetensors", "pytorch_model{}.bin")  # what Accelerate writes itself
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # of distributed training, which prepare() wraps DDP for
+
+
+def shard(accelerator: Any, **arguments: Any) -> Any:
+    """Have an Accelerator shard the models that it prepares from now on, instead of wrapping DDP.
+
+    Models that are already sharded stay as they are. Call it on all ranks, before `prepare()`.
+
+    Args:
+        accelerator: an accelerate.Accelerator, for CPUs or GPUs, without its own FSDP, DeepSpeed or
+            Megatron-LM plugin.
+        arguments: those of FSDP() for all models, such as strategy and auto_wrap_policy.
+
+    Returns:
+        `accelerator` itself. Its save_state() has all ranks write, each its own shards, and its
+        load_state() also loads what it saved under DDP, on any number of ranks. Its
+        join_uneven_inputs() works on CPUs, too.
+
+    Raises:
+        TypeError: `accelerator` is something else, or an argument is not one of FSDP().
+        RuntimeError: the accelerator already shards, or has prepared a model.
+        ValueError: the accelerator shards with a plugin, or has a communication hook for DDP.
+    """
+    _check_accelerator(accelerator)
+    check_arguments("zshard.accelerate.shard()", arguments)
+    accelerator._zshard_arguments = arguments
+    return _sharding(accelerator)
+
+
+def _sharding(accelerator: Any) -> Any:
+    kind = type(accelerator)
+    accelerator.__class__ = type(
+        kind.__name__, (_ShardingAccelerator, kind), {"__module__": kind.__module__}
+    )
+    return accelerator
+
+
+def _unpickled(kind: type[Any], state: dict[str, Any]) -> Any:
+    accelerator: Any = object.__new__(kind)
+    accelerator.__dict__.update(state)
+    return _sharding(accelerator)
+
+
+def check_arguments(call: str, arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError if FSDP(model, **arguments) lacks one of them."""
+    known = set(inspect.signature(FSDP.__new__).parameters) - {"cls", "module"}
+    for name in arguments.keys() - known:
+        raise TypeError(f"{call} takes the arguments of FSDP(), which has no {name!r}")
+
+
+def _check_accelerator(accelerator: Any) -> None:
+    if not hasattr(accelerator, "prepare_model") or not hasattr(accelerator, "distributed_type"):
+        kind = type(accelerator).__name__
+        raise TypeError(f"shard() expects an accelerate.Accelerator, got {kind}")
+    if isinstance(accelerator, _ShardingAccelerator):
+        raise RuntimeError(
+            "this Accelerator already shards its models: call zshard.accelerate.shard() once"
+        )
+    if accelerator._models:
+        raise RuntimeError(
+            "this Accelerator has already prepared a model: call zshard.accelerate.shard() before "
+            "accelerator.prepare()"
+        )
+    asked = _other_plugin(accelerator)
+    if asked:
+        raise ValueError(
+            f"this Accelerator is configured for {asked}: remove that from its arguments or from "
+            "`accelerate config`, and pass the settings to zshard.accelerate.shard()"
+        )
+
+
+def _other_plugin(accelerator: Any) -> str:
+    """What else is to shard the models or to reduce their gradients; "" if nothing is.
+
+    On CPUs, Accelerate drops the FSDP plugin without a word.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":  # set for a plugin, too
+        return "torch's FSDP (fsdp_plugin, use_fsdp)"
+    if accelerator.distributed_type.value not in _KINDS:
+        return str(accelerator.distributed_type.value)
+    handler = accelerator.ddp_handler
+    if handler is not None and getattr(handler.comm_hook, "value", "no") != "no":
+        return f"DDP's communication hook {handler.comm_hook.value}"
+    return ""
+
+
+if TYPE_CHECKING:
+    _Accelerator = Any
+else:  # the class of the accelerator comes after this one
+    _Accelerator = object
+
+
+class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
+    """What comes before the class of an Accelerator."""
+
+    _zshard_arguments: dict[str, Any]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Shard a model, also one for evaluation, then do what Accelerate does for one process."""
+        if not getattr(model, "_is_accelerate_prepared", False):
+            if not _is_sharded(model):
+                arguments = dict(self._zshard_arguments)
+                if self.device.type == "cuda" and device_placement is not False:
+                    arguments.setdefault("device_id", self.device)
+                FSDP(bare(model), **arguments)
+            device_placement, evaluation_mode = False, True  # FSDP() has placed it; no DDP
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """Save as Accelerate does, but sharded models and their optimizers by zshard.save().
+
+        Where the script has registered a hook, which is given the models and full state dicts,
+        Accelerate saves all.
+        """
+        if self._save_model_state_pre_hook:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        pairs = _pairs(self)
+
+        def write(models: Any, weights: Any, folder: str) -> None:
+            for i, (model, optimizer) in enumerate(pairs):
+                save(_folder(folder, i), model, optimizer, overwrite=True)
+
+        with _hook(self.register_save_state_pre_hook, write), _hidden(self, pairs):
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Load what save_state() has saved, here or under DDP, on any number of ranks."""
+        pairs = _pairs(self)
+        optimizers = list(self._optimizers)
+
+        def read(models: list[nn.Module], folder: str) -> None:
+            for i, (model, optimizer) in enumerate(pairs):
+                if model not in models:  # a hook of the script has loaded it
+                    continue
+                if _folder(folder, i).is_dir():
+                    load(_folder(folder, i), model, optimizer)
+                    _remove(self._optimizers, optimizer)
+                else:
+                    _load_weights(Path(folder), self._models.index(model), model)
+                models.remove(model)
+
+        try:
+            with _hook(self.register_load_state_pre_hook, read):
+                super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            self._optimizers[:] = optimizers
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Train sharded models with uneven numbers of batches, if `even_batches` is False."""
+        if not all(isinstance(each, nn.Module) and _is_sharded(each) for each in joinables):
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        even = self.even_batches if even_batches is None else even_batches
+        samplers = [each.batch_sampler for each in self._dataloaders]
+        samplers = [each for each in samplers if hasattr(each, "even_batches")]
+        if even_batches is not None and len(samplers) < len(self._dataloaders):
+            warnings.warn(
+                "even_batches is only supported for map-style datasets: data loaders of iterable "
+                "datasets keep their own",
+                stacklevel=3,
+            )
+        before = [each.even_batches for each in samplers]
+        optimizers = [_inner(each) for each in self._optimizers]
+        try:
+            with contextlib.ExitStack() as joined:
+                for each in samplers:
+                    each.even_batches = even
+                for model in () if even else joinables:
+                    own = [each for each in optimizers if _steps(each, model)]
+                    sharded: Any = bare(model)
+                    joined.enter_context(sharded.join(*own))
+                yield
+        finally:
+            for each, value in zip(samplers, before, strict=True):
+                each.even_batches = value
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self).__mro__[2], self.__dict__)
+
+
+# --- models and their optimizers ------------------------------------------------------------------
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return isinstance(bare(model), FSDP)
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that AcceleratedOptimizer wraps."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether all that an optimizer steps is of `model`."""
+    own = {id(param) for param in model.parameters()}
+    return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+def _pairs(accelerator: Any) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
+    """Each sharded model with its optimizer; with None if it has none, or several."""
+    pairs = []
+    for model in filter(_is_sharded, accelerator._models):
+        own = [each for each in map(_inner, accelerator._optimizers) if _steps(each, model)]
+        pairs.append((model, own[0] if len(own) == 1 else None))
+    return pairs
+
+
+def _remove(optimizers: list[Any], optimizer: torch.optim.Optimizer | None) -> None:
+    optimizers[:] = [each for each in optimizers if _inner(each) is not optimizer]
+
+
+@contextlib.contextmanager
+def _hidden(accelerator: Any, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Context manager in which an Accelerator does not see these models and optimizers."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    accelerator._models = [each for each in models if not _is_sharded(each)]
+    accelerator._optimizers = list(optimizers)
+    for _, optimizer in pairs:
+        _remove(accelerator._optimizers, optimizer)
+    try:
+        yield
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
+
+
+@contextlib.contextmanager
+def _hook(register: Any, function: Any) -> Iterator[None]:
+    handle = register(function)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _folder(folder: str, index: int) -> Path:
+    return Path(folder, f"{_FOLDER}_{index}" if index else _FOLDER)
+
+
+def _load_weights(folder: Path, index: int, model: nn.Module) -> None:
+    """Load what Accelerate has saved of a plain model or of one in DDP."""
+    ending = f"_{index}" if index else ""
+    safe, pickled = (folder / name.format(ending) for name in _WEIGHTS)
+    if safe.is_file():
+        load(safe, model)
+        return
+    state = torch.load(pickled, map_location="cpu", weights_only=True)
+    torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+    bare(model).load_state_dict(state)
