@@ -197,5 +197,5 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 def on_ranks(function: Any, world: int, *args: Any, **options: Any) -> list[Any]:
     """[function(world, *args) of each rank], as torchrun starts them."""
     env = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
-    done = fork_ranks(function, world, world, *args, env=env, check=True, timeout=120, **options)
+    done = fork_ranks(function, world, world, *args, env=env, check=True, timeout=200, **options)
     return [each.value for each in done]
