@@ -440,7 +440,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = accelerator.prepare(model, optimizer)
 accelerator.backward(model(torch.ones(2, 4)).sum())
 optimizer.step()
-print("trained under", accelerator.distributed_type.value)
+print(f"trained under {accelerator.distributed_type.value}\\n", end="")
 """
 
 
