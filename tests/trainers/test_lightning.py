@@ -101,7 +101,8 @@ class Kill(Callback):
 def killed(world: int, strategy: Any, folder: str) -> None:
     kept = ModelCheckpoint(folder, save_on_train_epoch_end=True, filename="{epoch}")
     options = {"callbacks": [kept, Kill()], "enable_checkpointing": True, "max_epochs": 2}
-    trainer(strategy, world, **options).fit(Net(), data(), data(16))
+    net = Net()  # before the trainer seeds, as in fit_and_save()
+    trainer(strategy, world, **options).fit(net, data(), data(16))
 
 
 def resume(world: int, strategy: Any, path: str, model: str = "Net") -> Any:
