@@ -48,7 +48,7 @@ test: build $(VENV)/.test ## the tests (TESTS=tests/optim/test_clip.py, ARGS="-k
 	$(PY) -m pytest $(TESTS) $(ARGS) $(if $(ARGS)$(filter-out tests,$(TESTS)),,$$($(WORKERS)))
 
 test-trainers: build $(VENV)/.test $(VENV)/.trainers ## the tests with real trainers (TESTS=tests/trainers/test_lightning.py)
-	$(PY) -m pytest $(if $(filter tests,$(TESTS)),tests/trainers,$(TESTS)) $(ARGS)
+	$(PY) -m pytest $(if $(filter tests,$(TESTS)),tests/trainers,$(TESTS)) $(ARGS) $(if $(ARGS),,$$($(WORKERS)))
 
 bench: build $(VENV)/.demo ## the benchmarks (ARGS=...)
 	$(PY) benchmarks/run.py $(ARGS)
