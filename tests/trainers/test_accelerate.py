@@ -394,6 +394,9 @@ ACCUMULATED = ["test_gradient_accumulation", "test_gradient_accumulation_with_op
 
 def own_script(name: str, strategy: str) -> None:
     """Run a script of accelerate.test_utils with every Accelerator that it makes sharding."""
+    # test_ops does not ask for CPUs, and would run on one rank. No rank may end before all have met.
+    assert accelerate.PartialState(cpu=True).num_processes == 2
+    torch.distributed.barrier()
     initialize = accelerate.Accelerator.__init__
 
     @functools.wraps(initialize)
