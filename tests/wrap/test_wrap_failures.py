@@ -9,6 +9,10 @@ from groups import own_group, passing_groups
 from models import ddp, differences, loss_of, make
 from scenarios import Stack, floats
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zshard
 from zshard import FSDP
@@ -52,6 +56,52 @@ def test_what_cannot_be_sharded_on_one_rank(pool2, transport):
     for first, second, trained in pool2.run(with_a_strange_parameter, transport):
         assert "head.weight" in first and "not a dense tensor" in first
         assert second is None and trained
+
+
+def distributed(weight):
+    mesh = init_device_mesh("cpu", (2,))
+    return distribute_tensor(weight, mesh, [Shard(0)])
+
+
+def fake(weight):
+    return FakeTensorMode().from_tensor(weight)
+
+
+class Doubled(TwoTensor):
+    """As torchao's quantized tensors are: what it is made of are attributes."""
+
+
+STRANGE = {
+    "sparse": lambda weight: weight.to_sparse(),
+    "sparse rows": lambda weight: weight.to_sparse_csr(),
+    "negated": torch._neg_view,
+    "DTensor": distributed,
+    "FakeTensor": fake,
+    "Doubled": lambda weight: Doubled(weight, weight.clone()),
+}
+
+
+@passing_groups()
+def with_memory_elsewhere(kind, transport):
+    model, how = make(Stack), options(transport)
+    weight = model.head.weight
+    strange = nn.Parameter(STRANGE[kind](weight.detach()), requires_grad=False)
+    model.head.weight = strange
+    first = attempt(model, how)
+    kept = model.head.weight is strange
+    model.head.weight = weight
+    return first, kept, attempt(model, how), trains(model)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", STRANGE)
+def test_parameters_without_memory_of_their_own(pool2, kind, transport):
+    """On all ranks alike: an error that names parameter and class, where the core would read memory."""
+    said = f"is of class {kind}" if kind[0].isupper() else "not a dense tensor"
+    for first, kept, second, trained in pool2.run(with_memory_elsewhere, kind, transport):
+        assert "'head.weight'" in first and said in first and "ignored_" in first
+        assert kept and second is None and trained
 
 
 @passing_groups()

@@ -62,13 +62,30 @@ def facts_of(
 
 
 def check_unit(spec: UnitSpec) -> None:
-    """Raise what creating the unit would, without changing anything. Parameters on the meta device
-    count as materialized."""
+    """Raise what creating the unit would, without changing anything; TypeError or ValueError for a
+    parameter without dense memory of its own. Parameters on the meta device count as real ones."""
+    for name, ref in _named(spec):
+        _check_plain(name, ref.param)
     params = [ref.param for ref in spec.params]
     real = [
         without_memory(param, param.shape, "cpu") if param.is_meta else param for param in params
     ]
     _core.Unit.check(spec.name, names_of(spec), real)
+
+
+def _check_plain(name: str, param: nn.Parameter) -> None:
+    """Raise for a parameter without dense memory of its own."""
+    if param.layout != torch.strided or param.is_nested or param.is_neg() or param.is_conj():
+        raise ValueError(
+            f"parameter '{name}' is not a dense tensor; pass its module in ignored_modules"
+        )
+    kind = type(param)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"parameter '{name}' is of class {kind.__name__}, which has no memory of its own; "
+            "zshard shards plain tensors only: pass the parameter in ignored_states=, so that each "
+            "rank keeps all of it, or convert the model after training"
+        )
 
 
 def warn_of_strides(specs: Iterable[UnitSpec]) -> None:
