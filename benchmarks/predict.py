@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,12 +128,17 @@ def warm_up(transport: str) -> None:
 
 
 def settled() -> int:
-    """Return this rank's PSS while all ranks are idle. Collective."""
+    """Return this rank's PSS while all ranks are idle, once it has stopped changing on all of them:
+    what a deleted model had is released a moment later. Collective."""
     gc.collect()
     trim()
-    dist.barrier()
-    found = pss()
-    dist.barrier()
+    found, moved = 0, torch.ones(1)
+    while moved:
+        time.sleep(0.2)
+        dist.barrier()
+        last, found = found, pss()
+        moved = torch.tensor([float(abs(found - last) > MIB)])
+        dist.all_reduce(moved)
     return found
 
 
