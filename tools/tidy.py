@@ -20,11 +20,15 @@ AT_ONCE = 8  # files of one process: starting one takes as long as reading a fil
 PROGRESS = re.compile(r"\[\d+/\d+\] Processing|\d+ (warning|error)s? |Suppressed ")
 
 
-def check(files: list[str]) -> str:
-    """What clang-tidy says about `files`; "" if nothing."""
+def compile_flags() -> list[str]:
+    """How setup.py compiles C."""
     setup = runpy.run_path(str(ROOT / "setup.py"))
     flags = [*setup["C"], "-pthread", f"-iquote{ROOT / setup['CSRC']}"]
-    flags += ["-isystem", sysconfig.get_path("include")]
+    return [*flags, "-isystem", sysconfig.get_path("include")]
+
+
+def check(files: list[str], flags: list[str]) -> str:
+    """What clang-tidy says about `files`; "" if nothing."""
     command = [str(get_executable("clang-tidy")), "--quiet", *files, "--", *flags]
     done = subprocess.run(command, text=True, stdout=-1, stderr=subprocess.STDOUT, check=False)
     said = [line for line in done.stdout.splitlines() if not PROGRESS.match(line)]
@@ -33,9 +37,11 @@ def check(files: list[str]) -> str:
 
 def main(files: list[str]) -> int:
     """Checks all files; 1 if there are findings."""
-    parts = -(-len(files) // AT_ONCE)  # with long and short files in each
+    parts = -(-len(files) // AT_ONCE)
+    shares = [files[i::parts] for i in range(parts)]  # with long and short files in each
+    flags = compile_flags()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        findings = list(filter(None, pool.map(check, [files[i::parts] for i in range(parts)])))
+        findings = list(filter(None, pool.map(lambda share: check(share, flags), shares)))
     print(*findings, sep="\n", end="\n" if findings else "")
     return int(bool(findings))
 

@@ -13,7 +13,6 @@ model through methods that FSDP has as well (no_sync, state_dict, clipping).
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from torch import nn
 from zshard._checkpoint.load import load
 from zshard._checkpoint.save import save
 from zshard._units.names import bare
-from zshard.api import FSDP
+from zshard.api import ARGUMENTS, FSDP
 
 __all__ = ["shard"]
 
@@ -77,8 +76,7 @@ def _unpickled(kind: type[Any], state: dict[str, Any]) -> Any:
 
 def check_arguments(call: str, arguments: Mapping[str, Any]) -> None:
     """Raise TypeError if FSDP(model, **arguments) lacks one of them."""
-    known = set(inspect.signature(FSDP.__new__).parameters) - {"cls", "module"}
-    for name in arguments.keys() - known:
+    for name in arguments.keys() - ARGUMENTS:
         raise TypeError(f"{call} takes the arguments of FSDP(), which has no {name!r}")
 
 

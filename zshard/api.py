@@ -7,6 +7,7 @@ that happens per step happens behind those hooks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -308,6 +309,9 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods):
 
 
 set_base(FSDP)
+
+ARGUMENTS = frozenset(inspect.signature(FSDP.__new__).parameters) - {"cls", "module"}
+"""The names of what FSDP() takes besides the module, for adapters that pass it on."""
 
 if TYPE_CHECKING:
 

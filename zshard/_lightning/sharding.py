@@ -7,7 +7,6 @@ model stays the object that the user made.
 from __future__ import annotations
 
 import importlib
-import inspect
 import io
 import os
 import sys
@@ -22,7 +21,7 @@ from zshard._checkpoint.load import load
 from zshard._checkpoint.save import save
 from zshard._state_dict.optimizer import gather
 from zshard._units.units import is_unit, units_of
-from zshard.api import FSDP
+from zshard.api import ARGUMENTS, FSDP
 
 __all__ = [
     "Sharding",
@@ -33,7 +32,7 @@ __all__ = [
 ]
 
 _PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
-_FSDP_ARGUMENTS = {*inspect.signature(FSDP.__new__).parameters} - {"cls", "module", "timeout"}
+_FSDP_ARGUMENTS = ARGUMENTS - {"timeout"}  # which Lightning's own strategies take, too
 _CHUNK = 8 << 20  # bytes; one value of a checkpoint's `extra` may have twice as many
 
 
