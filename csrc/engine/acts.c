@@ -200,12 +200,19 @@ static zs_status gather(zs_record *record)
     ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_GATHER, record));
     zs_unit *unit = zs_unit_of(record);
     unit->home->ranks.shard_group->model = unit->home->model;
-    return zs_unit_gather(unit);
+    zs_profile *range = zs_unit_profile(unit, "all_gather");
+    zs_status status = zs_unit_gather(unit);
+    zs_profile_end(range);
+    return status;
 }
 
 static zs_status bind(zs_record *record)
 {
-    return zs_unit_bind(zs_unit_of(record));
+    zs_unit *unit = zs_unit_of(record);
+    zs_profile *range = zs_unit_profile(unit, "unshard");
+    zs_status status = zs_unit_bind(unit);
+    zs_profile_end(range);
+    return status;
 }
 
 static void cancel(zs_record *record)
@@ -256,7 +263,10 @@ static zs_status post(zs_record *record)
     ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_POST, record));
     zs_unit *unit = zs_unit_of(record);
     unit->home->ranks.all->model = unit->home->model;
-    return zs_reduce_post(unit);
+    zs_profile *range = zs_unit_profile(unit, unit->record.is.replicated ? "all_reduce" : "reduce_scatter");
+    zs_status status = zs_reduce_post(unit);
+    zs_profile_end(range);
+    return status;
 }
 
 static zs_status share(zs_record *record, zs_wait wait, bool *done)
@@ -286,7 +296,10 @@ static zs_status step(zs_record *record)
         ZS_TRY(zs_device_join(all->device, all->ops->stream));
         ZS_TRY(zs_grads_deliver(unit));
     }
-    return zs_in_backward_step(unit);
+    zs_profile *range = zs_unit_profile(unit, "step");
+    zs_status status = zs_in_backward_step(unit);
+    zs_profile_end(range);
+    return status;
 }
 
 static zs_status deliver(zs_record *record)

@@ -40,8 +40,21 @@ static bool is_training(PyObject *module)
     return result;
 }
 
+/* A module that calls itself has one range, which ends with the call within. */
+static void begin_range(unit_object *self)
+{
+    if (self->forward == NULL) self->forward = zs_unit_profile(self->unit, "forward");
+}
+
+static void end_range(unit_object *self)
+{
+    zs_profile_end(self->forward);
+    self->forward = NULL;
+}
+
 PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
 {
+    begin_range(self);
     bool begins = zs_engine_n_open(zs_engine_of(self->unit)) == 0; /* a session, whose pass is of one kind */
     bool training = begins && n > 0 && is_training(args[0]);
     if (begins && zs_py_keep_aliases(zs_engine_of(self->unit)) < 0) return NULL;
@@ -147,6 +160,7 @@ PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_post_forward(self->unit, walk.hooked)); /* in any case: the forward is over */
     zs_py_show(zs_engine_of(self->unit));
+    end_range(self);
     if (searched < 0) return NULL;
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;

@@ -4,6 +4,7 @@
  */
 #include "checkpoint/ckpt_file.h"
 #include "python/py_util.h"
+#include "shim/torch_profile.h"
 
 /* Hooks that fail on an autograd thread have no module at hand. Borrowed; set while the module lives. */
 static zs_py_state *live_state;
@@ -120,6 +121,7 @@ static int module_exec(PyObject *module)
     zs_py_set_raiser(raise_from_hook);
     zs_comm_on_wait(interrupted);
     zs_ckpt_on_wait(interrupted);
+    zs_profile_by(&zs_torch_profiler);
     return 0;
 }
 

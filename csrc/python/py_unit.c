@@ -235,6 +235,7 @@ static void unit_dealloc(unit_object *self)
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     zs_py_hide(self);
+    zs_profile_end(self->forward);
     zs_unit_release(self->unit);
     (void)unit_clear(self);
     type->tp_free(self);

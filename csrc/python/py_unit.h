@@ -2,6 +2,7 @@
 #ifndef ZS_PY_UNIT_H
 #define ZS_PY_UNIT_H
 
+#include "base/profile.h"
 #include "python/py_util.h"
 
 /* Where a module keeps a parameter. */
@@ -17,6 +18,7 @@ typedef struct unit_object {
     zs_unit *unit;       /* counted reference */
     param_place *places; /* [n_places] owned */
     Py_ssize_t n_places;
+    zs_profile *forward; /* what a profiler shows of the one that runs; NULL: nothing; owned */
 } unit_object;
 
 /* Methods of _core.Unit that nn.Module calls around a forward (METH_FASTCALL). */

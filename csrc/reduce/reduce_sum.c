@@ -210,8 +210,10 @@ zs_status zs_reduce_share(zs_unit *unit, zs_wait wait, bool *ready)
     summing s = summing_of(unit, &sources);
     ZS_TRY(zs_cunit_collect(comm, unit->cunit, wait, ready, &sources));
     if (!*ready) return ZS_OK;
-    ZS_TRY(sum_flats(&s));
-    return zs_cunit_share(comm, unit->cunit);
+    zs_profile *range = zs_unit_profile(unit, "sum_gradients");
+    zs_status status = sum_flats(&s);
+    zs_profile_end(range);
+    return status == ZS_OK ? zs_cunit_share(comm, unit->cunit) : status;
 }
 
 /* Collects the round and puts this rank's part of the sum, or of a replicated unit all of it, where gradients lie. */
@@ -223,7 +225,10 @@ static zs_status take_sum(const summing *s, zs_wait wait, bool *ready)
     ZS_TRY((replicated ? zs_cunit_collect_shared : zs_cunit_collect)(comm, unit->cunit, wait, ready, s->sources));
     if (!*ready || !counts(s)) return ZS_OK;
     ZS_TRY(want_grads(unit));
-    ZS_TRY(replicated ? fetch_shared(s) : sum_flats(s));
+    zs_profile *range = zs_unit_profile(unit, replicated ? "all_gather_gradients" : "sum_gradients");
+    zs_status status = replicated ? fetch_shared(s) : sum_flats(s);
+    zs_profile_end(range);
+    ZS_TRY(status);
     for (int64_t i = 0; i < unit->n_params; i++)
         if (unit->params[i].grad != NULL && used_anywhere(s, i))
             unit->params[i].has_grad = unit->params[i].reduced = true;

@@ -17,6 +17,7 @@
 #define ZS_UNIT_H
 
 #include "base/layout.h"
+#include "base/profile.h"
 #include "base/refs.h"
 #include "comm/comm.h"
 #include "schedule/schedule.h"
@@ -304,6 +305,9 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where
 
 /* The error of an access to the sharded full buffer of a unit called `name`; new, NULL if out of memory. */
 char *zs_unit_message(const char *name);
+
+/* Begins a range "zshard::WHAT (UNIT)" that a profiler shows; new, see base/profile.h. */
+zs_profile *zs_unit_profile(const zs_unit *unit, const char *what);
 
 /* Bytes: this rank's parameters at rest, with what is cast; the whole full buffer; the bucket. */
 size_t zs_unit_shard_bytes(const zs_unit *unit);

@@ -20,6 +20,11 @@ char *zs_unit_message(const char *name)
     return message;
 }
 
+zs_profile *zs_unit_profile(const zs_unit *unit, const char *what)
+{
+    return zs_profile_begin("zshard::%s (%s)", what, *unit->name ? unit->name : "root");
+}
+
 /* `name` with `to` in place of its first `prefix` characters; new. */
 static char *renamed(const char *name, size_t prefix, const char *to)
 {

@@ -18,6 +18,7 @@ INCLUDES = [f"-iquote{CSRC}"]
 SHM = [
     "status.c",
     "memory.c",
+    "profile.c",
     "device.c",
     "comm.c",
     "past.c",

@@ -174,6 +174,9 @@ bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_
 /* What a rank does, as a phrase that fits behind "rank 0 was"; `owner` is said behind the unit. */
 void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size);
 
+/* The same without numbers that differ from step to step, for profiles. */
+void zs_c10d_describe_brief(const zs_c10d_turn *turn, char *text, size_t size);
+
 /* The ranks that may have to do with a failure whose cause was not found, as "rank 1" or "one of ranks 1, 2, 3". */
 void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size);
 

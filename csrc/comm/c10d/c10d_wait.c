@@ -5,6 +5,7 @@
  */
 #define _GNU_SOURCE /* strdup */
 #include "base/file.h"
+#include "base/profile.h"
 #include "comm/c10d/c10d.h"
 
 #include <stdio.h>
@@ -109,8 +110,8 @@ static void leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
 }
 
 /* `stall`: NULL where a wait may last, as the bytes are many. */
-static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
-                        zs_c10d_stall *stall)
+static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
+                          zs_c10d_stall *stall)
 {
     if (zs_c10d_is_forked(comm)) {
         leave_behind(comm, work, memory);
@@ -133,6 +134,24 @@ static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *w
             comm->base.lost = strdup("a wait was interrupted (Ctrl-C) while its collective was in flight");
         return status;
     }
+}
+
+/* Begins the range that a profiler shows of it. A small message is late with its sender; of others, bytes travel. */
+static zs_profile *profile(const zs_c10d_turn *turn, const zs_work *work, bool small)
+{
+    if (!zs_profile_records() || zs_work_done(work)) return NULL;
+    char phrase[ZS_C10D_PHRASE];
+    zs_c10d_describe_brief(turn, phrase, sizeof phrase);
+    return zs_profile_begin(small ? "zshard::wait for all ranks (%s)" : "zshard::transfer (%s)", phrase);
+}
+
+static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
+                        zs_c10d_stall *stall)
+{
+    zs_profile *range = profile(turn, work, stall != NULL);
+    zs_status status = wait_for(comm, turn, work, memory, stall);
+    zs_profile_end(range);
+    return status;
 }
 
 zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory)

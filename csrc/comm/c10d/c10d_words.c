@@ -25,6 +25,18 @@ void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, s
     snprintf(text, size, "in an unknown collective (a different zshard version?)");
 }
 
+void zs_c10d_describe_brief(const zs_c10d_turn *turn, char *text, size_t size)
+{
+    switch ((zs_c10d_kind)turn->kind) {
+    case ZS_C10D_GATHER: snprintf(text, size, "all-gathering parameters of unit '%s'", turn->name); return;
+    case ZS_C10D_POST: snprintf(text, size, "reducing gradients of unit '%s'", turn->name); return;
+    case ZS_C10D_SHARE: snprintf(text, size, "all-gathering reduced gradients of unit '%s'", turn->name); return;
+    case ZS_C10D_EXCHANGE: snprintf(text, size, "all-gathering a message"); return;
+    case ZS_C10D_BROADCAST: snprintf(text, size, "broadcasting"); return;
+    default: zs_c10d_describe(turn, "", text, size);
+    }
+}
+
 void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size)
 {
     int world = comm->base.world;

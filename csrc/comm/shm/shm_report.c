@@ -8,7 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { PHRASE = 192, SENTENCE = 320 };
+enum { PHRASE = ZS_SHM_PHRASE, SENTENCE = 320 };
 
 /* What a peer has to give for `act` of rank `who`, as in "rank 1's ...": "gradients of unit 'a' (round 2)". */
 static void describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size)
@@ -38,6 +38,22 @@ static void describe(const zs_shm *shm, int who, zs_shm_act act, char *text, siz
     case ZS_SHM_UNREAD: snprintf(text, size, "finish its pass through '%s'", name); return;
     }
     snprintf(text, size, "run an unknown operation");
+}
+
+void zs_shm_describe(const zs_shm *shm, zs_shm_act act, char *text, size_t size)
+{
+    const char *name = shm->peers[shm->base.rank].control->heap + act.record;
+    switch (act.what) {
+    case ZS_SHM_POSTED: snprintf(text, size, "reduce gradients of unit '%s'", name); return;
+    case ZS_SHM_SHARED: snprintf(text, size, "all-gather reduced gradients of unit '%s'", name); return;
+    case ZS_SHM_RELEASED: snprintf(text, size, "release gradients of unit '%s'", name); return;
+    case ZS_SHM_EXCHANGED: snprintf(text, size, "all-gather a message"); return;
+    case ZS_SHM_SENT: snprintf(text, size, "send a broadcast"); return;
+    case ZS_SHM_TAKEN: snprintf(text, size, "receive a broadcast"); return;
+    case ZS_SHM_FORWARD: snprintf(text, size, "begin forward of '%s'", name); return;
+    case ZS_SHM_EVALUATION: snprintf(text, size, "change the parameters of '%s'", name); return;
+    default: describe(shm, shm->base.rank, act, text, size);
+    }
 }
 
 /* What rank `r` was doing at that moment: "rank 1 (pid 7) waits for rank 0's ..." or "... has done nothing here since

@@ -7,6 +7,7 @@
  */
 #include "comm/shm/shm_wait.h"
 
+#include "base/profile.h"
 #include "comm/shm/shm_report.h"
 #include "comm/shm/shm_wake.h"
 
@@ -157,6 +158,16 @@ static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act, bool *reached)
     }
 }
 
+/* Begins the range that a profiler shows of a wait. */
+static zs_profile *profile(const zs_shm *shm, zs_shm_act act)
+{
+    int missing = zs_profile_records() ? zs_shm_missing(shm, shm->base.rank, act) : -1;
+    if (missing < 0) return NULL;
+    char phrase[ZS_SHM_PHRASE];
+    zs_shm_describe(shm, act, phrase, sizeof phrase);
+    return zs_profile_begin("zshard::wait for rank %d to %s", missing, phrase);
+}
+
 static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
 {
     *reached = true;
@@ -167,7 +178,9 @@ static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
     zs_shm_control *own = shm->own;
     zs_shm_note(shm, act);
     atomic_fetch_add(&own->wait_id, 1); /* odd: from here on the act above is a wait */
+    zs_profile *range = profile(shm, act);
     zs_status status = sleep_until_done(shm, act, reached);
+    zs_profile_end(range);
     if (status != ZS_OK) shm->base.failed = true;
     zs_shm_get_up(shm);
     atomic_fetch_add(&own->wait_id, 1);

@@ -1,0 +1,96 @@
+"""What torch.profiler shows of a sharded model: each unit's ranges, and whom a rank waits for."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, train, wrapped
+from spawn import ranks
+from torch.profiler import profile
+
+LATE = 0.3  # seconds
+
+
+def step(model, case, late=0.0):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, case, optimizer, dist.get_rank(), steps=1)
+    time.sleep(late)
+    train(model, case, optimizer, dist.get_rank(), steps=1)
+
+
+def profiled(transport, strategy, late):
+    """Seconds by name of the ranges of zshard in two steps; rank `late` is late for the second."""
+    case = CASES["net"]
+    model = wrapped(case.make, (strategy, transport), auto_wrap_policy="auto")
+    step(model, case)
+    with profile() as profiler:
+        step(model, case, LATE if dist.get_rank() == late else 0.0)
+    events = [event for event in profiler.key_averages() if event.key.startswith("zshard::")]
+    return {event.key.removeprefix("zshard::"): event.cpu_time_total / 1e6 for event in events}
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_waits_say_for_whom(pool, transport):
+    ranges = pool.run(profiled, transport, "full_shard", 1)
+    whom = "rank 1 to" if transport == "shm" else "all ranks"
+    waits = [sum(s for name, s in of.items() if name.startswith("wait for ")) for of in ranges]
+    assert waits[0] >= 0.9 * LATE, ranges[0]
+    assert waits[1] < 0.5 * LATE, ranges[1]
+    longest = max((s, name) for name, s in ranges[0].items() if name.startswith("wait for "))
+    assert longest[1].startswith(f"wait for {whom}"), longest
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_each_unit_has_its_ranges(pool, strategy):
+    reduces = "reduce_scatter" if strategy == "full_shard" else "all_reduce"
+    gathers = ["all_gather", "unshard"] if strategy == "full_shard" else []
+    for ranges in pool.run(profiled, "shm", strategy, -1):
+        units = {name[9:-1] for name in ranges if name.startswith("forward (")}
+        assert "root" in units
+        assert len(units) > 2, ranges
+        for unit in units - {"root"}:
+            for what in ["forward", reduces, "sum_gradients", *gathers]:
+                assert f"{what} ({unit})" in ranges, (what, unit, ranges)
+
+
+def stopped_within_a_forward():
+    """A profiler that stops, and one that starts, between a unit's hooks; then a forward that raises."""
+    case = CASES["net"]
+    model = wrapped(case.make, ("full_shard", "shm"), auto_wrap_policy="auto")
+    profiler = profile()
+    child = next(m for name, m in model.named_modules() if name == "head")
+    handle = child.register_forward_pre_hook(lambda *_: profiler.stop())
+    profiler.start()
+    step_alone(model, case)
+    handle.remove()
+    profiler = profile()
+    handle = child.register_forward_pre_hook(lambda *_: profiler.start())
+    step_alone(model, case)
+    handle.remove()
+    profiler.stop()
+
+    def fail(*_):
+        raise ValueError("in the middle")
+
+    handle = child.register_forward_pre_hook(fail)
+    with profile() as profiler, pytest.raises(ValueError, match="in the middle"):
+        step_alone(model, case)
+    handle.remove()
+    with profile() as profiler:
+        step_alone(model, case)
+    return sorted(e.key for e in profiler.key_averages() if e.key.startswith("zshard::forward"))
+
+
+def step_alone(model, case):
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=1)
+
+
+@ranks(2)
+def test_profilers_that_begin_and_end_within_a_forward(pool):
+    for names in pool.run(stopped_within_a_forward):
+        assert "zshard::forward (root)" in names, names
