@@ -9,12 +9,15 @@ state dict: where that takes all ranks, the others make them as well.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from zshard import accelerate
 from zshard._model.generate import ARGUMENT, needs_all
+from zshard._model.whole_counts import full_named_parameters
 from zshard._state_dict.form import state_dict_form
 from zshard._units.names import bare
 from zshard._units.units import is_unit
@@ -52,8 +55,28 @@ def shard(trainer: type[_T], **arguments: Any) -> type[_T]:
     if issubclass(trainer, _ShardingTrainer):
         raise TypeError(f"{trainer.__name__} already shards its models: call {call} once")
     accelerate.check_arguments(call, arguments)
+    _count_full_parameters()
     names = {"__module__": trainer.__module__, "_zshard_arguments": arguments}
     return type(trainer.__name__, (_ShardingTrainer, trainer), names)
+
+
+def _count_full_parameters() -> None:
+    """Has train() log the number of full parameters: it counts what model.parameters() yields."""
+    module: Any = importlib.import_module("transformers.trainer")
+    count = module.get_model_param_count
+    if hasattr(count, "_zshard_counts"):
+        return
+
+    @functools.wraps(count)
+    def counted(model: Any, trainable_only: bool = False) -> int:
+        model = bare(model)
+        if not is_unit(model):
+            return int(count(model, trainable_only))
+        found = (param for _, param in full_named_parameters(model))
+        return sum(p.numel() for p in found if p.requires_grad or not trainable_only)
+
+    vars(counted)["_zshard_counts"] = True
+    module.get_model_param_count = counted
 
 
 if TYPE_CHECKING:

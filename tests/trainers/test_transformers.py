@@ -24,6 +24,7 @@ pytest.importorskip("transformers", reason="needs zshard[trainers]: make test-tr
 from accelerated import equal, names_in
 from hf_trainers import arguments, losses_of, new_run, sentences, tiny_llama, weights_of
 from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import trainer as trainer_module
 
 import zshard
 import zshard.transformers
@@ -62,7 +63,8 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, float, int]:
         trainer = make(folder, each, **KINDS[kind])
         trainer.train()
         metrics = trainer.evaluate()
-        sizes = trainer.model.num_parameters(), trainer.state.total_flos
+        logged = trainer_module.get_model_param_count(trainer.model_wrapped, trainable_only=True)
+        sizes = trainer.model.num_parameters(), trainer.state.total_flos, logged
         found.append((losses_of(trainer), metrics["eval_loss"], sizes, weights_of(trainer)))
     theirs, ours = found
     assert theirs[2] == ours[2], "whole parameters are counted"

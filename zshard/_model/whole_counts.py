@@ -30,7 +30,7 @@ def _of_full(method: Callable[..., Any]) -> Callable[..., Any]:
     def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if "named_parameters" in vars(self):
             return method(self, *args, **kwargs)
-        vars(self)["named_parameters"] = functools.partial(_full_named_parameters, self)
+        vars(self)["named_parameters"] = functools.partial(full_named_parameters, self)
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -39,9 +39,10 @@ def _of_full(method: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _full_named_parameters(
+def full_named_parameters(
     module: nn.Module, *args: Any, **kwargs: Any
 ) -> Iterator[tuple[str, nn.Parameter]]:
+    """As named_parameters(), with full shapes and without memory."""
     for name, param in type(module).named_parameters(module, *args, **kwargs):
         info = _core.shard_info(param)
         yield name, param if info is None else without_memory(param, info["shape"], param.device)
