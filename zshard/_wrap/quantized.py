@@ -159,6 +159,47 @@ def settle(specs: Iterable[UnitSpec]) -> None:
             if _REPACKS in owner.__dict__ and _WOULD not in owner.__dict__:
                 owner.__dict__[_WOULD] = owner.__dict__[_REPACKS]
                 owner.__dict__[_REPACKS] = False
+            hooks = owner._load_state_dict_pre_hooks.values()
+            if is_quantized(ref.param) and not any(_is_ours(hook) for hook in hooks):
+                owner.register_load_state_dict_pre_hook(_load_state)
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "hook", None) is _load_state
+
+
+def _load_state(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *found: Any
+) -> None:
+    """A hook of nn.Module's: load the quantization state, which bitsandbytes saves beside the bits
+    but does not load. Bits without it, or with that of another layout, are an error."""
+    errors: list[str] = found[-1]
+    name = f"{prefix}weight"
+    state: Any = getattr(module._parameters.get("weight"), "quant_state", None)
+    if state is None or name not in state_dict:
+        return
+    keys = list(state.as_dict(packed=True))
+    given = {key: state_dict.pop(f"{name}.{key}", None) for key in keys}
+    lost = [key for key, value in given.items() if value is None]
+    if lost:
+        errors.append(
+            f"'{name}' is quantized, but the state dict has no '{name}.{lost[0]}': load one of a "
+            "model that was quantized alike, or leave the frozen weights out (save_pretrained "
+            "saves the adapter alone)"
+        )
+        return
+    loaded = type(state).from_dict(given, state.absmax.device)
+    mine, theirs = (
+        [each.quant_type, each.blocksize, each.dtype, tuple(each.shape), each.absmax.dtype]
+        for each in (state, loaded)
+    )
+    if mine != theirs:
+        errors.append(
+            f"'{name}' is quantized differently in the state dict ({theirs}) than in the model "
+            f"({mine}): quantize the model as the saved one was"
+        )
+        return
+    vars(state).update(vars(loaded))
 
 
 def unsettle(model: nn.Module) -> None:
