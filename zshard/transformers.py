@@ -56,6 +56,14 @@ def shard(trainer: type[_T], **arguments: Any) -> type[_T]:
     return type(trainer.__name__, (_ShardingTrainer, trainer), names)
 
 
+def run_prompts(model: Any) -> None:
+    """Take part in what PEFT does on the rank that saves prompts: it runs their encoder."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.is_prompt_learning and not config.inference_mode:
+            with torch.no_grad():
+                model.get_prompt_embedding_to_save(name)
+
+
 if TYPE_CHECKING:
     _Trainer = Any
 else:  # the class of the Trainer comes after this one
@@ -72,8 +80,9 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         accelerate.shard(self.accelerator, **self._zshard_arguments)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not self.args.should_save:
+        if not self.args.should_save and self._zshard_needs_all():
             self._zshard_state_dict()
+            run_prompts(bare(self.model))
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -136,7 +136,7 @@ def like(param: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     if kind is nn.Parameter or kind.__module__.startswith("zshard."):
         made = nn.Parameter(data, requires_grad=param.requires_grad)
     else:
-        made = torch.Tensor._make_subclass(kind, data, param.requires_grad)  # type: ignore[assignment]
+        made = torch.Tensor._make_subclass(kind, data, param.requires_grad)
     vars(made).update(vars(param))
     return made
 

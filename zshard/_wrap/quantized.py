@@ -161,7 +161,7 @@ def settle(specs: Iterable[UnitSpec]) -> None:
                 owner.__dict__[_REPACKS] = False
             hooks = owner._load_state_dict_pre_hooks.values()
             if is_quantized(ref.param) and not any(_is_ours(hook) for hook in hooks):
-                owner.register_load_state_dict_pre_hook(_load_state)
+                owner.register_load_state_dict_pre_hook(_load_state)  # type: ignore[no-untyped-call]
 
 
 def _is_ours(hook: Any) -> bool:
