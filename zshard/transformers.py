@@ -79,6 +79,19 @@ def _count_full_parameters() -> None:
     module.get_model_param_count = counted
 
 
+def _follow_saving(model: Any) -> None:
+    """Take part in what PEFT does on the rank that saves adapters, in its order: it runs the
+    encoder of prompts, and asks each module of `modules_to_save` for its state dict."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.is_prompt_learning and not config.inference_mode:
+            with torch.no_grad():
+                model.get_prompt_embedding_to_save(name)
+        for module in model.modules():
+            saved = getattr(module, "modules_to_save", None)
+            if isinstance(saved, torch.nn.ModuleDict) and name in saved:
+                saved[name].state_dict()
+
+
 if TYPE_CHECKING:
     _Trainer = Any
 else:  # the class of the Trainer comes after this one
@@ -95,8 +108,9 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         accelerate.shard(self.accelerator, **self._zshard_arguments)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not self.args.should_save:
+        if not self.args.should_save and self._zshard_needs_all():
             self._zshard_state_dict()
+            _follow_saving(bare(self.model))
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

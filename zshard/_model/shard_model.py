@@ -23,6 +23,7 @@ from zshard._units.units import Options
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
 from zshard._wrap.late_parameters import watch
 from zshard._wrap.meta import Init, Materializer
+from zshard._wrap.quantized import settle
 from zshard.precision import cast_buffers
 
 
@@ -64,6 +65,7 @@ def shard_model(
     model, which apply where a unit has none of its own.
     """
     comms = _meet(module, planned, options, ranks, values, memory_limit)
+    settle(spec for spec, _ in planned)
     check_fits(module, planned, comms, memory_limit, ranks.device)
     source = comms.all if values.from_rank_0 and comms.all.world > 1 else None
     materializer = Materializer(module, values.init, values.ignored)

@@ -126,7 +126,17 @@ def without_memory(
 ) -> nn.Parameter:
     """Return a parameter like `param` with another shape and device, of zeros without memory."""
     data = torch.zeros((), dtype=param.dtype, device=device).expand(shape)
-    made = nn.Parameter(data, requires_grad=param.requires_grad)
+    return like(param, data)
+
+
+def like(param: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """Return a parameter with other memory that has the attributes of `param`, and its class if a
+    script or a library (bitsandbytes, say) has defined that."""
+    kind = type(param)
+    if kind is nn.Parameter or kind.__module__.startswith("zshard."):
+        made = nn.Parameter(data, requires_grad=param.requires_grad)
+    else:
+        made = torch.Tensor._make_subclass(kind, data, param.requires_grad)
     vars(made).update(vars(param))
     return made
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zshard._units.units import is_unit
+from zshard._units.units import is_unit, like
 from zshard._wrap.memory_cache import MemoryCache
 
 Init = Callable[[nn.Module], Any]
@@ -127,8 +127,7 @@ def _children_first(
 def _give_memory(param: nn.Parameter, areas: MemoryCache) -> None:
     """Gives a parameter memory of its own; it stays the same object wherever it is held."""
     data = areas.empty_like(param).fill_(_mark_of(param))
-    real = nn.Parameter(data, requires_grad=param.requires_grad)
-    vars(real).update(vars(param))
+    real = like(param, data)
     torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
 
 
