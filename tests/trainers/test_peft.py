@@ -80,7 +80,8 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, bool]:
     for each in (None, strategy):
         trainer = make(folder, kind, each)
         trainer.train()
-        counts = trainer.model.get_nb_trainable_parameters()
+        model = trainer.model
+        counts = model.get_nb_trainable_parameters(), model.num_parameters(only_trainable=True)
         found.append(((losses_of(trainer), trainer.evaluate()["eval_loss"], counts), trainer))
     weights = [weights_of(trainer) for _, trainer in found]
     return found[0][0] == found[1][0], equal(*weights)
