@@ -107,6 +107,12 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         accelerate.shard(self.accelerator, **self._zshard_arguments)
 
+    def get_num_trainable_parameters(self) -> int:
+        model = bare(self.model)
+        if not is_unit(model):
+            return int(super().get_num_trainable_parameters())
+        return sum(p.numel() for _, p in full_named_parameters(model) if p.requires_grad)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.args.should_save and self._zshard_needs_all():
             self._zshard_state_dict()

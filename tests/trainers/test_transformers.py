@@ -54,6 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.1},
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 3},
     "recomputed": {"gradient_checkpointing": True},
+    "smoothed": {"label_smoothing_factor": 0.1},  # it looks the model's class up by its name
 }
 
 
@@ -64,7 +65,8 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, float, int]:
         trainer.train()
         metrics = trainer.evaluate()
         logged = trainer_module.get_model_param_count(trainer.model_wrapped, trainable_only=True)
-        sizes = trainer.model.num_parameters(), trainer.state.total_flos, logged
+        counted = trainer.model.num_parameters(), trainer.get_num_trainable_parameters()
+        sizes = *counted, trainer.state.total_flos, logged
         found.append((losses_of(trainer), metrics["eval_loss"], sizes, weights_of(trainer)))
     theirs, ours = found
     assert theirs[2] == ours[2], "whole parameters are counted"

@@ -242,8 +242,9 @@ def class_for(original: type[nn.Module]) -> type[Any]:
             """What type(model)(...) makes, as a container does of itself for a slice."""
             return original(*args, **kwargs)
 
-        name = f"FSDP{original.__name__}"
-        names = {"__module__": original.__module__, "__new__": make_plain}
+        # Libraries look classes up by __name__ (transformers: is this a causal language model?).
+        name, shown = original.__name__, f"FSDP{original.__qualname__}"
+        names = {"__module__": original.__module__, "__qualname__": shown, "__new__": make_plain}
         names |= generate_of(original) | counts_of(original) | merges_of(original)
         _classes[original] = type(name, (_base, original), names)
     return _classes[original]
