@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -41,7 +42,8 @@ def shard(trainer: type[_T], **arguments: Any) -> type[_T]:
 
     Raises:
         TypeError: `trainer` is no class of a Trainer, or an argument is not one of FSDP().
-        ValueError, on construction: TrainingArguments ask for fsdp or deepspeed.
+        ValueError, on construction: TrainingArguments ask for fsdp or deepspeed,
+            or WANDB_WATCH for full tensors of one rank.
     """
     call = "zshard.transformers.shard()"
     if not isinstance(trainer, type):
@@ -105,6 +107,12 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        watched = os.environ.get("WANDB_WATCH", "false").lower()
+        if "wandb" in self.args.report_to and watched in ("all", "gradients", "parameters"):
+            raise ValueError(
+                f"WANDB_WATCH={watched} logs full tensors of one rank, which has shards: unset it, "
+                "and log zshard.whole_named_parameters(model) in a callback of all ranks"
+            )
         accelerate.shard(self.accelerator, **self._zshard_arguments)
 
     def get_num_trainable_parameters(self) -> int:

@@ -339,7 +339,8 @@ def misuse(name: str, folder: str) -> str:
     new_run()
     with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
         MISUSES[name](folder)
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    for variable in ("ACCELERATE_USE_FSDP", "WANDB_WATCH"):
+        os.environ.pop(variable, None)
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -359,7 +360,13 @@ def _whole_matrices(folder: str) -> None:
     make(folder, "full_shard", optim="adafactor").train()
 
 
+def _watching(folder: str) -> None:
+    os.environ["WANDB_WATCH"] = "all"
+    make(folder, "full_shard", report_to=["wandb"])
+
+
 MISUSES = {
+    "wandb watches": _watching,
     "no call of shard()": _no_call,
     "its own fsdp": _its_fsdp,
     "an object": _an_object,
@@ -372,6 +379,7 @@ MISUSES = {
     ).evaluate(),
 }
 WORDS = {
+    "wandb watches": "ValueError: WANDB_WATCH=all logs full tensors of one rank",
     "no call of shard()": "TypeError: DistributedDataParallel cannot wrap a model that zshard has",
     "its own fsdp": "ValueError: this Accelerator is configured for torch's FSDP",
     "an object": "TypeError: zshard.transformers.shard() expects a class, such as Trainer",

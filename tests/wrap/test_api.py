@@ -393,8 +393,7 @@ def test_printing_shows_the_units(pool2):
 def test_printing_keeps_the_modules_own_words():
     text = repr(FSDP(nn.Linear(3, 5)))
     assert (
-        text
-        == "Linear(in_features=3, out_features=5, bias=True, unit='(root)', full_shard, self)"
+        text == "Linear(in_features=3, out_features=5, bias=True, unit='(root)', full_shard, self)"
     )
 
 

@@ -38,7 +38,7 @@ _WHOLE = (
 )
 _IN_A_LOSS = (
     "For a term of the loss over model.parameters(), use the optimizer's weight decay, or call "
-    "unshard() on the module before."
+    "unshard() on each unit before: for m in model.modules(): if isinstance(m, FSDP): m.unshard()."
 )
 _LOCAL = "For this rank's elements alone, use t.to_local()."
 
