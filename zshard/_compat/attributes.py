@@ -16,6 +16,7 @@ from torch import nn
 from zshard._compat.classes import BackwardPrefetch, CPUOffload, MixedPrecision
 from zshard._ranks.transports import group_of
 from zshard._units.units import State, is_unit, state_of
+from zshard.precision import Precision
 from zshard.strategy import ShardingStrategy
 
 # --- values ---------------------------------------------------------------------------------------
@@ -31,8 +32,15 @@ def _sharding_strategy(state: State) -> ShardingStrategy:
     return ShardingStrategy(state.unit.strategy)
 
 
+def _process_group(state: State) -> Any:
+    """The group that the model is sharded over; None, as for torch, is the default group."""
+    return group_of(state.comms.shards) if state.group_given is None else state.group_given
+
+
 def _mixed_precision(state: State) -> MixedPrecision:
     own = state.options.precision
+    if own == Precision():
+        return MixedPrecision()
     return MixedPrecision(
         param_dtype=own.compute,
         reduce_dtype=own.wire,
@@ -65,7 +73,7 @@ def _output_device(state: State) -> int | None:
 _OF_STATE: dict[str, Callable[[State], Any]] = {
     # FSDP1
     "sharding_strategy": _sharding_strategy,
-    "process_group": lambda state: group_of(state.comms.shards),
+    "process_group": _process_group,
     "rank": lambda state: state.comms.shards.rank,
     "world_size": lambda state: state.comms.shards.world,
     "mixed_precision": _mixed_precision,

@@ -55,6 +55,7 @@ class State:
         self.unit = unit
         self.comms = comms
         self.options = options
+        self.group_given: Any = None  # the process group of the shards, as the script passed it
         self.hooks: list[Hook] = []  # on the module, and on parts of it
         self.rank0_only = False  # of state_dict()
         self.optim_rank0_only = False  # of optim_state_dict()
