@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -167,3 +169,49 @@ def another_method(transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_register_fsdp_forward_method(pool2, transport):
     assert pool2.run(another_method, transport) == [[], []]
+
+
+# --- names that a script still takes from torch ----------------------------------------------------------
+
+HALF_CHANGED = """
+import sys, types, warnings
+import torch
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+import zshard
+
+library = types.ModuleType("accelerate.utils")
+library.FSDPModule = FSDPModule
+sys.modules["accelerate.utils"] = library
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model = zshard.fully_shard(torch.nn.Linear(2, 2))
+    zshard.fully_shard(torch.nn.Linear(2, 2))
+told = [str(each.message) for each in caught if "of torch" in str(each.message)]
+assert len(told) == 1 and "'__main__' has FSDPModule and register_fsdp" in told[0], told
+assert caught[0].filename == "<string>" and not isinstance(model, FSDPModule)
+torchs = torch.distributed.fsdp
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+theirs = torchs.fully_shard(torch.nn.Linear(2, 2), mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+assert isinstance(theirs, FSDPModule) and theirs.weight.full_tensor().shape == (2, 2)
+assert theirs.weight.device_mesh.size() == 1 and theirs.weight.placements
+print("right")
+"""
+
+
+def test_a_script_that_still_imports_torchs_class_is_told():
+    done = subprocess.run(
+        [sys.executable, "-c", HALF_CHANGED], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "right\n", done.stderr
+
+
+def test_full_tensor_of_a_state_dict_names_what_to_write():
+    model = stack()
+    value = next(iter(model.state_dict().values()))
+    text = message_of(lambda: value.full_tensor(), AttributeError)
+    assert "'Tensor' object has no attribute 'full_tensor'" in text and "zshard.save" in text
+    assert "zshard.load_state_dict" in message_of(lambda: value.placements, AttributeError)
+    assert "zshard.shard_info" in message_of(lambda: value.device_mesh, AttributeError)
+    for each in (value, next(model.parameters())):
+        assert not hasattr(each, "device_mesh")
+    assert not hasattr(torch.Tensor, "full_tensor") and not hasattr(value, "full_tensor")

@@ -135,7 +135,6 @@ REFUSED: dict[str, str] = {
     "set_symm_mem_for_comm": _NO_COLLECTIVE,
     "_get_fsdp_state": "zshard's state is its own: see model.summary() and zshard.shard_info(p)",
     # DDP
-    "_register_comm_hook": _NO_HOOK,
     "_register_builtin_comm_hook": _NO_HOOK,
     "_register_buffer_comm_hook": "pass FSDP(forward_sync_buffers=True)",
     "_register_fused_optim": "call model.optimizer_in_backward(optimizer)",

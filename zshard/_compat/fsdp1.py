@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,9 +47,11 @@ class Fsdp1Arguments(NamedTuple):
         strategy, offload: FSDP()'s arguments of these names, which are zshard's own.
         """
         gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
+        precision = precision_of(self.mixed_precision)
+        _check_eval(precision)
         return Options(
             _either_strategy(self.sharding_strategy, strategy),
-            precision_of(self.mixed_precision),
+            precision,
             prefetch_of(
                 self.backward_prefetch, self.forward_prefetch or gpu, self.limit_all_gathers
             ),
@@ -62,6 +65,17 @@ def check_use_orig_params(use_orig_params: bool) -> None:
         raise NotImplementedError(
             "use_orig_params=False is not supported: zshard always keeps the original parameters; "
             "omit use_orig_params"
+        )
+
+
+def _check_eval(precision: Precision) -> None:
+    """Raise NotImplementedError for FSDP1's environment variable, where it would mean something."""
+    name = "FSDP_USE_FULL_PREC_IN_EVAL"
+    if os.environ.get(name) == "1" and precision.compute is not None:
+        raise NotImplementedError(
+            f"{name}=1 is not supported: model.eval() computes in param_dtype, too; unset it, and "
+            "to evaluate in full precision load model.state_dict() into a model that was wrapped "
+            "without mixed_precision"
         )
 
 
