@@ -183,6 +183,13 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A sharded model like `model`; ignored parameters and buffers are copied as they are."""
     units = [(module, state) for module, state in units_of(model)]
     own = state_of(model)
+    for _, state in units:
+        if is_apart(state, own.comms):
+            raise NotImplementedError(
+                f"cannot copy a model whose unit '{state.unit.name}' has a process group of other "
+                "ranks: build and wrap a second model, and load model.state_dict() into it on each "
+                "rank"
+            )
     with without([hook for _, state in units for hook in state.hooks]):
         copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
     options = {
