@@ -153,6 +153,42 @@ def test_older_functions_for_optimizer_state(pool2, transport):
     assert pool2.run(older_functions, transport) == [[], []]
 
 
+def torchs_older_functions(transport):
+    """State that torch's FSDP1 saved, and what its functions make of the same dicts."""
+    theirs = torchs.FullyShardedDataParallel
+    key = torchs.OptimStateKeyType
+    plain = make(Stack)
+    stepped(plain)
+    other = theirs(make(Stack), device_id=torch.device("cpu"), use_orig_params=True)
+    full = theirs.full_optim_state_dict(other, stepped(other), rank0_only=False)
+    found = []
+    for each in (theirs.rekey_optim_state_dict(full, key.PARAM_ID, plain), full):
+        for kind in (key.PARAM_ID, key.PARAM_NAME):
+            expected = theirs.rekey_optim_state_dict(each, kind, plain)
+            ours = FSDP.rekey_optim_state_dict(each, kind, plain)
+            found += differences(ours["state"], expected["state"])
+            assert [sorted(group["params"]) for group in ours["param_groups"]] == [
+                sorted(group["params"]) for group in expected["param_groups"]
+            ]
+    model = FSDP(make(Stack), transport=transport)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(FSDP.shard_full_optim_state_dict(full, model, optim=optimizer))
+    found += differences(FSDP.optim_state_dict(model, optimizer)["state"], full["state"])
+    missing = message_of(lambda: FSDP.scatter_full_optim_state_dict(None, model), ValueError)
+    assert (
+        "'state' or 'param_groups'" in missing
+    )  # on all ranks, although only rank 0 should have it
+    only = full if dist.get_rank() == 1 else {}
+    assert "lacks" in message_of(lambda: FSDP.shard_full_optim_state_dict(only, model), ValueError)
+    return found
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_older_functions_agree_with_torchs(pool2, transport):
+    assert pool2.run(torchs_older_functions, transport) == [[], []]
+
+
 def test_mistakes_about_optimizer_state_are_named():
     model = FSDP(make(Stack))
     optimizer = stepped(model, torch.optim.SGD, momentum=0.9)

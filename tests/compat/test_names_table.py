@@ -6,6 +6,7 @@ works is looked up.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torchs
 from models import Mlp, make
 from named import problem_with
 from scenarios import message_of
@@ -146,3 +149,71 @@ def test_torchs_internals_are_an_attribute_error():
     assert len(private) > 50
     model = fully_shard(make(Mlp))
     assert [name for name in private if hasattr(model, name)] == []
+
+
+# --- the values of attributes ------------------------------------------------------------------------------
+
+DIFFERENT = {
+    "find_unused_parameters": "they are always found",
+    "module": "the model as an instance of its own class",
+    "compute_device": "torch has it without an index, or with one",
+}
+
+
+def attribute_values(section, make_theirs, make_ours):
+    """The attributes that differ from those of torch's wrapper of the same model and arguments."""
+    theirs, ours = make_theirs(), make_ours()
+    names = [n for n, each in NAMES[section].items() if each.status == WORKS and n not in DIFFERENT]
+    found = []
+    for name in names:
+        value, expected = getattr(ours, name), getattr(theirs, name)
+        if name == "process_group":
+            value, expected = (dist.get_process_group_ranks(g) for g in (value, expected))
+        elif dataclasses.is_dataclass(value):
+            value = dataclasses.asdict(value)
+            expected = None if expected is None else dataclasses.asdict(expected)
+        if value != expected:
+            found.append(f"{name}: {value!r}, not {expected!r}")
+    assert len(names) >= 9
+    return found
+
+
+def fsdp1_attributes(options):
+    theirs = {name: value for name, value in options.items() if name != "transport"}
+    return attribute_values(
+        f"{_FSDP1}attributes",
+        lambda: torchs.FullyShardedDataParallel(
+            make(Mlp), device_id=torch.device("cpu"), use_orig_params=True, **theirs
+        ),
+        lambda: FSDP(make(Mlp), **options),
+    )
+
+
+LOW = torchs.MixedPrecision(torch.bfloat16, torch.float32, torch.float32, cast_forward_inputs=True)
+OPTIONS = [
+    {},
+    {"sharding_strategy": torchs.ShardingStrategy.SHARD_GRAD_OP, "limit_all_gathers": False},
+    {"mixed_precision": LOW, "forward_prefetch": True, "transport": "c10d"},
+    {"backward_prefetch": torchs.BackwardPrefetch.BACKWARD_POST},
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_attributes_have_the_values_of_fsdp1(pool2, options):
+    assert pool2.run(fsdp1_attributes, options) == [[], []]
+
+
+def ddp_attributes():
+    torchs_ddp = torch.nn.parallel.DistributedDataParallel
+    return attribute_values(
+        f"{_DDP}attributes",
+        lambda: torchs_ddp(make(Mlp)),
+        lambda: DistributedDataParallel(make(Mlp)),
+    )
+
+
+def test_attributes_have_the_values_of_ddp(pool2):
+    for found in pool2.run(ddp_attributes):
+        (only,) = found  # DDP has None, and FSDP1 what zshard has
+        assert only.startswith("mixed_precision: {'param_dtype': None")
