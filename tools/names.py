@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from names_table import NAMES, Entry
 from torch import nn
-from torch.distributed.fsdp import wrap
+from torch.distributed.fsdp import sharded_grad_scaler, wrap
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "names.md"
 DDP = nn.parallel.DistributedDataParallel
@@ -68,6 +68,11 @@ def names_of_torch() -> dict[str, set[str]]:
         "torch.distributed.fsdp": {*fsdp.__all__, *_classes(fsdp)},
         "Enums and dataclasses": set(_members(fsdp)),
         "torch.distributed.fsdp.wrap": set(wrap.__all__),
+        "torch.distributed.fsdp.sharded_grad_scaler": {
+            name
+            for name, value in _public_items(sharded_grad_scaler)
+            if inspect.isclass(value) and value.__module__ == sharded_grad_scaler.__name__
+        },
         "FullyShardedDataParallel: arguments": _arguments(fsdp.FullyShardedDataParallel.__init__),
         "FullyShardedDataParallel: methods": _methods(fsdp.FullyShardedDataParallel)
         | {"__getitem__"},
@@ -91,6 +96,10 @@ def private_names() -> set[str]:
 
 def _public(names: Iterable[str]) -> set[str]:
     return {name for name in names if not name.startswith("_")}
+
+
+def _public_items(module: Any) -> list[tuple[str, Any]]:
+    return [(name, vars(module)[name]) for name in sorted(_public(vars(module)))]
 
 
 def _classes(module: Any) -> set[str]:

@@ -174,6 +174,9 @@ NAMES: dict[str, dict[str, Entry]] = {
         "transformer_auto_wrap_policy": works(BLOCKS),
         "wrap": works(MANUAL),
     },
+    "torch.distributed.fsdp.sharded_grad_scaler": {
+        "ShardedGradScaler": works(f"{FSDP1}::test_sharded_grad_scaler"),
+    },
     "FullyShardedDataParallel: arguments": {
         "module": works(f"{API}::test_the_model_stays_itself"),
         "process_group": works(

@@ -42,6 +42,7 @@ from zshard._compat.classes import (
 from zshard._compat.distributed_data_parallel import DistributedDataParallel
 from zshard._compat.fsdp2 import UnshardHandle, share_comm_ctx
 from zshard._compat.fully_shard import fully_shard
+from zshard._compat.sharded_grad_scaler import ShardedGradScaler
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._doctor.features import available_features
 from zshard._errors import CheckpointError, ShardError
@@ -106,6 +107,7 @@ __all__ = [
     "ShardError",
     "ShardParameter",
     "ShardTensor",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

@@ -7,6 +7,7 @@ each name with its test.
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from compare import differences
 from models import TRANSPORTS, Mlp, make
 from scenarios import Stack, floats, loss_of, message_of
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import zshard
 from zshard import FSDP
@@ -431,3 +433,47 @@ def test_full_precision_in_eval_is_refused_by_name(monkeypatch):
     assert "FSDP_USE_FULL_PREC_IN_EVAL=1" in text and "load model.state_dict()" in text
     monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "0")
     FSDP(model, mixed_precision=low)
+
+
+# --- the gradient scaler ----------------------------------------------------------------------------------
+
+
+def scaled(transport):
+    """One rank has an infinite loss in the second step, which all skip; the scale is as under FSDP1."""
+    rank, scales, models = dist.get_rank(), [], []
+    for kind in (zshard.ShardedGradScaler, zshard.GradScaler):
+        model = FSDP(make(Stack), transport=transport)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        arguments = (
+            ("cpu", 1024.0, 0.25, 4.0, 1)
+            if kind is zshard.ShardedGradScaler
+            else ("cpu", 1024.0, 4.0, 0.25, 1)
+        )
+        scaler = kind(*arguments)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model(floats(rank, step)))
+            scaler.scale(loss * float("inf") if step == 1 and rank == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+        models.append(model.state_dict())
+    assert scales == [1024.0 * 4 * 0.25 * 4] * 2
+    torchs_own = ShardedGradScaler("cpu")
+    torchs_own.scale(loss_of(model(floats(rank)))).backward()
+    assert "ShardedGradScaler from zshard" in message_of(
+        lambda: torchs_own.step(optimizer), zshard.ShardError
+    )
+    return differences(*models)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sharded_grad_scaler(pool2, transport):
+    ours = inspect.signature(zshard.ShardedGradScaler.__init__).parameters
+    theirs = inspect.signature(ShardedGradScaler.__init__).parameters
+    assert list(ours) == list(theirs)
+    assert all(
+        ours[name].default == theirs[name].default for name in ours if name != "process_group"
+    )
+    assert pool2.run(scaled, transport) == [[], []]

@@ -26,7 +26,12 @@ PUBLIC = {
     *("BackwardPrefetch", "CPUOffload", "DataParallelMeshDims", "DistributedDataParallel"),
     *("FSDPModule", "FlatParameter", "FullOptimStateDictConfig", "FullStateDictConfig"),
     *("LocalOptimStateDictConfig", "LocalStateDictConfig", "OptimStateDictConfig"),
-    *("OptimStateKeyType", "ShardedOptimStateDictConfig", "ShardedStateDictConfig"),
+    *(
+        "OptimStateKeyType",
+        "ShardedGradScaler",
+        "ShardedOptimStateDictConfig",
+        "ShardedStateDictConfig",
+    ),
     *("StateDictConfig", "StateDictSettings", "StateDictType", "UnshardHandle"),
     *("register_fsdp_forward_method", "share_comm_ctx"),
 }
