@@ -80,6 +80,7 @@ def test_the_page_has_each_name_of_torch_and_no_other():
     assert run_tool(f"{TOOL}\n--check") == ""
 
 
+@pytest.mark.thorough  # a process that imports torch, for the tool's own words
 def test_what_is_missing_or_too_much_is_told():
     code = (
         f"import sys; sys.path.insert(0, {str(TOOL.parent)!r}); import names; "
