@@ -22,6 +22,18 @@ PUBLIC = {
     *("register_forward_method", "rng_state", "save", "set_rng_state", "shard_info"),
     *("ShardError", "ShardParameter", "ShardTensor", "full_tensor", "named_norms", "to_local"),
     *("uninitialized", "whole_named_parameters", "wrap"),
+    # torch's, see docs/names.md
+    *("BackwardPrefetch", "CPUOffload", "DataParallelMeshDims", "DistributedDataParallel"),
+    *("FSDPModule", "FlatParameter", "FullOptimStateDictConfig", "FullStateDictConfig"),
+    *("LocalOptimStateDictConfig", "LocalStateDictConfig", "OptimStateDictConfig"),
+    *(
+        "OptimStateKeyType",
+        "ShardedGradScaler",
+        "ShardedOptimStateDictConfig",
+        "ShardedStateDictConfig",
+    ),
+    *("StateDictConfig", "StateDictSettings", "StateDictType", "UnshardHandle"),
+    *("register_fsdp_forward_method", "share_comm_ctx"),
 }
 ALIASES = {
     "Save": "SaveHandle",

@@ -14,12 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard._memory.dry_run import Planned
 from zshard._memory.fits import MemoryLimit, check_fits
-from zshard._model.build import build, class_for, inner_comms, last_writes, sync_buffers
+from zshard._model.build import (
+    build,
+    class_for,
+    inner_comms,
+    last_writes,
+    modules_apart,
+    sync_buffers,
+)
 from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
 from zshard._ranks.groups import resolve_groups
 from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
-from zshard._units.units import Options
+from zshard._units.units import Options, state_of
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
 from zshard._wrap.late_parameters import watch
 from zshard._wrap.meta import Init, Materializer
@@ -72,14 +79,25 @@ def shard_model(
     initial = InitialValues(module, materializer, source, ranks.device)
     build(module, planned, comms, initial)
     with told_to_all_ranks(comms.all):
-        initial.give_buffers(values.ignored)
+        initial.give_buffers(values.ignored | modules_apart(module, comms))
     if comms.all.world > 1:
         watch(module, values.ignored)
     cast_buffers(module.modules(), options.precision)
     if values.buffers_in_forward:
         sync_buffers(module)
+    given = _shard_group_given(ranks)
+    for spec, _ in planned:
+        state_of(spec.module).group_given = given
     with last_writes(module):
         pass
+
+
+def _shard_group_given(ranks: Ranks) -> Any:
+    """The process group to shard over, as the script passed it; None: the default."""
+    if ranks.device_mesh is not None:
+        return ranks.device_mesh.get_group(-1 if ranks.device_mesh.ndim > 1 else None)
+    pair = ranks.process_group
+    return pair[0] if isinstance(pair, tuple) else pair
 
 
 def _meet(
