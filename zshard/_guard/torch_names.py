@@ -39,6 +39,8 @@ class _NoSuchAttribute:
         self.name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:  # torch.overrides lists what the class has, and skips what is None
+            return None
         raise AttributeError(
             f"'{owner.__name__}' object has no attribute '{self.name}': {_REMEDIES[self.name]}"
         )
