@@ -36,7 +36,7 @@ ORDER = [
     *("_memory", "_model"),
     *("_compat.fsdp2", "_compat.fsdp1", "_compat.ddp", "_compat.argument_types"),
     *("_predict_memory", "_patches", "api", "_compat.fully_shard", "_checkpoint", "_doctor"),
-    *("_lightning", "lightning", "accelerate", "transformers"),
+    *("_lightning", "lightning", "accelerate", "transformers", "_deepspeed", "deepspeed"),
     *("__init__", "__main__"),
 ]
 
