@@ -162,8 +162,8 @@ class EngineFacts:
 
     def steps_per_print(self) -> int | None:
         """Return after how many steps rank 0 prints a line; None: never."""
-        every: int | None = self._settings.values.get("steps_per_print")
-        return every
+        every = self._settings.values.get("steps_per_print")
+        return None if every is None else int(every)
 
     def dataloader_drop_last(self) -> bool:
         """Return whether data loaders drop a last, smaller batch."""

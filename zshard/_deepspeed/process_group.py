@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from zshard._ranks.groups import make_default_group
+
 
 def init_distributed(
     dist_backend: str | None = None,
@@ -51,4 +53,4 @@ def init_distributed(
     elif "RANK" not in os.environ and not given.get("world_size"):
         given |= {"store": HashStore(), "rank": 0, "world_size": 1}
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    dist.init_process_group(backend, **given)
+    make_default_group(backend, **given)
