@@ -93,7 +93,8 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, nn.Module):
     ) -> Tensor:
         """Compute the gradients of `loss`, a scalar, divided by the steps of a round.
 
-        Returns the divided loss. scale_wrt_gas: False: do not divide. Collective.
+        Returns the divided loss. scale_wrt_gas: False: do not divide. Collective. If it raises, the
+        gradients of the round are dropped, and the next micro-batch is the first of a round.
 
         Raises TypeError if `loss` is not a scalar with a graph, RuntimeError without an optimizer.
         """
@@ -108,10 +109,19 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, nn.Module):
             loss = loss / self._sizes.steps
         scaler: Any = self._scaler
         scaled = loss if scaler is None else scaler.scale(loss)
-        with self._synced_or_not():
-            scaled.backward(retain_graph=retain_graph)
+        try:
+            with self._synced_or_not():
+                scaled.backward(retain_graph=retain_graph)
+        except BaseException:
+            self._drop_round()
+            raise
         self._backwards += 1
         return loss
+
+    def _drop_round(self) -> None:
+        """Begin a new round: unreduced gradients may have a part of a failed backward."""
+        self.module.zero_grad()
+        self._micro = self._backwards = self._forwards = 0
 
     @contextlib.contextmanager
     def _synced_or_not(self) -> Iterator[None]:

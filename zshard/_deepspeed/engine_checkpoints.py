@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,10 +39,8 @@ class EngineCheckpoints:
     lr_scheduler: Any
     global_steps: int
     _settings: Settings
-    _micro: int
-    _backwards: int
-    _forwards: int
     _scaler: Any
+    _drop_round: Callable[[], None]
 
     def save_checkpoint(
         self,
@@ -132,8 +130,7 @@ class EngineCheckpoints:
         wants_optimizer = load_optimizer_states and not load_module_only
         optimizer = self.optimizer if wants_optimizer else None
         loaded = load(path, self.module, optimizer, strict=load_module_strict)
-        self.module.zero_grad()
-        self._micro = self._backwards = self._forwards = 0
+        self._drop_round()
         if not load_module_only:
             self._take_state(loaded, load_lr_scheduler_states)
         return path, dict(loaded.get(_CLIENT, {}))
