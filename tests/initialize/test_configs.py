@@ -92,18 +92,28 @@ OWN: dict[str, tuple[dict[str, Any], Meaning, dict[str, Any]]] = {
 def redirected(config: dict[str, Any], folder: str) -> dict[str, Any]:
     """The config, with offload to a folder of this machine."""
     for part in ("offload_param", "offload_optimizer"):
-        place = dict((config["zero_optimization"] is not True and config["zero_optimization"].get(part)) or {})
+        place = dict(
+            (config["zero_optimization"] is not True and config["zero_optimization"].get(part))
+            or {}
+        )
         if place.get("nvme_path"):
-            config["zero_optimization"] = {**config["zero_optimization"], part: {**place, "nvme_path": folder}}
+            config["zero_optimization"] = {
+                **config["zero_optimization"],
+                part: {**place, "nvme_path": folder},
+            }
     return config
 
 
-def compare(config: dict[str, Any], meaning: Meaning, args: argparse.Namespace, client: bool) -> Any:
+def compare(
+    config: dict[str, Any], meaning: Meaning, args: argparse.Namespace, client: bool
+) -> Any:
     module, scratch = model(), tempfile.gettempdir()
     optimizer = zshard.AdamW(module.parameters(), lr=LR, weight_decay=0.0) if client else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = engine_of(redirected(config, scratch), model=module, optimizer=optimizer, args=args)
+        engine = engine_of(
+            redirected(config, scratch), model=module, optimizer=optimizer, args=args
+        )
     theirs = Theirs(meaning)
     steps = STEPS * meaning.rounds
     ours, other = train(engine, steps), theirs.train(steps)

@@ -57,7 +57,9 @@ def test_training_is_that_of_ddp(pool: RankPool, kind: str, stage: int, transpor
         half_by_ddp = stage == 0 and ("bf16" in kind or "fp16" in kind)
         exact = "clipped" not in kind and not half_by_ddp and (kind, stage) not in ACCUMULATED
         assert found["apart"] == 0.0 if exact else found["apart"] < (1e-2 if half_by_ddp else 1e-6)
-        assert found["losses"] == 0.0 if exact else found["losses"] < (1e-2 if half_by_ddp else 1e-6)
+        assert (
+            found["losses"] == 0.0 if exact else found["losses"] < (1e-2 if half_by_ddp else 1e-6)
+        )
         assert len({*found["skipped"]}) == 1 and len({*found["scale"]}) == 1
         assert found["skipped"][0] > 0 or kind != "fp16"
 
@@ -66,7 +68,12 @@ ACCUMULATED = [("accumulated", 2), ("accumulated", 3)]
 
 
 def test_each_stage_has_its_strategy() -> None:
-    assert [each.value for each in _STRATEGIES] == ["no_shard", "zero1", "shard_grad_op", "full_shard"]
+    assert [each.value for each in _STRATEGIES] == [
+        "no_shard",
+        "zero1",
+        "shard_grad_op",
+        "full_shard",
+    ]
 
 
 def alone() -> float:

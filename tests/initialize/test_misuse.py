@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import LR, Meaning, Theirs, batch, config, engine_of, loss_of, model, states_apart, train
+from engines import (
+    LR,
+    Meaning,
+    Theirs,
+    batch,
+    config,
+    engine_of,
+    loss_of,
+    model,
+    states_apart,
+    train,
+)
 from nursery import fork_ranks
 from spawn import RankPool, ranks
 
@@ -163,7 +174,9 @@ def test_a_failure_on_one_rank_is_named_on_the_other(where: str, transport: str)
 
 
 def one_rank_forgets_to_step(transport: str) -> str:
-    engine = engine_of(config(zero_optimization={"stage": 2, "compute_grad_norm": False}), transport)
+    engine = engine_of(
+        config(zero_optimization={"stage": 2, "compute_grad_norm": False}), transport
+    )
     backward(engine)
     if engine.global_rank == 0:
         engine.step()
@@ -208,7 +221,9 @@ def overflows(transport: str) -> Any:
     engine.backward(loss_of(engine(inputs), targets) * 1e6)
     engine.step()
     skipped = engine.skipped_steps, engine.was_step_applied(), engine.cur_scale
-    same = all(torch.equal(first[name], value) for name, value in engine.module.state_dict().items())
+    same = all(
+        torch.equal(first[name], value) for name, value in engine.module.state_dict().items()
+    )
     least = engine_of(config(fp16={**half, "initial_scale_power": 0}), transport)
     least.backward(loss_of(least(inputs), targets) * float("inf"))
     return (*skipped, same, raised(least.step), raised(least.step))
@@ -279,7 +294,9 @@ def test_no_sync_refuses_to_step(pool: RankPool) -> None:
 
 def wrong_calls() -> dict[str, str]:
     def call(**arguments: Any) -> str:
-        return raised(lambda: zshard.initialize(**{"model": model(), "config": config(), **arguments}))
+        return raised(
+            lambda: zshard.initialize(**{"model": model(), "config": config(), **arguments})
+        )
 
     plain, other = model(), model()
     good = zshard.initialize(model=plain, config=config())[0]

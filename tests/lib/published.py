@@ -56,9 +56,12 @@ class Published:
         return argparse.Namespace(**{**ARGS, **self.args})
 
 
-EXAMPLES, ACCELERATE = ("microsoft/DeepSpeedExamples", "83757d9c937daabd1089a08051061706cb73900d"), (
-    "huggingface/accelerate",
-    "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
+EXAMPLES, ACCELERATE = (
+    ("microsoft/DeepSpeedExamples", "83757d9c937daabd1089a08051061706cb73900d"),
+    (
+        "huggingface/accelerate",
+        "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
+    ),
 )
 TEMPLATES = "examples/deepspeed_config_templates"
 DECAYED = {"options": {"weight_decay": 0.1}, "clip": 0.5}

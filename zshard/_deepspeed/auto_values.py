@@ -12,23 +12,23 @@ from typing import Any, NamedTuple
 AUTO = "auto"
 
 
-class _Source(NamedTuple):
+class _ArgumentSource(NamedTuple):
     attributes: tuple[str, ...]  # of `args`; several make a list
     default: Any
 
 
 _SOURCES = {
-    "train_micro_batch_size_per_gpu": _Source(("per_device_train_batch_size",), 8),
-    "gradient_accumulation_steps": _Source(("gradient_accumulation_steps",), 1),
-    "gradient_clipping": _Source(("max_grad_norm",), 1.0),
-    "fp16.enabled": _Source(("fp16",), False),
-    "bf16.enabled": _Source(("bf16",), False),
-    "optimizer.params.lr": _Source(("learning_rate",), 5e-5),
-    "optimizer.params.betas": _Source(("adam_beta1", "adam_beta2"), [0.9, 0.999]),
-    "optimizer.params.eps": _Source(("adam_epsilon",), 1e-8),
-    "optimizer.params.weight_decay": _Source(("weight_decay",), 0.0),
-    "scheduler.params.warmup_min_lr": _Source((), 0.0),
-    "scheduler.params.warmup_num_steps": _Source(("warmup_steps",), 0),
+    "train_micro_batch_size_per_gpu": _ArgumentSource(("per_device_train_batch_size",), 8),
+    "gradient_accumulation_steps": _ArgumentSource(("gradient_accumulation_steps",), 1),
+    "gradient_clipping": _ArgumentSource(("max_grad_norm",), 1.0),
+    "fp16.enabled": _ArgumentSource(("fp16",), False),
+    "bf16.enabled": _ArgumentSource(("bf16",), False),
+    "optimizer.params.lr": _ArgumentSource(("learning_rate",), 5e-5),
+    "optimizer.params.betas": _ArgumentSource(("adam_beta1", "adam_beta2"), [0.9, 0.999]),
+    "optimizer.params.eps": _ArgumentSource(("adam_epsilon",), 1e-8),
+    "optimizer.params.weight_decay": _ArgumentSource(("weight_decay",), 0.0),
+    "scheduler.params.warmup_min_lr": _ArgumentSource((), 0.0),
+    "scheduler.params.warmup_num_steps": _ArgumentSource(("warmup_steps",), 0),
 }
 _OMITTED = ("train_batch_size",)  # it follows from the others
 

@@ -111,7 +111,7 @@ def settings_of(config: Mapping[str, Any], args: Any, world: int, rank: int) -> 
     """
     plain = renamed(config)
     ignored = check_keys(plain)
-    values = Values(fill(plain, args))
+    values = ConfigValues(fill(plain, args))
     stage = values.integer("zero_optimization.stage", 0, least=0)
     if stage > 3:
         raise ValueError(f"'zero_optimization.stage' must be 0, 1, 2 or 3, got {stage}")
@@ -145,7 +145,7 @@ def settings_of(config: Mapping[str, Any], args: Any, world: int, rank: int) -> 
     return settings
 
 
-class Values:
+class ConfigValues:
     """The values of a config by their full names, with checks of their types."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -207,14 +207,14 @@ def _must_be(name: str, what: str, value: Any) -> str:
     return f"'{name}' in the DeepSpeed config must be {what}, got {value!r}"
 
 
-def _sizes(values: Values, world: int) -> BatchSizes:
+def _sizes(values: ConfigValues, world: int) -> BatchSizes:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     known = [values.integer(name, 0, least=1) or None for name in names]
     train, micro, steps = known
     return complete(train, micro, steps, world)
 
 
-def _dtypes(values: Values) -> tuple[torch.dtype | None, torch.dtype | None]:
+def _dtypes(values: ConfigValues) -> tuple[torch.dtype | None, torch.dtype | None]:
     """The dtypes of forward and backward, and of torch.autocast."""
     half, brain = values.flag("fp16.enabled", False), values.flag("bf16.enabled", False)
     cast = values.flag("torch_autocast.enabled", False)
@@ -235,7 +235,7 @@ def _dtypes(values: Values) -> tuple[torch.dtype | None, torch.dtype | None]:
     return None, dtype
 
 
-def _precision(values: Values, dtype: torch.dtype | None) -> MixedPrecision | None:
+def _precision(values: ConfigValues, dtype: torch.dtype | None) -> MixedPrecision | None:
     accumulated = values.dtype("data_types.grad_accum_dtype")
     if accumulated not in (None, torch.float32):
         raise NotImplementedError(
@@ -249,7 +249,7 @@ def _precision(values: Values, dtype: torch.dtype | None) -> MixedPrecision | No
     return MixedPrecision(param_dtype=dtype, reduce_dtype=wire, buffer_dtype=buffers)
 
 
-def _loss_scale(values: Values) -> LossScale:
+def _loss_scale(values: ConfigValues) -> LossScale:
     static = values.number("fp16.loss_scale", 0.0)
     power = values.integer("fp16.initial_scale_power", 16, least=0)
     return LossScale(
@@ -262,7 +262,7 @@ def _loss_scale(values: Values) -> LossScale:
     )
 
 
-def _offload(values: Values, stage: int) -> Offload | None:
+def _offload(values: ConfigValues, stage: int) -> Offload | None:
     """What is offloaded, and where to; None: nothing is."""
     place = {
         part: _place(values, f"zero_optimization.offload_{part}") for part in ("param", "optimizer")
@@ -301,7 +301,7 @@ def make_folder(offload: Offload | None) -> None:
         raise OSError(error.errno, why, os.fspath(offload.directory)) from None
 
 
-def _place(values: Values, name: str) -> str | None:
+def _place(values: ConfigValues, name: str) -> str | None:
     """Where a part is offloaded to: a folder, "" for the host's memory; None: it is not."""
     device = values.text(f"{name}.device", "none")
     if device == "none":

@@ -61,10 +61,7 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, nn.Module):
         self._in_no_sync = self._step_applied = False
         self._norm: float | None = None
         self._scaler: OverflowScaler | None = None
-        if settings.loss_scale is not None:
-            kind = self.device.type
-            self._scaler = OverflowScaler(kind, settings.loss_scale.scale)
-        self._show_scale(False)
+        self._new_scaler()
 
     # --- forward and backward ---------------------------------------------------------------------
 
@@ -229,6 +226,13 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, nn.Module):
         elif not overflow:
             optimizer.step()
         return overflow
+
+    def _new_scaler(self) -> None:
+        """Scale losses by the loss scale that the settings have now."""
+        scale = self._settings.loss_scale
+        if scale is not None:
+            self._scaler = OverflowScaler(self.device.type, scale.scale)
+            self._show_scale(False)
 
     def _show_scale(self, overflow: bool) -> None:
         """Tell the scale where scripts look for it: at the optimizer."""

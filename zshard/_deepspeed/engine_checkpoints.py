@@ -39,8 +39,8 @@ class EngineCheckpoints:
     lr_scheduler: Any
     global_steps: int
     _settings: Settings
-    _scaler: Any
     _drop_round: Callable[[], None]
+    _new_scaler: Callable[[], None]
 
     def save_checkpoint(
         self,
@@ -193,7 +193,7 @@ class EngineCheckpoints:
         scale = self._settings.loss_scale
         if scale is not None and own["loss_scale"] is not None:
             scale.load_state_dict(own["loss_scale"])
-            self._scaler.update(scale.scale)
+            self._new_scaler()
         if with_scheduler and self.lr_scheduler is not None and own["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(own["lr_scheduler"])
 

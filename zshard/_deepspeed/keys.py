@@ -181,8 +181,8 @@ def _is_off(value: Any) -> bool:
 
 def _unknown(name: str) -> str:
     path, _, key = name.rpartition(".")
-    beside = {each.rpartition(".")[2]: each for each in _KNOWN if each.rpartition(".")[0] == path}
-    beside |= {each: each for each in SECTIONS if not path and "." not in each}
+    parts = [each.rpartition(".") for each in (*_KNOWN, *SECTIONS)]
+    beside = [last for before, _, last in parts if before == path]
     where = f"in '{path}' of the DeepSpeed config" if path else "in the DeepSpeed config"
     near = difflib.get_close_matches(key, beside, 1)
     if near:

@@ -30,7 +30,7 @@ def remember(module: nn.Module) -> None:
     _models.add(module)
 
 
-class Init(contextlib.AbstractContextManager[None]):
+class ZeroInit(contextlib.AbstractContextManager[None]):
     """Context manager in which modules are built on the meta device, without memory.
 
     zshard.initialize() creates their values one unit at a time, by each module's
@@ -63,6 +63,9 @@ class Init(contextlib.AbstractContextManager[None]):
     def __exit__(self, *error: Any) -> None:
         if self._enabled:
             self._device.__exit__(*error)
+
+
+Init = ZeroInit  # DeepSpeed's name; zshard has another type of that name
 
 
 @contextlib.contextmanager
