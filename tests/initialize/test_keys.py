@@ -197,10 +197,22 @@ def test_auto_takes_the_trainers_arguments_or_their_defaults() -> None:
         ValueError, match='total_num_steps\' in the DeepSpeed config is "auto": set it'
     ):
         settings(auto)
-    with pytest.raises(
-        ValueError, match="'optimizer.params.momentum' .* is \"auto\": set its value"
+    for changes in (
+        {"optimizer": {"type": "SGD", "params": {"momentum": "auto"}}},
+        {"fp16": {"enabled": True, "loss_scale": "auto"}},
+        {"zero_optimization": {"stage": "auto"}},
     ):
-        settings({"optimizer": {"type": "SGD", "params": {"momentum": "auto"}}})
+        with pytest.raises(ValueError, match='in the DeepSpeed config is "auto": set its value'):
+            settings(changes)
+
+
+def test_an_auto_batch_size_follows_from_the_others() -> None:
+    sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    args = argparse.Namespace(per_device_train_batch_size=3)
+    assert settings({**sizes, "train_batch_size": 12}).sizes == (12, 6, 1)
+    assert settings({**sizes, "train_batch_size": 12}, args).sizes == (12, 3, 2)
+    sizes["train_micro_batch_size_per_gpu"] = 2
+    assert settings({**sizes, "train_batch_size": 12}).sizes == (12, 2, 3)
 
 
 def test_offload_goes_to_the_host_or_to_one_folder() -> None:

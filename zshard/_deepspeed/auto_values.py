@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from zshard._deepspeed.keys import FREE, WORKS
+
 AUTO = "auto"
 
 
@@ -30,7 +32,11 @@ _SOURCES = {
     "scheduler.params.warmup_min_lr": _ArgumentSource((), 0.0),
     "scheduler.params.warmup_num_steps": _ArgumentSource(("warmup_steps",), 0),
 }
-_OMITTED = ("train_batch_size",)  # it follows from the others
+_TRAIN, _MICRO, _STEPS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 
 
 def fill(section: Mapping[str, Any], args: Any, path: str = "") -> dict[str, Any]:
@@ -50,12 +56,21 @@ def fill(section: Mapping[str, Any], args: Any, path: str = "") -> dict[str, Any
         elif name == "scheduler.params.warmup_max_lr":
             found[key] = AUTO  # once the optimizer's learning rate is known: settled()
         elif name in _SOURCES:
-            found[key] = _from(args, *_SOURCES[name])
-        elif path.startswith(("optimizer", "scheduler")):
+            if not _follows(name, section, args):
+                found[key] = _from(args, *_SOURCES[name])
+        elif name != _TRAIN and (name in WORKS or path in FREE):
             raise ValueError(f"'{name}' in the DeepSpeed config is \"auto\": set its value")
-        elif name not in _OMITTED:
+        elif name != _TRAIN:
             found[key] = value
     return _settled(found) if not path else found
+
+
+def _follows(name: str, config: Mapping[str, Any], args: Any) -> bool:
+    """Whether a batch size is not told by `args`, but follows from others in the config."""
+    if name not in (_MICRO, _STEPS) or _given(args, _SOURCES[name].attributes[0]) is not None:
+        return False
+    has = {each: config.get(each, AUTO) != AUTO for each in (_TRAIN, _MICRO)}
+    return has[_TRAIN] and (name == _MICRO or has[_MICRO])
 
 
 def _settled(config: dict[str, Any]) -> dict[str, Any]:

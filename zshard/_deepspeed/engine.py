@@ -2,7 +2,8 @@
 
 The one idea: the engine only counts and calls. A round is gradient_accumulation_steps forwards,
 backwards and steps; the last step() of a round clips, steps the optimizer, zeroes the gradients
-and steps the scheduler, and the others do nothing. All else is FSDP's, GradScaler's and the optimizer's.
+and steps the scheduler, and the others do nothing. All else is the work of FSDP, GradScaler and the
+optimizer.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ REFUSED = {
 
 _KNOWN = WORKS | IGNORED | REFUSED.keys()
 SECTIONS = frozenset(name[:i] for name in WORKS for i in (name.find("."), name.rfind(".")) if i > 0)
-_FREE = ("optimizer.params", "scheduler.params")  # each type has its own: see the builders
+FREE = ("optimizer.params", "scheduler.params")  # each type has its own: see the builders
 _OLD_NAMES = {"bfloat16": "bf16"}
 _OFF: tuple[Any, ...] = (None, False, 0, 1, {}, [], "auto", "none", "")
 
@@ -163,7 +163,7 @@ def _items(section: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a section by their full names, with values."""
     for key, value in section.items():
         name = f"{path}.{key}" if path else str(key)
-        if name not in SECTIONS or name in _FREE:
+        if name not in SECTIONS or name in FREE:
             yield name, value
         elif isinstance(value, Mapping):
             yield from _items(value, name)
