@@ -67,10 +67,11 @@ def fill(section: Mapping[str, Any], args: Any, path: str = "") -> dict[str, Any
 
 def _follows(name: str, config: Mapping[str, Any], args: Any) -> bool:
     """Whether a batch size is not told by `args`, but follows from others in the config."""
-    if name not in (_MICRO, _STEPS) or _given(args, _SOURCES[name].attributes[0]) is not None:
+    if name not in (_MICRO, _STEPS) or config.get(_TRAIN, AUTO) == AUTO:
         return False
-    has = {each: config.get(each, AUTO) != AUTO for each in (_TRAIN, _MICRO)}
-    return has[_TRAIN] and (name == _MICRO or has[_MICRO])
+    told = {each: _given(args, _SOURCES[each].attributes[0]) for each in (_MICRO, _STEPS)}
+    knows_micro = config.get(_MICRO, AUTO) != AUTO or told[_MICRO] is not None
+    return told[name] is None and (name == _MICRO or knows_micro)
 
 
 def _settled(config: dict[str, Any]) -> dict[str, Any]:
