@@ -330,6 +330,41 @@ def test_wrong_calls_are_named(pool: RankPool) -> None:
         assert {part: message for part, message in found.items() if part not in message} == {}
 
 
+def again() -> list[str]:
+    """What is refused has not sharded the model: it trains with a config that is right."""
+    module = model()
+    found = []
+    for wrong in (
+        {"optimizer": {"type": "Lamb", "params": {"lr": LR}}},
+        {"optimizer": {"type": "AdamW", "params": {"learning_rate": LR}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}},
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/proc/no"},
+            }
+        },
+    ):
+        found.append(raised(lambda wrong=wrong: engine_of(config(**wrong), model=module)))
+    found.append(raised(lambda: engine_of(model=module, training_data=3)))
+    train(engine_of(model=module), 1)
+    return found
+
+
+@ranks(2)
+def test_a_refused_model_can_be_initialized_again(pool: RankPool) -> None:
+    parts = (
+        "LAMB",
+        "learning_rate",
+        "warmup",
+        "set 'nvme_path' in the DeepSpeed config",
+        "Dataset",
+    )
+    for found in pool.run(again):
+        for part, message in zip(parts, found, strict=True):
+            assert part in message and "already sharded" not in message, message
+
+
 def no_optimizer() -> list[str]:
     engine, optimizer, loader, scheduler = zshard.initialize(
         model=model(), config=config(optimizer=None)

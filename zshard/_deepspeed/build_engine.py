@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from zshard._deepspeed.ds_config import Settings, make_folder, read, settings_of
 from zshard._deepspeed.engine import DeepSpeedEngine
+from zshard._deepspeed.engine_facts import check_dataset
 from zshard._deepspeed.optimizer_types import optimizer_of
 from zshard._deepspeed.process_group import init_distributed
 from zshard._deepspeed.schedules import schedule_of
@@ -30,6 +31,10 @@ from zshard._units.units import is_unit, state_of
 from zshard.api import FSDP
 
 _HALF = (torch.float16, torch.bfloat16)
+_NEEDS_OPTIMIZER = (
+    "a scheduler needs an optimizer: add the section 'optimizer' to the DeepSpeed config, or pass "
+    "optimizer="
+)
 
 Result = tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any]
 
@@ -93,6 +98,10 @@ def initialize(
     client = _check_optimizer(optimizer, module)
     groups = None if model_parameters is None else _check_parameters(model_parameters, module)
     _check_scheduler(lr_scheduler, client)
+    if training_data is not None:
+        check_dataset(training_data)
+    if optimizer is None or client is not None:
+        _try_sections(settings, client, groups, lr_scheduler is None)
     _shard(module, settings)
     chosen = client or _make_optimizer(optimizer, groups, module, settings)
     scheduler = _make_scheduler(lr_scheduler, chosen, settings)
@@ -199,10 +208,30 @@ def _check_scheduler(scheduler: Any, optimizer: Optimizer | None) -> None:
         )
 
 
+def _try_sections(
+    settings: Settings, client: Optimizer | None, groups: list[Any] | None, schedules: bool
+) -> None:
+    """Make the config's optimizer and scheduler of other parameters: what is wrong with them shows
+    before the model is sharded."""
+    count = sum(isinstance(each, dict) for each in groups or ()) or 1
+    if client is not None:
+        count = len(client.param_groups)
+    others = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)]
+    section, schedule = settings.section("optimizer"), settings.section("scheduler")
+    made: Optimizer = torch.optim.AdamW(others)
+    if client is None and section is not None:
+        made = optimizer_of(section, others)
+    if schedules and schedule is not None:
+        if client is None and section is None:
+            raise ValueError(_NEEDS_OPTIMIZER)
+        schedule_of(schedule, made)
+
+
 # --- building -------------------------------------------------------------------------------------
 
 
 def _shard(module: nn.Module, settings: Settings) -> None:
+    make_folder(settings.offload)
     if settings.dtype is not None:  # between steps parameters are DeepSpeed's float32 copies
         for param in module.parameters():
             if param.dtype in _HALF:
@@ -211,7 +240,6 @@ def _shard(module: nn.Module, settings: Settings) -> None:
     if torch.cuda.is_available():
         device = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(device)
-    make_folder(settings.offload)
     FSDP(
         module,
         strategy=settings.strategy,
@@ -248,8 +276,5 @@ def _make_scheduler(given: Any, optimizer: Optimizer | None, settings: Settings)
     if is_made or (given is None and section is None):
         return given
     if optimizer is None:
-        raise ValueError(
-            "a scheduler needs an optimizer: add the section 'optimizer' to the DeepSpeed config, "
-            "or pass optimizer="
-        )
+        raise ValueError(_NEEDS_OPTIMIZER)
     return given(optimizer) if given is not None else schedule_of(section or {}, optimizer)

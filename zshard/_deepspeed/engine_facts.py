@@ -208,11 +208,8 @@ class EngineFacts:
         batch_size: samples per batch; None: train_micro_batch_size_per_gpu(). The sampler of a
         dataset with a length shuffles: call loader.sampler.set_epoch(epoch) in each epoch.
         """
-        is_stream = isinstance(dataset, IterableDataset)
-        if not is_stream and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            kind = type(dataset).__name__
-            raise TypeError(f"training_data must be a torch Dataset, got {kind}")
-        if data_sampler is None and not is_stream:
+        check_dataset(dataset)
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = DistributedSampler(dataset, self.dp_world_size, self.global_rank)
         return DataLoader(
             dataset,
@@ -223,3 +220,11 @@ class EngineFacts:
             pin_memory=self.device.type == "cuda",
             drop_last=self.dataloader_drop_last(),
         )
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raise TypeError if a DataLoader cannot take it."""
+    has_length = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not has_length and not isinstance(dataset, IterableDataset):
+        kind = type(dataset).__name__
+        raise TypeError(f"training_data must be a torch Dataset, got {kind}")
