@@ -11,6 +11,9 @@ Earlier names still work, but dir() and `from zshard import *` leave them out: `
 `SaveHandle`.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
 from zshard import _torch_check, wrap  # noqa: F401 - the check before the core is loaded
@@ -118,6 +121,7 @@ __all__ = [
     "available_features",
     "full_tensor",
     "fully_shard",
+    "initialize",
     "latest_checkpoint",
     "load",
     "load_optim_state_dict",
@@ -137,6 +141,21 @@ __all__ = [
     "whole_named_parameters",
     "wrap",
 ]
+
+if _TYPE_CHECKING:
+    from zshard.deepspeed import initialize
+else:
+
+    def __getattr__(name: str) -> _Any:
+        """DeepSpeed's names, which are imported when a script first uses one."""
+        import importlib
+
+        if name.startswith("__"):
+            raise AttributeError(f"module 'zshard' has no attribute '{name}'")
+        deepspeed = importlib.import_module("zshard.deepspeed")
+        if name in deepspeed.__all__ or name in deepspeed.INSTEAD:
+            return getattr(deepspeed, name)
+        raise AttributeError(f"module 'zshard' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

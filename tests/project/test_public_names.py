@@ -17,7 +17,7 @@ PUBLIC = {
     *("FSDP", "FullyShardedDataParallel", "GradScaler", "Loaded", "MixedPrecision"),
     *("MixedPrecisionPolicy", "NcclError", "NcclOptions", "Offload", "OffloadPolicy"),
     *("PeerError", "PeerTimeoutError", "SGD", "SaveHandle", "ShardingStrategy"),
-    *("available_features", "fully_shard", "latest_checkpoint", "load"),
+    *("available_features", "fully_shard", "initialize", "latest_checkpoint", "load"),
     *("load_optim_state_dict", "load_state_dict", "optim_state_dict", "predict_memory"),
     *("register_forward_method", "rng_state", "save", "set_rng_state", "shard_info"),
     *("ShardError", "ShardParameter", "ShardTensor", "full_tensor", "named_norms", "to_local"),

@@ -39,7 +39,7 @@ ORDER = [
     *("_compat.fsdp1_methods", "_compat.ddp", "_compat.attributes", "_compat.argument_types"),
     *("_predict_memory", "_patches", "api"),
     *("_compat.fully_shard", "_compat.distributed_data_parallel", "_checkpoint", "_doctor"),
-    *("_lightning", "lightning", "accelerate", "transformers"),
+    *("_lightning", "lightning", "accelerate", "transformers", "_deepspeed", "deepspeed"),
     *("__init__", "__main__"),
 ]
 
