@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.elastic.utils import macros
+from torch.distributed.elastic.utils.api import macros
 
 from zshard._run.bind import has_memory_policy
 from zshard._run.shares import BINDINGS, Share, as_list, ranks_for, shares_of
@@ -62,32 +62,30 @@ def main(words: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return torchrun's parser with -n and --bind."""
-    theirs = torchrun.get_args_parser()
-    parser = Parser(
-        NAME,
-        usage=f"{NAME} [-n N] [--bind {{{','.join(BINDINGS)}}}] [options of torchrun] "
-        "script.py [its arguments]",
-        description=_DESCRIPTION,
-        parents=[theirs],
-        add_help=False,
-    )
-    parser.add_argument(
+    ours = argparse.ArgumentParser(add_help=False)
+    ours.add_argument(
         "-n",
         dest="nproc_per_node",
         metavar="N",
+        default=os.environ.get("PET_NPROC_PER_NODE", "auto"),  # torchrun's way to set its options
         help="ranks on this host, as --nproc-per-node. 'auto' (the default): the number of GPUs; "
         "without GPUs, of NUMA nodes with cores that this process may use",
     )
-    parser.add_argument(
+    ours.add_argument(
         "--bind",
         choices=BINDINGS,
         help="where a rank may run: 'core' (the default on hosts without GPUs): on its own "
         "physical cores; 'socket', 'numa': on those of its socket or NUMA node, shared with other "
         "ranks; 'none' (the default with GPUs): anywhere. All set OMP_NUM_THREADS",
     )
-    if "PET_NPROC_PER_NODE" not in os.environ:  # torchrun's way to set its options
-        parser.set_defaults(nproc_per_node="auto")
-    return parser
+    return Parser(
+        NAME,
+        usage=f"{NAME} [-n N] [--bind {{{','.join(BINDINGS)}}}] [options of torchrun] "
+        "script.py [its arguments]",
+        description=_DESCRIPTION,
+        parents=[ours, torchrun.get_args_parser()],
+        add_help=False,
+    )
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -181,10 +179,10 @@ def command(
     folder = str(Path(__file__).parent)
     literals = f"{head!r}, {words!r}".replace("$", r"\x24")
     code = (
-        f"import sys; sys.path.append({folder!r}".replace("$", r"\x24")
+        f"import sys; sys.path.insert(0, {folder!r}".replace("$", r"\x24")
         + f"); import bind; bind.start({macros.local_rank}, {literals})"
     )
-    return sys.executable, ["-IS", f"-c{code}", args.training_script, *args.training_script_args]
+    return sys.executable, ["-PS", f"-c{code}", args.training_script, *args.training_script_args]
 
 
 def _start(args: argparse.Namespace, shares: list[Share]) -> None:

@@ -32,7 +32,7 @@ def shares_of(topology: Topology, ranks: int, binding: str) -> tuple[list[Share]
         return unbound, ""
     if ranks > topology.usable:
         return unbound, (
-            f"{ranks} ranks share {_count(topology.usable, 'core')}, so they are not bound and "
+            f"{ranks} ranks share {topology.usable} core(s), so they are not bound and "
             "each computes on one thread: pass a smaller -n unless this is a test"
         )
     if topology.is_throttled:
@@ -83,10 +83,6 @@ def _parts(cores: list[Core], ranks: int, domain: Callable[[Core], object]) -> l
         own = [core for core in cores if domain(core) == each]
         parts += [own[i * len(own) // count :][:within] for i in range(count)]
     return parts
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def as_list(cpus: list[int]) -> str:
