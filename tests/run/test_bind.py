@@ -28,7 +28,12 @@ print(json.dumps([sys.argv[1:], os.environ.get("OMP_NUM_THREADS"), sorted(os.sch
 
 
 def started(
-    tmp_path: Path, shares: list[Share], *words: str, rank: int = 0, threads: str | None = None, **how
+    tmp_path: Path,
+    shares: list[Share],
+    *words: str,
+    rank: int = 0,
+    threads: str | None = None,
+    **how,
 ) -> subprocess.CompletedProcess[str]:
     """What the command for a rank does; how: no_python, module."""
     options = {"no_python": False, "module": False, **how}

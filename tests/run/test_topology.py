@@ -50,9 +50,7 @@ def test_two_sockets(tmp_path: Path) -> None:
 def test_sub_numa_clusters(tmp_path: Path) -> None:
     host(tmp_path, sockets=2, nodes=2, threads=2)
     assert ranks_for(read_topology(tmp_path, range(32))) == 4
-    assert shares(tmp_path, 4, range(32)) == [
-        (f"{4 * i}-{4 * i + 3}", 4, [i]) for i in range(4)
-    ]
+    assert shares(tmp_path, 4, range(32)) == [(f"{4 * i}-{4 * i + 3}", 4, [i]) for i in range(4)]
     assert shares(tmp_path, 2, range(32)) == [("0-7", 8, [0, 1]), ("8-15", 8, [2, 3])]
     assert shares(tmp_path, 4, range(32), "socket") == [
         ("0-7", 4, [0, 1]),

@@ -23,7 +23,7 @@ _VARIABLE = "OMP_NUM_THREADS"
 @functools.cache  # once
 def warn_of_idle_cores() -> None:
     """Warn on the first rank of a host if torchrun's OMP_NUM_THREADS=1 leaves cores idle."""
-    if os.environ.get("LOCAL_RANK") != "0" or not _is_torchruns_choice(os.getppid()):
+    if os.environ.get("LOCAL_RANK") != "0" or not is_torchruns_choice(os.getppid()):
         return
     ranks, threads = int(os.environ["LOCAL_WORLD_SIZE"]), torch.get_num_threads()
     affinity = os.sched_getaffinity(0)
@@ -48,8 +48,8 @@ def idle_cores(ranks: int, threads: int, cores: int) -> str:
     )
 
 
-def _is_torchruns_choice(parent: int, root: Path = ROOT) -> bool:
-    """Whether OMP_NUM_THREADS=1 comes from torchrun, which is this process's parent."""
+def is_torchruns_choice(parent: int, root: Path = ROOT) -> bool:
+    """Return whether OMP_NUM_THREADS=1 comes from torchrun, which is this process's parent."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get(_VARIABLE) != "1":
         return False
     try:

@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
     args.nproc_per_node = str(ranks)
     binding = args.bind or ("none" if on_gpus or args.numa_binding else "core")
     shares, unbound = shares_of(topology, ranks, binding)
-    shares, refused = _without_refused(shares)
+    shares, refused = without_refused(shares)
     for note in filter(None, (unbound, refused)):
         _say(note)
     _say(summary(shares, os.environ.get("OMP_NUM_THREADS")))
@@ -106,7 +106,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.no_python and shutil.which(script) is None:
         parser.error(f"no such program: {script!r}")
     if not args.no_python and not args.module and not Path(script).exists():
-        parser.error(f"no such script: {script!r} (for a module: -m {Path(script).stem})")
+        hint = "" if script.endswith(".py") else f"; for a module, pass -m {script}"
+        parser.error(f"no such script: {script!r}{hint}")
     alone = args.nnodes == "1:1" and args.rdzv_backend == "static" and not args.rdzv_endpoint
     if alone and args.node_rank == 0 and args.master_port in (None, 29500):
         args.standalone = True
@@ -116,17 +117,16 @@ def _ranks(parser: argparse.ArgumentParser, asked: str) -> int:
     """Return how many ranks torchrun starts for this --nproc-per-node."""
     try:
         ranks = int(torchrun.determine_local_world_size(asked))
-    except ValueError as error:
-        parser.error(
-            f"-n {asked}: {str(error).rstrip('.')}: expected a positive number, 'auto', 'gpu' or "
-            "'cpu'"
-        )
+    except ValueError:
+        if asked in ("gpu", "xpu"):
+            parser.error(f"-n {asked}: torch sees no such device: pass a number, or -n auto")
+        parser.error(f"-n must be a positive number, 'auto', 'gpu' or 'cpu', got {asked!r}")
     if ranks < 1:
         parser.error(f"-n must be at least 1, got {ranks}")
     return ranks
 
 
-def _without_refused(shares: list[Share]) -> tuple[list[Share], str]:
+def without_refused(shares: list[Share]) -> tuple[list[Share], str]:
     """Return the shares without a policy for memory where one is set already, or the kernel takes
     none, and in that case what to say."""
     if not any(share.nodes for share in shares):
