@@ -56,7 +56,7 @@ def shares_of(topology: Topology, ranks: int, binding: str) -> tuple[list[Share]
 
 def ranks_for(topology: Topology) -> int:
     """Return how many ranks a host without GPUs runs well: one for each NUMA node with cores."""
-    return min(len({core.node for core in topology.cores}), topology.usable)
+    return max(1, min(len({core.node for core in topology.cores}), topology.usable))
 
 
 def _socket_of(core: Core) -> int:

@@ -57,7 +57,7 @@ def read_topology(root: Path = ROOT, affinity: Iterable[int] | None = None) -> T
     """Return the topology of the host; `affinity`: the CPUs that this process may use, by default
     what the kernel says."""
     allowed = set(os.sched_getaffinity(0) if affinity is None else affinity)
-    online = parse_list(read_text(root / _CPUS / "online")) or allowed
+    online = parse_list(read_text(root / _CPUS / "online")) | allowed  # lxcfs may tell others
     nodes = {cpu: node for node, cpus in _nodes(root) for cpu in cpus}
     siblings: dict[frozenset[int], list[int]] = {}
     for cpu in sorted(online):
