@@ -105,7 +105,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--numa-binding and --bind exclude each other: pass one of them")
     if args.no_python and shutil.which(script) is None:
         parser.error(f"no such program: {script!r}")
-    if not args.no_python and not args.module and not Path(script).exists():
+    plain = not (args.no_python or args.module or "PYTHON_EXEC" in os.environ)
+    if plain and not Path(script).exists():  # another interpreter may see other files
         hint = "" if script.endswith(".py") else f"; for a module, pass -m {script}"
         parser.error(f"no such script: {script!r}{hint}")
     alone = args.nnodes == "1:1" and args.rdzv_backend == "static" and not args.rdzv_endpoint
