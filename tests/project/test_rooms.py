@@ -28,6 +28,7 @@ ORDER = [
         "_compat.classes",
         "precision",
         "strategy",
+        "_run",
         "_ranks",
         "offload",
         "_units",

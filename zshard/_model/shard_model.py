@@ -23,9 +23,11 @@ from zshard._model.build import (
     sync_buffers,
 )
 from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
+from zshard._ranks.devices import CPU
 from zshard._ranks.groups import resolve_groups
 from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
+from zshard._run.idle_cores import warn_of_idle_cores
 from zshard._units.units import Options, state_of
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
 from zshard._wrap.late_parameters import watch
@@ -74,6 +76,8 @@ def shard_model(
     comms = _meet(module, planned, options, ranks, values, memory_limit)
     settle(spec for spec, _ in planned)
     check_fits(module, planned, comms, memory_limit, ranks.device)
+    if ranks.device == CPU and comms.all.world > 1:
+        warn_of_idle_cores()
     source = comms.all if values.from_rank_0 and comms.all.world > 1 else None
     materializer = Materializer(module, values.init, values.ignored)
     initial = InitialValues(module, materializer, source, ranks.device)
