@@ -145,6 +145,10 @@ class Host:
         """Pull the plug: no packet leaves or reaches this host any more, and nobody is told."""
         self.call("ip", "link", "set", INTERFACE, "down")
 
+    def mend(self) -> None:
+        """Put the plug back in."""
+        self.call("ip", "link", "set", INTERFACE, "up")
+
     def close(self) -> None:
         """End the host and all its processes."""
         for pipe in (self._init.stdin, self._init.stdout, self._init.stderr):
