@@ -3,8 +3,8 @@
     python -m benchmarks.hosts [--layouts 2x1 2x2 4x1] [--gbit 10 1] [--models gpt10m stack100]
     python -m benchmarks.hosts --collectives       # gloo alone: which way of moving bytes fills it?
 
-Needs root (network namespaces); hosts_net.py makes the hosts, and nothing of them remains. A layout is
-hosts x ranks of each. Sides take turns in one process group, as in step_time.py; peak memory is
+Needs root (network namespaces); hosts_net.py makes the hosts, and nothing of them remains. A
+layout is hosts x ranks of each. Sides take turns in one process group, as in step_time.py; peak memory is
 measured with one side at a time. All hosts share this machine's cores: where a step is bound by
 computing, its time says nothing about hosts with cores of their own, so compare with DDP's of the
 same row, and bytes with the least that must travel.
@@ -121,15 +121,13 @@ def measure_steps(args: argparse.Namespace, hosts: Hosts, ranks: int) -> Any:
             side["peak_bytes"] = None
             if not args.no_memory:
                 peaks = [*flags, name, "--memory"]
-                side["peak_bytes"] = collect(
-                    hosts, ranks, hosts_steps.MODULE, peaks, memory.MALLOC
-                )
+                side["peak_bytes"] = collect(hosts, ranks, hosts_steps.MODULE, peaks, memory.MALLOC)
         yield {"model": model, "parameters": parameters, "sides": sides}
 
 
 PASSES = {"fsdp1": 3, "fsdp2": 3, "zshard-full_shard": 3}
-"""Side -> how often its model's bytes go between hosts: a gather, for forward and again for backward,
-and a reduction count one each, an all-reduce two. All others: two."""
+"""Side -> how often its model's bytes go between hosts: a gather, for forward and again for
+backward, and a reduction count one each, an all-reduce two. All others: two."""
 
 
 def least_bytes(side: str, model_bytes: int, hosts: int) -> int:

@@ -1,8 +1,8 @@
 """Hosts made out of one machine: namespaces, joined by a wire of a set rate.
 
-The one idea: a host is a process, `cat` as number 1 of its namespaces of processes, mounts, names and
-network, that reads from a pipe of ours. Nothing of it has a name outside: neither the wire nor the
-namespaces can collide with those of another run, and when the pipe closes, because the hosts are
+The one idea: a host is a process, `cat` as number 1 of its namespaces of processes, mounts, names
+and network, that reads from a pipe of ours. Nothing of it has a name outside: neither the wire nor
+the namespaces can collide with those of another run. When the pipe closes, because the hosts are
 closed or because this process died of whatever, `cat` ends, and the kernel ends all of the host's
 processes and takes its namespaces and its end of the wire away. There are no leftovers to look for.
 
@@ -256,7 +256,7 @@ class Hosts:
 def run_ranks(
     hosts: Hosts, ranks_per_host: int, command: Sequence[str], env: Mapping[str, str]
 ) -> None:
-    """Run `command` on all ranks to its end. Raises SystemExit if one fails, and ends the others."""
+    """Run `command` on all ranks to its end. Ends them all and raises SystemExit if one fails."""
     store = hosts.store()
     common = {**hosts.environment(store, ranks_per_host), **env}
     running: list[subprocess.Popen[str]] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
         difference = step_time.loss_difference(curves, side)
         record = step_time.summarize(workload.name, name, samples, difference)
         record["target"] = None  # those of one host
-        record["wire"] = _minus(_wire(lambda: side.step(batches[-1]), args.ranks_per_host), idle)
+        record["wire"] = _minus(_wire(partial(side.step, batches[-1]), args.ranks_per_host), idle)
         found[name] = record
     return found
 

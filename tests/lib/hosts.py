@@ -1,9 +1,9 @@
 """Ranks on several hosts, which benchmarks/hosts_net.py makes out of this machine: a nursery on each.
 
-    from hosts import HostedRanks
+from hosts import HostedRanks
 
-    with HostedRanks(2) as hosted:
-        results = hosted.run(function, 2, *arguments)  # on 2 ranks of each host, as fork_ranks
+with HostedRanks(2) as hosted:
+    results = hosted.run(function, 2, *arguments)  # on 2 ranks of each host, as fork_ranks
 """
 
 from __future__ import annotations
