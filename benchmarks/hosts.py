@@ -4,10 +4,10 @@
     python -m benchmarks.hosts --collectives       # gloo alone: which way of moving bytes fills it?
 
 Needs root (network namespaces); hosts_net.py makes the hosts, and nothing of them remains. A
-layout is hosts x ranks of each. Sides take turns in one process group, as in step_time.py; peak memory is
-measured with one side at a time. All hosts share this machine's cores: where a step is bound by
-computing, its time says nothing about hosts with cores of their own, so compare with DDP's of the
-same row, and bytes with the least that must travel.
+layout is hosts x ranks of each. Sides take turns in one process group, as in step_time.py; peak
+memory is measured with one side at a time. All hosts share this machine's cores: where a step is
+bound by computing, its time says nothing about hosts with cores of their own, so compare with DDP's
+of the same row, and bytes with the least that must travel.
 """
 
 from __future__ import annotations

@@ -96,10 +96,7 @@ def train_until_cut(folder, strategy):
     return misdeed.end_of(loop)
 
 
-@pytest.mark.xfail(
-    reason="the host without the store waits in TCPStore::add for as long as TCP tries, not `timeout`"
-)
-@pytest.mark.thorough
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_cut_wire_is_an_error_on_every_rank(hosted, strategy, tmp_path):
     running = hosted.start(train_until_cut, 2, tmp_path, strategy, timeout=PATIENCE + 20)
@@ -117,6 +114,6 @@ def test_cut_wire_is_an_error_on_every_rank(hosted, strategy, tmp_path):
         assert result.returncode == 0, f"rank {result.rank}: {result}"
         kinds = ("PeerError", "PeerTimeoutError")
         assert result.value.kind in kinds, f"rank {result.rank} ended with {result.value}"
-        others = (2, 3) if result.rank < 2 else (0, 1)
-        assert any(f"{rank}" in result.value.message for rank in others), result.value
+        others = "2, 3" if result.rank < 2 else "0, 1"
+        assert others in result.value.message, result.value
         assert result.value.seconds < DEADLINE + PATIENCE, result.value
