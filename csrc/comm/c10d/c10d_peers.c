@@ -81,26 +81,39 @@ static bool has_ended(const zs_c10d_peer *peer)
 /* Last words of a rank that had none, left by one that saw its process end. */
 static const char seen_to_end[] = "exited (see its output for the cause)";
 
-/* Writes the sentence about rank `r`; false if it is not gone, as far as is known. Only ranks of its host can look at its
- * process: they tell those of other hosts. */
-static bool tell_of(const zs_c10d_comm *comm, int r, bool ask_store, char *sentence, size_t size)
+/* Writes the sentence about rank `r`, which is gone. Only ranks of its host can look at its process: they tell the others. */
+static void tell_of(const zs_c10d_comm *comm, int r, char *sentence, size_t size)
 {
     char words[WORDS] = "";
-    bool ended = has_ended(&comm->peers[r]);
-    if (ask_store || ended) zs_group_read_words(comm->group, r, words, sizeof words);
-    if (ended && words[0] == 0) {
+    zs_group_read_words(comm->group, r, words, sizeof words);
+    if (words[0] == 0) {
         zs_group_leave_words(comm->group, r, seen_to_end);
         snprintf(words, sizeof words, "%s", seen_to_end);
     }
-    if (words[0] == 0) return false;
     const char *how = strcmp(words, seen_to_end) == 0 ? "" : "failed: ";
     snprintf(sentence, size, "rank %d (pid %d) %s%s", r, comm->peers[r].pid, how, words);
-    return true;
+}
+
+/* The rank that is gone; -1: none was found. One that others saw end comes first: more ranks may have ended because of it. */
+static int find_first(const zs_c10d_comm *comm, bool ask_store)
+{
+    int found = -1;
+    for (int r = 0; r < comm->base.world; r++)
+        ask_store = ask_store || has_ended(&comm->peers[r]);
+    for (int r = 0; ask_store && r < comm->base.world; r++) {
+        char words[WORDS] = "";
+        if (r == comm->base.rank) continue;
+        zs_group_read_words(comm->group, r, words, sizeof words);
+        if (strcmp(words, seen_to_end) == 0) return r;
+        if (found < 0 && (words[0] != 0 || has_ended(&comm->peers[r]))) found = r;
+    }
+    return found;
 }
 
 bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_t size)
 {
-    for (int r = 0; r < comm->base.world && comm->gone < 0 && comm->peers != NULL; r++)
-        if (r != comm->base.rank && tell_of(comm, r, ask_store, sentence, size)) comm->gone = r;
-    return comm->gone >= 0 && tell_of(comm, comm->gone, true, sentence, size);
+    if (comm->peers != NULL && comm->gone < 0) comm->gone = find_first(comm, ask_store);
+    if (comm->gone < 0) return false;
+    tell_of(comm, comm->gone, sentence, size);
+    return true;
 }
