@@ -148,7 +148,7 @@ template <typename Answer, typename Body> Answer ask_store(const zs_group *group
         if (answer.wait_for(patience) == std::future_status::ready) return answer.get();
         unanswered++;
         if (asked->ends++ > 0) unanswered--; // it has come since
-    } catch (...) { // no thread can be had
+    } catch (...) {                          // no thread can be had
     }
     return {};
 }
@@ -266,8 +266,8 @@ void zs_group_leave_words(zs_group *group, int rank, const char *words)
 
 uint64_t zs_group_ask(zs_group *group)
 {
-    return ask_store<uint64_t>(
-        group, [](c10d::Store &store) { return static_cast<uint64_t>(store.add("zshard/asked", 1)); });
+    return ask_store<uint64_t>(group,
+                               [](c10d::Store &store) { return static_cast<uint64_t>(store.add("zshard/asked", 1)); });
 }
 
 void zs_group_read_answer(zs_group *group, uint64_t number, int rank, char *text, size_t size)

@@ -112,7 +112,8 @@ static int find_first(const zs_c10d_comm *comm, bool ask_store)
 
 bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_t size)
 {
-    if (comm->peers != NULL && comm->gone < 0) comm->gone = find_first(comm, ask_store);
+    if (comm->peers == NULL) return false;
+    if (comm->gone < 0) comm->gone = find_first(comm, ask_store);
     if (comm->gone < 0) return false;
     tell_of(comm, comm->gone, sentence, size);
     return true;
