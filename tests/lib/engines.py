@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp
@@ -52,9 +53,10 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def engine_of(given: Any = None, transport: str = "shm", **arguments: Any) -> Any:
-    os.environ["ZSHARD_TRANSPORT"] = transport
     arguments.setdefault("model", model())
-    return zshard.initialize(config=config() if given is None else given, **arguments)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZSHARD_TRANSPORT", transport)
+        return zshard.initialize(config=config() if given is None else given, **arguments)[0]
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
