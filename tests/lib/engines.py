@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
