@@ -28,6 +28,7 @@ from zshard._ranks.groups import resolve_groups
 from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard._run.idle_cores import warn_of_idle_cores
+from zshard._state_dict.earlier_state import shard_earlier_state
 from zshard._units.units import Options, state_of
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
 from zshard._wrap.late_parameters import watch
@@ -93,7 +94,7 @@ def shard_model(
     for spec, _ in planned:
         state_of(spec.module).group_given = given
     with last_writes(module):
-        pass
+        shard_earlier_state(ref.param for spec, _ in planned for ref in spec.params)
 
 
 def _shard_group_given(ranks: Ranks) -> Any:

@@ -31,7 +31,17 @@ from zshard import _core
 from zshard._ranks import ends, responder
 from zshard._units.units import State, units_of
 
-__all__ = ["Book", "OptimizerRecord", "Peers", "book_of", "finish", "meet", "note_made", "tell_of"]
+__all__ = [
+    "Book",
+    "OptimizerRecord",
+    "Peers",
+    "all_made",
+    "book_of",
+    "finish",
+    "meet",
+    "note_made",
+    "tell_of",
+]
 
 _CARD = 64  # bytes: what ranks exchange to meet
 _TOKEN = 8  # of them, what tells models apart
@@ -185,6 +195,12 @@ def note_made(optimizer: Optimizer) -> None:
         _made[optimizer] = None
 
 
+def all_made() -> list[Optimizer]:
+    """All living optimizers, in the order in which they were made."""
+    with _lock:
+        return list(_made)
+
+
 def _unnumbered_of(book: Book, kind: str) -> list[Optimizer]:
     """Those of a kind that have neither stepped nor loaded nor saved."""
     return [
@@ -311,13 +327,23 @@ class _Teller:
     """The thread that tells the others."""
 
     _pid = 0
+    _thread: threading.Thread
 
     @classmethod
     def start(cls) -> None:
         if cls._pid == os.getpid():
             return
         cls._pid = os.getpid()
-        threading.Thread(target=cls._run, name="zshard-drops", daemon=True).start()
+        cls._thread = threading.Thread(target=cls._run, name="zshard-drops", daemon=True)
+        cls._thread.start()
+
+    @classmethod
+    def stop(cls) -> None:
+        """Wait for it: a thread that frees tensors while Python ends aborts the process, as torch
+        gives up Python's lock for that, and does not get it back."""
+        if cls._pid == os.getpid():
+            _jobs.put(None)
+            cls._thread.join(_SOON)
 
     @staticmethod
     def _run() -> None:
@@ -358,7 +384,7 @@ def finish(timeout: float) -> None:
         for rank in sorted(set(book.others) - book.ended):
             _tell(_News(book, rank, None))
     _wait_until_free(timeout)
-    _jobs.put(None)
+    _Teller.stop()
     responder.stop()
 
 
