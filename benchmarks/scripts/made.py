@@ -1,0 +1,104 @@
+"""What the scripts would fetch from the network: tokens, tokenizers, questions, made here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+
+def make_tokens(path: Path, count: int, vocabulary: int) -> None:
+    """Text with some structure, so that there is something to learn."""
+    draw = np.random.default_rng(len(path.name))
+    tokens = draw.integers(0, vocabulary, count)
+    tokens[1::2] = (tokens[::2][: len(tokens[1::2])] * 7 + 1) % vocabulary
+    if path.suffix == ".npy":
+        np.save(path, tokens.astype(np.uint16))
+    else:
+        tokens.astype(np.uint16).tofile(path)
+
+
+def for_nanogpt(folder: Path) -> None:
+    data = folder / "data" / "made"
+    data.mkdir(parents=True)
+    for split in ("train", "val"):
+        make_tokens(data / f"{split}.bin", 20_000, 256)
+
+
+TIKTOKEN = """
+class Encoding:
+    def encode(self, text):
+        return list(text.encode())
+    def decode(self, tokens):
+        return bytes(t % 128 for t in tokens).decode()
+
+def get_encoding(name):
+    return Encoding()
+"""
+
+
+def for_build_nanogpt(folder: Path) -> None:
+    """Its tokenizer, data and questions come from the network: here, bytes and made ones."""
+    data = folder / "edu_fineweb10B"
+    data.mkdir()
+    for split in ("train", "val"):
+        make_tokens(data / f"made_{split}_000000.npy", 20_000, 256)
+    (folder / "tiktoken.py").write_text(TIKTOKEN)
+    (folder / "requests.py").write_text("")
+    (folder / "transformers.py").write_text("class GPT2LMHeadModel:\n    pass\n")
+    questions = folder / "hellaswag"
+    questions.mkdir()
+    endings = ["one end", "another end", "a third one", "the last"]
+    rows = [{"ctx": "a" * (i + 3), "label": i % 4, "endings": endings} for i in range(5)]
+    text = "\n".join(map(json.dumps, rows))
+    (questions / "hellaswag_val.jsonl").write_text(text + "\n")
+
+
+NO_OPERATORS = """
+import torch
+torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou) -> Tensor")
+"""
+
+
+def for_imagenet(folder: Path) -> None:
+    """torchvision's own operators may be of another build of torch; the script needs none."""
+    (folder / "no_operators.py").write_text(NO_OPERATORS)
+
+
+NLP = """
+class Rows(list):
+    @property
+    def shape(self):
+        return (len(self), 3)
+    def select(self, indices):
+        return Rows(self[i % len(self)] for i in indices)
+
+def load_dataset(name, kind, data_dir, split=None):
+    words = "push pull turn lift open close".split()
+    rows = Rows({"text": " ".join(words[(i * j) % 6] for j in range(1, 9)),
+                 "headline": words[i % 6]} for i in range(32))
+    return {"train": rows, "validation": rows} if split is None else rows
+"""
+TOKENIZER = """
+import torch
+
+class T5Tokenizer:
+    @classmethod
+    def from_pretrained(cls, name, legacy):
+        return cls()
+
+    def batch_encode_plus(self, texts, max_length, padding, truncation, return_tensors):
+        rows = [list(text.encode())[:max_length] for text in texts]
+        full = [row + [0] * (max_length - len(row)) for row in rows]
+        mask = [[1] * len(row) + [0] * (max_length - len(row)) for row in rows]
+        return {"input_ids": torch.tensor(full), "attention_mask": torch.tensor(mask)}
+"""
+PACKAGING = "import packaging.version\nimport packaging\n"
+
+
+def for_t5(folder: Path) -> None:
+    """Its model, tokenizer and articles come from the network: here, a small one, bytes and words."""
+    (folder / "nlp.py").write_text(NLP)
+    (folder / "made_tokenizer.py").write_text(TOKENIZER)
+    (folder / "pkg_resources.py").write_text(PACKAGING)
