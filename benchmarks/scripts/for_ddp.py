@@ -125,7 +125,7 @@ DDP_EXAMPLE = Script(
     {
         "example.py": {
             r"if not verify_min_gpu_count\(.*\):": "if False:",
-            r"acc = torch\.accel.*": "torch.manual_seed(dist.get_rank() if 0 else rank)",
+            r"acc = torch\.accel.*": "torch.manual_seed(rank)",
             r"get_default_backend_for_device\(acc\)": "get_default_backend_for_device('cpu')",
             r"torch\.accelerator\.set_device_index\(rank\)": "pass",
             r"\.to\(rank\)": "",

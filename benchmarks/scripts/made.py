@@ -57,7 +57,8 @@ def for_build_nanogpt(folder: Path) -> None:
 
 NO_OPERATORS = """
 import torch
-torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou) -> Tensor")
+for name in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float iou) -> Tensor")
 """
 
 

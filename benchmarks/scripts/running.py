@@ -83,6 +83,8 @@ def numbers(printed: Any) -> list[Any]:
 def difference_of(theirs: Side, mine: Side, script: Script) -> tuple[float, int]:
     """The largest difference between the tensors of the files that both have saved; how many."""
     apart, count = 0.0, 0
+    if not script.saved:
+        return apart, count
     files = [sorted(side.folder.glob(script.saved)) for side in (theirs, mine)]
     for a, b in zip(*files, strict=True):
         pairs = zip(tensors_of(a), tensors_of(b), strict=True)

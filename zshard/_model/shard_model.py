@@ -19,6 +19,7 @@ from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_r
 from zshard._ranks.groups import resolve_groups
 from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
+from zshard._state_dict.earlier_state import shard_earlier_state
 from zshard._units.units import Options
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
 from zshard._wrap.late_parameters import watch
@@ -77,7 +78,7 @@ def shard_model(
     if values.buffers_in_forward:
         sync_buffers(module)
     with last_writes(module):
-        pass
+        shard_earlier_state(ref.param for spec, _ in planned for ref in spec.params)
 
 
 def _meet(

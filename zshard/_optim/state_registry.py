@@ -31,7 +31,17 @@ from zshard import _core
 from zshard._ranks import ends, responder
 from zshard._units.units import State, units_of
 
-__all__ = ["Book", "OptimizerRecord", "Peers", "book_of", "finish", "meet", "note_made", "tell_of"]
+__all__ = [
+    "Book",
+    "OptimizerRecord",
+    "Peers",
+    "all_made",
+    "book_of",
+    "finish",
+    "meet",
+    "note_made",
+    "tell_of",
+]
 
 _CARD = 64  # bytes: what ranks exchange to meet
 _TOKEN = 8  # of them, what tells models apart
@@ -182,6 +192,12 @@ def note_made(optimizer: Optimizer) -> None:
     """An optimizer has been constructed, or copied."""
     with _lock:
         _made[optimizer] = None
+
+
+def all_made() -> list[Optimizer]:
+    """All living optimizers, in the order in which they were made."""
+    with _lock:
+        return list(_made)
 
 
 def _unnumbered_of(book: Book, kind: str) -> list[Optimizer]:
