@@ -103,3 +103,58 @@ def for_t5(folder: Path) -> None:
     (folder / "nlp.py").write_text(NLP)
     (folder / "made_tokenizer.py").write_text(TOKENIZER)
     (folder / "pkg_resources.py").write_text(PACKAGING)
+
+
+TITAN = '''
+"""torchtitan's llama3 under its own parallelize function, optimizers, clipping and checkpoints."""
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims, utils
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama3.infra.parallelize import parallelize_llama
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+config = JobConfig()
+config.training.seq_len = 32
+config.training.mixed_precision_param = "float32"
+config.activation_checkpoint.mode = "full"
+dims = ParallelDims(1, world, 1, 1, 1, 1, 1, world)
+dims.build_mesh()
+torch.manual_seed(0)
+model = Transformer(TransformerModelArgs(dim=64, n_layers=3, n_heads=4, vocab_size=256, max_seq_len=64))
+with torch.no_grad():
+    model.init_weights()
+parallelize_llama(model, dims, config)
+optimizers = build_optimizers([model], config.optimizer, dims)
+draw = torch.Generator().manual_seed(rank)
+for step in range(10):
+    optimizers.zero_grad()
+    tokens = torch.randint(0, 256, (4, 33), generator=draw)
+    tokens[:, 1::2] = (tokens[:, :-1:2] * 7 + 1) % 256
+    out = model(tokens[:, :-1])
+    loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    loss = loss / (world * tokens[:, 1:].numel())  # as its trainer: by the tokens of all ranks
+    loss.backward()
+    norm = utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizers.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    print(f"step {step} loss {total.item():.6f} norm {float(norm):.6f}", flush=True)
+state = {**ModelWrapper(model).state_dict(), "optimizer": optimizers}
+dcp.save(state, checkpoint_id="saved")
+if rank == 0:
+    dcp_to_torch_save("saved", "saved.pt")
+dcp.load({**ModelWrapper(model).state_dict(), "optimizer": optimizers}, checkpoint_id="saved")
+dist.destroy_process_group()
+'''
+
+
+def for_titan(folder: Path) -> None:
+    """Its trainer needs a GPU; this drives its parts."""
+    (folder / "drive.py").write_text(TITAN)

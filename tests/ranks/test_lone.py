@@ -306,6 +306,32 @@ def test_rank_0_saves_when_the_others_have_ended(tmp_path, how):
     assert len(state) == len(list(make(Wide).parameters()))
 
 
+def saves_late_by_layers(path):
+    """Rank 1's model is gone, and with it the names that fully_shard() of the whole has given."""
+
+    def train():
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        for layer in model:
+            zshard.fully_shard(layer)
+        zshard.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        if dist.get_rank() == 0:
+            time.sleep(1.0)
+            torch.save(optimizer.state_dict(), path)
+
+    train()
+
+
+def test_names_outlive_a_model_of_fully_shard(tmp_path):
+    path = tmp_path / "optimizer.pt"
+    for result in fork_ranks(saves_late_by_layers, 2, path):
+        assert result.returncode == 0, result.stderr
+    names = torch.load(path, weights_only=True)["param_groups"][0]["param_names"]
+    assert names == [f"{layer}.{name}" for layer in range(3) for name in ("weight", "bias")]
+
+
 def test_a_rank_that_raises_keeps_nobody_waiting(tmp_path):
     start = time.monotonic()
     results = fork_ranks(saves_late, 2, tmp_path / "optimizer.pt", "after an exception")

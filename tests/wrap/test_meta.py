@@ -9,6 +9,7 @@ from models import CASES, COMBINATIONS, TRANSPORTS, differences, loss_of, make, 
 from scenarios import Stack, message_of
 from torch import nn
 
+import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, fully_shard
 from zshard._wrap import initial_values as _values
@@ -290,3 +291,15 @@ def test_memory_goes_from_one_tensor_to_the_next_like_it():
     assert other.fill_(1).sum() == 300_000
     small = MemoryCache().empty_like(torch.empty(3, device="meta"))
     assert small.device.type == "cpu" and small.untyped_storage().resizable()
+
+
+def to_empty_afterwards():
+    """FSDP2's order: meta device, fully_shard(), to_empty(). zshard has initialized it by then."""
+    model = zshard.fully_shard(on_meta(Stack))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert model.to_empty(device="cpu") is model
+    return differences(model.state_dict(), before)
+
+
+def test_to_empty_keeps_what_is_initialized(pool2):
+    assert pool2.run(to_empty_afterwards) == [[]] * 2

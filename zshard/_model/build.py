@@ -154,7 +154,7 @@ def _rename_units(module: nn.Module) -> None:
     """Inner units were named from their own root; from now on it is this one."""
     for name, each in module.named_modules():
         if is_unit(each) and state_of(each).unit.name != name:
-            state_of(each).unit.name = name
+            state_of(each).rename(name)
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -5,8 +5,10 @@ The one idea: each method looks up the model's units and hands them to the part 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zshard._memory.report import memory_of
 from zshard._model.summary import memory_table, summary_of
@@ -17,6 +19,24 @@ from zshard._units.units import state_of, units_of
 
 class ModelMethods(nn.Module):
     """The methods of sharded models that are zshard's own."""
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Give memory to tensors on the meta device; all others keep their values.
+
+        A sharded model has no parameters on the meta device: they were initialized on sharding. So
+        scripts for FSDP2 may call it, but need not.
+
+        Args:
+            device: the device that the model is on.
+            recurse: include the modules below. Default: True.
+
+        Returns self.
+        """
+
+        def given(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+        return self._apply(given, recurse=recurse)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -45,15 +45,14 @@ class Part:
     numel: int
     dtype: torch.dtype  # between steps
     is_cut: bool  # sharded; else every rank has the full parameter
-    _first_name: str
+    _names: list[str]  # of the unit's parameters; known when the unit is gone, too
     _state: weakref.ref[State]
     _index: int
 
     @property
     def name(self) -> str:
         """The parameter's dotted name, relative to the outermost wrapped module."""
-        state = self._state()
-        return str(state.unit.param(self._index)["name"]) if state else self._first_name
+        return self._names[self._index]
 
     @functools.cached_property
     def geometry(self) -> Geometry:
@@ -169,7 +168,7 @@ def remember_parts(state: State) -> None:
             facts["numel"],
             param.dtype,
             not unit.replicated,
-            facts["name"],
+            state.names,
             weakref.ref(state),
             index,
         )

@@ -61,8 +61,14 @@ class State:
         self.whole_grads = False  # within summon_full_params(with_grads=True)
         self.slices = False  # state_dict() gives this rank's, and load_state_dict() takes them
         self.optimizer_peak = 0  # bytes, as memory() has seen them
+        self.names = [str(unit.param(i)["name"]) for i in range(len(unit.params))]
         self.peers: Any = None  # state_registry.Peers: whom to ask for state that they alone have
         self.sync_buffers = False  # the root's: from rank 0, at each forward
+
+    def rename(self, name: str) -> None:
+        """The unit's name from now on, and those of its parameters, which outlive it in Parts."""
+        self.unit.name = name
+        self.names[:] = [str(self.unit.param(i)["name"]) for i in range(len(self.names))]
 
 
 @contextlib.contextmanager
