@@ -5,6 +5,7 @@ barrier, asleep, or training on. Each step is compared with a plain model that h
 """
 
 import copy
+import threading
 import time
 import weakref
 
@@ -20,6 +21,8 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
+from zshard._optim import state_registry
+from zshard._ranks import ends
 
 OVER_SHM = [c for c in COMBINATIONS if c[0] != "no_shard" and c[1] == "shm"]
 STEPS = 3
@@ -304,6 +307,32 @@ def test_rank_0_saves_when_the_others_have_ended(tmp_path, how):
         assert result.returncode == 0, result.stderr
     state = torch.load(path, weights_only=True)["state"]
     assert len(state) == len(list(make(Wide).parameters()))
+
+
+def frees_at_the_end():
+    """The thread that is told of what a script drops is slow. It must not go on while Python ends."""
+    drop = state_registry._drop
+
+    def slow(*job):
+        time.sleep(0.5)
+        return drop(*job)
+
+    def names(timeout):
+        print("threads:", *(thread.name for thread in threading.enumerate()), flush=True)
+
+    state_registry._drop = slow
+    model = FSDP(make(Wide), timeout=60)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    optimizer.step()
+    ends.add_farewell(names)
+
+
+def test_no_thread_frees_tensors_while_python_ends():
+    for result in fork_ranks(frees_at_the_end, 2):
+        assert result.returncode == 0, result.stderr
+        assert "threads: MainThread" in result.stdout
+        assert "zshard-" not in result.stdout
 
 
 def saves_late_by_layers(path):

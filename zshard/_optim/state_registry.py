@@ -326,13 +326,23 @@ class _Teller:
     """The thread that tells the others."""
 
     _pid = 0
+    _thread: threading.Thread
 
     @classmethod
     def start(cls) -> None:
         if cls._pid == os.getpid():
             return
         cls._pid = os.getpid()
-        threading.Thread(target=cls._run, name="zshard-drops", daemon=True).start()
+        cls._thread = threading.Thread(target=cls._run, name="zshard-drops", daemon=True)
+        cls._thread.start()
+
+    @classmethod
+    def stop(cls) -> None:
+        """Wait for it: a thread that frees tensors while Python ends aborts the process, as torch
+        gives up Python's lock for that, and does not get it back."""
+        if cls._pid == os.getpid():
+            _jobs.put(None)
+            cls._thread.join(_SOON)
 
     @staticmethod
     def _run() -> None:
@@ -373,7 +383,7 @@ def finish(timeout: float) -> None:
         for rank in sorted(set(book.others) - book.ended):
             _tell(_News(book, rank, None))
     _wait_until_free(timeout)
-    _jobs.put(None)
+    _Teller.stop()
     responder.stop()
 
 
