@@ -1,1 +1,1 @@
-"""Other people's training scripts, run with the libraries that they were written for and with zshard."""
+"""Other people's training scripts, run as they are and with zshard."""

@@ -1,6 +1,6 @@
 """Scripts for DDP: nanoGPT, build-nanogpt, minGPT, and those of pytorch/examples.
 
-The one idea: each needs the line that imports or calls DistributedDataParallel changed, and no other.
+The one idea: each needs the line changed that imports or calls DistributedDataParallel, no other.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ DDP_EXAMPLE = Script(
             r"\.to\(rank\)": "",
             r"device_ids=\[rank\]": "device_ids=None",
             # It takes one step, and prints no loss.
-            r"    loss_fn\(outputs, labels\)\.backward\(\)\n    optimizer\.step\(\)": "    for _ in "
-            "range(5):\n        optimizer.zero_grad()\n        loss = loss_fn(ddp_model(torch.randn"
+            r"    loss_fn\(outputs, labels\)\.backward\(\)\n    optimizer\.step\(\)": "    for _ "
+            "in range(5):\n        optimizer.zero_grad()\n        loss = loss_fn(ddp_model(torch.randn"
             "(20, 10)), labels)\n        loss.backward()\n        optimizer.step()\n        "
             "print('loss', loss.item())",
         }

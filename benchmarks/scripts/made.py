@@ -56,14 +56,21 @@ def for_build_nanogpt(folder: Path) -> None:
 
 
 NO_OPERATORS = """
+import sys
 import torch
-for name in ("nms", "qnms"):
-    torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float iou) -> Tensor")
+try:
+    import torchvision
+except RuntimeError:  # its operators are of another build of torch; the scripts need none
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float iou) -> Tensor")
+except ImportError:
+    pass
 """
 
 
 def for_imagenet(folder: Path) -> None:
-    """torchvision's own operators may be of another build of torch; the script needs none."""
     (folder / "no_operators.py").write_text(NO_OPERATORS)
 
 
@@ -99,7 +106,8 @@ PACKAGING = "import packaging.version\nimport packaging\n"
 
 
 def for_t5(folder: Path) -> None:
-    """Its model, tokenizer and articles come from the network: here, a small one, bytes and words."""
+    """Its tokenizer and articles come from the network: here, bytes and words."""
+    for_imagenet(folder)  # transformers imports torchvision if it finds it
     (folder / "nlp.py").write_text(NLP)
     (folder / "made_tokenizer.py").write_text(TOKENIZER)
     (folder / "pkg_resources.py").write_text(PACKAGING)
@@ -127,7 +135,8 @@ config.activation_checkpoint.mode = "full"
 dims = ParallelDims(1, world, 1, 1, 1, 1, 1, world)
 dims.build_mesh()
 torch.manual_seed(0)
-model = Transformer(TransformerModelArgs(dim=64, n_layers=3, n_heads=4, vocab_size=256, max_seq_len=64))
+size = TransformerModelArgs(dim=64, n_layers=3, n_heads=4, vocab_size=256, max_seq_len=64)
+model = Transformer(size)
 with torch.no_grad():
     model.init_weights()
 parallelize_llama(model, dims, config)
@@ -138,8 +147,9 @@ for step in range(10):
     tokens = torch.randint(0, 256, (4, 33), generator=draw)
     tokens[:, 1::2] = (tokens[:, :-1:2] * 7 + 1) % 256
     out = model(tokens[:, :-1])
-    loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-    loss = loss / (world * tokens[:, 1:].numel())  # as its trainer: by the tokens of all ranks
+    targets = tokens[:, 1:].flatten()
+    loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), targets, reduction="sum")
+    loss = loss / (world * targets.numel())  # as its trainer: by the tokens of all ranks
     loss.backward()
     norm = utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizers.step()

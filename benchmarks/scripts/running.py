@@ -32,7 +32,8 @@ class Side:
 
 def run(script: Script, source: Path, folder: Path, ours: bool, transport: str = "") -> Side:
     """Run a copy of it; return the numbers that rank 0 has printed."""
-    shutil.copytree(source / script.source, folder, ignore=shutil.ignore_patterns(".git"))
+    skipped = shutil.ignore_patterns(".git")
+    shutil.copytree(source / script.source, folder, symlinks=True, ignore=skipped)
     script.prepare(folder)
     edit(folder, script.both)
     changed = edit(folder, script.ours) if ours else 0
@@ -42,16 +43,28 @@ def run(script: Script, source: Path, folder: Path, ours: bool, transport: str =
         env["ZSHARD_TRANSPORT"] = transport
     began = time.monotonic()
     printed: list[Any] = []
+    if script.begins and ours:
+        shutil.copytree(begins_of(script, folder.parent / "original"), folder / script.begins)
     for number, flags in enumerate(script.runs):
+        if script.begins and ours and number == 0:
+            continue
         text = output(script, folder, folder / f"log{number}", flags.split(), env)
+        if script.begins and number == 0:
+            shutil.copytree(folder / script.begins, begins_of(script, folder))
+            continue
         printed += re.findall(script.lines, text, re.MULTILINE)
     return Side(folder, changed, printed, time.monotonic() - began)
+
+
+def begins_of(script: Script, folder: Path) -> Path:
+    """Where a copy is kept of what the original's first run has left."""
+    return folder / f"{script.begins}-of-first-run"
 
 
 def output(
     script: Script, folder: Path, logs: Path, flags: Sequence[str], env: dict[str, str]
 ) -> str:
-    """Run it once; return what rank 0 has printed, of a launcher of its own all that was printed."""
+    """Run it once; return what rank 0 has printed, or what all have, with a launcher of its own."""
     own = list(script.launcher)
     if script.launcher is TORCHRUN:
         own += ["--redirects=3", f"--log-dir={logs}"]
@@ -72,7 +85,10 @@ def output(
 def near(theirs: Any, mine: Any, tolerance: float) -> bool:
     """Numbers are compared as such: the sharded norm is summed in another order."""
     pairs = zip(numbers(theirs), numbers(mine), strict=True)
-    return all(abs(a - b) <= tolerance if isinstance(a, float) else a == b for a, b in pairs)
+    return all(
+        abs(a - b) <= tolerance * max(1.0, abs(a)) if isinstance(a, float) else a == b
+        for a, b in pairs
+    )
 
 
 def numbers(printed: Any) -> list[Any]:
@@ -89,7 +105,7 @@ def difference_of(theirs: Side, mine: Side, script: Script) -> tuple[float, int]
     for a, b in zip(*files, strict=True):
         pairs = zip(tensors_of(a), tensors_of(b), strict=True)
         for (name, x), (our_name, y) in pairs:
-            if script.by_name and name.removeprefix("module.") != our_name:
+            if name != our_name:
                 raise SystemExit(f"{a.name}: {name!r} is saved where zshard saves {our_name!r}")
             apart = max(apart, float((x.double() - y.double()).abs().max()))
             count += 1

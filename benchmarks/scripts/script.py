@@ -1,7 +1,7 @@
 """What describes a script: how it runs on two CPU ranks, and which of its lines change for zshard.
 
-The one idea: a script is a copy of somebody's folder in which lines are replaced. `both` is replaced
-for both sides (devices, sizes, data that would come from the network); `ours` for zshard alone, and
+The one idea: a script is a copy of somebody's folder in which lines are replaced. `both` is for
+both sides (devices, sizes, data that would come from the network); `ours` for zshard alone, and
 those lines are counted.
 """
 
@@ -35,7 +35,7 @@ class Script:
     print_tolerance: float = 2e-4
     tolerance: float = 1e-4  # of what is saved: Adam's first steps may turn round with the last bit
     launcher: Sequence[str] = TORCHRUN
-    by_name: bool = True  # whether saved tensors have the same names on both sides
+    begins: str = ""  # a folder of the original's first run, from which both sides go on
 
 
 def edit(folder: Path, edits: Edits) -> int:
