@@ -117,6 +117,12 @@ MINGPT_DDP = Script(
     r"^\[RANK0\] Epoch (\d+) \| Iter (\d+) \| (\w+) Loss (\S+)",
     "gpt_snapshot.pt",
 )
+_FIVE_STEPS = """    for _ in range(5):
+        optimizer.zero_grad()
+        loss = loss_fn(ddp_model(torch.randn(20, 10)), labels)
+        loss.backward()
+        optimizer.step()
+        print('loss', loss.item())"""
 DDP_EXAMPLE = Script(
     "examples/ddp",
     "examples/distributed/ddp",
@@ -131,10 +137,7 @@ DDP_EXAMPLE = Script(
             r"\.to\(rank\)": "",
             r"device_ids=\[rank\]": "device_ids=None",
             # It takes one step, and prints no loss.
-            r"    loss_fn\(outputs, labels\)\.backward\(\)\n    optimizer\.step\(\)": "    for _ "
-            "in range(5):\n        optimizer.zero_grad()\n        loss = loss_fn(ddp_model(torch.randn"
-            "(20, 10)), labels)\n        loss.backward()\n        optimizer.step()\n        "
-            "print('loss', loss.item())",
+            r"    loss_fn\(outputs, labels\)\.backward\(\)\n    optimizer\.step\(\)": _FIVE_STEPS,
         }
     },
     {"example.py": {DDP: ZSHARD}},

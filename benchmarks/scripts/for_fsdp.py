@@ -57,7 +57,8 @@ def _fsdp2(name: str, flags: str) -> Script:
         {
             "example.py": {
                 r"if not verify_min_gpu_count\(.*\):": "if False:",
-                r"get_default_backend_for_device\(device\)": "get_default_backend_for_device('cpu')",
+                r"get_default_backend_for_device\(device\)": "get_default_backend_for_device"
+                "('cpu')",
                 r", device_id=device\)": ")",
                 r"^( +)for _ in range\(10\):": "\\1torch.manual_seed(rank)\n\\g<0>",
                 r"^( +)loss\.backward\(\)": "\\1print('loss', loss.item())\n\\g<0>",
