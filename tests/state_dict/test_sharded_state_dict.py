@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from collectives import Collectives
 from compare import assert_same
 from meshes import mesh_of
@@ -18,6 +19,7 @@ from models import CASES, COMBINATIONS, differences, make, train, wrapped
 from scenarios import Stack, forward_backward, message_of
 from spawn import ranks
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import LocalStateDictConfig, ShardedStateDictConfig, StateDictType
 
 import zshard
@@ -250,3 +252,17 @@ def test_alone_everything_is_whole():
     state, _ = slices(model)
     assert differences(state, model.state_dict()) == []
     load_slices(model, state)
+
+
+def saved_by_dcp(folder):
+    """Each rank's shards are plain tensors of the same names, of which dcp would keep one rank's."""
+    model = wrapped(Stack, ("full_shard", "shm"))
+    state, _ = slices(model)
+    with pytest.raises(CheckpointException, match=r"given this rank's shard of 'model\."):
+        dcp.save({"model": state}, checkpoint_id=folder / "shards")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "full")
+
+
+@ranks(2)
+def test_dcp_refuses_shards(pool, tmp_path):
+    pool.run(saved_by_dcp, tmp_path)

@@ -29,6 +29,7 @@ from torch import nn
 
 from zshard import _core
 from zshard._guard.slices import guard_like
+from zshard._state_dict.dcp_shards import note_shards
 from zshard._state_dict.full_copies import FullCopies, Place, UnitParams, current_copies
 from zshard._state_dict.noted_loads import NotedLoad, content_of, note_loads, planned_loads
 from zshard._state_dict.shard_records import KEY, ShardRecord, misfit
@@ -201,6 +202,7 @@ class _SaveMethod(_OwnersMethod):
         records = {name: place.record for name, place in used.items() if place.wants_slices}
         if records:
             _metadata_of(destination).setdefault(prefix[:-1], {})[KEY] = records
+            note_shards(destination.get(prefix + name) for name in records)
 
 
 class _LoadMethod(_OwnersMethod):

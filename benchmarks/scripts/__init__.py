@@ -1,0 +1,1 @@
+"""Other people's training scripts, run as they are and with zshard."""
