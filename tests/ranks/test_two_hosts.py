@@ -29,7 +29,7 @@ BOUND = 1e-5
 DEADLINE = 3.0
 """Seconds that a wait may last."""
 
-PATIENCE = 12.0
+PATIENCE = 30.0
 """Seconds within which a rank has ended after that, on a loaded machine."""
 
 
@@ -72,11 +72,11 @@ def test_losses_are_those_of_ddp(hosted, ranks):
         assert_same(losses["hybrid_shard"], losses["full_shard"], where)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rank_killed_on_one_host_is_named_on_both(hosted, strategy, tmp_path):
     arguments = ("kill", "backward", tmp_path, "auto", 60.0, strategy)
-    results = hosted.run(train, 2, *arguments, timeout=30)
+    results = hosted.run(train, 2, *arguments)
     check_survivors(results, ("PeerError",), "rank 3 (pid ", "exited", within=PATIENCE)
 
 
@@ -99,11 +99,12 @@ def train_until_cut(folder, strategy):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_cut_wire_is_an_error_on_every_rank(hosted, strategy, tmp_path):
-    running = hosted.start(train_until_cut, 2, tmp_path, strategy, timeout=PATIENCE + 20)
+    running = hosted.start(train_until_cut, 2, tmp_path, strategy)
     limit = time.monotonic() + 20
     while len(list(tmp_path.glob("ready*"))) < 4 and time.monotonic() < limit:
         time.sleep(0.02)
     host = hosted.hosts.all[1]
+    assert len(list(tmp_path.glob("ready*"))) == 4, "the ranks do not train"
     (tmp_path / "time").write_text(str(time.monotonic()))
     host.cut()
     try:
