@@ -140,7 +140,8 @@ def _zshard(strategy: str, transport: str) -> Factory:
     def build(workload: Workload) -> Parts:
         import zshard
 
-        # An explicit transport: the benchmark must not silently measure a fallback.
+        # An explicit transport: the benchmark must not silently measure a fallback. "auto" is for
+        # several hosts, where a hybrid strategy has one within the hosts and one between them.
         module: Any = zshard.FSDP(
             workload.build(),
             sharding_strategy=strategy,
@@ -206,3 +207,5 @@ SIDES.update(DEEPSPEED)
 for _strategy in ("full_shard", "shard_grad_op", "no_shard"):
     SIDES[f"zshard-{_strategy}"] = _zshard(_strategy, "shm")
     SIDES[f"zshard-{_strategy}-c10d"] = _zshard(_strategy, "c10d")
+for _strategy in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_full"):
+    SIDES[f"zshard-{_strategy}-auto"] = _zshard(_strategy, "auto")

@@ -11,6 +11,9 @@ Earlier names still work, but dir() and `from zshard import *` leave them out: `
 `SaveHandle`.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
 from zshard import _torch_check, wrap  # noqa: F401 - the check before the core is loaded
@@ -19,12 +22,30 @@ from zshard._checkpoint.load import Loaded, load
 from zshard._checkpoint.save import SaveHandle, save
 from zshard._checkpoint.script_state import rng_state, set_rng_state
 from zshard._compat.classes import (
+    BackwardPrefetch,
+    CPUOffload,
     CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FlatParameter,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
 )
+from zshard._compat.distributed_data_parallel import DistributedDataParallel
+from zshard._compat.fsdp2 import UnshardHandle, share_comm_ctx
 from zshard._compat.fully_shard import fully_shard
+from zshard._compat.sharded_grad_scaler import ShardedGradScaler
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._doctor.features import available_features
 from zshard._errors import CheckpointError, ShardError
@@ -44,6 +65,8 @@ from zshard.optim import SGD, Adam, AdamW
 from zshard.strategy import ShardingStrategy
 
 FullyShardedDataParallel = FSDP  # FSDP1's name for it
+FSDPModule = FSDP  # FSDP2's, for isinstance()
+register_fsdp_forward_method = register_forward_method  # FSDP2's name
 
 # Earlier names.
 Save = SaveHandle
@@ -56,29 +79,49 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "CheckpointError",
     "CudaError",
+    "DataParallelMeshDims",
+    "DistributedDataParallel",
     "DivergenceError",
+    "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
     "GradScaler",
     "Loaded",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "NcclError",
     "NcclOptions",
     "Offload",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PeerError",
     "PeerTimeoutError",
     "SaveHandle",
     "ShardError",
     "ShardParameter",
     "ShardTensor",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "UnshardHandle",
     "available_features",
     "full_tensor",
     "fully_shard",
+    "initialize",
     "latest_checkpoint",
     "load",
     "load_optim_state_dict",
@@ -87,15 +130,32 @@ __all__ = [
     "optim_state_dict",
     "predict_memory",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "rng_state",
     "save",
     "set_rng_state",
     "shard_info",
+    "share_comm_ctx",
     "to_local",
     "uninitialized",
     "whole_named_parameters",
     "wrap",
 ]
+
+if _TYPE_CHECKING:
+    from zshard.deepspeed import initialize
+else:
+
+    def __getattr__(name: str) -> _Any:
+        """DeepSpeed's names, which are imported when a script first uses one."""
+        import importlib
+
+        if name.startswith("__"):
+            raise AttributeError(f"module 'zshard' has no attribute '{name}'")
+        deepspeed = importlib.import_module("zshard.deepspeed")
+        if name in deepspeed.__all__ or name in deepspeed.INSTEAD:
+            return getattr(deepspeed, name)
+        raise AttributeError(f"module 'zshard' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,5 @@
-"""python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
+"""python -m zshard run: start a script on several ranks (see _run/launch.py).
+python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
 python -m zshard ckpt: checkpoints (see _checkpoint/cli.py).
 
 The one idea: doctor prints what zshard.available_features() finds, all of it queried or tried.
@@ -11,12 +12,16 @@ import sys
 
 from zshard._checkpoint import cli
 from zshard._doctor.features import report
+from zshard._run import launch
 
 
 def main() -> int:
     """Run the command that the arguments name; return its exit status."""
+    if sys.argv[1:2] == ["run"]:  # which takes torchrun's options, after its own
+        return launch.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m zshard")
     commands = parser.add_subparsers(required=True, metavar="command")
+    commands.add_parser("run", help=launch.HELP)
     doctor = commands.add_parser(
         "doctor",
         help="report what zshard finds and will use, and what is missing; exit status 1 if a GPU "

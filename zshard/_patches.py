@@ -23,7 +23,7 @@ from torch.utils import _foreach_utils
 
 from zshard import grad_scaler
 from zshard._errors import stacklevel
-from zshard._guard import collectives, foreign, slices
+from zshard._guard import collectives, foreign, slices, torch_names
 from zshard._optim import clip, hooks
 from zshard._optim.announce import know_scaler
 from zshard._optim.state_registry import note_made
@@ -127,6 +127,11 @@ _PATCHES = (
         ),
     ),
     _Patch(
+        "tensors do not say what to write in place of DTensor's full_tensor()",
+        torch_names.install,
+        (_TorchPlace(torch.Tensor, "detach"),),
+    ),
+    _Patch(
         "state_dict() and load_state_dict() of optimizers see this rank's shards only: call "
         "zshard.optim_state_dict() and zshard.load_optim_state_dict()",
         optimizer.install,
@@ -155,6 +160,7 @@ _installed = False
 def install() -> None:
     """Change torch, once in a process."""
     global _installed
+    torch_names.warn_of_torchs_names()
     if _installed:
         return
     _installed = True

@@ -27,14 +27,15 @@ from zshard._compat.argument_types import (
     StrategyLike,
     WrapPolicyLike,
 )
+from zshard._compat.attributes import TorchAttributes
 from zshard._compat.ddp import DdpMethods, one_device
 from zshard._compat.fsdp1 import (
     Fsdp1Arguments,
-    Fsdp1Methods,
     check_use_orig_params,
     modules_of,
     unit_options,
 )
+from zshard._compat.fsdp1_methods import Fsdp1Methods
 from zshard._compat.fsdp2 import Fsdp2Methods
 from zshard._memory.fits import parse_limit
 from zshard._model.build import copy_model, refuse_half, set_base
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 _M = TypeVar("_M", bound=nn.Module)
 
 
-class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods):
+class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes):
     """Wrap a module for sharded data-parallel training, in place, and return it.
 
     Each rank keeps a shard of the parameters, gradients and optimizer state. The module stays the

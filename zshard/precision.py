@@ -78,6 +78,19 @@ def install_casts(
     return hooks
 
 
+def drop_root_casts(module: nn.Module, precision: Precision) -> set[int]:
+    """Undo what install_casts() does for roots alone, as `module` has become an inner unit. Return
+    the ids of the hooks."""
+    if precision.cast_inputs:
+        return set()
+    cast = _CastInputs(precision.compute) if precision.compute is not None else None
+    dropped = {key for key, hook in module._forward_pre_hooks.items() if hook == cast}
+    for key in dropped:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+    return dropped
+
+
 def cast_arguments(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments as the forward of a unit's module would get them."""
     for hook in module._forward_pre_hooks.values():

@@ -36,6 +36,19 @@ class ShardingStrategy(str, enum.Enum):
     HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
     ZERO1 = "zero1"
     HYBRID_FULL = "hybrid_full"
+    _HYBRID_SHARD_ZERO2 = HYBRID_SHARD_ZERO2  # FSDP1's name
+
+    def __eq__(self, other: object) -> bool:
+        """Torch's members are equal to those of the same meaning, as are their names as strings."""
+        if type(other).__name__ == "ShardingStrategy" and isinstance(other, enum.Enum):
+            return other.name.lstrip("_") == self.name
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # str has one of its own
+
+    def __hash__(self) -> int:
+        return str.__hash__(self)
 
     @property
     def is_hybrid(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -41,7 +42,8 @@ def shard(trainer: type[_T], **arguments: Any) -> type[_T]:
 
     Raises:
         TypeError: `trainer` is no class of a Trainer, or an argument is not one of FSDP().
-        ValueError, on construction: TrainingArguments ask for fsdp or deepspeed.
+        ValueError, on construction: TrainingArguments ask for fsdp or deepspeed,
+            or WANDB_WATCH for full tensors of one rank.
     """
     call = "zshard.transformers.shard()"
     if not isinstance(trainer, type):
@@ -79,6 +81,19 @@ def _count_full_parameters() -> None:
     module.get_model_param_count = counted
 
 
+def _follow_saving(model: Any) -> None:
+    """Take part in what PEFT does on the rank that saves adapters, in its order: it runs the
+    encoder of prompts, and asks each module of `modules_to_save` for its state dict."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.is_prompt_learning and not config.inference_mode:
+            with torch.no_grad():
+                model.get_prompt_embedding_to_save(name)
+        for module in model.modules():
+            saved = getattr(module, "modules_to_save", None)
+            if isinstance(saved, torch.nn.ModuleDict) and name in saved:
+                saved[name].state_dict()
+
+
 if TYPE_CHECKING:
     _Trainer = Any
 else:  # the class of the Trainer comes after this one
@@ -92,11 +107,24 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        watched = os.environ.get("WANDB_WATCH", "false").lower()
+        if "wandb" in self.args.report_to and watched in ("all", "gradients", "parameters"):
+            raise ValueError(
+                f"WANDB_WATCH={watched} logs full tensors of one rank, which has shards: unset it, "
+                "and log zshard.whole_named_parameters(model) in a callback of all ranks"
+            )
         accelerate.shard(self.accelerator, **self._zshard_arguments)
 
+    def get_num_trainable_parameters(self) -> int:
+        model = bare(self.model)
+        if not is_unit(model):
+            return int(super().get_num_trainable_parameters())
+        return sum(p.numel() for _, p in full_named_parameters(model) if p.requires_grad)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not self.args.should_save:
+        if not self.args.should_save and self._zshard_needs_all():
             self._zshard_state_dict()
+            _follow_saving(bare(self.model))
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

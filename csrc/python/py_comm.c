@@ -277,7 +277,9 @@ static PyObject *comm_abort(comm_object *self, PyObject *reason)
 {
     const char *text = PyUnicode_AsUTF8(reason);
     if (text == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
     zs_comm_abort(self->comm, text);
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 

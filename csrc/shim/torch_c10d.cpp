@@ -7,9 +7,12 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <chrono>
+#include <future>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 extern "C" {
@@ -116,6 +119,40 @@ template <typename Group> c10::intrusive_ptr<c10d::Store> store_of(const Group &
         return {};
 }
 
+// Questions to a store that it has not answered in time.
+std::atomic<int> unanswered;
+
+// What body(store) returns; a default value if there is no store, or it does not answer within `patience`. On a thread of its
+// own: if the store's host cannot be reached, a TCPStore waits in recv for as long as TCP tries, a quarter of an hour, and
+// keeps its other callers waiting, too. So nothing more is asked meanwhile. `body` must not refer to the caller's variables.
+template <typename Answer, typename Body> Answer ask_store(const zs_group *group, Body body)
+{
+    constexpr std::chrono::seconds patience{5};
+    struct question {
+        std::promise<Answer> answer;
+        std::atomic<int> ends{0}; // of two: the answer came, the caller left
+    };
+    auto store = store_of(*group->group);
+    if (!store || unanswered > 0) return {};
+    try {
+        auto asked = std::make_shared<question>();
+        std::future<Answer> answer = asked->answer.get_future();
+        std::thread([=] {
+            try {
+                asked->answer.set_value(body(*store));
+            } catch (...) { // the process that has the store has ended
+                asked->answer.set_value(Answer{});
+            }
+            if (asked->ends++ > 0) unanswered--;
+        }).detach();
+        if (answer.wait_for(patience) == std::future_status::ready) return answer.get();
+        unanswered++;
+        if (asked->ends++ > 0) unanswered--; // it has come since
+    } catch (...) {                          // no thread can be had
+    }
+    return {};
+}
+
 std::string page_key(int rank)
 {
     return "zshard/page/" + std::to_string(rank);
@@ -219,68 +256,54 @@ void zs_work_free(zs_work *work)
 
 void zs_group_leave_words(zs_group *group, int rank, const char *words)
 {
-    if (auto store = store_of(*group->group)) {
-        // No record is made, and none is cleared: what is told here are the words of the caller's.
-        try {
-            store->set(words_key(rank), std::string(words));
-        } catch (...) { // the peers will find this rank gone
-        }
-    }
+    const std::string key = words_key(rank), text = words;
+    // No record is made, and none is cleared: what is told here are the words of the caller's.
+    (void)ask_store<bool>(group, [=](c10d::Store &store) {
+        store.set(key, text);
+        return true;
+    });
 }
 
 uint64_t zs_group_ask(zs_group *group)
 {
-    auto store = store_of(*group->group);
-    if (!store) return 0;
-    try {
-        return static_cast<uint64_t>(store->add("zshard/asked", 1));
-    } catch (...) { // the process that has the store has ended
-        return 0;
-    }
+    return ask_store<uint64_t>(group,
+                               [](c10d::Store &store) { return static_cast<uint64_t>(store.add("zshard/asked", 1)); });
 }
 
 void zs_group_read_answer(zs_group *group, uint64_t number, int rank, char *text, size_t size)
 {
-    auto store = store_of(*group->group);
-    if (!store) return;
     const std::string key = "zshard/at/" + std::to_string(number) + "/" + std::to_string(rank);
-    try {
-        if (store->check({key})) snprintf(text, size, "%s", store->get_to_str(key).c_str());
-    } catch (...) { // as above
-    }
+    const std::string answer = ask_store<std::string>(
+        group, [=](c10d::Store &store) { return store.check({key}) ? store.get_to_str(key) : std::string(); });
+    if (!answer.empty()) snprintf(text, size, "%s", answer.c_str());
 }
 
 bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size_t bytes)
 {
-    auto store = store_of(*group->group);
-    if (!store) return false;
     char *all = static_cast<char *>(pages), *mine = all + static_cast<size_t>(rank) * bytes;
-    try {
-        store->set(page_key(rank), std::vector<uint8_t>(mine, mine + bytes));
-        if (store->add("zshard/pages", 1) != world) return false;
-        for (int r = 0; r < world; r++) {
-            std::vector<uint8_t> page = store->get(page_key(r));
-            if (page.size() != bytes) return false;
-            memcpy(all + static_cast<size_t>(r) * bytes, page.data(), bytes);
-        }
-        return true;
-    } catch (...) { // the process that has the store has ended
-        return false;
-    }
+    const std::vector<uint8_t> own(mine, mine + bytes);
+    using Pages = std::vector<std::vector<uint8_t>>;
+    const Pages found = ask_store<Pages>(group, [=](c10d::Store &store) {
+        Pages read;
+        store.set(page_key(rank), own);
+        if (store.add("zshard/pages", 1) != world) return read;
+        for (int r = 0; r < world; r++)
+            read.push_back(store.get(page_key(r)));
+        return read;
+    });
+    for (const std::vector<uint8_t> &page : found)
+        if (page.size() != bytes) return false;
+    for (size_t r = 0; r < found.size(); r++)
+        memcpy(all + r * bytes, found[r].data(), bytes);
+    return !found.empty();
 }
 
 void zs_group_read_words(zs_group *group, int rank, char *words, size_t size)
 {
-    words[0] = 0;
-    auto store = store_of(*group->group);
-    if (!store) return;
-    bool failed = zs_last_status() != ZS_OK; // the caller, whose record is to stay
-    (void)guarded("store", [&] {
-        if (!store->check({words_key(rank)})) return;
-        std::string text = store->get_to_str(words_key(rank));
-        snprintf(words, size, "%s", text.c_str());
-    });
-    if (!failed) zs_clear_error();
+    const std::string key = words_key(rank);
+    const std::string text = ask_store<std::string>(
+        group, [=](c10d::Store &store) { return store.check({key}) ? store.get_to_str(key) : std::string(); });
+    snprintf(words, size, "%s", text.c_str());
 }
 
 } // extern "C"

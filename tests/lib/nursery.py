@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,19 @@ SLACK = 30.0  # seconds that the nursery may take beyond the ranks' limit
 
 
 class _Nursery:
-    """The parent's end: one subprocess of this file, started at the first use."""
+    """The parent's end: one subprocess of this file, started at the first use.
 
-    def __init__(self) -> None:
+    entered: the command line that runs one on another host (made out of this machine).
+    """
+
+    def __init__(
+        self, entered: Callable[[list[str]], list[str]] = list, interface: str = "lo"
+    ) -> None:
         ours, theirs = socket.socketpair()
-        quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": _python_path()}
+        quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
+        quiet["PYTHONPATH"] = _python_path()
         self.process = subprocess.Popen(
-            [sys.executable, "-u", __file__, str(theirs.fileno())],
+            entered([sys.executable, "-u", __file__, str(theirs.fileno())]),
             env={**os.environ, **quiet},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -100,7 +107,7 @@ def fork_ranks(
     }
     with tempfile.TemporaryDirectory(prefix="zshard-forked-") as folder:
         try:
-            _nursery.pipe.send((_task(fn_or_path, args), world, folder, timeout, variables))
+            _nursery.pipe.send((_task(fn_or_path, args), range(world), folder, timeout, variables))
             if not _nursery.pipe.poll(timeout + SLACK):
                 raise TimeoutError("the nursery does not answer")
             codes = _nursery.pipe.recv()
@@ -129,7 +136,9 @@ def _result(folder: Path, rank: int, code: int | None) -> RankResult:
 # --- the nursery's side ---------------------------------------------------------------------------
 
 
-def _fork_rank(task: bytes, rank: int, folder: str, variables: dict[str, str]) -> int | None:
+def _fork_rank(
+    task: bytes, rank: int, local: int, folder: str, variables: dict[str, str]
+) -> int | None:
     """Forks a rank: its pid here; None in the rank, once it is done."""
     pid = os.fork()
     if pid:
@@ -139,7 +148,7 @@ def _fork_rank(task: bytes, rank: int, folder: str, variables: dict[str, str]) -
     for descriptor, what in ((1, "out"), (2, "err")):
         with open(Path(folder, f"{rank}.{what}"), "wb") as file:
             os.dup2(file.fileno(), descriptor)
-    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(local))
     value = _perform(task)
     Path(folder, f"{rank}.value").write_bytes(pickle.dumps(value))
     return None
@@ -167,7 +176,7 @@ def _serve(pipe: Connection) -> None:
     """Forks ranks until the parent hangs up; comes back in each rank that is done, too."""
     while True:
         try:
-            task, world, folder, timeout, variables = pipe.recv()
+            task, ranks, folder, timeout, variables = pipe.recv()
         except EOFError:
             return
         _, file, module, _, _ = pickle.loads(task)
@@ -176,8 +185,8 @@ def _serve(pipe: Connection) -> None:
             importlib.import_module(module)
         gc.freeze()  # so that a rank's end does not look at all of torch: most of a second
         pids: list[int] = []
-        for rank in range(world):
-            pid = _fork_rank(task, rank, folder, variables)
+        for local, rank in enumerate(ranks):
+            pid = _fork_rank(task, rank, local, folder, variables)
             if pid is None:
                 return
             pids.append(pid)

@@ -17,11 +17,23 @@ PUBLIC = {
     *("FSDP", "FullyShardedDataParallel", "GradScaler", "Loaded", "MixedPrecision"),
     *("MixedPrecisionPolicy", "NcclError", "NcclOptions", "Offload", "OffloadPolicy"),
     *("PeerError", "PeerTimeoutError", "SGD", "SaveHandle", "ShardingStrategy"),
-    *("available_features", "fully_shard", "latest_checkpoint", "load"),
+    *("available_features", "fully_shard", "initialize", "latest_checkpoint", "load"),
     *("load_optim_state_dict", "load_state_dict", "optim_state_dict", "predict_memory"),
     *("register_forward_method", "rng_state", "save", "set_rng_state", "shard_info"),
     *("ShardError", "ShardParameter", "ShardTensor", "full_tensor", "named_norms", "to_local"),
     *("uninitialized", "whole_named_parameters", "wrap"),
+    # torch's, see docs/names.md
+    *("BackwardPrefetch", "CPUOffload", "DataParallelMeshDims", "DistributedDataParallel"),
+    *("FSDPModule", "FlatParameter", "FullOptimStateDictConfig", "FullStateDictConfig"),
+    *("LocalOptimStateDictConfig", "LocalStateDictConfig", "OptimStateDictConfig"),
+    *(
+        "OptimStateKeyType",
+        "ShardedGradScaler",
+        "ShardedOptimStateDictConfig",
+        "ShardedStateDictConfig",
+    ),
+    *("StateDictConfig", "StateDictSettings", "StateDictType", "UnshardHandle"),
+    *("register_fsdp_forward_method", "share_comm_ctx"),
 }
 ALIASES = {
     "Save": "SaveHandle",

@@ -5,7 +5,11 @@ barrier, asleep, or training on. Each step is compared with a plain model that h
 """
 
 import copy
+<<<<<<< HEAD
 import threading
+=======
+import sys
+>>>>>>> main
 import time
 import weakref
 
@@ -367,6 +371,28 @@ def test_a_rank_that_raises_keeps_nobody_waiting(tmp_path):
     assert [result.returncode for result in results] == [1, 1]
     assert "has ended, and its part of the optimizer state with it" in results[0].stderr
     assert time.monotonic() - start < 50
+
+
+def ends_while_rank_0_is_in_a_barrier(code):
+    """As a script that catches its exception, and calls sys.exit(1); or one that has finished."""
+    model = FSDP(make(Wide), timeout=60)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss_of(model(floats(dist.get_rank(), 0))).backward()
+    optimizer.step()
+    KEPT.extend((model, optimizer))
+    if dist.get_rank() == 0:
+        dist.barrier()
+    sys.exit(code)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_an_ended_rank_does_not_wait_for_one_that_waits_for_it(code):
+    start = time.monotonic()
+    waiting, ended = fork_ranks(ends_while_rank_0_is_in_a_barrier, 2, code)
+    assert time.monotonic() - start < 50
+    assert ended.returncode == code
+    assert "rank 0 is waiting in barrier() at test_lone.py" in ended.stderr
+    assert "closed by peer" in waiting.stderr
 
 
 @passing_groups()

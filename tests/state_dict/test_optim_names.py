@@ -295,8 +295,8 @@ def in_fsdp1s_words():
         FSDP.optim_state_dict_to_load(other, again, state, load_directly=True)
     with pytest.raises(NotImplementedError, match="_NamedOptimizer"):
         FSDP.optim_state_dict_to_load(other, again, expected, is_named_optimizer=True)
-    with pytest.raises(NotImplementedError, match="optim_input"):
-        FSDP.full_optim_state_dict(other, again, list(other.parameters()))
+    with pytest.raises(ValueError, match="optim_input"):
+        FSDP.full_optim_state_dict(other, again, [*other.parameters()][::-1])
     return found + differ(again.state_dict(), theirs.state_dict())
 
 

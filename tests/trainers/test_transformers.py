@@ -54,6 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.1},
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 3},
     "recomputed": {"gradient_checkpointing": True},
+    "smoothed": {"label_smoothing_factor": 0.1},  # it looks the model's class up by its name
 }
 
 
@@ -64,7 +65,8 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, float, int]:
         trainer.train()
         metrics = trainer.evaluate()
         logged = trainer_module.get_model_param_count(trainer.model_wrapped, trainable_only=True)
-        sizes = trainer.model.num_parameters(), trainer.state.total_flos, logged
+        counted = trainer.model.num_parameters(), trainer.get_num_trainable_parameters()
+        sizes = *counted, trainer.state.total_flos, logged
         found.append((losses_of(trainer), metrics["eval_loss"], sizes, weights_of(trainer)))
     theirs, ours = found
     assert theirs[2] == ours[2], "whole parameters are counted"
@@ -337,7 +339,8 @@ def misuse(name: str, folder: str) -> str:
     new_run()
     with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
         MISUSES[name](folder)
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    for variable in ("ACCELERATE_USE_FSDP", "WANDB_WATCH"):
+        os.environ.pop(variable, None)
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -357,7 +360,13 @@ def _whole_matrices(folder: str) -> None:
     make(folder, "full_shard", optim="adafactor").train()
 
 
+def _watching(folder: str) -> None:
+    os.environ["WANDB_WATCH"] = "all"
+    make(folder, "full_shard", report_to=["wandb"])
+
+
 MISUSES = {
+    "wandb watches": _watching,
     "no call of shard()": _no_call,
     "its own fsdp": _its_fsdp,
     "an object": _an_object,
@@ -370,6 +379,7 @@ MISUSES = {
     ).evaluate(),
 }
 WORDS = {
+    "wandb watches": "ValueError: WANDB_WATCH=all logs full tensors of one rank",
     "no call of shard()": "TypeError: DistributedDataParallel cannot wrap a model that zshard has",
     "its own fsdp": "ValueError: this Accelerator is configured for torch's FSDP",
     "an object": "TypeError: zshard.transformers.shard() expects a class, such as Trainer",

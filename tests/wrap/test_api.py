@@ -190,11 +190,10 @@ def test_the_model_stays_itself():
     )
     assert [*map(id, model.parameters()), *map(id, model.modules())] == before
     assert [name for name, _ in model.named_parameters()] == names
-    assert (
-        type(model).__name__ == "FSDPWithExtras" and type(model).__module__ == WithExtras.__module__
-    )
+    assert type(model).__name__ == "WithExtras" and type(model).__module__ == WithExtras.__module__
+    assert type(model).__qualname__ == "FSDPWithExtras", "error messages of Python tell them apart"
     assert type(model) is type(FSDP(make(WithExtras))), "one class for each class"
-    assert model.kind == "extra" and model.describe() == "FSDPWithExtras of 3"
+    assert model.kind == "extra" and model.describe() == "WithExtras of 3"
     ids = torch.arange(4)[None]
     assert_same(model(ids, twice=True), 2 * model(ids), "the output")
     assert model.calls == 2
@@ -385,17 +384,16 @@ def test_summary_tells_sizes_whole_and_per_rank(pool2):
 
 def test_printing_shows_the_units(pool2):
     for _, _, _, text in pool2.run(facts, FULL):
-        assert text.startswith("FSDPNet(\n  unit='(root)', full_shard, shm")
+        assert text.startswith("Net(\n  unit='(root)', full_shard, shm")
         assert text.count("unit=") == 4
-        assert "(1): FSDPNested(\n      unit='blocks.1', full_shard, shm" in text
+        assert "(1): Nested(\n      unit='blocks.1', full_shard, shm" in text
         assert "(norm): LayerNorm((11,), eps=1e-05, elementwise_affine=True" in text
 
 
 def test_printing_keeps_the_modules_own_words():
     text = repr(FSDP(nn.Linear(3, 5)))
     assert (
-        text
-        == "FSDPLinear(in_features=3, out_features=5, bias=True, unit='(root)', full_shard, self)"
+        text == "Linear(in_features=3, out_features=5, bias=True, unit='(root)', full_shard, self)"
     )
 
 

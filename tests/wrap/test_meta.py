@@ -172,6 +172,55 @@ def test_param_init_fn():
     assert model.table.tolist() == list(range(16))
 
 
+class Flagged(nn.Module):
+    """A parameter that is tied, a bool, and a parameter without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.two.weight = self.one.weight
+        self.empty = nn.Parameter(torch.ones(0, 4))
+        self.register_buffer("mask", torch.ones(16, dtype=torch.bool))
+
+    def reset_parameters(self):
+        self.mask.fill_(True)
+
+    def forward(self, x):
+        return self.two(self.one(x)) * self.mask
+
+
+def init_if_on_meta(module):
+    """FSDP1's usual one: it asks, and gives the memory itself."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if any(each.is_meta for each in tensors):
+        module.to_empty(device="cpu", recurse=False)
+        init_odd(module)
+
+
+def asks_first(build, transport):
+    expected = plain_state(build)
+    model = on_meta(build)
+    params = {name: id(param) for name, param in model.named_parameters()}
+    torch.manual_seed(5)
+    model = FSDP(model, param_init_fn=init_if_on_meta, transport=transport)
+    assert {name: id(param) for name, param in model.named_parameters()} == params
+    assert all(type(each) is not torch.Tensor for each in model.parameters())
+    return differences(model.state_dict(), expected)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("build", [Odd, Stack, Flagged])
+def test_a_param_init_fn_that_asks_what_is_on_the_meta_device(pool2, build, transport):
+    assert pool2.run(asks_first, build, transport) == [[], []]
+
+
+def test_a_param_init_fn_that_does_nothing_is_named():
+    for function in (lambda module: None, lambda module: [p.is_meta for p in module.parameters()]):
+        with pytest.raises(ValueError, match=r"'layer.weight' .*param_init_fn does not initialize"):
+            FSDP(on_meta(Odd), param_init_fn=function)
+
+
 class Forgetful(nn.Linear):
     def __init__(self):
         super().__init__(4, 4)

@@ -6,7 +6,9 @@ they are translated: `fsdp1.py` and `fsdp2.py`, which take torch's own objects a
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,3 +71,147 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+# --- enums ----------------------------------------------------------------------------------------
+
+
+class TorchEnum(enum.Enum):
+    """An enum that torch has as well: its members equal torch's of the same name.
+
+    A script may compare what zshard returns with either. torch's are not imported for it: what has
+    the name of the class and of the member is the same.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, enum.Enum):
+            return NotImplemented
+        return type(other).__name__ == type(self).__name__ and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # as enum.Enum's
+
+
+class BackwardPrefetch(TorchEnum):
+    """FSDP1's enum for FSDP(backward_prefetch=...)."""
+
+    BACKWARD_PRE = enum.auto()
+    BACKWARD_POST = enum.auto()
+
+
+class StateDictType(TorchEnum):
+    """FSDP1's enum for FSDP.state_dict_type() and FSDP.set_state_dict_type().
+
+    FULL_STATE_DICT: full tensors. SHARDED_STATE_DICT and LOCAL_STATE_DICT, equivalent here: this
+    rank's shards.
+    """
+
+    FULL_STATE_DICT = enum.auto()
+    LOCAL_STATE_DICT = enum.auto()
+    SHARDED_STATE_DICT = enum.auto()
+
+
+class OptimStateKeyType(TorchEnum):
+    """FSDP1's enum for FSDP.rekey_optim_state_dict(): parameters by name or by number."""
+
+    PARAM_NAME = enum.auto()
+    PARAM_ID = enum.auto()
+
+
+# --- FSDP1's configs ------------------------------------------------------------------------------
+
+
+@dataclass
+class CPUOffload:
+    """FSDP1's FSDP(cpu_offload=CPUOffload(offload_params=True)): parameters and gradients stay in
+    host memory. No effect on CPU ranks."""
+
+    offload_params: bool = False
+
+
+@dataclass
+class StateDictConfig:
+    """Base of the configs for state_dict().
+
+    offload_to_cpu: accepted for compatibility; no effect.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """For FULL_STATE_DICT. rank0_only: other ranks get an empty dict."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """For LOCAL_STATE_DICT."""
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """For SHARDED_STATE_DICT. _use_dtensor: shards are plain tensors either way."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class OptimStateDictConfig:
+    """Base of the configs for FSDP.optim_state_dict(), which returns tensors on the CPU."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """For FULL_STATE_DICT. rank0_only: other ranks get an empty dict."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """For LOCAL_STATE_DICT; the dict is full."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """For SHARDED_STATE_DICT; the dict is full. _use_dtensor: tensors are plain either way."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """What FSDP.get_state_dict_type() and FSDP.set_state_dict_type() return: the type and the
+    configs in effect, as a script passed them."""
+
+    state_dict_type: Any
+    state_dict_config: Any
+    optim_state_dict_config: Any
+
+
+# --- names that scripts import --------------------------------------------------------------------
+
+
+class FlatParameter(nn.Parameter):
+    """FSDP1's class for isinstance(p, FlatParameter), which no parameter in zshard is."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> FlatParameter:
+        raise TypeError(
+            "FlatParameter cannot be constructed: zshard keeps the original parameters, each "
+            "with this rank's shard"
+        )
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """FSDP2's class for fully_shard(dp_mesh_dims=...), which zshard does not support."""
+
+    shard: Any = None
+    replicate: Any = None

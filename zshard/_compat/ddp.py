@@ -59,6 +59,16 @@ class DdpMethods(nn.Module):
         for _, state in units_of(self):
             state.unit.sync = bool(value)
 
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether forward broadcasts buffers from rank 0 (forward_sync_buffers=True)."""
+        state = state_of(self)
+        return (
+            state.sync_buffers and state.comms.all.world > 1 and any(True for _ in self.buffers())
+        )
+
+    def _set_static_graph(self) -> None:
+        """Accepted for compatibility with DDP; no effect: graphs may change or not."""
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward does not reduce gradients, as in DDP and FSDP1.

@@ -1,46 +1,31 @@
-"""FSDP1's dialect: its arguments in zshard's words, and the methods of its modules.
+"""FSDP1's dialect: its arguments in zshard's words, and summon_full_params().
 
 The one idea: below this file, zshard knows its own words alone: a ShardingStrategy, a Precision, a
 Prefetch, an Offload. Enums, dataclasses and configs are recognized by their names and fields, so
-torch's own are accepted without importing its FSDP, which takes long.
+torch's own are accepted without importing its FSDP, which takes long. The methods of its modules
+are in `fsdp1_methods.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
-import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from zshard._compat import fsdp2
 from zshard._model.summon import full_params
 from zshard._ranks.devices import CPU
-from zshard._state_dict.form import state_dict_form
-from zshard._state_dict.optimizer_names import (
-    by_name,
-    names_of,
-    outermost_comm,
-    to_load,
-)
-from zshard._state_dict.optimizer_names import optim_state_dict as _optim_state_dict
-from zshard._units.units import Options, Prefetch, State, units_of
+from zshard._units.units import Options, Prefetch, units_of
 from zshard._wrap.tree import UnitSpec
 from zshard.offload import Offload, offload_on, parse_offload
 from zshard.precision import BATCH_NORMS, Precision, check_dtype
 from zshard.strategy import ShardingStrategy, parse_strategy
 
 _M = TypeVar("_M", bound=nn.Module)
-
-_STATE_DICT_TYPES = {
-    "FULL_STATE_DICT": False,
-    "SHARDED_STATE_DICT": True,
-    "LOCAL_STATE_DICT": True,
-}
-"""Whether the type contains shards."""
 
 # --- arguments ------------------------------------------------------------------------------------
 
@@ -62,9 +47,11 @@ class Fsdp1Arguments(NamedTuple):
         strategy, offload: FSDP()'s arguments of these names, which are zshard's own.
         """
         gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
+        precision = precision_of(self.mixed_precision)
+        _check_eval(precision)
         return Options(
             _either_strategy(self.sharding_strategy, strategy),
-            precision_of(self.mixed_precision),
+            precision,
             prefetch_of(
                 self.backward_prefetch, self.forward_prefetch or gpu, self.limit_all_gathers
             ),
@@ -78,6 +65,17 @@ def check_use_orig_params(use_orig_params: bool) -> None:
         raise NotImplementedError(
             "use_orig_params=False is not supported: zshard always keeps the original parameters; "
             "omit use_orig_params"
+        )
+
+
+def _check_eval(precision: Precision) -> None:
+    """Raise NotImplementedError for FSDP1's environment variable, where it would mean something."""
+    name = "FSDP_USE_FULL_PREC_IN_EVAL"
+    if os.environ.get(name) == "1" and precision.compute is not None:
+        raise NotImplementedError(
+            f"{name}=1 is not supported: model.eval() computes in param_dtype, too; unset it, and "
+            "to evaluate in full precision load model.state_dict() into a model that was wrapped "
+            "without mixed_precision"
         )
 
 
@@ -199,7 +197,7 @@ def unit_options(spec: UnitSpec, usual: Options) -> Options:
     return usual._replace(strategy=strategy, precision=precision)
 
 
-# --- full parameters, the form of state dicts -----------------------------------------------------
+# --- full parameters ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -237,42 +235,6 @@ def summon_full_params(
         yield
 
 
-@contextlib.contextmanager
-def state_dict_type(
-    module: nn.Module,
-    state_dict_type: Any,
-    state_dict_config: Any = None,
-    optim_state_dict_config: Any = None,
-) -> Iterator[None]:
-    """Context manager that sets what state_dict() of `module` and of its units returns.
-
-    Args:
-        module: a module with sharded modules.
-        state_dict_type: a torch.distributed.fsdp.StateDictType, or its name.
-            FULL_STATE_DICT: full tensors (the default outside this context).
-            SHARDED_STATE_DICT or LOCAL_STATE_DICT, equivalent here: this rank's shard of each
-            sharded parameter, a 1-D copy under the plain name; full buffers and unsharded
-            parameters. Not collective. load_state_dict() accepts such shards within this context,
-            on the rank that has the same ones (the dict's `_metadata` records which: keep it, as
-            torch.save does), and full tensors as everywhere.
-        state_dict_config: a FullStateDictConfig. With `rank0_only`, other ranks get an empty dict
-            and unshard one unit at a time. `offload_to_cpu` is ignored.
-        optim_state_dict_config: the same for FSDP.optim_state_dict(). With `rank0_only`, only rank
-            0 passes a dict to FSDP.optim_state_dict_to_load().
-
-    Raises ValueError for an unknown type.
-    """
-    name = state_dict_type.name if isinstance(state_dict_type, enum.Enum) else state_dict_type
-    if name not in _STATE_DICT_TYPES:
-        known = ", ".join(map(repr, _STATE_DICT_TYPES))
-        raise ValueError(f"unknown state_dict_type {name!r}: expected one of {known}")
-    configs = state_dict_config, optim_state_dict_config
-    own, optim = (bool(getattr(config, "rank0_only", False)) for config in configs)
-    slices = _STATE_DICT_TYPES[name]
-    with state_dict_form(module, slices=slices, rank0_only=own, optim_rank0_only=optim):
-        yield
-
-
 def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:
     """Return the modules of class `kind` at and below `module`, parents first; with `root_only`
     those that are not inside another one."""
@@ -281,106 +243,3 @@ def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:
         return found
     inner = {id(child) for unit in found for child in unit.modules() if child is not unit}
     return [unit for unit in found if id(unit) not in inner]
-
-
-# --- methods --------------------------------------------------------------------------------------
-
-
-class Fsdp1Methods(nn.Module):
-    """The methods of FSDP1's modules."""
-
-    summon_full_params = summon_full_params
-    state_dict_type = staticmethod(state_dict_type)
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_state_dict: Mapping[str, Any] | None = None,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """Return the optimizer's full state by parameter name; see zshard.optim_state_dict().
-
-        Within FSDP.state_dict_type, its optim_state_dict_config applies. Over shm, any rank may
-        call it alone; over c10d and on GPUs it is collective.
-
-        Args:
-            optim_state_dict: the result of optim.state_dict(), if you have it already.
-            group: accepted for compatibility: a process group of the same size as the model's.
-        """
-        _check_group(model, group)
-        rank0_only = _rank0_only(model)
-        if optim_state_dict is None:
-            return _optim_state_dict(model, optim, rank0_only=rank0_only)
-        if rank0_only and outermost_comm(model).rank != 0:
-            return {}
-        return by_name(names_of(model, optim), optim, optim_state_dict)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_state_dict: Mapping[str, Any] | None,
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """Convert the result of optim_state_dict() into what optim.load_state_dict() takes.
-
-        Collective.
-
-        Args:
-            optim_state_dict: the dict; within FSDP.state_dict_type with `rank0_only` only rank 0
-                has it, and the result is valid for `optim` on this rank only.
-            is_named_optimizer: True raises NotImplementedError.
-            load_directly: also load it into `optim`.
-            group: accepted for compatibility: a process group of the same size as the model's.
-
-        Raises ValueError as zshard.load_optim_state_dict() does.
-        """
-        if is_named_optimizer:
-            raise NotImplementedError(
-                "is_named_optimizer=True (torch's _NamedOptimizer) is not supported"
-            )
-        _check_group(model, group)
-        made = to_load(model, optim, optim_state_dict, _rank0_only(model))
-        if load_directly:
-            optim.load_state_dict(made)
-        return made
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """Return the optimizer's full state by parameter name, by default on rank 0 only.
-
-        See zshard.optim_state_dict(). `optim_input` must be None (NotImplementedError).
-        """
-        if optim_input is not None:
-            raise NotImplementedError(
-                "full_optim_state_dict(): optim_input is not supported: omit it"
-            )
-        _check_group(model, group)
-        return _optim_state_dict(model, optim, rank0_only=rank0_only)
-
-
-def _first_state(model: nn.Module) -> State | None:
-    return next((state for _, state in units_of(model)), None)
-
-
-def _rank0_only(model: nn.Module) -> bool:
-    state = _first_state(model)
-    return state is not None and state.optim_rank0_only
-
-
-def _check_group(model: nn.Module, group: Any) -> None:
-    world = outermost_comm(model).world
-    if group is not None and dist.get_world_size(group) != world:
-        raise ValueError(
-            f"group has {dist.get_world_size(group)} ranks, but the model has {world}: omit group "
-            "to use the model's ranks"
-        )

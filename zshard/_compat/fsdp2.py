@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from zshard import _core
-from zshard._units.units import state_of, units_of
+from zshard._compat.fsdp2_tuning import Fsdp2Tuning
+from zshard._units.units import is_unit, state_of, units_of
 from zshard.offload import Offload
 from zshard.precision import BATCH_NORMS, Precision, check_dtype
 
@@ -60,7 +61,7 @@ class UnshardHandle:
         """Return immediately: nothing is pending."""
 
 
-class Fsdp2Methods(nn.Module):
+class Fsdp2Methods(Fsdp2Tuning):
     """The methods of FSDP2's modules."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -140,13 +141,9 @@ class Fsdp2Methods(nn.Module):
             if recurse or module is self:
                 state.unit.sync = requires_gradient_sync
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for compatibility with FSDP2; no effect.
-
-        Every backward completes all its reductions. Raises TypeError if not given a bool.
-        """
-        if not isinstance(is_last_backward, bool):
-            raise TypeError(f"is_last_backward must be a bool, got {is_last_backward!r}")
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's earlier name of set_gradient_divide_factor()."""
+        self.set_gradient_divide_factor(factor)
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Prefetch these modules in forward: start their all-gathers once this unit is unsharded.
@@ -173,10 +170,31 @@ class Fsdp2Methods(nn.Module):
 def _prefetchable(modules: Iterable[nn.Module]) -> list[_core.Unit]:
     if isinstance(modules, nn.Module):
         raise TypeError("modules to prefetch must be a list of sharded modules, got one module")
-    for module in modules:
-        if not isinstance(module, Fsdp2Methods):
+    return [state_of(module).unit for module in _sharded(modules, "modules to prefetch")]
+
+
+def _sharded(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
+    listed = list(modules)
+    for module in listed:
+        if not isinstance(module, nn.Module) or not is_unit(module):
             raise TypeError(
-                f"modules to prefetch must be sharded, but {type(module).__name__} is not: call "
+                f"{what} must be sharded, but {type(module).__name__} is not: call "
                 "fully_shard(...) on it first"
             )
-    return [state_of(module).unit for module in modules]
+    return listed
+
+
+def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
+    """Accepted for compatibility with FSDP2; no effect.
+
+    There, several models share streams. In zshard all models over the same ranks share a transport
+    anyway.
+
+    Args:
+        modules: sharded modules.
+
+    Raises TypeError if a module is not sharded.
+    """
+    if isinstance(modules, nn.Module):
+        raise TypeError("share_comm_ctx() expects a list of sharded modules, got one module")
+    _sharded(modules, "modules of share_comm_ctx()")

@@ -48,6 +48,7 @@ def fully_shard(
     mp_policy: PrecisionLike | None = _NO_CASTS,
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> Wrapped[_M]: ...
 
 
@@ -61,6 +62,7 @@ def fully_shard(
     mp_policy: PrecisionLike | None = _NO_CASTS,
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> list[Wrapped[_M]]: ...
 
 
@@ -74,6 +76,7 @@ def fully_shard(
     mp_policy: PrecisionLike | None = _NO_CASTS,
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> tuple[Wrapped[_M], ...]: ...
 
 
@@ -86,6 +89,7 @@ def fully_shard(
     mp_policy: PrecisionLike | None = _NO_CASTS,
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> Any:
     """Shard a module in place, as torch.distributed.fsdp.fully_shard (FSDP2), and return it.
 
@@ -122,6 +126,7 @@ def fully_shard(
             effect over shm, where all ranks read the shards in place. The innermost call decides
             for all modules around it.
         ignored_params: parameters that zshard leaves alone, on every rank. Default: None.
+        dp_mesh_dims: not supported, since zshard takes no DTensors. Must be None (the default).
         shard_placement_fn: not supported, since zshard shards each unit as one flat buffer. Must be
             None (the default).
 
@@ -160,6 +165,7 @@ def fully_shard(
                 mp_policy=mp_policy,
                 offload_policy=offload_policy,
                 ignored_params=ignored_params,
+                dp_mesh_dims=dp_mesh_dims,
             )
         return module
     _check_module(module)
@@ -167,6 +173,11 @@ def fully_shard(
         raise NotImplementedError(
             "fully_shard(shard_placement_fn=...) is not supported: zshard shards each unit as one "
             "flat buffer; omit it"
+        )
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "fully_shard(dp_mesh_dims=...) is not supported: zshard takes no DTensors; omit it, "
+            "and pass mesh= the dimensions to shard (and replicate) over, such as mesh['shard']"
         )
     offload = _offload(offload_policy)
     hybrid = _dimensions(mesh) == 2

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
-from zshard._doctor import rank_limits
+from zshard._doctor import cpus, rank_limits
 from zshard._ranks import nccl as _nccl
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
@@ -141,6 +141,7 @@ def report() -> tuple[str, int]:
     gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in found["gpus"]]
     facts = [
         ("torch", found["torch"]),
+        *cpus.facts(),
         ("CPU loops", found["loops"]),
         ("shm", "yes" if found["shm"] else None),
         ("c10d", "yes (gloo)" if found["c10d"] else None),

@@ -37,7 +37,7 @@ def _refusing(sync: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(sync)
     def refusing(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if any(_core.is_shard(param) for param in module.parameters()):
-            name = type(module).__name__.removeprefix("FSDP")
+            name = type(module).__name__
             raise TypeError(
                 f"this {name} is sharded by zshard, and DDP would broadcast rank 0's shards to the "
                 'other ranks: in Lightning, pass strategy="zshard" to this Trainer, too'

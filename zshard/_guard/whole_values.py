@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zshard import _core
 from zshard._guard.slices import plain, to_local
 from zshard._ranks.agreement import check_agreement, gather_bytes
-from zshard._units.shards import Part
+from zshard._units.shards import Part, part_of
 from zshard._units.units import unsharded
 
 __all__ = ["full_numel", "full_tensor", "join", "named_norms", "whole_named_parameters"]
@@ -42,9 +42,23 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
     Raises DivergenceError if the ranks call it for different tensors, PeerError if a rank exited.
     """
-    part = _core.slice_part(tensor)
+    part = _part_of(tensor)
     if part is None:
         return to_local(tensor).detach().clone()
+    return _joined(tensor, part)
+
+
+def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
+    """The Part of a shard; also of a parameter of another class than torch's, which is not guarded.
+    param: the parameter whose gradient `tensor` is."""
+    part: Part | None = _core.slice_part(tensor)
+    own = part_of(tensor if param is None else param) if part is None else None
+    if own is None or not own.is_cut or own.shards.world == 1 or own.is_whole_now():
+        return part
+    return own
+
+
+def _joined(tensor: Tensor, part: Part) -> Tensor:
     local = to_local(tensor)
     unit = part.unit
     if part.peers is not None and unit is not None and unit.is_slice(part.index, local):
@@ -97,7 +111,11 @@ def whole_named_parameters(
     """
     for name, param in model.named_parameters():
         value = param.grad if grads else param
-        yield name, None if value is None else full_tensor(value.detach())
+        part = None if value is None else _part_of(value, param)
+        if value is None or part is None:
+            yield name, None if value is None else to_local(value).detach().clone()
+        else:
+            yield name, _joined(value, part)
 
 
 def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -> dict[str, float]:
@@ -118,8 +136,8 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
     held = {name: value for name, value in values.items() if value is not None}
     sums = {name: _power_sum(to_local(value).detach(), norm_type) for name, value in held.items()}
     cut: dict[_core.Comm, list[str]] = {}
-    for name, value in held.items():
-        part = _core.slice_part(value)
+    for name, param in model.named_parameters():
+        part = _part_of(held[name], param) if name in held else None
         if part is not None:
             cut.setdefault(part.shards, []).append(name)
     for comm, names in cut.items():

@@ -38,7 +38,7 @@ _WHOLE = (
 )
 _IN_A_LOSS = (
     "For a term of the loss over model.parameters(), use the optimizer's weight decay, or call "
-    "unshard() on the module before."
+    "unshard() on each unit before: for m in model.modules(): if isinstance(m, FSDP): m.unshard()."
 )
 _LOCAL = "For this rank's elements alone, use t.to_local()."
 
@@ -67,6 +67,11 @@ def complaint(
     only = "" if part.elements.startswith("no ") else "only "
     what = f"{name} was called on a shard: this rank has {only}{part.elements} of '{part.name}'. "
     plain = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
+    if plain == "amp_foreach_non_finite_check_and_unscale":
+        return (
+            f"{what}A gradient scaler did so that knows no shards, such as torch's "
+            "ShardedGradScaler: use zshard.GradScaler, or import ShardedGradScaler from zshard."
+        )
     if plain in _NORMS:
         return (
             f"{what}Norms over all ranks: model.clip_grad_norm_() returns that of the gradients, "

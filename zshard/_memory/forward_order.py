@@ -30,8 +30,12 @@ def _hooked(model: nn.Module) -> dict[int, _core.Unit]:
 
 
 def calls_of(model: nn.Module, units: list[_core.Unit]) -> list[Call]:
-    """Return the calls of a model whose modules have their hooks; for Engine.set_calls."""
-    hooked = _hooked(model)
+    """Return the calls of a model whose modules have their hooks; for Engine.set_calls.
+
+    units: those of its engine. Inner modules may belong to another one.
+    """
+    own = {id(unit) for unit in units}
+    hooked = {at: unit for at, unit in _hooked(model).items() if id(unit) in own}
     used = {id(param): (unit, index) for unit in units for index, param in enumerate(unit.params)}
     return list(_Walk(hooked, used).of(model))
 

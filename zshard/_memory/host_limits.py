@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_ROOT = Path("/")
+from zshard._run.cgroups import ROOT, groups, read_text
+
 _UNLIMITED = 1 << 60  # bytes; version 1 has no word for it, and gives a number beyond
 
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
@@ -31,18 +31,19 @@ class Allowance(NamedTuple):
     key: str
 
 
-def room_of_host(root: Path = _ROOT) -> Allowance | None:
+def room_of_host(root: Path = ROOT) -> Allowance | None:
     """Return the host's available memory, without swapping; None if the kernel does not say."""
-    text = _read(root / "proc/meminfo")
+    text = read_text(root / "proc/meminfo")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", text or "", re.MULTILINE)
     return (
         Allowance(1024 * int(found[1]), "the host's memory (MemAvailable)", "") if found else None
     )
 
 
-def room_of_cgroup(root: Path = _ROOT) -> Allowance | None:
+def room_of_cgroup(root: Path = ROOT) -> Allowance | None:
     """Return what the tightest of this process's cgroups leaves; None: no limit."""
-    rooms = [room for folder, names in _groups(root) if (room := _room_of(folder, names))]
+    found = [_room_of(folder, _V1 if first else _V2) for folder, first in groups("memory", root)]
+    rooms = [room for room in found if room]
     return min(rooms, default=None)
 
 
@@ -50,56 +51,34 @@ def room_of_process(name: str) -> int | None:
     """Return the bytes left under this process's RLIMIT_DATA or RLIMIT_AS; None: no limit."""
     soft, _ = resource.getrlimit(getattr(resource, name))
     field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[name]
-    found = re.search(rf"^{field}:\s+(\d+) kB", _read(Path("/proc/self/status")) or "", re.M)
+    found = re.search(rf"^{field}:\s+(\d+) kB", read_text(Path("/proc/self/status")) or "", re.M)
     if soft == resource.RLIM_INFINITY or found is None:
         return None
     return max(soft - 1024 * int(found[1]), 0)
 
 
-def max_map_count(root: Path = _ROOT) -> int | None:
+def max_map_count(root: Path = ROOT) -> int | None:
     """Return how many memory mappings a process may have; None if not known."""
     return _number(root / "proc/sys/vm/max_map_count")
 
 
-def room_of_mappings(root: Path = _ROOT) -> int | None:
+def room_of_mappings(root: Path = ROOT) -> int | None:
     """Return how many more memory mappings this process may have; None if not known."""
     limit = max_map_count(root)
-    maps = _read(root / "proc/self/maps")
+    maps = read_text(root / "proc/self/maps")
     return None if limit is None or maps is None else max(limit - maps.count("\n"), 0)
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
-    """Yield the directories of this process's memory cgroups, innermost first, and their files."""
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        folder = top / path.lstrip("/")
-        while True:
-            yield folder, _V1 if controllers else _V2
-            if folder == top or top not in folder.parents:
-                break
-            folder = folder.parent
 
 
 def _room_of(folder: Path, names: tuple[str, str, str, str]) -> Allowance | None:
     limit, usage = _number(folder / names[0]), _number(folder / names[1])
     if limit is None or usage is None or limit >= _UNLIMITED:
         return None
-    stat = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE))
+    stat = dict(re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat") or "", re.MULTILINE))
     cache = sum(int(stat.get(name, 0)) for name in names[2:])
     room = max(limit - max(usage - cache, 0), 0)
     return Allowance(room, f"the cgroup's limit ({folder / names[0]})", str(folder.stat().st_ino))
 
 
 def _number(path: Path) -> int | None:
-    text = (_read(path) or "").strip()
+    text = (read_text(path) or "").strip()
     return int(text) if text.isdigit() else None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except OSError:
-        return None

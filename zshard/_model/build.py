@@ -22,7 +22,7 @@ from zshard._model.merge import merges_of
 from zshard._model.whole_counts import counts_of
 from zshard._optim.state_registry import meet
 from zshard._ranks.agreement import on_all_ranks, told_to_all_ranks
-from zshard._ranks.transports import Comms
+from zshard._ranks.transports import Comms, ranks_of
 from zshard._state_dict.module import attach, attach_replicated
 from zshard._units.shards import remember_parts
 from zshard._units.units import (
@@ -46,6 +46,7 @@ from zshard._wrap.late_parameters import watch
 from zshard._wrap.tree import UnitSpec
 from zshard.offload import set_offload
 from zshard.precision import (
+    drop_root_casts,
     install_casts,
     install_kept,
 )
@@ -68,7 +69,7 @@ def build(
     with together():
         engine = _core.Engine(type(module).__name__, *comms)
     engine.set_prefetch(*planned[-1][1].prefetch)
-    inner = [state.unit for _, state in units_of(module)]
+    inner = [state.unit for _, state in units_of(module) if not is_apart(state, comms)]
     set_offload(engine, planned[-1][1].offload)
     root = module if len(planned) > 1 else None
     with _begun(module):
@@ -84,8 +85,9 @@ def build(
                 _shard(spec, options, engine, comms, root)
     for nested in inner:
         engine.adopt(nested)
+    _make_inner(module)
     _rename_units(module)
-    units = [state.unit for _, state in units_of(module)]
+    units = [state.unit for _, state in units_of(module) if not is_apart(state, comms)]
     engine.set_order(units)
     with together():
         engine.set_calls(calls_of(module, units))
@@ -138,6 +140,17 @@ def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.
     return _core.Unit(engine, spec.name, kind, names_of(spec), params, places, *dtypes)
 
 
+def is_apart(state: State, comms: Comms) -> bool:
+    """Return whether a nested unit was sharded over other ranks than the model around it, such as
+    an expert that each rank has for itself. It remains a model of its own."""
+    return ranks_of(state.comms.all) != ranks_of(comms.all)
+
+
+def modules_apart(module: nn.Module, comms: Comms) -> set[nn.Module]:
+    """Return the modules of such units."""
+    return {each for unit, s in units_of(module) if is_apart(s, comms) for each in unit.modules()}
+
+
 def inner_comms(module: nn.Module, comms: Comms) -> Comms:
     """What is kept between steps is so for a whole model: inner units that keep decide for it."""
     for _, state in units_of(module):
@@ -148,6 +161,15 @@ def inner_comms(module: nn.Module, comms: Comms) -> Comms:
         ):
             return state.comms
     return comms
+
+
+def _make_inner(root: nn.Module) -> None:
+    """Earlier outermost units are inner ones from now on, whose arguments FSDP1 casts by another
+    option."""
+    for module, state in units_of(root):
+        if module is not root:
+            dropped = drop_root_casts(module, state.options.precision)
+            state.hooks = [hook for hook in state.hooks if hook[1] not in dropped]
 
 
 def _rename_units(module: nn.Module) -> None:
@@ -161,6 +183,13 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A sharded model like `model`; ignored parameters and buffers are copied as they are."""
     units = [(module, state) for module, state in units_of(model)]
     own = state_of(model)
+    for _, state in units:
+        if is_apart(state, own.comms):
+            raise NotImplementedError(
+                f"cannot copy a model whose unit '{state.unit.name}' has a process group of other "
+                "ranks: build and wrap a second model, and load model.state_dict() into it on each "
+                "rank"
+            )
     with without([hook for _, state in units for hook in state.hooks]):
         copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
     options = {
@@ -200,7 +229,8 @@ def sync_buffers(module: nn.Module) -> None:
     state = state_of(module)
     state.sync_buffers = True
     if state.comms.all.world > 1:
-        state.unit.engine.sync_buffers(list(module.buffers()))
+        apart = {id(b) for each in modules_apart(module, state.comms) for b in each.buffers()}
+        state.unit.engine.sync_buffers([b for b in module.buffers() if id(b) not in apart])
 
 
 def _install(spec: UnitSpec, state: State) -> None:
@@ -242,8 +272,9 @@ def class_for(original: type[nn.Module]) -> type[Any]:
             """What type(model)(...) makes, as a container does of itself for a slice."""
             return original(*args, **kwargs)
 
-        name = f"FSDP{original.__name__}"
-        names = {"__module__": original.__module__, "__new__": make_plain}
+        # Libraries look classes up by __name__ (transformers: is this a causal language model?).
+        name, shown = original.__name__, f"FSDP{original.__qualname__}"
+        names = {"__module__": original.__module__, "__qualname__": shown, "__new__": make_plain}
         names |= generate_of(original) | counts_of(original) | merges_of(original)
         _classes[original] = type(name, (_base, original), names)
     return _classes[original]

@@ -87,6 +87,10 @@ def copy_plain(
         copied = copy_module(root, memo)
     finally:
         _within.reset(token)
+    for unit in (unit for _, unit in units):
+        for param in unit.params:  # their attributes may refer to modules, which are copied by now
+            if type(memo[id(param)]) is not nn.Parameter:
+                vars(memo[id(param)]).update(copy.deepcopy(vars(param), memo))
     pairs = [(unit, memo[id(module)]) for module, unit in units]
     others = [memo[id(p)] for p in root.parameters() if id(p) not in held]
     return Copied(copied, pairs, others)

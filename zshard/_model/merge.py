@@ -15,6 +15,7 @@ from torch import nn
 from zshard._guard.whole_values import full_tensor
 from zshard._model.copy import copy_plain, without
 from zshard._units.units import units_of
+from zshard._wrap.quantized import unsettle
 
 _MARK = "get_nb_trainable_parameters"  # of PEFT's models, which pass merging on to a module within
 _METHODS = ("merge_and_unload", "unload")
@@ -49,4 +50,5 @@ def full_copy(model: nn.Module) -> nn.Module:
             made = memo[id(param)]
             made.data = full_tensor(param).detach().clone()
             made.requires_grad_(param.requires_grad)
+    unsettle(copied.module)
     return copied.module

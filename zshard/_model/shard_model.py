@@ -14,16 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard._memory.dry_run import Planned
 from zshard._memory.fits import MemoryLimit, check_fits
-from zshard._model.build import build, class_for, inner_comms, last_writes, sync_buffers
+from zshard._model.build import (
+    build,
+    class_for,
+    inner_comms,
+    last_writes,
+    modules_apart,
+    sync_buffers,
+)
 from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
+from zshard._ranks.devices import CPU
 from zshard._ranks.groups import resolve_groups
 from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
+from zshard._run.idle_cores import warn_of_idle_cores
 from zshard._state_dict.earlier_state import shard_earlier_state
-from zshard._units.units import Options
+from zshard._units.units import Options, state_of
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
 from zshard._wrap.late_parameters import watch
 from zshard._wrap.meta import Init, Materializer
+from zshard._wrap.quantized import settle
 from zshard.precision import cast_buffers
 
 
@@ -65,20 +75,34 @@ def shard_model(
     model, which apply where a unit has none of its own.
     """
     comms = _meet(module, planned, options, ranks, values, memory_limit)
+    settle(spec for spec, _ in planned)
     check_fits(module, planned, comms, memory_limit, ranks.device)
+    if ranks.device == CPU and comms.all.world > 1:
+        warn_of_idle_cores()
     source = comms.all if values.from_rank_0 and comms.all.world > 1 else None
     materializer = Materializer(module, values.init, values.ignored)
     initial = InitialValues(module, materializer, source, ranks.device)
     build(module, planned, comms, initial)
     with told_to_all_ranks(comms.all):
-        initial.give_buffers(values.ignored)
+        initial.give_buffers(values.ignored | modules_apart(module, comms))
     if comms.all.world > 1:
         watch(module, values.ignored)
     cast_buffers(module.modules(), options.precision)
     if values.buffers_in_forward:
         sync_buffers(module)
+    given = _shard_group_given(ranks)
+    for spec, _ in planned:
+        state_of(spec.module).group_given = given
     with last_writes(module):
         shard_earlier_state(ref.param for spec, _ in planned for ref in spec.params)
+
+
+def _shard_group_given(ranks: Ranks) -> Any:
+    """The process group to shard over, as the script passed it; None: the default."""
+    if ranks.device_mesh is not None:
+        return ranks.device_mesh.get_group(-1 if ranks.device_mesh.ndim > 1 else None)
+    pair = ranks.process_group
+    return pair[0] if isinstance(pair, tuple) else pair
 
 
 def _meet(

@@ -17,12 +17,18 @@ from zshard import _core
 from zshard._units.units import without_memory
 
 _METHODS = ("num_parameters", "get_nb_trainable_parameters")
+_PASSES_ON = "get_nb_trainable_parameters"  # PEFT's models have it, and pass on what they lack
 
 
 def counts_of(original: type[nn.Module]) -> dict[str, Any]:
     """Return the counting methods that the FSDP class of `original` has instead of its own."""
     found = {name: inspect.getattr_static(original, name, None) for name in _METHODS}
-    return {name: _of_full(each) for name, each in found.items() if inspect.isfunction(each)}
+    counts: dict[str, Any] = {
+        name: _of_full(each) for name, each in found.items() if inspect.isfunction(each)
+    }
+    if found["num_parameters"] is None and hasattr(original, _PASSES_ON):
+        counts["num_parameters"] = property(_passed_on)
+    return counts
 
 
 def _of_full(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +43,12 @@ def _of_full(method: Callable[..., Any]) -> Callable[..., Any]:
             del vars(self)["named_parameters"]
 
     return counted
+
+
+def _passed_on(self: nn.Module) -> Callable[..., Any]:
+    """num_parameters() of the model within a PEFT model; AttributeError if that has none."""
+    method: Any = self.__getattr__("num_parameters")
+    return functools.partial(_of_full(method.__func__), method.__self__)
 
 
 def full_named_parameters(

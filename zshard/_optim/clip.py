@@ -26,6 +26,8 @@ from zshard import _core
 from zshard._guard.slices import plain
 from zshard._optim.announce import say_clip, say_norm
 from zshard._optim.in_backward import refuse_clipping
+from zshard._ranks.transports import ranks_of
+from zshard._units.shards import part_of
 
 __all__ = ["clip_by", "clip_grad_norm", "install", "norm_over_ranks"]
 
@@ -84,6 +86,7 @@ def clip_grad_norm(
     """
     params = list(params)
     refuse_clipping(params)
+    _refuse_other_ranks(params)
     held = [p for p in params if p.grad is not None]
     _refuse_foreign(held)
     grads = [p.grad for p in held if p.grad is not None]
@@ -111,6 +114,24 @@ def _refuse_foreign(params: Iterable[Tensor]) -> None:
             raise RuntimeError(_REPLACED.format(info["name"]))
 
 
+def _refuse_other_ranks(params: Iterable[Tensor]) -> None:
+    """Raise if units are sharded over different ranks: each rank would know another norm, and scale
+    what they share by another factor."""
+    parts = [part for param in params if (part := part_of(param)) is not None]
+    by_comm = {id(part.comm): part for part in parts}
+    if len(by_comm) < 2:
+        return
+    first, *others = by_comm.values()
+    for other in others:
+        if ranks_of(first.comm) != ranks_of(other.comm):
+            raise NotImplementedError(
+                f"gradients of '{first.name}' and '{other.name}' cannot be clipped together: their "
+                "units have process groups of different ranks, so each rank would get another "
+                "norm; clip the parameters of each process group by themselves, with "
+                "torch.nn.utils.clip_grad_norm_(params, max_norm)"
+            )
+
+
 @functools.wraps(_torchs_scale)
 @plain()
 def _clip_grads_with_norm_(
@@ -121,6 +142,7 @@ def _clip_grads_with_norm_(
 ) -> None:
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _refuse_foreign(params)  # torch's clip_grad_norm_ comes here before it scales anything
+    _refuse_other_ranks(params)
     say_clip(params, max_norm, total_norm)
     clip_by(params, max_norm, total_norm, foreach)
 

@@ -47,6 +47,7 @@ _CARD = 64  # bytes: what ranks exchange to meet
 _TOKEN = 8  # of them, what tells models apart
 _LOOK = 0.5  # seconds between two looks whether ranks that are waited for still live
 _SOON = 5.0  # seconds that a living rank takes at most to note what it is told
+_STUCK = 5.0  # seconds in collectives after which a rank that is waited for waits for this one
 _TELL_AFTER = 10.0  # seconds of waiting at the end, after which the user is told
 
 _lock = threading.RLock()
@@ -388,33 +389,51 @@ def finish(timeout: float) -> None:
 
 
 def _wait_until_free(timeout: float) -> None:
-    begin, is_told = time.monotonic(), False
+    begin, is_told, idle = time.monotonic(), False, 0.0
     while True:
         with _lock:
             if not _books:
                 return
             _changed.wait(_LOOK)
-            missing = sorted(
-                {
-                    rank
-                    for b in _books.values()
-                    for r in b.records.values()
-                    for rank in b.waits_for(r)
-                }
-            )
+            missing = {
+                rank: b.addresses[rank]
+                for b in _books.values()
+                for r in b.records.values()
+                for rank in sorted(b.waits_for(r))
+            }
         waited = time.monotonic() - begin
         if not missing or waited > timeout:
             return
         _look_at_lives()
+        places = {rank: _collective_of(address) for rank, address in missing.items()}
+        idle = idle if all(places.values()) else waited
+        if waited - idle > _STUCK:
+            rank, place = min(places.items())
+            _print(
+                f"this rank's script has ended, and rank {rank} is waiting {place}, which takes "
+                "all ranks: exiting. Make the same calls on all ranks"
+            )
+            return
         if waited > _TELL_AFTER and not is_told:
             is_told = True
-            print(
-                f"zshard: this rank's script has ended. For up to {timeout:.0f} s it keeps its "
-                f"part of the optimizer state, which rank {missing[0]} may yet ask for by "
-                "optimizer.state_dict().",
-                file=sys.stderr,
-                flush=True,
+            _print(
+                f"this rank's script has ended. For up to {timeout:.0f} s it keeps its part of the "
+                f"optimizer state, which rank {min(missing)} may yet ask for by "
+                "optimizer.state_dict()."
             )
+
+
+def _collective_of(address: str) -> str:
+    """Where in a collective of torch's a rank is; "" if it is in none, or busy."""
+    try:
+        with responder.ask(address, {"where": None}, _SOON) as reply:
+            return str(reply.facts["collective"])
+    except Exception:  # it has ended, or is about to
+        return ""
+
+
+def _print(words: str) -> None:
+    print(f"zshard: {words}", file=sys.stderr, flush=True)
 
 
 def _in_child() -> None:

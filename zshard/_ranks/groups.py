@@ -152,10 +152,15 @@ def _resolve_one(process_group: Any) -> Any | None:
     if not dist.is_available() or (not dist.is_initialized() and not _launched()):
         return None
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
-        # Runs after the transports' end, which is registered later.
-        atexit.register(_destroy_own_group, os.getpid())
+        make_default_group("gloo")
     return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
+def make_default_group(backend: str, **arguments: Any) -> None:
+    """Create the default process group, which ends with the process. Collective."""
+    dist.init_process_group(backend, **arguments)
+    # Runs after the transports' end, which is registered later.
+    atexit.register(_destroy_own_group, os.getpid())
 
 
 def _launched() -> bool:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from zshard import _core
 
-__all__ = ["place_of", "watch"]
+__all__ = ["own_collective", "place_of", "watch"]
 
 EVERY = 1.0  # seconds
 PATIENCE = timedelta(seconds=5)  # with the store
@@ -32,6 +32,7 @@ _ASKED, _ANSWER = "zshard/asked", "zshard/at/{}/{}"  # as in torch_c10d.cpp
 _LIBRARIES = tuple(
     os.path.dirname(module.__file__ or "") + os.sep for module in (torch, sys.modules["zshard"])
 )
+_COLLECTIVES = os.path.dirname(dist.__file__ or "") + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _WRAPPERS = {"decorate_context", "wrapper", "inner", "checked", "_fn", "compile_wrapper"}
 _CALLS = {"__call__", "_call_impl", "_wrapped_call_impl", "call_guarded"}
@@ -144,6 +145,15 @@ def place_of(frame: FrameType) -> str:
         f"at {os.path.basename(place.f_code.co_filename)}:{place.f_lineno} ({place.f_code.co_name})"
     )
     return f"in {call} {at}" if call else at
+
+
+def own_collective() -> str:
+    """Return the collective of torch's that this process's main thread is in, as place_of() does;
+    "" if it is in none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or not frame.f_code.co_filename.startswith(_COLLECTIVES):
+        return ""
+    return place_of(frame)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

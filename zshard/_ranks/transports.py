@@ -80,6 +80,18 @@ def comms_for(
     return Comms(comm, shard_group, shard_group, None)
 
 
+def group_of(comm: _core.Comm) -> Any:
+    """Return the process group of a transport. None, torch's word for the default group, for a
+    single rank."""
+    return next((each.group for each in _entries.values() if each.comm is comm), None)
+
+
+def ranks_of(comm: _core.Comm) -> list[int]:
+    """Return the ranks of a transport, in the default group; [] for a single rank."""
+    group = group_of(comm)
+    return [] if group is None else dist.get_process_group_ranks(group)
+
+
 def _within(groups: Groups, comm: _core.Comm, settings: tuple[Any, Any, str]) -> _core.Comm:
     """Return the transport of a shard group, of the same kind in all shard groups: shards are laid
     out for it, and all ranks reduce together."""

@@ -1,17 +1,44 @@
 """What form state_dict() has: which ranks get it, and whether it has full tensors or shards.
 
-The one idea: every rank gets full tensors unless something else is chosen, for a with block. Units
-remember the choice, as state_dict() may be called on any module.
+The one idea: every rank gets full tensors unless something else is chosen, for a with block or
+until the next choice. Units remember the choice, as state_dict() may be called on any module.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from zshard._units.units import units_of
+from zshard._units.units import State, units_of
+
+
+class StateDictForm(NamedTuple):
+    """What state_dict() of units returns.
+
+    slices: this rank's shards, and nothing is gathered. rank0_only: other ranks get an empty dict.
+    optim_rank0_only: the same for state dicts of the model's optimizers. settings: what the script
+    passed to choose this form, which it may ask for; None: nothing.
+    """
+
+    slices: bool = False
+    rank0_only: bool = False
+    optim_rank0_only: bool = False
+    settings: Any = None
+
+
+def form_of(state: State) -> StateDictForm:
+    """Return the form that is chosen for a unit."""
+    return StateDictForm(
+        state.slices, state.rank0_only, state.optim_rank0_only, state.form_settings
+    )
+
+
+def set_form(state: State, form: StateDictForm) -> None:
+    """Choose the form of a unit's state dicts."""
+    state.slices, state.rank0_only, state.optim_rank0_only, state.form_settings = form
 
 
 @contextlib.contextmanager
@@ -21,19 +48,18 @@ def state_dict_form(
     slices: bool = False,
     rank0_only: bool = False,
     optim_rank0_only: bool = False,
+    settings: Any = None,
 ) -> Iterator[None]:
     """Context manager that sets what state_dict() of `module` and of its units returns.
 
-    slices: this rank's shards, and nothing is gathered. rank0_only: other ranks get an empty dict.
-    optim_rank0_only: the same for state dicts of the model's optimizers.
+    The arguments are the fields of StateDictForm.
     """
     states = [state for _, state in units_of(module)]
-    before = [(s.rank0_only, s.optim_rank0_only, s.slices) for s in states]
+    before = [form_of(state) for state in states]
     for state in states:
-        state.rank0_only, state.optim_rank0_only = rank0_only, optim_rank0_only
-        state.slices = slices
+        set_form(state, StateDictForm(slices, rank0_only, optim_rank0_only, settings))
     try:
         yield
     finally:
-        for state, was in zip(states, before, strict=True):
-            state.rank0_only, state.optim_rank0_only, state.slices = was
+        for state, form in zip(states, before, strict=True):
+            set_form(state, form)

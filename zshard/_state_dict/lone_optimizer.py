@@ -22,6 +22,7 @@ from zshard._optim.sharded_state import HeldState, fact_of, held_in
 from zshard._optim.state_registry import Peers, book_of, tell_of
 from zshard._ranks.agreement import Fact, first_difference
 from zshard._ranks.responder import Answer, Reply, answer_with, ask
+from zshard._ranks.script_position import own_collective
 from zshard._units.units import session
 
 __all__ = ["WholeState", "ask_for_whole", "install"]
@@ -89,8 +90,9 @@ def _asked(address: str, question: Any, rank: int, timeout: float) -> Iterator[R
         ) from None
     except OSError as error:
         raise _core.PeerError(
-            f"rank {rank} has ended, and its part of the optimizer state with it ({error}). Call "
-            "optimizer.state_dict() before the other ranks' scripts end"
+            f"rank {rank} has ended, and its part of the optimizer state with it ({error}). If "
+            f"it failed, its output says why; else call optimizer.state_dict() before the other "
+            "ranks' scripts end"
         ) from None
 
 
@@ -167,6 +169,8 @@ def _answer(question: dict[str, Any]) -> Answer:
     if "tell" in question:
         tell_of(question["tell"])
         return {}, []
+    if "where" in question:
+        return {"collective": own_collective()}, []
     token, key = question["ask"]
     book = book_of(token)
     if book is None:

@@ -55,11 +55,13 @@ class State:
         self.unit = unit
         self.comms = comms
         self.options = options
+        self.group_given: Any = None  # the process group of the shards, as the script passed it
         self.hooks: list[Hook] = []  # on the module, and on parts of it
         self.rank0_only = False  # of state_dict()
         self.optim_rank0_only = False  # of optim_state_dict()
         self.whole_grads = False  # within summon_full_params(with_grads=True)
         self.slices = False  # state_dict() gives this rank's, and load_state_dict() takes them
+        self.form_settings: Any = None  # what the script passed to choose these three
         self.optimizer_peak = 0  # bytes, as memory() has seen them
         self.names = [str(unit.param(i)["name"]) for i in range(len(unit.params))]
         self.peers: Any = None  # state_registry.Peers: whom to ask for state that they alone have
@@ -132,7 +134,17 @@ def without_memory(
 ) -> nn.Parameter:
     """Return a parameter like `param` with another shape and device, of zeros without memory."""
     data = torch.zeros((), dtype=param.dtype, device=device).expand(shape)
-    made = nn.Parameter(data, requires_grad=param.requires_grad)
+    return like(param, data)
+
+
+def like(param: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """Return a parameter with other memory that has the attributes of `param`, and its class if a
+    script or a library (bitsandbytes, say) has defined that."""
+    kind = type(param)
+    if kind is nn.Parameter or kind.__module__.startswith("zshard."):
+        made = nn.Parameter(data, requires_grad=param.requires_grad)
+    else:
+        made = torch.Tensor._make_subclass(kind, data, param.requires_grad)
     vars(made).update(vars(param))
     return made
 

@@ -21,6 +21,14 @@ from zshard._ranks.agreement import Fact, checksum, tensor_fact, value_fact
 from zshard._ranks.devices import CPU, move
 from zshard._units.units import Options, without_memory
 from zshard._wrap.meta import Materializer
+from zshard._wrap.quantized import (
+    check_biases,
+    check_quantized,
+    keeps_dtype,
+    move_states,
+    quantization_facts,
+    state_tensors,
+)
 from zshard._wrap.tree import UnitSpec
 from zshard.precision import name_of
 
@@ -38,7 +46,7 @@ def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None,
     keep = {
         i
         for i, ref in enumerate(spec.params)
-        if all(precision.keeps(owner) for owner, _ in ref.owners)
+        if all(precision.keeps(owner) for owner, _ in ref.owners) or keeps_dtype(ref)
     }
     return name_of(precision.compute), name_of(precision.wire), keep
 
@@ -54,6 +62,7 @@ def facts_of(
             facts.append(tensor_fact("parameter", name, ref.param))
             if values and not ref.param.is_meta:
                 facts.append(value_fact(name, ref.param))
+            facts.extend(quantization_facts(name, ref.param, values))
     facts.extend(tensor_fact("buffer", name, b) for name, b in module.named_buffers())
     facts.append(("mixed precision", repr(options.precision)))
     if options.offload is not None:  # directories may differ: a disk of each host's own
@@ -66,6 +75,8 @@ def check_unit(spec: UnitSpec) -> None:
     parameter without dense memory of its own. Parameters on the meta device count as real ones."""
     for name, ref in _named(spec):
         _check_plain(name, ref.param)
+        check_quantized(name, ref.param)
+    check_biases(spec, names_of(spec))
     params = [ref.param for ref in spec.params]
     real = [
         without_memory(param, param.shape, "cpu") if param.is_meta else param for param in params
@@ -134,7 +145,9 @@ class InitialValues:
         drawn = self._materializer.has_made(ref.param for ref in spec.params)
         if self._source is not None and not self._same(self._source, values, drawn):
             self._share(values)
+            self._share(state_tensors(ref.param for ref in spec.params))
         move((ref.param for ref in spec.params), self._device)
+        move_states(ref.param for ref in spec.params)
 
     def _same(self, comm: _core.Comm, values: list[torch.Tensor], drawn: bool) -> bool:
         """Return whether all ranks drew the same values. Collective, until they once did not."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zshard._units.units import is_unit
+from zshard._units.units import is_unit, like
 from zshard._wrap.memory_cache import MemoryCache
 
 Init = Callable[[nn.Module], Any]
@@ -77,11 +77,38 @@ class Materializer:
             self._refuse_unsaved(module, buffers)
             return
         self._initialise(module, list(marked))
+        if self._init is not None and _is_untouched(module, marked):
+            self._initialise_on_meta(module, list(marked))
+            marked = {}  # its memory is elsewhere, and what is there is its own affair
         for param, value in before:  # it was drawn for this module, too, and then tied to another's
             param.data.copy_(value)
         for name, place in marked.items():
             tensor = getattr(module, name)  # elsewhere: to_empty(), for rank 0's values
             if tensor.data_ptr() == place and _has_mark(tensor):
+                raise ValueError(self._complaint(module, name, "does not initialize it"))
+
+    def _initialise_on_meta(self, module: nn.Module, names: Sequence[str]) -> None:
+        """Initializes a module that is on the meta device again: FSDP1's way, in which the
+        function itself gives it memory. Its parameters stay the same objects."""
+        params = {
+            name: p for name, p in module._parameters.items() if name in names and p is not None
+        }
+        for param in params.values():
+            on_meta = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            vars(on_meta).update(vars(param))
+            torch.utils.swap_tensors(param, on_meta)  # type: ignore[no-untyped-call]
+        for name in set(names) - params.keys():
+            buffer = module._buffers[name]
+            assert buffer is not None, "it has been on the meta device"
+            module._buffers[name] = torch.empty_like(buffer, device="meta")
+        self._initialise(module, names)
+        for name, param in params.items():
+            made = module._parameters[name]
+            if made is not None and made is not param:  # to_empty() makes another
+                torch.utils.swap_tensors(param, made)  # type: ignore[no-untyped-call]
+                module._parameters[name] = param
+        for name in names:
+            if getattr(module, name).is_meta:
                 raise ValueError(self._complaint(module, name, "does not initialize it"))
 
     def _initialise(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -127,8 +154,7 @@ def _children_first(
 def _give_memory(param: nn.Parameter, areas: MemoryCache) -> None:
     """Gives a parameter memory of its own; it stays the same object wherever it is held."""
     data = areas.empty_like(param).fill_(_mark_of(param))
-    real = nn.Parameter(data, requires_grad=param.requires_grad)
-    vars(real).update(vars(param))
+    real = like(param, data)
     torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
 
 
@@ -148,6 +174,17 @@ def _has_mark(tensor: Tensor) -> bool:
         return False
     first = tensor[(0,) * tensor.dim()]  # most have another value there, and then that is all
     return _is_mark(first) and _is_mark(tensor)
+
+
+def _is_untouched(module: nn.Module, marked: dict[str, int]) -> bool:
+    """Whether an initialization has left all these tensors as they were, as one does that first
+    asks whether something is on the meta device. marked: where their memory is."""
+    tensors = {name: getattr(module, name) for name in marked}
+    return bool(tensors) and all(
+        each.data_ptr() == marked[name]
+        and (not each.any() if each.dtype == torch.bool else each.numel() == 0 or _has_mark(each))
+        for name, each in tensors.items()
+    )
 
 
 def _is_mark(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
  *
  * The one idea: a process group only says that a connection broke. Two other sources know more: the kernel, for ranks on
  * this host (a pidfd becomes readable when its process ends), and the process group's store, in which a rank that gives up
- * leaves its last words.
+ * leaves its last words, and a rank that saw another's process end leaves them for it.
  */
 #define _GNU_SOURCE /* syscall */
 #include "comm/c10d/c10d.h"
@@ -78,23 +78,43 @@ static bool has_ended(const zs_c10d_peer *peer)
     return peer->pidfd >= 0 && poll(&look, 1, 0) > 0 && (look.revents & POLLIN) != 0;
 }
 
-/* Writes the sentence about rank `r`; false if it is not gone, as far as is known. */
-static bool tell_of(const zs_c10d_comm *comm, int r, bool ask_store, char *sentence, size_t size)
+/* Last words of a rank that had none, left by one that saw its process end. */
+static const char seen_to_end[] = "exited (see its output for the cause)";
+
+/* Writes the sentence about rank `r`, which is gone. Only ranks of its host can look at its process: they tell the others. */
+static void tell_of(const zs_c10d_comm *comm, int r, char *sentence, size_t size)
 {
     char words[WORDS] = "";
-    bool ended = has_ended(&comm->peers[r]);
-    if (ask_store || ended) zs_group_read_words(comm->group, r, words, sizeof words);
-    int pid = comm->peers[r].pid;
-    if (words[0] != 0)
-        snprintf(sentence, size, "rank %d (pid %d) failed: %s", r, pid, words);
-    else if (ended)
-        snprintf(sentence, size, "rank %d (pid %d) exited (see its output for the cause)", r, pid);
-    return ended || words[0] != 0;
+    zs_group_read_words(comm->group, r, words, sizeof words);
+    if (words[0] == 0) {
+        zs_group_leave_words(comm->group, r, seen_to_end);
+        snprintf(words, sizeof words, "%s", seen_to_end);
+    }
+    const char *how = strcmp(words, seen_to_end) == 0 ? "" : "failed: ";
+    snprintf(sentence, size, "rank %d (pid %d) %s%s", r, comm->peers[r].pid, how, words);
+}
+
+/* The rank that is gone; -1: none was found. One that others saw end comes first: more ranks may have ended because of it. */
+static int find_first(const zs_c10d_comm *comm, bool ask_store)
+{
+    int found = -1;
+    for (int r = 0; r < comm->base.world; r++)
+        ask_store = ask_store || has_ended(&comm->peers[r]);
+    for (int r = 0; ask_store && r < comm->base.world; r++) {
+        char words[WORDS] = "";
+        if (r == comm->base.rank) continue;
+        zs_group_read_words(comm->group, r, words, sizeof words);
+        if (strcmp(words, seen_to_end) == 0) return r;
+        if (found < 0 && (words[0] != 0 || has_ended(&comm->peers[r]))) found = r;
+    }
+    return found;
 }
 
 bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_t size)
 {
-    for (int r = 0; r < comm->base.world && comm->gone < 0 && comm->peers != NULL; r++)
-        if (r != comm->base.rank && tell_of(comm, r, ask_store, sentence, size)) comm->gone = r;
-    return comm->gone >= 0 && tell_of(comm, comm->gone, true, sentence, size);
+    if (comm->peers == NULL) return false;
+    if (comm->gone < 0) comm->gone = find_first(comm, ask_store);
+    if (comm->gone < 0) return false;
+    tell_of(comm, comm->gone, sentence, size);
+    return true;
 }

@@ -1,0 +1,168 @@
+"""DistributedDataParallel by name: its arguments, attributes and methods, and its numbers.
+
+join() is in tests/model/test_join.py; docs/names.md lists each name with its test.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import differences
+from models import CASES, TRANSPORTS, Mlp, make, train
+from scenarios import message_of
+from torch import nn
+
+import zshard
+from zshard import FSDP, DistributedDataParallel
+
+TORCHS = nn.parallel.DistributedDataParallel
+
+# What scripts pass; each is right for any model here.
+SPELLINGS = [
+    {},
+    {"device_ids": [], "output_device": None, "find_unused_parameters": True},
+    {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 1},
+    {"broadcast_buffers": False, "skip_all_reduce_unused_params": True},
+    {
+        "init_sync": True,
+        "check_reduction": False,
+        "batched_grad_copy": True,
+        "bucket_cap_mb_list": [1, 2],
+    },
+]
+
+
+def test_arguments_have_the_names_order_and_defaults_of_ddp():
+    theirs = [p for p in inspect.signature(TORCHS.__init__).parameters.values()][1:]
+    ours = inspect.signature(DistributedDataParallel.__new__).parameters
+    assert list(ours)[1 : len(theirs) + 1] == [p.name for p in theirs]
+    assert {p.name: ours[p.name].default for p in theirs} == {p.name: p.default for p in theirs}
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(9, 9), nn.BatchNorm1d(9), nn.Linear(9, 9)
+
+    def forward(self, x):
+        return self.two(self.norm(self.one(x)))
+
+
+def trained(model, parallel, case):
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
+    losses = train(parallel, case, optimizer, dist.get_rank())
+    return {**model.state_dict(), "losses": losses}
+
+
+def as_ddp(name, options, transport, strategy):
+    case = CASES[name]
+    torch.manual_seed(dist.get_rank())  # rank 0's values count
+    plain, model = case.make(), make(case.make)
+    unused = {"find_unused_parameters": True} if case.unused else {}
+    theirs = TORCHS(make(case.make), **{**options, **unused})
+    made = DistributedDataParallel(model, **options, strategy=strategy, transport=transport)
+    assert made is model and isinstance(made, DistributedDataParallel)
+    assert not isinstance(model.module, DistributedDataParallel) and type(model.module) is type(
+        plain
+    )
+    expected = trained(theirs.module, theirs, case)
+    return differences(trained(model, made, case), expected)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("options", SPELLINGS, ids=str)
+@pytest.mark.parametrize("name", ["mlp", "frozen", "tied"])
+def test_training_has_the_bits_of_ddp(pool2, name, options, transport, strategy):
+    assert pool2.run(as_ddp, name, options, transport, strategy) == [[], []]
+
+
+def buffers_of(options):
+    rank = dist.get_rank()
+    models = [cls(make(Normed), **options) for cls in (TORCHS, DistributedDataParallel)]
+    for model in models:
+        assert model.will_sync_module_buffers() is options.get("broadcast_buffers", True)
+        assert model.forward_sync_buffers is options.get("broadcast_buffers", True)
+        for step in range(2):
+            x = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * rank + step))
+            model(x).sum().backward()
+    return differences(*(dict(model.module.named_buffers()) for model in models))
+
+
+@pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
+def test_buffers_are_broadcast_as_by_ddp(pool2, options):
+    assert pool2.run(buffers_of, options) == [[], []]
+
+
+def ignoring():
+    found = []
+    for cls in (TORCHS, DistributedDataParallel):
+        model = make(Mlp)
+        cls._set_params_and_buffers_to_ignore_for_model(model, ["first.weight"])
+        parallel = cls(model)
+        parallel(CASES["mlp"].batch(0, dist.get_rank())).sum().backward()
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        found.append(grads)
+    return differences(*found)
+
+
+def test_parameters_are_ignored_by_name(pool2):
+    assert pool2.run(ignoring) == [[], []]
+
+
+def values_of_their_own():
+    torch.manual_seed(dist.get_rank())
+    return message_of(
+        lambda: DistributedDataParallel(Mlp(), init_sync=False), zshard.DivergenceError
+    )
+
+
+def test_without_init_sync_other_values_are_an_error(pool2):
+    assert all(
+        "values" in message or "differ" in message for message in pool2.run(values_of_their_own)
+    )
+
+
+def test_attributes_are_those_of_ddp():
+    model = DistributedDataParallel(make(Mlp))
+    assert model.device_ids is None and model.output_device is None and model.dim == 0
+    assert model.device == torch.device("cpu") and model.device_type == "cpu"
+    assert not model.is_multi_device_module and not model.gradient_as_bucket_view
+    assert model.find_unused_parameters and not model.static_graph
+    assert model.broadcast_buffers and not model.will_sync_module_buffers()  # a single rank
+    model._set_static_graph()
+    assert model.require_backward_grad_sync
+    with model.no_sync():
+        assert not model.require_backward_grad_sync
+
+
+def test_what_zshard_has_wrapped_is_found_by_isinstance():
+    assert isinstance(FSDP(make(Mlp)), DistributedDataParallel)
+    assert not isinstance(make(Mlp), DistributedDataParallel) and not isinstance(
+        3, DistributedDataParallel
+    )
+
+
+MISTAKES = [
+    (lambda: DistributedDataParallel(make(Mlp), dim=1), NotImplementedError, "dim=1"),
+    (lambda: DistributedDataParallel(make(Mlp), output_device=1), NotImplementedError, "output_device=1"),
+    (lambda: DistributedDataParallel(make(Mlp), broadcast_buffers=True, forward_sync_buffers=True), ValueError, "not both"),
+    (lambda: DistributedDataParallel(make(Mlp), mixed_precision=3), NotImplementedError, "zshard.MixedPrecision"),
+    (lambda: DistributedDataParallel(make(Mlp), param_to_hook_all_reduce=torch.ones(1)), NotImplementedError, "omit it"),
+    (lambda: DistributedDataParallel(make(Mlp), delay_all_reduce_named_params=[]), NotImplementedError, "omit it"),
+    (lambda: DistributedDataParallel(make(Mlp), device_ids=[0, 1]), ValueError, "one GPU"),
+    (lambda: DistributedDataParallel(DistributedDataParallel(make(Mlp))), ValueError, "already"),
+    (lambda: DistributedDataParallel(make(Mlp), colour=1), TypeError, "colour"),
+    (lambda: DistributedDataParallel(3), TypeError, "nn.Module"),
+    (lambda: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(make(Mlp), ["no"]), ValueError, "'no'"),
+    (lambda: DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(Normed(), ["norm.running_var"]), NotImplementedError, "ignored_modules"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("action", "kind", "words"), MISTAKES, ids=[w for *_, w in MISTAKES])
+def test_mistakes_are_named(action, kind, words):
+    assert words in message_of(action, kind)

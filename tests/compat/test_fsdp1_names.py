@@ -1,0 +1,479 @@
+"""FSDP1's functions and attributes by name: state dict types, optimizer state, questions about units.
+
+Arguments of FSDP() are in tests/wrap/test_api.py, scripts in test_fsdp1_scripts.py; docs/names.md lists
+each name with its test.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torchs
+from compare import differences
+from models import TRANSPORTS, Mlp, make
+from scenarios import Stack, floats, loss_of, message_of
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import zshard
+from zshard import FSDP
+
+FULL, SHARDED = zshard.StateDictType.FULL_STATE_DICT, zshard.StateDictType.SHARDED_STATE_DICT
+
+
+# --- state dict types -------------------------------------------------------------------------------
+
+
+def test_a_state_dict_type_is_set_until_the_next():
+    model = FSDP(make(Stack), auto_wrap_policy={nn.Linear})
+    before = FSDP.get_state_dict_type(model)
+    assert before.state_dict_type == FULL == torchs.StateDictType.FULL_STATE_DICT
+    assert (
+        not before.state_dict_config.rank0_only and before.state_dict_config.offload_to_cpu is False
+    )
+    config = zshard.ShardedStateDictConfig(offload_to_cpu=True)
+    assert FSDP.set_state_dict_type(model, SHARDED, config) == before
+    assert FSDP.get_state_dict_type(model).state_dict_type == SHARDED
+    assert FSDP.get_state_dict_type(model).state_dict_config is config
+    with FSDP.state_dict_type(model, FULL):
+        assert FSDP.get_state_dict_type(model) == before
+    now = FSDP.get_state_dict_type(model)
+    FSDP.set_state_dict_type(
+        model, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+    )
+    assert now.state_dict_config is config and FSDP.get_state_dict_type(model) == before
+
+
+def test_torchs_types_and_configs_are_returned_as_they_were_passed():
+    model = FSDP(make(Mlp))
+    kind = torchs.StateDictType.SHARDED_STATE_DICT
+    config = torchs.ShardedOptimStateDictConfig(offload_to_cpu=False)
+    FSDP.set_state_dict_type(model, kind, optim_state_dict_config=config)
+    now = FSDP.get_state_dict_type(model)
+    assert now.state_dict_type is kind and now.optim_state_dict_config is config
+    for one, other in ((kind, SHARDED), (SHARDED, kind)):  # each asks another class
+        assert one == other
+    assert kind != FULL
+    assert hash(kind) == hash(SHARDED) and {SHARDED: 1}[kind] == 1
+
+
+def test_mistakes_about_types_are_named_and_change_nothing():
+    model = FSDP(make(Stack), auto_wrap_policy={nn.Linear})
+    wrong = zshard.ShardedStateDictConfig()
+    assert "FullStateDictConfig" in message_of(
+        lambda: FSDP.set_state_dict_type(model, FULL, wrong), TypeError
+    )
+    assert "optim_state_dict_config" in message_of(
+        lambda: FSDP.set_state_dict_type(model, FULL, None, zshard.FullStateDictConfig()), TypeError
+    )
+    assert "unknown" in message_of(lambda: FSDP.set_state_dict_type(model, "half"), ValueError)
+    assert FSDP.get_state_dict_type(model).state_dict_type == FULL
+    unit = FSDP.fsdp_modules(model)[1]
+    FSDP.set_state_dict_type(unit, SHARDED)
+    text = message_of(lambda: FSDP.get_state_dict_type(model), RuntimeError)
+    assert "different state dict types" in text and "set_state_dict_type() on the root" in text
+    assert FSDP.get_state_dict_type(nn.Linear(1, 1)).state_dict_type == FULL  # without units
+
+
+def types_on_ranks(transport):
+    model = FSDP(make(Stack), transport=transport)
+    full = model.state_dict()
+    FSDP.set_state_dict_type(model, FULL, zshard.FullStateDictConfig(rank0_only=True))
+    alone = model.state_dict()
+    assert len(alone) == (len(full) if dist.get_rank() == 0 else 0)
+    FSDP.set_state_dict_type(model, SHARDED)
+    shards = model.state_dict()
+    own = {name: param.numel() for name, param in model.named_parameters()}
+    assert {name: each.numel() for name, each in shards.items()} == own
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(shards)
+    FSDP.set_state_dict_type(model, FULL)
+    return differences(model.state_dict(), full)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_type_that_is_set_is_that_of_the_dicts(pool2, transport):
+    assert pool2.run(types_on_ranks, transport) == [[], []]
+
+
+# --- optimizer state ----------------------------------------------------------------------------------
+
+
+def stepped(model, kind=torch.optim.AdamW, **options):
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    loss_of(model(floats(0))).backward()
+    optimizer.step()
+    return optimizer
+
+
+def older_functions(transport):
+    """The ways of FSDP1's docstrings, from a plain model to a sharded one and back."""
+    rank = dist.get_rank()
+    plain = make(Stack)
+    expected = stepped(plain).state_dict()
+    model = FSDP(make(Stack), transport=transport)
+    optimizer = stepped(model)
+    full = FSDP.full_optim_state_dict(model, optimizer, optim_input=model.parameters())
+    assert bool(full) == (rank == 0)
+
+    scattered = torch.optim.AdamW(model.parameters())
+    given = full if rank == 0 else None
+    scattered.load_state_dict(
+        FSDP.scatter_full_optim_state_dict(given, model, optim=scattered, group=dist.group.WORLD)
+    )
+    found = differences(scattered.state_dict()["state"], optimizer.state_dict()["state"])
+
+    everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    for options in ({}, {"optim_input": list(model.parameters())}, {"optim": scattered}):
+        again = torch.optim.AdamW(model.parameters())
+        again.load_state_dict(FSDP.shard_full_optim_state_dict(everywhere, model, **options))
+        found += differences(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+    by_number = FSDP.rekey_optim_state_dict(everywhere, zshard.OptimStateKeyType.PARAM_ID, plain)
+    alone = torch.optim.AdamW(plain.parameters())
+    alone.load_state_dict(by_number)
+    found += differences(alone.state_dict()["state"], expected["state"])
+    assert alone.param_groups[0]["lr"] == 0.1
+
+    named = FSDP.rekey_optim_state_dict(expected, torchs.OptimStateKeyType.PARAM_NAME, plain)
+    found += differences(named["state"], everywhere["state"])
+    assert named["param_groups"][0]["params"] == everywhere["param_groups"][0]["params"]
+    assert FSDP.rekey_optim_state_dict(named, "PARAM_NAME", plain) == named
+    return found
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_older_functions_for_optimizer_state(pool2, transport):
+    assert pool2.run(older_functions, transport) == [[], []]
+
+
+def torchs_older_functions(transport):
+    """State that torch's FSDP1 saved, and what its functions make of the same dicts."""
+    theirs = torchs.FullyShardedDataParallel
+    key = torchs.OptimStateKeyType
+    plain = make(Stack)
+    stepped(plain)
+    other = theirs(make(Stack), device_id=torch.device("cpu"), use_orig_params=True)
+    full = theirs.full_optim_state_dict(other, stepped(other), rank0_only=False)
+    found = []
+    for each in (theirs.rekey_optim_state_dict(full, key.PARAM_ID, plain), full):
+        for kind in (key.PARAM_ID, key.PARAM_NAME):
+            expected = theirs.rekey_optim_state_dict(each, kind, plain)
+            ours = FSDP.rekey_optim_state_dict(each, kind, plain)
+            found += differences(ours["state"], expected["state"])
+            assert [sorted(group["params"]) for group in ours["param_groups"]] == [
+                sorted(group["params"]) for group in expected["param_groups"]
+            ]
+    model = FSDP(make(Stack), transport=transport)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(FSDP.shard_full_optim_state_dict(full, model, optim=optimizer))
+    found += differences(FSDP.optim_state_dict(model, optimizer)["state"], full["state"])
+    missing = message_of(lambda: FSDP.scatter_full_optim_state_dict(None, model), ValueError)
+    assert (
+        "'state' or 'param_groups'" in missing
+    )  # on all ranks, although only rank 0 should have it
+    only = full if dist.get_rank() == 1 else {}
+    assert "lacks" in message_of(lambda: FSDP.shard_full_optim_state_dict(only, model), ValueError)
+    return found
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_older_functions_agree_with_torchs(pool2, transport):
+    assert pool2.run(torchs_older_functions, transport) == [[], []]
+
+
+def test_mistakes_about_optimizer_state_are_named():
+    model = FSDP(make(Stack))
+    optimizer = stepped(model, torch.optim.SGD, momentum=0.9)
+    state = FSDP.full_optim_state_dict(model, optimizer)
+    params = list(model.parameters())
+    for action, kind, words in (
+        (lambda: FSDP.shard_full_optim_state_dict(state, model, params, optimizer), ValueError, "not both"),
+        (lambda: FSDP.rekey_optim_state_dict(state, "PARAM", model), ValueError, "PARAM_NAME"),
+        (lambda: FSDP.rekey_optim_state_dict(state, "PARAM_ID", make(Mlp)), ValueError, "no parameter"),
+        (lambda: FSDP.full_optim_state_dict(model, optimizer, params[1:]), ValueError, "omit optim_input"),
+        (lambda: FSDP.shard_full_optim_state_dict(optimizer.state_dict(), model), ValueError, "numbered"),
+        (lambda: FSDP.sharded_optim_state_dict(model, optimizer), NotImplementedError, "zshard.save"),
+        (lambda: FSDP.flatten_sharded_optim_state_dict({}, model, optimizer), NotImplementedError, "zshard.load"),
+    ):  # fmt: skip
+        assert words in message_of(action, kind)
+    mixed = {"state": {0: {}, "a": {}}, "param_groups": [{"params": [0, "a"]}]}
+    text = message_of(lambda: FSDP.rekey_optim_state_dict(mixed, "PARAM_ID", model), ValueError)
+    assert "all be numbered or all be named" in text
+
+
+# --- attributes -----------------------------------------------------------------------------------------
+
+
+class Owner(nn.Module):
+    """It has some of the names itself: as an attribute, a property, a child, a parameter, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.rank = 8
+        self.reducer = nn.Linear(3, 3)
+        self.dim = nn.Parameter(torch.ones(3))
+        self.register_buffer("logger", torch.zeros(2))
+
+    @property
+    def world_size(self):
+        return "mine"
+
+    def forward(self, x):
+        return self.reducer(x) * self.dim
+
+
+def test_a_module_keeps_its_own_names():
+    model = FSDP(Owner())
+    assert model.rank == 8 and model.world_size == "mine" and model.logger.shape == (2,)
+    assert type(model.reducer) is nn.Linear or isinstance(model.reducer, nn.Linear)
+    assert isinstance(model.dim, nn.Parameter)
+    model.rank = 3
+    assert model.rank == 3 and model.module.rank == 3
+    assert "no_such_name" in message_of(lambda: model.no_such_name, AttributeError)
+
+
+def attributes(strategy, transport):
+    model = FSDP(
+        make(Stack),
+        sharding_strategy=strategy,
+        transport=transport,
+        auto_wrap_policy={nn.Linear},
+        mixed_precision=torchs.MixedPrecision(torch.bfloat16, cast_forward_inputs=True),
+        forward_prefetch=True,
+        limit_all_gathers=False,
+    )
+    unit = FSDP.fsdp_modules(model)[1]
+    assert model.check_is_root() and model._is_root and not unit.check_is_root()
+    for each in (model, unit):
+        assert each.sharding_strategy == strategy == torchs.ShardingStrategy[strategy.name]
+        assert (each.rank, each.world_size) == (dist.get_rank(), 2)
+        assert dist.get_world_size(each.process_group) == 2
+        assert each.mixed_precision.param_dtype is torch.bfloat16
+        assert each.mixed_precision.cast_forward_inputs
+        assert each.backward_prefetch == torchs.BackwardPrefetch.BACKWARD_PRE
+        assert each.forward_prefetch is True and each.limit_all_gathers is False
+        assert each.compute_device == torch.device("cpu") and not each.cpu_offload.offload_params
+        assert each._use_orig_params
+    assert type(model._fsdp_wrapped_module) is Stack
+    if strategy is zshard.ShardingStrategy.FULL_SHARD:
+        model.set_reshard_after_forward(False)
+        assert unit.sharding_strategy is zshard.ShardingStrategy.SHARD_GRAD_OP
+    return True
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "strategy", [zshard.ShardingStrategy.FULL_SHARD, zshard.ShardingStrategy.NO_SHARD]
+)
+def test_attributes(pool2, strategy, transport):
+    assert pool2.run(attributes, strategy, transport) == [True, True]
+
+
+def test_attributes_without_options():
+    model = FSDP(make(Mlp))
+    assert model.mixed_precision == zshard.MixedPrecision() and model.process_group is None
+    assert (model.rank, model.world_size) == (0, 1) and model.limit_all_gathers
+
+
+# --- units with process groups of their own -------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each rank has an expert of its own, between layers that all share."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.expert, self.last = (nn.Linear(9, 9) for _ in range(3))
+
+    def forward(self, x):
+        return self.last(self.expert(torch.tanh(self.first(x))))
+
+
+def experts(transport, strategy):
+    """What differs from a plain model whose gradients are averaged by hand, but for the expert's."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    plain, model = make(Experts), make(Experts)
+    for each in (plain, model):
+        with torch.no_grad():
+            each.expert.weight.mul_(rank + 1)
+    model.expert = FSDP(model.expert, process_group=alone, transport=transport, strategy=strategy)
+    model = FSDP(model, transport=transport, strategy=strategy, auto_wrap_policy=None)
+    assert model.expert.process_group is alone and model.expert.world_size == 1
+    assert model.world_size == 2 and not model.expert.check_is_root()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            if step == 1:
+                with model.no_sync():
+                    loss_of(each(floats(rank, 10))).backward()
+            loss_of(each(floats(rank, step))).backward()
+            if each is plain:
+                for name, param in each.named_parameters():
+                    if "expert" not in name:
+                        dist.all_reduce(param.grad)
+                        param.grad.div_(2)
+            optimizer.step()
+    with FSDP.summon_full_params(model, writeback=False):
+        assert differences(dict(model.named_parameters()), dict(plain.named_parameters())) == []
+    optimizers[1].zero_grad()
+    loss_of(model(floats(rank))).backward()
+    messages = [
+        message_of(lambda: model.clip_grad_norm_(1.0), NotImplementedError),
+        message_of(
+            lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-9), NotImplementedError
+        ),
+        message_of(lambda: model.join().__enter__(), NotImplementedError),
+        message_of(lambda: copy.deepcopy(model), NotImplementedError),
+    ]
+    assert all("process group" in each for each in messages), messages
+    model.expert.clip_grad_norm_(1e-3)
+    shared = [param for name, param in model.named_parameters() if "expert" not in name]
+    torch.nn.utils.clip_grad_norm_(shared, 1e-3)
+    return differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_experts_of_each_rank_in_a_model_of_all(pool2, transport, strategy):
+    assert pool2.run(experts, transport, strategy) == [[], []]
+
+
+def pairs_of_experts(transport):
+    """Two ranks share each of two experts; sums of four are in another order than gloo's."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(each) for each in ([0, 1], [2, 3])]
+    plain, model = make(Experts), make(Experts)
+    for each in (plain, model):
+        with torch.no_grad():
+            each.expert.weight.mul_(rank // 2 + 1)
+    model.expert = FSDP(model.expert, process_group=pairs[rank // 2], transport=transport)
+    model = FSDP(model, transport=transport, auto_wrap_policy=None)
+    assert (model.expert.rank, model.expert.world_size, model.world_size) == (rank % 2, 2, 4)
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(each(floats(rank, step))).backward()
+            for name, param in each.named_parameters() if each is plain else ():
+                group, ranks = (pairs[rank // 2], 2) if "expert" in name else (None, 4)
+                dist.all_reduce(param.grad, group=group)
+                param.grad.div_(ranks)
+            optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    message = message_of(lambda: zshard.save("/nowhere", model), ValueError)
+    assert "different ranks" in message
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_experts_of_pairs_of_ranks(pool4, transport):
+    pool4.run(pairs_of_experts, transport)
+
+
+# --- mixed precision ------------------------------------------------------------------------------------
+
+
+class Seen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.seen = []
+
+    def forward(self, x, extra):
+        self.seen += [x.dtype, extra.dtype]
+        return self.inner(x) + extra.to(x.dtype)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.unit = nn.Linear(4, 4), Seen()
+
+    def forward(self, x):
+        return self.unit(self.first(x), torch.ones(4))  # made within: nobody has cast it yet
+
+
+@pytest.mark.parametrize(("casts", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_inner_units_cast_their_arguments_only_if_asked_to(by_hand, casts, expected):
+    precision = zshard.MixedPrecision(torch.bfloat16, cast_forward_inputs=casts)
+    model = make(Outer)
+    if by_hand:
+        model.unit = FSDP(model.unit, mixed_precision=precision, auto_wrap_policy=None)
+        seen = model.unit.seen
+        model.unit(torch.ones(4), torch.ones(4))  # so far it is the root, which casts
+        assert seen == [torch.bfloat16] * 2
+        seen.clear()
+    model = FSDP(model, mixed_precision=precision, auto_wrap_policy=None if by_hand else {Seen})
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.unit.seen == [torch.bfloat16, expected]
+
+
+def test_full_precision_in_eval_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    FSDP(make(Mlp))  # nothing is cast
+    FSDP(make(Mlp), mixed_precision=zshard.MixedPrecision(reduce_dtype=torch.bfloat16))
+    model, low = make(Mlp), zshard.MixedPrecision(torch.bfloat16)
+    text = message_of(lambda: FSDP(model, mixed_precision=low), NotImplementedError)
+    assert "FSDP_USE_FULL_PREC_IN_EVAL=1" in text and "load model.state_dict()" in text
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "0")
+    FSDP(model, mixed_precision=low)
+
+
+# --- the gradient scaler ----------------------------------------------------------------------------------
+
+
+def scaled(transport):
+    """One rank has an infinite loss in the second step, which all skip; the scale is as under FSDP1."""
+    rank, scales, models = dist.get_rank(), [], []
+    for kind in (zshard.ShardedGradScaler, zshard.GradScaler):
+        model = FSDP(make(Stack), transport=transport)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        arguments = (
+            ("cpu", 1024.0, 0.25, 4.0, 1)
+            if kind is zshard.ShardedGradScaler
+            else ("cpu", 1024.0, 4.0, 0.25, 1)
+        )
+        scaler = kind(*arguments)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model(floats(rank, step)))
+            scaler.scale(loss * float("inf") if step == 1 and rank == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+        models.append(model.state_dict())
+    assert scales == [1024.0 * 4 * 0.25 * 4] * 2
+    torchs_own = ShardedGradScaler("cpu")
+    torchs_own.scale(loss_of(model(floats(rank)))).backward()
+    assert "ShardedGradScaler from zshard" in message_of(
+        lambda: torchs_own.step(optimizer), zshard.ShardError
+    )
+    return differences(*models)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sharded_grad_scaler(pool2, transport):
+    ours = inspect.signature(zshard.ShardedGradScaler.__init__).parameters
+    theirs = inspect.signature(ShardedGradScaler.__init__).parameters
+    assert list(ours) == list(theirs)
+    assert all(
+        ours[name].default == theirs[name].default for name in ours if name != "process_group"
+    )
+    assert pool2.run(scaled, transport) == [[], []]

@@ -1,0 +1,218 @@
+"""FSDP2's classes and methods by name, beside those that test_fully_shard.py trains with.
+
+The one idea: a method that only chooses between ways to the same numbers is called in the middle of
+training, which must keep DDP's bits; docs/names.md lists each name with its test.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torchs
+from compare import differences
+from fully_sharded import over, stack
+from models import TRANSPORTS, Mlp, ddp, make
+from scenarios import Stack, floats, loss_of, message_of
+from torch import nn
+
+import zshard
+from zshard import FSDP, FSDPModule, fully_shard
+
+BOOLS = {
+    "set_is_last_backward": "is_last_backward",
+    "set_requires_all_reduce": "requires_all_reduce",
+    "set_reshard_after_backward": "reshard_after_backward",
+    "set_unshard_in_backward": "unshard_in_backward",
+    "set_force_sum_reduction_for_comms": "enable",
+    "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group": "enable",
+    "set_allocate_memory_from_process_group_for_comm": "enable",
+    "_set_unshard_async_op": "async_op",
+}
+
+
+def test_what_was_sharded_is_found_by_isinstance():
+    model = stack()
+    assert isinstance(model, FSDPModule) and isinstance(model.blocks[0], FSDPModule)
+    assert not isinstance(model.blocks[0].module, FSDPModule)
+    units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    assert units == FSDP.fsdp_modules(model)
+
+
+def test_methods_have_torchs_arguments():
+    shared = [name for name in vars(torchs.FSDPModule) if hasattr(FSDP, name)]
+    names = [name for name in shared if not name.startswith("__") and name != "_apply"]
+    checked = []
+    for name in names:
+        theirs = inspect.signature(getattr(torchs.FSDPModule, name)).parameters
+        ours = inspect.signature(getattr(FSDP, name)).parameters
+        assert [(p.name, p.kind) for p in ours.values()] == [
+            (p.name, p.kind) for p in theirs.values()
+        ], name
+        defaults = {p.name: p.default for p in theirs.values()}
+        assert {p.name: p.default for p in ours.values()} == defaults, name
+        checked.append(name)
+    assert len(checked) >= 20, checked
+
+
+@pytest.mark.parametrize(("name", "argument"), BOOLS.items())
+def test_a_switch_takes_a_bool(name, argument):
+    model = stack()
+    for value in (True, False):
+        getattr(model, name)(value)
+        getattr(model, name)(**{argument: value})
+    assert f"{argument} must be a bool, got 1" in message_of(
+        lambda: getattr(model, name)(1), TypeError
+    )
+
+
+def test_mistakes_are_named():
+    model = stack()
+    for action, kind, words in (
+        (lambda: model.set_reduce_scatter_max_input_buffers(True), TypeError, "an int, got True"),
+        (lambda: model.set_reduce_scatter_max_input_buffers(0), ValueError, "positive, got 0"),
+        (lambda: model.set_post_optim_event(3), TypeError, "torch.Event, got 3"),
+        (lambda: model.blocks[0].reset_iter_state(), RuntimeError, "on unit 'blocks.0'"),
+        (lambda: model.set_reduce_scatter_divide_factor(0), ValueError, "positive"),
+        (lambda: zshard.share_comm_ctx(model), TypeError, "got one module"),
+        (lambda: zshard.share_comm_ctx([model, make(Mlp)]), TypeError, "Mlp is not"),
+        (lambda: fully_shard(make(Mlp), dp_mesh_dims=zshard.DataParallelMeshDims("dp")), NotImplementedError, "mesh="),
+        (lambda: zshard.FlatParameter(torch.ones(2)), TypeError, "original parameters"),
+    ):  # fmt: skip
+        assert words in message_of(action, kind)
+    zshard.share_comm_ctx([model, stack()])
+    assert not any(isinstance(each, zshard.FlatParameter) for each in model.parameters())
+
+
+def training_with_switches(transport):
+    """What differs from DDP if each step calls the methods as a script for accumulation would."""
+    rank = dist.get_rank()
+    plain = make(Stack)
+    reference = ddp(plain)
+    with over(transport):
+        model = stack()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (reference, model)]
+    for step in range(4):
+        last = step % 2 == 1
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last)
+        model.set_requires_all_reduce(last, recurse=True)
+        model.set_reshard_after_backward(last, recurse=step == 1)
+        model.blocks[0].set_unshard_in_backward(not last)
+        model.set_force_sum_reduction_for_comms(True)
+        model.set_reduce_scatter_unused_params(last)
+        model.set_reduce_scatter_max_input_buffers(step + 1, recurse=False)
+        model.set_separate_reduce_scatter_group()
+        model.set_allocate_memory_from_process_group_for_comm(False)
+        model._set_unshard_async_op(True)
+        model.set_reduce_scatter_divide_factor(2.0)
+        model.reset_iter_state()
+        model.unshard(async_op=True).wait()
+        model.reshard()
+        reference.require_backward_grad_sync = last
+        for each, optimizer in zip((reference, model), optimizers, strict=True):
+            loss_of(each(floats(rank, step))).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+        model.set_post_optim_event(torch.Event("cpu") if step else Event())
+    return differences(model.state_dict(), plain.state_dict())
+
+
+class Event(torch.Event):
+    """Waiting for it would raise: a CPU has no streams."""
+
+    def wait(self, stream=None):
+        raise AssertionError("no rank trains on a GPU")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_training_with_all_switches_has_the_bits_of_ddp(pool2, transport):
+    assert pool2.run(training_with_switches, transport) == [[], []]
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(9, 9)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def encode(self, x):
+        return self.layer(x) + self.layer.weight.sum()
+
+
+def another_method(transport):
+    plain = make(Encoder)
+    zshard.register_fsdp_forward_method(
+        plain, "encode"
+    )  # not sharded: nothing happens, as in torch
+    assert "encode" not in vars(plain)
+    with over(transport):
+        model = fully_shard(copy.deepcopy(plain))
+    zshard.register_fsdp_forward_method(model, "encode")
+    for net in (plain, model):
+        loss_of(net.encode(floats(0))).backward()
+    ours = {"grad": zshard.full_tensor(model.layer.weight.grad)}
+    return differences(ours, {"grad": plain.layer.weight.grad})
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_register_fsdp_forward_method(pool2, transport):
+    assert pool2.run(another_method, transport) == [[], []]
+
+
+# --- names that a script still takes from torch ----------------------------------------------------------
+
+HALF_CHANGED = """
+import sys, types, warnings
+import torch
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+import zshard
+
+library = types.ModuleType("accelerate.utils")
+library.FSDPModule = FSDPModule
+sys.modules["accelerate.utils"] = library
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model = zshard.fully_shard(torch.nn.Linear(2, 2))
+    zshard.fully_shard(torch.nn.Linear(2, 2))
+told = [str(each.message) for each in caught if "of torch" in str(each.message)]
+assert len(told) == 1 and "'__main__' has FSDPModule and register_fsdp" in told[0], told
+assert caught[0].filename == "<string>" and not isinstance(model, FSDPModule)
+torchs = torch.distributed.fsdp
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+theirs = torchs.fully_shard(torch.nn.Linear(2, 2), mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+assert isinstance(theirs, FSDPModule) and theirs.weight.full_tensor().shape == (2, 2)
+assert theirs.weight.device_mesh.size() == 1 and theirs.weight.placements
+print("right")
+"""
+
+
+def test_a_script_that_still_imports_torchs_class_is_told():
+    done = subprocess.run(
+        [sys.executable, "-c", HALF_CHANGED], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "right\n", done.stderr
+
+
+def test_full_tensor_of_a_state_dict_names_what_to_write():
+    model = stack()
+    value = next(iter(model.state_dict().values()))
+    text = message_of(lambda: value.full_tensor(), AttributeError)
+    assert "'Tensor' object has no attribute 'full_tensor'" in text and "zshard.save" in text
+    assert "zshard.load_state_dict" in message_of(lambda: value.placements, AttributeError)
+    assert "zshard.shard_info" in message_of(lambda: value.device_mesh, AttributeError)
+    for each in (value, next(model.parameters())):
+        assert not hasattr(each, "device_mesh")
+    assert torch.Tensor.full_tensor is None, "torch.overrides lists operations by dir(torch.Tensor)"
+    assert not hasattr(value, "full_tensor")

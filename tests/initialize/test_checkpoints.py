@@ -1,0 +1,186 @@
+"""engine.save_checkpoint() and load_checkpoint(): runs resume, also on other ranks and stages.
+
+The one idea: a run that was interrupted goes on with the losses of one that was not.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import LR, config, engine_of, train
+from spawn import RankPool, ranks
+from test_misuse import raised
+
+import zshard
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "c10d"])
+HALF = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 6}}
+
+
+def full(stage: int = 3, **changes: Any) -> dict[str, Any]:
+    return config(
+        zero_optimization={"stage": stage},
+        fp16=HALF,
+        scheduler=WARMUP,
+        gradient_accumulation_steps=2,
+        **changes,
+    )
+
+
+def resume(folder: str, stage: int, transport: str) -> Any:
+    first = engine_of(full(stage), transport)
+    train(first, 6)
+    assert first.save_checkpoint(folder, client_state={"epoch": 3, "rank": first.global_rank})
+    expected = train(first, 4, start=6)
+    second = engine_of(full(stage), transport)
+    train(second, 3, start=50)  # in the middle of a round
+    path, client = second.load_checkpoint(folder)
+    assert path == os.path.join(folder, "global_step3")
+    assert client == {"epoch": 3, "rank": second.global_rank}
+    assert (second.global_steps, second.micro_steps, second.global_samples) == (3, 6, 48)
+    assert train(second, 4, start=6) == expected
+    return second.cur_scale == first.cur_scale, second.get_lr() == first.get_lr()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@TRANSPORTS
+@ranks(2)
+def test_a_run_resumes_with_the_same_losses(
+    pool: RankPool, stage: int, transport: str, tmp_path: Path
+) -> None:
+    assert pool.run(resume, str(tmp_path / "new" / "runs"), stage, transport) == [(True, True)] * 2
+    folder = tmp_path / "new" / "runs"
+    assert (folder / "latest").read_text() == "global_step3"
+    assert sorted(each.name for each in folder.iterdir()) == ["global_step3", "latest"]
+
+
+def save(folder: str) -> dict[str, torch.Tensor]:
+    engine = engine_of(full())
+    train(engine, 4)
+    engine.save_checkpoint(folder, tag=7, client_state={"rank": engine.global_rank})
+    return engine.module.state_dict()
+
+
+def load(folder: str, stage: int) -> Any:
+    engine = engine_of(full(stage))
+    _, client = engine.load_checkpoint(folder, tag="7")
+    found = engine.module.state_dict()
+    train(engine, 2)
+    return found, client, engine.global_steps
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks(3)
+def test_another_number_of_ranks_and_stage_loads(
+    pool: RankPool, pool2: RankPool, stage: int, tmp_path: Path
+) -> None:
+    saved = pool2.run(save, str(tmp_path))[0]
+    for rank, (found, client, steps) in enumerate(pool.run(load, str(tmp_path), stage)):
+        assert all(torch.equal(found[name], value) for name, value in saved.items())
+        assert client == {"rank": rank if rank < 2 else 0} and steps == 3
+
+
+def parts(folder: str) -> Any:
+    """What the arguments leave out stays."""
+    engine = engine_of(full())
+    train(engine, 12)
+    engine.save_checkpoint(folder)
+    found = []
+    for options in (
+        {"load_module_only": True},
+        {"load_optimizer_states": False},
+        {"load_lr_scheduler_states": False},
+    ):
+        other = engine_of(full())
+        other.load_checkpoint(folder, **options)
+        schedule = other.lr_scheduler.last_batch_iteration
+        found.append((other.global_steps, len(other.optimizer.state) > 0, schedule))
+    step = engine.lr_scheduler.last_batch_iteration
+    assert step >= 0 and found == [(0, False, -1), (6, False, step), (6, True, -1)]
+    return True
+
+
+@ranks(2)
+def test_parts_of_a_checkpoint_load(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(parts, str(tmp_path)) == [True, True]
+
+
+def misused(folder: str) -> dict[str, str]:
+    engine = engine_of()
+    assert engine.load_checkpoint(folder) == (None, None)
+    train(engine, 2)
+    engine.save_checkpoint(folder, tag="good")
+    if dist.get_rank() == 0:
+        os.makedirs(f"{folder}/theirs")
+        Path(folder, "theirs", "mp_rank_00_model_states.pt").write_bytes(b"")
+        os.makedirs(f"{folder}/empty")
+    dist.barrier()
+    before = engine.module.state_dict()
+    found = {
+        "FileNotFoundError: there is no checkpoint": raised(lambda: engine.load_checkpoint(folder, "bad")),
+        "tags in": raised(lambda: engine.load_checkpoint(folder, "bad")),
+        "zero_to_fp32.py": raised(lambda: engine.load_checkpoint(folder, "theirs")),
+        "no finished checkpoint in": raised(lambda: engine.load_checkpoint(folder, "empty")),
+        "tag='../up' is not the name": raised(lambda: engine.save_checkpoint(folder, "../up")),
+        "tag='latest' is not": raised(lambda: engine.save_checkpoint(folder, "latest")),
+        "extra['client_state']['object']": raised(lambda: engine.save_checkpoint(folder, client_state={"object": object()})),
+        "client_state must be a dict": raised(lambda: engine.save_checkpoint(folder, client_state=[1])),
+        "exclude_frozen_parameters": raised(lambda: engine.save_checkpoint(folder, exclude_frozen_parameters=True)),
+        "custom_load_fn": raised(lambda: engine.load_checkpoint(folder, custom_load_fn=print)),
+        "path must be a string": raised(lambda: engine.save_checkpoint(None)),
+        "differ": raised(lambda: engine.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")),
+        "rank 1": raised(lambda: engine.save_checkpoint(folder, tag="../one" if dist.get_rank() else "two")) if dist.get_rank() == 0 else "rank 1",
+        "writes a pickle": raised(lambda: engine.save_16bit_model(folder, "model.safetensors")),
+    }  # fmt: skip
+    if dist.get_rank() == 1:
+        raised(lambda: engine.save_checkpoint(folder, tag="../one"))
+    after = engine.module.state_dict()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    train(engine, 1)
+    assert engine.load_checkpoint(folder)[0] == f"{folder}/good"
+    return found
+
+
+@ranks(2)
+def test_what_cannot_be_saved_or_loaded_is_named(pool: RankPool, tmp_path: Path) -> None:
+    for found in pool.run(misused, str(tmp_path)):
+        assert {part: message for part, message in found.items() if part not in message} == {}
+    assert (tmp_path / "latest").read_text() == "good"
+
+
+def sixteen_bits(folder: str) -> Any:
+    engine = engine_of(config(bf16={"enabled": True}))
+    train(engine, 2)
+    assert engine.save_16bit_model(folder) and engine.save_fp16_model(folder, "again.bin")
+    return {name: value.bfloat16() for name, value in engine.module.state_dict().items()}
+
+
+@TRANSPORTS
+@ranks(2)
+def test_weights_are_saved_in_16_bits(pool: RankPool, transport: str, tmp_path: Path) -> None:
+    expected = pool.run(sixteen_bits, str(tmp_path))[0]
+    found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def with_zshard(folder: str) -> Any:
+    """The folders are zshard's: its load() reads them, and the engine loads what its save() wrote."""
+    engine = engine_of()
+    train(engine, 2)
+    engine.save_checkpoint(folder, tag="one")
+    loaded = zshard.load(f"{folder}/one", engine.module, engine.optimizer)
+    zshard.save(f"{folder}/two", engine.module, engine.optimizer)
+    path, client = engine.load_checkpoint(folder, tag="two")
+    return loaded["engine"]["global_steps"], os.path.basename(path), client, engine.global_steps
+
+
+@ranks(2)
+def test_zshards_own_functions_read_and_write_the_same(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(with_zshard, str(tmp_path)) == [(2, "two", {}, 2)] * 2

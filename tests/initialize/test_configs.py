@@ -1,0 +1,147 @@
+"""Configs as people have them: stages, offload, fp16, bf16 and "auto", trained as DDP does.
+
+The one idea: a case is a config and what it means in numbers. PUBLISHED are files of five projects,
+where a folder has them (tests/lib/published.py); OWN are written for this test and always run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from engines import LR, Meaning, Theirs, engine_of, model, states_apart, train
+from published import ARGS, DECAY, DECAYED, FOLDER, FP16, PUBLISHED, STEPS, WARM
+from spawn import RankPool, ranks
+
+import zshard
+
+BATCH = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+WARMUP = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+ALL_AUTO = {
+    **BATCH,
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": ADAMW,
+    "scheduler": {"type": "WarmupDecayLR", "params": {**WARMUP, "total_num_steps": "auto"}},
+}
+CPU = {"device": "cpu", "pin_memory": True}
+NVME = {"device": "nvme", "nvme_path": "/nvme/scratch", "buffer_count": 4, "pipeline_read": True}
+BUCKETS = {"overlap_comm": True, "reduce_bucket_size": 5e8, "allgather_bucket_size": "auto"}
+BETAS = {"betas": (0.8, 0.99), "eps": 1e-7}
+SGD_FREE = {"type": "Adam", "params": {"lr": LR, "betas": [0.8, 0.99], "eps": 1e-7, "torch_adam": True, "weight_decay": 0.0}}  # fmt: skip
+
+OWN: dict[str, tuple[dict[str, Any], Meaning, dict[str, Any]]] = {
+    "z1_auto_fp16": (
+        {**ALL_AUTO, "fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 1, **BUCKETS}},
+        Meaning(1, lrs=DECAY, **DECAYED, **FP16),
+        {"fp16": True},
+    ),
+    "z1_old_names": (
+        {"train_batch_size": 8, "optimizer": SGD_FREE, "zero_optimization": {"stage": 1, "cpu_offload": True}},
+        Meaning(1, options=BETAS),
+        {},
+    ),
+    "z1_boolean": (
+        {"train_batch_size": 8, "optimizer": SGD_FREE, "zero_optimization": True, "bfloat16": {"enabled": True}},
+        Meaning(1, options=BETAS, dtype=torch.bfloat16),
+        {},
+    ),
+    "z2_auto_offload": (
+        {**ALL_AUTO, "zero_optimization": {"stage": 2, "offload_optimizer": CPU, **BUCKETS}},
+        Meaning(2, lrs=DECAY, **DECAYED),
+        {},
+    ),
+    "z2_accumulated": (
+        {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "optimizer": SGD_FREE, "gradient_clipping": 0.5, "zero_optimization": {"stage": 2}},
+        Meaning(2, rounds=2, clip=0.5, options=BETAS),
+        {},
+    ),
+    "z2_fp16_static": (
+        {"train_batch_size": 8, "optimizer": SGD_FREE, "fp16": {"enabled": True, "loss_scale": 64, "auto_cast": True}, "zero_optimization": {"stage": 2}},
+        Meaning(2, options=BETAS, dtype=torch.float16, scale={"scale": 64.0, "is_dynamic": False}),
+        {},
+    ),
+    "z3_auto_bf16_offload": (
+        {**ALL_AUTO, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "offload_param": CPU, "offload_optimizer": CPU, "stage3_max_live_parameters": 1e9}},
+        Meaning(3, lrs=DECAY, dtype=torch.bfloat16, **DECAYED),
+        {"bf16": True},
+    ),
+    "z3_nvme": (
+        {**BATCH, "optimizer": ADAMW, "zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}, "aio": {"block_size": 1048576}},
+        Meaning(3, options={"weight_decay": 0.1}),
+        {},
+    ),
+    "z3_nvme_fp16": (
+        {**ALL_AUTO, "fp16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_optimizer": NVME}},
+        Meaning(3, lrs=DECAY, **DECAYED, **FP16),
+        {},
+    ),
+    "z3_warmup_fp16": (
+        {"train_batch_size": 8, "optimizer": ADAMW, "scheduler": {"type": "WarmupLR", "params": WARMUP}, "fp16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_param": CPU}},
+        Meaning(3, lrs=WARM, options={"weight_decay": 0.1}, **FP16),
+        {},
+    ),
+}  # fmt: skip
+
+
+def redirected(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The config, with offload to a folder of this machine."""
+    for part in ("offload_param", "offload_optimizer"):
+        place = dict(
+            (config["zero_optimization"] is not True and config["zero_optimization"].get(part))
+            or {}
+        )
+        if place.get("nvme_path"):
+            config["zero_optimization"] = {
+                **config["zero_optimization"],
+                part: {**place, "nvme_path": folder},
+            }
+    return config
+
+
+def compare(
+    config: dict[str, Any], meaning: Meaning, args: argparse.Namespace, client: bool
+) -> Any:
+    module, scratch = model(), tempfile.gettempdir()
+    optimizer = zshard.AdamW(module.parameters(), lr=LR, weight_decay=0.0) if client else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = engine_of(
+            redirected(config, scratch), model=module, optimizer=optimizer, args=args
+        )
+    theirs = Theirs(meaning)
+    steps = STEPS * meaning.rounds
+    ours, other = train(engine, steps), theirs.train(steps)
+    differ = max(abs(a - b) for a, b in zip(ours, other, strict=True))
+    said = [str(each.message) for each in caught if "DeepSpeed" in str(each.message)]
+    return engine.global_steps, differ, states_apart(engine, theirs), len(said)
+
+
+def check(pool: RankPool, config: Any, meaning: Meaning, args: Any, client: bool = False) -> None:
+    for rank, found in enumerate(pool.run(compare, config, meaning, args, client)):
+        steps, differ, apart, warned = found
+        assert steps == STEPS
+        exact = not meaning.clip and (meaning.rounds == 1 or meaning.stage < 2)
+        assert differ == apart == 0.0 if exact else max(differ, apart) < 1e-6
+        assert warned <= (rank == 0), "one warning, on one rank"
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.sampled(4)
+@ranks(2)
+def test_a_config_trains_as_ddp(pool: RankPool, name: str) -> None:
+    config, meaning, args = OWN[name]
+    check(pool, config, meaning, argparse.Namespace(**{**ARGS, **args}))
+
+
+@pytest.mark.skipif(not FOLDER, reason="needs the files: ZSHARD_PUBLISHED_CONFIGS")
+@pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
+@pytest.mark.sampled(10)
+@ranks(2)
+def test_a_published_config_trains_as_ddp(pool: RankPool, case: Any) -> None:
+    check(pool, case.read(), case.meaning, case.namespace(), case.client)

@@ -1,0 +1,303 @@
+"""A DeepSpeed config is read as DeepSpeed reads it: every key works, is named in a warning, or refused.
+
+The one idea: no rank and no model; `settings_of` alone, for two ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import LR, config
+
+from zshard._deepspeed import keys
+from zshard._deepspeed.auto_values import _SOURCES
+from zshard._deepspeed.batch_sizes import BatchSizes, complete
+from zshard._deepspeed.ds_config import Settings, read, settings_of
+from zshard._deepspeed.optimizer_types import optimizer_of
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md").read_text()
+
+
+def settings(changes: dict[str, Any], args: Any = None) -> Settings:
+    return settings_of(config(**changes), args, world=2, rank=0)
+
+
+def with_zero(**options: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **options}}
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"train_micro_batch_size": 4}, ValueError, "did you mean 'train_micro_batch_size_per_gpu'?"),
+        ({"gradient_cliping": 1.0}, ValueError, "did you mean 'gradient_clipping'?"),
+        ({"zero_optimisation": {}}, ValueError, "did you mean 'zero_optimization'?"),
+        ({"stage": 3}, ValueError, "'stage' in the DeepSpeed config: it belongs to 'zero_optimization'"),
+        (with_zero(stage3_param_persitance_threshold=1e5), ValueError, "did you mean 'stage3_param_persistence_threshold'?"),
+        (with_zero(offload_params={"device": "cpu"}), ValueError, "did you mean 'offload_param'?"),
+        (with_zero(offload_param={"devise": "cpu"}), ValueError, "'devise' in 'zero_optimization.offload_param'"),
+        ({"fp16": {"enable": True}}, ValueError, "in 'fp16' of the DeepSpeed config: did you mean 'enabled'?"),
+        ({"xyzzy": 1}, ValueError, "remove it (docs/deepspeed.md lists all keys)"),
+        ({"fp16": True}, TypeError, "'fp16' in the DeepSpeed config must be a dict, got True"),
+        ({"fp16": {"enabled": "yes"}}, TypeError, "'fp16.enabled' in the DeepSpeed config must be true or false, got 'yes'"),
+        ({"gradient_clipping": "1.0"}, TypeError, "must be a number, got '1.0'"),
+        ({"gradient_clipping": -1}, ValueError, "finite and at least 0, got -1"),
+        ({"steps_per_print": 0}, ValueError, "at least 1"),
+        ({"communication_data_type": "int8"}, ValueError, "'fp32', 'fp16' or 'bf16', got 'int8'"),
+        (with_zero(stage=4), ValueError, "'zero_optimization.stage' must be 0, 1, 2 or 3, got 4"),
+        (with_zero(stage="3"), TypeError, "must be an integer, got '3'"),
+        (with_zero(offload_param={"device": "gpu"}), ValueError, "'none', 'cpu' or 'nvme', got 'gpu'"),
+        (with_zero(offload_param={"device": "nvme"}), ValueError, "set 'zero_optimization.offload_param.nvme_path'"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ValueError, "enables fp16 and bf16: enable only one"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, NotImplementedError, "enable 'fp16'"),
+        ({"gradient_allreduce_op": "sum"}, NotImplementedError, "multiply the loss by the number of ranks"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, NotImplementedError, "sums gradients in float32"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        settings(changes)
+
+
+@pytest.mark.parametrize("name", keys.REFUSED)
+def test_what_would_change_numbers_is_refused_unless_it_is_off(name: str) -> None:
+    changes: Any = {"enabled": True}
+    off: Any = {"enabled": False}
+    for key in reversed(name.split(".")):
+        changes, off = {key: changes}, {key: off}
+    with pytest.raises(NotImplementedError, match=f"'{re.escape(name)}', which is not supported: "):
+        settings(changes)
+    settings(off)
+
+
+def test_one_warning_names_what_has_no_effect() -> None:
+    changes = {
+        "wall_clock_breakdown": True,
+        "flops_profiler": {"enabled": False, "detailed": True},
+        "zero_allow_untested_optimizer": True,
+        "tensorboard": {"enabled": True, "output_path": "runs"},
+        **with_zero(overlap_comm=True, reduce_bucket_size=5e8, stage3_max_live_parameters="auto"),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        settings(changes)
+        settings_of(config(**changes), None, world=2, rank=1)
+    (message,) = [str(each.message) for each in caught]
+    for name in (
+        *("wall_clock_breakdown", "zero_allow_untested_optimizer", "tensorboard"),
+        *("zero_optimization.overlap_comm", "zero_optimization.reduce_bucket_size"),
+    ):
+        assert name in message
+    assert "flops_profiler" not in message and "max_live" not in message, "they ask for nothing"
+    assert caught[0].filename == __file__
+
+
+def test_no_key_is_in_two_tables() -> None:
+    assert not keys.WORKS & keys.IGNORED
+    assert not (keys.WORKS | keys.IGNORED) & keys.REFUSED.keys()
+
+
+def test_the_page_lists_all_keys() -> None:
+    known = {name.rpartition(".")[2] for name in (*keys.WORKS, *keys.IGNORED, *keys.REFUSED)}
+    assert {name for name in known if f"`{name}`" not in PAGE and f'"{name}"' not in PAGE} == set()
+
+
+def test_the_page_lists_what_auto_means() -> None:
+    for name, source in _SOURCES.items():
+        rows = PAGE.split('## "auto"')[1].splitlines()
+        row = next(line for line in rows if line.startswith(f"| `{name}`"))
+        assert all(f"`{attribute}`" in row for attribute in source.attributes), row
+        assert json.dumps(source.default) in row, row
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ((16, 4, 2), (16, 4, 2)),
+        ((16, 4, None), (16, 4, 2)),
+        ((16, None, 2), (16, 4, 2)),
+        ((None, 4, 2), (16, 4, 2)),
+        ((16, None, None), (16, 8, 1)),
+        ((None, 4, None), (8, 4, 1)),
+    ],
+)
+def test_two_batch_sizes_give_the_third(given: Any, sizes: Any) -> None:
+    assert complete(*given, 2) == BatchSizes(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None, None, 2), "needs 'train_batch_size' or 'train_micro_batch_size_per_gpu'"),
+        ((16, 4, 3), "train_batch_size=16 is not train_micro_batch_size_per_gpu=4 * gradient_accumulation_steps=3 * 2 rank(s), which is 24"),
+        ((9, 4, None), "train_batch_size=9 is not a multiple of train_micro_batch_size_per_gpu=4 * 2 rank(s): choose a multiple of 8"),
+        ((3, None, None), "train_batch_size=3 is not a multiple of gradient_accumulation_steps=1 * 2 rank(s)"),
+        ((4, 4, None), "choose a multiple of 8"),
+    ],
+)  # fmt: skip
+def test_batch_sizes_that_do_not_fit_are_named(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        complete(*given, 2)
+
+
+def test_auto_takes_the_trainers_arguments_or_their_defaults() -> None:
+    auto = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "weight_decay"), "auto")},
+        "scheduler": {"type": "WarmupLR", "params": dict.fromkeys(("warmup_max_lr", "warmup_num_steps"), "auto")},
+    }  # fmt: skip
+    plain = settings(auto)
+    assert plain.sizes == (16, 8, 1) and plain.clipping == 1.0 and plain.dtype is None
+    assert plain.values["optimizer"]["params"] == {
+        "lr": 5e-5,
+        "betas": [0.9, 0.999],
+        "weight_decay": 0.0,
+    }
+    assert plain.values["scheduler"]["params"] == {"warmup_max_lr": 5e-5, "warmup_num_steps": 0}
+    args = argparse.Namespace(
+        **{
+            "per_device_train_batch_size": 3,
+            "gradient_accumulation_steps": 2,
+            "max_grad_norm": 0.5,
+        },
+        **{
+            "bf16": True,
+            "learning_rate": LR,
+            "adam_beta1": 0.8,
+            "adam_beta2": 0.9,
+            "warmup_steps": 7,
+        },
+    )
+    told = settings(auto, args)
+    assert told.sizes == (12, 3, 2) and told.clipping == 0.5 and told.dtype is torch.bfloat16
+    assert told.values["optimizer"]["params"]["betas"] == [0.8, 0.9]
+    assert told.values["scheduler"]["params"] == {"warmup_max_lr": LR, "warmup_num_steps": 7}
+    auto["scheduler"]["params"]["total_num_steps"] = "auto"
+    with pytest.raises(
+        ValueError, match='total_num_steps\' in the DeepSpeed config is "auto": set it'
+    ):
+        settings(auto)
+    for changes in (
+        {"optimizer": {"type": "SGD", "params": {"momentum": "auto"}}},
+        {"fp16": {"enabled": True, "loss_scale": "auto"}},
+        {"zero_optimization": {"stage": "auto"}},
+    ):
+        with pytest.raises(ValueError, match='in the DeepSpeed config is "auto": set its value'):
+            settings(changes)
+
+
+def test_an_auto_batch_size_follows_from_the_others() -> None:
+    sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    args = argparse.Namespace(per_device_train_batch_size=3)
+    assert settings({**sizes, "train_batch_size": 12}).sizes == (12, 6, 1)
+    assert settings({**sizes, "train_batch_size": 12}, args).sizes == (12, 3, 2)
+    sizes["train_micro_batch_size_per_gpu"] = 2
+    assert settings({**sizes, "train_batch_size": 12}).sizes == (12, 2, 3)
+
+
+def test_offload_goes_to_the_host_or_to_one_folder() -> None:
+    cpu, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/disk"}
+
+    def places(stage: int = 3, **parts: Any) -> Any:
+        found = settings({"zero_optimization": {"stage": stage, **parts}}).offload
+        return found and (found.params, found.optimizer, found.directory, found.fraction)
+
+    assert places() is None and places(offload_param={"device": "none"}) is None
+    assert places(offload_optimizer=cpu) == (False, True, None, 1.0)
+    assert places(offload_param=cpu, offload_optimizer=cpu) == (True, True, None, 1.0)
+    assert places(offload_optimizer=disk) == (False, True, "/disk", 1.0)
+    assert places(offload_param=cpu, offload_optimizer=disk) == (False, True, "/disk", 1.0)
+    assert places(offload_param=disk, offload_optimizer=cpu) == (True, False, "/disk", 1.0)
+    assert places(offload_optimizer={**disk, "ratio": 0.5}) == (False, True, "/disk", 0.5)
+    assert places(0, offload_optimizer=cpu) is None
+    assert places(2, cpu_offload=True) == (False, True, None, 1.0)
+    with pytest.raises(NotImplementedError, match="not to /disk and /other"):
+        places(offload_param=disk, offload_optimizer={**disk, "nvme_path": "/other"})
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{,}", "is not valid JSON"),
+        ('{"a": 1, "a": 2}', "the key 'a' is there twice"),
+        ("[]", "must be a JSON object"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        read(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_config_is_not_changed() -> None:
+    given = config(gradient_clipping="auto", bfloat16={"enabled": True})
+    before = json.dumps(given)
+    settings_of(read(given), None, 1, 0)
+    assert json.dumps(given) == before
+    with pytest.raises(
+        TypeError, match="config must be a dict or the path of a JSON file, got int"
+    ):
+        read(3)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def made(kind: str, **params: Any) -> Any:
+    return optimizer_of({"type": kind, "params": params}, [torch.nn.Parameter(torch.ones(2))])
+
+
+def test_adam_is_adamw_with_deepspeeds_defaults() -> None:
+    assert type(made("Adam")).__name__ == type(made("adamw", adam_w_mode=False)).__name__ == "AdamW"
+    assert type(made("Adam", adam_w_mode=False)).__name__ == "Adam"
+    assert made("AdamW").defaults["weight_decay"] == 0.0
+    assert made("AdamW", torch_adam=True).defaults["weight_decay"] == 0.01
+    assert made("AdamW", betas=[0.8, 0.9], max_grad_norm=0.0).defaults["betas"] == (0.8, 0.9)
+    for name in ("SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"):
+        assert type(made(name, lr=0.1)).__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "error", "message"),
+    [
+        ("Lamb", {}, NotImplementedError, "LAMB needs the norm of each full parameter; use AdamW"),
+        ("OneBitAdam", {}, NotImplementedError, "1-bit communication changes the gradients"),
+        ("ZeroOneAdam", {}, NotImplementedError, "1-bit communication changes the gradients"),
+        ("Muon", {}, NotImplementedError, "Muon needs full matrices"),
+        ("Lion", {}, NotImplementedError, "it is elementwise, so pass an instance"),
+        ("AdamX", {}, ValueError, "expected one of Adam, AdamW, SGD"),
+        ("Adam", {"learning_rate": 1}, TypeError, "'optimizer.params' in the DeepSpeed config: "),
+        ("Adam", {"max_grad_norm": 1.0}, ValueError, "set 'gradient_clipping' at the top"),
+        ("Adam", {"bias_correction": False}, NotImplementedError, "'optimizer.params.bias_correction'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_optimizer_here_says_what_is(
+    kind: str, params: Any, error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        made(kind, **params)

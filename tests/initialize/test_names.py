@@ -1,0 +1,207 @@
+"""`import zshard as deepspeed`: names that work, names that say what to use, the data loader.
+
+The one idea: scripts call these before and after initialize(); none may fail without a remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import LR, batch, config, engine_of, loss_of, model, train
+from spawn import RankPool, ranks
+from test_misuse import raised
+from torch import nn
+
+import zshard
+from zshard import deepspeed
+
+
+def test_the_names_are_there_and_imported_late() -> None:
+    code = (
+        "import sys, zshard\n"
+        "assert 'zshard.deepspeed' not in sys.modules, 'imported with zshard'\n"
+        "assert zshard.initialize is zshard.deepspeed.initialize\n"
+        "assert not hasattr(zshard, 'xyzzy')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in deepspeed.__all__:
+        assert getattr(zshard, name) is getattr(deepspeed, name)
+
+
+@pytest.mark.parametrize("name", deepspeed.INSTEAD)
+def test_other_names_say_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"zshard has no deepspeed.{name}: ") as error:
+        getattr(zshard, name)
+    assert deepspeed.INSTEAD[name] in str(error.value)
+
+
+def as_a_script(path: str) -> Any:
+    """With args, as DeepSpeed's tutorials do."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser = zshard.add_config_arguments(parser)
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", path])
+    zshard.init_distributed()
+    zshard.init_distributed(dist_backend="gloo", verbose=False)
+    module = model()
+    decayed = [p for p in module.parameters() if p.ndim > 1]
+    others = [p for p in module.parameters() if p.ndim == 1]
+    engine, optimizer, loader, scheduler = zshard.initialize(
+        args=args,
+        model=module,
+        model_parameters=[{"params": decayed, "weight_decay": 0.1}, {"params": others}],
+        training_data=torch.utils.data.TensorDataset(torch.randn(24, 7), torch.randn(24, 3)),
+        lr_scheduler=lambda each: torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5),
+    )
+    for inputs, targets in loader:
+        engine.backward(loss_of(engine(inputs), targets))
+        engine.step()
+    assert engine.module is module and engine.optimizer is optimizer and len(loader) == 3
+    assert isinstance(engine, nn.Module) and engine.first is module.first, "the model's attributes"
+    assert len({*map(id, engine.parameters())}) == 5
+    assert "docs/deepspeed.md lists" in raised(lambda: engine.xyzzy)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert args.local_rank == engine.local_rank == engine.global_rank == dist.get_rank()
+    assert (engine.zero_optimization_stage(), engine.device.type, engine.world_size) == (
+        3,
+        "cpu",
+        2,
+    )
+    assert engine.get_mom() == [(0.9, 0.999)] * 2 and engine.loss_scale() == 0.0
+    return scheduler.get_last_lr() == [LR / 8] * 2 == engine.get_lr(), engine.global_steps
+
+
+@ranks(2)
+def test_a_script_with_arguments_groups_and_a_scheduler_trains(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config(steps_per_print=2)))
+    assert pool.run(as_a_script, str(path)) == [(True, 3)] * 2
+
+
+def optimizers() -> Any:
+    """An instance, a function, and one whose gradients another loss scale covers."""
+    losses = []
+    for kind in ("config", "instance", "function"):
+        module = model()
+        given: Any = {
+            "config": None,
+            "instance": zshard.AdamW(module.parameters(), lr=LR, weight_decay=0.0),
+            "function": lambda params: zshard.AdamW(params, lr=LR, weight_decay=0.0),
+        }[kind]
+        losses.append(train(engine_of(model=module, optimizer=given), 4))
+    half = engine_of(config(fp16={"enabled": True, "initial_scale_power": 4}))
+    train(half, 1)
+    assert half.optimizer.cur_scale == half.cur_scale == 16.0 and not half.optimizer.overflow
+    return losses[0] == losses[1] == losses[2]
+
+
+@ranks(2)
+def test_an_optimizer_may_be_given_in_three_ways(pool: RankPool) -> None:
+    assert pool.run(optimizers) == [True, True]
+
+
+def half_model() -> Any:
+    """A script that casts the model itself, as DeepSpeed's do."""
+    engine = engine_of(config(bf16={"enabled": True}), model=model().bfloat16())
+    losses = []
+    for step in range(3):
+        inputs, targets = batch(step)
+        loss = loss_of(engine(inputs.bfloat16()), targets)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return {p.dtype for p in engine.parameters()} == {torch.float32}, losses[0] > 0
+
+
+@ranks(2)
+def test_a_model_that_was_cast_gets_float32_copies(pool: RankPool) -> None:
+    assert pool.run(half_model) == [(True, True)] * 2
+
+
+def autocast() -> float:
+    engine = engine_of(config(torch_autocast={"enabled": True}))
+    inputs = batch(0)[0]
+    assert engine(inputs).dtype is torch.bfloat16
+    assert engine.module(inputs).dtype is torch.float32
+    return train(engine, 3)[-1]
+
+
+@ranks(2)
+def test_autocast_surrounds_the_forward(pool: RankPool) -> None:
+    assert all(loss > 0 for loss in pool.run(autocast))
+
+
+def own_boundaries() -> Any:
+    """Loops that count by themselves: step() once per round."""
+    counted = engine_of(config(gradient_accumulation_steps=2, zero_optimization={"stage": 1}))
+    train(counted, 4)
+    by_hand = engine_of(config(gradient_accumulation_steps=2, zero_optimization={"stage": 1}))
+    unmanaged = engine_of(
+        config(gradient_accumulation_steps=2, managed_gradient_accumulation=False)
+    )
+    for engine in (by_hand, unmanaged):
+        for step in range(4):
+            if engine is by_hand:
+                engine.set_gradient_accumulation_boundary(step % 2 == 1)
+            inputs, targets = batch(step)
+            engine.backward(loss_of(engine(inputs), targets))
+            if step % 2:
+                engine.step()
+        ours, other = engine.module.state_dict(), counted.module.state_dict()
+        assert max(float((ours[name] - other[name]).abs().max()) for name in ours) < 1e-6
+    return counted.global_steps, by_hand.global_steps, unmanaged.global_steps
+
+
+@ranks(2)
+def test_a_loop_may_set_the_boundary(pool: RankPool) -> None:
+    assert pool.run(own_boundaries) == [(2, 2, 2)] * 2
+
+
+def gathered(transport: str) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with zshard.zero.Init(config_dict_or_path=config(), dtype=torch.float32):
+            module = model()
+    assert "reset_parameters()" in str(caught[0].message)
+    assert all(p.is_meta for p in module.parameters())
+    engine = engine_of(model=module, transport=transport)
+    with zshard.zero.GatheredParameters([module.first.weight], modifier_rank=1):
+        assert module.first.weight.shape == (13, 7)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                module.first.weight.fill_(3.0)
+    weight = engine.module.state_dict()["first.weight"]
+    with zshard.zero.GatheredParameters(module.parameters()), torch.no_grad():
+        module.second.weight.zero_()  # without a modifier_rank, discarded
+    second = engine.module.state_dict()["second.weight"]
+    with zshard.zero.GatheredParameters(nn.Linear(2, 2).weight, modifier_rank=0):
+        pass
+    train(engine, 2)
+    return bool((weight == 3).all()), bool(second.any())
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ranks(2)
+def test_zero_init_and_gathered_parameters(pool: RankPool, transport: str) -> None:
+    assert pool.run(gathered, transport) == [(True, True)] * 2
+
+
+def test_init_distributed_checks_its_arguments() -> None:
+    with pytest.raises(TypeError, match="unexpected argument 'backend'"):
+        zshard.init_distributed(backend="gloo")
+    with pytest.raises(RuntimeError, match="omit dist_init_required=False"):
+        zshard.init_distributed(dist_init_required=False)
+    with pytest.raises(NotImplementedError, match="build the module within"):
+        zshard.zero.Init(module=model())

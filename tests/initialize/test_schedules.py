@@ -1,0 +1,110 @@
+"""DeepSpeed's learning rate schedules and loss scale, number by number.
+
+The one idea: the numbers were computed once by DeepSpeed 0.19.8's own schedules, and by hand from its
+documentation; they are written here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zshard._deepspeed.loss_scale import LossScale
+from zshard._deepspeed.schedules import schedule_of
+
+
+def optimizer(lr: float = 0.2, groups: int = 1) -> torch.optim.Optimizer:
+    params = [{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(groups)]
+    return torch.optim.AdamW(params, lr=lr)
+
+
+def run(kind: str, steps: int = 8, **params: Any) -> tuple[list[float], list[float]]:
+    """The learning rates and first betas of the first steps."""
+    stepped = optimizer()
+    schedule = schedule_of({"type": kind, "params": params}, stepped)
+    lrs, betas = [], []
+    for _ in range(steps):
+        lrs.append(round(stepped.param_groups[0]["lr"], 6))
+        betas.append(round(stepped.param_groups[0]["betas"][0], 6))
+        schedule.step()
+    return lrs, betas
+
+
+CASES: dict[str, Any] = {
+    "log": ("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 4}, [0, 0, 0.05, 0.079248, 0.1, 0.1]),
+    "linear": ("WarmupLR", {"warmup_min_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}, [0.1, 0.1, 0.125, 0.15, 0.175, 0.2]),
+    "one step": ("WarmupLR", {"warmup_num_steps": 0}, [0, 0, 0.2, 0.2]),
+    "decay": ("WarmupDecayLR", {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_max_lr": 0.1}, [0, 0, 0.1, 0.1, 0.075, 0.05, 0.025, 0]),
+    "cosine": ("WarmupCosineLR", {"total_num_steps": 6, "warmup_num_steps": 2, "cos_min_ratio": 0.1}, [0, 0, 0.2, 0.17364, 0.11, 0.04636, 0.02, 0.02]),
+    "range": ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2}, [0.1, 0.15, 0.2, 0.25, 0.3]),
+    "stairs": ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2, "lr_range_test_staircase": True}, [0.1, 0.1, 0.2, 0.2, 0.3]),
+    "cycle": ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2, "decay_step_size": 1, "decay_lr_rate": 1.0}, [0.1, 0.2, 0.3, 0.2, 0.1, 0.05, 0.033333]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_schedule_has_deepspeeds_numbers(case: str) -> None:
+    kind, params, expected = CASES[case]
+    assert run(kind, len(expected), **params)[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_one_cycle_moves_the_momentum_the_other_way() -> None:
+    betas = run("OneCycle", 6, cycle_min_lr=0.1, cycle_max_lr=0.3, cycle_first_step_size=2)[1]
+    assert betas == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.9])
+
+
+def test_torchs_schedulers_work_by_name_and_states_resume() -> None:
+    schedule = schedule_of({"type": "StepLR", "params": {"step_size": 1}}, optimizer())
+    assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
+    first, second = (schedule_of({"type": "WarmupLR"}, optimizer(groups=2)) for _ in range(2))
+    for _ in range(5):
+        first.step()
+    second.load_state_dict(first.state_dict())
+    second.step()
+    first.step()
+    assert first.get_last_lr() == second.get_last_lr() and len(first.get_lr()) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("Warmup", {}, "unknown 'scheduler.type' 'Warmup' .* WarmupLR"),
+        ("Optimizer", {}, "unknown 'scheduler.type'"),
+        ("WarmupLR", {"warmup_steps": 3}, "'scheduler.params' in the DeepSpeed config: "),
+        ("WarmupLR", {"warmup_num_steps": 2.5}, "'warmup_num_steps' must be an integer, got 2.5"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "'warmup_type' must be 'log' or 'linear'"),
+        ("WarmupLR", {"warmup_max_lr": [1, 2]}, "'warmup_max_lr' has 2 values for 1 param groups"),
+        ("WarmupDecayLR", {}, "total_num_steps"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0, "cycle_max_lr": 1, "first": 2},
+            "unexpected argument 'first'",
+        ),
+    ],
+)
+def test_a_schedule_that_is_wrong_is_named(kind: str, params: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        schedule_of({"type": kind, "params": params}, optimizer())
+
+
+def scales(overflows: str, **options: Any) -> list[float]:
+    """The loss scale after each step; "x" is an overflow."""
+    scale = LossScale(scale=16.0, window=2, **options)
+    found = []
+    for each in overflows:
+        scale.update(each == "x")
+        found.append(scale.scale)
+    return found
+
+
+def test_the_loss_scale_grows_and_shrinks_as_deepspeeds() -> None:
+    assert scales("xx", hysteresis=1) == [8, 4]
+    assert scales("xxx", hysteresis=2) == [16, 8, 4], "the first is forgiven, once"
+    assert scales("x....", hysteresis=1) == [8, 8, 8, 16, 16]
+    assert scales("x.x", hysteresis=2) == [16, 16, 8]
+    assert scales("x.x", hysteresis=2, is_consecutive=True) == [16, 16, 16]
+    assert scales("xx..", is_dynamic=False) == [16] * 4
+    with pytest.raises(OverflowError, match="at the least loss scale, 8"):
+        scales("xx", hysteresis=1, least=8.0)

@@ -1,0 +1,74 @@
+"""Ranks on several hosts, which benchmarks/hosts_net.py makes out of this machine: a nursery on each.
+
+from hosts import HostedRanks
+
+with HostedRanks(2) as hosted:
+    results = hosted.run(function, 2, *arguments)  # on 2 ranks of each host, as fork_ranks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nursery import SLACK, RankResult, _Nursery, _result, _task
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
+
+from benchmarks.hosts_net import INTERFACE, Hosts
+from benchmarks.hosts_net import HostsUnavailable as HostsUnavailable
+
+
+class HostedRanks:
+    """Hosts that last; a context that ends them. Raises HostsUnavailable where none can be made."""
+
+    def __init__(self, count: int) -> None:
+        with contextlib.ExitStack() as stack:
+            self.hosts = stack.enter_context(Hosts(count))
+            self._nurseries: list[_Nursery] = []
+            for host in self.hosts.all:
+                self._nurseries.append(_Nursery(host.entered, INTERFACE))
+                stack.callback(self._nurseries[-1].close)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> HostedRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, function: Any, ranks: int, *args: Any, timeout: float = 60) -> list[RankResult]:
+        """Run function(*args) on so many fresh ranks of each host; how each rank ended."""
+        return self.start(function, ranks, *args, timeout=timeout).wait()
+
+    def start(self, function: Any, ranks: int, *args: Any, timeout: float = 60) -> Running:
+        """The same, without waiting for it; wait for it before the next."""
+        store = self.hosts.store()
+        variables = self.hosts.environment(store, ranks)
+        folder = tempfile.TemporaryDirectory(prefix="zshard-hosted-")
+        for index, nursery in enumerate(self._nurseries):
+            own = range(index * ranks, (index + 1) * ranks)
+            nursery.pipe.send((_task(function, args), own, folder.name, timeout, variables))
+        return Running(self._nurseries, store, folder, timeout)
+
+
+class Running:
+    """Ranks at work. `store` is theirs, and lives as long as this does."""
+
+    def __init__(self, nurseries: list[_Nursery], store: Any, folder: Any, timeout: float) -> None:
+        self._nurseries, self.store, self._folder = nurseries, store, folder
+        self._timeout = timeout
+
+    def wait(self) -> list[RankResult]:
+        """How each rank ended; one that ran into the limit has no returncode."""
+        codes: list[int | None] = []
+        for nursery in self._nurseries:
+            if not nursery.pipe.poll(self._timeout + SLACK):
+                raise TimeoutError("a host's nursery does not answer")
+            codes += nursery.pipe.recv()
+        results = [_result(Path(self._folder.name), rank, code) for rank, code in enumerate(codes)]
+        self._folder.cleanup()
+        return results

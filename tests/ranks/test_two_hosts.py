@@ -1,0 +1,119 @@
+"""Training on two hosts: losses as DDP's, and errors instead of hangs if a rank dies or the wire is cut.
+
+The one idea: hosts are namespaces of this machine with a wire between them (benchmarks/hosts_net.py),
+so ranks of different hosts share nothing but TCP, and a test can pull the plug.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_same
+from hosts import HostedRanks, HostsUnavailable
+from misdeeds import Misdeed, check_survivors, make_model, step_once, train, wrap
+from models import CASES, make, make_optimizer
+from models import train as train_case
+from torch.nn.parallel import DistributedDataParallel
+
+import zshard
+from zshard import FSDP
+
+STRATEGIES = ("full_shard", "hybrid_shard")
+BOUND = 1e-5
+"""Relative: DDP sums four ranks' gradients in another order than that of the ranks."""
+
+DEADLINE = 3.0
+"""Seconds that a wait may last."""
+
+PATIENCE = 12.0
+"""Seconds within which a rank has ended after that, on a loaded machine."""
+
+
+@pytest.fixture(scope="module")
+def hosted() -> Iterator[HostedRanks]:
+    try:
+        made = HostedRanks(2)
+    except HostsUnavailable as error:
+        pytest.skip(f"needs root and network namespaces: {error}")
+    with made:
+        yield made
+
+
+def losses_of_all(name):
+    """Each side's losses of a few steps on this rank."""
+    dist.init_process_group("gloo")
+    case, rank = CASES[name], dist.get_rank()
+    sides = {"ddp": DistributedDataParallel(make(case.make))}
+    for strategy in STRATEGIES:
+        sides[strategy] = FSDP(make(case.make), strategy=strategy, auto_wrap_policy=case.policy)
+    losses = {
+        side: train_case(model, case, make_optimizer("torch.SGD", model), rank)
+        for side, model in sides.items()
+    }
+    del sides
+    dist.destroy_process_group()
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_are_those_of_ddp(hosted, ranks):
+    results = hosted.run(losses_of_all, ranks, "net")
+    for result in results:
+        assert result.returncode == 0, f"rank {result.rank}\n{result.stderr}"
+        losses = {side: torch.tensor(values) for side, values in result.value.items()}
+        where = f"losses of rank {result.rank}"
+        if ranks == 1:  # a sum of two does not depend on their order
+            assert_same(losses["full_shard"], losses["ddp"], where)
+        torch.testing.assert_close(losses["full_shard"], losses["ddp"], rtol=BOUND, atol=0)
+        assert_same(losses["hybrid_shard"], losses["full_shard"], where)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rank_killed_on_one_host_is_named_on_both(hosted, strategy, tmp_path):
+    arguments = ("kill", "backward", tmp_path, "auto", 60.0, strategy)
+    results = hosted.run(train, 2, *arguments, timeout=30)
+    check_survivors(results, ("PeerError",), "rank 3 (pid ", "exited", within=PATIENCE)
+
+
+def train_until_cut(folder, strategy):
+    """Trains for ever; the `End` of that. Tells when the wire may be cut."""
+    misdeed = Misdeed("", "", folder)
+    ready = Path(folder) / f"ready{os.environ['RANK']}"
+
+    def loop():
+        model = wrap(make_model(misdeed), "auto", DEADLINE, strategy)
+        optimizer = zshard.SGD(model.parameters(), lr=0.01)
+        for step in range(10**9):
+            step_once(model, optimizer, misdeed, step)
+            if step == 2:
+                ready.touch()
+
+    return misdeed.end_of(loop)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_cut_wire_is_an_error_on_every_rank(hosted, strategy, tmp_path):
+    running = hosted.start(train_until_cut, 2, tmp_path, strategy, timeout=PATIENCE + 20)
+    limit = time.monotonic() + 20
+    while len(list(tmp_path.glob("ready*"))) < 4 and time.monotonic() < limit:
+        time.sleep(0.02)
+    host = hosted.hosts.all[1]
+    (tmp_path / "time").write_text(str(time.monotonic()))
+    host.cut()
+    try:
+        results = running.wait()
+    finally:
+        host.mend()
+    for result in results:
+        assert result.returncode == 0, f"rank {result.rank}: {result}"
+        kinds = ("PeerError", "PeerTimeoutError")
+        assert result.value.kind in kinds, f"rank {result.rank} ended with {result.value}"
+        others = "2, 3" if result.rank < 2 else "0, 1"
+        assert others in result.value.message, result.value
+        assert result.value.seconds < DEADLINE + PATIENCE, result.value

@@ -1,0 +1,374 @@
+"""QLoRA: adapters of a body in bitsandbytes' 4 bits, which is sharded bit for bit or refused by name.
+
+The one idea: the dtype of a quantized parameter says nothing about its bits, so each storage dtype
+must train alike. Runs are compared with DDP, on two ranks that have the same base model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spawn import RankPool, ranks
+from torch import nn
+
+pytest.importorskip("bitsandbytes", reason="needs zshard[trainers]: make test-trainers")
+pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
+
+import bitsandbytes as bnb
+from accelerated import equal
+from hf_trainers import arguments, losses_of, new_run, sentences, tiny_llama
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    prepare_model_for_kbit_training,
+)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PrinterCallback, Trainer
+
+import zshard.transformers
+from zshard import FSDP, DivergenceError, MixedPrecision
+
+BF16 = torch.bfloat16
+IDS = torch.tensor([[3, 5, 7, 9]])
+
+
+def base(folder: str, bits: int = 4, **more: Any) -> Any:
+    """A tiny Llama, loaded in 4 or 8 bits on each rank."""
+    where = f"{folder}/base"
+    if torch.distributed.get_rank() == 0 and not Path(where).exists():
+        tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(where)
+    torch.distributed.barrier()
+    chosen: dict[str, Any] = {f"load_in_{bits}bit": True}
+    if bits == 4:
+        chosen |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **more}
+    config = BitsAndBytesConfig(**chosen)
+    options = {"device_map": {"": "cpu"}, "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(where, quantization_config=config, **options)
+
+
+def qlora(folder: str, **more: Any) -> Any:
+    model = prepare_model_for_kbit_training(base(folder, **more), use_gradient_checkpointing=False)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+    return model.train()
+
+
+def exact(model: Any) -> Any:
+    """Without bitsandbytes' repacking in an evaluation, after which no gradients flow on some CPUs."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def train(model: Any) -> list[float]:
+    """Losses of five steps, with an evaluation after each."""
+    rank = torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(10 + rank)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(5):
+        ids = torch.randint(3, 60, (2, 12), generator=generator)
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            losses += [loss.item(), model(input_ids=ids, labels=ids).loss.item()]
+        model.train()
+    return losses
+
+
+def bits(state: Any) -> dict[str, torch.Tensor]:
+    """A state dict's tensors as bytes: what lies in a float32 may be a NaN."""
+    return {name: value.reshape(-1).view(torch.uint8) for name, value in state.items()}
+
+
+def parity(folder: str, strategy: str, transport: str) -> bool:
+    plain = exact(qlora(folder))
+    losses = train(nn.parallel.DistributedDataParallel(plain))
+    model = FSDP(qlora(folder), strategy=strategy, transport=transport)
+    assert train(model) == losses
+    assert {type(p) for p in model.parameters() if p.dtype == torch.uint8} == {bnb.nn.Params4bit}
+    assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+    return equal(bits(model.state_dict()), bits(plain.state_dict()))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero2", "no_shard"])
+@ranks(2)
+def test_training_is_that_of_ddp(
+    pool: RankPool, tmp_path: Path, strategy: str, transport: str
+) -> None:
+    assert pool.run(parity, str(tmp_path), strategy, transport) == [True, True]
+
+
+def in_16_bits(folder: str, storage: torch.dtype, transport: str) -> bool:
+    """Bits in a float dtype, under mixed precision, train as bits in bytes do."""
+    half = MixedPrecision(param_dtype=BF16)
+    options: dict[str, Any] = {"mixed_precision": half, "transport": transport}
+    expected = train(FSDP(qlora(folder), **options))
+    plain = qlora(folder, bnb_4bit_quant_storage=storage)
+    model = FSDP(qlora(folder, bnb_4bit_quant_storage=storage), **options)
+    assert equal(bits(model.state_dict()), bits(plain.state_dict()))
+    return train(model) == expected
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16, BF16], ids=str)
+@ranks(2)
+def test_mixed_precision_does_not_cast_bits(
+    pool: RankPool, tmp_path: Path, storage: torch.dtype, transport: str
+) -> None:
+    assert pool.run(in_16_bits, str(tmp_path), storage, transport) == [True, True]
+
+
+def with_bias(half: bool, dtype: torch.dtype) -> bool:
+    """A frozen bias has the dtype that its 4-bit layer computes in, which would convert it."""
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(64, 64, compute_dtype=dtype).to("cpu")
+    layer.bias.requires_grad_(False)
+    precision = MixedPrecision(param_dtype=BF16) if half else None
+    model = FSDP(nn.Sequential(nn.Linear(64, 64), layer), mixed_precision=precision)
+    model(torch.ones(2, 64)).float().sum().backward()
+    return layer.bias.dtype == dtype
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("half", [False, True])
+def test_biases_of_4_bit_layers(pool2: RankPool, half: bool, dtype: torch.dtype) -> None:
+    assert pool2.run(with_bias, half, dtype) == [True, True]
+
+
+def copies(folder: str, transport: str) -> bool:
+    import copy
+
+    model = FSDP(qlora(folder), transport=transport)
+    second = copy.deepcopy(model)
+    layers = [m for m in second.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    firsts = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    assert all(
+        a.weight.quant_state is not b.weight.quant_state
+        for a, b in zip(layers, firsts, strict=True)
+    )
+    assert all(layer.weight.module in (None, layer) for layer in layers)
+    for name in ("merge_and_unload", "unload"):
+        ours, theirs = (getattr(m, name)().eval() for m in (model, qlora(folder)))
+        assert equal(bits(ours.state_dict()), bits(theirs.state_dict()))
+        with torch.no_grad():
+            assert torch.equal(ours(IDS).logits, theirs(IDS).logits)
+    prompt = IDS + torch.distributed.get_rank()
+    options = {"input_ids": prompt, "max_new_tokens": 6, "do_sample": False}
+    expected = exact(qlora(folder)).eval().generate(**options)
+    assert torch.equal(model.eval().generate(**options), expected)
+    return train(model.train()) == train(second.train())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ranks(2)
+def test_copies_merges_and_generates(pool: RankPool, tmp_path: Path, transport: str) -> None:
+    assert pool.run(copies, str(tmp_path), transport) == [True, True]
+
+
+def trained(folder: str, options: dict[str, Any] | None, **more: Any) -> Any:
+    new_run()
+    kind = Trainer if options is None else zshard.transformers.shard(Trainer, **options)
+    model = exact(qlora(folder)) if options is None else qlora(folder)
+    data = {"train_dataset": sentences(20), "eval_dataset": sentences(4, seed=1)}
+    made = kind(model=model, args=arguments(folder, **{"max_steps": 4, **more}), **data)
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def in_trainer(folder: str, options: dict[str, Any]) -> bool:
+    ddp = trained(folder, None)
+    ddp.train()
+    ours = trained(folder, options, save_strategy="steps", save_steps=2)
+    ours.train()
+    assert losses_of(ours) == losses_of(ddp)
+    assert ours.evaluate()["eval_loss"] == ddp.evaluate()["eval_loss"]
+    ours.save_model(f"{folder}/saved")
+    torch.distributed.barrier()
+    adapter = get_peft_model_state_dict(ours.model)
+    loaded = PeftModel.from_pretrained(base(folder), f"{folder}/saved")
+    assert equal(adapter, get_peft_model_state_dict(loaded))
+    resumed = trained(folder, options)
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return losses_of(resumed) == losses_of(ours)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ranks(2)
+def test_a_trainer_trains_saves_and_resumes(pool: RankPool, tmp_path: Path, transport: str) -> None:
+    assert pool.run(in_trainer, str(tmp_path), {"transport": transport}) == [True, True]
+
+
+def off(folder: str) -> Any:
+    """The same bits with other scales."""
+    model = qlora(folder)
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.weight.quant_state.absmax += 3
+    return model
+
+
+def loaded(folder: str, how: str) -> bool:
+    """A checkpoint's scales are loaded with its bits, which bitsandbytes does not do."""
+    from safetensors.torch import load_file
+
+    first, second = FSDP(qlora(folder)), FSDP(off(folder))
+    if how == "state_dict":
+        second.load_state_dict(first.state_dict())
+    else:
+        zshard.save(f"{folder}/saved", first)
+        with pytest.raises(RuntimeError, match=r"pass full tensors to model.load_state_dict\(\)"):
+            zshard.load(f"{folder}/saved", second)
+        second.load_state_dict(_read(load_file, folder))
+    assert equal(bits(first.state_dict()), bits(second.state_dict()))
+    return train(first) == train(second)
+
+
+def _read(load_file: Any, folder: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in Path(folder, "saved").rglob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+@pytest.mark.parametrize("how", ["state_dict", "save"])
+@ranks(2)
+def test_scales_are_loaded_with_bits(pool: RankPool, tmp_path: Path, how: str) -> None:
+    assert pool.run(loaded, str(tmp_path), how) == [True, True]
+
+
+def misloaded(folder: str) -> list[str]:
+    model, found = FSDP(qlora(folder)), []
+    without = {k: v for k, v in model.state_dict().items() if "absmax" not in k}
+    single = FSDP(qlora(folder, bnb_4bit_use_double_quant=False))
+    for target, state in ((model, without), (single, model.state_dict())):
+        with pytest.raises(RuntimeError) as caught:
+            target.load_state_dict(state, strict=False)
+        found.append(str(caught.value))
+    return found
+
+
+@ranks(2)
+def test_bits_without_their_scales_are_not_loaded(pool: RankPool, tmp_path: Path) -> None:
+    for without, single in pool.run(misloaded, str(tmp_path)):
+        assert "the state dict has no" in without and "weight.absmax'" in without
+        assert "quantized differently" in single and "quantize the model as" in single
+
+
+def of_rank_0() -> bool:
+    """Ranks that quantized other numbers: rank 0's bits and scales count."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = exact(nn.Sequential(bnb.nn.Linear4bit(64, 64).to("cpu")))
+    expected = model(torch.ones(1, 64)).detach()
+    torch.distributed.broadcast(expected, 0)
+    assert torch.equal(FSDP(model)(torch.ones(1, 64)).detach(), expected)
+    other = nn.Sequential(bnb.nn.Linear4bit(64, 64).to("cpu"))
+    with pytest.raises(DivergenceError, match=r"0\.weight"):
+        FSDP(other, sync_module_states=False)
+    kinds = "nf4" if torch.distributed.get_rank() else "fp4"
+    with pytest.raises(DivergenceError, match=r"the quantization of '0\.weight'"):
+        FSDP(nn.Sequential(bnb.nn.Linear4bit(64, 64, quant_type=kinds).to("cpu")))
+    return True
+
+
+def test_scales_are_those_of_rank_0(pool2: RankPool) -> None:
+    assert pool2.run(of_rank_0) == [True, True]
+
+
+def layer(**more: Any) -> Any:
+    return nn.Sequential(nn.Linear(64, 64), bnb.nn.Linear4bit(64, 64, **more))
+
+
+def repacked() -> Any:
+    made = layer().to("cpu")
+    made[1].weight.quant_state.packing_format_for_cpu = True  # as an evaluation on some CPUs does
+    return made
+
+
+def trainable() -> Any:
+    made = layer(quant_storage=BF16, bias=False).to("cpu")
+    made[1].weight.requires_grad_(True)
+    return made
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "meta": (lambda: layer(device="meta"), ValueError, "load the quantized model on every rank"),
+    "unquantized": (layer, ValueError, "model.to('cpu')"),
+    "repacked": (repacked, ValueError, "before the first evaluation"),
+    "trainable": (trainable, ValueError, "requires_grad_(False)"),
+    "bias": (lambda: layer(compute_dtype=BF16).to("cpu"), ValueError, "compute_dtype"),
+    "8 bits": (
+        lambda: nn.Sequential(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")),
+        TypeError,
+        "pass all such parameters in ignored_states=, so that each rank keeps them",
+    ),
+}
+
+
+def refused(kind: str) -> str:
+    make, error, _ = WRONG[kind]
+    for _ in range(2):  # the second time as the first
+        model = make()
+        with pytest.raises(error) as caught:
+            FSDP(model)
+        assert type(model) is nn.Sequential
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_cannot_be_sharded_is_named(pool2: RankPool, kind: str) -> None:
+    for text in pool2.run(refused, kind):
+        assert WRONG[kind][2] in text and "parameter '" in text, text
+
+
+def in_8_bits(folder: str, transport: str) -> bool:
+    losses = train(nn.parallel.DistributedDataParallel(qlora(folder, bits=8)))
+    model = qlora(folder, bits=8)
+    kept = [p for p in model.parameters() if p.dtype == torch.int8]
+    return len(kept) > 0 and train(FSDP(model, ignored_states=kept, transport=transport)) == losses
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ranks(2)
+def test_8_bits_train_where_each_rank_keeps_them(
+    pool: RankPool, tmp_path: Path, transport: str
+) -> None:
+    assert pool.run(in_8_bits, str(tmp_path), transport) == [True, True]
+
+
+def torchaos() -> str:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = tiny_llama()
+    quantize_(model, Int8WeightOnlyConfig())
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    with pytest.raises(TypeError) as caught:
+        FSDP(model)
+    kept = [p for p in model.parameters() if type(p) is not nn.Parameter]
+    train(FSDP(model, ignored_states=kept))
+    return str(caught.value)
+
+
+@ranks(2)
+def test_torchao_is_named_or_kept(pool: RankPool) -> None:
+    pytest.importorskip("torchao", reason="needs torchao")
+    for text in pool.run(torchaos):
+        assert "is of class Int8Tensor" in text and "ignored_states" in text

@@ -1,0 +1,115 @@
+"""Frozen parameters of integer and 8-bit float dtypes are sharded bit for bit, and never cast.
+
+The one idea: what a quantized body is made of. The bits are compared in forward, where mixed
+precision casts other parameters, in state dicts, and in a checkpoint on another number of ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import differences
+from nursery import fork_ranks
+from spawn import RankPool, ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP, MixedPrecision
+
+DTYPES = (torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn)
+
+
+class Body(nn.Module):
+    """A linear layer beside frozen parameters; `seen` is what a forward has of them."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(8, 8)
+        for dtype in DTYPES:
+            bits = torch.randint(0, 2 if dtype == torch.bool else 100, (3000 * dtype.itemsize,))
+            value = bits.to(torch.uint8).view(dtype)
+            name = str(dtype).removeprefix("torch.")
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.named_parameters(recurse=False)
+        self.seen = {name: param.detach().clone() for name, param in own}
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def frozen(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach() for name, param in model.named_parameters(recurse=False)}
+
+
+def kept(half: bool, transport: str, folder: str) -> list[str]:
+    options: dict[str, Any] = {"transport": transport}
+    if half:
+        options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+    expected = frozen(Body())
+    model = FSDP(Body(), **options)
+    model(torch.ones(1, 8)).float().sum().backward()
+    found = differences(model.seen, expected)
+    state = model.state_dict()
+    found += differences({name: state[name] for name in expected}, expected)
+    found += differences(
+        {name: zshard.full_tensor(p) for name, p in model.named_parameters(recurse=False)}, expected
+    )
+    zshard.save(f"{folder}/saved", model)
+    other = FSDP(Body(seed=1), **options)
+    zshard.load(f"{folder}/saved", other)
+    return found + differences({name: other.state_dict()[name] for name in expected}, expected)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("half", [False, True])
+@ranks(2)
+def test_bits_are_kept(pool: RankPool, tmp_path: Path, half: bool, transport: str) -> None:
+    assert pool.run(kept, half, transport, str(tmp_path)) == [[], []]
+    result = fork_ranks(read, 3, str(tmp_path), check=True)
+    assert [each.value for each in result] == [[]] * 3
+
+
+def read(folder: str) -> list[str]:
+    """On another number of ranks."""
+    model, expected = FSDP(Body(seed=1)), frozen(Body())
+    zshard.load(f"{folder}/saved", model)
+    state = model.state_dict()
+    return differences({name: state[name] for name in expected}, expected)
+
+
+class Own(nn.Parameter):
+    """A parameter of a class of its own, which is not guarded."""
+
+
+def values(transport: str) -> list[str]:
+    torch.manual_seed(0)
+    plain, model = (nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for layer in model:
+        layer.weight = Own(layer.weight.detach())
+    model = FSDP(model, transport=transport)
+    for each in (plain, model):
+        each(torch.ones(2, 40)).sum().backward()
+    full = {name: zshard.full_tensor(p) for name, p in model.named_parameters()}
+    params = dict(plain.named_parameters())
+    norms = zshard.named_norms(model)
+    assert norms == pytest.approx({name: float(p.norm()) for name, p in params.items()})
+    return [
+        *differences(full, params),
+        *differences(dict(zshard.whole_named_parameters(model)), params),
+        *differences(
+            dict(zshard.whole_named_parameters(model, grads=True)),
+            {name: p.grad for name, p in params.items()},
+        ),
+    ]
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_full_values_of_parameters_of_other_classes(pool2: RankPool, transport: str) -> None:
+    assert pool2.run(values, transport) == [[], []]

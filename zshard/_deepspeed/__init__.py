@@ -1,0 +1,1 @@
+"""DeepSpeed's config and engine: what `zshard.initialize` is made of."""

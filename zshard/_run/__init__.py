@@ -1,0 +1,1 @@
+"""`python -m zshard run`: cores, threads and memory of the ranks of this host."""
