@@ -5,11 +5,8 @@ barrier, asleep, or training on. Each step is compared with a plain model that h
 """
 
 import copy
-<<<<<<< HEAD
-import threading
-=======
 import sys
->>>>>>> main
+import threading
 import time
 import weakref
 
