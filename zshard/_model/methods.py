@@ -36,7 +36,7 @@ class ModelMethods(nn.Module):
         def given(tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-        return self._apply(given, recurse=recurse)
+        return self._apply(given, recurse=recurse)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
