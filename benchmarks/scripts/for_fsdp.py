@@ -41,7 +41,7 @@ T5 = Script(
             r"^import torch$": "import torch\nfrom made_tokenizer import T5Tokenizer",
         },
     },
-    {"T5_training.py": {r"^from functools import partial$": "\\g<0>\nfrom zshard import FSDP"}},
+    {"T5_training.py": {r"^from torch\.distributed\.fsdp import": "from zshard import"}},
     r"^(?:Train Epoch: \t(\d+), Loss: \t(\S+)|Validation Loss: (\S+))",
     "",  # torch's FSDP1 cannot save this model on CPUs
     made.for_t5,
@@ -75,8 +75,7 @@ def _fsdp2(name: str, flags: str) -> Script:
                 r"^( +)model\.reset_parameters\(\)": "\\1pass",
             },
             "utils.py": {
-                r"from torch\.distributed\.fsdp import FSDPModule": "from zshard import FSDP as "
-                "FSDPModule",
+                r"from torch\.distributed\.fsdp import FSDPModule": "from zshard import FSDPModule",
                 r"^ +assert param\.placements.*\n": "",  # parameters are no DTensors
             },
         },
@@ -109,7 +108,7 @@ TITAN = Script(
             r"from torch\.distributed\.fsdp import": "from zshard import",
             # Else `isinstance(module, FSDPModule)` is false, and gradients are divided twice.
             r"from torch\.distributed\._composable\.fsdp import FSDPModule": "from zshard import "
-            "FSDP as FSDPModule",
+            "FSDPModule",
         }
     },
     r"^step (\d+) loss (\S+) norm (\S+)",
