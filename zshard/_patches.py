@@ -2,7 +2,9 @@
 
 The one idea: importing zshard changes nothing. Each change is listed here with the places in torch
 that it needs, what they must look like, and what is lost without it. Where a place looks otherwise,
-as a later torch may have it, the change is left out, and a warning says what does not work.
+as a later torch may have it, the change is left out, and a warning says what does not work. One
+more comes with the first state dict of shards (_state_dict/dcp_shards.py): torch's module for it
+takes long to import.
 """
 
 from __future__ import annotations

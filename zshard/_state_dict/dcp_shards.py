@@ -8,13 +8,14 @@ what to write.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zshard._errors import ShardError
+from zshard._errors import ShardError, stacklevel
 
 __all__ = ["note_shards"]
 
@@ -33,6 +34,13 @@ def note_shards(tensors: Iterable[Any]) -> None:
 def _install() -> None:
     from torch.distributed.checkpoint import default_planner, planner_helpers  # takes long
 
+    if not hasattr(default_planner, "_create_write_items"):
+        warnings.warn(
+            "this torch decides elsewhere what dcp.save() writes, so it does not refuse shards, of "
+            "which it would keep one rank's: call zshard.save()",
+            stacklevel=stacklevel(),
+        )
+        return
     for module in (default_planner, planner_helpers):
         make = getattr(module, "_create_write_items", None)
         if make is not None and not hasattr(make, "__wrapped__"):
