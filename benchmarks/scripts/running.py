@@ -30,17 +30,27 @@ class Side:
     seconds: float
 
 
-def run(script: Script, source: Path, folder: Path, ours: bool, transport: str = "") -> Side:
+@dataclass
+class Choices:
+    """How to run both sides."""
+
+    transport: str = ""  # zshard's; "": its default
+    clips: bool = True  # False: leave clipping out, whose norm alone may differ in its last bit
+
+
+def run(script: Script, source: Path, folder: Path, ours: bool, choices: Choices) -> Side:
     """Run a copy of it; return the numbers that rank 0 has printed."""
     skipped = shutil.ignore_patterns(".git")
     shutil.copytree(source / script.source, folder, symlinks=True, ignore=skipped)
     script.prepare(folder)
     edit(folder, script.both)
+    if not choices.clips:
+        edit(folder, script.clipping)
     changed = edit(folder, script.ours) if ours else 0
     paths = (str(folder), str(ROOT), os.environ.get("PYTHONPATH", ""))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    if transport:
-        env["ZSHARD_TRANSPORT"] = transport
+    if choices.transport:
+        env["ZSHARD_TRANSPORT"] = choices.transport
     began = time.monotonic()
     printed: list[Any] = []
     if script.begins and ours:

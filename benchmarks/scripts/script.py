@@ -35,6 +35,7 @@ class Script:
     print_tolerance: float = 2e-4
     tolerance: float = 1e-4  # of what is saved: Adam's first steps may turn round with the last bit
     launcher: Sequence[str] = TORCHRUN
+    clipping: Edits = field(default_factory=dict)  # what to replace for a run without clipping
     begins: str = ""  # a folder of the original's first run, from which both sides go on
 
 
