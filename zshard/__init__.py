@@ -150,11 +150,10 @@ else:
         """DeepSpeed's names, which are imported when a script first uses one."""
         import importlib
 
-        if name.startswith("__"):
-            raise AttributeError(f"module 'zshard' has no attribute '{name}'")
-        deepspeed = importlib.import_module("zshard.deepspeed")
-        if name in deepspeed.__all__ or name in deepspeed.INSTEAD:
-            return getattr(deepspeed, name)
+        if not name.startswith("__"):
+            deepspeed = importlib.import_module("zshard.deepspeed")
+            if name in deepspeed.__all__ or name in deepspeed.INSTEAD:
+                return getattr(deepspeed, name)
         raise AttributeError(f"module 'zshard' has no attribute '{name}'")
 
 

@@ -251,7 +251,7 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
         """
         state = state_of(self)
         is_part = bool(args) or kwargs.get("destination") is not None  # of a larger dict
-        keep = is_part or not state.rank0_only or state.comms.all.rank == 0
+        keep = is_part or not state.form.rank0_only or state.comms.all.rank == 0
         whole = whole_state_dict(self, super().state_dict, args, kwargs, keep)
         if not keep:
             whole.clear()

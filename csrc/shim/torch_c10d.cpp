@@ -153,6 +153,13 @@ template <typename Answer, typename Body> Answer ask_store(const zs_group *group
     return {};
 }
 
+// The text under `key`; "" if there is none.
+std::string read_text(const zs_group *group, const std::string &key)
+{
+    return ask_store<std::string>(
+        group, [=](c10d::Store &store) { return store.check({key}) ? store.get_to_str(key) : std::string(); });
+}
+
 std::string page_key(int rank)
 {
     return "zshard/page/" + std::to_string(rank);
@@ -272,9 +279,7 @@ uint64_t zs_group_ask(zs_group *group)
 
 void zs_group_read_answer(zs_group *group, uint64_t number, int rank, char *text, size_t size)
 {
-    const std::string key = "zshard/at/" + std::to_string(number) + "/" + std::to_string(rank);
-    const std::string answer = ask_store<std::string>(
-        group, [=](c10d::Store &store) { return store.check({key}) ? store.get_to_str(key) : std::string(); });
+    const std::string answer = read_text(group, "zshard/at/" + std::to_string(number) + "/" + std::to_string(rank));
     if (!answer.empty()) snprintf(text, size, "%s", answer.c_str());
 }
 
@@ -300,10 +305,7 @@ bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size
 
 void zs_group_read_words(zs_group *group, int rank, char *words, size_t size)
 {
-    const std::string key = words_key(rank);
-    const std::string text = ask_store<std::string>(
-        group, [=](c10d::Store &store) { return store.check({key}) ? store.get_to_str(key) : std::string(); });
-    snprintf(words, size, "%s", text.c_str());
+    snprintf(words, size, "%s", read_text(group, words_key(rank)).c_str());
 }
 
 } // extern "C"

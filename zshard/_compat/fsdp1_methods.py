@@ -224,7 +224,7 @@ def _first_state(model: nn.Module) -> State | None:
 
 def _rank0_only(model: nn.Module) -> bool:
     state = _first_state(model)
-    return state is not None and state.optim_rank0_only
+    return state is not None and state.form.optim_rank0_only
 
 
 def _check_group(model: nn.Module, group: Any) -> None:

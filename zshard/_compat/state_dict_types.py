@@ -23,8 +23,8 @@ from zshard._compat.classes import (
     StateDictSettings,
     StateDictType,
 )
-from zshard._state_dict.form import StateDictForm, form_of, set_form, state_dict_form
-from zshard._units.units import units_of
+from zshard._state_dict.form import state_dict_form
+from zshard._units.units import StateDictForm, units_of
 
 
 class _StateDictKind(NamedTuple):
@@ -90,7 +90,7 @@ def set_state_dict_type(
     before = get_state_dict_type(module)
     form = _form(state_dict_type, state_dict_config, optim_state_dict_config)
     for _, state in units_of(module):
-        set_form(state, form)
+        state.form = form
     return before
 
 
@@ -101,7 +101,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises RuntimeError if the units of `module` have different settings.
     """
     default = _settings("FULL_STATE_DICT", StateDictType.FULL_STATE_DICT, None, None)
-    found = [(state.unit.name, form_of(state).settings) for _, state in units_of(module)]
+    found = [(state.unit.name, state.form.settings) for _, state in units_of(module)]
     settings = [default if given is None else given for _, given in found]
     for (name, _), given in zip(found, settings, strict=True):
         if repr(given) != repr(settings[0]):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._guard.slices import plain
+from zshard._model.build import is_apart
 from zshard._optim.announce import Act, Joined, options_of, scaler_of
 from zshard._optim.clip import clip_by, norm_over_ranks
 from zshard._optim.in_backward import is_stepped_in_backward
 from zshard._ranks.agreement import check_agreement, on_all_ranks
-from zshard._ranks.transports import ranks_of
 from zshard._units.shards import part_of, units_stepped_by
 from zshard._units.units import is_unit, state_of, units_of
 from zshard.grad_scaler import unscale
@@ -101,7 +101,7 @@ def _check_model(model: nn.Module) -> None:
             f"join() was called on unit '{state.unit.name}': call it on the outermost sharded "
             "module"
         )
-    if any(ranks_of(each.comms.all) != ranks_of(state.comms.all) for _, each in units_of(model)):
+    if any(is_apart(each, state.comms) for _, each in units_of(model)):
         raise NotImplementedError(
             "join() does not support units with process groups of other ranks than the model's: "
             "give all ranks the same number of batches"

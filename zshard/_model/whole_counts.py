@@ -51,6 +51,12 @@ def _passed_on(self: nn.Module) -> Callable[..., Any]:
     return functools.partial(_of_full(method.__func__), method.__self__)
 
 
+def full_count(module: nn.Module, trainable_only: bool) -> int:
+    """Return the number of elements of full parameters, or of those that require a gradient."""
+    found = (param for _, param in full_named_parameters(module))
+    return sum(p.numel() for p in found if p.requires_grad or not trainable_only)
+
+
 def full_named_parameters(
     module: nn.Module, *args: Any, **kwargs: Any
 ) -> Iterator[tuple[str, nn.Parameter]]:

@@ -121,8 +121,12 @@ os.register_at_fork(after_in_child=_forget)
 # --- what a place is called -----------------------------------------------------------------------
 
 
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
 def _own_place() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _main_frame()
     return place_of(frame) if frame is not None else ""
 
 
@@ -150,7 +154,7 @@ def place_of(frame: FrameType) -> str:
 def own_collective() -> str:
     """Return the collective of torch's that this process's main thread is in, as place_of() does;
     "" if it is in none."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _main_frame()
     if frame is None or not frame.f_code.co_filename.startswith(_COLLECTIVES):
         return ""
     return place_of(frame)

@@ -174,7 +174,7 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
     if comm.world == 1:
         return _comm_alone(CPU)
     _drop_dead_entries()
-    group = next((entry.group for entry in _entries.values() if entry.comm is comm), None)
+    group = group_of(comm)
     if group is None:
         raise RuntimeError(
             "the model's process group has been destroyed: call destroy_process_group() only after "

@@ -8,37 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from zshard._units.units import State, units_of
-
-
-class StateDictForm(NamedTuple):
-    """What state_dict() of units returns.
-
-    slices: this rank's shards, and nothing is gathered. rank0_only: other ranks get an empty dict.
-    optim_rank0_only: the same for state dicts of the model's optimizers. settings: what the script
-    passed to choose this form, which it may ask for; None: nothing.
-    """
-
-    slices: bool = False
-    rank0_only: bool = False
-    optim_rank0_only: bool = False
-    settings: Any = None
-
-
-def form_of(state: State) -> StateDictForm:
-    """Return the form that is chosen for a unit."""
-    return StateDictForm(
-        state.slices, state.rank0_only, state.optim_rank0_only, state.form_settings
-    )
-
-
-def set_form(state: State, form: StateDictForm) -> None:
-    """Choose the form of a unit's state dicts."""
-    state.slices, state.rank0_only, state.optim_rank0_only, state.form_settings = form
+from zshard._units.units import StateDictForm, units_of
 
 
 @contextlib.contextmanager
@@ -55,11 +29,11 @@ def state_dict_form(
     The arguments are the fields of StateDictForm.
     """
     states = [state for _, state in units_of(module)]
-    before = [form_of(state) for state in states]
+    before = [state.form for state in states]
     for state in states:
-        set_form(state, StateDictForm(slices, rank0_only, optim_rank0_only, settings))
+        state.form = StateDictForm(slices, rank0_only, optim_rank0_only, settings)
     try:
         yield
     finally:
         for state, form in zip(states, before, strict=True):
-            set_form(state, form)
+            state.form = form

@@ -76,7 +76,7 @@ class Place:
     @property
     def wants_slices(self) -> bool:
         """Whether state dicts currently contain this rank's shards."""
-        return self.params.state.slices
+        return self.params.state.form.slices
 
     @plain()
     def slice(self) -> nn.Parameter:

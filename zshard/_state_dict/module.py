@@ -94,7 +94,7 @@ def whole_state_dict(
     if current_copies.get() is not None:
         return state_dict(*args, **kwargs)
     _settle_replicas(module)
-    cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.slices)]
+    cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.form.slices)]
     with contextlib.ExitStack() as opened:
         begin = functools.partial(opened.enter_context, session(cut))
         token = current_copies.set(FullCopies(module.parameters(), begin, keep))

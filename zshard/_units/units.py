@@ -44,6 +44,20 @@ class Options(NamedTuple):
     offload: Offload | None = None
 
 
+class StateDictForm(NamedTuple):
+    """What state_dict() of units returns.
+
+    slices: this rank's shards, and nothing is gathered. rank0_only: other ranks get an empty dict.
+    optim_rank0_only: the same for state dicts of the model's optimizers. settings: what the script
+    passed to choose this form, which it may ask for; None: nothing.
+    """
+
+    slices: bool = False
+    rank0_only: bool = False
+    optim_rank0_only: bool = False
+    settings: Any = None
+
+
 class State:
     """What a unit's module stores.
 
@@ -57,11 +71,8 @@ class State:
         self.options = options
         self.group_given: Any = None  # the process group of the shards, as the script passed it
         self.hooks: list[Hook] = []  # on the module, and on parts of it
-        self.rank0_only = False  # of state_dict()
-        self.optim_rank0_only = False  # of optim_state_dict()
+        self.form = StateDictForm()
         self.whole_grads = False  # within summon_full_params(with_grads=True)
-        self.slices = False  # state_dict() gives this rank's, and load_state_dict() takes them
-        self.form_settings: Any = None  # what the script passed to choose these three
         self.optimizer_peak = 0  # bytes, as memory() has seen them
         self.names = [str(unit.param(i)["name"]) for i in range(len(unit.params))]
         self.peers: Any = None  # state_registry.Peers: whom to ask for state that they alone have

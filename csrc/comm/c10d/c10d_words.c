@@ -3,19 +3,25 @@
 
 #include <stdio.h>
 
+/* What is done to a unit; NULL: the turn is of none. */
+static const char *unit_verb(zs_c10d_kind kind)
+{
+    switch (kind) {
+    case ZS_C10D_GATHER: return "all-gathering parameters";
+    case ZS_C10D_POST: return "reducing gradients";
+    case ZS_C10D_SHARE: return "all-gathering reduced gradients";
+    default: return NULL;
+    }
+}
+
 void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size)
 {
     unsigned long long number = turn->number, round = turn->round, bytes = turn->bytes;
+    const char *verb = unit_verb((zs_c10d_kind)turn->kind);
     switch ((zs_c10d_kind)turn->kind) {
-    case ZS_C10D_GATHER:
-        snprintf(text, size, "all-gathering parameters of unit '%s'%s (%llu bytes)", turn->name, owner, bytes);
-        return;
+    case ZS_C10D_GATHER: snprintf(text, size, "%s of unit '%s'%s (%llu bytes)", verb, turn->name, owner, bytes); return;
     case ZS_C10D_POST:
-        snprintf(text, size, "reducing gradients of unit '%s'%s (round %llu)", turn->name, owner, round);
-        return;
-    case ZS_C10D_SHARE:
-        snprintf(text, size, "all-gathering reduced gradients of unit '%s'%s (round %llu)", turn->name, owner, round);
-        return;
+    case ZS_C10D_SHARE: snprintf(text, size, "%s of unit '%s'%s (round %llu)", verb, turn->name, owner, round); return;
     case ZS_C10D_EXCHANGE: snprintf(text, size, "all-gathering message %llu (%llu bytes)", number, bytes); return;
     case ZS_C10D_BROADCAST:
         snprintf(text, size, "broadcasting %llu bytes from rank %llu (message %llu)", bytes, round, number);
@@ -28,9 +34,11 @@ void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, s
 void zs_c10d_describe_brief(const zs_c10d_turn *turn, char *text, size_t size)
 {
     switch ((zs_c10d_kind)turn->kind) {
-    case ZS_C10D_GATHER: snprintf(text, size, "all-gathering parameters of unit '%s'", turn->name); return;
-    case ZS_C10D_POST: snprintf(text, size, "reducing gradients of unit '%s'", turn->name); return;
-    case ZS_C10D_SHARE: snprintf(text, size, "all-gathering reduced gradients of unit '%s'", turn->name); return;
+    case ZS_C10D_GATHER:
+    case ZS_C10D_POST:
+    case ZS_C10D_SHARE:
+        snprintf(text, size, "%s of unit '%s'", unit_verb((zs_c10d_kind)turn->kind), turn->name);
+        return;
     case ZS_C10D_EXCHANGE: snprintf(text, size, "all-gathering a message"); return;
     case ZS_C10D_BROADCAST: snprintf(text, size, "broadcasting"); return;
     default: zs_c10d_describe(turn, "", text, size);

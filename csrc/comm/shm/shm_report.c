@@ -8,7 +8,18 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { PHRASE = ZS_SHM_PHRASE, SENTENCE = 320 };
+enum { SENTENCE = 320 };
+
+/* What is done to a unit's gradients in a round; NULL: `what` is of no round. */
+static const char *round_verb(zs_shm_what what)
+{
+    switch (what) {
+    case ZS_SHM_POSTED: return "reduce gradients";
+    case ZS_SHM_SHARED: return "all-gather reduced gradients";
+    case ZS_SHM_RELEASED: return "release gradients";
+    default: return NULL;
+    }
+}
 
 /* What a peer has to give for `act` of rank `who`, as in "rank 1's ...": "gradients of unit 'a' (round 2)". */
 static void describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size)
@@ -17,11 +28,11 @@ static void describe(const zs_shm *shm, int who, zs_shm_act act, char *text, siz
     unsigned long long number = act.number;
     switch (act.what) {
     case ZS_SHM_JOINED: snprintf(text, size, "connect"); return;
-    case ZS_SHM_POSTED: snprintf(text, size, "reduce gradients of unit '%s' (round %llu)", name, number); return;
+    case ZS_SHM_POSTED:
     case ZS_SHM_SHARED:
-        snprintf(text, size, "all-gather reduced gradients of unit '%s' (round %llu)", name, number);
+    case ZS_SHM_RELEASED:
+        snprintf(text, size, "%s of unit '%s' (round %llu)", round_verb(act.what), name, number);
         return;
-    case ZS_SHM_RELEASED: snprintf(text, size, "release gradients of unit '%s' (round %llu)", name, number); return;
     case ZS_SHM_EXCHANGED: snprintf(text, size, "all-gather message %llu", number); return;
     case ZS_SHM_SENT: snprintf(text, size, "send broadcast chunk %llu", number); return;
     case ZS_SHM_TAKEN: snprintf(text, size, "receive broadcast chunk %llu", number); return;
@@ -44,9 +55,9 @@ void zs_shm_describe(const zs_shm *shm, zs_shm_act act, char *text, size_t size)
 {
     const char *name = shm->peers[shm->base.rank].control->heap + act.record;
     switch (act.what) {
-    case ZS_SHM_POSTED: snprintf(text, size, "reduce gradients of unit '%s'", name); return;
-    case ZS_SHM_SHARED: snprintf(text, size, "all-gather reduced gradients of unit '%s'", name); return;
-    case ZS_SHM_RELEASED: snprintf(text, size, "release gradients of unit '%s'", name); return;
+    case ZS_SHM_POSTED:
+    case ZS_SHM_SHARED:
+    case ZS_SHM_RELEASED: snprintf(text, size, "%s of unit '%s'", round_verb(act.what), name); return;
     case ZS_SHM_EXCHANGED: snprintf(text, size, "all-gather a message"); return;
     case ZS_SHM_SENT: snprintf(text, size, "send a broadcast"); return;
     case ZS_SHM_TAKEN: snprintf(text, size, "receive a broadcast"); return;
@@ -60,7 +71,7 @@ void zs_shm_describe(const zs_shm *shm, zs_shm_act act, char *text, size_t size)
  * its ...". */
 static void describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment, char *text, size_t size)
 {
-    char phrase[PHRASE];
+    char phrase[ZS_SHM_PHRASE];
     describe(shm, r, moment->act, phrase, sizeof phrase);
     int pid = (int)shm->peers[r].pid;
     if (moment->missing >= 0)
@@ -71,7 +82,7 @@ static void describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment,
 
 zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int missing)
 {
-    char phrase[PHRASE], late[32] = "it";
+    char phrase[ZS_SHM_PHRASE], late[32] = "it";
     describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     if (dead != missing) snprintf(late, sizeof late, "rank %d", missing);
     return ZS_FAIL(
@@ -82,7 +93,7 @@ zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int miss
 
 zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left)
 {
-    char phrase[PHRASE];
+    char phrase[ZS_SHM_PHRASE];
     describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     return ZS_FAIL(
         ZS_ERR_PEER,
@@ -106,7 +117,7 @@ static void append_missing(const zs_shm *shm, zs_shm_act act, char *text, size_t
 
 zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, int missing, double waited)
 {
-    char phrase[PHRASE], others[2 * SENTENCE] = "";
+    char phrase[ZS_SHM_PHRASE], others[2 * SENTENCE] = "";
     describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     append_missing(shm, act, others, sizeof others);
     return ZS_FAIL(ZS_ERR_TIMEOUT,
@@ -132,7 +143,7 @@ zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments)
 
 void zs_shm_print_stall(const zs_shm *shm, zs_shm_act act, double waited)
 {
-    char phrase[PHRASE], others[2 * SENTENCE] = "";
+    char phrase[ZS_SHM_PHRASE], others[2 * SENTENCE] = "";
     describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     append_missing(shm, act, others, sizeof others);
     fprintf(stderr, "zshard: rank %d has been waiting %.0f s for other ranks to %s%s\n", shm->base.rank, waited, phrase,
