@@ -363,6 +363,16 @@ zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_by
     return wrap_region(base, bytes, (region_owner){file, offset + before, shard_bytes, A_FLAT}, out);
 }
 
+zs_status zs_file_set_apart(zs_mem *mem, int rank, bool apart)
+{
+    const region_owner *owner = mem->owner;
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+    char *made = apart ? mmap(mem->ptr, mem->bytes, PROT_READ | PROT_WRITE, flags, -1, 0)
+                       : map_at(mem->ptr, mem->bytes, owner->file->fd, owner->offset - (uint64_t)rank * owner->bytes);
+    if (made != MAP_FAILED) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_MEMORY, "cannot map %zu bytes in place of others: %s", mem->bytes, strerror(errno));
+}
+
 zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out)
 {
     uint64_t offset = 0;

@@ -58,6 +58,10 @@ zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shar
  * ranks make the same ones in the same order, and whoever comes first makes the peers' regions too. */
 zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_bytes, zs_mem **out);
 
+/* In this process, puts private memory of zeros in the place of a mapping that zs_file_map_common made for `rank`; or (false) the
+ * file again. */
+zs_status zs_file_set_apart(zs_mem *mem, int rank, bool apart);
+
 /* Where regions of the file end / where the next one is to begin at the earliest. */
 uint64_t zs_file_end(zs_file *file);
 void zs_file_skip_to(zs_file *file, uint64_t end);

@@ -41,6 +41,16 @@ zs_status zs_check_exchange(size_t bytes)
     return ZS_FAIL(ZS_ERR_VALUE, "an all-gather message of %zu bytes exceeds the limit of 4096 bytes", bytes);
 }
 
+zs_status zs_check_ranks_of_hosts(const zs_ranks_of_hosts *ranks)
+{
+    int world = ranks->world, per_host = ranks->per_host;
+    if (world < 1 || ranks->rank < 0 || ranks->rank >= world)
+        return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", ranks->rank, world);
+    if (per_host < 0 || (per_host > 0 && world % per_host != 0))
+        return ZS_FAIL(ZS_ERR_VALUE, "%d ranks per host do not divide world size %d", per_host, world);
+    return ZS_OK;
+}
+
 zs_status zs_check_root(const zs_comm *comm, int root)
 {
     if (root >= 0 && root < comm->world) return ZS_OK;

@@ -64,9 +64,17 @@ zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name);
 /* The table of the transport called `name` ("self", "shm", "c10d"); NULL if there is none. */
 const zs_comm_ops *zs_comm_ops_of(const char *name);
 
+/* Which of the ranks this one is, and how they lie on hosts. */
+typedef struct zs_ranks_of_hosts {
+    int rank, world, per_host; /* see zs_comm */
+} zs_ranks_of_hosts;
+
+/* ZS_ERR_VALUE where they are not possible. */
+zs_status zs_check_ranks_of_hosts(const zs_ranks_of_hosts *ranks);
+
 /* A transport that stands for another, of so many ranks, where only sizes are asked for: it has no peers and no memory.
  * ZS_ERR_VALUE for an unknown name. */
-zs_status zs_comm_dry_new(const char *name, int rank, int world, zs_comm **out);
+zs_status zs_comm_dry_new(const char *name, const zs_ranks_of_hosts *ranks, zs_comm **out);
 
 /* World of one, with flats and buckets on `device`; every call is a no-op or a copy. */
 zs_status zs_comm_self_new(const zs_device *device, zs_comm **out);
@@ -93,7 +101,18 @@ zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const
 /* --- c10d ---------------------------------------------------------------------------------------------------------- */
 
 /* Over the process group that torch registered under `group_name`; resolved in torch_c10d.cpp. */
-zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double timeout, zs_comm **out);
+zs_status zs_comm_c10d_new(const char *group_name, const zs_ranks_of_hosts *ranks, double timeout, zs_comm **out);
+
+/* --- hosts: in two levels ------------------------------------------------------------------------------------------ */
+
+/* The process groups that it uses: of all ranks, and of the ranks that stand at this rank's place on their hosts. */
+typedef struct zs_hosts_groups {
+    const char *all, *across;
+} zs_hosts_groups;
+
+/* `local` (which gets a reference, and serves nothing else) is the transport of this host's ranks. */
+zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const zs_ranks_of_hosts *ranks,
+                            double timeout, zs_comm **out);
 
 /* --- GPUs ---------------------------------------------------------------------------------------------------------- */
 

@@ -17,7 +17,7 @@ typedef struct dry_comm {
 
 const zs_comm_ops *zs_comm_ops_of(const char *name)
 {
-    const zs_comm_ops *tables[] = {&zs_self_ops, &zs_shm_ops,  &zs_c10d_ops,
+    const zs_comm_ops *tables[] = {&zs_self_ops, &zs_shm_ops,  &zs_c10d_ops, &zs_hosts_ops,
                                    &zs_nccl_ops, &zs_peer_ops, &zs_c10d_gpu_ops};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
         if (strcmp(tables[i]->name, name) == 0) return tables[i];
@@ -50,12 +50,11 @@ static void dry_destroy(zs_comm *comm)
 static const zs_reader_ops dry_readers = {.reader_new = zs_local_reader_new, .reader_free = zs_local_reader_free};
 static const zs_talk_ops dry_talk = {.exchange = dry_exchange};
 
-zs_status zs_comm_dry_new(const char *name, int rank, int world, zs_comm **out)
+zs_status zs_comm_dry_new(const char *name, const zs_ranks_of_hosts *ranks, zs_comm **out)
 {
     const zs_comm_ops *real = zs_comm_ops_of(name);
     if (real == NULL) return ZS_FAIL(ZS_ERR_VALUE, "unknown transport '%s'", name);
-    if (world < 1 || rank < 0 || rank >= world)
-        return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", rank, world);
+    ZS_TRY(zs_check_ranks_of_hosts(ranks));
     dry_comm *comm = calloc(1, sizeof *comm);
     if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a dry-run transport");
     comm->rounds = (zs_round_ops){.room = real->rounds->room, .bucket_room = real->rounds->bucket_room};
@@ -69,8 +68,9 @@ zs_status zs_comm_dry_new(const char *name, int rank, int world, zs_comm **out)
                               .close = dry_close,
                               .destroy = dry_destroy};
     comm->base.ops = &comm->ops;
-    comm->base.rank = rank;
-    comm->base.world = world;
+    comm->base.rank = ranks->rank;
+    comm->base.world = ranks->world;
+    comm->base.per_host = ranks->per_host;
     comm->base.device = zs_device_cpu();
     zs_refs_init(&comm->base.refs);
     *out = &comm->base;

@@ -71,7 +71,7 @@ typedef struct zs_round_ops {
      * Collective. NULL where shards are mapped: a bit in the `used` bitmap of an empty post says so. */
     zs_status (*give_up)(zs_comm *);
     /* What the transport has for a unit of `spec`, or for none (NULL). */
-    zs_room (*room)(const zs_cunit_spec *spec, int world);
+    zs_room (*room)(const zs_comm *, const zs_cunit_spec *spec);
     /* Makes what rounds will have out at a time, as a plan has it; NULL where that is nothing. */
     zs_status (*reserve)(zs_comm *, const zs_arena *plan);
 } zs_round_ops;
@@ -151,6 +151,7 @@ typedef struct zs_meeting {
 struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
+    int per_host; /* (CPU) neighbouring ranks are on one host, so many on each; 0: all are on one */
     const zs_device *device; /* whose memory flats and buckets are */
     double timeout;          /* seconds that one wait may last */
     char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
@@ -282,7 +283,7 @@ static inline zs_status zs_comm_give_up(zs_comm *comm)
 /* What the transport has for a unit of `spec`, or for none (NULL). */
 static inline zs_room zs_comm_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
-    return comm->ops->rounds->room(spec, comm->world);
+    return comm->ops->rounds->room(comm, spec);
 }
 
 /* Makes what rounds will have out at a time. */

@@ -125,10 +125,10 @@ static size_t self_bytes(const zs_comm *comm)
     return 0;
 }
 
-static zs_room self_room(const zs_cunit_spec *spec, int world)
+static zs_room self_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
+    (void)comm;
     (void)spec;
-    (void)world;
     return (zs_room){0};
 }
 

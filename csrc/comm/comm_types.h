@@ -41,6 +41,7 @@ typedef struct zs_bucket {
 
 /* What collect() hands out, valid until release(). Arrays of length world are in rank order. */
 typedef struct zs_sources {
+    bool partial; /* each is a host's sum, of zs_dtype_of_partial_sum of what was posted, under the first of its ranks */
     const char **data; /* [world]: this rank's slice of trainable flat f, as rank r has it, is at data[r] + at[f]; NULL:
                             * nothing posted */
     const size_t *at;  /* [n_slices] */
@@ -60,6 +61,7 @@ typedef struct zs_cunit_spec {
     int n_slices;     /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
     /* One rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64. */
     size_t slice_bytes[ZS_MAX_FLATS];
+    zs_dtype wire[ZS_MAX_FLATS]; /* of its numbers */
     zs_reduce_mode mode;
     int parts; /* slices that a bucket is cut into; 0: one for each rank */
     /* [world] which slice a rank sums, where several ranks sum the same (hybrid); copied; NULL: rank r sums slice r.

@@ -34,6 +34,7 @@ typedef struct zs_sum {
     zs_dtype dtype, to;
     double scale;
     bool accumulate;
+    int per_host; /* (CPU) so many neighbouring sources are summed first, unscaled; 0: none */
 } zs_sum;
 
 /* Copies `numel` numbers from `src` to `dst`, each rounded to the nearest of its dtype. Not for ZS_BYTES. */
@@ -210,6 +211,9 @@ static inline zs_status zs_device_wait(const zs_device *device)
 
 /* Size of one element in bytes (1 for ZS_BYTES). */
 size_t zs_dtype_size(zs_dtype dtype);
+
+/* In which a sum of some ranks' numbers goes on to the others: what it is computed in. */
+zs_dtype zs_dtype_of_partial_sum(zs_dtype dtype);
 
 /* --- the loops of the CPU (device_cpu.c), which others use where memory is the host's for sure ------------------------ */
 

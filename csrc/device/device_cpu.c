@@ -7,6 +7,7 @@
 #include "device/device.h"
 
 #include <math.h>
+#include <stdalign.h>
 
 #include "base/half.h"
 #include "base/simd.h"
@@ -149,10 +150,54 @@ static void sum_part(void *ctx, int64_t begin, int64_t end)
     (plain ? few[sum->dtype] : many[sum->to][sum->dtype])[zs_isa_best()](sum, begin, end);
 }
 
+/* Elements of each host's sum at a time. */
+enum { CHUNK = 512 };
+
+/* The sources from `first` on of one host, unscaled, to `part`; NULL: none of them has anything. */
+static const void *sum_host(const zs_sum *sum, int first, int64_t at, int64_t n, void *part)
+{
+    const void *src[sum->per_host];
+    bool any = false;
+    for (int r = 0; r < sum->per_host; r++) {
+        const char *from = sum->src[first + r];
+        src[r] = from != NULL ? from + (size_t)at * zs_dtype_size(sum->dtype) : NULL;
+        any = any || from != NULL;
+    }
+    if (!any) return NULL;
+    zs_sum host = {.src = src, .world = sum->per_host, .dst = part, .numel = n, .dtype = sum->dtype, .scale = 1.0};
+    host.to = zs_dtype_of_partial_sum(sum->dtype);
+    sum_part(&host, 0, n);
+    return part;
+}
+
+/* Host by host, then the hosts' sums: what a transport gives that sums within hosts first. */
+static void sum_hosts(void *ctx, int64_t begin, int64_t end)
+{
+    const zs_sum *sum = ctx;
+    const void *src[sum->world];
+    alignas(64) double parts[sum->world / sum->per_host][CHUNK];
+    zs_sum all = *sum;
+    all.src = src;
+    all.dtype = zs_dtype_of_partial_sum(sum->dtype);
+    for (int64_t at = begin; at < end; at += CHUNK) {
+        int64_t n = end - at < CHUNK ? end - at : CHUNK;
+        for (int r = 0; r < sum->world; r++)
+            src[r] = r % sum->per_host == 0 ? sum_host(sum, r, at, n, parts[r / sum->per_host]) : NULL;
+        all.dst = (char *)sum->dst + (size_t)at * zs_dtype_size(sum->to);
+        sum_part(&all, 0, n);
+    }
+}
+
+zs_dtype zs_dtype_of_partial_sum(zs_dtype dtype)
+{
+    return dtype == ZS_F64 ? ZS_F64 : ZS_F32;
+}
+
 void zs_cpu_sum(const zs_sum *sum)
 {
     zs_sum copy = *sum;
-    zs_parallel_for(sum->numel, GRAIN, sum_part, &copy);
+    bool by_host = sum->per_host > 1 && sum->per_host < sum->world;
+    zs_parallel_for(sum->numel, GRAIN, by_host ? sum_hosts : sum_part, &copy);
 }
 
 /* --- casts ------------------------------------------------------------------------------------------------------------- */

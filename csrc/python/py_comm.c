@@ -149,32 +149,57 @@ static PyObject *comm_shm_needs(PyObject *type, PyObject *args)
                          (Py_ssize_t)needs.bytes);
 }
 
-PyDoc_STRVAR(comm_c10d_doc, "c10d($type, group_name, rank, world, timeout, /)\n--\n\nCreate a transport over a "
-                            "torch.distributed process group. timeout: seconds.");
+PyDoc_STRVAR(comm_c10d_doc, "c10d($type, group_name, rank, world, timeout, per_host=0, /)\n--\n\nCreate a transport "
+                            "over a torch.distributed process group. timeout: seconds; per_host: ranks of each host, "
+                            "which are neighbors, 0 if all are on one.");
 
 static PyObject *comm_c10d(PyObject *type, PyObject *args)
 {
     const char *name;
-    int rank, world;
+    zs_ranks_of_hosts ranks = {0};
     double timeout;
     zs_comm *comm = NULL;
-    if (!PyArg_ParseTuple(args, "siid:c10d", &name, &rank, &world, &timeout)) return NULL;
+    if (!PyArg_ParseTuple(args, "siid|i:c10d", &name, &ranks.rank, &ranks.world, &timeout, &ranks.per_host))
+        return NULL;
     zs_clear_error();
-    if (zs_comm_c10d_new(name, rank, world, timeout, &comm) != ZS_OK) return zs_py_raise(NULL);
+    if (zs_comm_c10d_new(name, &ranks, timeout, &comm) != ZS_OK) return zs_py_raise(NULL);
     return wrap((PyTypeObject *)type, comm, "");
 }
 
-PyDoc_STRVAR(comm_dry_doc, "dry_run($type, transport, rank, world, /)\n--\n\nCreate the placeholder of a transport "
-                           "for a dry run, which only computes sizes.");
+PyDoc_STRVAR(
+    comm_hosts_doc,
+    "hosts($type, group_name, across_name, local, rank, world, timeout, /)\n--\n\nCreate a transport in two "
+    "levels. group_name: the process group of all ranks; across_name: that of the ranks at this rank's place on "
+    "their hosts; local: the Comm of this host's ranks, used by nothing else. timeout: seconds.");
+
+static PyObject *comm_hosts(PyObject *type, PyObject *args)
+{
+    zs_hosts_groups groups;
+    PyObject *local;
+    zs_ranks_of_hosts ranks = {0};
+    double timeout;
+    zs_comm *comm = NULL;
+    if (!PyArg_ParseTuple(args, "ssO!iid:hosts", &groups.all, &groups.across, (PyTypeObject *)type, &local, &ranks.rank,
+                          &ranks.world, &timeout))
+        return NULL;
+    zs_comm *within = ((comm_object *)local)->comm;
+    ranks.per_host = within->world;
+    zs_clear_error();
+    if (zs_comm_hosts_new(&groups, within, &ranks, timeout, &comm) != ZS_OK) return zs_py_raise(NULL);
+    return wrap((PyTypeObject *)type, comm, "");
+}
+
+PyDoc_STRVAR(comm_dry_doc, "dry_run($type, transport, rank, world, per_host=0, /)\n--\n\nCreate the placeholder of a "
+                           "transport for a dry run, which only computes sizes.");
 
 static PyObject *comm_dry(PyObject *type, PyObject *args)
 {
     const char *name;
-    int rank, world;
+    zs_ranks_of_hosts ranks = {0};
     zs_comm *comm = NULL;
-    if (!PyArg_ParseTuple(args, "sii:dry_run", &name, &rank, &world)) return NULL;
+    if (!PyArg_ParseTuple(args, "sii|i:dry_run", &name, &ranks.rank, &ranks.world, &ranks.per_host)) return NULL;
     zs_clear_error();
-    if (zs_comm_dry_new(name, rank, world, &comm) != ZS_OK) return zs_py_raise(NULL);
+    if (zs_comm_dry_new(name, &ranks, &comm) != ZS_OK) return zs_py_raise(NULL);
     return wrap((PyTypeObject *)type, comm, "");
 }
 
@@ -361,10 +386,18 @@ static PyObject *comm_is_waiting(comm_object *self, void *closure)
     return PyBool_FromLong(atomic_load_explicit(&self->comm->waiting, memory_order_relaxed));
 }
 
+static PyObject *comm_per_host(comm_object *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(self->comm->per_host);
+}
+
 static PyGetSetDef comm_getset[] = {
     {"rank", (getter)comm_rank, NULL, "This rank.", NULL},
     {"world", (getter)comm_world, NULL, "Number of ranks.", NULL},
-    {"transport", (getter)comm_transport, NULL, "'self', 'shm' or 'c10d'.", NULL},
+    {"per_host", (getter)comm_per_host, NULL, "Ranks of each host, which are neighbors; 0 if all are on one.", NULL},
+    {"transport", (getter)comm_transport, NULL, "'self', 'shm', 'c10d' or 'hosts'; on GPUs 'nccl' or 'peer' too.",
+     NULL},
     {"address", (getter)comm_address, NULL, "Address that peers connect to (shm).", NULL},
     {"timeout", (getter)comm_timeout, NULL, "Timeout of one wait, in seconds.", NULL},
     {"is_waiting", (getter)comm_is_waiting, NULL,
@@ -379,6 +412,7 @@ static PyMethodDef comm_methods[] = {
     {"shm", comm_shm, METH_VARARGS | METH_CLASS, comm_shm_doc},
     {"shm_needs", comm_shm_needs, METH_VARARGS | METH_CLASS, comm_shm_needs_doc},
     {"c10d", comm_c10d, METH_VARARGS | METH_CLASS, comm_c10d_doc},
+    {"hosts", comm_hosts, METH_VARARGS | METH_CLASS, comm_hosts_doc},
     {"dry_run", comm_dry, METH_VARARGS | METH_CLASS, comm_dry_doc},
     {"connect", (PyCFunction)comm_connect, METH_VARARGS, comm_connect_doc},
     {"exchange", (PyCFunction)comm_exchange, METH_O, comm_exchange_doc},

@@ -30,9 +30,10 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, slice_run run)
 {
     if (run.class == SKIP || run.end <= run.begin) return ZS_OK;
     const void *src[s->world];
+    zs_dtype dtype = s->sources->partial ? zs_dtype_of_partial_sum(flat->wire) : flat->wire;
     for (int r = 0; r < s->world; r++) {
         const char *base = s->sources->data[r];
-        size_t at = s->sources->at[flat->slice] + (size_t)run.begin * flat->wire_size;
+        size_t at = s->sources->at[flat->slice] + (size_t)run.begin * zs_dtype_size(dtype);
         src[r] = base != NULL ? base + at : NULL;
     }
     char *target;
@@ -41,7 +42,8 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, slice_run run)
                  (size_t)s->unit->part * flat->slice_bytes;
     else
         target = flat->grad_mem->ptr;
-    zs_sum sum = {.src = src, .world = s->world, .dtype = flat->wire, .scale = s->scale};
+    zs_sum sum = {.src = src, .world = s->world, .dtype = dtype, .scale = s->scale};
+    sum.per_host = s->sources->partial ? 0 : s->unit->home->ranks.all->per_host;
     sum.to = s->unit->record.is.replicated ? flat->wire : flat->dtype;
     sum.dst = target + (size_t)run.begin * (s->unit->record.is.replicated ? flat->wire_size : flat->layout.itemsize);
     sum.numel = run.end - run.begin;

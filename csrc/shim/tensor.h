@@ -221,14 +221,16 @@ void zs_group_set_timeout(zs_group *group, double seconds);
 
 typedef struct zs_work zs_work; /* a collective that is under way */
 
-/* Each of these three starts a collective; the memory must stay as it is until zs_work_wait says that it is done.
+/* Each of these starts a collective; the memory must stay as it is until zs_work_wait says that it is done.
  * all_to_all: piece r of `in` goes to rank r; `out` gets rank r's piece at r * piece_bytes.
  * all_gather: `out` (world * bytes) gets every rank's `in`, which may be its own place in `out`.
- * broadcast: `data` of `root` to all. */
+ * broadcast: `data` of `root` to all.
+ * scatter: piece r of `root`'s `in` goes to rank r's `out`; other ranks' `in` is not looked at. */
 zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world,
                               zs_work **work);
 zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work);
 zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root, zs_work **work);
+zs_status zs_group_scatter(zs_group *group, const void *in, void *out, size_t piece_bytes, int root, zs_work **work);
 
 /* Has it ended, well or not? */
 bool zs_work_done(const zs_work *work);
@@ -236,6 +238,9 @@ bool zs_work_done(const zs_work *work);
 /* Waits up to `seconds` for its end; `done` says whether it came, and then the status how. (Process groups other than gloo
  * cannot wait for a while only: it comes back when all is over.) */
 zs_status zs_work_wait(zs_work *work, double seconds, bool *done);
+
+/* Has call(arg, it went well) made once, on any thread, at its end; now if that is past. Without it nothing is called. */
+zs_status zs_work_then(zs_work *work, void (*call)(void *arg, bool good), void *arg);
 
 /* Frees the handle of a collective that is done. */
 void zs_work_free(zs_work *work);

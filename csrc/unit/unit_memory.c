@@ -146,8 +146,11 @@ zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
     spec.mode = unit->record.is.replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
     spec.parts = parts_of(unit);
     if (!unit->record.is.replicated) spec.part_of = unit->home->part_of;
-    for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].trainable) spec.slice_bytes[spec.n_slices++] = unit->flats[f].slice_bytes;
+    for (int f = 0; f < unit->n_flats; f++) {
+        if (!unit->flats[f].trainable) continue;
+        spec.wire[spec.n_slices] = unit->flats[f].wire;
+        spec.slice_bytes[spec.n_slices++] = unit->flats[f].slice_bytes;
+    }
     return spec;
 }
 

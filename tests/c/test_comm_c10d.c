@@ -12,7 +12,8 @@
 static void run_over_c10d(rank_env *env, rank_body body)
 {
     wire = env->comm;
-    OK(zs_comm_c10d_new("fake", env->rank, env->world, wire->timeout, &env->comm));
+    zs_ranks_of_hosts ranks = {.rank = env->rank, .world = env->world};
+    OK(zs_comm_c10d_new("fake", &ranks, wire->timeout, &env->comm));
     body(env);
     zs_comm_release(env->comm);
     env->comm = wire;
@@ -284,7 +285,7 @@ static void failures_are_explained(rank_env *env)
         zs_comm_bucket_free(env->comm, &units[u].bucket);
     }
     zs_comm *none = NULL;
-    FAILS(zs_comm_c10d_new("nobody", 0, 2, 1.0, &none), ZS_ERR_TORCH, "nobody");
+    FAILS(zs_comm_c10d_new("nobody", &(zs_ranks_of_hosts){.world = 2}, 1.0, &none), ZS_ERR_TORCH, "nobody");
 }
 
 /* A collective that fails at its start, and a peer of which nothing is known. */

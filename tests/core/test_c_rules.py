@@ -48,6 +48,7 @@ MAY_INCLUDE = {
     "comm": "base shim device",
     "comm/shm": "base comm",
     "comm/c10d": "base shim device comm",
+    "comm/hosts": "base shim device comm comm/c10d",
     "comm/nccl": "base shim device comm",
     "comm/peer": "base device comm comm/gpu",
     "comm/gpu": "base shim device comm comm/nccl",

@@ -27,28 +27,31 @@ Planned = tuple[UnitSpec, Options]
 class World(NamedTuple):
     """The ranks that a prediction assumes.
 
-    size: all ranks. shard_group: size of the shard group of a hybrid strategy. transport: "shm" or
-    "c10d", between all ranks; inside: within a shard group.
+    size: all ranks. shard_group: size of the shard group of a hybrid strategy. transport: "shm",
+    "hosts" or "c10d", between all ranks; inside: within a shard group. per_host: ranks of each
+    host, 0 if all are on one.
     """
 
     size: int
     shard_group: int
     transport: str
     inside: str
+    per_host: int = 0
 
 
 def world_of(comms: Comms) -> World:
     """Return the world in which a model is being wrapped."""
     inside = comms.shard_group.transport if comms.replica_group is None else comms.all.transport
     shard_group = comms.shards.world if comms.replica_group is None else comms.shard_group.world
-    return World(comms.all.world, shard_group, comms.all.transport, inside)
+    return World(comms.all.world, shard_group, comms.all.transport, inside, comms.all.per_host)
 
 
 def dry_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
     """Return what zshard._ranks.transports.comms_for would in such a world, without peers."""
 
     def comm(transport: str, size: int) -> _core.Comm:
-        return _core.Comm.dry_run(transport if size > 1 else "self", rank % size, size)
+        per_host = world.per_host if size == world.size else 0
+        return _core.Comm.dry_run(transport if size > 1 else "self", rank % size, size, per_host)
 
     everyone = comm(world.transport, world.size)
     shard_group = world.shard_group if strategy.is_hybrid else world.size

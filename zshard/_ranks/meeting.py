@@ -25,13 +25,18 @@ _SPARE = 16  # file descriptors besides those of a group's connections
 class Refusal(NamedTuple):
     """Why shm is not available; the same on all ranks.
 
-    one_host: shared memory is within reach, so another transport is a loss. shortage: why c10d
-    would fail as well; "" if nothing speaks against it.
+    hosts: the host of each rank. shortage: why c10d would fail as well; "" if nothing speaks
+    against it.
     """
 
     reason: str
-    one_host: bool
+    hosts: list[str]
     shortage: str
+
+    @property
+    def one_host(self) -> bool:
+        """Whether shared memory is within reach, so that another transport is a loss."""
+        return len(set(self.hosts)) == 1
 
 
 class _Offer(NamedTuple):
@@ -63,10 +68,11 @@ def meet(group: Any, timeout: float) -> _core.Comm | Refusal:
     address = comm.address if comm else ""
     mine = _Offer(host_id(), address, os.urandom(16), problem, free)
     offers = [_Offer(*offer) for offer in gather_objects(tuple(mine), group)]
-    hosts = len({offer.host for offer in offers})
-    if hosts > 1:
-        reason = f"the ranks are on {hosts} hosts, and shm connects only ranks of one host"
-        return Refusal(reason, False, "")
+    hosts = [offer.host for offer in offers]
+    if len(set(hosts)) > 1:
+        count = len(set(hosts))
+        reason = f"the ranks are on {count} hosts, and shm connects only ranks of one host"
+        return Refusal(reason, hosts, "")
     problems = [offer.problem for offer in offers]
     if comm is not None and not any(problems):
         try:
@@ -77,7 +83,7 @@ def meet(group: Any, timeout: float) -> _core.Comm | Refusal:
         if not any(problems):
             return comm
     problems = [None if each is None else _Problem(*each) for each in problems]
-    return Refusal(_join(problems), True, _shortage([offer.free for offer in offers]))
+    return Refusal(_join(problems), hosts, _shortage([offer.free for offer in offers]))
 
 
 def _text_of(error: Exception) -> str:
@@ -117,7 +123,10 @@ def free_descriptors() -> int | None:
 
 
 def host_id() -> str:
-    """Return a text that is equal for processes of one host."""
+    """Return a text that is equal for processes of one host: ZSHARD_HOST if it is set."""
+    named = os.environ.get("ZSHARD_HOST")
+    if named:
+        return named
     boot = Path("/proc/sys/kernel/random/boot_id")
     try:
         return f"{socket.gethostname()}/{boot.read_text().strip()}"

@@ -25,12 +25,17 @@ from zshard._ranks.agreement import on_all_ranks
 from zshard._ranks.devices import CPU, is_stand_in, torch_device
 from zshard._ranks.exit import fail
 from zshard._ranks.groups import Groups
-from zshard._ranks.meeting import Refusal, meet
+from zshard._ranks.hosts import connect_hosts, ranks_per_host
+from zshard._ranks.meeting import Refusal, host_id, meet
 from zshard._ranks.nccl import NcclOptions, library
+from zshard._ranks.objects import gather_objects
 from zshard._ranks.subgroups import new_subgroup
 from zshard.strategy import ShardingStrategy
 
-TRANSPORTS = {"cpu": ("auto", "shm", "c10d"), "cuda": ("auto", "nccl", "peer", "c10d")}
+TRANSPORTS = {
+    "cpu": ("auto", "shm", "hosts", "c10d"),
+    "cuda": ("auto", "nccl", "peer", "c10d"),
+}
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -41,6 +46,7 @@ class _Connection:
     comm: _core.Comm
 
 
+_FLAT = "flat"  # shm, or c10d alone
 _BESIDE = "beside"  # in place of a transport: one for a thread of its own
 _PATIENCE = 1800.0  # seconds: least timeout of a wait for a rank that may be waiting for a disk
 
@@ -143,7 +149,7 @@ def comm_for(
 ) -> _core.Comm:
     """Return the transport of `group`, created on first use, which is collective over the group.
 
-    transport: "auto", "shm" or "c10d"; on GPUs "auto", "nccl", "peer", "c10d" or NcclOptions.
+    transport: "auto", "shm", "hosts" or "c10d"; on GPUs "auto", "nccl", "peer", "c10d" or NcclOptions.
         None: ZSHARD_TRANSPORT, or "auto".
     timeout: seconds that one wait may last. None: ZSHARD_TIMEOUT, or the group's own timeout.
 
@@ -182,7 +188,7 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
         )
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
-        kind = "c10d" if comm.transport == "c10d" else "auto"  # what the model has, if it can be
+        kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"  # what the model has, if it can be
         _entries[key] = _Connection(
             group, _connect(group, kind, max(comm.timeout, _PATIENCE), True)
         )
@@ -232,9 +238,10 @@ def _timeout_of(group: Any, timeout: float | None) -> float:
 
 
 def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) -> _core.Comm:
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
     _report_ends()
-    if wanted != "c10d":
+    if wanted in ("c10d", "hosts"):
+        hosts = gather_objects(host_id(), group)
+    else:
         met = meet(group, timeout)
         if isinstance(met, _core.Comm):
             return met
@@ -242,12 +249,41 @@ def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) ->
             raise RuntimeError(
                 f"transport='shm' is not available: {met.reason}. Or pass transport='c10d'"
             )
-        _fall_back(met, rank)
+        _fall_back(met, dist.get_rank(group))
+        hosts = met.hosts
     own = new_group(group, CPU)
-    comm = _core.Comm.c10d(own.group_name, rank, world, timeout)
+    comm = None
+    if not beside and (wanted == "hosts" or (wanted == "auto" and len(set(hosts)) > 1)):
+        comm = _connect_hosts(group, own, hosts, wanted, timeout)
+    if comm is None:
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        comm = _core.Comm.c10d(own.group_name, rank, world, timeout, ranks_per_host(hosts))
     if not beside:  # whose waits are for another thread
         script_position.watch(comm, group, own)
     return comm
+
+
+def _connect_hosts(
+    group: Any, own: Any, hosts: list[str], wanted: Asked, timeout: float
+) -> _core.Comm | None:
+    """Return the transport in two levels; None, on all ranks, if c10d takes its place."""
+    met = connect_hosts(group, own, hosts, timeout)
+    if isinstance(met, _core.Comm):
+        return met
+    if len(set(hosts)) == 1:
+        met = "all ranks are on one host"
+    if wanted == "hosts":
+        raise RuntimeError(
+            f"transport='hosts' is not available: {met}. Pass transport='auto' or 'c10d'"
+        )
+    if dist.get_rank(group) == 0:
+        warnings.warn(
+            "transport='c10d' sends more between hosts than transport='hosts', which is not "
+            f"available: {met}. Pass transport='c10d' to silence this warning",
+            RuntimeWarning,
+            stacklevel=stacklevel(),
+        )
+    return None
 
 
 def _fall_back(refusal: Refusal, rank: int) -> None:
@@ -279,7 +315,7 @@ def new_group(group: Any, device: str) -> Any:
 
 def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
     """Return the transport between the hosts of GPUs, and the backend for these GPUs' memory."""
-    return "auto", wanted
+    return _FLAT, wanted
 
 
 def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core.Comm:

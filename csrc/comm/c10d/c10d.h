@@ -46,6 +46,7 @@ typedef struct zs_c10d_turn {
     uint64_t round;                  /* of the unit's gradients; the root of a broadcast; else 0 */
     uint64_t bytes;                  /* that each rank brings */
     uint64_t reading;                /* what the last pass reads, see zs_reading_told */
+    uint64_t slot;                   /* (gather) memory that the ranks of a host share, to gather into; 0: none */
     uint32_t serves[ZS_C10D_SERVES]; /* models whose shards are as their last forward has found them; 0: no more */
     uint64_t joinable;               /* (gather) other ranks can take part without their script asking for it */
     uint64_t model;                  /* the number of the unit's; 0: none */
@@ -75,9 +76,33 @@ typedef struct zs_c10d_comm {
     size_t living;   /* units that are not freed */
     zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
     bool told;       /* this rank has left its last words */
+    bool same_slots; /* in the last turn all ranks meant the same gather, and those of each host the same slot */
     zs_c10d_stray *strays;
     struct zs_c10d_comm *next; /* in the list of those that are kept for their strays' sake */
 } zs_c10d_comm;
+
+/* --- comm_c10d.c ------------------------------------------------------------------------------------------------------ */
+
+/* Fills a zeroed head, and learns who the peers are; collective. What a failure leaves is for zs_c10d_clear. */
+zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, int rank, int world, double timeout);
+
+/* Frees what the head has. False: torch's threads may still write there, so it and its memory stay for ever. */
+bool zs_c10d_clear(zs_c10d_comm *comm);
+
+/* What a gather of the flat says, and its begin once all ranks have agreed to that. */
+zs_c10d_turn zs_c10d_gather_turn(zs_c10d_comm *comm, const zs_flat_mem *flat, const char *unit);
+zs_status zs_c10d_gather_agreed(zs_c10d_comm *comm, const zs_c10d_turn *turn, const char *shard, zs_target to,
+                                zs_gathering **out);
+
+/* Parts of the table, as comm_ops.h has them. */
+zs_status zs_c10d_gather_finish(zs_comm *comm, zs_gathering *gathering);
+zs_status zs_c10d_give_up(zs_comm *comm);
+zs_status zs_c10d_reserve(zs_comm *comm, const zs_arena *plan);
+size_t zs_c10d_bytes(const zs_comm *comm);
+void zs_c10d_abort(zs_comm *comm, const char *reason);
+zs_status zs_c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all);
+zs_status zs_c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root);
+zs_status zs_c10d_end(zs_comm *comm, zs_past *pasts, bool *all);
 
 /* --- c10d_turn.c ------------------------------------------------------------------------------------------------------ */
 
@@ -101,6 +126,13 @@ zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *
 
 /* As zs_c10d_finish, of what is said before a collective: where it lasts, finds out where the others are. */
 zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work);
+
+/* Waits until arrived(arg, seconds), which itself waits for so long at most, is true: for what other ranks of this host do in
+ * the course of `turn`. Fails as zs_c10d_finish does, a little later than the collectives of these ranks. */
+zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, bool (*arrived)(void *, double), void *arg);
+
+/* `work` is not waited for: what it may still write to is kept for ever. */
+void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory);
 
 /* Fails with this thread's record, put into the words of `turn`; looks for the rank that is to blame. */
 zs_status zs_c10d_fail(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_status status);
@@ -182,8 +214,11 @@ void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size);
 
 /* --- c10d_round.c: units' part of the table, as comm_ops.h has it ------------------------------------------------------- */
 
+/* room, without units. */
+zs_room zs_c10d_own_room(const zs_comm *comm);
+
 /* room. */
-zs_room zs_c10d_room(const zs_cunit_spec *spec, int world);
+zs_room zs_c10d_room(const zs_comm *comm, const zs_cunit_spec *spec);
 
 /* cunit_new. */
 zs_status zs_c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);

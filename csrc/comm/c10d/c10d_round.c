@@ -35,13 +35,18 @@ static size_t tail_bytes_of(size_t used_words)
     return zs_round_up(sizeof(c10d_tail) + used_words * sizeof(uint64_t), 64);
 }
 
-zs_room zs_c10d_room(const zs_cunit_spec *spec, int world)
+zs_room zs_c10d_own_room(const zs_comm *comm)
 {
-    size_t turn = (size_t)(world + 1) * sizeof(zs_c10d_turn);
-    zs_room room = {.talk = turn, .piece = ZS_C10D_PIECE};
+    return (zs_room){.talk = (size_t)(comm->world + 1) * sizeof(zs_c10d_turn), .piece = ZS_C10D_PIECE};
+}
+
+zs_room zs_c10d_room(const zs_comm *comm, const zs_cunit_spec *spec)
+{
+    size_t world = (size_t)comm->world;
+    zs_room room = zs_c10d_own_room(comm);
     if (spec == NULL) return room;
     size_t piece = zs_spec_piece_bytes(spec);
-    room.sent = room.received = (piece + tail_bytes_of(zs_spec_used_words(spec))) * (size_t)world;
+    room.sent = room.received = (piece + tail_bytes_of(zs_spec_used_words(spec))) * world;
     return room;
 }
 

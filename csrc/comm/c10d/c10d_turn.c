@@ -151,6 +151,15 @@ static zs_status fail_apart(zs_c10d_comm *comm, const zs_c10d_turn *turns)
         own, ours, other, theirs, mishaps);
 }
 
+/* Can the ranks of each host gather into one memory, whatever the other hosts have? */
+static bool same_slots(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    int per_host = comm->base.per_host;
+    for (int r = 0; r < comm->base.world; r++)
+        if (turns[r].slot == 0 || turns[r].slot != turns[r - r % per_host].slot) return false;
+    return true;
+}
+
 /* What all ranks see in `turns`, and conclude alike: *next is the rank whose gather all take part in before they say again what they
  * want, or -1: what this rank wants comes next. */
 static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns, int *next)
@@ -201,6 +210,7 @@ static zs_status agree_in(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_
         int next = -1;
         ZS_TRY(say(comm, turn, turns));
         ZS_TRY(compare(comm, turns, &next));
+        comm->same_slots = next < 0 && comm->base.per_host > 0 && same_slots(comm, turns);
         if (next < 0 || alike(&turns[next], &turns[comm->base.rank])) return ZS_OK;
         zs_c10d_turn other = turns[next];
         ZS_TRY(zs_c10d_serve(comm, &other));

@@ -100,8 +100,8 @@ static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
     return ZS_FAIL(ZS_ERR_PEER, "the collective cannot complete without that rank");
 }
 
-/* torch's threads will write to the memory whenever the missing peer comes. */
-static void leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
+/* Torch's threads will write to the memory whenever the missing peer comes. */
+void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
 {
     zs_c10d_stray *stray = malloc(sizeof *stray);
     if (stray == NULL) return; /* lost without a trace is as good */
@@ -114,7 +114,7 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work 
                           zs_c10d_stall *stall)
 {
     if (zs_c10d_is_forked(comm)) {
-        leave_behind(comm, work, memory);
+        zs_c10d_leave_behind(comm, work, memory);
         return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", comm->base.rank);
     }
     double begun = now();
@@ -128,7 +128,7 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work 
         status = check_wait(comm, &seen);
         if (status == ZS_OK && stall != NULL) zs_c10d_stall_look(comm, turn, stall, now() - begun);
         if (status == ZS_OK) continue;
-        leave_behind(comm, work, memory);
+        zs_c10d_leave_behind(comm, work, memory);
         if (status == ZS_ERR_PEER) return fail_after(comm, turn, stall, status);
         if (comm->base.lost == NULL)
             comm->base.lost = strdup("a wait was interrupted (Ctrl-C) while its collective was in flight");
@@ -167,6 +167,23 @@ zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_w
     atomic_store_explicit(&comm->base.waiting, false, memory_order_relaxed);
     zs_c10d_stall_end(&stall);
     return status;
+}
+
+zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, bool (*arrived)(void *, double), void *arg)
+{
+    double begun = now();
+    patience seen = {.asked = begun};
+    while (!arrived(arg, slice)) {
+        zs_status status = check_wait(comm, &seen);
+        if (status == ZS_OK && now() - begun > comm->base.timeout + grace)
+            status = ZS_FAIL(ZS_ERR_TIMEOUT, "another rank of this host did not bring its part");
+        if (status == ZS_OK) continue;
+        if (status != ZS_ERR_TORCH) return zs_c10d_fail(comm, turn, status);
+        if (comm->base.lost == NULL)
+            comm->base.lost = strdup("a wait was interrupted (Ctrl-C) while its collective was in flight");
+        return status;
+    }
+    return ZS_OK;
 }
 
 /* --- areas ---------------------------------------------------------------------------------------------------------------- */

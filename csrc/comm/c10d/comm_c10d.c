@@ -19,30 +19,39 @@ struct zs_gathering {
     zs_mem *mem; /* counted reference */
 };
 
-static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
-                                   zs_gathering **out)
+zs_c10d_turn zs_c10d_gather_turn(zs_c10d_comm *comm, const zs_flat_mem *flat, const char *name)
 {
-    zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GATHER, flat->key, flat->shard_bytes, name);
-    turn.joinable = zs_c10d_is_own(self, flat);
+    turn.joinable = zs_c10d_is_own(comm, flat);
+    return turn;
+}
+
+zs_status zs_c10d_gather_agreed(zs_c10d_comm *self, const zs_c10d_turn *turn, const char *shard, zs_target to,
+                                zs_gathering **out)
+{
     zs_gathering *made = malloc(sizeof *made);
-    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
-    *made = (zs_gathering){turn, NULL, zs_mem_retain(to.mem)};
-    zs_status status = zs_c10d_agree(self, &turn);
-    if (status == ZS_OK) {
-        status = zs_group_all_gather(self->group, flat->shard, to.full, flat->shard_bytes, comm->world, &made->work);
-        if (status != ZS_OK) status = zs_c10d_fail(self, &turn, status);
-    }
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", turn->name);
+    *made = (zs_gathering){*turn, NULL, zs_mem_retain(to.mem)};
+    zs_status status = zs_group_all_gather(self->group, shard, to.full, turn->bytes, self->base.world, &made->work);
     if (status == ZS_OK) {
         *out = made;
         return ZS_OK;
     }
     zs_mem_release(made->mem);
     free(made);
-    return status;
+    return zs_c10d_fail(self, turn, status);
 }
 
-static zs_status c10d_gather_finish(zs_comm *comm, zs_gathering *gathering)
+static zs_status c10d_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
+                                   zs_gathering **out)
+{
+    zs_c10d_comm *self = (zs_c10d_comm *)comm;
+    zs_c10d_turn turn = zs_c10d_gather_turn(self, flat, name);
+    ZS_TRY(zs_c10d_agree(self, &turn));
+    return zs_c10d_gather_agreed(self, &turn, flat->shard, to, out);
+}
+
+zs_status zs_c10d_gather_finish(zs_comm *comm, zs_gathering *gathering)
 {
     zs_status status = zs_c10d_finish((zs_c10d_comm *)comm, &gathering->turn, gathering->work, gathering->mem);
     zs_mem_release(gathering->mem);
@@ -50,13 +59,13 @@ static zs_status c10d_gather_finish(zs_comm *comm, zs_gathering *gathering)
     return status;
 }
 
-static size_t c10d_bytes(const zs_comm *comm)
+size_t zs_c10d_bytes(const zs_comm *comm)
 {
     const zs_c10d_comm *self = (const zs_c10d_comm *)comm;
     return self->areas != NULL ? zs_arena_bytes(self->areas) : 0;
 }
 
-static zs_status c10d_reserve(zs_comm *comm, const zs_arena *plan)
+zs_status zs_c10d_reserve(zs_comm *comm, const zs_arena *plan)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     if (self->areas == NULL) ZS_TRY(zs_arena_new(comm->device, &self->areas));
@@ -75,7 +84,7 @@ static zs_status exchange_in(zs_c10d_comm *self, const zs_c10d_turn *turn, const
     return status == ZS_OK ? zs_c10d_finish(self, turn, work, NULL) : zs_c10d_fail(self, turn, status);
 }
 
-static zs_status c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
+zs_status zs_c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     ZS_TRY(zs_check_exchange(bytes));
@@ -106,7 +115,7 @@ static zs_status broadcast_in(zs_c10d_comm *self, const zs_c10d_turn *turn, char
     return ZS_OK;
 }
 
-static zs_status c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
+zs_status zs_c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     ZS_TRY(zs_check_root(comm, root));
@@ -122,14 +131,14 @@ static zs_status c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int roo
     return status;
 }
 
-static zs_status c10d_give_up(zs_comm *comm)
+zs_status zs_c10d_give_up(zs_comm *comm)
 {
     zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GIVE_UP, 0, 0, NULL);
     return zs_c10d_agree((zs_c10d_comm *)comm, &turn);
 }
 
 /* A process group has no way to tell, its store has: the peers look there when they wait for long or find us gone. */
-static void c10d_abort(zs_comm *comm, const char *reason)
+void zs_c10d_abort(zs_comm *comm, const char *reason)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     if (!self->told && !zs_c10d_is_forked(self)) zs_group_leave_words(self->group, comm->rank, reason);
@@ -142,7 +151,7 @@ typedef struct last_page {
     zs_words words;
 } last_page;
 
-static zs_status c10d_end(zs_comm *comm, zs_past *pasts, bool *all)
+zs_status zs_c10d_end(zs_comm *comm, zs_past *pasts, bool *all)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     if (zs_c10d_is_forked(self)) return ZS_OK;
@@ -178,25 +187,29 @@ static void keep(zs_c10d_comm *self)
     while (!atomic_compare_exchange_weak(&kept, &self->next, self)) {}
 }
 
-static void c10d_destroy(zs_comm *comm)
+bool zs_c10d_clear(zs_c10d_comm *self)
 {
-    zs_c10d_comm *self = (zs_c10d_comm *)comm;
     if (self->strays != NULL || zs_c10d_is_forked(self)) {
         keep(self);
-        return;
+        return false;
     }
     zs_c10d_free_areas(self);
     free(self->base.lost);
     zs_c10d_peers_free(self);
     zs_group_free(self->group);
-    free(self);
+    return true;
+}
+
+static void c10d_destroy(zs_comm *comm)
+{
+    if (zs_c10d_clear((zs_c10d_comm *)comm)) free((zs_c10d_comm *)comm);
 }
 
 static const zs_flat_ops c10d_flats = {
     .flat_new = zs_c10d_flat_new,
     .flat_free = zs_c10d_flat_free,
     .gather_start = c10d_gather_start,
-    .gather_finish = c10d_gather_finish,
+    .gather_finish = zs_c10d_gather_finish,
     .numbers = zs_c10d_numbers,
     .go_on_from = zs_c10d_go_on_from,
 };
@@ -213,16 +226,16 @@ static const zs_round_ops c10d_rounds = {
     .collect_shared = zs_c10d_collect_shared,
     .release = zs_c10d_release,
     .reusable = zs_c10d_reusable,
-    .give_up = c10d_give_up,
+    .give_up = zs_c10d_give_up,
     .room = zs_c10d_room,
-    .reserve = c10d_reserve,
+    .reserve = zs_c10d_reserve,
 };
 
 static const zs_talk_ops c10d_talk = {
-    .exchange = c10d_exchange,
-    .broadcast = c10d_broadcast,
-    .end = c10d_end,
-    .abort = c10d_abort,
+    .exchange = zs_c10d_exchange,
+    .broadcast = zs_c10d_broadcast,
+    .end = zs_c10d_end,
+    .abort = zs_c10d_abort,
 };
 
 const zs_comm_ops zs_c10d_ops = {
@@ -233,18 +246,13 @@ const zs_comm_ops zs_c10d_ops = {
     .rounds = &c10d_rounds,
     .readers = &zs_c10d_reader_ops,
     .talk = &c10d_talk,
-    .bytes = c10d_bytes,
+    .bytes = zs_c10d_bytes,
     .close = c10d_close,
     .destroy = c10d_destroy,
 };
 
-zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double timeout, zs_comm **out)
+zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, int rank, int world, double timeout)
 {
-    if (world < 1 || rank < 0 || rank >= world)
-        return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", rank, world);
-    zs_c10d_comm *comm = calloc(1, sizeof *comm);
-    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the c10d transport");
-    comm->base.ops = &zs_c10d_ops;
     comm->base.rank = rank;
     comm->base.world = world;
     comm->base.device = zs_device_cpu();
@@ -252,8 +260,18 @@ zs_status zs_comm_c10d_new(const char *group_name, int rank, int world, double t
     comm->gone = -1;
     comm->lifetime = zs_lifetime();
     zs_refs_init(&comm->base.refs);
-    zs_status status = zs_group_new(group_name, &comm->group);
-    ZS_THEN(status, zs_c10d_peers_meet(comm));
+    ZS_TRY(zs_group_new(group_name, &comm->group));
+    return zs_c10d_peers_meet(comm);
+}
+
+zs_status zs_comm_c10d_new(const char *group_name, const zs_ranks_of_hosts *ranks, double timeout, zs_comm **out)
+{
+    ZS_TRY(zs_check_ranks_of_hosts(ranks));
+    zs_c10d_comm *comm = calloc(1, sizeof *comm);
+    if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the c10d transport");
+    comm->base.ops = &zs_c10d_ops;
+    comm->base.per_host = ranks->per_host;
+    zs_status status = zs_c10d_init(comm, group_name, ranks->rank, ranks->world, timeout);
     if (status != ZS_OK) {
         c10d_destroy(&comm->base);
         return status;

@@ -82,7 +82,7 @@ extern const zs_talk_ops zs_gpu_talk_ops;
 /* --- gpu_round.c: units' part of the table, as comm_ops.h has it ----------------------------------------------------------- */
 
 /* room: of the device's memory. */
-zs_room zs_gpu_room(const zs_cunit_spec *spec, int world);
+zs_room zs_gpu_room(const zs_comm *comm, const zs_cunit_spec *spec);
 
 /* cunit_new. */
 zs_status zs_gpu_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);

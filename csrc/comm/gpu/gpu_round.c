@@ -27,10 +27,10 @@ static int64_t present_bit(const gpu_unit *unit)
     return (int64_t)(unit->base.spec.n_params + unit->base.spec.n_more);
 }
 
-zs_room zs_gpu_room(const zs_cunit_spec *spec, int world)
+zs_room zs_gpu_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
     zs_room room = {0};
-    if (spec != NULL) room.received = zs_spec_piece_bytes(spec) * (size_t)world;
+    if (spec != NULL) room.received = zs_spec_piece_bytes(spec) * (size_t)comm->world;
     return room;
 }
 

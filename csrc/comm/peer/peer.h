@@ -151,7 +151,7 @@ zs_status zs_peer_drain(zs_peer *self, double seconds);
 /* --- peer_round.c: units' part of the table, as comm_ops.h has it ------------------------------------------------------------ */
 
 /* room: nothing is received, so units take none. */
-zs_room zs_peer_room(const zs_cunit_spec *spec, int world);
+zs_room zs_peer_room(const zs_comm *comm, const zs_cunit_spec *spec);
 
 /* cunit_new. ZS_ERR_STATE where there are ZS_PEER_UNITS already. */
 zs_status zs_peer_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);

@@ -24,10 +24,10 @@ typedef struct peer_unit {
 
 enum { ADDRESS_WORDS = (sizeof(zs_peer_address) + 7) / 8 };
 
-zs_room zs_peer_room(const zs_cunit_spec *spec, int world)
+zs_room zs_peer_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
     zs_room room = {0};
-    if (spec == NULL) room.fixed = zs_peer_pad_bytes(world) + ZS_PEER_STAGE;
+    if (spec == NULL) room.fixed = zs_peer_pad_bytes(comm->world) + ZS_PEER_STAGE;
     return room;
 }
 

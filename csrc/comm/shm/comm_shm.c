@@ -57,9 +57,9 @@ static size_t shm_bytes(const zs_comm *comm)
     return offsetof(zs_shm_control, heap) + ((const zs_shm *)comm)->heap_used;
 }
 
-static zs_room shm_room(const zs_cunit_spec *spec, int world)
+static zs_room shm_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
-    (void)world;
+    (void)comm;
     if (spec == NULL)
         return (zs_room){.fixed =
                              offsetof(zs_shm_control, heap) + zs_round_up(sizeof(zs_shm_reader_record), ZS_SHM_LINE)};

@@ -1,0 +1,160 @@
+/* comm_hosts.c - the table of the transport in two levels, its birth and its end. See hosts.h. */
+#include "comm/hosts/hosts.h"
+
+#include "base/file.h"
+
+#include <stdlib.h>
+
+zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status)
+{
+    const char *lost = self->c10d.base.lost;
+    if (status == ZS_OK || lost == NULL) return status;
+    zs_hosts_break_off(self, lost);
+    zs_comm_abort(self->local, lost);
+    return status;
+}
+
+zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_c10d_turn *turn, zs_work **works, size_t n, zs_mem *memory)
+{
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < n; i++) {
+        zs_work *work = works[i];
+        works[i] = NULL;
+        if (work == NULL) continue;
+        if (status == ZS_OK)
+            status = zs_c10d_finish(&self->c10d, turn, work, memory);
+        else
+            zs_c10d_leave_behind(&self->c10d, work, memory);
+    }
+    return status;
+}
+
+/* --- numbers -------------------------------------------------------------------------------------------------------------- */
+
+enum { SLOTS = ZS_NUMBERS - 1 }; /* behind those of c10d */
+
+static void hosts_numbers(const zs_comm *comm, uint64_t *out)
+{
+    zs_c10d_numbers(comm, out);
+    out[SLOTS] = ((const zs_hosts_comm *)comm)->slots;
+}
+
+static void hosts_go_on_from(zs_comm *comm, const uint64_t *numbers)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    zs_c10d_go_on_from(comm, numbers);
+    self->slots = numbers[SLOTS];
+    if (zs_comm_align(self->local) != ZS_OK) zs_clear_error(); /* what comes next over it fails too */
+}
+
+/* --- birth and end -------------------------------------------------------------------------------------------------------- */
+
+static size_t hosts_bytes(const zs_comm *comm)
+{
+    return zs_c10d_bytes(comm) + zs_comm_bytes(((const zs_hosts_comm *)comm)->local);
+}
+
+static void hosts_abort(zs_comm *comm, const char *reason)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    zs_c10d_abort(comm, reason);
+    if (zs_c10d_is_forked(&self->c10d)) return;
+    zs_hosts_break_off(self, reason);
+    zs_comm_abort(self->local, reason);
+}
+
+/* The process groups are torch's. */
+static void hosts_close(zs_comm *comm)
+{
+    zs_comm_close(((zs_hosts_comm *)comm)->local);
+}
+
+static void hosts_destroy(zs_comm *comm)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    if (!zs_c10d_clear(&self->c10d)) return;
+    zs_mem_release(self->bells.mem);
+    zs_group_free(self->across);
+    zs_comm_release(self->local);
+    free(self);
+}
+
+static const zs_flat_ops hosts_flats = {
+    .flat_new = zs_c10d_flat_new,
+    .flat_free = zs_c10d_flat_free,
+    .slot_new = zs_hosts_slot_new,
+    .gather_start = zs_hosts_gather_start,
+    .gather_finish = zs_hosts_gather_finish,
+    .numbers = hosts_numbers,
+    .go_on_from = hosts_go_on_from,
+};
+
+static const zs_round_ops hosts_rounds = {
+    .bucket_new = zs_hosts_bucket_new,
+    .bucket_free = zs_hosts_bucket_free,
+    .bucket_room = zs_file_bucket_room,
+    .cunit_new = zs_hosts_cunit_new,
+    .cunit_free = zs_hosts_cunit_free,
+    .cunit_renamed = zs_hosts_cunit_renamed,
+    .post = zs_hosts_post,
+    .collect = zs_hosts_collect,
+    .share = zs_hosts_share,
+    .collect_shared = zs_hosts_collect_shared,
+    .release = zs_hosts_release,
+    .reusable = zs_hosts_reusable,
+    .give_up = zs_c10d_give_up,
+    .room = zs_hosts_room,
+    .reserve = zs_c10d_reserve,
+};
+
+static const zs_talk_ops hosts_talk = {
+    .exchange = zs_c10d_exchange,
+    .broadcast = zs_c10d_broadcast,
+    .end = zs_c10d_end,
+    .abort = hosts_abort,
+};
+
+const zs_comm_ops zs_hosts_ops = {
+    .name = "hosts",
+    .shard_align = 64,
+    .mapped = false,
+    .flats = &hosts_flats,
+    .rounds = &hosts_rounds,
+    .readers = &zs_c10d_reader_ops,
+    .talk = &hosts_talk,
+    .bytes = hosts_bytes,
+    .close = hosts_close,
+    .destroy = hosts_destroy,
+};
+
+static zs_status check(const zs_comm *local, const zs_ranks_of_hosts *ranks)
+{
+    ZS_TRY(zs_check_ranks_of_hosts(ranks));
+    if (ranks->per_host > 0 && local->world == ranks->per_host && local->rank == ranks->rank % ranks->per_host)
+        return ZS_OK;
+    return ZS_FAIL(ZS_ERR_VALUE, "rank %d of %d is not rank %d of the %d on its host", ranks->rank, ranks->world,
+                   local->rank, local->world);
+}
+
+zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const zs_ranks_of_hosts *ranks,
+                            double timeout, zs_comm **out)
+{
+    ZS_TRY(check(local, ranks));
+    zs_hosts_comm *self = calloc(1, sizeof *self);
+    if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the hosts transport");
+    self->c10d.base.ops = &zs_hosts_ops;
+    self->c10d.base.per_host = ranks->per_host;
+    self->local = zs_comm_retain(local);
+    self->hosts = ranks->world / ranks->per_host;
+    self->host = ranks->rank / ranks->per_host;
+    self->lane = local->rank;
+    zs_status status = zs_c10d_init(&self->c10d, groups->all, ranks->rank, ranks->world, timeout);
+    ZS_THEN(status, zs_group_new(groups->across, &self->across));
+    ZS_THEN(status, zs_hosts_bells_new(self));
+    if (status != ZS_OK) {
+        hosts_destroy(&self->c10d.base);
+        return status;
+    }
+    *out = &self->c10d.base;
+    return ZS_OK;
+}

@@ -1,0 +1,92 @@
+/* hosts.h - the transport for several hosts with the same number of ranks each, in two levels.
+ *
+ * The one idea: ranks of one host meet over `local` (shm), and each rank meets its counterparts, those at its place on the other
+ * hosts, over a process group of their own (`across`). So what a host lacks crosses the wire once a host, not once a rank:
+ * shards go straight into memory that the host's ranks share, and gradients are summed within the host first.
+ *
+ * Its head is a c10d transport over all ranks. That says what comes next before each collective (c10d_turn.c), so all know that
+ * the others have come as far, and does whatever the two levels cannot: gathers that some ranks have no use for, for example.
+ *
+ *   comm_hosts.c    the table, birth and end
+ *   hosts_gather.c  memory that a host's ranks share, and gathering into it
+ *   hosts_bells.c   telling the ranks of the host that a part has come
+ *   hosts_round.c   reducing
+ */
+#ifndef ZS_HOSTS_H
+#define ZS_HOSTS_H
+
+#include "comm/c10d/c10d.h"
+
+typedef struct zs_hosts_comm {
+    zs_c10d_comm c10d; /* of all ranks */
+    zs_comm *local;    /* of this host's; counted reference; used by nobody else */
+    zs_group *across;  /* of the counterparts, in the order of hosts; owned */
+    int hosts, host;   /* how many, and which is this */
+    int lane;          /* this rank's place on its host */
+    zs_flat_mem bells; /* of `local`: a page of each of the host's ranks */
+    uint64_t gathers;  /* in two levels, so far; the same on all ranks */
+    uint64_t slots;    /* a digest of the slots made so far, in order */
+} zs_hosts_comm;
+
+/* Ranks of each host. */
+static inline int zs_hosts_per_host(const zs_hosts_comm *self)
+{
+    return self->c10d.base.per_host;
+}
+
+/* The rank of place `lane` on host `host`. */
+static inline int zs_hosts_rank(const zs_hosts_comm *self, int host, int lane)
+{
+    return host * zs_hosts_per_host(self) + lane;
+}
+
+/* --- comm_hosts.c ----------------------------------------------------------------------------------------------------- */
+
+/* Passes `status` on. If the transport can do nothing any more, the host's other ranks learn it at once, and why. */
+zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status);
+
+/* Waits for all `works` [n] (NULL: done, or never begun), which are NULL after that; what a failure leaves may write to `memory`
+ * for ever. */
+zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_c10d_turn *turn, zs_work **works, size_t n, zs_mem *memory);
+
+/* --- hosts_bells.c ---------------------------------------------------------------------------------------------------- */
+
+/* Makes the pages; collective over the host. */
+zs_status zs_hosts_bells_new(zs_hosts_comm *self);
+
+/* What a gather's collectives tell when they end; made for `n` of them. */
+typedef struct zs_hosts_arrival zs_hosts_arrival;
+zs_status zs_hosts_arrival_new(zs_hosts_comm *self, uint64_t gather, int n, zs_hosts_arrival **out);
+
+/* One of them has ended, on any thread; the last frees it. If all went well, this rank's part of the gather is there. */
+void zs_hosts_arrived(void *arrival, bool good);
+
+/* Waits until the parts of all ranks of the host are there. */
+zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather);
+
+/* Tells the host's other ranks that nothing will come from this one any more. */
+void zs_hosts_break_off(zs_hosts_comm *self, const char *why);
+
+/* --- hosts_gather.c: as comm_ops.h has it ----------------------------------------------------------------------------- */
+
+zs_status zs_hosts_slot_new(zs_comm *comm, size_t bytes, zs_mem **out);
+zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to,
+                                zs_gathering **out);
+zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *gathering);
+
+/* --- hosts_round.c: as comm_ops.h has it ------------------------------------------------------------------------------ */
+
+zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec);
+zs_status zs_hosts_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out);
+void zs_hosts_bucket_free(zs_comm *comm, zs_bucket *bucket);
+zs_status zs_hosts_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);
+void zs_hosts_cunit_free(zs_comm *comm, zs_cunit *cunit);
+void zs_hosts_cunit_renamed(zs_comm *comm, zs_cunit *cunit);
+zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
+zs_status zs_hosts_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
+zs_status zs_hosts_share(zs_comm *comm, zs_cunit *cunit);
+zs_status zs_hosts_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
+zs_status zs_hosts_release(zs_comm *comm, zs_cunit *cunit);
+zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
+
+#endif

@@ -1,0 +1,394 @@
+/* hosts_round.c - reducing in two levels. See hosts.h.
+ *
+ * The one idea: once all ranks have said that they bring a round, their buckets are packed. So each reads those of its host at once,
+ * and sums what its counterparts and it itself want of them; the sums cross the wire. An owner then adds the hosts' sums, in the
+ * order of hosts. With one rank per host the sum is what that rank has packed, in its own dtype.
+ *
+ *   piece for a counterpart:  the host's sum of its slice of flat 0 | of flat 1 | ... | tail
+ */
+#include "comm/hosts/hosts.h"
+
+#include "base/file.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Behind the sums of each piece; the bitmaps of the host's ranks follow. */
+typedef struct hosts_tail {
+    uint64_t present; /* 0: the sums are not filled, no rank of the host had a gradient */
+} hosts_tail;
+
+typedef struct hosts_unit {
+    zs_cunit base;
+    zs_cunit *local; /* the same of the host's ranks' transport */
+    uint64_t number;
+    size_t sum_at[ZS_MAX_FLATS]; /* where a piece has the sum of each flat */
+    size_t sum_bytes, stride;    /* of all sums; from one piece to the next */
+    const zs_bucket *bucket;     /* of the round that is out, NULL: it brings nothing; borrowed */
+    zs_work **works;             /* [hosts * n_slices, at least hosts] under way; NULL: none */
+    size_t n_works;
+    zs_mem *sent, *received; /* areas of that round, NULL: none */
+} hosts_unit;
+
+/* --- sizes ---------------------------------------------------------------------------------------------------------------- */
+
+static zs_dtype sum_dtype(const zs_comm *comm, zs_dtype wire)
+{
+    return comm->per_host > 1 ? zs_dtype_of_partial_sum(wire) : wire;
+}
+
+/* Bytes of the sum of slice `f`. */
+static size_t sum_bytes_of(const zs_comm *comm, const zs_cunit_spec *spec, int f)
+{
+    return spec->slice_bytes[f] / zs_dtype_size(spec->wire[f]) * zs_dtype_size(sum_dtype(comm, spec->wire[f]));
+}
+
+static size_t tail_bytes_of(const zs_comm *comm, const zs_cunit_spec *spec)
+{
+    size_t bitmaps = (size_t)comm->per_host * zs_spec_used_words(spec) * sizeof(uint64_t);
+    return zs_round_up(sizeof(hosts_tail) + bitmaps, 64);
+}
+
+/* The unit as the host's ranks' transport knows it. Nothing is said there of who sums what. */
+static zs_cunit_spec local_spec(const zs_comm *comm, const zs_cunit_spec *spec, const int *nowhere)
+{
+    zs_cunit_spec local = *spec;
+    bool all = spec->mode == ZS_REDUCE_ALL;
+    local.part_of = all ? NULL : nowhere;
+    if (spec->parts == 0 && !all) local.parts = comm->world;
+    if (all) local.parts = 0;
+    for (int f = 0; all && f < spec->n_slices; f++)
+        local.slice_bytes[f] *= (size_t)(comm->world / comm->per_host);
+    return local;
+}
+
+static const zs_comm_ops *local_ops(const zs_comm *comm)
+{
+    return comm->per_host > 1 ? &zs_shm_ops : &zs_self_ops;
+}
+
+zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
+{
+    zs_room own = zs_c10d_own_room(comm);
+    if (spec == NULL) {
+        own.fixed = local_ops(comm)->rounds->room(comm, NULL).fixed;
+        return own;
+    }
+    zs_cunit_spec local = local_spec(comm, spec, NULL);
+    own.record = local_ops(comm)->rounds->room(comm, &local).record;
+    size_t piece = tail_bytes_of(comm, spec);
+    for (int f = 0; f < spec->n_slices; f++)
+        piece += sum_bytes_of(comm, spec, f);
+    own.sent = own.received = piece * (size_t)(comm->world / comm->per_host);
+    return own;
+}
+
+/* --- buckets -------------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_hosts_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
+{
+    return zs_comm_bucket_new(((zs_hosts_comm *)comm)->local, zs_file_bucket_room(bytes), out);
+}
+
+void zs_hosts_bucket_free(zs_comm *comm, zs_bucket *bucket)
+{
+    zs_comm_bucket_free(((zs_hosts_comm *)comm)->local, bucket);
+}
+
+/* --- a round -------------------------------------------------------------------------------------------------------------- */
+
+static zs_c10d_turn turn_of(const hosts_unit *unit, zs_c10d_kind kind)
+{
+    zs_c10d_turn turn = zs_c10d_turn_of(kind, unit->number, unit->stride, unit->base.spec.name);
+    turn.round = unit->base.round;
+    return turn;
+}
+
+static void return_areas(zs_hosts_comm *self, hosts_unit *unit)
+{
+    zs_c10d_return_area(&self->c10d, &unit->sent);
+    zs_c10d_return_area(&self->c10d, &unit->received);
+}
+
+/* The host's sum of slice `part` of flat `f`, to `dst`. */
+static zs_status sum_slice(const zs_hosts_comm *self, const hosts_unit *unit, const char *const *buckets, int f,
+                           int part, char *dst)
+{
+    const zs_comm *comm = &self->c10d.base;
+    const zs_cunit_spec *spec = &unit->base.spec;
+    size_t at = zs_cunit_slice_at(&unit->base, f, part);
+    const void *src[comm->per_host];
+    for (int lane = 0; lane < comm->per_host; lane++)
+        src[lane] = buckets[lane] != NULL ? buckets[lane] + at : NULL;
+    if (comm->per_host == 1) {
+        memcpy(dst, src[0], spec->slice_bytes[f]);
+        return ZS_OK;
+    }
+    zs_sum sum = {.src = src, .world = comm->per_host, .dst = dst, .dtype = spec->wire[f], .scale = 1.0};
+    sum.to = zs_dtype_of_partial_sum(spec->wire[f]);
+    sum.numel = (int64_t)(spec->slice_bytes[f] / zs_dtype_size(spec->wire[f]));
+    return zs_device_sum(comm->device, ZS_STREAM_REDUCE, &sum);
+}
+
+/* Fills the piece for the counterpart on host `h`. */
+static zs_status fill_piece(const zs_hosts_comm *self, const hosts_unit *unit, const zs_sources *local, int h)
+{
+    char *piece = (char *)unit->sent->ptr + (size_t)h * unit->stride;
+    hosts_tail *tail = (hosts_tail *)(void *)(piece + unit->sum_bytes);
+    uint64_t *bitmaps = (uint64_t *)(tail + 1);
+    int per_host = zs_hosts_per_host(self), part = unit->base.spec.part_of[zs_hosts_rank(self, h, self->lane)];
+    tail->present = 0;
+    for (int lane = 0; lane < per_host; lane++) {
+        tail->present |= local->data[lane] != NULL;
+        memcpy(bitmaps + (size_t)lane * unit->base.used_words, local->used[lane],
+               unit->base.used_words * sizeof *bitmaps);
+    }
+    for (int f = 0; f < unit->base.spec.n_slices && tail->present; f++)
+        ZS_TRY(sum_slice(self, unit, local->data, f, part, piece + unit->sum_at[f]));
+    return ZS_OK;
+}
+
+/* Sums what this rank's host has for each counterpart. */
+static zs_status sum_local(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used)
+{
+    bool ready = false;
+    zs_sources local = {0};
+    ZS_TRY(zs_cunit_post(self->local, unit->local, unit->bucket, used));
+    ZS_TRY(
+        zs_cunit_collect(self->local, unit->local, ZS_WAIT, &ready, &local)); /* all are about to, if they have not */
+    for (int h = 0; h < self->hosts; h++)
+        ZS_TRY(fill_piece(self, unit, &local, h));
+    if (unit->base.spec.mode == ZS_REDUCE_ALL) return ZS_OK; /* until the sum has been shared */
+    return zs_cunit_release(self->local, unit->local);
+}
+
+/* Each host's piece for this rank comes, and those for its counterparts go. */
+static zs_status start_pieces(zs_hosts_comm *self, hosts_unit *unit)
+{
+    char *received = unit->received->ptr;
+    zs_group_set_timeout(self->across, self->c10d.base.timeout);
+    unit->n_works = (size_t)self->hosts;
+    for (int h = 0; h < self->hosts; h++)
+        ZS_TRY(zs_group_scatter(self->across, unit->sent->ptr, received + (size_t)h * unit->stride, unit->stride, h,
+                                &unit->works[h]));
+    return ZS_OK;
+}
+
+static zs_status send(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used)
+{
+    zs_c10d_turn turn = turn_of(unit, ZS_C10D_POST);
+    size_t bytes = unit->stride * (size_t)self->hosts;
+    ZS_TRY(zs_c10d_agree(&self->c10d, &turn));
+    zs_status status = zs_c10d_borrow_area(&self->c10d, bytes, &unit->received);
+    ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes, &unit->sent));
+    ZS_THEN(status, sum_local(self, unit, used));
+    ZS_THEN(status, start_pieces(self, unit));
+    return status == ZS_OK ? ZS_OK : zs_c10d_fail(&self->c10d, &turn, status);
+}
+
+/* None of a round's collectives is waited for any more: nobody may use their memory again. */
+static void leave_works(zs_hosts_comm *self, hosts_unit *unit)
+{
+    for (size_t i = 0; i < unit->n_works; i++)
+        if (unit->works[i] != NULL) zs_c10d_leave_behind(&self->c10d, unit->works[i], NULL);
+    unit->n_works = 0;
+}
+
+zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = (hosts_unit *)cunit;
+    ZS_TRY(zs_cunit_may_post(cunit, bucket));
+    cunit->round++;
+    unit->bucket = bucket;
+    zs_status status = send(self, unit, used);
+    if (status == ZS_OK) {
+        cunit->state = ZS_ROUND_POSTED;
+        return ZS_OK;
+    }
+    leave_works(self, unit);
+    cunit->round--; /* what failed on all ranks has not been a round */
+    return_areas(self, unit);
+    return zs_hosts_pass(self, status);
+}
+
+/* Fills the sources from what was received. */
+static void find_sources(const zs_hosts_comm *self, hosts_unit *unit)
+{
+    zs_cunit *base = &unit->base;
+    for (int h = 0; h < self->hosts; h++) {
+        const char *piece = (const char *)unit->received->ptr + (size_t)h * unit->stride;
+        const hosts_tail *tail = (const hosts_tail *)(const void *)(piece + unit->sum_bytes);
+        const uint64_t *bitmaps = (const uint64_t *)(const void *)(tail + 1);
+        for (int lane = 0; lane < zs_hosts_per_host(self); lane++) {
+            int r = zs_hosts_rank(self, h, lane);
+            base->data[r] = lane == 0 && tail->present ? piece : NULL;
+            base->used[r] = bitmaps + (size_t)lane * base->used_words;
+        }
+    }
+}
+
+static bool is_done(const hosts_unit *unit)
+{
+    for (size_t i = 0; i < unit->n_works; i++)
+        if (unit->works[i] != NULL && !zs_work_done(unit->works[i])) return false;
+    return true;
+}
+
+/* Waits for what is under way. */
+static zs_status finish(zs_hosts_comm *self, hosts_unit *unit, zs_c10d_kind kind, zs_mem *memory)
+{
+    zs_c10d_turn turn = turn_of(unit, kind);
+    size_t n = unit->n_works;
+    unit->n_works = 0;
+    return zs_hosts_finish(self, &turn, unit->works, n, memory);
+}
+
+zs_status zs_hosts_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = (hosts_unit *)cunit;
+    *ready = false;
+    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
+    /* In ZS_REDUCE_ALL a collective follows, so the ranks must come through here in one order: no looking first. */
+    bool only_look = wait == ZS_WAIT_NOT && cunit->spec.mode == ZS_REDUCE_SCATTER;
+    if (only_look && !is_done(unit)) return ZS_OK;
+    zs_status status = finish(self, unit, ZS_C10D_POST, NULL);
+    if (status != ZS_OK) {
+        cunit->state = ZS_ROUND_NONE; /* a failed collective cannot be had again */
+        return_areas(self, unit);
+        return zs_hosts_pass(self, status);
+    }
+    zs_c10d_return_area(&self->c10d, &unit->sent);
+    find_sources(self, unit);
+    cunit->state = ZS_ROUND_COLLECTED;
+    zs_cunit_sources(cunit, out);
+    out->partial = comm->per_host > 1;
+    *ready = true;
+    return ZS_OK;
+}
+
+/* --- sharing the sums ----------------------------------------------------------------------------------------------------- */
+
+/* Each counterpart's finished slices come into their places in the bucket. */
+static zs_status start_shares(zs_hosts_comm *self, hosts_unit *unit)
+{
+    const zs_cunit *base = &unit->base;
+    for (int f = 0; f < base->spec.n_slices; f++) {
+        for (int h = 0; h < self->hosts; h++) {
+            char *slice = unit->bucket->ptr + zs_cunit_slice_at(base, f, zs_hosts_rank(self, h, self->lane));
+            ZS_TRY(zs_group_broadcast(self->across, slice, base->spec.slice_bytes[f], h, &unit->works[unit->n_works]));
+            unit->n_works++;
+        }
+    }
+    return ZS_OK;
+}
+
+zs_status zs_hosts_share(zs_comm *comm, zs_cunit *cunit)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = (hosts_unit *)cunit;
+    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_COLLECTED, "share"));
+    zs_c10d_turn turn = turn_of(unit, ZS_C10D_SHARE);
+    ZS_TRY(zs_c10d_agree(&self->c10d, &turn));
+    zs_status status = start_shares(self, unit);
+    if (status != ZS_OK) status = zs_c10d_fail(&self->c10d, &turn, status);
+    ZS_THEN(status, finish(self, unit, ZS_C10D_SHARE, unit->bucket->mem));
+    ZS_THEN(status, zs_cunit_share(self->local, unit->local));
+    if (status != ZS_OK) {
+        leave_works(self, unit);
+        return zs_hosts_pass(self, status);
+    }
+    cunit->state = ZS_ROUND_SHARED;
+    return ZS_OK;
+}
+
+zs_status zs_hosts_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = (hosts_unit *)cunit;
+    zs_sources local = {0};
+    *ready = false;
+    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_SHARED, "collect_shared"));
+    ZS_TRY(zs_cunit_collect_shared(self->local, unit->local, wait, ready, &local));
+    if (!*ready) return ZS_OK;
+    for (int r = 0; r < comm->world; r++)
+        cunit->data[r] = local.data[r % comm->per_host];
+    cunit->state = ZS_ROUND_GATHERED;
+    zs_cunit_sources(cunit, out);
+    return ZS_OK;
+}
+
+zs_status zs_hosts_release(zs_comm *comm, zs_cunit *cunit)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = (hosts_unit *)cunit;
+    ZS_TRY(zs_cunit_may_release(cunit));
+    return_areas(self, unit);
+    cunit->state = ZS_ROUND_NONE;
+    return cunit->spec.mode == ZS_REDUCE_ALL ? zs_cunit_release(self->local, unit->local) : ZS_OK;
+}
+
+zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
+{
+    const hosts_unit *unit = (const hosts_unit *)cunit;
+    return zs_cunit_reusable(((zs_hosts_comm *)comm)->local, unit->local, wait, ready);
+}
+
+/* --- birth and end -------------------------------------------------------------------------------------------------------- */
+
+void zs_hosts_cunit_renamed(zs_comm *comm, zs_cunit *cunit)
+{
+    const hosts_unit *unit = (const hosts_unit *)cunit;
+    (void)zs_cunit_rename(((zs_hosts_comm *)comm)->local, unit->local, cunit->spec.name);
+}
+
+void zs_hosts_cunit_free(zs_comm *comm, zs_cunit *cunit)
+{
+    if (cunit == NULL) return;
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = (hosts_unit *)cunit;
+    bool failed = zs_last_status() != ZS_OK;                             /* of the caller, who is on the way out */
+    if (unit->n_works > 0) (void)finish(self, unit, ZS_C10D_POST, NULL); /* it writes into our memory until then */
+    if (!failed) zs_clear_error();
+    return_areas(self, unit);
+    if (unit->local != NULL) zs_cunit_free(self->local, unit->local);
+    zs_cunit_clear(cunit);
+    free(unit->works);
+    free(unit);
+    if (--self->c10d.living == 0)
+        zs_c10d_free_areas(&self->c10d); /* the transport lives as long as the process group */
+}
+
+static zs_status make(zs_hosts_comm *self, hosts_unit *unit, const zs_cunit_spec *spec)
+{
+    const zs_comm *comm = &self->c10d.base;
+    ZS_TRY(zs_cunit_init(&unit->base, spec, comm));
+    for (int f = 0; f < spec->n_slices; f++) {
+        unit->sum_at[f] = unit->base.at[f] = unit->sum_bytes;
+        unit->sum_bytes += sum_bytes_of(comm, spec, f);
+    }
+    unit->stride = unit->sum_bytes + tail_bytes_of(comm, spec);
+    unit->works = calloc((size_t)self->hosts * (size_t)(spec->n_slices > 0 ? spec->n_slices : 1), sizeof(zs_work *));
+    if (unit->works == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
+    int nowhere[comm->per_host];
+    memset(nowhere, 0, sizeof nowhere);
+    zs_cunit_spec local = local_spec(comm, spec, nowhere);
+    return zs_cunit_new(self->local, &local, &unit->local);
+}
+
+zs_status zs_hosts_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = calloc(1, sizeof *unit);
+    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
+    self->c10d.living++;
+    zs_status status = make(self, unit, spec);
+    if (status != ZS_OK) {
+        zs_hosts_cunit_free(comm, &unit->base);
+        return status;
+    }
+    unit->number = self->c10d.units++;
+    *out = &unit->base;
+    return ZS_OK;
+}
