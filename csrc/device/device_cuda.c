@@ -61,6 +61,16 @@ zs_status zs_device_cuda_await(const zs_device *device, zs_stream stream, zs_cu_
     return ZS_CU(cuStreamWaitEvent, handle, event, 0);
 }
 
+bool zs_device_cuda_passed(const zs_device *device, zs_cu_event event)
+{
+    zs_cu_capture_mode mode = ZS_CU_STREAM_CAPTURE_MODE_RELAXED;
+    bool done = true;
+    if (zs_cuda_enter(of(device)->index) == ZS_OK && ZS_CU(cuThreadExchangeStreamCaptureMode, &mode) == ZS_OK)
+        (void)zs_cuda_event_done(event, &done);
+    zs_clear_error();
+    return done;
+}
+
 /* A wait is for what the event stands for when it is queued, so one event for each direction can be recorded again at once. */
 static zs_status cuda_fork(const zs_device *device, zs_stream stream)
 {

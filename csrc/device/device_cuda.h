@@ -35,4 +35,8 @@ void zs_device_cuda_event_free(zs_cu_event event);
 zs_status zs_device_cuda_record(const zs_device *device, zs_stream stream, zs_cu_event event);
 zs_status zs_device_cuda_await(const zs_device *device, zs_stream stream, zs_cu_event event);
 
+/* Has an event passed? For a thread that only looks on: its capture mode becomes relaxed for good, as a query in the default mode
+ * would invalidate whatever another thread captures. True where the driver cannot say, and no record: others find its failures. */
+bool zs_device_cuda_passed(const zs_device *device, zs_cu_event event);
+
 #endif

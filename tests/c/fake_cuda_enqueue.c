@@ -25,6 +25,14 @@ void fake_cuda_enqueue(void *stream, void (*run)(void *), void *arg)
     fake_submit((zs_cu_stream)stream, run_other, &work, sizeof work);
 }
 
+/* Has a capture of the default stream been broken, which goes on? */
+__attribute__((visibility("default"))) int fake_cuda_capture_broken(void);
+
+int fake_cuda_capture_broken(void)
+{
+    return fake_stream_broken(NULL);
+}
+
 /* The number of a stream in the log. */
 __attribute__((visibility("default"))) int fake_cuda_stream_number(void *stream);
 

@@ -156,6 +156,28 @@ bool fake_capturing(void)
     return capture_now() != 0;
 }
 
+static _Thread_local zs_cu_capture_mode capture_mode; /* of what this thread may do beside captures */
+static int broken;                                    /* the capture that was broken last */
+
+zs_cu_capture_mode fake_capture_exchange(zs_cu_capture_mode mode)
+{
+    zs_cu_capture_mode before = capture_mode;
+    capture_mode = mode;
+    return before;
+}
+
+bool fake_capture_breaks(void)
+{
+    bool breaks = fake_capturing() && capture_mode != ZS_CU_STREAM_CAPTURE_MODE_RELAXED;
+    if (breaks) __atomic_store_n(&broken, capture_now(), __ATOMIC_RELEASE);
+    return breaks;
+}
+
+bool fake_stream_broken(zs_cu_stream stream)
+{
+    return fake_stream_captured(stream) && __atomic_load_n(&broken, __ATOMIC_ACQUIRE) == capture_now();
+}
+
 bool fake_stream_captured(zs_cu_stream stream)
 {
     return capture_now() != 0 && (stream == NULL || of(stream)->capture == capture_now());
