@@ -3,6 +3,7 @@
 
 #include "device/cuda_driver.h"
 #include "device/cuda_kernels.h"
+#include "device/cuda_trail.h"
 #include "shim/torch_cuda.h"
 
 #include <pthread.h>
@@ -26,10 +27,17 @@ static cuda_device *of(const zs_device *device)
 
 /* --- streams ---------------------------------------------------------------------------------------------------------- */
 
+static zs_cu_stream host_stream;
+
+void zs_device_cuda_set_host_stream(zs_cu_stream stream)
+{
+    host_stream = stream;
+}
+
 zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu_stream *out)
 {
     const cuda_device *self = of(device);
-    void *current = NULL;
+    void *current = host_stream;
     ZS_TRY(zs_cuda_enter(self->index));
     if (stream == ZS_STREAM_COMPUTE && !self->on_host) ZS_TRY(zs_torch_cuda_stream(self->index, &current));
     *out = stream == ZS_STREAM_COMPUTE ? current : self->streams[stream];
@@ -389,6 +397,9 @@ static const zs_device_ops cuda_ops = {
     .fork = cuda_fork,
     .join = cuda_join,
     .wait = cuda_wait,
+    .follow = zs_device_cuda_follow,
+    .rest = zs_device_cuda_rest,
+    .end_trail = zs_device_cuda_end_trail,
 };
 
 /* Gathers are waited for first, so theirs is the higher priority; either comes before torch's usual streams. */

@@ -107,6 +107,9 @@ void fake_drain(zs_cu_stream stream);
 /* Waits until all streams have. */
 void fake_drain_all(void);
 
+/* A further stream of torch's: it works at once, as the default one does. */
+zs_cu_stream fake_stream_at_once(void);
+
 /* Calls of the driver, without their checks. */
 zs_cu_stream fake_stream_new(void);
 void fake_stream_free(zs_cu_stream stream);

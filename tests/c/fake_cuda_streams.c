@@ -24,6 +24,7 @@ struct fake_stream {
     uint64_t given, done;
     int number;
     int capture; /* the last that it was in */
+    bool at_once; /* works on the caller's thread, and has none of its own */
 };
 
 typedef struct event {
@@ -69,19 +70,32 @@ static void *work_through(void *arg)
     }
 }
 
-zs_cu_stream fake_stream_new(void)
+/* One more in the list. */
+static fake_stream *add_stream(bool at_once)
 {
     fake_stream *stream = calloc(1, sizeof *stream);
-    pthread_t thread;
     if (stream == NULL) abort();
+    stream->at_once = at_once;
     (void)pthread_mutex_lock(&lock);
     stream->number = streams != NULL ? streams->number + 1 : 1;
     stream->next = streams;
     streams = stream;
     (void)pthread_mutex_unlock(&lock);
+    return stream;
+}
+
+zs_cu_stream fake_stream_new(void)
+{
+    fake_stream *stream = add_stream(false);
+    pthread_t thread;
     if (pthread_create(&thread, NULL, work_through, stream) != 0) abort();
     (void)pthread_detach(thread);
     return (zs_cu_stream)stream;
+}
+
+zs_cu_stream fake_stream_at_once(void)
+{
+    return (zs_cu_stream)add_stream(true);
 }
 
 int fake_stream_number(zs_cu_stream stream)
@@ -91,7 +105,7 @@ int fake_stream_number(zs_cu_stream stream)
 
 void fake_submit(zs_cu_stream stream, fake_work *work, const void *args, size_t bytes)
 {
-    if (stream == NULL) {
+    if (stream == NULL || of(stream)->at_once) {
         work(args);
         return;
     }

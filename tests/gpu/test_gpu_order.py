@@ -5,6 +5,7 @@ The one idea: the numbers of a run can be right by luck; its log says what is su
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -86,6 +87,74 @@ def run(request, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("logs"))
     results = fork_ranks(train, 2, folder, stand_ins.environment("nccl"), options, check=True)
     return strategy, precision, [result.value for result in results]
+
+
+# --- several streams of torch's ------------------------------------------------------------------
+
+
+class OnStream(torch.autograd.Function):
+    """x; what comes later in forward, or behind this in backward, has another current stream."""
+
+    @staticmethod
+    def forward(ctx, x, streams, forward, backward):
+        ctx.streams, ctx.backward_to = streams, backward
+        zshard._core.set_host_stream(streams[forward])
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        zshard._core.set_host_stream(ctx.streams[ctx.backward_to])
+        return grad, None, None, None
+
+
+class Plain(nn.Linear):
+    """A unit of whose reading the log says nothing: its stream is not known."""
+
+
+class Branches(nn.Module):
+    """Two layers, of which each is given its gradient in a stream of its own."""
+
+    def __init__(self, streams: list[int]) -> None:
+        super().__init__()
+        self.left, self.right, self.streams = nn.Linear(48, 48), nn.Linear(48, 48), streams
+
+    def forward(self, x):
+        left = OnStream.apply(self.left(x), self.streams, 0, 1)
+        return left + OnStream.apply(self.right(x), self.streams, 0, 2)
+
+
+def train_in_streams(folder, env, forward_in):
+    """Where the log of some steps is. forward_in: the number of the stream for each step's forward."""
+    os.environ.update(env)
+    rank = int(os.environ["RANK"])
+    log = gpu_log.start(folder, rank)
+    driver = ctypes.CDLL(env["ZSHARD_CUDA_LIB"])
+    driver.fake_cuda_torch_stream.restype = ctypes.c_void_p
+    streams = [0, *(driver.fake_cuda_torch_stream() for _ in range(2))]
+    policy = zshard.wrap.ModuleWrapPolicy({Branches, Plain})
+    model = nn.Sequential(Plain(48, 48), Branches(streams), Plain(48, 48), Plain(48, 48))
+    model = FSDP(model, auto_wrap_policy=policy)
+    for stream in forward_in:
+        zshard._core.set_host_stream(streams[stream])
+        model(torch.randn(4, 48)).square().mean().backward()
+        model.zero_grad()
+    zshard._core.set_host_stream(0)
+    gpu_log.stop()
+    return log
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("forward_in", [[0, 0, 0], [0, 1, 2]], ids=["branches", "steps"])
+@pytest.mark.parametrize("backend", ["nccl", "peer"])
+def test_what_was_queued_in_several_streams_of_torchs_is_waited_for(tmp_path, backend, forward_in):
+    """A round is posted in the stream of its last gradient; the others come from other streams. And
+    a step in another stream than the one before takes slots that this one may still read."""
+    env = stand_ins.environment(backend)
+    for result in fork_ranks(train_in_streams, 2, str(tmp_path), env, forward_in, check=True):
+        lines = gpu_log.read(Path(result.value))
+        packed = {step.stream for step in gpu_log.order_of(lines).steps if "cuMemcpy" in step.name}
+        assert {1, 2} <= packed  # torch's, which were made first
+        assert gpu_log.races(lines) == []
 
 
 def lines_of(run) -> list[list[gpu_log.Line]]:
