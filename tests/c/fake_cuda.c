@@ -31,6 +31,14 @@ static int number_from(const char *name, int usual)
     return value != NULL ? atoi(value) : usual;
 }
 
+int fake_gpu(void)
+{
+    const char *visible = getenv("FAKE_CUDA_VISIBLE");
+    for (int i = current != NULL ? current->device : 0; i > 0 && visible != NULL; i--)
+        visible = strchr(visible, ',') != NULL ? strchr(visible, ',') + 1 : NULL;
+    return visible != NULL ? atoi(visible) : -1;
+}
+
 /* --- what each call begins with ------------------------------------------------------------------------------------------- */
 
 /* Is this call the one that is to fail? Then with what. */

@@ -14,6 +14,8 @@
  *                               a capture forbids fails, as far as zshard could do it, on any thread, and what is merely
  *                               unsafe invalidates the capture unless the thread's own mode is relaxed; the rest is done at
  *                               once, as if the graph were run as it grows
+ *   FAKE_CUDA_VISIBLE=2,0       which of the machine's GPUs this process sees, as CUDA_VISIBLE_DEVICES says it to the real one: it
+ *                               can map no memory of others. Where it is not set, nobody asks whose memory is where
  * and when the library is loaded:
  *   FAKE_CUDA_DEVICES=n (1), FAKE_CUDA_VERSION=n (13000), FAKE_CUDA_MISSING=call, which this driver then does not know
  */
@@ -121,6 +123,9 @@ bool fake_event_done(zs_cu_event event);
 void fake_event_synchronize(zs_cu_event event);
 
 /* --- memory (fake_cuda_memory.c) --------------------------------------------------------------------------------------- */
+
+/* The machine's number of this thread's GPU, by FAKE_CUDA_VISIBLE; -1 where that is not set. */
+int fake_gpu(void);
 
 /* Device memory that other processes can map; all ones, which is NaN, so that nobody takes it for zeroed. */
 zs_cu_result fake_alloc(zs_cu_ptr *out, size_t bytes);
