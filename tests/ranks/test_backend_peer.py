@@ -42,7 +42,14 @@ CORE = [
     "kin.c",
     "watchdog.c",
 ]
-CORE += ["cuda_driver.c", "cuda_kernels.c", "cuda_trail.c", "device_cuda.c", "device_cpu.c", "simd.c"]
+CORE += [
+    "cuda_driver.c",
+    "cuda_kernels.c",
+    "cuda_trail.c",
+    "device_cuda.c",
+    "device_cpu.c",
+    "simd.c",
+]
 CORE += ["peer_*.c"]
 NAMES = re.findall(r"^        TEST\((\w+), ", PROGRAM.read_text(), re.MULTILINE)
 THREADS = ["buckets_change_hands", "killed_rank_lets_streams_go", "failing_call_lets_the_peers_go"]
