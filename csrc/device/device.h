@@ -99,8 +99,7 @@ typedef struct zs_device_ops {
     zs_status (*fork)(const zs_device *, zs_stream);
     zs_status (*join)(const zs_device *, zs_stream);
     zs_status (*wait)(const zs_device *);
-    zs_status (*follow)(const zs_device *, zs_trail *);
-    zs_status (*rest)(const zs_device *, zs_trail *);
+    zs_status (*follow)(const zs_device *, zs_trail *, bool ends);
     void (*end_trail)(zs_trail *);
 } zs_device_ops;
 
@@ -223,13 +222,13 @@ static inline zs_status zs_device_wait(const zs_device *device)
  * the compute stream from now on comes after what the model's hooks have queued so far, whichever stream that was then. */
 static inline zs_status zs_device_follow(const zs_device *device, zs_trail *trail)
 {
-    return device->ops->queues ? device->ops->follow(device, trail) : ZS_OK;
+    return device->ops->queues ? device->ops->follow(device, trail, false) : ZS_OK;
 }
 
 /* The pass ends here: the next one comes after this. */
 static inline zs_status zs_device_rest(const zs_device *device, zs_trail *trail)
 {
-    return device->ops->queues ? device->ops->rest(device, trail) : ZS_OK;
+    return device->ops->queues ? device->ops->follow(device, trail, true) : ZS_OK;
 }
 
 /* Frees what the trail has. */

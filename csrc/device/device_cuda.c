@@ -27,17 +27,10 @@ static cuda_device *of(const zs_device *device)
 
 /* --- streams ---------------------------------------------------------------------------------------------------------- */
 
-static zs_cu_stream host_stream;
-
-void zs_device_cuda_set_host_stream(zs_cu_stream stream)
-{
-    host_stream = stream;
-}
-
 zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu_stream *out)
 {
     const cuda_device *self = of(device);
-    void *current = host_stream;
+    void *current = zs_cuda_host_stream();
     ZS_TRY(zs_cuda_enter(self->index));
     if (stream == ZS_STREAM_COMPUTE && !self->on_host) ZS_TRY(zs_torch_cuda_stream(self->index, &current));
     *out = stream == ZS_STREAM_COMPUTE ? current : self->streams[stream];
@@ -71,10 +64,7 @@ zs_status zs_device_cuda_await(const zs_device *device, zs_stream stream, zs_cu_
 
 bool zs_device_cuda_passed(const zs_device *device, zs_cu_event event)
 {
-    zs_cu_capture_mode mode = ZS_CU_STREAM_CAPTURE_MODE_RELAXED;
-    bool done = true;
-    if (zs_cuda_enter(of(device)->index) == ZS_OK && ZS_CU(cuThreadExchangeStreamCaptureMode, &mode) == ZS_OK)
-        (void)zs_cuda_event_done(event, &done);
+    bool done = zs_cuda_enter(of(device)->index) != ZS_OK || zs_cuda_event_passed(event);
     zs_clear_error();
     return done;
 }
@@ -131,6 +121,13 @@ static zs_status cuda_wait(const zs_device *device)
     ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &handle));
     ZS_TRY(refuse_capture(handle, "model data"));
     return ZS_CU(cuStreamSynchronize, handle);
+}
+
+static zs_status cuda_follow(const zs_device *device, zs_trail *trail, bool ends)
+{
+    zs_cu_stream now;
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &now));
+    return ends ? zs_cuda_trail_rest(trail, now) : zs_cuda_trail_follow(trail, now);
 }
 
 /* --- memory --------------------------------------------------------------------------------------------------------- */
@@ -397,9 +394,8 @@ static const zs_device_ops cuda_ops = {
     .fork = cuda_fork,
     .join = cuda_join,
     .wait = cuda_wait,
-    .follow = zs_device_cuda_follow,
-    .rest = zs_device_cuda_rest,
-    .end_trail = zs_device_cuda_end_trail,
+    .follow = cuda_follow,
+    .end_trail = zs_cuda_trail_end,
 };
 
 /* Gathers are waited for first, so theirs is the higher priority; either comes before torch's usual streams. */

@@ -15,9 +15,6 @@
  * CPU, and the compute stream is the stand-in's default stream, which it works off at once, or what the test says. */
 zs_status zs_device_cuda(int index, bool on_host, const zs_device **out);
 
-/* What stands for torch's current stream there from now on; NULL: the default stream. */
-void zs_device_cuda_set_host_stream(zs_cu_stream stream);
-
 /* The CUDA stream behind one of the device's streams, on this thread and now. Sees to the thread's context as well. */
 zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu_stream *out);
 

@@ -4,7 +4,7 @@
 #include "base/simd.h"
 #include "device/cuda_driver.h"
 #include "device/cuda_image.h"
-#include "device/device_cuda.h"
+#include "device/cuda_trail.h"
 
 /* One GPU, or an exception. */
 static PyObject *gpu(int ordinal)
@@ -61,7 +61,7 @@ static PyObject *set_host_stream(PyObject *module, PyObject *handle)
     (void)module;
     void *stream = PyLong_AsVoidPtr(handle);
     if (PyErr_Occurred()) return NULL;
-    zs_device_cuda_set_host_stream(stream);
+    zs_cuda_set_host_stream(stream);
     Py_RETURN_NONE;
 }
 

@@ -8,7 +8,7 @@
 #define _GNU_SOURCE 1 /* gettid */
 #include "python/py_util.h"
 
-#include "comm/watchdog.h"
+#include "shim/tensor.h"
 
 #include <signal.h>
 #include <stdatomic.h>
@@ -17,7 +17,7 @@
 typedef void handler(int);
 
 static _Atomic(handler *) pythons; /* NULL: nothing is wrapped */
-static atomic_uint pressed;
+static atomic_uint pressed, seen;
 
 static void count_and_pass_on(int number)
 {
@@ -53,25 +53,23 @@ static bool raises(void)
     return yes;
 }
 
-/* Has it been pressed since this thread's wait has first asked? Who has not asked for a second is in another wait. */
+void zs_py_signals_seen(void)
+{
+    atomic_store(&seen, atomic_load(&pressed));
+}
+
+/* Has it been pressed since the last forward? What came before that Python has raised. */
 static bool pressed_meanwhile(void)
 {
-    static _Thread_local double asked;
-    static _Thread_local unsigned before;
-    double now = zs_watchdog_now();
-    bool first = now > asked + 1.0;
     unsigned count = atomic_load(&pressed);
-    bool more = !first && count != before;
-    asked = now;
-    before = count;
-    return more;
+    return atomic_exchange(&seen, count) != count;
 }
 
 bool zs_py_interrupted(void)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
     bool yes = PyErr_CheckSignals() != 0;
-    if (!yes && getpid() != gettid()) {
+    if (!yes && getpid() != gettid() && zs_in_backward()) { /* other threads, such as one that saves, go on */
         zs_py_signals_watch();
         yes = pressed_meanwhile() && raises();
     }

@@ -45,14 +45,14 @@ zs_cu_result fake_begin(const char *call, bool in_context, const char *fmt, ...)
 
 /* For calls that the driver calls potentially unsafe: while anything is captured they are forbidden to threads whose mode is not
  * relaxed, and break the capture. */
-#define UNCAPTURED()                                              \
-    do {                                                          \
+#define UNCAPTURED()                                                \
+    do {                                                            \
         if (fake_capture_breaks()) return FAKE_CAPTURE_UNSUPPORTED; \
     } while (0)
 
 /* For calls that queue something in `stream`: nothing more comes into a capture that was broken. */
-#define INTO_STREAM()                                                \
-    do {                                                             \
+#define INTO_STREAM()                                                    \
+    do {                                                                 \
         if (fake_stream_broken(stream)) return FAKE_CAPTURE_INVALIDATED; \
     } while (0)
 

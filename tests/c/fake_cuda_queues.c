@@ -56,9 +56,7 @@ zs_cu_result fake_cuStreamWaitEvent(zs_cu_stream stream, zs_cu_event event, unsi
 zs_cu_result fake_cuStreamIsCapturing(zs_cu_stream stream, zs_cu_capture_status *out)
 {
     BEGIN(true, "stream=%d", STREAM_ID);
-    *out = fake_stream_broken(stream)     ? 2
-           : fake_stream_captured(stream) ? 1
-                                          : ZS_CU_STREAM_CAPTURE_STATUS_NONE;
+    *out = fake_stream_broken(stream) ? 2 : fake_stream_captured(stream) ? 1 : ZS_CU_STREAM_CAPTURE_STATUS_NONE;
     return ZS_CU_SUCCESS;
 }
 

@@ -23,7 +23,7 @@ struct fake_stream {
     task *first, *last;
     uint64_t given, done;
     int number;
-    int capture; /* the last that it was in */
+    int capture;  /* the last that it was in */
     bool at_once; /* works on the caller's thread, and has none of its own */
 };
 
