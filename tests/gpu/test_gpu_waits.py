@@ -24,7 +24,7 @@ import zshard
 from zshard import FSDP, NcclOptions
 from zshard._model import build
 
-LATE = 1.5  # seconds
+LATE = 1.2  # seconds
 
 
 def make_model(transport: Any) -> Any:
