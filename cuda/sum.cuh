@@ -13,9 +13,16 @@ template <class From, class To> struct Sum {
     static constexpr int TOGETHER = 2; // sources whose loads are under way at a time
     const zs_cuda_sum_args &args;
 
+    ZS_DEVICE const void *place(int r) const
+    {
+        if (args.base == nullptr) return args.src[r];
+        if ((args.absent[r / 64] >> (r % 64) & 1) != 0) return nullptr;
+        return static_cast<const char *>(args.base) + r * args.stride;
+    }
+
     template <int N> ZS_DEVICE Words<From, N> source(int r, int64_t at) const
     {
-        const void *from = args.base != nullptr ? static_cast<const char *>(args.base) + r * args.stride : args.src[r];
+        const void *from = place(r);
         return from != nullptr ? load<From, N, By::PEER>(from, at) : Words<From, N>{};
     }
 

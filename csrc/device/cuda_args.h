@@ -16,8 +16,9 @@ enum {
     ZS_CUDA_PACK = 8,      /* elements that a thread takes at a time: 16 bytes of a half, 32 of a float */
     ZS_CUDA_QUAD = 16,     /* bytes of the widest access */
     ZS_CUDA_SOURCES = 128, /* addresses that a sum can be given one by one */
-    ZS_CUDA_STATES = 3,    /* as ZS_OPTIM_STATES */
-    ZS_CUDA_STEPS = 256,   /* step counters that a kernel can be given */
+    ZS_CUDA_SPACED = 64 * ZS_CUDA_SOURCES, /* sources that it can be given at equal distances */
+    ZS_CUDA_STATES = 3,                    /* as ZS_OPTIM_STATES */
+    ZS_CUDA_STEPS = 256,                   /* step counters that a kernel can be given */
 };
 
 /* How `numel` elements are shared out: `head` of them one by one, then `packs` packs that are aligned in every array, then
@@ -35,7 +36,10 @@ typedef struct zs_cuda_sum_args {
     double scale;
     int32_t world;
     uint32_t accumulate;
-    const void *src[ZS_CUDA_SOURCES]; /* base NULL: where the sources lie; NULL counts as zeros */
+    union {
+        const void *src[ZS_CUDA_SOURCES]; /* base NULL: where the sources lie; NULL counts as zeros */
+        uint64_t absent[ZS_CUDA_SOURCES]; /* otherwise: a bit for each source that counts as zeros */
+    };
 } zs_cuda_sum_args;
 
 /* dst[i] = src[i], or dst[i] + src[i]. */

@@ -58,6 +58,9 @@ zs_cu_result zs_cuda_note(zs_cu_result result);
 /* Has everything come to pass that was queued before the event was recorded? */
 zs_status zs_cuda_event_done(zs_cu_event event, bool *done);
 
+/* The same for a thread that only looks on: its capture mode becomes relaxed for good. True where the driver cannot say. */
+bool zs_cuda_event_passed(zs_cu_event event);
+
 /* Calls a function of the driver: ZS_TRY(ZS_CU(cuMemAlloc, &memory, bytes)). After zs_cuda_load. */
 #define ZS_CU(name, ...)                           \
     (zs_cuda_alive_at(__FILE__, __LINE__) != ZS_OK \

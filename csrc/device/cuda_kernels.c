@@ -193,20 +193,37 @@ static zs_cuda_cut cut_of(const array *arrays, int n, int64_t numel, int64_t pac
 
 /* --- sums ------------------------------------------------------------------------------------------------------------------ */
 
-/* Where the sources lie at equal distances, says so; ZS_ERR_UNSUPPORTED where they do not. */
+/* The next rank from `r` on that brings something; world: none. */
+static int next_source(const zs_sum *sum, int r)
+{
+    while (r < sum->world && sum->src[r] == NULL)
+        r++;
+    return r;
+}
+
+static void mark_absent(const zs_sum *sum, zs_cuda_sum_args *args)
+{
+    for (int r = 0; r < sum->world; r++)
+        if (sum->src[r] == NULL) args->absent[r / 64] |= UINT64_C(1) << (r % 64);
+}
+
+/* Where the sources lie at equal distances, says so; ZS_ERR_UNSUPPORTED where they do not. Two that are there tell the distance;
+ * rank 0 may be none of them, so `base` may be an address that nobody reads. */
 static zs_status find_stride(const zs_sum *sum, zs_cuda_sum_args *args)
 {
-    const char *const *src = (const char *const *)sum->src;
-    args->base = src[0];
-    args->stride = src[0] != NULL && src[1] != NULL ? (intptr_t)src[1] - (intptr_t)src[0] : 0;
-    for (int r = 0; r < sum->world; r++) {
-        bool there = src[r] != NULL && (intptr_t)src[r] - (intptr_t)src[0] == r * args->stride;
-        if (!there)
+    if (sum->world > ZS_CUDA_SPACED)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "cannot sum %d sources on a GPU: at most %d", sum->world, ZS_CUDA_SPACED);
+    const intptr_t *src = (const intptr_t *)(const void *)sum->src;
+    int first = next_source(sum, 0), second = next_source(sum, first + 1);
+    if (second < sum->world) args->stride = (src[second] - src[first]) / (second - first);
+    args->base = first < sum->world ? (const void *)(src[first] - first * args->stride) : sum->dst; /* NOLINT */
+    mark_absent(sum, args);
+    for (int r = first; r < sum->world; r++)
+        if (sum->src[r] != NULL && src[r] != (intptr_t)args->base + r * args->stride)
             return ZS_FAIL(ZS_ERR_UNSUPPORTED,
                            "cannot sum %d sources on a GPU: more than %d must be equally spaced in memory, and that of "
                            "rank %d is not",
                            sum->world, ZS_CUDA_SOURCES, r);
-    }
     return ZS_OK;
 }
 

@@ -20,8 +20,8 @@
  * for this GPU or driver; the text says which. */
 zs_status zs_cuda_kernels_load(void);
 
-/* zs_device_sum. Up to 128 sources lie anywhere; more must lie at equal distances (ZS_ERR_UNSUPPORTED). Sources may be
- * mappings of other processes' and devices' memory. */
+/* zs_device_sum. Up to 128 sources lie anywhere; more, up to 8192, must lie at equal distances (ZS_ERR_UNSUPPORTED). NULL counts
+ * as zeros. Sources may be mappings of other processes' and devices' memory. */
 zs_status zs_cuda_sum(const zs_sum *sum, void *stream);
 
 /* zs_device_cast; with `add`, dst += src as torch adds: in the wider of the two precisions, rounded once. dst and src are the

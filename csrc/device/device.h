@@ -70,6 +70,14 @@ enum { ZS_NORM_ROOM = (1 << 17) + (1 << 11) + (1 << 5) };
 
 typedef struct zs_device zs_device;
 
+/* Where the work that a model has queued in the compute stream has come to. */
+typedef struct zs_trail {
+    void *stream, *event; /* event NULL: nothing yet */
+    bool open;            /* a pass is under way in `stream` */
+    bool pending;         /* the event stands for the end of the last pass */
+    bool captured;        /* the event was recorded in a capture */
+} zs_trail;
+
 typedef struct zs_device_ops {
     const char *name; /* "cpu", "cuda" */
     bool queues;
@@ -92,6 +100,8 @@ typedef struct zs_device_ops {
     zs_status (*fork)(const zs_device *, zs_stream);
     zs_status (*join)(const zs_device *, zs_stream);
     zs_status (*wait)(const zs_device *);
+    zs_status (*follow)(const zs_device *, zs_trail *, bool ends);
+    void (*end_trail)(zs_trail *);
 } zs_device_ops;
 
 /* One device of this process. There is one object for each, for ever. */
@@ -207,6 +217,25 @@ static inline zs_status zs_device_join(const zs_device *device, zs_stream stream
 static inline zs_status zs_device_wait(const zs_device *device)
 {
     return device->ops->queues ? device->ops->wait(device) : ZS_OK;
+}
+
+/* A script may run parts of a pass in several streams of torch's, and autograd then runs their backward there. What is queued in
+ * the compute stream from now on comes after what the model's hooks have queued so far, whichever stream that was then. */
+static inline zs_status zs_device_follow(const zs_device *device, zs_trail *trail)
+{
+    return device->ops->queues ? device->ops->follow(device, trail, false) : ZS_OK;
+}
+
+/* The pass ends here: the next one comes after this. */
+static inline zs_status zs_device_rest(const zs_device *device, zs_trail *trail)
+{
+    return device->ops->queues ? device->ops->follow(device, trail, true) : ZS_OK;
+}
+
+/* Frees what the trail has. */
+static inline void zs_device_end_trail(const zs_device *device, zs_trail *trail)
+{
+    if (device->ops->queues) device->ops->end_trail(trail);
 }
 
 /* Size of one element in bytes (1 for ZS_BYTES). */

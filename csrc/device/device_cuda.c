@@ -3,6 +3,7 @@
 
 #include "device/cuda_driver.h"
 #include "device/cuda_kernels.h"
+#include "device/cuda_trail.h"
 #include "shim/torch_cuda.h"
 
 #include <pthread.h>
@@ -29,7 +30,7 @@ static cuda_device *of(const zs_device *device)
 zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu_stream *out)
 {
     const cuda_device *self = of(device);
-    void *current = NULL;
+    void *current = zs_cuda_host_stream();
     ZS_TRY(zs_cuda_enter(self->index));
     if (stream == ZS_STREAM_COMPUTE && !self->on_host) ZS_TRY(zs_torch_cuda_stream(self->index, &current));
     *out = stream == ZS_STREAM_COMPUTE ? current : self->streams[stream];
@@ -59,6 +60,13 @@ zs_status zs_device_cuda_await(const zs_device *device, zs_stream stream, zs_cu_
     zs_cu_stream handle;
     ZS_TRY(zs_device_cuda_stream(device, stream, &handle));
     return ZS_CU(cuStreamWaitEvent, handle, event, 0);
+}
+
+bool zs_device_cuda_passed(const zs_device *device, zs_cu_event event)
+{
+    bool done = zs_cuda_enter(of(device)->index) != ZS_OK || zs_cuda_event_passed(event);
+    zs_clear_error();
+    return done;
 }
 
 /* A wait is for what the event stands for when it is queued, so one event for each direction can be recorded again at once. */
@@ -113,6 +121,13 @@ static zs_status cuda_wait(const zs_device *device)
     ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &handle));
     ZS_TRY(refuse_capture(handle, "model data"));
     return ZS_CU(cuStreamSynchronize, handle);
+}
+
+static zs_status cuda_follow(const zs_device *device, zs_trail *trail, bool ends)
+{
+    zs_cu_stream now;
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &now));
+    return ends ? zs_cuda_trail_rest(trail, now) : zs_cuda_trail_follow(trail, now);
 }
 
 /* --- memory --------------------------------------------------------------------------------------------------------- */
@@ -379,6 +394,8 @@ static const zs_device_ops cuda_ops = {
     .fork = cuda_fork,
     .join = cuda_join,
     .wait = cuda_wait,
+    .follow = cuda_follow,
+    .end_trail = zs_cuda_trail_end,
 };
 
 /* Gathers are waited for first, so theirs is the higher priority; either comes before torch's usual streams. */

@@ -82,7 +82,8 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
     if (phase == ZS_PHASE_BACKWARD && unsettled) zs_writing_unknown(engine);
     if (engine->reading) ZS_ALSO(status, zs_comm_read_end(shard_group, engine->reader, phase));
     engine->reading = false;
-    return status == ZS_OK ? join_streams(&engine->home.ranks) : status;
+    ZS_THEN(status, join_streams(&engine->home.ranks));
+    return status == ZS_OK ? zs_device_rest(zs_home_device(&engine->home), &engine->home.trail) : status;
 }
 
 /* --- a pass begins -------------------------------------------------------------------------------------------------------- */

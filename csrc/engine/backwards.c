@@ -36,6 +36,7 @@ static zs_status before_backward_hook(void *pointer, int64_t stamp)
 {
     zs_unit *unit = pointer;
     ZS_TRY(refuse_double_backward(unit));
+    ZS_TRY(zs_home_follow(unit->home));
     return zs_schedule_backward(schedule_of(unit), &unit->record, stamp);
 }
 
@@ -74,6 +75,7 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
     ZS_TRY(zs_in_backward_check(unit));
     if (!zs_unit_is_full(unit)) return used_outside(unit, i, "");
     ZS_TRY(check_whole(unit, i));
+    ZS_TRY(zs_home_follow(unit->home));
     return zs_schedule_gradient(schedule_of(unit), &unit->record, i);
 }
 
@@ -128,9 +130,9 @@ static void show(zs_home *home)
 static zs_status backward_end_hook(void *pointer, int64_t arg)
 {
     zs_engine *engine = pointer;
-    zs_status status = ZS_OK;
+    zs_status status = zs_home_follow(&engine->home);
     if (arg != ZS_BACKWARD_ABANDONED)
-        status = zs_schedule_end(&engine->home.schedule);
+        ZS_ALSO(status, zs_schedule_end(&engine->home.schedule));
     else
         abandon_backward(engine);
     show(&engine->home);

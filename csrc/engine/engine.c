@@ -131,6 +131,7 @@ void zs_engine_release(void *pointer)
     if (engine->reader != NULL) zs_comm_reader_free(engine->home.ranks.shard_group, engine->reader);
     zs_buckets_free(&engine->home.schedule, engine->home.ranks.all);
     zs_schedule_free(&engine->home.schedule);
+    zs_device_end_trail(zs_home_device(&engine->home), &engine->home.trail);
     zs_arena_free(engine->home.arena);
     zs_pool_free(engine->home.grads);
     free_buffers(engine);

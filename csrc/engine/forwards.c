@@ -47,12 +47,15 @@ zs_status zs_engine_open(zs_engine *engine)
                        "full parameters cannot be accessed during a backward; access them before or after it");
     zs_entry entry = entry_now();
     entry.by_hand = true;
+    ZS_TRY(zs_home_follow(&engine->home));
     return zs_schedule_enter(&engine->home.schedule, NULL, &entry);
 }
 
 zs_status zs_engine_close(zs_engine *engine)
 {
-    return zs_schedule_leave_by_hand(&engine->home.schedule);
+    zs_status status = zs_home_follow(&engine->home);
+    ZS_ALSO(status, zs_schedule_leave_by_hand(&engine->home.schedule));
+    return status;
 }
 
 size_t zs_engine_n_open(const zs_engine *engine)
@@ -82,6 +85,7 @@ zs_status zs_engine_reshard(zs_unit *unit)
             ZS_ERR_STATE,
             "reshard() of unit '%s' was called during %s, which needs the full parameters; call it afterwards",
             zs_unit_label(unit->name), running ? "a backward" : "its own forward");
+    ZS_TRY(zs_home_follow(unit->home));
     return zs_schedule_reshard(schedule_of(unit), &unit->record);
 }
 
@@ -134,6 +138,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
     const zs_schedule *schedule = schedule_of(unit);
     bool between = schedule->n_open == 0 && (schedule->stage == ZS_IDLE || schedule->stage == ZS_FAILED);
     if (entry.recording && between) ZS_TRY(zs_engine_thaw(zs_engine_of(unit)));
+    ZS_TRY(zs_home_follow(unit->home));
     if (backward_runs(schedule_of(unit))) {
         ZS_TRY(zs_in_backward_check(unit));
         return zs_schedule_recompute(schedule_of(unit), &unit->record, entry.now);
@@ -145,5 +150,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
 
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep)
 {
-    return zs_schedule_leave(schedule_of(unit), &unit->record, keep);
+    zs_status status = zs_home_follow(unit->home);
+    ZS_ALSO(status, zs_schedule_leave(schedule_of(unit), &unit->record, keep));
+    return status;
 }

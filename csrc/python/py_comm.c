@@ -109,6 +109,7 @@ static PyObject *comm_gpu(PyObject *type, PyObject *args)
         return NULL;
     zs_comm *hosts = zs_py_comm(control);
     if (hosts == NULL) return NULL;
+    zs_py_signals_watch(); /* backwards will run on torch's threads */
     zs_clear_error();
     zs_status status = find_device(where, &device);
     if (status == ZS_OK) ZS_PY_NOGIL(status, new_backend(hosts, &request, device, &backend));

@@ -160,6 +160,7 @@ PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_post_forward(self->unit, walk.hooked)); /* in any case: the forward is over */
     zs_py_show(zs_engine_of(self->unit));
+    zs_py_signals_seen();
     end_range(self);
     if (searched < 0) return NULL;
     if (status != ZS_OK) return zs_py_raise(NULL);

@@ -49,15 +49,6 @@ PyObject *zs_py_raise(PyObject *module)
     return NULL;
 }
 
-/* Asked by waits, which run without the GIL: has Ctrl-C been pressed? Then the exception is set. */
-static bool interrupted(void)
-{
-    PyGILState_STATE gil = PyGILState_Ensure();
-    bool yes = PyErr_CheckSignals() != 0;
-    PyGILState_Release(gil);
-    return yes;
-}
-
 static void raise_from_hook(void)
 {
     zs_py_raise(NULL);
@@ -119,8 +110,8 @@ static int module_exec(PyObject *module)
         return -1;
     live_state = state;
     zs_py_set_raiser(raise_from_hook);
-    zs_comm_on_wait(interrupted);
-    zs_ckpt_on_wait(interrupted);
+    zs_comm_on_wait(zs_py_interrupted);
+    zs_ckpt_on_wait(zs_py_interrupted);
     zs_profile_by(&zs_torch_profiler);
     return 0;
 }

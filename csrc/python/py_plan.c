@@ -126,7 +126,8 @@ const char zs_py_reserve_doc[] =
 PyObject *zs_py_reserve(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    zs_clear_error();
-    if (zs_engine_reserve(self->engine) != ZS_OK) return zs_py_raise(NULL);
+    zs_status status;
+    ZS_PY_NOGIL(status, zs_engine_reserve(self->engine)); /* ranks may meet in it */
+    if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }

@@ -40,6 +40,15 @@ int zs_py_nccl_init(PyObject *module);
 int zs_py_cuda_init(PyObject *module);
 int zs_py_files_init(PyObject *module);
 
+/* Asked by waits, which run without the GIL: has Ctrl-C been pressed? On the main thread its exception is set then. */
+bool zs_py_interrupted(void);
+
+/* Has waits on other threads learn of Ctrl-C too. By the main thread, or with the GIL. */
+void zs_py_signals_watch(void);
+
+/* A forward ends on this thread, which runs Python: what has been pressed so far is no business of the backward that follows. */
+void zs_py_signals_seen(void);
+
 /* Borrowed handle behind a _core.Comm / Engine / Unit; NULL with TypeError. */
 zs_comm *zs_py_comm(PyObject *object);
 zs_engine *zs_py_engine(PyObject *object);

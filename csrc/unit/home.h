@@ -41,6 +41,7 @@ struct zs_home {
     zs_schedule schedule;
     const zs_home_calls *calls;
     zs_ranks ranks;     /* counted references */
+    zs_trail trail;     /* of its passes in the compute stream */
     zs_model model;     /* what messages call it */
     int n_parts;        /* slices of a copy of the model */
     int part;           /* this rank's */
@@ -61,6 +62,12 @@ struct zs_home {
 static inline const zs_device *zs_home_device(const zs_home *home)
 {
     return home->ranks.all->device;
+}
+
+/* A hook begins: what it queues comes after what earlier ones did. */
+static inline zs_status zs_home_follow(zs_home *home)
+{
+    return zs_device_follow(zs_home_device(home), &home->trail);
 }
 
 /* The units, or what decides about their memory, have changed: what is reserved is no longer right. */

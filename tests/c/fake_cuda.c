@@ -31,6 +31,14 @@ static int number_from(const char *name, int usual)
     return value != NULL ? atoi(value) : usual;
 }
 
+int fake_gpu(void)
+{
+    const char *visible = getenv("FAKE_CUDA_VISIBLE");
+    for (int i = current != NULL ? current->device : 0; i > 0 && visible != NULL; i--)
+        visible = strchr(visible, ',') != NULL ? strchr(visible, ',') + 1 : NULL;
+    return visible != NULL ? atoi(visible) : -1;
+}
+
 /* --- what each call begins with ------------------------------------------------------------------------------------------- */
 
 /* Is this call the one that is to fail? Then with what. */
@@ -272,6 +280,7 @@ zs_cu_result fake_cuLaunchKernel(zs_cu_function function, unsigned int blocks, u
     char text[3500];
     BEGIN(true, "stream=%d kernel=%s blocks=%u touches=%s", STREAM_ID, one.kernel->name, blocks,
           addresses(parameters[0], one.kernel->bytes, text, sizeof text));
+    INTO_STREAM();
     bool flat = y == 1 && z == 1 && ty == 1 && tz == 1 && shared == 0 && extra == NULL;
     if (!flat || blocks == 0 || threads == 0 || threads > 1024 || one.kernel->bytes > sizeof one.args)
         return ZS_CU_ERROR_INVALID_VALUE;
@@ -384,6 +393,7 @@ static void run_copy(const void *args)
 zs_cu_result fake_cuMemcpyDtoDAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);
+    INTO_STREAM();
     copying one = {.dst = AT(dst), .src = AT(src), .bytes = bytes};
     fake_submit(stream, run_copy, &one, sizeof one);
     return ZS_CU_SUCCESS;
@@ -404,6 +414,7 @@ static zs_cu_result queue_copy(zs_cu_stream stream, copying one, bool from_devic
 zs_cu_result fake_cuMemcpyHtoDAsync(zs_cu_ptr dst, const void *src, size_t bytes, zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), src, bytes);
+    INTO_STREAM();
     if (!fake_pinned(src)) UNCAPTURED();
     return queue_copy(stream, (copying){.dst = AT(dst), .src = src, .bytes = bytes}, false);
 }
@@ -413,6 +424,7 @@ zs_cu_result fake_cuMemcpyHtoDAsync(zs_cu_ptr dst, const void *src, size_t bytes
 zs_cu_result fake_cuMemcpyAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);
+    INTO_STREAM();
     copying one = {.dst = AT(dst), .src = AT(src), .bytes = bytes};
     bool to_host = fake_range(NULL, NULL, dst) != ZS_CU_SUCCESS && !fake_pinned(AT(dst));
     zs_cu_result result = queue_copy(stream, one, fake_range(NULL, NULL, src) == ZS_CU_SUCCESS);
@@ -424,6 +436,7 @@ zs_cu_result fake_cuMemcpyAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_c
 zs_cu_result fake_cuMemcpyDtoHAsync(void *dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, dst, AT(src), bytes);
+    INTO_STREAM();
     copying one = {.dst = dst, .src = AT(src), .bytes = bytes};
     if (!fake_pinned(dst)) UNCAPTURED();
     fake_submit(stream, run_copy, &one, sizeof one);
@@ -434,6 +447,7 @@ zs_cu_result fake_cuMemcpyDtoHAsync(void *dst, zs_cu_ptr src, size_t bytes, zs_c
 zs_cu_result fake_cuMemsetD8Async(zs_cu_ptr dst, unsigned char value, size_t bytes, zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d dst=%p bytes=%zu", STREAM_ID, AT(dst), bytes);
+    INTO_STREAM();
     copying one = {.dst = AT(dst), .bytes = bytes, .value = value};
     fake_submit(stream, run_copy, &one, sizeof one);
     return ZS_CU_SUCCESS;

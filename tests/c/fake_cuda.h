@@ -10,8 +10,12 @@
  *   FAKE_CUDA_FAIL=call:n[:r]   the n-th call of that function from now on (from 1) fails with CUresult r (999: unknown)
  *   FAKE_CUDA_MEMORY=bytes      how much memory there is (64 GiB)
  *   FAKE_CUDA_MULTIPROCESSORS=n how many there are (2)
- *   FAKE_CUDA_CAPTURE=n         the default stream is in the n-th capture of a CUDA graph: what a capture forbids fails, as
- *                               far as zshard could do it; the rest is done at once, as if the graph were run as it grows
+ *   FAKE_CUDA_CAPTURE=n         the default stream is in the n-th capture of a CUDA graph, in the default (global) mode: what
+ *                               a capture forbids fails, as far as zshard could do it, on any thread, and what is merely
+ *                               unsafe invalidates the capture unless the thread's own mode is relaxed; the rest is done at
+ *                               once, as if the graph were run as it grows
+ *   FAKE_CUDA_VISIBLE=2,0       which of the machine's GPUs this process sees, as CUDA_VISIBLE_DEVICES says it to the real one: it
+ *                               can map no memory of others. Where it is not set, nobody asks whose memory is where
  * and when the library is loaded:
  *   FAKE_CUDA_DEVICES=n (1), FAKE_CUDA_VERSION=n (13000), FAKE_CUDA_MISSING=call, which this driver then does not know
  */
@@ -39,13 +43,25 @@ zs_cu_result fake_begin(const char *call, bool in_context, const char *fmt, ...)
         if (result_ != ZS_CU_SUCCESS) return result_;                               \
     } while (0)
 
-/* For calls that are forbidden while anything is captured. */
-#define UNCAPTURED()                                           \
-    do {                                                       \
-        if (fake_capturing()) return FAKE_CAPTURE_UNSUPPORTED; \
+/* For calls that the driver calls potentially unsafe: while anything is captured they are forbidden to threads whose mode is not
+ * relaxed, and break the capture. */
+#define UNCAPTURED()                                                \
+    do {                                                            \
+        if (fake_capture_breaks()) return FAKE_CAPTURE_UNSUPPORTED; \
     } while (0)
 
-enum { FAKE_CAPTURE_UNSUPPORTED = 900, FAKE_CAPTURE_ISOLATION = 905, FAKE_CAPTURED_EVENT = 907 };
+/* For calls that queue something in `stream`: nothing more comes into a capture that was broken. */
+#define INTO_STREAM()                                                    \
+    do {                                                                 \
+        if (fake_stream_broken(stream)) return FAKE_CAPTURE_INVALIDATED; \
+    } while (0)
+
+enum {
+    FAKE_CAPTURE_UNSUPPORTED = 900,
+    FAKE_CAPTURE_INVALIDATED = 901,
+    FAKE_CAPTURE_ISOLATION = 905,
+    FAKE_CAPTURED_EVENT = 907,
+};
 
 #define STREAM_ID fake_stream_number(stream)
 #define AT(pointer) ((void *)(uintptr_t)(pointer))
@@ -78,11 +94,23 @@ bool fake_event_captured(zs_cu_event event);
 /* Is a capture under way? What it forbids to all then fails. */
 bool fake_capturing(void);
 
+/* This thread is about to do what is unsafe beside a capture: true where it may not, and then the capture is broken. */
+bool fake_capture_breaks(void);
+
+/* Is the stream in a capture that was broken? */
+bool fake_stream_broken(zs_cu_stream stream);
+
+/* Sets this thread's mode, and returns the one before. */
+zs_cu_capture_mode fake_capture_exchange(zs_cu_capture_mode mode);
+
 /* Waits until the stream has done all that it was given. */
 void fake_drain(zs_cu_stream stream);
 
 /* Waits until all streams have. */
 void fake_drain_all(void);
+
+/* A further stream of torch's: it works at once, as the default one does. */
+zs_cu_stream fake_stream_at_once(void);
 
 /* Calls of the driver, without their checks. */
 zs_cu_stream fake_stream_new(void);
@@ -95,6 +123,9 @@ bool fake_event_done(zs_cu_event event);
 void fake_event_synchronize(zs_cu_event event);
 
 /* --- memory (fake_cuda_memory.c) --------------------------------------------------------------------------------------- */
+
+/* The machine's number of this thread's GPU, by FAKE_CUDA_VISIBLE; -1 where that is not set. */
+int fake_gpu(void);
 
 /* Device memory that other processes can map; all ones, which is NaN, so that nobody takes it for zeroed. */
 zs_cu_result fake_alloc(zs_cu_ptr *out, size_t bytes);

@@ -25,6 +25,22 @@ void fake_cuda_enqueue(void *stream, void (*run)(void *), void *arg)
     fake_submit((zs_cu_stream)stream, run_other, &work, sizeof work);
 }
 
+/* A further stream for torch to make its current one. */
+__attribute__((visibility("default"))) void *fake_cuda_torch_stream(void);
+
+void *fake_cuda_torch_stream(void)
+{
+    return fake_stream_at_once();
+}
+
+/* Has a capture of the default stream been broken, which goes on? */
+__attribute__((visibility("default"))) int fake_cuda_capture_broken(void);
+
+int fake_cuda_capture_broken(void)
+{
+    return fake_stream_broken(NULL);
+}
+
 /* The number of a stream in the log. */
 __attribute__((visibility("default"))) int fake_cuda_stream_number(void *stream);
 

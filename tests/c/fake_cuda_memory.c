@@ -29,6 +29,7 @@ typedef struct block {
         int fd;
         unsigned long inode;
         size_t bytes;
+        int gpu;
     } name; /* imports: what was opened */
     bool pinned, malloced;
 } block;
@@ -126,13 +127,23 @@ zs_cu_result fake_export(zs_cu_ipc_mem *handle, zs_cu_ptr at)
     struct stat facts;
     (void)pthread_mutex_lock(&lock);
     block *one = *find((const void *)(uintptr_t)at);
-    struct name name = {.pid = getpid()};
+    struct name name = {.pid = getpid(), .gpu = fake_gpu()};
     bool own = one != NULL && one->fd >= 0 && fstat(one->fd, &facts) == 0;
     if (own) name.fd = one->fd, name.inode = facts.st_ino, name.bytes = one->bytes;
     (void)pthread_mutex_unlock(&lock);
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &name, sizeof name);
     return own ? ZS_CU_SUCCESS : ZS_CU_ERROR_INVALID_VALUE;
+}
+
+/* Does this process see the GPU of that number? */
+static bool sees(int gpu)
+{
+    const char *visible = getenv("FAKE_CUDA_VISIBLE");
+    bool seen = visible == NULL || gpu < 0;
+    for (; visible != NULL && !seen; visible = strchr(visible, ','), visible += visible != NULL)
+        seen = atoi(visible) == gpu;
+    return seen;
 }
 
 /* Maps what the handle names, if it is still what it was. */
@@ -155,6 +166,7 @@ zs_cu_result fake_import(zs_cu_ptr *out, const zs_cu_ipc_mem *handle)
     struct name name;
     memcpy(&name, handle, sizeof name);
     if (name.pid == getpid()) return ZS_CU_ERROR_INVALID_CONTEXT; /* as the real one has it */
+    if (!sees(name.gpu)) return ZS_CU_ERROR_INVALID_VALUE;
     zs_cu_result result = ZS_CU_SUCCESS;
     (void)pthread_mutex_lock(&lock);
     block *one = blocks;

@@ -46,6 +46,7 @@ zs_cu_result fake_cuStreamQuery(zs_cu_stream stream)
 zs_cu_result fake_cuStreamWaitEvent(zs_cu_stream stream, zs_cu_event event, unsigned int flags)
 {
     BEGIN(true, "stream=%d event=%p", STREAM_ID, (void *)event);
+    INTO_STREAM();
     if (flags != 0) return ZS_CU_ERROR_INVALID_VALUE;
     zs_cu_result result = fake_capture_wait(stream, event);
     if (result == ZS_CU_SUCCESS) fake_event_wait(stream, event);
@@ -55,19 +56,16 @@ zs_cu_result fake_cuStreamWaitEvent(zs_cu_stream stream, zs_cu_event event, unsi
 zs_cu_result fake_cuStreamIsCapturing(zs_cu_stream stream, zs_cu_capture_status *out)
 {
     BEGIN(true, "stream=%d", STREAM_ID);
-    *out = fake_stream_captured(stream) ? 1 : ZS_CU_STREAM_CAPTURE_STATUS_NONE;
+    *out = fake_stream_broken(stream) ? 2 : fake_stream_captured(stream) ? 1 : ZS_CU_STREAM_CAPTURE_STATUS_NONE;
     return ZS_CU_SUCCESS;
 }
-
-static _Thread_local zs_cu_capture_mode capture_mode;
 
 zs_cu_result fake_cuThreadExchangeStreamCaptureMode(zs_cu_capture_mode *mode)
 {
     BEGIN(false, "mode=%u", *mode);
-    zs_cu_capture_mode before = capture_mode;
-    capture_mode = *mode;
-    *mode = before;
-    return before <= ZS_CU_STREAM_CAPTURE_MODE_RELAXED ? ZS_CU_SUCCESS : ZS_CU_ERROR_INVALID_VALUE;
+    if (*mode > ZS_CU_STREAM_CAPTURE_MODE_RELAXED) return ZS_CU_ERROR_INVALID_VALUE;
+    *mode = fake_capture_exchange(*mode);
+    return ZS_CU_SUCCESS;
 }
 
 /* A function of the host in a stream, for the stand-in of NCCL. */
@@ -111,6 +109,7 @@ static void write_value(const void *args)
 /* Queues one operation, or refuses it: an address that is no device memory, flags that are not GEQ. */
 static zs_cu_result queue_op(zs_cu_stream stream, const zs_cu_mem_op *op)
 {
+    INTO_STREAM();
     bool waits = op->operation == ZS_CU_STREAM_MEM_OP_WAIT_VALUE_32;
     if (!waits && op->operation != ZS_CU_STREAM_MEM_OP_WRITE_VALUE_32) return ZS_CU_ERROR_INVALID_VALUE;
     bool known = fake_range(NULL, NULL, op->address) == ZS_CU_SUCCESS || fake_pinned(AT(op->address));
@@ -156,6 +155,7 @@ zs_cu_result fake_cuEventCreate(zs_cu_event *out, unsigned int flags)
 zs_cu_result fake_cuEventRecord(zs_cu_event event, zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d event=%p", STREAM_ID, (void *)event);
+    INTO_STREAM();
     fake_event_record(event, stream);
     return ZS_CU_SUCCESS;
 }
@@ -164,7 +164,7 @@ zs_cu_result fake_cuEventQuery(zs_cu_event event)
 {
     BEGIN(false, "event=%p", (void *)event);
     if (fake_event_captured(event)) return FAKE_CAPTURED_EVENT;
-    if (capture_mode != ZS_CU_STREAM_CAPTURE_MODE_RELAXED) UNCAPTURED();
+    UNCAPTURED();
     return fake_event_done(event) ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_READY;
 }
 

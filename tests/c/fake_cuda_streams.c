@@ -23,7 +23,8 @@ struct fake_stream {
     task *first, *last;
     uint64_t given, done;
     int number;
-    int capture; /* the last that it was in */
+    int capture;  /* the last that it was in */
+    bool at_once; /* works on the caller's thread, and has none of its own */
 };
 
 typedef struct event {
@@ -69,19 +70,32 @@ static void *work_through(void *arg)
     }
 }
 
-zs_cu_stream fake_stream_new(void)
+/* One more in the list. */
+static fake_stream *add_stream(bool at_once)
 {
     fake_stream *stream = calloc(1, sizeof *stream);
-    pthread_t thread;
     if (stream == NULL) abort();
+    stream->at_once = at_once;
     (void)pthread_mutex_lock(&lock);
     stream->number = streams != NULL ? streams->number + 1 : 1;
     stream->next = streams;
     streams = stream;
     (void)pthread_mutex_unlock(&lock);
+    return stream;
+}
+
+zs_cu_stream fake_stream_new(void)
+{
+    fake_stream *stream = add_stream(false);
+    pthread_t thread;
     if (pthread_create(&thread, NULL, work_through, stream) != 0) abort();
     (void)pthread_detach(thread);
     return (zs_cu_stream)stream;
+}
+
+zs_cu_stream fake_stream_at_once(void)
+{
+    return (zs_cu_stream)add_stream(true);
 }
 
 int fake_stream_number(zs_cu_stream stream)
@@ -91,7 +105,7 @@ int fake_stream_number(zs_cu_stream stream)
 
 void fake_submit(zs_cu_stream stream, fake_work *work, const void *args, size_t bytes)
 {
-    if (stream == NULL) {
+    if (stream == NULL || of(stream)->at_once) {
         work(args);
         return;
     }
@@ -154,6 +168,28 @@ static int capture_now(void)
 bool fake_capturing(void)
 {
     return capture_now() != 0;
+}
+
+static _Thread_local zs_cu_capture_mode capture_mode; /* of what this thread may do beside captures */
+static int broken;                                    /* the capture that was broken last */
+
+zs_cu_capture_mode fake_capture_exchange(zs_cu_capture_mode mode)
+{
+    zs_cu_capture_mode before = capture_mode;
+    capture_mode = mode;
+    return before;
+}
+
+bool fake_capture_breaks(void)
+{
+    bool breaks = fake_capturing() && capture_mode != ZS_CU_STREAM_CAPTURE_MODE_RELAXED;
+    if (breaks) __atomic_store_n(&broken, capture_now(), __ATOMIC_RELEASE);
+    return breaks;
+}
+
+bool fake_stream_broken(zs_cu_stream stream)
+{
+    return fake_stream_captured(stream) && __atomic_load_n(&broken, __ATOMIC_ACQUIRE) == capture_now();
 }
 
 bool fake_stream_captured(zs_cu_stream stream)

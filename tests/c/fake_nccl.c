@@ -15,6 +15,7 @@
  *   FAKE_NCCL_DELAY_US=1000            before each operation on a stream
  *   FAKE_NCCL_POLLS=20                 the most looks until a call has ended
  *   FAKE_NCCL_VERSION=23003, FAKE_NCCL_DIR=/tmp, FAKE_NCCL_LOG=path (one line per call)
+ *   FAKE_CUDA_VISIBLE=2,0              ranks that name the same GPU first are refused, as two ranks on one GPU are
  * Compiled with -DFAKE_NCCL_OLD it is 2.21.5, without the optional functions.
  */
 #define _GNU_SOURCE 1 /* RTLD_DEFAULT */
@@ -106,10 +107,21 @@ zs_nccl_result ncclCommInitRankConfig(zs_nccl_handle *out, int world, zs_nccl_id
     comms = comm;
     pthread_mutex_unlock(&lock);
     comm->late = planned("FAKE_NCCL_FAIL_LATE", F_CommInitRankConfig, count);
+    atomic_store(&comm->shared->gpus[rank], 1 + (int)number_of("FAKE_CUDA_VISIBLE", -1));
     atomic_store(&comm->shared->processes[rank], getpid());
     atomic_fetch_add(&comm->shared->arrived, 1);
     *out = comm;
     return set_busy(comm, F_CommInitRankConfig);
+}
+
+/* Are two ranks on one GPU, as far as they say so? */
+static bool share_a_gpu(const fake *comm)
+{
+    board *shared = comm->shared;
+    for (int r = 0; r < comm->world; r++)
+        for (int s = 0; s < r; s++)
+            if (shared->gpus[r] != 0 && shared->gpus[r] == shared->gpus[s]) return true;
+    return false;
 }
 
 /* What a communicator waits for besides its number of looks; ZS_NCCL_IN_PROGRESS: it has not come. */
@@ -122,6 +134,7 @@ static int outcome(fake *comm)
         if (atomic_load(&shared->aborted) != 0) return complain(ZS_NCCL_REMOTE_ERROR, "a rank has gone while all met");
         if (atomic_load(&shared->arrived) < comm->world) return ZS_NCCL_IN_PROGRESS;
         if (comm->rank == 0) unlink(comm->path);
+        if (share_a_gpu(comm)) return complain(ZS_NCCL_INVALID_USAGE, "Duplicate GPU detected");
         return ZS_NCCL_SUCCESS;
     case F_CommWindowRegister:
         for (int r = 0; r < comm->world; r++)

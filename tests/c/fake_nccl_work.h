@@ -48,6 +48,7 @@ typedef struct board {
     _Atomic int arrived, aborted;
     _Atomic int registered[MOST_RANKS];  /* windows so far */
     _Atomic pid_t processes[MOST_RANKS]; /* 0: has not come yet, -1: has ended its communicator */
+    _Atomic int gpus[MOST_RANKS];        /* 1 + the first of FAKE_CUDA_VISIBLE; 0: not set */
     box boxes[MOST_RANKS][MOST_RANKS];   /* [from][to] */
 } board;
 

@@ -187,6 +187,7 @@ static zs_status work_with_streams(void)
     ZS_TRY(ZS_CU(cuEventRecord, event, stream));
     ZS_TRY(ZS_CU(cuStreamWaitEvent, stream, event, 0));
     ZS_TRY(ZS_CU(cuThreadExchangeStreamCaptureMode, &mode));
+    CHECK(mode == 0); /* global */
     ZS_TRY(ZS_CU(cuStreamIsCapturing, stream, &captured));
     CHECK(captured == ZS_CU_STREAM_CAPTURE_STATUS_NONE);
     ZS_TRY(ZS_CU(cuEventSynchronize, event));

@@ -9,8 +9,10 @@ log says whether every side stream that it used was forked and joined.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -307,6 +309,28 @@ def kept(env: dict[str, str]) -> str:
 def test_strategy_that_looks_at_numbers_is_refused_in_a_capture() -> None:
     for result in fork_ranks(kept, 2, stand_ins.environment("nccl"), check=True):
         assert "on the host during CUDA graph capture" in result.value
+
+
+def beside_a_capture(env: dict[str, str]) -> list[int]:
+    """Whether captures that begin right behind a step are broken."""
+    os.environ.update(env)
+    driver = ctypes.CDLL(env["ZSHARD_CUDA_LIB"])
+    model = wrap(make_model(), {})
+    broken = []
+    for number in range(1, 4):
+        model(torch.ones(4, 33)).square().mean().backward()
+        with captured(number, os.devnull):
+            time.sleep(0.25)  # the watchdog looks ten times a second
+            broken.append(driver.fake_cuda_capture_broken())
+    return broken
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("backend", ["nccl", "peer"])
+def test_watchdog_does_not_break_a_capture_of_the_scripts(backend: str) -> None:
+    """Its thread asks about events, which is unsafe in the default mode of a thread."""
+    for result in fork_ranks(beside_a_capture, 2, stand_ins.environment(backend), check=True):
+        assert result.value == [0, 0, 0]
 
 
 def captured_by_peers(env: dict[str, str]) -> str:

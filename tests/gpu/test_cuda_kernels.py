@@ -171,6 +171,30 @@ def test_sum_over_more_ranks_than_addresses(cuda: Cuda, cpu: Device) -> None:
     assert same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("absent", ["first", "some", "all but one", "all"])
+def test_ranks_that_bring_nothing_count_as_zeros_among_more_than_addresses(
+    cuda: Cuda, cpu: Device, absent: str
+) -> None:
+    world, n, stride = 300, 41, 48
+    gone = {"first": {0}, "some": {1, 63, 64, 200, 299}, "all": set(range(world))}
+    gone["all but one"] = gone["all"] - {130}
+    whole = some(world * stride, torch.bfloat16, 6, special=False)
+    places = [whole[r * stride : r * stride + n] for r in range(world)]
+    sources = [None if r in gone[absent] else place for r, place in enumerate(places)]
+    for add in (False, True):
+        ours, theirs = torch.full((n,), 0.3), torch.full((n,), 0.3)
+        cuda.sum(sources, ours, 1 / 3, add)
+        cpu.sum(sources, theirs, 1 / 3, add)
+        assert same_bits(ours, theirs), add
+
+
+def test_a_sum_says_how_many_ranks_it_can_take(cuda: Cuda) -> None:
+    most = 128 * 64
+    one = some(3, torch.float32, 8)
+    with pytest.raises(AssertionError, match=f"cannot sum {most + 1} sources .*: at most {most}"):
+        cuda.sum([one] * (most + 1), one.clone(), 1.0, False)
+
+
 # --- casts, scaling, norms, comparing ----------------------------------------------------------------
 
 

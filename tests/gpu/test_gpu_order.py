@@ -5,6 +5,7 @@ The one idea: the numbers of a run can be right by luck; its log says what is su
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -86,6 +87,110 @@ def run(request, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("logs"))
     results = fork_ranks(train, 2, folder, stand_ins.environment("nccl"), options, check=True)
     return strategy, precision, [result.value for result in results]
+
+
+# --- several streams of torch's ------------------------------------------------------------------
+
+
+class OnStream(torch.autograd.Function):
+    """x; what comes later in forward, or behind this in backward, has another current stream."""
+
+    @staticmethod
+    def forward(ctx, x, streams, forward, backward):
+        ctx.streams, ctx.backward_to = streams, backward
+        zshard._core.set_host_stream(streams[forward])
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        zshard._core.set_host_stream(ctx.streams[ctx.backward_to])
+        return grad, None, None, None
+
+
+class Plain(nn.Linear):
+    """A unit of whose reading the log says nothing: its stream is not known."""
+
+
+class Branches(nn.Module):
+    """Two layers, of which each is given its gradient in a stream of its own."""
+
+    def __init__(self, streams: list[int]) -> None:
+        super().__init__()
+        self.left, self.right, self.streams = nn.Linear(48, 48), nn.Linear(48, 48), streams
+
+    def forward(self, x):
+        left = OnStream.apply(self.left(x), self.streams, 0, 1)
+        return left + OnStream.apply(self.right(x), self.streams, 0, 2)
+
+
+def torch_streams(env, count):
+    """The default stream, and more for torch, which are numbered in the log from 1 on."""
+    driver = ctypes.CDLL(env["ZSHARD_CUDA_LIB"])
+    driver.fake_cuda_torch_stream.restype = ctypes.c_void_p
+    return [0, *(driver.fake_cuda_torch_stream() for _ in range(count))]
+
+
+def train_branches(folder, env):
+    """Where the log of some steps is."""
+    os.environ.update(env)
+    log = gpu_log.start(folder, int(os.environ["RANK"]))
+    streams = torch_streams(env, 2)
+    policy = zshard.wrap.ModuleWrapPolicy({Branches, Plain})
+    model = nn.Sequential(Plain(48, 48), Branches(streams), Plain(48, 48), Plain(48, 48))
+    model = FSDP(model, auto_wrap_policy=policy)
+    for _ in range(3):
+        zshard._core.set_host_stream(0)
+        model(torch.randn(4, 48)).square().mean().backward()
+        model.zero_grad()
+    gpu_log.stop()
+    return log
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("backend", ["nccl", "peer"])
+def test_gradients_of_several_streams_are_all_waited_for(tmp_path, backend):
+    """A round is posted in the stream of its last gradient; the others come from other streams."""
+    env = stand_ins.environment(backend)
+    for result in fork_ranks(train_branches, 2, str(tmp_path), env, check=True):
+        lines = gpu_log.read(Path(result.value))
+        packed = {step.stream for step in gpu_log.order_of(lines).steps if "cuMemcpy" in step.name}
+        assert {1, 2} <= packed
+        assert gpu_log.races(lines) == []
+
+
+class Reader(nn.Module):
+    """A layer that tells the log in which stream it reads its weight."""
+
+    def __init__(self, now: list[int]) -> None:
+        super().__init__()
+        self.weight, self.now = nn.Parameter(torch.randn(48, 48) / 7), now
+
+    def forward(self, x):
+        gpu_log.mark_use(self.weight, "src", self.now[0])
+        return x @ self.weight
+
+
+def evaluate_in_turns(folder, env):
+    """Where the log of forwards is, each in another stream than the one before."""
+    os.environ.update(env)
+    log = gpu_log.start(folder, int(os.environ["RANK"]))
+    streams, now = torch_streams(env, 2), [0]
+    policy = zshard.wrap.ModuleWrapPolicy({Reader})
+    model = FSDP(nn.Sequential(*(Reader(now) for _ in range(4))), auto_wrap_policy=policy)
+    for stream in (0, 1, 2, 0, 2):
+        now[0] = stream
+        zshard._core.set_host_stream(streams[stream])
+        with torch.no_grad():
+            model(torch.randn(4, 48))
+    gpu_log.stop()
+    return log
+
+
+def test_a_forward_in_another_stream_comes_after_the_last_one(tmp_path):
+    """It takes slots that the one before may still read, of which torch knows nothing."""
+    env = stand_ins.environment("nccl")
+    for result in fork_ranks(evaluate_in_turns, 2, str(tmp_path), env, check=True):
+        assert gpu_log.races(gpu_log.read(Path(result.value))) == []
 
 
 def lines_of(run) -> list[list[gpu_log.Line]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-COMPUTE = 0  # the number of torch's stream
+COMPUTE = 0  # the number of torch's stream, where a test says nothing else
 VARIABLES = ("FAKE_CUDA_LOG", "FAKE_NCCL_LOG")
 
 Line = tuple[str, dict[str, str]]
@@ -46,9 +46,9 @@ def mark(name: str, **fields: Any) -> None:
             log.write(f"{name} {words}\n")
 
 
-def mark_use(tensor: Any, how: str) -> None:
+def mark_use(tensor: Any, how: str, stream: int = COMPUTE) -> None:
     """torch reads ("src") or writes ("dst") this tensor, in its stream."""
-    mark("torch", stream=COMPUTE, **{how: hex(tensor.data_ptr())}, bytes=tensor.nbytes)
+    mark("torch", stream=stream, **{how: hex(tensor.data_ptr())}, bytes=tensor.nbytes)
 
 
 def read(path: Path) -> list[Line]:

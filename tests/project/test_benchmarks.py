@@ -443,19 +443,3 @@ def test_a_failed_cell_is_shown_as_such() -> None:
     record = {"part": "steps", "failed": "status 1", "cell": {"model": "tiny"}}
     (table,) = gpu_report.tables(record)
     assert "FAILED" in table.title and "tiny" in table.markdown()
-
-
-def test_commands_of_the_script_for_lent_machines_are_understood() -> None:
-    script = ["bash", str(harness.ROOT / "benchmarks" / "on_gpu.sh")]
-    wrong = subprocess.run([*script, "1.5b"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "125m" in wrong.stderr
-    stages = wrong.stderr.partition(" of: ")[2].split()
-    env = {**os.environ, "DRY": "1", "PYTHON": sys.executable}
-    done = subprocess.run([*script, *stages], env=env, capture_output=True, text=True, check=True)
-    lines = [line.split() for line in done.stdout.splitlines() if " -m benchmarks.gpu " in line]
-    asked = [gpu.arguments(line[line.index("benchmarks.gpu") + 1 : -2]) for line in lines]
-    cells = [cell for each in asked for _, cell in gpu.cells(each)]
-    parts = {(c["part"], c.get("model"), c.get("compiled")) for c in cells}
-    models = {("steps", m, mode) for m in ("gpt125m", "gpt1.5b") for mode in (True, False)}
-    assert parts == models | {(part, None, None) for part in gpu.PARTS if part != "steps"}
-    assert "tests/gpu/test_gpu.py" in done.stdout

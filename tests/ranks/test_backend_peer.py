@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import subprocess
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,14 @@ CORE = [
     "kin.c",
     "watchdog.c",
 ]
-CORE += ["cuda_driver.c", "cuda_kernels.c", "device_cuda.c", "device_cpu.c", "simd.c"]
+CORE += [
+    "cuda_driver.c",
+    "cuda_kernels.c",
+    "cuda_trail.c",
+    "device_cuda.c",
+    "device_cpu.c",
+    "simd.c",
+]
 CORE += ["peer_*.c"]
 NAMES = re.findall(r"^        TEST\((\w+), ", PROGRAM.read_text(), re.MULTILINE)
 THREADS = ["buckets_change_hands", "killed_rank_lets_streams_go", "failing_call_lets_the_peers_go"]
@@ -118,33 +126,97 @@ def test_a_refused_call_is_an_exception_on_all_ranks(call, number):
 
 
 class Control:
-    """What connect_gpu asks of the transport between hosts."""
+    """What connect_gpu asks of the transport between hosts: rank 0's, whose peers have these ids."""
 
-    def __init__(self, transport: str, peers: list[str]) -> None:
-        self.transport, self.peers = transport, peers
+    rank = 1
+
+    def __init__(self, peers: list[bytes]) -> None:
+        self.peers = peers
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        return [mine, *(peer.encode().ljust(len(mine)) for peer in self.peers)]
+        return [mine, *self.peers]
+
+
+def gpu_at(monkeypatch, bus: int, host: str = "a") -> bytes:
+    """The id of a GPU there, as transports make it of what torch says."""
+    facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(transports, "host_id", lambda: host)
+    return transports._gpu_id("cuda:0")
 
 
 @pytest.mark.parametrize(
-    ("transport", "peers", "wanted", "kind"),
+    ("peers", "wanted", "kind"),
     [
-        ("shm", ["GPU-1"], "auto", "peer"),
-        ("shm", ["GPU-2"], "auto", "nccl"),
-        ("shm", ["GPU-2", "GPU-2"], "auto", "peer"),
-        ("c10d", ["GPU-1"], "auto", "nccl"),
-        ("shm", ["GPU-2"], "peer", "peer"),
-        ("shm", ["GPU-1"], "nccl", "nccl"),
+        ([("a", 2)], "auto", "nccl"),
+        ([("a", 1)], "auto", "c10d gloo"),  # two MIG instances, too
+        ([("a", 2), ("a", 2)], "auto", "c10d gloo"),
+        ([("b", 1)], "auto", "nccl"),  # of another host
+        ([("b", 2), ("b", 2)], "auto", "c10d gloo"),
+        ([("a", 2)], "peer", "peer"),
+        ([("a", 1)], "peer", "peer"),
+        ([("a", 1)], "nccl", "nccl"),
     ],
 )
-def test_ranks_on_one_gpu_map_its_memory(monkeypatch, transport, peers, wanted, kind):
+def test_transport_that_is_chosen(monkeypatch, peers, wanted, kind):
     chosen = []
-    facts = SimpleNamespace(uuid="GPU-1")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    monkeypatch.setattr(transports, "comm_for", lambda *args: Control(transport, peers))
+    control = Control([gpu_at(monkeypatch, bus, host) for host, bus in peers])
+    gpu_at(monkeypatch, 1)
+    monkeypatch.setattr(transports, "comm_for", lambda *args: control)
     monkeypatch.setattr(transports, "library", lambda: None)
-    fake = SimpleNamespace(gpu=lambda control, backend, *rest: chosen.append(backend))
+    monkeypatch.setattr(
+        transports, "new_group", lambda group, device, by: SimpleNamespace(group_name=by)
+    )
+    fake = SimpleNamespace(
+        gpu=lambda control, by, device, name, *rest: chosen.append(f"{by} {name}")
+    )
     monkeypatch.setattr(transports, "_core", SimpleNamespace(Comm=fake))
     transports.connect_gpu("cuda:0", None, wanted, 1.0)
-    assert chosen == [kind] and _core.Comm is not fake
+    assert chosen == [f"{kind} " if " " not in kind else kind] and _core.Comm is not fake
+
+
+def on_gpus(env, visible, backend):
+    """The transport of ranks that each see some GPUs of the machine, of which the first is theirs, and
+    what they train there; or what is raised, and warned of."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(env, ZSHARD_BACKEND=backend, FAKE_CUDA_VISIBLE=visible[rank])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            model = wrapped("shm", timeout=20.0)
+        except Exception as error:
+            return type(error).__name__, str(error), ""
+    steps(model, zshard.AdamW(model.parameters(), lr=0.01), 1)
+    words = "\n".join(str(each.message) for each in warned)
+    return zshard.api.state_of(model).comms.all.transport, "", words
+
+
+@pytest.mark.parametrize("visible", [["0", "0", "1"], ["0", "0", "0"]], ids="-".join)
+def test_ranks_that_share_a_gpu_train_by_default(visible):
+    """NCCL refuses them, and where each sees other GPUs no memory can be mapped: neither is tried."""
+    env = environment("nccl", late=0)
+    first, *others = (r.value for r in fork_ranks(on_gpus, 3, env, visible, "auto", check=True))
+    assert first[0] == "c10d_gpu" and {other[0] for other in others} == {"c10d_gpu"}
+    assert "ranks 0 and 1 share a GPU, which NCCL does not support" in first[2]
+    assert "share" not in others[0][2] + others[1][2]
+
+
+def test_ranks_with_a_gpu_each_use_nccl_by_default():
+    env = environment("nccl", late=0)
+    for result in fork_ranks(on_gpus, 2, env, ["0", "1"], "auto", check=True):
+        assert result.value == ("nccl", "", "")
+
+
+def test_peers_whose_gpus_are_not_visible_are_named():
+    env = environment("peer", late=0)
+    for result in fork_ranks(on_gpus, 2, env, ["0,1", "1"], "peer", check=True):
+        kind, text, _ = result.value
+        assert kind == "CudaError" and "rank 1 cannot map the GPU memory of rank 0" in text
+        assert "CUDA_VISIBLE_DEVICES" in text and "cuIpcOpenMemHandle" in text
+
+
+@pytest.mark.parametrize("visible", [["0,1", "1,0"], ["0", "0"]], ids="-".join)
+def test_peers_that_see_each_others_gpus_map_them(visible):
+    env = environment("peer", late=0)
+    for result in fork_ranks(on_gpus, 2, env, visible, "peer", check=True):
+        assert result.value == ("peer", "", "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
 import os
 import warnings
@@ -302,12 +303,13 @@ def _fall_back(refusal: Refusal, rank: int) -> None:
         )
 
 
-def new_group(group: Any, device: str) -> Any:
+def new_group(group: Any, device: str, backend: str | None = None) -> Any:
     """Return a new process group for tensors on that device, so that zshard's collectives never
-    mix with the script's."""
+    mix with the script's. backend: None for that of `group`, or torch's usual one."""
     ranks = dist.get_process_group_ranks(group)
     kind = torch_device(device).type
-    backend = None if kind in str(dist.get_backend_config(group)) else BACKENDS[kind]
+    if backend is None and kind not in str(dist.get_backend_config(group)):
+        backend = BACKENDS[kind]
     if len(ranks) == dist.get_world_size():
         return dist.new_group(ranks, backend=backend)
     return new_subgroup(ranks, backend)
@@ -324,8 +326,12 @@ def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core
     hosts, kind = choices_for(device, wanted)
     control = comm_for(group, hosts, timeout)
     kind = "nccl" if options is not None else kind
-    if kind == "peer" or (kind == "auto" and _share_a_gpu(control, _gpu_id(device))):
+    if kind == "peer":
         return _core.Comm.gpu(control, "peer", device, "")
+    if kind == "auto" and (sharing := _sharing_a_gpu(control, device)) is not None:
+        _warn_of_sharing(control.rank, sharing)
+        own = new_group(group, device, "gloo")  # torch's NCCL refuses them as ours does
+        return _core.Comm.gpu(control, "c10d", device, own.group_name)
     if kind in ("auto", "nccl"):
         with contextlib.suppress(NotImplementedError):  # the ranks agree on it below
             library()
@@ -338,15 +344,32 @@ def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core
     return _core.Comm.gpu(control, "c10d", device, new_group(group, device).group_name)
 
 
-def _gpu_id(device: str) -> str:
-    """Return the UUID of this GPU, which does not depend on its index in this process."""
-    return str(torch.cuda.get_device_properties(device).uuid)
+def _gpu_id(device: str) -> bytes:
+    """Return a digest of this GPU's host and place on it, by which NCCL tells GPUs apart: neither
+    depends on the index in this process, and two MIG instances of a GPU have the same."""
+    facts: Any = torch.cuda.get_device_properties(device)
+    place = f"{facts.pci_domain_id}:{facts.pci_bus_id}:{facts.pci_device_id}"
+    return hashlib.sha256(f"{host_id()} {place}".encode()).digest()
 
 
-def _share_a_gpu(control: _core.Comm, gpu: str) -> bool:
-    """Return whether two ranks of one host share a GPU, which NCCL rejects. Collective."""
-    ids = control.exchange(gpu.encode().ljust(64))
-    return control.transport == "shm" and len(set(ids)) < len(ids)
+def _sharing_a_gpu(control: _core.Comm, device: str) -> tuple[int, int] | None:
+    """Return the first two ranks that share a GPU, which NCCL rejects; None if each has its own.
+    Collective."""
+    ids = control.exchange(_gpu_id(device))
+    return next(((ids.index(gpu), r) for r, gpu in enumerate(ids) if ids.index(gpu) < r), None)
+
+
+def _warn_of_sharing(rank: int, sharing: tuple[int, int]) -> None:
+    if rank == 0:
+        first, second = sharing
+        warnings.warn(
+            f"ranks {first} and {second} share a GPU, which NCCL does not support: all ranks use "
+            "transport='c10d' with gloo, which copies through the host. Give each rank a GPU of "
+            "its own, pass transport='c10d' to silence this warning, or on one host try "
+            "transport='peer' (experimental), which reads the GPU memory of the other ranks",
+            RuntimeWarning,
+            stacklevel=stacklevel(),
+        )
 
 
 def _report_ends() -> None:

@@ -179,18 +179,11 @@ static void lose_other(void *arg, zs_status failure, const char *why)
 
 /* --- moves --------------------------------------------------------------------------------------------------------------- */
 
-/* By the monitor's thread, which needs the device's context. What the driver says of a failure is for others to find. */
+/* By the monitor's thread. */
 static bool has_ended(void *arg)
 {
     const watched_move *move = arg;
-    zs_cu_stream unused;
-    zs_cu_capture_mode mode = ZS_CU_STREAM_CAPTURE_MODE_RELAXED; /* this thread's; else a query would break a capture */
-    bool done = true;
-    ZS_CU_FREE(cuThreadExchangeStreamCaptureMode, &mode);
-    if (zs_device_cuda_stream(move->device, ZS_STREAM_GATHER, &unused) == ZS_OK)
-        (void)zs_cuda_event_done(move->event, &done);
-    zs_clear_error();
-    return done;
+    return zs_device_cuda_passed(move->device, move->event);
 }
 
 /* Has the monitor look after what has just been queued in `stream`. Where more are out than it is told of, the oldest are

@@ -23,6 +23,11 @@ zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
     return status;
 }
 
+zs_status zs_gpu_heard(zs_gpu_comm *comm, zs_status status)
+{
+    return status == ZS_ERR_TORCH ? zs_gpu_fail(comm, status) : status;
+}
+
 zs_status zs_gpu_usable(zs_gpu_comm *comm)
 {
     if (comm->base.lost != NULL)
@@ -103,7 +108,7 @@ static zs_status check_order(zs_gpu_comm *comm, bool ended)
     zs_gpu_order all[world];
     comm->order.gone = gone_here(comm);
     comm->order.past = comm->base.past;
-    ZS_TRY(zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, all));
+    ZS_TRY(zs_gpu_heard(comm, zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, all)));
     for (int r = 0; r < world; r++) {
         gone = gone || all[r].gone > 0;
         bool same = all[r].hash == comm->order.hash && all[r].count == comm->order.count;

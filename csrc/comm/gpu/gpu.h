@@ -45,6 +45,10 @@ zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, siz
 /* A move has failed: tells the peers why, stops the backend, and returns `status`. */
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
 
+/* What came of a wait for the peers' hosts. One that was interrupted (Ctrl-C) fails as a move does: the GPUs here may wait for peers
+ * that this rank will not meet, and whatever waits for these hosts next would wait again. */
+zs_status zs_gpu_heard(zs_gpu_comm *comm, zs_status status);
+
 /* Sees to it that there is an arena of what rounds receive into. */
 zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
 

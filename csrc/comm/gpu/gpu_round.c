@@ -155,7 +155,7 @@ zs_status zs_gpu_hear_hosts(zs_gpu_comm *comm, const zs_cunit *cunit, zs_cunit *
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
     /* In ZS_REDUCE_ALL a move follows, so the ranks must come through here in one order: no looking first. */
     zs_wait how = cunit->spec.mode == ZS_REDUCE_ALL ? ZS_WAIT : wait;
-    return zs_cunit_collect(comm->control, control, how, ready, said);
+    return zs_gpu_heard(comm, zs_cunit_collect(comm->control, control, how, ready, said));
 }
 
 zs_status zs_gpu_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)

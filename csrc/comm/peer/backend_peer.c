@@ -175,6 +175,20 @@ static zs_status make_pad(zs_peer *self, zs_peer_address *address)
     return zs_device_wait(self->base.device); /* zeroed before a peer writes there */
 }
 
+/* The first that is mapped of a peer: if this can be, the rest can. The driver does not say that it is the GPU which is hidden. */
+static zs_status map_pad(zs_peer *self, int r, const zs_peer_address *pad)
+{
+    char why[256];
+    zs_status status = zs_peer_map(self->maps, r, pad, &self->pads[r]);
+    if (status != ZS_ERR_CUDA) return status;
+    snprintf(why, sizeof why, "%s", zs_last_message());
+    zs_clear_error();
+    return ZS_FAIL(status,
+                   "rank %d cannot map the GPU memory of rank %d: %s; make the GPUs of all ranks visible to each rank "
+                   "(CUDA_VISIBLE_DEVICES), with peer access between them, or pass transport='nccl'",
+                   self->base.rank, r, why);
+}
+
 static zs_status map_pads(zs_peer *self, const card *all)
 {
     for (int r = 0; r < self->base.world; r++) {
@@ -186,7 +200,7 @@ static zs_status map_pads(zs_peer *self, const card *all)
                 "transport='nccl'",
                 r);
         zs_kin_meet(self->kin, r, &all[r].kin);
-        ZS_TRY(zs_peer_map(self->maps, r, &all[r].pad, &self->pads[r]));
+        ZS_TRY(map_pad(self, r, &all[r].pad));
     }
     return zs_peer_watch_begin(self);
 }

@@ -31,21 +31,14 @@ static void fail(zs_peer *self, zs_status failure, const char *why)
     let_go(self);
 }
 
-/* Has it ended? What the driver says of a failure is for others to find. */
-static bool has_ended(const zs_peer_move *move)
-{
-    bool done = true;
-    (void)zs_cuda_event_done(move->event, &done);
-    return done;
-}
-
 /* Number of the oldest move that has not ended, from 1 on; 0: none is out. With the lock held. */
-static uint64_t oldest(zs_peer_watch *watch)
+static uint64_t oldest(zs_peer *self)
 {
+    zs_peer_watch *watch = &self->watch;
     uint64_t first = watch->count > ZS_PEER_EVENTS ? watch->count - ZS_PEER_EVENTS : 0;
     for (uint64_t i = first; i < watch->count; i++) {
         zs_peer_move *move = &watch->moves[i % ZS_PEER_EVENTS];
-        move->out = move->out && !has_ended(move);
+        move->out = move->out && !zs_device_cuda_passed(self->base.device, move->event);
         if (move->out) return i + 1;
     }
     return 0;
@@ -84,7 +77,7 @@ static void look(zs_watchdog *entry)
     if (watch->failure != ZS_OK) {
         let_go(self);
     } else if (zs_device_cuda_stream(self->base.device, ZS_STREAM_GATHER, &unused) == ZS_OK) { /* sees to a context */
-        uint64_t first = oldest(watch);
+        uint64_t first = oldest(self);
         if (first == 0 || first != watch->stuck) watch->since = zs_watchdog_now();
         watch->stuck = first;
         ask_peers(self, first != 0);

@@ -1,0 +1,78 @@
+/* py_signals.c - Ctrl-C while a wait for other ranks runs: on the main thread, and on one of torch's.
+ *
+ * The one idea: Python handles signals on the main thread alone, which during a backward on a GPU waits in torch for the thread
+ * that waits here. So SIGINT's handler in C is wrapped once: ours counts and calls Python's. A wait on another thread that sees
+ * the count grow ends with an error; that takes the main thread out of torch, where Python raises KeyboardInterrupt itself. A
+ * handler of the script's may want the backward to end in order, so it is left to see the signal afterwards.
+ */
+#define _GNU_SOURCE 1 /* gettid */
+#include "python/py_util.h"
+
+#include "shim/tensor.h"
+
+#include <signal.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+typedef void handler(int);
+
+static _Atomic(handler *) pythons; /* NULL: nothing is wrapped */
+static atomic_uint pressed, seen;
+
+static void count_and_pass_on(int number)
+{
+    atomic_fetch_add(&pressed, 1);
+    handler *next = atomic_load(&pythons);
+    if (next != NULL) next(number);
+}
+
+/* signal.signal() puts Python's handler back, so this is called again. A third one may call ours: it is left alone. */
+void zs_py_signals_watch(void)
+{
+    struct sigaction now;
+    handler *known = atomic_load(&pythons);
+    if (sigaction(SIGINT, NULL, &now) != 0 || (now.sa_flags & SA_SIGINFO) != 0) return;
+    if (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN || now.sa_handler == count_and_pass_on) return;
+    if (known != NULL && now.sa_handler != known) return;
+    atomic_store(&pythons, now.sa_handler);
+    now.sa_handler = count_and_pass_on;
+    (void)sigaction(SIGINT, &now, NULL);
+}
+
+/* Is Ctrl-C to raise KeyboardInterrupt? */
+static bool raises(void)
+{
+    PyObject *module = PyImport_ImportModule("signal");
+    PyObject *own = module != NULL ? PyObject_CallMethod(module, "getsignal", "i", SIGINT) : NULL;
+    PyObject *usual = own != NULL ? PyObject_GetAttrString(module, "default_int_handler") : NULL;
+    bool yes = usual != NULL && own == usual;
+    Py_XDECREF(usual);
+    Py_XDECREF(own);
+    Py_XDECREF(module);
+    PyErr_Clear();
+    return yes;
+}
+
+void zs_py_signals_seen(void)
+{
+    atomic_store(&seen, atomic_load(&pressed));
+}
+
+/* Has it been pressed since the last forward? What came before that Python has raised. */
+static bool pressed_meanwhile(void)
+{
+    unsigned count = atomic_load(&pressed);
+    return atomic_exchange(&seen, count) != count;
+}
+
+bool zs_py_interrupted(void)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    bool yes = PyErr_CheckSignals() != 0;
+    if (!yes && getpid() != gettid() && zs_in_backward()) { /* other threads, such as one that saves, go on */
+        zs_py_signals_watch();
+        yes = pressed_meanwhile() && raises();
+    }
+    PyGILState_Release(gil);
+    return yes;
+}

@@ -1,0 +1,166 @@
+"""benchmarks/on_gpu.sh, before there is a GPU: its stages over fakes, going on after a cut, the summary.
+
+The one idea: on a lent machine there is no time to mend the script. So the commands for a GPU are
+checked against what pytest and benchmarks.gpu know, and the same stages run here in small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from _pytest.mark.expression import Expression
+from c_compile import ROOT
+
+from benchmarks import gpu, gpu_summary
+
+SCRIPT = ["bash", str(ROOT / "benchmarks" / "on_gpu.sh")]
+STAGES = list(gpu_summary.CLAIMS)
+
+
+def run(*stages: str, **env: str) -> subprocess.CompletedProcess[str]:
+    here = {**os.environ, "PYTHON": sys.executable, "COLUMNS": "200", **env}
+    here.pop("PYTEST_ADDOPTS", None)
+    return subprocess.run([*SCRIPT, *stages], env=here, capture_output=True, text=True, cwd=ROOT)
+
+
+def commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return done.stdout.strip() or "unknown"
+
+
+# --- the commands for a GPU -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def commands() -> dict[str, str]:
+    """What each stage would run, by its name."""
+    lines = run(DRY="1").stdout.splitlines()
+    return dict(re.match(r"== (\S+): (.*) \(\d+s left\)", line).groups() for line in lines)  # type: ignore[union-attr]
+
+
+def test_stages_are_those_that_the_summary_knows(commands: dict[str, str]) -> None:
+    assert [name for name in commands if name in STAGES] == STAGES
+    wrong = run("1.5b")
+    assert wrong.returncode == 2 and wrong.stderr.partition(" of: ")[2].split() == STAGES
+
+
+def test_benchmarks_of_the_stages_are_understood(commands: dict[str, str]) -> None:
+    lines = [line.split() for line in commands.values() if " -m benchmarks.gpu " in line]
+    asked = [gpu.arguments(line[line.index("benchmarks.gpu") + 1 :]) for line in lines]
+    cells = [cell for each in asked for _, cell in gpu.cells(each)]
+    parts = {(c["part"], c.get("model"), c.get("compiled")) for c in cells}
+    models = {("steps", m, mode) for m in ("gpt125m", "gpt1.5b") for mode in (True, False)}
+    assert parts == models | {(part, None, None) for part in gpu.PARTS if part != "steps"}
+
+
+def test_tests_of_the_stages_exist(commands: dict[str, str]) -> None:
+    """Together they are all tests on a GPU, except those of four ranks and of other backends."""
+    files = sorted(
+        {match for line in commands.values() for match in re.findall(r"tests/gpu/\S+", line)}
+    )
+    listing = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    listing += ["-m", "thorough or not thorough", *files]
+    done = subprocess.run(listing, capture_output=True, text=True, cwd=ROOT)
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    chosen: set[str] = set()
+    for stage, line in commands.items():
+        if " -k " in line:
+            file, which = re.search(r"(tests/gpu/\S+) -k (.*)", line).groups()  # type: ignore[union-attr]
+            expression = Expression.compile(which)
+            found = {
+                name
+                for name in names
+                if name.startswith(file) and expression.evaluate(lambda word, **_: word in name)  # noqa: B023
+            }
+            assert found and not any("stand-in" in name for name in found), stage
+            assert not found & chosen, stage
+            chosen |= found
+    left = [name for name in names if name not in chosen and "stand-in" not in name]
+    ranks = re.compile(r"gpu-4|\[4\]|\[2\]|c10d|gpu-2-nccl|copies")
+    assert [name for name in left if not ranks.search(name)] == []
+
+
+# --- over fakes -----------------------------------------------------------------------------------
+
+
+def rehearse(folder: Path, stages: list[str]) -> str:
+    """The output of a call in which only these have not passed yet."""
+    state, out = folder / "state", folder / "out"
+    state.mkdir()
+    for name in set(STAGES) - set(stages):
+        (state / f"{name}.status").write_text(f"0 1 {commit()} 1\n")
+    done = run(REHEARSE="1", STATE=str(state), OUT=str(out))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    for name in STAGES:
+        passed_before = f"== {name}: passed before" in done.stdout
+        assert passed_before == (name not in stages), name
+    summary = (out / "summary.md").read_text()
+    assert "REHEARSAL OVER FAKES" in summary and "Nothing new: no stage has passed" in summary
+    for name in stages:
+        assert re.search(rf"^\| {name} \| passed \| [1-9]", summary, re.MULTILINE), summary
+        assert (out / f"{name}.log").exists()
+    return done.stdout
+
+
+def test_stages_that_have_not_passed_run_over_fakes(tmp_path: Path) -> None:
+    rehearse(tmp_path, ["graph", "125m"])
+
+
+@pytest.mark.thorough
+def test_all_stages_run_over_fakes(tmp_path: Path) -> None:
+    rehearse(tmp_path, STAGES)
+
+
+def test_a_stage_without_time_is_not_begun(tmp_path: Path) -> None:
+    done = run("graph", REHEARSE="1", STATE=str(tmp_path), LIMIT="5")
+    assert done.returncode == 1 and "== graph: not begun, no time is left" in done.stdout
+    assert shlex.split(done.stdout.splitlines()[-1])[-1] == "graph"
+    assert "| graph | not run |" in (tmp_path / "summary.md").read_text()
+
+
+# --- the summary ----------------------------------------------------------------------------------
+
+CASE = '<testcase name="{name}">{inside}</testcase>'
+FAILURE = '<failure message="zshard.CudaError: cuIpcOpenMemHandle: CUDA_ERROR_MAP_FAILED (205)" />'
+SKIP = '<skipped message="NCCL needs a GPU for each rank" />'
+
+
+def write_stage(folder: Path, name: str, status: int, *cases: str) -> None:
+    (folder / f"{name}.status").write_text(f"{status} 7 abc 0\n")
+    tests = "".join(CASE.format(name=f"test_{i}", inside=each) for i, each in enumerate(cases))
+    (folder / f"{name}.xml").write_text(f"<testsuites><testsuite>{tests}</testsuite></testsuites>")
+
+
+def test_summary_says_what_failed_with_which_call_and_what_holds(tmp_path: Path) -> None:
+    write_stage(tmp_path, "driver", 0, "", "")
+    write_stage(tmp_path, "trainer", 124, "", "")
+    write_stage(tmp_path, "nccl", 0, SKIP)
+    write_stage(tmp_path, "peer", 1, "", FAILURE)
+    cells = [{"part": "device", "gpu": "H200", "stand_in": False}, {"part": "adam"}]
+    machine = {"date": "2026-11-25", "commit": "abc"}
+    record = {"machine": machine, "results": cells}
+    (tmp_path / "gpu-rest.json").write_text(json.dumps(record))
+    (tmp_path / "rest.status").write_text("0 9 abc 0\n")
+    text = gpu_summary.markdown(tmp_path)
+    assert "2026-11-25, commit abc. gpu: H200" in text and "REHEARSAL" not in text
+    for row in (
+        "| driver | passed | 2 | 0 | 0 | 7 |",
+        "| trainer | cut off by the time limit | 2 |",
+        "| nccl | nothing ran | 0 | 0 | 1 |",
+        "| peer | FAILED | 1 | 1 |",
+        "| graph | not run |",
+        "| peer | `test_1` | `cuIpcOpenMemHandle` | zshard.CudaError",
+        "- NCCL needs a GPU for each rank",
+    ):
+        assert row in text, text
+    claims = text.partition("README may now say")[2]
+    assert gpu_summary.CLAIMS["driver"] in claims and gpu_summary.CLAIMS["rest"] in claims
+    assert claims.count("\n- ") == 2
