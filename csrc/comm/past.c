@@ -21,6 +21,7 @@ void zs_past_replace(zs_past *past, const zs_past *before, const zs_past *now)
     past->loads += now->loads - before->loads;
     past->thaws += now->thaws - before->thaws;
     past->writes += now->writes - before->writes;
+    past->draws += now->draws - before->draws;
     past->grads += now->grads - before->grads;
 }
 
@@ -236,7 +237,7 @@ static bool only_settings_differ(const difference *d)
 {
     const zs_past *a = d->first, *b = d->second;
     return a->steps == b->steps && a->counts == b->counts && a->loads == b->loads && a->thaws == b->thaws &&
-           a->writes == b->writes && a->grads == b->grads;
+           a->draws == b->draws && a->writes == b->writes && a->grads == b->grads;
 }
 
 static void describe(const zs_comm *comm, const difference *d, char *text, size_t size)
@@ -253,6 +254,9 @@ static void describe(const zs_comm *comm, const difference *d, char *text, size_
         snprintf(text, size, "rank 0 and rank %d have not loaded the same state dict", d->other);
     } else if (first->thaws != second->thaws) {
         snprintf(text, size, "rank 0 and rank %d have not unfrozen the same parameters", d->other);
+    } else if (first->draws != second->draws) {
+        used = snprintf(text, size, "rank 0 and rank %d have not drawn the same random numbers for parameters", d->other);
+        list_writes(comm, d->other, text + used, size - (size_t)used);
     } else if (!only_settings_differ(d)) {
         used = snprintf(text, size, "rank 0 and rank %d have not made the same in-place writes to shards", d->other);
         list_writes(comm, d->other, text + used, size - (size_t)used);
@@ -268,7 +272,10 @@ static const char *remedy(const difference *d)
     if (only_settings_differ(d)) return "build the optimizer and call the scheduler on all ranks alike";
     if (first->counts != second->counts) return "load the optimizer's state on all ranks alike";
     if (first->steps == second->steps && first->loads == second->loads && first->thaws == second->thaws)
-        return "write to parameters and gradients on all ranks alike, also where a shard is empty";
+        return first->draws != second->draws
+                   ? "call torch.manual_seed() with one seed on all ranks before all of them initialize, or initialize in "
+                     "model.apply(fn), which takes rank 0's values"
+                   : "write to parameters and gradients on all ranks alike, also where a shard is empty";
     return "step, load and unfreeze on all ranks or on none";
 }
 

@@ -11,7 +11,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Part:
     _names: list[str]  # of the unit's parameters; known when the unit is gone, too
     _state: weakref.ref[State]
     _index: int
+    _of: Part | None = None  # the parameter's, if this is of a view of it
 
     @property
     def name(self) -> str:
@@ -75,6 +76,19 @@ class Part:
         if self.numel == 0:
             return f"no elements of shape {self.shape}"
         return f"elements {self.begin} to {self.begin + self.numel - 1} of shape {self.shape}"
+
+    @property
+    def root(self) -> Part:
+        """The Part of the full parameter."""
+        return self if self._of is None else self._of
+
+    def of_view(self, shape: tuple[int, ...], offset: int) -> Part:
+        """Return the Part of this rank's share of a view: of the elements from `offset` on, as many
+        as `shape` has, in that shape."""
+        numel = math.prod(shape)
+        begin = min(max(self.begin - offset, 0), numel)
+        end = min(max(self.begin + self.numel - offset, begin), numel)
+        return replace(self, shape=shape, begin=begin, numel=end - begin, _of=self.root)
 
     @property
     def unit(self) -> _core.Unit | None:
@@ -133,6 +147,16 @@ class Part:
             name = operation.__name__
             said = "an assignment to .data" if name == "__set__" else f"{name}()"
             unit.note_write(self._index, tensor, said)
+
+    def note_draw(self, tensor: Tensor, drawn: int) -> None:
+        """A script has drawn random numbers for these elements in place. drawn: the same number on
+        ranks that drew the same. No-op for a copy."""
+        unit = self.unit
+        if unit is None:
+            return
+        own = unit.params[self._index].untyped_storage()
+        if own._cdata == tensor.untyped_storage()._cdata:  # also where p.data = t has put it
+            unit.note_draw(self._index, drawn)
 
     def settle(self, param: Tensor) -> None:
         """Reshard a parameter that a forward has kept, so that `param` has the shape and dtype that
