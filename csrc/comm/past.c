@@ -266,16 +266,22 @@ static void describe(const zs_comm *comm, const difference *d, char *text, size_
     }
 }
 
+static bool have_drawn_otherwise(const difference *d)
+{
+    const zs_past *a = d->first, *b = d->second;
+    return a->steps == b->steps && a->loads == b->loads && a->thaws == b->thaws && a->draws != b->draws;
+}
+
 static const char *remedy(const difference *d)
 {
     const zs_past *first = d->first, *second = d->second;
+    if (have_drawn_otherwise(d))
+        return "initialize on all ranks alike, after torch.manual_seed() with the same seed, or by model.apply(fn), which "
+               "takes rank 0's values";
     if (only_settings_differ(d)) return "build the optimizer and call the scheduler on all ranks alike";
     if (first->counts != second->counts) return "load the optimizer's state on all ranks alike";
     if (first->steps == second->steps && first->loads == second->loads && first->thaws == second->thaws)
-        return first->draws != second->draws
-                   ? "call torch.manual_seed() with one seed on all ranks before all of them initialize, or initialize in "
-                     "model.apply(fn), which takes rank 0's values"
-                   : "write to parameters and gradients on all ranks alike, also where a shard is empty";
+        return "write to parameters and gradients on all ranks alike, also where a shard is empty";
     return "step, load and unfreeze on all ranks or on none";
 }
 

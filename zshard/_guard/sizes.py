@@ -28,6 +28,8 @@ _RESETS = frozenset(("reset_parameters", "_reset_parameters"))
 _BETWEEN = (torch._tensor.__name__, torch.overrides.__name__)  # torch's way to the guard
 _GUARD = __name__.rpartition(".")[0]
 
+_LIBRARIES = ("torch", "zshard")  # they know what a shard's size is
+
 _told: weakref.WeakSet[Part] = weakref.WeakSet()
 
 
@@ -58,7 +60,7 @@ def _size(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     if module == _INIT or (asker is not None and asker.f_code.co_name in _RESETS):
         with plain():
             return func(torch.empty(part.shape, device="meta"), *args[1:], **kwargs)
-    if func not in _COUNTS and module.partition(".")[0] != "torch":
+    if func not in _COUNTS and module.partition(".")[0] not in _LIBRARIES:
         _told.add(part.root)
     return run_plain(func, args, kwargs)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,10 @@ from torch import Tensor
 from zshard import _core
 from zshard._units.units import State
 
-__all__ = ["Part", "Stepped", "part_of", "remember_parts", "stepped_by", "units_stepped_by"]
+__all__ = [
+    *("Part", "Stepped", "part_of", "remember_parts", "replicas_of", "stepped_by"),
+    "units_stepped_by",
+]
 
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
@@ -94,6 +97,11 @@ class Part:
     def unit(self) -> _core.Unit | None:
         """The parameter's unit; None if it is gone."""
         return _unit_of(self._state)
+
+    @property
+    def state(self) -> State | None:
+        """That of its unit; None if it is gone."""
+        return self._state()
 
     @property
     def index(self) -> int:
@@ -178,6 +186,15 @@ _parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
 own dictionary with weak keys takes eight times as long: it makes a reference for each look-up."""
 
 
+def replicas_of(stepped: Stepped) -> Iterator[tuple[Tensor, Part]]:
+    """Yield the parameters of a model that every rank has in full, with their Parts."""
+    unit = stepped.unit
+    for reference, part in list(_parts.values()) if unit is not None else ():
+        param, own = reference(), part.unit
+        if param is not None and own is not None and own.engine_id == unit.engine_id:
+            yield param, part
+
+
 def remember_parts(state: State) -> None:
     """Register the parameters of a new unit."""
     unit = state.unit
@@ -223,6 +240,11 @@ class Stepped:
     parameters among ranks, as ZeroRedundancyOptimizer does."""
     account: Any = None
     """_optim/step_digest.py's"""
+
+    @property
+    def state(self) -> State | None:
+        """That of one unit of the model; None if it is gone."""
+        return self._state()
 
     @property
     def unit(self) -> _core.Unit | None:
