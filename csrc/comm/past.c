@@ -216,7 +216,7 @@ static void list_writes(const zs_comm *comm, int other, char *text, size_t size)
     const char *what[2] = {said(comm, 0, ZS_ON_WRITE), said(comm, other, ZS_ON_WRITE)};
     int ranks[2] = {0, other};
     size_t used = 0;
-    if (what[0] == NULL || what[1] == NULL) return;
+    if (what[0] == NULL || what[1] == NULL || (*what[0] == 0 && *what[1] == 0)) return;
     for (int i = 0; i < 2 && used < size; i++) {
         const char *before = i == 0 ? " (" : "; ";
         if (*what[i] == 0)
@@ -255,7 +255,7 @@ static void describe(const zs_comm *comm, const difference *d, char *text, size_
     } else if (first->thaws != second->thaws) {
         snprintf(text, size, "rank 0 and rank %d have not unfrozen the same parameters", d->other);
     } else if (first->draws != second->draws) {
-        used = snprintf(text, size, "rank 0 and rank %d have not drawn the same random numbers for parameters", d->other);
+        used = snprintf(text, size, "rank 0 and rank %d have not initialized parameters alike", d->other);
         list_writes(comm, d->other, text + used, size - (size_t)used);
     } else if (!only_settings_differ(d)) {
         used = snprintf(text, size, "rank 0 and rank %d have not made the same in-place writes to shards", d->other);
@@ -276,13 +276,16 @@ static const char *remedy(const difference *d)
 {
     const zs_past *first = d->first, *second = d->second;
     if (have_drawn_otherwise(d))
-        return "initialize on all ranks alike, after torch.manual_seed() with the same seed, or by model.apply(fn), which "
-               "takes rank 0's values";
-    if (only_settings_differ(d)) return "build the optimizer and call the scheduler on all ranks alike";
-    if (first->counts != second->counts) return "load the optimizer's state on all ranks alike";
+        return "initialize on all ranks, after torch.manual_seed() with one seed, or by model.apply(fn), which takes rank "
+               "0's values";
+    if (only_settings_differ(d))
+        return "load a checkpoint on all ranks, and build the optimizer and call the scheduler on all ranks alike";
+    if (first->counts != second->counts)
+        return "load a checkpoint on all ranks, and load the optimizer's state on all ranks alike";
     if (first->steps == second->steps && first->loads == second->loads && first->thaws == second->thaws)
-        return "write to parameters and gradients on all ranks alike, also where a shard is empty";
-    return "step, load and unfreeze on all ranks or on none";
+        return "load a checkpoint on all ranks, and write to parameters and gradients on all ranks alike, also where a "
+               "shard is empty";
+    return "load a checkpoint on all ranks, and step, load and unfreeze on all ranks or on none";
 }
 
 static zs_status fail(zs_comm *comm, const difference *d)
@@ -291,8 +294,7 @@ static zs_status fail(zs_comm *comm, const difference *d)
     describe(comm, d, clause, sizeof clause);
     zs_comm_mishaps(comm, mishaps, sizeof mishaps);
     comm->apart = true;
-    return ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; load a checkpoint on all ranks, and %s",
-                   clause, mishaps, remedy(d));
+    return ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; %s", clause, mishaps, remedy(d));
 }
 
 /* Once settings have differed in earnest, digests alone count until they are the same: words tell of the last step only. */
