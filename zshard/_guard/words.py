@@ -114,10 +114,10 @@ def refused_draw(func: Callable[..., Any], part: Any) -> str:
     """Return the message for random numbers whose range may come of a shard's size."""
     name = func.__name__.removeprefix("_no_grad_")
     return (
-        f"{name}() got numbers for '{part.name}', after the script asked for the size of this "
-        f"rank's shard of it, {part.root.local_shape}. Numbers computed from that would be wrong: "
-        f"the full shape is {part.root.shape} (zshard.shard_info(p)['shape']). {_INITIALIZE} A "
-        "function named reset_parameters sees full sizes."
+        f"{name}() got numbers for a shard of '{part.name}', after the script asked for its size, "
+        f"which is {part.root.local_shape} on this rank. Numbers computed from it would be wrong: "
+        f"the full shape is {part.root.shape}. {_INITIALIZE} Or ask "
+        "zshard.shard_info(p)['shape']; a function named reset_parameters sees full sizes."
     )
 
 
