@@ -25,7 +25,7 @@ from torch.utils import _foreach_utils
 
 from zshard import grad_scaler
 from zshard._errors import stacklevel
-from zshard._guard import collectives, foreign, slices, torch_names
+from zshard._guard import collectives, draws, foreign, sizes, slices, torch_names, views
 from zshard._optim import clip, hooks
 from zshard._optim.announce import know_scaler
 from zshard._optim.state_registry import note_made
@@ -69,14 +69,17 @@ _SCALER = torch.amp.GradScaler
 
 _PATCHES = (
     _Patch(
-        "torch.optim's optimizers step sharded parameters one at a time, and torch.nn.init may "
-        "fail on some ranks only",
+        "torch.optim's optimizers step sharded parameters one at a time",
         slices.install,
         (
             _TorchPlace(torch_optimizer, "_foreach_supported_types"),
             _TorchPlace(_foreach_utils, "_foreach_supported_types"),
-            *(_TorchPlace(torch.nn.init, name, ("tensor",)) for name in slices.INITS),
         ),
+    ),
+    _Patch(
+        "some functions of torch.nn.init refuse sharded parameters",
+        draws.install,
+        tuple(_TorchPlace(torch.nn.init, name, ("tensor",)) for name in draws.INITS),
     ),
     _Patch(
         "torch.distributed does not refuse shards (dist.all_reduce(p.grad)), and a rank that looks "
@@ -166,7 +169,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    slices.set_guard()
+    slices.set_guard({**views.HANDLERS, **sizes.HANDLERS, **draws.HANDLERS})
     lone_optimizer.install()
     for patch in _PATCHES:
         strange = [str(place) for place in patch.places if not place.is_as_expected()]

@@ -21,6 +21,7 @@ void zs_past_replace(zs_past *past, const zs_past *before, const zs_past *now)
     past->loads += now->loads - before->loads;
     past->thaws += now->thaws - before->thaws;
     past->writes += now->writes - before->writes;
+    past->draws += now->draws - before->draws;
     past->grads += now->grads - before->grads;
 }
 
@@ -215,7 +216,7 @@ static void list_writes(const zs_comm *comm, int other, char *text, size_t size)
     const char *what[2] = {said(comm, 0, ZS_ON_WRITE), said(comm, other, ZS_ON_WRITE)};
     int ranks[2] = {0, other};
     size_t used = 0;
-    if (what[0] == NULL || what[1] == NULL) return;
+    if (what[0] == NULL || what[1] == NULL || (*what[0] == 0 && *what[1] == 0)) return;
     for (int i = 0; i < 2 && used < size; i++) {
         const char *before = i == 0 ? " (" : "; ";
         if (*what[i] == 0)
@@ -236,7 +237,7 @@ static bool only_settings_differ(const difference *d)
 {
     const zs_past *a = d->first, *b = d->second;
     return a->steps == b->steps && a->counts == b->counts && a->loads == b->loads && a->thaws == b->thaws &&
-           a->writes == b->writes && a->grads == b->grads;
+           a->draws == b->draws && a->writes == b->writes && a->grads == b->grads;
 }
 
 static void describe(const zs_comm *comm, const difference *d, char *text, size_t size)
@@ -253,6 +254,9 @@ static void describe(const zs_comm *comm, const difference *d, char *text, size_
         snprintf(text, size, "rank 0 and rank %d have not loaded the same state dict", d->other);
     } else if (first->thaws != second->thaws) {
         snprintf(text, size, "rank 0 and rank %d have not unfrozen the same parameters", d->other);
+    } else if (first->draws != second->draws) {
+        used = snprintf(text, size, "rank 0 and rank %d have not initialized parameters alike", d->other);
+        list_writes(comm, d->other, text + used, size - (size_t)used);
     } else if (!only_settings_differ(d)) {
         used = snprintf(text, size, "rank 0 and rank %d have not made the same in-place writes to shards", d->other);
         list_writes(comm, d->other, text + used, size - (size_t)used);
@@ -262,14 +266,26 @@ static void describe(const zs_comm *comm, const difference *d, char *text, size_
     }
 }
 
+static bool have_drawn_otherwise(const difference *d)
+{
+    const zs_past *a = d->first, *b = d->second;
+    return a->steps == b->steps && a->loads == b->loads && a->thaws == b->thaws && a->draws != b->draws;
+}
+
 static const char *remedy(const difference *d)
 {
     const zs_past *first = d->first, *second = d->second;
-    if (only_settings_differ(d)) return "build the optimizer and call the scheduler on all ranks alike";
-    if (first->counts != second->counts) return "load the optimizer's state on all ranks alike";
+    if (have_drawn_otherwise(d))
+        return "initialize on all ranks, after torch.manual_seed() with one seed, or by model.apply(fn), which takes rank "
+               "0's values";
+    if (only_settings_differ(d))
+        return "load a checkpoint on all ranks, and build the optimizer and call the scheduler on all ranks alike";
+    if (first->counts != second->counts)
+        return "load a checkpoint on all ranks, and load the optimizer's state on all ranks alike";
     if (first->steps == second->steps && first->loads == second->loads && first->thaws == second->thaws)
-        return "write to parameters and gradients on all ranks alike, also where a shard is empty";
-    return "step, load and unfreeze on all ranks or on none";
+        return "load a checkpoint on all ranks, and write to parameters and gradients on all ranks alike, also where a "
+               "shard is empty";
+    return "load a checkpoint on all ranks, and step, load and unfreeze on all ranks or on none";
 }
 
 static zs_status fail(zs_comm *comm, const difference *d)
@@ -278,8 +294,7 @@ static zs_status fail(zs_comm *comm, const difference *d)
     describe(comm, d, clause, sizeof clause);
     zs_comm_mishaps(comm, mishaps, sizeof mishaps);
     comm->apart = true;
-    return ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; load a checkpoint on all ranks, and %s",
-                   clause, mishaps, remedy(d));
+    return ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; %s", clause, mishaps, remedy(d));
 }
 
 /* Once settings have differed in earnest, digests alone count until they are the same: words tell of the last step only. */

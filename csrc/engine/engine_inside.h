@@ -19,9 +19,9 @@ typedef struct zs_history {
     uint64_t window; /* how many backwards have met all ranks, and one */
     zs_past agreed;  /* what all ranks had when the last of those met them */
     /* Since then: optimizer steps; digests of their settings, summed; the step count in the last one's state; which kinds of
-     * in-place operations have written to parameters and to gradients, as bits, and which of those the peers have been told
-     * of. */
-    uint64_t steps, settings, counts, writes, grads, told_writes, told_grads;
+     * in-place operations have written to parameters and to gradients, as bits; digests of what was drawn for parameters, summed;
+     * and which of those the peers have been told of. */
+    uint64_t steps, settings, counts, writes, grads, draws, told_writes, told_grads, told_draws;
     /* The last load of all parameters since then; what has been loaded since, folded, and how many parameters; a number for the
      * parameters' own notes of that. */
     uint64_t full_load, loads, n_loaded, load_number;

@@ -42,6 +42,7 @@ static void complete_load(zs_history *history)
     history->loads = history->n_loaded = 0;
     history->load_number++;
     history->steps = history->settings = history->writes = history->told_writes = 0;
+    history->draws = history->told_draws = 0;
     history->grads = history->told_grads = 0; /* which are those of what has been replaced */
 }
 
@@ -108,6 +109,11 @@ void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, cons
     history->untold = true;
 }
 
+void zs_unit_note_draw(zs_unit *unit, int64_t i, uint64_t drawn)
+{
+    zs_engine_of(unit)->history.draws += zs_fold(fold_text(unit->params[i].name), drawn);
+}
+
 void zs_engine_note_zeroed(zs_engine *engine)
 {
     engine->history.grads |= bit_of("zero_");
@@ -129,6 +135,7 @@ static zs_past past_of(const zs_engine *engine)
     if (history->full_load != 0 || history->n_loaded > 0)
         past.loads = zs_fold(zs_fold(past.loads, history->full_load), history->loads);
     if (history->writes != 0) past.writes = zs_fold(past.writes, history->writes);
+    if (history->draws != 0) past.draws = zs_fold(past.draws, history->draws);
     if (history->grads != 0) past.grads = zs_fold(past.grads, history->grads);
     return past;
 }
@@ -149,6 +156,7 @@ void zs_history_tell(zs_engine *engine)
     history->untold = false;
     history->told_writes = history->writes;
     history->told_grads = history->grads;
+    history->told_draws = history->draws;
     if (memcmp(told, &now, sizeof now) == 0) return;
     zs_comm *each[ZS_RANKS];
     size_t n = zs_ranks_list(&engine->home.ranks, each);
@@ -183,7 +191,8 @@ static void agree(zs_engine *engine)
     history->load_number++;
     history->writes &= ~history->told_writes; /* what was written since the peers were told is new to them */
     history->grads &= ~history->told_grads;
-    history->told_writes = history->told_grads = 0;
+    history->draws -= history->told_draws;
+    history->told_writes = history->told_grads = history->told_draws = 0;
     history->agreed = *met;
     history->window++;
 }

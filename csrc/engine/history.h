@@ -11,6 +11,7 @@
  *   a thaw   | the unit that trains more than before
  *   a write  | which kinds of in-place operations scripts have made on slices of parameters, and on those of gradients; not how
  *            | often: code may leave out those that are empty
+ *   a draw   | a digest of the random numbers that a script has drawn for a parameter in place
  *
  * Events are counted from the last round of gradients in which the ranks' numbers were alike.
  */
@@ -29,6 +30,10 @@ bool zs_unit_is_slice(const zs_unit *unit, int64_t i, const zs_tensor *tensor);
 /* A script has written to a slice of parameter `i`, or of its gradient, by an in-place operation of this name. No-op for tensors
  * that are neither, such as copies. */
 void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation);
+
+/* A script has drawn random numbers for parameter `i` in place; `drawn`: the same number on ranks that drew the same. Every rank
+ * draws for the full parameter, so one without elements of it has drawn, too. */
+void zs_unit_note_draw(zs_unit *unit, int64_t i, uint64_t drawn);
 
 /* The model's gradients have been set to zero in place. */
 void zs_engine_note_zeroed(zs_engine *engine);

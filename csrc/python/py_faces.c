@@ -165,6 +165,20 @@ PyObject *zs_py_unit_note_write(unit_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+const char zs_py_unit_note_draw_doc[] =
+    PyDoc_STR("note_draw($self, index, drawn, /)\n--\n\nA script has drawn random numbers for a parameter in place. "
+              "drawn: a number that is the same on ranks that drew the same.");
+
+PyObject *zs_py_unit_note_draw(unit_object *self, PyObject *args)
+{
+    Py_ssize_t i;
+    unsigned long long drawn;
+    if (!PyArg_ParseTuple(args, "nK", &i, &drawn)) return NULL;
+    if (i < 0 || i >= self->unit->n_params) return PyErr_Format(PyExc_IndexError, "parameter %zd is out of range", i);
+    zs_unit_note_draw(self->unit, i, drawn);
+    Py_RETURN_NONE;
+}
+
 const char zs_py_unit_begin_write_doc[] = PyDoc_STR(
     "begin_write($self, index, tensor, /)\n--\n\nA script is about to write to `tensor` by an operation of its own: if "
     "that "

@@ -21,6 +21,8 @@ PyObject *zs_py_unit_watch(unit_object *self, PyObject *index);
 extern const char zs_py_unit_watch_doc[];
 PyObject *zs_py_unit_note_write(unit_object *self, PyObject *args);
 extern const char zs_py_unit_note_write_doc[];
+PyObject *zs_py_unit_note_draw(unit_object *self, PyObject *args);
+extern const char zs_py_unit_note_draw_doc[];
 
 /* Method (METH_VARARGS) that zs_unit_is_slice is, and its docstring. */
 PyObject *zs_py_unit_is_slice(unit_object *self, PyObject *args);

@@ -404,6 +404,7 @@ static PyMethodDef unit_methods[] = {
     {"step_by_hand", (PyCFunction)zs_py_step_by_hand, METH_NOARGS, zs_py_step_by_hand_doc},
     {"watch", (PyCFunction)zs_py_unit_watch, METH_O, zs_py_unit_watch_doc},
     {"note_write", (PyCFunction)zs_py_unit_note_write, METH_VARARGS, zs_py_unit_note_write_doc},
+    {"note_draw", (PyCFunction)zs_py_unit_note_draw, METH_VARARGS, zs_py_unit_note_draw_doc},
     {"is_slice", (PyCFunction)zs_py_unit_is_slice, METH_VARARGS, zs_py_unit_is_slice_doc},
     {"begin_write", (PyCFunction)zs_py_unit_begin_write, METH_VARARGS, zs_py_unit_begin_write_doc},
     {"end_write", (PyCFunction)zs_py_unit_end_write, METH_NOARGS, zs_py_unit_end_write_doc},

@@ -6,7 +6,7 @@ list. One process plays a rank that has some elements from the middle of each te
 
 import pytest
 import torch
-from guarded import part_like, slice_of
+from guarded import part_like, part_of, slice_of
 from torch.utils._pytree import tree_map
 
 import zshard
@@ -74,19 +74,30 @@ def wrong_with(op, variant, sample):
         return None
     except Exception:
         return None  # torch's Python code took the shard's shape for the whole's, and failed
+    if isinstance(whole, list | tuple):  # of views
+        pairs = zip(got, whole, strict=True)
+        found = [wrong_value(ours, theirs, part_of(ours)) for ours, theirs in pairs]
+        return next((text for text in found if text is not None), None)
     if not isinstance(got, torch.Tensor) or not isinstance(whole, torch.Tensor):
         return f"gave a {type(got).__name__}"
-    if type(got) is not ShardTensor:
-        return "gave a tensor that is not guarded"
-    if got.shape != part.local_shape or got.dtype != whole.dtype:
+    if wrong_value(got, whole, part) is None or wrong_value(got, whole, part_of(got)) is None:
+        return None  # the latter: a view
+    if got.to_local().shape != part.local_shape or got.dtype != whole.dtype:
         return f"gave {got.dtype} of shape {tuple(got.shape)}"
-    if bits_of(got.to_local()) == bits_of(part.of(whole)):
-        return None
     if not is_elementwise(op):
         return "other values"
     torch.testing.assert_close(got.to_local(), part.of(whole), equal_nan=True)
     of_plain_slice = run(variant, sample, lambda value: zshard.to_local(cut(value)))
     return None if bits_of(got.to_local()) == bits_of(of_plain_slice) else "other values"
+
+
+def wrong_value(got, whole, part):
+    """What is wrong with a slice of some elements of `whole`, to the bit."""
+    if type(got) is not ShardTensor or part.shape != whole.shape:
+        return "gave a tensor that is not guarded, or not as what it is"
+    if got.shape != part.local_shape or got.dtype != whole.dtype:
+        return f"gave {got.dtype} of shape {tuple(got.shape)}"
+    return None if bits_of(got.to_local()) == bits_of(part.of(whole)) else "other values"
 
 
 def is_elementwise(op):

@@ -127,6 +127,49 @@ def zeros_and_ones(model):
     nn.init.constant_(params(model)[1], 0.5)
 
 
+def xavier(model):
+    torch.manual_seed(5)
+    nn.init.xavier_uniform_(weight(model))
+
+
+def kaiming(model):
+    torch.manual_seed(5)
+    nn.init.kaiming_normal_(weight(model))
+
+
+def orthogonal(model):
+    torch.manual_seed(5)
+    nn.init.orthogonal_(weight(model))
+
+
+def trunc_normal(model):
+    torch.manual_seed(5)
+    nn.init.trunc_normal_(weight(model))
+
+
+def normal_in_place(model):
+    torch.manual_seed(5)
+    weight(model).data.normal_(0, 0.02)
+
+
+def reset_parameters(model):
+    torch.manual_seed(5)
+    model[0].reset_parameters()
+
+
+def first_row(model):
+    return weight(model).detach()[0]
+
+
+def set_first_row(model):
+    with torch.no_grad():
+        weight(model)[0] = 0.0
+
+
+def slice_of_rows(model):
+    weight(model).data[2:4].zero_()
+
+
 def print_it(model):
     return str(weight(model))[:3] != "" and len(f"{weight(model)}") > 10
 
@@ -204,41 +247,18 @@ RIGHT = [
     *(mask_gradients, where_by_sign, copy_of_a_parameter, gradient_noise, uniform_like),
     *(zeros_and_ones, print_it, saved_and_read, norm_by_the_model, norm_by_torch, norms_by_name),
     *(whole_values, histogram_of_whole_values, whole_gradient, unfreeze_later, compare_in_place),
-    *(own_optimizer, torchs_rprop, to_double, is_anything_nan),
+    *(own_optimizer, torchs_rprop, to_double, is_anything_nan, first_row, set_first_row),
+    *(xavier, kaiming, orthogonal, trunc_normal, normal_in_place, reset_parameters, slice_of_rows),
 ]
 
 
 # --- what is refused ------------------------------------------------------------------------------------
 
 
-def xavier(model):
-    nn.init.xavier_uniform_(weight(model))
-
-
-def kaiming(model):
-    nn.init.kaiming_normal_(weight(model))
-
-
-def orthogonal(model):
-    nn.init.orthogonal_(weight(model))
-
-
-def trunc_normal(model):
-    nn.init.trunc_normal_(weight(model))
-
-
-def normal_in_place(model):
-    weight(model).data.normal_(0, 0.02)
-
-
 def uniform_by_shape(model):
     p = weight(model)
     bound = p.size(1) ** -0.5
     p.data.uniform_(-bound, bound)
-
-
-def reset_parameters(model):
-    model[0].reset_parameters()
 
 
 def rows_of_length_one(model):
@@ -311,17 +331,13 @@ def transposed(model):
     return weight(model).detach().t().contiguous()
 
 
-def first_row(model):
-    return weight(model).detach()[0]
+def first_column(model):
+    return weight(model).detach()[:, 0]
 
 
-def set_first_row(model):
+def set_row(model):
     with torch.no_grad():
-        weight(model)[0] = 0.0
-
-
-def slice_of_rows(model):
-    weight(model).data[2:4].zero_()
+        weight(model)[0] = torch.ones(model[0].in_features)
 
 
 def as_matrix(model):
@@ -429,11 +445,10 @@ def gradient_of_a_slice(model):
 
 
 REFUSED = [
-    *(xavier, kaiming, orthogonal, trunc_normal, normal_in_place, uniform_by_shape),
-    *(reset_parameters, rows_of_length_one, renorm, row_norms, norm_of_a_parameter),
+    *(uniform_by_shape, rows_of_length_one, renorm, row_norms, norm_of_a_parameter),
     *(norms_of_gradients_by_hand, linalg_norm, foreach_norm, mean, sum_of_squares, largest),
-    *(nan_check, vector, vector_back, flattened, reshaped, transposed, first_row, set_first_row),
-    *(slice_of_rows, as_matrix, linear_outside, gram, singular_values, softmax, concatenated),
+    *(nan_check, vector, vector_back, flattened, reshaped, transposed, first_column, set_row),
+    *(as_matrix, linear_outside, gram, singular_values, softmax, concatenated),
     *(stacked, numpy, numbers, one_number, same_everywhere, histogram, quantile, top_k),
     *(add_row_numbers, copy_whole_values, broadcast_parameters, reduce_gradients),
     *(gather_parameters, dropped_out, adafactor, trust_ratio, penalty, gradient_of_a_slice),

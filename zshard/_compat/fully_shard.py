@@ -24,6 +24,7 @@ from zshard._compat.argument_types import OffloadPolicyLike, PrecisionLike
 from zshard._compat.classes import MixedPrecisionPolicy, OffloadPolicy
 from zshard._compat.fsdp2 import is_offload_policy, offload_of
 from zshard._ranks.groups import block_of, column_of, resolve_groups
+from zshard._wrap.meta import reset_or_leave
 from zshard._wrap.tree import has_forward
 from zshard.api import FSDP
 from zshard.offload import Offload
@@ -191,6 +192,7 @@ def fully_shard(
         offload=offload,
         auto_wrap_policy=None,
         ignored_states=_params(ignored_params),
+        param_init_fn=reset_or_leave,
     )
 
 

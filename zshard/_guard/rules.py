@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional, init
 
-__all__ = ["EACH", "FACT", "GRAD", "LIKE_AT_RANDOM", "LISTS", "NEW", "rules"]
+__all__ = [
+    *("EACH", "FACT", "GRAD", "LISTS", "LIKE_AT_RANDOM", "NEW"),
+    *("DRAWN_IN_PLACE", "SIZES", "VIEWS", "rules"),
+]
 
 FACT, EACH, LISTS, GRAD = range(4)
 """What csrc/python/py_guard.c does with an operation: run it and give its result as it is; run it
@@ -27,14 +30,14 @@ _FACTS = (
     *("data_ptr", "dense_dim", "dim", "dim_order", "element_size", "get_device"),
     *("is_complex", "is_coalesced", "is_conj", "is_contiguous", "is_floating_point"),
     *("is_inference", "is_neg", "is_pinned", "is_same_size", "is_set_to", "is_shared"),
-    *("is_signed", "ndimension", "nelement", "numel", "qscheme", "size", "sparse_dim"),
+    *("is_signed", "ndimension", "qscheme", "sparse_dim"),
     *("storage_offset", "storage_type", "stride", "untyped_storage", "record_stream"),
     *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"),
-    *("__dir__", "__hash__", "__len__", "__sizeof__", "__setstate__", "is_distributed"),
+    *("__dir__", "__hash__", "__sizeof__", "__setstate__", "is_distributed"),
     *("has_names", "_is_view", "_typed_storage"),
 )
 _FACT_ATTRIBUTES = (
-    *("shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes", "requires_grad"),
+    *("ndim", "dtype", "device", "layout", "itemsize", "nbytes", "requires_grad"),
     *("is_leaf", "retains_grad", "output_nr", "grad_fn", "grad_dtype", "name", "names"),
     *("is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia"),
     *("is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu"),
@@ -93,6 +96,18 @@ LIKE_AT_RANDOM = frozenset((torch.rand_like, torch.randn_like, torch.randint_lik
 
 NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 """Methods that make a tensor of any shape; of the shard's, it is meant to go with the shard."""
+
+DRAWN_IN_PLACE = (
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_"),
+    *("random_", "uniform_"),
+)
+"""Methods that fill a tensor with random numbers: a slice, with its part of the whole's."""
+
+SIZES = ("size", "numel", "nelement", "__len__")
+"""Methods that are asked for sizes, beside the attribute `shape`."""
+
+VIEWS = ("__getitem__", "narrow", "select", "chunk", "split")
+"""Methods that give views: of a slice, what it has of a view that is a run of elements."""
 
 Operation = Callable[..., Any]
 

@@ -29,6 +29,7 @@ from zshard._guard.words import complaint
 from zshard._units.shards import Part, _parts, part_of
 
 __all__ = [
+    "Handler",
     "ShardError",
     "ShardParameter",
     "ShardTensor",
@@ -36,6 +37,8 @@ __all__ = [
     "guarded",
     "install",
     "plain",
+    "refuse",
+    "run_plain",
     "set_guard",
     "slices_among",
     "to_local",
@@ -243,7 +246,7 @@ def _whole_draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     given = args[0] if args else others.pop("input")
     part = _core.slice_part(given)
     if part is None:
-        return _run(func, args, kwargs)
+        return run_plain(func, args, kwargs)
     with plain():
         like = given.new_empty(()).expand(part.shape)
         made = part.of(func(like, *args[1:], **others)).clone()
@@ -252,7 +255,7 @@ def _whole_draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`p.new_zeros(p.shape)` goes with the shard; of another shape, it is no part of one."""
-    return guard_like(_run(func, args, kwargs), args[0])
+    return guard_like(run_plain(func, args, kwargs), args[0])
 
 
 def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -261,31 +264,13 @@ def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     whole = part_of(param) if _core.slice_part(param) is None else None
     if whole is not None:
         whole.watch_data()
-    return guard_like(_run(func, args, kwargs), param)
+    return guard_like(run_plain(func, args, kwargs), param)
 
 
 def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`t.type()` asks for a name, `t.type(dtype)` is a cast."""
-    result = _run(func, args, kwargs)
+    result = run_plain(func, args, kwargs)
     return result if isinstance(result, str) else guard_like(result, args[0])
-
-
-def _set_where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`t[mask] = number`, with a mask like the slice, is elementwise (torch.optim.Rprop)."""
-    target, mask, value = args
-    part = _core.slice_part(target)
-    mask_part = _core.slice_part(mask) if isinstance(mask, Tensor) else None
-    if part is None or mask_part is None or part.geometry is not mask_part.geometry:
-        return _refuse(func, args, kwargs)
-    if mask.dtype != torch.bool or (isinstance(value, Tensor) and value.numel() != 1):
-        return _refuse(func, args, kwargs)
-    is_due = part.begin_write(target)
-    try:
-        _run(func, args, kwargs)
-        part.note_write(target, func)
-    finally:
-        if is_due:
-            part.end_write()
 
 
 def _autograd_grad(
@@ -294,23 +279,26 @@ def _autograd_grad(
     """Gradients of something for parameters, which are whole in backward. Not of a slice."""
     outputs = kwargs["outputs"] if "outputs" in kwargs else args[0]
     if slices_among([outputs]):
-        return _refuse(func, args, kwargs)
-    return _run(func, args, kwargs)
+        return refuse(func, args, kwargs)
+    return run_plain(func, args, kwargs)
 
 
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation on this rank's elements, as they are; the result is not guarded."""
     with plain():
         return func(*args, **kwargs)
 
 
-_special: dict[Any, Callable[[Any, Any, Any], Any]] = {
+Handler = Callable[[Any, tuple[Any, ...], Any], Any]
+
+_special: dict[Any, Handler] = {
     **dict.fromkeys(LIKE_AT_RANDOM, _whole_draw),
     Tensor.type: _type,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     **{getattr(Tensor, name): _new for name in NEW},
-    Tensor.__setitem__: _set_where,
     torch.autograd.grad: _autograd_grad,
 }
+"""Operations that Python knows. The modules that stand on this one have more."""
 
 
 def _handle(
@@ -318,14 +306,15 @@ def _handle(
 ) -> Any:
     """What py_guard.c does not do itself: an operation that is not on the list, or slices that do
     not fit each other."""
-    known: Callable[..., Any] = _special.get(func, _refuse)
+    known: Callable[..., Any] = _special.get(func, refuse)
     return known(func, args, kwargs)
 
 
-def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Raise ShardError. Runs the operation if no argument is a slice right now."""
     parts = slices_among((*args, *kwargs.values()))
     if not parts:  # parameters that are whole right now
-        return _run(func, args, kwargs)
+        return run_plain(func, args, kwargs)
     raise ShardError(complaint(func, parts, args, func in _rules))
 
 
@@ -343,36 +332,15 @@ def slices_among(values: Iterable[Any]) -> list[Part]:
     return found
 
 
-def _refusing_slices(func: Callable[..., Any]) -> Callable[..., Any]:
-    """One of torch.nn.init's functions: some of them return at once for a tensor without elements,
-    as which a rank may have a slice, and so would raise on the other ranks only."""
-
-    @functools.wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if slices_among((*args, *kwargs.values())):
-            return _refuse(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    return checked
-
-
-INITS = ("dirac_", "eye_", "kaiming_normal_", "orthogonal_", "sparse_")
-"""Functions of torch.nn.init that may return before they see that a tensor is a slice."""
-
-
-def set_guard() -> None:
-    """Set what the core guards with. Idempotent."""
+def set_guard(more: Mapping[Any, Handler]) -> None:
+    """Set what the core guards with; `more`: operations with their handlers. Idempotent."""
+    _special.update(more)
     types = (Tensor, nn.Parameter, ShardTensor, ShardParameter, WholeParameter)
     _core.set_guard(types, _rules, _parts, _handle)
 
 
 def install() -> None:
-    """Have torch's optimizers take slices for what they take parameters, and its initializers
-    refuse them. Idempotent."""
-    for name in INITS:
-        func = getattr(nn.init, name)
-        if not hasattr(func, "__wrapped__"):
-            setattr(nn.init, name, _refusing_slices(func))
+    """Have torch's optimizers take slices for what they take parameters. Idempotent."""
     lists: list[list[Any]] = [
         torch_optimizer._foreach_supported_types,
         _foreach_utils._foreach_supported_types,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["complaint", "name_of", "refused_collective"]
+__all__ = ["complaint", "name_of", "refused_collective", "refused_draw"]
 
 
 _NORMS = ("norm", "vector_norm", "dist", "cosine_similarity", "normalize", "renorm")
@@ -39,6 +39,10 @@ _WHOLE = (
 _IN_A_LOSS = (
     "For a term of the loss over model.parameters(), use the optimizer's weight decay, or call "
     "unshard() on each unit before: for m in model.modules(): if isinstance(m, FSDP): m.unshard()."
+)
+_INITIALIZE = (
+    "Initialize within `with FSDP.summon_full_params(model):`, on all ranks with one seed, or by "
+    "model.apply(fn), which takes rank 0's values."
 )
 _LOCAL = "For this rank's elements alone, use t.to_local()."
 
@@ -79,9 +83,7 @@ def complaint(
         )
     if plain in _RANDOM:
         return (
-            f"{what}Ranks would draw the same numbers, or use the shard's shape. Initialize "
-            "parameters before FSDP(...), with model.apply(fn), or within "
-            "FSDP.summon_full_params(model). For noise, use torch.randn_like(t)."
+            f"{what}It needs the full tensor. {_INITIALIZE} For noise, use torch.randn_like(t)."
         )
     if torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args):
         what += f"{_IN_A_LOSS} "
@@ -105,6 +107,17 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
     return (
         f"{ours} and a tensor of shape {strange[0] if strange else '?'}: expected a number, or a "
         f"tensor made like the shard (torch.zeros_like(p), p.clone()). {_WHOLE}"
+    )
+
+
+def refused_draw(func: Callable[..., Any], part: Any) -> str:
+    """Return the message for random numbers whose range may come of a shard's size."""
+    name = func.__name__.removeprefix("_no_grad_")
+    return (
+        f"{name}() got numbers for a shard of '{part.name}', after the script asked for its size, "
+        f"which is {part.root.local_shape} on this rank. Numbers computed from it would be wrong: "
+        f"the full shape is {part.root.shape}. {_INITIALIZE} Or ask "
+        "zshard.shard_info(p)['shape']; a function named reset_parameters sees full sizes."
     )
 
 

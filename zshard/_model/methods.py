@@ -15,6 +15,7 @@ from zshard._model.summary import memory_table, summary_of
 from zshard._optim.clip import clip_grad_norm
 from zshard._optim.in_backward import OptimizerInBackward
 from zshard._units.units import state_of, units_of
+from zshard._wrap.meta import rewind
 
 
 class ModelMethods(nn.Module):
@@ -24,7 +25,8 @@ class ModelMethods(nn.Module):
         """Give memory to tensors on the meta device; all others keep their values.
 
         A sharded model has no parameters on the meta device: they were initialized on sharding. So
-        scripts for FSDP2 may call it, but need not.
+        scripts for FSDP2 may call it, but need not. As they initialize next, random numbers that
+        sharding drew are taken back: what they draw then is what a plain model would.
 
         Args:
             device: the device that the model is on.
@@ -36,6 +38,7 @@ class ModelMethods(nn.Module):
         def given(tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
+        rewind()
         return self._apply(given, recurse=recurse)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(

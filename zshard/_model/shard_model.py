@@ -32,6 +32,7 @@ from zshard._state_dict.earlier_state import shard_earlier_state
 from zshard._units.units import Options, state_of
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
 from zshard._wrap.late_parameters import watch
+from zshard._wrap.left_out import check_in_forward
 from zshard._wrap.meta import Init, Materializer
 from zshard._wrap.quantized import settle
 from zshard.precision import cast_buffers
@@ -93,6 +94,7 @@ def shard_model(
     given = _shard_group_given(ranks)
     for spec, _ in planned:
         state_of(spec.module).group_given = given
+    check_in_forward(module, materializer.left_out)
     with last_writes(module):
         shard_earlier_state(ref.param for spec, _ in planned for ref in spec.params)
 

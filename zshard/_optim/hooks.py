@@ -29,6 +29,7 @@ from zshard._guard.foreign import check_optimizer
 from zshard._guard.slices import guarded, plain
 from zshard._optim.announce import say_step, say_zeroed
 from zshard._optim.sharded_state import SCALARS
+from zshard._optim.replicas import note_values
 from zshard._optim.state_registry import note_made
 from zshard._optim.step_digest import note_step
 from zshard._units.shards import stepped_by, units_stepped_by
@@ -158,6 +159,7 @@ def _begin_to_write(optimizer: torch.optim.Optimizer) -> None:
         _refuse_local_grads(optimizer)
     if _core.has_held_units():
         _refuse_held_units(optimizer)
+    note_values(stepped_by(optimizer))
     for unit in units_stepped_by(optimizer):
         unit.engine.before_step()
 

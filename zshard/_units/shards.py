@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from torch import Tensor
 from zshard import _core
 from zshard._units.units import State
 
-__all__ = ["Part", "Stepped", "part_of", "remember_parts", "stepped_by", "units_stepped_by"]
+__all__ = [
+    *("Part", "Stepped", "part_of", "remember_parts", "replicas_of", "stepped_by"),
+    "units_stepped_by",
+]
 
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
@@ -48,6 +51,7 @@ class Part:
     _names: list[str]  # of the unit's parameters; known when the unit is gone, too
     _state: weakref.ref[State]
     _index: int
+    _of: Part | None = None  # the parameter's, if this is of a view of it
 
     @property
     def name(self) -> str:
@@ -77,9 +81,27 @@ class Part:
         return f"elements {self.begin} to {self.begin + self.numel - 1} of shape {self.shape}"
 
     @property
+    def root(self) -> Part:
+        """The Part of the full parameter."""
+        return self if self._of is None else self._of
+
+    def of_view(self, shape: tuple[int, ...], offset: int) -> Part:
+        """Return the Part of this rank's share of a view: of the elements from `offset` on, as many
+        as `shape` has, in that shape."""
+        numel = math.prod(shape)
+        begin = min(max(self.begin - offset, 0), numel)
+        end = min(max(self.begin + self.numel - offset, begin), numel)
+        return replace(self, shape=shape, begin=begin, numel=end - begin, _of=self.root)
+
+    @property
     def unit(self) -> _core.Unit | None:
         """The parameter's unit; None if it is gone."""
         return _unit_of(self._state)
+
+    @property
+    def state(self) -> State | None:
+        """That of its unit; None if it is gone."""
+        return self._state()
 
     @property
     def index(self) -> int:
@@ -134,6 +156,16 @@ class Part:
             said = "an assignment to .data" if name == "__set__" else f"{name}()"
             unit.note_write(self._index, tensor, said)
 
+    def note_draw(self, tensor: Tensor, drawn: int) -> None:
+        """A script has drawn random numbers for these elements in place. drawn: the same number on
+        ranks that drew the same. No-op for a copy."""
+        unit = self.unit
+        if unit is None:
+            return
+        own = unit.params[self._index].untyped_storage()
+        if own._cdata == tensor.untyped_storage()._cdata:  # also where p.data = t has put it
+            unit.note_draw(self._index, drawn)
+
     def settle(self, param: Tensor) -> None:
         """Reshard a parameter that a forward has kept, so that `param` has the shape and dtype that
         it has between steps. Raises RuntimeError if unshard() has gathered it, and during a forward
@@ -152,6 +184,15 @@ class Part:
 _parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
 """By id(). Loading and saving look up often, for each tensor of an optimizer's state, and torch's
 own dictionary with weak keys takes eight times as long: it makes a reference for each look-up."""
+
+
+def replicas_of(stepped: Stepped) -> Iterator[tuple[Tensor, Part]]:
+    """Yield the parameters of a model that every rank has in full, with their Parts."""
+    unit = stepped.unit
+    for reference, part in list(_parts.values()) if unit is not None else ():
+        param, own = reference(), part.unit
+        if param is not None and own is not None and own.engine_id == unit.engine_id:
+            yield param, part
 
 
 def remember_parts(state: State) -> None:
@@ -199,6 +240,11 @@ class Stepped:
     parameters among ranks, as ZeroRedundancyOptimizer does."""
     account: Any = None
     """_optim/step_digest.py's"""
+
+    @property
+    def state(self) -> State | None:
+        """That of one unit of the model; None if it is gone."""
+        return self._state()
 
     @property
     def unit(self) -> _core.Unit | None:

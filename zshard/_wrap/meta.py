@@ -30,15 +30,51 @@ def uninitialized(module: nn.Module) -> None:
     """
 
 
+def reset_or_leave(module: nn.Module) -> None:
+    """Initialize a module as FSDP() does by default, but leave alone what has no initialization.
+
+    What fully_shard passes: scripts for FSDP2 initialize the model after it. A tensor that they leave
+    out is an error in the first forward (_wrap/left_out.py).
+    """
+
+
+class _Rewind:
+    """What was drawn on the meta device's behalf, by the CPU generator's states before and after."""
+
+    before: Tensor | None = None
+    after: Tensor | None = None
+
+    def note(self, before: Tensor) -> None:
+        """Draws of models that follow on each other count as one."""
+        if self.after is None or not torch.equal(before, self.after):
+            self.before = before
+        self.after = torch.get_rng_state()
+
+
+_rewind = _Rewind()
+
+
+def rewind() -> None:
+    """Take back the random numbers that were drawn for models on the meta device, unless more were
+    drawn since: a script that initializes now draws what a plain model would."""
+    if _rewind.before is not None and _rewind.after is not None:
+        if torch.equal(torch.get_rng_state(), _rewind.after):
+            torch.set_rng_state(_rewind.before)
+        _rewind.before = _rewind.after = None
+
+
 class Materializer:
     """Materializes the modules of a model that are on the meta device.
 
     init: called with each module that has parameters or buffers of its own there; None: the
-    module's reset_parameters.
+    module's reset_parameters. left_out: with reset_or_leave(), the tensors that have no values yet,
+    as (module, attribute, dotted name).
     """
 
     def __init__(self, root: nn.Module, init: Init | None, ignored: set[nn.Module]) -> None:
-        self._init = init
+        self._init = None if init is reset_or_leave else init
+        self._leaves = init is reset_or_leave
+        self.left_out: list[tuple[nn.Module, str, str]] = []
         self._names = {id(module): name for name, module in root.named_modules()}
         self._queue = list(_children_first(root, ignored, set()))
         self._place = {id(module): place for place, module in enumerate(self._queue)}
@@ -52,9 +88,12 @@ class Materializer:
         Raises ValueError, naming the tensor, for one that its module's initialization leaves out.
         """
         last = self._place[id(module)]
+        state = torch.get_rng_state()
         while self._done <= last:
             self._materialize(self._queue[self._done])
             self._done += 1
+        if not torch.equal(state, torch.get_rng_state()):
+            _rewind.note(state)
 
     def has_made(self, params: Iterable[nn.Parameter]) -> bool:
         """Have all of them got their values here?"""
@@ -84,8 +123,11 @@ class Materializer:
             param.data.copy_(value)
         for name, place in marked.items():
             tensor = getattr(module, name)  # elsewhere: to_empty(), for rank 0's values
-            if tensor.data_ptr() == place and _has_mark(tensor):
+            if tensor.data_ptr() != place or not has_mark(tensor):
+                continue
+            if not self._leaves:
                 raise ValueError(self._complaint(module, name, "does not initialize it"))
+            self.left_out.append((module, name, self._path(module, name)))
 
     def _initialise_on_meta(self, module: nn.Module, names: Sequence[str]) -> None:
         """Initializes a module that is on the meta device again: FSDP1's way, in which the
@@ -118,7 +160,7 @@ class Materializer:
                 self._init(module)
             elif own is not None:
                 own()
-            elif names:  # else all it has is tied to another's
+            elif names and not self._leaves:  # else all it has is tied to another's
                 raise ValueError(self._complaint(module, names[0], "has no reset_parameters()"))
 
     def _refuse_unsaved(self, module: nn.Module, buffers: Iterable[str]) -> None:
@@ -130,8 +172,11 @@ class Materializer:
                     )
                 )
 
+    def _path(self, module: nn.Module, name: str) -> str:
+        return ".".join(part for part in (self._names.get(id(module), ""), name) if part)
+
     def _complaint(self, module: nn.Module, name: str, what: str) -> str:
-        path = ".".join(part for part in (self._names.get(id(module), ""), name) if part)
+        path = self._path(module, name)
         how = "param_init_fn" if self._init is not None else type(module).__name__
         return (
             f"{path!r} is on the meta device, and {how} {what}: pass FSDP(param_init_fn=...) a "
@@ -168,8 +213,8 @@ def _mark_of(tensor: Tensor) -> float | int:
     return 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
 
 
-def _has_mark(tensor: Tensor) -> bool:
-    """Is the mark everywhere? A bool has no value to spare."""
+def has_mark(tensor: Tensor) -> bool:
+    """Return whether the mark is everywhere. A bool has no value to spare."""
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False
     first = tensor[(0,) * tensor.dim()]  # most have another value there, and then that is all
@@ -182,7 +227,7 @@ def _is_untouched(module: nn.Module, marked: dict[str, int]) -> bool:
     tensors = {name: getattr(module, name) for name in marked}
     return bool(tensors) and all(
         each.data_ptr() == marked[name]
-        and (not each.any() if each.dtype == torch.bool else each.numel() == 0 or _has_mark(each))
+        and (not each.any() if each.dtype == torch.bool else each.numel() == 0 or has_mark(each))
         for name, each in tensors.items()
     )
 

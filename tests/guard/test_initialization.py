@@ -1,0 +1,413 @@
+"""Initialization after sharding: the values of the plain model under the same seed, or an error.
+
+The one idea: each initializer runs on a plain model and on a sharded one after the same seed, and both
+must end with the same values and the same random state, to the bit. Where ranks draw otherwise than
+each other, they are told when they meet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_same
+from groups import own_group, passing_groups
+from meshes import mesh_of
+from models import COMBINATIONS, differences
+from offloaded import to
+from scenarios import message_of
+from torch import nn
+from torch.nn import init
+from torch.nn.init import kaiming_normal_ as early_kaiming
+from torch.nn.init import orthogonal_ as early_orthogonal
+from torch.nn.init import trunc_normal_ as early_trunc_normal
+from torch.nn.init import xavier_uniform_ as early_xavier
+
+import zshard
+from zshard import FSDP, MixedPrecision, ShardError
+
+SHARDED = [combination for combination in COMBINATIONS if combination[0] != "no_shard"]
+
+
+class Layers(nn.Module):
+    """Torch's own layers with parameters, of odd sizes; some shards have no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 7, padding_idx=3)
+        self.linear = nn.Linear(7, 13)
+        self.norms = nn.ModuleList([nn.LayerNorm(13), nn.RMSNorm(5), nn.GroupNorm(1, 3)])
+        self.conv = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5))
+        self.back = nn.ConvTranspose1d(4, 2, 3)
+        self.attend = nn.MultiheadAttention(8, 2)
+        self.recurrent = nn.ModuleList([nn.LSTM(3, 4), nn.GRU(3, 2)])
+        self.pairs = nn.Bilinear(3, 4, 5)
+        self.slope = nn.PReLU(3)
+        self.tiny = nn.Linear(1, 1)
+
+    def forward(self, ids):
+        return self.linear(self.embed(ids))
+
+
+IDS = torch.arange(6).view(2, 3)
+
+
+def plain_layers():
+    torch.manual_seed(0)
+    return Layers()
+
+
+def sharded_layers(combination, model=None, **options):
+    strategy, transport = combination
+    return FSDP(
+        model or plain_layers(),
+        strategy=strategy,
+        transport=transport,
+        timeout=20,
+        **options,
+    )
+
+
+def initialized(model, function, seed=1):
+    """The model, and the state of the generator behind that."""
+    torch.manual_seed(seed)
+    function(model)
+    return torch.get_rng_state()
+
+
+def compared(function, combination, options=None):
+    """Values, random numbers, and a backward after that."""
+    plain = plain_layers()
+    model = sharded_layers(combination, **(options or {}))
+    ours, theirs = initialized(model, function), initialized(plain, function)
+    assert_same(ours, theirs, "the random state")
+    model(IDS).float().sum().backward()
+    return differences(model.state_dict(), plain.state_dict())
+
+
+# --- initializers -----------------------------------------------------------------------------------
+
+
+def resets(model):
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if reset is not None:
+            reset()
+
+
+def each_of_torch(model):
+    for param in model.parameters():
+        init.normal_(param, 0.1, 0.3)
+        init.uniform_(param, -0.3, 0.4)
+        init.trunc_normal_(param, std=0.02)
+        init.constant_(param, 0.5)
+        init.ones_(param)
+        if param.dim() >= 2:
+            init.xavier_uniform_(param)
+            init.xavier_normal_(param, gain=2.0)
+            init.kaiming_uniform_(param, a=math.sqrt(5))
+            init.kaiming_normal_(param, mode="fan_out", nonlinearity="relu")
+            init.orthogonal_(param)
+        if param.dim() in (3, 4):
+            init.dirac_(param)
+        if param.dim() == 2:
+            init.eye_(param)
+            init.sparse_(param, 0.3)
+
+
+def imported_before(model):
+    for param in model.parameters():
+        early_trunc_normal(param, 0.0, 0.1, -0.2, 0.2)
+        if param.dim() >= 2:
+            early_xavier(param)
+            early_kaiming(param)
+
+
+def as_gpt2_does(module):
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_(mean=0.0, std=0.02)
+        module.bias.data.zero_()
+    elif isinstance(module, nn.Embedding):
+        module.weight.data.normal_(mean=0.0, std=0.02)
+        module.weight.data[module.padding_idx].zero_()
+
+
+def by_hand(model):
+    for module in model.modules():
+        as_gpt2_does(module)
+
+
+def by_apply(model):
+    model.apply(as_gpt2_does)
+
+
+def other_draws(model):
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_(generator=generator)
+            init.normal_(param, generator=generator)
+            param.exponential_()
+            param.bernoulli_(0.3)
+
+
+def views(model):
+    with torch.no_grad():
+        model.linear.weight[2:5].normal_()
+        model.linear.weight[-1] = 0.0
+        model.linear.weight[0, 1:4].uniform_()
+        model.conv[0].weight[1, 2].fill_(3.0)
+        model.recurrent[0].bias_ih_l0.chunk(4)[1].fill_(1.0)  # of the forget gate
+        for third in model.attend.in_proj_weight.split(8):
+            init.normal_(third, 0.0, 0.1)
+        model.attend.in_proj_bias.narrow(0, 8, 8).normal_()
+
+
+def by_size(module):
+    """What a function of this name is asked to do: sizes that it sees are the full ones."""
+
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = module.weight
+
+        def reset_parameters(self):
+            bound = 1.0 / math.sqrt(self.weight.size(1))
+            self.weight.data.uniform_(-bound, bound)
+
+    Graph().reset_parameters()
+
+
+def own_reset(model):
+    by_size(model.linear)
+    by_size(model.pairs)
+
+
+INITIALIZERS = [
+    *(resets, each_of_torch, imported_before, by_hand, by_apply, other_draws, views, own_reset)
+]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("function", INITIALIZERS, ids=lambda function: function.__name__)
+def test_values_are_those_of_the_plain_model(pool2, function, combination):
+    assert pool2.run(compared, function, combination) == [[], []]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("function", [resets, each_of_torch], ids=lambda function: function.__name__)
+def test_with_bf16_compute(pool2, function, transport):
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    options = {"mixed_precision": precision}
+    found = pool2.run(compared, function, ("full_shard", transport), options)
+    assert found == [[], []]
+
+
+def test_offloaded_to_a_disk(pool2, tmp_path):
+    options = {"offload": to(str(tmp_path))}
+    assert pool2.run(compared, resets, ("full_shard", "shm"), options) == [[], []]
+
+
+def initialized_in_between(combination):
+    """A layer is initialized anew while an optimizer has state of it; another one is frozen."""
+    plain, model = plain_layers(), plain_layers()
+    for each in (plain, model):
+        each.embed.requires_grad_(False)
+    sharded_layers(combination, model)
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.1)
+        for step in range(3):
+            if step == 1:
+                initialized(each, by_hand)
+            optimizer.zero_grad()
+            each(IDS).square().mean().backward()
+            optimizer.step()
+    return differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", SHARDED)
+def test_between_steps(pool2, combination):
+    assert pool2.run(initialized_in_between, combination) == [[], []]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+def test_replicas_in_groups(pool4, strategy):
+    assert pool4.run(in_groups, strategy) == [[]] * 4
+
+
+def in_groups(strategy):
+    return compared(resets, (strategy, "c10d"), {"device_mesh": mesh_of(2, 2)})
+
+
+# --- errors -----------------------------------------------------------------------------------------
+
+
+def torchs_own_errors(combination):
+    """What torch refuses of a plain model, it refuses of shards, in the same words."""
+    mistakes = (
+        lambda model: init.xavier_uniform_(model.linear.bias),
+        lambda model: init.dirac_(model.linear.weight),
+        lambda model: init.uniform_(model.linear.weight, 1.0, -1.0),
+        lambda model: model.linear.weight.normal_(),
+        lambda model: model.linear.weight.data[99].zero_(),
+    )
+    plain, model = plain_layers(), sharded_layers(combination)
+    kinds = (ValueError, RuntimeError, IndexError)
+    said = [
+        [message_of(functools.partial(each, model), kinds) for each in mistakes]
+        for model in (plain, model)
+    ]
+    initialized(plain, resets)
+    initialized(model, resets)
+    model(IDS).sum().backward()
+    assert said[0] == said[1]
+    return differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", SHARDED)
+def test_what_torch_refuses_is_refused_alike(pool2, combination):
+    assert pool2.run(torchs_own_errors, combination) == [[], []]
+
+
+def sizes_of_shards():
+    model = sharded_layers(("full_shard", "shm"))
+    weight = model.linear.weight
+    print(weight.numel(), weight.dim(), weight)  # tell of no size
+    init.normal_(weight, std=0.02)
+    bound = weight.shape[1] ** -0.5
+
+    def said(function):
+        return message_of(function, ShardError)
+
+    texts = [
+        said(lambda: init.uniform_(weight, -bound, bound)),
+        said(lambda: weight.data.normal_(0.0, bound)),
+        said(lambda: init.trunc_normal_(weight, std=bound)),
+        said(lambda: weight.data[0].uniform_(-bound, bound)),
+    ]
+    initialized(model, resets)
+    init.kaiming_normal_(weight)
+    with FSDP.summon_full_params(model):
+        init.uniform_(weight, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
+    return texts
+
+
+def test_numbers_that_may_come_of_a_shards_size(pool2):
+    for texts in pool2.run(sizes_of_shards):
+        for said in texts:
+            assert "a shard of 'linear.weight'" in said and "the full shape is (13, 7)" in said
+            assert "summon_full_params(model)" in said and "model.apply(fn)" in said
+
+
+@passing_groups()
+def in_forward(combination):
+    class Changing(nn.Linear):
+        def forward(self, x):
+            init.normal_(self.weight)
+            return super().forward(x)
+
+    model = sharded_layers(combination, nn.Sequential(Changing(4, 4)), process_group=own_group())
+    return message_of(lambda: model(torch.ones(1, 4)).sum().backward(), RuntimeError)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", SHARDED)
+def test_within_a_forward(pool2, combination):
+    for said in pool2.run(in_forward, combination):
+        assert "was modified in place while it was unsharded" in said
+
+
+def on_one_rank(model):
+    if dist.get_rank() == 1:
+        initialized(model, by_hand)
+
+
+def with_own_seeds(model):
+    initialized(model, by_hand, seed=dist.get_rank())
+
+
+def but_for_empty_shards(model):
+    torch.manual_seed(1)
+    for param in model.parameters():
+        if param.numel() > 0:
+            init.normal_(param)
+
+
+@passing_groups()
+def unlike(function, combination):
+    model = sharded_layers(combination, process_group=own_group())
+    function(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train():
+        for _ in range(2):
+            model(IDS).sum().backward()
+            optimizer.step()
+
+    return message_of(train, zshard.DivergenceError)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("function", [on_one_rank, with_own_seeds, but_for_empty_shards])
+def test_ranks_that_draw_otherwise_are_told(pool2, function, combination):
+    if function is but_for_empty_shards and combination[0] == "no_shard":
+        pytest.skip("no shard is empty")
+    for said in pool2.run(unlike, function, combination):
+        assert "have not initialized parameters alike" in said
+        assert "torch.manual_seed()" in said and "model.apply(fn)" in said
+
+
+def apply_takes_rank_0s():
+    model, plain = sharded_layers(("full_shard", "shm")), plain_layers()
+    initialized(plain, by_apply, seed=0)
+    initialized(model, by_apply, seed=dist.get_rank())
+    model(IDS).sum().backward()
+    return differences(model.state_dict(), plain.state_dict())
+
+
+def test_apply_takes_the_values_of_rank_0(pool2):
+    assert pool2.run(apply_takes_rank_0s) == [[], []]
+
+
+def broadcast_by_the_script():
+    """As scripts for DDP may: what counts is what the ranks have in the first step."""
+    model = sharded_layers(("no_shard", "shm"))
+    with_own_seeds(model)
+    for param in model.parameters():
+        dist.broadcast(param.data, 0)
+    optimizer = zshard.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(IDS).sum().backward()
+        optimizer.step()
+
+
+def test_replicas_that_the_script_broadcasts(pool2):
+    pool2.run(broadcast_by_the_script)
+
+
+def copies_and_gradients():
+    """Draws for what is no parameter need not be alike, but have its part of the full draw."""
+    model, plain = sharded_layers(("full_shard", "shm")), plain_layers()
+    model(IDS).sum().backward()
+    torch.manual_seed(dist.get_rank())
+    noise = torch.empty_like(model.linear.weight).normal_()
+    torch.manual_seed(dist.get_rank())
+    whole = torch.empty_like(plain.linear.weight).normal_()
+    model(IDS).sum().backward()
+    info = zshard.shard_info(model.linear.weight)
+    begin, numel = info["begin"], info["numel"]
+    mine = whole.detach().reshape(-1)[begin : begin + numel]
+    return differences([noise.to_local().reshape(-1)], [mine])
+
+
+def test_noise_in_copies(pool2):
+    assert pool2.run(copies_and_gradients) == [[], []]
