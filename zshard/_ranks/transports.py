@@ -137,7 +137,7 @@ def check_settings(
                 f"transport={wanted!r} requires a model on a GPU, but this one is on the CPU: "
                 "move the model, or pass device_id"
             )
-    elif wanted not in known:
+    elif wanted not in known and wanted != _FLAT:
         raise ValueError(
             f"unknown transport {wanted!r} for a model on {kind}: expected one of "
             f"{', '.join(known)}"
