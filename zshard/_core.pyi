@@ -45,7 +45,14 @@ class Comm:
     ) -> Comm: ...
     @classmethod
     def hosts(
-        cls, group_name: str, across_name: str, local: Comm, rank: int, world: int, timeout: float, /
+        cls,
+        group_name: str,
+        across_name: str,
+        local: Comm,
+        rank: int,
+        world: int,
+        timeout: float,
+        /,
     ) -> Comm: ...
     @classmethod
     def dry_run(cls, transport: str, rank: int, world: int, per_host: int = 0, /) -> Comm: ...

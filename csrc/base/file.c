@@ -48,25 +48,6 @@ typedef struct region_owner {
     int64_t slot;           /* index among the buckets; A_FLAT, READ_BY_PEERS: none of them */
 } region_owner;
 
-static _Atomic unsigned lifetime;
-
-static void count_fork(void)
-{
-    atomic_fetch_add(&lifetime, 1);
-}
-
-static void watch_forks(void)
-{
-    pthread_atfork(NULL, NULL, count_fork);
-}
-
-unsigned zs_lifetime(void)
-{
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, watch_forks);
-    return atomic_load(&lifetime);
-}
-
 /* --- files ---------------------------------------------------------------------------------------------------------- */
 
 #ifndef MFD_NOEXEC_SEAL

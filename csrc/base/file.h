@@ -13,9 +13,6 @@ enum { ZS_PAGE = 4096 }; /* flats are a multiple of it, so that regions can be m
 
 typedef struct zs_file zs_file;
 
-/* How many times this process is the outcome of a fork since the first call; differs between parent and child. */
-unsigned zs_lifetime(void);
-
 /* New memory file of `bytes` zeros that no peer can shrink; *fd is the caller's to close. */
 zs_status zs_file_memory(const char *name, size_t bytes, int *fd);
 

@@ -3,6 +3,7 @@
 #include "base/memory.h"
 
 #include <errno.h>
+#include <pthread.h>
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
@@ -104,4 +105,25 @@ void zs_mem_release(zs_mem *mem)
     if (!zs_refs_drop(&mem->refs)) return;
     if (mem->destroy != NULL) mem->destroy(mem);
     free(mem);
+}
+
+/* --- forks ---------------------------------------------------------------------------------------------------------------- */
+
+static _Atomic unsigned lifetime;
+
+static void count_fork(void)
+{
+    atomic_fetch_add(&lifetime, 1);
+}
+
+static void watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, count_fork);
+}
+
+unsigned zs_lifetime(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+    return atomic_load(&lifetime);
 }

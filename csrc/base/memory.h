@@ -49,6 +49,9 @@ void zs_mem_discard(zs_mem *mem);
  * parameters went to shards one after another; after every 32 MiB it is told to give it back. 0: now, if there is any. */
 void zs_mem_heap_freed(size_t bytes);
 
+/* How many times this process is the outcome of a fork since the first call; differs between parent and child. */
+unsigned zs_lifetime(void);
+
 /* Adds a reference; returns `mem`. */
 zs_mem *zs_mem_retain(zs_mem *mem);
 

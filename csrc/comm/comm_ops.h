@@ -151,7 +151,7 @@ typedef struct zs_meeting {
 struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
-    int per_host; /* (CPU) neighbouring ranks are on one host, so many on each; 0: all are on one */
+    int per_host;            /* (CPU) neighbouring ranks are on one host, so many on each; 0: all are on one */
     const zs_device *device; /* whose memory flats and buckets are */
     double timeout;          /* seconds that one wait may last */
     char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */

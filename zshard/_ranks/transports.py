@@ -189,7 +189,9 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
         )
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
-        kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"  # what the model has, if it can be
+        kind = (
+            "c10d" if comm.transport in ("c10d", "hosts") else "auto"
+        )  # what the model has, if it can be
         _entries[key] = _Connection(
             group, _connect(group, kind, max(comm.timeout, _PATIENCE), True)
         )
