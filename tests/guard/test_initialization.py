@@ -22,7 +22,6 @@ from scenarios import message_of
 from torch import nn
 from torch.nn import init
 from torch.nn.init import kaiming_normal_ as early_kaiming
-from torch.nn.init import orthogonal_ as early_orthogonal
 from torch.nn.init import trunc_normal_ as early_trunc_normal
 from torch.nn.init import xavier_uniform_ as early_xavier
 

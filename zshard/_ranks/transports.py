@@ -150,7 +150,8 @@ def comm_for(
 ) -> _core.Comm:
     """Return the transport of `group`, created on first use, which is collective over the group.
 
-    transport: "auto", "shm", "hosts" or "c10d"; on GPUs "auto", "nccl", "peer", "c10d" or NcclOptions.
+    transport: "auto", "shm", "hosts" or "c10d"; on GPUs "auto", "nccl", "peer", "c10d" or
+        NcclOptions.
         None: ZSHARD_TRANSPORT, or "auto".
     timeout: seconds that one wait may last. None: ZSHARD_TIMEOUT, or the group's own timeout.
 
