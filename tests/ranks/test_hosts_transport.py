@@ -1,0 +1,176 @@
+"""transport="hosts": the same numbers as c10d's over the same hosts, whatever ranks do.
+
+The one idea: ZSHARD_HOST makes hosts out of one machine. c10d, told of the same hosts, sums in the
+same order, so both transports must have the same bits after every kind of step.
+"""
+
+import contextlib
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, loss_of, make, make_optimizer
+from scenarios import message_of
+
+import zshard
+from zshard import FSDP
+from zshard._ranks.hosts import ranks_per_host
+
+BOTH = ("hosts", "c10d")
+STRATEGIES = ("full_shard", "no_shard", "zero1")
+STEPS = 3
+
+
+@contextlib.contextmanager
+def hosts_of(*sizes):
+    """A new process group whose ranks are on hosts with so many ranks each."""
+    names = [f"host {i}" for i, size in enumerate(sizes) for _ in range(size)]
+    os.environ["ZSHARD_HOST"] = names[dist.get_rank()]
+    group = dist.new_group(range(dist.get_world_size()))
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+        del os.environ["ZSHARD_HOST"]
+
+
+def wrap(case, group, transport, strategy="full_shard", **options):
+    return FSDP(
+        make(case.make),
+        strategy=strategy,
+        transport=transport,
+        process_group=group,
+        auto_wrap_policy=case.policy,
+        timeout=60,
+        **options,
+    )
+
+
+def numbers_of(model):
+    """All parameters and buffers as one tensor; collective."""
+    return torch.cat([value.detach().double().flatten() for value in model.state_dict().values()])
+
+
+def train(model, case, steps=STEPS, alone=None):
+    """Losses of steps with accumulation and clipping; `alone(model, step)` comes before each."""
+    optimizer, losses, rank = make_optimizer("torch.AdamW", model), [], dist.get_rank()
+    for step in range(steps):
+        if alone is not None:
+            alone(model, step)
+        with model.no_sync() if step == 1 else contextlib.nullcontext():
+            loss_of(model(case.batch(step, rank))).backward()
+        loss = loss_of(model(case.batch(step, rank + 4)))
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(name, strategy, low, sizes):
+    case = CASES[name]
+    options = {"mixed_precision": zshard.MixedPrecision(torch.bfloat16)} if low else {}
+    found = []
+    with hosts_of(*sizes) as group:
+        for transport in BOTH:
+            model = wrap(case, group, transport, strategy, **options)
+            losses = train(model, case)
+            found.append((losses, numbers_of(model)))
+            assert f"transport {transport}" in model.summary()
+    return found[0][0] == found[1][0], torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bits_are_those_of_c10d(pool4, strategy, low):
+    assert pool4.run(trained, "mlp", strategy, low, (2, 2)) == [(True, True)] * 4
+
+
+@pytest.mark.parametrize("name", ["net", "tied", "unused", "frozen"])
+def test_models_of_all_kinds(pool4, name):
+    assert pool4.run(trained, name, "full_shard", False, (2, 2)) == [(True, True)] * 4
+
+
+def test_one_rank_per_host(pool2):
+    assert pool2.run(trained, "mlp", "full_shard", False, (1, 1)) == [(True, True)] * 2
+
+
+def evaluate_alone(model, step):
+    """One rank evaluates where the others go on to train."""
+    if dist.get_rank() == step:
+        with torch.no_grad():
+            model(CASES["mlp"].batch(9, 0))
+
+
+def trained_beside_lone_evaluations():
+    case, found = CASES["mlp"], []
+    with hosts_of(2, 2) as group:
+        for alone in (None, evaluate_alone):
+            model = wrap(case, group, "hosts")
+            losses = train(model, case, alone=alone)
+            found.append((losses, numbers_of(model)))
+    return found[0][0] == found[1][0], torch.equal(found[0][1], found[1][1])
+
+
+def test_rank_evaluates_alone_while_others_train(pool4):
+    """Its gathers are served by ranks that have other units in the slots that the host shares."""
+    assert pool4.run(trained_beside_lone_evaluations) == [(True, True)] * 4
+
+
+def joined():
+    case, found = CASES["mlp"], []
+    with hosts_of(2, 2) as group:
+        for transport in BOTH:
+            model = wrap(case, group, transport)
+            optimizer = make_optimizer("torch.SGD", model)
+            rank = dist.get_rank()
+            with model.join(optimizer):
+                for step in range(1 + rank):
+                    loss_of(model(case.batch(step, rank))).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(numbers_of(model))
+    return torch.equal(*found)
+
+
+def test_uneven_batches(pool4):
+    assert pool4.run(joined) == [True] * 4
+
+
+def transport_and_warnings(sizes):
+    with hosts_of(*sizes) as group, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        head = wrap(CASES["mlp"], group, "auto").summary().splitlines()[0]
+    return head, [str(each.message) for each in caught if "hosts" in str(each.message)]
+
+
+def test_hosts_that_differ_use_c10d(pool4):
+    for rank, (head, warned) in enumerate(pool4.run(transport_and_warnings, (3, 1))):
+        assert "transport c10d" in head
+        assert len(warned) == (rank == 0)
+        assert all("same number of ranks" in each for each in warned)
+
+
+def refusal(sizes):
+    with hosts_of(*sizes) as group:
+        return message_of(lambda: wrap(CASES["mlp"], group, "hosts"), RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"), [((4,), "all ranks are on one host"), ((1, 3), "same number of ranks")]
+)
+def test_hosts_by_name_where_it_cannot_be(pool4, sizes, reason):
+    for text in pool4.run(refusal, sizes):
+        assert reason in text
+        assert "transport='auto'" in text
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("aabb", 2), ("ab", 1), ("aaaa", 0), ("aab", 0), ("abab", 0), ("aabbaa", 0), ("a", 0)],
+)
+def test_ranks_per_host(hosts, expected):
+    assert ranks_per_host(hosts) == expected
