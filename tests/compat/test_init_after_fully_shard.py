@@ -1,0 +1,207 @@
+"""FSDP2's order: meta device, fully_shard(), to_empty(), and the script's own initialization.
+
+The one idea: the same function builds a plain model and a sharded one after one seed, with no other line
+between; both must have the same values and leave the same random state.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from compare import assert_same
+from models import TRANSPORTS, differences
+from scenarios import message_of
+from torch import nn
+
+from zshard import FSDP, fully_shard
+
+WIDTH, WORDS = 12, 17
+
+
+class Scale(nn.Module):
+    """Nothing here initializes the parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = Scale()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+    def init_weights(self, std):
+        nn.init.ones_(self.norm.weight)
+        self.up.reset_parameters()
+        nn.init.trunc_normal_(self.down.weight, mean=0.0, std=std)
+
+
+class Decoder(nn.Module):
+    """As torchtitan's: a buffer that its constructor computes, tied weights, and a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=2)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.norm = Scale()
+        self.mix = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("angles", self.computed_angles(), persistent=False)
+
+    @staticmethod
+    def computed_angles():
+        return torch.arange(WIDTH) / 3
+
+    def forward(self, ids):
+        x = (self.embed(ids) + self.angles) @ self.mix
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+    def init_weights(self):
+        self.angles = self.computed_angles()
+        nn.init.normal_(self.embed.weight)
+        for number, layer in enumerate(self.layers):
+            layer.init_weights(0.02 / (number + 1))
+        nn.init.ones_(self.norm.weight)
+        nn.init.orthogonal_(self.mix)
+        nn.init.trunc_normal_(self.head.weight, std=WIDTH**-0.5)
+        with torch.no_grad():
+            self.embed.weight[2].fill_(0.0)
+
+
+def on_meta(seed=7):
+    torch.manual_seed(seed)
+    with torch.device("meta"):
+        return Decoder()
+
+
+def shard(model, **options):
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def plain_decoder():
+    model = on_meta().to_empty(device="cpu")
+    model.head.weight = model.embed.weight  # which to_empty() of a plain module unties
+    model.init_weights()
+    return model
+
+
+IDS = torch.arange(6).view(2, 3)
+
+
+def fsdp2s_order(transport, keep, monkeypatch=None):
+    plain = plain_decoder()
+    state = torch.get_rng_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZSHARD_TRANSPORT", transport)
+        model = shard(on_meta(), reshard_after_forward=not keep)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights()
+    assert_same(torch.get_rng_state(), state, "the random state")
+    assert_same(model.angles, plain.angles, "the buffer")
+    assert_same(model(IDS), plain(IDS), "the output")
+    model(IDS).sum().backward()
+    assert differences(copy.deepcopy(model).state_dict(), plain.state_dict()) == []
+    return differences(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_values_are_those_of_a_plain_model(pool2, transport, keep):
+    assert pool2.run(fsdp2s_order, transport, keep) == [[], []]
+
+
+def within_summon():
+    plain, model = plain_decoder(), shard(on_meta())
+    model.to_empty(device="cpu")
+    with FSDP.summon_full_params(model, writeback=True):
+        model.init_weights()
+    return differences(model.state_dict(), plain.state_dict())
+
+
+def test_within_summon_full_params(pool2):
+    assert pool2.run(within_summon) == [[], []]
+
+
+class Bare(nn.Module):
+    """Its outermost module is not sharded: to_empty() is torch's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def layers_alone():
+    models = []
+    for sharded in (False, True):
+        torch.manual_seed(7)
+        with torch.device("meta"):
+            model = Bare()
+        for layer in model.layers if sharded else ():
+            fully_shard(layer)
+        model.to_empty(device="cpu")
+        torch.manual_seed(8)
+        for layer in model.layers:
+            layer.init_weights(0.02)
+        x = torch.ones(2, WIDTH)
+        models.append((model(x), *(layer.state_dict() for layer in model.layers)))
+    return differences(models[1], models[0])
+
+
+def test_layers_alone(pool2):
+    assert pool2.run(layers_alone) == [[], []]
+
+
+class Forgotten(nn.Module):
+    """All ranks have elements of the parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.empty(64, 64))
+        self.register_buffer("angles", torch.empty(64))
+
+    def forward(self, x):
+        return (x + self.angles) @ self.mix
+
+
+def left_out(name):
+    with torch.device("meta"):
+        model = Forgotten()
+    fully_shard(model).to_empty(device="cpu")
+    tensors = {"mix": model.mix, "angles": model.angles}
+    for each in tensors.keys() - {name}:
+        nn.init.ones_(tensors[each])
+    said = message_of(lambda: model(torch.ones(1, 64)), RuntimeError)
+    nn.init.ones_(tensors[name])
+    found = float(model(torch.ones(1, 64))[0, 0].detach())
+    copy.deepcopy(model)(torch.ones(1, 64)).sum().backward()
+    return said, found, len(model._forward_pre_hooks)
+
+
+@pytest.mark.parametrize("name", ["mix", "angles"])
+def test_what_is_left_out_is_named_in_the_first_forward(pool2, name):
+    for said, found, n_hooks in pool2.run(left_out, name):
+        assert f"'{name}' was on the meta device" in said and "after fully_shard()" in said
+        assert (found, n_hooks) == (128.0, 1)
