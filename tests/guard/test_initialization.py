@@ -22,7 +22,6 @@ from scenarios import message_of
 from torch import nn
 from torch.nn import init
 from torch.nn.init import kaiming_normal_ as early_kaiming
-from torch.nn.init import orthogonal_ as early_orthogonal
 from torch.nn.init import trunc_normal_ as early_trunc_normal
 from torch.nn.init import xavier_uniform_ as early_xavier
 
@@ -200,7 +199,9 @@ def test_values_are_those_of_the_plain_model(pool2, function, combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("function", [resets, each_of_torch], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [resets, each_of_torch], ids=lambda function: function.__name__
+)
 def test_with_bf16_compute(pool2, function, transport):
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     options = {"mixed_precision": precision}

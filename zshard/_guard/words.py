@@ -82,9 +82,7 @@ def complaint(
             f"zshard.named_norms(model) those of each parameter. {_LOCAL}"
         )
     if plain in _RANDOM:
-        return (
-            f"{what}It needs the full tensor. {_INITIALIZE} For noise, use torch.randn_like(t)."
-        )
+        return f"{what}It needs the full tensor. {_INITIALIZE} For noise, use torch.randn_like(t)."
     if torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args):
         what += f"{_IN_A_LOSS} "
     if plain in _REDUCTIONS:

@@ -28,8 +28,8 @@ from zshard._errors import ShardError
 from zshard._guard.foreign import check_optimizer
 from zshard._guard.slices import guarded, plain
 from zshard._optim.announce import say_step, say_zeroed
-from zshard._optim.sharded_state import SCALARS
 from zshard._optim.replicas import note_values
+from zshard._optim.sharded_state import SCALARS
 from zshard._optim.state_registry import note_made
 from zshard._optim.step_digest import note_step
 from zshard._units.shards import stepped_by, units_stepped_by
