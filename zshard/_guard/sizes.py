@@ -1,8 +1,9 @@
-"""What a slice answers when it is asked for its size: this rank's, but the full one to initializers.
+"""What a slice says when it is asked for its size: this rank's, but to initializers the full one.
 
-The one idea: code that initializes asks for sizes to compute a range of random numbers. torch.nn.init
-and functions named reset_parameters get the full sizes. Of others it is remembered that they asked:
-numbers that they then pass to a random operation may come of this rank's sizes, so that is refused.
+The one idea: code that initializes asks for sizes to compute the range of its random numbers.
+torch.nn.init and functions named reset_parameters get the full sizes. Of others it is remembered
+that they asked: numbers that they pass to a random operation later may have been computed from this
+rank's sizes, so that is refused.
 """
 
 from __future__ import annotations

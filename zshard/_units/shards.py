@@ -189,9 +189,10 @@ own dictionary with weak keys takes eight times as long: it makes a reference fo
 def replicas_of(stepped: Stepped) -> Iterator[tuple[Tensor, Part]]:
     """Yield the parameters of a model that every rank has in full, with their Parts."""
     unit = stepped.unit
-    for reference, part in list(_parts.values()) if unit is not None else ():
+    model = None if unit is None else unit.engine_id
+    for reference, part in list(_parts.values()):
         param, own = reference(), part.unit
-        if param is not None and own is not None and own.engine_id == unit.engine_id:
+        if param is not None and own is not None and own.engine_id == model:
             yield param, part
 
 

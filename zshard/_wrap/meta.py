@@ -33,13 +33,13 @@ def uninitialized(module: nn.Module) -> None:
 def reset_or_leave(module: nn.Module) -> None:
     """Initialize a module as FSDP() does by default, but leave alone what has no initialization.
 
-    What fully_shard passes: scripts for FSDP2 initialize the model after it. A tensor that they leave
-    out is an error in the first forward (_wrap/left_out.py).
+    What fully_shard passes: scripts for FSDP2 initialize the model after it. A tensor that they
+    leave out is an error in the first forward (_wrap/left_out.py).
     """
 
 
 class _Rewind:
-    """What was drawn on the meta device's behalf, by the CPU generator's states before and after."""
+    """What was drawn for models on the meta device: the CPU generator's states around it."""
 
     before: Tensor | None = None
     after: Tensor | None = None
