@@ -43,7 +43,8 @@ def predict_memory(
         module: the model, not yet wrapped.
         world_size: number of ranks.
         strategy, auto_wrap_policy, mixed_precision: as for FSDP.
-        transport: "shm", "c10d" or "auto" (shm if all ranks are on one host).
+        transport: "shm", "hosts", "c10d" or "auto" ("shm" if all ranks are on one host, else
+            "hosts").
         optimizer: "adamw", "adam", "sgd", "rmsprop" or "adagrad"; or the number of parameter-sized
             state tensors that it keeps per parameter; None for no optimizer.
         local_world_size: ranks per host, over which a hybrid strategy shards. None: all.
@@ -90,13 +91,20 @@ def _world(size: int, local: int | None, transport: str) -> World:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if local < size and size % local != 0:
         raise ValueError(f"world_size={size} is not a multiple of local_world_size={local}")
-    if transport not in ("auto", "shm", "c10d"):
-        raise ValueError(f"unknown transport {transport!r}: expected 'auto', 'shm' or 'c10d'")
+    if transport not in ("auto", "shm", "hosts", "c10d"):
+        raise ValueError(
+            f"unknown transport {transport!r}: expected 'auto', 'shm', 'hosts' or 'c10d'"
+        )
     on_one_host = local >= size
     if transport == "shm" and not on_one_host:
         raise ValueError(
             f"transport='shm' requires all ranks on one host, but local_world_size={local} is less "
             f"than world_size={size}"
         )
+    if transport == "hosts" and on_one_host:
+        raise ValueError("transport='hosts' requires several hosts: pass local_world_size")
     inside = "c10d" if transport == "c10d" else "shm"
-    return World(size, min(local, size), inside if on_one_host else "c10d", inside)
+    if on_one_host:
+        return World(size, size, inside, inside)
+    between = "c10d" if transport == "c10d" else "hosts"
+    return World(size, local, between, inside, local)

@@ -147,10 +147,11 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
 
     Communication:
 
-        transport: on CPUs "shm" (ranks on one host), "c10d" (any torch.distributed process group)
-            or "auto"; on GPUs "nccl", "c10d", "auto" ("nccl" where all ranks have it and a GPU
-            each, else "c10d"), a zshard.NcclOptions, or "peer" (experimental: ranks on one host).
-            Default: None, the environment variable ZSHARD_TRANSPORT, else "auto".
+        transport: on CPUs "shm" (ranks on one host), "hosts" (several hosts with the same number
+            of ranks each), "c10d" (any torch.distributed process group) or "auto"; on GPUs "nccl",
+            "c10d", "auto" ("nccl" where all ranks have it and a GPU each, else "c10d"), a
+            zshard.NcclOptions, or "peer" (experimental: ranks on one host). Default: None, the
+            environment variable ZSHARD_TRANSPORT, else "auto".
         timeout: seconds that one wait for another rank may take. Default: None, the environment
             variable ZSHARD_TIMEOUT, else the process group's timeout.
         forward_sync_buffers: True: broadcast buffers from rank 0 in each forward, as DDP does.
