@@ -41,8 +41,8 @@ typedef struct zs_bucket {
 
 /* What collect() hands out, valid until release(). Arrays of length world are in rank order. */
 typedef struct zs_sources {
-    bool
-        partial; /* each is a host's sum, of zs_dtype_of_partial_sum of what was posted, under the first of its ranks */
+    /* Each is a host's sum, of zs_dtype_of_partial_sum of what was posted, under the first of its ranks. */
+    bool partial;
     const char **data; /* [world]: this rank's slice of trainable flat f, as rank r has it, is at data[r] + at[f]; NULL:
                             * nothing posted */
     const size_t *at;  /* [n_slices] */

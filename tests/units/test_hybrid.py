@@ -150,7 +150,7 @@ def copies_within_hosts():
 def test_shm_within_hosts_and_c10d_between(pool4):
     for head, wrong in pool4.run(copies_within_hosts):
         assert wrong == []
-        assert "transport c10d; 2 replicas of 2 rank(s) each, transport shm" in head
+        assert "transport hosts; 2 replicas of 2 rank(s) each, transport shm" in head
 
 
 def by_local_world_size(size):

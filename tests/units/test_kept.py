@@ -219,7 +219,7 @@ def kept_on_hosts(precision):
 def test_the_copy_is_read_by_shm_where_the_ranks_of_a_host_keep_it(pool4, precision):
     for head, wrong, slots in pool4.run(kept_on_hosts, precision):
         assert wrong == []
-        assert "transport c10d; secondary shards over 2 rank(s), transport shm" in head
+        assert "transport hosts; secondary shards over 2 rank(s), transport shm" in head
         assert slots == 0 or precision is not None  # state_dict() gathers what is not kept
 
 

@@ -162,7 +162,7 @@ def test_unknown_policy(policy):
 
 
 def test_unknown_transport():
-    words = ("'tcp'", "auto, shm, c10d")
+    words = ("'tcp'", "auto, shm, hosts, c10d")
     check(error_of(FSDP, two_linears(), transport="tcp"), ValueError, "unknown transport", *words)
 
 
@@ -247,7 +247,7 @@ def wrap_here(**kwargs):
     [
         ({"ZSHARD_TIMEOUT": "soon"}, ("ZSHARD_TIMEOUT='soon'", "seconds")),
         ({"ZSHARD_TIMEOUT": "-3"}, ("timeout", "-3", "positive")),
-        ({"ZSHARD_TRANSPORT": "tcp"}, ("'tcp'", "auto, shm, c10d")),
+        ({"ZSHARD_TRANSPORT": "tcp"}, ("'tcp'", "auto, shm, hosts, c10d")),
     ],
 )
 def test_bad_settings_are_errors_on_every_rank(variables, words):

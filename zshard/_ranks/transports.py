@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from zshard import _core
 from zshard._errors import stacklevel
-from zshard._ranks import ends, script_position
+from zshard._ranks import ends, meeting, script_position
 from zshard._ranks.agreement import on_all_ranks
 from zshard._ranks.devices import CPU, is_stand_in, torch_device
 from zshard._ranks.exit import fail
 from zshard._ranks.groups import Groups
 from zshard._ranks.hosts import connect_hosts, ranks_per_host
-from zshard._ranks.meeting import Refusal, host_id, meet
+from zshard._ranks.meeting import Refusal, meet
 from zshard._ranks.nccl import NcclOptions, library
 from zshard._ranks.objects import gather_objects
 from zshard._ranks.subgroups import new_subgroup
@@ -244,7 +244,7 @@ def _timeout_of(group: Any, timeout: float | None) -> float:
 def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) -> _core.Comm:
     _report_ends()
     if wanted in ("c10d", "hosts"):
-        hosts = gather_objects(host_id(), group)
+        hosts = gather_objects(meeting.host_id(), group)
     else:
         met = meet(group, timeout)
         if isinstance(met, _core.Comm):
@@ -352,7 +352,7 @@ def _gpu_id(device: str) -> bytes:
     depends on the index in this process, and two MIG instances of a GPU have the same."""
     facts: Any = torch.cuda.get_device_properties(device)
     place = f"{facts.pci_domain_id}:{facts.pci_bus_id}:{facts.pci_device_id}"
-    return hashlib.sha256(f"{host_id()} {place}".encode()).digest()
+    return hashlib.sha256(f"{meeting.host_id()} {place}".encode()).digest()
 
 
 def _sharing_a_gpu(control: _core.Comm, device: str) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@
  *   hosts_gather.c  memory that a host's ranks share, and gathering into it
  *   hosts_bells.c   telling the ranks of the host that a part has come
  *   hosts_round.c   reducing
+ *   hosts_wait.c    waiting for the counterparts, and failures
  */
 #ifndef ZS_HOSTS_H
 #define ZS_HOSTS_H
@@ -40,7 +41,7 @@ static inline int zs_hosts_rank(const zs_hosts_comm *self, int host, int lane)
     return host * zs_hosts_per_host(self) + lane;
 }
 
-/* --- comm_hosts.c ----------------------------------------------------------------------------------------------------- */
+/* --- hosts_wait.c ----------------------------------------------------------------------------------------------------- */
 
 /* Passes `status` on. If the transport can do nothing any more, the host's other ranks learn it at once, and why. */
 zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status);
@@ -69,24 +70,52 @@ void zs_hosts_break_off(zs_hosts_comm *self, const char *why);
 
 /* --- hosts_gather.c: as comm_ops.h has it ----------------------------------------------------------------------------- */
 
+/* slot_new. */
 zs_status zs_hosts_slot_new(zs_comm *comm, size_t bytes, zs_mem **out);
+
+/* gather_start. */
 zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to,
                                 zs_gathering **out);
+
+/* gather_finish. */
 zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *gathering);
 
 /* --- hosts_round.c: as comm_ops.h has it ------------------------------------------------------------------------------ */
 
+/* room. */
 zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec);
+
+/* bucket_new. */
 zs_status zs_hosts_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out);
+
+/* bucket_free. */
 void zs_hosts_bucket_free(zs_comm *comm, zs_bucket *bucket);
+
+/* cunit_new. */
 zs_status zs_hosts_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);
+
+/* cunit_free; waits for collectives that are under way. NULL allowed. */
 void zs_hosts_cunit_free(zs_comm *comm, zs_cunit *cunit);
+
+/* cunit_renamed. */
 void zs_hosts_cunit_renamed(zs_comm *comm, zs_cunit *cunit);
+
+/* post: sums within the host, starts the collectives and does not wait for them. */
 zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
+
+/* collect. A round that fails here is over. */
 zs_status zs_hosts_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
+
+/* share. */
 zs_status zs_hosts_share(zs_comm *comm, zs_cunit *cunit);
+
+/* collect_shared. */
 zs_status zs_hosts_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
+
+/* release. */
 zs_status zs_hosts_release(zs_comm *comm, zs_cunit *cunit);
+
+/* reusable. */
 zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
 #endif

@@ -1,0 +1,29 @@
+/* hosts_wait.c - waiting for a rank's collectives with its counterparts, and telling the host's ranks of failures. See hosts.h.
+ *
+ * The one idea: if one rank of a host can do nothing any more, the others need not wait for their deadline.
+ */
+#include "comm/hosts/hosts.h"
+
+zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status)
+{
+    const char *lost = self->c10d.base.lost;
+    if (status == ZS_OK || lost == NULL) return status;
+    zs_hosts_break_off(self, lost);
+    zs_comm_abort(self->local, lost);
+    return status;
+}
+
+zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_c10d_turn *turn, zs_work **works, size_t n, zs_mem *memory)
+{
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < n; i++) {
+        zs_work *work = works[i];
+        works[i] = NULL;
+        if (work == NULL) continue;
+        if (status == ZS_OK)
+            status = zs_c10d_finish(&self->c10d, turn, work, memory);
+        else
+            zs_c10d_leave_behind(&self->c10d, work, memory);
+    }
+    return status;
+}
