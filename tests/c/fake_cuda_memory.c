@@ -128,7 +128,8 @@ zs_cu_result fake_export(zs_cu_ipc_mem *handle, zs_cu_ptr at)
     (void)pthread_mutex_lock(&lock);
     block *one = *find((const void *)(uintptr_t)at);
     struct name name = {.pid = getpid(), .gpu = fake_gpu()};
-    bool own = one != NULL && one->fd >= 0 && fstat(one->fd, &facts) == 0;
+    bool base = one != NULL && one->at == (const char *)(uintptr_t)at; /* the whole allocation, or nothing */
+    bool own = base && one->fd >= 0 && fstat(one->fd, &facts) == 0;
     if (own) name.fd = one->fd, name.inode = facts.st_ino, name.bytes = one->bytes;
     (void)pthread_mutex_unlock(&lock);
     memset(handle, 0, sizeof *handle);

@@ -17,6 +17,8 @@
 zs_cu_result fake_cuStreamCreateWithPriority(zs_cu_stream *out, unsigned int flags, int priority)
 {
     BEGIN(true, "flags=%u priority=%d", flags, priority);
+    if (flags != ZS_CU_STREAM_NON_BLOCKING)
+        return ZS_CU_ERROR_INVALID_VALUE; /* others synchronize with the NULL stream */
     *out = fake_stream_new();
     return ZS_CU_SUCCESS;
 }
