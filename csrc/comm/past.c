@@ -276,7 +276,8 @@ static const char *remedy(const difference *d)
 {
     const zs_past *first = d->first, *second = d->second;
     if (have_drawn_otherwise(d))
-        return "initialize on all ranks, after torch.manual_seed() with one seed, or by model.apply(fn), which takes rank "
+        return "initialize on all ranks, after torch.manual_seed() with one seed, or by model.apply(fn), which takes "
+               "rank "
                "0's values";
     if (only_settings_differ(d))
         return "load a checkpoint on all ranks, and build the optimizer and call the scheduler on all ranks alike";
