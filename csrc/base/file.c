@@ -351,7 +351,7 @@ zs_status zs_file_set_apart(zs_mem *mem, int rank, bool apart)
     char *made = apart ? mmap(mem->ptr, mem->bytes, PROT_READ | PROT_WRITE, flags, -1, 0)
                        : map_at(mem->ptr, mem->bytes, owner->file->fd, owner->offset - (uint64_t)rank * owner->bytes);
     if (made != MAP_FAILED) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_MEMORY, "cannot map %zu bytes in place of others: %s", mem->bytes, strerror(errno));
+    return ZS_FAIL(ZS_ERR_MEMORY, "cannot replace a mapping of %zu bytes: %s", mem->bytes, strerror(errno));
 }
 
 zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out)

@@ -47,7 +47,7 @@ zs_status zs_check_ranks_of_hosts(const zs_ranks_of_hosts *ranks)
     if (world < 1 || ranks->rank < 0 || ranks->rank >= world)
         return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", ranks->rank, world);
     if (per_host < 0 || (per_host > 0 && world % per_host != 0))
-        return ZS_FAIL(ZS_ERR_VALUE, "%d ranks per host do not divide world size %d", per_host, world);
+        return ZS_FAIL(ZS_ERR_VALUE, "world size %d is not a multiple of %d ranks per host", world, per_host);
     return ZS_OK;
 }
 

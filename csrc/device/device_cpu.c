@@ -181,7 +181,7 @@ static void sum_hosts(void *ctx, int64_t begin, int64_t end)
     all.dtype = zs_dtype_of_partial_sum(sum->dtype);
     for (int64_t at = begin; at < end; at += CHUNK) {
         int64_t n = end - at < CHUNK ? end - at : CHUNK;
-        for (int r = 0; r < sum->world; r++)
+        for (int r = 0; r < all.world; r++)
             src[r] = r % sum->per_host == 0 ? sum_host(sum, r, at, n, parts[r / sum->per_host]) : NULL;
         all.dst = (char *)sum->dst + (size_t)at * zs_dtype_size(sum->to);
         sum_part(&all, 0, n);

@@ -38,6 +38,8 @@ def connect_hosts(group: Any, own: Any, hosts: Sequence[str], timeout: float) ->
     own: zshard's process group of the same ranks.
     """
     size = ranks_per_host(hosts)
+    if len(set(hosts)) == 1:
+        return "all ranks are on one host"
     if size == 0:
         return "the hosts must have the same number of ranks each, neighbors in rank order"
     rank, world = dist.get_rank(group), dist.get_world_size(group)

@@ -69,8 +69,8 @@ def meet(group: Any, timeout: float) -> _core.Comm | Refusal:
     mine = _Offer(host_id(), address, os.urandom(16), problem, free)
     offers = [_Offer(*offer) for offer in gather_objects(tuple(mine), group)]
     hosts = [offer.host for offer in offers]
-    if len(set(hosts)) > 1:
-        count = len(set(hosts))
+    count = len(set(hosts))
+    if count > 1:
         reason = f"the ranks are on {count} hosts, and shm connects only ranks of one host"
         return Refusal(reason, hosts, "")
     problems = [offer.problem for offer in offers]

@@ -151,8 +151,7 @@ def comm_for(
     """Return the transport of `group`, created on first use, which is collective over the group.
 
     transport: "auto", "shm", "hosts" or "c10d"; on GPUs "auto", "nccl", "peer", "c10d" or
-        NcclOptions.
-        None: ZSHARD_TRANSPORT, or "auto".
+        NcclOptions. None: ZSHARD_TRANSPORT, or "auto".
     timeout: seconds that one wait may last. None: ZSHARD_TIMEOUT, or the group's own timeout.
 
     Raises ValueError for an unknown name, RuntimeError if the requested transport is not available.
@@ -190,9 +189,8 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
         )
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
-        kind = (
-            "c10d" if comm.transport in ("c10d", "hosts") else "auto"
-        )  # what the model has, if it can be
+        # What the model has, if it can be.
+        kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"
         _entries[key] = _Connection(
             group, _connect(group, kind, max(comm.timeout, _PATIENCE), True)
         )
@@ -274,8 +272,6 @@ def _connect_hosts(
     met = connect_hosts(group, own, hosts, timeout)
     if isinstance(met, _core.Comm):
         return met
-    if len(set(hosts)) == 1:
-        met = "all ranks are on one host"
     if wanted == "hosts":
         raise RuntimeError(
             f"transport='hosts' is not available: {met}. Pass transport='auto' or 'c10d'"

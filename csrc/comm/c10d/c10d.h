@@ -84,7 +84,7 @@ typedef struct zs_c10d_comm {
 /* --- comm_c10d.c ------------------------------------------------------------------------------------------------------ */
 
 /* Fills a zeroed head, and learns who the peers are; collective. What a failure leaves is for zs_c10d_clear. */
-zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, int rank, int world, double timeout);
+zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, const zs_ranks_of_hosts *ranks, double timeout);
 
 /* Frees what the head has. False: torch's threads may still write there, so it and its memory stay for ever. */
 bool zs_c10d_clear(zs_c10d_comm *comm);

@@ -100,6 +100,15 @@ static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
     return ZS_FAIL(ZS_ERR_PEER, "the collective cannot complete without that rank");
 }
 
+/* The failure of a wait whose collective goes on without it: Ctrl-C (ZS_ERR_TORCH) needs no words. */
+static zs_status break_off(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
+{
+    if (status != ZS_ERR_TORCH) return fail_after(comm, turn, stall, status);
+    if (comm->base.lost == NULL)
+        comm->base.lost = strdup("a wait was interrupted (Ctrl-C) while its collective was in flight");
+    return status;
+}
+
 /* Torch's threads will write to the memory whenever the missing peer comes. */
 void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
 {
@@ -129,10 +138,7 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work 
         if (status == ZS_OK && stall != NULL) zs_c10d_stall_look(comm, turn, stall, now() - begun);
         if (status == ZS_OK) continue;
         zs_c10d_leave_behind(comm, work, memory);
-        if (status == ZS_ERR_PEER) return fail_after(comm, turn, stall, status);
-        if (comm->base.lost == NULL)
-            comm->base.lost = strdup("a wait was interrupted (Ctrl-C) while its collective was in flight");
-        return status;
+        return break_off(comm, turn, stall, status);
     }
 }
 
@@ -176,12 +182,8 @@ zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, bool (*arr
     while (!arrived(arg, slice)) {
         zs_status status = check_wait(comm, &seen);
         if (status == ZS_OK && now() - begun > comm->base.timeout + grace)
-            status = ZS_FAIL(ZS_ERR_TIMEOUT, "another rank of this host did not bring its part");
-        if (status == ZS_OK) continue;
-        if (status != ZS_ERR_TORCH) return zs_c10d_fail(comm, turn, status);
-        if (comm->base.lost == NULL)
-            comm->base.lost = strdup("a wait was interrupted (Ctrl-C) while its collective was in flight");
-        return status;
+            status = ZS_FAIL(ZS_ERR_TIMEOUT, "another rank of this host has not finished its part");
+        if (status != ZS_OK) return break_off(comm, turn, NULL, status);
     }
     return ZS_OK;
 }

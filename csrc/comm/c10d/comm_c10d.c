@@ -251,10 +251,11 @@ const zs_comm_ops zs_c10d_ops = {
     .destroy = c10d_destroy,
 };
 
-zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, int rank, int world, double timeout)
+zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, const zs_ranks_of_hosts *ranks, double timeout)
 {
-    comm->base.rank = rank;
-    comm->base.world = world;
+    comm->base.rank = ranks->rank;
+    comm->base.world = ranks->world;
+    comm->base.per_host = ranks->per_host;
     comm->base.device = zs_device_cpu();
     comm->base.timeout = timeout;
     comm->gone = -1;
@@ -270,8 +271,7 @@ zs_status zs_comm_c10d_new(const char *group_name, const zs_ranks_of_hosts *rank
     zs_c10d_comm *comm = calloc(1, sizeof *comm);
     if (comm == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the c10d transport");
     comm->base.ops = &zs_c10d_ops;
-    comm->base.per_host = ranks->per_host;
-    zs_status status = zs_c10d_init(comm, group_name, ranks->rank, ranks->world, timeout);
+    zs_status status = zs_c10d_init(comm, group_name, ranks, timeout);
     if (status != ZS_OK) {
         c10d_destroy(&comm->base);
         return status;

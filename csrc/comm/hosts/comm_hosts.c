@@ -34,9 +34,7 @@ static void hosts_abort(zs_comm *comm, const char *reason)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     zs_c10d_abort(comm, reason);
-    if (zs_c10d_is_forked(&self->c10d)) return;
-    zs_hosts_break_off(self, reason);
-    zs_comm_abort(self->local, reason);
+    if (!zs_c10d_is_forked(&self->c10d)) zs_hosts_break_off(self, reason);
 }
 
 /* The process groups are torch's. */
@@ -119,12 +117,11 @@ zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const
     zs_hosts_comm *self = calloc(1, sizeof *self);
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the hosts transport");
     self->c10d.base.ops = &zs_hosts_ops;
-    self->c10d.base.per_host = ranks->per_host;
     self->local = zs_comm_retain(local);
     self->hosts = ranks->world / ranks->per_host;
     self->host = ranks->rank / ranks->per_host;
     self->lane = local->rank;
-    zs_status status = zs_c10d_init(&self->c10d, groups->all, ranks->rank, ranks->world, timeout);
+    zs_status status = zs_c10d_init(&self->c10d, groups->all, ranks, timeout);
     ZS_THEN(status, zs_group_new(groups->across, &self->across));
     ZS_THEN(status, zs_hosts_bells_new(self));
     if (status != ZS_OK) {

@@ -46,6 +46,9 @@ static inline int zs_hosts_rank(const zs_hosts_comm *self, int host, int lane)
 /* Passes `status` on. If the transport can do nothing any more, the host's other ranks learn it at once, and why. */
 zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status);
 
+/* None of `works` [n] (NULL: none there) is waited for any more; all are NULL after that. */
+void zs_hosts_leave(zs_hosts_comm *self, zs_work **works, size_t n, zs_mem *memory);
+
 /* Waits for all `works` [n] (NULL: done, or never begun), which are NULL after that; what a failure leaves may write to `memory`
  * for ever. */
 zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_c10d_turn *turn, zs_work **works, size_t n, zs_mem *memory);
@@ -65,7 +68,7 @@ void zs_hosts_arrived(void *arrival, bool good);
 /* Waits until the parts of all ranks of the host are there. */
 zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather);
 
-/* Tells the host's other ranks that nothing will come from this one any more. */
+/* Tells the host's other ranks that nothing will come from this one any more: their waits fail at once. */
 void zs_hosts_break_off(zs_hosts_comm *self, const char *why);
 
 /* --- hosts_gather.c: as comm_ops.h has it ----------------------------------------------------------------------------- */

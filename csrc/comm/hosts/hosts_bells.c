@@ -60,7 +60,7 @@ static void ring(bell *own)
 zs_status zs_hosts_arrival_new(zs_hosts_comm *self, uint64_t gather, int n, zs_hosts_arrival **out)
 {
     zs_hosts_arrival *made = malloc(sizeof *made);
-    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering");
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering parameters");
     made->bells = zs_mem_retain(self->bells.mem);
     made->own = bell_of(self, self->lane);
     made->gather = gather;
@@ -85,6 +85,7 @@ void zs_hosts_arrived(void *arrival, bool good)
 
 void zs_hosts_break_off(zs_hosts_comm *self, const char *why)
 {
+    zs_comm_abort(self->local, why);
     if (self->bells.mem == NULL) return;
     bell *own = bell_of(self, self->lane);
     if (atomic_load(&own->off) != 0) return;

@@ -142,8 +142,7 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
         *out = (zs_gathering *)gathering;
         return ZS_OK;
     }
-    for (int h = 0; h < self->hosts; h++)
-        if (gathering->works[h] != NULL) zs_c10d_leave_behind(&self->c10d, gathering->works[h], gathering->mem);
+    zs_hosts_leave(self, gathering->works, (size_t)self->hosts, gathering->mem);
     gathering_free(gathering);
     return zs_hosts_pass(self, status);
 }

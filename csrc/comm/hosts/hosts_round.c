@@ -22,10 +22,9 @@ typedef struct hosts_unit {
     zs_cunit base;
     zs_cunit *local; /* the same of the host's ranks' transport */
     uint64_t number;
-    size_t sum_at[ZS_MAX_FLATS]; /* where a piece has the sum of each flat */
-    size_t sum_bytes, stride;    /* of all sums; from one piece to the next */
-    const zs_bucket *bucket;     /* of the round that is out, NULL: it brings nothing; borrowed */
-    zs_work **works;             /* [hosts * n_slices, at least hosts] under way; NULL: none */
+    size_t sum_bytes, stride; /* of all sums, which begin at `base.at`; from one piece to the next */
+    const zs_bucket *bucket;  /* of the round that is out, NULL: it brings nothing; borrowed */
+    zs_work **works;          /* [hosts * n_slices, at least hosts] under way; NULL: none */
     size_t n_works;
     zs_mem *sent, *received; /* areas of that round, NULL: none */
 } hosts_unit;
@@ -53,11 +52,13 @@ static size_t tail_bytes_of(const zs_comm *comm, const zs_cunit_spec *spec)
 static zs_cunit_spec local_spec(const zs_comm *comm, const zs_cunit_spec *spec, const int *nowhere)
 {
     zs_cunit_spec local = *spec;
-    bool all = spec->mode == ZS_REDUCE_ALL;
-    local.part_of = all ? NULL : nowhere;
-    if (spec->parts == 0 && !all) local.parts = comm->world;
-    if (all) local.parts = 0;
-    for (int f = 0; all && f < spec->n_slices; f++)
+    if (spec->mode == ZS_REDUCE_SCATTER) {
+        local.part_of = nowhere;
+        if (spec->parts == 0) local.parts = comm->world;
+        return local;
+    }
+    local.parts = comm->per_host;
+    for (int f = 0; f < spec->n_slices; f++)
         local.slice_bytes[f] *= (size_t)(comm->world / comm->per_host);
     return local;
 }
@@ -117,13 +118,13 @@ static zs_status sum_slice(const zs_hosts_comm *self, const hosts_unit *unit, co
     const zs_comm *comm = &self->c10d.base;
     const zs_cunit_spec *spec = &unit->base.spec;
     size_t at = zs_cunit_slice_at(&unit->base, f, part);
+    if (comm->per_host == 1) {
+        memcpy(dst, buckets[0] + at, spec->slice_bytes[f]);
+        return ZS_OK;
+    }
     const void *src[comm->per_host];
     for (int lane = 0; lane < comm->per_host; lane++)
         src[lane] = buckets[lane] != NULL ? buckets[lane] + at : NULL;
-    if (comm->per_host == 1) {
-        memcpy(dst, src[0], spec->slice_bytes[f]);
-        return ZS_OK;
-    }
     zs_sum sum = {.src = src, .world = comm->per_host, .dst = dst, .dtype = spec->wire[f], .scale = 1.0};
     sum.to = zs_dtype_of_partial_sum(spec->wire[f]);
     sum.numel = (int64_t)(spec->slice_bytes[f] / zs_dtype_size(spec->wire[f]));
@@ -137,14 +138,15 @@ static zs_status fill_piece(const zs_hosts_comm *self, const hosts_unit *unit, c
     hosts_tail *tail = (hosts_tail *)(void *)(piece + unit->sum_bytes);
     uint64_t *bitmaps = (uint64_t *)(tail + 1);
     int per_host = zs_hosts_per_host(self), part = unit->base.spec.part_of[zs_hosts_rank(self, h, self->lane)];
-    tail->present = 0;
+    bool present = false;
     for (int lane = 0; lane < per_host; lane++) {
-        tail->present |= local->data[lane] != NULL;
+        present = present || local->data[lane] != NULL;
         memcpy(bitmaps + (size_t)lane * unit->base.used_words, local->used[lane],
                unit->base.used_words * sizeof *bitmaps);
     }
-    for (int f = 0; f < unit->base.spec.n_slices && tail->present; f++)
-        ZS_TRY(sum_slice(self, unit, local->data, f, part, piece + unit->sum_at[f]));
+    tail->present = present;
+    for (int f = 0; f < unit->base.spec.n_slices && present; f++)
+        ZS_TRY(sum_slice(self, unit, local->data, f, part, piece + unit->base.at[f]));
     return ZS_OK;
 }
 
@@ -186,11 +188,10 @@ static zs_status send(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *use
     return status == ZS_OK ? ZS_OK : zs_c10d_fail(&self->c10d, &turn, status);
 }
 
-/* None of a round's collectives is waited for any more: nobody may use their memory again. */
-static void leave_works(zs_hosts_comm *self, hosts_unit *unit)
+/* None of a round's collectives is waited for any more; `memory` as in zs_c10d_finish. */
+static void leave_works(zs_hosts_comm *self, hosts_unit *unit, zs_mem *memory)
 {
-    for (size_t i = 0; i < unit->n_works; i++)
-        if (unit->works[i] != NULL) zs_c10d_leave_behind(&self->c10d, unit->works[i], NULL);
+    zs_hosts_leave(self, unit->works, unit->n_works, memory);
     unit->n_works = 0;
 }
 
@@ -206,7 +207,7 @@ zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket,
         cunit->state = ZS_ROUND_POSTED;
         return ZS_OK;
     }
-    leave_works(self, unit);
+    leave_works(self, unit, NULL);
     cunit->round--; /* what failed on all ranks has not been a round */
     return_areas(self, unit);
     return zs_hosts_pass(self, status);
@@ -296,7 +297,7 @@ zs_status zs_hosts_share(zs_comm *comm, zs_cunit *cunit)
     ZS_THEN(status, finish(self, unit, ZS_C10D_SHARE, unit->bucket->mem));
     ZS_THEN(status, zs_cunit_share(self->local, unit->local));
     if (status != ZS_OK) {
-        leave_works(self, unit);
+        leave_works(self, unit, unit->bucket->mem);
         return zs_hosts_pass(self, status);
     }
     cunit->state = ZS_ROUND_SHARED;
@@ -365,7 +366,7 @@ static zs_status make(zs_hosts_comm *self, hosts_unit *unit, const zs_cunit_spec
     const zs_comm *comm = &self->c10d.base;
     ZS_TRY(zs_cunit_init(&unit->base, spec, comm));
     for (int f = 0; f < spec->n_slices; f++) {
-        unit->sum_at[f] = unit->base.at[f] = unit->sum_bytes;
+        unit->base.at[f] = unit->sum_bytes;
         unit->sum_bytes += sum_bytes_of(comm, spec, f);
     }
     unit->stride = unit->sum_bytes + tail_bytes_of(comm, spec);

@@ -7,23 +7,26 @@
 zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status)
 {
     const char *lost = self->c10d.base.lost;
-    if (status == ZS_OK || lost == NULL) return status;
-    zs_hosts_break_off(self, lost);
-    zs_comm_abort(self->local, lost);
+    if (status != ZS_OK && lost != NULL) zs_hosts_break_off(self, lost);
     return status;
+}
+
+void zs_hosts_leave(zs_hosts_comm *self, zs_work **works, size_t n, zs_mem *memory)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (works[i] != NULL) zs_c10d_leave_behind(&self->c10d, works[i], memory);
+        works[i] = NULL;
+    }
 }
 
 zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_c10d_turn *turn, zs_work **works, size_t n, zs_mem *memory)
 {
     zs_status status = ZS_OK;
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < n && status == ZS_OK; i++) {
         zs_work *work = works[i];
         works[i] = NULL;
-        if (work == NULL) continue;
-        if (status == ZS_OK)
-            status = zs_c10d_finish(&self->c10d, turn, work, memory);
-        else
-            zs_c10d_leave_behind(&self->c10d, work, memory);
+        if (work != NULL) status = zs_c10d_finish(&self->c10d, turn, work, memory);
     }
+    if (status != ZS_OK) zs_hosts_leave(self, works, n, memory);
     return status;
 }
