@@ -91,6 +91,7 @@ def run_beside(call: Any) -> None:
 def press_in_backward(env: dict[str, str], own_handler: bool) -> dict[str, Any]:
     """What comes of Ctrl-C on rank 0, whose backward waits for rank 1."""
     os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     model = make_model("auto")
     loss = model(torch.ones(2, 8)).sum()
     said: dict[str, Any] = {"backward": "", "main": "", "handled": 0}

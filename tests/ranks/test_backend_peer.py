@@ -141,7 +141,7 @@ def gpu_at(monkeypatch, bus: int, host: str = "a") -> bytes:
     """The id of a GPU there, as transports make it of what torch says."""
     facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    monkeypatch.setattr(transports, "host_id", lambda: host)
+    monkeypatch.setattr(transports.meeting, "host_id", lambda: host)
     return transports._gpu_id("cuda:0")
 
 
