@@ -72,8 +72,6 @@ def _fsdp2(name: str, flags: str) -> Script:
         {
             "example.py": {
                 r"from torch\.distributed\.fsdp import": "from zshard import",
-                # fully_shard() has initialized them.
-                r"^( +)model\.reset_parameters\(\)": "\\1pass",
             },
             "utils.py": {
                 r"from torch\.distributed\.fsdp import FSDPModule": "from zshard import FSDPModule",
