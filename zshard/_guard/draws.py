@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zshard import _core
 from zshard._errors import ShardError
 from zshard._guard.rules import DRAWN_IN_PLACE
+from zshard._guard.shared_draws import default_generators, shared_draws
 from zshard._guard.sizes import has_told, is_from_init, is_from_torch
 from zshard._guard.slices import Handler, plain, refuse, run_plain, slices_among
 from zshard._guard.words import refused_draw
@@ -103,31 +104,24 @@ def _fill(
     func: Callable[..., Any], target: Tensor, part: Part, args: Any, kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Run the function on a full tensor, and keep this rank's part of it."""
-    with plain():
+    with plain(), shared_draws(part.comm, target.device):
         full = torch.empty(part.shape, dtype=target.dtype, device=target.device)
-        states = [each.get_state() for each in _generators(full, (*args, *kwargs.values()))]
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
+        generators = default_generators(target.device) + given
+        before = [each.get_state() for each in generators]
         func(full, *args, **kwargs)
-        after = [each.get_state() for each in _generators(full, (*args, *kwargs.values()))]
+        after = [each.get_state() for each in generators]
     is_due = part.begin_write(target)
     try:
         with plain(), torch.no_grad():
             target.copy_(part.of(full))
-            is_random = any(not torch.equal(*pair) for pair in zip(states, after, strict=True))
-            if is_random:
-                part.note_draw(target, _digest(func, after))
+        if not all(map(torch.equal, before, after)):
+            part.note_draw(target, _digest(func, after))
         part.note_write(target, func)
     finally:
         if is_due:
             part.end_write()
     return target
-
-
-def _generators(like: Tensor, given: Iterable[Any]) -> list[torch.Generator]:
-    """Those that a function may draw from."""
-    found = [torch.default_generator]
-    if like.is_cuda:
-        found.append(torch.cuda.default_generators[like.device.index])
-    return found + [each for each in given if isinstance(each, torch.Generator)]
 
 
 def _digest(func: Callable[..., Any], states: Iterable[Tensor]) -> int:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zshard._guard.shared_draws import keep_generator
 from zshard._memory.dry_run import Planned
 from zshard._memory.fits import MemoryLimit, check_fits
 from zshard._model.build import (
@@ -77,6 +78,7 @@ def shard_model(
     """
     comms = _meet(module, planned, options, ranks, values, memory_limit)
     settle(spec for spec, _ in planned)
+    keep_generator(comms.all)
     check_fits(module, planned, comms, memory_limit, ranks.device)
     if ranks.device == CPU and comms.all.world > 1:
         warn_of_idle_cores()
