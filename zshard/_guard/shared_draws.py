@@ -24,10 +24,12 @@ __all__ = ["default_generators", "keep_generator", "shared_draws"]
 class _OfRank0(NamedTuple):
     """A copy of rank 0's generators.
 
-    seed: this rank's own, while the copy is in use. first: rank 0's. copies: by device.
+    seed: this rank's own, while the copy is in use. is_fresh: nothing had been drawn after that.
+    first: rank 0's. copies: by device.
     """
 
     seed: int
+    is_fresh: bool
     first: int
     copies: dict[torch.device, torch.Generator]
 
@@ -52,14 +54,27 @@ def keep_generator(comm: _core.Comm) -> None:
         comm.broadcast(state, 0)
         copy = torch.Generator()
         copy.set_state(state)
-        _kept[id(comm)] = _OfRank0(seed, copy.initial_seed(), {copy.device: copy})
+        copies = {copy.device: copy}
+        _kept[id(comm)] = _OfRank0(seed, _is_fresh(), copy.initial_seed(), copies)
+
+
+def _is_fresh() -> bool:
+    """Has nothing been drawn since the seed was set?"""
+    fresh = torch.Generator().manual_seed(torch.initial_seed())
+    return torch.equal(fresh.get_state(), torch.get_rng_state())
+
+
+def _is_seeded_since(kept: _OfRank0) -> bool:
+    """Has the script set a seed, which may be the one that it had?"""
+    return kept.seed != torch.initial_seed() or (not kept.is_fresh and _is_fresh())
 
 
 @contextlib.contextmanager
 def shared_draws(comm: _core.Comm, device: torch.device) -> Iterator[None]:
     """Context manager in which the default generators give rank 0's numbers, if these are kept."""
     kept = _kept.get(id(comm)) if _kept else None
-    if kept is None or kept.seed != torch.initial_seed():
+    if kept is None or _is_seeded_since(kept):
+        _kept.pop(id(comm), None)
         yield
         return
     pairs = [(each, _copy_for(kept, each.device)) for each in default_generators(device)]
