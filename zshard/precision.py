@@ -8,13 +8,13 @@ in the reduce dtype and summed in float32.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Scripts import these from here.
 from zshard._compat.classes import MixedPrecision as MixedPrecision
@@ -31,7 +31,8 @@ class Precision:
     compute: of parameters in forward and backward. wire: of gradients on their way to other ranks;
     None: `compute`. buffers: of floating-point buffers. outputs: to which results of the forward
     are cast. cast_inputs, cast_root_inputs: whether arguments of a unit's forward are cast to
-    `compute`; of the root's. keep: modules of these classes keep their dtype.
+    `compute`; of the root's. keep: modules of these classes keep their dtype. full_in_eval: nothing
+    is cast in units whose module is in eval mode.
     """
 
     compute: torch.dtype | None = None
@@ -41,6 +42,7 @@ class Precision:
     cast_inputs: bool = False
     cast_root_inputs: bool = False
     keep: tuple[type[nn.Module], ...] = ()
+    full_in_eval: bool = False
 
     def keeps(self, module: nn.Module) -> bool:
         """Return whether the module's own parameters keep their dtype."""
@@ -71,7 +73,7 @@ def install_casts(
     hooks = []
     inputs = precision.cast_root_inputs if is_root else precision.cast_inputs
     if precision.compute is not None and inputs:
-        cast = _CastInputs(precision.compute)
+        cast = _cast_of(precision, precision.compute)
         hooks.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
     if precision.outputs is not None:
         hooks.append(module.register_forward_hook(_CastOutputs(precision.outputs)))
@@ -83,7 +85,7 @@ def drop_root_casts(module: nn.Module, precision: Precision) -> set[int]:
     the ids of the hooks."""
     if precision.cast_inputs:
         return set()
-    cast = _CastInputs(precision.compute) if precision.compute is not None else None
+    cast = _cast_of(precision, precision.compute) if precision.compute is not None else None
     dropped = {key for key, hook in module._forward_pre_hooks.items() if hook == cast}
     for key in dropped:
         del module._forward_pre_hooks[key]
@@ -106,21 +108,27 @@ def install_kept(modules: Iterable[nn.Module], precision: Precision) -> None:
     for module in modules:
         own = next((p.dtype for p in module.parameters(recurse=False)), None)
         known = any(isinstance(h, _CastInputs) for h in module._forward_pre_hooks.values())
-        if own is not None and precision.keeps(module) and not known:
-            module.register_forward_pre_hook(_CastInputs(own), with_kwargs=True)
-            module.register_forward_hook(_CastOutputs(precision.compute))
-
-
-def cast_buffers(modules: Iterable[nn.Module], precision: Precision) -> None:
-    """Replace the floating-point buffers by cast ones."""
-    if precision.buffers is None:
-        return
-    for module in modules:
-        if precision.keeps(module):
+        if own is None or not precision.keeps(module) or known:
             continue
-        for name, buffer in module._buffers.items():
+        cast = _CastKept(own) if precision.full_in_eval else _CastInputs(own)
+        module.register_forward_pre_hook(cast, with_kwargs=True)
+        back = _CastBack(cast) if isinstance(cast, _CastKept) else _CastOutputs(precision.compute)
+        module.register_forward_hook(back)
+
+
+def cast_buffers(module: nn.Module, precision: Precision) -> dict[str, torch.dtype]:
+    """Replace the floating-point buffers by cast ones; return the dtypes that they had, by name."""
+    before: dict[str, torch.dtype] = {}
+    if precision.buffers is None:
+        return before
+    for prefix, each in module.named_modules():
+        if precision.keeps(each):
+            continue
+        for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(precision.buffers)
+                before[f"{prefix}.{name}" if prefix else name] = buffer.dtype
+                each._buffers[name] = buffer.to(precision.buffers)
+    return before
 
 
 @dataclass(frozen=True)
@@ -131,12 +139,44 @@ class _CastInputs:
         return _cast(args, self.dtype), _cast(kwargs, self.dtype)
 
 
+class _CastInTraining(_CastInputs):
+    """The same, except in eval mode."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return super().__call__(module, args, kwargs) if module.training else (args, kwargs)
+
+
+@dataclass(frozen=True)
+class _CastKept(_CastInputs):
+    """The same, and remembers what came: the module around it may compute in either dtype."""
+
+    came: list[torch.dtype] = field(default_factory=list, compare=False)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        floats = (t.dtype for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
+        self.came[:] = [next(floats, self.dtype)]
+        return super().__call__(module, args, kwargs)
+
+
 @dataclass(frozen=True)
 class _CastOutputs:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return _cast(output, self.dtype)
+
+
+@dataclass(frozen=True)
+class _CastBack:
+    kept: _CastKept
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, self.kept.came[0])
+
+
+def _cast_of(precision: Precision, dtype: torch.dtype) -> _CastInputs:
+    return _CastInTraining(dtype) if precision.full_in_eval else _CastInputs(dtype)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -8,6 +8,7 @@
 #include "engine/engine_inside.h"
 #include "engine/history.h"
 #include "engine/join.h"
+#include "engine/pass_dtype.h"
 #include "engine/sample.h"
 #include "engine/spoiled.h"
 #include "engine/writing.h"
@@ -146,6 +147,7 @@ static zs_status open_backward(zs_engine *engine)
 {
     engine->home.ranks.all->heard = false;
     zs_writing_over(engine);
+    zs_pass_dtype_open_backward(&engine->home);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_in_backward_open(zs_engine_unit(engine, i));
     discard_dead_grads(engine);

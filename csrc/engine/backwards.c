@@ -5,6 +5,7 @@
 #include "engine/acts.h"
 #include "engine/engine_inside.h"
 #include "engine/history.h"
+#include "engine/pass_dtype.h"
 #include "engine/spoiled.h"
 #include "engine/usage.h"
 #include "engine/writing.h"
@@ -32,18 +33,30 @@ static zs_status refuse_double_backward(const zs_unit *unit)
                    zs_unit_label(unit->name));
 }
 
-static zs_status before_backward_hook(void *pointer, int64_t stamp)
+static zs_status before_backward(zs_unit *unit, bool exact, int64_t stamp)
 {
-    zs_unit *unit = pointer;
     ZS_TRY(refuse_double_backward(unit));
     ZS_TRY(zs_home_follow(unit->home));
+    ZS_TRY(zs_schedule_begin_backward(schedule_of(unit)));
+    if (!unit->record.early.over) ZS_TRY(zs_pass_dtype_backward(unit, exact));
     return zs_schedule_backward(schedule_of(unit), &unit->record, stamp);
+}
+
+static zs_status before_backward_hook(void *pointer, int64_t stamp)
+{
+    return before_backward(pointer, false, stamp);
+}
+
+/* Of a forward with parameters of their own dtype. */
+static zs_status before_exact_backward_hook(void *pointer, int64_t stamp)
+{
+    return before_backward(pointer, true, stamp);
 }
 
 zs_hook zs_engine_backward_hook(zs_unit *unit)
 {
     int64_t stamp = zs_schedule_stamp(&unit->record, zs_next_node());
-    return (zs_hook){before_backward_hook, zs_unit_retain, zs_unit_release, unit, stamp};
+    return (zs_hook){unit->exact ? before_exact_backward_hook : before_backward_hook, zs_unit_retain, zs_unit_release, unit, stamp};
 }
 
 /* --- a gradient is ready ----------------------------------------------------------------------------------------------------- */

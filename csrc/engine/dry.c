@@ -85,7 +85,7 @@ static zs_status gather(zs_record *record)
     /* Where peers' shards are mapped, that mapping is the full buffer. */
     bool takes_slots = record->is.replicated || dry->schedule.gathers_cost;
     for (int f = 0; f < it->unit->n_flats && takes_slots; f++) {
-        ZS_TRY(zs_arena_take(dry->slots, zs_flat_full_bytes(it->unit, &it->unit->flats[f]), &it->slots[f]));
+        ZS_TRY(zs_arena_take(dry->slots, zs_flat_full_bytes_as(&it->unit->flats[f], dry->evaluates && it->unit->full_in_eval), &it->slots[f]));
         if (!record->is.replicated && ranks->shard_group == ranks->all) ZS_TRY(talk(dry));
     }
     it->gathered = queue(dry, &dry->gathers_until, it->seconds.gather);

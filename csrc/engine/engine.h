@@ -67,9 +67,9 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
 /* Has these tensors (buffers; weak handles, taken over) copied from rank 0 at each forward session. */
 zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n);
 
-/* Before / after the forward of a unit's module. `training`: is the module in training mode? `keep`: gradients will be wanted
- * (autograd records and an output has history). post is to be called even if the forward raised; without a pre it is a no-op. */
-zs_status zs_engine_pre_forward(zs_unit *unit, bool training);
+/* Before / after the forward of a unit's module. `training`: is the module in training mode? `exact`: does it compute with
+ * parameters of their own dtype? `keep`: gradients will be wanted (autograd records and an output has history). post is to be called even if the forward raised; without a pre it is a no-op. */
+zs_status zs_engine_pre_forward(zs_unit *unit, bool training, bool exact);
 zs_status zs_engine_post_forward(zs_unit *unit, bool keep);
 
 /* How many forwards and sessions are open now, for zs_engine_unwind. */

@@ -2,6 +2,7 @@
  */
 #include "engine/engine_inside.h"
 #include "engine/history.h"
+#include "engine/pass_dtype.h"
 #include "engine/pin.h"
 #include "reduce/in_backward.h"
 
@@ -131,7 +132,7 @@ zs_status zs_engine_thaw(zs_engine *engine)
     return ZS_OK;
 }
 
-zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
+zs_status zs_engine_pre_forward(zs_unit *unit, bool training, bool exact)
 {
     zs_entry entry = entry_now();
     entry.training = training;
@@ -141,10 +142,11 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
     ZS_TRY(zs_home_follow(unit->home));
     if (backward_runs(schedule_of(unit))) {
         ZS_TRY(zs_in_backward_check(unit));
+        ZS_TRY(zs_pass_dtype_backward(unit, exact));
         return zs_schedule_recompute(schedule_of(unit), &unit->record, entry.now);
     }
     ZS_TRY(check_outside(unit));
-    ZS_TRY(zs_pin_check_forward(unit));
+    ZS_TRY(zs_pass_dtype_forward(unit, exact));
     return zs_schedule_enter(schedule_of(unit), &unit->record, &entry);
 }
 

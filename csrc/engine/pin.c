@@ -6,10 +6,8 @@
 /* The full buffer is to be of the parameters' own dtype, or of the one that is computed with. */
 static zs_status choose_dtype(zs_unit *unit, bool exact)
 {
-    bool lowered = false;
-    for (int f = 0; f < unit->n_flats; f++)
-        lowered |= unit->flats[f].compute != unit->flats[f].dtype;
-    if (!exact || zs_unit_is_full(unit)) {
+    bool lowered = zs_unit_is_mixed(unit);
+    if (zs_unit_is_full(unit)) {
         if (!exact || !lowered || unit->exact) return ZS_OK;
         return ZS_FAIL(ZS_ERR_STATE,
                        "unit '%s' is unsharded in the compute dtype (param_dtype), by its forward or by unshard(), so "
@@ -17,8 +15,9 @@ static zs_status choose_dtype(zs_unit *unit, bool exact)
                        "forward, or after reshard()",
                        zs_unit_label(unit->name));
     }
+    if (unit->exact == exact) return ZS_OK;
     zs_schedule_cancel(&unit->home->schedule, &unit->record); /* begun in the other dtype */
-    zs_unit_set_exact(unit, true);
+    zs_unit_set_exact(unit, exact);
     return ZS_OK;
 }
 
@@ -26,7 +25,7 @@ zs_status zs_engine_summon(zs_unit *unit, bool exact)
 {
     ZS_TRY(choose_dtype(unit, exact));
     zs_status status = zs_schedule_unshard(&unit->home->schedule, &unit->record);
-    if (status != ZS_OK) zs_unit_set_exact(unit, false);
+    if (status != ZS_OK) zs_unit_set_exact(unit, unit->pass_exact);
     return status;
 }
 
@@ -45,16 +44,4 @@ zs_status zs_pin(zs_unit *unit, bool exact)
     if (status != ZS_OK) (void)zs_engine_dismiss(unit);
     unit->home->calls->note_peak(unit->home);
     return status;
-}
-
-zs_status zs_pin_check_forward(const zs_unit *unit)
-{
-    for (int f = 0; f < unit->n_flats && unit->record.pinned && unit->exact; f++)
-        if (unit->flats[f].compute != unit->flats[f].dtype)
-            return ZS_FAIL(
-                ZS_ERR_STATE,
-                "unit '%s' was called within summon_full_params(), where its parameters are in their original dtype, "
-                "not in the compute dtype (param_dtype); call the model outside summon_full_params()",
-                zs_unit_label(unit->name));
-    return ZS_OK;
 }

@@ -14,7 +14,4 @@
  * has it unsharded in another dtype. */
 zs_status zs_pin(zs_unit *unit, bool exact);
 
-/* ZS_ERR_STATE if the unit is pinned in another dtype than forward wants. */
-zs_status zs_pin_check_forward(const zs_unit *unit);
-
 #endif

@@ -16,6 +16,7 @@ typedef struct param_place {
 typedef struct unit_object {
     PyObject_HEAD
     zs_unit *unit;       /* counted reference */
+    PyObject *module;    /* (full_in_eval) whose mode counts: a weak reference, owned; NULL: nobody asks */
     param_place *places; /* [n_places] owned */
     Py_ssize_t n_places;
     zs_profile *forward; /* what a profiler shows of the one that runs; NULL: nothing; owned */

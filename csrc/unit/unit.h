@@ -119,7 +119,10 @@ struct zs_unit {
     char *name;            /* owned */
     char *sharded_message; /* what touching a sharded full buffer raises; owned */
     zs_strategy strategy;
-    bool exact; /* gathered by hand: the full buffer is of the parameters' own dtype for now */
+    bool exact; /* the full buffer, or the next one, is of the parameters' own dtype: by hand, or for an `exact` pass */
+    bool full_in_eval;       /* passes are exact while its module is in eval mode; see pass_dtype.h */
+    bool pass_exact;         /* its last pass was: the guess for gathers that go ahead of the next */
+    bool used_in_backward;   /* this backward has computed with it, exact or not */
     zs_unit_offload offloads;
     int part;         /* which slice of each flat buffer this rank holds, or if replicated, sums */
     double divisor;   /* what sums of gradients are divided by; 0: the number of ranks */
@@ -180,6 +183,14 @@ static inline bool zs_flat_is_lowered(const zs_unit *unit, const zs_flat *flat)
     return !unit->exact && flat->compute != flat->dtype;
 }
 
+/* Are any of its parameters computed with in another dtype than their own? */
+static inline bool zs_unit_is_mixed(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].compute != unit->flats[f].dtype) return true;
+    return false;
+}
+
 /* What that full buffer is made of. */
 static inline const zs_flat_mem *zs_flat_source(const zs_unit *unit, const zs_flat *flat)
 {
@@ -188,11 +199,16 @@ static inline const zs_flat_mem *zs_flat_source(const zs_unit *unit, const zs_fl
     return lowered ? &flat->low : &flat->mem;
 }
 
-/* Its bytes. */
+/* Bytes of a flat's full buffer, of its parameters' own dtype or of the one that is computed with. */
+static inline size_t zs_flat_full_bytes_as(const zs_flat *flat, bool exact)
+{
+    return (size_t)zs_layout_full_numel(&flat->layout) * (exact ? flat->layout.itemsize : flat->compute_size);
+}
+
+/* Those that it has now. */
 static inline size_t zs_flat_full_bytes(const zs_unit *unit, const zs_flat *flat)
 {
-    size_t itemsize = zs_flat_is_lowered(unit, flat) ? flat->compute_size : flat->layout.itemsize;
-    return (size_t)zs_layout_full_numel(&flat->layout) * itemsize;
+    return zs_flat_full_bytes_as(flat, unit->exact);
 }
 
 /* Bytes that this rank has of the flat's parameters at rest; of its gradients as many. */
@@ -215,6 +231,7 @@ typedef struct zs_unit_spec {
     zs_tensor *const *tensors; /* [n_params] strong handles; borrowed */
     zs_precision precision;    /* of its floating-point parameters */
     const bool *keep;          /* [n_params] those that keep their own dtype all the same; NULL: none */
+    bool full_in_eval;         /* see zs_unit */
     /* Only the sizes of such a unit: it gets no memory, and the parameters (which may be on the meta device) stay as they
      * are. */
     bool dry_run;

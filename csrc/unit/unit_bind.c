@@ -272,7 +272,7 @@ zs_status zs_unit_reshard(zs_unit *unit)
     note_bound(unit, false);
     for (int f = 0; f < unit->n_flats; f++)
         clear_full_storage(unit, &unit->flats[f]);
-    unit->exact = false;
+    unit->exact = unit->pass_exact;
     return status;
 }
 

@@ -47,11 +47,9 @@ class Fsdp1Arguments(NamedTuple):
         strategy, offload: FSDP()'s arguments of these names, which are zshard's own.
         """
         gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
-        precision = precision_of(self.mixed_precision)
-        _check_eval(precision)
         return Options(
             _either_strategy(self.sharding_strategy, strategy),
-            precision,
+            precision_of(self.mixed_precision),
             prefetch_of(
                 self.backward_prefetch, self.forward_prefetch or gpu, self.limit_all_gathers
             ),
@@ -68,15 +66,10 @@ def check_use_orig_params(use_orig_params: bool) -> None:
         )
 
 
-def _check_eval(precision: Precision) -> None:
-    """Raise NotImplementedError for FSDP1's environment variable, where it would mean something."""
-    name = "FSDP_USE_FULL_PREC_IN_EVAL"
-    if os.environ.get(name) == "1" and precision.compute is not None:
-        raise NotImplementedError(
-            f"{name}=1 is not supported: model.eval() computes in param_dtype, too; unset it, and "
-            "to evaluate in full precision load model.state_dict() into a model that was wrapped "
-            "without mixed_precision"
-        )
+def _is_full_in_eval(given: Any) -> bool:
+    """Whether FSDP1's environment variable has a module in eval mode compute in full precision."""
+    casts = given.param_dtype is not None or given.reduce_dtype is not None
+    return casts and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
 
 
 def _either_strategy(sharding_strategy: Any, strategy: Any) -> ShardingStrategy:
@@ -128,6 +121,7 @@ def precision_of(given: Any) -> Precision:
         cast_inputs=casts,
         cast_root_inputs=casts or bool(getattr(given, "cast_root_forward_inputs", False)),
         keep=BATCH_NORMS if keep is None else tuple(keep),
+        full_in_eval=_is_full_in_eval(given),
     )
 
 

@@ -78,7 +78,8 @@ class Fsdp2Methods(Fsdp2Tuning):
         Returns an UnshardHandle if `async_op`, else None. Raises RuntimeError during a backward,
         PeerError if a rank exited.
         """
-        state_of(self).unit.pin()
+        state = state_of(self)
+        state.unit.pin(state.options.precision.full_in_eval and not self.training)
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:

@@ -30,6 +30,7 @@ from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard._run.idle_cores import warn_of_idle_cores
 from zshard._state_dict.earlier_state import shard_earlier_state
+from zshard._units.full_in_eval import buffers_in_eval
 from zshard._units.units import Options, state_of
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
 from zshard._wrap.late_parameters import watch
@@ -90,7 +91,7 @@ def shard_model(
         initial.give_buffers(values.ignored | modules_apart(module, comms))
     if comms.all.world > 1:
         watch(module, values.ignored)
-    cast_buffers(module.modules(), options.precision)
+    buffers_in_eval(module, options.precision, cast_buffers(module, options.precision))
     if values.buffers_in_forward:
         sync_buffers(module)
     given = _shard_group_given(ranks)

@@ -77,6 +77,7 @@ class State:
         self.names = [str(unit.param(i)["name"]) for i in range(len(unit.params))]
         self.peers: Any = None  # state_registry.Peers: whom to ask for state that they alone have
         self.sync_buffers = False  # the root's: from rank 0, at each forward
+        self.root: weakref.ref[nn.Module] | None = None  # the outermost unit's module; None: itself
 
     def rename(self, name: str) -> None:
         """The unit's name from now on, and those of its parameters, which outlive it in Parts."""
