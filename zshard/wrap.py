@@ -204,11 +204,13 @@ def plan_units(
     policy: Any = "auto",
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
+    with_empty: bool = False,
 ) -> list[UnitSpec]:
     """Choose the units of `root` and assign each of its parameters to exactly one.
 
     policy: as FSDP's auto_wrap_policy.
     ignored_modules, ignored_params: left out, with all parameters of ignored modules.
+    with_empty: keep units without parameters of their own, as earlier outermost ones may be.
 
     Returns the units children first, in module order; the last is `root` itself, which has what no
     other unit has (possibly nothing). Every other unit has parameters. Modules that are units of an
@@ -220,7 +222,7 @@ def plan_units(
     choose = _chooser(policy)
     tree = ModuleTree(root, ignored_modules, ignored_params)
     try:
-        return tree.assign(choose(tree, ignored_modules))
+        return tree.assign(choose(tree, ignored_modules), with_empty)
     finally:
         tree.fell()
 

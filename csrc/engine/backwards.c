@@ -56,7 +56,8 @@ static zs_status before_exact_backward_hook(void *pointer, int64_t stamp)
 zs_hook zs_engine_backward_hook(zs_unit *unit)
 {
     int64_t stamp = zs_schedule_stamp(&unit->record, zs_next_node());
-    return (zs_hook){unit->exact ? before_exact_backward_hook : before_backward_hook, zs_unit_retain, zs_unit_release, unit, stamp};
+    return (zs_hook){unit->exact ? before_exact_backward_hook : before_backward_hook, zs_unit_retain, zs_unit_release,
+                     unit, stamp};
 }
 
 /* --- a gradient is ready ----------------------------------------------------------------------------------------------------- */

@@ -77,15 +77,32 @@ static void return_grads(zs_dry_unit *it)
 
 /* --- parameters ------------------------------------------------------------------------------------------------------------- */
 
+/* Borrows a flat's full buffer. Where a copy is kept between steps that is of another dtype, an exact one comes from all ranks,
+ * and is put in order. */
+static zs_status borrow_slot(zs_dry_unit *it, int f, bool exact)
+{
+    zs_dry *dry = it->dry;
+    const zs_flat *flat = &it->unit->flats[f];
+    size_t bytes = zs_flat_full_bytes_as(flat, exact);
+    bool ordered = exact && flat->compute != flat->dtype && dry->home->ranks.replica_group != NULL;
+    /* Where peers' shards are mapped, that mapping is the full buffer. */
+    if (!it->record.is.replicated && !dry->schedule.gathers_cost && !ordered) return ZS_OK;
+    ZS_TRY(zs_arena_take(dry->slots, bytes, &it->slots[f]));
+    if (!ordered || it->record.is.replicated) return ZS_OK;
+    zs_mem *area = NULL;
+    ZS_TRY(zs_arena_take(dry->slots, bytes, &area));
+    give(dry->slots, &area);
+    return ZS_OK;
+}
+
 static zs_status gather(zs_record *record)
 {
     zs_dry_unit *it = dry_unit_of(record);
     zs_dry *dry = it->dry;
     const zs_ranks *ranks = &dry->home->ranks;
-    /* Where peers' shards are mapped, that mapping is the full buffer. */
-    bool takes_slots = record->is.replicated || dry->schedule.gathers_cost;
-    for (int f = 0; f < it->unit->n_flats && takes_slots; f++) {
-        ZS_TRY(zs_arena_take(dry->slots, zs_flat_full_bytes_as(&it->unit->flats[f], dry->evaluates && it->unit->full_in_eval), &it->slots[f]));
+    for (int f = 0; f < it->unit->n_flats; f++) {
+        ZS_TRY(borrow_slot(it, f, dry->evaluates && it->unit->full_in_eval));
+        if (it->slots[f] == NULL) continue;
         if (!record->is.replicated && ranks->shard_group == ranks->all) ZS_TRY(talk(dry));
     }
     it->gathered = queue(dry, &dry->gathers_until, it->seconds.gather);

@@ -3,6 +3,7 @@
 
 #include "engine/engine_inside.h"
 #include "engine/join.h"
+#include "engine/pass_dtype.h"
 
 /* --- passes ------------------------------------------------------------------------------------------------------------------- */
 
@@ -13,6 +14,14 @@ static zs_status record_of(zs_engine *engine, uint32_t number, zs_record **out)
                        number, zs_engine_n_units(engine));
     *out = engine->home.schedule.records[number];
     return ZS_OK;
+}
+
+static zs_status gather_as_heard(zs_engine *engine, zs_record *record)
+{
+    zs_unit *unit = zs_unit_of(record);
+    bool exact = zs_join_heard(engine)->word.bits != 0;
+    if (unit->full_in_eval && exact != unit->exact) ZS_TRY(zs_pass_dtype_forward(unit, exact));
+    return zs_schedule_gather_only(&engine->home.schedule, record);
 }
 
 /* What is heard in a pass whose end is `end`; *summed: what has come of its rounds, of which the others learn as well. */
@@ -30,7 +39,7 @@ static zs_status take_part(zs_engine *engine, zs_join_act end, zs_status *summed
                            zs_join_heard(engine)->leader);
         ZS_TRY(record_of(engine, word->number, &record));
         if (word->act == ZS_JOIN_GATHER)
-            ZS_TRY(zs_schedule_gather_only(schedule, record));
+            ZS_TRY(gather_as_heard(engine, record));
         else
             ZS_ALSO(*summed, zs_schedule_post_only(schedule, record));
     }
@@ -46,7 +55,7 @@ static zs_status follow_forward(zs_engine *engine, uint32_t bits)
     if (entry.recording) ZS_TRY(zs_engine_thaw(engine));
     ZS_TRY(zs_schedule_enter(schedule, NULL, &entry));
     zs_status status = ZS_OK, none = ZS_OK;
-    if (schedule->gathers_cost) status = take_part(engine, ZS_JOIN_FORWARD_END, &none);
+    if (zs_join_gathers(engine)) status = take_part(engine, ZS_JOIN_FORWARD_END, &none);
     ZS_ALSO(status, zs_schedule_leave_by_hand(schedule));
     return status;
 }

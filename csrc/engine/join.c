@@ -360,18 +360,27 @@ zs_status zs_join_forward_end(zs_engine *engine)
     zs_join *join = engine->join;
     if (!tells(engine) || !join->in_forward) return ZS_OK;
     join->in_forward = false;
-    bool told = join->shadowed && engine->home.schedule.gathers_cost && !join->over;
+    bool told = join->shadowed && zs_join_gathers(engine) && !join->over;
     return told ? say_act(join, ZS_JOIN_FORWARD_END, 0, 0) : ZS_OK;
+}
+
+/* Where copies are kept between steps, those of units that evaluate in full precision do not serve. */
+bool zs_join_gathers(const zs_engine *engine)
+{
+    bool exact = false;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        exact |= zs_engine_unit(engine, i)->full_in_eval;
+    return engine->home.schedule.gathers_cost || (exact && engine->home.ranks.replica_group != NULL);
 }
 
 zs_status zs_join_unit(zs_engine *engine, zs_join_act act, const zs_record *record)
 {
     if (!tells(engine) || !engine->join->shadowed) return ZS_OK;
-    if (act == ZS_JOIN_GATHER && !engine->home.schedule.gathers_cost) return ZS_OK;
+    if (act == ZS_JOIN_GATHER && !zs_join_gathers(engine)) return ZS_OK;
     uint32_t i = 0;
     while (engine->home.schedule.records[i] != record)
         i++;
-    return say_act(engine->join, act, i, 0);
+    return say_act(engine->join, act, i, act == ZS_JOIN_GATHER && zs_engine_unit(engine, i)->exact);
 }
 
 zs_status zs_join_backward(zs_engine *engine)

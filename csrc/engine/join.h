@@ -15,7 +15,7 @@ typedef enum zs_join_act {
     ZS_JOIN_FAILED, /* it leaves by an exception, whose words are `text` */
     ZS_JOIN_FORWARD,
     ZS_JOIN_FORWARD_END,
-    ZS_JOIN_GATHER, /* of unit `number` */
+    ZS_JOIN_GATHER, /* of unit `number`; `bits`: in its parameters' own dtype */
     ZS_JOIN_BACKWARD,
     ZS_JOIN_POST, /* of unit `number` */
     ZS_JOIN_BACKWARD_END,
@@ -78,6 +78,9 @@ zs_status zs_join_forward_end(zs_engine *engine);
 /* A backward begins / has posted all of its rounds. */
 zs_status zs_join_backward(zs_engine *engine);
 zs_status zs_join_backward_end(zs_engine *engine);
+
+/* Do gathers in the engine's forwards meet ranks that may follow? */
+bool zs_join_gathers(const zs_engine *engine);
 
 /* A unit is about to be gathered, or its round posted. */
 zs_status zs_join_unit(zs_engine *engine, zs_join_act act, const zs_record *record);

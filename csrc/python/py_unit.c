@@ -153,9 +153,9 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     const char *strategy;
     int dry_run = 0;
     zs_unit_spec spec = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!O!|OOO!Op:Unit", keywords, &engine_obj, &spec.name, &strategy,
-                                     &PyList_Type, &names, &PyList_Type, &tensors, &PyList_Type, &places, &compute,
-                                     &wire, &PySet_Type, &keep, &module, &dry_run))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!O!|OOO!Op:Unit", keywords, &engine_obj, &spec.name,
+                                     &strategy, &PyList_Type, &names, &PyList_Type, &tensors, &PyList_Type, &places,
+                                     &compute, &wire, &PySet_Type, &keep, &module, &dry_run))
         return NULL;
     spec.dry_run = dry_run != 0;
     spec.full_in_eval = module != Py_None;

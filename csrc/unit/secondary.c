@@ -1,6 +1,7 @@
 /* secondary.c - see secondary.h. */
 #include "unit/secondary.h"
 
+#include "device/arena.h"
 #include "unit/home.h"
 
 #include <stdlib.h>
@@ -106,12 +107,12 @@ zs_status zs_secondary_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *
     size_t bytes = flat->mem.shard_bytes;
     zs_mem *ordered = NULL;
     const zs_device *device = zs_device_of(slot);
-    ZS_TRY(zs_device_mem_new(device, bytes * (size_t)shards->world, &ordered));
+    ZS_TRY(zs_arena_take(unit->home->arena, bytes * (size_t)shards->world, &ordered));
     zs_status status = zs_comm_gather(shards, &flat->mem, unit->name, (zs_target){ordered, ordered->ptr});
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
         status = zs_device_copy(device, ZS_STREAM_COMPUTE, (char *)slot->ptr + (size_t)part_of[r] * bytes,
                                 (char *)ordered->ptr + (size_t)r * bytes, bytes);
-    zs_mem_release(ordered);
+    zs_arena_give(unit->home->arena, ordered);
     return status;
 }
 

@@ -424,17 +424,6 @@ def test_inner_units_cast_their_arguments_only_if_asked_to(by_hand, casts, expec
     assert model.unit.seen == [torch.bfloat16, expected]
 
 
-def test_full_precision_in_eval_is_refused_by_name(monkeypatch):
-    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-    FSDP(make(Mlp))  # nothing is cast
-    FSDP(make(Mlp), mixed_precision=zshard.MixedPrecision(reduce_dtype=torch.bfloat16))
-    model, low = make(Mlp), zshard.MixedPrecision(torch.bfloat16)
-    text = message_of(lambda: FSDP(model, mixed_precision=low), NotImplementedError)
-    assert "FSDP_USE_FULL_PREC_IN_EVAL=1" in text and "load model.state_dict()" in text
-    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "0")
-    FSDP(model, mixed_precision=low)
-
-
 # --- the gradient scaler ----------------------------------------------------------------------------------
 
 

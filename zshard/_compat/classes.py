@@ -20,6 +20,8 @@ class MixedPrecision:
     """FSDP1's mixed precision: FSDP(model, mixed_precision=MixedPrecision(torch.bfloat16)).
 
     Parameters, `.grad` and optimizer state keep the model's dtype. All dtypes are floating-point.
+    With the environment variable FSDP_USE_FULL_PREC_IN_EVAL=1, modules in eval mode compute in the
+    model's dtype, too.
 
     Args:
         param_dtype: dtype of parameters in forward and backward. None: the model's.

@@ -199,7 +199,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         id(made): state.options for (_, state), (_, made) in zip(units, copied.units, strict=True)
     }
     policy = CustomPolicy(lambda module: id(module) in options)
-    specs = plan_units(copied.module, policy, (), copied.others)
+    specs = plan_units(copied.module, policy, (), copied.others, with_empty=True)
     build(copied.module, [(spec, options[id(spec.module)]) for spec in specs], own.comms)
     if own.sync_buffers:
         sync_buffers(copied.module)

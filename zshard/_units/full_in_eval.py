@@ -1,9 +1,9 @@
 """What FSDP1's FSDP_USE_FULL_PREC_IN_EVAL=1 means for inputs, outputs and buffers.
 
-The one idea: a unit in eval mode computes with parameters of their own dtype (csrc/engine/
-pass_dtype.h), as all of an evaluated model does. Where a part of a model is evaluated while the rest
-trains, such as a frozen encoder, the border between the two has casts; FSDP1 has none there, and
-torch refuses to mix the dtypes.
+The one idea: a unit in eval mode computes with parameters of their own dtype (see
+csrc/engine/pass_dtype.h), as all of an evaluated model does. Where a part of a model is in eval
+mode while the rest trains, such as a frozen encoder, the border between the two has casts; FSDP1 has
+none there, and torch refuses to mix the dtypes.
 """
 
 from __future__ import annotations

@@ -160,11 +160,13 @@ class ModuleTree:
             )
         return known
 
-    def assign(self, chosen: Mapping[Node, dict[str, Any]]) -> list[UnitSpec]:
+    def assign(
+        self, chosen: Mapping[Node, dict[str, Any]], with_empty: bool = False
+    ) -> list[UnitSpec]:
         """Assign each parameter to its unit: the root and the `chosen` nodes, with their overrides.
 
         Children come before parents, in module order, the root last. A chosen node that is left
-        without parameters of its own is dropped; the root never is.
+        without parameters of its own is dropped, unless `with_empty`; the root never is.
         """
         nodes = sorted({*chosen, self.root}, key=lambda node: node.rank)
         specs = {
@@ -177,7 +179,8 @@ class ModuleTree:
                 assert unit.parent is not None, "the root is a unit"
                 unit = unit.parent
             specs[unit].params.append(self._ref(entry, unit))
-        return [spec for node, spec in specs.items() if spec.params or node is self.root]
+        root = self.root
+        return [spec for node, spec in specs.items() if spec.params or with_empty or node is root]
 
     def fell(self) -> None:
         """Take the tree apart after use: its cycles would keep the model alive, with all its
