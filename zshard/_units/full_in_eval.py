@@ -2,8 +2,8 @@
 
 The one idea: a unit in eval mode computes with parameters of their own dtype (see
 csrc/engine/pass_dtype.h), as all of an evaluated model does. Where a part of a model is in eval
-mode while the rest trains, such as a frozen encoder, the border between the two has casts; FSDP1 has
-none there, and torch refuses to mix the dtypes.
+mode while the rest trains, such as a frozen encoder, the border between the two has casts. FSDP1
+has none there, and torch refuses to mix the dtypes.
 """
 
 from __future__ import annotations
