@@ -26,6 +26,8 @@ typedef struct zs_flat_ops {
     /* New zeroed memory for full buffers, to gather into. The same calls in the same order on all ranks. NULL: the device's
      * memory will do. */
     zs_status (*slot_new)(zs_comm *, size_t bytes, zs_mem **out);
+    /* Do several ranks have the same memory as a slot? NULL: none do. */
+    bool (*slots_shared)(const zs_comm *);
     /* (not mapped) Begins to fill `to` from all ranks' shards, which stay as they are until gather_finish. Collective, in the
      * same order on all ranks; `unit` is the name of the flat's unit, for messages. The flat may be another comm's of this
      * transport. */
@@ -199,6 +201,13 @@ static inline zs_status zs_comm_gather_start(zs_comm *comm, const zs_flat_mem *f
                                              zs_gathering **out)
 {
     return comm->ops->flats->gather_start(comm, flat, unit, to, out);
+}
+
+/* Do several ranks have the same memory as a slot? */
+static inline bool zs_comm_shares_slots(const zs_comm *comm)
+{
+    const zs_flat_ops *ops = comm->ops->flats;
+    return ops->slots_shared != NULL && ops->slots_shared(comm);
 }
 
 /* Waits for it. */

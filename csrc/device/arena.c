@@ -6,15 +6,15 @@
 typedef struct slot {
     zs_mem *mem; /* owned reference */
     bool lent;
+    bool own; /* not shared, where others are */
 } slot;
 
 struct zs_arena {
     const zs_device *device;
     slot *slots; /* owned */
     size_t n;
-    bool dry_run;                                             /* slots are sizes without memory */
-    zs_status (*make)(void *arg, size_t bytes, zs_mem **out); /* NULL: the device does */
-    void *arg;                                                /* borrowed */
+    bool dry_run;        /* slots are sizes without memory */
+    zs_slot_maker maker; /* make == NULL: the device does */
 };
 
 zs_status zs_arena_new(const zs_device *device, zs_arena **out)
@@ -32,10 +32,14 @@ zs_status zs_arena_new_dry(zs_arena **out)
     return ZS_OK;
 }
 
-void zs_arena_made_by(zs_arena *arena, zs_status (*make)(void *arg, size_t bytes, zs_mem **out), void *arg)
+void zs_arena_made_by(zs_arena *arena, zs_slot_maker maker)
 {
-    arena->make = make;
-    arena->arg = arg;
+    arena->maker = maker;
+}
+
+void zs_arena_made_like(zs_arena *arena, const zs_arena *like)
+{
+    arena->maker.shared = like->maker.shared;
 }
 
 void zs_arena_free(zs_arena *arena)
@@ -47,13 +51,13 @@ void zs_arena_free(zs_arena *arena)
     free(arena);
 }
 
-/* The smallest free slot that holds `bytes`; if there is none, the largest free one. */
-static slot *best_fit(zs_arena *arena, size_t bytes)
+/* The smallest free slot of that kind that holds `bytes`; if there is none, the largest free one. */
+static slot *best_fit(zs_arena *arena, size_t bytes, bool own)
 {
     slot *best = NULL;
     for (size_t i = 0; i < arena->n; i++) {
         slot *candidate = &arena->slots[i];
-        if (candidate->lent) continue;
+        if (candidate->lent || candidate->own != own) continue;
         bool fits = candidate->mem->bytes >= bytes, best_fits = best != NULL && best->mem->bytes >= bytes;
         bool smaller = best != NULL && candidate->mem->bytes < best->mem->bytes;
         if (best == NULL || (fits && !best_fits) || (fits == best_fits && smaller == fits)) best = candidate;
@@ -71,19 +75,19 @@ static zs_status add_slot(zs_arena *arena, slot **out)
     return ZS_OK;
 }
 
-static zs_status new_memory(const zs_arena *arena, size_t bytes, zs_mem **out)
+static zs_status new_memory(const zs_arena *arena, size_t bytes, bool own, zs_mem **out)
 {
-    if (arena->make != NULL) return arena->make(arena->arg, bytes, out);
+    if (arena->maker.make != NULL && !own) return arena->maker.make(arena->maker.arg, bytes, out);
     if (!arena->dry_run) return zs_device_mem_new(arena->device, bytes, out);
     return zs_mem_wrap(NULL, bytes > 0 ? bytes : 1, NULL, NULL, out);
 }
 
-zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **out)
+static zs_status take(zs_arena *arena, size_t bytes, bool own, zs_mem **out)
 {
-    slot *found = best_fit(arena, bytes);
+    slot *found = best_fit(arena, bytes, own);
     if (found == NULL || found->mem->bytes < bytes) {
         zs_mem *mem = NULL;
-        ZS_TRY(new_memory(arena, bytes, &mem));
+        ZS_TRY(new_memory(arena, bytes, own, &mem));
         zs_status status = found == NULL ? add_slot(arena, &found) : ZS_OK;
         if (status != ZS_OK) {
             zs_mem_release(mem);
@@ -91,10 +95,28 @@ zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **out)
         }
         zs_mem_release(found->mem);
         found->mem = mem;
+        found->own = own;
     }
     found->lent = true;
     *out = found->mem;
     return ZS_OK;
+}
+
+zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **out)
+{
+    return take(arena, bytes, false, out);
+}
+
+zs_status zs_arena_take_own(zs_arena *arena, size_t bytes, zs_mem **out)
+{
+    return take(arena, bytes, arena->maker.shared, out);
+}
+
+bool zs_arena_is_shared(const zs_arena *arena, const zs_mem *mem)
+{
+    for (size_t i = 0; i < arena->n; i++)
+        if (arena->slots[i].mem == mem) return arena->maker.shared && !arena->slots[i].own;
+    return false;
 }
 
 void zs_arena_give(zs_arena *arena, zs_mem *mem)
@@ -104,6 +126,11 @@ void zs_arena_give(zs_arena *arena, zs_mem *mem)
     }
 }
 
+static bool are_alike(const slot *a, const slot *b)
+{
+    return a->mem->bytes == b->mem->bytes && a->own == b->own;
+}
+
 /* Which slot of `plan` each slot of the arena stands for; `met` [plan->n] says which of the plan's have one. */
 static void match(zs_arena *arena, const zs_arena *plan, bool *met)
 {
@@ -111,7 +138,7 @@ static void match(zs_arena *arena, const zs_arena *plan, bool *met)
     for (size_t i = 0; i < arena->n; i++) {
         slot own = arena->slots[i];
         size_t p = 0;
-        while (p < plan->n && (met[p] || plan->slots[p].mem->bytes != own.mem->bytes))
+        while (p < plan->n && (met[p] || !are_alike(&plan->slots[p], &own)))
             p++;
         if (p < plan->n) met[p] = true;
         if (p < plan->n || own.lent)
@@ -129,9 +156,9 @@ zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan)
     match(arena, plan, met);
     zs_status status = ZS_OK;
     for (size_t p = 0; p < plan->n && status == ZS_OK; p++) {
-        slot made = {0}, *place = NULL;
+        slot made = {.own = plan->slots[p].own}, *place = NULL;
         if (met[p]) continue;
-        status = new_memory(arena, plan->slots[p].mem->bytes, &made.mem);
+        status = new_memory(arena, plan->slots[p].mem->bytes, made.own, &made.mem);
         if (status != ZS_OK) break;
         status = add_slot(arena, &place);
         if (status == ZS_OK)
@@ -149,7 +176,7 @@ zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan)
     if (taken == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory reserving slots");
     zs_status status = ZS_OK;
     for (size_t p = 0; p < plan->n && status == ZS_OK; p++)
-        status = zs_arena_take(arena, plan->slots[p].mem->bytes, &taken[p]);
+        status = take(arena, plan->slots[p].mem->bytes, plan->slots[p].own, &taken[p]);
     for (size_t p = 0; p < plan->n; p++)
         if (taken[p] != NULL) zs_arena_give(arena, taken[p]);
     free(taken);

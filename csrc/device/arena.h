@@ -17,8 +17,18 @@ typedef struct zs_arena zs_arena;
 /* New empty arena of memory of `device`. */
 zs_status zs_arena_new(const zs_device *device, zs_arena **out);
 
-/* Has slots made by `make(arg, ...)` from now on, rather than by the device; what `arg` points to outlives the arena. */
-void zs_arena_made_by(zs_arena *arena, zs_status (*make)(void *arg, size_t bytes, zs_mem **out), void *arg);
+/* What makes the slots of an arena. */
+typedef struct zs_slot_maker {
+    zs_status (*make)(void *arg, size_t bytes, zs_mem **out);
+    void *arg;   /* what it points to outlives the arena */
+    bool shared; /* other ranks have the same memory, and write to it what this one does */
+} zs_slot_maker;
+
+/* Has slots made by `maker` from now on, rather than by the device. */
+void zs_arena_made_by(zs_arena *arena, zs_slot_maker maker);
+
+/* Keeps slots of its own apart from shared ones in a dry arena, as `like` does. */
+void zs_arena_made_like(zs_arena *arena, const zs_arena *like);
 
 /* New empty arena of slots that are sizes and nothing else, for finding out what a real one will hold. */
 zs_status zs_arena_new_dry(zs_arena **out);
@@ -28,6 +38,12 @@ void zs_arena_free(zs_arena *arena);
 
 /* Lends a slot of at least `bytes`. The arena keeps it reserved until zs_arena_give. */
 zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **slot);
+
+/* The same for what this rank alone writes to: never memory that other ranks share. */
+zs_status zs_arena_take_own(zs_arena *arena, size_t bytes, zs_mem **slot);
+
+/* Is it one of the arena's slots, in memory that other ranks share? */
+bool zs_arena_is_shared(const zs_arena *arena, const zs_mem *slot);
 
 /* Takes a slot back. */
 void zs_arena_give(zs_arena *arena, zs_mem *slot);

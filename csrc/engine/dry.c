@@ -64,7 +64,7 @@ static zs_status lend_grads(zs_dry_unit *it)
     for (int f = 0; f < it->unit->n_flats && it->lends; f++) {
         const zs_flat *flat = &it->unit->flats[f];
         if (!flat->trainable || it->grads[f] != NULL) continue;
-        ZS_TRY(zs_arena_take(it->dry->slots, zs_flat_own_bytes(it->unit, flat), &it->grads[f]));
+        ZS_TRY(zs_arena_take_own(it->dry->slots, zs_flat_own_bytes(it->unit, flat), &it->grads[f]));
     }
     return ZS_OK;
 }
@@ -87,10 +87,11 @@ static zs_status borrow_slot(zs_dry_unit *it, int f, bool exact)
     bool ordered = exact && flat->compute != flat->dtype && dry->home->ranks.replica_group != NULL;
     /* Where peers' shards are mapped, that mapping is the full buffer. */
     if (!it->record.is.replicated && !dry->schedule.gathers_cost && !ordered) return ZS_OK;
-    ZS_TRY(zs_arena_take(dry->slots, bytes, &it->slots[f]));
+    bool own = it->record.is.replicated || ordered;
+    ZS_TRY(own ? zs_arena_take_own(dry->slots, bytes, &it->slots[f]) : zs_arena_take(dry->slots, bytes, &it->slots[f]));
     if (!ordered || it->record.is.replicated) return ZS_OK;
     zs_mem *area = NULL;
-    ZS_TRY(zs_arena_take(dry->slots, bytes, &area));
+    ZS_TRY(zs_arena_take_own(dry->slots, bytes, &area));
     give(dry->slots, &area);
     return ZS_OK;
 }
@@ -264,6 +265,7 @@ zs_status zs_dry_begin(zs_dry *dry, const zs_home *home, zs_unit *const *units, 
     if (dry->units == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
     ZS_TRY(zs_arena_new_dry(&dry->slots));
     ZS_TRY(zs_arena_new_dry(&dry->areas));
+    zs_arena_made_like(dry->slots, home->arena);
     for (size_t i = 0; i < n; i++)
         ZS_TRY(begin_unit(dry, units[i], &dry->units[i]));
     return ZS_OK;

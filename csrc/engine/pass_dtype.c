@@ -33,7 +33,8 @@ static zs_status check_pinned(const zs_unit *unit, bool exact)
 zs_status zs_pass_dtype_forward(zs_unit *unit, bool exact)
 {
     if (!zs_unit_is_mixed(unit)) {
-        if (unit->full_in_eval) unit->exact = unit->pass_exact = exact; /* for its gradients alone */
+        unit->pass_exact = exact;
+        if (unit->full_in_eval) zs_unit_set_exact(unit, exact); /* for its gradients alone */
         return ZS_OK;
     }
     ZS_TRY(check_pinned(unit, exact));

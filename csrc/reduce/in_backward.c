@@ -33,7 +33,7 @@ zs_status zs_in_backward_lend(zs_unit *unit)
         if (flat->grads == NULL || flat->grad_mem != NULL) continue;
         zs_mem *slot = NULL;
         zs_arena *arena = unit->home->arena;
-        ZS_TRY(zs_arena_take(arena, zs_flat_own_bytes(unit, flat), &slot));
+        ZS_TRY(zs_arena_take_own(arena, zs_flat_own_bytes(unit, flat), &slot));
         lent = true;
         zs_status status = zs_storage_fill(flat->grads, slot, slot->ptr);
         if (status != ZS_OK) {

@@ -107,7 +107,7 @@ zs_status zs_secondary_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *
     size_t bytes = flat->mem.shard_bytes;
     zs_mem *ordered = NULL;
     const zs_device *device = zs_device_of(slot);
-    ZS_TRY(zs_arena_take(unit->home->arena, bytes * (size_t)shards->world, &ordered));
+    ZS_TRY(zs_arena_take_own(unit->home->arena, bytes * (size_t)shards->world, &ordered));
     zs_status status = zs_comm_gather(shards, &flat->mem, unit->name, (zs_target){ordered, ordered->ptr});
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
         status = zs_device_copy(device, ZS_STREAM_COMPUTE, (char *)slot->ptr + (size_t)part_of[r] * bytes,

@@ -52,13 +52,28 @@ bool zs_unit_has_casts(const zs_unit *unit)
     return false;
 }
 
+/* Does it come from all ranks, while a copy of another dtype is kept between steps? */
+static bool comes_ordered(const zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from)
+{
+    return !unit->record.is.replicated && flat->secondary.mem != NULL && from != &flat->secondary;
+}
+
+/* A gather puts the same into slots that ranks share, and lets none of them go on with less than all; what this rank puts there
+ * itself, it puts into its own. */
+static zs_status take_slot(const zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from, zs_mem **slot)
+{
+    zs_arena *arena = unit->home->arena;
+    size_t bytes = zs_flat_full_bytes(unit, flat);
+    if (unit->record.is.replicated || comes_ordered(unit, flat, from)) return zs_arena_take_own(arena, bytes, slot);
+    return zs_arena_take(arena, bytes, slot);
+}
+
 /* Begins to fill a slot: a gather, or where this rank has everything, a cast. */
 static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from)
 {
     zs_comm *shard_group = unit->home->ranks.shard_group;
     zs_mem *slot = flat->full_mem;
-    if (!unit->record.is.replicated && flat->secondary.mem != NULL && from != &flat->secondary)
-        return zs_secondary_gather_exact(unit, flat, slot);
+    if (comes_ordered(unit, flat, from)) return zs_secondary_gather_exact(unit, flat, slot);
     if (!unit->record.is.replicated)
         return zs_comm_gather_start(shard_group, from, unit->name, (zs_target){slot, slot->ptr}, &flat->gathering);
     if (zs_flat_is_lowered(unit, flat)) return cast(unit, flat, slot->ptr, zs_layout_full_numel(&flat->layout));
@@ -72,7 +87,7 @@ static zs_status begin_flat(zs_unit *unit, zs_flat *flat)
     ZS_TRY(zs_offload_want_flat(unit, flat));
     if (from->full != NULL) return ZS_OK;
     zs_mem *slot = NULL;
-    ZS_TRY(zs_arena_take(unit->home->arena, zs_flat_full_bytes(unit, flat), &slot));
+    ZS_TRY(take_slot(unit, flat, from, &slot));
     flat->full_mem = zs_mem_retain(slot);
     return fill_slot(unit, flat, from);
 }
@@ -198,20 +213,26 @@ static zs_status digest(const zs_param *param, uint64_t *out)
     return status;
 }
 
-/* Puts a copy under the full storage where it is a mapping of the peers' shards; a slot is this rank's own. */
+/* Puts a copy under the full storage where that is a mapping of the peers' shards, or a slot that they share. */
 static zs_status copy_flat(zs_unit *unit, zs_flat *flat)
 {
-    if (flat->full_mem != NULL) return ZS_OK;
+    zs_arena *arena = unit->home->arena;
+    zs_mem *shared = zs_arena_is_shared(arena, flat->full_mem) ? flat->full_mem : NULL;
+    if (flat->full_mem != NULL && shared == NULL) return ZS_OK;
     zs_mem *copy = NULL;
     size_t bytes = zs_flat_full_bytes(unit, flat);
     const zs_device *device = zs_home_device(unit->home);
     ZS_TRY(zs_device_mem_new(device, bytes, &copy));
-    const char *from = zs_flat_source(unit, flat)->full;
+    const char *from = shared != NULL ? shared->ptr : zs_flat_source(unit, flat)->full;
     zs_status status = zs_device_copy(device, ZS_STREAM_COMPUTE, copy->ptr, from, bytes);
     ZS_THEN(status, zs_storage_fill(flat->full, copy, copy->ptr));
     if (status != ZS_OK) {
         zs_mem_release(copy);
         return status;
+    }
+    if (shared != NULL) {
+        zs_arena_give(arena, shared);
+        zs_mem_release(shared);
     }
     flat->full_mem = copy; /* given back as a slot is, of which the arena then knows nothing */
     return ZS_OK;
@@ -283,7 +304,7 @@ void zs_unit_set_exact(zs_unit *unit, bool exact)
     unit->exact = exact;
 }
 
-/* Puts a copy under the full storage where it is a mapping; a slot is one already. Either is known as pinned. */
+/* Puts a copy of this rank's own under the full storage, unless one is there. It is known as pinned. */
 static zs_status own_flat(zs_unit *unit, zs_flat *flat)
 {
     ZS_TRY(copy_flat(unit, flat));

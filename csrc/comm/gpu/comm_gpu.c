@@ -285,7 +285,7 @@ zs_status zs_gpu_make_areas(zs_gpu_comm *comm)
 {
     if (comm->areas != NULL) return ZS_OK;
     ZS_TRY(zs_arena_new(comm->base.device, &comm->areas));
-    zs_arena_made_by(comm->areas, make_area, comm);
+    zs_arena_made_by(comm->areas, (zs_slot_maker){.make = make_area, .arg = comm});
     return ZS_OK;
 }
 

@@ -57,6 +57,7 @@ static const zs_flat_ops hosts_flats = {
     .flat_new = zs_c10d_flat_new,
     .flat_free = zs_c10d_flat_free,
     .slot_new = zs_hosts_slot_new,
+    .slots_shared = zs_hosts_shares_slots,
     .gather_start = zs_hosts_gather_start,
     .gather_finish = zs_hosts_gather_finish,
     .numbers = hosts_numbers,
