@@ -61,6 +61,7 @@ zs_status zs_comm_dry_new(const char *name, const zs_ranks_of_hosts *ranks, zs_c
     comm->ops = (zs_comm_ops){.name = real->name,
                               .shard_align = real->shard_align,
                               .mapped = real->mapped,
+                              .shares_slots = real->shares_slots,
                               .rounds = &comm->rounds,
                               .readers = &dry_readers,
                               .talk = &dry_talk,

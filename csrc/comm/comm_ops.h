@@ -26,8 +26,6 @@ typedef struct zs_flat_ops {
     /* New zeroed memory for full buffers, to gather into. The same calls in the same order on all ranks. NULL: the device's
      * memory will do. */
     zs_status (*slot_new)(zs_comm *, size_t bytes, zs_mem **out);
-    /* Do several ranks have the same memory as a slot? NULL: none do. */
-    bool (*slots_shared)(const zs_comm *);
     /* (not mapped) Begins to fill `to` from all ranks' shards, which stay as they are until gather_finish. Collective, in the
      * same order on all ranks; `unit` is the name of the flat's unit, for messages. The flat may be another comm's of this
      * transport. */
@@ -131,6 +129,7 @@ typedef struct zs_comm_ops {
     const char *name;         /* "self", "shm", "c10d" */
     size_t shard_align;       /* flats' shard_bytes must be a multiple of this */
     bool mapped;              /* flats come with `full` */
+    bool shares_slots;        /* the ranks of a host have the same memory as a slot */
     zs_stream stream;         /* (on devices that queue) where what collect() gives may be read */
     const zs_flat_ops *flats; /* NULL: a dry run, which has no memory and no peers */
     const zs_round_ops *rounds;
@@ -203,11 +202,10 @@ static inline zs_status zs_comm_gather_start(zs_comm *comm, const zs_flat_mem *f
     return comm->ops->flats->gather_start(comm, flat, unit, to, out);
 }
 
-/* Do several ranks have the same memory as a slot? */
-static inline bool zs_comm_shares_slots(const zs_comm *comm)
+/* Ranks that have the same memory as a slot. */
+static inline int zs_comm_slot_sharers(const zs_comm *comm)
 {
-    const zs_flat_ops *ops = comm->ops->flats;
-    return ops->slots_shared != NULL && ops->slots_shared(comm);
+    return comm->ops->shares_slots ? comm->per_host : 1;
 }
 
 /* Waits for it. */

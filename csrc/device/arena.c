@@ -4,7 +4,8 @@
 #include <stdlib.h>
 
 typedef struct slot {
-    zs_mem *mem; /* owned reference */
+    zs_mem *mem;  /* owned reference */
+    size_t asked; /* bytes; the memory may have more */
     bool lent;
     bool own; /* not shared, where others are */
 } slot;
@@ -39,7 +40,7 @@ void zs_arena_made_by(zs_arena *arena, zs_slot_maker maker)
 
 void zs_arena_made_like(zs_arena *arena, const zs_arena *like)
 {
-    arena->maker.shared = like->maker.shared;
+    arena->maker.sharers = like->maker.sharers;
 }
 
 void zs_arena_free(zs_arena *arena)
@@ -95,6 +96,7 @@ static zs_status take(zs_arena *arena, size_t bytes, bool own, zs_mem **out)
         }
         zs_mem_release(found->mem);
         found->mem = mem;
+        found->asked = bytes;
         found->own = own;
     }
     found->lent = true;
@@ -109,13 +111,22 @@ zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **out)
 
 zs_status zs_arena_take_own(zs_arena *arena, size_t bytes, zs_mem **out)
 {
-    return take(arena, bytes, arena->maker.shared, out);
+    return take(arena, bytes, arena->maker.sharers > 1, out);
 }
 
-bool zs_arena_is_shared(const zs_arena *arena, const zs_mem *mem)
+static bool is_shared(const zs_arena *arena, const slot *it)
 {
-    for (size_t i = 0; i < arena->n; i++)
-        if (arena->slots[i].mem == mem) return arena->maker.shared && !arena->slots[i].own;
+    return arena->maker.sharers > 1 && !it->own;
+}
+
+bool zs_arena_has(const zs_arena *arena, const zs_mem *mem, bool *shared)
+{
+    *shared = false;
+    for (size_t i = 0; i < arena->n; i++) {
+        if (arena->slots[i].mem != mem) continue;
+        *shared = is_shared(arena, &arena->slots[i]);
+        return true;
+    }
     return false;
 }
 
@@ -128,7 +139,7 @@ void zs_arena_give(zs_arena *arena, zs_mem *mem)
 
 static bool are_alike(const slot *a, const slot *b)
 {
-    return a->mem->bytes == b->mem->bytes && a->own == b->own;
+    return a->asked == b->asked && a->own == b->own;
 }
 
 /* Which slot of `plan` each slot of the arena stands for; `met` [plan->n] says which of the plan's have one. */
@@ -156,9 +167,9 @@ zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan)
     match(arena, plan, met);
     zs_status status = ZS_OK;
     for (size_t p = 0; p < plan->n && status == ZS_OK; p++) {
-        slot made = {.own = plan->slots[p].own}, *place = NULL;
+        slot made = {.asked = plan->slots[p].asked, .own = plan->slots[p].own}, *place = NULL;
         if (met[p]) continue;
-        status = new_memory(arena, plan->slots[p].mem->bytes, made.own, &made.mem);
+        status = new_memory(arena, made.asked, made.own, &made.mem);
         if (status != ZS_OK) break;
         status = add_slot(arena, &place);
         if (status == ZS_OK)
@@ -187,7 +198,7 @@ size_t zs_arena_bytes(const zs_arena *arena)
 {
     size_t total = 0;
     for (size_t i = 0; i < arena->n; i++)
-        total += arena->slots[i].mem->bytes;
+        total += arena->slots[i].mem->bytes / (is_shared(arena, &arena->slots[i]) ? (size_t)arena->maker.sharers : 1);
     return total;
 }
 

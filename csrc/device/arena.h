@@ -21,7 +21,7 @@ zs_status zs_arena_new(const zs_device *device, zs_arena **out);
 typedef struct zs_slot_maker {
     zs_status (*make)(void *arg, size_t bytes, zs_mem **out);
     void *arg;   /* what it points to outlives the arena */
-    bool shared; /* other ranks have the same memory, and write to it what this one does */
+    int sharers; /* ranks that have the same memory, and put the same into it; 0: this one alone */
 } zs_slot_maker;
 
 /* Has slots made by `maker` from now on, rather than by the device. */
@@ -42,8 +42,8 @@ zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **slot);
 /* The same for what this rank alone writes to: never memory that other ranks share. */
 zs_status zs_arena_take_own(zs_arena *arena, size_t bytes, zs_mem **slot);
 
-/* Is it one of the arena's slots, in memory that other ranks share? */
-bool zs_arena_is_shared(const zs_arena *arena, const zs_mem *slot);
+/* Is it one of the arena's slots? `shared`: in memory that other ranks have too. */
+bool zs_arena_has(const zs_arena *arena, const zs_mem *slot, bool *shared);
 
 /* Takes a slot back. */
 void zs_arena_give(zs_arena *arena, zs_mem *slot);
@@ -56,7 +56,7 @@ zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan);
  * others use too. */
 zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan);
 
-/* Bytes of all slots, lent or free. */
+/* Bytes of all slots, lent or free; of those that ranks share, this rank's part. */
 size_t zs_arena_bytes(const zs_arena *arena);
 
 /* --- blocks for life ----------------------------------------------------------------------------------------------------- */

@@ -83,7 +83,7 @@ static zs_status make_slot(void *shard_group, size_t bytes, zs_mem **out)
 
 static zs_slot_maker slots_of(zs_comm *comm)
 {
-    return (zs_slot_maker){make_slot, comm, zs_comm_shares_slots(comm)};
+    return (zs_slot_maker){zs_comm_is_dry(comm) ? NULL : make_slot, comm, zs_comm_slot_sharers(comm)};
 }
 
 zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engine_hooks *hooks, const zs_actions *act,
@@ -102,7 +102,7 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);
     ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->home.arena), fail);
-    if (!zs_comm_is_dry(ranks->shard_group)) zs_arena_made_by(engine->home.arena, slots_of(ranks->shard_group));
+    zs_arena_made_by(engine->home.arena, slots_of(ranks->shard_group));
     ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->home.grads), fail);
     ZS_TRY_GOTO(status, zs_comm_reader_new(ranks->shard_group, name, &engine->reader), fail);
     engine->home.model.number = ranks->shard_group->models;

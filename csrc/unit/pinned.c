@@ -1,6 +1,8 @@
 /* pinned.c - see pinned.h. */
 #include "unit/pinned.h"
 
+#include "unit/home.h"
+
 #include <stdatomic.h>
 
 /* Units of this process that are pinned. */
@@ -31,7 +33,9 @@ void zs_pinned_end(zs_unit *unit)
 size_t zs_pinned_bytes(const zs_unit *unit)
 {
     size_t total = 0;
+    bool shared = false;
     for (int f = 0; f < unit->n_flats && unit->record.pinned; f++)
-        if (zs_flat_source(unit, &unit->flats[f])->full != NULL) total += zs_flat_full_bytes(unit, &unit->flats[f]);
+        if (unit->flats[f].full_mem != NULL && !zs_arena_has(unit->home->arena, unit->flats[f].full_mem, &shared))
+            total += zs_flat_full_bytes(unit, &unit->flats[f]);
     return total;
 }

@@ -217,8 +217,10 @@ static zs_status digest(const zs_param *param, uint64_t *out)
 static zs_status copy_flat(zs_unit *unit, zs_flat *flat)
 {
     zs_arena *arena = unit->home->arena;
-    zs_mem *shared = zs_arena_is_shared(arena, flat->full_mem) ? flat->full_mem : NULL;
-    if (flat->full_mem != NULL && shared == NULL) return ZS_OK;
+    bool is_shared = false;
+    (void)zs_arena_has(arena, flat->full_mem, &is_shared);
+    if (flat->full_mem != NULL && !is_shared) return ZS_OK;
+    zs_mem *shared = flat->full_mem;
     zs_mem *copy = NULL;
     size_t bytes = zs_flat_full_bytes(unit, flat);
     const zs_device *device = zs_home_device(unit->home);

@@ -94,6 +94,11 @@ def test_models_of_all_kinds(pool4, name):
     assert pool4.run(trained, name, "full_shard", False, (2, 2)) == [(True, True)] * 4
 
 
+def test_copies_of_replicated_units_are_the_ranks_own(pool4):
+    """Each rank casts when it likes: memory that a host's ranks share would hold another unit's."""
+    assert pool4.run(trained, "net", "no_shard", True, (2, 2)) == [(True, True)] * 4
+
+
 def test_one_rank_per_host(pool2):
     assert pool2.run(trained, "mlp", "full_shard", False, (1, 1)) == [(True, True)] * 2
 
@@ -138,6 +143,56 @@ def joined():
 
 def test_uneven_batches(pool4):
     assert pool4.run(joined) == [True] * 4
+
+
+def stepped_in_backward():
+    case, found = CASES["net"], []
+    with hosts_of(2, 2) as group:
+        for transport in BOTH:
+            model = wrap(case, group, transport)
+            model.optimizer_in_backward(zshard.AdamW(model.parameters(), lr=0.1))
+            for step in range(STEPS):
+                loss_of(model(case.batch(step, dist.get_rank()))).backward()
+            found.append(numbers_of(model))
+    return torch.equal(*found)
+
+
+def test_gradients_that_are_lent_are_the_ranks_own(pool4):
+    assert pool4.run(stepped_in_backward) == [True] * 4
+
+
+def written_by_hand():
+    """Each rank writes what no other does, and keeps it in its own slices alone."""
+    case, found, rank = CASES["net"], [], dist.get_rank()
+    with hosts_of(2, 2) as group:
+        for transport in BOTH:
+            model = wrap(case, group, transport)
+            with FSDP.summon_full_params(model), torch.no_grad():
+                for parameter in model.parameters():
+                    values = torch.arange(parameter.numel()).view_as(parameter)
+                    parameter.copy_(values + 0.25 * rank)
+                dist.barrier(group)  # all have written when the first one reads its slices
+            found.append(numbers_of(model))
+    return torch.equal(*found)
+
+
+def test_what_a_script_writes_to_full_parameters_is_the_ranks_own(pool4):
+    assert pool4.run(written_by_hand) == [True] * 4
+
+
+def predicted_and_made():
+    case, found = CASES["net"], []
+    with hosts_of(2, 2) as group:
+        model = wrap(case, group, "hosts")
+        for step in range(2):
+            loss_of(model(case.batch(step, dist.get_rank()))).backward()
+            found.append(model.memory()["slots"])
+        alone = wrap(case, group, "c10d").memory()["slots"]
+    return found[0] == found[1], found[0] <= alone / 2 + 4096 * 8
+
+
+def test_slots_of_a_host_are_counted_once(pool4):
+    assert pool4.run(predicted_and_made) == [(True, True)] * 4
 
 
 def transport_and_warnings(sizes):

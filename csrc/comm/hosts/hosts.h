@@ -73,8 +73,6 @@ void zs_hosts_break_off(zs_hosts_comm *self, const char *why);
 
 /* --- hosts_gather.c: as comm_ops.h has it ----------------------------------------------------------------------------- */
 
-/* slots_shared. */
-bool zs_hosts_shares_slots(const zs_comm *comm);
 /* slot_new. */
 zs_status zs_hosts_slot_new(zs_comm *comm, size_t bytes, zs_mem **out);
 

@@ -29,11 +29,6 @@ static void release_slot(zs_mem *mem)
     free(slot);
 }
 
-bool zs_hosts_shares_slots(const zs_comm *comm)
-{
-    return zs_hosts_per_host((const zs_hosts_comm *)comm) > 1;
-}
-
 zs_status zs_hosts_slot_new(zs_comm *comm, size_t bytes, zs_mem **out)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
