@@ -23,6 +23,7 @@ struct zs_group {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     std::chrono::milliseconds timeout;
     c10::Device device;
+    std::shared_ptr<std::atomic<bool>> store_gone; // shared with threads that outlive the group
 };
 
 struct zs_work {
@@ -133,14 +134,16 @@ template <typename Answer, typename Body> Answer ask_store(const zs_group *group
         std::atomic<int> ends{0}; // of two: the answer came, the caller left
     };
     auto store = store_of(*group->group);
-    if (!store || unanswered > 0) return {};
+    auto gone = group->store_gone;
+    if (!store || unanswered > 0 || *gone) return {};
     try {
         auto asked = std::make_shared<question>();
         std::future<Answer> answer = asked->answer.get_future();
         std::thread([=] {
             try {
                 asked->answer.set_value(body(*store));
-            } catch (...) { // the process that has the store has ended
+            } catch (...) {   // the process that has the store has ended, and
+                *gone = true; // torch prints a stack trace for each further question
                 asked->answer.set_value(Answer{});
             }
             if (asked->ends++ > 0) unanswered--;
@@ -177,7 +180,8 @@ extern "C" {
 zs_status zs_group_new(const char *name, zs_group **out)
 {
     return guarded("process group", [&] {
-        *out = new zs_group{c10d::resolve_process_group(name), std::chrono::milliseconds(-1), at::kCPU};
+        *out = new zs_group{c10d::resolve_process_group(name), std::chrono::milliseconds(-1), at::kCPU,
+                            std::make_shared<std::atomic<bool>>(false)};
     });
 }
 
