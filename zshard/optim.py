@@ -3,9 +3,14 @@
 The one idea: arguments, numerics and state are torch's, so a script only changes an import;
 _optim/step.py has the step, and this file what the three differ in.
 
-Numerics: SGD is bit-identical to torch.optim.SGD, Adam and AdamW to torch.optim.AdamW(fused=True).
-torch's unfused Adam differs from both in the last bit of some elements, because its square root
-(MKL's) is not correctly rounded. Half-precision parameters are updated in float32, as by `fused`.
+Numerics, of equal gradients in float32 and float64 (tests/optim/test_torch_paths.py): SGD is
+bit-identical to torch.optim.SGD. Adam and AdamW are bit-identical to the vectors of torch's
+fused=True on CPUs of the same instruction set. torch steps what is left at the end of a tensor,
+fewer elements than a vector has (numel % 16 in float32 with AVX-512), by other code, which rounds a
+few of them otherwise; in zshard an element's result does not depend on where it lies. With
+foreach=True and in torch's default loop, the moments are bit-identical to ours, and parameters
+differ in the last bit of some elements, because their square root (MKL's) is not correctly rounded.
+Half-precision parameters are updated in float32, as by `fused`.
 
 Stochastic rounding, which torch does not have, trains bfloat16 parameters without a float32 copy:
 what a step stores in bfloat16, the parameter and its state, is rounded up or down at random so that
@@ -74,7 +79,10 @@ class _AdamInOneCall(InOneCall):
 
 
 class Adam(_AdamInOneCall, torch.optim.Adam):
-    """torch.optim.Adam with its step in C: same arguments, defaults, state and numerics.
+    """torch.optim.Adam with its step in C: same arguments, defaults and state.
+
+    Bit-identical to torch.optim.Adam(fused=True), but for a tensor's last few elements, which torch
+    steps by other code.
 
     Args:
         params: parameters or param groups, sharded or not.
@@ -130,7 +138,10 @@ class Adam(_AdamInOneCall, torch.optim.Adam):
 
 
 class AdamW(_AdamInOneCall, torch.optim.AdamW):
-    """torch.optim.AdamW with its step in C: same arguments, defaults, state and numerics.
+    """torch.optim.AdamW with its step in C: same arguments, defaults and state.
+
+    Bit-identical to torch.optim.AdamW(fused=True), but for a tensor's last few elements, which
+    torch steps by other code.
 
     Args:
         params: parameters or param groups, sharded or not.
