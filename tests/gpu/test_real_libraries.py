@@ -56,9 +56,7 @@ def test_every_function_is_there_and_fails_as_documented_without_a_device() -> N
     said = json.loads(done.stdout)
     version = said.pop("version")
     assert version >= 22800, "AlltoAll is of 2.28"
-    invalid = dict.fromkeys(
-        ("CommGetAsyncError", "AllGather", "AllReduce", "Broadcast", "Send"), 4
-    )
+    invalid = dict.fromkeys(("CommGetAsyncError", "AllGather", "AllReduce", "Broadcast", "Send"), 4)
     succeed = {"missing": [], "GetVersion": 0, "GetUniqueId": 0, "group": [0, 0]}
     assert said == {**succeed, "MemAlloc": 1, **invalid}
 
