@@ -190,7 +190,7 @@ TYPES = """\
 #define zs_nccl_stream cudaStream_t
 #define zs_nccl_id ncclUniqueId
 #define zs_nccl_config ncclConfig_t
-#include "nccl_lib.h"
+#include "comm/nccl/nccl_lib.h"
 #define SAME(result, name, parameters) _Static_assert(                                     \\
     __builtin_types_compatible_p(__typeof__(&nccl##name), __typeof__(((zs_nccl *)0)->name)), #name);
 ZS_NCCL_REQUIRED(SAME)
@@ -202,7 +202,7 @@ int main(void) { return 0; }
 NUMBERS = """\
 #include <stddef.h>
 #include <nccl.h>
-#include "nccl_lib.h"
+#include "comm/nccl/nccl_lib.h"
 #define EQUAL(a, b) _Static_assert((long long)(a) == (long long)(b), #a " is not " #b)
 #define PLACE(ours, theirs) EQUAL(offsetof(zs_nccl_config, ours), offsetof(ncclConfig_t, theirs)); \\
     _Static_assert(__builtin_types_compatible_p(__typeof__(((zs_nccl_config *)0)->ours),           \\
@@ -275,10 +275,10 @@ def test_a_wrong_declaration_would_be_seen(tmp_path: Path) -> None:
 
 
 REAL = r"""
-#include "comm.h"
-#include "device.h"
-#include "nccl_comm.h"
-#include "nccl_lib.h"
+#include "comm/comm.h"
+#include "device/device.h"
+#include "comm/nccl/nccl_comm.h"
+#include "comm/nccl/nccl_lib.h"
 #include <stdio.h>
 int main(void)
 {
