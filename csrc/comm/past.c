@@ -255,7 +255,8 @@ static void describe(const zs_comm *comm, const difference *d, char *text, size_
     } else if (first->thaws != second->thaws) {
         snprintf(text, size, "rank 0 and rank %d have not unfrozen the same parameters", d->other);
     } else if (first->draws != second->draws) {
-        used = snprintf(text, size, "rank 0 and rank %d have not initialized parameters alike", d->other);
+        used = snprintf(text, size, "rank 0 and rank %d have not initialized parameters or written to full ones alike",
+                        d->other);
         list_writes(comm, d->other, text + used, size - (size_t)used);
     } else if (!only_settings_differ(d)) {
         used = snprintf(text, size, "rank 0 and rank %d have not made the same in-place writes to shards", d->other);
@@ -277,8 +278,8 @@ static const char *remedy(const difference *d)
     const zs_past *first = d->first, *second = d->second;
     if (have_drawn_otherwise(d))
         return "initialize on all ranks, after torch.manual_seed() with one seed, or by model.apply(fn), which takes "
-               "rank "
-               "0's values";
+               "rank 0's "
+               "values, and write the same values on all ranks within summon_full_params()";
     if (only_settings_differ(d))
         return "load a checkpoint on all ranks, and build the optimizer and call the scheduler on all ranks alike";
     if (first->counts != second->counts)

@@ -11,7 +11,8 @@
  *   a thaw   | the unit that trains more than before
  *   a write  | which kinds of in-place operations scripts have made on slices of parameters, and on those of gradients; not how
  *            | often: code may leave out those that are empty
- *   a draw   | a digest of the random numbers that a script has drawn for a parameter in place
+ *   a draw   | a digest of the random numbers that a script has drawn for a parameter in place, and of full parameters at the
+ *            | end of a context in which it may have written to them
  *
  * Events are counted from the last round of gradients in which the ranks' numbers were alike.
  */

@@ -342,6 +342,12 @@ def but_for_empty_shards(model):
             init.normal_(param)
 
 
+def full_ones_on_one_rank(model):
+    with FSDP.summon_full_params(model):
+        for param in model.parameters() if dist.get_rank() == 1 else ():
+            param.data.zero_()
+
+
 @passing_groups()
 def unlike(function, combination):
     model = sharded_layers(combination, process_group=own_group())
@@ -358,12 +364,14 @@ def unlike(function, combination):
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("function", [on_one_rank, with_own_seeds, but_for_empty_shards])
+@pytest.mark.parametrize(
+    "function", [on_one_rank, with_own_seeds, but_for_empty_shards, full_ones_on_one_rank]
+)
 def test_ranks_that_draw_otherwise_are_told(pool2, function, combination):
     if function is but_for_empty_shards and combination[0] == "no_shard":
         pytest.skip("no shard is empty")
     for said in pool2.run(unlike, function, combination):
-        assert "have not initialized parameters alike" in said
+        assert "have not initialized parameters or written to full ones alike" in said
         assert "torch.manual_seed()" in said and "model.apply(fn)" in said
 
 

@@ -212,7 +212,8 @@ def summon_full_params(
         module: a sharded module, or one that contains sharded modules.
         recurse: include all units at and below `module`; else only its own.
         writeback: keep changes: on exit each rank keeps its shard of what was written. Write the
-            same values on all ranks. False discards changes.
+            same values on all ranks, else the next forward or round of gradients raises
+            DivergenceError. False discards changes.
         rank0_only: unshard on rank 0 only (other ranks still take part). Requires writeback=False.
         offload_to_cpu: accepted for compatibility; no effect.
         with_grads: also unshard `.grad`, and keep or discard what is written or assigned to it. A

@@ -15,6 +15,7 @@ from torch import nn
 
 from zshard import _core
 from zshard._model.whole_grads import WholeGrads
+from zshard._optim.replicas import sum_of_bits
 from zshard._units.units import State, state_of
 from zshard._wrap.initial_values import take_from_rank_0
 
@@ -51,6 +52,8 @@ def full_params(
     finally:
         for each in grads:
             each.take(writeback)
+        for state in states if writeback else ():
+            _note_values(state)
         for state in held:
             state.unit.unpin(writeback)
         with torch.no_grad():
@@ -59,6 +62,15 @@ def full_params(
             for param, value in before:
                 param.copy_(value)
         _set_versions(versions)
+
+
+def _note_values(state: State) -> None:
+    """Note a digest of the unit's full parameters, which ranks compare where they meet next. Each
+    rank keeps its shard of what it has written itself: other values on one rank would leave a
+    mixture of both, and replicas that differ."""
+    if state.unit.is_full and state.comms.all.world > 1:
+        for index, param in enumerate(state.unit.params):
+            state.unit.note_draw(index, sum_of_bits(param))
 
 
 def _values(states: list[State]) -> list[tuple[torch.Tensor, torch.Tensor]]:
