@@ -86,8 +86,9 @@ struct zs_record {
     int inside;          /* forwards of its module that are running (forward.c) */
     bool sync;           /* the user wants gradients reduced (not in no_sync()); forward.c */
     zs_span span;
-    zs_record *next[2];   /* gathered after this one in the last pass, by zs_phase; borrowed (unshard.c) */
-    zs_follow by_hand[2]; /* the same as users want it */
+    zs_record *next[2];        /* gathered after this one in the last pass, by zs_phase; borrowed (unshard.c) */
+    zs_record *ended_after[2]; /* the last pass that came here from this one ended here; NULL: it did not (unshard.c) */
+    zs_follow by_hand[2];      /* the same as users want it */
     zs_round round;
     zs_early early;
 };

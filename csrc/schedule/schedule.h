@@ -126,6 +126,7 @@ struct zs_schedule {
     size_t next_post;       /* (in order) how many units have posted in this backward */
     /* --- unshard.c --- */
     zs_record *latest; /* unsharded last in this pass; borrowed */
+    zs_record *before; /* unsharded before that one; borrowed */
     zs_record *last;   /* unsharded last in the last forward; borrowed */
     /* --- rounds.c --- */
     zs_record *first_out, *last_out; /* units with a round out, in the order of posting; borrowed */

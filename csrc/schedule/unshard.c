@@ -96,8 +96,21 @@ static int under_way(const zs_schedule *schedule)
 static void remember(zs_schedule *schedule, zs_record *record, zs_phase phase)
 {
     if (record->is.fixed || record->is.empty) return;
-    if (schedule->latest != NULL && schedule->latest != record) schedule->latest->next[phase] = record;
+    zs_record *latest = schedule->latest;
+    if (latest == record) return;
+    if (latest != NULL) {
+        latest->next[phase] = record;
+        if (latest->ended_after[phase] == schedule->before) latest->ended_after[phase] = NULL;
+    }
+    schedule->before = latest;
     schedule->latest = record;
+}
+
+/* Was this unit the last one when a pass came to it from `before`? A unit that a pass comes to twice, as to a root whose
+ * embedding is its head as well, is followed by others the first time alone. */
+static bool ended_here(const zs_record *before, const zs_record *record, zs_phase phase)
+{
+    return before != NULL && record->ended_after[phase] == before;
 }
 
 static zs_status gather_listed(zs_schedule *schedule, const zs_follow *list)
@@ -111,8 +124,12 @@ static zs_status gather_next(zs_schedule *schedule, const zs_record *record, zs_
 {
     if (record->by_hand[phase].n > 0) return gather_listed(schedule, &record->by_hand[phase]);
     int ahead = schedule->ahead[phase], room = ahead > 0 ? ahead - under_way(schedule) : 0;
-    zs_record *next = record->next[phase];
-    for (int i = 0; i < ahead && room > 0 && next != NULL; i++, next = next->next[phase]) {
+    const zs_record *before = record == schedule->latest ? schedule->before : NULL;
+    for (int i = 0; i < ahead && room > 0 && !ended_here(before, record, phase); i++) {
+        zs_record *next = record->next[phase];
+        if (next == NULL) break;
+        before = record;
+        record = next;
         if (next->state != ZS_SHARDED) continue;
         ZS_TRY(gather(schedule, next));
         room--;
@@ -130,14 +147,16 @@ zs_status zs_unshard_for(zs_schedule *schedule, zs_record *record, zs_phase phas
 
 void zs_unshard_begin_pass(zs_schedule *schedule)
 {
-    schedule->latest = NULL;
+    schedule->latest = schedule->before = NULL;
 }
 
 void zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase)
 {
     for (size_t i = 0; i < schedule->n; i++)
         zs_schedule_cancel(schedule, schedule->records[i]);
-    if (phase == ZS_PHASE_FORWARD && schedule->latest != NULL) schedule->last = schedule->latest;
+    if (schedule->latest == NULL) return;
+    schedule->latest->ended_after[phase] = schedule->before;
+    if (phase == ZS_PHASE_FORWARD) schedule->last = schedule->latest;
 }
 
 bool zs_unshard_is_last(const zs_schedule *schedule, const zs_record *record)
@@ -169,19 +188,22 @@ static void forget_in(zs_follow *list, const zs_record *record)
 
 void zs_schedule_forget_order(zs_schedule *schedule)
 {
-    schedule->latest = schedule->last = NULL;
+    schedule->latest = schedule->before = schedule->last = NULL;
     for (size_t i = 0; i < schedule->n; i++)
-        schedule->records[i]->next[0] = schedule->records[i]->next[1] = NULL;
+        for (int phase = 0; phase < 2; phase++)
+            schedule->records[i]->next[phase] = schedule->records[i]->ended_after[phase] = NULL;
 }
 
 void zs_unshard_forget(zs_schedule *schedule, const zs_record *record)
 {
     if (schedule->latest == record) schedule->latest = NULL;
+    if (schedule->before == record) schedule->before = NULL;
     if (schedule->last == record) schedule->last = NULL;
     for (size_t i = 0; i < schedule->n; i++) {
         zs_record *other = schedule->records[i];
         for (int phase = 0; phase < 2; phase++) {
             if (other->next[phase] == record) other->next[phase] = NULL;
+            if (other->ended_after[phase] == record) other->ended_after[phase] = NULL;
             forget_in(&other->by_hand[phase], record);
         }
     }
