@@ -1,7 +1,7 @@
 """Scale: what a rank takes as ranks grow in number, with real ranks and with 1,024 that move nothing.
 
     python -m benchmarks.scale [--ranks 2 4 8 16 32] [--worlds 8 64 256 1024] [--hosts 2 4]
-        [--transports shm c10d hosts] [--steps 8] [--out FILE]
+        [--transports shm c10d hosts] [--steps 8] [--limit 120] [--out FILE]
 
 The one idea: counts (descriptors, mappings, threads, collectives, bytes) are exact, and say how things
 grow; CPU times say how much of it there is. Real ranks are forked from one process that has imported
@@ -12,8 +12,10 @@ rank 0, and what it gathers from the others is what it has itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,12 +28,13 @@ from benchmarks.many_ranks import counter
 
 MODULE = "benchmarks.scale_rank"
 TRANSPORTS = ("shm", "c10d", "hosts")
-LIMIT = 300.0  # seconds that one world may take
+ENOUGH = 64  # steps of all ranks together: worlds of more ranks take fewer steps each, but 2
 
 COLUMNS = {
     "ranks": "ranks",
     "hosts": "hosts",
     "transport": "transport",
+    "steps": "steps",
     "cpu_us": "CPU us/unit/step",
     "group_us": "of it, group",
     "wrap_ms": "FSDP() CPU ms",
@@ -61,18 +64,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--transports", nargs="*", default=[*TRANSPORTS], choices=TRANSPORTS)
     parser.add_argument("--units", type=int, default=12)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="JSON of all records")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds that one row may take")
+    parser.add_argument("--out", type=Path, help="to append a line of JSON to for each row")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    records = [measure(args, *case) for case in real_cases(args)]
-    show("Real ranks on this host", records)
-    moved_by_none = [measure(args, "fake", world, 1) for world in args.worlds]
-    show("Worlds that move nothing", moved_by_none)
-    if args.out:
-        harness.write_json(args.out, {"real": records, "fake": moved_by_none})
+    show("Real ranks on this host", args, real_cases(args))
+    show("Worlds that move nothing", args, (("fake", world, 1) for world in args.worlds))
 
 
 def real_cases(args: argparse.Namespace) -> Iterable[tuple[str, int, int]]:
@@ -88,10 +88,12 @@ def real_cases(args: argparse.Namespace) -> Iterable[tuple[str, int, int]]:
 
 
 def measure(args: argparse.Namespace, transport: str, ranks: int, hosts: int) -> dict[str, Any]:
-    """Return the record of one world: medians over its ranks."""
+    """Return the record of one world: medians over its ranks, or why there are none."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    steps = args.steps if transport == "fake" else min(args.steps, max(2, ENOUGH // ranks))
+    found: dict[str, Any] = {"ranks": ranks, "hosts": hosts, "transport": transport, "steps": steps}
     with tempfile.TemporaryDirectory(prefix="zshard-scale-") as folder:
         env = {
             **os.environ,
@@ -105,25 +107,46 @@ def measure(args: argparse.Namespace, transport: str, ranks: int, hosts: int) ->
             "OMP_NUM_THREADS": "1",
             "LD_PRELOAD": str(counter()),
         }
-        sizes = [f"--units={args.units}", f"--steps={args.steps}", f"--hosts={hosts}"]
+        sizes = [f"--units={args.units}", f"--steps={steps}", f"--hosts={hosts}"]
         command = [sys.executable, "-m", MODULE, "--transport", transport, *sizes, folder]
-        run = {"env": env, "cwd": harness.ROOT, "timeout": LIMIT, "capture_output": True}
-        done = subprocess.run(command, text=True, **run)  # the profiler is talkative
-        if done.returncode != 0:
-            sys.exit(f"{ranks} ranks over {transport} failed:\n{done.stderr[-2000:]}")
-        record: dict[str, Any] = json.loads(Path(folder, "found").read_text())
-    return {"ranks": ranks, "hosts": hosts, **record}
+        failed = run(command, env, args.limit)
+        if failed:
+            return {**found, "failed": failed}
+        return {**found, **json.loads(Path(folder, "found").read_text())}
 
 
-def show(title: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Print a Markdown table of the columns that a record has."""
-    if not records:
-        return
-    keys = [key for key in COLUMNS if any(record.get(key) is not None for record in records)]
-    rows = [[text_of(record.get(key)) for key in keys] for record in records]
+def run(command: Sequence[str], env: Mapping[str, str], limit: float) -> str:
+    """Run a world's processes; return why they failed, or "". None is left when this returns."""
+    with tempfile.TemporaryFile("w+") as said:  # the profiler is talkative
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+        began = subprocess.Popen(command, env=env, cwd=harness.ROOT, start_new_session=True, **pipes)
+        try:
+            if began.wait(limit) == 0:
+                return ""
+            said.seek(0)
+            print(said.read()[-2000:], file=sys.stderr)
+            return f"failed: {began.returncode}"
+        except subprocess.TimeoutExpired:
+            return f"not ended in {limit:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(began.pid, signal.SIGKILL)  # the ranks are of its session
+            began.wait()
+
+
+def show(title: str, args: argparse.Namespace, cases: Iterable[tuple[str, int, int]]) -> None:
+    """Measure the cases, and print a row of a Markdown table for each as it is finished."""
     print(f"\n{title}\n")
-    for row in ([COLUMNS[key] for key in keys], ["---"] * len(keys), *rows):
+    for row in (COLUMNS.values(), ["---"] * len(COLUMNS)):
         print("| " + " | ".join(row) + " |", flush=True)
+    for case in cases:
+        record = measure(args, *case)
+        keys = [key for key in COLUMNS if key in record or "failed" not in record]
+        row = [*(text_of(record.get(key)) for key in keys), *filter(None, [record.get("failed")])]
+        print("| " + " | ".join(row) + " |", flush=True)
+        if args.out:
+            with args.out.open("a") as out:
+                out.write(json.dumps(record) + "\n")
 
 
 def text_of(value: Any) -> str:
