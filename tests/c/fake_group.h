@@ -8,6 +8,7 @@
 
 #include "ranks.h"
 
+#include "comm/c10d/c10d.h"
 #include "shim/tensor.h"
 
 struct zs_group {
@@ -30,6 +31,8 @@ static zs_status failure;     /* with what */
 static const char *complaint; /* and the words */
 static char last_words[128];  /* of this rank, as the store would have them */
 static int speaker = -1;      /* the rank that has left `last_words` */
+static int absent;            /* ranks besides the wire's: they gather with this one, and say what it says */
+static bool ahead;            /* the last of them has made a step more */
 
 zs_status zs_group_new(const char *name, zs_group **out)
 {
@@ -81,11 +84,24 @@ static void gather_all(const char *in, char *out, size_t bytes, size_t stride)
     }
 }
 
+/* The same for ranks that are not there. */
+static void gather_for_absent(const void *in, void *out, size_t bytes, int world)
+{
+    for (int r = 0; r < world; r++)
+        memcpy((char *)out + (size_t)r * bytes, in, bytes);
+    zs_c10d_turn *turns = out;
+    if (ahead && bytes == sizeof *turns) turns[world - 1].past.steps++;
+}
+
 zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work)
 {
-    CHECK(world == wire->world);
+    CHECK(world == wire->world + absent);
     ZS_TRY(begin(group, work));
-    if ((*work)->waits == 0 && (*work)->status == ZS_OK) gather_all(in, out, bytes, bytes);
+    if ((*work)->waits != 0 || (*work)->status != ZS_OK) return ZS_OK;
+    if (absent > 0)
+        gather_for_absent(in, out, bytes, world);
+    else
+        gather_all(in, out, bytes, bytes);
     return ZS_OK;
 }
 

@@ -6,6 +6,8 @@
 #include "any_transport.h"
 #include "fake_group.h"
 
+#include <pthread.h>
+
 /* --- the common tests, here -------------------------------------------------------------------------------------------- */
 
 /* Runs `body` with c10d over this rank's shm. */
@@ -156,6 +158,43 @@ static void orders_that_differ(rank_env *env)
     char byte = (char)env->rank, all[MAX_RANKS];
     OK(zs_comm_exchange(env->comm, &byte, 1, all));
     CHECK(all[env->world - 1] == env->world - 1);
+}
+
+enum { MANY = 1024, LITTLE_STACK = 64 << 10 };
+
+static void *gather_with_many(void *arg)
+{
+    rank_env *env = arg;
+    zs_flat_mem flat;
+    zs_mem *full = NULL;
+    OK(zs_comm_flat_new(env->comm, 64, &flat));
+    OK(zs_mem_new_private((size_t)64 * MANY, &full));
+    zs_target to = {full, full->ptr};
+    OK(zs_comm_gather(env->comm, &flat, "head", to));
+    ahead = true;
+    FAILS(zs_comm_gather(env->comm, &flat, "head", to), ZS_ERR_DIVERGED, "but rank 1023 has made 1;");
+    ahead = false;
+    OK(zs_comm_gather(env->comm, &flat, "head", to));
+    zs_comm_flat_free(env->comm, &flat);
+    zs_mem_release(full);
+    return NULL;
+}
+
+/* A script may train on a thread of its own: what is compared grows with ranks, and does not lie on its stack. */
+static void many_ranks_on_a_little_stack(rank_env *env)
+{
+    if (env->rank != 0) return;
+    pthread_t thread;
+    pthread_attr_t attributes;
+    absent = MANY - env->world;
+    wire = env->comm;
+    rank_env many = {.world = MANY};
+    OK(zs_comm_c10d_new("fake", &(zs_ranks_of_hosts){.world = MANY}, wire->timeout, &many.comm));
+    CHECK(pthread_attr_init(&attributes) == 0 && pthread_attr_setstacksize(&attributes, LITTLE_STACK) == 0);
+    CHECK(pthread_create(&thread, &attributes, gather_with_many, &many) == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
+    pthread_attr_destroy(&attributes);
+    zs_comm_release(many.comm);
 }
 
 /* Ranks that are about to start collectives of different kinds and sizes. */
@@ -388,6 +427,7 @@ static const rank_test tests[] = {
     TEST(c10d_gathers_of_what_was_written_since, .least = 2),
     TEST(c10d_orders_that_differ, .least = 2),
     TEST(c10d_steps_that_differ, .least = 2),
+    TEST(many_ranks_on_a_little_stack, .least = MAX_RANKS),
     TEST(c10d_failures_are_explained, .least = 2),
     TEST(c10d_unknown_peers_are_listed, .least = 2),
     TEST(c10d_last_words_are_told, .least = 2),

@@ -123,16 +123,20 @@ static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     zs_clear_error();
 }
 
-/* Have the ranks parameters of different steps, where these travel? `joined`: whatever each is about to do. */
+/* Have the ranks parameters of different steps, where these travel? `joined`: whatever each is about to do. Not on the stack: of
+ * thousands of ranks it would fill that of a script's thread. */
 static zs_status compare_pasts(zs_c10d_comm *comm, const zs_c10d_turn *turns, bool joined)
 {
-    zs_past pasts[comm->base.world];
+    zs_past *pasts = calloc((unsigned)comm->base.world, sizeof *pasts);
+    if (pasts == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps");
     for (int r = 0; r < comm->base.world; r++) {
         bool counts = joined || (alike(&turns[r], turns) && is_of_parameters(turns));
         pasts[r] = turns[counts ? r : 0].past;
         if (same_past(&turns[r], turns)) pasts[r].grads = pasts[0].grads;
     }
-    return zs_comm_check_pasts(&comm->base, pasts);
+    zs_status status = zs_comm_check_pasts(&comm->base, pasts);
+    free(pasts);
+    return status;
 }
 
 static zs_status fail_apart(zs_c10d_comm *comm, const zs_c10d_turn *turns)

@@ -91,30 +91,28 @@ static zs_status went_apart(zs_gpu_comm *comm, const zs_gpu_order *other, int ra
     return zs_gpu_fail(comm, status);
 }
 
-static zs_status compare_pasts(zs_gpu_comm *comm, const zs_gpu_order *all)
+static zs_status compare_pasts(zs_gpu_comm *comm)
 {
-    zs_past pasts[comm->base.world];
     for (int r = 0; r < comm->base.world; r++)
-        pasts[r] = all[r].past;
-    return zs_comm_compare_pasts(&comm->base, pasts);
+        comm->pasts[r] = comm->orders[r].past;
+    return zs_comm_compare_pasts(&comm->base, comm->pasts);
 }
 
 /* Have all ranks asked for the same, and where a session has `ended`, of parameters of the same steps? Peers that have not
  * would be waited for by a GPU, where no deadline is looked at. */
 static zs_status check_order(zs_gpu_comm *comm, bool ended)
 {
-    int world = comm->base.world;
     bool gone = false;
-    zs_gpu_order all[world];
+    const zs_gpu_order *all = comm->orders;
     comm->order.gone = gone_here(comm);
     comm->order.past = comm->base.past;
-    ZS_TRY(zs_gpu_heard(comm, zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, all)));
-    for (int r = 0; r < world; r++) {
+    ZS_TRY(zs_gpu_heard(comm, zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, comm->orders)));
+    for (int r = 0; r < comm->base.world; r++) {
         gone = gone || all[r].gone > 0;
         bool same = all[r].hash == comm->order.hash && all[r].count == comm->order.count;
         if (!same || all[r].gave_up != comm->order.gave_up) return went_apart(comm, &all[r], r);
     }
-    if (ended) ZS_TRY(compare_pasts(comm, all));
+    if (ended) ZS_TRY(compare_pasts(comm));
     return settle(comm, gone);
 }
 
@@ -370,6 +368,25 @@ void zs_gpu_close(zs_comm *comm)
     if (backend->ops->close != NULL) backend->ops->close(backend);
 }
 
+static void free_rooms(zs_gpu_comm *self)
+{
+    free(self->orders);
+    free(self->pasts);
+    free(self);
+}
+
+/* A head of zeros, with its arrays: hundreds of bytes for each rank are too much for a thread's stack. NULL: out of memory. */
+static zs_gpu_comm *alloc_rooms(int world)
+{
+    zs_gpu_comm *self = calloc(1, sizeof *self);
+    if (self == NULL) return NULL;
+    self->orders = calloc((size_t)world, sizeof *self->orders);
+    self->pasts = calloc((size_t)world, sizeof *self->pasts);
+    if (self->orders != NULL && self->pasts != NULL) return self;
+    free_rooms(self);
+    return NULL;
+}
+
 void zs_gpu_destroy(zs_comm *comm)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
@@ -380,12 +397,12 @@ void zs_gpu_destroy(zs_comm *comm)
     zs_comm_release(self->control);
     free(self->idle);
     free(self->base.lost);
-    free(self);
+    free_rooms(self);
 }
 
 zs_status zs_comm_gpu_new(zs_comm *control, zs_backend *backend, zs_comm **out)
 {
-    zs_gpu_comm *self = calloc(1, sizeof *self);
+    zs_gpu_comm *self = alloc_rooms(control->world);
     if (self == NULL) {
         backend->ops->destroy(backend);
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a GPU transport");

@@ -32,6 +32,8 @@ typedef struct zs_gpu_comm {
     size_t living;       /* units that are not freed */
     zs_arena *areas;     /* owned; what rounds receive into; NULL: none yet */
     zs_gpu_order order;
+    zs_gpu_order *orders; /* [world] what the ranks have asked for, as last compared; owned */
+    zs_past *pasts;       /* [world] room for the pasts among them; owned */
     zs_cu_event *idle; /* [n_idle] events that nobody uses; owned */
     size_t n_idle, idle_room;
 } zs_gpu_comm;
