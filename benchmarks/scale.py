@@ -1,12 +1,14 @@
-"""Scale: what a rank takes as ranks grow in number, with real ranks and with 1,024 that move nothing.
+"""Scale: what a rank takes as ranks grow in number: real ranks, and 1,024 that move nothing.
 
     python -m benchmarks.scale [--ranks 2 4 8 16 32] [--worlds 8 64 256 1024] [--hosts 2 4]
         [--transports shm c10d hosts] [--steps 8] [--limit 120] [--out FILE]
 
-The one idea: counts (descriptors, mappings, threads, collectives, bytes) are exact, and say how things
-grow; CPU times say how much of it there is. Real ranks are forked from one process that has imported
-torch (scale_rank.py). A world that moves nothing is torch's own "fake" process group: one process is
-rank 0, and what it gathers from the others is what it has itself.
+The one idea: counts (descriptors, mappings, threads, collectives, bytes) are exact, and say how
+things grow; CPU times say how much of it there is. Real ranks are forked from one process that has
+imported torch (scale_rank.py). A world that moves nothing is torch's own "fake" process group: one
+process is rank 0, and what it gathers from the others is what it has itself. A row is printed, and
+appended to --out as a line of JSON, when it is finished, so a run that is cut off has the rows it
+came to.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ def run(command: Sequence[str], env: Mapping[str, str], limit: float) -> str:
     """Run a world's processes; return why they failed, or "". None is left when this returns."""
     with tempfile.TemporaryFile("w+") as said:  # the profiler is talkative
         pipes = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
-        began = subprocess.Popen(command, env=env, cwd=harness.ROOT, start_new_session=True, **pipes)
+        began = subprocess.Popen(
+            command, env=env, cwd=harness.ROOT, start_new_session=True, **pipes
+        )
         try:
             if began.wait(limit) == 0:
                 return ""
