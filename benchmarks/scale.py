@@ -73,8 +73,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    show("Real ranks on this host", args, real_cases(args))
-    show("Worlds that move nothing", args, (("fake", world, 1) for world in args.worlds))
+    show("Real ranks on this host", args, list(real_cases(args)))
+    show("Worlds that move nothing", args, [("fake", world, 1) for world in args.worlds])
 
 
 def real_cases(args: argparse.Namespace) -> Iterable[tuple[str, int, int]]:
@@ -138,8 +138,10 @@ def run(command: Sequence[str], env: Mapping[str, str], limit: float) -> str:
             began.wait()
 
 
-def show(title: str, args: argparse.Namespace, cases: Iterable[tuple[str, int, int]]) -> None:
+def show(title: str, args: argparse.Namespace, cases: Sequence[tuple[str, int, int]]) -> None:
     """Measure the cases, and print a row of a Markdown table for each as it is finished."""
+    if not cases:
+        return
     print(f"\n{title}\n")
     for row in (COLUMNS.values(), ["---"] * len(COLUMNS)):
         print("| " + " | ".join(row) + " |", flush=True)
