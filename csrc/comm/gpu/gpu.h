@@ -34,7 +34,7 @@ typedef struct zs_gpu_comm {
     zs_gpu_order order;
     zs_gpu_order *orders; /* [world] what the ranks have asked for, as last compared; owned */
     zs_past *pasts;       /* [world] room for the pasts among them; owned */
-    zs_cu_event *idle; /* [n_idle] events that nobody uses; owned */
+    zs_cu_event *idle;    /* [n_idle] events that nobody uses; owned */
     size_t n_idle, idle_room;
 } zs_gpu_comm;
 
