@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace, transport: str, ranks: int, hosts: int) ->
 def run(command: Sequence[str], env: Mapping[str, str], limit: float) -> str:
     """Run a world's processes; return why they failed, or "". None is left when this returns."""
     with tempfile.TemporaryFile("w+") as said:  # the profiler is talkative
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
         began = subprocess.Popen(
             command, env=env, cwd=harness.ROOT, start_new_session=True, **pipes
         )
