@@ -128,6 +128,24 @@ def test_doctor_says_what_is_missing_and_what_to_do() -> None:
     assert "GPU training is not available; see above: driver" in done.stdout
 
 
+def test_doctor_does_not_blame_torchs_cuda_build_for_a_host_without_a_gpu() -> None:
+    hidden = WITH_CUDA.replace("True", "False")
+    program = "import runpy, sys; sys.argv = ['zshard', 'doctor']\n"
+    program += "runpy.run_module('zshard', run_name='__main__', alter_sys=True)"
+    no_driver = run(execute, hidden + program)
+    lines = no_driver.stdout.splitlines()
+    assert no_driver.returncode == 0 and "torch_cuda  13.0" in lines, no_driver.stdout
+    assert "GPU training is not available; see above: driver" in no_driver.stdout
+    assert "above: driver, torch_cuda" not in no_driver.stdout
+    none = run(execute, hidden + program, ZSHARD_CUDA_LIB=stand_in(), FAKE_CUDA_DEVICES="0")
+    lines = none.stdout.splitlines()
+    assert none.returncode == 0 and "torch_cuda  13.0" in lines, none.stdout
+    assert any(
+        line.startswith("driver      CUDA 13.0. MISSING: cannot initialize") for line in lines
+    )
+    assert any(line.startswith("GPUs        none") for line in lines)
+
+
 def test_doctor_tells_what_ranks_take_of_limits() -> None:
     lines = run(as_program, "zshard", "doctor").stdout.splitlines()
     heads = [line for line in lines if line.startswith("ranks ")]

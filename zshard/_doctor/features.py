@@ -71,7 +71,7 @@ def available_features() -> dict[str, Any]:
             "this torch was built without gloo: CPU ranks on several hosts cannot communicate"
         )
     _judge_kernels(machine, missing)
-    _judge_torch(missing)
+    _judge_torch(machine, missing)
     needed = ("driver", "kernels", "torch_cuda")
     found["gpu"] = bool(found["gpus"]) and not any(name in missing for name in needed)
     return {**found, "missing": missing}
@@ -126,13 +126,14 @@ def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
         )
 
 
-def _judge_torch(missing: dict[str, str]) -> None:
+def _judge_torch(machine: dict[str, Any], missing: dict[str, str]) -> None:
+    """Whether torch uses the GPUs that the driver has; if it has none, torch is not to blame."""
     if torch.version.cuda is None:
         missing["torch_cuda"] = (
             f"torch {torch.__version__} is built without CUDA: install a CUDA build (see "
             "https://pytorch.org/get-started), then reinstall zshard, which is built against torch"
         )
-    elif not torch.cuda.is_available():
+    elif machine["gpus"] and not torch.cuda.is_available():
         missing["torch_cuda"] = (
             f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, but sees no GPU: "
             "update the driver if it is too old, or check CUDA_VISIBLE_DEVICES"
