@@ -37,6 +37,8 @@ print(json.dumps({
     "AllReduce": nccl.ncclAllReduce(none, none, zero, 7, 0, none, none),
     "Broadcast": nccl.ncclBroadcast(none, none, zero, 7, 0, none, none),
     "Send": nccl.ncclSend(none, zero, 7, 0, none, none),
+    "nothing": [nccl.ncclCommFinalize(none), nccl.ncclCommDestroy(none), nccl.ncclCommAbort(none)],
+    "MemFree": nccl.ncclMemFree(none),
 }))
 """
 
@@ -57,8 +59,14 @@ def test_every_function_is_there_and_fails_as_documented_without_a_device() -> N
     version = said.pop("version")
     assert version >= 22800, "AlltoAll is of 2.28"
     invalid = dict.fromkeys(("CommGetAsyncError", "AllGather", "AllReduce", "Broadcast", "Send"), 4)
-    succeed = {"missing": [], "GetVersion": 0, "GetUniqueId": 0, "group": [0, 0]}
-    assert said == {**succeed, "MemAlloc": 1, **invalid}
+    succeed = {
+        "missing": [],
+        "GetVersion": 0,
+        "GetUniqueId": 0,
+        "group": [0, 0],
+        "nothing": [0, 0, 0],
+    }
+    assert said == {**succeed, "MemAlloc": 1, "MemFree": 1, **invalid}
 
 
 def test_declarations_are_those_of_the_wheels_cuda_h(
