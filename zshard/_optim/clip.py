@@ -27,7 +27,7 @@ from zshard._guard.slices import plain
 from zshard._optim.announce import say_clip, say_norm
 from zshard._optim.in_backward import refuse_clipping
 from zshard._ranks.transports import ranks_of
-from zshard._units.shards import part_of
+from zshard._units.shards import parts_of_all
 
 __all__ = ["clip_by", "clip_grad_norm", "install", "norm_over_ranks"]
 
@@ -114,21 +114,20 @@ def _refuse_foreign(params: Iterable[Tensor]) -> None:
             raise RuntimeError(_REPLACED.format(info["name"]))
 
 
-def _refuse_other_ranks(params: Iterable[Tensor]) -> None:
-    """Raise if units are sharded over different ranks: each rank would know another norm, and scale
-    what they share by another factor."""
-    parts = [part for param in params if (part := part_of(param)) is not None]
-    by_comm = {id(part.comm): part for part in parts}
+def _refuse_other_ranks(tensors: Iterable[Tensor]) -> None:
+    """Raise if these are parameters or gradients of units that are sharded over different ranks:
+    each rank would know another norm, and scale what they share by another factor."""
+    by_comm = {id(part.comm): part for part in parts_of_all(tensors)}
     if len(by_comm) < 2:
         return
     first, *others = by_comm.values()
     for other in others:
         if ranks_of(first.comm) != ranks_of(other.comm):
             raise NotImplementedError(
-                f"gradients of '{first.name}' and '{other.name}' cannot be clipped together: their "
-                "units have process groups of different ranks, so each rank would get another "
-                "norm; clip the parameters of each process group by themselves, with "
-                "torch.nn.utils.clip_grad_norm_(params, max_norm)"
+                f"'{first.name}' and '{other.name}' have no norm together, and cannot be clipped "
+                "together: their units have process groups of different ranks, so each rank would "
+                "get another norm; call torch.nn.utils.clip_grad_norm_() or get_total_norm() once "
+                "for the parameters of each process group"
             )
 
 
@@ -171,6 +170,7 @@ def _get_total_norm(
     grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not grads:
         refuse_clipping()
+    _refuse_other_ranks(grads)
     sharded: dict[_core.Engine, list[Tensor]] = {}
     whole: list[Tensor] = []
     for grad in grads:

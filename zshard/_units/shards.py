@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from zshard import _core
 from zshard._units.units import State
 
 __all__ = [
-    *("Part", "Stepped", "part_of", "remember_parts", "replicas_of", "stepped_by"),
+    *("Part", "Stepped", "part_of", "parts_of_all", "remember_parts", "replicas_of", "stepped_by"),
     "units_stepped_by",
 ]
 
@@ -227,6 +227,23 @@ def part_of(param: Tensor) -> Part | None:
     """Return the entry of a parameter that FSDP has wrapped, sharded or not; None for others."""
     entry = _parts.get(id(param))
     return entry[1] if entry is not None and entry[0]() is param else None
+
+
+def parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
+    """Return the entries of those tensors that are parameters, or that lie where the gradients of
+    some do; [] if all entries there are have the same ranks."""
+    known = [(reference(), part) for reference, part in list(_parts.values())]
+    if len({id(part.comm) for _, part in known}) < 2:
+        return []
+    grads = {_memory_of(p.grad): part for p, part in known if p is not None and p.grad is not None}
+    found = (part_of(each) or grads.get(_memory_of(each)) for each in tensors)
+    return [part for part in found if part is not None]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """A number for the tensor's memory; of a sparse one, for the tensor."""
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if strided else id(tensor)
 
 
 @dataclass(eq=False)
