@@ -14,7 +14,7 @@ from zshard._compat.fsdp1 import precision_of, strategy_of, unit_options
 from zshard._memory.dry_run import World
 from zshard._memory.report import predict
 from zshard._ranks.devices import CPU
-from zshard._units.units import Options, Prefetch
+from zshard._units.units import Options, Prefetch, is_unit
 from zshard.offload import offload_on, parse_offload
 from zshard.wrap import plan_units
 
@@ -54,7 +54,8 @@ def predict_memory(
     Returns a dict like that of `model.memory("predicted")`, which ends with "total". Activations
     and torch's own memory are not included; with world size 1, gradients are torch's own as well.
 
-    Raises ValueError or TypeError for arguments that FSDP would reject, and for unknown names.
+    Raises ValueError or TypeError for arguments that FSDP would reject, for unknown names, and if
+    modules in it are sharded already.
     """
     tensors = _state_tensors(optimizer)
     options = Options(
@@ -65,8 +66,20 @@ def predict_memory(
     )
     world = _world(world_size, local_world_size, transport)
     specs = plan_units(module, auto_wrap_policy)
+    _check_plain(module)
     planned = [(spec, unit_options(spec, options)) for spec in specs]
     return predict(module, planned, world, tensors)
+
+
+def _check_plain(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if each is not module and is_unit(each):
+            raise ValueError(
+                f"predict_memory(): '{name}' is sharded already, so its memory would be left out: "
+                "call predict_memory() before the first FSDP(...) of the model, with the process "
+                "group's size for a module that has one of its own, or FSDP(...) and then "
+                'model.memory("predicted")'
+            )
 
 
 def _state_tensors(optimizer: str | int | None) -> int:

@@ -96,3 +96,73 @@ def test_a_norm_over_experts_of_pairs_of_ranks_is_refused(pool4: RankPool, trans
     found = pool4.run(norms, transport, "full_shard", 2)
     assert len({shared for shared, _ in found}) == 1
     assert found[0] == found[1] and found[2] == found[3] != found[1]
+
+
+# --- memory and the summary -------------------------------------------------------------------------
+
+
+@passing_groups()
+def bytes_held(transport: str, strategy: str, size: int) -> Any:
+    """What memory() of the model and of its parts counts, after a step and before it."""
+    model = sharded(transport, strategy, size)
+    predicted = model.memory("predicted")
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model(floats(dist.get_rank(), step))).backward()
+        optimizer.step()
+    now, alone = model.memory(), [each.memory() for each in model.experts]
+    shared, own = parted(model)
+    assert sum(p.numel() * 8 for p in [*shared, *own]) <= now["optimizer"]
+    units = [each._zshard_state.unit for each in FSDP.fsdp_modules(model)]
+    assert now["shards"] == sum(unit.bytes["shard"] for unit in units), "experts' are there"
+    assert now["grads"] == sum(unit.bytes["grad"] for unit in units)
+    assert alone[0]["transport"] == alone[1]["transport"] <= now["transport"]
+    for found in (now, predicted, model.memory("peak")):
+        assert list(found) == list(now)
+        parts = [v for name, v in found.items() if name not in ("total", "offloaded")]
+        assert found["total"] == sum(parts)
+    assert {k: v for k, v in predicted.items() if k not in ("transport", "total", "optimizer")} == {
+        k: v for k, v in now.items() if k not in ("transport", "total", "optimizer")
+    }
+    lines = model.summary().splitlines()
+    return now["shards"], lines[3:6], lines[7]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_memory_and_summary_count_experts(pool2: RankPool, transport: str, strategy: str) -> None:
+    for shards, (root, *experts), total in pool2.run(bytes_held, transport, strategy, 1):
+        assert root.split()[-1] == strategy
+        assert [line.endswith(f"{strategy} over 1 rank(s)") for line in experts] == [True] * 2
+        assert total.split()[:3] == ["3", "units", "360"]
+        assert total.endswith(f"{shards / 1024:.1f} KiB")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_memory_counts_experts_of_pairs(pool4: RankPool, transport: str) -> None:
+    for _, (_, *experts), _ in pool4.run(bytes_held, transport, "full_shard", 2):
+        assert all(line.endswith("full_shard over 2 rank(s)") for line in experts)
+
+
+@passing_groups()
+def limits() -> Any:
+    """How much memory FSDP() asks for around experts that are there: nothing for them."""
+    own, model = groups_of(1), nn.Sequential(nn.Linear(8, 8), nn.Linear(1024, 1024))
+    model[1] = FSDP(model[1], process_group=own)
+    FSDP(model, memory_limit="3MiB", auto_wrap_policy=None)
+    with pytest.raises(MemoryError):
+        FSDP(nn.Sequential(nn.Linear(1024, 1024)), memory_limit="3MiB")
+
+
+def test_the_check_of_memory_counts_the_model_without_its_experts(pool2: RankPool) -> None:
+    pool2.run(limits)
+
+
+def test_predict_memory_refuses_a_model_with_sharded_modules() -> None:
+    model = make(Experts)
+    model.experts[0] = FSDP(model.experts[0])
+    with pytest.raises(ValueError, match=r"'experts.0' is sharded already.*before the first FSDP"):
+        zshard.predict_memory(model, 2)

@@ -32,7 +32,7 @@ from zshard._ranks.devices import CPU, torch_device
 from zshard._ranks.groups import _env_int
 from zshard._ranks.meeting import host_id
 from zshard._ranks.transports import Comms
-from zshard._units.units import units_of
+from zshard._units.units import is_apart, units_of
 
 MemoryLimit = int | str | None
 _MIB = 1 << 20
@@ -110,7 +110,7 @@ def check_fits(
         return
     world, strategy = world_of(comms), planned[-1][1].strategy
     dry = dry_comms(world, strategy, comms.all.rank)
-    inner = [(each, state) for each, state in units_of(module)]
+    inner = [(each, state) for each, state in units_of(module) if not is_apart(state, comms)]
     dry_run = DryRun(module, planned, dry, inner)
     offload = planned[-1][1].offload
     # Gradients that are stepped in backward are not held, which is how such models train.

@@ -51,7 +51,9 @@ def calls_of_specs(
         that unit.
     """
     root = model if len(pairs) - len(stands_for) > 1 else None
-    hooked = {at: stands_for[id(unit)] for at, unit in _hooked(model).items()}
+    hooked = {  # units over other ranks are in no pair
+        at: stands_for[id(unit)] for at, unit in _hooked(model).items() if id(unit) in stands_for
+    }
     used = {}
     there = {id(unit) for unit in stands_for.values()}
     for spec, unit in pairs:

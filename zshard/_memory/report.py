@@ -6,7 +6,7 @@ the optimizers that have stepped the model's parameters, which belongs to the op
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -28,13 +28,34 @@ def memory_of(module: nn.Module, what: str) -> dict[str, int]:
     states = [each for _, each in units_of(module)]
     held = _optimizer_bytes(states)
     state.optimizer_peak = max(state.optimizer_peak, held)
-    engine = state.unit.engine
     if what == "now":
-        return with_optimizer(engine.memory(), held)
+        return with_optimizer(_of_engines(states, _core.Engine.memory), held)
     if what == "peak":
-        return with_optimizer(engine.peak(), state.optimizer_peak)
+        return with_optimizer(_of_engines(states, _core.Engine.peak), state.optimizer_peak)
     in_memory, elsewhere = (2 * _trained_bytes(states, where) for where in (False, True))
-    return with_optimizer(engine.predict(False), held or in_memory, elsewhere)
+    predicted = _of_engines(states, lambda engine: engine.predict(False))
+    return with_optimizer(predicted, held or in_memory, elsewhere)
+
+
+def _of_engines(
+    states: Iterable[State], count: Callable[[_core.Engine], dict[str, int]]
+) -> dict[str, int]:
+    """Return the sums over the models of these units, which are several if some have a process
+    group of other ranks; each transport counts once."""
+    models = {state.unit.engine_id: state for state in states}
+    parts: dict[str, int] = {}
+    transports: dict[int, int] = {}
+    for state in models.values():
+        found, group = count(state.unit.engine), id(state.comms.all)
+        now = found.pop("transport")
+        before = transports.get(group, 0)
+        transports[group] = max(before, now)
+        found["total"] -= now
+        for part, number in found.items():
+            parts[part] = parts.get(part, 0) + number
+    total, offloaded = parts.pop("total"), parts.pop("offloaded")
+    transport = sum(transports.values())
+    return {**parts, "transport": transport, "offloaded": offloaded, "total": total + transport}
 
 
 def with_optimizer(parts: dict[str, int], optimizer: int, elsewhere: int = 0) -> dict[str, int]:

@@ -22,7 +22,7 @@ from zshard._model.merge import merges_of
 from zshard._model.whole_counts import counts_of
 from zshard._optim.state_registry import meet
 from zshard._ranks.agreement import on_all_ranks, told_to_all_ranks
-from zshard._ranks.transports import Comms, ranks_of
+from zshard._ranks.transports import Comms
 from zshard._state_dict.module import attach, attach_replicated
 from zshard._units.full_in_eval import cast_at_border, set_root
 from zshard._units.shards import remember_parts
@@ -32,6 +32,7 @@ from zshard._units.units import (
     Options,
     State,
     hook_forward,
+    is_apart,
     is_unit,
     known_hooks,
     state_of,
@@ -141,12 +142,6 @@ def _make_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.
     kind = options.strategy.in_group.value
     dtypes = dtypes_of(spec, options)
     return _core.Unit(engine, spec.name, kind, names_of(spec), params, places, *dtypes)
-
-
-def is_apart(state: State, comms: Comms) -> bool:
-    """Return whether a nested unit was sharded over other ranks than the model around it, such as
-    an expert that each rank has for itself. It remains a model of its own."""
-    return ranks_of(state.comms.all) != ranks_of(comms.all)
 
 
 def modules_apart(module: nn.Module, comms: Comms) -> set[nn.Module]:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._guard.slices import plain
-from zshard._model.build import is_apart
 from zshard._optim.announce import Act, Joined, options_of, scaler_of
 from zshard._optim.clip import clip_by, norm_over_ranks
 from zshard._optim.in_backward import is_stepped_in_backward
 from zshard._ranks.agreement import check_agreement, on_all_ranks
 from zshard._units.shards import part_of, units_stepped_by
-from zshard._units.units import is_unit, state_of, units_of
+from zshard._units.units import is_apart, is_unit, state_of, units_of
 from zshard.grad_scaler import unscale
 
 __all__ = ["join"]

@@ -102,7 +102,7 @@ class ModelMethods(nn.Module):
         """Return two tables as text: the units (name, parameters, full and per-rank bytes,
         strategy, transport), and the model's memory by part in MiB (predicted, now and peak)."""
         own = state_of(self)
-        units = summary_of([state.unit for _, state in units_of(self)], own.comms)
+        units = summary_of([state for _, state in units_of(self)], own.comms)
         kinds = ("predicted", "now", "peak")
         return f"{units}\n\n{memory_table({kind: memory_of(self, kind) for kind in kinds})}"
 
@@ -130,8 +130,9 @@ class ModelMethods(nn.Module):
                 of the other numbers.
             "total": the sum of the parts, without "offloaded".
 
-            All parts but "optimizer" are those of the whole model. A step's memory is reserved
-            before the first step, so "now" equals "predicted" except for the optimizer's state.
+            All parts but "optimizer" are those of the whole model. Units below this module that
+            have a process group of their own are counted, too ("peak": with their own peaks). A
+            step's memory is reserved before the first step, so "now" equals "predicted" except for the optimizer's state.
             Memory counts once it is reserved; the system provides it when it is first touched.
 
         Raises:

@@ -5,8 +5,8 @@ The one idea: what a reader wants to compare is in one column.
 
 from __future__ import annotations
 
-from zshard import _core
 from zshard._ranks.transports import Comms
+from zshard._units.units import State, is_apart
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -20,18 +20,20 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
-def summary_of(units: list[_core.Unit], comms: Comms) -> str:
+def summary_of(states: list[State], comms: Comms) -> str:
     """Return the table of units: one line per unit, then totals."""
+    units = [state.unit for state in states]
     comm, shards, shard_group, replica_group = comms
     rows = [("unit", "parameters", "unsharded", "per rank", "strategy")]
     numel = whole = local = 0
-    for unit in units:
+    for state, unit in zip(states, units, strict=True):
         count = sum(_product(unit.param(i)["shape"]) for i in range(unit.n_params))
         sizes = unit.bytes
         numel, whole, local = numel + count, whole + sizes["full"], local + sizes["shard"]
         name = unit.name or "(root)"
         cells = (f"{count:,}", format_bytes(sizes["full"]), format_bytes(sizes["shard"]))
-        rows.append((name, *cells, unit.strategy))
+        ranks = f" over {state.comms.all.world} rank(s)" if is_apart(state, comms) else ""
+        rows.append((name, *cells, unit.strategy + ranks))
     rows.append((f"{len(units)} units", f"{numel:,}", format_bytes(whole), format_bytes(local), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [_line(row, widths) for row in rows]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
-from zshard._ranks.transports import Comms
+from zshard._ranks.transports import Comms, ranks_of
 from zshard.offload import Offload
 from zshard.precision import Precision
 from zshard.strategy import ShardingStrategy
@@ -139,6 +139,12 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
     for each in module.modules():
         if is_unit(each):
             yield each, state_of(each)
+
+
+def is_apart(state: State, comms: Comms) -> bool:
+    """Return whether a nested unit was sharded over other ranks than the model around it, such as
+    an expert that each rank has for itself. It remains a model of its own."""
+    return ranks_of(state.comms.all) != ranks_of(comms.all)
 
 
 def without_memory(
