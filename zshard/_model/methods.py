@@ -132,8 +132,9 @@ class ModelMethods(nn.Module):
 
             All parts but "optimizer" are those of the whole model. Units below this module that
             have a process group of their own are counted, too ("peak": with their own peaks). A
-            step's memory is reserved before the first step, so "now" equals "predicted" except for the optimizer's state.
-            Memory counts once it is reserved; the system provides it when it is first touched.
+            step's memory is reserved before the first step, so "now" equals "predicted" except for
+            the optimizer's state. Memory counts once it is reserved; the system provides it when it
+            is first touched.
 
         Raises:
             ValueError: `what` is something else.
