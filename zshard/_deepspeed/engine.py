@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from zshard._deepspeed.ds_config import Settings
 from zshard._deepspeed.engine_checkpoints import EngineCheckpoints
 from zshard._deepspeed.engine_facts import EngineFacts
+from zshard._deepspeed.engine_life import EngineLife
+from zshard._deepspeed.engine_names import missing
 from zshard._deepspeed.loss_scale import OverflowScaler
 from zshard._optim.clip import clip_grad_norm
 from zshard._units.units import state_of
@@ -32,7 +34,7 @@ _ACCUMULATES = (ShardingStrategy.NO_SHARD, ShardingStrategy.ZERO1)
 """Where gradients of a round stay full until its last backward, as in DeepSpeed: stages 0 and 1."""
 
 
-class DeepSpeedEngine(EngineFacts, EngineCheckpoints, nn.Module):
+class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
     """What zshard.initialize() returns first: a sharded model with DeepSpeed's engine around it.
 
     Call it as the model. Then call backward(loss) and step(), once each per micro-batch, on all
@@ -69,6 +71,7 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
         if torch.is_grad_enabled() and self.module.training:
+            self._check_alive("forward")
             self._check_round()
             self._forwards += 1
         if self._settings.autocast is None:
@@ -256,6 +259,7 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, nn.Module):
         self.module.zero_grad(set_to_none)
 
     def _need_optimizer(self, name: str) -> None:
+        self._check_alive(name)
         if self.optimizer is None:
             raise RuntimeError(
                 f"engine.{name}() needs an optimizer: add the section 'optimizer' to the DeepSpeed "
@@ -268,8 +272,5 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, nn.Module):
         except AttributeError:
             model = self.__dict__.get("_modules", {}).get("module")
             if model is None or not hasattr(model, name):
-                raise AttributeError(
-                    f"the engine of zshard.initialize() has no attribute '{name}', and neither has "
-                    "the model: docs/deepspeed.md lists what it has"
-                ) from None
+                raise AttributeError(missing(name)) from None
         return getattr(model, name)

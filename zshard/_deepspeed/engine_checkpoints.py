@@ -29,6 +29,10 @@ _LATEST = "latest"
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _OURS = "engine"  # in `extra`
 _CLIENT = "client_state"
+_CUSTOM_LOAD = (
+    "custom_load_fn is not supported: load the tensors in the script, then call "
+    "engine.module.load_state_dict() on all ranks"
+)
 
 
 class EngineCheckpoints:
@@ -41,6 +45,7 @@ class EngineCheckpoints:
     _settings: Settings
     _drop_round: Callable[[], None]
     _new_scaler: Callable[[], None]
+    _check_alive: Callable[[str], None]
 
     def save_checkpoint(
         self,
@@ -63,6 +68,7 @@ class EngineCheckpoints:
         Raises what zshard.save() raises, on all ranks; NotImplementedError for
         exclude_frozen_parameters.
         """
+        self._check_alive("save_checkpoint")
         if exclude_frozen_parameters:
             raise NotImplementedError(
                 "exclude_frozen_parameters=True is not supported: a checkpoint has all parameters; "
@@ -108,11 +114,9 @@ class EngineCheckpoints:
         Raises FileNotFoundError for a missing tag, CheckpointError for a checkpoint of DeepSpeed or
         a damaged one, and what else zshard.load() raises, on all ranks.
         """
+        self._check_alive("load_checkpoint")
         if custom_load_fn is not None:
-            raise NotImplementedError(
-                "custom_load_fn is not supported: load the tensors in the script, then call "
-                "engine.module.load_state_dict() on all ranks"
-            )
+            raise NotImplementedError(_CUSTOM_LOAD)
         folder, comm = path_of(load_dir), self._comm()
         with on_all_ranks(comm):
             name = _latest_of(folder) if tag is None else _checked(str(tag))
@@ -134,6 +138,28 @@ class EngineCheckpoints:
         if not load_module_only:
             self._take_state(loaded, load_lr_scheduler_states)
         return path, dict(loaded.get(_CLIENT, {}))
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Any = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load the plain state dict checkpoint["module"] into the model. Call it on all ranks.
+
+        fetch_z3_params: accepted; sharded parameters load as they are. Raises NotImplementedError
+        for custom_load_fn.
+        """
+        if custom_load_fn is not None:
+            raise NotImplementedError(_CUSTOM_LOAD)
+        self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    def save_fp16_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
+    ) -> bool:
+        """An earlier name of save_16bit_model()."""
+        return self.save_16bit_model(save_dir, save_filename)
 
     def save_16bit_model(
         self,

@@ -156,6 +156,37 @@ class EngineFacts:
         """Return whether "bf16" is enabled."""
         return self._settings.dtype is torch.bfloat16
 
+    def optimizer_name(self) -> str | None:
+        """Return the optimizer's type in the config, or the class of the one that was passed."""
+        section = self._settings.section("optimizer")
+        if section is not None:
+            return str(section["type"])
+        return None if self.optimizer is None else type(self.optimizer).__name__
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Return "params" of the optimizer in the config; None if it has none."""
+        return (self._settings.section("optimizer") or {}).get("params")
+
+    def scheduler_name(self) -> str | None:
+        """Return the scheduler's type in the config; None if it has none."""
+        return (self._settings.section("scheduler") or {}).get("type")
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Return "params" of the scheduler in the config; None if it has none."""
+        return (self._settings.section("scheduler") or {}).get("params")
+
+    def torch_autocast_enabled(self) -> bool:
+        """Return whether "torch_autocast" is enabled."""
+        return self._settings.autocast is not None
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Return the dtype of torch.autocast around the forward; None: there is none."""
+        return self._settings.autocast
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of forward and backward, and of the sums of gradients: float32."""
+        return self._settings.dtype or torch.float32, torch.float32
+
     def gradient_clipping(self) -> float:
         """Return the largest norm of the gradients; 0: they are not clipped."""
         return self._settings.clipping
@@ -220,6 +251,17 @@ class EngineFacts:
             pin_memory=self.device.type == "cuda",
             drop_last=self.dataloader_drop_last(),
         )
+
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        """Return whether a dataset has indices and a length."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        """Return whether a dataset is an IterableDataset."""
+        return isinstance(obj, IterableDataset)
 
 
 def check_dataset(dataset: Any) -> None:
