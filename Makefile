@@ -65,7 +65,7 @@ lint: build $(VENV)/.lint ## ruff, mypy, clang-format, clang-tidy, and the stubs
 messages: ## every text that a user may read, with its file and line (ARGS=csrc/comm, --docstrings, ...)
 	@$(PYTHON) tools/messages.py $(ARGS)
 
-names: build ## write docs/names.md: what each name of FSDP1, FSDP2 and DDP is here
+names: build ## write docs/names.md: what each name of FSDP1, FSDP2, DDP and DeepSpeed is here
 	@$(PY) tools/names.py
 
 format: $(VENV)/.lint ## apply what lint checks

@@ -1,10 +1,11 @@
-"""Write docs/names.md: what each public name of torch's FSDP1, FSDP2 and DDP is in zshard.
+"""Write docs/names.md: what each public name of FSDP1, FSDP2, DDP and DeepSpeed's engine is here.
 
     python tools/names.py           # writes the page
     python tools/names.py --check   # tells what is missing or too much, and exits with 1 if so
 
 The one idea: the names come from the installed torch, by dir() and signatures, and the entries from
-`names_table.py`; the two must have the same keys.
+`names_table.py`; the two must have the same keys. DeepSpeed's names are data, as it need not be
+installed (`names_of_engine.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
+from names_of_engine import THEIRS, VERSION, rows
 from names_table import NAMES, Entry
 from torch import nn
 from torch.distributed.fsdp import sharded_grad_scaler, wrap
@@ -31,7 +33,7 @@ DDP = nn.parallel.DistributedDataParallel
 PRIVATE = "Names with an underscore that scripts use"
 
 HEAD = """\
-# The names of FSDP1, FSDP2 and DDP
+# The names of FSDP1, FSDP2, DDP and DeepSpeed's engine
 
 Import these names from `zshard` instead of `torch.distributed.fsdp` and `torch.nn.parallel`, and
 policies from `zshard.wrap`. torch's own enums, configs and policies are accepted as arguments, and
@@ -46,14 +48,17 @@ equal zshard's.
 Other names that begin with an underscore are torch's internals, and an AttributeError in zshard.
 
 Attributes give way to a module's own: if your model has a `rank`, `model.rank` is yours.
+
+The last two tables are of the engine that [`zshard.initialize()`](deepspeed.md) returns, and have each public name of the
+DeepSpeedEngine of DeepSpeed {deepspeed}.
 """
 
 
 def table_problems() -> list[str]:
     """What torch has and the table lacks, and the other way round."""
     found = []
-    for section, theirs in names_of_torch().items():
-        ours = set(NAMES[section])
+    for section, theirs in (names_of_torch() | THEIRS).items():
+        ours = set((NAMES | rows())[section])
         found += [f"{section}: {name} is not in the table" for name in sorted(theirs - ours)]
         found += [f"{section}: torch has no {name}" for name in sorted(ours - theirs)]
     private = set(NAMES[PRIVATE])
@@ -147,8 +152,8 @@ def _instance(make: Callable[[nn.Module], nn.Module]) -> set[str]:
 
 
 def page() -> str:
-    lines = [HEAD.format(torch=".".join(torch.__version__.split(".")[:2]))]
-    for section, entries in NAMES.items():
+    lines = [HEAD.format(torch=".".join(torch.__version__.split(".")[:2]), deepspeed=VERSION)]
+    for section, entries in (NAMES | rows()).items():
         lines += [
             f"## {section}",
             "",

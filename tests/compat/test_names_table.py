@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "names.py"
 sys.path.append(str(TOOL.parent))
 
+from names_of_engine import THEIRS, rows  # noqa: E402
 from names_table import ERROR, NAMES, WORKS  # noqa: E402
 
 from zshard._compat.attributes import AVAILABLE, REFUSED  # noqa: E402
@@ -141,6 +142,17 @@ def test_what_works_is_there():
             "_set_params_and_buffers_to_ignore_for_model",
         ):
             assert hasattr(FSDP(make(Mlp)), name), name
+
+
+def test_the_names_of_deepspeeds_engine():
+    """tests/initialize/test_engine_names.py tries each error."""
+    engine = zshard.initialize(model=make(Mlp), config={"train_batch_size": 2})[0]
+    entries = {name: each for section in rows().values() for name, each in section.items()}
+    assert set().union(*THEIRS.values()) == set(entries) and len(entries) > 250
+    problems = [problem_with(each.test) for each in entries.values() if each.status != ERROR]
+    assert [problem for problem in problems if problem] == []
+    assert [name for name, each in entries.items() if each.status == ERROR and not each.note] == []
+    assert [n for n, each in entries.items() if (each.status == ERROR) == hasattr(engine, n)] == []
 
 
 def test_torchs_internals_are_an_attribute_error():

@@ -36,10 +36,14 @@ def answers() -> Any:
     assert engine.get_data_types() == (torch.float32, torch.float32)
     assert engine.is_map_style_dataset([1]) and not engine.is_map_style_dataset(3)
     assert not engine.is_iterable_style_dataset([1])
-    assert engine.get_batch_info() == (8, 4, 1) == (
-        engine.train_batch_size(),
-        engine.train_micro_batch_size_per_gpu(),
-        engine.gradient_accumulation_steps(),
+    assert (
+        engine.get_batch_info()
+        == (8, 4, 1)
+        == (
+            engine.train_batch_size(),
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+        )
     )
     assert engine.gradient_clipping() == 0.0 and engine.steps_per_print() is None
     assert not engine.dynamic_loss_scale() and engine.loss_scale() == 0.0
@@ -67,6 +71,7 @@ def state_dicts(folder: str) -> Any:
     train(engine, 2)
     checkpoint = {"module": engine.module_state_dict()}
     other.load_module_state_dict(checkpoint, fetch_z3_params=True)
+    assert other.load_module_state_dict(checkpoint["module"]).missing_keys == []
     assert "custom_load_fn" in message_of(
         lambda: other.load_module_state_dict(checkpoint, custom_load_fn=len), NotImplementedError
     )

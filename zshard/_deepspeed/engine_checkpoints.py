@@ -145,15 +145,19 @@ class EngineCheckpoints:
         strict: bool = True,
         custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
-    ) -> None:
-        """Load the plain state dict checkpoint["module"] into the model. Call it on all ranks.
+    ) -> Any:
+        """Load a state dict of full tensors into the model, on all ranks.
 
-        fetch_z3_params: accepted; sharded parameters load as they are. Raises NotImplementedError
-        for custom_load_fn.
+        checkpoint: the state dict, or as in DeepSpeed a dict whose entry "module" is that.
+        fetch_z3_params: accepted; sharded parameters load as they are.
+
+        Raises NotImplementedError for custom_load_fn.
         """
         if custom_load_fn is not None:
             raise NotImplementedError(_CUSTOM_LOAD)
-        self.module.load_state_dict(checkpoint["module"], strict=strict)
+        held = checkpoint.get("module")
+        found = held if isinstance(held, Mapping) else checkpoint
+        return self.module.load_state_dict(found, strict=strict)
 
     def save_fp16_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
@@ -194,10 +198,6 @@ class EngineCheckpoints:
         return True
 
     save_fp16_model = save_16bit_model
-
-    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a state dict of full tensors into the model, on all ranks."""
-        return self.module.load_state_dict(state_dict, strict=strict)
 
     def _comm(self) -> _core.Comm:
         return state_of(self.module).comms.all

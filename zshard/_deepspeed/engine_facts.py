@@ -252,7 +252,6 @@ class EngineFacts:
             drop_last=self.dataloader_drop_last(),
         )
 
-
     @staticmethod
     def is_map_style_dataset(obj: Any) -> bool:
         """Return whether a dataset has indices and a length."""
