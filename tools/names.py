@@ -49,8 +49,8 @@ Other names that begin with an underscore are torch's internals, and an Attribut
 
 Attributes give way to a module's own: if your model has a `rank`, `model.rank` is yours.
 
-The last two tables are of the engine that [`zshard.initialize()`](deepspeed.md) returns, and have each public name of the
-DeepSpeedEngine of DeepSpeed {deepspeed}.
+The last two tables are of the engine that [`zshard.initialize()`](deepspeed.md) returns, and have
+each public name of the DeepSpeedEngine of DeepSpeed {deepspeed}.
 """
 
 

@@ -159,12 +159,6 @@ class EngineCheckpoints:
         found = held if isinstance(held, Mapping) else checkpoint
         return self.module.load_state_dict(found, strict=strict)
 
-    def save_fp16_model(
-        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
-    ) -> bool:
-        """An earlier name of save_16bit_model()."""
-        return self.save_16bit_model(save_dir, save_filename)
-
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],

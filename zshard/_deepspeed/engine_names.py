@@ -14,9 +14,7 @@ _COMPILE = "zshard has no DeepCompile: engine.compile() compiles the model by to
 _PROFILE = "zshard has no timers of its own: use torch.profiler, which shows each unit"
 _LOADER = "pass collate_fn= or a data_sampler of your own to engine.deepspeed_io()"
 _GROUP = "engine.module.process_group is the group of the ranks"
-_SAVE = (
-    "use engine.save_checkpoint() and engine.load_checkpoint(), or zshard.save() and zshard.load()"
-)
+_SAVE = "use engine.save_checkpoint() and engine.load_checkpoint()"
 _OFFLOAD = "offload is set by the config, in 'offload_param' and 'offload_optimizer'"
 _INTERNAL = "it is DeepSpeed's own bookkeeping, and zshard has nothing in its place"
 _NOT_HERE = "the config key that asks for it is refused"
