@@ -6,6 +6,7 @@ and destroy() act on the model and not on the engine's own counting.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,11 @@ def test_state_dicts_go_through_older_names(pool: RankPool, tmp_path: Path) -> N
     assert pool.run(state_dicts, str(tmp_path)) == [True, True]
 
 
-@pytest.fixture(scope="module")
-def alone() -> Any:
-    return engine_of()
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """An engine of one process, which needs no launcher."""
+    yield engine_of()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -101,6 +104,7 @@ def test_a_name_without_meaning_says_what_to_use(alone: Any, name: str) -> None:
     assert repr(name) in text and REFUSED[name] in text
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_models_own_attribute_comes_first() -> None:
     module = model()
     module.losses = [3]
