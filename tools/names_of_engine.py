@@ -57,7 +57,7 @@ TESTS = {
 }
 IDLE = {"wall_clock_breakdown": (f"{_NAMES}::test_answers", "False: the engine has no timers")}
 NOTES = {
-    "compile": "an error with accumulation at stages 2 and 3, with `schedule`, and with compiled autograd",
+    "compile": "an error with accumulation at stages 2 and 3, and with `schedule`",
     "destroy": "`engine.module` can evaluate and save afterwards",
     "load_module_state_dict": "`custom_load_fn` is an error",
     "load_checkpoint": "zshard's folders; `custom_load_fn` is an error",
