@@ -36,6 +36,7 @@ zs_status zs_engine_reserve(zs_engine *engine)
     ZS_THEN(status, zs_comm_reserve(engine->home.ranks.all, plan.areas));
     zs_plan_free(&plan);
     engine->home.reserved = status == ZS_OK;
+    if (status == ZS_OK) engine->spare.reserved = engine->spare.bytes;
     return status;
 }
 
