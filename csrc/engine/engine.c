@@ -98,7 +98,7 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     engine->home.calls = &hooks->calls;
     engine->home.ranks = *ranks;
     engine->history.window = engine->history.load_number = 1;
-    engine->home.offer = engine->home.least_offer = ZS_NO_OFFER;
+    zs_spare_set(engine, 0, false);
     retain_ranks(ranks);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);

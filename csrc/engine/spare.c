@@ -6,6 +6,7 @@
 /* The unit that stays in any case, as the schedule has it (forward.c): it takes no more memory than a forward does. */
 static const zs_unit *stays_anyway(const zs_engine *engine)
 {
+    if (engine->spare.most == SIZE_MAX) return NULL; /* nothing is counted */
     const zs_unit *outermost = engine->n_calls > 0 ? engine->calls[0].unit : NULL;
     if (outermost == NULL || !outermost->record.is.empty) return outermost;
     for (size_t c = engine->n_calls; c-- > 0;)
@@ -42,7 +43,7 @@ void zs_spare_set(zs_engine *engine, size_t most, bool measured)
     engine->spare.most = measured ? 0 : most;
     engine->spare.measured = measured;
     engine->spare.decided = false;
-    engine->home.offer = ZS_NO_OFFER;
+    engine->home.offer = engine->home.least_offer = ZS_NO_OFFER;
     zs_spare_choose(engine);
 }
 
@@ -53,18 +54,32 @@ zs_spare zs_spare_of(const zs_engine *engine)
 
 void zs_spare_offer(zs_engine *engine, size_t bytes)
 {
-    if (engine->spare.measured) engine->home.offer = bytes;
+    const zs_spare *spare = &engine->spare;
+    if (!spare->measured) return;
+    engine->home.offer = spare->decided && bytes > spare->most ? spare->most : bytes;
+}
+
+static void decide(zs_engine *engine, size_t most)
+{
+    engine->spare.most = most;
+    engine->spare.decided = true;
+    zs_spare_choose(engine);
+}
+
+bool zs_spare_give_up(zs_engine *engine)
+{
+    if (!engine->spare.measured || engine->spare.bytes == 0) return false;
+    decide(engine, 0);
+    engine->home.offer = 0;
+    return true;
 }
 
 void zs_spare_settle(zs_engine *engine, bool met)
 {
-    zs_spare *spare = &engine->spare;
+    const zs_spare *spare = &engine->spare;
     uint64_t least = engine->home.least_offer;
     engine->home.least_offer = ZS_NO_OFFER;
     if (!met || !spare->measured || least == ZS_NO_OFFER) return;
     engine->home.offer = ZS_NO_OFFER;
-    if (spare->decided && least >= spare->most) return;
-    spare->most = (size_t)least;
-    spare->decided = true;
-    zs_spare_choose(engine);
+    if (!spare->decided || least < spare->most) decide(engine, (size_t)least);
 }

@@ -34,6 +34,10 @@ void zs_spare_offer(zs_engine *engine, size_t bytes);
 /* The units, their order, or what users want of them have changed: chooses again. */
 void zs_spare_choose(zs_engine *engine);
 
+/* (measured) Memory for what stays could not be had: keeps nothing from now on, and offers nothing, so that the others follow.
+ * Until then their passes gather what this one's do not, or the other way round. false: nothing stays for that reason. */
+bool zs_spare_give_up(zs_engine *engine);
+
 /* A backward ends; `met`: all ranks have met in it, and nothing has failed. */
 void zs_spare_settle(zs_engine *engine, bool met);
 

@@ -178,6 +178,7 @@ static inline size_t zs_unit_past_at(const zs_unit *unit)
     return zs_unit_used_words(unit) - ZS_PAST_WORDS;
 }
 
+/* The first of them. */
 static inline size_t zs_unit_offer_at(const zs_unit *unit)
 {
     return zs_unit_past_at(unit) - 1;

@@ -42,7 +42,7 @@ def stack():
 
 def wrap(build, strategy="full_shard", **options):
     torch.manual_seed(0)
-    options.setdefault("transport", "c10d")
+    options = {"transport": "c10d", "keep_gathered": False, **options}
     return FSDP(build(), strategy=strategy, auto_wrap_policy={nn.Linear}, **options)
 
 
