@@ -30,10 +30,24 @@ from zshard import FSDP, fully_shard
 from zshard._memory import spare
 from zshard._memory.host_limits import Resident
 
+real_crosses_hosts = spare.crosses_hosts
+
 WIDTH, UNITS = 64, 6
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a unit's full parameters
 FORWARD = UNITS
 BOTH = 2 * UNITS - 1  # gathers of a step: the last unit stays anyway
+
+
+@pytest.fixture(autouse=True)
+def several_hosts(pool2: Any) -> Iterator[None]:
+    """ "auto" acts as between hosts."""
+    pool2.run(pretend, True)
+    yield
+    pool2.run(pretend, False)
+
+
+def pretend(on: bool) -> None:
+    spare.crosses_hosts = (lambda comm: True) if on else real_crosses_hosts
 
 
 def stack(**options: Any) -> Any:

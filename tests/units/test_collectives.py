@@ -42,7 +42,7 @@ def stack():
 
 def wrap(build, strategy="full_shard", **options):
     torch.manual_seed(0)
-    options = {"transport": "c10d", "keep_gathered": False, **options}
+    options.setdefault("transport", "c10d")
     return FSDP(build(), strategy=strategy, auto_wrap_policy={nn.Linear}, **options)
 
 

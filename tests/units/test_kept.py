@@ -96,7 +96,7 @@ def renewals(strategy, shape):
     after a change that no counter of torch sees; what the last one gives."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     options = {"transport": "c10d", "auto_wrap_policy": {nn.Linear}, **groups_for(strategy, shape)}
-    model = FSDP(model, strategy=strategy, keep_gathered=False, **options)
+    model = FSDP(model, strategy=strategy, **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x = torch.ones(2, 64)
     step(model, optimizer, x)

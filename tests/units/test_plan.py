@@ -116,8 +116,7 @@ def test_three_ranks(pool):
 def stepped_in_backward(name, combination, precision):
     """The same where gradients borrow slots, and what is held once the handle is removed."""
     case = CASES[name]
-    options = {"mixed_precision": precision, "keep_gathered": False}
-    model = wrapped(case.make, combination, auto_wrap_policy=case.policy, **options)
+    model = wrapped(case.make, combination, auto_wrap_policy=case.policy, mixed_precision=precision)
     usual = parts_of(engine_of(model).memory())
     handle = model.optimizer_in_backward(zshard.SGD(model.parameters(), lr=0.01))
     step(model, case, 0)  # what is reserved follows when a pass begins

@@ -131,7 +131,7 @@ def compare(name):
     build, policy = MODELS[name]
     plain = make(build)
     expected = trained(plain, ddp(plain, find_unused_parameters=True))
-    model = FSDP(make(build), transport="c10d", auto_wrap_policy=policy, keep_gathered=False)
+    model = FSDP(make(build), transport="c10d", auto_wrap_policy=policy)
     ours = trained(model, model)
     memory = model.memory()
     return differences(ours, expected), memory["slots"], memory["buckets"]

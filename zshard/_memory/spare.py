@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from zshard import _core
 from zshard._memory.fits import MemoryLimit, Sharing, parse_size
 from zshard._memory.host_limits import resident, room_of_cgroup, room_of_host, room_of_process
 from zshard._memory.report import memory_of
@@ -40,6 +41,17 @@ def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit, device: str) -> 
     if keep_gathered == "auto":
         return Keep(0, measured=limit is not None and device == CPU)
     return Keep(parse_size("keep_gathered", keep_gathered, '"auto", True or False'))
+
+
+def crosses_hosts(comm: _core.Comm) -> bool:
+    """Return whether the ranks that gather from each other are on several (equal) hosts."""
+    return comm.per_host > 0
+
+
+def keep_between(keep: Keep, comm: _core.Comm) -> Keep:
+    """Return what `keep` comes to between these ranks: "auto" keeps nothing within one host, where a
+    gather is cheap."""
+    return keep if not keep.measured or crosses_hosts(comm) else Keep()
 
 
 def words_of(keep: Keep) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard._guard.shared_draws import keep_generator
 from zshard._memory.dry_run import Planned
 from zshard._memory.fits import MemoryLimit, check_fits
-from zshard._memory.spare import Spare, words_of
+from zshard._memory.spare import Spare, keep_between, words_of
 from zshard._model.build import (
     build,
     class_for,
@@ -79,6 +79,8 @@ def shard_model(
     model, which apply where a unit has none of its own.
     """
     comms = _meet(module, planned, options, ranks, values, memory_limit)
+    options = options._replace(keep=keep_between(options.keep, comms.shard_group))
+    planned = [(spec, each._replace(keep=options.keep)) for spec, each in planned]
     settle(spec for spec, _ in planned)
     keep_generator(comms.all)
     sharing = check_fits(module, planned, comms, memory_limit, ranks.device)
