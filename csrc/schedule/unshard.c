@@ -113,8 +113,6 @@ static zs_status gather_next(zs_schedule *schedule, const zs_record *record, zs_
     int ahead = schedule->ahead[phase], room = ahead > 0 ? ahead - under_way(schedule) : 0;
     zs_record *next = record->next[phase];
     for (int i = 0; i < ahead && room > 0 && next != NULL; i++, next = next->next[phase]) {
-        /* A stale guess: backward is through with it, and would gather it for nothing. */
-        if (phase == ZS_PHASE_BACKWARD && next->span.retired) continue;
         if (next->state != ZS_SHARDED) continue;
         ZS_TRY(gather(schedule, next));
         room--;

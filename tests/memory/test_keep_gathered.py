@@ -150,32 +150,6 @@ def test_replicas_keep_alike(pool4: Any) -> None:
         assert base[1:] == [BOTH] * 3 and gathers[2:] == [BOTH - 2] * 2 and same == losses
 
 
-class Embedded(nn.Module):
-    """The root has parameters of its own, used before and after its units, as a GPT's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        for layer in self.layers:
-            x = layer(x)
-        return x * self.scale
-
-
-def of_embedded() -> list[int]:
-    policy = {"transport": "c10d", "auto_wrap_policy": {nn.Linear}, "keep_gathered": False}
-    model = FSDP(make(Embedded), **policy)
-    return go(model, torch.optim.SGD(model.parameters(), 0.1))[0]
-
-
-def test_no_unit_is_gathered_once_more_at_the_end_of_backward(pool2: Any) -> None:
-    for gathers in pool2.run(of_embedded):
-        assert gathers[1:] == [2 * UNITS] * 3
-
-
 # --- what is predicted and refused ----------------------------------------------------------------
 
 
