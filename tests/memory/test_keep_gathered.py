@@ -39,11 +39,15 @@ BOTH = 2 * UNITS - 1  # gathers of a step: the last unit stays anyway
 
 
 @pytest.fixture(autouse=True)
-def several_hosts(pool2: Any) -> Iterator[None]:
-    """ "auto" acts as between hosts."""
-    pool2.run(pretend, True)
+def several_hosts(request: Any) -> Iterator[None]:
+    """ "auto" acts as between hosts, on all ranks of a test."""
+    names = [name for name in ("pool", "pool2", "pool4") if name in request.fixturenames]
+    pools = [request.getfixturevalue(name) for name in names]
+    for pool in pools:
+        pool.run(pretend, True)
     yield
-    pool2.run(pretend, False)
+    for pool in pools:
+        pool.run(pretend, False)
 
 
 def pretend(on: bool) -> None:
@@ -77,7 +81,8 @@ def go(model: Any, optimizer: Any, steps: Any = range(4)) -> tuple[list[int], li
 
 def counted(options: Any) -> tuple[list[int], list[float], dict[str, Any]]:
     model = stack(**options)
-    gathers, losses = go(model, zshard.AdamW(model.parameters(), lr=0.01))
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)  # its state counts as long as it lives
+    gathers, losses = go(model, optimizer)
     parts = {what: model.memory(what) for what in ("now", "predicted")}
     return gathers, losses, {"head": model.summary().splitlines()[0], **parts}
 
@@ -259,6 +264,7 @@ def uneven() -> Any:
                 loss_of(model(batch(step))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+        optimizer.zero_grad()  # a rank that was through first has the others' sums since
         results.append((model.state_dict(), go(model, optimizer)))
     (state, (_, losses)), (ours, (gathers, same)) = results
     torch.testing.assert_close(ours, state, rtol=0, atol=0)
