@@ -52,7 +52,8 @@ def predict_memory(
         local_world_size: ranks per host, over which a hybrid strategy shards. None: all.
         offload: as for FSDP. Bytes on disk are reported as "offloaded" and not included in
             "total". The directory need not exist.
-        keep_gathered: as for FSDP. "auto" keeps nothing before the first step, and counts as False.
+        keep_gathered: as for FSDP. "auto" counts as False: what it keeps depends on what the first
+            steps leave, and takes no more than that.
 
     Returns a dict like that of `model.memory("predicted")`, which ends with "total". Activations
     and torch's own memory are not included; with world size 1, gradients are torch's own as well.

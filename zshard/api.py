@@ -124,13 +124,13 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
             MemoryError on all ranks, which lists settings that fit; a model that fits, but not
             with Adam's state, is a warning. Data that is offloaded to disk does not count.
         keep_gathered: which units stay gathered from forward to backward instead of being gathered
-            twice, where an all-gather moves bytes ("c10d"; no effect over "shm"). More memory, less
-            traffic, bit-identical results. "auto" (the default, on CPUs): where all-gathers cross hosts,
-            as many as fit into what memory_limit leaves after the first steps, the least of all
-            ranks; nothing on one host or with memory_limit=None. True: all. False: none. A number of bytes, or a string such as
-            "2GiB": up to so many bytes of full parameters. The last units of the forward stay
-            first. Of nested calls, the outermost's argument applies to the whole model. Units with
-            a reshard_after_forward of their own keep that.
+            twice, where an all-gather moves bytes (not over "shm"). More memory, less
+            traffic, bit-identical results. "auto" (the default): where all-gathers cross hosts, as
+            many as fit into what memory_limit leaves after the first steps, the least of all ranks;
+            nothing on one host, on GPUs, or with memory_limit=None. True: all. False: none. A
+            number of bytes, or a string such as "2GiB": up to so many bytes of full parameters. The
+            last units of the forward stay first. Of nested calls, the outermost's argument applies
+            to the whole model. Units with a reshard_after_forward of their own keep that.
 
     Initialization:
 

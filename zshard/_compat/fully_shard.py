@@ -126,8 +126,9 @@ def fully_shard(
             the number of ranks; each group keeps secondary shards, from which forward and backward
             gather ("hybrid_full"; FSDP2 and ZeRO++ do this for the backward only). It has no
             effect over shm, where all ranks read the shards in place. The innermost call decides
-            for all modules around it. With None, a unit stays unsharded over c10d if memory is left
-            after the first steps (FSDP's keep_gathered="auto"); True prevents that.
+            for all modules around it. With None, a unit stays unsharded where gathers cross hosts
+            and memory is left after the first steps (FSDP's keep_gathered="auto"); True prevents
+            that.
         ignored_params: parameters that zshard leaves alone, on every rank. Default: None.
         dp_mesh_dims: not supported, since zshard takes no DTensors. Must be None (the default).
         shard_placement_fn: not supported, since zshard shards each unit as one flat buffer. Must be
