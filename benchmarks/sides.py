@@ -211,5 +211,7 @@ for _strategy in ("full_shard", "shard_grad_op", "no_shard"):
 for _strategy in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_full"):
     SIDES[f"zshard-{_strategy}-auto"] = _zshard(_strategy, "auto")
 KEEPS: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
-for _keep, _value in KEEPS.items():
-    SIDES[f"zshard-full_shard-auto-keep_{_keep}"] = _zshard("full_shard", "auto", keep_gathered=_value)
+for _name, _keep in KEEPS.items():
+    SIDES[f"zshard-full_shard-auto-keep_{_name}"] = _zshard(
+        "full_shard", "auto", keep_gathered=_keep
+    )

@@ -11,6 +11,7 @@ import copy
 import re
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -375,7 +376,7 @@ def without_room() -> Any:
         if step == 2:
             kept.append(model[0]._zshard_state.unit.engine.kept()[0] // (4 << 20))
             if dist.get_rank() == 1:
-                size = int(re.search(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[1])  # type: ignore[index]
+                size = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
                 limit = (size << 10) + (20 << 20)
                 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         if step == 3:

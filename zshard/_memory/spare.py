@@ -49,8 +49,8 @@ def crosses_hosts(comm: _core.Comm) -> bool:
 
 
 def keep_between(keep: Keep, comm: _core.Comm) -> Keep:
-    """Return what `keep` comes to between these ranks: "auto" keeps nothing within one host, where a
-    gather is cheap."""
+    """Return what `keep` comes to between these ranks: "auto" keeps nothing within one host,
+    where a gather is cheap."""
     return keep if not keep.measured or crosses_hosts(comm) else Keep()
 
 

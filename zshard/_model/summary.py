@@ -31,7 +31,8 @@ def summary_of(units: list[_core.Unit], comms: Comms) -> str:
         numel, whole, local = numel + count, whole + sizes["full"], local + sizes["shard"]
         name = unit.name or "(root)"
         cells = (f"{count:,}", format_bytes(sizes["full"]), format_bytes(sizes["shard"]))
-        rows.append((name, *cells, f"{unit.strategy}, stays gathered" if unit.is_kept else unit.strategy))
+        stays = ", stays gathered" if unit.is_kept else ""
+        rows.append((name, *cells, unit.strategy + stays))
     rows.append((f"{len(units)} units", f"{numel:,}", format_bytes(whole), format_bytes(local), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [_line(row, widths) for row in rows]
