@@ -147,7 +147,8 @@ def least_bytes(side: str, model_bytes: int, hosts: int) -> int:
     is not counted here, nor are the units that keep_gathered="auto" keeps.)
     """
     name, _, keep = side.partition("-keep_")
-    passes = 2 if keep == "true" else PASSES.get(name.removesuffix("-auto").removesuffix("-c10d"), 2)
+    usual = PASSES.get(name.removesuffix("-auto").removesuffix("-c10d"), 2)
+    passes = 2 if keep == "true" else usual
     return passes * model_bytes * (hosts - 1) // hosts
 
 

@@ -63,7 +63,9 @@ def stack(**options: Any) -> Any:
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(7 * step + dist.get_rank()))
+    return torch.randn(
+        3, WIDTH, generator=torch.Generator().manual_seed(7 * step + dist.get_rank())
+    )
 
 
 def go(model: Any, optimizer: Any, steps: Any = range(4)) -> tuple[list[int], list[float]]:

@@ -27,7 +27,9 @@ WIDTH, UNITS = 64, 6
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(7 * step + dist.get_rank()))
+    return torch.randn(
+        3, WIDTH, generator=torch.Generator().manual_seed(7 * step + dist.get_rank())
+    )
 
 
 def stack(group: Any, **options: Any) -> Any:
