@@ -131,15 +131,15 @@ struct zs_unit {
     int64_t n_params;
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
-    zs_cunit *cunit;   /* NULL if nothing is ever reduced */
-    uint64_t *used;    /* bitmap of parameters packed in this round, ZS_ROUND_BITS more, an offer, and a zs_past; owned */
+    zs_cunit *cunit; /* NULL if nothing is ever reduced */
+    uint64_t *used;  /* bitmap of parameters packed in this round, ZS_ROUND_BITS more, an offer, and a zs_past; owned */
     uint64_t *arrived; /* [used_words] those of them that came in this backward; part of `used`'s memory */
     uint64_t *kept;    /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
     size_t used_words;
     zs_mem *local;   /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
     bool grads_held; /* some grad shard has been written since its pages were given back */
     zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
-    bool reshard_by_hand; /* users have said whether it is resharded after forward */
+    bool reshard_by_hand;           /* users have said whether it is resharded after forward */
     bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
     void *face; /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_face */
     bool bound_full; /* (with a face) they are bound to the full buffer */
