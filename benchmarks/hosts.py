@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import harness, hosts_ops, hosts_report, hosts_steps, memory
 from benchmarks.hosts_net import Hosts, HostsUnavailable, run_ranks
 from benchmarks.models import WORKLOADS
-from benchmarks.sides import SIDES
+from benchmarks.sides import KEEPS, SIDES
 
 MODELS = ["gpt10m", "gpt85m", "bert", "stack100"]
 ALL_SIDES = ["ddp", "fsdp2", "zshard-full_shard-auto", "zshard-hybrid_shard-auto"]
@@ -64,6 +64,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sides", nargs="+", choices=SIDES, default=ALL_SIDES, metavar="SIDE", help=sides
     )
+    keep = "measure zshard-full_shard-auto with each of these settings of keep_gathered instead"
+    parser.add_argument("--keep-gathered", nargs="+", choices=KEEPS, default=[], help=keep)
     warmup = "untimed steps per side (default: 1)"
     parser.add_argument("--warmup", type=int, default=1, help=warmup)
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory")
@@ -71,10 +73,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     layouts = ["2x1"] if args.quick else LAYOUTS[:2] if args.collectives else LAYOUTS
     args.layouts = args.layouts or [layout(text) for text in layouts]
+    args.sides = [each for side in args.sides for each in keeping(side, args.keep_gathered)]
     args.models = args.models or (["gpt10m"] if args.quick else MODELS)
     args.mib = args.mib or (SIZES[:2] if args.quick else SIZES)
     args.rounds = args.rounds or (2 if args.quick else 5)
     return args
+
+
+def keeping(side: str, settings: Sequence[str]) -> list[str]:
+    """Return a side with each setting of keep_gathered, where that makes a difference."""
+    kept = [f"{side}-keep_{setting}" for setting in settings]
+    return kept if kept and kept[0] in SIDES else [side]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -135,9 +144,11 @@ def least_bytes(side: str, model_bytes: int, hosts: int) -> int:
 
     Each host fetches what others have once and passes it on to its ranks, and adds up its ranks'
     gradients before it sends them. (A unit that forward uses last need not be gathered again, which
-    is not counted here.)
+    is not counted here, nor are the units that keep_gathered="auto" keeps.)
     """
-    passes = PASSES.get(side.removesuffix("-auto").removesuffix("-c10d"), 2)
+    name, _, keep = side.partition("-keep_")
+    usual = PASSES.get(name.removesuffix("-auto").removesuffix("-c10d"), 2)
+    passes = 2 if keep == "true" else usual
     return passes * model_bytes * (hosts - 1) // hosts
 
 

@@ -34,7 +34,7 @@ def _steps(result: Mapping[str, Any]) -> list[str]:
         ratio, peak = side["ratio"], side["peak_bytes"]
         rows.append(
             [
-                name.removesuffix("-auto"),
+                name.replace("-auto", "", 1).replace("-keep_", ", keep_gathered="),
                 f"{side['ms']['median']:.0f}",
                 Spread(**ratio).text(2) if ratio else "",
                 f"{sent / 1e6:.1f}",

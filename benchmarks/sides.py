@@ -136,7 +136,7 @@ def _fsdp2(reshard: bool) -> Factory:
     return build
 
 
-def _zshard(strategy: str, transport: str) -> Factory:
+def _zshard(strategy: str, transport: str, **options: Any) -> Factory:
     def build(workload: Workload) -> Parts:
         import zshard
 
@@ -147,6 +147,7 @@ def _zshard(strategy: str, transport: str) -> Factory:
             sharding_strategy=strategy,
             auto_wrap_policy=set(workload.units),
             transport=transport if dist.get_world_size() > 1 else None,
+            **options,
         )
         return module, zshard.AdamW(module.parameters(), lr=workload.lr)
 
@@ -209,3 +210,8 @@ for _strategy in ("full_shard", "shard_grad_op", "no_shard"):
     SIDES[f"zshard-{_strategy}-c10d"] = _zshard(_strategy, "c10d")
 for _strategy in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_full"):
     SIDES[f"zshard-{_strategy}-auto"] = _zshard(_strategy, "auto")
+KEEPS: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
+for _name, _keep in KEEPS.items():
+    SIDES[f"zshard-full_shard-auto-keep_{_name}"] = _zshard(
+        "full_shard", "auto", keep_gathered=_keep
+    )

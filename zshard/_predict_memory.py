@@ -13,6 +13,7 @@ from torch import nn
 from zshard._compat.fsdp1 import precision_of, strategy_of, unit_options
 from zshard._memory.dry_run import World
 from zshard._memory.report import predict
+from zshard._memory.spare import parse_keep
 from zshard._ranks.devices import CPU
 from zshard._units.units import Options, Prefetch, is_unit
 from zshard.offload import offload_on, parse_offload
@@ -33,6 +34,7 @@ def predict_memory(
     optimizer: str | int | None = "adamw",
     local_world_size: int | None = None,
     offload: Any = None,
+    keep_gathered: bool | int | str = "auto",
 ) -> dict[str, int]:
     """Predict the memory that FSDP with these arguments takes on rank 0, in bytes by part.
 
@@ -50,6 +52,8 @@ def predict_memory(
         local_world_size: ranks per host, over which a hybrid strategy shards. None: all.
         offload: as for FSDP. Bytes on disk are reported as "offloaded" and not included in
             "total". The directory need not exist.
+        keep_gathered: as for FSDP. "auto" counts as False: what it keeps depends on what the first
+            steps leave, and takes no more than that.
 
     Returns a dict like that of `model.memory("predicted")`, which ends with "total". Activations
     and torch's own memory are not included; with world size 1, gradients are torch's own as well.
@@ -63,6 +67,7 @@ def predict_memory(
         precision_of(mixed_precision),
         Prefetch(),
         offload_on(parse_offload(offload), CPU),
+        parse_keep(keep_gathered, "auto", CPU),
     )
     world = _world(world_size, local_world_size, transport)
     specs = plan_units(module, auto_wrap_policy)

@@ -360,8 +360,9 @@ static zs_status step_rest(zs_engine *engine, zs_status status)
 static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status delivered)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
-    bool stepped = engine->history.in_pass;
-    zs_history_reduced(engine, reduced == ZS_OK && !schedule->gave_up);
+    bool stepped = engine->history.in_pass, good = reduced == ZS_OK && !schedule->gave_up;
+    zs_spare_settle(engine, good && engine->home.met);
+    zs_history_reduced(engine, good);
     zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
     if (!stepped || steps_in_backward(engine)) return status;
     ZS_THEN(status, zs_writing_begin(engine)); /* by a hook: it is told now, with what the ranks have in common */

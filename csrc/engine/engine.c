@@ -98,6 +98,7 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     engine->home.calls = &hooks->calls;
     engine->home.ranks = *ranks;
     engine->history.window = engine->history.load_number = 1;
+    zs_spare_set(engine, 0, false);
     retain_ranks(ranks);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);
@@ -163,6 +164,7 @@ void zs_engine_set_calls(zs_engine *engine, zs_call *calls, size_t n)
     engine->calls = calls;
     engine->n_calls = n;
     zs_home_replan(&engine->home);
+    zs_spare_choose(engine);
 }
 
 static void forget_calls(zs_engine *engine, const zs_unit *unit)

@@ -6,6 +6,7 @@
 #include "base/refs.h"
 #include "engine/engine.h"
 #include "engine/plan.h"
+#include "engine/spare.h"
 
 /* What its hooks do: backwards.c's, which makes engines. */
 typedef struct zs_engine_hooks {
@@ -50,6 +51,7 @@ struct zs_engine {
     zs_join *join;  /* what ranks tell each other within join(); NULL outside; owned */
     zs_call *calls; /* [n_calls] what a forward of the modules in their order does; owned */
     size_t n_calls;
+    zs_spare spare;
     zs_engine_bytes peak; /* the most of each that there has been */
     zs_tensor **buffers;  /* [n_buffers] owned weak handles */
     size_t n_buffers;

@@ -24,18 +24,29 @@ static zs_status make_plan(const zs_engine *engine, bool stepped, const zs_unit_
     return zs_plan_make(&engine->home, &spec, plan);
 }
 
-zs_status zs_engine_reserve(zs_engine *engine)
+static zs_status fit(zs_engine *engine)
 {
-    if (engine->home.reserved || engine->home.schedule.stage != ZS_IDLE || engine->home.schedule.n_open > 0)
-        return ZS_OK;
-    zs_engine_note_peak(engine);
     zs_plan plan;
     zs_status status = make_plan(engine, false, NULL, &plan);
     ZS_THEN(status, zs_arena_fit(engine->home.arena, plan.slots));
     ZS_THEN(status, zs_buckets_fit(&engine->home.schedule, engine->home.ranks.all, plan.buckets, plan.n_buckets));
     ZS_THEN(status, zs_comm_reserve(engine->home.ranks.all, plan.areas));
     zs_plan_free(&plan);
+    return status;
+}
+
+zs_status zs_engine_reserve(zs_engine *engine)
+{
+    if (engine->home.reserved || engine->home.schedule.stage != ZS_IDLE || engine->home.schedule.n_open > 0)
+        return ZS_OK;
+    zs_engine_note_peak(engine);
+    zs_status status = fit(engine);
+    if (status == ZS_ERR_MEMORY && zs_spare_give_up(engine)) {
+        zs_clear_error();
+        status = fit(engine);
+    }
     engine->home.reserved = status == ZS_OK;
+    if (status == ZS_OK) engine->spare.reserved = engine->spare.bytes;
     return status;
 }
 

@@ -267,6 +267,8 @@ zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out)
 void zs_unit_set_strategy(zs_unit *unit, zs_strategy strategy)
 {
     unit->strategy = strategy;
+    unit->reshard_by_hand = true;
     zs_record_set_stays(&unit->record, strategy == ZS_SHARD_GRAD_OP);
     zs_home_replan(unit->home);
+    zs_spare_choose(zs_engine_of(unit));
 }

@@ -1,5 +1,6 @@
 /* py_plan.c - _core.Engine: the memory that it has, and what a step is predicted to take. */
 #include "engine/plan.h"
+#include "engine/spare.h"
 #include "python/py_engine.h"
 
 #include <stdlib.h>
@@ -130,4 +131,42 @@ PyObject *zs_py_reserve(engine_object *self, PyObject *unused)
     ZS_PY_NOGIL(status, zs_engine_reserve(self->engine)); /* ranks may meet in it */
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
+}
+
+const char zs_py_keep_gathered_doc[] =
+    "keep_gathered($self, most, measured, /)\n--\n\nHave units stay gathered from forward to backward where a gather "
+    "costs, up to `most` bytes of full parameters. measured: up to what all ranks offer, and none before they have.";
+
+PyObject *zs_py_keep_gathered(engine_object *self, PyObject *args)
+{
+    Py_ssize_t most;
+    int measured;
+    if (!PyArg_ParseTuple(args, "np:keep_gathered", &most, &measured)) return NULL;
+    zs_spare_set(self->engine, most == PY_SSIZE_T_MAX ? SIZE_MAX : (size_t)most, measured != 0);
+    Py_RETURN_NONE;
+}
+
+const char zs_py_offer_memory_doc[] =
+    "offer_memory($self, bytes, /)\n--\n\nTell the other ranks, with the next gradients, how many bytes of full "
+    "parameters this rank can keep.";
+
+PyObject *zs_py_offer_memory(engine_object *self, PyObject *bytes)
+{
+    size_t offered = PyLong_AsSize_t(bytes);
+    if (PyErr_Occurred()) return NULL;
+    zs_spare_offer(self->engine, offered);
+    Py_RETURN_NONE;
+}
+
+const char zs_py_kept_doc[] =
+    "kept($self, /)\n--\n\nReturn a tuple: bytes of full parameters that stay gathered from the next forward on; "
+    "those that memory is reserved for by now; is the model still to decide by what ranks measure; does a gather cost.";
+
+PyObject *zs_py_kept(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_spare spare = zs_spare_of(self->engine);
+    bool open = spare.measured && !spare.decided, cost = zs_engine_home(self->engine)->schedule.gathers_cost;
+    return Py_BuildValue("nnNN", (Py_ssize_t)spare.bytes, (Py_ssize_t)spare.reserved, PyBool_FromLong(open),
+                         PyBool_FromLong(cost));
 }

@@ -66,6 +66,12 @@ static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
     return -1;
 }
 
+static PyObject *unit_is_kept(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(self->unit->record.is.kept);
+}
+
 static PyObject *unit_is_full(unit_object *self, void *unused)
 {
     (void)unused;
@@ -221,6 +227,8 @@ PyGetSetDef zs_py_unit_getset[] = {
     {"was_trainable", (getter)unit_was_trainable, NULL,
      "For each parameter, whether it was trainable when the unit was made.", NULL},
     {"is_full", (getter)unit_is_full, NULL, "Whether the parameters are unsharded now.", NULL},
+    {"is_kept", (getter)unit_is_kept, NULL, "Whether memory to spare keeps it unsharded from forward to backward.",
+     NULL},
     {"offloads", (getter)unit_offloads, NULL, "Whether its parameters, gradients and optimizer state are offloaded.",
      NULL},
     {"replicated", (getter)unit_replicated, NULL, "Whether each rank always has the full parameters.", NULL},

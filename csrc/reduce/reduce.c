@@ -134,6 +134,7 @@ static void mark(zs_unit *unit, uint64_t *used)
     if (held) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_HELD));
     if (unit->home->schedule.gave_up) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_GAVE_UP));
     if (unit->record.early.over) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_OVER));
+    used[zs_unit_offer_at(unit)] = unit->home->offer;
     memcpy(used + zs_unit_past_at(unit), &unit->home->past, sizeof unit->home->past);
 }
 

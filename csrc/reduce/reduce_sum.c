@@ -133,6 +133,19 @@ static zs_status check_pasts(const summing *s)
     return status;
 }
 
+/* What all ranks can spare, if all have said so in this round. */
+static void note_offers(const summing *s)
+{
+    zs_home *home = s->unit->home;
+    uint64_t least = ZS_NO_OFFER;
+    for (int r = 0; r < s->world; r++) {
+        uint64_t offer = s->sources->used[r][zs_unit_offer_at(s->unit)];
+        if (offer == ZS_NO_OFFER) return;
+        if (offer < least) least = offer;
+    }
+    if (least < home->least_offer) home->least_offer = least;
+}
+
 /* Takes bytes [begin, stop) of a flat's whole sum from the rank that owns them; on top of an earlier round's, if any. */
 static zs_status fetch_piece(const summing *s, const zs_flat *flat, size_t begin, size_t stop, bool add)
 {
@@ -254,6 +267,7 @@ zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over)
         ZS_THEN(status, check_held(&s));
         ZS_THEN(status, check_pasts(&s));
     }
+    note_offers(&s);
     *over = over_everywhere(&s);
     ZS_TRY(zs_cunit_release(comm, unit->cunit));
     return status;

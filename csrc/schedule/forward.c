@@ -58,6 +58,11 @@ void zs_record_set_stays(zs_record *record, bool stays)
     record->is.stays = stays;
 }
 
+void zs_record_set_kept(zs_record *record, bool kept)
+{
+    record->is.kept = kept;
+}
+
 void zs_record_set_sync(zs_record *record, bool sync)
 {
     record->sync = sync;
@@ -164,7 +169,7 @@ static bool stays(const zs_schedule *schedule, const zs_record *record, bool kee
 {
     if (record->pinned) return true;
     if (!keep) return false;
-    if (record->is.stays) return true;
+    if (record->is.stays || record->is.kept) return true;
     if (!schedule->gathers_cost) return false;
     return schedule->n_open == 1 || (!schedule->outermost_gathers && zs_unshard_is_last(schedule, record));
 }

@@ -29,6 +29,7 @@ typedef struct zs_traits {
     bool fixed;      /* and computes with them where they lie: they are unsharded all the time */
     bool empty;      /* it has no parameters */
     bool stays;      /* unsharded from forward to backward (ZeRO-2) */
+    bool kept;       /* likewise, since there is memory to spare (engine/spare.h) */
     bool reduces;    /* its gradients leave this rank */
     size_t bucket_bytes;
 } zs_traits;

@@ -171,6 +171,7 @@ void zs_schedule_forget_order(zs_schedule *schedule);
 /* Sets what may change of a unit. */
 void zs_record_set_reduces(zs_record *record, bool reduces, size_t bucket_bytes);
 void zs_record_set_stays(zs_record *record, bool stays);
+void zs_record_set_kept(zs_record *record, bool kept);
 void zs_record_set_sync(zs_record *record, bool sync);
 void zs_record_set_early(zs_record *record, bool on);
 

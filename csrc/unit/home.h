@@ -37,6 +37,9 @@ typedef struct zs_home_calls {
     void (*note_peak)(zs_home *);
 } zs_home_calls;
 
+/* A rank has not measured yet. */
+#define ZS_NO_OFFER UINT64_MAX
+
 struct zs_home {
     zs_schedule schedule;
     const zs_home_calls *calls;
@@ -52,6 +55,9 @@ struct zs_home {
     zs_past past;       /* what the peers are told of the engine's history */
     zs_past met_past;   /* (if met) what they were told in the last round of gradients, in which all were alike */
     bool met;
+    /* Bytes that this rank can spare for parameters that stay gathered, as the peers are told in rounds of gradients; the least
+     * that all ranks have offered in a round of this backward. ZS_NO_OFFER: nothing. See engine/spare.h. */
+    uint64_t offer, least_offer;
     double divided_by; /* what sums of gradients are divided by, where units say nothing; 0: all ranks */
     int unshown;       /* units whose parameters Python does not see as what they are */
     bool keeps_grads;  /* a script has kept gradients: their pages are not given back */

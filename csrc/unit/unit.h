@@ -131,14 +131,15 @@ struct zs_unit {
     int64_t n_params;
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
-    zs_cunit *cunit;   /* NULL if nothing is ever reduced */
-    uint64_t *used;    /* bitmap of parameters packed in this round, ZS_ROUND_BITS more, and a zs_past; owned */
+    zs_cunit *cunit; /* NULL if nothing is ever reduced */
+    uint64_t *used;  /* bitmap of parameters packed in this round, ZS_ROUND_BITS more, an offer, and a zs_past; owned */
     uint64_t *arrived; /* [used_words] those of them that came in this backward; part of `used`'s memory */
     uint64_t *kept;    /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
     size_t used_words;
     zs_mem *local;   /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
     bool grads_held; /* some grad shard has been written since its pages were given back */
     zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
+    bool reshard_by_hand;           /* users have said whether it is resharded after forward */
     bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
     void *face; /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_face */
     bool bound_full; /* (with a face) they are bound to the full buffer */
@@ -165,16 +166,22 @@ static inline int64_t zs_unit_round_bit(const zs_unit *unit, int bit)
     return unit->n_params + bit;
 }
 
-/* Words of `used`: bits, and behind them what the rank has done to the model (a zs_past). */
+/* Words of `used`: bits, and behind them the rank's offer (home.h), and what it has done to the model (a zs_past). */
 static inline size_t zs_unit_used_words(const zs_unit *unit)
 {
-    return ((size_t)unit->n_params + ZS_ROUND_BITS + 63) / 64 + ZS_PAST_WORDS;
+    return ((size_t)unit->n_params + ZS_ROUND_BITS + 63) / 64 + 1 + ZS_PAST_WORDS;
 }
 
-/* Where in a rank's `used` that begins. */
+/* Where in a rank's `used` these begin. */
 static inline size_t zs_unit_past_at(const zs_unit *unit)
 {
     return zs_unit_used_words(unit) - ZS_PAST_WORDS;
+}
+
+/* The first of them. */
+static inline size_t zs_unit_offer_at(const zs_unit *unit)
+{
+    return zs_unit_past_at(unit) - 1;
 }
 
 /* Is the full buffer, as it is to be now, of another dtype than the parameters at rest? */

@@ -81,6 +81,31 @@ static void zero2_gathers_once(void)
     free_model(m);
 }
 
+static void what_is_kept_is_not_gathered_again(void)
+{
+    const zs_traits traits[] = {sharded, sharded, sharded};
+    model *m = new_model(false, 3, traits);
+    const int ahead[2] = {0, 0};
+    zs_schedule_set_ahead(&m->schedule, ahead);
+    OK(forward(m, true));
+    zs_record_set_kept(&m->units[2].record, true); /* from the next forward on */
+    OK(backward(m));
+    m->log[0] = 0;
+    OK(forward(m, true));
+    says(m, "ready, open, gather a, bind a, gather b, bind b, reshard b, gather c, bind c, close");
+    OK(backward(m)); /* a is the outermost, and stays anyway */
+    says(m,
+         "ready back, open back, pack c, reshard c, post c, gather b, bind b, pack b, sum c, pack a, post b, post a, "
+         "reshard a, reshard b, sum b, sum a, close, end");
+    OK(forward(m, false));
+    says(m,
+         "ready, open, gather a, bind a, gather b, bind b, reshard b, gather c, bind c, reshard c, reshard a, close");
+    zs_record_set_kept(&m->units[2].record, false);
+    OK(forward(m, true));
+    says(m, "ready, open, gather a, bind a, gather b, bind b, reshard b, gather c, bind c, reshard c, close");
+    free_model(m);
+}
+
 static void whole_units_share_at_once_in_order(void)
 {
     const zs_traits traits[] = {whole, whole};
@@ -316,6 +341,7 @@ static const one_test tests[] = {
     TEST(gathers_go_ahead),
     TEST(no_gather_goes_ahead_at_the_end_of_a_pass),
     TEST(zero2_gathers_once),
+    TEST(what_is_kept_is_not_gathered_again),
     TEST(whole_units_share_at_once_in_order),
     TEST(gradients_that_stay_go_later),
     TEST(stepped_as_soon_as_it_is_summed),

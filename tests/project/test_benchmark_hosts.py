@@ -73,10 +73,19 @@ def test_least_bytes_between_hosts() -> None:
     assert hosts.least_bytes("zshard-full_shard-auto", 400, 2) == 600
     assert hosts.least_bytes("zshard-shard_grad_op-c10d", 400, 4) == 600
     assert hosts.least_bytes("zshard-hybrid_shard-auto", 400, 2) == 400
+    assert hosts.least_bytes("zshard-full_shard-auto-keep_false", 400, 2) == 600
+    assert hosts.least_bytes("zshard-full_shard-auto-keep_true", 400, 2) == 400
     place = Place(hosts=2, ranks=2, rank=0)
     factors = {name: operation.factor(place) for name, operation in OPERATIONS.items()}
     assert factors["all_gather_into_tensor"] == factors["swap"] == 0.5
     assert factors["all_reduce"] == factors["all_to_all_single"] == factors["pairs"] == 1.0
+
+
+def test_sides_with_and_without_kept_units() -> None:
+    flags = ["--sides", "ddp", "zshard-full_shard-auto", "--keep-gathered", "true", "false"]
+    kept = ["zshard-full_shard-auto-keep_true", "zshard-full_shard-auto-keep_false"]
+    assert hosts.arguments(flags).sides == ["ddp", *kept]
+    assert hosts.arguments(flags[:3]).sides == ["ddp", "zshard-full_shard-auto"]
 
 
 @pytest.mark.parametrize("text", ["2", "1x2", "2x0", "2xa", ""])

@@ -24,6 +24,7 @@ from zshard._compat.argument_types import OffloadPolicyLike, PrecisionLike
 from zshard._compat.classes import MixedPrecisionPolicy, OffloadPolicy
 from zshard._compat.fsdp2 import is_offload_policy, offload_of
 from zshard._ranks.groups import block_of, column_of, resolve_groups
+from zshard._units.units import state_of
 from zshard._wrap.meta import reset_or_leave
 from zshard._wrap.tree import has_forward
 from zshard.api import FSDP
@@ -125,7 +126,9 @@ def fully_shard(
             the number of ranks; each group keeps secondary shards, from which forward and backward
             gather ("hybrid_full"; FSDP2 and ZeRO++ do this for the backward only). It has no
             effect over shm, where all ranks read the shards in place. The innermost call decides
-            for all modules around it.
+            for all modules around it. With None, a unit stays unsharded where gathers cross hosts
+            and memory is left after the first steps (FSDP's keep_gathered="auto"); True prevents
+            that.
         ignored_params: parameters that zshard leaves alone, on every rank. Default: None.
         dp_mesh_dims: not supported, since zshard takes no DTensors. Must be None (the default).
         shard_placement_fn: not supported, since zshard shards each unit as one flat buffer. Must be
@@ -183,7 +186,7 @@ def fully_shard(
     offload = _offload(offload_policy)
     hybrid = _dimensions(mesh) == 2
     groups = _groups_to_keep_in(reshard_after_forward, mesh, hybrid)
-    return FSDP(
+    sharded = FSDP(
         module,
         groups,
         strategy=_strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
@@ -194,6 +197,10 @@ def fully_shard(
         ignored_states=_params(ignored_params),
         param_init_fn=reset_or_leave,
     )
+    if reshard_after_forward is True:  # and not by default: memory to spare does not change it
+        unit = state_of(module).unit
+        unit.strategy = unit.strategy
+    return sharded
 
 
 def _check_module(module: Any) -> None:

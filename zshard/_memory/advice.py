@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zshard._memory.dry_run import DryRun, Planned, World, dry_comms
+from zshard._units.units import Keep
 from zshard.offload import Offload
 from zshard.precision import in_dtype
 from zshard.strategy import ShardingStrategy
@@ -88,6 +89,8 @@ def _alternatives(model: Model) -> Iterator[tuple[str, int]]:
         )
         on_disk = Offload(directory=".", grads=True)
         yield words, _total(model, _changed(model, offload=on_disk))
+    if usual.keep.most > 0:
+        yield "keep_gathered=False", _total(model, _changed(model, keep=Keep()))
     if model.world.size > 1:
         if usual.strategy is not ShardingStrategy.FULL_SHARD:
             yield 'strategy="full_shard"', _total(model, _sharded(model))

@@ -86,6 +86,7 @@ class DryRun:
         self._dtype = dtype
         self.engine = _core.Engine(type(module).__name__, *comms)
         self.engine.set_prefetch(*planned[-1][1].prefetch)
+        self.engine.keep_gathered(*planned[-1][1].keep)
         offload = planned[-1][1].offload
         if offload is not None:
             self.engine.set_offload(None, *offload.what)

@@ -52,6 +52,13 @@ class _Need(NamedTuple):
     mappings: int
 
 
+class Sharing(NamedTuple):
+    """How many ranks share the memory of a host, and that of a control group."""
+
+    host: int = 1
+    cgroup: int = 1
+
+
 class _Rank(NamedTuple):
     """What a rank sends to the others; -1: no limit."""
 
@@ -78,19 +85,28 @@ def parse_limit(limit: MemoryLimit) -> MemoryLimit:
     """
     if limit is None or limit == "auto":
         return limit
-    if isinstance(limit, bool) or not isinstance(limit, int | str):
+    return parse_size("memory_limit", limit, '"auto" or None')
+
+
+def parse_size(name: str, size: int | str, others: str) -> int:
+    """Return an argument in bytes: a number, or a string such as "12GiB".
+
+    name: the argument. others: what else it may be, for the message.
+
+    Raises ValueError for a malformed size, TypeError for an argument of another type.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(
-            'memory_limit must be a number of bytes, a string such as "12GiB", "auto" or None, '
-            f"got {limit!r}"
+            f'{name} must be a number of bytes, a string such as "12GiB", {others}, got {size!r}'
         )
-    if isinstance(limit, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", limit.lower())
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", size.lower())
         if found is None:
-            raise ValueError(f'memory_limit must be a size such as "12GiB", got {limit!r}')
-        limit = int(float(found[1]) * (1 << _UNITS[found[2]] if found[2] else 1))
-    if limit <= 0:
-        raise ValueError(f"memory_limit must be positive, got {limit!r}")
-    return limit
+            raise ValueError(f'{name} must be a size such as "12GiB", {others}, got {size!r}')
+        size = int(float(found[1]) * (1 << _UNITS[found[2]] if found[2] else 1))
+    if size <= 0:
+        raise ValueError(f"{name} must be positive, got {size!r}")
+    return size
 
 
 def check_fits(
@@ -99,15 +115,17 @@ def check_fits(
     comms: Comms,
     limit: MemoryLimit,
     device: str = CPU,
-) -> None:
+) -> Sharing:
     """Raise MemoryError on all ranks if `module` does not fit in the memory of one of them; warn on
     rank 0 if it will not fit once the optimizer has its state. Collective: one exchange.
 
     limit: bytes that a rank may use. "auto": what the hosts and the limits of the processes leave,
         or on a GPU, its free memory.
+
+    Returns how many ranks there are to share what this one's host and control group leave.
     """
     if limit is None:
-        return
+        return Sharing()
     world, strategy = world_of(comms), planned[-1][1].strategy
     dry = dry_comms(world, strategy, comms.all.rank)
     inner = [(each, state) for each, state in units_of(module) if not is_apart(state, comms)]
@@ -129,6 +147,7 @@ def check_fits(
     if short is not None and comms.all.rank == 0:
         text = explain(model, short, "the model and Adam's state")
         warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
+    return _sharing(ranks, ranks[comms.all.rank])
 
 
 # --- what a rank has to find ----------------------------------------------------------------------
@@ -255,12 +274,16 @@ def _limits_of(ranks: list[_Rank], each: _Rank) -> Iterator[tuple[int, int, str]
             each.own,
             "memory_limit" if name == "memory_limit" else f"remaining {name}",
         )
-    sharing = sum(other.host == each.host for other in ranks)
-    sharing = max(sharing, _env_int("LOCAL_WORLD_SIZE") or 1) if len(ranks) > 1 else 1
+    sharing, inside = _sharing(ranks, each)
     among = f", divided among its {sharing} ranks" if sharing > 1 else ""
     if each.on_host >= 0:
         yield each.need, each.on_host // sharing, f"the host's MemAvailable{among}"
-    inside = sum(other.cgroup == each.cgroup for other in ranks)
     among = f", divided among its {inside} ranks" if inside > 1 else ""
     if each.in_cgroup >= 0:
         yield each.need, each.in_cgroup // inside, f"remaining under the cgroup's limit{among}"
+
+
+def _sharing(ranks: list[_Rank], each: _Rank) -> Sharing:
+    host = sum(other.host == each.host for other in ranks)
+    host = max(host, _env_int("LOCAL_WORLD_SIZE") or 1) if len(ranks) > 1 else 1
+    return Sharing(host, sum(other.cgroup == each.cgroup for other in ranks))

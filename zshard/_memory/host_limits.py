@@ -57,6 +57,23 @@ def room_of_process(name: str) -> int | None:
     return max(soft - 1024 * int(found[1]), 0)
 
 
+class Resident(NamedTuple):
+    """Bytes of a process's memory that are in RAM: now, and the most that ever were."""
+
+    now: int
+    peak: int
+
+
+def resident(root: Path = ROOT) -> Resident | None:
+    """Return what this process has in RAM; None if the kernel does not say."""
+    text = read_text(root / "proc/self/status") or ""
+    found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", text, re.MULTILINE))
+    if len(found) < 2:
+        return None
+    now, peak = 1024 * int(found["VmRSS"]), 1024 * int(found["VmHWM"])
+    return Resident(now, max(now, peak))
+
+
 def max_map_count(root: Path = ROOT) -> int | None:
     """Return how many memory mappings a process may have; None if not known."""
     return _number(root / "proc/sys/vm/max_map_count")

@@ -71,6 +71,7 @@ def build(
     with together():
         engine = _core.Engine(type(module).__name__, *comms)
     engine.set_prefetch(*planned[-1][1].prefetch)
+    engine.keep_gathered(*planned[-1][1].keep)
     inner = [state.unit for _, state in units_of(module) if not is_apart(state, comms)]
     set_offload(engine, planned[-1][1].offload)
     root = module if len(planned) > 1 else None
@@ -163,9 +164,10 @@ def inner_comms(module: nn.Module, comms: Comms) -> Comms:
 
 def _make_inner(root: nn.Module) -> None:
     """Earlier outermost units are inner ones from now on, whose arguments FSDP1 casts by another
-    option."""
+    option, and whose steps are measured with the root's."""
     for module, state in units_of(root):
         if module is not root:
+            state.spare = None
             dropped = drop_root_casts(module, state.options.precision)
             state.hooks = [hook for hook in state.hooks if hook[1] not in dropped]
 
@@ -201,6 +203,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if own.comms.all.world > 1:
         others = {id(param) for param in copied.others}
         watch(copied.module, [m for m in copied.module.modules() if _has_own(m, others)])
+    if own.spare is not None:
+        state_of(copied.module).spare = own.spare.like(copied.module)
     own.unit.engine.open()  # what a forward has left whole is resharded
     own.unit.engine.close()
     with last_writes(copied.module):

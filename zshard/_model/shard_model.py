@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard._guard.shared_draws import keep_generator
 from zshard._memory.dry_run import Planned
 from zshard._memory.fits import MemoryLimit, check_fits
+from zshard._memory.spare import Spare, keep_between, words_of
 from zshard._model.build import (
     build,
     class_for,
@@ -78,9 +79,11 @@ def shard_model(
     model, which apply where a unit has none of its own.
     """
     comms = _meet(module, planned, options, ranks, values, memory_limit)
+    options = options._replace(keep=keep_between(options.keep, comms.shard_group))
+    planned = [(spec, each._replace(keep=options.keep)) for spec, each in planned]
     settle(spec for spec, _ in planned)
     keep_generator(comms.all)
-    check_fits(module, planned, comms, memory_limit, ranks.device)
+    sharing = check_fits(module, planned, comms, memory_limit, ranks.device)
     if ranks.device == CPU and comms.all.world > 1:
         warn_of_idle_cores()
     source = comms.all if values.from_rank_0 and comms.all.world > 1 else None
@@ -94,6 +97,8 @@ def shard_model(
     buffers_in_eval(module, options.precision, cast_buffers(module, options.precision))
     if values.buffers_in_forward:
         sync_buffers(module)
+    if options.keep.measured:
+        state_of(module).spare = Spare(module, memory_limit, sharing)
     given = _shard_group_given(ranks)
     for spec, _ in planned:
         state_of(spec.module).group_given = given
@@ -126,6 +131,7 @@ def _meet(
     specs = [spec for spec, _ in planned]
     facts = facts_of(module, specs, options, not values.from_rank_0)
     facts.append(("memory_limit", "None" if memory_limit is None else "given"))
+    facts.append(("keep_gathered", words_of(options.keep)))
     check_agreement(comm, facts)
     comms = inner_comms(module, comms_for(groups, options.strategy, comm, settings))
     with on_all_ranks(comm):

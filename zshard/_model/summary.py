@@ -33,7 +33,8 @@ def summary_of(states: list[State], comms: Comms) -> str:
         name = unit.name or "(root)"
         cells = (f"{count:,}", format_bytes(sizes["full"]), format_bytes(sizes["shard"]))
         ranks = f" over {state.comms.all.world} rank(s)" if is_apart(state, comms) else ""
-        rows.append((name, *cells, unit.strategy + ranks))
+        stays = ", stays gathered" if unit.is_kept else ""
+        rows.append((name, *cells, unit.strategy + ranks + stays))
     rows.append((f"{len(units)} units", f"{numel:,}", format_bytes(whole), format_bytes(local), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [_line(row, widths) for row in rows]
@@ -45,7 +46,16 @@ def summary_of(states: list[State], comms: Comms) -> str:
     if replica_group is not None:
         head += f"; secondary shards over {shard_group.world} rank(s), "
         head += f"transport {shard_group.transport}"
+    head += _kept(units[0].engine)
     return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def _kept(engine: _core.Engine) -> str:
+    """What stays gathered from forward to backward, for the head of the table."""
+    kept, _, is_open, costs = engine.kept()
+    if costs and is_open:
+        return '; keep_gathered="auto" decides after the first steps'
+    return f"; {format_bytes(kept)} stay gathered from forward to backward" if kept else ""
 
 
 def memory_table(kinds: dict[str, dict[str, int]]) -> str:

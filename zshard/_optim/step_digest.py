@@ -22,7 +22,7 @@ from torch import Tensor
 from zshard._guard.slices import plain
 from zshard._units.shards import Stepped, stepped_by
 
-__all__ = ["note_step"]
+__all__ = ["note_step", "watch_steps"]
 
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options that say how a step is computed, and not what: hosts may differ in them."""
@@ -97,6 +97,14 @@ _accounts = weakref.WeakKeyDictionary()
 """For each optimizer, by the ranks of the models that it steps."""
 
 
+_watchers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def watch_steps(engine_id: int, watcher: Any) -> None:
+    """Have `watcher.note_step()` called after each step of that model, while `watcher` lives."""
+    _watchers[engine_id] = watcher
+
+
 def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) -> None:
     """Tell the models (or one of them) that the optimizer has stepped, and with what."""
     for model in stepped_by(optimizer):
@@ -113,6 +121,9 @@ def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) ->
         engine.note_step(account.digest, count & _MASK)
         if is_new:
             engine.tell_settings(_all_texts(model.comm_id))
+        watcher = _watchers.get(unit.engine_id)
+        if watcher is not None:
+            watcher.note_step()
 
 
 def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:

@@ -35,6 +35,17 @@ class Prefetch(NamedTuple):
     backward: int = 1
 
 
+class Keep(NamedTuple):
+    """What stays gathered from forward to backward where a gather costs, in the order of
+    Engine.keep_gathered's arguments.
+
+    most: bytes of full parameters. measured: instead, as many as every rank has to spare.
+    """
+
+    most: int = 0
+    measured: bool = False
+
+
 class Options(NamedTuple):
     """The options that a unit was wrapped with."""
 
@@ -42,6 +53,7 @@ class Options(NamedTuple):
     precision: Precision
     prefetch: Prefetch
     offload: Offload | None = None
+    keep: Keep = Keep()  # the root's applies to the model
 
 
 class StateDictForm(NamedTuple):
@@ -78,6 +90,7 @@ class State:
         self.peers: Any = None  # state_registry.Peers: whom to ask for state that they alone have
         self.sync_buffers = False  # the root's: from rank 0, at each forward
         self.root: weakref.ref[nn.Module] | None = None  # the outermost unit's module; None: itself
+        self.spare: Any = None  # the root's _memory/spare.Spare; None: nothing is measured
 
     def rename(self, name: str) -> None:
         """The unit's name from now on, and those of its parameters, which outlive it in Parts."""

@@ -1,0 +1,310 @@
+"""keep_gathered between hosts: "auto" keeps units there, and whatever a script does between forward
+and backward, the numbers are those of keep_gathered=False.
+
+The one idea: a script runs with and without, and all that it computes must be the same bits. A unit
+that stayed with values of before a step, or of before a write, would show in the next loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import hosts_of
+from models import CASES, loss_of, make, train
+from scenarios import message_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import zshard
+from zshard import FSDP, full_tensor
+from zshard._units.units import state_of
+
+WIDTH, UNITS = 64, 6
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(
+        3, WIDTH, generator=torch.Generator().manual_seed(7 * step + dist.get_rank())
+    )
+
+
+def stack(group: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)]
+    options = {"auto_wrap_policy": {nn.Linear}, **options}
+    return FSDP(nn.Sequential(*layers), process_group=group, timeout=60, **options)
+
+
+def kept(model: Any) -> int:
+    return int(state_of(model).unit.engine.kept()[0])
+
+
+def numbers_of(model: Any) -> torch.Tensor:
+    """All parameters as one tensor; collective."""
+    state = model.state_dict()
+    return torch.cat([value.detach().flatten() for value in state.values()])
+
+
+def step_of(model: Any, optimizer: Any, step: int) -> float:
+    loss = loss_of(model(batch(step)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# --- "auto" -----------------------------------------------------------------------------------------
+
+
+def with_and_without(name: str, sizes: tuple[int, ...]) -> Any:
+    found, case = [], CASES[name]
+    with hosts_of(*sizes) as group:
+        for keep in (False, "auto"):
+            model = FSDP(
+                make(case.make),
+                process_group=group,
+                auto_wrap_policy=case.policy,
+                timeout=60,
+                keep_gathered=keep,
+            )
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            losses = train(model, case, optimizer, dist.get_rank(), steps=5)
+            found.append((losses, numbers_of(model), kept(model), model.summary()))
+    plain = DistributedDataParallel(make(case.make))
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    losses = train(plain, case, optimizer, dist.get_rank(), steps=5)
+    return found, (losses, numbers_of(plain))
+
+
+@pytest.mark.parametrize("name", ["net", "tied"])
+def test_auto_keeps_units_between_hosts_and_no_bit_changes(pool4: Any, name: str) -> None:
+    for (usual, ours), _ in pool4.run(with_and_without, name, (2, 2)):
+        assert usual[2] == 0 and "stay" not in usual[3]
+        assert ours[2] > 0 and "stays gathered" in ours[3] and "transport hosts" in ours[3]
+        assert usual[0] == ours[0] and torch.equal(usual[1], ours[1])
+
+
+def test_the_bits_are_those_of_ddp(pool2: Any) -> None:
+    for (_, ours), (losses, numbers) in pool2.run(with_and_without, "net", (1, 1)):
+        assert ours[2] > 0 and ours[0] == losses and torch.equal(ours[1], numbers)
+
+
+def on_one_host(transport: str) -> Any:
+    model = stack(None, transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        step_of(model, optimizer, step)
+    return kept(model), model.summary()
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_auto_keeps_nothing_within_one_host(pool2: Any, transport: str) -> None:
+    for bytes_kept, summary in pool2.run(on_one_host, transport):
+        assert bytes_kept == 0 and "gather" not in summary
+
+
+def of_strategies() -> Any:
+    found = []
+    with hosts_of(1, 1) as group:
+        for strategy in ("shard_grad_op", "no_shard", "zero1"):
+            for keep in (True, "auto"):
+                model = stack(group, strategy=strategy, keep_gathered=keep)
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                losses = [step_of(model, optimizer, step) for step in range(4)]
+                found.append((strategy, losses, kept(model), "stays gathered" in model.summary()))
+    return found
+
+
+def test_where_nothing_is_gathered_twice_nothing_is_kept(pool2: Any) -> None:
+    for found in pool2.run(of_strategies):
+        assert [each[2:] for each in found] == [(0, False)] * 6
+        assert all(each[1] == found[0][1] for each in found)
+
+
+# --- what a script does while units are kept ----------------------------------------------------------
+
+
+class Planted(Exception):
+    pass
+
+
+def summon(model: Any, optimizer: Any) -> list[float]:
+    loss = loss_of(model(batch(10)))
+    with FSDP.summon_full_params(model, writeback=False):
+        total = sum(param.double().sum().item() for param in model.parameters())
+    loss.backward()
+    return [loss.item(), total]
+
+
+def summon_and_write(model: Any, optimizer: Any) -> list[float]:
+    """What is written while units stay of a forward without backward counts in the next."""
+    first = loss_of(model(batch(10))).item()
+    with FSDP.summon_full_params(model), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+    loss = loss_of(model(batch(10)))
+    loss.backward()
+    assert loss.item() != first
+    return [first, loss.item()]
+
+
+def fail_in_forward(model: Any, optimizer: Any) -> list[float]:
+    def fail(*args: Any) -> None:
+        raise Planted
+
+    hook = model[3].register_forward_pre_hook(fail)
+    with contextlib.suppress(Planted):
+        model(batch(10))
+    hook.remove()
+    return []
+
+
+def fail_in_backward(model: Any, optimizer: Any) -> list[float]:
+    def fail(grad: torch.Tensor) -> None:
+        raise Planted
+
+    def plant(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        out.register_hook(fail)
+
+    hook = model[2].register_forward_hook(plant)
+    loss = loss_of(model(batch(10)))
+    hook.remove()
+    with contextlib.suppress(Planted):
+        loss.backward()
+    optimizer.zero_grad()
+    return [loss.item()]
+
+
+def load_after_forward(model: Any, optimizer: Any) -> list[float]:
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    step_of(model, optimizer, 10)
+    first = loss_of(model(batch(11))).item()
+    model.load_state_dict(before)
+    loss = loss_of(model(batch(11)))
+    loss.backward()
+    assert loss.item() != first
+    return [first, loss.item()]
+
+
+def accumulate(model: Any, optimizer: Any) -> list[float]:
+    losses = []
+    with model.no_sync():
+        for step in (10, 11):
+            losses.append(loss_of(model(batch(step))))
+            losses[-1].backward()
+    losses.append(loss_of(model(batch(12))))
+    losses[-1].backward()
+    return [loss.item() for loss in losses]
+
+
+def two_forwards(model: Any, optimizer: Any) -> list[float]:
+    losses = [loss_of(model(batch(step))) for step in (10, 11)]
+    for loss in losses:
+        loss.backward()
+    return [loss.item() for loss in losses]
+
+
+def evaluate(model: Any, optimizer: Any) -> list[float]:
+    loss = loss_of(model(batch(10)))
+    model.eval()
+    with torch.no_grad():
+        between = loss_of(model(batch(11))).item()
+    model.train()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.inference_mode():
+        after = loss_of(model(batch(11))).item()
+    return [loss.item(), between, after]
+
+
+def stay_after_backward(model: Any, optimizer: Any) -> list[float]:
+    """Parameters that stay even then are gathered again once they have changed."""
+    model.set_reshard_after_backward(False)
+    losses = [step_of(model, optimizer, step) for step in (10, 11)]
+    model.set_reshard_after_backward(True)
+    return [*losses, step_of(model, optimizer, 12)]
+
+
+def recompute(model: Any, optimizer: Any) -> list[float]:
+    losses = []
+    for reentrant in (False, True):
+        x = batch(10).requires_grad_()
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=reentrant)  # type: ignore[no-untyped-call]
+        loss = loss_of(x)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+ACTS = {
+    each.__name__: each
+    for each in (
+        summon,
+        summon_and_write,
+        fail_in_forward,
+        fail_in_backward,
+        load_after_forward,
+        accumulate,
+        two_forwards,
+        evaluate,
+        stay_after_backward,
+        recompute,
+    )
+}
+
+
+def acted(name: str) -> list[str]:
+    """What differs from keep_gathered=False, in any of three settings."""
+    found = []
+    with hosts_of(1, 1) as group:
+        for keep in (False, True, "auto", 3 * 4 * WIDTH * WIDTH):
+            model = stack(group, keep_gathered=keep)
+            optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+            losses = [step_of(model, optimizer, step) for step in range(3)]
+            assert (kept(model) > 0) is (keep is not False), (keep, kept(model))
+            losses += ACTS[name](model, optimizer)
+            grads = [full_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += [step_of(model, optimizer, step) for step in range(20, 23)]
+            assert (kept(model) > 0) is (keep is not False), (keep, kept(model))
+            found.append((keep, losses, grads, numbers_of(model)))
+    (_, losses, grads, numbers), *others = found
+    wrong = [f"losses with {keep}" for keep, theirs, _, _ in others if theirs != losses]
+    for keep, _, theirs, values in others:
+        alike = len(theirs) == len(grads) and all(map(torch.equal, theirs, grads))
+        wrong += [] if alike else [f"gradients with {keep}"]
+        wrong += [] if torch.equal(values, numbers) else [f"parameters with {keep}"]
+    return wrong
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_whatever_a_script_does_the_bits_are_the_same(pool2: Any, name: str) -> None:
+    assert pool2.run(acted, name) == [[], []]
+
+
+def stepped_after_a_forward() -> list[str]:
+    """Units are gathered for a backward that never comes."""
+    texts = []
+    with hosts_of(1, 1) as group:
+        for keep in (False, True):
+            model = stack(group, keep_gathered=keep)
+            optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+            step_of(model, optimizer, 0)
+            loss_of(model(batch(1))).backward()
+            model(batch(2))
+            texts.append(message_of(optimizer.step, zshard.ShardError))
+    return texts
+
+
+def test_a_step_while_units_are_gathered_is_refused_as_ever(pool2: Any) -> None:
+    """The last unit stays in any case, so no script that works otherwise is refused."""
+    for usual, kept_all in pool2.run(stepped_after_a_forward):
+        assert "'5.0.weight'" in usual and "'0.0.weight'" in kept_all
