@@ -22,12 +22,27 @@ def core(tmp_path_factory):
     (source,) = [each for each in sources("wire_code.c") if str(each).endswith("wire_code.c")]
     library = tmp_path_factory.mktemp("wire") / "wire.so"
     root = str(source).partition("/comm/hosts/")[0]
-    flags = ["-std=c11", "-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    flags = [
+        "-std=c11",
+        "-O3",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+    ]
     subprocess.run(["gcc", *flags, f"-I{root}", str(source), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.zs_wire_bytes.restype = ctypes.c_size_t
     loaded.zs_wire_bytes.argtypes = [ctypes.c_int, ctypes.c_int64]
-    loaded.zs_wire_encode.argtypes = [ctypes.c_int, POINTER, ctypes.c_int64, POINTER, ctypes.c_void_p]
+    loaded.zs_wire_encode.argtypes = [
+        ctypes.c_int,
+        POINTER,
+        ctypes.c_int64,
+        POINTER,
+        ctypes.c_void_p,
+    ]
     loaded.zs_wire_decode.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, POINTER]
     return loaded
 

@@ -124,8 +124,7 @@ static void encode_block(const coder *it, int64_t block, const float *values, in
     char *at = out + offset_of(it, block);
     if (it->wire == ZS_WIRE_EXACT) memcpy(at, values, (size_t)n * sizeof *values);
     if (it->wire == ZS_WIRE_BF16) encode_bf16(values, n, at);
-    if (it->wire == ZS_WIRE_INT8)
-        encode_int8(values, n, out + (size_t)block * sizeof(float), (int8_t *)at);
+    if (it->wire == ZS_WIRE_INT8) encode_int8(values, n, out + (size_t)block * sizeof(float), (int8_t *)at);
 }
 
 static void decode_block(const coder *it, int64_t block, int n, float *out)
@@ -133,8 +132,7 @@ static void decode_block(const coder *it, int64_t block, int n, float *out)
     const char *at = it->code + offset_of(it, block);
     if (it->wire == ZS_WIRE_EXACT) memcpy(out, at, (size_t)n * sizeof *out);
     if (it->wire == ZS_WIRE_BF16) decode_bf16(at, n, out);
-    if (it->wire == ZS_WIRE_INT8)
-        decode_int8(it->code + (size_t)block * sizeof(float), (const int8_t *)at, n, out);
+    if (it->wire == ZS_WIRE_INT8) decode_int8(it->code + (size_t)block * sizeof(float), (const int8_t *)at, n, out);
 }
 
 /* What the code has lost of `sums`; 0 where that is no number. */
