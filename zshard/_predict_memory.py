@@ -14,6 +14,7 @@ from zshard._compat.fsdp1 import precision_of, strategy_of, unit_options
 from zshard._memory.dry_run import World
 from zshard._memory.report import predict
 from zshard._ranks.devices import CPU
+from zshard._ranks.wire import check_wire
 from zshard._units.units import Options, Prefetch
 from zshard.offload import offload_on, parse_offload
 from zshard.wrap import plan_units
@@ -33,6 +34,7 @@ def predict_memory(
     optimizer: str | int | None = "adamw",
     local_world_size: int | None = None,
     offload: Any = None,
+    wire: str | None = None,
 ) -> dict[str, int]:
     """Predict the memory that FSDP with these arguments takes on rank 0, in bytes by part.
 
@@ -50,6 +52,7 @@ def predict_memory(
         local_world_size: ranks per host, over which a hybrid strategy shards. None: all.
         offload: as for FSDP. Bytes on disk are reported as "offloaded" and not included in
             "total". The directory need not exist.
+        wire: as for FSDP.
 
     Returns a dict like that of `model.memory("predicted")`, which ends with "total". Activations
     and torch's own memory are not included; with world size 1, gradients are torch's own as well.
@@ -62,6 +65,7 @@ def predict_memory(
         precision_of(mixed_precision),
         Prefetch(),
         offload_on(parse_offload(offload), CPU),
+        check_wire(wire, CPU),
     )
     world = _world(world_size, local_world_size, transport)
     specs = plan_units(module, auto_wrap_policy)

@@ -52,6 +52,7 @@ struct zs_home {
     zs_past past;       /* what the peers are told of the engine's history */
     zs_past met_past;   /* (if met) what they were told in the last round of gradients, in which all were alike */
     bool met;
+    zs_wire code;      /* how gradients of units that are made from now on cross hosts */
     double divided_by; /* what sums of gradients are divided by, where units say nothing; 0: all ranks */
     int unshown;       /* units whose parameters Python does not see as what they are */
     bool keeps_grads;  /* a script has kept gradients: their pages are not given back */

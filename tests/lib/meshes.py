@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,19 @@ def on_two_hosts() -> Iterator[None]:
         meeting.host_id = host
         transports._entries.clear()  # those of within sum in the order of two hosts
         transports._entries.update(known)
+
+
+@contextlib.contextmanager
+def hosts_of(*sizes: int) -> Iterator[Any]:
+    """A new process group whose ranks are on hosts with so many ranks each."""
+    names = [f"host {i}" for i, size in enumerate(sizes) for _ in range(size)]
+    os.environ["ZSHARD_HOST"] = names[dist.get_rank()]
+    group = dist.new_group(range(dist.get_world_size()))
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
+        del os.environ["ZSHARD_HOST"]
 
 
 def wrap(name: str, strategy: str, **options: Any) -> Any:

@@ -5,12 +5,12 @@ same order, so both transports must have the same bits after every kind of step.
 """
 
 import contextlib
-import os
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import hosts_of
 from models import CASES, loss_of, make, make_optimizer
 from scenarios import message_of
 
@@ -21,19 +21,6 @@ from zshard._ranks.hosts import ranks_per_host
 BOTH = ("hosts", "c10d")
 STRATEGIES = ("full_shard", "no_shard", "zero1")
 STEPS = 3
-
-
-@contextlib.contextmanager
-def hosts_of(*sizes):
-    """A new process group whose ranks are on hosts with so many ranks each."""
-    names = [f"host {i}" for i, size in enumerate(sizes) for _ in range(size)]
-    os.environ["ZSHARD_HOST"] = names[dist.get_rank()]
-    group = dist.new_group(range(dist.get_world_size()))
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)
-        del os.environ["ZSHARD_HOST"]
 
 
 def wrap(case, group, transport, strategy="full_shard", **options):

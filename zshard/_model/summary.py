@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from zshard import _core
 from zshard._ranks.transports import Comms
+from zshard._ranks.wire import wire_words
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -20,8 +21,8 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
-def summary_of(units: list[_core.Unit], comms: Comms) -> str:
-    """Return the table of units: one line per unit, then totals."""
+def summary_of(units: list[_core.Unit], comms: Comms, wire: str | None = None) -> str:
+    """Return the table of units: one line per unit, then totals. wire: the argument of FSDP()."""
     comm, shards, shard_group, replica_group = comms
     rows = [("unit", "parameters", "unsharded", "per rank", "strategy")]
     numel = whole = local = 0
@@ -43,6 +44,8 @@ def summary_of(units: list[_core.Unit], comms: Comms) -> str:
     if replica_group is not None:
         head += f"; secondary shards over {shard_group.world} rank(s), "
         head += f"transport {shard_group.transport}"
+    words = wire_words(comm, wire)
+    head += f"; {words}" if words else ""
     return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 

@@ -42,6 +42,7 @@ class Options(NamedTuple):
     precision: Precision
     prefetch: Prefetch
     offload: Offload | None = None
+    wire: str | None = None
 
 
 class StateDictForm(NamedTuple):

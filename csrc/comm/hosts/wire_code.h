@@ -8,14 +8,10 @@
 #ifndef ZS_WIRE_CODE_H
 #define ZS_WIRE_CODE_H
 
+#include "base/wire.h"
+
 #include <stddef.h>
 #include <stdint.h>
-
-typedef enum zs_wire {
-    ZS_WIRE_EXACT, /* as they are, in fp32 */
-    ZS_WIRE_BF16,
-    ZS_WIRE_INT8,
-} zs_wire;
 
 enum { ZS_WIRE_BLOCK = 256 }; /* numbers that share a scale */
 
