@@ -136,7 +136,7 @@ def _fsdp2(reshard: bool) -> Factory:
     return build
 
 
-def _zshard(strategy: str, transport: str) -> Factory:
+def _zshard(strategy: str, transport: str, wire: str | None = None) -> Factory:
     def build(workload: Workload) -> Parts:
         import zshard
 
@@ -147,6 +147,7 @@ def _zshard(strategy: str, transport: str) -> Factory:
             sharding_strategy=strategy,
             auto_wrap_policy=set(workload.units),
             transport=transport if dist.get_world_size() > 1 else None,
+            wire=wire,
         )
         return module, zshard.AdamW(module.parameters(), lr=workload.lr)
 
@@ -203,9 +204,13 @@ INSTALL = (
     "python -m pip install --no-build-isolation deepspeed==0.19.8"
 )
 
+WIRES = ("bf16", "int8")
+
 SIDES.update(DEEPSPEED)
 for _strategy in ("full_shard", "shard_grad_op", "no_shard"):
     SIDES[f"zshard-{_strategy}"] = _zshard(_strategy, "shm")
     SIDES[f"zshard-{_strategy}-c10d"] = _zshard(_strategy, "c10d")
 for _strategy in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_full"):
     SIDES[f"zshard-{_strategy}-auto"] = _zshard(_strategy, "auto")
+    for _wire in WIRES:
+        SIDES[f"zshard-{_strategy}-auto-{_wire}"] = _zshard(_strategy, "auto", _wire)

@@ -99,7 +99,7 @@ def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
 
 
 @functools.wraps(_torchs_update)
-def update(self: torch.amp.GradScaler, new_scale: float | torch.Tensor | None = None) -> None:
+def _update(self: torch.amp.GradScaler, new_scale: float | torch.Tensor | None = None) -> None:
     engines = _unscaled.pop(self, None)
     if not engines:
         _torchs_update(self, new_scale)
@@ -141,7 +141,7 @@ def install() -> None:
     if torch.amp.GradScaler.scale is _torchs_scale:
         torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
     if torch.amp.GradScaler.update is _torchs_update:
-        torch.amp.GradScaler.update = update  # type: ignore[method-assign]
+        torch.amp.GradScaler.update = _update  # type: ignore[method-assign]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -179,4 +179,6 @@ class GradScaler(torch.amp.GradScaler):
 
     _unscale_grads_ = _unscale_grads_  # type: ignore[assignment]
     scale = scale  # type: ignore[assignment]
-    update = update  # type: ignore[assignment]
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        _update(self, new_scale)

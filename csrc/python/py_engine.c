@@ -110,8 +110,9 @@ static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_set_code_doc, "set_code($self, code, /)\n--\n\nCode gradients of units that are created from now on "
-                                  "where they cross hosts: 0 leaves them exact, 1 is bfloat16, 2 int8.");
+PyDoc_STRVAR(engine_set_code_doc,
+             "set_code($self, code, /)\n--\n\nCode gradients of units that are created from now on "
+             "where they cross hosts: 0 leaves them exact, 1 is bfloat16, 2 int8.");
 
 static PyObject *engine_set_code(engine_object *self, PyObject *code)
 {
@@ -122,8 +123,9 @@ static PyObject *engine_set_code(engine_object *self, PyObject *code)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_rescale_doc, "rescale($self, factor, /)\n--\n\nTell that gradients are `factor` times as large from now "
-                                 "on: what codes have lost of them is multiplied by it.");
+PyDoc_STRVAR(engine_rescale_doc,
+             "rescale($self, factor, /)\n--\n\nTell that gradients are `factor` times as large from now "
+             "on: what codes have lost of them is multiplied by it.");
 
 static PyObject *engine_rescale(engine_object *self, PyObject *factor)
 {

@@ -23,10 +23,10 @@ typedef struct hosts_unit {
     zs_cunit base;
     zs_cunit *local; /* the same of the host's ranks' transport */
     uint64_t number;
-    zs_hosts_sums sums;       /* which begin at `base.at` */
-    size_t stride;            /* from one piece to the next */
-    const zs_bucket *bucket;  /* of the round that is out, NULL: it brings nothing; borrowed */
-    zs_work **works;          /* [hosts * n_slices, at least hosts] under way; NULL: none */
+    zs_hosts_sums sums;      /* which begin at `base.at` */
+    size_t stride;           /* from one piece to the next */
+    const zs_bucket *bucket; /* of the round that is out, NULL: it brings nothing; borrowed */
+    zs_work **works;         /* [hosts * n_slices, at least hosts] under way; NULL: none */
     size_t n_works;
     zs_mem *sent, *received; /* areas of that round, NULL: none */
 } hosts_unit;
