@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-enum { LEVELS = 127 }; /* on each side of 0 */
+static const float levels_a_side = 127;
 
 static const uint32_t infinity_bits = 0x7f800000u, quiet_nan_bits = 0x7fc00000u;
 
@@ -43,19 +43,19 @@ static float scale_of(const float *values, int n)
 {
     uint32_t largest = largest_magnitude(values, n);
     if (largest >= infinity_bits) return zs_bits_float(quiet_nan_bits);
-    float scale = zs_bits_float(largest) / LEVELS;
-    if (zs_float_bits(scale * LEVELS) >= infinity_bits) /* rounded up: what is finite would decode as infinity */
+    float scale = zs_bits_float(largest) / levels_a_side;
+    if (zs_float_bits(scale * levels_a_side) >= infinity_bits) /* rounded up: what is finite would decode as infinity */
         scale = zs_bits_float(zs_float_bits(scale) - 1);
     return scale;
 }
 
 /* To nearest, ties to even: the adder rounds, as the unit in the last place of 1.5 * 2^23 is 1. Halfway through subnormals a quotient
- * may exceed LEVELS. */
+ * may exceed levels_a_side. */
 static int8_t level_of(float value, float scale)
 {
     float quotient = value / scale;
-    quotient = quotient > LEVELS ? LEVELS : quotient;
-    quotient = quotient < -LEVELS ? -LEVELS : quotient;
+    quotient = quotient > levels_a_side ? levels_a_side : quotient;
+    quotient = quotient < -levels_a_side ? -levels_a_side : quotient;
     float shifted = quotient + 0x1.8p23f;
     return (int8_t)(shifted - 0x1.8p23f);
 }
@@ -82,7 +82,7 @@ static void decode_int8(const void *scale_at, const int8_t *levels, int n, float
 
 static void encode_bf16(const float *values, int n, char *out)
 {
-    zs_bf16 codes[ZS_WIRE_BLOCK];
+    zs_bf16 codes[ZS_WIRE_BLOCK] = {0};
     for (int i = 0; i < n; i++)
         codes[i] = zs_to_bf16(values[i]);
     memcpy(out, codes, (size_t)n * sizeof *codes);
@@ -130,9 +130,12 @@ static void encode_block(const coder *it, int64_t block, const float *values, in
 static void decode_block(const coder *it, int64_t block, int n, float *out)
 {
     const char *at = it->code + offset_of(it, block);
-    if (it->wire == ZS_WIRE_EXACT) memcpy(out, at, (size_t)n * sizeof *out);
-    if (it->wire == ZS_WIRE_BF16) decode_bf16(at, n, out);
-    if (it->wire == ZS_WIRE_INT8) decode_int8(it->code + (size_t)block * sizeof(float), (const int8_t *)at, n, out);
+    if (it->wire == ZS_WIRE_EXACT)
+        memcpy(out, at, (size_t)n * sizeof *out);
+    else if (it->wire == ZS_WIRE_BF16)
+        decode_bf16(at, n, out);
+    else
+        decode_int8(it->code + (size_t)block * sizeof(float), (const int8_t *)at, n, out);
 }
 
 /* What the code has lost of `sums`; 0 where that is no number. */
@@ -148,7 +151,7 @@ void zs_wire_encode(zs_wire wire, const float *values, int64_t numel, float *res
 {
     coder it = {wire, numel, out};
     for (int64_t block = 0; block < blocks_of(numel); block++) {
-        float sums[ZS_WIRE_BLOCK], decoded[ZS_WIRE_BLOCK];
+        float sums[ZS_WIRE_BLOCK] = {0}, decoded[ZS_WIRE_BLOCK] = {0};
         int n = length_of(numel, block);
         const float *from = values + block * ZS_WIRE_BLOCK;
         if (residual == NULL) {
