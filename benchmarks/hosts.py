@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import harness, hosts_ops, hosts_report, hosts_steps, memory
 from benchmarks.hosts_net import Hosts, HostsUnavailable, run_ranks
 from benchmarks.models import WORKLOADS
-from benchmarks.sides import KEEPS, SIDES
+from benchmarks.sides import KEEPS, SIDES, WIRES
 
 MODELS = ["gpt10m", "gpt85m", "bert", "stack100"]
 ALL_SIDES = ["ddp", "fsdp2", "zshard-full_shard-auto", "zshard-hybrid_shard-auto"]
@@ -66,6 +66,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     keep = "measure zshard-full_shard-auto with each of these settings of keep_gathered instead"
     parser.add_argument("--keep-gathered", nargs="+", choices=KEEPS, default=[], help=keep)
+    wires = f"of {', '.join(WIRES)}: zshard's sides also with gradients in fewer bytes"
+    parser.add_argument("--wire", nargs="+", choices=WIRES, default=[], help=wires)
     warmup = "untimed steps per side (default: 1)"
     parser.add_argument("--warmup", type=int, default=1, help=warmup)
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory")
@@ -77,6 +79,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.models = args.models or (["gpt10m"] if args.quick else MODELS)
     args.mib = args.mib or (SIZES[:2] if args.quick else SIZES)
     args.rounds = args.rounds or (2 if args.quick else 5)
+    coded = [f"{side}-{wire}" for side in args.sides for wire in args.wire]
+    args.sides = args.sides + [side for side in coded if side in SIDES]
     return args
 
 
@@ -146,6 +150,8 @@ def least_bytes(side: str, model_bytes: int, hosts: int) -> int:
     gradients before it sends them. (A unit that forward uses last need not be gathered again, which
     is not counted here, nor are the units that keep_gathered="auto" keeps.)
     """
+    for wire in WIRES:
+        side = side.removesuffix(f"-{wire}")  # the least of exact gradients
     name, _, keep = side.partition("-keep_")
     usual = PASSES.get(name.removesuffix("-auto").removesuffix("-c10d"), 2)
     passes = 2 if keep == "true" else usual

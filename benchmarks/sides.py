@@ -204,12 +204,16 @@ INSTALL = (
     "python -m pip install --no-build-isolation deepspeed==0.19.8"
 )
 
+WIRES = ("bf16", "int8")
+
 SIDES.update(DEEPSPEED)
 for _strategy in ("full_shard", "shard_grad_op", "no_shard"):
     SIDES[f"zshard-{_strategy}"] = _zshard(_strategy, "shm")
     SIDES[f"zshard-{_strategy}-c10d"] = _zshard(_strategy, "c10d")
 for _strategy in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_full"):
     SIDES[f"zshard-{_strategy}-auto"] = _zshard(_strategy, "auto")
+    for _wire in WIRES:
+        SIDES[f"zshard-{_strategy}-auto-{_wire}"] = _zshard(_strategy, "auto", wire=_wire)
 KEEPS: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
 for _name, _keep in KEEPS.items():
     SIDES[f"zshard-full_shard-auto-keep_{_name}"] = _zshard(

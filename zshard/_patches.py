@@ -154,6 +154,7 @@ _PATCHES = (
                 _SCALER, "_unscale_grads_", ("self", "optimizer", "inv_scale", "found_inf")
             ),
             _TorchPlace(_SCALER, "scale", ("self", "outputs")),
+            _TorchPlace(_SCALER, "update", ("self", "new_scale")),
             _TorchPlace(_SCALER, "__init__", ("self",)),
         ),
     ),

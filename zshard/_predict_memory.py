@@ -15,6 +15,7 @@ from zshard._memory.dry_run import World
 from zshard._memory.report import predict
 from zshard._memory.spare import parse_keep
 from zshard._ranks.devices import CPU
+from zshard._ranks.wire import check_wire
 from zshard._units.units import Options, Prefetch, is_unit
 from zshard.offload import offload_on, parse_offload
 from zshard.wrap import plan_units
@@ -35,6 +36,7 @@ def predict_memory(
     local_world_size: int | None = None,
     offload: Any = None,
     keep_gathered: bool | int | str = "auto",
+    wire: str | None = None,
 ) -> dict[str, int]:
     """Predict the memory that FSDP with these arguments takes on rank 0, in bytes by part.
 
@@ -54,6 +56,7 @@ def predict_memory(
             "total". The directory need not exist.
         keep_gathered: as for FSDP. "auto" counts as False: what it keeps depends on what the first
             steps leave, and takes no more than that.
+        wire: as for FSDP.
 
     Returns a dict like that of `model.memory("predicted")`, which ends with "total". Activations
     and torch's own memory are not included; with world size 1, gradients are torch's own as well.
@@ -68,6 +71,7 @@ def predict_memory(
         Prefetch(),
         offload_on(parse_offload(offload), CPU),
         parse_keep(keep_gathered, "auto", CPU),
+        check_wire(wire, CPU),
     )
     world = _world(world_size, local_world_size, transport)
     specs = plan_units(module, auto_wrap_policy)

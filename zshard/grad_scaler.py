@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,13 @@ _torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
     torch.amp.GradScaler, "_unscale_grads_", None
 )  # type: ignore[assignment]
 _torchs_scale = torch.amp.GradScaler.scale
+_torchs_update = torch.amp.GradScaler.update
 _torchs_init = torch.amp.GradScaler.__init__
+
+_unscaled: weakref.WeakKeyDictionary[torch.amp.GradScaler, set[_core.Engine]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Models on CPUs whose gradients a scaler has unscaled since its last update()."""
 
 
 @functools.wraps(_torchs_unscale)
@@ -39,6 +46,8 @@ def _unscale_grads_(
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
     engines = _owners(optimizer)  # first: it refuses gradients that are not reduced
+    on_cpus = (engine for engine in engines if not _core.gpu_ranks(engine))
+    _unscaled.setdefault(self, set()).update(on_cpus)
     say_unscale(self, optimizer, engines, inv_scale, allow_fp16)
     return _unscale_on_all(self, optimizer, engines, inv_scale, found_inf, allow_fp16)
 
@@ -89,6 +98,19 @@ def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
     return watch_scaled(scaled) if self.is_enabled() else scaled
 
 
+@functools.wraps(_torchs_update)
+def _update(self: torch.amp.GradScaler, new_scale: float | torch.Tensor | None = None) -> None:
+    engines = _unscaled.pop(self, None)
+    if not engines:
+        _torchs_update(self, new_scale)
+        return
+    before = self.get_scale()
+    _torchs_update(self, new_scale)
+    after = self.get_scale()
+    for engine in engines if after != before else ():
+        engine.rescale(after / before if before else 0.0)  # what wire=... has rounded off
+
+
 @functools.wraps(_torchs_init)
 def _init(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
     _torchs_init(self, *args, **kwargs)
@@ -118,6 +140,8 @@ def install() -> None:
         torch.amp.GradScaler.__init__ = _init  # type: ignore[method-assign]
     if torch.amp.GradScaler.scale is _torchs_scale:
         torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+    if torch.amp.GradScaler.update is _torchs_update:
+        torch.amp.GradScaler.update = _update  # type: ignore[method-assign]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -155,3 +179,6 @@ class GradScaler(torch.amp.GradScaler):
 
     _unscale_grads_ = _unscale_grads_  # type: ignore[assignment]
     scale = scale  # type: ignore[assignment]
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        _update(self, new_scale)

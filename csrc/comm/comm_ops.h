@@ -66,6 +66,8 @@ typedef struct zs_round_ops {
     zs_status (*release)(zs_comm *, zs_cunit *);
     /* *ready once every peer has released the round this rank posted last (true if none is out). */
     zs_status (*reusable)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
+    /* (between rounds) Gradients are `factor` times as large from now on: so is what codes have lost of them. NULL: all is exact. */
+    void (*rescale)(zs_comm *, zs_cunit *, double factor);
     /* Tells the peers that this rank will not finish the backward that they are in: the collective that they come to next
      * fails with ZS_ERR_DIVERGED, and `heard` is set; here it succeeds. What was posted before can still be collected.
      * Collective. NULL where shards are mapped: a bit in the `used` bitmap of an empty post says so. */
@@ -279,6 +281,12 @@ static inline zs_status zs_cunit_release(zs_comm *comm, zs_cunit *cunit)
 static inline zs_status zs_cunit_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
     return comm->ops->rounds->reusable(comm, cunit, wait, ready);
+}
+
+/* Gradients are of another scale from now on. */
+static inline void zs_cunit_rescale(zs_comm *comm, zs_cunit *cunit, double factor)
+{
+    if (comm->ops->rounds->rescale != NULL) comm->ops->rounds->rescale(comm, cunit, factor);
 }
 
 /* This rank will not finish its backward. Only where rounds are collectives. */

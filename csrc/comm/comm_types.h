@@ -6,6 +6,7 @@
 #include "base/passes.h"
 #include "base/refs.h"
 #include "base/status.h"
+#include "base/wire.h"
 #include "device/arena.h"
 #include "device/device.h"
 
@@ -63,6 +64,7 @@ typedef struct zs_cunit_spec {
     /* One rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64. */
     size_t slice_bytes[ZS_MAX_FLATS];
     zs_dtype wire[ZS_MAX_FLATS]; /* of its numbers */
+    zs_wire code;                /* how sums of them cross hosts, where a transport sums within hosts first */
     zs_reduce_mode mode;
     int parts; /* slices that a bucket is cut into; 0: one for each rank */
     /* [world] which slice a rank sums, where several ranks sum the same (hybrid); copied; NULL: rank r sums slice r.

@@ -228,6 +228,19 @@ void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch)
     zs_home_replan(&engine->home);
 }
 
+void zs_engine_set_code(zs_engine *engine, zs_wire code)
+{
+    engine->home.code = code;
+}
+
+void zs_engine_rescale(const zs_engine *engine, double factor)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        const zs_unit *unit = zs_engine_unit(engine, i);
+        if (unit->cunit != NULL) zs_cunit_rescale(engine->home.ranks.all, unit->cunit, factor);
+    }
+}
+
 zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n)
 {
     free_buffers(engine);

@@ -60,6 +60,13 @@ zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n
 /* How far gathers go ahead; without it, one unit in backward and none in forward. */
 void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch);
 
+/* How gradients of units that are made from now on cross hosts, where the transport sums within hosts first; ZS_WIRE_EXACT without
+ * it. The same on all ranks. */
+void zs_engine_set_code(zs_engine *engine, zs_wire code);
+
+/* (Between passes) Gradients are `factor` times as large from now on, as a loss scale has changed: so is what codes have lost. */
+void zs_engine_rescale(const zs_engine *engine, double factor);
+
 /* Has these units of one engine (borrowed, any number) follow `unit` in that pass; n = 0: what the last pass shows.
  * ZS_ERR_VALUE for units of another engine. */
 zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, size_t n);

@@ -110,6 +110,31 @@ static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(engine_set_code_doc,
+             "set_code($self, code, /)\n--\n\nCode gradients of units that are created from now on "
+             "where they cross hosts: 0 leaves them exact, 1 is bfloat16, 2 int8.");
+
+static PyObject *engine_set_code(engine_object *self, PyObject *code)
+{
+    long value = PyLong_AsLong(code);
+    if (value == -1 && PyErr_Occurred()) return NULL;
+    if (value < ZS_WIRE_EXACT || value > ZS_WIRE_INT8) return PyErr_Format(PyExc_ValueError, "unknown code %ld", value);
+    zs_engine_set_code(self->engine, (zs_wire)value);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(engine_rescale_doc,
+             "rescale($self, factor, /)\n--\n\nTell that gradients are `factor` times as large from now "
+             "on: what codes have lost of them is multiplied by it.");
+
+static PyObject *engine_rescale(engine_object *self, PyObject *factor)
+{
+    double value = PyFloat_AsDouble(factor);
+    if (PyErr_Occurred()) return NULL;
+    zs_engine_rescale(self->engine, value);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(engine_set_offload_doc,
              "set_offload($self, directory, params, grads, state, fraction, /)\n--\n\nOffload units that are created "
              "from now on: of the given kinds of memory, keep `fraction` of the model's bytes in files in `directory`. "
@@ -351,6 +376,8 @@ static PyMethodDef engine_methods[] = {
     {"adopt", (PyCFunction)engine_adopt, METH_O, engine_adopt_doc},
     {"set_order", (PyCFunction)engine_set_order, METH_O, engine_set_order_doc},
     {"set_prefetch", (PyCFunction)engine_set_prefetch, METH_VARARGS, engine_set_prefetch_doc},
+    {"set_code", (PyCFunction)engine_set_code, METH_O, engine_set_code_doc},
+    {"rescale", (PyCFunction)engine_rescale, METH_O, engine_rescale_doc},
     {"set_offload", (PyCFunction)engine_set_offload, METH_VARARGS, engine_set_offload_doc},
     {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},

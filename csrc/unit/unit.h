@@ -125,6 +125,7 @@ struct zs_unit {
     bool used_in_backward; /* this backward has computed with it, exact or not */
     zs_unit_offload offloads;
     int part;         /* which slice of each flat buffer this rank holds, or if replicated, sums */
+    zs_wire code;     /* how its gradients cross hosts */
     double divisor;   /* what sums of gradients are divided by; 0: the number of ranks */
     bool in_backward; /* this backward has reached it: gradients set aside */
     zs_param *params; /* [n_params]; owned */

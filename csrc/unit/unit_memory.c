@@ -145,6 +145,7 @@ zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
     spec.n_more = 64 * zs_unit_used_words(unit) - spec.n_params;
     spec.mode = unit->record.is.replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
     spec.parts = parts_of(unit);
+    spec.code = unit->code;
     if (!unit->record.is.replicated) spec.part_of = unit->home->part_of;
     for (int f = 0; f < unit->n_flats; f++) {
         if (!unit->flats[f].trainable) continue;

@@ -19,6 +19,7 @@ from torch import nn
 from zshard._compat import fsdp2
 from zshard._model.summon import full_params
 from zshard._ranks.devices import CPU
+from zshard._ranks.wire import check_wire
 from zshard._units.units import Options, Prefetch, units_of
 from zshard._wrap.tree import UnitSpec
 from zshard.offload import Offload, offload_on, parse_offload
@@ -40,11 +41,11 @@ class Fsdp1Arguments(NamedTuple):
     forward_prefetch: Any
     limit_all_gathers: Any
 
-    def options(self, strategy: Any, offload: Any, device: str) -> Options:
+    def options(self, strategy: Any, offload: Any, wire: str | None, device: str) -> Options:
         """Return the options for a model on `device`. Raises ValueError, TypeError or
         NotImplementedError for a value that zshard does not support.
 
-        strategy, offload: FSDP()'s arguments of these names, which are zshard's own.
+        strategy, offload, wire: FSDP()'s arguments of these names, which are zshard's own.
         """
         gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
         return Options(
@@ -54,6 +55,7 @@ class Fsdp1Arguments(NamedTuple):
                 self.backward_prefetch, self.forward_prefetch or gpu, self.limit_all_gathers
             ),
             offload_on(_either_offload(offload, self.cpu_offload), device),
+            check_wire(wire, device),
         )
 
 

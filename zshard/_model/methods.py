@@ -102,7 +102,8 @@ class ModelMethods(nn.Module):
         """Return two tables as text: the units (name, parameters, full and per-rank bytes,
         strategy, transport), and the model's memory by part in MiB (predicted, now and peak)."""
         own = state_of(self)
-        units = summary_of([state for _, state in units_of(self)], own.comms)
+        states = [state for _, state in units_of(self)]
+        units = summary_of(states, own.comms, own.options.wire)
         kinds = ("predicted", "now", "peak")
         return f"{units}\n\n{memory_table({kind: memory_of(self, kind) for kind in kinds})}"
 

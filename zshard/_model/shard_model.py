@@ -29,6 +29,7 @@ from zshard._ranks.devices import CPU
 from zshard._ranks.groups import resolve_groups
 from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
+from zshard._ranks.wire import check_wire_over
 from zshard._run.idle_cores import warn_of_idle_cores
 from zshard._state_dict.earlier_state import shard_earlier_state
 from zshard._units.full_in_eval import buffers_in_eval
@@ -133,6 +134,7 @@ def _meet(
     facts.append(("memory_limit", "None" if memory_limit is None else "given"))
     facts.append(("keep_gathered", words_of(options.keep)))
     check_agreement(comm, facts)
+    check_wire_over(comm, options.wire)
     comms = inner_comms(module, comms_for(groups, options.strategy, comm, settings))
     with on_all_ranks(comm):
         for spec in specs:  # what cannot be sharded at all has its own words

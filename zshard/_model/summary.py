@@ -6,6 +6,7 @@ The one idea: what a reader wants to compare is in one column.
 from __future__ import annotations
 
 from zshard._ranks.transports import Comms
+from zshard._ranks.wire import wire_words
 from zshard._units.units import State, is_apart
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -20,8 +21,8 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
-def summary_of(states: list[State], comms: Comms) -> str:
-    """Return the table of units: one line per unit, then totals."""
+def summary_of(states: list[State], comms: Comms, wire: str | None = None) -> str:
+    """Return the table of units: one line per unit, then totals. wire: the argument of FSDP()."""
     units = [state.unit for state in states]
     comm, shards, shard_group, replica_group = comms
     rows = [("unit", "parameters", "unsharded", "per rank", "strategy")]
@@ -47,6 +48,8 @@ def summary_of(states: list[State], comms: Comms) -> str:
         head += f"; secondary shards over {shard_group.world} rank(s), "
         head += f"transport {shard_group.transport}"
     head += _kept(units[0].engine)
+    words = wire_words(comm, wire)
+    head += f"; {words}" if words else ""
     return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 

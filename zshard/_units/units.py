@@ -54,6 +54,7 @@ class Options(NamedTuple):
     prefetch: Prefetch
     offload: Offload | None = None
     keep: Keep = Keep()  # the root's applies to the model
+    wire: str | None = None
 
 
 class StateDictForm(NamedTuple):

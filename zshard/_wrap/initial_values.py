@@ -68,6 +68,7 @@ def facts_of(
             facts.extend(quantization_facts(name, ref.param, values))
     facts.extend(tensor_fact("buffer", name, b) for name, b in module.named_buffers())
     facts.append(("mixed precision", repr(options.precision)))
+    facts.append(("wire", repr(options.wire)))
     if options.offload is not None:  # directories may differ: a disk of each host's own
         facts.append(("offload", repr(replace(options.offload, directory=None))))
     return facts

@@ -27,7 +27,8 @@ static void hosts_go_on_from(zs_comm *comm, const uint64_t *numbers)
 
 static size_t hosts_bytes(const zs_comm *comm)
 {
-    return zs_c10d_bytes(comm) + zs_comm_bytes(((const zs_hosts_comm *)comm)->local);
+    const zs_hosts_comm *self = (const zs_hosts_comm *)comm;
+    return zs_c10d_bytes(comm) + zs_comm_bytes(self->local) + self->lost_bytes;
 }
 
 static void hosts_abort(zs_comm *comm, const char *reason)
@@ -76,6 +77,7 @@ static const zs_round_ops hosts_rounds = {
     .collect_shared = zs_hosts_collect_shared,
     .release = zs_hosts_release,
     .reusable = zs_hosts_reusable,
+    .rescale = zs_hosts_rescale,
     .give_up = zs_c10d_give_up,
     .room = zs_hosts_room,
     .reserve = zs_c10d_reserve,

@@ -11,6 +11,7 @@
  *   hosts_gather.c  memory that a host's ranks share, and gathering into it
  *   hosts_bells.c   telling the ranks of the host that a part has come
  *   hosts_round.c   reducing
+ *   hosts_coded.c   sums that cross hosts in fewer bytes
  *   hosts_wait.c    waiting for the counterparts, and failures
  */
 #ifndef ZS_HOSTS_H
@@ -27,6 +28,7 @@ typedef struct zs_hosts_comm {
     zs_flat_mem bells; /* of `local`: a page of each of the host's ranks */
     uint64_t gathers;  /* in two levels, so far; the same on all ranks */
     uint64_t slots;    /* a digest of the slots made so far, in order */
+    size_t lost_bytes; /* of all its units, see zs_hosts_sums */
 } zs_hosts_comm;
 
 /* Ranks of each host. */
@@ -83,6 +85,45 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
 /* gather_finish. */
 zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *gathering);
 
+/* --- hosts_coded.c ---------------------------------------------------------------------------------------------------- */
+
+/* A unit's sums for one host, as they cross. */
+typedef struct zs_hosts_sums {
+    zs_wire code;
+    size_t bytes;  /* of the sums themselves */
+    size_t travel; /* that cross: `bytes`, or of the code, rounded up */
+    size_t room;   /* that a host's decoded sums take where they are read; 0: they are read as they came */
+    /* (coded) [hosts] of `bytes`: what the codes have lost so far of the sums for each host; owned; NULL: exact. */
+    float *lost;
+} zs_hosts_sums;
+
+/* The dtype of the sum of numbers of dtype `wire`. */
+zs_dtype zs_hosts_sum_dtype(const zs_comm *comm, const zs_cunit_spec *spec, zs_dtype wire);
+
+/* What a unit's sums take, without `lost`. */
+zs_hosts_sums zs_hosts_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
+
+/* Bytes of `lost`. */
+size_t zs_hosts_lost_bytes(const zs_hosts_sums *sums, int hosts);
+
+/* Makes `lost`, of zeros, and counts it. */
+zs_status zs_hosts_lost_new(zs_hosts_comm *self, zs_hosts_sums *sums);
+
+/* Frees it. */
+void zs_hosts_lost_free(zs_hosts_comm *self, zs_hosts_sums *sums);
+
+/* Forgets it. */
+void zs_hosts_lost_drop(const zs_hosts_comm *self, const zs_hosts_sums *sums);
+
+/* Multiplies it; what is finite no more is 0. */
+void zs_hosts_lost_scale(const zs_hosts_comm *self, const zs_hosts_sums *sums, double factor);
+
+/* Codes the sums for host `h`, and keeps what that loses for the next round. */
+void zs_hosts_encode(const zs_hosts_sums *sums, int h, const float *values, void *out);
+
+/* The sums that a host has sent. */
+void zs_hosts_decode(const zs_hosts_sums *sums, const void *piece, float *out);
+
 /* --- hosts_round.c: as comm_ops.h has it ------------------------------------------------------------------------------ */
 
 /* room. */
@@ -120,5 +161,8 @@ zs_status zs_hosts_release(zs_comm *comm, zs_cunit *cunit);
 
 /* reusable. */
 zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
+
+/* rescale. */
+void zs_hosts_rescale(zs_comm *comm, zs_cunit *cunit, double factor);
 
 #endif

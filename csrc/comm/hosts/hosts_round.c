@@ -2,9 +2,10 @@
  *
  * The one idea: once all ranks have said that they bring a round, their buckets are packed. So each reads those of its host at once,
  * and sums what its counterparts and it itself want of them; the sums cross the wire. An owner then adds the hosts' sums, in the
- * order of hosts. With one rank per host the sum is what that rank has packed, in its own dtype.
+ * order of hosts. With one rank per host the sum is what that rank has packed, in its own dtype. Sums may be coded (hosts_coded.c):
+ * they are then decoded behind the pieces that were received.
  *
- *   piece for a counterpart:  the host's sum of its slice of flat 0 | of flat 1 | ... | tail
+ *   piece for a counterpart:  the host's sum of its slice of flat 0 | of flat 1 | ... (or the code of all these) | tail
  */
 #include "comm/hosts/hosts.h"
 
@@ -22,25 +23,15 @@ typedef struct hosts_unit {
     zs_cunit base;
     zs_cunit *local; /* the same of the host's ranks' transport */
     uint64_t number;
-    size_t sum_bytes, stride; /* of all sums, which begin at `base.at`; from one piece to the next */
-    const zs_bucket *bucket;  /* of the round that is out, NULL: it brings nothing; borrowed */
-    zs_work **works;          /* [hosts * n_slices, at least hosts] under way; NULL: none */
+    zs_hosts_sums sums;      /* which begin at `base.at` */
+    size_t stride;           /* from one piece to the next */
+    const zs_bucket *bucket; /* of the round that is out, NULL: it brings nothing; borrowed */
+    zs_work **works;         /* [hosts * n_slices, at least hosts] under way; NULL: none */
     size_t n_works;
     zs_mem *sent, *received; /* areas of that round, NULL: none */
 } hosts_unit;
 
 /* --- sizes ---------------------------------------------------------------------------------------------------------------- */
-
-static zs_dtype sum_dtype(const zs_comm *comm, zs_dtype wire)
-{
-    return comm->per_host > 1 ? zs_dtype_of_partial_sum(wire) : wire;
-}
-
-/* Bytes of the sum of slice `f`. */
-static size_t sum_bytes_of(const zs_comm *comm, const zs_cunit_spec *spec, int f)
-{
-    return spec->slice_bytes[f] / zs_dtype_size(spec->wire[f]) * zs_dtype_size(sum_dtype(comm, spec->wire[f]));
-}
 
 static size_t tail_bytes_of(const zs_comm *comm, const zs_cunit_spec *spec)
 {
@@ -76,11 +67,11 @@ zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
         return own;
     }
     zs_cunit_spec local = local_spec(comm, spec, NULL);
-    own.record = local_ops(comm)->rounds->room(comm, &local).record;
-    size_t piece = tail_bytes_of(comm, spec);
-    for (int f = 0; f < spec->n_slices; f++)
-        piece += sum_bytes_of(comm, spec, f);
-    own.sent = own.received = piece * (size_t)(comm->world / comm->per_host);
+    size_t hosts = (size_t)(comm->world / comm->per_host);
+    zs_hosts_sums sums = zs_hosts_sums_of(comm, spec);
+    own.record = local_ops(comm)->rounds->room(comm, &local).record + zs_hosts_lost_bytes(&sums, (int)hosts);
+    own.sent = (sums.travel + tail_bytes_of(comm, spec)) * hosts;
+    own.received = own.sent + sums.room * hosts;
     return own;
 }
 
@@ -118,7 +109,7 @@ static zs_status sum_slice(const zs_hosts_comm *self, const hosts_unit *unit, co
     const zs_comm *comm = &self->c10d.base;
     const zs_cunit_spec *spec = &unit->base.spec;
     size_t at = zs_cunit_slice_at(&unit->base, f, part);
-    if (comm->per_host == 1) {
+    if (comm->per_host == 1 && unit->sums.code == ZS_WIRE_EXACT) {
         memcpy(dst, buckets[0] + at, spec->slice_bytes[f]);
         return ZS_OK;
     }
@@ -131,12 +122,20 @@ static zs_status sum_slice(const zs_hosts_comm *self, const hosts_unit *unit, co
     return zs_device_sum(comm->device, ZS_STREAM_REDUCE, &sum);
 }
 
+/* (coded) Where the sums of host `h` are decoded, once they have come; until then, where those for it are made. */
+static char *decoded_of(const zs_hosts_comm *self, const hosts_unit *unit, int h)
+{
+    return (char *)unit->received->ptr + (size_t)self->hosts * unit->stride + (size_t)h * unit->sums.room;
+}
+
 /* Fills the piece for the counterpart on host `h`. */
 static zs_status fill_piece(const zs_hosts_comm *self, const hosts_unit *unit, const zs_sources *local, int h)
 {
     char *piece = (char *)unit->sent->ptr + (size_t)h * unit->stride;
-    hosts_tail *tail = (hosts_tail *)(void *)(piece + unit->sum_bytes);
+    hosts_tail *tail = (hosts_tail *)(void *)(piece + unit->sums.travel);
     uint64_t *bitmaps = (uint64_t *)(tail + 1);
+    bool coded = unit->sums.code != ZS_WIRE_EXACT;
+    char *sums = coded ? decoded_of(self, unit, h) : piece;
     int per_host = zs_hosts_per_host(self), part = unit->base.spec.part_of[zs_hosts_rank(self, h, self->lane)];
     bool present = false;
     for (int lane = 0; lane < per_host; lane++) {
@@ -146,7 +145,8 @@ static zs_status fill_piece(const zs_hosts_comm *self, const hosts_unit *unit, c
     }
     tail->present = present;
     for (int f = 0; f < unit->base.spec.n_slices && present; f++)
-        ZS_TRY(sum_slice(self, unit, local->data, f, part, piece + unit->base.at[f]));
+        ZS_TRY(sum_slice(self, unit, local->data, f, part, sums + unit->base.at[f]));
+    if (coded && present) zs_hosts_encode(&unit->sums, h, (const float *)(const void *)sums, piece);
     return ZS_OK;
 }
 
@@ -181,10 +181,12 @@ static zs_status send(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *use
     zs_c10d_turn turn = turn_of(unit, ZS_C10D_POST);
     size_t bytes = unit->stride * (size_t)self->hosts;
     ZS_TRY(zs_c10d_agree(&self->c10d, &turn));
-    zs_status status = zs_c10d_borrow_area(&self->c10d, bytes, &unit->received);
+    size_t decoded = unit->sums.room * (size_t)self->hosts;
+    zs_status status = zs_c10d_borrow_area(&self->c10d, bytes + decoded, &unit->received);
     ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes, &unit->sent));
     ZS_THEN(status, sum_local(self, unit, used));
     ZS_THEN(status, start_pieces(self, unit));
+    if (status != ZS_OK) zs_hosts_lost_drop(self, &unit->sums); /* some of it may have gone into this round */
     return status == ZS_OK ? ZS_OK : zs_c10d_fail(&self->c10d, &turn, status);
 }
 
@@ -219,11 +221,17 @@ static void find_sources(const zs_hosts_comm *self, hosts_unit *unit)
     zs_cunit *base = &unit->base;
     for (int h = 0; h < self->hosts; h++) {
         const char *piece = (const char *)unit->received->ptr + (size_t)h * unit->stride;
-        const hosts_tail *tail = (const hosts_tail *)(const void *)(piece + unit->sum_bytes);
+        const hosts_tail *tail = (const hosts_tail *)(const void *)(piece + unit->sums.travel);
         const uint64_t *bitmaps = (const uint64_t *)(const void *)(tail + 1);
+        const char *sums = piece;
+        if (unit->sums.code != ZS_WIRE_EXACT && tail->present) {
+            char *decoded = decoded_of(self, unit, h);
+            zs_hosts_decode(&unit->sums, piece, (float *)(void *)decoded);
+            sums = decoded;
+        }
         for (int lane = 0; lane < zs_hosts_per_host(self); lane++) {
             int r = zs_hosts_rank(self, h, lane);
-            base->data[r] = lane == 0 && tail->present ? piece : NULL;
+            base->data[r] = lane == 0 && tail->present ? sums : NULL;
             base->used[r] = bitmaps + (size_t)lane * base->used_words;
         }
     }
@@ -264,7 +272,7 @@ zs_status zs_hosts_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *r
     find_sources(self, unit);
     cunit->state = ZS_ROUND_COLLECTED;
     zs_cunit_sources(cunit, out);
-    out->partial = comm->per_host > 1;
+    out->partial = comm->per_host > 1 || unit->sums.code != ZS_WIRE_EXACT;
     *ready = true;
     return ZS_OK;
 }
@@ -336,6 +344,11 @@ zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *
     return zs_cunit_reusable(((zs_hosts_comm *)comm)->local, unit->local, wait, ready);
 }
 
+void zs_hosts_rescale(zs_comm *comm, zs_cunit *cunit, double factor)
+{
+    zs_hosts_lost_scale((zs_hosts_comm *)comm, &((hosts_unit *)cunit)->sums, factor);
+}
+
 /* --- birth and end -------------------------------------------------------------------------------------------------------- */
 
 void zs_hosts_cunit_renamed(zs_comm *comm, zs_cunit *cunit)
@@ -354,6 +367,7 @@ void zs_hosts_cunit_free(zs_comm *comm, zs_cunit *cunit)
     if (!failed) zs_clear_error();
     return_areas(self, unit);
     if (unit->local != NULL) zs_cunit_free(self->local, unit->local);
+    zs_hosts_lost_free(self, &unit->sums);
     zs_cunit_clear(cunit);
     free(unit->works);
     free(unit);
@@ -365,11 +379,15 @@ static zs_status make(zs_hosts_comm *self, hosts_unit *unit, const zs_cunit_spec
 {
     const zs_comm *comm = &self->c10d.base;
     ZS_TRY(zs_cunit_init(&unit->base, spec, comm));
+    size_t at = 0;
     for (int f = 0; f < spec->n_slices; f++) {
-        unit->base.at[f] = unit->sum_bytes;
-        unit->sum_bytes += sum_bytes_of(comm, spec, f);
+        unit->base.at[f] = at;
+        size_t numel = spec->slice_bytes[f] / zs_dtype_size(spec->wire[f]);
+        at += numel * zs_dtype_size(zs_hosts_sum_dtype(comm, spec, spec->wire[f]));
     }
-    unit->stride = unit->sum_bytes + tail_bytes_of(comm, spec);
+    unit->sums = zs_hosts_sums_of(comm, spec);
+    unit->stride = unit->sums.travel + tail_bytes_of(comm, spec);
+    ZS_TRY(zs_hosts_lost_new(self, &unit->sums));
     unit->works = calloc((size_t)self->hosts * (size_t)(spec->n_slices > 0 ? spec->n_slices : 1), sizeof(zs_work *));
     if (unit->works == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     int nowhere[comm->per_host];

@@ -1,0 +1,398 @@
+"""FSDP(wire=...): gradients that cross hosts in fewer bytes, beside the same arithmetic in torch.
+
+The one idea: a loss that is a sum of products has gradients that a test chooses, so all that happens
+to them on their way can be computed beside it, bit by bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshes import hosts_of, mesh_of, on_two_hosts
+from models import CASES, loss_of, make
+from scenarios import message_of
+from torch import Tensor, nn
+
+import zshard
+from zshard import FSDP
+
+WIRES = ("bf16", "int8")
+BLOCK, LEVELS = 256, 127
+NUMEL = 29_000  # of the only parameter: slices of many blocks, the last one shorter, and padding
+
+
+class Products(nn.Module):
+    """The gradient of the parameter is what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUMEL))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def gradient(rank: int, step: int = 0) -> Tensor:
+    """Numbers of many magnitudes."""
+    draw = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(NUMEL, generator=draw) * torch.randn(NUMEL, generator=draw).exp()
+
+
+def wrap(group, wire, strategy="full_shard", **options):
+    options.setdefault("process_group", group)
+    return FSDP(
+        Products(), strategy=strategy, auto_wrap_policy=None, timeout=60, wire=wire, **options
+    )
+
+
+def reduced(model, gradients):
+    """All of the reduced gradient; collective."""
+    model.zero_grad()
+    model(gradients).backward()
+    local = zshard.to_local(model.weight.grad).flatten()
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (zshard.shard_info(model.weight)["begin"], local))
+    whole = torch.zeros(NUMEL)
+    for begin, part in parts:
+        whole[begin : begin + part.numel()] = part
+    return whole
+
+
+# --- the same in torch ----------------------------------------------------------------------------
+
+
+def decoded(wire: str, numbers: Tensor) -> Tensor:
+    """What is left of float32 numbers behind the wire."""
+    if wire == "bf16":
+        return numbers.bfloat16().float()
+    found = [part * 0 for part in numbers.split(BLOCK)]
+    for i, part in enumerate(numbers.split(BLOCK)):
+        scale = part.abs().max() / LEVELS
+        if scale > 0:
+            found[i] = (part / scale).clamp(-LEVELS, LEVELS).round() * scale
+    return torch.cat(found)
+
+
+class Model:
+    """Hosts of `per_host` ranks each, that cut the parameter into `parts` slices."""
+
+    def __init__(self, wire: str, hosts: int, per_host: int, parts: int) -> None:
+        self.wire, self.hosts, self.per_host = wire, hosts, per_host
+        self.slice = math.ceil(NUMEL / parts / 16) * 16
+        self.lost = torch.zeros(hosts, parts * self.slice)
+
+    def reduce(self, gradients: list[Tensor]) -> Tensor:
+        padded = [torch.zeros_like(self.lost[0]) for _ in gradients]
+        for each, given in zip(padded, gradients, strict=True):
+            each[:NUMEL] = given
+        arrived = []
+        for host in range(self.hosts):
+            ranks = padded[host * self.per_host : (host + 1) * self.per_host]
+            total = ranks[0].clone()
+            for other in ranks[1:]:
+                total += other
+            total += self.lost[host]
+            code = torch.cat([decoded(self.wire, part) for part in total.split(self.slice)])
+            self.lost[host] = total - code
+            arrived.append(code)
+        whole = arrived[0].clone()
+        for other in arrived[1:]:
+            whole += other
+        return whole[:NUMEL] / len(gradients)
+
+
+def arithmetic(sizes, strategy, wire, parts=None):
+    """Which of several steps have the bits of the model's."""
+    world, found = dist.get_world_size(), []
+    with hosts_of(*sizes) as group:
+        model = wrap(group, wire, strategy)
+        assert f"gradients cross hosts as {wire}" in model.summary()
+        beside = Model(wire, len(sizes), sizes[0], parts or world)
+        for step in range(4):
+            if strategy == "no_shard":
+                model.zero_grad()
+                model(gradient(dist.get_rank(), step)).backward()
+                whole = model.weight.grad.clone()
+            else:
+                whole = reduced(model, gradient(dist.get_rank(), step))
+            expected = beside.reduce([gradient(rank, step) for rank in range(world)])
+            found.append(torch.equal(whole, expected))
+    return found
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
+def test_bits_are_those_of_the_same_arithmetic(pool4, strategy, wire):
+    assert pool4.run(arithmetic, (2, 2), strategy, wire) == [[True] * 4] * 4
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_one_rank_per_host(pool2, wire):
+    assert pool2.run(arithmetic, (1, 1), "full_shard", wire) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_four_hosts(pool4, wire):
+    assert pool4.run(arithmetic, (1, 1, 1, 1), "full_shard", wire) == [[True] * 4] * 4
+
+
+# --- replicas -------------------------------------------------------------------------------------
+
+
+def replicas(wire, strategy):
+    """Whether ranks that have the same slice still have the same numbers, and the losses."""
+    case = CASES["net"]
+    with on_two_hosts():
+        model = FSDP(
+            make(case.make),
+            strategy=strategy,
+            auto_wrap_policy=case.policy,
+            device_mesh=mesh_of(2, 2),
+            wire=wire,
+            timeout=60,
+        )
+        assert f"gradients cross hosts as {wire}" in model.summary()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        losses = []
+        for step in range(5):
+            loss = loss_of(model(case.batch(step, dist.get_rank())))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        mine = torch.cat([zshard.to_local(p.detach()).flatten() for p in model.parameters()])
+    parts = [None] * 4
+    dist.all_gather_object(parts, mine)
+    same = torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[3])
+    return same, all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_replicas_stay_the_same(pool4, wire, strategy):
+    assert pool4.run(replicas, wire, strategy) == [(True, True)] * 4
+
+
+# --- what codes lose ------------------------------------------------------------------------------
+
+
+def mean_of_many(wire, steps):
+    """The largest errors of one step's gradient and of the mean of many, and what one may be."""
+    with hosts_of(2, 2) as group:
+        model = wrap(group, wire)
+        exact = sum(gradient(rank) for rank in range(4)) / 4
+        each = [reduced(model, gradient(dist.get_rank())) for _ in range(steps)]
+    first, mean = each[0], torch.stack(each).double().mean(0)
+    return (first - exact).abs().max().item(), (mean - exact).abs().max().item()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_nothing_is_lost_over_many_steps(pool4, wire):
+    steps = 64
+    for first, mean in pool4.run(mean_of_many, wire, steps):
+        assert first > 1e-4
+        assert mean < 3 * first / steps
+
+
+def scaled(wire):
+    """Gradients with a loss scale that grows at each step, and without one."""
+    with hosts_of(2, 2) as group:
+        found = []
+        for scale in (False, True):
+            model = wrap(group, wire)
+            optimizer = torch.optim.SGD(model.parameters(), 0.0)
+            scaler = zshard.GradScaler(init_scale=1.0, growth_interval=1, enabled=scale)
+            grads = []
+            for step in range(4):
+                model.zero_grad()
+                scaler.scale(model(gradient(dist.get_rank(), step))).backward()
+                scaler.unscale_(optimizer)
+                grads.append(zshard.to_local(model.weight.grad).clone())
+                scaler.step(optimizer)
+                scaler.update()
+            found.append(grads)
+    return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_is_lost_follows_the_loss_scale(pool4, wire):
+    assert pool4.run(scaled, wire) == [[True] * 4] * 4
+
+
+def skipped(wire, bad):
+    """After one rank's bad number: is the step skipped, and is the next one finite again?"""
+    with hosts_of(2, 2) as group:
+        model = wrap(group, wire)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        scaler = zshard.GradScaler(init_scale=4.0)
+        found = []
+        for step in range(2):
+            grads = gradient(dist.get_rank(), step)
+            if step == 0 and dist.get_rank() == 3:
+                grads[5] = bad
+            model.zero_grad()
+            scaler.scale(model(grads)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(scaler.get_scale())
+        weight = model.state_dict()["weight"]
+    return found, bool(weight.isfinite().all()), bool((weight != 0).any())
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("wire", WIRES)
+def test_all_ranks_skip_what_one_must(pool4, wire, bad):
+    assert pool4.run(skipped, wire, bad) == [([2.0, 2.0], True, True)] * 4
+
+
+def accumulated(wire):
+    """no_sync() and a rank that has nothing: the same as the sum in one round."""
+    with hosts_of(2, 2) as group:
+        model, beside = wrap(group, wire), Model(wire, 2, 2, 4)
+        rank = dist.get_rank()
+        with model.no_sync():
+            model(gradient(rank, 0)).backward()
+        model(gradient(rank, 1)).backward()
+        local = zshard.to_local(model.weight.grad).flatten().clone()
+        expected = beside.reduce([gradient(r, 0) + gradient(r, 1) for r in range(4)])
+        begin = zshard.shard_info(model.weight)["begin"]
+    return torch.equal(local, expected[begin : begin + local.numel()])
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_gradients_of_no_sync_cross_once(pool4, wire):
+    assert pool4.run(accumulated, wire) == [True] * 4
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def curve(wire, precision=None, steps=40):
+    case = CASES["net"]
+    with hosts_of(2, 2) as group:
+        model = FSDP(
+            make(case.make),
+            process_group=group,
+            auto_wrap_policy=case.policy,
+            mixed_precision=precision,
+            wire=wire,
+            timeout=60,
+        )
+        optimizer, losses = zshard.AdamW(model.parameters(), 3e-3), []
+        for step in range(steps):
+            loss = loss_of(model(case.batch(step % 4, dist.get_rank())))
+            loss.backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        mean = torch.stack(losses)
+        dist.all_reduce(mean)
+    return (mean / 4).tolist()
+
+
+def test_loss_falls_as_in_float32(pool4):
+    exact = pool4.run(curve, None)[0]
+    for wire in WIRES:
+        coded = pool4.run(curve, wire)[0]
+        assert coded != exact
+        assert coded[-1] < exact[0] - 0.9 * (exact[0] - exact[-1])
+        assert max(abs(a - b) for a, b in zip(coded, exact, strict=True)) < 0.05 * exact[0]
+
+
+def test_gradients_in_bfloat16_are_summed_before_they_are_coded(pool4):
+    low = zshard.MixedPrecision(torch.bfloat16)
+    losses = pool4.run(curve, "int8", low, 20)[0]
+    assert losses[-1] < losses[0]
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def sizes(wire, strategy):
+    """Where prediction, model and what it holds after two steps differ."""
+    told = zshard.predict_memory(
+        Products(),
+        4,
+        strategy=strategy,
+        auto_wrap_policy=None,
+        transport="hosts",
+        local_world_size=2,
+        optimizer=None,
+        wire=wire,
+    )
+    with hosts_of(2, 2) as group:
+        model = wrap(group, wire, strategy)
+        predicted = model.memory("predicted")
+        for step in range(2):
+            model(gradient(dist.get_rank(), step)).backward()
+        now = model.memory("now")
+    return told["transport"], predicted["transport"], now["transport"]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_memory_is_as_predicted(pool4, strategy):
+    found = {wire: pool4.run(sizes, wire, strategy) for wire in (None, *WIRES)}
+    for wire in WIRES:
+        for (told, predicted, now), exact in zip(found[wire], found[None], strict=True):
+            assert told == predicted
+            assert now - exact[2] == told - exact[0]
+    assert found["bf16"][0] > found["int8"][0] > found[None][0]
+
+
+# --- where it cannot be ---------------------------------------------------------------------------
+
+
+def differing():
+    with hosts_of(2, 2) as group:
+        wire = "int8" if dist.get_rank() == 1 else None
+        return message_of(lambda: wrap(group, wire), zshard.DivergenceError)
+
+
+def test_ranks_that_differ_are_told(pool4):
+    for message in pool4.run(differing):
+        assert "wire" in message
+        assert "int8" in message
+
+
+def refusals():
+    with hosts_of(2, 2) as group:
+        return (
+            message_of(lambda: wrap(group, "int4"), ValueError),
+            message_of(lambda: wrap(group, "int8", transport="c10d"), NotImplementedError),
+        )
+
+
+def test_what_is_not_supported_is_refused(pool4):
+    for name, transport in pool4.run(refusals):
+        assert "'bf16', 'int8'" in name
+        assert "transport='hosts'" in transport
+
+
+def on_one_host():
+    model = wrap(None, "int8")
+    grads = reduced(model, gradient(dist.get_rank()))
+    exact = (gradient(0) + gradient(1)) / 2
+    return "wire='int8' has no effect" in model.summary(), torch.equal(grads, exact)
+
+
+def test_on_one_host_nothing_is_coded(pool2):
+    assert pool2.run(on_one_host) == [(True, True)] * 2
+
+
+def copied():
+    """A copy has its own residuals."""
+    with hosts_of(2, 2) as group:
+        model, beside = wrap(group, "int8"), Model("int8", 2, 2, 4)
+        reduced(model, gradient(dist.get_rank(), 1))
+        twin = copy.deepcopy(model)
+        expected = beside.reduce([gradient(rank) for rank in range(4)])
+        return torch.equal(reduced(twin, gradient(dist.get_rank())), expected)
+
+
+def test_copies_are_coded_too(pool4):
+    assert pool4.run(copied) == [True] * 4
