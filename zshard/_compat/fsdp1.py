@@ -55,7 +55,7 @@ class Fsdp1Arguments(NamedTuple):
                 self.backward_prefetch, self.forward_prefetch or gpu, self.limit_all_gathers
             ),
             offload_on(_either_offload(offload, self.cpu_offload), device),
-            check_wire(wire, device),
+            wire=check_wire(wire, device),
         )
 
 

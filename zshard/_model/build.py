@@ -22,7 +22,7 @@ from zshard._model.merge import merges_of
 from zshard._model.whole_counts import counts_of
 from zshard._optim.state_registry import meet
 from zshard._ranks.agreement import on_all_ranks, told_to_all_ranks
-from zshard._ranks.transports import Comms, ranks_of
+from zshard._ranks.transports import Comms
 from zshard._ranks.wire import CODES
 from zshard._state_dict.module import attach, attach_replicated
 from zshard._units.full_in_eval import cast_at_border, set_root

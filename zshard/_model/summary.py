@@ -5,6 +5,7 @@ The one idea: what a reader wants to compare is in one column.
 
 from __future__ import annotations
 
+from zshard import _core
 from zshard._ranks.transports import Comms
 from zshard._ranks.wire import wire_words
 from zshard._units.units import State, is_apart
