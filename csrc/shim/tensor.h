@@ -98,7 +98,7 @@ zs_status zs_storage_new(zs_where where, size_t bytes, const char *message, zs_s
 /* Frees the reference; NULL allowed. */
 void zs_storage_free(zs_storage *storage);
 
-/* How many tensors and handles share the storage. */
+/* How many tensors and handles share the storage, and Python's object of it while a script holds that. */
 int64_t zs_storage_users(const zs_storage *storage);
 
 /* Puts bytes under the storage: `data` within `mem`, to which the storage takes a reference. */

@@ -94,7 +94,7 @@ c10::weak_intrusive_ptr<at::TensorImpl> weak_to(const at::Tensor &tensor)
 }
 
 // Is there more than one reference from C++, or any from Python? A tensor that Python has seen keeps its object, which then
-// has one reference of its own: torch 2.12 and later count it both ways, earlier ones say who owns whom.
+// has one reference of its own: torch 2.12 and later count it both ways, earlier ones say who owns whom. So does a storage.
 template <typename Slot> bool held_by_python(Slot *slot, size_t uses)
 {
     if constexpr (requires { slot->load_pyobj(); }) {
@@ -102,6 +102,17 @@ template <typename Slot> bool held_by_python(Slot *slot, size_t uses)
         return uses > (object != nullptr ? 2 : 1) || (object != nullptr && Py_REFCNT(object) > 1);
     } else {
         return uses > 1;
+    }
+}
+
+// Has Python seen it, and holds it no more? Its object then has one of the references from C++.
+template <typename Slot> bool has_idle_object(Slot *slot)
+{
+    if constexpr (requires { slot->load_pyobj(); }) {
+        PyObject *object = slot->load_pyobj();
+        return object != nullptr && Py_REFCNT(object) == 1;
+    } else {
+        return false;
     }
 }
 
@@ -263,7 +274,8 @@ void zs_storage_free(zs_storage *storage)
 
 int64_t zs_storage_users(const zs_storage *storage)
 {
-    return static_cast<int64_t>(storage->storage.use_count());
+    int64_t users = static_cast<int64_t>(storage->storage.use_count());
+    return users - (has_idle_object(storage->storage.unsafeGetStorageImpl()->pyobj_slot()) ? 1 : 0);
 }
 
 zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data)

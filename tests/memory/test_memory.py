@@ -142,6 +142,32 @@ def test_a_rank_has_its_share(pool, combination):
         assert each["grads"] == each["memory"]["grads"] <= share
 
 
+def looked_at(combination, hold):
+    """Bytes of gradients once a script has looked at their storages, and whether what it holds of
+    one stays as it was."""
+    case, rank = CASES["net"], dist.get_rank()
+    model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
+    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank, steps=1)
+    before = model.memory()["grads"]
+    seen = [param.grad.untyped_storage() for param in model.parameters()]
+    bytes_seen = bytes(seen[0])
+    del seen[1 if hold else 0 :]
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model(case.batch(step + 1, rank))).backward()
+    held = [bytes(storage) == bytes_seen for storage in seen]
+    return model.memory()["grads"] - before, held
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+def test_a_look_at_the_storage_of_gradients_costs_none(pool2, combination):
+    """Python's object of a storage stays when nobody refers to it, and holds nothing then."""
+    for more, held in pool2.run(looked_at, combination, False):
+        assert (more, held) == (0, [])
+    for more, held in pool2.run(looked_at, combination, True):
+        assert more > 0 and held == [True]
+
+
 def temporary(combination, width):
     """(bytes of slots and buckets after some steps, those of the root's, of the largest other)."""
     model = wrapped(lambda: Net(width, 5), combination, auto_wrap_policy={Nested, nn.Embedding})
