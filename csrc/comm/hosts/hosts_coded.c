@@ -49,7 +49,8 @@ zs_status zs_hosts_lost_new(zs_hosts_comm *self, zs_hosts_sums *sums)
     if (bytes == 0) return ZS_OK;
     sums->lost = calloc(1, bytes);
     if (sums->lost == NULL)
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating %zu bytes for what codes lose", bytes);
+        return ZS_FAIL(ZS_ERR_MEMORY,
+                       "out of memory allocating %zu bytes for the error feedback of wire=; leave out wire=", bytes);
     self->lost_bytes += bytes;
     return ZS_OK;
 }
