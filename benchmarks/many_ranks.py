@@ -14,8 +14,6 @@ import ctypes
 import json
 import os
 import resource
-import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from benchmarks import forked
+
 WIDTH = 32
 CAPABILITIES = 0x20080522  # of version 3
 WARMUP = 3
@@ -57,16 +56,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{world}  {each}  {found['waits']:.0f}  {found['wakes']:.0f}  {times}", flush=True)
 
 
-def counter() -> Path:
-    """Return the compiled futex_count.c."""
-    target = HERE.parent / "build" / "futex_count.so"
-    target.parent.mkdir(exist_ok=True)
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, "-O2", "-shared", "-fPIC", str(HERE / "futex_count.c"), "-ldl"]
-    subprocess.run([*command, "-o", str(target)], check=True)
-    return target
-
-
 def measure(args: argparse.Namespace, world: int) -> dict[str, Any]:
     """Return what rank 0 has found of `world` ranks, with the futex calls of all."""
     from torch.distributed import TCPStore
@@ -74,18 +63,7 @@ def measure(args: argparse.Namespace, world: int) -> dict[str, Any]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
-        env = {
-            **os.environ,
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins this process's store
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "LD_PRELOAD": str(counter()),
-        }
+        env = forked.environment(store.port, world, world)
         command = [sys.executable, "-m", "benchmarks.many_ranks", *sys.argv[1:], "--fork", folder]
         if subprocess.run(command, env=env).returncode != 0:
             sys.exit(f"{world} ranks failed")
@@ -100,28 +78,12 @@ def fork_all(args: argparse.Namespace) -> None:
     import zshard  # noqa: F401
 
     torch.set_num_threads(1)
-    pids = []
-    for rank in range(int(os.environ["WORLD_SIZE"])):
-        pid = os.fork()
-        if pid == 0:
-            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-            status = 1
-            try:
-                limit(args)
-                run_rank(args)
-                status = 0
-            except BaseException as error:
-                print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            finally:
-                os._exit(status)
-        pids.append(pid)
-    while pids:
-        pid, code = os.wait()
-        pids.remove(pid)
-        for other in pids if code else ():  # they would wait for it
-            os.kill(other, signal.SIGTERM)
-        if code:
-            sys.exit(1)
+
+    def run(_: int) -> None:
+        limit(args)
+        run_rank(args)
+
+    forked.fork_ranks(run)
 
 
 def limit(args: argparse.Namespace) -> None:
@@ -163,11 +125,11 @@ def run_rank(args: argparse.Namespace) -> None:
     for _ in range(WARMUP):
         step()
     dist.barrier()
-    before, start = futex_calls(), time.perf_counter()
+    before, start = forked.futex_calls(), time.perf_counter()
     for _ in range(args.steps):
         step()
     seconds = time.perf_counter() - start
-    calls = torch.tensor(futex_calls()) - torch.tensor(before)
+    calls = torch.tensor(forked.futex_calls()) - torch.tensor(before)
     dist.all_reduce(calls)
     if args.save:
         for name in ("first", "second"):
@@ -186,12 +148,6 @@ def run_rank(args: argparse.Namespace) -> None:
         }
         Path(args.fork, "found").write_text(json.dumps(found))
     dist.barrier()
-
-
-def futex_calls() -> list[int]:
-    """Return how often zshard has asked to sleep and to wake in this process."""
-    library = ctypes.CDLL(os.environ["LD_PRELOAD"])
-    return [int(library.futex_waits()), int(library.futex_wakes())]
 
 
 if __name__ == "__main__":

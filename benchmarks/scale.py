@@ -25,8 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.many_ranks import counter
+from benchmarks import forked, harness
 
 MODULE = "benchmarks.scale_rank"
 TRANSPORTS = ("shm", "c10d", "hosts")
@@ -97,18 +96,7 @@ def measure(args: argparse.Namespace, transport: str, ranks: int, hosts: int) ->
     steps = args.steps if transport == "fake" else min(args.steps, max(2, ENOUGH // ranks))
     found: dict[str, Any] = {"ranks": ranks, "hosts": hosts, "transport": transport, "steps": steps}
     with tempfile.TemporaryDirectory(prefix="zshard-scale-") as folder:
-        env = {
-            **os.environ,
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks // hosts),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins this process's store
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "LD_PRELOAD": str(counter()),
-        }
+        env = forked.environment(store.port, ranks, ranks // hosts)
         sizes = [f"--units={args.units}", f"--steps={steps}", f"--hosts={hosts}"]
         command = [sys.executable, "-m", MODULE, "--transport", transport, *sizes, folder]
         failed = run(command, env, args.limit)

@@ -10,9 +10,7 @@ import argparse
 import gc
 import json
 import os
-import signal
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zshard
-from benchmarks import harness
-from benchmarks.many_ranks import futex_calls
+from benchmarks import forked, harness
 from zshard import FSDP
 
 WIDTH = 64
@@ -54,31 +51,15 @@ def main() -> None:
 
 
 def fork_all(args: argparse.Namespace) -> None:
-    """Fork the ranks, and exit with 1 if one of them fails."""
-    pids = []
+    """Fork the ranks, on as many pretended hosts."""
     world = int(os.environ["WORLD_SIZE"])
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-            if args.hosts > 1:
-                os.environ["ZSHARD_HOST"] = f"host{rank * args.hosts // world}"
-            status = 1
-            try:
-                run_rank(args)
-                status = 0
-            except BaseException as error:
-                print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            finally:
-                os._exit(status)
-        pids.append(pid)
-    while pids:
-        pid, code = os.wait()
-        pids.remove(pid)
-        for other in pids if code else ():  # they would wait for it
-            os.kill(other, signal.SIGTERM)
-        if code:
-            sys.exit(1)
+
+    def run(rank: int) -> None:
+        if args.hosts > 1:
+            os.environ["ZSHARD_HOST"] = f"host{rank * args.hosts // world}"
+        run_rank(args)
+
+    forked.fork_ranks(run)
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -141,9 +122,9 @@ def measure(args: argparse.Namespace, transport: str) -> dict[str, Any]:
     model = FSDP(model, auto_wrap_policy={nn.Linear}, transport=transport)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     optimizer = zshard.AdamW(model.parameters())
-    calls = futex_calls()
+    calls = forked.futex_calls()
     sharded = cpu_per_step(model, optimizer, args.steps)
-    calls = [now - then for now, then in zip(futex_calls(), calls, strict=True)]
+    calls = [now - then for now, then in zip(forked.futex_calls(), calls, strict=True)]
     after = counts()
     memory = model.memory()
     seen = collectives(model, optimizer)
