@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from asserts import rewrite_helpers
 from sampling import leave_to_thorough
 from spawn import RankPool
@@ -54,6 +55,23 @@ def one_thread() -> None:
     small model takes fifty times as long.
     """
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_group_behind() -> Iterator[None]:
+    """A process group left in pytest's own process fails tests that come later, of other files."""
+    before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
+        pytest.fail("the test has left a process group behind: use the fixture group_ends")
+
+
+@pytest.fixture
+def group_ends(leaves_no_group_behind: None) -> Iterator[None]:
+    """Ends the process group of one process that the test makes, as zshard.initialize() does."""
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -144,6 +144,7 @@ def test_what_works_is_there():
             assert hasattr(FSDP(make(Mlp)), name), name
 
 
+@pytest.mark.usefixtures("group_ends")
 def test_the_names_of_deepspeeds_engine():
     """tests/initialize/test_engine_names.py tries each error."""
     engine = zshard.initialize(model=make(Mlp), config={"train_batch_size": 2})[0]

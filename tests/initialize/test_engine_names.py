@@ -6,7 +6,6 @@ and destroy() act on the model and not on the engine's own counting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +90,9 @@ def test_state_dicts_go_through_older_names(pool: RankPool, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def alone() -> Iterator[Any]:
+def alone(group_ends: None) -> Any:
     """An engine of one process, which needs no launcher."""
-    yield engine_of()
-    dist.destroy_process_group()
+    return engine_of()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -104,7 +102,7 @@ def test_a_name_without_meaning_says_what_to_use(alone: Any, name: str) -> None:
     assert repr(name) in text and REFUSED[name] in text
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("group_ends")
 def test_a_models_own_attribute_comes_first() -> None:
     module = model()
     module.losses = [3]
