@@ -232,6 +232,21 @@ zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t
 zs_status zs_group_broadcast(zs_group *group, void *data, size_t bytes, int root, zs_work **work);
 zs_status zs_group_scatter(zs_group *group, const void *in, void *out, size_t piece_bytes, int root, zs_work **work);
 
+/* Can messages be sent and received beside collectives, on any thread? (gloo) */
+bool zs_group_has_messages(const zs_group *group);
+
+/* A message of `bytes` to or from one rank. What one rank sends another comes in order. */
+zs_status zs_group_send(zs_group *group, const void *data, size_t bytes, int to, zs_work **work);
+zs_status zs_group_receive(zs_group *group, void *data, size_t bytes, int from, zs_work **work);
+
+/* Waits for a message that is to be received, however long it takes. False: it will not come, as the sender has gone (which
+ * leaves a record), or zs_work_abort was called, now or before. */
+bool zs_work_await(zs_work *work);
+void zs_work_abort(zs_work *work);
+
+/* This rank can go on no more: ends all connections of the group by which `work` was to be received, so that the peers learn it. */
+void zs_work_hang_up(zs_work *work);
+
 /* Has it ended, well or not? */
 bool zs_work_done(const zs_work *work);
 
@@ -242,7 +257,7 @@ zs_status zs_work_wait(zs_work *work, double seconds, bool *done);
 /* Has call(arg, it went well) made once, on any thread, at its end; now if that is past. Without it nothing is called. */
 zs_status zs_work_then(zs_work *work, void (*call)(void *arg, bool good), void *arg);
 
-/* Frees the handle of a collective that is done. */
+/* Frees the handle of a collective that is done, or of a message, whose memory torch then leaves alone. */
 void zs_work_free(zs_work *work);
 
 /* Leaves a text for the other ranks in the group's store; fails silently, as the store may be gone too. */

@@ -250,6 +250,47 @@ zs_status zs_group_scatter(zs_group *group, const void *in, void *out, size_t pi
     });
 }
 
+bool zs_group_has_messages(const zs_group *group)
+{
+    return group->group->getBackendName() == "gloo";
+}
+
+zs_status zs_group_send(zs_group *group, const void *data, size_t bytes, int to, zs_work **work)
+{
+    return start("send", group, {bytes_at(group, data, bytes)}, work,
+                 [&](auto &tensors) { return group->group->send(tensors, to, 0); });
+}
+
+zs_status zs_group_receive(zs_group *group, void *data, size_t bytes, int from, zs_work **work)
+{
+    return start("receive", group, {bytes_at(group, data, bytes)}, work,
+                 [&](auto &tensors) { return group->group->recv(tensors, from, 0); });
+}
+
+bool zs_work_await(zs_work *work)
+{
+    constexpr std::chrono::hours a_year{24 * 365}; // gloo ends the group's connections at a timeout
+    bool came = false;
+    const zs_status status = guarded(work->where, [&] { came = work->work->wait(a_year); });
+    return status == ZS_OK && came;
+}
+
+void zs_work_abort(zs_work *work)
+{
+    try {
+        work->work->abort();
+    } catch (...) {
+    }
+}
+
+void zs_work_hang_up(zs_work *work)
+{
+    try {
+        work->work->wait(std::chrono::milliseconds(1)); // too late: gloo ends the group's connections
+    } catch (...) {
+    }
+}
+
 zs_status zs_work_then(zs_work *work, void (*call)(void *arg, bool good), void *arg)
 {
     return guarded(work->where, [&] {

@@ -64,9 +64,14 @@ typedef struct zs_c10d_stray {
 
 typedef struct zs_c10d_flat zs_c10d_flat;
 
+/* Where each rank's turn comes into turns [world]; this rank's is `mine`. */
+struct zs_c10d_comm;
+typedef zs_status (*zs_c10d_say)(struct zs_c10d_comm *, const zs_c10d_turn *mine, zs_c10d_turn *turns);
+
 typedef struct zs_c10d_comm {
     zs_comm base;
     zs_group *group;
+    zs_c10d_say say;   /* NULL: by a gather over the group */
     unsigned lifetime; /* zs_lifetime() at birth: differs in forked children, whose sockets are their parent's */
     zs_c10d_flat *made[ZS_C10D_LISTS]; /* flats that are alive, by their numbers; owned */
     zs_reader *readers;                /* models, by their last forwards, the latest first; they unlink themselves */
@@ -127,9 +132,19 @@ zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *
 /* As zs_c10d_finish, of what is said before a collective: where it lasts, finds out where the others are. */
 zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work);
 
-/* Waits until arrived(arg, seconds), which itself waits for so long at most, is true: for what other ranks of this host do in
- * the course of `turn`. Fails as zs_c10d_finish does, a little later than the collectives of these ranks. */
-zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, bool (*arrived)(void *, double), void *arg);
+/* What a wait that is no collective's waits for. */
+typedef struct zs_c10d_arrival {
+    bool (*arrived)(void *arg, double seconds); /* waits for so long at most; true: the wait is over */
+    void *arg;
+    const char *late; /* what the deadline's message says of the others */
+} zs_c10d_arrival;
+
+/* Waits for what other ranks of this host do in the course of `turn`. Fails as zs_c10d_finish does, a little later than the
+ * collectives of these ranks. */
+zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_arrival *until);
+
+/* Waits for what ranks say before a collective, on this host or others. Where it lasts, finds out where they are. */
+zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_arrival *until);
 
 /* `work` is not waited for: what it may still write to is kept for ever. */
 void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory);

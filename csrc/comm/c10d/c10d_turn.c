@@ -189,6 +189,14 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns, int *nex
     return chosen >= 0 || turns->kind == ZS_C10D_GATHER ? check_readings(comm, turns) : ZS_OK;
 }
 
+static zs_status say_to_all(zs_c10d_comm *comm, const zs_c10d_turn *mine, zs_c10d_turn *turns)
+{
+    zs_work *work = NULL;
+    zs_group_set_timeout(comm->group, comm->base.timeout);
+    zs_status status = zs_group_all_gather(comm->group, mine, turns, sizeof *mine, comm->base.world, &work);
+    return status == ZS_OK ? zs_c10d_finish_turn(comm, mine, work) : zs_c10d_fail(comm, mine, status);
+}
+
 /* Says what this rank is about to do, and hears the others. */
 static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn *turns)
 {
@@ -201,10 +209,7 @@ static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn 
         mine->model = comm->base.model.number;
         memcpy(mine->owner, comm->base.model.name, sizeof mine->owner);
     }
-    zs_work *work = NULL;
-    zs_group_set_timeout(comm->group, comm->base.timeout);
-    zs_status status = zs_group_all_gather(comm->group, mine, turns, sizeof *turn, comm->base.world, &work);
-    return status == ZS_OK ? zs_c10d_finish_turn(comm, turn, work) : zs_c10d_fail(comm, turn, status);
+    return (comm->say != NULL ? comm->say : say_to_all)(comm, mine, turns);
 }
 
 /* Until all mean the same. */

@@ -143,9 +143,9 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work 
 }
 
 /* Begins the range that a profiler shows of it. A small message is late with its sender; of others, bytes travel. */
-static zs_profile *profile(const zs_c10d_turn *turn, const zs_work *work, bool small)
+static zs_profile *begin_range(const zs_c10d_turn *turn, bool small)
 {
-    if (!zs_profile_records() || zs_work_done(work)) return NULL;
+    if (!zs_profile_records()) return NULL;
     char phrase[ZS_C10D_PHRASE];
     zs_c10d_describe_brief(turn, phrase, sizeof phrase);
     return zs_profile_begin(small ? "zshard::wait for all ranks (%s)" : "zshard::transfer (%s)", phrase);
@@ -154,7 +154,7 @@ static zs_profile *profile(const zs_c10d_turn *turn, const zs_work *work, bool s
 static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
                         zs_c10d_stall *stall)
 {
-    zs_profile *range = profile(turn, work, stall != NULL);
+    zs_profile *range = zs_work_done(work) ? NULL : begin_range(turn, stall != NULL);
     zs_status status = wait_for(comm, turn, work, memory, stall);
     zs_profile_end(range);
     return status;
@@ -175,17 +175,37 @@ zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_w
     return status;
 }
 
-zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, bool (*arrived)(void *, double), void *arg)
+/* `stall` as in wait_for; `limit`: seconds. */
+static zs_status watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_arrival *until, double limit,
+                       zs_c10d_stall *stall)
 {
     double begun = now();
     patience seen = {.asked = begun};
-    while (!arrived(arg, slice)) {
+    while (!until->arrived(until->arg, slice)) {
         zs_status status = check_wait(comm, &seen);
-        if (status == ZS_OK && now() - begun > comm->base.timeout + grace)
-            status = ZS_FAIL(ZS_ERR_TIMEOUT, "another rank of this host has not finished its part");
-        if (status != ZS_OK) return break_off(comm, turn, NULL, status);
+        if (status == ZS_OK && now() - begun > limit) status = ZS_FAIL(ZS_ERR_TIMEOUT, "%s", until->late);
+        if (status == ZS_OK && stall != NULL) zs_c10d_stall_look(comm, turn, stall, now() - begun);
+        if (status != ZS_OK) return break_off(comm, turn, stall, status);
     }
     return ZS_OK;
+}
+
+zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_arrival *until)
+{
+    return watch(comm, turn, until, comm->base.timeout + grace, NULL);
+}
+
+zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_arrival *until)
+{
+    if (until->arrived(until->arg, 0)) return ZS_OK;
+    zs_c10d_stall stall = {0};
+    zs_profile *range = begin_range(turn, true);
+    atomic_store_explicit(&comm->base.waiting, true, memory_order_relaxed);
+    zs_status status = watch(comm, turn, until, comm->base.timeout, &stall);
+    atomic_store_explicit(&comm->base.waiting, false, memory_order_relaxed);
+    zs_profile_end(range);
+    zs_c10d_stall_end(&stall);
+    return status;
 }
 
 /* --- areas ---------------------------------------------------------------------------------------------------------------- */

@@ -41,12 +41,14 @@ static void hosts_abort(zs_comm *comm, const char *reason)
 /* The process groups are torch's. */
 static void hosts_close(zs_comm *comm)
 {
+    zs_hosts_turns_stop((zs_hosts_comm *)comm);
     zs_comm_close(((zs_hosts_comm *)comm)->local);
 }
 
 static void hosts_destroy(zs_comm *comm)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    zs_hosts_turns_free(self);
     if (!zs_c10d_clear(&self->c10d)) return;
     zs_mem_release(self->bells.mem);
     zs_group_free(self->across);
@@ -127,6 +129,7 @@ zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const
     zs_status status = zs_c10d_init(&self->c10d, groups->all, ranks, timeout);
     ZS_THEN(status, zs_group_new(groups->across, &self->across));
     ZS_THEN(status, zs_hosts_bells_new(self));
+    ZS_THEN(status, zs_hosts_turns_new(self));
     if (status != ZS_OK) {
         hosts_destroy(&self->c10d.base);
         return status;

@@ -9,7 +9,8 @@
  *
  *   comm_hosts.c    the table, birth and end
  *   hosts_gather.c  memory that a host's ranks share, and gathering into it
- *   hosts_bells.c   telling the ranks of the host that a part has come
+ *   hosts_bells.c   telling the ranks of the host what has been said and what has come
+ *   hosts_turns.c   what ranks say before each collective, in two levels
  *   hosts_round.c   reducing
  *   hosts_coded.c   sums that cross hosts in fewer bytes
  *   hosts_wait.c    waiting for the counterparts, and failures
@@ -19,16 +20,19 @@
 
 #include "comm/c10d/c10d.h"
 
+typedef struct zs_hosts_turns zs_hosts_turns;
+
 typedef struct zs_hosts_comm {
-    zs_c10d_comm c10d; /* of all ranks */
-    zs_comm *local;    /* of this host's; counted reference; used by nobody else */
-    zs_group *across;  /* of the counterparts, in the order of hosts; owned */
-    int hosts, host;   /* how many, and which is this */
-    int lane;          /* this rank's place on its host */
-    zs_flat_mem bells; /* of `local`: a page of each of the host's ranks */
-    uint64_t gathers;  /* in two levels, so far; the same on all ranks */
-    uint64_t slots;    /* a digest of the slots made so far, in order */
-    size_t lost_bytes; /* of all its units, see zs_hosts_sums */
+    zs_c10d_comm c10d;     /* of all ranks */
+    zs_comm *local;        /* of this host's; counted reference; used by nobody else */
+    zs_group *across;      /* of the counterparts, in the order of hosts; owned */
+    int hosts, host;       /* how many, and which is this */
+    int lane;              /* this rank's place on its host */
+    zs_flat_mem bells;     /* of `local`: a page of each of the host's ranks */
+    uint64_t gathers;      /* in two levels, so far; the same on all ranks */
+    uint64_t slots;        /* a digest of the slots made so far, in order */
+    size_t lost_bytes;     /* of all its units, see zs_hosts_sums */
+    zs_hosts_turns *turns; /* owned; NULL: they go over the group of all ranks */
 } zs_hosts_comm;
 
 /* Ranks of each host. */
@@ -67,11 +71,46 @@ zs_status zs_hosts_arrival_new(zs_hosts_comm *self, uint64_t gather, int n, zs_h
 /* One of them has ended, on any thread; the last frees it. If all went well, this rank's part of the gather is there. */
 void zs_hosts_arrived(void *arrival, bool good);
 
+/* What ranks of a host look for on each other's pages. */
+typedef enum zs_hosts_event {
+    ZS_HOSTS_ARRIVED, /* its part of gather `number`; not asked of this rank */
+    ZS_HOSTS_SAID,    /* its turn `number` */
+    ZS_HOSTS_HEARD,   /* turn `number` of the hosts that it hears for the host */
+} zs_hosts_event;
+
+/* This rank has said, or heard, turns up to `number`. Any thread. */
+void zs_hosts_mark(zs_hosts_comm *self, zs_hosts_event event, uint64_t number);
+
+/* It will hear none any more. */
+void zs_hosts_mark_deaf(zs_hosts_comm *self, const char *why);
+
+/* One event of all ranks of the host. */
+typedef struct zs_hosts_awaited {
+    zs_hosts_comm *self;
+    zs_hosts_event event;
+    uint64_t number;
+    const char *why; /* why it will never be; NULL: nothing is known; borrowed */
+} zs_hosts_awaited;
+
+/* Has it been, or is there a `why`? Waits for a change for so long at most. */
+bool zs_hosts_look(zs_hosts_awaited *it, double seconds);
+
 /* Waits until the parts of all ranks of the host are there. */
 zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather);
 
 /* Tells the host's other ranks that nothing will come from this one any more: their waits fail at once. */
 void zs_hosts_break_off(zs_hosts_comm *self, const char *why);
+
+/* --- hosts_turns.c ---------------------------------------------------------------------------------------------------- */
+
+/* From now on ranks say their turns in two levels, if the process group can; collective. */
+zs_status zs_hosts_turns_new(zs_hosts_comm *self);
+
+/* No turn is heard any more. Idempotent. */
+void zs_hosts_turns_stop(zs_hosts_comm *self);
+
+/* Stops and frees them. NULL allowed. */
+void zs_hosts_turns_free(zs_hosts_comm *self);
 
 /* --- hosts_gather.c: as comm_ops.h has it ----------------------------------------------------------------------------- */
 

@@ -1,7 +1,8 @@
-/* hosts_bells.c - telling the ranks of one host that a part of a gather has come. See hosts.h.
+/* hosts_bells.c - telling the ranks of one host what has been said and what has come. See hosts.h.
  *
- * The one idea: the thread of torch's that ends a rank's last collective of a gather writes the gather's number where the host's
- * other ranks look. So a rank need not come to the end of a gather itself for others to use what it has brought.
+ * The one idea: each rank has a page where the host's other ranks look, and one counter there that they sleep on. Threads write there as
+ * well: the one of torch's that ends a rank's last collective of a gather writes the gather's number. So a rank need not come to the
+ * end of a gather itself for others to use what it has brought.
  */
 #define _GNU_SOURCE 1 /* syscall */
 #include "comm/hosts/hosts.h"
@@ -20,15 +21,17 @@
 
 enum {
     RING = 256, /* more gathers than are ever under way: each has a slot of its own */
-    WHY = 1024,
+    WHY = 768,
 };
 
 /* A rank's page: its owner alone writes it. */
 typedef struct bell {
     _Atomic uint32_t rung; /* raised with each change */
     _Atomic uint32_t off;  /* nothing comes any more; set after `why` */
+    _Atomic uint32_t deaf; /* no turns of other hosts come any more; set after `why_deaf` */
+    _Atomic uint64_t said, heard;
     _Atomic uint64_t arrived[RING];
-    char why[WHY];
+    char why[WHY], why_deaf[WHY];
 } bell;
 
 _Static_assert(sizeof(bell) <= ZS_PAGE, "a bell fits on a page");
@@ -94,43 +97,67 @@ void zs_hosts_break_off(zs_hosts_comm *self, const char *why)
     ring(own);
 }
 
+void zs_hosts_mark(zs_hosts_comm *self, zs_hosts_event event, uint64_t number)
+{
+    bell *own = bell_of(self, self->lane);
+    atomic_store(event == ZS_HOSTS_SAID ? &own->said : &own->heard, number);
+    ring(own);
+}
+
+void zs_hosts_mark_deaf(zs_hosts_comm *self, const char *why)
+{
+    bell *own = bell_of(self, self->lane);
+    snprintf(own->why_deaf, sizeof own->why_deaf, "%s", why);
+    atomic_store(&own->deaf, 1);
+    ring(own);
+}
+
 /* --- waiting -------------------------------------------------------------------------------------------------------------- */
 
-typedef struct awaited {
-    zs_hosts_comm *self;
-    uint64_t gather;
-    bell *off; /* a rank's that will bring nothing; NULL: none was found */
-} awaited;
+static bool has(const zs_hosts_awaited *it, const bell *each)
+{
+    if (it->event == ZS_HOSTS_SAID) return atomic_load(&each->said) >= it->number;
+    if (it->event == ZS_HOSTS_HEARD) return atomic_load(&each->heard) >= it->number;
+    return atomic_load(&each->arrived[it->number % RING]) >= it->number;
+}
 
-/* The bell of a rank whose part has not come; NULL: all have. */
-static bell *find_missing(awaited *it)
+/* The bell of a rank that has not; NULL: all have. */
+static bell *find_missing(zs_hosts_awaited *it)
 {
     for (int lane = 0; lane < zs_hosts_per_host(it->self); lane++) {
         bell *each = bell_of(it->self, lane);
-        if (lane == it->self->lane || atomic_load(&each->arrived[it->gather % RING]) >= it->gather) continue;
-        if (atomic_load(&each->off) != 0) it->off = each;
+        if ((lane == it->self->lane && it->event == ZS_HOSTS_ARRIVED) || has(it, each)) continue;
+        if (atomic_load(&each->off) != 0)
+            it->why = each->why;
+        else if (it->event == ZS_HOSTS_HEARD && atomic_load(&each->deaf) != 0)
+            it->why = each->why_deaf;
         return each;
     }
     return NULL;
 }
 
-static bool look(void *arg, double seconds)
+bool zs_hosts_look(zs_hosts_awaited *it, double seconds)
 {
-    awaited *it = arg;
     bell *missing = find_missing(it);
-    if (missing == NULL || it->off != NULL) return true;
+    if (missing == NULL || it->why != NULL) return true;
     uint32_t seen = atomic_load(&missing->rung);
-    if (find_missing(it) == missing && it->off == NULL) {
+    if (seconds > 0 && find_missing(it) == missing && it->why == NULL) {
         struct timespec t = {.tv_nsec = (long)(seconds * 1e9)};
         syscall(SYS_futex, &missing->rung, FUTEX_WAIT, seen, &t, NULL, 0); /* every outcome means: look again */
     }
-    return find_missing(it) == NULL || it->off != NULL;
+    return find_missing(it) == NULL || it->why != NULL;
+}
+
+static bool look_again(void *arg, double seconds)
+{
+    return zs_hosts_look(arg, seconds);
 }
 
 zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather)
 {
-    awaited it = {self, gather, NULL};
-    ZS_TRY(zs_c10d_watch(&self->c10d, turn, look, &it));
-    if (it.off == NULL) return ZS_OK;
-    return zs_c10d_fail(&self->c10d, turn, ZS_FAIL(ZS_ERR_PEER, "%.*s", (int)WHY, it.off->why));
+    zs_hosts_awaited it = {self, ZS_HOSTS_ARRIVED, gather, NULL};
+    zs_c10d_arrival until = {look_again, &it, "another rank of this host has not finished its part"};
+    ZS_TRY(zs_c10d_watch(&self->c10d, turn, &until));
+    if (it.why == NULL) return ZS_OK;
+    return zs_c10d_fail(&self->c10d, turn, ZS_FAIL(ZS_ERR_PEER, "%s", it.why));
 }
