@@ -47,7 +47,8 @@ class Comm:
     def hosts(
         cls,
         group_name: str,
-        across_name: str,
+        even_name: str,
+        odd_name: str,
         local: Comm,
         rank: int,
         world: int,

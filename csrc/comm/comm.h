@@ -105,9 +105,10 @@ zs_status zs_comm_c10d_new(const char *group_name, const zs_ranks_of_hosts *rank
 
 /* --- hosts: in two levels ------------------------------------------------------------------------------------------ */
 
-/* The process groups that it uses: of all ranks, and of the ranks that stand at this rank's place on their hosts. */
+/* The process groups that it uses: of all ranks, and two of the ranks that stand at this rank's place on their hosts, for what hosts
+ * with even and with odd numbers send. */
 typedef struct zs_hosts_groups {
-    const char *all, *across;
+    const char *all, *across[2];
 } zs_hosts_groups;
 
 /* `local` (which gets a reference, and serves nothing else) is the transport of this host's ranks. */

@@ -169,9 +169,11 @@ static PyObject *comm_c10d(PyObject *type, PyObject *args)
 
 PyDoc_STRVAR(
     comm_hosts_doc,
-    "hosts($type, group_name, across_name, local, rank, world, timeout, /)\n--\n\nCreate a transport in two "
-    "levels. group_name: the process group of all ranks; across_name: that of the ranks at this rank's place on "
-    "their hosts; local: the Comm of this host's ranks, used by nothing else. timeout: seconds.");
+    "hosts($type, group_name, even_name, odd_name, local, rank, world, timeout, /)\n--\n\nCreate a transport in "
+    "two levels. group_name: the process group of all ranks; even_name, odd_name: two of the ranks at this rank's "
+    "place "
+    "on their hosts, for what hosts with even and with odd numbers send; local: the Comm of this host's ranks, used by "
+    "nothing else. timeout: seconds.");
 
 static PyObject *comm_hosts(PyObject *type, PyObject *args)
 {
@@ -180,8 +182,8 @@ static PyObject *comm_hosts(PyObject *type, PyObject *args)
     zs_ranks_of_hosts ranks = {0};
     double timeout;
     zs_comm *comm = NULL;
-    if (!PyArg_ParseTuple(args, "ssO!iid:hosts", &groups.all, &groups.across, (PyTypeObject *)type, &local, &ranks.rank,
-                          &ranks.world, &timeout))
+    if (!PyArg_ParseTuple(args, "sssO!iid:hosts", &groups.all, &groups.across[0], &groups.across[1],
+                          (PyTypeObject *)type, &local, &ranks.rank, &ranks.world, &timeout))
         return NULL;
     zs_comm *within = ((comm_object *)local)->comm;
     ranks.per_host = within->world;

@@ -49,9 +49,8 @@ def connect_hosts(group: Any, own: Any, hosts: Sequence[str], timeout: float) ->
         return f"the ranks of a host cannot connect over shm: {reason}"
     assert isinstance(met, _core.Comm)
     ranks = dist.get_process_group_ranks(group)[rank % size :: size]
-    across = new_subgroup(ranks, "gloo")
-    name: str = across.group_name
-    return _core.Comm.hosts(own.group_name, name, met, rank, world, timeout)
+    even, odd = (new_subgroup(ranks, "gloo").group_name for _ in range(2))
+    return _core.Comm.hosts(own.group_name, even, odd, met, rank, world, timeout)
 
 
 def _meet_on_host(group: Any, first: int, size: int, timeout: float) -> _core.Comm | Refusal:

@@ -51,7 +51,8 @@ static void hosts_destroy(zs_comm *comm)
     zs_hosts_turns_free(self);
     if (!zs_c10d_clear(&self->c10d)) return;
     zs_mem_release(self->bells.mem);
-    zs_group_free(self->across);
+    zs_group_free(self->across[0]);
+    zs_group_free(self->across[1]);
     zs_comm_release(self->local);
     free(self);
 }
@@ -127,7 +128,8 @@ zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const
     self->host = ranks->rank / ranks->per_host;
     self->lane = local->rank;
     zs_status status = zs_c10d_init(&self->c10d, groups->all, ranks, timeout);
-    ZS_THEN(status, zs_group_new(groups->across, &self->across));
+    for (int i = 0; i < 2; i++)
+        ZS_THEN(status, zs_group_new(groups->across[i], &self->across[i]));
     ZS_THEN(status, zs_hosts_bells_new(self));
     ZS_THEN(status, zs_hosts_turns_new(self));
     if (status != ZS_OK) {

@@ -1,7 +1,7 @@
 /* hosts.h - the transport for several hosts with the same number of ranks each, in two levels.
  *
  * The one idea: ranks of one host meet over `local` (shm), and each rank meets its counterparts, those at its place on the other
- * hosts, over a process group of their own (`across`). So what a host lacks crosses the wire once a host, not once a rank:
+ * hosts, over process groups of their own (`across`). So what a host lacks crosses the wire once a host, not once a rank:
  * shards go straight into memory that the host's ranks share, and gradients are summed within the host first.
  *
  * Its head is a c10d transport over all ranks. That says what comes next before each collective (c10d_turn.c), so all know that
@@ -25,7 +25,7 @@ typedef struct zs_hosts_turns zs_hosts_turns;
 typedef struct zs_hosts_comm {
     zs_c10d_comm c10d;     /* of all ranks */
     zs_comm *local;        /* of this host's; counted reference; used by nobody else */
-    zs_group *across;      /* of the counterparts, in the order of hosts; owned */
+    zs_group *across[2];   /* of the counterparts, in the order of hosts; see zs_hosts_across; owned */
     int hosts, host;       /* how many, and which is this */
     int lane;              /* this rank's place on its host */
     zs_flat_mem bells;     /* of `local`: a page of each of the host's ranks */
@@ -48,6 +48,10 @@ static inline int zs_hosts_rank(const zs_hosts_comm *self, int host, int lane)
 }
 
 /* --- hosts_wait.c ----------------------------------------------------------------------------------------------------- */
+
+/* The group for what host `host` sends, with the timeout set. There are two, so that two hosts of unlike parity send to each other
+ * over connections, and threads, of their own: 10 MB both ways take a seventh less time. */
+zs_group *zs_hosts_across(zs_hosts_comm *self, int host);
 
 /* Passes `status` on. If the transport can do nothing any more, the host's other ranks learn it at once, and why. */
 zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status);

@@ -104,12 +104,11 @@ static zs_status start_across(zs_hosts_comm *self, const zs_flat_mem *flat, zs_t
     gathering->number = ++self->gathers;
     memcpy(to.full + (size_t)self->c10d.base.rank * bytes, flat->shard, bytes);
     ZS_TRY(zs_hosts_arrival_new(self, gathering->number, self->hosts, &arrival));
-    zs_group_set_timeout(self->across, self->c10d.base.timeout);
     zs_status status = ZS_OK;
     for (int h = 0; h < self->hosts; h++) {
         char *place = to.full + (size_t)zs_hosts_rank(self, h, self->lane) * bytes;
         char *data = h == self->host ? flat->shard : place;
-        ZS_THEN(status, zs_group_broadcast(self->across, data, bytes, h, &gathering->works[h]));
+        ZS_THEN(status, zs_group_broadcast(zs_hosts_across(self, h), data, bytes, h, &gathering->works[h]));
         zs_status told = status == ZS_OK ? zs_work_then(gathering->works[h], zs_hosts_arrived, arrival) : status;
         if (told != ZS_OK) zs_hosts_arrived(arrival, false);
         ZS_THEN(status, told);

@@ -168,11 +168,10 @@ static zs_status sum_local(zs_hosts_comm *self, hosts_unit *unit, const uint64_t
 static zs_status start_pieces(zs_hosts_comm *self, hosts_unit *unit)
 {
     char *received = unit->received->ptr;
-    zs_group_set_timeout(self->across, self->c10d.base.timeout);
     unit->n_works = (size_t)self->hosts;
     for (int h = 0; h < self->hosts; h++)
-        ZS_TRY(zs_group_scatter(self->across, unit->sent->ptr, received + (size_t)h * unit->stride, unit->stride, h,
-                                &unit->works[h]));
+        ZS_TRY(zs_group_scatter(zs_hosts_across(self, h), unit->sent->ptr, received + (size_t)h * unit->stride,
+                                unit->stride, h, &unit->works[h]));
     return ZS_OK;
 }
 
@@ -286,7 +285,8 @@ static zs_status start_shares(zs_hosts_comm *self, hosts_unit *unit)
     for (int f = 0; f < base->spec.n_slices; f++) {
         for (int h = 0; h < self->hosts; h++) {
             char *slice = unit->bucket->ptr + zs_cunit_slice_at(base, f, zs_hosts_rank(self, h, self->lane));
-            ZS_TRY(zs_group_broadcast(self->across, slice, base->spec.slice_bytes[f], h, &unit->works[unit->n_works]));
+            ZS_TRY(zs_group_broadcast(zs_hosts_across(self, h), slice, base->spec.slice_bytes[f], h,
+                                      &unit->works[unit->n_works]));
             unit->n_works++;
         }
     }

@@ -19,7 +19,7 @@
 
 /* From this rank to one other host and back. */
 typedef struct wire {
-    int host;
+    int host, rank;
     char *in;           /* [per_host] turns; owned by zs_hosts_turns */
     zs_work *receiving; /* of the thread; NULL: none */
     zs_work *sending[2];
@@ -95,7 +95,7 @@ static bool await(zs_hosts_turns *turns, zs_work *work)
 
 static zs_status receive(zs_hosts_comm *self, wire *from)
 {
-    return zs_group_receive(self->across, from->in, self->turns->host_bytes, from->host, &from->receiving);
+    return zs_group_receive(self->c10d.group, from->in, self->turns->host_bytes, from->rank, &from->receiving);
 }
 
 /* Hears turn `number` of all hosts that this rank hears. */
@@ -162,7 +162,7 @@ static zs_status tell_hosts(zs_hosts_comm *self)
         zs_work **work = &turns->wires[i].sending[number % 2];
         zs_work_free(*work);
         *work = NULL;
-        ZS_TRY(zs_group_send(self->across, out, turns->host_bytes, turns->wires[i].host, work));
+        ZS_TRY(zs_group_send(self->c10d.group, out, turns->host_bytes, turns->wires[i].rank, work));
     }
     return ZS_OK;
 }
@@ -228,7 +228,7 @@ static void find_wires(zs_hosts_comm *self)
     char *at = turns->memory + 2 * turns->host_bytes;
     for (int host = 0; host < self->hosts; host++) {
         if (host == self->host || carrier(self, host) != self->lane) continue;
-        turns->wires[turns->n_wires++] = (wire){.host = host, .in = at};
+        turns->wires[turns->n_wires++] = (wire){host, zs_hosts_rank(self, host, self->lane), .in = at};
         at += turns->host_bytes;
     }
 }
@@ -250,7 +250,7 @@ static zs_status start_thread(zs_hosts_comm *self)
 
 zs_status zs_hosts_turns_new(zs_hosts_comm *self)
 {
-    if (!zs_group_has_messages(self->across)) return ZS_OK;
+    if (!zs_group_has_messages(self->c10d.group)) return ZS_OK;
     size_t lanes = hosts_a_lane(self), bytes = (size_t)zs_hosts_per_host(self) * sizeof(zs_c10d_turn);
     zs_hosts_turns *turns = calloc(1, sizeof *turns + lanes * sizeof(wire));
     char *memory = calloc(lanes + 2, bytes);

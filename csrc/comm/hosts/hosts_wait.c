@@ -4,6 +4,13 @@
  */
 #include "comm/hosts/hosts.h"
 
+zs_group *zs_hosts_across(zs_hosts_comm *self, int host)
+{
+    zs_group *group = self->across[host % 2];
+    zs_group_set_timeout(group, self->c10d.base.timeout);
+    return group;
+}
+
 zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status)
 {
     const char *lost = self->c10d.base.lost;
