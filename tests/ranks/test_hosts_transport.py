@@ -13,6 +13,7 @@ import torch.distributed as dist
 from meshes import hosts_of
 from models import CASES, loss_of, make, make_optimizer
 from scenarios import message_of
+from spawn import ranks
 
 import zshard
 from zshard import FSDP
@@ -88,6 +89,17 @@ def test_copies_of_replicated_units_are_the_ranks_own(pool4):
 
 def test_one_rank_per_host(pool2):
     assert pool2.run(trained, "mlp", "full_shard", False, (1, 1)) == [(True, True)] * 2
+
+
+def test_several_hosts_with_one_rank_each(pool4):
+    """Each rank sends its turns to three hosts."""
+    assert pool4.run(trained, "mlp", "full_shard", False, (1, 1, 1, 1)) == [(True, True)] * 4
+
+
+@ranks(6)
+def test_several_hosts_with_several_ranks(pool):
+    """The first ranks of hosts carry the turns between some of these, the second between others."""
+    assert pool.run(trained, "mlp", "full_shard", False, (2, 2, 2)) == [(True, True)] * 6
 
 
 def evaluate_alone(model, step):
