@@ -218,9 +218,9 @@ static zs_status bind(zs_record *record)
     return status;
 }
 
-static void cancel(zs_record *record)
+static zs_status cancel(zs_record *record)
 {
-    zs_unit_cancel(zs_unit_of(record));
+    return zs_unit_cancel(zs_unit_of(record));
 }
 
 static zs_status reshard(zs_record *record)

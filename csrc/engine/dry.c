@@ -124,10 +124,11 @@ static zs_status reshard(zs_record *record)
     return ZS_OK;
 }
 
-static void cancel(zs_record *record)
+static zs_status cancel(zs_record *record)
 {
-    (void)bind(record); /* waits */
-    (void)reshard(record);
+    zs_status status = bind(record); /* waits */
+    ZS_ALSO(status, reshard(record));
+    return status;
 }
 
 /* --- gradients --------------------------------------------------------------------------------------------------------------- */

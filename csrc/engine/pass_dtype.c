@@ -6,7 +6,7 @@ static zs_status choose(zs_unit *unit, bool exact)
     zs_schedule *schedule = &unit->home->schedule;
     unit->pass_exact = exact;
     if (unit->exact == exact) return ZS_OK;
-    zs_schedule_cancel(schedule, &unit->record); /* begun in the other dtype */
+    ZS_TRY(zs_schedule_cancel(schedule, &unit->record)); /* begun in the other dtype */
     ZS_TRY(zs_schedule_reshard(schedule, &unit->record));
     zs_unit_set_exact(unit, exact);
     return ZS_OK;

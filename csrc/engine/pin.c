@@ -16,7 +16,7 @@ static zs_status choose_dtype(zs_unit *unit, bool exact)
                        zs_unit_label(unit->name));
     }
     if (unit->exact == exact) return ZS_OK;
-    zs_schedule_cancel(&unit->home->schedule, &unit->record); /* begun in the other dtype */
+    ZS_TRY(zs_schedule_cancel(&unit->home->schedule, &unit->record)); /* begun in the other dtype */
     zs_unit_set_exact(unit, exact);
     return ZS_OK;
 }

@@ -48,7 +48,7 @@ static void free_unit(zs_unit *unit)
     zs_in_backward_detach(unit);
     zs_local_grads_free(unit);
     zs_pinned_end(unit);
-    zs_schedule_cancel(&unit->home->schedule, &unit->record);
+    (void)zs_schedule_cancel(&unit->home->schedule, &unit->record);
     for (int f = 0; f < unit->n_flats; f++)
         free_flat(unit, &unit->flats[f]);
     for (int64_t i = 0; i < unit->n_params; i++) {

@@ -137,7 +137,7 @@ static zs_status reduce_rest(zs_schedule *schedule)
     }
     zs_status status = post_rest(schedule);
     ZS_THEN(status, ZS_ACT(schedule, posted, schedule));
-    zs_unshard_end_pass(schedule, ZS_PHASE_BACKWARD);
+    ZS_ALSO(resharded, zs_unshard_end_pass(schedule, ZS_PHASE_BACKWARD));
     ZS_ALSO(resharded, zs_reshard_all(schedule, true));
     ZS_THEN(status, zs_rounds_end_all(schedule));
     ZS_THEN(status, ZS_ACT(schedule, summed, schedule));
@@ -191,7 +191,7 @@ void zs_schedule_fail(zs_schedule *schedule)
 {
     schedule->stage = ZS_FAILED;
     (void)zs_reshard_all(schedule, true);
-    zs_unshard_end_pass(schedule, ZS_PHASE_BACKWARD);
+    (void)zs_unshard_end_pass(schedule, ZS_PHASE_BACKWARD);
     for (size_t i = 0; i < schedule->n; i++) {
         zs_rounds_drop(schedule, schedule->records[i]);
         zs_through_end(schedule->records[i]);

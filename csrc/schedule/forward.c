@@ -116,8 +116,9 @@ static zs_status begin_session(zs_schedule *schedule, const zs_entry *entry)
 static zs_status end_session(zs_schedule *schedule)
 {
     if (schedule->stage == ZS_IN_FORWARD) schedule->stage = ZS_IDLE;
-    zs_unshard_end_pass(schedule, ZS_PHASE_FORWARD);
-    return ZS_ACT(schedule, close, schedule, ZS_PHASE_FORWARD);
+    zs_status status = zs_unshard_end_pass(schedule, ZS_PHASE_FORWARD);
+    ZS_ALSO(status, ZS_ACT(schedule, close, schedule, ZS_PHASE_FORWARD));
+    return status;
 }
 
 static zs_status make_room(zs_schedule *schedule)

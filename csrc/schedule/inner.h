@@ -24,7 +24,7 @@ void zs_unshard_reduced(zs_record *record);
 
 /* A pass begins / is over: gathers that were begun and not wanted are dropped. */
 void zs_unshard_begin_pass(zs_schedule *schedule);
-void zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase);
+zs_status zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase);
 
 /* Was this the last unit of the last forward, and is it again by the looks of it? Its backward comes next. */
 bool zs_unshard_is_last(const zs_schedule *schedule, const zs_record *record);

@@ -59,7 +59,7 @@ typedef struct zs_actions {
     /* Waits for that, and binds the parameters to the full buffer. If it fails, it is as before the gather. */
     zs_status (*bind)(zs_record *);
     /* Drops a gather that was begun, after waiting for it. */
-    void (*cancel)(zs_record *);
+    zs_status (*cancel)(zs_record *);
     /* Binds the parameters to the shard, and gives the full buffer back. A failure is told when that is done. */
     zs_status (*reshard)(zs_record *);
 
@@ -211,8 +211,8 @@ void zs_schedule_pin(zs_record *record);
 /* Shards it again; no-op if it is not unsharded. */
 zs_status zs_schedule_reshard(zs_schedule *schedule, zs_record *record);
 
-/* Drops a gather that is under way; else a no-op. */
-void zs_schedule_cancel(zs_schedule *schedule, zs_record *record);
+/* Drops a gather that is under way, which may have failed; else a no-op. */
+zs_status zs_schedule_cancel(zs_schedule *schedule, zs_record *record);
 
 /* --- without modules: what other ranks' passes want of this one's (join()) -------------------------------------------------- */
 

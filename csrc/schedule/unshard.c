@@ -21,11 +21,11 @@ static zs_status gather(zs_schedule *schedule, zs_record *record)
     return status;
 }
 
-void zs_schedule_cancel(zs_schedule *schedule, zs_record *record)
+zs_status zs_schedule_cancel(zs_schedule *schedule, zs_record *record)
 {
-    if (record->state != ZS_GATHERING) return;
-    schedule->act->cancel(record);
+    if (record->state != ZS_GATHERING) return ZS_OK;
     record->state = ZS_SHARDED;
+    return schedule->act->cancel(record);
 }
 
 zs_status zs_schedule_unshard(zs_schedule *schedule, zs_record *record)
@@ -41,8 +41,7 @@ zs_status zs_schedule_gather_only(zs_schedule *schedule, zs_record *record)
 {
     ZS_TRY(zs_schedule_reshard(schedule, record)); /* it may be pinned here, and not there */
     ZS_TRY(gather(schedule, record));
-    zs_schedule_cancel(schedule, record);
-    return ZS_OK;
+    return zs_schedule_cancel(schedule, record);
 }
 
 void zs_schedule_pin(zs_record *record)
@@ -150,13 +149,15 @@ void zs_unshard_begin_pass(zs_schedule *schedule)
     schedule->latest = schedule->before = NULL;
 }
 
-void zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase)
+zs_status zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase)
 {
+    zs_status status = ZS_OK;
     for (size_t i = 0; i < schedule->n; i++)
-        zs_schedule_cancel(schedule, schedule->records[i]);
-    if (schedule->latest == NULL) return;
+        ZS_ALSO(status, zs_schedule_cancel(schedule, schedule->records[i]));
+    if (schedule->latest == NULL) return status;
     schedule->latest->ended_after[phase] = schedule->before;
     if (phase == ZS_PHASE_FORWARD) schedule->last = schedule->latest;
+    return status;
 }
 
 bool zs_unshard_is_last(const zs_schedule *schedule, const zs_record *record)

@@ -279,7 +279,7 @@ static inline bool zs_unit_is_full(const zs_unit *unit)
 /* What the schedule's actions of these names do to a unit. */
 zs_status zs_unit_gather(zs_unit *unit);
 zs_status zs_unit_bind(zs_unit *unit);
-void zs_unit_cancel(zs_unit *unit);
+zs_status zs_unit_cancel(zs_unit *unit);
 zs_status zs_unit_reshard(zs_unit *unit);
 
 /* A script is about to get a `.data` of parameter `i`, by which it may write without a trace. If the unit is FULL: puts the

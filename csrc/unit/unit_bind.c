@@ -158,8 +158,9 @@ void zs_unit_note_shown(zs_unit *unit)
 
 /* --- gathering ----------------------------------------------------------------------------------------------------- */
 
-void zs_unit_cancel(zs_unit *unit)
+zs_status zs_unit_cancel(zs_unit *unit)
 {
+    zs_status status = ZS_OK;
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (zs_tensor_alive(param->tensor) && zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full))
@@ -167,9 +168,10 @@ void zs_unit_cancel(zs_unit *unit)
     }
     note_bound(unit, false);
     for (int f = 0; f < unit->n_flats; f++) {
-        (void)finish_gather(unit, &unit->flats[f]);
+        ZS_ALSO(status, finish_gather(unit, &unit->flats[f]));
         clear_full_storage(unit, &unit->flats[f]);
     }
+    return status;
 }
 
 zs_status zs_unit_gather(zs_unit *unit)
@@ -177,7 +179,7 @@ zs_status zs_unit_gather(zs_unit *unit)
     zs_status status = ZS_OK;
     for (int f = 0; f < unit->n_flats && status == ZS_OK; f++)
         status = begin_flat(unit, &unit->flats[f]);
-    if (status != ZS_OK) zs_unit_cancel(unit);
+    if (status != ZS_OK) (void)zs_unit_cancel(unit);
     return status;
 }
 
@@ -191,7 +193,7 @@ zs_status zs_unit_bind(zs_unit *unit)
     if (status == ZS_OK)
         note_bound(unit, true);
     else
-        zs_unit_cancel(unit);
+        (void)zs_unit_cancel(unit);
     return status;
 }
 

@@ -106,12 +106,13 @@ static zs_status bind(zs_record *record)
     return ZS_OK;
 }
 
-static void cancel(zs_record *record)
+static zs_status cancel(zs_record *record)
 {
     unit *u = unit_of(record);
     CHECK(u->under_way);
     u->under_way = false;
     say(u->model, "cancel", u->name);
+    return ZS_OK;
 }
 
 static zs_status reshard(zs_record *record)

@@ -71,7 +71,8 @@ typedef zs_status (*zs_c10d_say)(struct zs_c10d_comm *, const zs_c10d_turn *mine
 typedef struct zs_c10d_comm {
     zs_comm base;
     zs_group *group;
-    zs_c10d_say say;   /* NULL: by a gather over the group */
+    zs_status (*hear_said)(struct zs_c10d_comm *); /* waits for what has been said before; NULL: nothing ever has */
+    zs_c10d_say say;                               /* NULL: by a gather over the group */
     unsigned lifetime; /* zs_lifetime() at birth: differs in forked children, whose sockets are their parent's */
     zs_c10d_flat *made[ZS_C10D_LISTS]; /* flats that are alive, by their numbers; owned */
     zs_reader *readers;                /* models, by their last forwards, the latest first; they unlink themselves */
@@ -113,6 +114,21 @@ zs_status zs_c10d_end(zs_comm *comm, zs_past *pasts, bool *all);
 
 /* A turn of this kind; what is not given is 0. `name` may be NULL. */
 zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, const char *name);
+
+/* What this rank says of `turn`. */
+zs_c10d_turn zs_c10d_saying(const zs_c10d_comm *comm, const zs_c10d_turn *turn);
+
+/* ZS_OK if collectives can be run: not after a failure, not in a forked process. */
+zs_status zs_c10d_can_meet(const zs_c10d_comm *comm);
+
+/* Do all ranks mean the same, and nothing is to be looked at? Any thread. */
+bool zs_c10d_all_mean(const zs_c10d_comm *comm, const zs_c10d_turn *turns);
+
+/* Can the ranks of each host gather into one memory, whatever the other hosts have? Any thread. */
+bool zs_c10d_same_slots(const zs_c10d_comm *comm, const zs_c10d_turn *turns);
+
+/* zs_c10d_agree, where turns [world + 1] have all ranks' already. */
+zs_status zs_c10d_agree_on(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn *turns);
 
 /* Says `turn` to all ranks and waits for theirs. Where they differ, takes part in what others gather until they do not; where that
  * cannot be, ZS_ERR_DIVERGED on every rank, and the transport is fit for use after that. Without this, a process group pairs up

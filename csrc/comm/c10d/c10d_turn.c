@@ -86,9 +86,11 @@ static bool all_alike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return true;
 }
 
-/* A rank that evaluates may gather with others that train, but only if none has other weights swapped in. Where all have, by hand,
+/* The rank that has changed its parameters, where ranks cannot gather together for that; -1: they can.
+ *
+ * A rank that evaluates may gather with others that train, but only if none has other weights swapped in. Where all have, by hand,
  * one may be ahead of another in their step, and in its backward. */
-static zs_status check_readings(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+static int find_apart(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     int changed = -1, n = 0, looks = 0;
     bool same = true;
@@ -99,7 +101,18 @@ static zs_status check_readings(const zs_c10d_comm *comm, const zs_c10d_turn *tu
         if (n++ == 0) changed = r;
     }
     bool together = same || n == 0 || (n == comm->base.world && looks == 0);
-    return together ? ZS_OK : zs_comm_fail_apart(&comm->base, changed);
+    return together ? -1 : changed;
+}
+
+static zs_status check_readings(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    int changed = find_apart(comm, turns);
+    return changed < 0 ? ZS_OK : zs_comm_fail_apart(&comm->base, changed);
+}
+
+bool zs_c10d_all_mean(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    return all_alike(comm, turns) && (turns->kind != ZS_C10D_GATHER || find_apart(comm, turns) < 0);
 }
 
 /* All ranks have seen that turns differ: they tell each other what they have words for, before they say so. */
@@ -155,8 +168,7 @@ static zs_status fail_apart(zs_c10d_comm *comm, const zs_c10d_turn *turns)
         own, ours, other, theirs, mishaps);
 }
 
-/* Can the ranks of each host gather into one memory, whatever the other hosts have? */
-static bool same_slots(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+bool zs_c10d_same_slots(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     int per_host = comm->base.per_host;
     for (int r = 0; r < comm->base.world; r++)
@@ -197,36 +209,41 @@ static zs_status say_to_all(zs_c10d_comm *comm, const zs_c10d_turn *mine, zs_c10
     return status == ZS_OK ? zs_c10d_finish_turn(comm, mine, work) : zs_c10d_fail(comm, mine, status);
 }
 
+zs_c10d_turn zs_c10d_saying(const zs_c10d_comm *comm, const zs_c10d_turn *turn)
+{
+    zs_c10d_turn mine = *turn;
+    mine.past = comm->base.past;
+    mine.reading = comm->base.reading;
+    zs_c10d_served(comm, mine.serves);
+    if (turn->kind == ZS_C10D_GATHER || turn->kind == ZS_C10D_POST || turn->kind == ZS_C10D_SHARE) {
+        mine.model = comm->base.model.number;
+        memcpy(mine.owner, comm->base.model.name, sizeof mine.owner);
+    }
+    return mine;
+}
+
 /* Says what this rank is about to do, and hears the others. */
 static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn *turns)
 {
     zs_c10d_turn *mine = turns + comm->base.world;
-    *mine = *turn;
-    mine->past = comm->base.past;
-    mine->reading = comm->base.reading;
-    zs_c10d_served(comm, mine->serves);
-    if (turn->kind == ZS_C10D_GATHER || turn->kind == ZS_C10D_POST || turn->kind == ZS_C10D_SHARE) {
-        mine->model = comm->base.model.number;
-        memcpy(mine->owner, comm->base.model.name, sizeof mine->owner);
-    }
+    *mine = zs_c10d_saying(comm, turn);
     return (comm->say != NULL ? comm->say : say_to_all)(comm, mine, turns);
 }
 
-/* Until all mean the same. */
-static zs_status agree_in(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn *turns)
+zs_status zs_c10d_agree_on(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn *turns)
 {
     for (;;) {
         int next = -1;
-        ZS_TRY(say(comm, turn, turns));
         ZS_TRY(compare(comm, turns, &next));
-        comm->same_slots = next < 0 && comm->base.per_host > 0 && same_slots(comm, turns);
+        comm->same_slots = next < 0 && comm->base.per_host > 0 && zs_c10d_same_slots(comm, turns);
         if (next < 0 || alike(&turns[next], &turns[comm->base.rank])) return ZS_OK;
         zs_c10d_turn other = turns[next];
         ZS_TRY(zs_c10d_serve(comm, &other));
+        ZS_TRY(say(comm, turn, turns));
     }
 }
 
-zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
+zs_status zs_c10d_can_meet(const zs_c10d_comm *comm)
 {
     if (zs_c10d_is_forked(comm))
         return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", comm->base.rank);
@@ -234,9 +251,17 @@ zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
         return ZS_FAIL(ZS_ERR_PEER,
                        "cannot run a collective on this process group after an earlier failure; restart all ranks: %s",
                        comm->base.lost);
+    return ZS_OK;
+}
+
+zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
+{
+    ZS_TRY(zs_c10d_can_meet(comm));
+    if (comm->hear_said != NULL) ZS_TRY(comm->hear_said(comm));
     zs_mem *area = NULL;
     ZS_TRY(zs_c10d_borrow_area(comm, (size_t)(comm->base.world + 1) * sizeof *turn, &area));
-    zs_status status = agree_in(comm, turn, area->ptr);
+    zs_status status = say(comm, turn, area->ptr);
+    ZS_THEN(status, zs_c10d_agree_on(comm, turn, area->ptr));
     if (status != ZS_OK) comm->base.failed = true;
     zs_c10d_return_area(comm, &area);
     return status;

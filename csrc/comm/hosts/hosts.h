@@ -21,18 +21,20 @@
 #include "comm/c10d/c10d.h"
 
 typedef struct zs_hosts_turns zs_hosts_turns;
+typedef struct zs_hosts_gathering zs_hosts_gathering;
 
 typedef struct zs_hosts_comm {
-    zs_c10d_comm c10d;     /* of all ranks */
-    zs_comm *local;        /* of this host's; counted reference; used by nobody else */
-    zs_group *across[2];   /* of the counterparts, in the order of hosts; see zs_hosts_across; owned */
-    int hosts, host;       /* how many, and which is this */
-    int lane;              /* this rank's place on its host */
-    zs_flat_mem bells;     /* of `local`: a page of each of the host's ranks */
-    uint64_t gathers;      /* in two levels, so far; the same on all ranks */
-    uint64_t slots;        /* a digest of the slots made so far, in order */
-    size_t lost_bytes;     /* of all its units, see zs_hosts_sums */
-    zs_hosts_turns *turns; /* owned; NULL: they go over the group of all ranks */
+    zs_c10d_comm c10d;        /* of all ranks */
+    zs_comm *local;           /* of this host's; counted reference; used by nobody else */
+    zs_group *across[2];      /* of the counterparts, in the order of hosts; see zs_hosts_across; owned */
+    int hosts, host;          /* how many, and which is this */
+    int lane;                 /* this rank's place on its host */
+    zs_flat_mem bells;        /* of `local`: a page of each of the host's ranks */
+    uint64_t gathers;         /* in two levels, so far; the same on all ranks */
+    uint64_t slots;           /* a digest of the slots made so far, in order */
+    size_t lost_bytes;        /* of all its units, see zs_hosts_sums */
+    zs_hosts_turns *turns;    /* owned; NULL: they go over the group of all ranks */
+    zs_hosts_gathering *said; /* the first of those that have been said and not been heard yet; borrowed */
 } zs_hosts_comm;
 
 /* Ranks of each host. */
@@ -107,8 +109,38 @@ void zs_hosts_break_off(zs_hosts_comm *self, const char *why);
 
 /* --- hosts_turns.c ---------------------------------------------------------------------------------------------------- */
 
+typedef enum zs_hosts_ticket_state {
+    ZS_HOSTS_QUEUED,  /* it is the thread's */
+    ZS_HOSTS_BEGUN,   /* all ranks mean the same, and that has begun here */
+    ZS_HOSTS_STOPPED, /* the turns are there, and the thread says no others but urgent ones until zs_hosts_go_on */
+} zs_hosts_ticket_state;
+
+/* What this rank is about to do, and what comes of it. */
+typedef struct zs_hosts_ticket {
+    zs_c10d_turn mine;
+    zs_c10d_turn *turns; /* [world] of all ranks, once they are there; borrowed */
+    /* Where all mean the same: begins that, on the thread. False: it is left to the script's thread. NULL: so is all. */
+    bool (*begin)(zs_hosts_comm *, struct zs_hosts_ticket *);
+    bool urgent;                 /* it comes before all others */
+    zs_hosts_ticket_state state; /* read it after zs_hosts_hear */
+    struct zs_hosts_ticket *next;
+} zs_hosts_ticket;
+
+/* Has it said, and does not wait. The ticket stays where it is until zs_hosts_hear, or zs_hosts_take_back. */
+void zs_hosts_say(zs_hosts_comm *self, zs_hosts_ticket *ticket);
+
+/* Waits until it has been heard of all ranks. After a failure there is no ticket any more, and no turn. */
+zs_status zs_hosts_hear(zs_hosts_comm *self, zs_hosts_ticket *ticket);
+
+/* After a ticket that is STOPPED: the next ones are said; or they are the caller's again, as none of them has been. */
+void zs_hosts_go_on(zs_hosts_comm *self);
+void zs_hosts_take_back(zs_hosts_comm *self);
+
 /* From now on ranks say their turns in two levels, if the process group can; collective. */
 zs_status zs_hosts_turns_new(zs_hosts_comm *self);
+
+/* No turn can be heard any more, on other hosts neither; passes `status` on. */
+zs_status zs_hosts_turns_fail(zs_hosts_comm *self, zs_status status);
 
 /* No turn is heard any more. Idempotent. */
 void zs_hosts_turns_stop(zs_hosts_comm *self);
@@ -127,6 +159,9 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
 
 /* gather_finish. */
 zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *gathering);
+
+/* Waits until all gathers that were said have begun. */
+zs_status zs_hosts_hear_said(zs_c10d_comm *comm);
 
 /* --- hosts_coded.c ---------------------------------------------------------------------------------------------------- */
 

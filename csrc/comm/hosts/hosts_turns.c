@@ -5,38 +5,49 @@
  * thread of ours that always waits for the next one: it passes through none of torch's threads on its way, where a collective of all
  * ranks would pass through several on each, and be as slow as a megabyte.
  *
+ * So turns go on while the script computes, one after the other in the order in which this rank has said them: a ticket each. Where all
+ * ranks mean the same, the thread begins what they mean, too. Where they do not, it stops on all ranks alike, and the script's thread
+ * sees to it.
+ *
  * Turns are held twice, of even and of odd numbers. A rank says turn n+1 once it has read turn n of all, so when all of a host have said
  * n+1, what there was of turn n-1 has been read. A host sends n+1 then, so no host hears n+1 before its own ranks are done with n-1.
  */
+#define _GNU_SOURCE 1 /* pthread_condattr_setclock */
 #include "comm/hosts/hosts.h"
 
 #include "base/file.h"
 
 #include <pthread.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 /* From this rank to one other host and back. */
 typedef struct wire {
     int host, rank;
     char *in;           /* [per_host] turns; owned by zs_hosts_turns */
-    zs_work *receiving; /* of the thread; NULL: none */
+    zs_work *receiving; /* NULL: none */
     zs_work *sending[2];
 } wire;
 
 struct zs_hosts_turns {
-    uint64_t number;   /* of the last turn */
+    uint64_t number;   /* of the turn that is said next, less one; the thread's */
     size_t host_bytes; /* of all turns of a host */
     zs_flat_mem board; /* of `local`: see own_turn and host_turns */
     char *memory;      /* of messages; owned */
     char *out[2];      /* even and odd; parts of it */
-    pthread_t thread;  /* hears the other hosts */
-    pthread_mutex_t lock;
-    bool runs;        /* the thread has been started */
-    bool ends;        /* under the lock: it is to end */
-    bool hangs_up;    /* under the lock: and to end the connections */
-    zs_work *awaited; /* under the lock: by the thread; NULL: nothing now; borrowed */
+    pthread_t thread;
+    pthread_mutex_t lock;   /* of all that follows */
+    pthread_cond_t changed; /* on the monotonic clock */
+    bool runs;              /* the thread has been started */
+    bool ends, hangs_up;    /* it is to end; and to end the connections */
+    bool stopped;           /* it says urgent tickets only */
+    bool deaf;              /* it will hear no more; set after `why` */
+    char why[ZS_C10D_WORDS];
+    zs_work *awaited;              /* NULL: nothing now; borrowed */
+    zs_hosts_ticket *first, *last; /* to be said; borrowed */
     int n_wires;
     wire wires[]; /* [n_wires] the hosts that this rank hears and tells */
 };
@@ -74,9 +85,9 @@ static char *host_turns(const zs_hosts_comm *self, int host, uint64_t number)
     return first + (2 * nth + number % 2) * self->turns->host_bytes;
 }
 
-/* --- hearing -------------------------------------------------------------------------------------------------------------- */
+/* --- one turn, on the thread ---------------------------------------------------------------------------------------------- */
 
-/* The message that the thread waits for next; false: it is to end. */
+/* The message that is waited for next; false: the thread is to end. */
 static bool set_awaited(zs_hosts_turns *turns, zs_work *work)
 {
     pthread_mutex_lock(&turns->lock);
@@ -98,57 +109,19 @@ static zs_status receive(zs_hosts_comm *self, wire *from)
     return zs_group_receive(self->c10d.group, from->in, self->turns->host_bytes, from->rank, &from->receiving);
 }
 
-/* Hears turn `number` of all hosts that this rank hears. */
-static bool hear(zs_hosts_comm *self, uint64_t number)
+/* Waits until all ranks of the host have said or heard the turn; false: they will not, or the thread is to end. */
+static bool await_host(zs_hosts_comm *self, zs_hosts_event event)
 {
-    zs_hosts_turns *turns = self->turns;
-    for (int i = 0; i < turns->n_wires; i++) {
-        wire *from = &turns->wires[i];
-        if (!await(turns, from->receiving)) return false;
-        memcpy(host_turns(self, from->host, number), from->in, turns->host_bytes);
-        zs_work_free(from->receiving);
-        from->receiving = NULL;
-        if (receive(self, from) != ZS_OK) return false;
+    static const double slice = 0.1; /* seconds */
+    zs_hosts_awaited it = {self, event, self->turns->number, NULL};
+    while (set_awaited(self->turns, NULL)) {
+        if (!zs_hosts_look(&it, slice)) continue;
+        if (it.why == NULL) return true;
+        (void)ZS_FAIL(ZS_ERR_PEER, "%s", it.why);
+        return false;
     }
-    zs_hosts_mark(self, ZS_HOSTS_HEARD, number);
-    return true;
+    return false;
 }
-
-static void hang_up(const zs_hosts_turns *turns)
-{
-    for (int i = 0; i < turns->n_wires; i++)
-        if (turns->wires[i].receiving != NULL) zs_work_hang_up(turns->wires[i].receiving);
-}
-
-static void *listen_to_hosts(void *arg)
-{
-    zs_hosts_comm *self = arg;
-    zs_hosts_turns *turns = self->turns;
-    uint64_t number = 1;
-    zs_clear_error();
-    while (hear(self, number))
-        number++;
-    pthread_mutex_lock(&turns->lock);
-    bool asked = turns->ends, hangs_up = turns->hangs_up;
-    pthread_mutex_unlock(&turns->lock);
-    if (!asked) zs_hosts_mark_deaf(self, zs_last_message());
-    if (hangs_up) hang_up(turns);
-    return NULL;
-}
-
-static void end_thread(zs_hosts_turns *turns, bool hangs_up)
-{
-    if (!turns->runs) return;
-    pthread_mutex_lock(&turns->lock);
-    turns->ends = true;
-    turns->hangs_up = hangs_up;
-    if (turns->awaited != NULL) zs_work_abort(turns->awaited);
-    pthread_mutex_unlock(&turns->lock);
-    pthread_join(turns->thread, NULL);
-    turns->runs = false;
-}
-
-/* --- saying --------------------------------------------------------------------------------------------------------------- */
 
 /* Sends the host's turns to the hosts that this rank tells. What was sent two turns ago has been heard. */
 static zs_status tell_hosts(zs_hosts_comm *self)
@@ -167,49 +140,27 @@ static zs_status tell_hosts(zs_hosts_comm *self)
     return ZS_OK;
 }
 
-typedef struct exchanging {
-    zs_hosts_awaited it;
-    zs_status status; /* of sending */
-} exchanging;
-
-/* First all ranks of the host have said their turn, then they have heard those of the other hosts. */
-static bool look(void *arg, double seconds)
+/* Hears the turn of all hosts that this rank hears. */
+static bool hear(zs_hosts_comm *self)
 {
-    exchanging *now = arg;
-    if (now->it.event == ZS_HOSTS_SAID) {
-        if (!zs_hosts_look(&now->it, seconds)) return false;
-        if (now->it.why != NULL) return true;
-        now->status = tell_hosts(now->it.self);
-        if (now->status != ZS_OK) return true;
-        now->it.event = ZS_HOSTS_HEARD;
+    zs_hosts_turns *turns = self->turns;
+    for (int i = 0; i < turns->n_wires; i++) {
+        wire *from = &turns->wires[i];
+        if (!await(turns, from->receiving)) return false;
+        memcpy(host_turns(self, from->host, turns->number), from->in, turns->host_bytes);
+        zs_work_free(from->receiving);
+        from->receiving = NULL;
+        if (receive(self, from) != ZS_OK) return false;
     }
-    return zs_hosts_look(&now->it, seconds);
+    zs_hosts_mark(self, ZS_HOSTS_HEARD, turns->number);
+    return true;
 }
 
-static zs_status exchange(zs_hosts_comm *self, const zs_c10d_turn *mine)
+static void read_turns(const zs_hosts_comm *self, zs_c10d_turn *out)
 {
-    exchanging now = {{self, ZS_HOSTS_SAID, self->turns->number, NULL}, ZS_OK};
-    zs_c10d_arrival until = {look, &now, "other ranks have not come here"};
-    ZS_TRY(zs_c10d_watch_turn(&self->c10d, mine, &until));
-    if (now.status != ZS_OK) return zs_c10d_fail(&self->c10d, mine, now.status);
-    if (now.it.why == NULL) return ZS_OK;
-    return zs_c10d_fail(&self->c10d, mine, ZS_FAIL(ZS_ERR_PEER, "%s", now.it.why));
-}
-
-/* A zs_c10d_say. */
-static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *mine, zs_c10d_turn *turns)
-{
-    zs_hosts_comm *self = (zs_hosts_comm *)comm;
-    uint64_t number = ++self->turns->number;
-    *own_turn(self, self->lane, number) = *mine;
-    zs_hosts_mark(self, ZS_HOSTS_SAID, number);
-    zs_status status = exchange(self, mine);
-    if (status != ZS_OK) {
-        end_thread(self->turns, status != ZS_ERR_TORCH); /* Ctrl-C: the peers may get one, too */
-        return zs_hosts_pass(self, status);
-    }
+    uint64_t number = self->turns->number;
     for (int host = 0; host < self->hosts; host++) {
-        zs_c10d_turn *theirs = turns + zs_hosts_rank(self, host, 0);
+        zs_c10d_turn *theirs = out + zs_hosts_rank(self, host, 0);
         if (host != self->host) {
             memcpy(theirs, host_turns(self, host, number), self->turns->host_bytes);
             continue;
@@ -217,7 +168,165 @@ static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *mine, zs_c10d_turn 
         for (int lane = 0; lane < zs_hosts_per_host(self); lane++)
             theirs[lane] = *own_turn(self, lane, number);
     }
-    return ZS_OK;
+}
+
+/* False: no more will come. */
+static bool take_turn(zs_hosts_comm *self, zs_hosts_ticket *ticket)
+{
+    uint64_t number = ++self->turns->number;
+    *own_turn(self, self->lane, number) = ticket->mine;
+    zs_hosts_mark(self, ZS_HOSTS_SAID, number);
+    bool good =
+        await_host(self, ZS_HOSTS_SAID) && tell_hosts(self) == ZS_OK && hear(self) && await_host(self, ZS_HOSTS_HEARD);
+    if (good) read_turns(self, ticket->turns);
+    return good;
+}
+
+/* --- one after the other -------------------------------------------------------------------------------------------------- */
+
+/* The ticket that is said next; NULL: the thread is to end. */
+static zs_hosts_ticket *next_ticket(zs_hosts_turns *turns)
+{
+    pthread_mutex_lock(&turns->lock);
+    while (!turns->ends && (turns->first == NULL || (turns->stopped && !turns->first->urgent)))
+        pthread_cond_wait(&turns->changed, &turns->lock);
+    zs_hosts_ticket *ticket = turns->ends ? NULL : turns->first;
+    pthread_mutex_unlock(&turns->lock);
+    return ticket;
+}
+
+/* The ticket, which is the first, is the script's thread's again. */
+static void hand_back(zs_hosts_turns *turns, zs_hosts_ticket *ticket, bool begun)
+{
+    pthread_mutex_lock(&turns->lock);
+    turns->first = ticket->next;
+    if (turns->first == NULL) turns->last = NULL;
+    if (!begun) turns->stopped = true;
+    ticket->state = begun ? ZS_HOSTS_BEGUN : ZS_HOSTS_STOPPED;
+    pthread_cond_broadcast(&turns->changed);
+    pthread_mutex_unlock(&turns->lock);
+}
+
+static void hang_up(const zs_hosts_turns *turns)
+{
+    for (int i = 0; i < turns->n_wires; i++)
+        if (turns->wires[i].receiving != NULL) zs_work_hang_up(turns->wires[i].receiving);
+}
+
+static void *run(void *arg)
+{
+    zs_hosts_comm *self = arg;
+    zs_hosts_turns *turns = self->turns;
+    zs_hosts_ticket *ticket;
+    zs_clear_error();
+    while ((ticket = next_ticket(turns)) != NULL && take_turn(self, ticket)) {
+        bool same = zs_c10d_all_mean(&self->c10d, ticket->turns);
+        hand_back(turns, ticket, same && ticket->begin != NULL && ticket->begin(self, ticket));
+    }
+    pthread_mutex_lock(&turns->lock);
+    bool asked = turns->ends;
+    if (!asked) snprintf(turns->why, sizeof turns->why, "%s", zs_last_message());
+    turns->deaf = true;
+    pthread_cond_broadcast(&turns->changed);
+    pthread_mutex_unlock(&turns->lock);
+    if (!asked) zs_hosts_mark_deaf(self, turns->why);
+    if (turns->hangs_up) hang_up(turns);
+    return NULL;
+}
+
+static void end_thread(zs_hosts_turns *turns, bool hangs_up)
+{
+    if (!turns->runs) return;
+    pthread_mutex_lock(&turns->lock);
+    turns->ends = true;
+    turns->hangs_up = hangs_up;
+    if (turns->awaited != NULL) zs_work_abort(turns->awaited);
+    pthread_cond_broadcast(&turns->changed);
+    pthread_mutex_unlock(&turns->lock);
+    pthread_join(turns->thread, NULL);
+    turns->runs = false;
+}
+
+/* --- tickets, on the script's thread -------------------------------------------------------------------------------------- */
+
+void zs_hosts_say(zs_hosts_comm *self, zs_hosts_ticket *ticket)
+{
+    zs_hosts_turns *turns = self->turns;
+    ticket->state = ZS_HOSTS_QUEUED;
+    pthread_mutex_lock(&turns->lock);
+    ticket->next = ticket->urgent ? turns->first : NULL;
+    if (ticket->urgent || turns->first == NULL)
+        turns->first = ticket;
+    else
+        turns->last->next = ticket;
+    if (ticket->next == NULL) turns->last = ticket;
+    pthread_cond_broadcast(&turns->changed);
+    pthread_mutex_unlock(&turns->lock);
+}
+
+void zs_hosts_go_on(zs_hosts_comm *self)
+{
+    pthread_mutex_lock(&self->turns->lock);
+    self->turns->stopped = false;
+    pthread_cond_broadcast(&self->turns->changed);
+    pthread_mutex_unlock(&self->turns->lock);
+}
+
+void zs_hosts_take_back(zs_hosts_comm *self)
+{
+    pthread_mutex_lock(&self->turns->lock);
+    self->turns->first = self->turns->last = NULL;
+    self->turns->stopped = false;
+    pthread_mutex_unlock(&self->turns->lock);
+}
+
+typedef struct awaited {
+    zs_hosts_turns *turns;
+    const zs_hosts_ticket *ticket;
+} awaited;
+
+static bool look(void *arg, double seconds)
+{
+    const awaited *it = arg;
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += (long)(seconds * 1e9);
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_mutex_lock(&it->turns->lock);
+    bool late = seconds <= 0;
+    while (it->ticket->state == ZS_HOSTS_QUEUED && !it->turns->deaf && !late)
+        late = pthread_cond_timedwait(&it->turns->changed, &it->turns->lock, &until) != 0;
+    bool over = it->ticket->state != ZS_HOSTS_QUEUED || it->turns->deaf;
+    pthread_mutex_unlock(&it->turns->lock);
+    return over;
+}
+
+zs_status zs_hosts_turns_fail(zs_hosts_comm *self, zs_status status)
+{
+    end_thread(self->turns, status != ZS_ERR_TORCH); /* Ctrl-C: the peers may get one, too */
+    zs_hosts_take_back(self);
+    return zs_hosts_pass(self, status);
+}
+
+zs_status zs_hosts_hear(zs_hosts_comm *self, zs_hosts_ticket *ticket)
+{
+    awaited it = {self->turns, ticket};
+    zs_c10d_arrival until = {look, &it, "other ranks have not come here"};
+    zs_status status = zs_c10d_watch_turn(&self->c10d, &ticket->mine, &until);
+    if (status != ZS_OK) return zs_hosts_turns_fail(self, status);
+    if (ticket->state != ZS_HOSTS_QUEUED) return ZS_OK;
+    status = ZS_FAIL(ZS_ERR_PEER, "%s", self->turns->why);
+    return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &ticket->mine, status));
+}
+
+/* A zs_c10d_say. */
+static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *mine, zs_c10d_turn *turns)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    zs_hosts_ticket ticket = {.mine = *mine, .turns = turns, .urgent = true};
+    zs_hosts_say(self, &ticket);
+    return zs_hosts_hear(self, &ticket);
 }
 
 /* --- birth and end -------------------------------------------------------------------------------------------------------- */
@@ -241,11 +350,22 @@ static zs_status start_thread(zs_hosts_comm *self)
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the script's threads */
-    int error = pthread_create(&turns->thread, NULL, listen_to_hosts, self);
+    int error = pthread_create(&turns->thread, NULL, run, self);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error != 0) return ZS_FAIL(ZS_ERR_MEMORY, "cannot start a thread that hears other hosts: %s", strerror(error));
+    if (error != 0)
+        return ZS_FAIL(ZS_ERR_MEMORY, "cannot start the thread that meets other hosts: %s", strerror(error));
     turns->runs = true;
     return ZS_OK;
+}
+
+static void init_lock(zs_hosts_turns *turns)
+{
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&turns->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+    pthread_mutex_init(&turns->lock, NULL);
 }
 
 zs_status zs_hosts_turns_new(zs_hosts_comm *self)
@@ -264,15 +384,13 @@ zs_status zs_hosts_turns_new(zs_hosts_comm *self)
     turns->out[0] = memory;
     turns->out[1] = memory + bytes;
     turns->host_bytes = bytes;
-    pthread_mutex_init(&turns->lock, NULL);
+    init_lock(turns);
     find_wires(self);
     size_t part = 2 * sizeof(zs_c10d_turn) + 2 * lanes * bytes;
     ZS_TRY(zs_comm_flat_new(self->local, zs_file_bucket_room(part), &turns->board));
-    if (turns->n_wires > 0)
-        ZS_TRY(start_thread(self));
-    else
-        zs_hosts_mark(self, ZS_HOSTS_HEARD, UINT64_MAX);
+    ZS_TRY(start_thread(self));
     self->c10d.say = say;
+    self->c10d.hear_said = zs_hosts_hear_said;
     return ZS_OK;
 }
 
@@ -293,6 +411,7 @@ void zs_hosts_turns_free(zs_hosts_comm *self)
     }
     zs_mem_release(turns->board.mem);
     pthread_mutex_destroy(&turns->lock);
+    pthread_cond_destroy(&turns->changed);
     free(turns->memory);
     free(turns);
     self->turns = NULL;
