@@ -51,6 +51,7 @@ static void hosts_destroy(zs_comm *comm)
     zs_hosts_turns_free(self);
     if (!zs_c10d_clear(&self->c10d)) return;
     zs_mem_release(self->bells.mem);
+    pthread_mutex_destroy(&self->local_lock);
     zs_group_free(self->across[0]);
     zs_group_free(self->across[1]);
     zs_comm_release(self->local);
@@ -123,6 +124,7 @@ zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const
     zs_hosts_comm *self = calloc(1, sizeof *self);
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the hosts transport");
     self->c10d.base.ops = &zs_hosts_ops;
+    pthread_mutex_init(&self->local_lock, NULL);
     self->local = zs_comm_retain(local);
     self->hosts = ranks->world / ranks->per_host;
     self->host = ranks->rank / ranks->per_host;

@@ -8,6 +8,7 @@
  * the others have come as far, and does whatever the two levels cannot: gathers that some ranks have no use for, for example.
  *
  *   comm_hosts.c    the table, birth and end
+ *   hosts_said.c    gathers and rounds that have been said
  *   hosts_gather.c  memory that a host's ranks share, and gathering into it
  *   hosts_bells.c   telling the ranks of the host what has been said and what has come
  *   hosts_turns.c   what ranks say before each collective, in two levels
@@ -20,21 +21,24 @@
 
 #include "comm/c10d/c10d.h"
 
+#include <pthread.h>
+
 typedef struct zs_hosts_turns zs_hosts_turns;
-typedef struct zs_hosts_gathering zs_hosts_gathering;
+typedef struct zs_hosts_op zs_hosts_op;
 
 typedef struct zs_hosts_comm {
-    zs_c10d_comm c10d;        /* of all ranks */
-    zs_comm *local;           /* of this host's; counted reference; used by nobody else */
-    zs_group *across[2];      /* of the counterparts, in the order of hosts; see zs_hosts_across; owned */
-    int hosts, host;          /* how many, and which is this */
-    int lane;                 /* this rank's place on its host */
-    zs_flat_mem bells;        /* of `local`: a page of each of the host's ranks */
-    uint64_t gathers;         /* in two levels, so far; the same on all ranks */
-    uint64_t slots;           /* a digest of the slots made so far, in order */
-    size_t lost_bytes;        /* of all its units, see zs_hosts_sums */
-    zs_hosts_turns *turns;    /* owned; NULL: they go over the group of all ranks */
-    zs_hosts_gathering *said; /* the first of those that have been said and not been heard yet; borrowed */
+    zs_c10d_comm c10d;          /* of all ranks */
+    zs_comm *local;             /* of this host's; counted reference; used by nobody else */
+    zs_group *across[2];        /* of the counterparts, in the order of hosts; see zs_hosts_across; owned */
+    int hosts, host;            /* how many, and which is this */
+    int lane;                   /* this rank's place on its host */
+    zs_flat_mem bells;          /* of `local`: a page of each of the host's ranks */
+    uint64_t gathers;           /* in two levels, so far; the same on all ranks */
+    uint64_t slots;             /* a digest of the slots made so far, in order */
+    size_t lost_bytes;          /* of all its units, see zs_hosts_sums */
+    zs_hosts_turns *turns;      /* owned; NULL: they go over the group of all ranks */
+    zs_hosts_op *said;          /* the first that has been said and not been heard yet; borrowed */
+    pthread_mutex_t local_lock; /* of `local`, while the thread may use it */
 } zs_hosts_comm;
 
 /* Ranks of each host. */
@@ -132,6 +136,9 @@ void zs_hosts_say(zs_hosts_comm *self, zs_hosts_ticket *ticket);
 /* Waits until it has been heard of all ranks. After a failure there is no ticket any more, and no turn. */
 zs_status zs_hosts_hear(zs_hosts_comm *self, zs_hosts_ticket *ticket);
 
+/* Is there nothing to wait for? */
+bool zs_hosts_has_turned(zs_hosts_comm *self, const zs_hosts_ticket *ticket);
+
 /* After a ticket that is STOPPED: the next ones are said; or they are the caller's again, as none of them has been. */
 void zs_hosts_go_on(zs_hosts_comm *self);
 void zs_hosts_take_back(zs_hosts_comm *self);
@@ -148,6 +155,45 @@ void zs_hosts_turns_stop(zs_hosts_comm *self);
 /* Stops and frees them. NULL allowed. */
 void zs_hosts_turns_free(zs_hosts_comm *self);
 
+/* --- hosts_said.c ------------------------------------------------------------------------------------------------------ */
+
+/* What becomes of an op. */
+typedef struct zs_hosts_acts {
+    bool (*can)(const zs_hosts_comm *, const zs_hosts_op *); /* may the thread begin it? NULL: always */
+    zs_status (*begin)(zs_hosts_comm *, zs_hosts_op *);      /* on the thread, once all ranks mean the same */
+    zs_status (*begin_here)(zs_hosts_comm *, zs_hosts_op *); /* on the script's thread, once all ranks agree */
+    void (*undo)(zs_hosts_comm *, zs_hosts_op *);            /* after a failure; NULL: nothing */
+} zs_hosts_acts;
+
+/* A gather or a round. Its owner has it stay where it is while it is `said`. */
+struct zs_hosts_op {
+    zs_hosts_ticket ticket; /* the first member; its turns, [zs_hosts_op_turns], are the owner's */
+    const zs_hosts_acts *acts;
+    zs_model model;
+    zs_status status;
+    char words[ZS_C10D_WORDS]; /* of its failure */
+    bool said;                 /* and not heard yet */
+    zs_hosts_op *next;
+};
+
+/* Turns that it has room for: all ranks' and what this rank says next. */
+static inline size_t zs_hosts_op_turns(const zs_hosts_comm *self)
+{
+    return (size_t)self->c10d.base.world + 1;
+}
+
+/* Says it; it begins as soon as all ranks have said it. After a failure it has not been said. */
+zs_status zs_hosts_op_say(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn);
+
+/* Waits until all that was said before `end` has begun, and it; NULL: all. A failure, of any of it, may be told here or by
+ * zs_hosts_op_failure. */
+zs_status zs_hosts_hear_until(zs_hosts_comm *self, const zs_hosts_op *end);
+zs_status zs_hosts_hear_said(zs_c10d_comm *comm);
+zs_status zs_hosts_op_failure(const zs_hosts_op *op);
+
+/* Would zs_hosts_hear_until not wait for it? (For what was said before, it may.) */
+bool zs_hosts_is_heard(zs_hosts_comm *self, const zs_hosts_op *op);
+
 /* --- hosts_gather.c: as comm_ops.h has it ----------------------------------------------------------------------------- */
 
 /* slot_new. */
@@ -159,9 +205,6 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
 
 /* gather_finish. */
 zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *gathering);
-
-/* Waits until all gathers that were said have begun. */
-zs_status zs_hosts_hear_said(zs_c10d_comm *comm);
 
 /* --- hosts_coded.c ---------------------------------------------------------------------------------------------------- */
 

@@ -10,7 +10,6 @@
 #include "base/file.h"
 #include "base/fold.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -75,48 +74,42 @@ static zs_status set_apart(hosts_slot *slot, bool apart)
 
 /* --- gathering ------------------------------------------------------------------------------------------------------------ */
 
-struct zs_hosts_gathering {
-    zs_hosts_ticket ticket; /* the first: see begin */
+typedef struct hosts_gathering {
+    zs_hosts_op op;
     zs_flat_mem source;
-    zs_target to; /* a counted reference */
-    zs_model model;
-    zs_gathering *flat;        /* over all ranks; NULL: in two levels */
-    uint64_t number;           /* in two levels */
-    zs_status status;          /* of its begin */
-    char words[ZS_C10D_WORDS]; /* of its failure */
-    bool said;                 /* and not heard yet */
-    zs_hosts_gathering *next;
-    zs_work **works; /* [hosts] a broadcast from each; behind the turns */
+    zs_target to;       /* a counted reference */
+    zs_gathering *flat; /* over all ranks; NULL: in two levels */
+    uint64_t number;    /* in two levels */
+    zs_work **works;    /* [hosts] a broadcast from each; behind the turns */
     zs_c10d_turn turns[];
-};
+} hosts_gathering;
 
-static zs_hosts_gathering *gathering_new(const zs_hosts_comm *self, const zs_flat_mem *flat, zs_target to)
+static hosts_gathering *gathering_new(const zs_hosts_comm *self, const zs_flat_mem *flat, zs_target to)
 {
-    size_t turns = (size_t)(self->c10d.base.world + 1), works = (size_t)self->hosts;
-    zs_hosts_gathering *made = calloc(1, sizeof *made + turns * sizeof(zs_c10d_turn) + works * sizeof(zs_work *));
+    size_t turns = zs_hosts_op_turns(self), works = (size_t)self->hosts;
+    hosts_gathering *made = calloc(1, sizeof *made + turns * sizeof(zs_c10d_turn) + works * sizeof(zs_work *));
     if (made == NULL) return NULL;
     made->source = *flat;
     made->to = to;
-    made->model = self->c10d.base.model;
     made->works = (zs_work **)(void *)(made->turns + turns);
-    made->ticket.turns = made->turns;
+    made->op.ticket.turns = made->turns;
     zs_mem_retain(to.mem);
     return made;
 }
 
-static void gathering_free(zs_hosts_gathering *gathering)
+static void gathering_free(hosts_gathering *gathering)
 {
     zs_mem_release(gathering->to.mem);
     free(gathering);
 }
 
-static void leave(zs_hosts_comm *self, zs_hosts_gathering *gathering)
+static void leave(zs_hosts_comm *self, hosts_gathering *gathering)
 {
     zs_hosts_leave(self, gathering->works, (size_t)self->hosts, gathering->to.mem);
 }
 
 /* Begins the broadcasts by which each counterpart gets this rank's shard, and this rank theirs, each into its place. */
-static zs_status start_across(zs_hosts_comm *self, zs_hosts_gathering *gathering)
+static zs_status start_across(zs_hosts_comm *self, hosts_gathering *gathering)
 {
     const zs_flat_mem *flat = &gathering->source;
     zs_target to = gathering->to;
@@ -137,128 +130,28 @@ static zs_status start_across(zs_hosts_comm *self, zs_hosts_gathering *gathering
     return status;
 }
 
-/* A ticket's `begin`. What may fail here is for the script's thread to tell. */
-static bool begin(zs_hosts_comm *self, zs_hosts_ticket *ticket)
+static bool can_begin(const zs_hosts_comm *self, const zs_hosts_op *op)
 {
-    zs_hosts_gathering *gathering = (zs_hosts_gathering *)(void *)ticket;
-    const hosts_slot *slot = slot_of(gathering->to);
-    if (!zs_c10d_same_slots(&self->c10d, ticket->turns) || (slot != NULL && slot->apart)) return false;
-    gathering->status = start_across(self, gathering);
-    if (gathering->status == ZS_OK) return true;
-    snprintf(gathering->words, sizeof gathering->words, "%s", zs_last_message());
-    zs_clear_error();
-    return true;
+    const hosts_slot *slot = slot_of(((const hosts_gathering *)op)->to);
+    return zs_c10d_same_slots(&self->c10d, op->ticket.turns) && (slot == NULL || !slot->apart);
 }
 
-/* Begins it once all ranks have agreed. */
-static zs_status start(zs_hosts_comm *self, zs_hosts_gathering *gathering)
+static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
+{
+    return start_across(self, (hosts_gathering *)op);
+}
+
+/* Whatever the ranks' slots are. */
+static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
 {
     zs_c10d_comm *c10d = &self->c10d;
-    hosts_slot *slot = slot_of(gathering->to);
-    zs_status status = set_apart(slot, !c10d->same_slots);
-    if (status == ZS_OK && !c10d->same_slots)
-        return zs_c10d_gather_agreed(c10d, &gathering->ticket.mine, gathering->source.shard, gathering->to,
-                                     &gathering->flat);
-    ZS_THEN(status, start_across(self, gathering));
-    return status == ZS_OK ? ZS_OK : zs_c10d_fail(c10d, &gathering->ticket.mine, status);
+    hosts_gathering *gathering = (hosts_gathering *)op;
+    ZS_TRY(set_apart(slot_of(gathering->to), !c10d->same_slots));
+    if (c10d->same_slots) return start_across(self, gathering);
+    return zs_c10d_gather_agreed(c10d, &op->ticket.mine, gathering->source.shard, gathering->to, &gathering->flat);
 }
 
-/* --- what has been said ----------------------------------------------------------------------------------------------------- */
-
-/* All ranks see that they do not mean the same, or not in memory that is shared. */
-static zs_status agree(zs_hosts_comm *self, zs_hosts_gathering *gathering)
-{
-    zs_comm *base = &self->c10d.base;
-    zs_model now = base->model;
-    uint64_t reading = base->reading;
-    base->model = gathering->model;
-    base->reading = gathering->ticket.mine.reading;
-    zs_status status = zs_c10d_agree_on(&self->c10d, &gathering->ticket.mine, gathering->turns);
-    base->model = now;
-    base->reading = reading;
-    return status;
-}
-
-/* Fails on the thread, with words of it. */
-static zs_status fail_begun(zs_hosts_comm *self, const zs_hosts_gathering *gathering)
-{
-    zs_status status = ZS_FAIL(gathering->status, "%s", gathering->words);
-    return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &gathering->ticket.mine, status));
-}
-
-/* Waits until all ranks have said the first of those that were said, and sees to it that it has begun. */
-static zs_status hear_first(zs_hosts_comm *self)
-{
-    zs_hosts_gathering *gathering = self->said;
-    ZS_TRY(zs_hosts_hear(self, &gathering->ticket));
-    if (gathering->ticket.state == ZS_HOSTS_BEGUN)
-        return gathering->status == ZS_OK ? ZS_OK : fail_begun(self, gathering);
-    ZS_TRY(agree(self, gathering));
-    ZS_TRY(start(self, gathering));
-    zs_hosts_go_on(self);
-    return ZS_OK;
-}
-
-/* None of those that were said comes about. */
-static void fail_all(zs_hosts_comm *self, zs_status status)
-{
-    if (self->turns != NULL) zs_hosts_take_back(self);
-    while (self->said != NULL) {
-        zs_hosts_gathering *gathering = self->said;
-        self->said = gathering->next;
-        gathering->said = false;
-        gathering->status = status == ZS_ERR_TORCH ? ZS_ERR_PEER : status; /* whose Python exception is told once */
-        snprintf(gathering->words, sizeof gathering->words, "%s", zs_last_message());
-    }
-}
-
-/* Hears those that were said before `end`, and it; NULL: all. */
-static zs_status hear_until(zs_hosts_comm *self, const zs_hosts_gathering *end)
-{
-    while (self->said != NULL && (end == NULL || end->said)) {
-        zs_status status = hear_first(self);
-        if (status != ZS_OK) {
-            self->c10d.base.failed = true;
-            fail_all(self, status);
-            return status;
-        }
-        self->said->said = false;
-        self->said = self->said->next;
-    }
-    return ZS_OK;
-}
-
-zs_status zs_hosts_hear_said(zs_c10d_comm *comm)
-{
-    return hear_until((zs_hosts_comm *)comm, NULL);
-}
-
-static void append(zs_hosts_comm *self, zs_hosts_gathering *gathering)
-{
-    zs_hosts_gathering **at = &self->said;
-    while (*at != NULL)
-        at = &(*at)->next;
-    *at = gathering;
-    gathering->said = true;
-}
-
-/* Says it, if there is a thread to begin it. */
-static zs_status say(zs_hosts_comm *self, zs_hosts_gathering *gathering, const char *name)
-{
-    zs_c10d_turn turn = zs_c10d_gather_turn(&self->c10d, &gathering->source, name);
-    turn.slot = id_of(self, slot_of(gathering->to));
-    gathering->ticket.mine = zs_c10d_saying(&self->c10d, &turn);
-    gathering->ticket.begin = begin;
-    if (self->turns == NULL) {
-        ZS_TRY(zs_c10d_agree(&self->c10d, &turn));
-        return start(self, gathering);
-    }
-    ZS_TRY(zs_c10d_can_meet(&self->c10d));
-    if (self->said == NULL) zs_hosts_go_on(self);
-    append(self, gathering);
-    zs_hosts_say(self, &gathering->ticket);
-    return ZS_OK;
-}
+static const zs_hosts_acts gather_acts = {.can = can_begin, .begin = begin, .begin_here = begin_here};
 
 /* --- the table's ------------------------------------------------------------------------------------------------------------ */
 
@@ -266,9 +159,12 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
                                 zs_gathering **out)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
-    zs_hosts_gathering *gathering = gathering_new(self, flat, to);
+    hosts_gathering *gathering = gathering_new(self, flat, to);
     if (gathering == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
-    zs_status status = say(self, gathering, name);
+    zs_c10d_turn turn = zs_c10d_gather_turn(&self->c10d, flat, name);
+    turn.slot = id_of(self, slot_of(to));
+    gathering->op.acts = &gather_acts;
+    zs_status status = zs_hosts_op_say(self, &gathering->op, &turn);
     if (status == ZS_OK) {
         *out = (zs_gathering *)gathering;
         return ZS_OK;
@@ -278,11 +174,11 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
     return zs_hosts_pass(self, status);
 }
 
-static zs_status finish(zs_hosts_comm *self, zs_hosts_gathering *gathering)
+static zs_status finish(zs_hosts_comm *self, hosts_gathering *gathering)
 {
-    const zs_c10d_turn *turn = &gathering->ticket.mine;
-    ZS_TRY(hear_until(self, gathering));
-    if (gathering->status != ZS_OK) return ZS_FAIL(gathering->status, "%s", gathering->words);
+    const zs_c10d_turn *turn = &gathering->op.ticket.mine;
+    ZS_TRY(zs_hosts_hear_until(self, &gathering->op));
+    ZS_TRY(zs_hosts_op_failure(&gathering->op));
     if (gathering->flat != NULL) return zs_c10d_gather_finish(&self->c10d.base, gathering->flat);
     ZS_TRY(zs_hosts_finish(self, turn, gathering->works, (size_t)self->hosts, gathering->to.mem));
     return zs_hosts_await(self, turn, gathering->number);
@@ -291,7 +187,7 @@ static zs_status finish(zs_hosts_comm *self, zs_hosts_gathering *gathering)
 zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *handle)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
-    zs_hosts_gathering *gathering = (zs_hosts_gathering *)handle;
+    hosts_gathering *gathering = (hosts_gathering *)handle;
     zs_status status = finish(self, gathering);
     leave(self, gathering);
     gathering_free(gathering);

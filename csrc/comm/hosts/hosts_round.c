@@ -19,9 +19,20 @@ typedef struct hosts_tail {
     uint64_t present; /* 0: the sums are not filled, no rank of the host had a gradient */
 } hosts_tail;
 
-typedef struct hosts_unit {
+typedef struct hosts_unit hosts_unit;
+
+/* A round that was said. */
+typedef struct hosts_post {
+    zs_hosts_op op;
+    hosts_unit *unit;
+    uint64_t *used; /* a copy; behind the turns */
+    zs_c10d_turn turns[];
+} hosts_post;
+
+struct hosts_unit {
     zs_cunit base;
-    zs_cunit *local; /* the same of the host's ranks' transport */
+    hosts_post *post; /* of the round that is out, or has failed; owned; NULL: none */
+    zs_cunit *local;  /* the same of the host's ranks' transport */
     uint64_t number;
     zs_hosts_sums sums;      /* which begin at `base.at` */
     size_t stride;           /* from one piece to the next */
@@ -29,7 +40,7 @@ typedef struct hosts_unit {
     zs_work **works;         /* [hosts * n_slices, at least hosts] under way; NULL: none */
     size_t n_works;
     zs_mem *sent, *received; /* areas of that round, NULL: none */
-} hosts_unit;
+};
 
 /* --- sizes ---------------------------------------------------------------------------------------------------------------- */
 
@@ -79,12 +90,19 @@ zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
 
 zs_status zs_hosts_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
-    return zs_comm_bucket_new(((zs_hosts_comm *)comm)->local, zs_file_bucket_room(bytes), out);
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    pthread_mutex_lock(&self->local_lock);
+    zs_status status = zs_comm_bucket_new(self->local, zs_file_bucket_room(bytes), out);
+    pthread_mutex_unlock(&self->local_lock);
+    return status;
 }
 
 void zs_hosts_bucket_free(zs_comm *comm, zs_bucket *bucket)
 {
-    zs_comm_bucket_free(((zs_hosts_comm *)comm)->local, bucket);
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    pthread_mutex_lock(&self->local_lock);
+    zs_comm_bucket_free(self->local, bucket);
+    pthread_mutex_unlock(&self->local_lock);
 }
 
 /* --- a round -------------------------------------------------------------------------------------------------------------- */
@@ -175,25 +193,67 @@ static zs_status start_pieces(zs_hosts_comm *self, hosts_unit *unit)
     return ZS_OK;
 }
 
-static zs_status send(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used)
-{
-    zs_c10d_turn turn = turn_of(unit, ZS_C10D_POST);
-    size_t bytes = unit->stride * (size_t)self->hosts;
-    ZS_TRY(zs_c10d_agree(&self->c10d, &turn));
-    size_t decoded = unit->sums.room * (size_t)self->hosts;
-    zs_status status = zs_c10d_borrow_area(&self->c10d, bytes + decoded, &unit->received);
-    ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes, &unit->sent));
-    ZS_THEN(status, sum_local(self, unit, used));
-    ZS_THEN(status, start_pieces(self, unit));
-    if (status != ZS_OK) zs_hosts_lost_drop(self, &unit->sums); /* some of it may have gone into this round */
-    return status == ZS_OK ? ZS_OK : zs_c10d_fail(&self->c10d, &turn, status);
-}
-
 /* None of a round's collectives is waited for any more; `memory` as in zs_c10d_finish. */
 static void leave_works(zs_hosts_comm *self, hosts_unit *unit, zs_mem *memory)
 {
     zs_hosts_leave(self, unit->works, unit->n_works, memory);
     unit->n_works = 0;
+}
+
+/* An op's `begin`, on either thread. */
+static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
+{
+    const hosts_post *post = (const hosts_post *)op;
+    pthread_mutex_lock(&self->local_lock);
+    zs_status status = sum_local(self, post->unit, post->used);
+    pthread_mutex_unlock(&self->local_lock);
+    ZS_THEN(status, start_pieces(self, post->unit));
+    return status;
+}
+
+/* What failed on all ranks has not been a round. */
+static void undo(zs_hosts_comm *self, zs_hosts_op *op)
+{
+    hosts_unit *unit = ((const hosts_post *)op)->unit;
+    zs_hosts_lost_drop(self, &unit->sums); /* some of it may have gone into this round */
+    leave_works(self, unit, NULL);
+    unit->base.round--;
+    unit->base.state = ZS_ROUND_NONE;
+    return_areas(self, unit);
+}
+
+static const zs_hosts_acts post_acts = {.begin = begin, .begin_here = begin, .undo = undo};
+
+static void post_free(hosts_unit *unit)
+{
+    free(unit->post);
+    unit->post = NULL;
+}
+
+static zs_status post_new(const zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used)
+{
+    size_t turns = zs_hosts_op_turns(self), words = unit->base.used_words;
+    post_free(unit);
+    hosts_post *made = calloc(1, sizeof *made + turns * sizeof(zs_c10d_turn) + words * sizeof *used);
+    if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory reducing unit '%s'", unit->base.spec.name);
+    made->op.acts = &post_acts;
+    made->op.ticket.turns = made->turns;
+    made->unit = unit;
+    made->used = (uint64_t *)(void *)(made->turns + turns);
+    memcpy(made->used, used, words * sizeof *used);
+    unit->post = made;
+    return ZS_OK;
+}
+
+static zs_status send(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used)
+{
+    size_t bytes = unit->stride * (size_t)self->hosts, decoded = unit->sums.room * (size_t)self->hosts;
+    zs_c10d_turn turn = turn_of(unit, ZS_C10D_POST);
+    zs_status status = post_new(self, unit, used);
+    ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes + decoded, &unit->received));
+    ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes, &unit->sent));
+    if (status != ZS_OK) return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &turn, status));
+    return zs_hosts_op_say(self, &unit->post->op, &turn);
 }
 
 zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
@@ -208,9 +268,8 @@ zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket,
         cunit->state = ZS_ROUND_POSTED;
         return ZS_OK;
     }
-    leave_works(self, unit, NULL);
-    cunit->round--; /* what failed on all ranks has not been a round */
-    return_areas(self, unit);
+    if (unit->post != NULL) undo(self, &unit->post->op);
+    post_free(unit);
     return zs_hosts_pass(self, status);
 }
 
@@ -252,11 +311,24 @@ static zs_status finish(zs_hosts_comm *self, hosts_unit *unit, zs_c10d_kind kind
     return zs_hosts_finish(self, &turn, unit->works, n, memory);
 }
 
+/* Waits until the round that was said has begun. Its failure is told once. */
+static zs_status begun(zs_hosts_comm *self, hosts_unit *unit)
+{
+    if (unit->post == NULL) return ZS_OK;
+    zs_status status = zs_hosts_hear_until(self, &unit->post->op);
+    ZS_THEN(status, zs_hosts_op_failure(&unit->post->op));
+    post_free(unit);
+    return status;
+}
+
 zs_status zs_hosts_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
     *ready = false;
+    if (unit->post != NULL && wait == ZS_WAIT_NOT && !zs_hosts_is_heard(self, &unit->post->op)) return ZS_OK;
+    zs_status heard = begun(self, unit);
+    if (heard != ZS_OK) return zs_hosts_pass(self, heard);
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
     /* In ZS_REDUCE_ALL a collective follows, so the ranks must come through here in one order: no looking first. */
     bool only_look = wait == ZS_WAIT_NOT && cunit->spec.mode == ZS_REDUCE_SCATTER;
@@ -340,8 +412,18 @@ zs_status zs_hosts_release(zs_comm *comm, zs_cunit *cunit)
 
 zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
-    const hosts_unit *unit = (const hosts_unit *)cunit;
-    return zs_cunit_reusable(((zs_hosts_comm *)comm)->local, unit->local, wait, ready);
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = (hosts_unit *)cunit;
+    *ready = false;
+    if (unit->post != NULL) {
+        if (wait == ZS_WAIT_NOT && !zs_hosts_is_heard(self, &unit->post->op)) return ZS_OK;
+        zs_status status = zs_hosts_hear_until(self, &unit->post->op);
+        if (status != ZS_OK) return zs_hosts_pass(self, status);
+    }
+    pthread_mutex_lock(&self->local_lock);
+    zs_status status = zs_cunit_reusable(self->local, unit->local, wait, ready);
+    pthread_mutex_unlock(&self->local_lock);
+    return status;
 }
 
 void zs_hosts_rescale(zs_comm *comm, zs_cunit *cunit, double factor)
@@ -362,7 +444,8 @@ void zs_hosts_cunit_free(zs_comm *comm, zs_cunit *cunit)
     if (cunit == NULL) return;
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
-    bool failed = zs_last_status() != ZS_OK;                             /* of the caller, who is on the way out */
+    bool failed = zs_last_status() != ZS_OK; /* of the caller, who is on the way out */
+    if (unit->post != NULL) (void)begun(self, unit);
     if (unit->n_works > 0) (void)finish(self, unit, ZS_C10D_POST, NULL); /* it writes into our memory until then */
     if (!failed) zs_clear_error();
     return_areas(self, unit);

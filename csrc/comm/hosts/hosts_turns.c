@@ -17,7 +17,6 @@
 
 #include "base/file.h"
 
-#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -300,6 +299,12 @@ static bool look(void *arg, double seconds)
     bool over = it->ticket->state != ZS_HOSTS_QUEUED || it->turns->deaf;
     pthread_mutex_unlock(&it->turns->lock);
     return over;
+}
+
+bool zs_hosts_has_turned(zs_hosts_comm *self, const zs_hosts_ticket *ticket)
+{
+    awaited it = {self->turns, ticket};
+    return look(&it, 0);
 }
 
 zs_status zs_hosts_turns_fail(zs_hosts_comm *self, zs_status status)

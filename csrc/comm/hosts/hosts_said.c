@@ -1,0 +1,135 @@
+/* hosts_said.c - gathers and rounds that this rank has said, and that begin when their turn has come. See hosts.h.
+ *
+ * The one idea: to say something and to find out what all ranks say are two calls. Between them the script computes, while the thread
+ * of hosts_turns.c says one after the other and begins what all mean. A failure is told by whichever call first finds it; with that,
+ * all that was said after it has failed on all ranks, as none of it has been heard.
+ */
+#include "comm/hosts/hosts.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static void fail(zs_hosts_op *op, zs_status status)
+{
+    op->status = status;
+    snprintf(op->words, sizeof op->words, "%s", zs_last_message());
+}
+
+/* A ticket's `begin`. What fails here is for the script's thread to tell. */
+static bool begin(zs_hosts_comm *self, zs_hosts_ticket *ticket)
+{
+    zs_hosts_op *op = (zs_hosts_op *)(void *)ticket;
+    if (op->acts->can != NULL && !op->acts->can(self, op)) return false;
+    zs_status status = op->acts->begin(self, op);
+    if (status != ZS_OK) fail(op, status);
+    zs_clear_error();
+    return true;
+}
+
+/* All ranks see that they do not mean the same, or that the thread cannot begin it. */
+static zs_status agree(zs_hosts_comm *self, zs_hosts_op *op)
+{
+    zs_comm *base = &self->c10d.base;
+    zs_model now = base->model;
+    uint64_t reading = base->reading;
+    base->model = op->model;
+    base->reading = op->ticket.mine.reading;
+    zs_status status = zs_c10d_agree_on(&self->c10d, &op->ticket.mine, op->ticket.turns);
+    base->model = now;
+    base->reading = reading;
+    return status;
+}
+
+/* Ranks of which one cannot begin what all mean are lost to each other. */
+static zs_status lose(zs_hosts_comm *self, const zs_hosts_op *op, zs_status status)
+{
+    return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &op->ticket.mine, status));
+}
+
+static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
+{
+    zs_status status = op->acts->begin_here(self, op);
+    return status == ZS_OK ? ZS_OK : lose(self, op, status);
+}
+
+/* Waits until all ranks have said the first of what was said, and sees to it that it has begun. */
+static zs_status hear_first(zs_hosts_comm *self)
+{
+    zs_hosts_op *op = self->said;
+    ZS_TRY(zs_hosts_hear(self, &op->ticket));
+    if (op->ticket.state == ZS_HOSTS_BEGUN) {
+        if (op->status == ZS_OK) return ZS_OK;
+        return lose(self, op, ZS_FAIL(op->status, "%s", op->words));
+    }
+    ZS_TRY(agree(self, op));
+    ZS_TRY(begin_here(self, op));
+    zs_hosts_go_on(self);
+    return ZS_OK;
+}
+
+/* None of what was said comes about. */
+static void fail_all(zs_hosts_comm *self, zs_status status)
+{
+    zs_hosts_take_back(self);
+    while (self->said != NULL) {
+        zs_hosts_op *op = self->said;
+        self->said = op->next;
+        op->said = false;
+        fail(op, status == ZS_ERR_TORCH ? ZS_ERR_PEER : status); /* a Python exception is told once */
+        if (op->acts->undo != NULL) op->acts->undo(self, op);
+    }
+}
+
+zs_status zs_hosts_hear_until(zs_hosts_comm *self, const zs_hosts_op *end)
+{
+    while (self->said != NULL && (end == NULL || end->said)) {
+        zs_status status = hear_first(self);
+        if (status != ZS_OK) {
+            self->c10d.base.failed = true;
+            fail_all(self, status);
+            return status;
+        }
+        self->said->said = false;
+        self->said = self->said->next;
+    }
+    return ZS_OK;
+}
+
+zs_status zs_hosts_hear_said(zs_c10d_comm *comm)
+{
+    return zs_hosts_hear_until((zs_hosts_comm *)comm, NULL);
+}
+
+bool zs_hosts_is_heard(zs_hosts_comm *self, const zs_hosts_op *op)
+{
+    return !op->said || zs_hosts_has_turned(self, &op->ticket);
+}
+
+zs_status zs_hosts_op_failure(const zs_hosts_op *op)
+{
+    return op->status == ZS_OK ? ZS_OK : ZS_FAIL(op->status, "%s", op->words);
+}
+
+zs_status zs_hosts_op_say(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn)
+{
+    op->status = ZS_OK;
+    op->model = self->c10d.base.model;
+    op->ticket.mine = zs_c10d_saying(&self->c10d, turn);
+    op->ticket.begin = begin;
+    op->ticket.urgent = false;
+    op->next = NULL;
+    if (self->turns == NULL) {
+        ZS_TRY(zs_c10d_agree(&self->c10d, turn));
+        zs_status status = op->acts->begin_here(self, op);
+        return status == ZS_OK ? ZS_OK : zs_c10d_fail(&self->c10d, turn, status);
+    }
+    ZS_TRY(zs_c10d_can_meet(&self->c10d));
+    if (self->said == NULL) zs_hosts_go_on(self);
+    zs_hosts_op **at = &self->said;
+    while (*at != NULL)
+        at = &(*at)->next;
+    *at = op;
+    op->said = true;
+    zs_hosts_say(self, &op->ticket);
+    return ZS_OK;
+}
