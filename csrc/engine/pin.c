@@ -10,9 +10,9 @@ static zs_status choose_dtype(zs_unit *unit, bool exact)
     if (zs_unit_is_full(unit)) {
         if (!exact || !lowered || unit->exact) return ZS_OK;
         return ZS_FAIL(ZS_ERR_STATE,
-                       "unit '%s' is unsharded in the compute dtype (param_dtype), by its forward or by unshard(), so "
-                       "its full parameters cannot be read in their original dtype; read them outside the unit's "
-                       "forward, or after reshard()",
+                       "unit '%s' is unsharded as its forward computes with it (rounded by param_dtype or wire), by its "
+                       "forward or by unshard(), so its full parameters cannot be read in their original dtype and exact; read them "
+                       "outside the unit's forward, or after reshard()",
                        zs_unit_label(unit->name));
     }
     if (unit->exact == exact) return ZS_OK;

@@ -43,7 +43,7 @@ typedef enum zs_c10d_kind {
 typedef struct zs_c10d_turn {
     uint64_t kind;                   /* a zs_c10d_kind */
     uint64_t number;                 /* which flat, unit, exchange or broadcast */
-    uint64_t round;                  /* of the unit's gradients; the root of a broadcast; else 0 */
+    uint64_t round;                  /* of the unit's gradients; the root of a broadcast; a gather's zs_wire; else 0 */
     uint64_t bytes;                  /* that each rank brings */
     uint64_t reading;                /* what the last pass reads, see zs_reading_told */
     uint64_t slot;                   /* (gather) memory that the ranks of a host share, to gather into; 0: none */

@@ -99,6 +99,7 @@ const zs_comm_ops zs_hosts_ops = {
     .rounds = &hosts_rounds,
     .readers = &zs_c10d_reader_ops,
     .talk = &hosts_talk,
+    .code_room = zs_hosts_code_room,
     .bytes = hosts_bytes,
     .close = hosts_close,
     .destroy = hosts_destroy,

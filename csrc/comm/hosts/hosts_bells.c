@@ -107,7 +107,7 @@ static bell *find_missing(awaited *it)
 {
     for (int lane = 0; lane < zs_hosts_per_host(it->self); lane++) {
         bell *each = bell_of(it->self, lane);
-        if (lane == it->self->lane || atomic_load(&each->arrived[it->gather % RING]) >= it->gather) continue;
+        if (atomic_load(&each->arrived[it->gather % RING]) >= it->gather) continue;
         if (atomic_load(&each->off) != 0) it->off = each;
         return each;
     }
