@@ -36,7 +36,7 @@ zs_status zs_engine_dismiss(zs_unit *unit)
 
 zs_status zs_pin(zs_unit *unit, bool exact)
 {
-    if (unit->record.pinned) return ZS_OK;
+    if (unit->record.pinned) return choose_dtype(unit, exact); /* is it what is asked for? */
     ZS_TRY(zs_engine_summon(unit, exact));
     zs_schedule_pin(&unit->record);
     zs_pinned_begin();
