@@ -72,7 +72,8 @@ static void gathers_see_each_step(rank_env *env)
             fill_pattern(flats[f].shard, shard_bytes[f], 1000 * step + 100 * (unsigned)f + (unsigned)env->rank);
         zs_gathering *on_the_way[FLATS];
         for (int f = 0; f < FLATS; f++)
-            OK(zs_comm_gather_start(env->comm, &flats[f], "layer", (zs_target){.mem = full[f], .full = full[f]->ptr}, &on_the_way[f]));
+            OK(zs_comm_gather_start(env->comm, &flats[f], "layer", (zs_target){.mem = full[f], .full = full[f]->ptr},
+                                    &on_the_way[f]));
         for (int f = FLATS; f-- > 0;)
             OK(zs_comm_gather_finish(env->comm, on_the_way[f]));
         for (int f = 0; f < FLATS; f++)

@@ -209,8 +209,9 @@ static void steps_that_differ(rank_env *env)
                             ? "rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad"
                             : "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering";
     zs_clear_error();
-    zs_status status = env->rank == 0 ? zs_comm_gather(env->comm, &flat, "head", (zs_target){.mem = full, .full = full->ptr})
-                                      : zs_comm_broadcast(env->comm, data, sizeof data, 0);
+    zs_status status = env->rank == 0
+                           ? zs_comm_gather(env->comm, &flat, "head", (zs_target){.mem = full, .full = full->ptr})
+                           : zs_comm_broadcast(env->comm, data, sizeof data, 0);
     CHECK(status == ZS_ERR_DIVERGED && strstr(zs_last_message(), words) != NULL);
     zs_comm_flat_free(env->comm, &flat);
     zs_mem_release(full);

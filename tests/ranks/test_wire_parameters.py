@@ -6,7 +6,6 @@ a plain model of rounded parameters has the same bits, on all ranks, whatever is
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import pytest
@@ -77,11 +76,17 @@ def seen(sizes, wire, dtype=torch.float32, options=None):
         rounded = expected(wire, world, low) if codes else low
         for _ in range(2):
             model(torch.ones(NUMEL, dtype=low.dtype)).backward()
-        found = differences({str(i): each for i, each in enumerate(model.seen)}, {"0": rounded, "1": rounded})
+        found = differences(
+            {str(i): each for i, each in enumerate(model.seen)}, {"0": rounded, "1": rounded}
+        )
         found += differences(model.state_dict(), {"weight": exact})
         with zshard.FSDP.summon_full_params(model):
             found += differences({"summoned": model.weight.detach()}, {"summoned": exact})
-        words = "" if wire is None else f"parameters cross hosts {'as ' + wire if codes else 'as they are'}"
+        words = (
+            ""
+            if wire is None
+            else f"parameters cross hosts {'as ' + wire if codes else 'as they are'}"
+        )
         return found + ([] if words in model.summary() else [model.summary()])
 
 
@@ -216,7 +221,11 @@ def uncoded(strategy, options):
             if strategy.startswith("hybrid"):
                 options = {**options, "device_mesh": mesh_of(2, 2)}
             model = FSDP(
-                make(case.make), strategy=strategy, auto_wrap_policy=case.policy, wire=wire, **options
+                make(case.make),
+                strategy=strategy,
+                auto_wrap_policy=case.policy,
+                wire=wire,
+                **options,
             )
             assert wire is None or "parameters cross hosts as they are" in model.summary()
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -241,7 +250,11 @@ def evaluated(wire):
     case = CASES["mlp"]
     with hosts_of(2, 2) as group:
         model = FSDP(
-            make(case.make), process_group=group, auto_wrap_policy=case.policy, timeout=60, wire=wire
+            make(case.make),
+            process_group=group,
+            auto_wrap_policy=case.policy,
+            timeout=60,
+            wire=wire,
         )
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         together, alone = {}, {}
@@ -264,9 +277,7 @@ def test_rank_that_evaluates_alone_computes_with_the_same(pool4, wire):
 def in_eval_mode(variable):
     with hosts_of(2, 2) as group, pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", variable)
-        model = FSDP(
-            Seen(), process_group=group, auto_wrap_policy=None, timeout=60, wire=ROUNDED
-        )
+        model = FSDP(Seen(), process_group=group, auto_wrap_policy=None, timeout=60, wire=ROUNDED)
         for training in (True, False, True):
             model.train(training)
             model(torch.ones(NUMEL)).backward()
@@ -282,8 +293,10 @@ def test_full_precision_in_eval_mode(pool4, variable):
 def differing(first, second):
     with hosts_of(2, 2) as group:
         wire = first if dist.get_rank() == 1 else second
-        wrap = lambda: FSDP(Products(), process_group=group, auto_wrap_policy=None, wire=wire)
-        return message_of(wrap, zshard.DivergenceError)
+        return message_of(
+            lambda: FSDP(Products(), process_group=group, auto_wrap_policy=None, wire=wire),
+            zshard.DivergenceError,
+        )
 
 
 @pytest.mark.parametrize("first, second", [(ROUNDED, None), ("int8", Wire("int8"))])
@@ -384,7 +397,7 @@ def test_memory_is_as_predicted(pool4):
 
 @pytest.mark.parametrize("arguments", [("int4",), (None, "fp8"), (torch.bfloat16,)])
 def test_unknown_names(arguments):
-    with pytest.raises(ValueError, match="Wire: (gradients|parameters) must be 'bf16', 'int8' or None"):
+    with pytest.raises(ValueError, match=r"Wire: \w+ must be 'bf16', 'int8' or None"):
         Wire(*arguments)
 
 
@@ -392,4 +405,6 @@ def test_of_what_it_may_be():
     with pytest.raises(ValueError, match=r"'bf16', 'int8', a zshard\.Wire or None, got 8"):
         zshard.predict_memory(Products(), 4, wire=8)
     both = zshard.predict_memory(Products(), 4, local_world_size=2, wire="int8")
-    assert both == zshard.predict_memory(Products(), 4, local_world_size=2, wire=Wire("int8", "int8"))
+    assert both == zshard.predict_memory(
+        Products(), 4, local_world_size=2, wire=Wire("int8", "int8")
+    )

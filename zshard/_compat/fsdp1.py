@@ -42,9 +42,7 @@ class Fsdp1Arguments(NamedTuple):
     forward_prefetch: Any
     limit_all_gathers: Any
 
-    def options(
-        self, strategy: Any, offload: Any, wire: str | Wire | None, device: str
-    ) -> Options:
+    def options(self, strategy: Any, offload: Any, wire: str | Wire | None, device: str) -> Options:
         """Return the options for a model on `device`. Raises ValueError, TypeError or
         NotImplementedError for a value that zshard does not support.
 
