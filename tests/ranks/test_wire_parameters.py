@@ -242,6 +242,52 @@ def test_where_gathers_do_not_cross_all_is_exact(pool4, strategy):
     assert pool4.run(uncoded, strategy, {"timeout": 60}) == [[]] * 4
 
 
+def curve(wire, steps):
+    """Losses of `steps` steps, means over the ranks."""
+    case = CASES["net"]
+    with hosts_of(2, 2) as group:
+        model = FSDP(
+            make(case.make),
+            process_group=group,
+            auto_wrap_policy=case.policy,
+            timeout=60,
+            wire=wire,
+        )
+        optimizer, losses = zshard.AdamW(model.parameters(), 3e-3), []
+        for step in range(steps):
+            loss = loss_of(model(case.batch(step % 4, dist.get_rank())))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        mean = torch.stack(losses)
+        dist.all_reduce(mean)
+    return (mean / 4).tolist()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wire", ["int8", Wire(parameters="int8")])
+def test_loss_falls_as_in_float32(pool4, wire):
+    exact, coded = (pool4.run(curve, each, 120)[0] for each in (None, wire))
+    assert coded != exact
+    assert coded[-1] < exact[0] - 0.9 * (exact[0] - exact[-1])
+    assert max(abs(a - b) for a, b in zip(coded, exact, strict=True)) < 0.05 * exact[0]
+
+
+def shard_fully(wire):
+    """What a unit of fully_shard() computes with, and what summary() says."""
+    with on_two_hosts():
+        model = zshard.fully_shard(Seen(), wire=wire)
+        model(torch.ones(NUMEL)).backward()
+    rounded = expected("int8", 4, weights())
+    said = "parameters cross hosts as int8" in model.summary()
+    return differences({"seen": model.seen[0]}, {"seen": rounded}), said
+
+
+def test_fully_shard_takes_it(pool4):
+    assert pool4.run(shard_fully, Wire(parameters="int8")) == [([], True)] * 4
+
+
 # --- ranks that go different ways -----------------------------------------------------------------
 
 
