@@ -73,7 +73,7 @@ typedef struct zs_c10d_comm {
     uint64_t flats, units, messages;   /* so many so far */
     zs_c10d_peer *peers;               /* [world] */
     int gone;        /* the peer that was first seen to be gone, the cause of what follows; -1: none */
-    size_t living;   /* units that are not freed */
+    size_t living;   /* units that are not freed, and (hosts) gathers that have an area */
     zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
     bool told;       /* this rank has left its last words */
     bool same_slots; /* in the last turn all ranks meant the same gather, and those of each host the same slot */

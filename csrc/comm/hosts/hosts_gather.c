@@ -156,13 +156,28 @@ static zs_status start_coded(zs_hosts_comm *self, const zs_flat_mem *flat, hosts
     return status;
 }
 
+/* Codes are in an area until the gather has ended: as units do, they keep the areas. */
+static zs_status borrow_codes(zs_hosts_comm *self, hosts_gathering *gathering)
+{
+    if (gathering->code.wire == ZS_WIRE_EXACT) return ZS_OK;
+    ZS_TRY(zs_c10d_borrow_area(&self->c10d, gathering->code.stride * (size_t)self->hosts, &gathering->codes));
+    self->c10d.living++;
+    return ZS_OK;
+}
+
+static void return_codes(zs_hosts_comm *self, hosts_gathering *gathering)
+{
+    if (gathering->codes == NULL) return;
+    zs_c10d_return_area(&self->c10d, &gathering->codes);
+    self->c10d.living--;
+}
+
 static zs_status start_in_two_levels(zs_hosts_comm *self, const zs_flat_mem *flat, hosts_gathering *gathering)
 {
     zs_hosts_arrival *arrival = NULL;
     bool coded = gathering->code.wire != ZS_WIRE_EXACT;
     gathering->number = ++self->gathers;
-    if (coded)
-        ZS_TRY(zs_c10d_borrow_area(&self->c10d, gathering->code.stride * (size_t)self->hosts, &gathering->codes));
+    ZS_TRY(borrow_codes(self, gathering));
     ZS_TRY(zs_hosts_arrival_new(self, gathering->number, self->hosts, &arrival));
     zs_group_set_timeout(self->across, self->c10d.base.timeout);
     return coded ? start_coded(self, flat, gathering, arrival) : start_across(self, flat, gathering, arrival);
@@ -220,7 +235,7 @@ static zs_status finish_in_two_levels(zs_hosts_comm *self, hosts_gathering *gath
     size_t n = (size_t)self->hosts;
     ZS_TRY(zs_hosts_finish(self, &gathering->turn, gathering->works, n, gathering->mem));
     ZS_TRY(zs_hosts_await(self, &gathering->turn, gathering->number));
-    zs_c10d_return_area(&self->c10d, &gathering->codes);
+    return_codes(self, gathering);
     return ZS_OK;
 }
 
