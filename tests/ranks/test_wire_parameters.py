@@ -403,7 +403,7 @@ def test_bytes_that_cross(pool4):
 
 
 def peaks(wire):
-    case = CASES["mlp"]
+    case = CASES["net"]
     told = zshard.predict_memory(
         make(case.make),
         4,
@@ -432,12 +432,11 @@ def peaks(wire):
 
 
 def test_memory_is_as_predicted(pool4):
-    exact, *coded = (pool4.run(peaks, Wire(parameters=wire)) for wire in (None, *WIRES))
-    for found in (exact, *coded):
+    exact, coded = (pool4.run(peaks, Wire(parameters=wire)) for wire in (None, "bf16"))
+    for found in (exact, coded):
         assert all(same for same, _, _ in found), found
         assert all(more <= 0 for _, more, _ in found), found
-    for found in coded:
-        assert found[0][2] > exact[0][2]
+    assert coded[0][2] > exact[0][2]
 
 
 # --- arguments ------------------------------------------------------------------------------------
