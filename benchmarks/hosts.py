@@ -66,7 +66,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     keep = "measure zshard-full_shard-auto with each of these settings of keep_gathered instead"
     parser.add_argument("--keep-gathered", nargs="+", choices=KEEPS, default=[], help=keep)
-    wires = f"of {', '.join(WIRES)}: zshard's sides also with gradients in fewer bytes"
+    wires = f"of {', '.join(WIRES)}: zshard's sides also with numbers in fewer bytes"
     parser.add_argument("--wire", nargs="+", choices=WIRES, default=[], help=wires)
     warmup = "untimed steps per side (default: 1)"
     parser.add_argument("--warmup", type=int, default=1, help=warmup)
@@ -151,7 +151,7 @@ def least_bytes(side: str, model_bytes: int, hosts: int) -> int:
     is not counted here, nor are the units that keep_gathered="auto" keeps.)
     """
     for wire in WIRES:
-        side = side.removesuffix(f"-{wire}")  # the least of exact gradients
+        side = side.removesuffix(f"-{wire}")  # the least of float32, as a yardstick
     name, _, keep = side.partition("-keep_")
     usual = PASSES.get(name.removesuffix("-auto").removesuffix("-c10d"), 2)
     passes = 2 if keep == "true" else usual

@@ -140,6 +140,9 @@ def _zshard(strategy: str, transport: str, **options: Any) -> Factory:
     def build(workload: Workload) -> Parts:
         import zshard
 
+        rest = {name: value for name, value in options.items() if name != "gradients"}
+        if "gradients" in options:
+            rest["wire"] = zshard.Wire(gradients=options["gradients"])
         # An explicit transport: the benchmark must not silently measure a fallback. "auto" is for
         # several hosts, where a hybrid strategy has one within the hosts and one between them.
         module: Any = zshard.FSDP(
@@ -147,7 +150,7 @@ def _zshard(strategy: str, transport: str, **options: Any) -> Factory:
             sharding_strategy=strategy,
             auto_wrap_policy=set(workload.units),
             transport=transport if dist.get_world_size() > 1 else None,
-            **options,
+            **rest,
         )
         return module, zshard.AdamW(module.parameters(), lr=workload.lr)
 
@@ -204,7 +207,13 @@ INSTALL = (
     "python -m pip install --no-build-isolation deepspeed==0.19.8"
 )
 
-WIRES = ("bf16", "int8")
+WIRES: dict[str, dict[str, str]] = {
+    "bf16": {"wire": "bf16"},
+    "int8": {"wire": "int8"},
+    "bf16-gradients": {"gradients": "bf16"},
+    "int8-gradients": {"gradients": "int8"},
+}
+"""Options of zshard's sides in fewer bytes: of gradients and parameters, or of gradients alone."""
 
 SIDES.update(DEEPSPEED)
 for _strategy in ("full_shard", "shard_grad_op", "no_shard"):
@@ -212,8 +221,8 @@ for _strategy in ("full_shard", "shard_grad_op", "no_shard"):
     SIDES[f"zshard-{_strategy}-c10d"] = _zshard(_strategy, "c10d")
 for _strategy in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_full"):
     SIDES[f"zshard-{_strategy}-auto"] = _zshard(_strategy, "auto")
-    for _wire in WIRES:
-        SIDES[f"zshard-{_strategy}-auto-{_wire}"] = _zshard(_strategy, "auto", wire=_wire)
+    for _wire, _options in WIRES.items():
+        SIDES[f"zshard-{_strategy}-auto-{_wire}"] = _zshard(_strategy, "auto", **_options)
 KEEPS: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
 for _name, _keep in KEEPS.items():
     SIDES[f"zshard-full_shard-auto-keep_{_name}"] = _zshard(

@@ -54,6 +54,7 @@ from zshard._guard.whole_values import full_tensor, named_norms, whole_named_par
 from zshard._model.forward_methods import register_forward_method
 from zshard._predict_memory import predict_memory
 from zshard._ranks.nccl import NcclOptions
+from zshard._ranks.wire import Wire
 from zshard._state_dict.load_state_dict import load_state_dict
 from zshard._state_dict.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard._version import __version__ as __version__
@@ -118,6 +119,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "Wire",
     "available_features",
     "full_tensor",
     "fully_shard",

@@ -15,7 +15,7 @@ from zshard._memory.dry_run import World
 from zshard._memory.report import predict
 from zshard._memory.spare import parse_keep
 from zshard._ranks.devices import CPU
-from zshard._ranks.wire import check_wire
+from zshard._ranks.wire import Wire, check_wire
 from zshard._units.units import Options, Prefetch, is_unit
 from zshard.offload import offload_on, parse_offload
 from zshard.wrap import plan_units
@@ -36,7 +36,7 @@ def predict_memory(
     local_world_size: int | None = None,
     offload: Any = None,
     keep_gathered: bool | int | str = "auto",
-    wire: str | None = None,
+    wire: str | Wire | None = None,
 ) -> dict[str, int]:
     """Predict the memory that FSDP with these arguments takes on rank 0, in bytes by part.
 

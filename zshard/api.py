@@ -46,6 +46,7 @@ from zshard._model.shard_model import Initialization, Ranks, shard_model
 from zshard._model.summon import own_unit_as_on_rank_0
 from zshard._ranks.devices import device_of
 from zshard._ranks.nccl import NcclOptions
+from zshard._ranks.wire import Wire
 from zshard._state_dict.module import refuse_strange_slices, whole_state_dict
 from zshard._units.open_forwards import call_guarded
 from zshard._units.units import is_unit, state_of
@@ -161,10 +162,12 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
             "c10d", "auto" ("nccl" where all ranks have it and a GPU each, else "c10d"), a
             zshard.NcclOptions, or "peer" (experimental: ranks on one host). Default: None, the
             environment variable ZSHARD_TRANSPORT, else "auto".
-        wire: how gradients cross hosts over "hosts": "bf16" (half the bytes of float32), or "int8"
-            (about a quarter, in blocks of 256 numbers that share a scale). What that rounds off
-            goes into the next step's gradients. Gradients within a host and parameters are exact.
-            No effect on one host; not supported over "c10d" and on GPUs. Default: None, exact.
+        wire: how gradients and parameters cross hosts over "hosts": "bf16" (half the bytes of
+            float32), or "int8" (about a quarter, in blocks of 256 numbers that share a scale); a
+            zshard.Wire sets them apart. What that rounds off gradients goes into the next step's.
+            Forward and backward compute with rounded parameters; shards, the optimizer and
+            checkpoints stay exact. No effect on one host; not supported over "c10d" and on GPUs.
+            Default: None, exact.
         timeout: seconds that one wait for another rank may take. Default: None, the environment
             variable ZSHARD_TIMEOUT, else the process group's timeout.
         forward_sync_buffers: True: broadcast buffers from rank 0 in each forward, as DDP does.
@@ -210,7 +213,7 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
         *,
         strategy: StrategyLike | None = None,
         transport: str | NcclOptions | None = None,
-        wire: str | None = None,
+        wire: str | Wire | None = None,
         timeout: float | None = None,
         forward_sync_buffers: bool = False,
         offload: OffloadLike | None = None,

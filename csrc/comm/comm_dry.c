@@ -65,6 +65,7 @@ zs_status zs_comm_dry_new(const char *name, const zs_ranks_of_hosts *ranks, zs_c
                               .rounds = &comm->rounds,
                               .readers = &dry_readers,
                               .talk = &dry_talk,
+                              .code_room = real->code_room,
                               .bytes = dry_bytes,
                               .close = dry_close,
                               .destroy = dry_destroy};

@@ -137,6 +137,9 @@ typedef struct zs_comm_ops {
     const zs_round_ops *rounds;
     const zs_reader_ops *readers;
     const zs_talk_ops *talk;
+    /* What codes of all shards of `shard_bytes` take on a rank while they are gathered, see zs_target; 0: such shards cross hosts as they
+     * are. NULL: nothing is coded. */
+    size_t (*code_room)(const zs_comm *, zs_wire, zs_dtype, size_t shard_bytes);
     /* Memory that the transport itself has on this rank, besides flats and buckets: of all its models together. As there, what
      * has never been touched is counted too. */
     size_t (*bytes)(const zs_comm *);
@@ -195,6 +198,12 @@ static inline zs_status zs_comm_slot_new(zs_comm *comm, size_t bytes, zs_mem **o
 {
     const zs_flat_ops *ops = comm->ops->flats;
     return ops->slot_new != NULL ? ops->slot_new(comm, bytes, out) : zs_device_mem_new(comm->device, bytes, out);
+}
+
+/* Room for a gather's codes. */
+static inline size_t zs_comm_code_room(const zs_comm *comm, zs_wire code, zs_dtype dtype, size_t shard_bytes)
+{
+    return comm->ops->code_room != NULL ? comm->ops->code_room(comm, code, dtype, shard_bytes) : 0;
 }
 
 /* Begins to gather a flat. */

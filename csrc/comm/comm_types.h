@@ -17,10 +17,14 @@ typedef struct zs_cunit zs_cunit;
 typedef struct zs_reader zs_reader;
 typedef struct zs_gathering zs_gathering;
 
-/* Where a gather goes. */
+/* Where a gather goes, and what of. */
 typedef struct zs_target {
     zs_mem *mem; /* borrowed; kept where a gather that was broken off may still write there */
     char *full;  /* within it, world * shard_bytes */
+    /* How shards cross hosts, where the transport has a code_room for them: then `full` gets what their codes say, on all ranks
+     * alike. Numbers of this dtype. */
+    zs_wire code;
+    zs_dtype dtype;
 } zs_target;
 
 /* One flat buffer. Full size is world * shard_bytes; rank r's shard is bytes [r*shard_bytes, (r+1)*shard_bytes). */

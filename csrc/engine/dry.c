@@ -96,15 +96,26 @@ static zs_status borrow_slot(zs_dry_unit *it, int f, bool exact)
     return ZS_OK;
 }
 
+/* Borrows what a flat's codes are in until it is bound. */
+static zs_status borrow_codes(zs_dry_unit *it, int f, bool exact)
+{
+    const zs_flat *flat = &it->unit->flats[f];
+    if (exact || flat->code == ZS_WIRE_EXACT) return ZS_OK;
+    size_t bytes = zs_comm_code_room(all_of(it->dry), flat->code, flat->compute, zs_flat_low_bytes(flat));
+    return borrow_area(it->dry, bytes, &it->codes[f]);
+}
+
 static zs_status gather(zs_record *record)
 {
     zs_dry_unit *it = dry_unit_of(record);
     zs_dry *dry = it->dry;
     const zs_ranks *ranks = &dry->home->ranks;
+    bool exact = dry->evaluates && it->unit->full_in_eval;
     for (int f = 0; f < it->unit->n_flats; f++) {
-        ZS_TRY(borrow_slot(it, f, dry->evaluates && it->unit->full_in_eval));
+        ZS_TRY(borrow_slot(it, f, exact));
         if (it->slots[f] == NULL) continue;
         if (!record->is.replicated && ranks->shard_group == ranks->all) ZS_TRY(talk(dry));
+        ZS_TRY(borrow_codes(it, f, exact));
     }
     it->gathered = queue(dry, &dry->gathers_until, it->seconds.gather);
     return ZS_OK;
@@ -112,7 +123,10 @@ static zs_status gather(zs_record *record)
 
 static zs_status bind(zs_record *record)
 {
-    wait_for(dry_unit_of(record)->dry, dry_unit_of(record)->gathered);
+    zs_dry_unit *it = dry_unit_of(record);
+    wait_for(it->dry, it->gathered);
+    for (int f = 0; f < it->unit->n_flats; f++)
+        give(it->dry->areas, &it->codes[f]);
     return ZS_OK;
 }
 

@@ -31,6 +31,7 @@ typedef struct zs_dry_unit {
     bool has_frozen;             /* parameters */
     bool prepared;               /* in this backward */
     zs_mem *slots[ZS_MAX_FLATS]; /* full buffers */
+    zs_mem *codes[ZS_MAX_FLATS]; /* areas of gathers that are under way */
     zs_mem *grads[ZS_MAX_FLATS];
     zs_mem *sent, *received;  /* areas of the round that is out */
     double gathered, reduced; /* when that which is under way will be done */

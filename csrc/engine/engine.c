@@ -228,9 +228,10 @@ void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch)
     zs_home_replan(&engine->home);
 }
 
-void zs_engine_set_code(zs_engine *engine, zs_wire code)
+void zs_engine_set_codes(zs_engine *engine, zs_wire grads, zs_wire params)
 {
-    engine->home.code = code;
+    engine->home.grads_code = grads;
+    engine->home.params_code = params;
 }
 
 void zs_engine_rescale(const zs_engine *engine, double factor)

@@ -60,9 +60,9 @@ zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n
 /* How far gathers go ahead; without it, one unit in backward and none in forward. */
 void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch);
 
-/* How gradients of units that are made from now on cross hosts, where the transport sums within hosts first; ZS_WIRE_EXACT without
+/* How gradients and parameters of units that are made from now on cross hosts, over a transport in two levels; ZS_WIRE_EXACT without
  * it. The same on all ranks. */
-void zs_engine_set_code(zs_engine *engine, zs_wire code);
+void zs_engine_set_codes(zs_engine *engine, zs_wire grads, zs_wire params);
 
 /* (Between passes) Gradients are `factor` times as large from now on, as a loss scale has changed: so is what codes have lost. */
 void zs_engine_rescale(const zs_engine *engine, double factor);

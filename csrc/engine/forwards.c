@@ -71,7 +71,8 @@ zs_status zs_engine_unwind(zs_engine *engine, size_t n_open)
 
 zs_status zs_engine_unshard(zs_unit *unit, bool exact)
 {
-    if (unit->record.is.fixed || unit->record.pinned) return ZS_OK;
+    if (unit->record.is.fixed) return ZS_OK;
+    if (unit->record.pinned) return zs_pin(unit, exact);
     ZS_TRY(zs_engine_open(zs_engine_of(unit)));
     zs_status status = zs_pin(unit, exact);
     ZS_ALSO(status, zs_engine_close(zs_engine_of(unit)));

@@ -16,16 +16,15 @@ static zs_status check_pinned(const zs_unit *unit, bool exact)
 {
     if (!unit->record.pinned || unit->exact == exact) return ZS_OK;
     if (exact)
-        return ZS_FAIL(
-            ZS_ERR_STATE,
-            "unit '%s' was unsharded by unshard() in training mode, in the compute dtype (param_dtype), and is "
-            "called in eval mode, in full precision (FSDP_USE_FULL_PREC_IN_EVAL=1); call reshard(), or "
-            "eval() before unshard()",
-            zs_unit_label(unit->name));
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "unit '%s' was unsharded by unshard() in training mode, rounded by param_dtype or wire, and is "
+                       "called in eval mode, in full precision (FSDP_USE_FULL_PREC_IN_EVAL=1); call reshard(), or "
+                       "eval() before unshard()",
+                       zs_unit_label(unit->name));
     return ZS_FAIL(
         ZS_ERR_STATE,
         "unit '%s' was called within summon_full_params() (or after unshard() in eval mode), where its parameters are "
-        "in their original dtype, not in the compute dtype (param_dtype); call the model, and backward, outside "
+        "exact, in their original dtype, not rounded by param_dtype or wire; call the model, and backward, outside "
         "summon_full_params() (or after reshard())",
         zs_unit_label(unit->name));
 }
@@ -41,7 +40,7 @@ zs_status zs_pass_dtype_forward(zs_unit *unit, bool exact)
     if (unit->exact != exact && unit->record.inside > 0)
         return ZS_FAIL(ZS_ERR_STATE,
                        "unit '%s' was called in %s mode within its own forward in %s mode, which computes in another "
-                       "dtype (FSDP_USE_FULL_PREC_IN_EVAL=1); call train() and eval() outside the forward",
+                       "precision (FSDP_USE_FULL_PREC_IN_EVAL=1); call train() and eval() outside the forward",
                        zs_unit_label(unit->name), exact ? "eval" : "training", exact ? "training" : "eval");
     return choose(unit, exact);
 }
@@ -69,7 +68,8 @@ zs_status zs_pass_dtype_backward(zs_unit *unit, bool exact)
     if (unit->used_in_backward && unit->exact != exact)
         return ZS_FAIL(
             ZS_ERR_STATE,
-            "this backward needs unit '%s' in two dtypes: for a forward in training mode (param_dtype) and for "
+            "this backward needs unit '%s' in two precisions: for a forward in training mode (param_dtype, wire) and "
+            "for "
             "one in eval mode (full precision, FSDP_USE_FULL_PREC_IN_EVAL=1), or train() or eval() was called "
             "before a checkpoint was recomputed; run both forwards in one mode, or call backward for each",
             zs_unit_label(unit->name));

@@ -9,11 +9,13 @@ static zs_status choose_dtype(zs_unit *unit, bool exact)
     bool lowered = zs_unit_is_mixed(unit);
     if (zs_unit_is_full(unit)) {
         if (!exact || !lowered || unit->exact) return ZS_OK;
-        return ZS_FAIL(ZS_ERR_STATE,
-                       "unit '%s' is unsharded in the compute dtype (param_dtype), by its forward or by unshard(), so "
-                       "its full parameters cannot be read in their original dtype; read them outside the unit's "
-                       "forward, or after reshard()",
-                       zs_unit_label(unit->name));
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "unit '%s' is unsharded as its forward computes with it (rounded by param_dtype or wire), by its "
+            "forward or by unshard(), so its full parameters cannot be read in their original dtype and exact; read "
+            "them "
+            "outside the unit's forward, or after reshard()",
+            zs_unit_label(unit->name));
     }
     if (unit->exact == exact) return ZS_OK;
     ZS_TRY(zs_schedule_cancel(&unit->home->schedule, &unit->record)); /* begun in the other dtype */
@@ -36,7 +38,7 @@ zs_status zs_engine_dismiss(zs_unit *unit)
 
 zs_status zs_pin(zs_unit *unit, bool exact)
 {
-    if (unit->record.pinned) return ZS_OK;
+    if (unit->record.pinned) return choose_dtype(unit, exact); /* is it what is asked for? */
     ZS_TRY(zs_engine_summon(unit, exact));
     zs_schedule_pin(&unit->record);
     zs_pinned_begin();

@@ -10,8 +10,8 @@
 #include "unit/pinned.h"
 
 /* Makes the unit FULL on a copy, `exact`: in its parameters' own dtype. It stays so until it is resharded, as at the
- * end of each backward. Inside a session; collective. No-op if it is pinned already. ZS_ERR_STATE if `exact`, and a forward
- * has it unsharded in another dtype. */
+ * end of each backward. Inside a session; collective. No-op if it is pinned already. ZS_ERR_STATE if `exact`, and it is
+ * unsharded as its forward computes with it. */
 zs_status zs_pin(zs_unit *unit, bool exact);
 
 #endif

@@ -240,7 +240,7 @@ zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out)
     unit->home = &zs_engine_retain((zs_engine *)home)->home;
     unit->strategy = spec->strategy;
     unit->full_in_eval = spec->full_in_eval;
-    unit->code = home->code;
+    unit->code = home->grads_code;
     zs_traits is = {.replicated = spec->strategy == ZS_NO_SHARD || home->n_parts == 1, .empty = spec->n_params == 0};
     is.stays = spec->strategy == ZS_SHARD_GRAD_OP;
     zs_offload_choose(&home->offload, unit, bytes_of(spec));

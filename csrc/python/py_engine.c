@@ -110,16 +110,18 @@ static PyObject *engine_set_prefetch(engine_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_set_code_doc,
-             "set_code($self, code, /)\n--\n\nCode gradients of units that are created from now on "
-             "where they cross hosts: 0 leaves them exact, 1 is bfloat16, 2 int8.");
+PyDoc_STRVAR(engine_set_codes_doc,
+             "set_codes($self, gradients, parameters, /)\n--\n\nCode gradients and parameters of units that are "
+             "created from now on where they cross hosts: 0 leaves them exact, 1 is bfloat16, 2 int8.");
 
-static PyObject *engine_set_code(engine_object *self, PyObject *code)
+static PyObject *engine_set_codes(engine_object *self, PyObject *args)
 {
-    long value = PyLong_AsLong(code);
-    if (value == -1 && PyErr_Occurred()) return NULL;
-    if (value < ZS_WIRE_EXACT || value > ZS_WIRE_INT8) return PyErr_Format(PyExc_ValueError, "unknown code %ld", value);
-    zs_engine_set_code(self->engine, (zs_wire)value);
+    int codes[2];
+    if (!PyArg_ParseTuple(args, "ii:set_codes", &codes[0], &codes[1])) return NULL;
+    for (int i = 0; i < 2; i++)
+        if (codes[i] < ZS_WIRE_EXACT || codes[i] > ZS_WIRE_INT8)
+            return PyErr_Format(PyExc_ValueError, "unknown code %d", codes[i]);
+    zs_engine_set_codes(self->engine, (zs_wire)codes[0], (zs_wire)codes[1]);
     Py_RETURN_NONE;
 }
 
@@ -376,7 +378,7 @@ static PyMethodDef engine_methods[] = {
     {"adopt", (PyCFunction)engine_adopt, METH_O, engine_adopt_doc},
     {"set_order", (PyCFunction)engine_set_order, METH_O, engine_set_order_doc},
     {"set_prefetch", (PyCFunction)engine_set_prefetch, METH_VARARGS, engine_set_prefetch_doc},
-    {"set_code", (PyCFunction)engine_set_code, METH_O, engine_set_code_doc},
+    {"set_codes", (PyCFunction)engine_set_codes, METH_VARARGS, engine_set_codes_doc},
     {"rescale", (PyCFunction)engine_rescale, METH_O, engine_rescale_doc},
     {"set_offload", (PyCFunction)engine_set_offload, METH_VARARGS, engine_set_offload_doc},
     {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},

@@ -72,6 +72,15 @@ static PyObject *unit_is_kept(unit_object *self, void *unused)
     return PyBool_FromLong(self->unit->record.is.kept);
 }
 
+static PyObject *unit_is_coded(unit_object *self, void *unused)
+{
+    (void)unused;
+    bool coded = false;
+    for (int f = 0; f < self->unit->n_flats; f++)
+        coded |= self->unit->flats[f].code != ZS_WIRE_EXACT;
+    return PyBool_FromLong(coded);
+}
+
 static PyObject *unit_is_full(unit_object *self, void *unused)
 {
     (void)unused;
@@ -229,6 +238,7 @@ PyGetSetDef zs_py_unit_getset[] = {
     {"is_full", (getter)unit_is_full, NULL, "Whether the parameters are unsharded now.", NULL},
     {"is_kept", (getter)unit_is_kept, NULL, "Whether memory to spare keeps it unsharded from forward to backward.",
      NULL},
+    {"is_coded", (getter)unit_is_coded, NULL, "Whether parameters cross hosts in fewer bytes.", NULL},
     {"offloads", (getter)unit_offloads, NULL, "Whether its parameters, gradients and optimizer state are offloaded.",
      NULL},
     {"replicated", (getter)unit_replicated, NULL, "Whether each rank always has the full parameters.", NULL},

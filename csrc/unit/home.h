@@ -58,7 +58,8 @@ struct zs_home {
     /* Bytes that this rank can spare for parameters that stay gathered, as the peers are told in rounds of gradients; the least
      * that all ranks have offered in a round of this backward. ZS_NO_OFFER: nothing. See engine/spare.h. */
     uint64_t offer, least_offer;
-    zs_wire code;      /* how gradients of units that are made from now on cross hosts */
+    /* How gradients and parameters of units that are made from now on cross hosts. */
+    zs_wire grads_code, params_code;
     double divided_by; /* what sums of gradients are divided by, where units say nothing; 0: all ranks */
     int unshown;       /* units whose parameters Python does not see as what they are */
     bool keeps_grads;  /* a script has kept gradients: their pages are not given back */

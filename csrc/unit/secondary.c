@@ -72,7 +72,7 @@ static zs_status renew(zs_comm *replica_group, const zs_unit *unit, zs_flat *fla
 {
     flat->spoiled = true;
     ZS_TRY(zs_comm_gather(replica_group, source_of(flat), unit->name,
-                          (zs_target){flat->secondary.mem, flat->secondary.shard}));
+                          (zs_target){.mem = flat->secondary.mem, .full = flat->secondary.shard}));
     flat->spoiled = false;
     return ZS_OK;
 }
@@ -108,7 +108,8 @@ zs_status zs_secondary_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *
     zs_mem *ordered = NULL;
     const zs_device *device = zs_device_of(slot);
     ZS_TRY(zs_arena_take_own(unit->home->arena, bytes * (size_t)shards->world, &ordered));
-    zs_status status = zs_comm_gather(shards, &flat->mem, unit->name, (zs_target){ordered, ordered->ptr});
+    zs_status status =
+        zs_comm_gather(shards, &flat->mem, unit->name, (zs_target){.mem = ordered, .full = ordered->ptr});
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
         status = zs_device_copy(device, ZS_STREAM_COMPUTE, (char *)slot->ptr + (size_t)part_of[r] * bytes,
                                 (char *)ordered->ptr + (size_t)r * bytes, bytes);

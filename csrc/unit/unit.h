@@ -70,6 +70,7 @@ typedef struct zs_flat {
     zs_dtype dtype;                 /* of the parameters at rest, their gradients and the optimizer's state */
     zs_dtype compute;               /* of the full buffer, in forward and backward */
     zs_dtype wire;                  /* in which gradients travel */
+    zs_wire code;                   /* how parameters cross hosts, but for `exact` passes */
     size_t compute_size, wire_size; /* bytes per element */
     bool trainable;
     bool thawed; /* it is since the unit was made, when all its parameters were frozen */
@@ -119,7 +120,7 @@ struct zs_unit {
     char *name;            /* owned */
     char *sharded_message; /* what touching a sharded full buffer raises; owned */
     zs_strategy strategy;
-    bool exact; /* the full buffer, or the next one, is of the parameters' own dtype: by hand, or for an `exact` pass */
+    bool exact; /* the full buffer, or the next one, has the parameters as they are: by hand, or for an `exact` pass */
     bool full_in_eval;     /* passes are exact while its module is in eval mode; see pass_dtype.h */
     bool pass_exact;       /* its last pass was: the guess for gathers that go ahead of the next */
     bool used_in_backward; /* this backward has computed with it, exact or not */
@@ -191,11 +192,17 @@ static inline bool zs_flat_is_lowered(const zs_unit *unit, const zs_flat *flat)
     return !unit->exact && flat->compute != flat->dtype;
 }
 
-/* Are any of its parameters computed with in another dtype than their own? */
+/* How what that full buffer is made of crosses hosts. */
+static inline zs_wire zs_flat_code(const zs_unit *unit, const zs_flat *flat)
+{
+    return unit->exact ? ZS_WIRE_EXACT : flat->code;
+}
+
+/* Are any of its parameters computed with as something else than they are: in another dtype, or as codes have them? */
 static inline bool zs_unit_is_mixed(const zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].compute != unit->flats[f].dtype) return true;
+        if (unit->flats[f].compute != unit->flats[f].dtype || unit->flats[f].code != ZS_WIRE_EXACT) return true;
     return false;
 }
 
@@ -299,7 +306,7 @@ static inline bool zs_unit_is_shown(const zs_unit *unit)
 /* Now it does. */
 void zs_unit_note_shown(zs_unit *unit);
 
-/* Of which dtype the next gather is: the parameters' own (`exact`), or the one that is computed with. */
+/* What the next gather brings: the parameters as they are (`exact`), or what is computed with. */
 void zs_unit_set_exact(zs_unit *unit, bool exact);
 
 /* (Pinned) Puts a copy of this unit's own under its unsharded parameters, where they are a view of peers' shards. */

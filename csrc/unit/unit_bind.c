@@ -68,6 +68,12 @@ static zs_status take_slot(const zs_unit *unit, const zs_flat *flat, const zs_fl
     return zs_arena_take(arena, bytes, slot);
 }
 
+/* A gather into its slot. */
+static zs_target target_of(const zs_unit *unit, const zs_flat *flat)
+{
+    return (zs_target){flat->full_mem, flat->full_mem->ptr, zs_flat_code(unit, flat), full_dtype(unit, flat)};
+}
+
 /* Begins to fill a slot: a gather, or where this rank has everything, a cast. */
 static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from)
 {
@@ -75,7 +81,7 @@ static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from
     zs_mem *slot = flat->full_mem;
     if (comes_ordered(unit, flat, from)) return zs_secondary_gather_exact(unit, flat, slot);
     if (!unit->record.is.replicated)
-        return zs_comm_gather_start(shard_group, from, unit->name, (zs_target){slot, slot->ptr}, &flat->gathering);
+        return zs_comm_gather_start(shard_group, from, unit->name, target_of(unit, flat), &flat->gathering);
     if (zs_flat_is_lowered(unit, flat)) return cast(unit, flat, slot->ptr, zs_layout_full_numel(&flat->layout));
     const zs_device *device = zs_home_device(unit->home);
     return zs_device_copy(device, ZS_STREAM_COMPUTE, slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
@@ -353,7 +359,8 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where
     const zs_flat *flat = &unit->flats[param->flat];
     const char *base = zs_flat_source(unit, flat)->full;
     if (base == NULL && flat->full_mem != NULL) base = flat->full_mem->ptr;
-    bool readable = zs_unit_is_full(unit) && !zs_flat_is_lowered(unit, flat);
+    bool exact = !zs_flat_is_lowered(unit, flat) && zs_flat_code(unit, flat) == ZS_WIRE_EXACT;
+    bool readable = zs_unit_is_full(unit) && exact;
     if (base == NULL || !readable)
         return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not unsharded", zs_unit_label(unit->name));
     const zs_device *device = zs_home_device(unit->home);

@@ -215,10 +215,22 @@ zs_status zs_unit_take_values(zs_unit *unit)
     return ZS_OK;
 }
 
+/* How the flat's parameters cross hosts: as they are, where no gather does, or one that this rank's transport has no room for. */
+static zs_wire code_of(const zs_unit *unit, const zs_flat *flat)
+{
+    const zs_ranks *ranks = &unit->home->ranks;
+    zs_wire code = unit->home->params_code;
+    bool crosses = !unit->record.is.replicated && ranks->shard_group == ranks->all;
+    size_t room = crosses ? zs_comm_code_room(ranks->all, code, flat->compute, zs_flat_low_bytes(flat)) : 0;
+    return room > 0 ? code : ZS_WIRE_EXACT;
+}
+
 zs_status zs_unit_lay_out(zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++)
         ZS_TRY(lay_out_flat(unit, f));
+    for (int f = 0; f < unit->n_flats; f++)
+        unit->flats[f].code = code_of(unit, &unit->flats[f]);
     if (!zs_unit_reduces(unit)) return ZS_OK;
     lay_out_gradients(unit);
     zs_record_set_reduces(&unit->record, zs_unit_round_spec(unit).n_slices > 0, zs_unit_bucket_bytes(unit));

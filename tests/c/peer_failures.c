@@ -16,11 +16,11 @@ void killed_rank_lets_streams_go(rank_env *env)
     begin_gpu(env);
     OK(zs_comm_flat_new(env->comm, 512, &flat));
     OK(zs_device_mem_new(env->comm->device, (size_t)env->world * 512, &full));
-    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){.mem = full, .full = full->ptr}));
     meet(env);
     if (env->rank == 1) raise(SIGKILL);
     double start = now();
-    zs_target to = {full, full->ptr};
+    zs_target to = {.mem = full, .full = full->ptr};
     zs_status status = zs_comm_gather(env->comm, &flat, "layer", to); /* returns when the stream goes on */
     if (status == ZS_OK) status = zs_comm_gather(env->comm, &flat, "layer", to);
     CHECK(status == ZS_ERR_PEER && strstr(zs_last_message(), "rank 1 (pid") != NULL);
@@ -41,7 +41,7 @@ void absent_rank_is_a_timeout(rank_env *env)
     hosts->timeout = 2.0;
     OK(zs_comm_flat_new(env->comm, 512, &flat));
     OK(zs_device_mem_new(env->comm->device, (size_t)env->world * 512, &full));
-    zs_target to = {full, full->ptr};
+    zs_target to = {.mem = full, .full = full->ptr};
     zs_gathering *on_the_way = NULL;
     OK(zs_comm_gather(env->comm, &flat, "layer", to));
     if (env->rank == 1) {
@@ -65,7 +65,7 @@ void failing_call_lets_the_peers_go(rank_env *env)
     begin_gpu(env);
     OK(zs_comm_flat_new(env->comm, 512, &flat));
     OK(zs_device_mem_new(env->comm->device, (size_t)env->world * 512, &full));
-    zs_target to = {full, full->ptr};
+    zs_target to = {.mem = full, .full = full->ptr};
     OK(zs_comm_gather(env->comm, &flat, "layer", to));
     meet(env);
     if (env->rank == 1) {
@@ -134,11 +134,11 @@ void two_transports(rank_env *env)
     OK(zs_comm_flat_new(first, 512, &flat));
     OK(zs_device_mem_new(first->device, (size_t)env->world * 512, &full));
     fill_pattern(flat.shard, 512, (unsigned)env->rank);
-    OK(zs_comm_gather(first, &flat, "layer", (zs_target){full, full->ptr}));
-    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+    OK(zs_comm_gather(first, &flat, "layer", (zs_target){.mem = full, .full = full->ptr}));
+    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){.mem = full, .full = full->ptr}));
     zs_comm_release(first);
     memset(full->ptr, 0, full->bytes);
-    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){.mem = full, .full = full->ptr}));
     compare_full(env, full->ptr, 512, 0);
     const void *at = flat.shard;
     zs_comm_flat_free(env->comm, &flat);

@@ -72,7 +72,8 @@ static void gathers_see_each_step(rank_env *env)
             fill_pattern(flats[f].shard, shard_bytes[f], 1000 * step + 100 * (unsigned)f + (unsigned)env->rank);
         zs_gathering *on_the_way[FLATS];
         for (int f = 0; f < FLATS; f++)
-            OK(zs_comm_gather_start(env->comm, &flats[f], "layer", (zs_target){full[f], full[f]->ptr}, &on_the_way[f]));
+            OK(zs_comm_gather_start(env->comm, &flats[f], "layer", (zs_target){.mem = full[f], .full = full[f]->ptr},
+                                    &on_the_way[f]));
         for (int f = FLATS; f-- > 0;)
             OK(zs_comm_gather_finish(env->comm, on_the_way[f]));
         for (int f = 0; f < FLATS; f++)
@@ -96,7 +97,7 @@ static void memory_that_comes_and_goes(rank_env *env)
         zs_flat_mem flat;
         OK(zs_comm_flat_new(env->comm, BYTES, &flat));
         fill_pattern(flat.shard, BYTES, 10 * step + (unsigned)env->rank);
-        OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+        OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){.mem = full, .full = full->ptr}));
         compare_full(env, full->ptr, BYTES, 10 * step);
         const void *at = flat.shard;
         zs_comm_flat_free(env->comm, &flat);
@@ -127,7 +128,7 @@ static void shards_of_the_host(rank_env *env)
         flat.shard = (char *)own->ptr + (size_t)(round % 4) * MOST;
         own->on_host = round % 3 != 0;
         fill_pattern(flat.shard, bytes, 10 * round + (unsigned)env->rank);
-        OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+        OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){.mem = full, .full = full->ptr}));
         compare_full(env, full->ptr, bytes, 10 * round);
         if (round % 7 == 0) meet(env);
     }

@@ -59,7 +59,7 @@ static void gather_fills_the_full_buffer(rank_env *env)
     OK(zs_comm_flat_new(env->comm, BYTES, &flat));
     CHECK(flat.full == NULL && flat.shard[0] == 0 && flat.shard[BYTES - 1] == 0);
     fill_pattern(flat.shard, BYTES, (unsigned)env->rank);
-    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){.mem = full, .full = full->ptr}));
     for (int r = 0; r < env->world; r++)
         CHECK(has_pattern((char *)full->ptr + r * BYTES, BYTES, (unsigned)r));
     zs_comm_flat_free(env->comm, &flat);
@@ -169,7 +169,7 @@ static void *gather_with_many(void *arg)
     zs_mem *full = NULL;
     OK(zs_comm_flat_new(env->comm, 64, &flat));
     OK(zs_mem_new_private((size_t)64 * MANY, &full));
-    zs_target to = {full, full->ptr};
+    zs_target to = {.mem = full, .full = full->ptr};
     OK(zs_comm_gather(env->comm, &flat, "head", to));
     ahead = true;
     FAILS(zs_comm_gather(env->comm, &flat, "head", to), ZS_ERR_DIVERGED, "but rank 1023 has made 1;");
@@ -209,8 +209,9 @@ static void steps_that_differ(rank_env *env)
                             ? "rank 0 was all-gathering parameters of unit 'head' (64 bytes), but rank 1 was broad"
                             : "broadcasting 256 bytes from rank 0 (message 1), but rank 0 was all-gathering";
     zs_clear_error();
-    zs_status status = env->rank == 0 ? zs_comm_gather(env->comm, &flat, "head", (zs_target){full, full->ptr})
-                                      : zs_comm_broadcast(env->comm, data, sizeof data, 0);
+    zs_status status = env->rank == 0
+                           ? zs_comm_gather(env->comm, &flat, "head", (zs_target){.mem = full, .full = full->ptr})
+                           : zs_comm_broadcast(env->comm, data, sizeof data, 0);
     CHECK(status == ZS_ERR_DIVERGED && strstr(zs_last_message(), words) != NULL);
     zs_comm_flat_free(env->comm, &flat);
     zs_mem_release(full);
@@ -244,7 +245,7 @@ static zs_status gather_one(rank_env *env, const zs_flat_mem *flat, unsigned num
 {
     zs_mem *full = NULL;
     OK(zs_mem_new_private((size_t)env->world * SHARD, &full));
-    zs_status status = zs_comm_gather(env->comm, flat, "layer", (zs_target){full, full->ptr});
+    zs_status status = zs_comm_gather(env->comm, flat, "layer", (zs_target){.mem = full, .full = full->ptr});
     for (int r = 0; r < env->world && status == ZS_OK; r++)
         CHECK(has_pattern((char *)full->ptr + r * SHARD, SHARD, 10 * number + (unsigned)r));
     zs_mem_release(full);
@@ -339,7 +340,7 @@ static void unknown_peers_are_listed(rank_env *env)
     fail_at = 1;
     const char *who = env->world == 2 ? env->rank == 0 ? "rank 1 exited or" : "rank 0 exited or" : "one of ranks";
     zs_clear_error();
-    CHECK(zs_comm_gather(env->comm, &flat, "head", (zs_target){full, full->ptr}) == ZS_ERR_PEER);
+    CHECK(zs_comm_gather(env->comm, &flat, "head", (zs_target){.mem = full, .full = full->ptr}) == ZS_ERR_PEER);
     CHECK(strstr(zs_last_message(), who) != NULL && strstr(zs_last_message(), "4711") != NULL);
     stay(env);
     zs_comm_flat_free(env->comm, &flat);

@@ -16,7 +16,7 @@ PUBLIC = {
     *("Adam", "AdamW", "CPUOffloadPolicy", "CheckpointError", "CudaError", "DivergenceError"),
     *("FSDP", "FullyShardedDataParallel", "GradScaler", "Loaded", "MixedPrecision"),
     *("MixedPrecisionPolicy", "NcclError", "NcclOptions", "Offload", "OffloadPolicy"),
-    *("PeerError", "PeerTimeoutError", "SGD", "SaveHandle", "ShardingStrategy"),
+    *("PeerError", "PeerTimeoutError", "SGD", "SaveHandle", "ShardingStrategy", "Wire"),
     *("available_features", "fully_shard", "initialize", "latest_checkpoint", "load"),
     *("load_optim_state_dict", "load_state_dict", "optim_state_dict", "predict_memory"),
     *("register_forward_method", "rng_state", "save", "set_rng_state", "shard_info"),

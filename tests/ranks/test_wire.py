@@ -73,7 +73,8 @@ def decoded(wire: str, numbers: Tensor) -> Tensor:
     for i, part in enumerate(numbers.split(BLOCK)):
         scale = part.abs().max() / LEVELS
         if scale > 0:
-            found[i] = (part / scale).clamp(-LEVELS, LEVELS).round() * scale
+            levels = (part / scale).clamp(-LEVELS, LEVELS).round() + 0.0  # an int has no -0
+            found[i] = levels * scale
     return torch.cat(found)
 
 

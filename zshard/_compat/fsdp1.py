@@ -12,6 +12,7 @@ import contextlib
 import enum
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -19,7 +20,7 @@ from torch import nn
 from zshard._compat import fsdp2
 from zshard._model.summon import full_params
 from zshard._ranks.devices import CPU
-from zshard._ranks.wire import check_wire
+from zshard._ranks.wire import Wire, check_wire
 from zshard._units.units import Options, Prefetch, units_of
 from zshard._wrap.tree import UnitSpec
 from zshard.offload import Offload, offload_on, parse_offload
@@ -41,21 +42,22 @@ class Fsdp1Arguments(NamedTuple):
     forward_prefetch: Any
     limit_all_gathers: Any
 
-    def options(self, strategy: Any, offload: Any, wire: str | None, device: str) -> Options:
+    def options(self, strategy: Any, offload: Any, wire: str | Wire | None, device: str) -> Options:
         """Return the options for a model on `device`. Raises ValueError, TypeError or
         NotImplementedError for a value that zshard does not support.
 
         strategy, offload, wire: FSDP()'s arguments of these names, which are zshard's own.
         """
         gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
+        crossing = check_wire(wire, device)
         return Options(
             _either_strategy(self.sharding_strategy, strategy),
-            precision_of(self.mixed_precision),
+            _precision_with(crossing, precision_of(self.mixed_precision)),
             prefetch_of(
                 self.backward_prefetch, self.forward_prefetch or gpu, self.limit_all_gathers
             ),
             offload_on(_either_offload(offload, self.cpu_offload), device),
-            wire=check_wire(wire, device),
+            wire=crossing,
         )
 
 
@@ -71,7 +73,17 @@ def check_use_orig_params(use_orig_params: bool) -> None:
 def _is_full_in_eval(given: Any) -> bool:
     """Whether FSDP1's environment variable has a module in eval mode compute in full precision."""
     casts = given.param_dtype is not None or given.reduce_dtype is not None
-    return casts and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+    return casts and _wants_full_in_eval()
+
+
+def _wants_full_in_eval() -> bool:
+    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+
+
+def _precision_with(wire: Wire, precision: Precision) -> Precision:
+    """What FSDP1's environment variable says of param_dtype, it says of rounded parameters too."""
+    rounds = wire.parameters is not None and _wants_full_in_eval()
+    return replace(precision, full_in_eval=True) if rounds else precision
 
 
 def _either_strategy(sharding_strategy: Any, strategy: Any) -> ShardingStrategy:

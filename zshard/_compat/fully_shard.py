@@ -24,6 +24,7 @@ from zshard._compat.argument_types import OffloadPolicyLike, PrecisionLike
 from zshard._compat.classes import MixedPrecisionPolicy, OffloadPolicy
 from zshard._compat.fsdp2 import is_offload_policy, offload_of
 from zshard._ranks.groups import block_of, column_of, resolve_groups
+from zshard._ranks.wire import Wire
 from zshard._units.units import state_of
 from zshard._wrap.meta import reset_or_leave
 from zshard._wrap.tree import has_forward
@@ -51,6 +52,7 @@ def fully_shard(
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    wire: str | Wire | None = None,
 ) -> Wrapped[_M]: ...
 
 
@@ -65,6 +67,7 @@ def fully_shard(
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    wire: str | Wire | None = None,
 ) -> list[Wrapped[_M]]: ...
 
 
@@ -79,6 +82,7 @@ def fully_shard(
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    wire: str | Wire | None = None,
 ) -> tuple[Wrapped[_M], ...]: ...
 
 
@@ -92,6 +96,7 @@ def fully_shard(
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    wire: str | Wire | None = None,
 ) -> Any:
     """Shard a module in place, as torch.distributed.fsdp.fully_shard (FSDP2), and return it.
 
@@ -134,6 +139,10 @@ def fully_shard(
         shard_placement_fn: not supported, since zshard shards each unit as one flat buffer. Must be
             None (the default).
 
+    Communication:
+
+        wire: how gradients and parameters cross hosts, as for FSDP(wire=...). Default: None, exact.
+
     Precision:
 
         mp_policy: a MixedPrecisionPolicy, zshard's or torch's. Default: no casts.
@@ -170,6 +179,7 @@ def fully_shard(
                 offload_policy=offload_policy,
                 ignored_params=ignored_params,
                 dp_mesh_dims=dp_mesh_dims,
+                wire=wire,
             )
         return module
     _check_module(module)
@@ -196,6 +206,7 @@ def fully_shard(
         auto_wrap_policy=None,
         ignored_states=_params(ignored_params),
         param_init_fn=reset_or_leave,
+        wire=wire,
     )
     if reshard_after_forward is True:  # and not by default: memory to spare does not change it
         unit = state_of(module).unit

@@ -87,7 +87,10 @@ _PURE = (
     "zshard keeps float32 copies: omit it, or train in pure bfloat16 with model.bfloat16() and "
     "zshard.AdamW(..., stochastic_rounding=True)"
 )
-_QUANTIZED = "quantized communication changes the gradients: remove it"
+_QUANTIZED = (
+    "quantized communication changes numbers: remove it, or train with FSDP(wire='int8') and your "
+    "own loop (docs/strategies.md)"
+)
 _DENSE = "zshard trains all layers and all tokens: remove it"
 _PARALLEL = "zshard has data parallelism only: remove it, or set its size to 1"
 REFUSED = {

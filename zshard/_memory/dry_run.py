@@ -16,7 +16,6 @@ from torch import nn
 from zshard import _core
 from zshard._memory.forward_order import Call, calls_of_specs
 from zshard._ranks.transports import Comms
-from zshard._ranks.wire import CODES
 from zshard._units.units import Options, State, without_memory
 from zshard._wrap.initial_values import dtypes_of, names_of
 from zshard._wrap.tree import ParamRef, UnitSpec
@@ -88,7 +87,7 @@ class DryRun:
         self.engine = _core.Engine(type(module).__name__, *comms)
         self.engine.set_prefetch(*planned[-1][1].prefetch)
         self.engine.keep_gathered(*planned[-1][1].keep)
-        self.engine.set_code(CODES[planned[-1][1].wire])
+        self.engine.set_codes(*planned[-1][1].wire.codes)
         offload = planned[-1][1].offload
         if offload is not None:
             self.engine.set_offload(None, *offload.what)
@@ -99,7 +98,7 @@ class DryRun:
         for each, state in inner:
             spec = _spec_of(each, state)
             self.engine.set_offload(None, *state.unit.offloads, 1.0)
-            self.engine.set_code(CODES[state.options.wire])
+            self.engine.set_codes(*state.options.wire.codes)
             unit = self._make(spec, state.options, _whole_params(state.unit))
             self.inner.append(unit)
             stands_for[id(state.unit)] = unit

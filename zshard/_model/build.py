@@ -23,7 +23,6 @@ from zshard._model.whole_counts import counts_of
 from zshard._optim.state_registry import meet
 from zshard._ranks.agreement import on_all_ranks, told_to_all_ranks
 from zshard._ranks.transports import Comms
-from zshard._ranks.wire import CODES
 from zshard._state_dict.module import attach, attach_replicated
 from zshard._units.full_in_eval import cast_at_border, set_root
 from zshard._units.shards import remember_parts
@@ -73,7 +72,7 @@ def build(
         engine = _core.Engine(type(module).__name__, *comms)
     engine.set_prefetch(*planned[-1][1].prefetch)
     engine.keep_gathered(*planned[-1][1].keep)
-    engine.set_code(CODES[planned[-1][1].wire])
+    engine.set_codes(*planned[-1][1].wire.codes)
     inner = [state.unit for _, state in units_of(module) if not is_apart(state, comms)]
     set_offload(engine, planned[-1][1].offload)
     root = module if len(planned) > 1 else None

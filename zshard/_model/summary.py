@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zshard import _core
 from zshard._ranks.transports import Comms
-from zshard._ranks.wire import wire_words
+from zshard._ranks.wire import Wire, wire_words
 from zshard._units.units import State, is_apart
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -22,8 +22,8 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} {_UNITS[-1]}"
 
 
-def summary_of(states: list[State], comms: Comms, wire: str | None = None) -> str:
-    """Return the table of units: one line per unit, then totals. wire: the argument of FSDP()."""
+def summary_of(states: list[State], comms: Comms, wire: Wire) -> str:
+    """Return the table of units: one line per unit, then totals. wire: of the model."""
     units = [state.unit for state in states]
     comm, shards, shard_group, replica_group = comms
     rows = [("unit", "parameters", "unsharded", "per rank", "strategy")]
@@ -49,7 +49,7 @@ def summary_of(states: list[State], comms: Comms, wire: str | None = None) -> st
         head += f"; secondary shards over {shard_group.world} rank(s), "
         head += f"transport {shard_group.transport}"
     head += _kept(units[0].engine)
-    words = wire_words(comm, wire)
+    words = wire_words(comm, wire, units)
     head += f"; {words}" if words else ""
     return "\n".join([head, lines[0], rule, *lines[1:-1], rule, lines[-1]])
 

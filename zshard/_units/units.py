@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
 from zshard._ranks.transports import Comms, ranks_of
+from zshard._ranks.wire import Wire
 from zshard.offload import Offload
 from zshard.precision import Precision
 from zshard.strategy import ShardingStrategy
@@ -54,7 +55,7 @@ class Options(NamedTuple):
     prefetch: Prefetch
     offload: Offload | None = None
     keep: Keep = Keep()  # the root's applies to the model
-    wire: str | None = None
+    wire: Wire = Wire()
 
 
 class StateDictForm(NamedTuple):

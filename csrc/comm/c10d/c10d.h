@@ -43,7 +43,7 @@ typedef enum zs_c10d_kind {
 typedef struct zs_c10d_turn {
     uint64_t kind;                   /* a zs_c10d_kind */
     uint64_t number;                 /* which flat, unit, exchange or broadcast */
-    uint64_t round;                  /* of the unit's gradients; the root of a broadcast; else 0 */
+    uint64_t round;                  /* of the unit's gradients; the root of a broadcast; a gather's zs_wire; else 0 */
     uint64_t bytes;                  /* that each rank brings */
     uint64_t reading;                /* what the last pass reads, see zs_reading_told */
     uint64_t slot;                   /* (gather) memory that the ranks of a host share, to gather into; 0: none */
@@ -79,7 +79,7 @@ typedef struct zs_c10d_comm {
     uint64_t flats, units, messages;   /* so many so far */
     zs_c10d_peer *peers;               /* [world] */
     int gone;        /* the peer that was first seen to be gone, the cause of what follows; -1: none */
-    size_t living;   /* units that are not freed */
+    size_t living;   /* units that are not freed, and (hosts) gathers that have an area */
     zs_arena *areas; /* owned; what one backward has out at a time; goes with the last unit; NULL: none yet */
     bool told;       /* this rank has left its last words */
     bool same_slots; /* in the last turn all ranks meant the same gather, and those of each host the same slot */

@@ -14,12 +14,21 @@ static const char *unit_verb(zs_c10d_kind kind)
     }
 }
 
+/* How the parameters cross hosts, where that is not as they are. */
+static const char *coded_as(const zs_c10d_turn *turn)
+{
+    if (turn->round == ZS_WIRE_EXACT) return "";
+    return turn->round == ZS_WIRE_BF16 ? ", as bf16 between hosts" : ", as int8 between hosts";
+}
+
 void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size)
 {
     unsigned long long number = turn->number, round = turn->round, bytes = turn->bytes;
     const char *verb = unit_verb((zs_c10d_kind)turn->kind);
     switch ((zs_c10d_kind)turn->kind) {
-    case ZS_C10D_GATHER: snprintf(text, size, "%s of unit '%s'%s (%llu bytes)", verb, turn->name, owner, bytes); return;
+    case ZS_C10D_GATHER:
+        snprintf(text, size, "%s of unit '%s'%s (%llu bytes%s)", verb, turn->name, owner, bytes, coded_as(turn));
+        return;
     case ZS_C10D_POST:
     case ZS_C10D_SHARE: snprintf(text, size, "%s of unit '%s'%s (round %llu)", verb, turn->name, owner, round); return;
     case ZS_C10D_EXCHANGE: snprintf(text, size, "all-gathering message %llu (%llu bytes)", number, bytes); return;

@@ -103,6 +103,7 @@ const zs_comm_ops zs_hosts_ops = {
     .rounds = &hosts_rounds,
     .readers = &zs_c10d_reader_ops,
     .talk = &hosts_talk,
+    .code_room = zs_hosts_code_room,
     .bytes = hosts_bytes,
     .close = hosts_close,
     .destroy = hosts_destroy,
@@ -125,6 +126,7 @@ zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the hosts transport");
     self->c10d.base.ops = &zs_hosts_ops;
     pthread_mutex_init(&self->local_lock, NULL);
+    self->c10d.hear_said = zs_hosts_hear_said;
     self->local = zs_comm_retain(local);
     self->hosts = ranks->world / ranks->per_host;
     self->host = ranks->rank / ranks->per_host;

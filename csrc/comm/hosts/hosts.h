@@ -12,8 +12,9 @@
  *   hosts_gather.c  memory that a host's ranks share, and gathering into it
  *   hosts_bells.c   telling the ranks of the host what has been said and what has come
  *   hosts_turns.c   what ranks say before each collective, in two levels
- *   hosts_round.c   reducing
+ *   hosts_round.c   reducing; hosts_pieces.c, what of that crosses hosts
  *   hosts_coded.c   sums that cross hosts in fewer bytes
+ *   hosts_params.c  parameters that do
  *   hosts_wait.c    waiting for the counterparts, and failures
  */
 #ifndef ZS_HOSTS_H
@@ -83,7 +84,7 @@ void zs_hosts_arrived(void *arrival, bool good);
 
 /* What ranks of a host look for on each other's pages. */
 typedef enum zs_hosts_event {
-    ZS_HOSTS_ARRIVED, /* its part of gather `number`; not asked of this rank */
+    ZS_HOSTS_ARRIVED, /* its part of gather `number` */
     ZS_HOSTS_SAID,    /* its turn `number` */
     ZS_HOSTS_HEARD,   /* turn `number` of the hosts that it hears for the host */
 } zs_hosts_event;
@@ -105,7 +106,7 @@ typedef struct zs_hosts_awaited {
 /* Has it been, or is there a `why`? Waits for a change for so long at most. */
 bool zs_hosts_look(zs_hosts_awaited *it, double seconds);
 
-/* Waits until the parts of all ranks of the host are there. */
+/* Waits until the parts of all ranks of the host are there, this one's too. */
 zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather);
 
 /* Tells the host's other ranks that nothing will come from this one any more: their waits fail at once. */
@@ -205,6 +206,37 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
 
 /* gather_finish. */
 zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *gathering);
+
+/* --- hosts_params.c --------------------------------------------------------------------------------------------------- */
+
+/* A shard of parameters, as it crosses. */
+typedef struct zs_hosts_code {
+    zs_wire wire;   /* exact: as it is; the rest is 0 then */
+    zs_dtype dtype; /* of its numbers */
+    int64_t numel;
+    size_t bytes, stride; /* of its code; from one code to the next */
+} zs_hosts_code;
+
+/* What a shard of numbers of `dtype` is coded as where `wire` is asked for; exact where that would save nothing. */
+zs_hosts_code zs_hosts_code_of(zs_wire wire, zs_dtype dtype, size_t shard_bytes);
+
+/* code_room: of all hosts' codes. */
+size_t zs_hosts_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
+
+/* Codes a shard. */
+void zs_hosts_encode_shard(const zs_hosts_code *code, const char *shard, char *out);
+
+/* Makes of a shard what its code says. */
+void zs_hosts_round_shard(const zs_hosts_code *code, char *shard);
+
+/* A gather's codes, which are decoded into their places as they come. It frees itself. */
+typedef struct zs_hosts_decoding zs_hosts_decoding;
+zs_status zs_hosts_decoding_new(zs_hosts_comm *self, const zs_hosts_code *code, zs_mem *codes, zs_target to,
+                                zs_hosts_arrival *arrival, zs_hosts_decoding **out);
+
+/* The collective from `host` has ended, on any thread: zs_hosts_code_arrived of this; `arrival` is told after it. */
+void *zs_hosts_decoding_part(zs_hosts_decoding *decoding, int host);
+void zs_hosts_code_arrived(void *part, bool good);
 
 /* --- hosts_coded.c ---------------------------------------------------------------------------------------------------- */
 

@@ -126,7 +126,7 @@ static bell *find_missing(zs_hosts_awaited *it)
 {
     for (int lane = 0; lane < zs_hosts_per_host(it->self); lane++) {
         bell *each = bell_of(it->self, lane);
-        if ((lane == it->self->lane && it->event == ZS_HOSTS_ARRIVED) || has(it, each)) continue;
+        if (has(it, each)) continue;
         if (atomic_load(&each->off) != 0)
             it->why = each->why;
         else if (it->event == ZS_HOSTS_HEARD && atomic_load(&each->deaf) != 0)

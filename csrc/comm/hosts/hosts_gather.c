@@ -3,7 +3,8 @@
  * The one idea: a slot is memory that the ranks of a host share, so what one of them receives is there for all. Before a gather
  * all ranks say which slot they mean. Ranks of one host that mean the same have all taken it for this gather, so nobody uses what
  * was in it. Ranks that mean different ones have gone different ways (one evaluates alone, say): then each gathers for itself,
- * over all ranks, into memory of its own that takes the slot's place in its address space.
+ * over all ranks, into memory of its own that takes the slot's place in its address space. Where shards cross as codes
+ * (hosts_params.c), it makes of these what their codes say.
  */
 #include "comm/hosts/hosts.h"
 
@@ -80,7 +81,9 @@ typedef struct hosts_gathering {
     zs_target to;       /* a counted reference */
     zs_gathering *flat; /* over all ranks; NULL: in two levels */
     uint64_t number;    /* in two levels */
-    zs_work **works;    /* [hosts] a broadcast from each; behind the turns */
+    zs_hosts_code code;
+    zs_mem *codes;   /* (coded) an area, [hosts] of them; NULL: none, or given back */
+    zs_work **works; /* [hosts] a broadcast from each; behind the turns */
     zs_c10d_turn turns[];
 } hosts_gathering;
 
@@ -91,43 +94,96 @@ static hosts_gathering *gathering_new(const zs_hosts_comm *self, const zs_flat_m
     if (made == NULL) return NULL;
     made->source = *flat;
     made->to = to;
+    made->code = zs_hosts_code_of(to.code, to.dtype, flat->shard_bytes);
     made->works = (zs_work **)(void *)(made->turns + turns);
     made->op.ticket.turns = made->turns;
     zs_mem_retain(to.mem);
     return made;
 }
 
-static void gathering_free(hosts_gathering *gathering)
-{
-    zs_mem_release(gathering->to.mem);
-    free(gathering);
-}
+/* What the broadcast from a host moves, and who is told of its end. */
+typedef struct leg {
+    char *data;
+    void (*arrived)(void *arg, bool good);
+    void *arg;
+} leg;
 
-static void leave(zs_hosts_comm *self, hosts_gathering *gathering)
+/* Begins the broadcast from host `h`. */
+static zs_status start_leg(zs_hosts_comm *self, hosts_gathering *gathering, int h, leg it, zs_status status)
 {
-    zs_hosts_leave(self, gathering->works, (size_t)self->hosts, gathering->to.mem);
+    bool coded = gathering->code.wire != ZS_WIRE_EXACT;
+    size_t bytes = coded ? gathering->code.bytes : gathering->source.shard_bytes;
+    zs_work **work = &gathering->works[h];
+    ZS_THEN(status, zs_group_broadcast(zs_hosts_across(self, h), it.data, bytes, h, work));
+    zs_status told = status == ZS_OK ? zs_work_then(*work, it.arrived, it.arg) : status;
+    if (told != ZS_OK) it.arrived(it.arg, false);
+    ZS_THEN(status, told);
+    return status;
 }
 
 /* Begins the broadcasts by which each counterpart gets this rank's shard, and this rank theirs, each into its place. */
-static zs_status start_across(zs_hosts_comm *self, hosts_gathering *gathering)
+static zs_status start_exact(zs_hosts_comm *self, hosts_gathering *gathering, zs_hosts_arrival *arrival)
 {
     const zs_flat_mem *flat = &gathering->source;
-    zs_target to = gathering->to;
-    size_t bytes = flat->shard_bytes;
-    zs_hosts_arrival *arrival = NULL;
-    gathering->number = ++self->gathers;
-    memcpy(to.full + (size_t)self->c10d.base.rank * bytes, flat->shard, bytes);
-    ZS_TRY(zs_hosts_arrival_new(self, gathering->number, self->hosts, &arrival));
+    char *full = gathering->to.full;
+    memcpy(full + (size_t)self->c10d.base.rank * flat->shard_bytes, flat->shard, flat->shard_bytes);
     zs_status status = ZS_OK;
     for (int h = 0; h < self->hosts; h++) {
-        char *place = to.full + (size_t)zs_hosts_rank(self, h, self->lane) * bytes;
-        char *data = h == self->host ? flat->shard : place;
-        ZS_THEN(status, zs_group_broadcast(zs_hosts_across(self, h), data, bytes, h, &gathering->works[h]));
-        zs_status told = status == ZS_OK ? zs_work_then(gathering->works[h], zs_hosts_arrived, arrival) : status;
-        if (told != ZS_OK) zs_hosts_arrived(arrival, false);
-        ZS_THEN(status, told);
+        char *place = full + (size_t)zs_hosts_rank(self, h, self->lane) * flat->shard_bytes;
+        leg it = {h == self->host ? flat->shard : place, zs_hosts_arrived, arrival};
+        status = start_leg(self, gathering, h, it, status);
     }
     return status;
+}
+
+/* The same of codes, which are decoded into their places. */
+static zs_status start_coded(zs_hosts_comm *self, hosts_gathering *gathering, zs_hosts_arrival *arrival)
+{
+    const zs_hosts_code *code = &gathering->code;
+    zs_hosts_decoding *decoding = NULL;
+    char *codes = gathering->codes->ptr;
+    zs_status status = zs_hosts_decoding_new(self, code, gathering->codes, gathering->to, arrival, &decoding);
+    if (status != ZS_OK) {
+        for (int h = 0; h < self->hosts; h++)
+            zs_hosts_arrived(arrival, false);
+        return status;
+    }
+    zs_hosts_encode_shard(code, gathering->source.shard, codes + (size_t)self->host * code->stride);
+    for (int h = 0; h < self->hosts; h++) {
+        leg it = {codes + (size_t)h * code->stride, zs_hosts_code_arrived, zs_hosts_decoding_part(decoding, h)};
+        status = start_leg(self, gathering, h, it, status);
+    }
+    return status;
+}
+
+static zs_status start_across(zs_hosts_comm *self, hosts_gathering *gathering)
+{
+    zs_hosts_arrival *arrival = NULL;
+    bool coded = gathering->code.wire != ZS_WIRE_EXACT;
+    gathering->number = ++self->gathers;
+    ZS_TRY(zs_hosts_arrival_new(self, gathering->number, self->hosts, &arrival));
+    return (coded ? start_coded : start_exact)(self, gathering, arrival);
+}
+
+/* Codes are in an area until the gather has ended: as units do, they keep the areas. */
+static zs_status borrow_codes(zs_hosts_comm *self, hosts_gathering *gathering)
+{
+    if (gathering->code.wire == ZS_WIRE_EXACT) return ZS_OK;
+    ZS_TRY(zs_c10d_borrow_area(&self->c10d, gathering->code.stride * (size_t)self->hosts, &gathering->codes));
+    self->c10d.living++;
+    return ZS_OK;
+}
+
+/* Where a collective was broken off, torch's threads may still write to the codes. */
+static void end(zs_hosts_comm *self, hosts_gathering *gathering)
+{
+    zs_hosts_leave(self, gathering->works, (size_t)self->hosts, gathering->to.mem);
+    if (gathering->codes != NULL && self->c10d.base.lost == NULL) {
+        zs_c10d_return_area(&self->c10d, &gathering->codes);
+        self->c10d.living--;
+    }
+    zs_mem_release(gathering->to.mem);
+    free(gathering);
 }
 
 static bool can_begin(const zs_hosts_comm *self, const zs_hosts_op *op)
@@ -163,15 +219,24 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
     if (gathering == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
     zs_c10d_turn turn = zs_c10d_gather_turn(&self->c10d, flat, name);
     turn.slot = id_of(self, slot_of(to));
+    turn.round = gathering->code.wire;
     gathering->op.acts = &gather_acts;
-    zs_status status = zs_hosts_op_say(self, &gathering->op, &turn);
+    zs_status status = borrow_codes(self, gathering);
+    if (status != ZS_OK) status = zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &turn, status));
+    ZS_THEN(status, zs_hosts_op_say(self, &gathering->op, &turn));
     if (status == ZS_OK) {
         *out = (zs_gathering *)gathering;
         return ZS_OK;
     }
-    leave(self, gathering);
-    gathering_free(gathering);
+    end(self, gathering);
     return zs_hosts_pass(self, status);
+}
+
+/* All ranks' shards have come as they are: makes of them what their codes say. */
+static void round_all(const zs_hosts_comm *self, const hosts_gathering *gathering)
+{
+    for (int r = 0; r < self->c10d.base.world && gathering->code.wire != ZS_WIRE_EXACT; r++)
+        zs_hosts_round_shard(&gathering->code, gathering->to.full + (size_t)r * gathering->source.shard_bytes);
 }
 
 static zs_status finish(zs_hosts_comm *self, hosts_gathering *gathering)
@@ -179,9 +244,14 @@ static zs_status finish(zs_hosts_comm *self, hosts_gathering *gathering)
     const zs_c10d_turn *turn = &gathering->op.ticket.mine;
     ZS_TRY(zs_hosts_hear_until(self, &gathering->op));
     ZS_TRY(zs_hosts_op_failure(&gathering->op));
-    if (gathering->flat != NULL) return zs_c10d_gather_finish(&self->c10d.base, gathering->flat);
-    ZS_TRY(zs_hosts_finish(self, turn, gathering->works, (size_t)self->hosts, gathering->to.mem));
-    return zs_hosts_await(self, turn, gathering->number);
+    if (gathering->flat != NULL) {
+        ZS_TRY(zs_c10d_gather_finish(&self->c10d.base, gathering->flat));
+        round_all(self, gathering);
+    } else {
+        ZS_TRY(zs_hosts_finish(self, turn, gathering->works, (size_t)self->hosts, gathering->to.mem));
+        ZS_TRY(zs_hosts_await(self, turn, gathering->number));
+    }
+    return ZS_OK;
 }
 
 zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *handle)
@@ -189,7 +259,6 @@ zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *handle)
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_gathering *gathering = (hosts_gathering *)handle;
     zs_status status = finish(self, gathering);
-    leave(self, gathering);
-    gathering_free(gathering);
+    end(self, gathering);
     return zs_hosts_pass(self, status);
 }

@@ -1,46 +1,15 @@
-/* hosts_round.c - reducing in two levels. See hosts.h.
+/* hosts_round.c - reducing in two levels. See hosts.h, hosts_unit.h.
  *
  * The one idea: once all ranks have said that they bring a round, their buckets are packed. So each reads those of its host at once,
- * and sums what its counterparts and it itself want of them; the sums cross the wire. An owner then adds the hosts' sums, in the
- * order of hosts. With one rank per host the sum is what that rank has packed, in its own dtype. Sums may be coded (hosts_coded.c):
- * they are then decoded behind the pieces that were received.
- *
- *   piece for a counterpart:  the host's sum of its slice of flat 0 | of flat 1 | ... (or the code of all these) | tail
+ * and sums what its counterparts and it itself want of them (hosts_pieces.c); the sums cross the wire. An owner then adds the hosts'
+ * sums, in the order of hosts.
  */
-#include "comm/hosts/hosts.h"
+#include "comm/hosts/hosts_unit.h"
 
 #include "base/file.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-/* Behind the sums of each piece; the bitmaps of the host's ranks follow. */
-typedef struct hosts_tail {
-    uint64_t present; /* 0: the sums are not filled, no rank of the host had a gradient */
-} hosts_tail;
-
-typedef struct hosts_unit hosts_unit;
-
-/* A round that was said. */
-typedef struct hosts_post {
-    zs_hosts_op op;
-    hosts_unit *unit;
-    uint64_t *used; /* a copy; behind the turns */
-    zs_c10d_turn turns[];
-} hosts_post;
-
-struct hosts_unit {
-    zs_cunit base;
-    hosts_post *post; /* of the round that is out, or has failed; owned; NULL: none */
-    zs_cunit *local;  /* the same of the host's ranks' transport */
-    uint64_t number;
-    zs_hosts_sums sums;      /* which begin at `base.at` */
-    size_t stride;           /* from one piece to the next */
-    const zs_bucket *bucket; /* of the round that is out, NULL: it brings nothing; borrowed */
-    zs_work **works;         /* [hosts * n_slices, at least hosts] under way; NULL: none */
-    size_t n_works;
-    zs_mem *sent, *received; /* areas of that round, NULL: none */
-};
 
 /* --- sizes ---------------------------------------------------------------------------------------------------------------- */
 
@@ -120,79 +89,6 @@ static void return_areas(zs_hosts_comm *self, hosts_unit *unit)
     zs_c10d_return_area(&self->c10d, &unit->received);
 }
 
-/* The host's sum of slice `part` of flat `f`, to `dst`. */
-static zs_status sum_slice(const zs_hosts_comm *self, const hosts_unit *unit, const char *const *buckets, int f,
-                           int part, char *dst)
-{
-    const zs_comm *comm = &self->c10d.base;
-    const zs_cunit_spec *spec = &unit->base.spec;
-    size_t at = zs_cunit_slice_at(&unit->base, f, part);
-    if (comm->per_host == 1 && unit->sums.code == ZS_WIRE_EXACT) {
-        memcpy(dst, buckets[0] + at, spec->slice_bytes[f]);
-        return ZS_OK;
-    }
-    const void *src[comm->per_host];
-    for (int lane = 0; lane < comm->per_host; lane++)
-        src[lane] = buckets[lane] != NULL ? buckets[lane] + at : NULL;
-    zs_sum sum = {.src = src, .world = comm->per_host, .dst = dst, .dtype = spec->wire[f], .scale = 1.0};
-    sum.to = zs_dtype_of_partial_sum(spec->wire[f]);
-    sum.numel = (int64_t)(spec->slice_bytes[f] / zs_dtype_size(spec->wire[f]));
-    return zs_device_sum(comm->device, ZS_STREAM_REDUCE, &sum);
-}
-
-/* (coded) Where the sums of host `h` are decoded, once they have come; until then, where those for it are made. */
-static char *decoded_of(const zs_hosts_comm *self, const hosts_unit *unit, int h)
-{
-    return (char *)unit->received->ptr + (size_t)self->hosts * unit->stride + (size_t)h * unit->sums.room;
-}
-
-/* Fills the piece for the counterpart on host `h`. */
-static zs_status fill_piece(const zs_hosts_comm *self, const hosts_unit *unit, const zs_sources *local, int h)
-{
-    char *piece = (char *)unit->sent->ptr + (size_t)h * unit->stride;
-    hosts_tail *tail = (hosts_tail *)(void *)(piece + unit->sums.travel);
-    uint64_t *bitmaps = (uint64_t *)(tail + 1);
-    bool coded = unit->sums.code != ZS_WIRE_EXACT;
-    char *sums = coded ? decoded_of(self, unit, h) : piece;
-    int per_host = zs_hosts_per_host(self), part = unit->base.spec.part_of[zs_hosts_rank(self, h, self->lane)];
-    bool present = false;
-    for (int lane = 0; lane < per_host; lane++) {
-        present = present || local->data[lane] != NULL;
-        memcpy(bitmaps + (size_t)lane * unit->base.used_words, local->used[lane],
-               unit->base.used_words * sizeof *bitmaps);
-    }
-    tail->present = present;
-    for (int f = 0; f < unit->base.spec.n_slices && present; f++)
-        ZS_TRY(sum_slice(self, unit, local->data, f, part, sums + unit->base.at[f]));
-    if (coded && present) zs_hosts_encode(&unit->sums, h, (const float *)(const void *)sums, piece);
-    return ZS_OK;
-}
-
-/* Sums what this rank's host has for each counterpart. */
-static zs_status sum_local(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used)
-{
-    bool ready = false;
-    zs_sources local = {0};
-    ZS_TRY(zs_cunit_post(self->local, unit->local, unit->bucket, used));
-    ZS_TRY(
-        zs_cunit_collect(self->local, unit->local, ZS_WAIT, &ready, &local)); /* all are about to, if they have not */
-    for (int h = 0; h < self->hosts; h++)
-        ZS_TRY(fill_piece(self, unit, &local, h));
-    if (unit->base.spec.mode == ZS_REDUCE_ALL) return ZS_OK; /* until the sum has been shared */
-    return zs_cunit_release(self->local, unit->local);
-}
-
-/* Each host's piece for this rank comes, and those for its counterparts go. */
-static zs_status start_pieces(zs_hosts_comm *self, hosts_unit *unit)
-{
-    char *received = unit->received->ptr;
-    unit->n_works = (size_t)self->hosts;
-    for (int h = 0; h < self->hosts; h++)
-        ZS_TRY(zs_group_scatter(zs_hosts_across(self, h), unit->sent->ptr, received + (size_t)h * unit->stride,
-                                unit->stride, h, &unit->works[h]));
-    return ZS_OK;
-}
-
 /* None of a round's collectives is waited for any more; `memory` as in zs_c10d_finish. */
 static void leave_works(zs_hosts_comm *self, hosts_unit *unit, zs_mem *memory)
 {
@@ -205,9 +101,9 @@ static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
 {
     const hosts_post *post = (const hosts_post *)op;
     pthread_mutex_lock(&self->local_lock);
-    zs_status status = sum_local(self, post->unit, post->used);
+    zs_status status = zs_hosts_sum_local(self, post->unit, post->used);
     pthread_mutex_unlock(&self->local_lock);
-    ZS_THEN(status, start_pieces(self, post->unit));
+    ZS_THEN(status, zs_hosts_start_pieces(self, post->unit));
     return status;
 }
 
@@ -273,28 +169,6 @@ zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket,
     return zs_hosts_pass(self, status);
 }
 
-/* Fills the sources from what was received. */
-static void find_sources(const zs_hosts_comm *self, hosts_unit *unit)
-{
-    zs_cunit *base = &unit->base;
-    for (int h = 0; h < self->hosts; h++) {
-        const char *piece = (const char *)unit->received->ptr + (size_t)h * unit->stride;
-        const hosts_tail *tail = (const hosts_tail *)(const void *)(piece + unit->sums.travel);
-        const uint64_t *bitmaps = (const uint64_t *)(const void *)(tail + 1);
-        const char *sums = piece;
-        if (unit->sums.code != ZS_WIRE_EXACT && tail->present) {
-            char *decoded = decoded_of(self, unit, h);
-            zs_hosts_decode(&unit->sums, piece, (float *)(void *)decoded);
-            sums = decoded;
-        }
-        for (int lane = 0; lane < zs_hosts_per_host(self); lane++) {
-            int r = zs_hosts_rank(self, h, lane);
-            base->data[r] = lane == 0 && tail->present ? sums : NULL;
-            base->used[r] = bitmaps + (size_t)lane * base->used_words;
-        }
-    }
-}
-
 static bool is_done(const hosts_unit *unit)
 {
     for (size_t i = 0; i < unit->n_works; i++)
@@ -340,7 +214,7 @@ zs_status zs_hosts_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *r
         return zs_hosts_pass(self, status);
     }
     zs_c10d_return_area(&self->c10d, &unit->sent);
-    find_sources(self, unit);
+    zs_hosts_find_sources(self, unit);
     cunit->state = ZS_ROUND_COLLECTED;
     zs_cunit_sources(cunit, out);
     out->partial = comm->per_host > 1 || unit->sums.code != ZS_WIRE_EXACT;

@@ -309,8 +309,10 @@ bool zs_hosts_has_turned(zs_hosts_comm *self, const zs_hosts_ticket *ticket)
 
 zs_status zs_hosts_turns_fail(zs_hosts_comm *self, zs_status status)
 {
-    end_thread(self->turns, status != ZS_ERR_TORCH); /* Ctrl-C: the peers may get one, too */
-    zs_hosts_take_back(self);
+    if (self->turns != NULL) {
+        end_thread(self->turns, status != ZS_ERR_TORCH); /* Ctrl-C: the peers may get one, too */
+        zs_hosts_take_back(self);
+    }
     return zs_hosts_pass(self, status);
 }
 
@@ -395,7 +397,6 @@ zs_status zs_hosts_turns_new(zs_hosts_comm *self)
     ZS_TRY(zs_comm_flat_new(self->local, zs_file_bucket_room(part), &turns->board));
     ZS_TRY(start_thread(self));
     self->c10d.say = say;
-    self->c10d.hear_said = zs_hosts_hear_said;
     return ZS_OK;
 }
 

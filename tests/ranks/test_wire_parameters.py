@@ -1,0 +1,457 @@
+"""FSDP(wire=...): parameters that cross hosts in fewer bytes, beside the same arithmetic in torch.
+
+The one idea: shards stay exact, and what forward and backward compute with is a function of them: so
+a plain model of rounded parameters has the same bits, on all ranks, whatever is done in between.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import differences
+from meshes import hosts_of, mesh_of, on_two_hosts
+from models import CASES, loss_of, make
+from scenarios import message_of
+from test_wire import NUMEL, WIRES, Products, decoded
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zshard
+from zshard import FSDP, Wire
+
+LOW = zshard.MixedPrecision(torch.bfloat16)
+ROUNDED = Wire(parameters="bf16")  # elementwise, so a reference needs to know of no shards
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def weights(seed=0):
+    """Numbers of many magnitudes."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(NUMEL, generator=draw) * torch.randn(NUMEL, generator=draw).exp()
+
+
+class Seen(Products):
+    """Keeps what its forwards compute with."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.weight = nn.Parameter(weights().to(dtype))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(self.weight.detach().clone())
+        return super().forward(x)
+
+
+def expected(wire, parts, values):
+    """What codes of the shards of `parts` ranks say."""
+    align = 64 // values.itemsize
+    numel = math.ceil(NUMEL / parts / align) * align
+    padded = torch.zeros(parts * numel)
+    padded[:NUMEL] = values
+    coded = torch.cat([decoded(wire, part) for part in padded.split(numel)])
+    return coded[:NUMEL].to(values.dtype)
+
+
+def seen(sizes, wire, dtype=torch.float32, options=None):
+    """Differences of what a forward computes with, of the shards, and of what a script may read."""
+    world, options = dist.get_world_size(), options or {}
+    with hosts_of(*sizes) as group:
+        model = FSDP(
+            Seen(dtype),
+            process_group=group,
+            auto_wrap_policy=None,
+            timeout=60,
+            wire=Wire(parameters=wire),
+            **options,
+        )
+        exact = weights().to(dtype)
+        low = exact.bfloat16() if "mixed_precision" in options else exact
+        codes = wire is not None and (low.dtype is torch.float32 or wire == "int8")
+        rounded = expected(wire, world, low) if codes else low
+        for _ in range(2):
+            model(torch.ones(NUMEL, dtype=low.dtype)).backward()
+        found = differences(
+            {str(i): each for i, each in enumerate(model.seen)}, {"0": rounded, "1": rounded}
+        )
+        found += differences(model.state_dict(), {"weight": exact})
+        with zshard.FSDP.summon_full_params(model):
+            found += differences({"summoned": model.weight.detach()}, {"summoned": exact})
+        words = (
+            ""
+            if wire is None
+            else f"parameters cross hosts {'as ' + wire if codes else 'as they are'}"
+        )
+        return found + ([] if words in model.summary() else [model.summary()])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1, 1)])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_forward_computes_with_what_codes_say(pool4, wire, sizes, strategy):
+    assert pool4.run(seen, sizes, wire, torch.float32, {"strategy": strategy}) == [[]] * 4
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_two_ranks_on_two_hosts(pool2, wire):
+    assert pool2.run(seen, (1, 1), wire) == [[]] * 2
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_of_other_dtypes(pool4, wire, dtype):
+    wire = None if dtype is torch.float64 else wire
+    assert pool4.run(seen, (2, 2), wire, dtype) == [[]] * 4
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_param_dtype_casts_is_coded(pool4, wire):
+    assert pool4.run(seen, (2, 2), wire, torch.float32, {"mixed_precision": LOW}) == [[]] * 4
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_parameters_on_a_disk(pool4, tmp_path, wire):
+    options = {"offload": zshard.Offload(directory=str(tmp_path))}
+    assert pool4.run(seen, (2, 2), wire, torch.float32, options) == [[]] * 4
+
+
+# --- training -------------------------------------------------------------------------------------
+
+STEPS = 3
+
+
+def in_plain_torch(case, rounds=True):
+    """This rank's losses, and the parameters in the end, of a plain model that computes with
+    rounded parameters."""
+    exact, low = make(case.make), make(case.make)
+    optimizer = torch.optim.SGD(exact.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        with torch.no_grad():
+            for ours, kept in zip(low.parameters(), exact.parameters(), strict=True):
+                ours.copy_(kept.bfloat16().float() if rounds else kept)
+        grads = []
+        for rank in range(4):
+            low.zero_grad()
+            loss = loss_of(low(case.batch(step, rank)))
+            loss.backward()
+            grads.append([p.grad.clone() for p in low.parameters() if p.requires_grad])
+            if rank == dist.get_rank():
+                losses.append(loss.item())
+        trained = (kept for kept in exact.parameters() if kept.requires_grad)
+        for kept, *each in zip(trained, *grads, strict=True):
+            kept.grad = ((each[0] + each[1]) + (each[2] + each[3])) / 4
+        optimizer.step()
+    return losses, exact.state_dict()
+
+
+def recompute(model):
+    """Checkpoints what its children compute."""
+    for child in model.modules():
+        if isinstance(child, nn.Linear):
+            inner = child.forward
+            child.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+
+
+def trained(name, strategy, options, variant=""):
+    """Differences from the plain model."""
+    case = CASES[name]
+    with hosts_of(2, 2) as group:
+        made = make(case.make)
+        if variant == "checkpoint":
+            recompute(made)
+        model = FSDP(
+            made,
+            process_group=group,
+            strategy=strategy,
+            auto_wrap_policy=case.policy,
+            timeout=60,
+            wire=ROUNDED,
+            **options,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        losses, found = [], []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            before = model.state_dict()
+            loss = loss_of(model(case.batch(step, dist.get_rank())))
+            if variant == "read":
+                found += differences(model.state_dict(), before)
+                with FSDP.summon_full_params(model):
+                    found += differences(dict(model.named_parameters()), before)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        expected_losses, state = in_plain_torch(case)
+        found += differences(model.state_dict(), state)
+        return found + ([] if losses == expected_losses else [(losses, expected_losses)])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("keep", [False, True, "auto"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("name", ["mlp", "net", "tied", "frozen"])
+def test_training_is_that_of_rounded_parameters(pool4, name, strategy, keep):
+    options = {"keep_gathered": keep}
+    assert pool4.run(trained, name, strategy, options) == [[]] * 4
+
+
+@pytest.mark.parametrize("variant", ["checkpoint", "read"])
+def test_recomputing_and_reading_change_nothing(pool4, variant):
+    for keep in (False, True):
+        run = pool4.run(trained, "mlp", "full_shard", {"keep_gathered": keep}, variant)
+        assert run == [[]] * 4, keep
+
+
+@pytest.mark.thorough
+def test_prefetch(pool4):
+    options = {"forward_prefetch": True, "limit_all_gathers": False}
+    assert pool4.run(trained, "net", "full_shard", options) == [[]] * 4
+
+
+def uncoded(strategy, options):
+    """Whether wire changes nothing where no gather crosses hosts."""
+    case, found = CASES["mlp"], []
+    with on_two_hosts():
+        for wire in (None, Wire(parameters="int8")):
+            if strategy.startswith("hybrid"):
+                options = {**options, "device_mesh": mesh_of(2, 2)}
+            model = FSDP(
+                make(case.make),
+                strategy=strategy,
+                auto_wrap_policy=case.policy,
+                wire=wire,
+                **options,
+            )
+            assert wire is None or "parameters cross hosts as they are" in model.summary()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for step in range(2):
+                loss_of(model(case.batch(step, dist.get_rank()))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(model.state_dict())
+    return differences(*found)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full", "zero1", "no_shard"])
+def test_where_gathers_do_not_cross_all_is_exact(pool4, strategy):
+    assert pool4.run(uncoded, strategy, {"timeout": 60}) == [[]] * 4
+
+
+def curve(wire, steps):
+    """Losses of `steps` steps, means over the ranks."""
+    case = CASES["net"]
+    with hosts_of(2, 2) as group:
+        model = FSDP(
+            make(case.make),
+            process_group=group,
+            auto_wrap_policy=case.policy,
+            timeout=60,
+            wire=wire,
+        )
+        optimizer, losses = zshard.AdamW(model.parameters(), 3e-3), []
+        for step in range(steps):
+            loss = loss_of(model(case.batch(step % 4, dist.get_rank())))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        mean = torch.stack(losses)
+        dist.all_reduce(mean)
+    return (mean / 4).tolist()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wire", ["int8", Wire(parameters="int8")])
+def test_loss_falls_as_in_float32(pool4, wire):
+    exact, coded = (pool4.run(curve, each, 120)[0] for each in (None, wire))
+    assert coded != exact
+    assert coded[-1] < exact[0] - 0.9 * (exact[0] - exact[-1])
+    assert max(abs(a - b) for a, b in zip(coded, exact, strict=True)) < 0.05 * exact[0]
+
+
+def shard_fully(wire):
+    """What a unit of fully_shard() computes with, and what summary() says."""
+    with on_two_hosts():
+        model = zshard.fully_shard(Seen(), wire=wire)
+        model(torch.ones(NUMEL)).backward()
+    rounded = expected("int8", 4, weights())
+    said = "parameters cross hosts as int8" in model.summary()
+    return differences({"seen": model.seen[0]}, {"seen": rounded}), said
+
+
+def test_fully_shard_takes_it(pool4):
+    assert pool4.run(shard_fully, Wire(parameters="int8")) == [([], True)] * 4
+
+
+# --- ranks that go different ways -----------------------------------------------------------------
+
+
+def evaluated(wire):
+    """Differences of what a rank's evaluation computes beside others' training from that of all."""
+    case = CASES["mlp"]
+    with hosts_of(2, 2) as group:
+        model = FSDP(
+            make(case.make),
+            process_group=group,
+            auto_wrap_policy=case.policy,
+            timeout=60,
+            wire=wire,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        together, alone = {}, {}
+        for step in range(3):
+            with torch.no_grad():
+                together[str(step)] = model(case.batch(9, step))
+                if dist.get_rank() == step:
+                    alone[str(step)] = model(case.batch(9, step))
+            loss_of(model(case.batch(step, dist.get_rank()))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return differences(alone, {key: together[key] for key in alone})
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_rank_that_evaluates_alone_computes_with_the_same(pool4, wire):
+    assert pool4.run(evaluated, wire) == [[]] * 4
+
+
+def in_eval_mode(variable):
+    with hosts_of(2, 2) as group, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", variable)
+        model = FSDP(Seen(), process_group=group, auto_wrap_policy=None, timeout=60, wire=ROUNDED)
+        for training in (True, False, True):
+            model.train(training)
+            model(torch.ones(NUMEL)).backward()
+        exact = weights()
+        return [torch.equal(each, exact) for each in model.seen]
+
+
+@pytest.mark.parametrize("variable", ["0", "1"])
+def test_full_precision_in_eval_mode(pool4, variable):
+    assert pool4.run(in_eval_mode, variable) == [[False, variable == "1", False]] * 4
+
+
+def differing(first, second):
+    with hosts_of(2, 2) as group:
+        wire = first if dist.get_rank() == 1 else second
+        return message_of(
+            lambda: FSDP(Products(), process_group=group, auto_wrap_policy=None, wire=wire),
+            zshard.DivergenceError,
+        )
+
+
+@pytest.mark.parametrize("first, second", [(ROUNDED, None), ("int8", Wire("int8"))])
+def test_ranks_that_differ_are_told(pool4, first, second):
+    for message in pool4.run(differing, first, second):
+        assert "wire" in message
+        assert "parameters=" in message
+
+
+def refused():
+    """Messages where full parameters are asked for otherwise than they are there."""
+    with hosts_of(2, 2) as group:
+        model = FSDP(Seen(), process_group=group, auto_wrap_policy=None, timeout=60, wire=ROUNDED)
+        model.unshard()
+        unsharded = model.weight.detach().clone()
+        messages = [message_of(FSDP.summon_full_params(model).__enter__, RuntimeError)]
+        messages.append(message_of(model.state_dict, RuntimeError))
+        model.reshard()
+        model(torch.ones(NUMEL)).backward()
+        with FSDP.summon_full_params(model):
+            messages.append(message_of(lambda: model(torch.ones(NUMEL)), RuntimeError))
+        same = differences({"weight": unsharded}, {"weight": weights().bfloat16().float()})
+        return messages, same + differences(model.state_dict(), {"weight": weights()})
+
+
+def test_what_is_unsharded_otherwise_is_refused(pool4):
+    for messages, differ in pool4.run(refused):
+        assert not differ
+        for message in messages:
+            assert "param_dtype or wire" in message
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def sent(wire):
+    """Bytes of the broadcasts by which a step gathers."""
+    with hosts_of(2, 2) as group:
+        model = FSDP(
+            nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))),
+            process_group=group,
+            auto_wrap_policy={nn.Linear},
+            wire=wire,
+            timeout=60,
+        )
+        with torch.profiler.profile(record_shapes=True) as profile, torch.no_grad():
+            model(torch.ones(2, 64))
+    moved = [e.input_shapes for e in profile.events() if e.name == "gloo:broadcast"]
+    return sum(math.prod(shape) for shapes in moved for shape in shapes)
+
+
+def test_bytes_that_cross(pool4):
+    exact, low, least = (pool4.run(sent, wire)[0] for wire in (None, "bf16", "int8"))
+    assert exact == 2 * low > 0
+    assert least == exact // 4 * (256 + 4) // 256
+
+
+def peaks(wire):
+    case = CASES["net"]
+    told = zshard.predict_memory(
+        make(case.make),
+        4,
+        auto_wrap_policy=case.policy,
+        transport="hosts",
+        local_world_size=2,
+        optimizer=None,
+        keep_gathered=False,
+        wire=wire,
+    )
+    with hosts_of(2, 2) as group:
+        model = FSDP(
+            make(case.make),
+            process_group=group,
+            auto_wrap_policy=case.policy,
+            keep_gathered=False,
+            wire=wire,
+            timeout=60,
+        )
+        predicted = model.memory("predicted")
+        for step in range(2):
+            loss_of(model(case.batch(step, dist.get_rank()))).backward()
+        peak = model.memory("peak")
+    same = all(told[part] == predicted[part] for part in ("slots", "buckets", "transport"))
+    return same, peak["transport"] - predicted["transport"], told["transport"]
+
+
+def test_memory_is_as_predicted(pool4):
+    exact, coded = (pool4.run(peaks, Wire(parameters=wire)) for wire in (None, "bf16"))
+    for found in (exact, coded):
+        assert all(same for same, _, _ in found), found
+        assert all(more <= 0 for _, more, _ in found), found
+    assert coded[0][2] > exact[0][2]
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [("int4",), (None, "fp8"), (torch.bfloat16,)])
+def test_unknown_names(arguments):
+    with pytest.raises(ValueError, match=r"Wire: \w+ must be 'bf16', 'int8' or None"):
+        Wire(*arguments)
+
+
+def test_of_what_it_may_be():
+    with pytest.raises(ValueError, match=r"'bf16', 'int8', a zshard\.Wire or None, got 8"):
+        zshard.predict_memory(Products(), 4, wire=8)
+    both = zshard.predict_memory(Products(), 4, local_world_size=2, wire="int8")
+    assert both == zshard.predict_memory(
+        Products(), 4, local_world_size=2, wire=Wire("int8", "int8")
+    )
