@@ -390,7 +390,9 @@ def sent(wire):
             wire=wire,
             timeout=60,
         )
-        with torch.profiler.profile(record_shapes=True) as profile, torch.no_grad():
+        config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        recording = torch.profiler.profile(record_shapes=True, experimental_config=config)
+        with recording as profile, torch.no_grad():
             model(torch.ones(2, 64))
     moved = [e.input_shapes for e in profile.events() if e.name == "gloo:broadcast"]
     return sum(math.prod(shape) for shapes in moved for shape in shapes)
