@@ -180,19 +180,22 @@ static void ask_apart(rank_env *env, int count, int count_of_last, int other, co
 void first_move_that_differs_is_named(rank_env *env)
 {
     ask_apart(env, 9, 9, 2,
-              "transfer 8 is parameters of unit '2' (64 bytes per rank) on rank 0, but parameters of unit '2x' (64 bytes per rank) "
+              "transfer 8 is parameters of unit '2' (64 bytes per rank) on rank 0, but parameters of unit '2x' (64 "
+              "bytes per rank) "
               "on rank %d");
 }
 
 void move_that_is_missing_is_named(rank_env *env)
 {
-    ask_apart(env, 4, 3, -1, "transfer 9 is parameters of unit '3' (64 bytes per rank) on rank 0, but not queued on rank %d");
+    ask_apart(env, 4, 3, -1,
+              "transfer 9 is parameters of unit '3' (64 bytes per rank) on rank 0, but not queued on rank %d");
 }
 
 /* Of so many, the first are remembered. */
 void moves_of_long_ago_are_not_named(rank_env *env)
 {
-    ask_apart(env, ZS_GPU_MOVES + 3, ZS_GPU_MOVES + 2, -1, "last: parameters of unit '258' (64 bytes per rank), but rank %d");
+    ask_apart(env, ZS_GPU_MOVES + 3, ZS_GPU_MOVES + 2, -1,
+              "last: parameters of unit '258' (64 bytes per rank), but rank %d");
 }
 
 /* --- ends -------------------------------------------------------------------------------------------------------------------- */

@@ -76,7 +76,7 @@ typedef struct zs_peer {
     uint32_t rounds[ZS_PEER_UNITS]; /* likewise, by the unit's place */
     bool taken[ZS_PEER_UNITS];      /* a living unit has that place */
     uint64_t units;                 /* so many so far */
-    bool parted;                    /* no peer has anything of this rank mapped but its pad, which none writes any more */
+    bool parted; /* no peer has anything of this rank mapped but its pad, which none writes any more */
 } zs_peer;
 
 /* The backend of a transport of this kind. */

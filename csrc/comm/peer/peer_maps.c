@@ -132,8 +132,9 @@ zs_status zs_peer_map(zs_peer_maps *maps, int r, const zs_peer_address *address,
     zs_cu_ptr ptr = 0;
     ZS_TRY(grow((void **)&maps->maps, maps->n_maps, sizeof *maps->maps));
     ZS_TRY(ZS_CU(cuIpcOpenMemHandle, &ptr, address->handle, ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
-    maps->maps[maps->n_maps++] = (mapping){r, address->number, (char *)(uintptr_t)ptr, false}; /* NOLINT: of the device */
-    *out = (char *)(uintptr_t)ptr + address->offset;                                           /* NOLINT */
+    maps->maps[maps->n_maps++] =
+        (mapping){r, address->number, (char *)(uintptr_t)ptr, false}; /* NOLINT: of the device */
+    *out = (char *)(uintptr_t)ptr + address->offset;                  /* NOLINT */
     return ZS_OK;
 }
 
