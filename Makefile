@@ -44,7 +44,7 @@ help: ## this list
 demo: build $(VENV)/.demo ## train a GPT on 2 ranks; compare with DDP and FSDP2 (ARGS=--long, --quick)
 	$(PY) examples/demo.py $(ARGS)
 
-test: build $(VENV)/.test ## the tests (TESTS=tests/optim/test_clip.py, ARGS="-k name")
+test: build $(VENV)/.test $(if $(filter 1,$(CUDA)),$(VENV)/.nccl) ## the tests (TESTS=tests/optim/test_clip.py, ARGS="-k name")
 	$(PY) -m pytest $(TESTS) $(ARGS) $(if $(ARGS)$(filter-out tests,$(TESTS)),,$$($(WORKERS)))
 
 test-trainers: build $(VENV)/.test $(VENV)/.trainers ## the tests with real trainers (TESTS=tests/trainers/test_lightning.py)
@@ -100,6 +100,7 @@ distclean: clean ## remove ./.venv too
 # folders are listed in a .pth file; for a plain Python they are there already. And the setuptools
 # that Pythons before 3.12 put into a new environment is too old, and hides a newer one outside.
 FIND_TORCH := import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)
+FIND_NCCL := import importlib.util as u, sys; sys.exit(u.find_spec("nvidia") is None or u.find_spec("nvidia.nccl") is None)
 FOLDERS := import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
@@ -138,6 +139,12 @@ $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.zshard
 	else \
 	    echo "set-up: the tools of \`make $*\` could not be installed" >&2; exit 1; \
 	fi
+
+# The real libnccl and its headers, 200 MB, which a few tests of CUDA=1 look at: the one that torch's CUDA build brings, or
+# that build's version. Without it they skip.
+$(VENV)/.nccl: $(VENV)/.zshard
+	@{ $(PY) -c '$(FIND_NCCL)' || $(PIP) --no-deps nvidia-nccl-cu13==2.29.7; } && touch $@ || \
+	    echo "set-up: libnccl could not be installed: continuing without the tests of the real one" >&2
 
 # Lightning, Accelerate, TRL, ...: beside the torch that is there, whatever they would like.
 $(VENV)/.trainers: $(VENV)/.zshard

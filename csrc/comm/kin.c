@@ -78,11 +78,16 @@ void zs_kin_meet(zs_kin *kin, int r, const zs_kin_card *card)
     kin->of[r].fd = (int)syscall(SYS_pidfd_open, (pid_t)card->pid, 0);
 }
 
+bool zs_kin_left(const zs_kin *kin, int r)
+{
+    struct pollfd look = {.fd = kin->of[r].fd, .events = POLLIN};
+    return look.fd >= 0 && poll(&look, 1, 0) > 0;
+}
+
 bool zs_kin_gone(const zs_kin *kin, char *sentence, size_t size)
 {
     for (int r = 0; r < kin->world; r++) {
-        struct pollfd look = {.fd = kin->of[r].fd, .events = POLLIN};
-        if (look.fd < 0 || poll(&look, 1, 0) <= 0) continue;
+        if (!zs_kin_left(kin, r)) continue;
         snprintf(sentence, size, "rank %d (pid %ld) exited; see its output for the cause", r, kin->of[r].pid);
         return true;
     }

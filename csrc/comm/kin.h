@@ -32,6 +32,9 @@ void zs_kin_free(zs_kin *kin);
 /* Rank `r` has shown its card: from now on it is looked at, where it is near and another process. */
 void zs_kin_meet(zs_kin *kin, int r, const zs_kin_card *card);
 
+/* Has rank `r`, which was met, ended? Any thread. */
+bool zs_kin_left(const zs_kin *kin, int r);
+
 /* Has one of those that were met ended? Then with a sentence that names it. Any thread. */
 bool zs_kin_gone(const zs_kin *kin, char *sentence, size_t size);
 

@@ -330,7 +330,9 @@ PyDoc_STRVAR(comm_close_doc,
 static PyObject *comm_close(comm_object *self, PyObject *unused)
 {
     (void)unused;
+    Py_BEGIN_ALLOW_THREADS /* peers may need another thread of this rank to come to their end */
     zs_comm_close(self->comm);
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 

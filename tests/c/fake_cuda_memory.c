@@ -1,7 +1,8 @@
 /* fake_cuda_memory.c - memory of the stand-in for libcuda.so.1. See fake_cuda.h.
  *
  * The one idea: an allocation is a memory file that is mapped, so another process maps the same bytes through the
- * descriptor's name in /proc; what is written there (flags that streams wait for, too) is seen at once.
+ * descriptor's name in /proc; what is written there (flags that streams wait for, too) is seen at once. Who maps it holds a
+ * shared lock on the file, which ends with the process too: memory that is freed before is a fault, as it is undefined.
  */
 #define _GNU_SOURCE 1
 #include "fake_cuda.h"
@@ -11,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -23,6 +25,7 @@ typedef struct block {
     char *at;
     size_t bytes;
     int fd;     /* own allocations: the memory file, else -1 */
+    int lock;   /* imports: a descriptor that has the file's lock, else -1 */
     int opened; /* imports: how often, else 0 */
     struct name {
         pid_t pid;
@@ -64,6 +67,7 @@ static void drop(block **link)
     *link = gone->next;
     if (!gone->pinned) (void)munmap(gone->at, gone->bytes);
     if (gone->fd >= 0) (void)close(gone->fd);
+    if (gone->lock >= 0) (void)close(gone->lock);
     if (gone->malloced) free(gone->at);
     free(gone);
 }
@@ -83,7 +87,7 @@ zs_cu_result fake_alloc(zs_cu_ptr *out, size_t bytes)
     fake_info(&left, &total);
     if (bytes == 0) return ZS_CU_ERROR_INVALID_VALUE;
     if (whole > left) return ZS_CU_ERROR_OUT_OF_MEMORY;
-    block made = {.bytes = whole, .fd = memfd_create("fake-cuda", MFD_CLOEXEC)};
+    block made = {.bytes = whole, .fd = memfd_create("fake-cuda", MFD_CLOEXEC), .lock = -1};
     if (made.fd < 0 || ftruncate(made.fd, (off_t)whole) != 0) return ZS_CU_ERROR_OUT_OF_MEMORY;
     made.at = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED, made.fd, 0);
     if (made.at == MAP_FAILED) return ZS_CU_ERROR_OUT_OF_MEMORY;
@@ -96,12 +100,21 @@ zs_cu_result fake_alloc(zs_cu_ptr *out, size_t bytes)
     return ZS_CU_SUCCESS;
 }
 
+/* The real driver promises nothing then. */
+static void end_if_mapped(const block *own)
+{
+    if (flock(own->fd, LOCK_EX | LOCK_NB) == 0) return;
+    fprintf(stderr, "fake_cuda: cuMemFree of memory that another process has mapped (%zu bytes)\n", own->bytes);
+    abort();
+}
+
 zs_cu_result fake_free(zs_cu_ptr at)
 {
     (void)pthread_mutex_lock(&lock);
     block **link = find((const void *)(uintptr_t)at);
     bool known = *link != NULL && (*link)->fd >= 0 && (*link)->at == (const char *)(uintptr_t)at;
     if (known) {
+        end_if_mapped(*link);
         in_use -= (*link)->bytes;
         drop(link);
     }
@@ -156,10 +169,12 @@ static zs_cu_result map(const struct name *name, block *out)
     int fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd < 0) return ZS_CU_ERROR_INVALID_VALUE;
     bool same = fstat(fd, &facts) == 0 && facts.st_ino == name->inode && (size_t)facts.st_size == name->bytes;
-    *out = (block){.bytes = name->bytes, .fd = -1, .opened = 1, .name = *name};
+    *out = (block){.bytes = name->bytes, .fd = -1, .lock = fd, .opened = 1, .name = *name};
+    same = same && flock(fd, LOCK_SH | LOCK_NB) == 0;
     out->at = same ? mmap(NULL, name->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+    if (out->at != MAP_FAILED) return ZS_CU_SUCCESS;
     (void)close(fd);
-    return out->at != MAP_FAILED ? ZS_CU_SUCCESS : ZS_CU_ERROR_INVALID_VALUE;
+    return ZS_CU_ERROR_INVALID_VALUE;
 }
 
 zs_cu_result fake_import(zs_cu_ptr *out, const zs_cu_ipc_mem *handle)
@@ -200,7 +215,7 @@ zs_cu_result fake_close(zs_cu_ptr at)
 
 zs_cu_result fake_pin(void **out, void *at, size_t bytes)
 {
-    block made = {.at = at, .bytes = bytes, .fd = -1, .pinned = true, .malloced = at == NULL};
+    block made = {.at = at, .bytes = bytes, .fd = -1, .lock = -1, .pinned = true, .malloced = at == NULL};
     if (bytes == 0) return ZS_CU_ERROR_INVALID_VALUE;
     if (at == NULL) made.at = aligned_alloc(GRAIN, (bytes + GRAIN - 1) / GRAIN * GRAIN);
     if (made.at == NULL) return ZS_CU_ERROR_OUT_OF_MEMORY;

@@ -4,6 +4,8 @@
  */
 #include "peer_tests.h"
 
+#include "device/cuda_driver.h"
+
 #include <signal.h>
 
 /* --- failures ---------------------------------------------------------------------------------------------------------------- */
@@ -49,8 +51,10 @@ void absent_rank_is_a_timeout(rank_env *env)
     } else {
         OK(zs_comm_gather_start(env->comm, &flat, "layer", to, &on_the_way));
         OK(zs_comm_gather_finish(env->comm, on_the_way));
-        FAILS(zs_comm_gather_start(env->comm, &flat, "layer", to, &on_the_way), ZS_ERR_TIMEOUT,
-              "the all-gather of parameters did not finish on the GPU of rank");
+        CHECK(zs_comm_gather_start(env->comm, &flat, "layer", to, &on_the_way) == ZS_ERR_TIMEOUT);
+        CHECK(strstr(zs_last_message(), "the all-gather of parameters did not finish on the GPU of rank") != NULL);
+        CHECK(strstr(zs_last_message(), "transfer 2, the last that rank") != NULL);
+        zs_clear_error();
     }
     zs_comm_flat_free(env->comm, &flat);
     zs_mem_release(full);
@@ -92,12 +96,15 @@ void birth_fails_on_all_ranks(rank_env *env)
     zs_backend *backend = NULL;
     static const char *const calls[] = {"cuMemAlloc:1:2", "cuIpcGetMemHandle:1", "cuIpcOpenMemHandle:1",
                                         "cuStreamCreateWithPriority:1"};
+    static const char *const names[] = {"cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle",
+                                        "cuStreamCreateWithPriority"};
     OK(zs_device_cuda(0, true, &device));
     for (int i = 0; i < 4; i++) {
         if (env->rank == 1) setenv("FAKE_CUDA_FAIL", calls[i], 1);
         zs_clear_error();
         CHECK(zs_backend_peer_new(env->comm, device, &backend) == (i == 0 ? ZS_ERR_MEMORY : ZS_ERR_CUDA));
-        CHECK(strstr(zs_last_message(), "rank 1: cu") != NULL);
+        CHECK(strstr(zs_last_message(), "transport 'peer' on rank 1: ") != NULL);
+        CHECK(strstr(zs_last_message(), names[i]) != NULL);
         zs_clear_error();
         unsetenv("FAKE_CUDA_FAIL");
     }
@@ -146,4 +153,105 @@ void two_transports(rank_env *env)
     CHECK(zs_peer_alloc_at(at) == NULL);
     zs_mem_release(full);
     end_gpu(env);
+}
+
+/* --- other orders ------------------------------------------------------------------------------------------------------------- */
+
+/* Ranks agree on some moves, then ask for `count` and `count_of_last`, of which on the last rank move `other` is another. */
+static void ask_apart(rank_env *env, int count, int count_of_last, int other, const char *said)
+{
+    bool last = env->rank == env->world - 1;
+    char name[16], text[160];
+    begin_gpu(env);
+    zs_gpu_comm *gpu = (zs_gpu_comm *)env->comm;
+    for (int i = 0; i < 5; i++)
+        OK(zs_gpu_note(gpu, "parameters", "before", 64));
+    OK(zs_gpu_read_end(env->comm, NULL, (zs_phase)0));
+    for (int i = 0; i < (last ? count_of_last : count); i++) {
+        snprintf(name, sizeof name, "%d%s", i, last && i == other ? "x" : "");
+        OK(zs_gpu_note(gpu, "parameters", name, 64));
+    }
+    snprintf(text, sizeof text, said, env->world - 1);
+    FAILS(zs_gpu_read_end(env->comm, NULL, (zs_phase)0), ZS_ERR_DIVERGED, text);
+    end_gpu(env);
+}
+
+/* Not the last one, which all ranks have asked for. */
+void first_move_that_differs_is_named(rank_env *env)
+{
+    ask_apart(env, 9, 9, 2,
+              "transfer 8 is parameters of unit '2' (64 bytes per rank) on rank 0, but parameters of unit '2x' (64 "
+              "bytes per rank) "
+              "on rank %d");
+}
+
+void move_that_is_missing_is_named(rank_env *env)
+{
+    ask_apart(env, 4, 3, -1,
+              "transfer 9 is parameters of unit '3' (64 bytes per rank) on rank 0, but not queued on rank %d");
+}
+
+/* Of so many, the first are remembered. */
+void moves_of_long_ago_are_not_named(rank_env *env)
+{
+    ask_apart(env, ZS_GPU_MOVES + 3, ZS_GPU_MOVES + 2, -1,
+              "last: parameters of unit '258' (64 bytes per rank), but rank %d");
+}
+
+/* --- ends -------------------------------------------------------------------------------------------------------------------- */
+
+/* What each rank gathers of the others is mapped there; the stand-in ends a process that frees it too early. */
+static const void *gather_large(rank_env *env)
+{
+    enum { LARGE = 4 << 20 };
+    zs_flat_mem flat;
+    zs_mem *full = NULL;
+    OK(zs_comm_flat_new(env->comm, LARGE, &flat));
+    OK(zs_device_mem_new(env->comm->device, (size_t)env->world * LARGE, &full));
+    fill_pattern(flat.shard, LARGE, (unsigned)env->rank);
+    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+    compare_full(env, full->ptr, LARGE, 0);
+    const void *at = flat.shard;
+    zs_comm_flat_free(env->comm, &flat);
+    zs_mem_release(full);
+    return at;
+}
+
+static size_t memory_left(void)
+{
+    size_t left = 0, total = 0;
+    OK(ZS_CU(cuMemGetInfo, &left, &total));
+    return left;
+}
+
+/* Ranks come to their end one after the other, again and again: nothing is freed while a peer has it mapped, nothing stays. */
+void memory_outlives_its_mappings(rank_env *env)
+{
+    size_t left = 0;
+    for (int round = 0; round < 6; round++) {
+        begin_gpu(env);
+        const void *at = gather_large(env);
+        if (env->rank == round % env->world) sleep_us(200000);
+        zs_comm_close(env->comm);
+        FAILS(zs_peer_check(((zs_gpu_comm *)env->comm)->backend), ZS_ERR_STATE, "is closed");
+        end_gpu(env);
+        CHECK(zs_peer_alloc_at(at) == NULL);
+        if (round > 0) CHECK(memory_left() == left);
+        left = memory_left();
+    }
+}
+
+/* A rank does not wait for ever for a peer that goes on; what that has mapped is never freed then. */
+void late_peer_keeps_its_mappings(rank_env *env)
+{
+    begin_gpu(env);
+    const void *at = gather_large(env);
+    double start = now();
+    if (env->rank == 1) sleep_us(13000000);
+    end_gpu(env);
+    CHECK(now() - start < 30.0);
+    zs_peer_alloc *kept = zs_peer_alloc_at(at);
+    CHECK((kept != NULL) == (env->rank != 1));
+    zs_peer_alloc_release(kept);
+    meet(env);
 }

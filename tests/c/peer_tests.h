@@ -52,5 +52,10 @@ void failing_call_lets_the_peers_go(rank_env *env);
 void birth_fails_on_all_ranks(rank_env *env);
 void child_is_refused(rank_env *env);
 void two_transports(rank_env *env);
+void first_move_that_differs_is_named(rank_env *env);
+void move_that_is_missing_is_named(rank_env *env);
+void moves_of_long_ago_are_not_named(rank_env *env);
+void memory_outlives_its_mappings(rank_env *env);
+void late_peer_keeps_its_mappings(rank_env *env);
 
 #endif

@@ -198,6 +198,11 @@ int main(int argc, char **argv)
         TEST(birth_fails_on_all_ranks, .least = 2),
         TEST(child_is_refused, .least = 2),
         TEST(two_transports, .least = 2),
+        TEST(first_move_that_differs_is_named, .least = 2),
+        TEST(move_that_is_missing_is_named, .least = 2),
+        TEST(moves_of_long_ago_are_not_named, .least = 2),
+        TEST(memory_outlives_its_mappings, .least = 2),
+        TEST(late_peer_keeps_its_mappings, .least = 2, .slow = true),
     };
     return run_tests(tests, sizeof tests / sizeof *tests, argc, argv);
 }

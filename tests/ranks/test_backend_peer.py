@@ -36,6 +36,7 @@ CORE = [
     *SHM,
     "arena.c",
     "comm_gpu.c",
+    "gpu_order.c",
     "gpu_round.c",
     "gpu_table.c",
     "backend_peer.c",

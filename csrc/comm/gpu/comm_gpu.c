@@ -28,6 +28,16 @@ zs_status zs_gpu_heard(zs_gpu_comm *comm, zs_status status)
     return status == ZS_ERR_TORCH ? zs_gpu_fail(comm, status) : status;
 }
 
+/* Backends know no units. */
+static zs_status name_last(const zs_gpu_comm *comm, zs_status status)
+{
+    char why[600];
+    snprintf(why, sizeof why, "%s", zs_last_message());
+    zs_clear_error();
+    return ZS_FAIL(status, "%s; transfer %llu, the last that rank %d queued, is %s", why,
+                   (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
+}
+
 zs_status zs_gpu_usable(zs_gpu_comm *comm)
 {
     if (comm->base.lost != NULL)
@@ -35,6 +45,7 @@ zs_status zs_gpu_usable(zs_gpu_comm *comm)
                        comm->base.lost);
     if (comm->backend->ops->check == NULL) return ZS_OK;
     zs_status status = comm->backend->ops->check(comm->backend);
+    if (status == ZS_ERR_TIMEOUT && comm->last != NULL) status = name_last(comm, status);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 
@@ -67,30 +78,6 @@ static zs_status meet_to_settle(zs_gpu_comm *comm)
 
 /* --- one order on all ranks ---------------------------------------------------------------------------------------------- */
 
-static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
-{
-    const unsigned char *at = data;
-    for (size_t i = 0; i < bytes; i++)
-        hash = (hash ^ at[i]) * UINT64_C(0x100000001b3); /* FNV-1a */
-    return hash;
-}
-
-static zs_status went_apart(zs_gpu_comm *comm, const zs_gpu_order *other, int rank)
-{
-    const zs_gpu_order *own = &comm->order;
-    zs_status status = own->gave_up != other->gave_up
-                           ? ZS_FAIL(ZS_ERR_DIVERGED,
-                                     "rank %d abandoned its backward (probably after a caught exception), but rank %d "
-                                     "continued; their GPUs are waiting for each other: restart all ranks",
-                                     own->gave_up ? comm->base.rank : rank, own->gave_up ? rank : comm->base.rank)
-                           : ZS_FAIL(ZS_ERR_DIVERGED,
-                                     "ranks diverged: rank %d queued %llu transfers, last: %.111s, but rank %d queued "
-                                     "%llu, last: %.111s; run the same modules in the same order on all ranks",
-                                     comm->base.rank, (unsigned long long)own->count, own->last, rank,
-                                     (unsigned long long)other->count, other->last);
-    return zs_gpu_fail(comm, status);
-}
-
 static zs_status compare_pasts(zs_gpu_comm *comm)
 {
     for (int r = 0; r < comm->base.world; r++)
@@ -107,23 +94,18 @@ static zs_status check_order(zs_gpu_comm *comm, bool ended)
     comm->order.gone = gone_here(comm);
     comm->order.past = comm->base.past;
     ZS_TRY(zs_gpu_heard(comm, zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, comm->orders)));
-    for (int r = 0; r < comm->base.world; r++) {
+    int other = 0;
+    if (zs_gpu_order_differs(comm, &other)) return zs_gpu_fail(comm, zs_gpu_order_fail(comm, other));
+    comm->agreed = comm->order.count;
+    for (int r = 0; r < comm->base.world; r++)
         gone = gone || all[r].gone > 0;
-        bool same = all[r].hash == comm->order.hash && all[r].count == comm->order.count;
-        if (!same || all[r].gave_up != comm->order.gave_up) return went_apart(comm, &all[r], r);
-    }
     if (ended) ZS_TRY(compare_pasts(comm));
     return settle(comm, gone);
 }
 
 zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes)
 {
-    zs_gpu_order *order = &comm->order;
-    order->count++;
-    order->hash = mix(order->hash, what, strlen(what) + 1);
-    order->hash = mix(order->hash, unit, strlen(unit) + 1);
-    order->hash = mix(order->hash, &bytes, sizeof bytes);
-    snprintf(order->last, sizeof order->last, "%s of unit '%.60s' (%zu bytes per rank)", what, unit, bytes);
+    zs_gpu_order_add(comm, what, unit, bytes);
     return comm->backend->ops->blocks ? check_order(comm, false) : ZS_OK;
 }
 
@@ -372,6 +354,7 @@ static void free_rooms(zs_gpu_comm *self)
 {
     free(self->orders);
     free(self->pasts);
+    free(self->moves);
     free(self);
 }
 
@@ -382,7 +365,8 @@ static zs_gpu_comm *alloc_rooms(int world)
     if (self == NULL) return NULL;
     self->orders = calloc((size_t)world, sizeof *self->orders);
     self->pasts = calloc((size_t)world, sizeof *self->pasts);
-    if (self->orders != NULL && self->pasts != NULL) return self;
+    self->moves = calloc(ZS_GPU_MOVES + 1, sizeof *self->moves);
+    if (self->orders != NULL && self->pasts != NULL && self->moves != NULL) return self;
     free_rooms(self);
     return NULL;
 }

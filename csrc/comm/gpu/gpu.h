@@ -1,6 +1,7 @@
 /* gpu.h - the inside of the transports for GPUs.
  *
  *   comm_gpu.c    flats and gathers, small exchanges, the check of order
+ *   gpu_order.c   which move differs, where ranks have gone apart
  *   gpu_round.c   reducing
  *   gpu_table.c   the tables that all share
  *   gpu_transports.c   those whose backends move gradients; peer_table.c has peer
@@ -19,10 +20,17 @@ typedef struct zs_gpu_order {
     uint64_t gave_up; /* this rank has given up its backward here */
     uint64_t count;   /* of moves */
     uint64_t hash;    /* of what each was */
-    char last[112];   /* in words; cut off */
     uint64_t gone;    /* pieces of memory that this rank would give up; not compared */
     zs_past past;     /* compared where a session ends */
 } zs_gpu_order;
+
+enum { ZS_GPU_MOVES = 256 }; /* that are remembered, from where all ranks agreed last */
+
+/* A move that was asked for. */
+typedef struct zs_gpu_move {
+    uint64_t hash;  /* of all up to it */
+    char what[112]; /* in words; cut off */
+} zs_gpu_move;
 
 typedef struct zs_gpu_comm {
     zs_comm base;
@@ -32,6 +40,9 @@ typedef struct zs_gpu_comm {
     size_t living;       /* units that are not freed */
     zs_arena *areas;     /* owned; what rounds receive into; NULL: none yet */
     zs_gpu_order order;
+    uint64_t agreed;      /* so many moves, of all, were the same on all ranks when they compared */
+    zs_gpu_move *moves;   /* [ZS_GPU_MOVES + 1] those since; at the end, the last of more; owned */
+    zs_gpu_move *last;    /* of them; NULL: none yet */
     zs_gpu_order *orders; /* [world] what the ranks have asked for, as last compared; owned */
     zs_past *pasts;       /* [world] room for the pasts among them; owned */
     zs_cu_event *idle;    /* [n_idle] events that nobody uses; owned */
@@ -57,6 +68,20 @@ zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
 /* An event, for order alone / gives it back. */
 zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out);
 void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event);
+
+/* --- gpu_order.c ---------------------------------------------------------------------------------------------------------- */
+
+/* This rank asks for a move. */
+void zs_gpu_order_add(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes);
+
+/* What it asked for last, in words. */
+const char *zs_gpu_order_last(const zs_gpu_comm *comm);
+
+/* Is any rank's order, of those just exchanged, another than rank 0's? Then the first such rank's. */
+bool zs_gpu_order_differs(const zs_gpu_comm *comm, int *rank);
+
+/* ZS_ERR_DIVERGED, in words that name the first move where rank `other` and rank 0 differ. Collective. */
+zs_status zs_gpu_order_fail(zs_gpu_comm *comm, int other);
 
 /* --- comm_gpu.c: the rest of the table, as comm_ops.h has it -------------------------------------------------------------- */
 

@@ -109,6 +109,7 @@ static void peer_close(zs_backend *backend)
         zs_peer_abort(backend, "the transport closed while work on its GPU was still waiting for other ranks");
         (void)zs_peer_drain(self, 10.0);
     }
+    zs_peer_part(self);
     if (clean) zs_clear_error();
 }
 
@@ -118,10 +119,9 @@ static void peer_destroy(zs_backend *backend)
     bool own = self->lifetime == zs_lifetime(); /* a forked child has nothing on the GPU */
     if (own && self->pads != NULL && self->pads[backend->rank] != NULL) peer_close(backend);
     zs_peer_watch_end(self);
-    if (own) zs_peer_maps_free(self->maps);
     for (zs_stream stream = 0; stream < ZS_STREAMS && own; stream++)
         zs_mem_release(self->stages[stream]);
-    if (own) zs_mem_release(self->pad);
+    if (own) zs_peer_give_back(self);
     zs_kin_free(self->kin);
     zs_comm_release(self->control);
     free(self->pads);
@@ -169,7 +169,7 @@ static zs_status make_pad(zs_peer *self, zs_peer_address *address)
     if (self->pads == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the addresses of %d ranks", world);
     ZS_TRY(zs_kin_new(self->base.rank, world, &self->kin));
     ZS_TRY(zs_peer_maps_new(self->base.rank, world, &self->maps));
-    ZS_TRY(zs_peer_mem_new(self->base.device, zs_peer_pad_bytes(world) + ZS_PEER_STAGE, &self->pad));
+    ZS_TRY(zs_peer_pad_new(self->base.device, zs_peer_pad_bytes(world) + ZS_PEER_STAGE, &self->pad));
     ZS_TRY(zs_peer_tell(self->maps, self->pad->ptr, address));
     self->pads[self->base.rank] = self->pad->ptr;
     return zs_device_wait(self->base.device); /* zeroed before a peer writes there */
@@ -202,6 +202,7 @@ static zs_status map_pads(zs_peer *self, const card *all)
         zs_kin_meet(self->kin, r, &all[r].kin);
         ZS_TRY(map_pad(self, r, &all[r].pad));
     }
+    zs_peer_maps_keep(self->maps);
     return zs_peer_watch_begin(self);
 }
 

@@ -6,6 +6,7 @@
  *   peer_flags.c   the numbers by which streams of different processes wait for each other
  *   peer_round.c   reducing: the sums read the peers' buckets where they lie
  *   peer_watch.c   dead peers and deadlines
+ *   peer_end.c     when mapped memory may be freed at the end
  *
  * The one idea: each rank has a pad of numbers that only grow. A stream says that it has come to move k by writing k into
  * every peer's pad, and waits until its own pad has k from every peer; both are done by the GPU's front end, so neither a host
@@ -49,6 +50,7 @@ typedef struct zs_peer_watch {
     zs_status failure; /* ZS_OK, or why nothing is moved any more */
     char why[600];     /* the words of that */
     bool tell_peers;   /* their streams are let go as well as ours */
+    bool closed;       /* in good order: that is the failure, and no pad is written any more */
     zs_peer_move moves[ZS_PEER_EVENTS];
     uint64_t count;      /* of moves so far */
     uint64_t stuck;      /* the oldest that had not ended when it was last looked at, counted from 1; 0: none */
@@ -74,6 +76,7 @@ typedef struct zs_peer {
     uint32_t rounds[ZS_PEER_UNITS]; /* likewise, by the unit's place */
     bool taken[ZS_PEER_UNITS];      /* a living unit has that place */
     uint64_t units;                 /* so many so far */
+    bool parted; /* no peer has anything of this rank mapped but its pad, which none writes any more */
 } zs_peer;
 
 /* The backend of a transport of this kind. */
@@ -90,6 +93,9 @@ size_t zs_peer_pad_bytes(int world);
 /* Where the numbers of all ranks for a stream, or for a unit's place, lie in a pad. */
 size_t zs_peer_stream_words(const zs_peer *self, zs_stream stream, zs_peer_word word);
 size_t zs_peer_unit_words(const zs_peer *self, uint32_t place, zs_peer_word word);
+
+/* Where those lie that are 1 once a rank has closed its mappings. */
+size_t zs_peer_end_words(const zs_peer *self);
 
 /* Queues in `stream`: this rank's number in the peers' pads becomes `value`. What was queued before is done by then. */
 zs_status zs_peer_say(zs_peer *self, zs_stream stream, size_t words, uint32_t value);
@@ -108,8 +114,15 @@ void zs_peer_let_go(zs_peer *self, int r);
 /* New record without mappings. */
 zs_status zs_peer_maps_new(int rank, int world, zs_peer_maps **out);
 
-/* Closes all mappings, gives up what the peers were told of, and frees the record. NULL allowed. */
-void zs_peer_maps_free(zs_peer_maps *maps);
+/* What is mapped so far, the peers' pads, is to stay to the end. */
+void zs_peer_maps_keep(zs_peer_maps *maps);
+
+/* Closes all mappings, or all but what is to stay. */
+void zs_peer_maps_close(zs_peer_maps *maps, bool all);
+
+/* Closes all mappings and frees the record. What the peers were told of is given up if they are known to have `parted` from it;
+ * else it stays the process's. NULL allowed. */
+void zs_peer_maps_free(zs_peer_maps *maps, bool parted);
 
 /* Where `ptr` is for the peers; its allocation is kept until they have been told that it is gone. ZS_ERR_STATE for memory
  * that no peer can map. */
@@ -127,6 +140,18 @@ uint32_t zs_peer_gone(zs_backend *backend);
 
 /* Has the peers close their mappings of those, and gives them up. Collective; waits for this rank's streams. */
 zs_status zs_peer_settle(zs_backend *backend);
+
+/* --- peer_end.c ---------------------------------------------------------------------------------------------------------- */
+
+/* A new pad, zeroed in the compute stream. */
+zs_status zs_peer_pad_new(const zs_device *device, size_t bytes, zs_mem **out);
+
+/* Closes the mappings in good order, nothing being queued, and waits for the peers to do so too, though not for long. Of one
+ * that has failed: nothing. */
+void zs_peer_part(zs_peer *self);
+
+/* Frees the maps, and what no peer has mapped. */
+void zs_peer_give_back(zs_peer *self);
 
 /* --- peer_watch.c -------------------------------------------------------------------------------------------------------- */
 

@@ -11,7 +11,7 @@ enum { OPS = 128 }; /* in one call; the driver takes 256 */
 
 size_t zs_peer_pad_bytes(int world)
 {
-    size_t rows = (ZS_STREAMS + ZS_PEER_UNITS) * (size_t)ZS_PEER_WORDS;
+    size_t rows = (ZS_STREAMS + ZS_PEER_UNITS) * (size_t)ZS_PEER_WORDS + 1;
     return zs_round_up(rows * (size_t)world * sizeof(uint32_t), ZS_PEER_STAGE);
 }
 
@@ -25,6 +25,11 @@ size_t zs_peer_unit_words(const zs_peer *self, uint32_t place, zs_peer_word word
 {
     return zs_peer_stream_words(self, ZS_STREAMS, ZS_PEER_READY) +
            ((size_t)place * ZS_PEER_WORDS + word) * (size_t)self->base.world * sizeof(uint32_t);
+}
+
+size_t zs_peer_end_words(const zs_peer *self)
+{
+    return zs_peer_unit_words(self, ZS_PEER_UNITS, 0);
 }
 
 /* Operations for one stream, sent when there are many. */

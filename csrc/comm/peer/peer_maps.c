@@ -18,6 +18,7 @@ typedef struct mapping {
     int rank;
     uint64_t number;
     char *at;
+    bool kept; /* the pad is in it */
 } mapping;
 
 /* A shard of this rank, and those that belong to it. */
@@ -52,16 +53,31 @@ static void forget_shard(zs_peer_maps *maps, size_t i)
     maps->shards[i] = maps->shards[--maps->n_shards];
 }
 
-void zs_peer_maps_free(zs_peer_maps *maps)
+void zs_peer_maps_keep(zs_peer_maps *maps)
 {
-    if (maps == NULL) return;
     for (size_t i = 0; i < maps->n_maps; i++)
-        ZS_CU_FREE(cuIpcCloseMemHandle, (zs_cu_ptr)(uintptr_t)maps->maps[i].at);
-    /* Peers that are not at their end yet may have these mapped, but no move is to come that would read them. */
-    for (size_t i = 0; i < maps->n_told; i++)
-        zs_peer_alloc_release(maps->told[i]);
+        maps->maps[i].kept = true;
+}
+
+void zs_peer_maps_close(zs_peer_maps *maps, bool all)
+{
+    size_t kept = 0;
     while (maps->n_shards > 0)
         forget_shard(maps, maps->n_shards - 1);
+    for (size_t i = 0; i < maps->n_maps; i++)
+        if (maps->maps[i].kept && !all)
+            maps->maps[kept++] = maps->maps[i];
+        else
+            ZS_CU_FREE(cuIpcCloseMemHandle, (zs_cu_ptr)(uintptr_t)maps->maps[i].at);
+    maps->n_maps = kept;
+}
+
+void zs_peer_maps_free(zs_peer_maps *maps, bool parted)
+{
+    if (maps == NULL) return;
+    zs_peer_maps_close(maps, true);
+    for (size_t i = 0; i < maps->n_told && parted; i++)
+        zs_peer_alloc_release(maps->told[i]);
     free(maps->maps);
     free(maps->told);
     free(maps->shards);
@@ -116,8 +132,9 @@ zs_status zs_peer_map(zs_peer_maps *maps, int r, const zs_peer_address *address,
     zs_cu_ptr ptr = 0;
     ZS_TRY(grow((void **)&maps->maps, maps->n_maps, sizeof *maps->maps));
     ZS_TRY(ZS_CU(cuIpcOpenMemHandle, &ptr, address->handle, ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
-    maps->maps[maps->n_maps++] = (mapping){r, address->number, (char *)(uintptr_t)ptr}; /* NOLINT: of the device */
-    *out = (char *)(uintptr_t)ptr + address->offset;                                    /* NOLINT */
+    maps->maps[maps->n_maps++] =
+        (mapping){r, address->number, (char *)(uintptr_t)ptr, false}; /* NOLINT: of the device */
+    *out = (char *)(uintptr_t)ptr + address->offset;                  /* NOLINT */
     return ZS_OK;
 }
 

@@ -75,7 +75,7 @@ static void look(zs_watchdog *entry)
     zs_cu_stream unused;
     pthread_mutex_lock(&watch->lock);
     if (watch->failure != ZS_OK) {
-        let_go(self);
+        if (!watch->closed) let_go(self);
     } else if (zs_device_cuda_stream(self->base.device, ZS_STREAM_GATHER, &unused) == ZS_OK) { /* sees to a context */
         uint64_t first = oldest(self);
         if (first == 0 || first != watch->stuck) watch->since = zs_watchdog_now();
