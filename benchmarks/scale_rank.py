@@ -166,7 +166,8 @@ def cpu_per_step(model: Any, optimizer: Any, steps: int) -> float:
 
 def collectives(model: Any, optimizer: Any) -> list[tuple[str, int]]:
     """The collectives of process groups in a step: kind, and bytes that this rank brings."""
-    with torch.profiler.profile(record_shapes=True) as profile:
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # hosts begins them
+    with torch.profiler.profile(record_shapes=True, experimental_config=config) as profile:
         step(model, optimizer)
     found = []
     for event in profile.events():

@@ -170,10 +170,8 @@ static PyObject *comm_c10d(PyObject *type, PyObject *args)
 PyDoc_STRVAR(
     comm_hosts_doc,
     "hosts($type, group_name, even_name, odd_name, local, rank, world, timeout, /)\n--\n\nCreate a transport in "
-    "two levels. group_name: the process group of all ranks; even_name, odd_name: two of the ranks at this rank's "
-    "place "
-    "on their hosts, for what hosts with even and with odd numbers send; local: the Comm of this host's ranks, used by "
-    "nothing else. timeout: seconds.");
+    "two levels. group_name: the group of all ranks; even_name, odd_name: two of the ranks at this place on their "
+    "hosts, for what even and odd hosts send; local: the Comm of this host's ranks, used by nothing else.");
 
 static PyObject *comm_hosts(PyObject *type, PyObject *args)
 {
