@@ -41,7 +41,7 @@ struct zs_hosts_turns {
     pthread_mutex_t lock;   /* of all that follows */
     pthread_cond_t changed; /* on the monotonic clock */
     bool runs;              /* the thread has been started */
-    bool ends, hangs_up;    /* it is to end; and to end the connections */
+    bool ends;              /* it is to end */
     bool stopped;           /* it says urgent tickets only */
     bool deaf;              /* it will hear no more; set after `why` */
     char why[ZS_C10D_WORDS];
@@ -206,12 +206,6 @@ static void hand_back(zs_hosts_turns *turns, zs_hosts_ticket *ticket, bool begun
     pthread_mutex_unlock(&turns->lock);
 }
 
-static void hang_up(const zs_hosts_turns *turns)
-{
-    for (int i = 0; i < turns->n_wires; i++)
-        if (turns->wires[i].receiving != NULL) zs_work_hang_up(turns->wires[i].receiving);
-}
-
 static void *run(void *arg)
 {
     zs_hosts_comm *self = arg;
@@ -229,21 +223,22 @@ static void *run(void *arg)
     pthread_cond_broadcast(&turns->changed);
     pthread_mutex_unlock(&turns->lock);
     if (!asked) zs_hosts_mark_deaf(self, turns->why);
-    if (turns->hangs_up) hang_up(turns);
     return NULL;
 }
 
+/* Ends the thread, and if this rank can go on no more, the connections. */
 static void end_thread(zs_hosts_turns *turns, bool hangs_up)
 {
     if (!turns->runs) return;
     pthread_mutex_lock(&turns->lock);
     turns->ends = true;
-    turns->hangs_up = hangs_up;
     if (turns->awaited != NULL) zs_work_abort(turns->awaited);
     pthread_cond_broadcast(&turns->changed);
     pthread_mutex_unlock(&turns->lock);
     pthread_join(turns->thread, NULL);
     turns->runs = false;
+    for (int i = 0; i < turns->n_wires && hangs_up; i++)
+        if (turns->wires[i].receiving != NULL) zs_work_hang_up(turns->wires[i].receiving);
 }
 
 /* --- tickets, on the script's thread -------------------------------------------------------------------------------------- */
