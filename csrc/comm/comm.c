@@ -256,6 +256,11 @@ zs_status zs_cunit_expect(const zs_cunit *unit, zs_round_state state, const char
                    unit->spec.name, (unsigned long long)unit->round, call, standing[unit->state], standing[state]);
 }
 
+bool zs_cunit_is_out(const zs_cunit *unit)
+{
+    return unit->state != ZS_ROUND_NONE;
+}
+
 zs_status zs_cunit_may_release(const zs_cunit *unit)
 {
     bool all = unit->spec.mode == ZS_REDUCE_ALL;

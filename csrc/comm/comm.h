@@ -61,6 +61,9 @@ zs_status zs_comm_fail_apart(const zs_comm *comm, int changed);
 /* Gives the unit the name that it has in an outer model. All ranks do so before its first round, or none. */
 zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name);
 
+/* Is a round out? Not after a failure on all ranks alike, with which it has not been one. */
+bool zs_cunit_is_out(const zs_cunit *unit);
+
 /* The table of the transport called `name` ("self", "shm", "c10d"); NULL if there is none. */
 const zs_comm_ops *zs_comm_ops_of(const char *name);
 

@@ -250,15 +250,24 @@ static zs_status take_sum(const summing *s, zs_wait wait, bool *ready)
     return ZS_OK;
 }
 
+/* The round has failed on all ranks alike: it is over. To a rank that has given up its backward nothing is lost. */
+static zs_status end_failed(const zs_unit *unit, zs_status status)
+{
+    if (!unit->home->schedule.gave_up) return status;
+    zs_clear_error();
+    return ZS_OK;
+}
+
 zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over)
 {
     zs_comm *comm = unit->home->ranks.all;
     zs_sources sources = {0};
     summing s = summing_of(unit, &sources);
     bool ready = false;
-    ZS_TRY(take_sum(&s, wait, &ready));
+    zs_status taken = take_sum(&s, wait, &ready);
+    *done = ready || (taken == ZS_ERR_DIVERGED && !zs_cunit_is_out(unit->cunit));
+    if (taken != ZS_OK) return *done ? end_failed(unit, taken) : taken;
     if (!ready) return ZS_OK;
-    *done = true;
     zs_offload_done_grads(unit);
     /* Who has models on a disk is short of memory; that of the gradients which have been packed lies idle on the heap. */
     if (unit->offloads.disk != NULL) zs_mem_heap_freed(zs_unit_bucket_bytes(unit));

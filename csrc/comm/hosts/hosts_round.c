@@ -141,6 +141,16 @@ static zs_status post_new(const zs_hosts_comm *self, hosts_unit *unit, const uin
     return ZS_OK;
 }
 
+/* Waits until the round that was said has begun. */
+static zs_status begun(zs_hosts_comm *self, hosts_unit *unit)
+{
+    if (unit->post == NULL) return ZS_OK;
+    ZS_TRY(zs_hosts_hear_until(self, &unit->post->op));
+    ZS_TRY(zs_hosts_op_failure(&unit->post->op));
+    post_free(unit);
+    return ZS_OK;
+}
+
 static zs_status send(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used)
 {
     size_t bytes = unit->stride * (size_t)self->hosts, decoded = unit->sums.room * (size_t)self->hosts;
@@ -162,7 +172,8 @@ zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket,
     zs_status status = send(self, unit, used);
     if (status == ZS_OK) {
         cunit->state = ZS_ROUND_POSTED;
-        return ZS_OK;
+        if (cunit->spec.mode == ZS_REDUCE_SCATTER) return ZS_OK;
+        return zs_hosts_pass(self, begun(self, unit)); /* another collective follows at once */
     }
     if (unit->post != NULL) undo(self, &unit->post->op);
     post_free(unit);
@@ -183,16 +194,6 @@ static zs_status finish(zs_hosts_comm *self, hosts_unit *unit, zs_c10d_kind kind
     size_t n = unit->n_works;
     unit->n_works = 0;
     return zs_hosts_finish(self, &turn, unit->works, n, memory);
-}
-
-/* Waits until the round that was said has begun. Its failure is told once. */
-static zs_status begun(zs_hosts_comm *self, hosts_unit *unit)
-{
-    if (unit->post == NULL) return ZS_OK;
-    zs_status status = zs_hosts_hear_until(self, &unit->post->op);
-    ZS_THEN(status, zs_hosts_op_failure(&unit->post->op));
-    post_free(unit);
-    return status;
 }
 
 zs_status zs_hosts_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
@@ -326,6 +327,7 @@ void zs_hosts_cunit_free(zs_comm *comm, zs_cunit *cunit)
     if (unit->local != NULL) zs_cunit_free(self->local, unit->local);
     zs_hosts_lost_free(self, &unit->sums);
     zs_cunit_clear(cunit);
+    post_free(unit);
     free(unit->works);
     free(unit);
     if (--self->c10d.living == 0)
