@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from meshes import hosts_of
 from models import CASES, loss_of, make, make_optimizer
 from scenarios import message_of
@@ -122,6 +123,45 @@ def trained_beside_lone_evaluations():
 def test_rank_evaluates_alone_while_others_train(pool4):
     """Its gathers are served by ranks that have other units in the slots that the host shares."""
     assert pool4.run(trained_beside_lone_evaluations) == [(True, True)] * 4
+
+
+def caught():
+    """How steps end of which rank 3 abandons two: its backward raises where rounds are under way."""
+    found, rank = [], dist.get_rank()
+    with hosts_of(2, 2) as group:
+        for transport in BOTH:
+            torch.manual_seed(0)
+            layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+            options = {"transport": transport, "process_group": group, "timeout": 60}
+            model = FSDP(layers, auto_wrap_policy={nn.Linear}, **options)
+            optimizer, ends = make_optimizer("torch.SGD", model), []
+            for step in range(5):
+
+                def raises(gradient, fails=rank == 3 and step in (1, 3)):
+                    if fails:
+                        raise ValueError("planted")
+
+                def watch(module, args, output, hook=raises):
+                    output.register_hook(hook)
+
+                handle = layers[3].register_forward_hook(watch)
+                ends.append("")
+                try:
+                    model(torch.ones(2, 16) * (rank + step)).square().sum().backward()
+                    optimizer.step()
+                except (ValueError, zshard.DivergenceError) as error:
+                    ends[-1] = type(error).__name__
+                optimizer.zero_grad()
+                handle.remove()
+            found.append((ends, numbers_of(model)))
+    return found[0][0], found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+def test_backward_that_fails_on_one_rank_is_told_once(pool4):
+    """Rounds that were said before anybody knew of it are over as well."""
+    for rank, (ends, same) in enumerate(pool4.run(caught)):
+        error = "ValueError" if rank == 3 else "DivergenceError"
+        assert (ends, same) == (["", error, "", error, ""], True)
 
 
 def joined():
