@@ -209,7 +209,7 @@ static const void *gather_large(rank_env *env)
     OK(zs_comm_flat_new(env->comm, LARGE, &flat));
     OK(zs_device_mem_new(env->comm->device, (size_t)env->world * LARGE, &full));
     fill_pattern(flat.shard, LARGE, (unsigned)env->rank);
-    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){full, full->ptr}));
+    OK(zs_comm_gather(env->comm, &flat, "layer", (zs_target){.mem = full, .full = full->ptr}));
     compare_full(env, full->ptr, LARGE, 0);
     const void *at = flat.shard;
     zs_comm_flat_free(env->comm, &flat);

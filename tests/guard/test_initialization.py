@@ -190,7 +190,7 @@ INITIALIZERS = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("function", INITIALIZERS, ids=lambda function: function.__name__)
 def test_values_are_those_of_the_plain_model(pool2, function, combination):

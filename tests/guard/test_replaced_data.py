@@ -133,7 +133,7 @@ def compared(combination, swap, offload=None):
     )
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("swap", SWAPS, ids=lambda swap: swap.__name__)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_swaps_are_as_under_ddp(pool2, combination, swap):

@@ -70,7 +70,7 @@ def alone(name, combinations):
 SHARDED = [combination for combination in COMBINATIONS if combination[0] != "no_shard"]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [each.__name__ for each in situations.RIGHT])
 def test_what_is_elementwise_is_right(pool2, name):
     for found in pool2.run(alone, name, COMBINATIONS):

@@ -141,7 +141,7 @@ def test_a_config_trains_as_ddp(pool: RankPool, name: str) -> None:
 
 @pytest.mark.skipif(not FOLDER, reason="needs the files: ZSHARD_PUBLISHED_CONFIGS")
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @ranks(2)
 def test_a_published_config_trains_as_ddp(pool: RankPool, case: Any) -> None:
     check(pool, case.read(), case.meaning, case.namespace(), case.client)

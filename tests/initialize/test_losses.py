@@ -48,7 +48,7 @@ def compare(kind: str, stage: int, transport: str) -> dict[str, Any]:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @ranks(2)
 def test_training_is_that_of_ddp(pool: RankPool, kind: str, stage: int, transport: str) -> None:
     for found in pool.run(compare, kind, stage, transport):

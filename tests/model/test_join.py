@@ -239,7 +239,7 @@ def compared(loop, combination, counts, close=False, by_all=True):
 COUNTS = {2: [(5, 2), (0, 4)], 3: [(2, 5, 3), (4, 0, 0)]}
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_bits_are_those_of_ddps_join(pool2, loop, combination):

@@ -126,7 +126,7 @@ def compare(name, combination, library):
     return differences(ours[0], state), ours[1] == scales, ours[2] == losses, scales
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("library", SCALERS)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])

@@ -74,7 +74,7 @@ def combinations_of(name):
     return COMBINATIONS if name in IN_ALL_WAYS else FULL
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_training_has_the_bits_of_ddp(pool2, name):
     found_on_ranks = pool2.run(differences_from_ddp, name, combinations_of(name))

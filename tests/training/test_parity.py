@@ -69,7 +69,7 @@ def differences_from_ddp(name, optimizer):
     return found
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "optimizer"), PAIRS)
 def test_two_ranks_have_the_bits_of_ddp(pool2, name, optimizer):
     for rank, found in enumerate(pool2.run(differences_from_ddp, name, optimizer)):

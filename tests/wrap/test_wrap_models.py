@@ -128,7 +128,7 @@ def build(case: Case) -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
 def test_auto_cuts_the_model_into_its_blocks(case: Case) -> None:
     model = build(case)
