@@ -354,7 +354,8 @@ def freed(transport):
         dist.barrier()
     # The kernel may join pages into huge ones, gloo touch a buffer for the first time or hold one
     # a little longer, after any of them: a few steps up or down. What leaks is in most of them.
-    return statistics.median(after - before for before, after in itertools.pairwise(held))
+    # Of eight steps, four up and four down have no middle but a mean of two: the lower is taken.
+    return statistics.median_low(after - before for before, after in itertools.pairwise(held))
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
