@@ -58,7 +58,7 @@ typedef struct zs_actions {
     zs_status (*gather)(zs_record *);
     /* Waits for that, and binds the parameters to the full buffer. If it fails, it is as before the gather. */
     zs_status (*bind)(zs_record *);
-    /* Drops a gather that was begun, after waiting for it. */
+    /* Drops a gather that was begun, after waiting for it. If that has failed, it says so when all is as before. */
     zs_status (*cancel)(zs_record *);
     /* Binds the parameters to the shard, and gives the full buffer back. A failure is told when that is done. */
     zs_status (*reshard)(zs_record *);

@@ -227,10 +227,10 @@ static zs_wire code_of(const zs_unit *unit, const zs_flat *flat)
 
 zs_status zs_unit_lay_out(zs_unit *unit)
 {
-    for (int f = 0; f < unit->n_flats; f++)
+    for (int f = 0; f < unit->n_flats; f++) {
         ZS_TRY(lay_out_flat(unit, f));
-    for (int f = 0; f < unit->n_flats; f++)
         unit->flats[f].code = code_of(unit, &unit->flats[f]);
+    }
     if (!zs_unit_reduces(unit)) return ZS_OK;
     lay_out_gradients(unit);
     zs_record_set_reduces(&unit->record, zs_unit_round_spec(unit).n_slices > 0, zs_unit_bucket_bytes(unit));

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import CASES, make, train
+from models import CASES, loss_of, make, train
 from torch.distributed.device_mesh import DeviceMesh
 
+import zshard
 from zshard import FSDP
 from zshard._ranks import meeting, transports
 
@@ -51,6 +52,34 @@ def hosts_of(*sizes: int) -> Iterator[Any]:
     finally:
         dist.destroy_process_group(group)
         del os.environ["ZSHARD_HOST"]
+
+
+def case_of(group: Any, name: str, **options: Any) -> Any:
+    """The model of a case, sharded over a group."""
+    case = CASES[name]
+    options = {"process_group": group, "auto_wrap_policy": case.policy, "timeout": 60, **options}
+    return FSDP(make(case.make), **options)
+
+
+def curve(
+    wire: Any, steps: int = 40, clip: float | None = None, precision: Any = None
+) -> list[float]:
+    """Losses of steps of "net" on two hosts with two ranks each, means over the ranks."""
+    case = CASES["net"]
+    with hosts_of(2, 2) as group:
+        model = case_of(group, "net", wire=wire, mixed_precision=precision)
+        optimizer, losses = zshard.AdamW(model.parameters(), 3e-3), []
+        for step in range(steps):
+            loss = loss_of(model(case.batch(step % 4, dist.get_rank())))
+            loss.backward()
+            if clip is not None:
+                model.clip_grad_norm_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        mean = torch.stack(losses)
+        dist.all_reduce(mean)
+    return (mean / 4).tolist()
 
 
 def wrap(name: str, strategy: str, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import hosts_of
+from meshes import case_of, hosts_of
 from models import CASES, loss_of, make, train
 from scenarios import message_of
 from torch import nn
@@ -65,13 +65,7 @@ def with_and_without(name: str, sizes: tuple[int, ...]) -> Any:
     found, case = [], CASES[name]
     with hosts_of(*sizes) as group:
         for keep in (False, "auto"):
-            model = FSDP(
-                make(case.make),
-                process_group=group,
-                auto_wrap_policy=case.policy,
-                timeout=60,
-                keep_gathered=keep,
-            )
+            model = case_of(group, name, keep_gathered=keep)
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
             losses = train(model, case, optimizer, dist.get_rank(), steps=5)
             found.append((losses, numbers_of(model), kept(model), model.summary()))

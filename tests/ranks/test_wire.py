@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import hosts_of, mesh_of, on_two_hosts
+from meshes import curve, hosts_of, mesh_of, on_two_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
 from torch import Tensor, nn
@@ -272,34 +272,10 @@ def test_gradients_of_no_sync_cross_once(pool4, wire):
 # --- training -------------------------------------------------------------------------------------
 
 
-def curve(wire, precision=None, steps=40):
-    case = CASES["net"]
-    with hosts_of(2, 2) as group:
-        model = FSDP(
-            make(case.make),
-            process_group=group,
-            auto_wrap_policy=case.policy,
-            mixed_precision=precision,
-            wire=wire,
-            timeout=60,
-        )
-        optimizer, losses = zshard.AdamW(model.parameters(), 3e-3), []
-        for step in range(steps):
-            loss = loss_of(model(case.batch(step % 4, dist.get_rank())))
-            loss.backward()
-            model.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        mean = torch.stack(losses)
-        dist.all_reduce(mean)
-    return (mean / 4).tolist()
-
-
 def test_loss_falls_as_in_float32(pool4):
-    exact = pool4.run(curve, None)[0]
+    exact = pool4.run(curve, None, 40, 1.0)[0]
     for wire in WIRES:
-        coded = pool4.run(curve, wire)[0]
+        coded = pool4.run(curve, wire, 40, 1.0)[0]
         assert coded != exact
         assert coded[-1] < exact[0] - 0.9 * (exact[0] - exact[-1])
         assert max(abs(a - b) for a, b in zip(coded, exact, strict=True)) < 0.05 * exact[0]
@@ -307,7 +283,7 @@ def test_loss_falls_as_in_float32(pool4):
 
 def test_gradients_in_bfloat16_are_summed_before_they_are_coded(pool4):
     low = zshard.MixedPrecision(torch.bfloat16)
-    losses = pool4.run(curve, "int8", low, 20)[0]
+    losses = pool4.run(curve, "int8", 20, 1.0, low)[0]
     assert losses[-1] < losses[0]
 
 

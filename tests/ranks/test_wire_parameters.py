@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
-from meshes import hosts_of, mesh_of, on_two_hosts
+from meshes import case_of, curve, hosts_of, mesh_of, on_two_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
 from test_wire import NUMEL, WIRES, Products, decoded
@@ -245,29 +245,6 @@ def test_where_gathers_do_not_cross_all_is_exact(pool4, strategy):
     assert pool4.run(uncoded, strategy, {"timeout": 60}) == [[]] * 4
 
 
-def curve(wire, steps):
-    """Losses of `steps` steps, means over the ranks."""
-    case = CASES["net"]
-    with hosts_of(2, 2) as group:
-        model = FSDP(
-            make(case.make),
-            process_group=group,
-            auto_wrap_policy=case.policy,
-            timeout=60,
-            wire=wire,
-        )
-        optimizer, losses = zshard.AdamW(model.parameters(), 3e-3), []
-        for step in range(steps):
-            loss = loss_of(model(case.batch(step % 4, dist.get_rank())))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        mean = torch.stack(losses)
-        dist.all_reduce(mean)
-    return (mean / 4).tolist()
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("wire", ["int8", Wire(parameters="int8")])
 def test_loss_falls_as_in_float32(pool4, wire):
@@ -298,13 +275,7 @@ def evaluated(wire):
     """Differences of what a rank's evaluation computes beside others' training from that of all."""
     case = CASES["mlp"]
     with hosts_of(2, 2) as group:
-        model = FSDP(
-            make(case.make),
-            process_group=group,
-            auto_wrap_policy=case.policy,
-            timeout=60,
-            wire=wire,
-        )
+        model = case_of(group, "mlp", wire=wire)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         together, alone = {}, {}
         for step in range(3):
@@ -419,14 +390,7 @@ def peaks(wire):
         wire=wire,
     )
     with hosts_of(2, 2) as group:
-        model = FSDP(
-            make(case.make),
-            process_group=group,
-            auto_wrap_policy=case.policy,
-            keep_gathered=False,
-            wire=wire,
-            timeout=60,
-        )
+        model = case_of(group, "net", keep_gathered=False, wire=wire)
         predicted = model.memory("predicted")
         for step in range(2):
             loss_of(model(case.batch(step, dist.get_rank()))).backward()
