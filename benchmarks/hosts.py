@@ -131,10 +131,10 @@ def measure_steps(args: argparse.Namespace, hosts: Hosts, ranks: int) -> Any:
         parameters = WORKLOADS[model].parameters()
         for name, side in sides.items():
             side["least_bytes"] = least_bytes(name, 4 * parameters, len(hosts.all))
-            side["peak_bytes"] = None
+            side["bytes"] = {}
             if not args.no_memory:
-                peaks = [*flags, name, "--memory"]
-                side["peak_bytes"] = collect(hosts, ranks, hosts_steps.MODULE, peaks, memory.MALLOC)
+                alone = [*flags, name, "--memory"]
+                side["bytes"] = collect(hosts, ranks, hosts_steps.MODULE, alone, memory.MALLOC)
         yield {"model": model, "parameters": parameters, "sides": sides}
 
 

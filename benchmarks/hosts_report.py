@@ -26,12 +26,12 @@ def _title(result: Mapping[str, Any]) -> str:
 
 def _steps(result: Mapping[str, Any]) -> list[str]:
     header = ["side", "ms", "x ddp min/med/max", "MB sent by a host", "least", "sent / least"]
-    header += ["peak MiB of a host", "loss diff"]
+    header += ["MiB of a host: peak", "held", "predicted", "loss diff"]
     rows = []
     for name, side in result["sides"].items():
         sent = max(side["wire"]["sent"])
         least, difference = side["least_bytes"], side["loss_difference"]
-        ratio, peak = side["ratio"], side["peak_bytes"]
+        ratio, mib = side["ratio"], {key: max(of) / MIB for key, of in side["bytes"].items()}
         rows.append(
             [
                 name.replace("-auto", "", 1).replace("-keep_", ", keep_gathered="),
@@ -40,7 +40,7 @@ def _steps(result: Mapping[str, Any]) -> list[str]:
                 f"{sent / 1e6:.1f}",
                 f"{least / 1e6:.1f}",
                 f"{sent / least:.2f}",
-                f"{max(peak) / MIB:.0f}" if peak else "",
+                *(f"{mib[key]:.0f}" if key in mib else "" for key in ("peak", "held", "predicted")),
                 "" if difference is None else f"{difference:.1e}" if difference else "0",
             ]
         )

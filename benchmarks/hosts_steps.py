@@ -19,6 +19,7 @@ import torch.distributed as dist
 from benchmarks import harness, memory, step_time
 from benchmarks.hosts_net import wire_bytes
 from benchmarks.models import WORKLOADS, Batch, Workload
+from benchmarks.predict import settled
 from benchmarks.sides import Side, build_side
 
 MODULE = "benchmarks.hosts_steps"
@@ -36,13 +37,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--ranks-per-host", type=int, required=True)
-    parser.add_argument("--memory", action="store_true", help="the peak of the only side")
+    parser.add_argument("--memory", action="store_true", help="the bytes of the only side")
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args()
     workload = WORKLOADS[args.model]
     with harness.process_group() as rank:
         if args.memory:
-            result = peaks(workload, args.sides[0], args.ranks_per_host)
+            result = bytes_of_hosts(workload, args.sides[0], args.ranks_per_host)
         else:
             result = measure(workload, args)
     if rank == 0:
@@ -103,18 +104,28 @@ def _minus(
     }
 
 
-def peaks(workload: Workload, name: str, ranks_per_host: int) -> list[int]:
-    """Return the bytes of each host's ranks at their peaks in a few steps, beyond what the
-    libraries take before the model is made. Collective."""
-    memory.trim()
-    before = memory.pss()
+def bytes_of_hosts(workload: Workload, name: str, ranks_per_host: int) -> dict[str, Any]:
+    """Return the bytes of each host's ranks: "peak" and "held" with gradients after a few steps,
+    both beyond what a small model has left of the libraries, and "predicted" by zshard. Collective.
+
+    What zshard holds with gradients is all that it predicts; activations are in the peak alone.
+    """
+    build_side(name, WORKLOADS[memory.TINY]).step(WORKLOADS[memory.TINY].batch(harness.generator()))
+    before = settled()
     side = build_side(name, workload)
     generator = harness.generator()
     sampler = memory.PssSampler()
     for _ in range(MEMORY_STEPS):
-        side.step(workload.batch(generator))
+        side.zero_grad()
+        side.step(workload.batch(generator), zero_grad=False)
         sampler.sample()
-    ranks = harness.of_all_ranks(sampler.stop() - before)
+    found = {"peak": sampler.stop() - before, "held": settled() - before}
+    if hasattr(side.module, "memory"):
+        found["predicted"] = side.module.memory("predicted")["total"]
+    return {key: _sums(harness.of_all_ranks(mine), ranks_per_host) for key, mine in found.items()}
+
+
+def _sums(ranks: Sequence[int], ranks_per_host: int) -> list[int]:
     starts = range(0, len(ranks), ranks_per_host)
     return [sum(ranks[start : start + ranks_per_host]) for start in starts]
 

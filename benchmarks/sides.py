@@ -42,20 +42,21 @@ class Side:
     def zero_grad(self) -> None:
         self.module.zero_grad(set_to_none=True)
 
-    def step(self, batch: Batch) -> Tensor:
+    def step(self, batch: Batch, *, zero_grad: bool = True) -> Tensor:
         """Run one full training step on `batch` and return this rank's loss, detached."""
         loss = self.forward(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
             self.optimizer.step()
-        self.zero_grad()
+        if zero_grad:
+            self.zero_grad()
         return loss.detach()
 
 
 class DeepSpeedSide(Side):
     """A DeepSpeed engine, which runs backward, the optimizer and zero_grad itself."""
 
-    def step(self, batch: Batch) -> Tensor:
+    def step(self, batch: Batch, *, zero_grad: bool = True) -> Tensor:
         engine: Any = self.module
         loss = self.forward(batch)
         engine.backward(loss)

@@ -79,7 +79,8 @@ zs_status zs_mem_new_private(size_t bytes, zs_mem **out)
 
 void zs_mem_discard(zs_mem *mem)
 {
-    madvise(mem->ptr, in_pages(mem->bytes), MADV_DONTNEED); /* advice: failing keeps the pages */
+    size_t length = in_pages(mem->bytes);
+    if (madvise(mem->ptr, length, MADV_FREE) != 0) madvise(mem->ptr, length, MADV_DONTNEED); /* advice: may fail */
 }
 
 void zs_mem_heap_freed(size_t bytes)

@@ -113,6 +113,8 @@ def test_hosts_quick(three: Hosts, flags: list[str], tmp_path: Path) -> None:
         assert min(entry["gb_per_s"] for entry in result["operations"]) > 0
     else:
         side = result["sides"]["zshard-full_shard-auto"]
-        assert side["loss_difference"] == 0 and len(side["peak_bytes"]) == 2
+        assert side["loss_difference"] == 0
+        of = side["bytes"]
+        assert of["peak"][1] > of["held"][1] > 0.5 * of["predicted"][1] > 0
         assert min(side["wire"]["sent"]) > 0.8 * side["least_bytes"]
     assert "| --- |" in done.stdout

@@ -1,5 +1,6 @@
 """Ranks that fork: a DataLoader's workers and other children do no harm to the training."""
 
+import copy
 import gc
 import os
 import signal
@@ -10,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
+from meshes import hosts_of
 from misdeeds import STEPS, Misdeed, batch, check_survivors, make_model, step_once, train, wrap
 from models import TRANSPORTS
 from nursery import fork_ranks
 
 import zshard
+from zshard import FSDP
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -140,3 +143,36 @@ def child_dies_midway(transport):
 def test_a_child_that_dies_does_not_speak_for_its_parent(pool2, transport):
     for rank, said in enumerate(pool2.run(child_dies_midway, transport)):
         assert f"forked from rank {rank} cannot use its process group" in said
+
+
+def fork_in_backward(steps):
+    """Each layer's backward forks a child that frees the model, while a thread of the parent's sums what
+    the layers before have left. How many children have ended, and what is wrong in the model."""
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
+    plain, ended = torch.nn.Sequential(*copy.deepcopy(layers)), []
+    with hosts_of(2, 2) as group:
+        options = {"auto_wrap_policy": {torch.nn.Linear}, "transport": "hosts", "process_group": group}
+        model = FSDP(torch.nn.Sequential(*layers), **options)
+        optimizer = zshard.SGD(model.parameters(), lr=0.1)
+        expected = zshard.SGD(plain.parameters(), lr=0.1)
+        for _ in range(steps):
+            x = torch.ones(2, 1024)
+            plain(x).sum().backward()
+            for layer in model:
+                x = layer(x)
+                x.register_hook(lambda _: ended.append(in_child(lambda: free(model))))
+            x.sum().backward()
+            for each in (optimizer, expected):
+                each.step()
+                each.zero_grad()
+        return ended.count("freed"), differences(model.state_dict(), plain.state_dict())
+
+
+def free(model):
+    signal.alarm(20)
+    use_and_free(model)
+    return "freed"
+
+
+def test_children_forked_while_a_thread_of_the_parents_works(pool4):
+    assert pool4.run(fork_in_backward, 3) == [(12, [])] * 4
