@@ -57,7 +57,7 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit);
  * transport needs one order on all ranks. `units` are this engine's, each once. */
 zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n);
 
-/* How far gathers go ahead; without it, one unit in backward and none in forward. */
+/* How far gathers go ahead; without it, one unit. */
 void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch);
 
 /* How gradients and parameters of units that are made from now on cross hosts, over a transport in two levels; ZS_WIRE_EXACT without

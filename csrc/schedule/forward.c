@@ -12,7 +12,7 @@
 
 void zs_schedule_init(zs_schedule *schedule, const zs_actions *act)
 {
-    *schedule = (zs_schedule){.act = act, .ahead = {0, 1}};
+    *schedule = (zs_schedule){.act = act, .ahead = {1, 1}};
 }
 
 void zs_schedule_set_transports(zs_schedule *schedule, bool gathers_cost, bool in_order)

@@ -110,7 +110,7 @@ struct zs_schedule {
     /* --- what it is told between passes (forward.c) --- */
     bool gathers_cost;   /* a gather takes time and memory; else peers' shards are mapped */
     bool in_order;       /* rounds are collectives: all ranks post and end them in one order; else at any time */
-    int ahead[2];        /* gathers that may be under way before they are wanted, by zs_phase; 0: none */
+    int ahead[2];        /* gathers that may be under way before they are wanted, by zs_phase; see unshard.c; 0: none */
     zs_record **records; /* [n] borrowed; parents before children; the array is owned */
     size_t n;
     /* --- the pass --- */
@@ -139,7 +139,7 @@ enum { ZS_BUCKETS_OUT = 2 }; /* buckets of one size that may be out before a ran
 
 /* --- between passes -------------------------------------------------------------------------------------------------------- */
 
-/* Begins with no units, and gathers that go one unit ahead in backward. */
+/* Begins with no units, and gathers that go one unit ahead. */
 void zs_schedule_init(zs_schedule *schedule, const zs_actions *act);
 
 /* How the transports behave, see zs_schedule. */

@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { OWN_AHEAD = 8 }; /* measured between two hosts: 2 to 8 are 3 % of a step, 8 to 16 nothing */
+
 /* --- states ----------------------------------------------------------------------------------------------------------- */
 
 static zs_status gather(zs_schedule *schedule, zs_record *record)
@@ -84,12 +86,30 @@ void zs_unshard_reduced(zs_record *record)
 
 /* --- ahead ------------------------------------------------------------------------------------------------------------ */
 
-static int under_way(const zs_schedule *schedule)
+/* Has the unit memory from its forward to its backward anyway? Then a gather before its forward takes none. */
+static bool has_room(const zs_record *record, zs_phase phase)
 {
-    int n = 0;
-    for (size_t i = 0; i < schedule->n; i++)
-        n += schedule->records[i]->state == ZS_GATHERING;
-    return n;
+    return phase == ZS_PHASE_FORWARD && (record->is.stays || record->is.kept);
+}
+
+/* Gathers that may still begin before they are wanted. */
+typedef struct gathers_left {
+    int own, any; /* of units that have room of their own; of all others */
+} gathers_left;
+
+static gathers_left may_begin(const zs_schedule *schedule, zs_phase phase)
+{
+    int ahead = schedule->ahead[phase];
+    gathers_left left = {ahead > 0 ? OWN_AHEAD : 0, ahead};
+    for (size_t i = 0; i < schedule->n; i++) {
+        const zs_record *record = schedule->records[i];
+        if (record->state != ZS_GATHERING) continue;
+        if (has_room(record, phase))
+            left.own--;
+        else
+            left.any--;
+    }
+    return left;
 }
 
 static void remember(zs_schedule *schedule, zs_record *record, zs_phase phase)
@@ -122,16 +142,19 @@ static zs_status gather_listed(zs_schedule *schedule, const zs_follow *list)
 static zs_status gather_next(zs_schedule *schedule, const zs_record *record, zs_phase phase)
 {
     if (record->by_hand[phase].n > 0) return gather_listed(schedule, &record->by_hand[phase]);
-    int ahead = schedule->ahead[phase], room = ahead > 0 ? ahead - under_way(schedule) : 0;
+    gathers_left left = may_begin(schedule, phase);
     const zs_record *before = record == schedule->latest ? schedule->before : NULL;
-    for (int i = 0; i < ahead && room > 0 && !ended_here(before, record, phase); i++) {
+    for (int i = 0; !ended_here(before, record, phase); i++) {
         zs_record *next = record->next[phase];
         if (next == NULL) break;
+        bool own = has_room(next, phase);
+        int *still = own ? &left.own : &left.any;
+        if (*still <= 0 || i >= (own ? OWN_AHEAD : schedule->ahead[phase])) break;
         before = record;
         record = next;
         if (next->state != ZS_SHARDED) continue;
         ZS_TRY(gather(schedule, next));
-        room--;
+        (*still)--;
     }
     return ZS_OK;
 }

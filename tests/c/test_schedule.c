@@ -106,6 +106,31 @@ static void what_is_kept_is_not_gathered_again(void)
     free_model(m);
 }
 
+/* Units that stay have their own memory: their gathers go ahead of forwards farther than any others. */
+static void what_is_kept_is_gathered_far_ahead(void)
+{
+    const zs_traits traits[] = {sharded, sharded, sharded, sharded, sharded};
+    model *m = new_model(false, 5, traits);
+    for (int i = 0; i < 4; i++)
+        zs_record_set_kept(&m->units[i].record, true);
+    OK(forward(m, true));
+    OK(backward(m));
+    m->log[0] = 0;
+    OK(forward(m, true));
+    says(m,
+         "ready, open, gather a, bind a, gather b, gather c, gather d, bind b, bind c, bind d, gather e, bind e, "
+         "reshard e, close");
+    OK(backward(m));
+    const int ahead[2] = {0, 0};
+    zs_schedule_set_ahead(&m->schedule, ahead);
+    m->log[0] = 0;
+    OK(forward(m, true));
+    says(m,
+         "ready, open, gather a, bind a, gather b, bind b, gather c, bind c, gather d, bind d, gather e, bind e, "
+         "reshard e, close");
+    free_model(m);
+}
+
 static void whole_units_share_at_once_in_order(void)
 {
     const zs_traits traits[] = {whole, whole};
@@ -195,7 +220,7 @@ static void a_backward_that_raises_is_settled_before_all_else(void)
     OK(forward(m, false));
     says(
         m,
-        "give up, close, end, ready, open, gather a, bind a, gather b, bind b, reshard b, gather c, bind c, reshard c, "
+        "give up, close, end, ready, open, gather a, bind a, gather b, bind b, gather c, reshard b, bind c, reshard c, "
         "reshard a, close");
     free_model(m);
 }
@@ -342,6 +367,7 @@ static const one_test tests[] = {
     TEST(no_gather_goes_ahead_at_the_end_of_a_pass),
     TEST(zero2_gathers_once),
     TEST(what_is_kept_is_not_gathered_again),
+    TEST(what_is_kept_is_gathered_far_ahead),
     TEST(whole_units_share_at_once_in_order),
     TEST(gradients_that_stay_go_later),
     TEST(stepped_as_soon_as_it_is_summed),

@@ -128,7 +128,7 @@ def test_settings_say_how_much_is_gathered_and_no_number_changes(pool2: Any) -> 
         for _, _, told in found:
             assert told["now"]["slots"] == told["predicted"]["slots"]
         slots = [told["now"]["slots"] - usual["now"]["slots"] for _, _, told in found[:4]]
-        assert slots == [4 * UNIT, UNIT, 4 * UNIT, 0]  # two slots were there
+        assert slots == [4 * UNIT, 2 * UNIT, 4 * UNIT, 0]  # of six units; two slots were there
         assert "stay gathered from forward to backward" in found[0][2]["head"]
         assert "gather" not in usual["head"] + found[4][2]["head"]
 
@@ -177,7 +177,7 @@ def predictions() -> Any:
 
 def test_predictions_know_what_stays(pool2: Any) -> None:
     for found, text in pool2.run(predictions):
-        assert found == [(each, each) for each in (6 * UNIT, 4 * UNIT, 2 * UNIT)]
+        assert found == [(each, each) for each in (6 * UNIT, 5 * UNIT, 2 * UNIT)]
         assert "keep_gathered=False: " in text
 
 

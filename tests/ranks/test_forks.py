@@ -151,7 +151,11 @@ def fork_in_backward(steps):
     layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
     plain, ended = torch.nn.Sequential(*copy.deepcopy(layers)), []
     with hosts_of(2, 2) as group:
-        options = {"auto_wrap_policy": {torch.nn.Linear}, "transport": "hosts", "process_group": group}
+        options = {
+            "auto_wrap_policy": {torch.nn.Linear},
+            "transport": "hosts",
+            "process_group": group,
+        }
         model = FSDP(torch.nn.Sequential(*layers), **options)
         optimizer = zshard.SGD(model.parameters(), lr=0.1)
         expected = zshard.SGD(plain.parameters(), lr=0.1)

@@ -152,10 +152,8 @@ def prefetch_of(backward_prefetch: Any, forward_prefetch: Any, limit_all_gathers
             f"{backward_prefetch!r}"
         )
     units = 1 if limit_all_gathers else 2
-    return Prefetch(
-        forward=units if forward_prefetch else 0,
-        backward=units if name == "backward_pre" else 0,
-    )
+    backward = units if name == "backward_pre" else 0
+    return Prefetch(forward=units if forward_prefetch else backward, backward=backward)
 
 
 def _either_offload(offload: Any, cpu_offload: Any) -> Offload | None:

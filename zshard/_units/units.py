@@ -32,7 +32,7 @@ class Prefetch(NamedTuple):
     """How many units to prefetch in forward and backward, in the order of Engine.set_prefetch's
     arguments."""
 
-    forward: int = 0
+    forward: int = 1
     backward: int = 1
 
 
