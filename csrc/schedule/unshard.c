@@ -1,7 +1,7 @@
 /* unshard.c - when units are gathered and resharded: their states, and gathers that begin before they are wanted.
  *
  * The one idea: where a gather costs, a pass gathers its units in the order of the last one. So each unit remembers which was
- * gathered after it, in forward and in backward, and when it is unsharded the gather of that one begins. A guess that was
+ * gathered after it, in forward and in backward, and when it is wanted the gather of that one begins too. A guess that was
  * wrong costs a gather, never a number: what was not wanted is dropped at the end of the pass. All ranks guess alike, as they
  * saw one order. See schedule.h.
  */
@@ -97,13 +97,13 @@ typedef struct gathers_left {
     int own, any; /* of units that have room of their own; of all others */
 } gathers_left;
 
-static gathers_left may_begin(const zs_schedule *schedule, zs_phase phase)
+static gathers_left may_begin(const zs_schedule *schedule, const zs_record *wanted, zs_phase phase)
 {
     int ahead = schedule->ahead[phase];
     gathers_left left = {ahead > 0 ? OWN_AHEAD : 0, ahead};
     for (size_t i = 0; i < schedule->n; i++) {
         const zs_record *record = schedule->records[i];
-        if (record->state != ZS_GATHERING) continue;
+        if (record->state != ZS_GATHERING || record == wanted) continue;
         if (has_room(record, phase))
             left.own--;
         else
@@ -142,7 +142,7 @@ static zs_status gather_listed(zs_schedule *schedule, const zs_follow *list)
 static zs_status gather_next(zs_schedule *schedule, const zs_record *record, zs_phase phase)
 {
     if (record->by_hand[phase].n > 0) return gather_listed(schedule, &record->by_hand[phase]);
-    gathers_left left = may_begin(schedule, phase);
+    gathers_left left = may_begin(schedule, record, phase);
     const zs_record *before = record == schedule->latest ? schedule->before : NULL;
     for (int i = 0; !ended_here(before, record, phase); i++) {
         zs_record *next = record->next[phase];
@@ -161,10 +161,11 @@ static zs_status gather_next(zs_schedule *schedule, const zs_record *record, zs_
 
 zs_status zs_unshard_for(zs_schedule *schedule, zs_record *record, zs_phase phase)
 {
-    ZS_TRY(zs_schedule_unshard(schedule, record));
-    if (!schedule->gathers_cost) return ZS_OK;
+    if (!schedule->gathers_cost) return zs_schedule_unshard(schedule, record);
+    ZS_TRY(gather(schedule, record));
     remember(schedule, record, phase);
-    return gather_next(schedule, record, phase);
+    ZS_TRY(gather_next(schedule, record, phase)); /* the wire goes on while the script waits for this one */
+    return zs_schedule_unshard(schedule, record);
 }
 
 void zs_unshard_begin_pass(zs_schedule *schedule)

@@ -32,12 +32,12 @@ static void gathers_go_ahead(void)
     OK(backward(m));
     m->log[0] = 0;
     OK(forward(m, true));
-    says(m, "ready, open, gather a, bind a, gather b, bind b, gather c, reshard b, bind c, reshard c, close");
+    says(m, "ready, open, gather a, gather b, bind a, gather c, bind b, reshard b, bind c, reshard c, close");
     OK(backward(m));
     /* c is given out where b's backward begins; b where the backward ends, as it may be used in the root's forward. Of a
      * size there are two buckets, so c is summed before a packs. */
     says(m,
-         "ready back, open back, gather c, bind c, gather b, pack c, reshard c, post c, bind b, pack b, sum c, pack a, "
+         "ready back, open back, gather c, gather b, bind c, pack c, reshard c, post c, bind b, pack b, sum c, pack a, "
          "post b, post a, reshard a, reshard b, sum b, sum a, close, end");
     free_model(m);
 }
@@ -77,7 +77,7 @@ static void zero2_gathers_once(void)
     OK(forward(m, true));
     says(m, "ready, open, gather a, bind a, gather b, bind b, close");
     OK(forward(m, false)); /* whose backward never comes: what was left is resharded first */
-    says(m, "ready, reshard a, reshard b, open, gather a, bind a, gather b, bind b, reshard b, reshard a, close");
+    says(m, "ready, reshard a, reshard b, open, gather a, gather b, bind a, bind b, reshard b, reshard a, close");
     free_model(m);
 }
 
@@ -117,17 +117,15 @@ static void what_is_kept_is_gathered_far_ahead(void)
     OK(backward(m));
     m->log[0] = 0;
     OK(forward(m, true));
-    says(m,
-         "ready, open, gather a, bind a, gather b, gather c, gather d, bind b, bind c, bind d, gather e, bind e, "
-         "reshard e, close");
+    says(m, "ready, open, gather a, gather b, gather c, gather d, bind a, bind b, bind c, gather e, bind d, bind e, "
+            "reshard e, close");
     OK(backward(m));
     const int ahead[2] = {0, 0};
     zs_schedule_set_ahead(&m->schedule, ahead);
     m->log[0] = 0;
     OK(forward(m, true));
-    says(m,
-         "ready, open, gather a, bind a, gather b, bind b, gather c, bind c, gather d, bind d, gather e, bind e, "
-         "reshard e, close");
+    says(m, "ready, open, gather a, bind a, gather b, bind b, gather c, bind c, gather d, bind d, gather e, bind e, "
+            "reshard e, close");
     free_model(m);
 }
 
@@ -220,7 +218,7 @@ static void a_backward_that_raises_is_settled_before_all_else(void)
     OK(forward(m, false));
     says(
         m,
-        "give up, close, end, ready, open, gather a, bind a, gather b, bind b, gather c, reshard b, bind c, reshard c, "
+        "give up, close, end, ready, open, gather a, bind a, gather b, gather c, bind b, reshard b, bind c, reshard c, "
         "reshard a, close");
     free_model(m);
 }
