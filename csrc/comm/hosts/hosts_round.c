@@ -55,23 +55,36 @@ zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
     return own;
 }
 
+/* --- the host's own transport, which the thread of turns uses too ---------------------------------------------------------- */
+
+/* In a forked child there is no such thread, and it may have held the lock: there, no lock is taken. */
+static void lock_local(zs_hosts_comm *self)
+{
+    if (!zs_c10d_is_forked(&self->c10d)) pthread_mutex_lock(&self->local_lock);
+}
+
+static void unlock_local(zs_hosts_comm *self)
+{
+    if (!zs_c10d_is_forked(&self->c10d)) pthread_mutex_unlock(&self->local_lock);
+}
+
 /* --- buckets -------------------------------------------------------------------------------------------------------------- */
 
 zs_status zs_hosts_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
-    pthread_mutex_lock(&self->local_lock);
+    lock_local(self);
     zs_status status = zs_comm_bucket_new(self->local, zs_file_bucket_room(bytes), out);
-    pthread_mutex_unlock(&self->local_lock);
+    unlock_local(self);
     return status;
 }
 
 void zs_hosts_bucket_free(zs_comm *comm, zs_bucket *bucket)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
-    pthread_mutex_lock(&self->local_lock);
+    lock_local(self);
     zs_comm_bucket_free(self->local, bucket);
-    pthread_mutex_unlock(&self->local_lock);
+    unlock_local(self);
 }
 
 /* --- a round -------------------------------------------------------------------------------------------------------------- */
@@ -100,9 +113,9 @@ static void leave_works(zs_hosts_comm *self, hosts_unit *unit, zs_mem *memory)
 static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
 {
     const hosts_post *post = (const hosts_post *)op;
-    pthread_mutex_lock(&self->local_lock);
+    lock_local(self);
     zs_status status = zs_hosts_sum_local(self, post->unit, post->used);
-    pthread_mutex_unlock(&self->local_lock);
+    unlock_local(self);
     ZS_THEN(status, zs_hosts_start_pieces(self, post->unit));
     return status;
 }
@@ -295,9 +308,9 @@ zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *
         zs_status status = zs_hosts_hear_until(self, &unit->post->op);
         if (status != ZS_OK) return zs_hosts_pass(self, status);
     }
-    pthread_mutex_lock(&self->local_lock);
+    lock_local(self);
     zs_status status = zs_cunit_reusable(self->local, unit->local, wait, ready);
-    pthread_mutex_unlock(&self->local_lock);
+    unlock_local(self);
     return status;
 }
 

@@ -82,6 +82,8 @@ static void fail_all(zs_hosts_comm *self, zs_status status)
 
 zs_status zs_hosts_hear_until(zs_hosts_comm *self, const zs_hosts_op *end)
 {
+    if (zs_c10d_is_forked(&self->c10d))
+        return zs_c10d_can_meet(&self->c10d); /* the thread is the parent's, and its locks */
     while (self->said != NULL && (end == NULL || end->said)) {
         zs_status status = hear_first(self);
         if (status != ZS_OK) {
@@ -102,7 +104,7 @@ zs_status zs_hosts_hear_said(zs_c10d_comm *comm)
 
 bool zs_hosts_is_heard(zs_hosts_comm *self, const zs_hosts_op *op)
 {
-    return !op->said || zs_hosts_has_turned(self, &op->ticket);
+    return !op->said || zs_c10d_is_forked(&self->c10d) || zs_hosts_has_turned(self, &op->ticket);
 }
 
 zs_status zs_hosts_op_failure(const zs_hosts_op *op)
