@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import CASES, COMBINATIONS, Nested, Net, loss_of, make, train, wrapped
+from compare import differences
+from models import CASES, COMBINATIONS, TRANSPORTS, Nested, Net, loss_of, make, train, wrapped
 from nursery import fork_ranks
 from spawn import ranks, run_ranks
 from torch import nn
@@ -334,6 +335,37 @@ def test_what_the_kernel_counts(combination):
         assert held["added"] <= held["told"] + noise, text
         # When a second bucket, or area of c10d's, which is there, is first touched is timing.
         assert held["more"] <= held["told more"] + held["layer"] + MIB, text
+
+
+def given_up_bytes():
+    """What this process holds and the kernel may take (MADV_FREE)."""
+    found = re.search(r"^LazyFree:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
+    return 1024 * int(found[1])
+
+
+def gradients_given_up(transport):
+    """Bytes given up with gradients there, in forward after zero_grad(), and with new gradients;
+    bytes of gradients; and what differs in the new ones."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)]
+    model = FSDP(nn.Sequential(*layers), transport=transport, auto_wrap_policy={nn.Linear})
+    x, found = torch.randn(8, WIDTH), []
+    loss_of(model(x)).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    found.append(given_up_bytes())
+    model.zero_grad()
+    loss = loss_of(model(x))
+    found.append(given_up_bytes())
+    loss.backward()
+    found.append(given_up_bytes())
+    grads = [p.grad for p in model.parameters()]
+    return found, sum(grad.nbytes for grad in grads), differences(grads, expected)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_memory_of_dead_gradients_is_the_kernels_if_it_wants_it(pool2, transport):
+    for (there, dead, anew), size, wrong in pool2.run(gradients_given_up, transport):
+        assert dead - there >= 0.9 * size > 10 * MIB
+        assert anew - there <= 0.2 * size and wrong == []
 
 
 def freed(transport):
