@@ -153,7 +153,8 @@ def prefetch_of(backward_prefetch: Any, forward_prefetch: Any, limit_all_gathers
         )
     units = 1 if limit_all_gathers else 2
     backward = units if name == "backward_pre" else 0
-    return Prefetch(forward=units if forward_prefetch else backward, backward=backward)
+    asked = bool(forward_prefetch)
+    return Prefetch(units if asked else backward, backward, asked)
 
 
 def _either_offload(offload: Any, cpu_offload: Any) -> Offload | None:

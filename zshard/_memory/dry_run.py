@@ -85,7 +85,7 @@ class DryRun:
     ) -> None:
         self._dtype = dtype
         self.engine = _core.Engine(type(module).__name__, *comms)
-        self.engine.set_prefetch(*planned[-1][1].prefetch)
+        self.engine.set_prefetch(*planned[-1][1].prefetch.ahead)
         self.engine.keep_gathered(*planned[-1][1].keep)
         self.engine.set_codes(*planned[-1][1].wire.codes)
         offload = planned[-1][1].offload

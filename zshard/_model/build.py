@@ -70,7 +70,7 @@ def build(
             comm.align()
     with together():
         engine = _core.Engine(type(module).__name__, *comms)
-    engine.set_prefetch(*planned[-1][1].prefetch)
+    engine.set_prefetch(*planned[-1][1].prefetch.ahead)
     engine.keep_gathered(*planned[-1][1].keep)
     engine.set_codes(*planned[-1][1].wire.codes)
     inner = [state.unit for _, state in units_of(module) if not is_apart(state, comms)]

@@ -29,11 +29,19 @@ Hook = tuple["weakref.ref[nn.Module]", int]
 
 
 class Prefetch(NamedTuple):
-    """How many units to prefetch in forward and backward, in the order of Engine.set_prefetch's
-    arguments."""
+    """How many units to prefetch in forward and in backward.
+
+    forward_asked: the script asked for forward's; else it goes as far as backward's.
+    """
 
     forward: int = 1
     backward: int = 1
+    forward_asked: bool = False
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """Return Engine.set_prefetch's arguments."""
+        return self.forward, self.backward
 
 
 class Keep(NamedTuple):
