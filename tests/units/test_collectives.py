@@ -120,7 +120,7 @@ def order_of(options, by_hand=None):
 @pytest.mark.parametrize(
     ("options", "forward", "backward"),
     [
-        ({}, "GfGfGfGf", "GbGbGbb"),
+        ({}, "GGfGfGff", "GbGbGbb"),
         ({"backward_prefetch": None}, "GfGfGfGf", "bGbGbGb"),
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "GfGfGfGf", "bGbGbGb"),
         ({"forward_prefetch": True}, "GGfGfGff", "GbGbGbb"),
