@@ -42,7 +42,8 @@ zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *
 void zs_mem_count_mapping(void);
 long zs_mem_mappings(void);
 
-/* Lets the system have the pages of a private block once it is short of memory. What they hold is undefined until they are written. */
+/* Lets the system have the pages of a private block once it is short of memory. What they hold until they are written is
+ * undefined. */
 void zs_mem_discard(zs_mem *mem);
 
 /* Says that `bytes` have just been freed on the heap, by torch say. malloc keeps such memory, gigabytes of it where a model's

@@ -178,6 +178,7 @@ def quick(module: str, out: Path, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_step_time_quick(tmp_path: Path) -> None:
     flags = ["--models", "tiny32", "--sides", "compute", "ddp", "zshard-full_shard"]
     record = quick("step_time", tmp_path / "step.json", *flags)

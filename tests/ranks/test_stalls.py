@@ -61,7 +61,7 @@ def lone(call, folder, timeout):
     return "", "", 0.0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_the_error_says_where_the_others_are(tmp_path, call, world):

@@ -117,7 +117,10 @@ UNNAMED = (
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(each, marks=pytest.mark.xfail(reason=UNNAMED, strict=False))
+        pytest.param(
+            each,
+            marks=[pytest.mark.xfail(reason=UNNAMED, strict=False), pytest.mark.thorough],
+        )
         if each == "hybrid_shard"
         else each
         for each in STRATEGIES

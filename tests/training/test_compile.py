@@ -111,7 +111,7 @@ def wrong_when_compiled(build, run, way, backend, first):
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize(
     ("way", "backend"), [*((way, "aot_eager") for way in WAYS), (each_block_in_place, "eager")]
@@ -206,7 +206,7 @@ def far_from_ddp(way, backend, first):
     return far if close else [*far, f"losses: {losses}, not {expected}"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
 def test_training_of_a_compiled_model(compilers, way, first):

@@ -7,7 +7,7 @@ from spawn import RankFailure, RankPool
 from walk import Cell, all_cells, hash_of, pairwise, plain, sharded, verdict
 
 SAMPLE = pairwise(all_cells())
-SHARES = 12  # tests that the sample is cut into; a share's ranks are its own
+SHARES = 24  # tests that the sample is cut into; a share's ranks are its own
 
 
 def walk(cells: list[Cell]) -> list[str]:

@@ -94,7 +94,7 @@ def all_differences(name, precision):
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", ["net", "tied", "conv", "frozen", "attention", "one unit"])
 def test_steps_take_what_is_reserved(pool2, name, precision):

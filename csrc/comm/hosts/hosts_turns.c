@@ -356,9 +356,8 @@ static zs_status start_thread(zs_hosts_comm *self)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error != 0)
         return ZS_FAIL(ZS_ERR_MEMORY,
-                       "cannot start the thread that meets other hosts (%s): raise the limit on threads (ulimit -u, or "
-                       "pids.max of "
-                       "the container)",
+                       "cannot start the thread that meets other hosts (%s): raise the limit on threads "
+                       "(ulimit -u, or pids.max of the container)",
                        strerror(error));
     turns->runs = true;
     return ZS_OK;
