@@ -61,6 +61,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def compare(kind: str, strategy: str, folder: str) -> tuple[bool, float, int]:
     found = []
     for each in (None, strategy):
+        torch._dynamo.reset()  # of sizes seen before, compiled code has other kernels
         trainer = make(folder, each, **KINDS[kind])
         trainer.train()
         metrics = trainer.evaluate()
