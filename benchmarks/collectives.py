@@ -35,6 +35,7 @@ MODULE = "benchmarks.collectives"
 SOURCES = [
     "status",
     "memory",
+    "profile",
     "comm",
     "past",
     "comm_self",

@@ -165,6 +165,7 @@ zs_status zs_disk_new_on_host(const zs_device *device, zs_disk **out)
     zs_disk *disk = calloc(1, sizeof *disk);
     if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload to host memory");
     zs_refs_init(&disk->refs);
+    disk->direct = -1;
     disk->device = device;
     disk->world = 1;
     *out = disk;
