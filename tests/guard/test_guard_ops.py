@@ -111,7 +111,7 @@ def is_elementwise(op):
 
 
 def bits_of(tensor):
-    return bytes(tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy())
+    return bytes(tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy())
 
 
 def is_fact(op):
