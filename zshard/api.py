@@ -151,8 +151,8 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
         backward_prefetch: when backward starts the all-gather of the next unit, in the order of
             the last pass. "backward_pre" (the default, or torch's enum): before it computes the
             gradients of the current unit. "backward_post" or None: while those are being reduced.
-        forward_prefetch: True: forward starts the all-gather of the next unit early, in any case.
-            False (the default): as backward does, which takes no more memory; GPUs always do.
+        forward_prefetch: True: forward starts the all-gather of the next unit early. False (the
+            default): only if backward does, which takes no more memory; GPUs always do.
         limit_all_gathers: True (the default): prefetch one unit at a time. False: two. Units that
             stay gathered until backward have their own memory: forward prefetches up to eight.
 

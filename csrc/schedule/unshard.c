@@ -97,10 +97,10 @@ typedef struct gathers_left {
     int own, any; /* of units that have room of their own; of all others */
 } gathers_left;
 
+/* While `wanted` is gathered, or has been. */
 static gathers_left may_begin(const zs_schedule *schedule, const zs_record *wanted, zs_phase phase)
 {
-    int ahead = schedule->ahead[phase];
-    gathers_left left = {ahead > 0 ? OWN_AHEAD : 0, ahead};
+    gathers_left left = {OWN_AHEAD, schedule->ahead[phase]};
     for (size_t i = 0; i < schedule->n; i++) {
         const zs_record *record = schedule->records[i];
         if (record->state != ZS_GATHERING || record == wanted) continue;
@@ -142,6 +142,7 @@ static zs_status gather_listed(zs_schedule *schedule, const zs_follow *list)
 static zs_status gather_next(zs_schedule *schedule, const zs_record *record, zs_phase phase)
 {
     if (record->by_hand[phase].n > 0) return gather_listed(schedule, &record->by_hand[phase]);
+    if (schedule->ahead[phase] == 0) return ZS_OK;
     gathers_left left = may_begin(schedule, record, phase);
     const zs_record *before = record == schedule->latest ? schedule->before : NULL;
     for (int i = 0; !ended_here(before, record, phase); i++) {

@@ -135,12 +135,20 @@ static zs_status open_own(zs_disk *disk, const char *directory)
     return ZS_OK;
 }
 
-zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_disk **out)
+/* One without any file yet; NULL: out of memory. */
+static zs_disk *disk_alloc(void)
 {
     zs_disk *disk = calloc(1, sizeof *disk);
-    if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload directory");
+    if (disk == NULL) return NULL;
     zs_refs_init(&disk->refs);
     disk->direct = -1;
+    return disk;
+}
+
+zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_disk **out)
+{
+    zs_disk *disk = disk_alloc();
+    if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload directory");
     disk->mapped = shards->ops->mapped;
     disk->world = disk->mapped ? shards->world : 1;
     disk->rank = disk->mapped ? shards->rank : 0;
@@ -162,10 +170,8 @@ zs_status zs_disk_new_on_host(const zs_device *device, zs_disk **out)
         return ZS_FAIL(
             ZS_ERR_VALUE,
             "offload: offloading to host memory requires a GPU; without one, everything is in host memory already");
-    zs_disk *disk = calloc(1, sizeof *disk);
+    zs_disk *disk = disk_alloc();
     if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload to host memory");
-    zs_refs_init(&disk->refs);
-    disk->direct = -1;
     disk->device = device;
     disk->world = 1;
     *out = disk;

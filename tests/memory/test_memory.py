@@ -262,9 +262,13 @@ def held_bytes():
     """This process's share of memory that is no file's: PSS counts a page of several processes in
     parts, so that windows into peers are not counted twice."""
     gc.collect()
+    return rollup("Pss_(?:Anon|Shmem)")
+
+
+def rollup(name):
+    """Bytes of all this process's mappings that the kernel counts under such a name."""
     text = Path("/proc/self/smaps_rollup").read_text()
-    kib = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE)
-    return 1024 * sum(map(int, kib))
+    return 1024 * sum(map(int, re.findall(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)))
 
 
 WIDTH, DEPTH = 1024, 10  # 4 MiB a layer
@@ -337,12 +341,6 @@ def test_what_the_kernel_counts(combination):
         assert held["more"] <= held["told more"] + held["layer"] + MIB, text
 
 
-def given_up_bytes():
-    """What this process holds and the kernel may take (MADV_FREE)."""
-    found = re.search(r"^LazyFree:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)
-    return 1024 * int(found[1])
-
-
 def gradients_given_up(transport):
     """Bytes given up with gradients there, in forward after zero_grad(), and with new gradients;
     bytes of gradients; and what differs in the new ones."""
@@ -351,12 +349,12 @@ def gradients_given_up(transport):
     x, found = torch.randn(8, WIDTH), []
     loss_of(model(x)).backward()
     expected = [p.grad.clone() for p in model.parameters()]
-    found.append(given_up_bytes())
+    found.append(rollup("LazyFree"))
     model.zero_grad()
     loss = loss_of(model(x))
-    found.append(given_up_bytes())
+    found.append(rollup("LazyFree"))
     loss.backward()
-    found.append(given_up_bytes())
+    found.append(rollup("LazyFree"))
     grads = [p.grad for p in model.parameters()]
     return found, sum(grad.nbytes for grad in grads), differences(grads, expected)
 
