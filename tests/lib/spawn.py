@@ -499,6 +499,7 @@ def _main(mode: str) -> None:
         if rank is None:
             return
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a fork does not inherit it
+    faulthandler.enable(all_threads=True)  # a crash writes the threads' stacks to stderr
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     pipe = Connection(pipes[rank])
     os.register_at_fork(after_in_child=pipe.close)  # else a forked worker hides this rank's death

@@ -62,7 +62,7 @@ def wrong_in_cases(names, optimizer):
     "optimizer", [ADAMW, pytest.param("zshard.SGD", marks=pytest.mark.thorough)]
 )
 def test_every_model_strategy_and_transport(pool, optimizer):
-    assert pool.run(wrong_in_cases, list(CASES), optimizer) == [{}] * pool.world
+    assert pool.run(wrong_in_cases, list(CASES), optimizer, timeout=400) == [{}] * pool.world
 
 
 def wrong_on_a_mesh(transport):
