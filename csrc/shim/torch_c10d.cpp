@@ -4,6 +4,7 @@
 // no sum (sums are ours, in rank order, so that all transports give the same bits).
 //
 // Nothing here needs the GIL. A Python process group takes it by itself, so callers must not hold it.
+#include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -109,6 +110,16 @@ zs_status start(const char *where, const zs_group *group, std::vector<at::Tensor
         started->work = body(started->tensors);
         *work = started.release();
     });
+}
+
+// The same for a message of ours. Torch's profiler does not see it: a message may be out for longer than a profiler records,
+// and torch would write its end to memory that the profiler has freed.
+template <typename Body>
+zs_status start_message(const char *where, const zs_group *group, const void *data, size_t bytes, zs_work **work,
+                        Body body)
+{
+    const at::DisableRecordFunctionGuard unrecorded;
+    return start(where, group, {bytes_at(group, data, bytes)}, work, body);
 }
 
 // The store of a process group, where its class gives it away.
@@ -257,14 +268,14 @@ bool zs_group_has_messages(const zs_group *group)
 
 zs_status zs_group_send(zs_group *group, const void *data, size_t bytes, int to, zs_work **work)
 {
-    return start("send", group, {bytes_at(group, data, bytes)}, work,
-                 [&](auto &tensors) { return group->group->send(tensors, to, 0); });
+    return start_message("send", group, data, bytes, work,
+                         [&](auto &tensors) { return group->group->send(tensors, to, 0); });
 }
 
 zs_status zs_group_receive(zs_group *group, void *data, size_t bytes, int from, zs_work **work)
 {
-    return start("receive", group, {bytes_at(group, data, bytes)}, work,
-                 [&](auto &tensors) { return group->group->recv(tensors, from, 0); });
+    return start_message("receive", group, data, bytes, work,
+                         [&](auto &tensors) { return group->group->recv(tensors, from, 0); });
 }
 
 bool zs_work_await(zs_work *work)

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import case_of, hosts_of
 from models import CASES, train, wrapped
 from spawn import ranks
 from torch.profiler import profile
@@ -94,3 +95,24 @@ def step_alone(model, case):
 def test_profilers_that_begin_and_end_within_a_forward(pool):
     for names in pool.run(stopped_within_a_forward):
         assert "zshard::forward (root)" in names, names
+
+
+def seen_on_all_threads():
+    """Names of what torch's process groups do in two steps; training goes on after the profile."""
+    case = CASES["net"]
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with hosts_of(2, 2) as group:
+        model = case_of(group, "net")
+        with profile(experimental_config=config) as profiler:
+            step(model, case, LATE)
+            time.sleep(LATE)  # torch's threads end what they record after those who wait go on
+        step(model, case)
+    return {event.name for event in profiler.events() if event.name.startswith("gloo:")}
+
+
+def test_messages_between_hosts_outlast_the_profile(pool4):
+    """Torch writes an operation's end to the profile that saw its beginning, also to one that has
+    been freed; the receive of the next turn is always under way."""
+    for names in pool4.run(seen_on_all_threads):
+        assert "gloo:scatter" in names
+        assert not names & {"gloo:send", "gloo:recv"}, names
