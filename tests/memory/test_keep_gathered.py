@@ -171,8 +171,8 @@ def predictions() -> Any:
             plain, 2, transport="c10d", auto_wrap_policy={nn.Linear}, keep_gathered=keep
         )
         found.append((model.memory()["slots"], told["slots"]))
-    tight = limits()[0] - 4 * UNIT  # enough before the optimizer has its state, and for no more
-    text = message_of(lambda: stack(keep_gathered=True, memory_limit=tight // 2), MemoryError)
+    tight = UNITS * UNIT  # for the gathered units, and for no shard
+    text = message_of(lambda: stack(keep_gathered=True, memory_limit=tight), MemoryError)
     return found, text
 
 
@@ -381,7 +381,7 @@ def without_room() -> Any:
             kept.append(model[0]._zshard_state.unit.engine.kept()[0] // (4 << 20))
             if dist.get_rank() == 1:
                 size = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
-                limit = (size << 10) + (20 << 20)
+                limit = (size << 10) + (36 << 20)
                 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         if step == 3:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
