@@ -56,7 +56,8 @@ WITH_CODE = [page for page in PAGES if page.stem not in RUN_ELSEWHERE and blocks
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
-    script.write_text("\n\n".join(blocks(page.read_text())))
+    there = f"import os\n\nos.chdir({str(tmp_path)!r})"  # files that the page writes are ours
+    script.write_text("\n\n".join([there, *blocks(page.read_text())]))
     fork_ranks(script, 2, timeout=120, check=True)
 
 
