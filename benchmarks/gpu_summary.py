@@ -25,9 +25,13 @@ CLAIMS = {
     "tests/lib/gpus.py: strategies, mixed precision, accumulation, clipping, checkpointed and "
     "compiled blocks, state dicts.",
     "memory": "Memory is constant from the first step on, and as `memory('predicted')` says.",
-    "nccl": "zshard's own NCCL communicators start, exchange and end, with one rank.",
-    "peer": "`transport='peer'` trains two ranks on one GPU with DDP's numbers, and names a killed "
-    "rank. (Its mark as experimental may go for ranks on one GPU, not for several GPUs.)",
+    "features": "Checkpoints, offload, loss scaling, torch's optimizers, `fully_shard`, whole "
+    "parameters, caught errors, other streams and hybrid groups work as on the CPU.",
+    "nccl": "zshard's own NCCL communicators train two and four ranks that share a GPU (over "
+    "sockets) with the host's numbers.",
+    "peer": "`transport='peer'` trains two and four ranks on one GPU with the host's numbers and "
+    "the bits of the other backends, and names a killed rank. (Its mark as experimental may go for "
+    "ranks on one GPU, not for several GPUs.)",
     "graph": "A captured training step has the bits of the same steps without a graph.",
     "125m": "The step times and memory of the 125 M model, with date and GPU.",
     "rest": "Host time per unit, AdamW's rate, the loss curve, losses of ranks on one GPU.",

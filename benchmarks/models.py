@@ -178,7 +178,7 @@ def _text_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _row_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+    return F.mse_loss(model(batch[0]).to(batch[1].dtype), batch[1])  # on a GPU, of one dtype
 
 
 def gpt(

@@ -6,20 +6,24 @@
 #
 # The one idea: such a machine is lent for minutes, and a call is cut off after ten. So the work is in stages, the most valuable
 # first; each writes its own result, and a call begins with the first that has not passed at this commit. It needs no network.
-# Results are in STATE, and flat in $OUT where that is set: for each stage STAGE.log, STAGE.status and what it measured, and
-# summary.md of all so far. A stage that fails does not keep the next from running.
+# Stages of tests run side by side where there are cores for it; what is timed runs alone. Results are in STATE, and as one
+# on_gpu.tgz in $OUT where that is set: for each stage STAGE.log, STAGE.status and what it measured, and summary.md of all so
+# far. A stage that fails does not keep the next from running.
 #
 # Environment: PYTHON (python3), OUT, STATE (build/on_gpu), LIMIT (seconds of the whole call: 530), DRY=1 (print the commands
-# only), REHEARSE=1 (the same stages over fakes of CUDA and NCCL, in small, with PYTHON as it is).
+# only), REHEARSE=1 (the same stages over fakes of CUDA and NCCL, in small, with PYTHON as it is), CORES (nproc: from 8 on, tests
+# run side by side).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-STAGES="driver trainer memory nccl peer graph 125m rest 1.5b-eager 1.5b-compiled"
+TESTS="driver trainer memory features nccl peer graph"
+STAGES="$TESTS 125m rest 1.5b-eager 1.5b-compiled"
 PYTHON=${PYTHON:-python3}
 STATE=${STATE:-$PWD/build/on_gpu}
 LIMIT=${LIMIT:-530}
 DRY=${DRY:-0}
 REHEARSE=${REHEARSE:-0}
+CORES=${CORES:-$(nproc)}
 COMMIT=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 FAILED=""
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1 ZSHARD_CUDA=${ZSHARD_CUDA:-1}
@@ -33,15 +37,21 @@ step() {
     [ "$DRY" = 1 ] && return 0
     if [ "$left" -lt 10 ]; then
         echo "== $name: not begun, no time is left"
-        FAILED="$FAILED $name"
         return 1
     fi
     timeout --signal=INT --kill-after=20 "$left" "$@" 2>&1 | tee "$STATE/$name.log"
     status=${PIPESTATUS[0]}
-    [ "$status" = 0 ] || FAILED="$FAILED $name($status)"
     echo "$status $((SECONDS - begin)) $COMMIT $REHEARSE" >"$STATE/$name.status"
     echo "== $name: status $status after ${SECONDS}s in all"
     return "$status"
+}
+
+# Adds to FAILED what of these stages did not end well.
+judge() {
+    local name
+    for name in "$@"; do
+        passed "$name" || FAILED="$FAILED $name"
+    done
 }
 
 # make's own virtual environment where it can be made here; else the Python that is here, as it is.
@@ -53,7 +63,6 @@ build() {
         PY=.venv/bin/python
     else
         echo "== make could not: building in place with $PYTHON"
-        FAILED=${FAILED% build*}
         step build-in-place "$PYTHON" setup.py -q build_ext --inplace || return
         export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
         PY=$PYTHON
@@ -85,8 +94,9 @@ stage() {
     driver) tests driver test_gpu.py "kernels and gpu and not copies or lack_of_memory" "kernels and copies" ;;
     trainer) tests trainer test_gpu.py "not stand-in and not memory and not kernels" "gradients_add_up and stand-in" ;;
     memory) tests memory test_gpu.py "memory_is_constant and not stand-in" "memory_is_constant and stand-in and fp32 and full_shard" ;;
-    nccl) tests nccl test_gpu_ranks.py "nccl_with_one_rank and not stand-in" "nccl_with_one_rank and stand-in" ;;
-    peer) tests peer test_gpu_ranks.py "gpu and peer and not 4 and not stand-in" "leaves_out and stand-in and peer" ;;
+    features) tests features test_gpu_features.py "not stand-in" "(optimizers or error) and stand-in" ;;
+    nccl) tests nccl test_gpu_ranks.py "nccl and not stand-in" "nccl_with_one_rank and stand-in" ;;
+    peer) tests peer test_gpu_ranks.py "(peer or agree) and not stand-in" "leaves_out and stand-in and peer" ;;
     graph) tests graph test_gpu_graph.py "not stand-in" "stand-in" ;;
     125m) gpu 125m --parts steps --models gpt125m ;;
     rest) gpu rest --parts host adam curve ranks ;;
@@ -107,7 +117,8 @@ hand_over() {
     "$PY" benchmarks/gpu_summary.py "$STATE" >"$STATE/summary.md"
     if [ -n "${OUT:-}" ]; then
         mkdir -p "$OUT"
-        find "$STATE" -maxdepth 1 -type f -exec cp {} "$OUT" \;
+        cp "$STATE/summary.md" "$OUT"
+        tar -czf "$OUT/on_gpu.tgz" -C "$STATE" .
     fi
 }
 
@@ -122,14 +133,28 @@ for name in "$@"; do
 done
 mkdir -p "$STATE"
 build || exit 1
+todo="" beside="" alone=""
 for name in ${*:-$STAGES}; do
     if [ $# = 0 ] && [ "$DRY" = 0 ] && passed "$name"; then
         echo "== $name: passed before"
         continue
     fi
+    todo="$todo $name"
+    case " $TESTS " in
+    *" $name "*) [ "$CORES" -ge 8 ] && beside="$beside $name" || alone="$alone $name" ;;
+    *) alone="$alone $name" ;;
+    esac
+done
+for name in $beside; do
+    stage "$name" &
+done
+wait
+[ -z "$beside" ] || hand_over
+for name in $alone; do
     stage "$name"
     hand_over
 done
+[ "$DRY" = 1 ] || judge $todo
 [ "$DRY" = 1 ] || cat "$STATE/summary.md"
 if [ -n "$FAILED" ]; then
     echo "== failed:$FAILED"

@@ -12,7 +12,7 @@
 typedef enum slice_class { SKIP, SET, ADD } slice_class; /* unused everywhere; first gradient; on top of one */
 
 typedef struct slice_run {
-    int64_t begin, end; /* elements, counted in this rank's slice */
+    int64_t begin, end; /* elements, counted in this rank's slice, or in the whole gradient where that is fetched */
     slice_class class;
 } slice_run;
 
@@ -48,6 +48,8 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, slice_run run)
     sum.dst = target + (size_t)run.begin * (s->unit->record.is.replicated ? flat->wire_size : flat->layout.itemsize);
     sum.numel = run.end - run.begin;
     sum.accumulate = run.class == ADD;
+    bool there = src[0] == sum.dst && sum.dtype == sum.to && !sum.accumulate;
+    if (s->world == 1 && there && s->scale == 1.0) return ZS_OK; /* the sum of one is that one */
     zs_numbers before = {sum.dst, sum.numel, sum.to};
     if (sum.accumulate && s->again != 1.0) ZS_TRY(zs_device_scale(s->device, s->stream, &before, s->again));
     return zs_device_sum(s->device, s->stream, &sum);
@@ -159,22 +161,45 @@ static zs_status fetch_piece(const summing *s, const zs_flat *flat, size_t begin
     return zs_device_sum(s->device, s->stream, &sum);
 }
 
+/* Fetches a run of the whole gradient, slice by slice. */
+static zs_status fetch_run(const summing *s, const zs_flat *flat, slice_run run)
+{
+    if (run.class == SKIP) return ZS_OK;
+    size_t begin = (size_t)run.begin * flat->layout.itemsize;
+    const size_t end = (size_t)run.end * flat->layout.itemsize;
+    while (begin < end) {
+        size_t border = (begin / flat->slice_bytes + 1) * flat->slice_bytes;
+        size_t stop = border < end ? border : end;
+        ZS_TRY(fetch_piece(s, flat, begin, stop, run.class == ADD));
+        begin = stop;
+    }
+    return ZS_OK;
+}
+
+/* Fetches the runs of neighbouring parameters that are treated alike, padding between them included: on a GPU each costs a
+ * call of the driver. */
+static zs_status fetch_flat(const summing *s, int f)
+{
+    const zs_flat *flat = &s->unit->flats[f];
+    slice_run run = {0, 0, SKIP};
+    for (int64_t i = 0; i < s->unit->n_params; i++) {
+        const zs_param *param = &s->unit->params[i];
+        if (param->flat != f || param->numel == 0) continue;
+        slice_class class = !used_anywhere(s, i) ? SKIP : param->reduced ? ADD : SET;
+        if (class != run.class) {
+            ZS_TRY(fetch_run(s, flat, run));
+            run = (slice_run){param->offset, param->offset, class};
+        }
+        run.end = param->offset + param->numel;
+    }
+    return fetch_run(s, flat, run);
+}
+
 /* (no_shard) Fetches every rank's finished slice into the whole gradient. */
 static zs_status fetch_shared(const summing *s)
 {
-    for (int64_t i = 0; i < s->unit->n_params; i++) {
-        const zs_param *param = &s->unit->params[i];
-        const zs_flat *flat = &s->unit->flats[param->flat];
-        if (!flat->trainable || !used_anywhere(s, i)) continue;
-        size_t begin = (size_t)param->offset * flat->layout.itemsize;
-        const size_t end = begin + (size_t)param->numel * flat->layout.itemsize;
-        while (begin < end) {
-            size_t border = (begin / flat->slice_bytes + 1) * flat->slice_bytes;
-            size_t stop = border < end ? border : end;
-            ZS_TRY(fetch_piece(s, flat, begin, stop, param->reduced));
-            begin = stop;
-        }
-    }
+    for (int f = 0; f < s->unit->n_flats; f++)
+        if (s->unit->flats[f].trainable) ZS_TRY(fetch_flat(s, f));
     return ZS_OK;
 }
 

@@ -249,7 +249,7 @@ class _Follower(Joined):
         self._copy_replicated(comm, leader)
         if state_of(self.model).sync_buffers:  # as DDP: the highest of them
             for buffer in self.model.buffers():
-                comm.broadcast(buffer, latest)
+                _copy(comm, buffer, latest)
         if comm.rank != leader:
             self._take(*theirs)
 
