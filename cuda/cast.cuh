@@ -48,7 +48,7 @@ template <class D> ZS_DEVICE void scale(const zs_cuda_scale_args &args)
     using Real = typename D::Real;
     const bool there = args.device_factor != nullptr;
     const Real factor = there ? static_cast<Real>(*args.device_factor) : static_cast<Real>(args.factor);
-    over<ZS_CUDA_PACK>(args.cut, Scale<D>{args, factor});
+    over<pack_of<D>>(args.cut, Scale<D>{args, factor});
 }
 
 } // namespace zs
@@ -56,7 +56,7 @@ template <class D> ZS_DEVICE void scale(const zs_cuda_scale_args &args)
 #define CAST(from, From, to, To)                                                             \
     ZS_KERNEL(zs_cast_##from##_##to, zs_cuda_cast_args, (zs::blocks_of<zs::From, zs::To>())) \
     {                                                                                        \
-        zs::over<ZS_CUDA_PACK>(args.cut, zs::Cast<zs::From, zs::To>{args});                  \
+        zs::over<zs::pack_of<zs::From, zs::To>>(args.cut, zs::Cast<zs::From, zs::To>{args}); \
     }
 #define CAST_TO(to, To)      \
     CAST(f32, F32, to, To)   \

@@ -23,18 +23,18 @@ ZS_DEVICE double measure(uint32_t kind, double value)
 /* What this thread's elements come to. They follow from the length alone: packs are not cut to be aligned here. */
 template <class D> ZS_DEVICE void norm(const zs_cuda_norm_args &args)
 {
-    const int64_t step = thread_count() * ZS_CUDA_PACK;
+    const int64_t step = thread_count() * ZS_CUDA_NORM_PACK;
     double total = 0;
 #pragma unroll 2
-    for (int64_t at = thread_number() * ZS_CUDA_PACK; at < args.numel; at += step) {
+    for (int64_t at = thread_number() * ZS_CUDA_NORM_PACK; at < args.numel; at += step) {
         const int64_t left = args.numel - at;
-        if (args.aligned && left >= ZS_CUDA_PACK) {
-            const Words<D, ZS_CUDA_PACK> words = load<D, ZS_CUDA_PACK, By::STREAM>(args.x, at);
+        if (args.aligned && left >= ZS_CUDA_NORM_PACK) {
+            const Words<D, ZS_CUDA_NORM_PACK> words = load<D, ZS_CUDA_NORM_PACK, By::STREAM>(args.x, at);
 #pragma unroll
-            for (int i = 0; i < ZS_CUDA_PACK; i++)
+            for (int i = 0; i < ZS_CUDA_NORM_PACK; i++)
                 total = fold(args.kind, total, measure(args.kind, D::load(words.at[i])));
         } else {
-            for (int i = 0; i < ZS_CUDA_PACK && i < left; i++) {
+            for (int i = 0; i < ZS_CUDA_NORM_PACK && i < left; i++) {
                 const Words<D, 1> word = load<D, 1, By::CACHE>(args.x, at + i);
                 total = fold(args.kind, total, measure(args.kind, D::load(word.at[0])));
             }
@@ -92,5 +92,5 @@ ZS_KERNEL(zs_fold, zs_cuda_fold_args, 4)
 /* Compares bytes. */
 ZS_KERNEL(zs_differs, zs_cuda_differs_args, 4)
 {
-    zs::over<ZS_CUDA_QUAD>(args.cut, zs::Differs{args});
+    zs::over<zs::pack_of<zs::Bytes>>(args.cut, zs::Differs{args});
 }

@@ -1,6 +1,6 @@
 /* sum.cuh - sums over ranks, from any dtype to any: zs_device_sum on the GPU, to the bit.
  *
- * The one idea: a thread reads the same pack of two sources before it adds any, so that enough loads are under way, and
+ * The one idea: a thread reads the same pack of four sources before it adds any, so that enough loads are under way, and
  * adds them in rank order, so that every run and every transport gives the same bits.
  */
 #include "kernel.cuh"
@@ -10,7 +10,7 @@ namespace zs {
 /* The sum of all sources. */
 template <class From, class To> struct Sum {
     using Real = Wider<From, To>;
-    static constexpr int TOGETHER = 2; // sources whose loads are under way at a time
+    static constexpr int TOGETHER = 4; // sources whose loads are under way at a time
     const zs_cuda_sum_args &args;
 
     ZS_DEVICE const void *place(int r) const
@@ -58,10 +58,10 @@ template <class From, class To> struct Sum {
 
 } // namespace zs
 
-#define SUM(from, From, to, To)                                                            \
-    ZS_KERNEL(zs_sum_##from##_##to, zs_cuda_sum_args, (zs::blocks_of<zs::From, zs::To>())) \
-    {                                                                                      \
-        zs::over<ZS_CUDA_PACK>(args.cut, zs::Sum<zs::From, zs::To>{args});                 \
+#define SUM(from, From, to, To)                                                             \
+    ZS_KERNEL(zs_sum_##from##_##to, zs_cuda_sum_args, (zs::blocks_of<zs::From, zs::To>()))  \
+    {                                                                                       \
+        zs::over<zs::pack_of<zs::From, zs::To>>(args.cut, zs::Sum<zs::From, zs::To>{args}); \
     }
 #define SUM_TO(to, To)      \
     SUM(f32, F32, to, To)   \

@@ -158,7 +158,7 @@ template <class D, class Rule> ZS_DEVICE void step(const zs_cuda_update_args &ar
 {
     if (args.found_inf != nullptr && *args.found_inf != 0) return;
     const float factor = args.grad_factor != nullptr ? *args.grad_factor : 1;
-    over<ZS_CUDA_PACK>(args.cut, Rule{{args, static_cast<typename D::Real>(factor)}});
+    over<pack_of<D>>(args.cut, Rule{{args, static_cast<typename D::Real>(factor)}});
 }
 
 /* Blocks on a multiprocessor: constants in memory and a third state need registers. */

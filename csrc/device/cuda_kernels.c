@@ -34,19 +34,15 @@ enum {
     KERNELS = LIVE + DTYPES * RULES,
 };
 
-/* Threads of a multiprocessor: what fills one of the newer kinds. */
-enum { THREADS_PER_MULTIPROCESSOR = 2048 };
-
 /* A norm is taken by at most so many threads, of at least so many elements, whatever the GPU; each fold leaves a 64th. */
-enum { NORM_THREADS = 1 << 17, NORM_EACH = 4 * ZS_CUDA_PACK, FOLD_BY = 64 };
+enum { NORM_THREADS = 1 << 17, NORM_EACH = 4 * ZS_CUDA_NORM_PACK, FOLD_BY = 64 };
 
 static struct {
     pthread_mutex_t lock;
     atomic_bool ready;
     zs_cu_kernel of[KERNELS];
     char name[KERNELS][40];
-    int64_t blocks; /* of a grid, at most */
-    bool sync;      /* ZSHARD_SYNC */
+    bool sync; /* ZSHARD_SYNC */
 } kernels = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* --- loading -------------------------------------------------------------------------------------------------------------- */
@@ -116,20 +112,15 @@ static zs_status find_kernels(zs_cu_library library)
 static zs_status load_kernels(void)
 {
     zs_cu_library library = NULL;
-    zs_cu_device device;
-    int multiprocessors = 0;
     const char *sync = getenv("ZSHARD_SYNC");
     name_kernels();
     ZS_TRY(zs_cuda_load());
-    ZS_TRY(ZS_CU(cuCtxGetDevice, &device));
-    ZS_TRY(ZS_CU(cuDeviceGetAttribute, &multiprocessors, ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device));
     ZS_TRY(load_image(&library));
     zs_status status = find_kernels(library);
     if (status != ZS_OK) {
         ZS_CU_FREE(cuLibraryUnload, library);
         return status;
     }
-    kernels.blocks = (int64_t)multiprocessors * THREADS_PER_MULTIPROCESSOR / ZS_CUDA_BLOCK;
     kernels.sync = sync != NULL && sync[0] != '\0' && strcmp(sync, "0") != 0;
     atomic_store_explicit(&kernels.ready, true, memory_order_release);
     return ZS_OK;
@@ -158,14 +149,15 @@ static zs_status launch_grid(int kernel, int64_t blocks, void *args, void *strea
     return zs_cuda_check_at(__FILE__, __LINE__, kernels.name[kernel], result);
 }
 
-/* Launches `kernel` with a thread for each pack of the cut, or for each element that is in none, as far as the GPU has room. */
+/* Launches `kernel` with a thread for each pack of the cut, or for each element that is in none: a grid that only fills the GPU
+ * and goes round moves a tenth less on an H200. */
 static zs_status launch(int kernel, const zs_cuda_cut *cut, int64_t pack, void *args, void *stream)
 {
     ZS_TRY(zs_cuda_kernels_load());
     int64_t single = cut->numel - cut->packs * pack;
     int64_t threads = cut->packs > single ? cut->packs : single;
     int64_t blocks = (threads + ZS_CUDA_BLOCK - 1) / ZS_CUDA_BLOCK;
-    return launch_grid(kernel, blocks < kernels.blocks ? blocks : kernels.blocks, args, stream);
+    return launch_grid(kernel, blocks < INT32_MAX ? blocks : INT32_MAX, args, stream);
 }
 
 /* An array that takes part; NULL ones do not. */
@@ -174,18 +166,31 @@ typedef struct array {
     size_t item; /* bytes in an element */
 } array;
 
-static bool aligned_at(const array *one, int64_t element)
+/* May a pack that begins there be accessed at once? */
+static bool aligned_at(const array *one, int64_t element, int64_t pack)
 {
-    return one->at == NULL || ((uintptr_t)one->at + (size_t)element * one->item) % ZS_CUDA_QUAD == 0;
+    size_t bytes = (size_t)pack * one->item;
+    return one->at == NULL || ((uintptr_t)one->at + (size_t)element * one->item) % bytes == 0;
 }
 
-/* Cuts `numel` elements so that packs of `pack` lie on a multiple of ZS_CUDA_QUAD in all arrays; if that cannot be, none. */
+/* Elements of a pack where the widest array has `item` bytes in each. */
+static int64_t pack_of(size_t item)
+{
+    return ZS_CUDA_QUAD / (int64_t)item;
+}
+
+static size_t wider(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+/* Cuts `numel` elements so that packs of `pack` can be accessed at once in all arrays; if that cannot be, none. */
 static zs_cuda_cut cut_of(const array *arrays, int n, int64_t numel, int64_t pack)
 {
     for (int64_t head = 0; head < pack && head + pack <= numel; head++) {
         bool all = true;
         for (int i = 0; all && i < n; i++)
-            all = aligned_at(&arrays[i], head);
+            all = aligned_at(&arrays[i], head, pack);
         if (all) return (zs_cuda_cut){.numel = numel, .head = head, .packs = (numel - head) / pack};
     }
     return (zs_cuda_cut){.numel = numel, .head = numel, .packs = 0};
@@ -242,8 +247,9 @@ zs_status zs_cuda_sum(const zs_sum *sum, void *stream)
         arrays[n++] = (array){args.base, item};
         arrays[n++] = (array){(const char *)args.base + args.stride, item};
     }
-    args.cut = cut_of(arrays, n, sum->numel, ZS_CUDA_PACK);
-    return launch(SUM + DTYPES * (int)sum->to + (int)sum->dtype, &args.cut, ZS_CUDA_PACK, &args, stream);
+    const int64_t pack = pack_of(wider(item, arrays[0].item));
+    args.cut = cut_of(arrays, n, sum->numel, pack);
+    return launch(SUM + DTYPES * (int)sum->to + (int)sum->dtype, &args.cut, pack, &args, stream);
 }
 
 /* --- casts, scaling, comparing ------------------------------------------------------------------------------------------- */
@@ -253,8 +259,9 @@ zs_status zs_cuda_cast(const zs_cast *cast, bool add, void *stream)
     if (cast->numel <= 0) return ZS_OK;
     zs_cuda_cast_args args = {.dst = cast->dst, .src = cast->src, .add = add};
     const array arrays[] = {{cast->dst, zs_dtype_size(cast->to)}, {cast->src, zs_dtype_size(cast->from)}};
-    args.cut = cut_of(arrays, 2, cast->numel, ZS_CUDA_PACK);
-    return launch(CAST + DTYPES * (int)cast->to + (int)cast->from, &args.cut, ZS_CUDA_PACK, &args, stream);
+    const int64_t pack = pack_of(wider(arrays[0].item, arrays[1].item));
+    args.cut = cut_of(arrays, 2, cast->numel, pack);
+    return launch(CAST + DTYPES * (int)cast->to + (int)cast->from, &args.cut, pack, &args, stream);
 }
 
 zs_status zs_cuda_scale(const zs_numbers *x, double factor, const float *device_factor, void *stream)
@@ -262,8 +269,9 @@ zs_status zs_cuda_scale(const zs_numbers *x, double factor, const float *device_
     if (x->numel <= 0) return ZS_OK;
     zs_cuda_scale_args args = {.x = x->data, .device_factor = device_factor, .factor = factor};
     const array arrays[] = {{x->data, zs_dtype_size(x->dtype)}};
-    args.cut = cut_of(arrays, 1, x->numel, ZS_CUDA_PACK);
-    return launch(SCALE + (int)x->dtype, &args.cut, ZS_CUDA_PACK, &args, stream);
+    const int64_t pack = pack_of(arrays[0].item);
+    args.cut = cut_of(arrays, 1, x->numel, pack);
+    return launch(SCALE + (int)x->dtype, &args.cut, pack, &args, stream);
 }
 
 zs_status zs_cuda_differs(const void *a, const void *b, size_t bytes, uint32_t *flag, void *stream)
@@ -271,8 +279,8 @@ zs_status zs_cuda_differs(const void *a, const void *b, size_t bytes, uint32_t *
     if (bytes == 0) return ZS_OK;
     zs_cuda_differs_args args = {.a = a, .b = b, .flag = flag};
     const array arrays[] = {{a, 1}, {b, 1}};
-    args.cut = cut_of(arrays, 2, (int64_t)bytes, ZS_CUDA_QUAD);
-    return launch(DIFFERS, &args.cut, ZS_CUDA_QUAD, &args, stream);
+    args.cut = cut_of(arrays, 2, (int64_t)bytes, pack_of(1));
+    return launch(DIFFERS, &args.cut, pack_of(1), &args, stream);
 }
 
 /* --- norms ------------------------------------------------------------------------------------------------------------------- */
@@ -360,14 +368,15 @@ static zs_status update_piece(const zs_cuda_update_job *job, int64_t from, int64
         args.low_kind = job->low_dtype == ZS_BF16 ? ZS_CUDA_LOW_BF16 : ZS_CUDA_LOW_F16;
     }
     arrays[2 + states] = (array){args.low, zs_dtype_size(job->low_dtype)};
-    args.cut = cut_of(arrays, 3 + states, to - from, ZS_CUDA_PACK);
+    const int64_t pack = pack_of(item);
+    args.cut = cut_of(arrays, 3 + states, to - from, pack);
     if (run->dithered) args.dither = zs_dither_at(k->seed, k->round, (uint32_t)(number >> 32));
     bool wide = run->dtype == ZS_F64;
     if (job->rule == ZS_RULE_ADAM && wide) args.rule.adam_f64 = k->adam_f64;
     if (job->rule == ZS_RULE_ADAM && !wide) args.rule.adam_f32 = k->adam_f32;
     if (job->rule == ZS_RULE_SGD && wide) args.rule.sgd_f64 = k->sgd_f64;
     if (job->rule == ZS_RULE_SGD && !wide) args.rule.sgd_f32 = k->sgd_f32;
-    return launch(kernel_for(job), &args.cut, ZS_CUDA_PACK, &args, stream);
+    return launch(kernel_for(job), &args.cut, pack, &args, stream);
 }
 
 zs_status zs_cuda_update(const zs_cuda_update_job *job, void *stream)

@@ -1,7 +1,7 @@
 /* fake_device.hpp - what nvcc would know, for a host compiler: cuda/'s kernels become functions, a call for each thread.
  *
  * The one idea: kernels that talk to no other thread do not notice that the threads of a grid come one after the other. The
- * compiler checks each 16-byte access for its alignment (-fsanitize=alignment), as the GPU would.
+ * compiler checks each access of a pack for its alignment (-fsanitize=alignment), as the GPU would.
  */
 #ifndef FAKE_DEVICE_HPP
 #define FAKE_DEVICE_HPP
@@ -15,6 +15,10 @@ struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
 
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+
 struct fake_index {
     unsigned x;
 };
@@ -25,17 +29,17 @@ inline thread_local fake_index blockIdx, threadIdx, blockDim, gridDim;
 #define __device__
 #define __forceinline__ inline __attribute__((always_inline))
 
-inline uint4 __ldcs(const uint4 *from)
+template <class Type> Type __ldcs(const Type *from)
 {
     return *from;
 }
 
-inline uint4 __ldcv(const uint4 *from)
+template <class Type> Type __ldcv(const Type *from)
 {
     return *from;
 }
 
-inline void __stcs(uint4 *to, uint4 value)
+template <class Type> void __stcs(Type *to, Type value)
 {
     *to = value;
 }

@@ -315,7 +315,9 @@ def memory_by_step(precision: Any, strategy: str) -> dict[str, Any]:
             found["peak"].append(stats["allocated_bytes.all.peak"])
     found["predicted"] = model.memory("predicted")
     found["torchs grads"] = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    found["counters"] = sum(state["step"].nbytes for state in optimizer.state.values())  # on the host
+    found["counters"] = sum(
+        state["step"].nbytes for state in optimizer.state.values()
+    )  # on the host
     return found
 
 

@@ -227,7 +227,7 @@ def die_in_training(backend: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "nccl"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_rank_is_reported(kind: str, backend: str) -> None:
     env = environment(kind, backend)
