@@ -23,7 +23,7 @@ STATE=${STATE:-$PWD/build/on_gpu}
 LIMIT=${LIMIT:-530}
 DRY=${DRY:-0}
 REHEARSE=${REHEARSE:-0}
-CORES=${CORES:-$(nproc)}
+CORES=${CORES:-$(env -u OMP_NUM_THREADS nproc)} # nproc would count that
 COMMIT=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 FAILED=""
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1 ZSHARD_CUDA=${ZSHARD_CUDA:-1}
