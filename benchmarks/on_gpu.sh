@@ -140,8 +140,8 @@ for name in ${*:-$STAGES}; do
         continue
     fi
     todo="$todo $name"
-    case " $TESTS " in
-    *" $name "*) [ "$CORES" -ge 8 ] && beside="$beside $name" || alone="$alone $name" ;;
+    case "$((CORES >= 8)) $TESTS " in
+    "1 "*"$name "*) beside="$beside $name" ;;
     *) alone="$alone $name" ;;
     esac
 done

@@ -149,8 +149,8 @@ static zs_status launch_grid(int kernel, int64_t blocks, void *args, void *strea
     return zs_cuda_check_at(__FILE__, __LINE__, kernels.name[kernel], result);
 }
 
-/* Launches `kernel` with a thread for each pack of the cut, or for each element that is in none: a grid that only fills the GPU
- * and goes round moves a tenth less on an H200. */
+/* Launches `kernel` with a thread for each pack of the cut, or for each element that is in none. A grid that only fills the GPU
+ * and goes round is a tenth slower on an H200. */
 static zs_status launch(int kernel, const zs_cuda_cut *cut, int64_t pack, void *args, void *stream)
 {
     ZS_TRY(zs_cuda_kernels_load());

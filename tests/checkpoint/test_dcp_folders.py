@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from compare import assert_same
+from groups import kept_groups
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import CASES, ddp, differences, make, make_optimizer
@@ -42,7 +43,8 @@ C10D = ("shard_grad_op", "c10d")
 
 @functools.cache
 def mesh():
-    return dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    with kept_groups():
+        return dist.init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def whole(state):

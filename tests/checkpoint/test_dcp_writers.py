@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from groups import kept_groups
 from models import differences
 from optim_states import differ
 from spawn import RankPool
@@ -120,7 +121,8 @@ def test_folders_of_fsdp1(pool2, original, tmp_path):
 
 @functools.cache
 def mesh():
-    return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    with kept_groups():
+        return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def by_the_writer(folder):

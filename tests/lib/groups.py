@@ -13,8 +13,30 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zshard._ranks import transports
+
 # Longer than a model's timeout: a rank may come to its next group by way of one.
 PATIENCE = datetime.timedelta(seconds=60)
+
+_kept: set[Any] = set()
+
+
+@contextlib.contextmanager
+def kept_groups() -> Iterator[None]:
+    """Context: the groups made within outlive the task of a pool's ranks, for the next ones."""
+    known = set(dist.distributed_c10d._world.pg_map)
+    yield
+    _kept.update(set(dist.distributed_c10d._world.pg_map) - known)
+
+
+def end_groups_but(known: set[Any]) -> None:
+    """End the groups that a task of a pool's ranks has left: gloo's three threads of each wake a
+    hundred times a second. zshard's own for groups that were there before stay."""
+    groups = dist.distributed_c10d._world.pg_map
+    zshards = [e.made for e in transports._entries.values() if e.group in known | _kept]
+    for group in set(groups) - known - _kept - set().union(*zshards):
+        dist.destroy_process_group(group)
+    transports._drop_dead_entries()
 
 
 @contextlib.contextmanager

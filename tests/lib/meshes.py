@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from groups import kept_groups
 from models import CASES, loss_of, make, train
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,7 +25,9 @@ from zshard._ranks import meeting, transports
 @functools.cache
 def mesh_of(replicate: int, shard: int) -> DeviceMesh:
     """The mesh of all ranks of that shape; collective when it is first asked for."""
-    return dist.init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    with kept_groups():
+        names = ("replicate", "shard")
+        return dist.init_device_mesh("cpu", (replicate, shard), mesh_dim_names=names)
 
 
 @contextlib.contextmanager
@@ -37,8 +40,12 @@ def on_two_hosts() -> Iterator[None]:
         yield
     finally:
         meeting.host_id = host
-        transports._entries.clear()  # those of within sum in the order of two hosts
+        within = dict(transports._entries)  # they sum in the order of two hosts
+        transports._entries.clear()
         transports._entries.update(known)
+        dist.barrier()
+        for made in set().union(*(entry.made for entry in within.values())):
+            dist.destroy_process_group(made)
 
 
 @contextlib.contextmanager

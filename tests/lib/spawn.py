@@ -24,6 +24,7 @@ import ctypes
 import faulthandler
 import importlib.util
 import inspect
+import itertools
 import os
 import pickle
 import reprlib
@@ -46,6 +47,7 @@ from asserts import rewrite_in_ranks
 GRACE = 2.0  # seconds that the other ranks have to end by themselves after one failed
 LEAVE = 10.0  # seconds from a rank's answer to the end of its process
 TAIL = 4000  # characters of a rank's output that a message shows
+_tasks = itertools.count()  # of a pool's rank
 
 
 class RankFailure(AssertionError):
@@ -435,11 +437,31 @@ def _serve(pipe: Connection) -> None:
             dist.destroy_process_group()
             return
         torch.manual_seed(0)
-        known = len(sys.modules)
+        known, groups = len(sys.modules), set(dist.distributed_c10d._world.pg_map)
         _answer(pipe, task)
         gc.collect()  # one test's models and their shared memory must not lie in the next one's way
+        _end_groups_but(groups)
         if len(sys.modules) > known:
             gc.freeze()  # else each collection looks at all of torch again, for a tenth of a second
+
+
+def _end_groups_but(known: set[Any]) -> None:
+    """End the process groups that a task has made and left, once all ranks are through with it."""
+    import datetime
+
+    import torch.distributed as dist
+    from groups import end_groups_but
+
+    if not dist.is_initialized() or not known <= set(dist.distributed_c10d._world.pg_map):
+        return  # the task has destroyed the pool's own group
+    store, task = dist.distributed_c10d._get_default_store(), next(_tasks)
+    if store.add(f"tests/through with {task}", 1) == dist.get_world_size():
+        store.set(f"tests/all through with {task}", "")
+    try:
+        store.wait([f"tests/all through with {task}"], datetime.timedelta(seconds=20))
+    except RuntimeError:  # a rank is stuck or gone: the pool ends
+        return
+    end_groups_but(known)
 
 
 def _fork_ranks(pipes: list[int], folder: Path) -> int | None:

@@ -170,5 +170,7 @@ def test_doctor_fails_where_a_gpu_lies_idle() -> None:
 def test_doctor_marks_what_no_gpus_have_run() -> None:
     found = {"shm": True, "c10d": True, "gpu": True, "nccl": "2.28.9", "missing": {}}
     _, gpu = features_module._what_is_used(found)
-    assert "over NCCL" in gpu and "Experimental, not yet run on several GPUs: transport='peer'" in gpu
+    assert (
+        "over NCCL" in gpu and "Experimental, not yet run on several GPUs: transport='peer'" in gpu
+    )
     assert "NcclOptions(windows=True)" in gpu

@@ -98,7 +98,7 @@ def rehearse(folder: Path, stages: list[str]) -> str:
     state.mkdir()
     for name in set(STAGES) - set(stages):
         (state / f"{name}.status").write_text(f"0 1 {commit()} 1\n")
-    done = run(REHEARSE="1", STATE=str(state), OUT=str(out))
+    done = run(REHEARSE="1", STATE=str(state), OUT=str(out), CORES="8")  # tests run side by side
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     for name in STAGES:
         passed_before = f"== {name}: passed before" in done.stdout

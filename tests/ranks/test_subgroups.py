@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 from groups import PATIENCE, passing_groups
 from models import make
 from scenarios import Stack, forward_backward
+from spawn import ranks
 
 from zshard import FSDP
 
 
-def norm_on(group):
+def norm_on(group, transport="c10d"):
     """The norm of the gradients of a model over ranks of `group`."""
-    model = FSDP(make(Stack), process_group=group, transport="c10d")
+    model = FSDP(make(Stack), process_group=group, transport=transport)
     forward_backward(model, dist.get_rank())
     return float(model.clip_grad_norm_(1.0))
 
@@ -45,3 +47,22 @@ def after_destroyed_ones():
 def test_groups_may_have_been_destroyed(pool3):
     first, second, _ = pool3.run(after_destroyed_ones, timeout=60)
     assert first == second == [first[0]] * 5 and first[0] > 0
+
+
+@passing_groups()
+def left_of_three_groups(transport: str) -> int:
+    """How many groups are left of three that models were trained on."""
+    known = set(dist.distributed_c10d._world.pg_map)
+    for _ in range(3):
+        group = dist.new_group()
+        norm_on(group, transport=transport)
+        dist.barrier()
+        dist.destroy_process_group(group)
+    return len(set(dist.distributed_c10d._world.pg_map) - known)
+
+
+@ranks(2)
+@pytest.mark.parametrize(("transport", "own"), [("shm", 0), ("c10d", 1)])
+def test_groups_of_zshard_end_with_the_scripts(pool, transport, own):
+    """Those of the last one are there until zshard looks again."""
+    assert pool.run(left_of_three_groups, transport) == [own, own]

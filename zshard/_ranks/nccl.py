@@ -34,10 +34,10 @@ class NcclOptions:
             of an H200's 132). None: NCCL's choice for min_ctas, that maximum for max_ctas.
         windows: register shards, full parameters, buckets and receive buffers with NCCL as
             symmetric windows (needs NCCL 2.27), which saves copies in all-gathers. Experimental:
-            not yet run between GPUs. The secondary shards of zero1 and hybrid_full are not registered.
-            This memory comes from NCCL, not from torch's allocator, in multiples of 2 MiB (memory()
-            does not count the rounding), and is reused by other models until the process group is
-            destroyed.
+            not yet run between GPUs. The secondary shards of zero1 and hybrid_full are not
+            registered. This memory comes from NCCL, not from torch's allocator, in multiples of
+            2 MiB (memory() does not count the rounding), and is reused by other models until the
+            process group is destroyed.
         communicators: 2 overlaps parameter all-gathers with gradient reductions; 1 runs them one
             after the other and halves NCCL's own memory.
 

@@ -12,7 +12,8 @@ import hashlib
 import math
 import os
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 class _Connection:
     group: Any  # the process group: kept, so that its id stays its own
     comm: _core.Comm
+    made: set[Any] = field(default_factory=set)  # zshard's own groups, which end with that one
 
 
 _FLAT = "flat"  # shm, or c10d alone
@@ -163,7 +165,8 @@ def comm_for(
     entry = _entries.get((id(group), wanted, device))
     if entry is None:
         connect = _connect if device == CPU else functools.partial(connect_gpu, device)
-        entry = _Connection(group, connect(group, wanted, _timeout_of(group, seconds)))
+        limit = _timeout_of(group, seconds)
+        entry = _connection(group, lambda: connect(group, wanted, limit))
         _entries[(id(group), wanted, device)] = entry
         if entry.comm.transport != wanted:  # "auto": the forced name means the same from now on
             _entries.setdefault((id(group), entry.comm.transport, device), entry)
@@ -191,9 +194,8 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
     if key not in _entries:
         # What the model has, if it can be.
         kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"
-        _entries[key] = _Connection(
-            group, _connect(group, kind, max(comm.timeout, _PATIENCE), True)
-        )
+        patience = max(comm.timeout, _PATIENCE)
+        _entries[key] = _connection(group, lambda: _connect(group, kind, patience, True))
     return _entries[key].comm
 
 
@@ -203,10 +205,23 @@ def _comm_alone(device: str) -> _core.Comm:
     return _alone[device]
 
 
+def _connection(group: Any, connect: Callable[[], _core.Comm]) -> _Connection:
+    """Return what `connect` makes, with the process groups that it creates on the way."""
+    known = set(dist.distributed_c10d._world.pg_map)
+    comm = connect()
+    others = set().union(*(entry.made for entry in _entries.values()))
+    return _Connection(group, comm, set(dist.distributed_c10d._world.pg_map) - known - others)
+
+
 def _drop_dead_entries() -> None:
-    alive = {id(group) for group in dist.distributed_c10d._world.pg_map}
-    for key in [key for key in _entries if key[0] not in alive]:
-        del _entries[key]
+    """Forget the transports of groups that the script has destroyed, and destroy zshard's own
+    groups for them: each of gloo's has three threads, which wake a hundred times a second."""
+    groups = dist.distributed_c10d._world.pg_map
+    alive = {id(group) for group in groups}
+    dead = [_entries.pop(key) for key in list(_entries) if key[0] not in alive]
+    for made in set().union(*(entry.made for entry in dead)):
+        if made in groups:
+            dist.destroy_process_group(made)
 
 
 def _check_timeout(timeout: float | None) -> float | None:
