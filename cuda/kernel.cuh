@@ -100,6 +100,7 @@ template <class D, int N> struct Accesses {
     using Type = typename Access<EACH>::Type;
 };
 
+/* One access. */
 template <By by, class Type> ZS_DEVICE Type load_one(const Type *from)
 {
     if constexpr (by == By::STREAM) return __ldcs(from);

@@ -206,7 +206,9 @@ static zs_status work_with_everything(void)
     ZS_TRY(zs_cuda_load());
     ZS_TRY(zs_cuda_enter(0));
     zs_cuda_device device;
+    zs_cu_device current;
     ZS_TRY(zs_cuda_describe_device(0, &device));
+    ZS_TRY(ZS_CU(cuCtxGetDevice, &current));
     ZS_TRY(ZS_CU(cuDeviceGetCount, &count));
     ZS_TRY(ZS_CU(cuDeviceCanAccessPeer, &can, 0, 0));
     ZS_TRY(work_with_memory());
