@@ -144,6 +144,24 @@ def test_a_copy_computes_in_the_same_dtypes(pool2):
     assert pool2.run(lowered) == [torch.bfloat16] * 2
 
 
+def copied_after_a_forward(combination):
+    """What differs between the values of a model and of its copy, made while a forward in bfloat16
+    has left units whole; and the copy's dtypes."""
+    options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+    model = wrapped(Stack, combination, **options)
+    model(floats(0))
+    model(floats(0, 1))
+    twin = copy.deepcopy(model)
+    wrong = differences(twin.state_dict(), model.state_dict())
+    return wrong, {param.dtype for param in twin.parameters()}
+
+
+def test_a_copy_keeps_the_dtype_after_a_forward(pool2):
+    for combination in COMBINATIONS:
+        found = pool2.run(copied_after_a_forward, combination)
+        assert found == [([], {torch.float32})] * 2, combination
+
+
 def test_in_a_world_of_one():
     model = FSDP(make(Stack))
     twin = copy.deepcopy(model)

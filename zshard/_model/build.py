@@ -191,6 +191,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 "ranks: build and wrap a second model, and load model.state_dict() into it on each "
                 "rank"
             )
+    own.unit.engine.open()  # what a forward has left whole, in the compute dtype, is resharded
+    own.unit.engine.close()
     with without([hook for _, state in units for hook in state.hooks]):
         copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
     options = {
@@ -206,8 +208,6 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, [m for m in copied.module.modules() if _has_own(m, others)])
     if own.spare is not None:
         state_of(copied.module).spare = own.spare.like(copied.module)
-    own.unit.engine.open()  # what a forward has left whole is resharded
-    own.unit.engine.close()
     with last_writes(copied.module):
         for unit, made in copied.units:
             copy_slices(unit, state_of(made).unit)
