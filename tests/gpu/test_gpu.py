@@ -13,7 +13,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from gpus import (
     DEEP,
     EXACT,
     FP32,
-    KINDS,
     Deep,
     Start,
     device,
@@ -35,7 +33,6 @@ from gpus import (
     is_real,
     on_host,
     sgd,
-    standing_ranks,
     train,
     wrap,
 )
@@ -47,19 +44,6 @@ import zshard
 from zshard import FSDP, MixedPrecision, ShardingStrategy, _core
 
 NAMES = ("mlp", "net", "tied", "conv")
-
-
-@pytest.fixture(scope="module")
-def start() -> Iterator[Start]:
-    """Starts standing ranks."""
-    with standing_ranks() as found:
-        yield found
-
-
-@pytest.fixture(params=KINDS)
-def one(request: pytest.FixtureRequest, start: Start) -> RankPool:
-    """A rank that is alone on its device."""
-    return start(request.param)
 
 
 # --- one rank: the numbers of plain PyTorch --------------------------------------------------------

@@ -6,7 +6,6 @@ same device as the reference; several ranks are compared with ranks on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from gpus import (
     is_real,
     on_host,
     sgd,
-    standing_ranks,
     train,
     wrap,
 )
@@ -37,19 +35,6 @@ from torch import Tensor
 
 import zshard
 from zshard import FSDP, MixedPrecision
-
-
-@pytest.fixture(scope="module")
-def start() -> Iterator[Start]:
-    """Starts standing ranks."""
-    with standing_ranks() as found:
-        yield found
-
-
-@pytest.fixture(params=KINDS)
-def one(request: pytest.FixtureRequest, start: Start) -> RankPool:
-    """A rank that is alone on its device."""
-    return start(request.param)
 
 
 @pytest.fixture(params=KINDS)

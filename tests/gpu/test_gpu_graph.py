@@ -7,24 +7,17 @@ each of these steps runs as a capture, which forbids what CUDA forbids (test_cud
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from gpus import BFLOAT16, DEEP, EXACT, KINDS, Start, device, far, is_real, standing_ranks, wrap
+from gpus import BFLOAT16, DEEP, EXACT, KINDS, Start, device, far, is_real, wrap
 from models import loss_of
 
 import zshard
 
 WARM, STEPS = 3, 5  # steps before the capture, and with it
-
-
-@pytest.fixture(scope="module")
-def start() -> Iterator[Start]:
-    """Starts standing ranks."""
-    with standing_ranks() as found:
-        yield found
 
 
 def graph_of(step: Callable[[], None]) -> Callable[[], None]:

@@ -32,7 +32,6 @@ from gpus import (
     is_real,
     on_host,
     sgd,
-    standing_ranks,
     train,
     wrap,
 )
@@ -42,13 +41,6 @@ from spawn import RankPool, run_ranks
 import zshard
 from zshard import FSDP
 from zshard._ranks import transports
-
-
-@pytest.fixture(scope="module")
-def start() -> Iterator[Start]:
-    """Starts standing ranks."""
-    with standing_ranks() as found:
-        yield found
 
 
 def alone_over_nccl() -> tuple[str, list[bytes], list[float]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from groups import kept_groups
+from groups import kept_groups, passing_groups
 from models import CASES, loss_of, make, train
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -51,23 +51,14 @@ def on_two_hosts() -> Iterator[None]:
 @contextlib.contextmanager
 def hosts_of(*sizes: int) -> Iterator[Any]:
     """A new process group whose ranks are on hosts with so many ranks each."""
-    known = set(dist.distributed_c10d._world.pg_map)
     names = [f"host {i}" for i, size in enumerate(sizes) for _ in range(size)]
     os.environ["ZSHARD_HOST"] = names[dist.get_rank()]
-    group = dist.new_group(range(dist.get_world_size()))
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)
-        del os.environ["ZSHARD_HOST"]
-    _end_groups_but(known)
-
-
-def _end_groups_but(known: set[Any]) -> None:
-    """Ends what zshard made for a group, too: gloo's threads wake a hundred times a second each."""
-    dist.barrier()
-    for made in set(dist.distributed_c10d._world.pg_map) - known:
-        dist.destroy_process_group(made)
+    with passing_groups():
+        try:
+            yield dist.new_group(range(dist.get_world_size()))
+        finally:
+            del os.environ["ZSHARD_HOST"]
+        dist.barrier()
 
 
 def case_of(group: Any, name: str, **options: Any) -> Any:
