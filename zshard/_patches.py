@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.variable import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed import utils as dist_utils
 from torch.nn.modules import module as nn_module
@@ -30,6 +31,7 @@ from zshard._optim import clip, hooks
 from zshard._optim.announce import know_scaler
 from zshard._optim.state_registry import note_made
 from zshard._state_dict import lone_optimizer, optimizer
+from zshard._units import autograd_engine
 from zshard._wrap import late_parameters
 
 __all__ = ["install"]
@@ -68,6 +70,11 @@ _OPTIMIZER = torch.optim.Optimizer
 _SCALER = torch.amp.GradScaler
 
 _PATCHES = (
+    _Patch(
+        "backward does not find the units that it needs, and fails on sharded parameters",
+        autograd_engine.install,
+        (_TorchPlace(Variable, "_execution_engine"),),
+    ),
     _Patch(
         "torch.optim's optimizers step sharded parameters one at a time",
         slices.install,

@@ -23,6 +23,15 @@ static inline void zs_refs_take(zs_refs *refs)
     __atomic_fetch_add(refs, 1, __ATOMIC_RELAXED);
 }
 
+/* Takes one more unless the last has been given back, as somebody may who has none himself; false: it has. */
+static inline bool zs_refs_take_if_any(zs_refs *refs)
+{
+    long n = __atomic_load_n(refs, __ATOMIC_RELAXED);
+    while (n > 0)
+        if (__atomic_compare_exchange_n(refs, &n, n + 1, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return true;
+    return false;
+}
+
 /* Gives one back; true: it was the last. */
 static inline bool zs_refs_drop(zs_refs *refs)
 {

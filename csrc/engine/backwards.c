@@ -19,7 +19,7 @@ static zs_schedule *schedule_of(const zs_unit *unit)
     return &unit->home->schedule;
 }
 
-/* --- before the backward of a unit's outputs ------------------------------------------------------------------------------- */
+/* --- before the backward of a unit's forward ------------------------------------------------------------------------------- */
 
 /* With create_graph=True autograd records what backward does. That graph would be walked when the units are sharded again,
  * and would not pass their hooks. */
@@ -53,11 +53,10 @@ static zs_status before_exact_backward_hook(void *pointer, int64_t stamp)
     return before_backward(pointer, true, stamp);
 }
 
-zs_hook zs_engine_backward_hook(zs_unit *unit)
+zs_hook zs_engine_backward_hook(zs_unit *unit, bool exact, int64_t stamp)
 {
-    int64_t stamp = zs_schedule_stamp(&unit->record, zs_next_node());
-    return (zs_hook){unit->exact ? before_exact_backward_hook : before_backward_hook, zs_unit_retain, zs_unit_release,
-                     unit, stamp};
+    return (zs_hook){exact ? before_exact_backward_hook : before_backward_hook, zs_unit_retain, zs_unit_release, unit,
+                     stamp};
 }
 
 /* --- a gradient is ready ----------------------------------------------------------------------------------------------------- */

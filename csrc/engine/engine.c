@@ -2,6 +2,7 @@
 #include "engine/engine_inside.h"
 
 #include "engine/engine.h"
+#include "engine/engine_list.h"
 #include "engine/sample.h"
 #include "reduce/bucket.h"
 
@@ -134,6 +135,8 @@ void zs_engine_release(void *pointer)
 {
     zs_engine *engine = pointer;
     if (engine == NULL || !zs_refs_drop(&engine->refs)) return;
+    zs_engine_list_remove(engine);
+    zs_graph_ranges_free(&engine->ranges);
     if (engine->reader != NULL) zs_comm_reader_free(engine->home.ranks.shard_group, engine->reader);
     zs_buckets_free(&engine->home.schedule, engine->home.ranks.all);
     zs_schedule_free(&engine->home.schedule);
@@ -178,6 +181,7 @@ static void forget_calls(zs_engine *engine, const zs_unit *unit)
 void zs_engine_forget(zs_engine *engine, zs_unit *unit)
 {
     zs_schedule_forget(&engine->home.schedule, &unit->record);
+    zs_graph_ranges_forget(&engine->ranges, unit);
     forget_calls(engine, unit);
     zs_home_replan(&engine->home);
     zs_sample_forget(engine);

@@ -75,9 +75,9 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
 zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n);
 
 /* Before / after the forward of a unit's module. `training`: is the module in training mode? `exact`: does it compute with
- * parameters of their own dtype? `keep`: gradients will be wanted (autograd records and an output has history). post is to be called even if the forward raised; without a pre it is a no-op. */
+ * parameters of their own dtype? post is to be called even if the forward raised; without a pre it is a no-op. */
 zs_status zs_engine_pre_forward(zs_unit *unit, bool training, bool exact);
-zs_status zs_engine_post_forward(zs_unit *unit, bool keep);
+zs_status zs_engine_post_forward(zs_unit *unit);
 
 /* How many forwards and sessions are open now, for zs_engine_unwind. */
 size_t zs_engine_n_open(const zs_engine *engine);
@@ -118,8 +118,9 @@ zs_status zs_engine_reshard(zs_unit *unit);
  * they are then (home->unshown). */
 void zs_engine_on_unshown(void (*show)(zs_engine *engine));
 
-/* The hook to put before the backward of a unit's outputs. */
-zs_hook zs_engine_backward_hook(zs_unit *unit);
+/* The hook to put before the backward of a forward of the unit: `exact`, with parameters of their own dtype; `stamp`: its
+ * zs_schedule_stamp. */
+zs_hook zs_engine_backward_hook(zs_unit *unit, bool exact, int64_t stamp);
 
 /* --- memory (reserve.c) --------------------------------------------------------------------------------------------- */
 

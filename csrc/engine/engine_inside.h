@@ -5,6 +5,7 @@
 
 #include "base/refs.h"
 #include "engine/engine.h"
+#include "engine/graph_ranges.h"
 #include "engine/plan.h"
 #include "engine/spare.h"
 
@@ -53,6 +54,8 @@ struct zs_engine {
     size_t n_calls;
     zs_spare spare;
     zs_engine_bytes peak; /* the most of each that there has been */
+    zs_graph_ranges ranges;        /* what its units' forwards have made of autograd's graph; see entries.h */
+    struct zs_engine *next_listed; /* of the engines that have some; borrowed */
     zs_tensor **buffers;  /* [n_buffers] owned weak handles */
     size_t n_buffers;
 };

@@ -1,6 +1,7 @@
 /* forwards.c - what users' forwards, and unshard() and reshard(), tell the schedule. See engine.h.
  */
 #include "engine/engine_inside.h"
+#include "engine/entries.h"
 #include "engine/history.h"
 #include "engine/pass_dtype.h"
 #include "engine/pin.h"
@@ -66,7 +67,9 @@ size_t zs_engine_n_open(const zs_engine *engine)
 
 zs_status zs_engine_unwind(zs_engine *engine, size_t n_open)
 {
-    return zs_schedule_unwind(&engine->home.schedule, n_open);
+    zs_status status = zs_schedule_unwind(&engine->home.schedule, n_open);
+    if (engine->home.schedule.n_open == 0 && !backward_runs(&engine->home.schedule)) zs_entries_unwind(engine);
+    return status;
 }
 
 zs_status zs_engine_unshard(zs_unit *unit, bool exact)
@@ -133,27 +136,38 @@ zs_status zs_engine_thaw(zs_engine *engine)
     return ZS_OK;
 }
 
+static zs_status enter(zs_unit *unit, const zs_entry *entry, bool exact)
+{
+    if (backward_runs(schedule_of(unit))) {
+        ZS_TRY(zs_in_backward_check(unit));
+        ZS_TRY(zs_pass_dtype_backward(unit, exact));
+        return zs_schedule_recompute(schedule_of(unit), &unit->record, entry->now);
+    }
+    ZS_TRY(check_outside(unit));
+    ZS_TRY(zs_pass_dtype_forward(unit, exact));
+    return zs_schedule_enter(schedule_of(unit), &unit->record, entry);
+}
+
 zs_status zs_engine_pre_forward(zs_unit *unit, bool training, bool exact)
 {
+    zs_engine *engine = zs_engine_of(unit);
     zs_entry entry = entry_now();
     entry.training = training;
     const zs_schedule *schedule = schedule_of(unit);
     bool between = schedule->n_open == 0 && (schedule->stage == ZS_IDLE || schedule->stage == ZS_FAILED);
-    if (entry.recording && between) ZS_TRY(zs_engine_thaw(zs_engine_of(unit)));
+    if (between) zs_entries_unwind(engine);
+    if (entry.recording && between) ZS_TRY(zs_engine_thaw(engine));
     ZS_TRY(zs_home_follow(unit->home));
-    if (backward_runs(schedule_of(unit))) {
-        ZS_TRY(zs_in_backward_check(unit));
-        ZS_TRY(zs_pass_dtype_backward(unit, exact));
-        return zs_schedule_recompute(schedule_of(unit), &unit->record, entry.now);
-    }
-    ZS_TRY(check_outside(unit));
-    ZS_TRY(zs_pass_dtype_forward(unit, exact));
-    return zs_schedule_enter(schedule_of(unit), &unit->record, &entry);
+    ZS_TRY(enter(unit, &entry, exact));
+    zs_status status = zs_entries_enter(unit);
+    if (status != ZS_OK) (void)zs_schedule_leave(schedule_of(unit), &unit->record, false);
+    return status;
 }
 
-zs_status zs_engine_post_forward(zs_unit *unit, bool keep)
+zs_status zs_engine_post_forward(zs_unit *unit)
 {
+    bool made = zs_entries_leave(unit);
     zs_status status = zs_home_follow(unit->home);
-    ZS_ALSO(status, zs_schedule_leave(schedule_of(unit), &unit->record, keep));
+    ZS_ALSO(status, zs_schedule_leave(schedule_of(unit), &unit->record, made && zs_grad_mode()));
     return status;
 }

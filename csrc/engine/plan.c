@@ -71,7 +71,7 @@ static zs_status go_forward(planner *p, bool training)
             p->dry.now += it->record.inside == 1 ? it->seconds.forward : 0;
         } else if (call->what == ZS_CALL_EXIT) {
             planned->outermost = it->record.inside == 1;
-            if (training && live) planned->stamp = zs_schedule_stamp(&it->record, now);
+            if (training && live) planned->stamp = zs_schedule_stamp(it->record.span.begun, now);
             ZS_TRY(zs_schedule_leave(schedule, &it->record, training && live));
         } else {
             live |= wants(call->unit, call->what);

@@ -31,6 +31,7 @@ int zs_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 int zs_py_comm_init(PyObject *module, zs_py_state *state);
 int zs_py_engine_init(PyObject *module, zs_py_state *state);
 int zs_py_unit_init(PyObject *module, zs_py_state *state);
+int zs_py_forward_init(PyObject *module);
 int zs_py_shards_init(PyObject *module);
 int zs_py_guard_init(PyObject *module);
 int zs_py_optim_init(PyObject *module);

@@ -227,8 +227,9 @@ zs_status zs_schedule_post_only(zs_schedule *schedule, zs_record *record);
 
 /* --- backward: events ------------------------------------------------------------------------------------------------------ */
 
-/* What the hook before the backward of a forward is to be told, of the one that is ending. */
-int64_t zs_schedule_stamp(const zs_record *record, int64_t now);
+/* What the hook before the backward of a forward is to be told, which made the nodes from `begun` up to `ended` (INT64_MAX:
+ * it still runs). */
+int64_t zs_schedule_stamp(int64_t begun, int64_t ended);
 
 /* The backward of that forward begins. */
 zs_status zs_schedule_backward(zs_schedule *schedule, zs_record *record, int64_t stamp);

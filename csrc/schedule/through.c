@@ -23,9 +23,9 @@ void zs_through_begin(zs_record *record, int64_t now)
     if (record->inside == 0) record->span.begun = now;
 }
 
-int64_t zs_schedule_stamp(const zs_record *record, int64_t now)
+int64_t zs_schedule_stamp(int64_t begun, int64_t ended)
 {
-    int64_t begun = record->span.begun, length = now - begun;
+    int64_t length = ended - begun;
     return begun << LENGTH_BITS | (length >= 0 && length < longest ? length : longest);
 }
 

@@ -196,6 +196,29 @@ bool zs_grad_mode(void);
 /* The number that the next node will get which this thread makes; they only grow. */
 int64_t zs_next_node(void);
 
+/* Which thread this is, for autograd; nodes remember it. */
+uint64_t zs_node_thread(void);
+
+typedef struct zs_node zs_node; /* a node of autograd's graph; borrowed */
+
+/* What a walk knows of a node. Nodes that only accumulate a gradient are left out. */
+typedef struct zs_node_at {
+    uint64_t thread; /* that made it, as zs_node_thread has it */
+    int64_t number;  /* which zs_next_node gave before */
+    int64_t place;   /* what the visitor has said of it */
+} zs_node_at;
+
+/* Who is told of a graph: each function gets `ctx`. */
+typedef struct zs_graph_visitor {
+    void *ctx;
+    int64_t (*place)(void *ctx, uint64_t thread, int64_t number); /* asked once for each node; negative: none */
+    /* An edge, along which backward goes, leads to a node of another place than the one it comes from; `from` is NULL for a root. */
+    zs_status (*edge)(void *ctx, const zs_node_at *from, const zs_node_at *to, zs_node *node);
+} zs_graph_visitor;
+
+/* Has `hook` run before the backward of that node, each time; no-op if it does already. */
+zs_status zs_hook_node(zs_node *node, const zs_hook *hook);
+
 /* --- torch's thread pool ---------------------------------------------------------------------------------------------- */
 
 /* Runs fn(ctx, begin, end) over [0, n) in pieces of at least `grain` on torch's intra-op threads; returns when done. */

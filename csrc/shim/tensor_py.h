@@ -34,8 +34,8 @@ PyObject *zs_py_call_plain(PyObject *operation, PyObject *args, PyObject *kwargs
 /* How a failed hook becomes a Python exception: `raise` is called with the GIL and sets one from this thread's record. */
 void zs_py_set_raiser(void (*raise)(void));
 
-/* Adds `hook` before the backward of the node that made tensor `object`; *hooked is false for tensors without history, and
- * where the node is older than `since` (a number of zs_next_node). */
-zs_status zs_py_hook_before_backward(PyObject *object, const zs_hook *hook, int64_t since, bool *hooked);
+/* Visits the graph that a backward from `roots` may go through, each edge once. roots: the tuple of tensors, or of torch's
+ * GradientEdges, that autograd's engine gets; anything else in it is left out. */
+zs_status zs_py_visit_graph(PyObject *roots, const zs_graph_visitor *visitor);
 
 #endif

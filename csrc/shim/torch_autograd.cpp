@@ -6,10 +6,14 @@
 #include "shim/torch_internal.hpp"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -17,6 +21,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <vector>
 
 namespace {
 
@@ -203,6 +208,72 @@ void copy_elements(void *dst, const at::Tensor &src, at::IntArrayRef sizes, at::
     }
 }
 
+// Goes through a graph from its roots, without recursion: a graph may be as deep as it is large.
+class GraphWalk {
+  public:
+    explicit GraphWalk(const zs_graph_visitor &visitor) : visitor_(visitor) { places_.reserve(1024); }
+
+    zs_status go_from(ag::Node *root)
+    {
+        if (root == nullptr || accumulates(root)) return ZS_OK;
+        ZS_TRY(step(nullptr, root));
+        while (!waiting_.empty()) {
+            ag::Node *node = waiting_.back();
+            waiting_.pop_back();
+            const zs_node_at from = at(node, places_.find(node)->second);
+            for (const ag::Edge &edge : node->next_edges())
+                if (edge.function && !accumulates(edge.function.get())) ZS_TRY(step(&from, edge.function.get()));
+        }
+        return ZS_OK;
+    }
+
+  private:
+    static bool accumulates(const ag::Node *node) { return node->sequence_nr() == UINT64_MAX; }
+
+    static zs_node_at at(const ag::Node *node, int64_t place)
+    {
+        return {node->thread_id(), static_cast<int64_t>(node->sequence_nr()), place};
+    }
+
+    zs_status step(const zs_node_at *from, ag::Node *node)
+    {
+        auto [found, is_new] = places_.emplace(node, -1);
+        if (is_new) {
+            found->second = visitor_.place(visitor_.ctx, node->thread_id(), static_cast<int64_t>(node->sequence_nr()));
+            waiting_.push_back(node);
+        }
+        if (found->second == (from != nullptr ? from->place : -1)) return ZS_OK;
+        const zs_node_at to = at(node, found->second);
+        return visitor_.edge(visitor_.ctx, from, &to, reinterpret_cast<zs_node *>(node));
+    }
+
+    const zs_graph_visitor &visitor_;
+    ska::flat_hash_map<ag::Node *, int64_t> places_; // of all nodes that were met
+    std::vector<ag::Node *> waiting_;                // whose edges are still to be gone along
+};
+
+// torch 2.13 holds nodes from Python by counted references, earlier ones hold some by weak ones.
+template <typename Held> ag::Node *held_node(const Held &held)
+{
+    return held.get();
+}
+
+template <typename T> ag::Node *held_node(const std::weak_ptr<T> &held)
+{
+    return held.lock().get();
+}
+
+// The node at which a backward begins: of a tensor, or of the first element of a GradientEdge; nullptr: none.
+ag::Node *root_node(PyObject *root)
+{
+    if (THPVariable_Check(root)) return THPVariable_Unpack(root).grad_fn().get();
+    if (!PyTuple_Check(root) || PyTuple_GET_SIZE(root) == 0) return nullptr;
+    PyObject *node = PyTuple_GET_ITEM(root, 0);
+    if (THPFunction_Check(node)) return held_node(reinterpret_cast<THPFunction *>(node)->cdata);
+    if (ag::THPCppFunction_Check(node)) return held_node(reinterpret_cast<ag::THPCppFunction *>(node)->cdata);
+    return nullptr;
+}
+
 } // namespace
 
 extern "C" {
@@ -330,12 +401,30 @@ void zs_py_set_raiser(void (*raise)(void))
     raise_from_record = raise;
 }
 
-zs_status zs_py_hook_before_backward(PyObject *object, const zs_hook *hook, int64_t since, bool *hooked)
+uint64_t zs_node_thread(void)
 {
-    return guarded("zs_py_hook_before_backward", [&] {
-        const auto &node = THPVariable_Unpack(object).grad_fn();
-        *hooked = node != nullptr && static_cast<int64_t>(node->sequence_nr()) >= since;
-        if (*hooked) node->add_pre_hook(std::make_unique<BeforeBackward>(*hook));
+    return at::RecordFunction::currentThreadId();
+}
+
+zs_status zs_hook_node(zs_node *handle, const zs_hook *hook)
+{
+    return guarded("zs_hook_node", [&] {
+        auto *node = reinterpret_cast<ag::Node *>(handle);
+        for (const auto &each : node->pre_hooks()) {
+            auto *ours = dynamic_cast<BeforeBackward *>(each.get());
+            if (ours != nullptr && ours->ref.same_as(*hook)) return ZS_OK;
+        }
+        node->add_pre_hook(std::make_unique<BeforeBackward>(*hook));
+        return ZS_OK;
+    });
+}
+
+zs_status zs_py_visit_graph(PyObject *roots, const zs_graph_visitor *visitor)
+{
+    return guarded("zs_py_visit_graph", [&] {
+        GraphWalk walk(*visitor);
+        for (Py_ssize_t i = 0; PyTuple_Check(roots) && i < PyTuple_GET_SIZE(roots); i++)
+            ZS_TRY(walk.go_from(root_node(PyTuple_GET_ITEM(roots, i))));
         return ZS_OK;
     });
 }

@@ -324,7 +324,7 @@ static zs_status enter(model *m, int i)
 static zs_status leave(model *m, int i, bool keep)
 {
     m->now++;
-    m->units[i].stamp = keep ? zs_schedule_stamp(&m->units[i].record, m->now) : -1;
+    m->units[i].stamp = keep ? zs_schedule_stamp(m->units[i].record.span.begun, m->now) : -1;
     return zs_schedule_leave(&m->schedule, &m->units[i].record, keep);
 }
 

@@ -1,0 +1,103 @@
+/* entries.c - see entries.h. */
+#include "engine/entries.h"
+
+#include "engine/engine_inside.h"
+#include "engine/engine_list.h"
+
+#include <stdlib.h>
+
+/* --- forwards ------------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_entries_enter(zs_unit *unit)
+{
+    zs_engine *engine = zs_engine_of(unit);
+    zs_graph_range range = {.unit = unit, .exact = unit->exact};
+    bool is_new = zs_graph_ranges_empty(&engine->ranges);
+    ZS_TRY(zs_graph_ranges_open(&engine->ranges, zs_node_thread(), zs_next_node(), &range));
+    if (is_new) zs_engine_list_add(engine);
+    return ZS_OK;
+}
+
+bool zs_entries_leave(zs_unit *unit)
+{
+    return zs_graph_ranges_close(&zs_engine_of(unit)->ranges, zs_node_thread(), zs_next_node(), unit);
+}
+
+void zs_entries_unwind(zs_engine *engine)
+{
+    zs_graph_ranges_close_all(&engine->ranges, zs_node_thread(), zs_next_node());
+}
+
+/* --- a backward ----------------------------------------------------------------------------------------------------------- */
+
+/* An edge that leads into ranges. */
+typedef struct zs_entrance {
+    zs_engine *engine;
+    const zs_node_at *from, *to; /* `from` is NULL for a root */
+    zs_node *node;
+} zs_entrance;
+
+static bool comes_from(const zs_entrance *entrance, const zs_graph_range *range)
+{
+    const zs_node_at *from = entrance->from;
+    return from != NULL && from->thread == entrance->to->thread && range->begin <= from->number &&
+           from->number < range->end;
+}
+
+static zs_status hook_range(const zs_entrance *entrance, const zs_graph_range *range)
+{
+    if (range->unit == NULL) return ZS_OK;
+    int64_t stamp = zs_schedule_stamp(range->begin, range->end);
+    zs_hook hook = zs_engine_backward_hook(range->unit, range->exact, stamp);
+    return zs_hook_node(entrance->node, &hook);
+}
+
+/* The ranges that are entered here, the outermost first. */
+static zs_status hook_ranges(const zs_entrance *entrance, const zs_graph_range *range)
+{
+    if (range == NULL || comes_from(entrance, range)) return ZS_OK;
+    const zs_node_at *to = entrance->to;
+    ZS_TRY(hook_ranges(entrance, zs_graph_ranges_around(&entrance->engine->ranges, to->place, range, to->number)));
+    return hook_range(entrance, range);
+}
+
+/* Of a node whose forward is forgotten. */
+static zs_status hook_all(const zs_entrance *entrance)
+{
+    for (size_t i = 0; i < zs_engine_n_units(entrance->engine); i++) {
+        zs_unit *unit = zs_engine_unit(entrance->engine, i);
+        zs_graph_range range = {.unit = unit, .end = INT64_MAX, .exact = unit->exact};
+        ZS_TRY(hook_range(entrance, &range));
+    }
+    return ZS_OK;
+}
+
+static zs_status enter(void *pointer, const zs_node_at *from, const zs_node_at *to, zs_node *node)
+{
+    zs_engine *engine = pointer;
+    zs_entrance entrance = {engine, from, to, node};
+    if (to->place == ZS_PLACE_NONE) return ZS_OK;
+    if (to->place == ZS_PLACE_LOST) return hook_all(&entrance);
+    return hook_ranges(&entrance, zs_graph_ranges_at(&engine->ranges, to->place));
+}
+
+static int64_t place(void *pointer, uint64_t thread, int64_t number)
+{
+    zs_engine *engine = pointer;
+    return zs_graph_ranges_find(&engine->ranges, thread, number);
+}
+
+zs_status zs_entries_hook(zs_visit visit, void *roots)
+{
+    zs_engine **listed;
+    size_t n;
+    ZS_TRY(zs_engine_list_take(&listed, &n));
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < n; i++) {
+        zs_graph_visitor visitor = {listed[i], place, enter};
+        ZS_THEN(status, visit(roots, &visitor));
+        zs_engine_release(listed[i]);
+    }
+    free(listed);
+    return status;
+}

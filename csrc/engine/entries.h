@@ -1,0 +1,24 @@
+/* entries.h - where a backward enters the forwards of units.
+ *
+ * The one idea: before a backward, its graph is searched for the edges that lead into a forward's nodes (graph_ranges.h), and the
+ * node behind such an edge gets a hook that unshards the unit. So it does not matter how a result has left the forward.
+ */
+#ifndef ZS_ENTRIES_H
+#define ZS_ENTRIES_H
+
+#include "engine/engine.h"
+
+/* A forward of the unit begins / ends on this thread. zs_entries_leave returns whether it has made nodes. */
+zs_status zs_entries_enter(zs_unit *unit);
+bool zs_entries_leave(zs_unit *unit);
+
+/* Forwards of this engine that an exception has left on this thread end. */
+void zs_entries_unwind(zs_engine *engine);
+
+/* Visits a graph, as zs_py_visit_graph does; `roots` is its own. */
+typedef zs_status (*zs_visit)(void *roots, const zs_graph_visitor *visitor);
+
+/* Hooks the nodes at which a backward from `roots` enters forwards of units of any engine. ZS_ERR_MEMORY. */
+zs_status zs_entries_hook(zs_visit visit, void *roots);
+
+#endif
