@@ -127,13 +127,14 @@ static bool meets(const zs_engine *engine, const zs_entry *entry)
 
 static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
 {
+    bool trains = !entry->by_hand && entry->recording;
+    zs_reading reading = {.pass = trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE};
+    reading.eval_mode = !entry->by_hand && !entry->training;
+    if (entry->resumed) return begin_reading(engine, &reading);
     ZS_TRY(zs_join_forward(engine, entry, meets(engine, entry)));
     zs_writing_over(engine);
     ZS_TRY(zs_writing_back(engine));
     ZS_TRY(zs_writing_cast(engine));
-    bool trains = !entry->by_hand && entry->recording;
-    zs_reading reading = {.pass = trains ? ZS_PASS_TRAIN : ZS_PASS_EVALUATE};
-    reading.eval_mode = !entry->by_hand && !entry->training;
     zs_sample_take(engine, &reading);
     discard_dead_grads(engine);
     zs_join_meetings(engine, true);

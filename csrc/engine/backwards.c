@@ -6,6 +6,7 @@
 #include "engine/engine_inside.h"
 #include "engine/history.h"
 #include "engine/pass_dtype.h"
+#include "engine/recording.h"
 #include "engine/spoiled.h"
 #include "engine/usage.h"
 #include "engine/writing.h"
@@ -21,21 +22,9 @@ static zs_schedule *schedule_of(const zs_unit *unit)
 
 /* --- before the backward of a unit's forward ------------------------------------------------------------------------------- */
 
-/* With create_graph=True autograd records what backward does. That graph would be walked when the units are sharded again,
- * and would not pass their hooks. */
-static zs_status refuse_double_backward(const zs_unit *unit)
-{
-    if (!zs_grad_mode() || unit->record.is.fixed) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_STATE,
-                   "backward with create_graph=True (gradient penalty, Hessian) is not supported for unit '%s', which "
-                   "is sharded: double backward needs the full parameters after the first backward; use "
-                   "strategy='no_shard', or a penalty without second derivatives",
-                   zs_unit_label(unit->name));
-}
-
 static zs_status before_backward(zs_unit *unit, bool exact, int64_t stamp)
 {
-    ZS_TRY(refuse_double_backward(unit));
+    if (zs_grad_mode()) ZS_TRY(zs_recording_backward(unit, exact, stamp));
     ZS_TRY(zs_home_follow(unit->home));
     ZS_TRY(zs_schedule_begin_backward(schedule_of(unit)));
     if (!unit->record.early.over) ZS_TRY(zs_pass_dtype_backward(unit, exact));
@@ -82,9 +71,21 @@ static zs_status check_whole(const zs_unit *unit, int64_t i)
     return used_outside(unit, i, "the shard of ");
 }
 
+/* What is reduced is another gradient than the one that autograd has recorded. */
+static zs_status refuse_recorded(const zs_unit *unit, int64_t i)
+{
+    if (!zs_grad_mode() || unit->record.is.fixed) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "backward(create_graph=True) reached parameter '%s' of unit '%s', which is sharded: the .grad of a "
+                   "shard has no history; use torch.autograd.grad(loss, inputs, create_graph=True), whose results have "
+                   "one, or strategy='no_shard'",
+                   unit->params[i].name, zs_unit_label(unit->name));
+}
+
 static zs_status grad_ready_hook(void *pointer, int64_t i)
 {
     zs_unit *unit = pointer;
+    ZS_TRY(refuse_recorded(unit, i));
     ZS_TRY(zs_in_backward_check(unit));
     if (!zs_unit_is_full(unit)) return used_outside(unit, i, "");
     ZS_TRY(check_whole(unit, i));
@@ -144,6 +145,7 @@ static zs_status backward_end_hook(void *pointer, int64_t arg)
 {
     zs_engine *engine = pointer;
     zs_status status = zs_home_follow(&engine->home);
+    zs_recording_backward_end(engine);
     if (arg != ZS_BACKWARD_ABANDONED)
         ZS_ALSO(status, zs_schedule_end(&engine->home.schedule));
     else

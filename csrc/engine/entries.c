@@ -6,30 +6,6 @@
 
 #include <stdlib.h>
 
-/* --- forwards ------------------------------------------------------------------------------------------------------------- */
-
-zs_status zs_entries_enter(zs_unit *unit)
-{
-    zs_engine *engine = zs_engine_of(unit);
-    zs_graph_range range = {.unit = unit, .exact = unit->exact};
-    bool is_new = zs_graph_ranges_empty(&engine->ranges);
-    ZS_TRY(zs_graph_ranges_open(&engine->ranges, zs_node_thread(), zs_next_node(), &range));
-    if (is_new) zs_engine_list_add(engine);
-    return ZS_OK;
-}
-
-bool zs_entries_leave(zs_unit *unit)
-{
-    return zs_graph_ranges_close(&zs_engine_of(unit)->ranges, zs_node_thread(), zs_next_node(), unit);
-}
-
-void zs_entries_unwind(zs_engine *engine)
-{
-    zs_graph_ranges_close_all(&engine->ranges, zs_node_thread(), zs_next_node());
-}
-
-/* --- a backward ----------------------------------------------------------------------------------------------------------- */
-
 /* An edge that leads into ranges. */
 typedef struct zs_entrance {
     zs_engine *engine;

@@ -8,13 +8,6 @@
 
 #include "engine/engine.h"
 
-/* A forward of the unit begins / ends on this thread. zs_entries_leave returns whether it has made nodes. */
-zs_status zs_entries_enter(zs_unit *unit);
-bool zs_entries_leave(zs_unit *unit);
-
-/* Forwards of this engine that an exception has left on this thread end. */
-void zs_entries_unwind(zs_engine *engine);
-
 /* Visits a graph, as zs_py_visit_graph does; `roots` is its own. */
 typedef zs_status (*zs_visit)(void *roots, const zs_graph_visitor *visitor);
 

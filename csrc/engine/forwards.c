@@ -1,10 +1,10 @@
 /* forwards.c - what users' forwards, and unshard() and reshard(), tell the schedule. See engine.h.
  */
 #include "engine/engine_inside.h"
-#include "engine/entries.h"
 #include "engine/history.h"
 #include "engine/pass_dtype.h"
 #include "engine/pin.h"
+#include "engine/recording.h"
 #include "reduce/in_backward.h"
 
 static zs_schedule *schedule_of(const zs_unit *unit)
@@ -68,7 +68,7 @@ size_t zs_engine_n_open(const zs_engine *engine)
 zs_status zs_engine_unwind(zs_engine *engine, size_t n_open)
 {
     zs_status status = zs_schedule_unwind(&engine->home.schedule, n_open);
-    if (engine->home.schedule.n_open == 0 && !backward_runs(&engine->home.schedule)) zs_entries_unwind(engine);
+    if (engine->home.schedule.n_open == 0 && !backward_runs(&engine->home.schedule)) zs_recording_unwind(engine);
     return status;
 }
 
@@ -155,18 +155,18 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training, bool exact)
     entry.training = training;
     const zs_schedule *schedule = schedule_of(unit);
     bool between = schedule->n_open == 0 && (schedule->stage == ZS_IDLE || schedule->stage == ZS_FAILED);
-    if (between) zs_entries_unwind(engine);
+    if (between) zs_recording_unwind(engine);
     if (entry.recording && between) ZS_TRY(zs_engine_thaw(engine));
     ZS_TRY(zs_home_follow(unit->home));
     ZS_TRY(enter(unit, &entry, exact));
-    zs_status status = zs_entries_enter(unit);
+    zs_status status = zs_recording_forward(unit);
     if (status != ZS_OK) (void)zs_schedule_leave(schedule_of(unit), &unit->record, false);
     return status;
 }
 
 zs_status zs_engine_post_forward(zs_unit *unit)
 {
-    bool made = zs_entries_leave(unit);
+    bool made = zs_recording_forward_end(unit);
     zs_status status = zs_home_follow(unit->home);
     ZS_ALSO(status, zs_schedule_leave(schedule_of(unit), &unit->record, made && zs_grad_mode()));
     return status;

@@ -1,6 +1,8 @@
 /* graph_ranges.c - see graph_ranges.h. */
 #include "engine/graph_ranges.h"
 
+#include "schedule/schedule.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -125,6 +127,16 @@ bool zs_graph_ranges_close(zs_graph_ranges *all, uint64_t thread, int64_t now, c
     while (own->inner > at)
         (void)close_inner(own, now);
     return close_inner(own, now);
+}
+
+void zs_graph_ranges_close_backwards(zs_graph_ranges *all, uint64_t thread, int64_t now, int64_t stamp)
+{
+    zs_thread_ranges *own = find_thread(all, thread);
+    while (own != NULL && own->inner >= 0) {
+        int64_t open = own->ranges[own->inner].stamp;
+        if (open == ZS_MADE_IN_FORWARD || (stamp >= 0 && zs_schedule_stamp_is_within(stamp, open))) return;
+        (void)close_inner(own, now);
+    }
 }
 
 void zs_graph_ranges_close_all(zs_graph_ranges *all, uint64_t thread, int64_t now)

@@ -16,11 +16,14 @@
 
 struct zs_unit;
 
-/* The nodes of one forward of a unit. */
+enum { ZS_MADE_IN_FORWARD = -1 };
+
+/* The nodes of one forward of a unit, or of its backward, where autograd records that (create_graph). */
 typedef struct zs_graph_range {
     struct zs_unit *unit; /* borrowed; NULL: it is gone */
     int64_t begin, end;   /* numbers; `end` is not in it, and INT64_MAX while the forward runs */
     int64_t outer;        /* index of the range in which it began, negative: none */
+    int64_t stamp;        /* the forward's whose backward it is; ZS_MADE_IN_FORWARD */
     bool exact;           /* that forward computed with parameters of their own dtype */
 } zs_graph_range;
 
@@ -48,6 +51,9 @@ zs_status zs_graph_ranges_open(zs_graph_ranges *all, uint64_t thread, int64_t no
 
 /* The innermost that is open of this unit ends, with all within it. Returns whether it has made nodes; false if none is open. */
 bool zs_graph_ranges_close(zs_graph_ranges *all, uint64_t thread, int64_t now, const struct zs_unit *unit);
+
+/* Those that are open of backwards end, up to the one within which `stamp` lies; negative: all. */
+void zs_graph_ranges_close_backwards(zs_graph_ranges *all, uint64_t thread, int64_t now, int64_t stamp);
 
 /* All that are open on this thread end. */
 void zs_graph_ranges_close_all(zs_graph_ranges *all, uint64_t thread, int64_t now);

@@ -64,7 +64,7 @@ static zs_status retire(zs_schedule *schedule, int64_t stamp)
     for (size_t i = 0; i < schedule->n; i++) {
         zs_record *record = in_post_order(schedule, i);
         if (record->pinned) continue; /* its weights may be used in other units' forwards as well */
-        if (record->span.retired || !zs_through_with(record, stamp, schedule->session)) continue;
+        if (record->span.retired || !zs_through_with(record, stamp, schedule->entry.now)) continue;
         zs_through_retire(record);
         if (!record->round.posted) ZS_TRY(give_out(schedule, record));
     }
@@ -154,6 +154,18 @@ static zs_status deliver(zs_schedule *schedule)
     return status;
 }
 
+/* A forward in which the backward ran goes on with its parameters. */
+static zs_status resume_forward(zs_schedule *schedule)
+{
+    zs_entry entry = schedule->entry;
+    entry.resumed = true;
+    schedule->stage = ZS_IN_FORWARD;
+    ZS_TRY(ZS_ACT(schedule, open, schedule, &entry));
+    for (size_t i = 0; i < schedule->n_open; i++)
+        if (schedule->open[i] != NULL) ZS_TRY(zs_schedule_unshard(schedule, schedule->open[i]));
+    return ZS_OK;
+}
+
 zs_status zs_schedule_end(zs_schedule *schedule)
 {
     zs_status status = reduce_rest(schedule), delivered = ZS_OK;
@@ -170,7 +182,7 @@ zs_status zs_schedule_end(zs_schedule *schedule)
     status = schedule->act->end != NULL ? schedule->act->end(schedule, status, delivered) : status;
     for (size_t i = 0; i < schedule->n; i++)
         zs_rounds_over(schedule->records[i]);
-    return status;
+    return status == ZS_OK && schedule->n_open > 0 ? resume_forward(schedule) : status;
 }
 
 bool zs_schedule_all_arrived(const zs_schedule *schedule)

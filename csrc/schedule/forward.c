@@ -106,8 +106,7 @@ static zs_status begin_session(zs_schedule *schedule, const zs_entry *entry)
     ZS_TRY(zs_schedule_settle(schedule));
     ZS_TRY(ZS_ACT(schedule, ready, schedule, ZS_PHASE_FORWARD));
     schedule->stage = ZS_IN_FORWARD;
-    schedule->session = entry->now;
-    schedule->recording = entry->recording;
+    schedule->entry = *entry;
     zs_unshard_begin_pass(schedule);
     ZS_TRY(zs_reshard_all(schedule, false)); /* left by a forward whose backward never came */
     return ZS_ACT(schedule, open, schedule, entry);
@@ -153,7 +152,7 @@ zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_e
     }
     schedule->open[schedule->n_open++] = record;
     if (record == NULL) return ZS_OK;
-    if (record->inside++ == 0 && schedule->recording) zs_rounds_called(record);
+    if (record->inside++ == 0 && schedule->entry.recording) zs_rounds_called(record);
     if (schedule->n_open == 1) schedule->outermost_gathers = !record->is.empty;
     return zs_unshard_for(schedule, record, ZS_PHASE_FORWARD);
 }

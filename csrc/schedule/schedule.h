@@ -29,6 +29,7 @@ typedef struct zs_entry {
     bool training;  /* the module is in training mode */
     bool by_hand;   /* no forward: parameters are to be read */
     bool recording; /* autograd records: a backward may follow */
+    bool resumed;   /* a backward within it is over, and it goes on */
     int64_t now;    /* nodes that autograd's graph has had so far */
 } zs_entry;
 
@@ -119,9 +120,8 @@ struct zs_schedule {
         *open; /* [n_open] what holds the session open, the innermost last: forwards of units that are running; NULL:
                        * a session opened by hand, or of a unit that is gone; owned */
     size_t n_open, open_room;
-    bool recording;         /* a backward may follow the forward that is running */
+    zs_entry entry;         /* of the last session of forwards */
     bool outermost_gathers; /* that began with a unit that has parameters */
-    int64_t session;        /* when the last session of forwards began, in nodes of the graph */
     bool gave_up;           /* the backward being closed was abandoned here */
     size_t next_post;       /* (in order) how many units have posted in this backward */
     /* --- unshard.c --- */
@@ -230,6 +230,9 @@ zs_status zs_schedule_post_only(zs_schedule *schedule, zs_record *record);
 /* What the hook before the backward of a forward is to be told, which made the nodes from `begun` up to `ended` (INT64_MAX:
  * it still runs). */
 int64_t zs_schedule_stamp(int64_t begun, int64_t ended);
+
+/* Was the forward of stamp `inner` made within that of `outer`? */
+bool zs_schedule_stamp_is_within(int64_t inner, int64_t outer);
 
 /* The backward of that forward begins. */
 zs_status zs_schedule_backward(zs_schedule *schedule, zs_record *record, int64_t stamp);

@@ -29,6 +29,11 @@ int64_t zs_schedule_stamp(int64_t begun, int64_t ended)
     return begun << LENGTH_BITS | (length >= 0 && length < longest ? length : longest);
 }
 
+bool zs_schedule_stamp_is_within(int64_t inner, int64_t outer)
+{
+    return begin_of(outer) <= begin_of(inner) && end_of(inner) <= end_of(outer);
+}
+
 void zs_through_expect(zs_record *record)
 {
     zs_span *span = &record->span;

@@ -1,0 +1,22 @@
+/* recording.h - which nodes of autograd's graph the forwards and backwards of an engine's units make; see graph_ranges.h.
+ *
+ * The one idea: autograd's numbers are told as each begins and ends, on the thread that runs it.
+ */
+#ifndef ZS_RECORDING_H
+#define ZS_RECORDING_H
+
+#include "engine/engine.h"
+
+/* A forward of the unit begins / ends on this thread. zs_recording_forward_end returns whether it has made nodes. */
+zs_status zs_recording_forward(zs_unit *unit);
+bool zs_recording_forward_end(zs_unit *unit);
+
+/* The backward of a forward of the unit begins on this thread, and autograd records it: another backward may come, which needs
+ * the unit for what is made from now on. `exact` and `stamp` are those of its hook. / A backward of the engine's units is over. */
+zs_status zs_recording_backward(zs_unit *unit, bool exact, int64_t stamp);
+void zs_recording_backward_end(zs_engine *engine);
+
+/* Forwards of this engine that an exception has left on this thread end. */
+void zs_recording_unwind(zs_engine *engine);
+
+#endif
